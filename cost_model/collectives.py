@@ -13,6 +13,9 @@ t = (n - 1) / n  B / bandwidth. The seconds are:
     reduce          the same                                                 B before the step
     scatter, gather as all_gather                                            B of the whole
     send            launch + start + latency + B / (bandwidth * send_gain)   B bytes to one other rank
+    reduce_rows     launch + start + latency + (n - 1) B / (bandwidth * send_gain), and reading and writing A bytes in
+                    the rank's memory; B of a message, A of the whole tensor
+    send_rows       the same with n = 2
     serve           2 (n - 1) sends over the owner's link                    B bytes of a message
     rotate          n - 1 sends                                              B bytes of a rank's block
     rotate_back     twice as many                                            B bytes of a rank's block
@@ -120,7 +123,19 @@ def _fill(transfer_seconds: Quantity, fill_seconds: Quantity) -> Quantity:
 def _send(m: _Message) -> Quantity:
     link = m.link
     start = _begin(m) + link.latency_seconds
-    return start + m.before_bytes / (link.bandwidth_bytes_per_second * link.send_gain)
+    transfer = m.before_bytes / (link.bandwidth_bytes_per_second * link.send_gain)
+    return (_share(m.before_bytes, m) * start if m.bucketed else start) + transfer
+
+
+def _rows(messages: Quantity, m: _Message) -> Quantity:
+    """Seconds in which an owner gets messages by rows, one after another over its link.
+
+    A sender reads its tensor to find the rows, and the owner adds them to its own.
+    """
+    link, latency = m.link, _begin(m) + m.link.latency_seconds
+    transfer = messages * m.before_bytes / (link.bandwidth_bytes_per_second * link.send_gain)
+    share = _share(m.after_bytes, m) if m.bucketed else 1.0
+    return share * latency + transfer + 2 * m.after_bytes / m.hardware.memory_bytes_per_second
 
 
 def _serve(m: _Message) -> Quantity:
@@ -155,6 +170,8 @@ _FORMULAS: dict[str, Callable[[_Message], Quantity]] = {
     "scatter": lambda m: _ring(m.before_bytes, m),
     "gather": lambda m: _ring(m.after_bytes, m),
     "send": _send,
+    "reduce_rows": lambda m: _rows(m.ranks - 1, m),
+    "send_rows": lambda m: _rows(1, m),
     "serve": _serve,
     "rotate": _rotate,
     "rotate_back": lambda m: 2 * _rotate(m),
@@ -169,7 +186,7 @@ _FORMULAS: dict[str, Callable[[_Message], Quantity]] = {
 _TRAFFIC = frozenset(
     {
         "all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce", "scatter", "gather", "send",
-        "serve", "rotate", "rotate_back",
+        "reduce_rows", "send_rows", "serve", "rotate", "rotate_back",
         *EXCHANGES,
     }
 )  # fmt: skip

@@ -41,6 +41,7 @@ class NodeItems:
         fused: whether chains of element-wise ops run as one kernel, as `torch.compile` makes them.
         bucket_bytes: bytes of a bucket: parameters and gradients share collectives of this size.
         recomputed: names of the ops that run again when their block is recomputed.
+        micro_batches: number of micro-batches of a step.
         position: mesh coordinates of the rank whose memory is priced; it matters for parameters that one rank owns, see
             `autopar.cost_model.owners`.
     """
@@ -58,7 +59,9 @@ class NodeItems:
         bucket_bytes: float = BUCKET_BYTES,
         recomputed: Collection[str] = (),
         position: Position | None = None,
+        micro_batches: int = 1,
     ) -> None:
+        self.micro_batches = micro_batches
         self.position = position or [0] * len(sizes.mesh.axes)
         self.graph, self.sizes, self.bucket_bytes = graph, sizes, bucket_bytes
         self.hardware, self.links, self.training_state = hardware, tuple(links), training_state

@@ -12,9 +12,10 @@ from autopar.cost_model.hardware import Link
 from autopar.cost_model.items import COMPUTE, Holding, Item, Region
 from autopar.cost_model.node_items import NodeItems, numbers_out, places_in
 from autopar.cost_model.owners import is_own_copy, owned_share
+from autopar.cost_model.row_messages import message_bytes
 from autopar.cost_model.traffic import traffic_bytes
 from autopar.cost_model.ways import move_item, way_back, way_to_resident
-from autopar.ir import Layout, Meeting, ParameterPlan, Tensor, Tier, has_owner
+from autopar.ir import BY_ROWS, Layout, Meeting, ParameterPlan, Tensor, Tier, has_owner
 from autopar.ir.meeting import SERVER
 
 
@@ -40,8 +41,12 @@ class ParameterItems(NodeItems):
             )  # fmt: skip
             if tensor.needs_grad:
                 scale = self._gradient_scale(tensor)
+                sent, kept = after * scale, before * scale
+                if how.by_rows and backward in BY_ROWS:
+                    backward, kept = BY_ROWS[backward], sent
+                    sent = message_bytes(self, tensor, how, axis, sent)
                 yield self._item(
-                    title, backward, axis, "reduce", region, count, after * scale, before * scale,
+                    title, backward, axis, "reduce", region, count, sent, kept,
                     "gradient", of=name, every_micro_batch=how.reduce == "micro_batch", places=places,
                 )  # fmt: skip
 

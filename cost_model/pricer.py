@@ -79,6 +79,7 @@ class Pricer:
             training_state=training_state, fused=fused, bucket_bytes=bucket_bytes,
             recomputed=recomputed_ops(graph, self.blocks),
             position=busiest_owner(graph, plan.parameters, plan.mesh),
+            micro_batches=plan.micro_batches,
         )  # fmt: skip
         self.decomposed = Decomposed(
             graph, plan, self.flow, sizes=sizes, seconds=self._compute_seconds

@@ -4,6 +4,8 @@ In an all-gather or reduce-scatter of B bytes over n ranks every rank sends (n -
 all-reduce (Patarasuk and Yuan 2009). In a broadcast or reduce of B bytes all ranks but one send B, which is
 (n - 1) / n B on average. A scatter or gather moves (n - 1) / n B from or to the owner, and a send moves B.
 
+By rows (`reduce_rows`, `send_rows`) B bytes are those of a message; all ranks but the owner send one.
+
 In a rotation the block of every rank goes round all n, in n - 1 sends of each; back it goes once more, with the sum of
 its gradients (`autopar.ops.ring_attention`).
 
@@ -28,6 +30,7 @@ _RINGS: Mapping[str, Callable[[Quantity, Quantity], Quantity]] = MappingProxyTyp
         "reduce": lambda before, after: before,
         "scatter": lambda before, after: before,
         "gather": lambda before, after: after,
+        "reduce_rows": lambda before, after: before,
         "keep": lambda before, after: 0,
         "fill": lambda before, after: 0,
         "all_gather": lambda before, after: after,
@@ -46,6 +49,7 @@ _RINGS: Mapping[str, Callable[[Quantity, Quantity], Quantity]] = MappingProxyTyp
 _SENDS: Mapping[str, Callable[[Quantity], Quantity]] = MappingProxyType(
     {
         "send": lambda ranks: 1,
+        "send_rows": lambda ranks: 1,
         "serve": lambda ranks: ranks - 1,
         "rotate": lambda ranks: ranks - 1,
         "rotate_back": lambda ranks: 2 * (ranks - 1),

@@ -253,11 +253,10 @@ class _Analyzer:
         parameter, used = self.captured.parameters.get(name), value.dtype.itemsize
         if parameter is None:
             return {}
+        reduced = self.captured.gradient_dtype(parameter, value.dtype)
         found = {
             "stored_itemsize_bytes": self.captured.stored.get(parameter, value.dtype).itemsize,
-            "gradient_itemsize_bytes": self.captured.gradient_dtype(
-                parameter, value.dtype
-            ).itemsize,
+            "gradient_itemsize_bytes": reduced.itemsize,
         }
         return {key: size for key, size in found.items() if size != used}
 
@@ -289,14 +288,14 @@ class _Analyzer:
             collectives=tuple(self._collectives(node.name, spec)),
             product_itemsize_bytes=spec.product_itemsize_bytes,
             draws=draws(node),
+            looks_up=None if spec.looks_up is None else self._all_leaves(node.name, spec.looks_up),
         )
 
     def _collectives(self, node: str, spec: Spec) -> Iterable[OwnCollective]:
         for each in spec.collectives:
             yield OwnCollective(
                 frozenset(label for over in each.over for label in self._labels_over(node, over)),
-                each.forward, each.backward, each.itemsize_bytes,
-                tuple(leaf for letter in each.letters for leaf in self._leaves(node, letter)),
+                each.forward, each.backward, each.itemsize_bytes, self._all_leaves(node, each.letters),
             )  # fmt: skip
 
     def _labels_over(self, node: str, over: str) -> Iterable[str]:
@@ -311,6 +310,9 @@ class _Analyzer:
             Leaf(label, self.factor_names[id(leaf)], leaf.size)
             for label, leaf in zip(self._labels(letter, atom), atom.leaves(), strict=True)
         )
+
+    def _all_leaves(self, node: str, letters: Iterable[str]) -> tuple[Leaf, ...]:
+        return tuple(leaf for letter in letters for leaf in self._leaves(node, letter))
 
     def _choices(self, name: str, spec: Spec) -> Iterable[Choice]:
         made = len(spec.results) + len(spec.kept.hidden)
@@ -335,10 +337,8 @@ class _Analyzer:
         All ranks of a data-parallel axis can then run the op in V. Its backward is linear in the gradient, so that
         partial gradients pass through it to the parameter, where they are summed with all others.
         """
-        results = self.names[name]
-        return not self.of_inputs.intersection(results) and bool(
-            self.needs_grad.intersection(results)
-        )
+        results = {*self.names[name]}
+        return not self.of_inputs & results and bool(self.needs_grad & results)
 
     def _exchanged(self, name: str, spec: Spec) -> Iterable[Choice]:
         """Choices `t>e` of an op: tensors with rows are split by rows, and the others by experts or the like."""

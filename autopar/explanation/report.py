@@ -81,6 +81,7 @@ def _parameter_rows(plan: Plan, graph: Graph) -> Iterable[tuple[str, tuple[str, 
         stored = how.stored_text(plan.mesh)
         in_graph = any(how.zero_stage(i) == 3 for i in range(len(plan.mesh.axes)))
         reduced = "micro-batch" if in_graph else how.reduce.replace("_", "-")
+        reduced += ", by rows" * how.by_rows
         row = (shape, stored, _zero(plan, graph, name), reduced)
         yield name, row, graph.stands_for.get(name, 1)
 

@@ -14,7 +14,7 @@ from autopar.ir.choice import (
     runs_alone,
     split_factors,
 )
-from autopar.ir.conversion import LayoutStep, steps, steps_of
+from autopar.ir.conversion import BY_ROWS, LayoutStep, can_go_by_rows, steps, steps_of
 from autopar.ir.graph import Factor, Graph, Stack, Tensor, find_stacks, is_legal
 from autopar.ir.layout import (
     ANY,
@@ -62,12 +62,12 @@ from autopar.ir.precision import MixedPrecision
 from autopar.ir.tier import TIERS, Tier, TieredLayout, format_place, parse_place
 
 __all__ = [
-    "ANY", "Choice", "CollectiveCall", "Dims", "EXCHANGED", "Factor", "Graph", "Labels", "Layout", "LayoutStep",
-    "Leaf", "Meeting", "Mesh", "MixedPrecision", "O", "OWNED", "Op", "OwnCollective", "P", "PARTIAL",
+    "ANY", "BY_ROWS", "Choice", "CollectiveCall", "Dims", "EXCHANGED", "Factor", "Graph", "Labels", "Layout",
+    "LayoutStep", "Leaf", "Meeting", "Mesh", "MixedPrecision", "O", "OWNED", "Op", "OwnCollective", "P", "PARTIAL",
     "PIPELINE_AXIS", "PLACEMENTS", "ParameterPlan", "Pipeline", "Plan", "R", "S", "SCHEDULES", "Stack", "State",
     "TIERS", "Tensor", "Tier", "TieredLayout", "UNSPLIT", "V", "VARIED", "VERSIONED", "WHOLE", "Work", "calls",
-    "calls_between", "divides", "find_stacks", "format_layout", "format_place", "go_together", "has_owner",
-    "is_legal", "lies_in_chunks", "local_elements", "local_factors", "local_shape", "mesh_of_all",
+    "calls_between", "can_go_by_rows", "divides", "find_stacks", "format_layout", "format_place", "go_together",
+    "has_owner", "is_legal", "lies_in_chunks", "local_elements", "local_factors", "local_shape", "mesh_of_all",
     "mesh_of_replica", "operand_layouts", "owner_of", "parse_layout", "parse_place", "result_layouts", "runs_alone",
     "shape_of", "split_factors", "steps", "steps_of", "walk", "why_not_alone", "with_pipeline", "without_pipeline",
 ]  # fmt: skip

@@ -83,8 +83,9 @@ def _op(op: Op, sizes: Mapping[str, int]) -> Op:
     works = tuple(_work(work, sizes) for work in op.work)
     flops = round(sum(work.flops for work in works)) if works else op.flops
     collectives = tuple(_collective(each, sizes) for each in op.collectives)
+    looks_up = None if op.looks_up is None else _leaves(op.looks_up, sizes)
     return dataclasses.replace(
-        op, choices=choices, work=works, flops=flops, collectives=collectives
+        op, choices=choices, work=works, flops=flops, collectives=collectives, looks_up=looks_up
     )
 
 

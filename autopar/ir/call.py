@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from autopar.ir.conversion import LayoutStep, steps_of
+from autopar.ir.conversion import BY_ROWS, LayoutStep, steps_of
 from autopar.ir.layout import WHOLE, Dims, Layout, local_elements, local_factors, local_shape
 from autopar.ir.mesh import Mesh
 
@@ -32,6 +32,11 @@ class CollectiveCall:
     axis: int
     before: tuple[int, ...] | None = None
     after: tuple[int, ...] | None = None
+
+    @property
+    def back_by_rows(self) -> CollectiveCall:
+        """The same call, whose transpose carries the gradient by rows where it can; see [Note: by rows]."""
+        return replace(self, backward=BY_ROWS.get(self.backward, self.backward))
 
 
 def calls(dims: Dims, source: Layout, target: Layout, mesh: Mesh) -> tuple[CollectiveCall, ...]:

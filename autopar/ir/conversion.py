@@ -34,13 +34,20 @@ Let A and T be the sizes of the axes. In a reordering each rank of t cuts its A 
 must divide A. To start splitting along a is the transpose: the all-to-all along t comes first. A rank that holds L
 numbers receives (A - 1) L + A L (T - 1) / T to leave a by an all-gather, where un-nesting takes
 (A T - 1) L.
+
+[Note: by rows] A `reduce` or a `send` carries a tensor to its owner. It may be carried whole, or *by rows*: each rank
+sends the rows (along dim 0) that are not all zero, with their indices, and the owner adds them to its own part, or to
+zeros. Both give the same tensor, whatever it holds. Rows are cheaper where few of them are not zero, as in the gradient
+of a table of embeddings: with k such rows of r bytes each, a message has k (r + 8) + 8 bytes, 8 for each index and 8
+for k itself.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 from autopar.ir.layout import WHOLE, Dims, Layout, R, S, State
@@ -81,6 +88,9 @@ TRANSITIONS = {
 
 # The collectives of steps from or to a state O.
 OWNER_COLLECTIVES = frozenset(found.forward for pair, found in TRANSITIONS.items() if "O" in pair)
+
+# The same collectives by rows, see [Note: by rows].
+BY_ROWS: Mapping[str, str] = MappingProxyType({"reduce": "reduce_rows", "send": "send_rows"})
 
 # Steps that shrink the tensor come first and steps that grow it last, so that the others move little.
 _ORDER = (
@@ -145,6 +155,17 @@ def steps_of(dims: Dims, source: Layout, target: Layout, mesh: Mesh) -> tuple[La
     # The steps of most conversions are the same for all dims and sizes.
     known = (dims, mesh.sizes) if _unnests(source, target) else ((), ())
     return _path(source, target, *known)
+
+
+def can_go_by_rows(dims: Dims, storage: Layout, resident: Layout, mesh: Mesh) -> bool:
+    """Whether a gradient's way from its resident to its storage layout has a step that rows can be sent in.
+
+    >>> from autopar.ir import Mesh, O, R, V
+    >>> can_go_by_rows(((8,),), (O(0),), (V,), Mesh.parse("dp=2"))
+    True
+    """
+    found = steps_of(dims, storage, resident, mesh)
+    return any(step.transition.backward in BY_ROWS for step in found)
 
 
 @functools.cache

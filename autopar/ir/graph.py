@@ -14,7 +14,7 @@ from functools import cached_property
 from autopar.ir.choice import Labels, go_together, runs_alone
 from autopar.ir.layout import Dims, Layout, R, divides, shape_of
 from autopar.ir.mesh import Mesh
-from autopar.ir.op import Op, operand_layouts, result_layouts, why_not_alone
+from autopar.ir.op import Leaf, Op, operand_layouts, result_layouts, why_not_alone
 from autopar.ir.precision import MixedPrecision
 
 
@@ -206,6 +206,21 @@ class Graph:
             if place is not None
             for stack, index in [place]
             if index == stack.middle and stack.layers > stack.captured
+        }
+
+    @cached_property
+    def lookups(self) -> Mapping[str, tuple[tuple[Leaf, ...], ...]]:
+        """Name of a parameter's tensor of which ops only look up rows -> for each of these ops the factors of its
+        indices. A parameter with another use has no entry: its gradient may be nonzero in every row.
+        """
+        users: dict[str, list[Op]] = {tensor: [] for tensor in self.parameters.values()}
+        for op in self.ops:
+            for name in op.operands:
+                users.get(name, []).append(op)
+        return {
+            tensor: tuple(op.looks_up or () for op in ops)
+            for tensor, ops in users.items()
+            if ops and all(op.looks_up is not None and op.operands[0] == tensor for op in ops)
         }
 
     @cached_property

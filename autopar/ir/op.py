@@ -96,6 +96,8 @@ class Op:
         product_itemsize_bytes: bytes of one number in the op's products, where it rounds its operands for them; None
             where products have the format of the operands.
         draws: whether the op draws random numbers; all ranks then run it, so that they draw in step.
+        looks_up: factors of the indices by which the op looks up rows (along dim 0) of its first operand; None for an
+            op of another kind. The gradient of that operand is zero in all other rows.
     """
 
     name: str
@@ -113,6 +115,7 @@ class Op:
     collectives: tuple[OwnCollective, ...] = ()
     product_itemsize_bytes: int | None = None
     draws: bool = False
+    looks_up: tuple[Leaf, ...] | None = None
 
     def choice(self, label: str) -> Choice:
         """The choice with this label; the caller guarantees that it exists.

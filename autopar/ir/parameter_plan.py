@@ -24,6 +24,8 @@ class ParameterPlan:
             every "micro_batch".
         tier: memory of the storage, and between steps also of gradients and optimizer states.
         resident_tier: memory of the resident layout; it may not be farther from the device than `tier`.
+        by_rows: whether the gradient is sent to its owner as the rows that are not zero, each with its index, in place
+            of the whole tensor; see [Note: by rows] in autopar/ir/conversion.py.
 
     Raises PlanError where `resident_tier` is farther from the device than `tier`.
     """
@@ -33,6 +35,7 @@ class ParameterPlan:
     reduce: Reduction = "step"
     tier: Tier = "device"
     resident_tier: Tier = "device"
+    by_rows: bool = False
 
     def __post_init__(self) -> None:
         if is_farther(self.resident_tier, self.tier):

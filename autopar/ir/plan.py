@@ -26,6 +26,8 @@ the right column):
                                                       a storage in the host's memory, see `autopar.ir.tier`; the
                                                       resident layout may name a tier, too
     parameter mlp.down.bias: O(1)@dp | V@dp | step    a storage on rank 1 of dp alone, which updates the parameter
+    parameter embed.weight: O(1)@dp | V@dp | step by rows
+                                                      the same; only rows of the gradient that are not zero are sent
     input tokens: S(0)@dp                             layout of an input
     op linear_1: b j                                  label of the op's choice on every mesh axis; `@1` for an op that
                                                       rank 1 of the axis runs alone
@@ -78,6 +80,7 @@ from autopar.ir.plan_reading import (
     SCALAR,
     VERSION,
     check_one_line,
+    format_reduction,
     note_word,
     read_count,
     read_document,
@@ -310,7 +313,8 @@ class Plan:
     def _parameter_fields(self, how: ParameterPlan) -> list[str]:
         """The three parts of a parameter's line."""
         stored = format_place(how.storage, how.tier, self.mesh)
-        return [stored, format_place(how.resident, how.resident_tier, self.mesh), how.reduce]
+        used = format_place(how.resident, how.resident_tier, self.mesh)
+        return [stored, used, format_reduction(how.reduce, by_rows=how.by_rows)]
 
     def _pipeline_json(self) -> dict[str, Any]:
         """JSON fields that only some plans have, such as replicas, stages, recomputation and saved layouts."""

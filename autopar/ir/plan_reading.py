@@ -25,6 +25,7 @@ from autopar.ir.tier import parse_place
 
 VERSION = 1
 SCALAR = "scalar"
+_BY_ROWS = " by rows"
 
 
 def read_document(path: str | os.PathLike[str]) -> Any:
@@ -145,10 +146,16 @@ def read_parameter(fields: object, name: str, mesh: Mesh, meeting: Meeting | Non
             f"whose values differ for {meeting.steps} steps: none of them can hold a part for another. Leave "
             f"@{meeting.axis} out, or split along another axis."
         )
-    if reduce not in get_args(Reduction):
+    when = reduce.removesuffix(_BY_ROWS)
+    if when not in get_args(Reduction):
         raise PlanError(f"A gradient is reduced once per step or micro_batch, not per {reduce!r}.")
     (stored, tier), (used, nearer) = parse_place(storage, mesh), parse_place(resident, mesh)
-    return ParameterPlan(stored, used, reduce, tier, nearer)
+    return ParameterPlan(stored, used, when, tier, nearer, by_rows=when != reduce)
+
+
+def format_reduction(when: str, *, by_rows: bool) -> str:
+    """The third part of a parameter's line: `step`, `micro_batch`, or one of them followed by `by rows`."""
+    return when + _BY_ROWS * by_rows
 
 
 def read_recompute(value: Any) -> Recompute:

@@ -34,6 +34,7 @@ from autopar.ir import CollectiveCall, Mesh
 from autopar.ir.conversion import OWNER_COLLECTIVES
 from autopar.ops.exchange import EXCHANGES, combined, dispatched, table_of, turned
 from autopar.ops.nodes import schema
+from autopar.ops.rows import add_rows, rows_of
 
 SIGNATURE = "(Tensor x, int[] dims, int size, str group, str backward) -> Tensor"
 
@@ -62,6 +63,17 @@ def _sum(shards: Sequence[Tensor]) -> Tensor:
     for shard in shards[1:]:
         result = result + shard
     return result
+
+
+def _sum_rows(shards: Sequence[Tensor], owner: int) -> Tensor:
+    result = shards[owner].clone()
+    for shard in (*shards[:owner], *shards[owner + 1 :]):
+        add_rows(result, rows_of(shard))
+    return result
+
+
+def _only_rows(x: Tensor) -> Tensor:
+    return add_rows(torch.zeros_like(x), rows_of(x))
 
 
 def _exchange(shards: Sequence[Tensor], position: int, gathered: int, cut: int) -> Tensor:
@@ -104,6 +116,9 @@ LOCAL: dict[str, Callable[[Sequence[Tensor], int, Sequence[Any]], Tensor]] = {
     "scatter": lambda xs, i, at: _cut(xs[at[0]], at[1], len(xs), i).contiguous(),
     "gather": lambda xs, i, at: _at_owner(torch.cat(list(xs), at[0]), i == at[1]),
     "send": lambda xs, i, owners: _at_owner(xs[owners[0]], i == owners[1]),
+    # the same by rows, which only gradients of parameters do
+    "reduce_rows": lambda xs, i, owner: _at_owner(_sum_rows(xs, owner[0]), i == owner[0]),
+    "send_rows": lambda xs, i, owners: _at_owner(_only_rows(xs[owners[0]]), i == owners[1]),
 }
 
 

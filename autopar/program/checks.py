@@ -20,6 +20,7 @@ from autopar.ir import (
     R,
     State,
     V,
+    can_go_by_rows,
     divides,
     format_layout,
     go_together,
@@ -101,10 +102,21 @@ def _check_parameter(name: str, parameter: ParameterPlan, dims: Dims, mesh: Mesh
             "the next one where earlier axes split those before it to the end."
         )
     _check_layout(f"resident layout of parameter {name}", parameter.resident, dims, mesh, "RSVO")
+    _check_rows(name, parameter, dims, mesh)
     if parameter.reduce not in get_args(Reduction):
         raise PlanError(
             f"The plan is damaged: the gradient of parameter {name} is reduced per "
             f"{parameter.reduce!r}, and it can be per {' or '.join(get_args(Reduction))}."
+        )
+
+
+def _check_rows(name: str, how: ParameterPlan, dims: Dims, mesh: Mesh) -> None:
+    """Raises PlanError for a gradient that is to be sent by rows, and is sent to no owner."""
+    if how.by_rows and not can_go_by_rows(dims, how.storage, how.resident, mesh):
+        stored, used = (format_layout(layout, mesh) for layout in (how.storage, how.resident))
+        raise PlanError(
+            f"The plan sends the gradient of parameter {name} by rows, and from {used} to {stored} it is sent to no "
+            "single owner; leave out 'by rows', or store it on one rank, such as O(0)."
         )
 
 

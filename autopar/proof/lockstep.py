@@ -78,9 +78,15 @@ def collective(
     return ranks if call.after is None else [seen(x, call.after) for x in ranks]
 
 
-def convert(ranks: Ranks, dims: Dims, source: Layout, target: Layout, mesh: Mesh) -> Ranks:
-    """Converts the local tensors of all ranks from one layout to another, differentiably."""
-    return _converted(ranks, calls(dims, source, target, mesh), mesh)
+def convert(
+    ranks: Ranks, dims: Dims, source: Layout, target: Layout, mesh: Mesh, *, back_by_rows: bool = False
+) -> Ranks:  # fmt: skip
+    """Converts the local tensors of all ranks from one layout to another, differentiably.
+
+    With `back_by_rows` the gradient is carried by rows, see [Note: by rows] in autopar/ir/conversion.py.
+    """
+    steps = calls(dims, source, target, mesh)
+    return _converted(ranks, [x.back_by_rows for x in steps] if back_by_rows else steps, mesh)
 
 
 def run(

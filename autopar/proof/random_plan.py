@@ -29,6 +29,7 @@ from autopar.ir import (
     Tensor,
     Tier,
     V,
+    can_go_by_rows,
     divides,
     is_legal,
     lies_in_chunks,
@@ -85,8 +86,10 @@ def random_plan(
     alone = random.Random(f"alone {seed} {mesh}")
     drawn = pipeline is None and alone.random() < 1 / 3
     if drawn if lone_ops is None else lone_ops:  # what follows does not go with ops on one rank yet
-        return _with_lone_ops(graph, plan, alone)
+        plan = _with_lone_ops(graph, plan, alone)
+        return _random_rows(graph, plan, random.Random(f"rows {seed}"))
     plan = _random_residents(plan, random.Random(f"residents {seed}"))
+    plan = _random_rows(graph, plan, random.Random(f"rows {seed}"))
     return _random_slices(graph, plan, random.Random(f"saved {seed}"))
 
 
@@ -134,6 +137,16 @@ def _used_by_others(tensor: Tensor, how: ParameterPlan, mesh: Mesh, draw: random
         used if owner is None else O(owner)
         for used, owner in zip(how.resident, owners, strict=True)
     )
+
+
+def _random_rows(graph: Graph, plan: Plan, draw: random.Random) -> Plan:
+    """The plan in which half of the gradients that are sent to one owner are sent by rows."""
+    parameters = {}
+    for name, how in plan.parameters.items():
+        dims = graph.tensors[graph.parameters[name]].dims
+        can = can_go_by_rows(dims, how.storage, how.resident, plan.mesh)
+        parameters[name] = replace(how, by_rows=can and draw.random() < 1 / 2)
+    return replace(plan, parameters=parameters)
 
 
 def _random_residents(plan: Plan, draw: random.Random) -> Plan:

@@ -26,9 +26,12 @@ def embedding(call: Call) -> Spec:
     return Spec(
         ((rows, columns), where), ((*where, columns),), sizes, sums=frozenset(rows if masks else ()),
         whole=batch | frozenset(() if masks else rows), contiguous=frozenset(rows),
-        flops=call.results[0].numel(),
-        localize=_look_up_locally,
+        flops=call.results[0].numel(), looks_up=_letters(where), localize=_look_up_locally,
     )  # fmt: skip
+
+
+def _letters(dims: Letters) -> tuple[str, ...]:
+    return tuple(letter for dim in dims for letter in dim)
 
 
 def _look_up_locally(local: Local) -> fx.Node:
@@ -93,8 +96,8 @@ def index(call: Call) -> Spec:
     place = given[0] if adjacent else 0
     result: tuple[Dim, ...] = (*kept[:place], *chosen, *kept[place:])
     whole = frozenset(letter for dim in given for letter in letters[dim])
-    return Spec(tuple(operands), (result,), sizes | broadcast, whole=whole,
-                flops=call.results[0].numel())  # fmt: skip
+    return Spec(tuple(operands), (result,), sizes | broadcast, whole=whole, flops=call.results[0].numel(),
+                looks_up=_letters(chosen) if given == [0] else None)  # fmt: skip
 
 
 def index_select(call: Call) -> Spec:
@@ -105,8 +108,8 @@ def index_select(call: Call) -> Spec:
     new: Dim = ("i",) if count > 1 else ()
     sizes |= {"i": count} if count > 1 else {}
     result = (*letters[:dim], new, *letters[dim + 1 :])
-    return Spec((letters, (new,) * call.operands[1].ndim), (result,), sizes,
-                whole=frozenset(letters[dim]), flops=call.results[0].numel())  # fmt: skip
+    return Spec((letters, (new,) * call.operands[1].ndim), (result,), sizes, whole=frozenset(letters[dim]),
+                flops=call.results[0].numel(), looks_up=None if dim else new)  # fmt: skip
 
 
 def gather(call: Call) -> Spec:
@@ -252,8 +255,8 @@ def bagged(call: Call) -> Spec:
         columns = y.ndim == 2 and y.shape[1] == weight.shape[1]
         results.append(_dims(y, [f"y{i}", "d"], sizes) if columns else whole(y, f"y{i}"))
     table = _dims(weight, ["v", "d"], sizes)
-    return Spec((table, *operands), tuple(results), sizes, whole=frozenset(sizes) - {"d"},
-                agreed=frozenset("d"), flops=call.results[0].numel())  # fmt: skip
+    return Spec((table, *operands), tuple(results), sizes, whole=frozenset(sizes) - {"d"}, agreed=frozenset("d"),
+                flops=call.results[0].numel(), looks_up=_letters(operands[0]))  # fmt: skip
 
 
 def filled_in_order(call: Call) -> Spec:

@@ -145,6 +145,8 @@ class Spec:
         linear_backward: whether backward is linear in the gradient of the result.
         product_itemsize_bytes: bytes of one number in the op's products, where it rounds its operands for them; None
             where products have the format of the operands.
+        looks_up: letters of the indices by which the op looks up rows (along dim 0) of its first operand; None for an
+            op of another kind.
         stretch: letter -> factor by which a part computes more than its share of the whole op, for letters with such
             parts; `t>e` for a split with an exchange.
         localize: function that writes the op on local shards into a rank's graph.
@@ -171,6 +173,7 @@ class Spec:
     exchanges: tuple[tuple[str, str], ...] = ()
     linear_backward: bool = True
     product_itemsize_bytes: int | None = None
+    looks_up: tuple[str, ...] | None = None
     stretch: Mapping[str, float] = field(default_factory=dict)
     localize: Localizer = field(default=run_as_is, compare=False)
 

@@ -6,7 +6,7 @@ tensor comes with its `Hop`, the conversion step that it takes; all hops of a co
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,11 @@ def group_of(hop: Hop, world: World) -> dist.ProcessGroup:
     group = world.groups[hop.axis]
     assert group is not None, hop
     return group
+
+
+def without(hops: Sequence[Hop], like: Tensor) -> list[Tensor]:
+    """Empty results, for a rank that is not the owner."""
+    return [like.new_empty((0, *hop.result[1:])) for hop in hops]
 
 
 def start_all_reduce(hops: list[Hop], tensors: list[Tensor], world: World) -> Started:

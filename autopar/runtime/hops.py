@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar.ir import Dims, Layout, Mesh, State, Tier, calls_between, local_shape
+from autopar.ir import BY_ROWS, Dims, Layout, Mesh, State, Tier, calls_between, local_shape
 from autopar.ir.tier import moves
 from autopar.ops.collectives import result_shape
 
@@ -71,10 +71,13 @@ class Hop:
 Route = tuple[Hop, ...]
 
 
-def route(dims: Dims, source: Layout, target: Layout, mesh: Mesh, *, rank: int = 0) -> Route:
+def route(
+    dims: Dims, source: Layout, target: Layout, mesh: Mesh, *, rank: int = 0, back_by_rows: bool = False
+) -> Route:  # fmt: skip
     """The hops of a rank from one layout of a tensor to another; axes of one rank need none.
 
-    All ranks have the same hops, but for `is_elsewhere`.
+    All ranks have the same hops, but for `is_elsewhere`. With `back_by_rows` the transposed hops carry the gradient by
+    rows, see [Note: by rows] in autopar/ir/conversion.py.
     """
     hops = []
     shape = local_shape(dims, source, mesh)
@@ -85,9 +88,10 @@ def route(dims: Dims, source: Layout, target: Layout, mesh: Mesh, *, rank: int =
         after = call.after or result
         owners = _owners_beside(before, call.axis)
         position = mesh.coordinates(rank)
+        backward = call.back_by_rows.backward if back_by_rows else call.backward
         hops.append(
             Hop(
-                call.name, call.backward, call.dims, call.axis, size, shape, viewed, result, after,
+                call.name, backward, call.dims, call.axis, size, shape, viewed, result, after,
                 owners=owners, is_elsewhere=any(position[other] != owner for other, owner in owners),
             )
         )  # fmt: skip
@@ -131,9 +135,12 @@ def signature(hops: Route) -> tuple[tuple[str, int], ...]:
     return tuple((_kind(hop), hop.axis) for hop in hops if hop.name != "vary")
 
 
+_TO_OR_FROM_ONE = ("broadcast", "reduce", "keep", "fill", "send", *BY_ROWS.values())
+
+
 def _kind(hop: Hop) -> str:
     """The name of a hop's op with the owners in it: `broadcast 1`, `send 0 1`, `all_gather 0:1` (rank 1 of axis 0)."""
-    owners = hop.dims if hop.name in ("broadcast", "reduce", "keep", "fill", "send") else ()
+    owners = hop.dims if hop.name in _TO_OR_FROM_ONE else ()
     owners = hop.dims[:1] if hop.name == "scatter" else owners
     owners = hop.dims[1:] if hop.name == "gather" else owners
     beside = (f"{axis}:{owner}" for axis, owner in hop.owners)

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.ops.collectives import group_name, naming_failures, nothing
-from autopar.runtime.flat import Started, group_of, join, stack
+from autopar.runtime.flat import Started, group_of, join, stack, without
 from autopar.runtime.hops import Hop
+from autopar.runtime.rows import ROWS_STARTS
 from autopar.runtime.world import World
 
 
@@ -33,11 +34,6 @@ def _apart(flat: Tensor, hops: Sequence[Hop]) -> list[Tensor]:
     return [part.view(hop.result) for part, hop in zip(parts, hops, strict=True)]
 
 
-def _without(hops: Sequence[Hop], like: Tensor) -> list[Tensor]:
-    """Empty results, for a rank that is not the owner."""
-    return [like.new_empty((0, *hop.result[1:])) for hop in hops]
-
-
 def _start_broadcast(hops: list[Hop], tensors: list[Tensor], world: World) -> Started:
     group, owner = group_of(hops[0], world), hops[0].dims[0]
     is_owner = group.rank() == owner
@@ -54,7 +50,7 @@ def _start_reduce(hops: list[Hop], tensors: list[Tensor], world: World) -> Start
     with naming_failures("reduce", group_name(group)):
         work = dist.reduce(flat, group=group, group_dst=owner, async_op=True)
     return Started(
-        hops, work, group, lambda: _apart(flat, hops) if is_owner else _without(hops, flat)
+        hops, work, group, lambda: _apart(flat, hops) if is_owner else without(hops, flat)
     )
 
 
@@ -79,7 +75,7 @@ def _start_gather(hops: list[Hop], tensors: list[Tensor], world: World) -> Start
 
     def unpack() -> list[Tensor]:
         if not is_owner:
-            return _without(hops, flat)
+            return without(hops, flat)
         parts = rows.split([torch.Size(hop.viewed).numel() for hop in hops], dim=1)
         return [join(part, hop) for part, hop in zip(parts, hops, strict=True)]
 
@@ -96,7 +92,7 @@ def _start_send(hops: list[Hop], tensors: list[Tensor], world: World) -> Started
         elif rank == target:
             work = dist.irecv(flat, group=group, group_src=source)
     return Started(
-        hops, work, group, lambda: _apart(flat, hops) if rank == target else _without(hops, flat)
+        hops, work, group, lambda: _apart(flat, hops) if rank == target else without(hops, flat)
     )
 
 
@@ -121,4 +117,5 @@ OWNERS_STARTS: dict[str, Callable[[list[Hop], list[Tensor], World], Started]] = 
     "send": _start_send,
     "keep": _start_keep,
     "fill": _start_fill,
+    **ROWS_STARTS,
 }

@@ -202,6 +202,7 @@ class Residents:
         self.kept = [store.kept[spec.name] for spec in program.parameters]
         self.specs = program.parameters
         self._layouts = [spec.layout for spec in program.parameters]
+        self._by_rows = [program.storage(spec.name).by_rows for spec in program.parameters]
         routes = [self._route(i) for i in range(len(self.kept))]
         self._routes = routes
         self.returns = [transposed(hops) for hops in routes]
@@ -223,7 +224,10 @@ class Residents:
         """
         kept, spec = self.kept[i], self.specs[i]
         mesh = self.world.mesh
-        converting = route(kept.spec.dims, kept.storage, spec.layout, mesh, rank=self.world.rank)
+        converting = route(
+            kept.spec.dims, kept.storage, spec.layout, mesh, rank=self.world.rank,
+            back_by_rows=self._by_rows[i],
+        )  # fmt: skip
         stored, casts = kept.local.dtype, not kept.local.dtype == spec.dtype == spec.gradient_dtype
         found = _Way(local_shape(kept.spec.dims, kept.storage, mesh), kept.tier)
         if casts:

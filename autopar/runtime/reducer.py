@@ -174,4 +174,4 @@ def _start_shape(hops: Sequence[object], local: Tensor) -> tuple[int, ...]:
 def _shrinks(names: Sequence[tuple[str, int]]) -> bool:
     """Whether gradients become smaller on the way, if on the ranks alone that do not own them."""
     kinds = {name.partition(" ")[0] for name, _ in names}
-    return not kinds.isdisjoint(("reduce_scatter", "shard", "reduce", "keep"))
+    return not kinds.isdisjoint(("reduce_scatter", "shard", "reduce", "reduce_rows", "keep"))

@@ -108,7 +108,7 @@ def _run(hop: Hop, x: Tensor, world: World) -> Tensor:
     if hop.is_elsewhere:
         return x.new_empty((0, *hop.result[1:]))
     if hop.name in OWNERS_STARTS:
-        given = x.clone() if hop.name == "reduce" else x  # which is done in place
+        given = x.clone() if hop.name in ("reduce", "reduce_rows") else x  # done in place
         return OWNERS_STARTS[hop.name]([hop], [given], world).wait()[0]
     if hop.formats:
         result = x.to(hop.formats[1])

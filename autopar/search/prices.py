@@ -161,7 +161,7 @@ class Prices:
         links = [machine.link(mesh, axis) for axis in range(len(mesh.axes))]
         self.nodes = NodePricer(
             graph, sizes=sizes, hardware=machine, links=links, training_state=training_state,
-            position=busiest_owner(graph, fixed_storage, mesh),
+            position=busiest_owner(graph, fixed_storage, mesh), micro_batches=micro_batches,
         )  # fmt: skip
         run = Run(micro_batches, training_state=training_state)
         layers = sum(stack.layers for stack in graph.stacks) or 1
@@ -288,7 +288,7 @@ class Prices:
             region = self.nodes.place(name, self.nodes.modules.get(name, ""))[0]
             key = (
                 tensor.dims, tensor.formats, tensor.needs_grad, is_parameter,
-                is_parameter and entry.is_saved, region,
+                is_parameter and entry.is_saved, region, self.graph.lookups.get(name),
             )  # fmt: skip
             found.append(numbers.setdefault(key, len(numbers)))
         return found

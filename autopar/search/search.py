@@ -39,6 +39,7 @@ from autopar.search.pins import resolve_pins
 from autopar.search.problem import Problem
 from autopar.search.recipe_rows import ON_DEVICE, RecipeLike, Tiering
 from autopar.search.recipes import format_recipe, resolve
+from autopar.search.rows import row_notes, with_rows
 from autopar.units import format_bytes
 
 _TOLERANCE = 1e-6  # relative, between the cost of the folded graph and that of the plan
@@ -235,6 +236,7 @@ class MeshSearch:
         )  # fmt: skip
         is_tight = any(min(d.seconds, d.refused_seconds) < best.seconds for d in found)
         notes += owner_notes(problem.graph, plan.parameters, plan.mesh)
+        notes += row_notes(plan, problem.prices.nodes)
         notes += lone_notes(self._alone)
         return Found(replace(plan, notes=notes), cost, best.gap, best.programs, seconds, is_tight)
 
@@ -259,17 +261,20 @@ class MeshSearch:
         return with_workers(self.lone, problem.graph, problem.mesh, problem.recipes)
 
     def _with_owners(self, plan: Plan) -> Plan:
-        """The plan with the owners of parameters and of ops that recipes and pins ask for."""
+        """The plan with the owners of parameters and of ops that recipes and pins ask for.
+
+        A gradient on its way to an owner is sent whole or by rows.
+        """
         problem = self.problem
         owned = with_owners(problem.graph, plan.parameters, plan.mesh, problem.recipes)
         plan, alone = replace(plan, parameters=owned), self._alone
-        if not alone.owners:
-            return plan
-        return with_lone_ops(
-            problem.graph, plan, alone, fixed=problem.fixed_storage,
-            opens=[row.name == "auto" for row in problem.recipes],
-            seconds=lambda each: self._cost(each).seconds,
-        )  # fmt: skip
+        if alone.owners:
+            plan = with_lone_ops(
+                problem.graph, plan, alone, fixed=problem.fixed_storage,
+                opens=[row.name == "auto" for row in problem.recipes],
+                seconds=lambda each: self._cost(each).seconds,
+            )  # fmt: skip
+        return with_rows(plan, problem.prices.nodes, problem.fixed_storage)
 
     def named(self) -> Iterator[tuple[float, MeshSearch]]:
         """The same search under every combination of recipes for the axes that have the recipe `auto`.
