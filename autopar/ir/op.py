@@ -147,6 +147,11 @@ def result_layouts(op: Op, labels: Labels) -> tuple[Layout, ...]:
     return tuple(tuple(c.results[i] for c in chosen) for i in range(len(op.results)))
 
 
+# Collectives inside an op that the ranks beside its owner can skip together: all others move rows or blocks whose
+# place in the op a rank without the op does not know. "" is no collective.
+_WITHIN_AN_OP = frozenset({"", "all_reduce", "all_gather", "reduce_scatter"})
+
+
 def why_not_alone(op: Op, labels: Labels, mesh: Mesh) -> str:
     """The reason why an op cannot run under labels such as `@1`; "" if it can."""
     for label, (axis, size) in zip(labels, mesh.axes, strict=True):
@@ -155,9 +160,7 @@ def why_not_alone(op: Op, labels: Labels, mesh: Mesh) -> str:
             return f"the axis {axis} has {size} ranks, counted from 0"
     if op.draws:
         return "it draws random numbers, which all ranks do in step"
-    exchanges = (
-        each for each in op.collectives if {each.forward, each.backward} - {"", "all_reduce"}
-    )
+    exchanges = (each for each in op.collectives if {each.forward, each.backward} - _WITHIN_AN_OP)
     if any(label in each.labels for each in exchanges for label in labels):
         return "ranks exchange rows inside of it"
     return ""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class Rows(NamedTuple):
+class NonzeroRows(NamedTuple):
     """Some rows of a tensor.
 
     Attributes:
@@ -24,16 +24,16 @@ class Rows(NamedTuple):
     values: Tensor
 
 
-def rows_of(x: Tensor) -> Rows:
+def rows_of(x: Tensor) -> NonzeroRows:
     """The rows of a tensor that are not all zero.
 
     >>> rows_of(torch.tensor([[0.0, 0.0], [0.0, 3.0]])).indices
     tensor([1])
     """
     indices = x.reshape(len(x), math.prod(x.shape[1:])).any(1).nonzero().view(-1)
-    return Rows(indices, x.index_select(0, indices))
+    return NonzeroRows(indices, x.index_select(0, indices))
 
 
-def add_rows(x: Tensor, rows: Rows) -> Tensor:
+def add_rows(x: Tensor, rows: NonzeroRows) -> Tensor:
     """Adds rows to a tensor in place; the order of additions is fixed, because every row occurs once."""
     return x.index_add_(0, rows.indices, rows.values)

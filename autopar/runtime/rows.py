@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.ops.collectives import group_name, naming_failures
-from autopar.ops.rows import Rows, add_rows, rows_of
+from autopar.ops.rows import NonzeroRows, add_rows, rows_of
 from autopar.runtime.flat import Started, group_of, without
 from autopar.runtime.hops import Hop
 from autopar.runtime.world import World
@@ -60,7 +60,7 @@ def _start(
 
 
 def _sent(
-    hops: list[Hop], rows: list[Rows], count: Tensor, like: Tensor, group: dist.ProcessGroup, owner: int
+    hops: list[Hop], rows: list[NonzeroRows], count: Tensor, like: Tensor, group: dist.ProcessGroup, owner: int
 ) -> list[Tensor]:  # fmt: skip
     """Sends rows, of which the owner knows the numbers; returns what a rank has of a tensor that it does not own."""
     parts = [each.indices for each in rows] + [each.values for each in rows]
@@ -87,7 +87,7 @@ def _received(
         indices = message[:first].view(_COUNT).split(numbers)
         values = message[first:].view(bases[0].dtype).split(sizes)
         for base, index, value in zip(bases, indices, values, strict=True):
-            add_rows(base, Rows(index, value.view(-1, *base.shape[1:])))
+            add_rows(base, NonzeroRows(index, value.view(-1, *base.shape[1:])))
     return bases
 
 

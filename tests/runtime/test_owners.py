@@ -77,15 +77,18 @@ def test_a_server_keeps_what_a_worker_trains(two_ranks: Ranks) -> None:
     assert distance_from_one_process(two_ranks, "serve", steps=10) < 1e-9
 
 
-@pytest.mark.parametrize("inside", ["ddp", "zero1", "parameter-server"])
-def test_two_servers_keep_what_two_workers_train(four_ranks: Ranks, inside: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "inside"), [("normed", "ddp"), ("gpt", "zero1"), ("gpt", "parameter-server")]
+)
+def test_two_servers_keep_what_two_workers_train(four_ranks: Ranks, name: str, inside: str) -> None:
+    """The workers of `normed` exchange the statistics of their batches, which servers skip."""
     recipe = {"ps": "serve", "dp": inside}
-    results = four_ranks.run(_trained_with_servers, recipe)
-    assert all(difference(found, single("gpt", steps=10)) < 1e-9 for found in results)
+    results = four_ranks.run(_trained_with_servers, name, recipe)
+    assert all(difference(found, single(name, steps=10)) < 1e-9 for found in results)
 
 
-def _trained_with_servers(recipe: dict[str, str]) -> dict[str, Any]:
-    return compiled("gpt", {"ps": 2, "dp": 2}, recipe, steps=10)
+def _trained_with_servers(name: str, recipe: dict[str, str]) -> dict[str, Any]:
+    return compiled(name, {"ps": 2, "dp": 2}, recipe, steps=10)
 
 
 def test_a_server_of_micro_batches_keeps_every_parameter_and_computes_nothing(

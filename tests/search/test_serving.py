@@ -101,10 +101,29 @@ def test_a_pin_to_a_server_is_refused(subject: Subject) -> None:
         planned(subject, "ps=2", "serve", pins={"a": "@1"})
 
 
+@pytest.mark.parametrize("mesh", ["ps=2,dp=2", "dp=2,ps=3"])
+def test_workers_exchange_batch_statistics_and_servers_skip_that(mesh: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)).double()
+    subject = subject_of(model)
+    plan = planned(subject, mesh, "ps:serve,dp:zero1")
+    (labels,) = [labels for name, labels in plan.ops.items() if "batch_norm" in name]
+    assert {"@0", "d0"} == {*labels}
+    assert subject.compare(plan).passed
+
+
+class Attention(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = x.unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        return nn.functional.scaled_dot_product_attention(q, k, v).sum((1, 2))
+
+
 def test_an_op_that_exchanges_rows_is_refused_without_a_word_of_pins() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
-    with pytest.raises(RecipeError, match=r"What the recipe asks of .*batch_norm.*, @0 d0, cannot"):
-        planned(subject_of(model), "ps=2,dp=2", "ps:serve,dp:ddp")
+    """Keys and values that go round along cp: a server would have to pass on blocks that it does not have."""
+    model = nn.Sequential(nn.Linear(8, 24), Attention()).double()
+    batch = (torch.randn(2, 8, 8).double(), torch.randint(0, 4, (2,)))
+    subject = Subject.of(model, batch, loss_fn=nn.functional.cross_entropy)
+    with pytest.raises(RecipeError, match=r"What the recipe asks of .*attention.*, @0 .*, cannot"):
+        planned(subject, "ps=2,cp=2", "ps:serve,cp:cp")
 
 
 @pytest.mark.parametrize(
