@@ -27,6 +27,7 @@ class NonzeroRows(NamedTuple):
 def rows_of(x: Tensor) -> NonzeroRows:
     """The rows of a tensor that are not all zero.
 
+    >>> import torch
     >>> rows_of(torch.tensor([[0.0, 0.0], [0.0, 3.0]])).indices
     tensor([1])
     """
