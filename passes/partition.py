@@ -132,8 +132,8 @@ class _Partitioner:
         owners = owners_of(layouts[0], self.mesh)
         if not owners:
             return
-        for each in new:
-            each.meta["alone"] = Alone(owners)
+        for each in new:  # what takes no gradient on the owner takes none on the other ranks
+            each.meta["alone"] = Alone(owners, needs_grad=each.target is not aten.detach.default)
         names, values = self.analysis.names[node.name], tensor_results(node)
         for name, value, shape, part in zip(names, values, shapes, parts, strict=True):
             if part in new:

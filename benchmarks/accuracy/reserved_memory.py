@@ -32,6 +32,7 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
@@ -46,6 +47,7 @@ from benchmarks.speed.bench_step_time import Sizes
 from benchmarks.tables import markdown_table
 
 _LETS_GO_SECONDS = 0.005
+_LARGE = 2**16  # elements
 
 
 @contextmanager
@@ -118,19 +120,44 @@ def _walk(events: Iterable[Any]) -> Iterator[Any]:
         yield from _walk(event.children)
 
 
-class WithoutProducts(TorchDispatchMode):
-    """Inside it, matrix products are zeros."""
+class WithoutValues(TorchDispatchMode):
+    """Inside it, ops with large results give tensors whose values are not written.
+
+    The system gives a page of memory to a process when it is first written. So a record of a model that is many times
+    as large as the machine's memory can be made. What kernels allocate for themselves is not in it.
+    """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        if func in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default):
-            x, y = args
-            return x.new_zeros(*x.shape[:-1], y.shape[-1])
-        if func is torch.ops.aten.addmm.default:
-            _, x, y = args
-            return x.new_zeros(x.shape[0], y.shape[1])
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it runs the op on its local tensor
+        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if func.namespace != "aten" or func.is_view or all(x.numel() < _LARGE for x in given):
+            return func(*args, **kwargs)
+        if func._schema.is_mutable:
+            is_large = given[0].is_floating_point() and given[0].numel() >= _LARGE
+            return args[0] if is_large and args[0] is given[0] else func(*args, **kwargs)
+        faked = pytree.tree_map_only(Tensor, _on_meta, (args, kwargs))
+        result = func(*faked[0], **{k: "meta" if k == "device" else x for k, x in faked[1].items()})
+        made = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
+        is_small = all(x.numel() < _LARGE or not x.is_floating_point() for x in made)
+        if is_small or _storages(made) & _storages(pytree.tree_leaves(faked)):
+            return func(*args, **kwargs)
+        return pytree.tree_map_only(Tensor, _unwritten, result)
+
+
+def _storages(found: Iterable[object]) -> set[int]:
+    return {x.untyped_storage()._cdata for x in found if isinstance(x, Tensor)}
+
+
+def _on_meta(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+
+def _unwritten(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
 
 
 def train(
@@ -144,9 +171,9 @@ def train(
     )  # fmt: skip
     optimizer = torch.optim.AdamW(compiled.parameters(), lr=1e-3)
     for _ in range(sizes.steps):
-        with WithoutProducts():
+        with WithoutValues():
             compiled.step(*batch)
-        optimizer.step()
+            optimizer.step()
         optimizer.zero_grad()
     return optimizer
 
@@ -183,7 +210,8 @@ def work(
     for recipe, micro_batches in cases:
         torch.manual_seed(0)
         options = {"precision": precision} if precision else {}
-        model = sizes.model()  # before the record begins, as one that was made on the processor
+        with WithoutValues():
+            model = sizes.model()  # before the record begins, as one that was made on the processor
         record = recorded(lambda: train(model, sizes, recipe, micro_batches, options))  # noqa: B023
         if rank == 0:
             rows.append(row(recipe, micro_batches, record))

@@ -1,6 +1,10 @@
 """Ten steps of AdamW on real Gloo ranks, every recipe, against the same training in one process.
 
 OMP_NUM_THREADS=1 python benchmarks/parity/recipes.py --markdown docs/recipes.md
+
+Some of the rows, in fewer minutes:
+
+OMP_NUM_THREADS=1 python benchmarks/parity/recipes.py --only serve,zero3-offload
 """
 
 from __future__ import annotations
@@ -8,9 +12,10 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 import torch
@@ -41,13 +46,39 @@ STEPS = 10
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
 
 
-def cases(ranks: int) -> list[tuple[dict[str, int], str]]:
-    """(mesh, recipe) for a number of ranks."""
-    found = [({"x": ranks}, recipe) for recipe in ONE_AXIS]
+class Case(NamedTuple):
+    """A row: what is asked of `autopar.compile`.
+
+    Attributes:
+        mesh: axes and their sizes.
+        recipe: recipe of all axes.
+        recompute: recomputation and storage of saved activations; "" for what the search chooses.
+    """
+
+    mesh: dict[str, int]
+    recipe: str
+    recompute: str = ""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Mesh and recipe as the table shows them."""
+        recompute = f" recompute={self.recompute}" if self.recompute else ""
+        return str(autopar.Mesh.of(self.mesh)), self.recipe + recompute
+
+    def is_among(self, only: Sequence[str]) -> bool:
+        """Whether the recipe, or the recipe of one axis, or the recomputation is among some names; () are all."""
+        parts = (part.rpartition(":")[2] for part in self.recipe.split(","))
+        return not only or not {*parts, self.recipe, self.recompute}.isdisjoint(only)
+
+
+def cases(ranks: int, only: Sequence[str]) -> list[Case]:
+    """The rows for a number of ranks, of the recipes in `only` (all for none)."""
+    found = [Case({"x": ranks}, recipe) for recipe in ONE_AXIS]
+    found.append(Case({"tp": ranks}, "tp", "partitioned"))
     if ranks == 4:
-        found += [({"dp": 2, "tp": 2}, recipe) for recipe in TWO_AXES]
-        found += (*WITH_CP, BLOCKS, *SERVERS)
-    return found
+        found += [Case({"dp": 2, "tp": 2}, recipe) for recipe in TWO_AXES]
+        found += [Case(*each) for each in (*WITH_CP, BLOCKS, *SERVERS)]
+    return [case for case in found if case.is_among(only)]
 
 
 def model_of(dtype: torch.dtype) -> GPT:
@@ -83,18 +114,19 @@ def in_one_process(dtype: torch.dtype) -> list[float]:
     return losses(model, step)
 
 
-def work(rank: int, ranks: int, port: int, path: str) -> None:
+def work(rank: int, ranks: int, port: int, path: str, only: Sequence[str]) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     found = {}
-    for mesh, recipe in cases(ranks):
+    for case in cases(ranks, only):
         for dtype in TOLERANCES:
             model = autopar.compile(
-                model_of(dtype), loss_fn=loss_fn, mesh=mesh, recipe=recipe, nvme=Path(path).parent
-            )
-            found[str(autopar.Mesh.of(mesh)), recipe, dtype] = losses(model, model.step)
+                model_of(dtype), loss_fn=loss_fn, mesh=case.mesh, recipe=case.recipe,
+                recompute=case.recompute or None, nvme=Path(path).parent,
+            )  # type: ignore[arg-type]  # fmt: skip
+            found[*case.key, dtype] = losses(model, model.step)
     if rank == 0:
         torch.save(found, path)
     dist.destroy_process_group()
@@ -105,21 +137,20 @@ def worst(found: list[float], expected: list[float]) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
 
 
-def rows() -> list[tuple[str, ...]]:
-    """Trains everything; a row per mesh and recipe."""
+def rows(only: Sequence[str]) -> list[tuple[str, ...]]:
+    """Trains everything, or only some recipes; a row per mesh and recipe."""
     expected = {dtype: in_one_process(dtype) for dtype in TOLERANCES}
     result = []
     with tempfile.TemporaryDirectory() as folder:
         for ranks in (2, 4):
             path = str(Path(folder) / f"{ranks}.pt")
-            mp.spawn(work, (ranks, get_free_port(), path), ranks)
+            mp.spawn(work, (ranks, get_free_port(), path, only), ranks)
             found = torch.load(path, weights_only=True)
-            for mesh, recipe in cases(ranks):
-                name = str(autopar.Mesh.of(mesh))
-                errors = [worst(found[name, recipe, d], expected[d]) for d in TOLERANCES]
+            for case in cases(ranks, only):
+                errors = [worst(found[*case.key, d], expected[d]) for d in TOLERANCES]
                 passed = all(e < t for e, t in zip(errors, TOLERANCES.values(), strict=True))
                 cells = [f"{error:.1e}" for error in errors]
-                result.append((name, recipe, *cells, "yes" if passed else "NO"))
+                result.append((*case.key, *cells, "yes" if passed else "NO"))
     return result
 
 
@@ -127,10 +158,17 @@ COLUMNS = ("mesh", "recipe", "float64 (1e-6)", "float32 (1e-4)", "within")
 
 
 @click.command()
+@click.option(
+    "--only",
+    default="",
+    help="Recipes (of an axis, or whole) and recomputations, separated by commas.",
+)
 @click.option("--markdown", "path", type=click.Path(path_type=Path), help="Write the table there.")
-def main(path: Path | None) -> None:
+def main(only: str, path: Path | None) -> None:
     """Print the largest relative difference of ten losses for every recipe; exit 1 if one is too large."""
-    found = rows()
+    found = rows([name for name in only.split(",") if name])
+    if not found:
+        raise click.ClickException(f"No row has one of {only}.")
     table = Table(title="Ten AdamW steps on Gloo ranks against one process: worst loss difference")
     for column in COLUMNS:
         table.add_column(column)

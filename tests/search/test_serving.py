@@ -111,6 +111,17 @@ def test_workers_exchange_batch_statistics_and_servers_skip_that(mesh: str) -> N
     assert subject.compare(plan).passed
 
 
+def test_workers_exchange_the_largest_logits_and_servers_skip_that() -> None:
+    """Of a loss over split classes, which takes no gradient of them: on a server it was to have one."""
+    torch.manual_seed(0)
+    batch = (torch.randn(8, 8).double(), torch.randint(0, 4, (8,)))
+    subject = Subject.of(nn.Linear(8, 4).double(), batch, loss_fn=nn.functional.cross_entropy)
+    text = str(planned(subject, "ps=2,tp=2", "ps:serve,tp:tp"))
+    plan = Plan.parse(text.replace("op cross_entropy_loss: @0 -", "op cross_entropy_loss: @0 n1"))
+    assert plan.ops["cross_entropy_loss"] == ("@0", "n1")
+    assert subject.compare(plan).passed
+
+
 class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = x.unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
