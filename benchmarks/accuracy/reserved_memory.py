@@ -167,7 +167,7 @@ def train(
     batch = sizes.batch_of(0)
     compiled = autopar.compile(
         model, loss_fn=loss_fn, example_inputs=batch, mesh={"dp": dist.get_world_size()}, recipe=recipe,
-        micro_batches=micro_batches, **options,
+        micro_batches=micro_batches, memory_bytes=10**12, **options,  # the machine need not have them
     )  # fmt: skip
     optimizer = torch.optim.AdamW(compiled.parameters(), lr=1e-3)
     for _ in range(sizes.steps):

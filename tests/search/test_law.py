@@ -8,12 +8,14 @@ from dataclasses import replace
 import pytest
 
 from autopar.cost_model import Hardware
+from autopar.cost_model.hardware import Host
 from autopar.cost_model.items import FULL, MIXED_FLOAT32_GRADIENTS, TrainingState
 from autopar.cost_model.software import AUTOPAR, Software
 from autopar.errors import AutoparError
 from autopar.ir import Graph
 from autopar.pipeline.composed import Composed, composed
 from autopar.search import search
+from autopar.search.outer import search_plan
 from autopar.search.pipeline import search_pipeline
 from autopar.search.request import Request
 from tests.search.graphs import LlamaSizes, llama
@@ -104,3 +106,20 @@ def test_a_plan_fits_whenever_one_under_a_recipe_does(graph: Graph) -> None:
         seconds.append(found.step_seconds)
     for less, more in itertools.pairwise(seconds):
         assert more <= TOLERANCE * less
+
+
+@pytest.mark.parametrize("update_bytes_per_second", [1e9, 1e7])
+def test_memory_is_never_slower_where_the_host_takes_parameters(
+    update_bytes_per_second: float,
+) -> None:
+    """Twelve bounds, in equal ratios, from the least bytes that all on the device take down to a third of them."""
+    host = Host(10**9, 1e9, 1e-6, update_bytes_per_second)
+    request = Request(replace(TOY, host=host), ranks=1)
+    loose = search_plan(residual(2), request.but(memory_bytes=10**9)).best.price.peak_bytes
+    bounds = [int(1.01 * loose * 0.3 ** (i / 11)) for i in range(12)]
+    found = [search_plan(residual(2), request.but(memory_bytes=b)).best for b in bounds]
+    assert all(e.price.peak_bytes <= b for e, b in zip(found, bounds, strict=True))
+    far = [sum(how.tier == "host" for how in e.plan.parameters.values()) for e in found]
+    assert far[0] == 0 < far[-1] and far == sorted(far)
+    seconds = [each.price.step_seconds for each in found]
+    assert all(more <= TOLERANCE * less for more, less in itertools.pairwise(seconds))
