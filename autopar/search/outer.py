@@ -3,7 +3,7 @@
 A *setting* is one mesh with its stages and a number of micro-batches. The search has two levels:
 
     estimate all settings at once                    `autopar.search.candidates`, by closed-form formulas
-    search the plan of one setting                   `autopar.search.given`: layouts, cuts, schedule, chunks and
+    search the plan of one setting                   `autopar.search.one_setting`: layouts, cuts, schedule, chunks and
                                                      recomputation
 
 An estimate assumes equal stages and the schedule 1F1B. A setting's *promise* is this estimate with the smaller bubble
@@ -18,25 +18,20 @@ If a graph or a recipe has no closed form, every mesh is searched.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from autopar.errors import MeshError, PlanError, RecipeError, SearchError, StateError
-from autopar.ir import PIPELINE_AXIS, Graph, Mesh, ParameterPlan, without_pipeline
-from autopar.ir.batches import captured_batch, with_batch
+from autopar.errors import MeshError, PlanError, RecipeError, SearchError
+from autopar.ir import Graph, Mesh, ParameterPlan, without_pipeline
 from autopar.pipeline.composed import state_bytes
 from autopar.pipeline.parts import is_whole
-from autopar.search.decomposed import with_decomposed
-from autopar.search.delayed import with_delays
 from autopar.search.dims import settings_in_dims, words_of_dims
-from autopar.search.given import GivenMesh, Planned
 from autopar.search.notes import note_of_unasked_stages
+from autopar.search.one_setting import SettingSearch
 from autopar.search.recipes import format_recipe, is_open
 from autopar.search.refined import Finer, of_given_mesh, words_of_heads
-from autopar.search.replicas import with_meeting
-from autopar.search.request import AUTO_AXES, Request
+from autopar.search.request import Request
 from autopar.search.staged import SlowerError
-from autopar.search.stored import with_stores
 from autopar.search.trials import (
     MOST_EXACT,
     MOST_OPENED,
@@ -111,21 +106,23 @@ class _Outer:
     promises: dict[Promised, float] = field(default_factory=dict)
 
     @property
-    def rows(self) -> int:
-        """Number of samples of a step."""
-        return self.request.batch or captured_batch(self.graph) * self.captured
+    def _inside(self) -> SettingSearch:
+        """The search for the plan of one setting."""
+        return SettingSearch(
+            self.graph, self.request, self.captured, self.fingerprint, self.fixed_storage
+        )
 
     def run(self) -> Searched:
         if self.request.mesh is not None:
             return self._refined(self.request.mesh)
-        explored = explore(self.graph, self.request, self.rows)
+        explored = explore(self.graph, self.request, self._inside.rows)
         first, if_none_fits = trials_of(self.graph, self.request, explored)
         tried = Tried()
         self._try(first, tried)
         self._try(self._opened(tried), tried)
         unasked = None
         if not tried.found and if_none_fits:
-            unasked = note_of_unasked_stages(self.request, self.rows, tried.reasons)
+            unasked = note_of_unasked_stages(self.request, self._inside.rows, tried.reasons)
             self._try(if_none_fits, tried)
         self._try(refined_trials_of(self.graph, self.request, explored), tried)
         self._try_in_dims(tried)
@@ -206,7 +203,8 @@ class _Outer:
             return replace(self, faster_than_seconds=faster_than_seconds).run()
         tried = Tried([(found.trial, found.best)])
         self._try([found.trial._replace(promise_seconds=0.0, known=None)], tried)
-        self._try(overfull_trials_of(self.graph, self.request, found.explored), tried)
+        overfull = overfull_trials_of(self.graph, self.request, found.explored)
+        self._try((each for each in overfull if each[:3] != found.trial[:3]), tried)
         return self._settled(tried, found.explored)
 
     def _recounted(self, tried: Tried, explored: Explored | None) -> list[Trial]:
@@ -262,7 +260,7 @@ class _Outer:
                 continue
             tried.searched.add((trial.mesh, trial.micro_batches))
             try:
-                tried.found.append((trial, self._exact(trial, MOST_SHOWN * best_seconds)))
+                tried.found.append((trial, self._inside.plan(trial, MOST_SHOWN * best_seconds)))
                 count += 1
             except (MeshError, PlanError, RecipeError, SearchError) as error:
                 tried.reasons.append(type(error)(f"{trial.mesh}: {error}"))
@@ -274,9 +272,9 @@ class _Outer:
         """The faster one of two plans: for the mesh that the user names, and with two axes in place of one of it."""
         finer = None if self.fixed_storage else of_given_mesh(self.graph, self.request)
         if finer is None:
-            return self._on_mesh(mesh)
+            return self._inside.on_mesh(mesh, self.faster_than_seconds)
         try:
-            found = self._on_mesh(mesh)
+            found = self._inside.on_mesh(mesh, self.faster_than_seconds)
         except (MeshError, RecipeError, SearchError):
             refined = self._finer(finer, None)
             if refined is None:
@@ -319,105 +317,7 @@ class _Outer:
         assert request.mesh is not None, "a refined mesh is given"
         asked = (request.mesh, format_recipe(request.recipe), request.micro_batches or 1)
         if asked not in self.promises:
-            self.promises[asked] = self._unbounded_seconds(request, asked[-1])
-        return self.promises[asked]
-
-    def _unbounded_seconds(self, request: Request, count: int) -> float:
-        graph = self.graph
-        if self.rows // count != captured_batch(graph):
-            graph = with_batch(graph, self.rows // count)
-        try:
-            return GivenMesh(
-                graph, request.but(micro_batches=count, offload=False), captured=count
-            ).flat_seconds
-        except (MeshError, PlanError, RecipeError, SearchError):
-            return math.inf
-
-    def _on_mesh(self, mesh: Mesh) -> Searched:
-        """The plan for the mesh that the user names.
-
-        On a mesh without stages, an open number of micro-batches starts at one and is doubled as long as no plan fits,
-        or the step gets shorter. (More micro-batches take less memory, but launch more kernels.) If parameters and
-        optimizer states alone do not fit, only the largest number is tried, whose error says how much memory is
-        missing.
-        """
-        trials = [Trial(mesh, count, self.request.recipe) for count in self._counts()]
-        found: list[tuple[Trial, Planned]] = []
-        while trials:
-            trial = trials.pop(0)
-            try:
-                planned = self._exact(
-                    trial, self.faster_than_seconds if self.request.has_stages else math.inf,
-                    gives_up=bool(trials),
-                )  # fmt: skip
-            except SearchError as error:
-                trials = trials[-1:] if isinstance(error, StateError) else trials
-                if not found and not trials:
-                    raise
-                continue
-            if found and planned.key >= found[-1][1].key:
-                break
-            found.append((trial, planned))
-        trial, best = found[-1]
-        return Searched(best, trial)
-
-    def _counts(self) -> Iterator[int | None]:
-        """Numbers of micro-batches to try on the mesh that the user names; None lets the search of stages choose."""
-        request = self.request
-        if request.micro_batches is not None or request.has_stages or not request.cuts_batch:
-            yield request.micro_batches
-            return
-        count = 1
-        while count <= self.rows and self.rows % count == 0:
-            yield count
-            count *= 2
-
-    def _exact(
-        self, trial: Trial, faster_than_seconds: float = math.inf, *, gives_up: bool = False
-    ) -> Planned:
-        """The plan of a setting. With stages it must be faster than `faster_than_seconds`, or SlowerError is raised.
-
-        With `gives_up`, an error comes without a search, and with fewer words, where no plan can fit.
-        """
-        asked = self._asked(trial)
-        count = trial.micro_batches or self.captured
-        rows, rest = divmod(self.rows, count)
-        if rest:
-            raise SearchError(
-                f"{count} micro-batches do not divide a batch of {self.rows} samples."
+            self.promises[asked] = replace(self._inside, request=request).unbounded_seconds(
+                asked[-1]
             )
-        graph = self.graph
-        if rows != captured_batch(graph):
-            graph = with_batch(graph, rows)
-        asked = asked.but(
-            batch=None, micro_batches=trial.micro_batches or (None if asked.has_stages else count)
-        )
-        known = trial.known
-        if known is not None:
-            faster_than_seconds = known.price.step_seconds
-        given = GivenMesh(
-            graph, asked, self.fingerprint, count, self.fixed_storage, faster_than_seconds
-        )
-        if gives_up and given.cannot_fit:
-            raise SearchError(f"No plan with {count} micro-batches fits.")
-        found = given.search()
-        found = with_decomposed(with_stores(found, request=asked), asked)
-        found = with_delays(with_meeting(found, asked), asked)
-        if known is None:
-            return found
-        others = sorted((*found.others, *known.others), key=lambda each: each.key)
-        return found._replace(others=tuple(others))
-
-    def _asked(self, trial: Trial) -> Request:
-        """The request with the mesh and the recipe of a setting, in place of the request's constraints on meshes."""
-        request = self.request
-        if request.mesh is not None:
-            return request
-        staged = PIPELINE_AXIS in trial.mesh.names
-        there = tuple(axis for axis in request.decompose if axis in trial.mesh.names)
-        return request.but(
-            decompose=request.decompose if request.decompose == AUTO_AXES else there,
-            mesh=trial.mesh, recipe=trial.recipe, stages=None, without=frozenset(), inside_node=(),
-            schedule=request.chosen_schedule if staged else None,
-            chunks=request.chunks if staged else None,
-        )  # fmt: skip
+        return self.promises[asked]

@@ -162,12 +162,10 @@ class _Search:
                 seen = len(self.found.overfull)
             for each in new:
                 self._price_plan(each)
-            if (
-                self.found
-                and not self.request.offload
-                and self._promised_seconds(seen) >= _WORTH * self.found.best_seconds
-            ):
-                break
+            found = self.found
+            has_price = bool(found) or found.has_slower
+            if has_price and self._promised_seconds(seen) >= _WORTH * found.best_seconds:
+                break  # tighter bounds give slower layouts
 
     def _promised_seconds(self, seen: int) -> float:
         """Seconds of the fastest step among the settings that did not fit, without the first `seen` of them."""

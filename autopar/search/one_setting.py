@@ -1,0 +1,150 @@
+"""The plan of one setting: a mesh with its stages and a number of micro-batches.
+
+The outer search (`autopar.search.outer`) chooses settings; this is the search inside one of them, with the graph at
+the size of the setting's micro-batches, and with the request's constraints on meshes replaced by the setting's mesh.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from autopar.errors import MeshError, PlanError, RecipeError, SearchError, StateError
+from autopar.ir import PIPELINE_AXIS, Graph, Mesh, ParameterPlan
+from autopar.ir.batches import captured_batch, with_batch
+from autopar.search.decomposed import with_decomposed
+from autopar.search.delayed import with_delays
+from autopar.search.given import GivenMesh, Planned
+from autopar.search.replicas import with_meeting
+from autopar.search.request import AUTO_AXES, Request
+from autopar.search.stored import with_stores
+from autopar.search.trials import Searched, Trial
+
+
+@dataclass(frozen=True)
+class SettingSearch:
+    """The search for the plan of one setting.
+
+    Attributes:
+        graph: the captured model.
+        request: the user's wishes.
+        captured: number of captured batches that make up a step, if the request names no batch.
+        fingerprint: hash of the captured graph, which the plan records.
+        fixed_storage: layouts of parameters that are placed already, by name.
+    """
+
+    graph: Graph
+    request: Request
+    captured: int
+    fingerprint: str
+    fixed_storage: Mapping[str, ParameterPlan] | None
+
+    @property
+    def rows(self) -> int:
+        """Number of samples of a step."""
+        return self.request.batch or captured_batch(self.graph) * self.captured
+
+    def plan(
+        self, trial: Trial, faster_than_seconds: float = math.inf, *, gives_up: bool = False
+    ) -> Planned:
+        """The plan of a setting. With stages it must be faster than `faster_than_seconds`, or SlowerError is raised.
+
+        With `gives_up`, an error comes without a search, and with fewer words, where no plan can fit.
+        """
+        asked = self._asked(trial)
+        count = trial.micro_batches or self.captured
+        rows, rest = divmod(self.rows, count)
+        if rest:
+            raise SearchError(
+                f"{count} micro-batches do not divide a batch of {self.rows} samples."
+            )
+        graph = self.graph
+        if rows != captured_batch(graph):
+            graph = with_batch(graph, rows)
+        asked = asked.but(
+            batch=None, micro_batches=trial.micro_batches or (None if asked.has_stages else count)
+        )
+        known = trial.known
+        if known is not None:
+            faster_than_seconds = known.price.step_seconds
+        given = GivenMesh(
+            graph, asked, self.fingerprint, count, self.fixed_storage, faster_than_seconds
+        )
+        if gives_up and given.cannot_fit:
+            raise SearchError(f"No plan with {count} micro-batches fits.")
+        found = given.search()
+        found = with_decomposed(with_stores(found, request=asked), asked)
+        found = with_delays(with_meeting(found, asked), asked)
+        if known is None:
+            return found
+        others = sorted((*found.others, *known.others), key=lambda each: each.key)
+        return found._replace(others=tuple(others))
+
+    def _asked(self, trial: Trial) -> Request:
+        """The request with the mesh and the recipe of a setting, in place of the request's constraints on meshes."""
+        request = self.request
+        if request.mesh is not None:
+            return request
+        staged = PIPELINE_AXIS in trial.mesh.names
+        there = tuple(axis for axis in request.decompose if axis in trial.mesh.names)
+        return request.but(
+            decompose=request.decompose if request.decompose == AUTO_AXES else there,
+            mesh=trial.mesh, recipe=trial.recipe, stages=None, without=frozenset(), inside_node=(),
+            schedule=request.chosen_schedule if staged else None,
+            chunks=request.chunks if staged else None,
+        )  # fmt: skip
+
+    def on_mesh(self, mesh: Mesh, faster_than_seconds: float) -> Searched:
+        """The plan for the mesh that the user names.
+
+        On a mesh without stages, an open number of micro-batches starts at one and is doubled as long as no plan fits,
+        or the step gets shorter. (More micro-batches take less memory, but launch more kernels.) If parameters and
+        optimizer states alone do not fit, only the largest number is tried, whose error says how much memory is
+        missing.
+        """
+        trials = [Trial(mesh, count, self.request.recipe) for count in self._counts()]
+        found: list[tuple[Trial, Planned]] = []
+        while trials:
+            trial = trials.pop(0)
+            try:
+                planned = self.plan(
+                    trial, faster_than_seconds if self.request.has_stages else math.inf,
+                    gives_up=bool(trials),
+                )  # fmt: skip
+            except SearchError as error:
+                trials = trials[-1:] if isinstance(error, StateError) else trials
+                if not found and not trials:
+                    raise
+                continue
+            if found and planned.key >= found[-1][1].key:
+                break
+            found.append((trial, planned))
+        trial, best = found[-1]
+        return Searched(best, trial)
+
+    def _counts(self) -> Iterator[int | None]:
+        """Numbers of micro-batches to try on the mesh that the user names; None lets the search of stages choose."""
+        request = self.request
+        if request.micro_batches is not None or request.has_stages or not request.cuts_batch:
+            yield request.micro_batches
+            return
+        count = 1
+        while count <= self.rows and self.rows % count == 0:
+            yield count
+            count *= 2
+
+    def unbounded_seconds(self, count: int) -> float:
+        """Seconds of a step of `count` micro-batches on the request's mesh without stages or a bound on memory.
+
+        They are infinite where the recipe rules the mesh out.
+        """
+        graph, request = self.graph, self.request
+        if self.rows // count != captured_batch(graph):
+            graph = with_batch(graph, self.rows // count)
+        try:
+            return GivenMesh(
+                graph, request.but(micro_batches=count, offload=False), captured=count
+            ).flat_seconds
+        except (MeshError, PlanError, RecipeError, SearchError):
+            return math.inf
