@@ -198,12 +198,16 @@ class _Problem:
         return self._one_each() if self.shape.chunks == 1 else self._several_each(executed)
 
     def can_fit(self) -> bool:
-        """Whether some cuts fit. A start that fits is enough: moving cuts never takes more memory than the start."""
+        """Whether some cuts fit. The first ones that fit are enough: moving cuts never takes more memory after them."""
         if self.shape.chunks == 1:
             return self._has_cuts(self.memory_bytes)
-        return any(self._excess(self.of(cuts)) == 0 for cuts in self._starts()) or (
-            self._excess(self.least_overfull()) == 0
-        )
+        starts = list[Balance]()
+        for cuts in self._starts():
+            starts.append(self.of(cuts))
+            if self._excess(starts[-1]) == 0:
+                return True
+        ends = (self._descend(each, until_fits=True) for each in dict.fromkeys(starts))
+        return any(self._excess(each) == 0 for each in ends)
 
     def _has_cuts(self, bound: float) -> bool:
         """Whether there are cuts with which every stage stays within a bound in bytes."""
@@ -238,13 +242,17 @@ class _Problem:
         weights = np.where(np.isfinite(self.seconds), self.held, np.inf)
         return earliest(weights <= least_largest(weights) * ROUNDING)
 
-    def _descend(self, best: Balance) -> Balance:
-        """Moves one cut at a time, as long as the ranks fit better or the slowest rank gets faster."""
-        while True:
+    def _descend(self, best: Balance, *, until_fits: bool = False) -> Balance:
+        """Moves one cut at a time, as long as the ranks fit better or the slowest rank gets faster.
+
+        With `until_fits` the moves end at the first cuts that fit.
+        """
+        while not (until_fits and self._excess(best) == 0):
             moved = min(self._moved(best.cuts), key=self._rank_key, default=best)
             if not is_less(self._rank_key(moved), self._rank_key(best)):
-                return best
+                break
             best = moved
+        return best
 
     def _executed(self, best: Balance) -> Balance:
         """Moves one cut at a time, as long as the simulated schedule gets faster.

@@ -35,7 +35,6 @@ from autopar.search.staged import SlowerError
 from autopar.search.trials import (
     MOST_EXACT,
     MOST_OPENED,
-    MOST_SHOWN,
     WORTH_MOVING,
     Explored,
     Searched,
@@ -199,9 +198,8 @@ class _Outer:
         into the device's memory, if these promise a faster step with what the host stores.
         """
         if self.request.mesh is not None:
-            faster_than_seconds = MOST_SHOWN * found.best.price.step_seconds
-            return replace(self, faster_than_seconds=faster_than_seconds).run()
-        tried = Tried([(found.trial, found.best)])
+            return replace(self, faster_than_seconds=found.best.price.step_seconds).run()
+        tried = Tried([(found.trial, found.best)], most_shown=1.0)
         self._try([found.trial._replace(promise_seconds=0.0, known=None)], tried)
         overfull = overfull_trials_of(self.graph, self.request, found.explored)
         self._try((each for each in overfull if each[:3] != found.trial[:3]), tried)
@@ -260,7 +258,9 @@ class _Outer:
                 continue
             tried.searched.add((trial.mesh, trial.micro_batches))
             try:
-                tried.found.append((trial, self._inside.plan(trial, MOST_SHOWN * best_seconds)))
+                tried.found.append(
+                    (trial, self._inside.plan(trial, tried.most_shown * best_seconds))
+                )
                 count += 1
             except (MeshError, PlanError, RecipeError, SearchError) as error:
                 tried.reasons.append(type(error)(f"{trial.mesh}: {error}"))

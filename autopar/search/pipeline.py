@@ -162,14 +162,14 @@ class _Search:
                 seen = len(self.found.overfull)
             for each in new:
                 self._price_plan(each)
-            found = self.found
-            has_price = bool(found) or found.has_slower
-            if has_price and self._promised_seconds(seen) >= _WORTH * found.best_seconds:
+            has_price = bool(self.found) or self.found.has_slower
+            if has_price and not self._promises_more(seen):
                 break  # tighter bounds give slower layouts
 
-    def _promised_seconds(self, seen: int) -> float:
-        """Seconds of the fastest step among the settings that did not fit, without the first `seen` of them."""
-        return min((each.seconds for each in self.found.overfull[seen:]), default=math.inf)
+    def _promises_more(self, seen: int) -> bool:
+        """Whether a setting that did not fit promises a faster step than the best; the first `seen` do not count."""
+        limit_seconds = _WORTH * self.found.best_seconds
+        return any(each.seconds < limit_seconds for each in self.found.overfull[seen:])
 
     def _search_recipes(self) -> None:
         """Prices the plans under all recipes for axes without one, if they may be faster than the best setting."""

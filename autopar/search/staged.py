@@ -297,6 +297,8 @@ class StagedPlan:
     def _fits(self, shape: Shape, recompute: Recompute) -> bool:
         """Whether a setting fits; False if it is impossible, and the reason is recorded."""
         setting = Setting(shape, recompute)
+        if recompute == "full" and self._cannot_fit(shape, recompute):
+            return False
         try:
             return can_fit(self.tables.at(recompute), shape, memory_bytes=self.bound)
         except (PlanError, SearchError) as error:

@@ -88,12 +88,14 @@ class Tried:
         reasons: errors of the settings without a plan.
         failed: settings that no plan of their recipe fits.
         searched: mesh and number of micro-batches of every setting.
+        most_shown: largest step of a plan that is kept, as a multiple of the best one.
     """
 
     found: list[tuple[Trial, Planned]] = field(default_factory=list)
     reasons: list[AutoparError] = field(default_factory=list)
     failed: list[Trial] = field(default_factory=list)
     searched: set[tuple[Mesh, int | None]] = field(default_factory=set)
+    most_shown: float = MOST_SHOWN
 
     @property
     def ranked(self) -> list[tuple[Trial, Planned]]:
