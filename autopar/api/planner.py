@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import platform
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from autopar.api.announcing import (
     warn_of_unasked_stages,
     warn_of_unused_folder,
 )
+from autopar.api.placed import goes_on, with_unused
 from autopar.capture.captured import Captured
 from autopar.capture.export import LossFunction, capture_forward, capture_step
 from autopar.capture.open_sizes import OpenDims
@@ -32,9 +33,7 @@ from autopar.ir import (
     PIPELINE_AXIS,
     Graph,
     Mesh,
-    ParameterPlan,
     Plan,
-    R,
     without_pipeline,
 )
 from autopar.pipeline.composed import composed, step_of, stored_bytes
@@ -173,7 +172,7 @@ class Planner:
         count, given = micro_batches or 1, self._plan
         if given is not None and (is_step or fixed is None):
             is_its_model = given.fingerprint == prepared.captured.fingerprint
-            if is_its_model and (fixed is None or _goes_on(given, fixed, count, prepared)):
+            if is_its_model and (fixed is None or goes_on(given, fixed, count, prepared)):
                 return given
             if fixed is None:
                 return self._beside(given, prepared, is_step)
@@ -319,7 +318,7 @@ class Planner:
     def _search_anew(self, prepared: Prepared, fixed: Fixed, micro_batches: int) -> Plan:
         assert self._mesh is not None, "there was a first program"
         mesh, graph = without_pipeline(self._mesh), prepared.analysis.graph
-        parameters = _with_unused(fixed.parameters, prepared, mesh)
+        parameters = with_unused(fixed.parameters, prepared, mesh)
         request = self._request.but(
             mesh=mesh, recipe=with_inner_axes(self._request.inside, mesh, self._request.mesh),
             pins={}, micro_batches=micro_batches, schedule=None, chunks=None, recompute=None,
@@ -376,22 +375,3 @@ def _explained(graph: Graph, plan: Plan, request: Request) -> Explanation:
         memory_bound_bytes=request.bound_bytes,
         request=request,
     )
-
-
-def _goes_on(plan: Plan, fixed: Fixed, micro_batches: int, prepared: Prepared) -> bool:
-    """Whether a plan has so many micro-batches and stores every parameter as it already lies."""
-    placed = _with_unused(fixed.parameters, prepared, plan.mesh)
-    is_cut_alike = plan.pipeline == fixed.pipeline and plan.micro_batches == micro_batches
-    return is_cut_alike and all(
-        placed[name].storage == how.storage
-        for name, how in plan.parameters.items()
-        if name in placed
-    )
-
-
-def _with_unused(
-    fixed: Mapping[str, ParameterPlan], prepared: Prepared, mesh: Mesh
-) -> Mapping[str, ParameterPlan]:
-    """Parameters that the first program had not are stored replicated."""
-    replicated = ParameterPlan((R,) * len(mesh.axes), (R,) * len(mesh.axes))
-    return {name: fixed.get(name, replicated) for name in prepared.analysis.graph.parameters}

@@ -64,7 +64,7 @@ class AxisProgram:
         self.problem, self.axis, self.given = problem, axis, given
         self._saves_memory = saves_memory
         self._select = pareto if saves_memory else fastest
-        self.program = MixedIntegerProgram()
+        self.program = MixedIntegerProgram(problem.programs)
         self._ops: dict[int, dict[int, Labels]] = {}
         self._parameters: dict[int, dict[int, ParameterPlan]] = {}
         self._inputs: dict[int, dict[int, Layout]] = {}

@@ -184,7 +184,8 @@ class _Search:
                     continue  # the recipe contradicts the pins, or no plan under it fits
                 if inner is not None and self._is_new(inner):
                     self._price_plan(inner)
-                if self.request.streams or (self.request.offload and not self.found):
+                has_none = math.isinf(self.found.best_seconds)
+                if self.request.streams or (self.request.offload and has_none):
                     self._price_smallest(under)
 
     def _price_smallest(self, inside: MeshSearch) -> None:

@@ -41,6 +41,7 @@ from autopar.search.parameters import Strategy, strategies
 from autopar.search.pins import Pins
 from autopar.search.prices import Exposure, Prices, seconds_of
 from autopar.search.recipe_rows import ON_DEVICE, Recipe, Tiering
+from autopar.search.solver import Solved
 
 
 class Problem:
@@ -58,6 +59,7 @@ class Problem:
             `autopar.search.prices`.
         byte_seconds: price of memory, in seconds of a step for each byte of a rank's peak; 0 for no price.
         solved: solutions of the programs of single axes, see `autopar.search.axis`.
+        programs: solutions by the numbers of their programs, also under other recipes and exposures.
         priced_entries: indices of the entries that can be converted: all but operands of collapsed views.
     """
 
@@ -96,6 +98,7 @@ class Problem:
         self._layouts: dict[tuple[int, Labels], Layouts] = {}
         self._legal: dict[tuple[int, Labels], bool] = {}
         self._cuts: dict[tuple[Dims, Layout], bool] = {}
+        self.programs = Solved()
         self._forget_prices()
         self._constrain(recipes)
 

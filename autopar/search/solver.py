@@ -7,8 +7,9 @@ limit on time.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 import highspy
@@ -49,14 +50,42 @@ class Solution:
     gap: float
 
 
+@dataclass(frozen=True)
+class Solved:
+    """The solutions of programs that were solved before, by all numbers of a program.
+
+    Searches under other recipes, or along axes that are alike, often build the same program again.
+    """
+
+    _found: dict[bytes, tuple[np.ndarray, float] | None] = field(default_factory=dict)
+
+    def solve(self, lp: highspy.HighsLp, binary: np.ndarray) -> tuple[np.ndarray, float] | None:
+        """The values of a program's columns with the relative gap, or None if the program is infeasible.
+
+        Args:
+            lp: the program.
+            binary: whether a column has to be whole.
+
+        Raises SearchError if a limit is reached without a solution.
+        """
+        key = _digest(lp, binary)
+        if key not in self._found:
+            self._found[key] = _run(lp, binary)
+        return self._found[key]
+
+
 class MixedIntegerProgram:
     """A mixed-integer program, built column by column and row by row.
 
     A *preference* is a small extra price that only breaks ties; it is scaled so that all
     preferences together stay under a millionth of the objective.
+
+    Args:
+        solved: solutions of programs that were solved before.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, solved: Solved | None = None) -> None:
+        self._solved = solved or Solved()
         self.seconds: list[float] = []
         self.bytes: list[float] = []
         self._preference: list[float] = []
@@ -123,46 +152,16 @@ class MixedIntegerProgram:
     ) -> Solution | None:
         """The best solution; None if the program is infeasible. Raises SearchError if a limit is reached without one.
 
-        The linear relaxation is solved first. It is often integral, and is then the solution.
-
         Args:
             minimize: the price to minimize.
             max_bytes: bound on the sum of the bytes; None for no bound.
             byte_seconds: seconds that are added to the objective "seconds" for each byte.
         """
-        solver = highspy.Highs()
-        for option, value in _OPTIONS.items():
-            solver.setOptionValue(option, value)
-        solver.passModel(self._model(self._costs(minimize, byte_seconds), max_bytes))
-        solver.setOptionValue("solve_relaxation", True)
-        solver.run()
-        if solver.getModelStatus() in _INFEASIBLE:
+        lp = self._model(self._costs(minimize, byte_seconds), max_bytes)
+        found = self._solved.solve(lp, np.array(self._binary))
+        if found is None:
             return None
-        if self._is_integral(solver):
-            return self._solution(solver, gap=0.0)
-        solver.setOptionValue("solve_relaxation", False)
-        solver.run()
-        return self._searched(solver)
-
-    def _searched(self, solver: highspy.Highs) -> Solution | None:
-        status, info = solver.getModelStatus(), solver.getInfo()
-        if status in _INFEASIBLE:
-            return None
-        if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
-            raise SearchError(
-                f"The solver found no plan within {_MAX_SECONDS:.0f} s and {_MAX_NODES} nodes; a "
-                "recipe or pins make the problem smaller."
-            )
-        return self._solution(solver, gap=float(info.mip_gap))
-
-    def _is_integral(self, solver: highspy.Highs) -> bool:
-        if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
-            return False
-        values = np.asarray(solver.getSolution().col_value)[np.array(self._binary)]
-        return bool(np.all(np.abs(values - np.round(values)) < _INTEGRAL))
-
-    def _solution(self, solver: highspy.Highs, *, gap: float) -> Solution:
-        values = np.asarray(solver.getSolution().col_value)
+        values, gap = found
         return Solution(values, float(values @ self.seconds), float(values @ self.bytes), gap)
 
     def _model(self, costs: np.ndarray, max_bytes: float | None) -> highspy.HighsLp:
@@ -218,6 +217,57 @@ _OPTIONS = {
     "mip_heuristic_run_rens": False,
     "mip_heuristic_run_root_reduced_cost": False,
 }
+
+
+def _digest(lp: highspy.HighsLp, binary: np.ndarray) -> bytes:
+    """A hash of all numbers of a program."""
+    numbers = hashlib.blake2b(digest_size=16)
+    rows = lp.a_matrix_
+    for each in (
+        lp.col_cost_, lp.col_upper_, lp.row_lower_, lp.row_upper_, binary, rows.start_, rows.index_,
+        rows.value_,
+    ):  # fmt: skip
+        numbers.update(np.asarray(each).tobytes())
+    return numbers.digest()
+
+
+def _run(lp: highspy.HighsLp, binary: np.ndarray) -> tuple[np.ndarray, float] | None:
+    """The values of a program's columns and the relative gap, or None if the program is infeasible.
+
+    The linear relaxation is solved first. It is often integral, and is then the solution.
+    """
+    solver = highspy.Highs()
+    for option, value in _OPTIONS.items():
+        solver.setOptionValue(option, value)
+    solver.passModel(lp)
+    solver.setOptionValue("solve_relaxation", True)
+    solver.run()
+    if solver.getModelStatus() in _INFEASIBLE:
+        return None
+    if _is_integral(solver, binary):
+        return np.asarray(solver.getSolution().col_value), 0.0
+    solver.setOptionValue("solve_relaxation", False)
+    solver.run()
+    return _searched(solver)
+
+
+def _searched(solver: highspy.Highs) -> tuple[np.ndarray, float] | None:
+    status, info = solver.getModelStatus(), solver.getInfo()
+    if status in _INFEASIBLE:
+        return None
+    if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+        raise SearchError(
+            f"The solver found no plan within {_MAX_SECONDS:.0f} s and {_MAX_NODES} nodes; a "
+            "recipe or pins make the problem smaller."
+        )
+    return np.asarray(solver.getSolution().col_value), float(info.mip_gap)
+
+
+def _is_integral(solver: highspy.Highs, binary: np.ndarray) -> bool:
+    if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+        return False
+    values = np.asarray(solver.getSolution().col_value)[binary]
+    return bool(np.all(np.abs(values - np.round(values)) < _INTEGRAL))
 
 
 _T = TypeVar("_T")

@@ -48,6 +48,8 @@ PLACES = (
     ("h100x8x2", "pp=2,dp=8"), ("a100-40x8x2", "dp=16"),
 )  # fmt: skip
 BATCHES = (16, 64, 256)
+# Single questions beside the product of models, places and batches, with the tokens of a sequence.
+MORE = (("llama3-70b", 4096, "h100x8x2", "", 16),)
 TOLERANCE = 1.001
 ZERO = ("ddp", "zero1", "zero2", "zero3")
 TENSOR = ("tp", "tp+sp")
@@ -94,6 +96,12 @@ def questions() -> Iterator[tuple[str, str, str, int]]:
     """(model, cluster, mesh, batch) of every question."""
     for model, (cluster, mesh), batch in itertools.product(MODELS, PLACES, BATCHES):
         yield model, cluster, mesh, batch
+    for model, _, cluster, mesh, batch in MORE:
+        yield model, cluster, mesh, batch
+
+
+def _tokens(model: str) -> int | None:
+    return {**MODELS, **{each[0]: each[1] for each in MORE}}[model]
 
 
 def named(ranks: int, mesh: str, batch: int) -> Iterator[dict[str, Any]]:
@@ -130,7 +138,7 @@ def ask(model: str, cluster: str, mesh: str, batch: int, count: int) -> Found:
     """Asks a question openly, and with `count` things named; the model is captured once."""
     place = as_eager_runs(find_cluster(cluster))
     asked = Request.on(place, batch=batch, mesh=Mesh.parse(mesh) if mesh else None)
-    question = Question(model, asked, MODELS[model])
+    question = Question(model, asked, _tokens(model))
     question.captured(EXPLORED_BATCH)
     start_seconds = time.process_time()
     best, refused = _answer(question, asked)

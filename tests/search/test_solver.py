@@ -1,0 +1,32 @@
+"""Programs of two columns, whose solutions can be read off."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from autopar.search.solver import MixedIntegerProgram, Solved
+
+solver = importlib.import_module("autopar.search.solver")
+
+
+def one_of_two(solved: Solved, slow_seconds: float = 2.0) -> MixedIntegerProgram:
+    """A fast column that takes two bytes, or a slow one that takes one."""
+    program = MixedIntegerProgram(solved)
+    both = [program.binary(seconds=1.0, bytes=2.0), program.binary(seconds=slow_seconds, bytes=1.0)]
+    program.row(both, lower=1.0, upper=1.0)
+    return program
+
+
+def test_equal_programs_are_solved_once_and_others_by_themselves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runs, run = [], solver._run
+    monkeypatch.setattr(solver, "_run", lambda *program: (runs.append(1), run(*program))[1])
+    solved, found = Solved(), []
+    for slow_seconds, max_bytes in [(2.0, None), (2.0, 1.0), (3.0, 1.0), (2.0, 0.5)] * 2:
+        solution = one_of_two(solved, slow_seconds).solve(max_bytes=max_bytes)
+        found.append(solution and (solution.seconds, solution.bytes))
+    assert found == [(1.0, 2.0), (2.0, 1.0), (3.0, 1.0), None] * 2
+    assert len(runs) == 4
