@@ -45,7 +45,7 @@ def remedies(question: Question, asked: Advice, setting: ClusterSetting) -> Iter
         setting: the smallest setting that the question allows.
     """
     yield from _settings(question, setting)
-    yield from _offloaded(question)
+    yield from _offloaded(question, setting)
     yield from _states(question, asked)
     yield from _fewer_tokens(question, asked)
     yield from _clusters(question)
@@ -98,12 +98,14 @@ def _first_that_fits(question: Question, priced: list[PricedCandidate]) -> Advic
 
 def _options(setting: ClusterSetting) -> str:
     """The options of the command line that ask for a setting."""
+    return f"{_place_options(setting)} --recompute {setting.recompute}"
+
+
+def _place_options(setting: ClusterSetting) -> str:
+    """The options that ask for a setting's mesh, recipe and micro-batches."""
     axes = ",".join(f"{name}={size}" for name, size in setting.world_mesh.axes)
     recipe = f"pp:{setting.schedule},{setting.recipe}" if setting.schedule else setting.recipe
-    return (
-        f"--mesh {axes} --recipe {recipe} --micro-batches {setting.micro_batches} "
-        f"--recompute {setting.recompute}"
-    )
+    return f"--mesh {axes} --recipe {recipe} --micro-batches {setting.micro_batches}"
 
 
 _Kind = tuple[
@@ -167,15 +169,28 @@ def _freed(request: Request) -> Request:
 # --- the same on the host, with other states, or fewer tokens
 
 
-def _offloaded(question: Question) -> Iterator[Found]:
-    """Parameters, gradients and optimizer states in the host's memory, as far as that is enough."""
+def _offloaded(question: Question, setting: ClusterSetting) -> Iterator[Found]:
+    """Parameters, gradients and optimizer states in the host's memory, as far as that is enough.
+
+    The setting stays; only if it does not fit even so, all settings are searched, which takes many times as long.
+    """
     if not question.request.may_offload:
         return
-    try:
-        advice = question.on(question.request.but(offload=True)).answer()
-    except AutoparError:  # nothing fits with the host either
+    anywhere = question.request.but(offload=True)
+    here = anywhere.but(
+        mesh=setting.world_mesh, recipe=setting.recipe, micro_batches=setting.micro_batches, stages=None,
+        schedule=setting.schedule or None, chunks=None,
+    )  # fmt: skip
+    for request, options in (
+        (here, f"{_place_options(setting)} --offload"),
+        (anywhere, "--offload"),
+    ):
+        try:
+            advice = question.on(request).answer()
+        except AutoparError:  # nothing fits with the host either
+            continue
+        yield "parameters stored and updated on the host", options, advice
         return
-    yield "parameters stored and updated on the host", "--offload", advice
 
 
 def _states(question: Question, asked: Advice) -> Iterator[Found]:

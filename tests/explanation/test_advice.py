@@ -13,6 +13,7 @@ from autopar.errors import AutoparError, RecipeError, SearchError
 from autopar.explanation.advice import Question
 from autopar.explanation.few_layers import first_rows
 from autopar.explanation.fitting import will_it_fit
+from autopar.explanation.remedies import _offloaded
 from autopar.ir import Mesh
 from autopar.planning.planning import are_given_by_micro_batches
 from autopar.search.comparison import best_that_fits, smallest
@@ -197,6 +198,27 @@ def test_a_remedy_costs_what_explain_says_of_it(too_large):
     assert found.step_seconds == explained.step_seconds
     assert found.memory_bytes == explained.memory_bytes
     assert found.slower == pytest.approx(found.step_seconds / fit.advice.step_seconds - 1)
+
+
+@pytest.mark.parametrize("fits_here", [True, False])
+def test_the_host_is_tried_in_the_setting_as_asked_before_all_others(
+    question, answer, monkeypatch, fits_here
+):
+    asked = []
+
+    def answered(question):
+        asked.append(question.request)
+        if question.request.mesh is not None and not fits_here:
+            raise SearchError("Nothing fits there.")
+        return answer
+
+    monkeypatch.setattr(Question, "answer", answered)
+    ((_, options, _),) = _offloaded(question, question.settings[0].setting)
+    mesh = question.settings[0].setting.world_mesh
+    assert [each.mesh for each in asked] == [mesh, None][: 2 - fits_here]
+    assert all(each.offload for each in asked)
+    assert options == ("--offload" if not fits_here else f"--mesh {mesh} --recipe "
+        f"{asked[0].recipe} --micro-batches {asked[0].micro_batches} --offload")  # fmt: skip
 
 
 def test_fewer_tokens_are_compared_by_the_token():
