@@ -5,7 +5,11 @@ RANKS ?= 4
 ARGS ?=
 
 BIN := .venv/bin
-STAMP := .venv/.installed
+# What was installed into .venv: for the demo, for the tests as well, for the site.
+FOR_DEMO := .venv/.demo
+FOR_TESTS := .venv/.installed
+FOR_SITE := .venv/.site
+INSTALL = $(BIN)/python -m pip install -q -c constraints.txt
 # One thread a process: the ranks of a demo or a test share the cores, they do not each own them.
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
@@ -18,30 +22,29 @@ export PYTHONDONTWRITEBYTECODE :=
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' Makefile
 
-env: $(STAMP)  ## make .venv with the versions of constraints.txt
+env: $(FOR_TESTS)  ## make .venv with the versions of constraints.txt
 
-demo: $(STAMP)  ## train a byte-level GPT on four CPU processes (ARGS="--steps 100" to change it)
+demo: $(FOR_DEMO)  ## train a byte-level GPT on four CPU processes (ARGS="--steps 100" to change it)
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
 
 test: lint  ## lint, then run the tests that are not slow
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
-lint: $(STAMP)  ## ruff and mypy
+lint: $(FOR_TESTS)  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p autopar
 	$(BIN)/mypy examples
 
-slow: $(STAMP)  ## run the slow tests too: whole zoo, all recipes, whole tables
+slow: $(FOR_TESTS)  ## run the slow tests too: whole zoo, all recipes, whole tables
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "slow or not slow"
 
-bench: $(STAMP)  ## run the benchmarks, one after the other
+bench: $(FOR_TESTS)  ## run the benchmarks, one after the other
 	@set -e; for script in $(sort $(wildcard benchmarks/speed/bench_*.py)); do \
 		echo "$$script"; $(BIN)/python "$$script"; \
 	done
 
-docs: $(STAMP)  ## build the site into build/site, and fail on a broken link
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
+docs: $(FOR_SITE)  ## build the site into build/site, and fail on a broken link
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 clean:  ## remove what was built and cached; the environment and runs/ stay
@@ -49,10 +52,18 @@ clean:  ## remove what was built and cached; the environment and runs/ stay
 	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 # torch goes in first and alone: what comes after finds its pin satisfied and fetches no other build.
-$(STAMP): pyproject.toml constraints.txt
+$(FOR_DEMO): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "autopar needs Python 3.11 or newer: make $(MAKECMDGOALS) PYTHON=python3.x"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q -c constraints.txt torch
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,demo,zoo,frameworks,torchao]'
+	$(INSTALL) torch
+	$(INSTALL) -e '.[demo]'
+	@touch $@
+
+$(FOR_TESTS): $(FOR_DEMO)
+	$(INSTALL) -e '.[dev,zoo,frameworks,torchao]'
+	@touch $@
+
+$(FOR_SITE): $(FOR_DEMO)
+	$(INSTALL) -e '.[docs]'
 	@touch $@
