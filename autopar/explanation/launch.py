@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.items import FULL, TrainingState
 from autopar.explanation.explanation import Explanation
-from autopar.ir import Graph, Meeting
+from autopar.ir import PIPELINE_AXIS, Graph, Meeting, Plan
 from autopar.ir.batches import captured_batch
+from autopar.ir.recompute import recompute_json
+from autopar.search.intents import is_intent
+from autopar.search.request import HEADROOM, Request
 from autopar.units import counted, format_bytes
 
 PLAN_FILE = "plan.json"
@@ -87,8 +91,8 @@ def launch(
 ) -> tuple[str, ...]:
     """The lines that launch a plan: how it is saved, the calls that load it, and the torchrun command.
 
-    A plan of a model of which only some layers were captured has no file that `compile` could load; its
-    settings are the arguments of the call instead.
+    A plan of a model of which only some layers were captured is launched by its settings, within which `compile`
+    searches again: the user's own module may have other names than the plan.
 
     Args:
         e: the explanation of the plan.
@@ -97,12 +101,19 @@ def launch(
     """
     lines = [] if saved is not None or e.graph.stands_for else [f"--save {PLAN_FILE}"]
     model = "model, loss_fn=loss_fn" if has_loss_fn else "model"
-    files = f', nvme="{FOLDER}"' if _needs_files(e) else ""
-    call = f"model = autopar.compile({model}, {_settings(e, saved)}{files})"
+    files = {"nvme": FOLDER} if _needs_files(e) else {}
+    given = settings(e) if e.graph.stands_for else {"plan": str(saved or PLAN_FILE)}
+    words = [f"{name}={_literal(value)}" for name, value in (given | files).items()]
+    call = f"model = autopar.compile({model}, {', '.join(words)})"
     pipeline = e.plan.pipeline
     inside = pipeline is not None and pipeline.update_every > 0
     attach = ["model.attach_optimizer(optimizer)"] if inside else []
-    return (*lines, call, *attach, _torchrun(e.cluster, e.ranks))
+    return (*lines, *_comments(e), call, *attach, _torchrun(e.cluster, e.ranks))
+
+
+def _literal(value: Any) -> str:
+    """A value as Python writes it, with double quotes."""
+    return json.dumps(value) if isinstance(value, (str, dict)) else repr(value)
 
 
 def _needs_files(e: Explanation) -> bool:
@@ -110,20 +121,76 @@ def _needs_files(e: Explanation) -> bool:
     return any(how.tier == "nvme" for how in e.plan.parameters.values())
 
 
-def _settings(e: Explanation, saved: Path | None) -> str:
-    """The arguments of the call that give the plan."""
-    if not e.graph.stands_for:
-        return f"plan={json.dumps(str(saved or PLAN_FILE))}"
-    plan, stages, states = e.plan, int(e.run.stages), e.run.training_state.optimizer.name
+def settings(e: Explanation) -> dict[str, Any]:
+    """Arguments of an `autopar.compile` that searches under the same constraints: the plan's settings, the bound on
+    memory, and the training state that its memory was counted for.
+    """
+    plan, stages, state = e.plan, int(e.run.stages), e.run.training_state
     axes = {name: size for name, size in plan.world_mesh.axes if size > 1} or {"dp": 1}
     if plan.pipeline is None and stages > 1:
         axes = {"pp": stages, **axes}
     arguments = {
         "mesh": axes, "recipe": _recipe(plan.recipe, axes), "micro_batches": plan.micro_batches,
-        "recompute": plan.recompute, "precision": plan.precision and str(plan.precision),
-        "training_state": "" if states == FULL.optimizer.name else states,
+        **_schedule(plan), "recompute": recompute_json(plan.recompute),
+        "decompose": ",".join(plan.decomposed),
+        "precision": plan.precision and str(plan.precision),
+        "training_state": "" if state == FULL else str(state), **_bounds(e.request),
     }  # fmt: skip
-    return ", ".join(f"{name}={json.dumps(value)}" for name, value in arguments.items() if value)
+    return {name: value for name, value in arguments.items() if value not in (None, "", {})}
+
+
+def _schedule(plan: Plan) -> dict[str, Any]:
+    """The schedule, unless the recipe names it, and the stages of a pipeline rank where there are several."""
+    if plan.pipeline is None:
+        return {}
+    named = any(part.startswith(f"{PIPELINE_AXIS}:") for part in plan.recipe.split(","))
+    chunks = plan.pipeline.stages // plan.pipeline.ranks
+    return {
+        "schedule": None if named else plan.pipeline.schedule,
+        "chunks": chunks if chunks > 1 else None,
+    }
+
+
+def _bounds(request: Request | None) -> dict[str, Any]:
+    """The bound on memory, and the pins that `compile` takes, as far as the request differs from the defaults."""
+    if request is None:
+        return {}
+    pins = {name: choice for name, choice in request.pins.items() if not is_intent(choice)}
+    is_usual = request.memory_bytes is not None or request.headroom == HEADROOM
+    return {
+        "memory_bytes": request.memory_bytes,
+        "headroom": None if is_usual else request.headroom,
+        "pins": pins,
+    }
+
+
+def _comments(e: Explanation) -> Iterator[str]:
+    """What a call by settings does not say, as comments above it."""
+    if not e.graph.stands_for:
+        return
+    if rest := _unsaid(e.request):
+        yield f"# compile has no argument for {rest}"
+    far = [name for name, how in e.plan.parameters.items() if how.tier != "device"]
+    also = ""
+    if far and e.plan.recipe == "auto":
+        count = sum(e.graph.stands_for.get(name, 1) for name in far)
+        also = f", and with it which parameters the host stores (here {count:,})"
+    if rest or also:
+        yield f"# this searches the layouts again{also}; --save {PLAN_FILE} has them, for a model with these names"
+
+
+def _unsaid(asked: Request | None) -> str:
+    """The constraints that no argument of `compile` expresses, as options of the command line; "" for none."""
+    if asked is None:
+        return ""
+    pins = {name: choice for name, choice in asked.pins.items() if is_intent(choice)}
+    without = asked.without - _IN_SETTINGS
+    if not (pins or without or asked.offload):
+        return ""
+    return Request(asked.hardware, offload=asked.offload, without=without, pins=pins).text
+
+
+_IN_SETTINGS = {"recompute", "dp", "tp"}  # the mesh and recompute= of the call say it
 
 
 def _recipe(recipe: str, axes: dict[str, int]) -> str:

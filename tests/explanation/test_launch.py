@@ -11,11 +11,12 @@ import torch
 import autopar
 from autopar.api.announcing import start_line
 from autopar.cost_model.cluster import find_cluster
+from autopar.cost_model.items import MIXED_FLOAT32_GRADIENTS
 from autopar.explanation.advice import Question
 from autopar.explanation.explanation import Explanation
-from autopar.explanation.launch import asked, launch
+from autopar.explanation.launch import asked, launch, settings
 from autopar.explanation.pages import page_of
-from autopar.ir import Graph, R, Stack
+from autopar.ir import Graph, Pipeline, R, Stack
 from autopar.search.notes import idle_axes
 from autopar.search.request import Request
 from autopar.views import to_html
@@ -61,13 +62,50 @@ def test_the_last_lines_launch_the_plan(explained: Explanation) -> None:
     assert launch(few)[-1] == "torchrun --standalone --nproc-per-node 4 train.py"
 
 
-def test_a_plan_of_few_captured_layers_is_launched_by_its_settings(explained: Explanation) -> None:
-    stacks = (Stack("layers", 12, 2),)
-    many = replace(explained, graph=replace(explained.graph, stacks=stacks))
-    assert many.graph.stands_for, "one captured layer stands for several"
+@pytest.fixture
+def many(explained: Explanation) -> Explanation:
+    """The same plan, as if it were of a model with twelve layers of which two were captured."""
+    graph = replace(explained.graph, stacks=(Stack("layers", 12, 2),))
+    found = replace(explained, graph=graph)
+    assert found.graph.stands_for, "one captured layer stands for several"
+    return found
+
+
+def test_a_plan_of_few_captured_layers_is_launched_by_its_settings(many: Explanation) -> None:
     call, _ = launch(many)
     assert call == (
         'model = autopar.compile(model, mesh={"dp": 16}, recipe="zero1", micro_batches=2, recompute="none")'
+    )
+
+
+def test_settings_have_the_bound_and_the_training_state_of_the_search(many: Explanation) -> None:
+    """Without them `compile` would find room for another plan than the one that was shown."""
+    run = replace(many.run, training_state=MIXED_FLOAT32_GRADIENTS)
+    asked = many.request.but(memory_bytes=7 * 10**10, pins={"*.up.weight": "S(0)@dp"})
+    given = settings(replace(many, run=run, request=asked))
+    assert given["training_state"] == "adamw gradients=4 masters=4"
+    assert given["memory_bytes"] == 7 * 10**10 and given["pins"] == {"*.up.weight": "S(0)@dp"}
+    assert settings(replace(many, request=many.request.but(headroom=0.1)))["headroom"] == 0.1
+
+
+def test_settings_have_the_schedule_and_the_chunks_of_a_pipeline(many: Explanation) -> None:
+    stages = Pipeline(2, "interleaved", ("a", "b", "c"))
+    given = settings(replace(many, plan=replace(many.plan, pipeline=stages)))
+    assert (given["mesh"]["pp"], given["schedule"], given["chunks"]) == (2, "interleaved", 2)
+    named = replace(many.plan, pipeline=stages, recipe="pp:interleaved,dp:zero1")
+    assert "schedule" not in settings(replace(many, plan=named))
+
+
+def test_what_the_call_does_not_say_stands_above_it(many: Explanation) -> None:
+    asked = many.request.but(without=frozenset({"zero3", "recompute"}))
+    comment, again, _, _ = launch(replace(many, request=asked))
+    assert comment == "# compile has no argument for --no zero3"
+    assert "--save plan.json has them" in again
+    host = {name: replace(how, tier="host") for name, how in many.plan.parameters.items()}
+    stored = replace(many.plan, recipe="auto", parameters=host)
+    count = sum(many.graph.stands_for.get(name, 1) for name in host)
+    assert (
+        f"which parameters the host stores (here {count})" in launch(replace(many, plan=stored))[0]
     )
 
 
