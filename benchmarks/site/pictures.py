@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from benchmarks.site import curves, flows, steps, tensors
+from benchmarks.site import bars, curves, flows, ranks, steps, tensors
 
 FOLDER = Path(__file__).parents[2] / "docs" / "pictures"
 
@@ -19,22 +19,29 @@ PICTURES: Mapping[str, Callable[[], str]] = {  # page -> its picture
     "cost_model": steps.cost_model,
     "delays": curves.delays,
     "design": flows.design,
+    "executors": bars.executors,
     "experts": tensors.experts,
     "guards": flows.guards,
     "hardware": steps.hardware,
     "layouts": tensors.layouts,
     "local_steps": curves.local_steps,
+    "optimizers": bars.optimizers,
+    "overlap": bars.overlap,
+    "owners": ranks.owners,
     "pipeline": steps.pipeline,
     "pipeline_search": steps.pipeline_search,
     "plans": tensors.plans,
     "precision": flows.precision,
     "randomness": flows.randomness,
     "recomputation": steps.recomputation,
+    "rings": ranks.rings,
     "rules": tensors.rules,
     "schedules": steps.schedules,
     "search": tensors.search,
     "shapes": flows.shapes,
     "soak": curves.soak,
+    "tensor_dims": ranks.tensor_dims,
+    "tiers": ranks.tiers,
     "verify": flows.verify,
     "versions": curves.versions,
 }
