@@ -140,6 +140,7 @@ class StepCost:
         parameter_bytes, gradient_bytes, optimizer_bytes, saved_bytes, buffer_bytes: lasting memory, by kind.
         transient_bytes: memory that exists only while one block runs.
         reserved_bytes: memory that tensors cannot use.
+        axis_seconds: pairs of a mesh axis along which something is sent, and the time that this takes.
     """
 
     compute_seconds: float
@@ -153,21 +154,26 @@ class StepCost:
     buffer_bytes: int
     transient_bytes: int
     reserved_bytes: int
+    axis_seconds: tuple[tuple[str, float], ...]
 
     @classmethod
     def of(cls, step: Step) -> StepCost:
         """Computes the parts of a step's time and memory."""
         sums = {"": 0.0, "activation": 0.0, "parameter": 0.0, "gradient": 0.0}
+        along = dict.fromkeys(step.axes, 0.0)
         for item in step.items:
             times = step.run.micro_batches * step.times(item) if item.every_micro_batch else 1
-            sums[item.carries] += float(times * item.count * item.seconds)
+            seconds = float(times * item.count * item.seconds)
+            sums[item.carries] += seconds
+            if item.resource in along:
+                along[item.resource] += seconds
         held = {term.name: round(term.value) for term in step.memory("first")}
         moved = sums["parameter"] + sums["gradient"]
         return cls(
             sums[""], sums["activation"], moved,
             float(step.seconds()) - sum(sums.values()),
             held["parameters"], held["gradients"], held["optimizer"], held["saved activations"],
-            held["buffers"], held["transient peak"], held["reserved"],
+            held["buffers"], held["transient peak"], held["reserved"], tuple(along.items()),
         )  # fmt: skip
 
     @property

@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from autopar.cost_model import Hardware, unruled
 from autopar.cost_model.compute import FUSED_ATTENTION
@@ -30,10 +30,14 @@ def explain(
     hardware: Hardware,
     descents_seconds: Sequence[float],
 ) -> tuple[str, ...]:
-    """Notes on what every axis splits, on time and memory, on other local optima, and on ops without a rule."""
+    """Notes on what every axis splits and why, on time and memory, on other local optima, and on ops without a rule."""
     axes = axis_lines(graph, plan)
     others = _others_line(cost, descents_seconds)
-    lines = (_time_line(cost, hardware), _memory_line(cost, bound_bytes))
+    lines = (
+        *_reason_lines(graph, plan, cost),
+        _time_line(cost, hardware),
+        _memory_line(cost, bound_bytes),
+    )
     prices = (Note(line, "price") for line in lines)
     return (*axes, *prices, *others, *unruled_lines(graph, plan, hardware))
 
@@ -240,6 +244,28 @@ def _time_line(cost: StepCost, hardware: Hardware) -> str:
         f"activations moved + {cost.parameter_seconds * 1e3:.3f} parameters and gradients moved"
         f" + {cost.other_seconds * 1e3:.3f} optimizer and waiting"
     )
+
+
+def _reason_lines(graph: Graph, plan: Plan, cost: StepCost) -> Iterator[str]:
+    """For every axis of several ranks what it gains, the part of the arithmetic that it divides, and what it costs."""
+    idle, seconds = idle_axes(plan), dict(cost.axis_seconds)
+    for axis, (name, size) in enumerate(plan.mesh.axes):
+        if name in idle:
+            yield f"{name}={size} divides nothing: no faster plan was found that does, under recipe {plan.recipe}"
+        elif size > 1:
+            share = _divided(graph, plan, axis)
+            sent = seconds.get(name, 0.0) * 1e3
+            yield (
+                f"{name}={size} divides {100 * share:.0f} % of the arithmetic by {size}, and sends for {sent:.3f} ms a "
+                "step"
+            )
+
+
+def _divided(graph: Graph, plan: Plan, axis: int) -> float:
+    """The part of the FLOPs of a forward that the ranks along an axis share."""
+    flops = {op.name: op.flops * graph.stands_for.get(op.name, 1) for op in graph.ops}
+    split = (flops[op.name] for op in graph.ops if op.choice(plan.ops[op.name][axis]).splits)
+    return sum(split) / (sum(flops.values()) or 1)
 
 
 def _memory_line(cost: StepCost, bound_bytes: int) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.cost_model import find_hardware
+from autopar.ir.note import kind_of
 from autopar.planning.planning import make_plan, prepare_step
 from autopar.proof.subject import Subject
 from autopar.search.request import Request
@@ -119,4 +122,23 @@ def test_two_axes_are_named_where_they_split_grouped_queries() -> None:
     (note,) = found[8]
     assert note.endswith(
         "; 8 would be split, or two axes in place of tp split it with what follows it: of 4 and 2 ranks"
+    )
+
+
+def test_every_axis_has_what_it_gains_and_what_it_costs() -> None:
+    prepared = prepare_step(*speaker(98, 4))
+    request = Request(
+        find_hardware("h100"), mesh={"dp": 2, "tp": 2}, recipe={"dp": "zero1", "tp": "tp"}
+    )
+    notes = make_plan(prepared, request).notes
+    (dp,) = (note for note in notes if note.startswith("dp=2 divides"))
+    (tp,) = (note for note in notes if note.startswith("tp=2 divides"))
+    assert re.fullmatch(
+        r"dp=2 divides 100 % of the arithmetic by 2, and sends for \d.\d+ ms a step", dp
+    )
+    seconds = [float(note.split("sends for ")[1].split(" ms")[0]) for note in (dp, tp)]
+    assert all(seconds) and kind_of(dp) == "price"
+    alone = make_plan(prepared, Request(find_hardware("h100"), mesh={"tp": 2}))
+    assert (
+        "tp=2 divides nothing: no faster plan was found that does, under recipe auto" in alone.notes
     )
