@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ from typing import NamedTuple
 import click
 import torch
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import get_args_parser
 from torch.distributed.run import run as torchrun
 
@@ -165,9 +166,38 @@ def _failure(ranks: int, script: Path, arguments: tuple[str, ...]) -> str | None
         click.echo(f"autopar run: ended by {signaled.sigval.name}.", err=True)
         sys.exit(128 + signaled.sigval)
     except ChildFailedError as error:
-        click.echo(str(error), err=True)
+        for line in _summary(error):
+            click.echo(f"autopar run: {script.name} failed on {line}", err=True)
         _, first = error.get_first_failure()
-        if first.exitcode < 0:  # by a signal
-            return ""
-        return f"exit code {first.exitcode}: {message_of(first.message).partition(chr(10))[0]}"
+        return "" if _is_killed(first) else _cause(first)
     return None
+
+
+def _summary(error: ChildFailedError) -> Iterator[str]:
+    """A line for the rank that failed first, and for each that failed by something else.
+
+    A rank whose error another rank has printed has no line, and neither has one that torchrun ended because of others.
+    """
+    first, _ = error.get_first_failure()
+    for rank, failure in sorted(
+        error.failures.items(), key=lambda item: (item[0] != first, item[0])
+    ):
+        said = failure.message
+        is_same = isinstance(said, dict) and said.get("same_as") is not None
+        is_ended = _is_killed(failure) and failure.exitcode == -signal.SIGTERM
+        if rank == first or not (is_same or is_ended):
+            yield f"rank {rank}: {_cause(failure)}"
+
+
+def _is_killed(failure: ProcessFailure) -> bool:
+    """Whether a signal ended a rank before it could report an error."""
+    return failure.exitcode < 0 and not isinstance(failure.message, dict)
+
+
+def _cause(failure: ProcessFailure) -> str:
+    """The first line of a rank's error, or what ended a rank that reported none."""
+    if _is_killed(failure):
+        return f"killed by {failure.signal_name()}"
+    if not isinstance(failure.message, dict):
+        return f"exit code {failure.exitcode}"
+    return message_of(failure.message).partition("\n")[0]

@@ -79,19 +79,23 @@ class _Shown:
                 error.add_note(f"flight recorder: {flight}")
             reports = _Reports.of_this_run()
             knows = not _lost_peer(error)
-            others = reports.exchange(received, knows=knows)
+            headline = _headline(error).splitlines()[0][:_COLUMNS]
+            others = reports.exchange(received, knows=knows, headline=headline)
             speaker = reports.settled(_speaker(others), knows=knows)
-            if speaker == reports.rank:
+            speaks = speaker == reports.rank
+            same_as = None
+            if speaks:
                 text = "\n".join(
                     [*screen(error), *_silent(others, knows), f"  all frames: {whole}"]
                 )
                 sys.stderr.write(f"[rank {reports.rank}] {text}\n")
                 sys.stderr.flush()
+            elif reports.headline(speaker) == headline:
+                same_as, text = speaker, f"as on rank {speaker} (all frames: {whole})"
             else:
-                headline = screen(error)[0].splitlines()[0]
-                text = f"{headline[:_COLUMNS]} (rank {speaker} says more; all frames: {whole})"
+                text = f"{headline} (rank {speaker} says more; all frames: {whole})"
             if not isinstance(error, KeyboardInterrupt):
-                _record(path, text, follows=not knows)
+                _record(path, text, follows=not (knows and speaks), same_as=same_as)
 
 
 def screen(error: BaseException) -> list[str]:
@@ -195,7 +199,9 @@ class _Reports:
         attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
         return cls(rank, size, dist.PrefixStore(f"autopar/failures/{attempt}", store))
 
-    def exchange(self, received: Sequence[int] = (), *, knows: bool) -> dict[int, bool]:
+    def exchange(
+        self, received: Sequence[int] = (), *, knows: bool, headline: str = ""
+    ) -> dict[int, bool]:
         """Reports whether this rank knows the cause; gives what it needs to know of the others.
 
         A rank that knows waits for the ranks below it alone, and for a short time.
@@ -203,18 +209,19 @@ class _Reports:
         Args:
             received: signals so far; more may come.
             knows: whether this rank knows the cause.
+            headline: first line of this rank's error.
         """
         found = {self.rank: knows}
         if self._store is None:
             return found
         with contextlib.suppress(RuntimeError, dist.DistError):  # the store has died with its host
-            self._store.set(str(self.rank), str(int(knows)))
+            self._store.set(str(self.rank), f"{int(knows)}{headline}")
             awaited = range(self.rank if knows else self._size)
             deadline = time.monotonic() + (_PATIENCE_SECONDS if knows else _LONG_PATIENCE_SECONDS)
             while time.monotonic() < deadline:
                 for rank in awaited:
                     if rank not in found and self._store.check([str(rank)]):
-                        found[rank] = self._store.get(str(rank)) == b"1"
+                        found[rank] = self._store.get(str(rank)).startswith(b"1")
                 if any(found.values()) and not knows:
                     break
                 if _speaker(found) < self.rank or len(found) >= len(awaited) + knows:
@@ -224,6 +231,13 @@ class _Reports:
                     received = ()
                 time.sleep(0.02)
         return found
+
+    def headline(self, rank: int) -> str:
+        """The first line of a rank's error; "" if that rank has reported none."""
+        with contextlib.suppress(RuntimeError, dist.DistError):
+            if self._store is not None and self._store.check([str(rank)]):
+                return self._store.get(str(rank)).decode()[1:]
+        return ""
 
     def settled(self, speaker: int, *, knows: bool) -> int:
         """The rank that prints the report: the first chosen rank that registers in the store."""
@@ -274,16 +288,16 @@ def told_to_end() -> Iterator[list[int]]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _record(path: Path, text: str, *, follows: bool) -> None:
+def _record(path: Path, text: str, *, follows: bool, same_as: int | None = None) -> None:
     """Writes a rank's text to the file that torchrun reads.
 
     Args:
         path: the file.
         text: the text for torchrun's summary.
-        follows: whether the error is the consequence of another rank's. torchrun takes the earliest for the root
+        follows: whether another rank has the cause, or prints it. torchrun takes the earliest error for the root
             cause, in whole seconds, so that such an error is dated a second later.
+        same_as: the rank that prints the same error; None if no rank does.
     """
     when = int(time.time()) + follows
-    path.write_text(
-        json.dumps({"message": {"message": text, "extraInfo": {"timestamp": str(when)}}})
-    )
+    message = {"message": text, "same_as": same_as, "extraInfo": {"timestamp": str(when)}}
+    path.write_text(json.dumps({"message": message}))

@@ -206,6 +206,15 @@ def test_ranks_that_fail_late_leave_the_word_to_the_first(monkeypatch: pytest.Mo
     assert reports({1: False, 3: False}, 4, monkeypatch) == [3, 3]
 
 
+def test_a_rank_knows_whether_its_error_is_that_of_the_speaker() -> None:
+    store = Store()
+    first, second = (failures._Reports(rank, 2, store) for rank in (0, 1))  # type: ignore[arg-type]
+    assert second.headline(0) == ""
+    first.exchange(knows=True, headline="MeshError: 8 ranks")
+    assert second.exchange(knows=True, headline="MeshError: 8 ranks") == {0: True, 1: True}
+    assert second.headline(0) == "MeshError: 8 ranks"
+
+
 def test_of_ranks_that_report_in_time_the_lowest_that_knows_speaks() -> None:
     assert failures._speaker({0: False, 1: True, 2: True}) == 1
     assert failures._speaker({1: False, 3: False}) == 1

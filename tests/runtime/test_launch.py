@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from click.testing import CliRunner
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import autopar
 from autopar.cli import main
-from autopar.cli.run import Life, Restarts
+from autopar.cli.run import Life, Restarts, _cause, _is_killed, _summary
 from autopar.errors import AutoparError, MeshError
+from autopar.runtime import failures
 
 pytestmark = pytest.mark.multiprocess
 
@@ -74,9 +77,34 @@ def test_a_script_runs_with_its_own_arguments_and_its_failure_is_seen(tmp_path: 
     result = CliRunner().invoke(
         main, ["run", str(script), "--ranks", "2", "--max-restarts", "0", "--local", "5", "3"]
     )
-    assert result.exit_code == 1 and "train.py FAILED" in result.output
+    assert result.exit_code == 1
+    assert re.search(r"train.py failed on rank [01]: exit code 3", result.output)
     said = [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)]
     assert said == ["--local 5 3"] * 2  # torchrun has options that begin so
+
+
+def failure(folder: Path, rank: int, text: str, same_as: int | None, code: int) -> ProcessFailure:
+    """A rank that failed, as its error file and its exit code say."""
+    file = folder / f"{rank}.json"
+    if text:
+        failures._record(file, text, follows=same_as is not None, same_as=same_as)
+    return ProcessFailure(rank, 100 + rank, code, str(file))
+
+
+def test_ranks_with_the_error_of_another_have_no_line_of_their_own(tmp_path: Path) -> None:
+    said = {
+        0: ("MeshError: 8 ranks, and 4 run\n  at train.py:2\n  all frames: /tmp/a", None, -15),
+        1: ("as on rank 0 (all frames: /tmp/b)", 0, 1),
+        2: ("OSError: no space (rank 0 says more; all frames: /tmp/c)", None, 1),
+        3: ("", None, -15),
+    }
+    ranks = {rank: failure(tmp_path, rank, *each) for rank, each in said.items()}
+    assert list(_summary(ChildFailedError("train.py", ranks))) == [
+        "rank 0: MeshError: 8 ranks, and 4 run",
+        "rank 2: OSError: no space (rank 0 says more; all frames: /tmp/c)",
+    ]
+    assert [_is_killed(ranks[rank]) for rank in (0, 3)] == [False, True]
+    assert _cause(failure(tmp_path, 4, "", None, -9)) == "killed by SIGKILL"
 
 
 DYING = """
