@@ -182,7 +182,10 @@ def recomputed_ops(graph: Graph, blocks: Mapping[str, Hashable]) -> frozenset[st
 
 
 def _as_view(op: Op, position: int, tensors: Mapping[str, Tensor]) -> View | None:
-    """The relation of the result at `position` to the first operand; None if a state of it has several states there."""
+    """The relation of the result at `position` to the first operand.
+
+    None where one state of the result comes from several states of the operand.
+    """
     operand, result = tensors[op.operands[0]], tensors[op.results[position]]
     pairs = {(c.operands[0], c.results[position]) for c in op.choices if c.label != VARIED}
     states = {after: R if before.kind == "V" else before for before, after in pairs}

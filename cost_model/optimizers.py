@@ -1,15 +1,17 @@
-"""The states that optimizers keep for a parameter: which tensors, and their exact bytes.
+"""The states that optimizers keep for a parameter with n elements: which tensors, and their exact bytes.
 
-| name | states of a parameter with n elements | source |
-|---|---|---|
-| adamw | two tensors of n elements, in the dtype of the weights that the optimizer updates | Loshchilov and Hutter 2019
-| | adamwbf16 | two tensors of n elements in bfloat16 | - |
-| adamw8bit | two tensors of n bytes, a float32 scale for 256 elements, a table of 256 float32 | Dettmers et al. 2022,
-torchao | | adamw4bit | two tensors of n/2 bytes, a float32 scale for 128 elements, a table of 16 float32 | Li et al.
-2023, torchao | | adamwfp8 | two tensors of n bytes, a float32 scale for 256 elements | torchao |
-| adafactor | a row and a column of the last two dims; n elements for a vector | Shazeer and Stern 2018, as torch.optim
-| | sgd-momentum | one tensor of n elements | - |
-| sgd | nothing | - |
+    adamw         two tensors of n elements, in the dtype of the weights that the optimizer updates
+                  (Loshchilov and Hutter 2019)
+    adamwbf16     two tensors of n elements in bfloat16
+    adamw8bit     two tensors of n bytes, a float32 scale for 256 elements, a table of 256 float32
+                  (Dettmers et al. 2022, torchao)
+    adamw4bit     two tensors of n/2 bytes, a float32 scale for 128 elements, a table of 16 float32
+                  (Li et al. 2023, torchao)
+    adamwfp8      two tensors of n bytes, a float32 scale for 256 elements (torchao)
+    adafactor     a row and a column of the last two dims; n elements for a vector
+                  (Shazeer and Stern 2018, as torch.optim)
+    sgd-momentum  one tensor of n elements
+    sgd           nothing
 
 torchao keeps a state in the parameter's own dtype if a rank has fewer than 4,096 elements of the state, or a number of
 elements that is no multiple of the block (torchao 0.18, `_AdamBase._new_buffer`); so do these prices. They leave out

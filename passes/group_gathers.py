@@ -46,8 +46,8 @@ def find_gathers(
 ) -> list[Chain]:
     """The chains from the first `parameters` placeholders that hold an all_gather or a move, by first use.
 
-    Of the placeholders `reduced`, whose gradients travel in an element type of their own, also those that
-    hold any collective.
+    For the placeholders in `reduced`, whose gradients travel in an element type of their own, a chain with any other
+    collective counts as well.
     """
     return _by_first_use(
         module,

@@ -43,7 +43,7 @@ def replicates_implicitly() -> bool:
 
 
 def differentiable_local(parameter: Tensor) -> Tensor:
-    """The local shard as a function of the parameter, whose gradient is of the same placements."""
+    """The local shard of a parameter, through which gradients flow back to the parameter in its own placements."""
     if isinstance(parameter, DTensor):
         return parameter.to_local(grad_placements=parameter.placements)
     return parameter

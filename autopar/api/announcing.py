@@ -117,7 +117,7 @@ def warn_of_loss(obstacle: str, micro_batches: int) -> None:
 
 
 def warn_of_shape(first: Plan, plan: Plan, prepared: Prepared) -> None:
-    """Warns that a batch of another shape cannot be split as the first was, and how it is instead."""
+    """Warns that a batch of a new shape cannot be split as the first batch was, and says how it is split."""
     axes = "; ".join(axis_lines(prepared.analysis.graph, plan))
     reason = why_not_again(first, prepared) or "it would not fit into memory"
     warnings.warn(

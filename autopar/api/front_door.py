@@ -264,7 +264,7 @@ def _checked(mesh: Mesh | None) -> Mesh | None:
 
 
 def _refuse_other_choices(plan: Plan | None, choices: Mapping[str, object]) -> None:
-    """Raises AutoparError for a choice that the plan was not made with."""
+    """Raises AutoparError where an argument asks for something else than the given plan has."""
     if plan is None:
         return
     pipeline = plan.pipeline

@@ -174,7 +174,7 @@ class Cpu(Device):
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """All but tf32, which only tensor cores have."""
+        """All of FORMATS except tf32, because processors have no tensor cores."""
         return tuple(name for name in FORMATS if name != "tf32")
 
     def effort(self, quick: bool) -> Effort:

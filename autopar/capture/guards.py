@@ -50,7 +50,7 @@ class Place:
         return id(self.holder), self.key
 
     def get(self) -> Any:
-        """The value that stands there now, MISSING for none."""
+        """The value at this place now; MISSING if there is none."""
         if isinstance(self.holder, CellType):
             try:
                 return self.holder.cell_contents

@@ -52,7 +52,7 @@ class Bytes(click.ParamType):
 
 
 class Pin(click.ParamType):
-    """NAME=CHOICE as a pair."""
+    """Type of an option that reads `NAME=CHOICE` as a pair."""
 
     name = "NAME=CHOICE"
 

@@ -110,7 +110,7 @@ def sensitivity_in_words(e: Explanation) -> dict[str, float]:
 
 
 def word_of(e: Explanation, symbol: str) -> str:
-    """`embedding_1` as `hidden (embedding_1)`."""
+    """The name of a symbol with the model's word for it, such as `hidden (embedding_1)` for `embedding_1`."""
     word = e.word(symbol) if isinstance(e, Advice) else ""
     return f"{word} ({symbol})" if word and word != symbol else symbol
 

@@ -243,7 +243,7 @@ def _fewer_tokens(question: Question, asked: Advice) -> Iterator[Found]:
 
 
 def _clusters(question: Question) -> Iterator[Found]:
-    """The fewest nodes that are enough; then the devices with least memory that are."""
+    """Larger clusters on which the model fits: that with the fewest nodes, and that whose devices have least memory."""
     cluster = question.cluster
     for factor in FACTORS:
         more = Cluster(cluster.hardware, cluster.nodes * factor)

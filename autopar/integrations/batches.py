@@ -45,7 +45,7 @@ class JoinedBatches(BatchSampler):
 
 
 def with_batches_of_all(loader: DataLoader[Any], ranks: int) -> DataLoader[Any]:
-    """A loader like this one, of which each batch holds the batches of all ranks.
+    """A loader of the same data, whose batches each hold the batches of all ranks.
 
     Args:
         loader: loader of one rank's batches, as a script for one device writes it.
@@ -91,7 +91,10 @@ def _options(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def _alike_on_all_ranks(init: Any) -> Any:
-    """A worker's start as on the first rank: transformers seeds workers by their rank, and all read the same batch."""
+    """The `worker_init_fn` of a loader, with the seed of the first rank on all ranks.
+
+    transformers seeds workers by the rank, and here all ranks must read the same batch.
+    """
     if isinstance(init, functools.partial) and "rank" in init.keywords:
         return functools.partial(init.func, *init.args, **{**init.keywords, "rank": 0})
     return init

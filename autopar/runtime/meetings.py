@@ -129,7 +129,7 @@ class Meetings:
     # --- checkpoints
 
     def begin_again(self, momentum: Mapping[str, Tensor] | None = None) -> None:
-        """Takes the parameters as they are for those of a meeting: new ones were read into them.
+        """Treats the current parameters as the result of a meeting, after a checkpoint was read into them.
 
         Args:
             momentum: momentum of the outer optimizer, by parameter; by default none, as at the start.

@@ -38,6 +38,8 @@ SAM_VISION: Entries = {"output_channels": 64, "num_pos_feats": 32, "global_attn_
 OVERRIDES: Mapping[str, Entries] = {
     # a window is no wider than the grid of its stage
     **{key: SHALLOW_SWIN for key in ("swin", "swinv2", "donut-swin")},
+    # for this model a threshold on differences of scores, which rounding would cross at 0
+    "phimoe": {"router_jitter_noise": 0.01},
     "mobilebert": {"intra_bottleneck_size": 64},
     "xmod": {"default_language": "en_XX"},
     **{key: LAGGED for key in ("autoformer", "informer", "time_series_transformer")},

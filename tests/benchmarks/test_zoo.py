@@ -194,3 +194,9 @@ def test_a_diffusion_block_has_a_loss_with_gradients() -> None:
     pytest.importorskip("diffusers")
     small = make_diffusion_block("diffusers:SD3Transformer2DModel")
     assert small.kind == "diffusion" and small.step(*small.args).requires_grad
+
+
+def test_a_model_that_draws_stays_in_training() -> None:
+    small = make("vit_mae")
+    assert small.draws and small.step.training
+    assert not make("bert").draws
