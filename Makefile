@@ -22,7 +22,7 @@ export PYTHONDONTWRITEBYTECODE :=
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' Makefile
 
-env: $(FOR_TESTS)  ## make .venv with the versions of constraints.txt
+env: $(FOR_DEMO)  ## make .venv with autopar, in the versions of constraints.txt
 
 demo: $(FOR_DEMO)  ## train a byte-level GPT on four CPU processes (ARGS="--steps 100" to change it)
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
