@@ -1,10 +1,10 @@
-"""Pictures of bytes and of time lines: states of optimizers, communication that hides, regions of an executor."""
+"""Pictures of bytes and of time lines: optimizers, segments of memory, communication that hides, an executor."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -16,6 +16,7 @@ from autopar.ir import Mesh, R, Tensor
 from autopar.passes.cut_regions import cut_regions
 from autopar.views.markup import Markup
 from autopar.views.svg import Linear, rect, text
+from benchmarks.accuracy.caching_allocator import LARGE_SEGMENT_BYTES, MIB, CachingAllocator
 from benchmarks.site.drawing import COLOURS, LINE, MARGIN, WIDTH, arrow, centred, picture
 
 # --- optimizers
@@ -64,6 +65,64 @@ def optimizers() -> str:
         "each, the optimizer's states 8 under AdamW, about 2 in eight bits, about 1 in four bits, and none under SGD"
     )  # fmt: skip
     return picture(label, y + 30, *parts)
+
+
+# --- reserved memory
+
+
+def fragments() -> list[tuple[str, int, dict[str, tuple[int, int]]]]:
+    """What torch's caching allocator has after each of three steps, by the model of it.
+
+    Returns:
+        Words for the step, MiB that are reserved, and for each tensor in use its address and size in MiB.
+    """
+    allocator, blocks, found = CachingAllocator(), dict[str, Any](), list[Any]()
+    for words, freed, wanted in (
+        ("A, B and C of 6 MiB", "", {"A": 6, "B": 6, "C": 6}),
+        ("B is freed", "B", {}),
+        ("D of 8 MiB", "", {"D": 8}),
+    ):
+        if freed:
+            allocator.free(blocks.pop(freed))
+        blocks |= {name: allocator.allocate(size * MIB) for name, size in wanted.items()}
+        places = {name: (b.address // MIB, b.size_bytes // MIB) for name, b in blocks.items()}
+        found.append((words, allocator.reserved_bytes // MIB, places))
+    return found
+
+
+def reserved_memory() -> str:
+    steps = fragments()
+    segment, most = LARGE_SEGMENT_BYTES // MIB, max(reserved for _, reserved, _ in steps)
+    scale = Linear(0, most, MARGIN, WIDTH - MARGIN)
+    parts, y = [], MARGIN
+    for words, reserved, places in steps:
+        used = sum(size for _, size in places.values())
+        says = f"{used} MiB allocated, {reserved} MiB reserved"
+        parts += [
+            text(MARGIN, y + 12, words, class_="strong"),
+            text(WIDTH - MARGIN, y + 12, says, class_="small", text_anchor="end"),
+        ]
+        for start in range(0, reserved, segment):
+            x = scale(start) + 1
+            parts.append(rect(x, y + 20, scale(start + segment) - x - 1, 34, rx=4, class_="box"))
+        for name, (start, size) in places.items():
+            x, colour = scale(start) + 3, COLOURS["ABCD".index(name)]
+            parts.append(rect(x, y + 24, scale(start + size) - x - 1, 26, rx=3, fill=colour.fill))
+            parts.append(centred(scale(start + size / 2), y + 42, name, "strong", fill=colour.ink))
+        y += 70
+    parts.append(
+        text(
+            MARGIN,
+            y + 4,
+            "frames are segments of 20 MiB; D does not fit into the gap",
+            class_="small",
+        )
+    )
+    label = (
+        "Three tensors of 6 MiB lie in a segment of 20 MiB; one is freed; a tensor of 8 MiB does not fit into the gap "
+        "and takes a second segment, so that 40 MiB are reserved for 20 MiB allocated"
+    )  # fmt: skip
+    return picture(label, y + 18, *parts)
 
 
 # --- communication that hides

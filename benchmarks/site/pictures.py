@@ -34,6 +34,7 @@ PICTURES: Mapping[str, Callable[[], str]] = {  # page -> its picture
     "precision": flows.precision,
     "randomness": flows.randomness,
     "recomputation": steps.recomputation,
+    "reserved_memory": bars.reserved_memory,
     "rings": ranks.rings,
     "rules": tensors.rules,
     "schedules": steps.schedules,
