@@ -21,7 +21,13 @@ from torch.distributed.run import run as torchrun
 
 from autopar.cli.options import POSITIVE
 from autopar.errors import MeshError
-from autopar.runtime.launch import check_ranks, message_of, threads_of_a_rank
+from autopar.runtime.launch import (
+    check_ranks,
+    first_failure,
+    is_repeated,
+    message_of,
+    threads_of_a_rank,
+)
 
 
 class Life(NamedTuple):
@@ -168,7 +174,7 @@ def _failure(ranks: int, script: Path, arguments: tuple[str, ...]) -> str | None
     except ChildFailedError as error:
         for line in _summary(error):
             click.echo(f"autopar run: {script.name} failed on {line}", err=True)
-        _, first = error.get_first_failure()
+        _, first = first_failure(error)
         return "" if _is_killed(first) else _cause(first)
     return None
 
@@ -178,14 +184,12 @@ def _summary(error: ChildFailedError) -> Iterator[str]:
 
     A rank whose error another rank has printed has no line, and neither has one that torchrun ended because of others.
     """
-    first, _ = error.get_first_failure()
+    first, _ = first_failure(error)
     for rank, failure in sorted(
         error.failures.items(), key=lambda item: (item[0] != first, item[0])
     ):
-        said = failure.message
-        is_same = isinstance(said, dict) and said.get("same_as") is not None
         is_ended = _is_killed(failure) and failure.exitcode == -signal.SIGTERM
-        if rank == first or not (is_same or is_ended):
+        if rank == first or not (is_repeated(failure) or is_ended):
             yield f"rank {rank}: {_cause(failure)}"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from autopar import _torch
@@ -46,11 +46,25 @@ def launch(function: Callable[..., Any], *args: Any, ranks: int) -> list[Any]:
     try:
         results = elastic_launch(config, _run)(function, args, threads)
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
+        rank, failure = first_failure(error)
         raise AutoparError(
             f"Rank {rank} of {ranks} failed: {message_of(failure.message)}"
         ) from None
     return [results[rank] for rank in range(ranks)]
+
+
+def first_failure(error: ChildFailedError) -> tuple[int, ProcessFailure]:
+    """The rank that failed first, and its failure; a rank that reports the error of another one does not count."""
+    own = {rank: each for rank, each in error.failures.items() if not is_repeated(each)}
+    found = own or error.failures
+    first = min(found, key=lambda rank: found[rank].timestamp)
+    return first, found[first]
+
+
+def is_repeated(failure: ProcessFailure) -> bool:
+    """Whether a rank failed by the error that another rank has printed."""
+    found: Any = failure.message
+    return isinstance(found, dict) and found.get("same_as") is not None
 
 
 def message_of(found: Any) -> str:

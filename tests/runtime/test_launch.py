@@ -16,6 +16,7 @@ from autopar.cli import main
 from autopar.cli.run import Life, Restarts, _cause, _is_killed, _summary
 from autopar.errors import AutoparError, MeshError
 from autopar.runtime import failures
+from autopar.runtime.launch import first_failure
 
 pytestmark = pytest.mark.multiprocess
 
@@ -103,6 +104,12 @@ def test_ranks_with_the_error_of_another_have_no_line_of_their_own(tmp_path: Pat
         "rank 0: MeshError: 8 ranks, and 4 run",
         "rank 2: OSError: no space (rank 0 says more; all frames: /tmp/c)",
     ]
+    ranks[
+        1
+    ].timestamp -= (
+        5  # a rank that reports the error of another is not the first, however early it reports
+    )
+    assert first_failure(ChildFailedError("train.py", ranks))[0] == 0
     assert [_is_killed(ranks[rank]) for rank in (0, 3)] == [False, True]
     assert _cause(failure(tmp_path, 4, "", None, -9)) == "killed by SIGKILL"
 
