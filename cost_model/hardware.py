@@ -101,6 +101,7 @@ class Hardware:
         memory_efficiency: fraction of `memory_bytes_per_second` that element-wise kernels reach.
         attention_efficiency: fraction of `peak_flops` that fused attention reaches; masked scores count as work.
         host_seconds: time of the CPU to issue one op; the device waits if this is longer than its work.
+        hides: fraction, 0 to 1, of the communication of parameters and gradients that overlaps with compute.
         reserved_bytes: device memory that tensors cannot use: CUDA context, buffers of NCCL.
         dtype_flops: pairs (name of a dtype in `DTYPE_BYTES`, FLOP/s).
         wired_ranks: number of devices that are connected by a wire for every pair, where `inside_node` is the sum of a
@@ -124,6 +125,7 @@ class Hardware:
     memory_efficiency: float = 1.0
     attention_efficiency: float = 1.0
     host_seconds: float = 0.0
+    hides: float = 0.0
     reserved_bytes: int = 0
     dtype_flops: tuple[tuple[str, float], ...] = ()
     wired_ranks: int = 0

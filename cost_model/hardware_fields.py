@@ -32,6 +32,8 @@ _DURATION = FigureRule("a number, 0 or more", lambda x: x >= 0)
 
 _FRACTION = FigureRule("a fraction, above 0 and up to 1", lambda x: 0 < x <= 1)
 
+_PART = FigureRule("a fraction, 0 to 1", lambda x: 0 <= x <= 1)
+
 _ONE_TO_TWO = FigureRule("a number from 1 to 2", lambda x: 1 <= x <= 2)
 
 REQUIRED = {
@@ -45,7 +47,9 @@ OPTIONAL = {
     "matmul_efficiency": _FRACTION,
     "matmul_half_size": _DURATION,
     "memory_efficiency": _FRACTION,
+    "attention_efficiency": _FRACTION,
     "host_seconds": _DURATION,
+    "hides": _PART,
     "reserved_bytes": _WHOLE,
     "wired_ranks": _WHOLE,
     "reduce_gain_ranks": _COUNT,

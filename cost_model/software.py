@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from autopar.cost_model.catalogue import find_hardware
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.hardware import Hardware, Source
 
@@ -44,7 +46,7 @@ class Software:
     attention_efficiency: float | None = None
     host_seconds: float | None = None
     network_efficiency: float = 1.0
-    hides: float = 0.0
+    hides: float | None = None
     hides_activations: float = 0.0
     skew_seconds: float = 0.0
     stall_seconds: float = 0.0
@@ -56,11 +58,13 @@ class Software:
 
     def on(self, hardware: Hardware) -> Hardware:
         """The hardware with this runtime's figures in place of its own."""
-        names = ("matmul_efficiency", "memory_efficiency", "attention_efficiency", "host_seconds")
-        own = {name: value for name in names if (value := getattr(self, name)) is not None}
+        own = {name: value for name in _OWN if (value := getattr(self, name)) is not None}
         nic = hardware.across_nodes.bandwidth_bytes_per_second * self.network_efficiency
         return dataclasses.replace(hardware, **own).with_network(nic, self.hop_seconds)
 
+
+# Figures of a device that a runtime may have of its own.
+_OWN = ("matmul_efficiency", "memory_efficiency", "attention_efficiency", "host_seconds", "hides")
 
 AUTOPAR = Software()
 
@@ -144,21 +148,34 @@ def software_for(name: str, device: str) -> Software:
     return dataclasses.replace(known[key], name=name, source=source)
 
 
-# Guesses of what eager PyTorch reaches on a GPU without measurements: about the middle of the runtimes above.
-_EAGER = {"memory_efficiency": 0.55, "attention_efficiency": 0.5, "host_seconds": 45e-6}
+# Guesses of what eager PyTorch reaches on a GPU without measurements: about the middle of the runtimes above. autopar's
+# own messages hide for 0.82 to 0.87 of their time on Gloo behind a slow link (docs/benchmarks.md), never measured on NCCL.
+_EAGER = {
+    "memory_efficiency": 0.55, "attention_efficiency": 0.5, "host_seconds": 45e-6, "hides": 0.8,
+}  # fmt: skip
 _EAGER_SOURCE = Source("guess", "as eager runtimes fitted to published runs")
 
 
-def as_eager_runs(cluster: Cluster) -> Cluster:
-    """The cluster with guesses of eager PyTorch's efficiency where its hardware file does not give it.
+def as_eager_runs(hardware: Hardware) -> Hardware:
+    """The hardware with guesses of eager PyTorch's efficiency where its file does not give it.
 
     A file that `autopar calibrate` wrote has measured figures, which stay as they are.
     """
-    hardware = cluster.hardware
     stated = {figure for figure, _ in hardware.sources}
     missing: dict[str, Any] = {n: value for n, value in _EAGER.items() if n not in stated}
     sources = tuple((name, _EAGER_SOURCE) for name in missing)
-    return dataclasses.replace(
-        cluster,
-        hardware=dataclasses.replace(hardware, sources=(*hardware.sources, *sources), **missing),
-    )
+    return dataclasses.replace(hardware, sources=(*hardware.sources, *sources), **missing)
+
+
+def named_hardware(hardware: Hardware | str | os.PathLike[str]) -> Hardware:
+    """The hardware that a person names for autopar's own runtime: that of a file with the guesses of `as_eager_runs`.
+
+    Args:
+        hardware: a name in the catalogue, the path of a TOML file, or the hardware itself, which is taken as it is.
+    """
+    return hardware if isinstance(hardware, Hardware) else as_eager_runs(find_hardware(hardware))
+
+
+def with_eager_runs(cluster: Cluster) -> Cluster:
+    """The cluster with the guesses of `as_eager_runs` for its hardware."""
+    return dataclasses.replace(cluster, hardware=as_eager_runs(cluster.hardware))

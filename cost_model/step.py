@@ -182,7 +182,7 @@ class Step(StepMemory):
             for item, times in self.runs(region, axis):
                 moved[item.carries] += times * item.count * (item.seconds - item.hidden_seconds)
                 hidden += times * item.count * item.hidden_seconds
-        own = hidden + self.software.hides * smaller(
+        own = hidden + self.hardware.hides * smaller(
             moved["parameter"] + moved["gradient"], compute
         )
         if not self.software.hides_activations:
@@ -194,7 +194,7 @@ class Step(StepMemory):
         shares = {"layers": 1 / self.run.stages}
         gathers = self._per_step("gather", shares)
         reductions = self._per_step("reduce", shares)
-        hidden = self.software.hides * smaller(reductions.value, self.backward_seconds())
+        hidden = self.hardware.hides * smaller(reductions.value, self.backward_seconds())
         return (gathers, reductions, Term("reductions hidden behind backward", -hidden))
 
     def backward_seconds(self) -> Quantity:

@@ -19,7 +19,7 @@ from autopar.capture.export import LossFunction
 from autopar.capture.rows import arguments_of_replica
 from autopar.cost_model import Cluster, Hardware, find_cluster
 from autopar.cost_model.items import TrainingState
-from autopar.cost_model.software import as_eager_runs
+from autopar.cost_model.software import with_eager_runs
 from autopar.errors import AutoparError, MeshError
 from autopar.explanation.costs import run_of
 from autopar.explanation.explanation import Explanation
@@ -377,7 +377,7 @@ def _cluster_with(
     """A cluster and the mesh on it; MeshError where the mesh has more ranks."""
     found = find_cluster(cluster)
     if isinstance(cluster, (str, os.PathLike)):
-        found = as_eager_runs(found)
+        found = with_eager_runs(found)
     axes = axes_of(mesh, None)
     assert axes is not None, "a mesh was given"
     if axes.size > found.ranks:

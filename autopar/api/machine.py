@@ -9,7 +9,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import _torch
-from autopar.cost_model import Hardware, find_hardware
+from autopar.cost_model import Hardware
+from autopar.cost_model.software import named_hardware
 from autopar.errors import MeshError
 from autopar.ir import (
     PIPELINE_AXIS,
@@ -35,9 +36,9 @@ def hardware_of(
         The machine, and one note that says that it was guessed from the device; no note if `hardware` was given.
     """
     if hardware is not None:
-        return find_hardware(hardware), ()
+        return named_hardware(hardware), ()
     name = _torch.catalogue_name(device)
-    return find_hardware(name), (f"priced for {name}, a guess from the device {device.type}",)
+    return named_hardware(name), (f"priced for {name}, a guess from the device {device.type}",)
 
 
 def axes_of(mesh: MeshLike | None, plan: Plan | None) -> Mesh | None:

@@ -24,7 +24,8 @@ from torch.distributed.tensor import DTensor, Shard
 from autopar import _torch
 from autopar.backend.comparing import check_alike
 from autopar.capture.remedies import changed_in_place
-from autopar.cost_model import Hardware, find_hardware
+from autopar.cost_model import Hardware
+from autopar.cost_model.software import named_hardware
 from autopar.errors import CaptureError, MeshError, RecipeError
 from autopar.ir import PIPELINE_AXIS, WHOLE, Dims, Layout, Mesh, Plan, R, S, has_owner
 from autopar.ir.layout import split_count
@@ -338,7 +339,7 @@ def hardware_of(
     hardware: Hardware | str | os.PathLike[str] | None, device: torch.device
 ) -> Hardware:
     """The hardware to price: by name or path, or a guess from the device."""
-    return find_hardware(hardware or _torch.catalogue_name(device))
+    return named_hardware(hardware or _torch.catalogue_name(device))
 
 
 _WORLDS: weakref.WeakKeyDictionary[Any, dict[tuple[Mesh, str], World]] = weakref.WeakKeyDictionary()

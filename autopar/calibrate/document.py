@@ -160,6 +160,8 @@ class _Sources:
             yield figure, self._product()
         yield "memory_efficiency", self._measured(f"average of {kernels} over the best")
         yield "host_seconds", self._measured(notes["host_seconds"])
+        if self.found.kind == "cpu":
+            yield "hides", Source("guess", "a message takes the cores that compute")
         yield "reserved_bytes", self._measured("held besides tensors")
         for name in self.fits.peaks:
             yield f"peak_flops.{name}", self._peak(name)

@@ -12,7 +12,7 @@ from autopar.cost_model.catalogue import canonical_gpu
 from autopar.cost_model.cluster import Cluster, find_cluster
 from autopar.cost_model.items import TrainingState
 from autopar.cost_model.optimizers import OPTIMIZERS
-from autopar.cost_model.software import as_eager_runs
+from autopar.cost_model.software import with_eager_runs
 from autopar.errors import MeshError, PlanError
 from autopar.explanation.advice import Question
 from autopar.explanation.answers import Progress
@@ -222,11 +222,11 @@ def _cluster(given: Mapping[str, Any], mesh: Mesh | None) -> Cluster:
             "Say where: --cluster h100x8x16, or --ranks 8, or --mesh dp=8,tp=8 for H100."
         )
     if name is not None and ranks is None and (mesh is None or "x" in name[1:]):
-        return as_eager_runs(find_cluster(name))
+        return with_eager_runs(find_cluster(name))
     if mesh is not None and ranks not in (None, mesh.size):
         raise click.UsageError(f"--mesh {mesh} has {mesh.size} ranks, and --ranks says {ranks}.")
     size = ranks or (mesh.size if mesh else 1)
-    return as_eager_runs(cluster_of(name or given["hardware"] or "h100", size))
+    return with_eager_runs(cluster_of(name or given["hardware"] or "h100", size))
 
 
 def cluster_of(gpu: str, ranks: int) -> Cluster:

@@ -15,7 +15,7 @@ from autopar.cost_model.catalogue import HARDWARE
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.items import TrainingState
 from autopar.cost_model.sizes import Sizes
-from autopar.cost_model.software import as_eager_runs
+from autopar.cost_model.software import with_eager_runs
 from autopar.errors import AutoparError
 from autopar.explanation.advice import Question
 from autopar.explanation.answers import Advice
@@ -266,7 +266,7 @@ def _devices(question: Question) -> Iterator[Found]:
         if count == 0 or hardware.devices_per_node < cluster.devices_per_node:
             continue
         there = replace(hardware, devices_per_node=cluster.devices_per_node)
-        other = as_eager_runs(Cluster(there, cluster.nodes))
+        other = with_eager_runs(Cluster(there, cluster.nodes))
         advice = answered(_on(question, other, question.request), question.settings)
         if advice is not None:
             count -= 1

@@ -150,7 +150,7 @@ class StageSeconds:
         compute, stored, activations, _, ahead = both = [
             a + b for a, b in zip(forward, backward, strict=True)
         ]
-        own = software.hides * np.minimum(stored, compute)
+        own = self.blocks.hardware.hides * np.minimum(stored, compute)
         other = software.hides_activations * np.minimum(activations, compute)
         late, device = np.maximum(0, ahead + own + other), _busy(both)
 
@@ -171,7 +171,7 @@ class StageSeconds:
             computing: seconds of the computation of backward, which hides reductions, of shape `(n + 1, n + 1)`.
         """
         gathers, reductions = np.moveaxis(once, -1, 0)
-        return gathers + reductions - self.blocks.software.hides * np.minimum(reductions, computing)
+        return gathers + reductions - self.blocks.hardware.hides * np.minimum(reductions, computing)
 
 
 def _columns(over: Callable[[np.ndarray], np.ndarray], rows: np.ndarray) -> _Columns:

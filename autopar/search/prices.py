@@ -59,12 +59,12 @@ class Exposure:
     @classmethod
     def of(cls, step: Step) -> Exposure:
         """The slopes at the plan of a step."""
-        software = step.software
+        software, hides = step.software, step.hardware.hides
         every, late = dict(cls.full().every), set()
         for region in REGIONS:
             sums = _sums(step, region)
             for kind, part in (
-                ("stored", software.hides), ("activation", software.hides_activations),
+                ("stored", hides), ("activation", software.hides_activations),
             ):  # fmt: skip
                 shorter = kind if sums[kind] <= sums["compute"] else "compute"
                 every[region, shorter] -= part
@@ -77,8 +77,7 @@ class Exposure:
         )
         is_short = bool(reductions <= step.backward_seconds())
         return cls(
-            every, frozenset(late), 1 - software.hides * is_short,
-            software.hides * (not is_short),
+            every, frozenset(late), 1 - hides * is_short, hides * (not is_short),
         )  # fmt: skip
 
     def seconds(self, item: Item, step: Step) -> float:

@@ -84,7 +84,8 @@ class Problem:
         self.saved = SavedTensors(graph)
         self.whole: Layout = (R,) * len(mesh.axes)
         self._regions = regions_of(graph)
-        self._hides = bool(software.hides or software.hides_activations or software.runs_ahead)
+        hides = software.on(hardware).hides
+        self._hides = bool(hides or software.hides_activations or software.runs_ahead)
         self.fold: Fold = fold(graph, mark=self._mark, repeats=repeats)
         self.prices = Prices(
             graph, mesh, self.fold, sizes=self.sizes, hardware=hardware, software=software,

@@ -31,7 +31,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where it runs as a script
 
 from autopar.cost_model import Cluster
-from autopar.cost_model.software import as_eager_runs
+from autopar.cost_model.software import with_eager_runs
 from autopar.errors import AutoparError
 from autopar.explanation.advice import Question
 from autopar.ir import Mesh
@@ -156,7 +156,9 @@ def case_of(source: str, found: Subject) -> Case:
     preset = Preset(row.model, description, row.params or 0.0, row.source_ref)
     sp = found.shape.sequence_parallel and row.tp > 1
     choice = choice_of(row, found.shape.zero_stage, sp)
-    return Case(source, preset, as_eager_runs(place), int(batch), row.seq, choice, row.step_seconds)
+    return Case(
+        source, preset, with_eager_runs(place), int(batch), row.seq, choice, row.step_seconds
+    )
 
 
 def cases(data: Path) -> Iterator[Case | Skip]:

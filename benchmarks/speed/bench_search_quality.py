@@ -28,7 +28,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where it runs as a script
 
 from autopar.cost_model import find_cluster
-from autopar.cost_model.software import as_eager_runs
+from autopar.cost_model.software import with_eager_runs
 from autopar.errors import AutoparError
 from autopar.explanation.advice import EXPLORED_BATCH, Question
 from autopar.explanation.answers import Advice
@@ -136,7 +136,7 @@ def _shapes(ranks: int) -> Iterator[dict[str, int]]:
 
 def ask(model: str, cluster: str, mesh: str, batch: int, count: int) -> Found:
     """Asks a question openly, and with `count` things named; the model is captured once."""
-    place = as_eager_runs(find_cluster(cluster))
+    place = with_eager_runs(find_cluster(cluster))
     asked = Request.on(place, batch=batch, mesh=Mesh.parse(mesh) if mesh else None)
     question = Question(model, asked, _tokens(model))
     question.captured(EXPLORED_BATCH)
