@@ -24,6 +24,7 @@ from autopar.errors import MeshError
 from autopar.runtime.launch import (
     check_ranks,
     first_failure,
+    has_message,
     is_repeated,
     message_of,
     threads_of_a_rank,
@@ -195,13 +196,13 @@ def _summary(error: ChildFailedError) -> Iterator[str]:
 
 def _is_killed(failure: ProcessFailure) -> bool:
     """Whether a signal ended a rank before it could report an error."""
-    return failure.exitcode < 0 and not isinstance(failure.message, dict)
+    return failure.exitcode < 0 and not has_message(failure)
 
 
 def _cause(failure: ProcessFailure) -> str:
     """The first line of a rank's error, or what ended a rank that reported none."""
     if _is_killed(failure):
         return f"killed by {failure.signal_name()}"
-    if not isinstance(failure.message, dict):
+    if not has_message(failure):
         return f"exit code {failure.exitcode}"
     return message_of(failure.message).partition("\n")[0]

@@ -12,7 +12,7 @@ from autopar.cost_model.items import FULL, TrainingState
 from autopar.explanation.explanation import Explanation
 from autopar.ir import PIPELINE_AXIS, Graph, Meeting, Plan
 from autopar.ir.batches import captured_batch
-from autopar.ir.recompute import recompute_json
+from autopar.ir.recompute import Selection
 from autopar.search.intents import is_intent
 from autopar.search.request import HEADROOM, Request
 from autopar.units import counted, format_bytes
@@ -122,8 +122,10 @@ def _needs_files(e: Explanation) -> bool:
 
 
 def settings(e: Explanation) -> dict[str, Any]:
-    """Arguments of an `autopar.compile` that searches under the same constraints: the plan's settings, the bound on
-    memory, and the training state that its memory was counted for.
+    """Arguments with which `autopar.compile` searches under the constraints that the plan was searched under.
+
+    They are the plan's settings, the bound on memory, and the training state that its memory was counted for. Single
+    ops that are recomputed are no argument: `compile` finds them again within the bound.
     """
     plan, stages, state = e.plan, int(e.run.stages), e.run.training_state
     axes = {name: size for name, size in plan.world_mesh.axes if size > 1} or {"dp": 1}
@@ -131,7 +133,8 @@ def settings(e: Explanation) -> dict[str, Any]:
         axes = {"pp": stages, **axes}
     arguments = {
         "mesh": axes, "recipe": _recipe(plan.recipe, axes), "micro_batches": plan.micro_batches,
-        **_schedule(plan), "recompute": recompute_json(plan.recompute),
+        **_schedule(plan),
+        "recompute": None if isinstance(plan.recompute, Selection) else plan.recompute,
         "decompose": ",".join(plan.decomposed),
         "precision": plan.precision and str(plan.precision),
         "training_state": "" if state == FULL else str(state), **_bounds(e.request),

@@ -82,20 +82,21 @@ class _Shown:
             headline = _headline(error).splitlines()[0][:_COLUMNS]
             others = reports.exchange(received, knows=knows, headline=headline)
             speaker = reports.settled(_speaker(others), knows=knows)
-            speaks = speaker == reports.rank
-            same_as = None
-            if speaks:
+            if speaks := speaker == reports.rank:
                 text = "\n".join(
                     [*screen(error), *_silent(others, knows), f"  all frames: {whole}"]
                 )
                 sys.stderr.write(f"[rank {reports.rank}] {text}\n")
                 sys.stderr.flush()
-            elif reports.headline(speaker) == headline:
-                same_as, text = speaker, f"as on rank {speaker} (all frames: {whole})"
-            else:
+            is_same = not speaks and reports.headline(speaker) == headline
+            if is_same:
+                text = f"as on rank {speaker} (all frames: {whole})"
+            elif not speaks:
                 text = f"{headline} (rank {speaker} says more; all frames: {whole})"
             if not isinstance(error, KeyboardInterrupt):
-                _record(path, text, follows=not (knows and speaks), same_as=same_as)
+                _record(
+                    path, text, follows=not (knows and speaks), same_as=speaker if is_same else None
+                )
 
 
 def screen(error: BaseException) -> list[str]:

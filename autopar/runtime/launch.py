@@ -64,7 +64,13 @@ def first_failure(error: ChildFailedError) -> tuple[int, ProcessFailure]:
 def is_repeated(failure: ProcessFailure) -> bool:
     """Whether a rank failed by the error that another rank has printed."""
     found: Any = failure.message
-    return isinstance(found, dict) and found.get("same_as") is not None
+    return has_message(failure) and found.get("same_as") is not None
+
+
+def has_message(failure: ProcessFailure) -> bool:
+    """Whether a rank has written an error file, and torchrun has not made up its message."""
+    found: Any = failure.message
+    return isinstance(found, dict)
 
 
 def message_of(found: Any) -> str:

@@ -17,6 +17,7 @@ from autopar.explanation.explanation import Explanation
 from autopar.explanation.launch import asked, launch, settings
 from autopar.explanation.pages import page_of
 from autopar.ir import Graph, Pipeline, R, Stack
+from autopar.ir.recompute import Selection
 from autopar.search.notes import idle_axes
 from autopar.search.request import Request
 from autopar.views import to_html
@@ -86,6 +87,11 @@ def test_settings_have_the_bound_and_the_training_state_of_the_search(many: Expl
     assert given["training_state"] == "adamw gradients=4 masters=4"
     assert given["memory_bytes"] == 7 * 10**10 and given["pins"] == {"*.up.weight": "S(0)@dp"}
     assert settings(replace(many, request=many.request.but(headroom=0.1)))["headroom"] == 0.1
+
+
+def test_single_ops_that_are_recomputed_are_left_to_compile(many: Explanation) -> None:
+    chosen = Selection.of({"layers.*": ["mlp.act/gelu"]})
+    assert "recompute" not in settings(replace(many, plan=replace(many.plan, recompute=chosen)))
 
 
 def test_settings_have_the_schedule_and_the_chunks_of_a_pipeline(many: Explanation) -> None:
