@@ -38,7 +38,7 @@ SAM_VISION: Entries = {"output_channels": 64, "num_pos_feats": 32, "global_attn_
 OVERRIDES: Mapping[str, Entries] = {
     # a window is no wider than the grid of its stage
     **{key: SHALLOW_SWIN for key in ("swin", "swinv2", "donut-swin")},
-    # for this model a threshold on differences of scores, which rounding would cross at 0
+    # a threshold on differences of scores: at 0 the router keeps those equal to their maximum, and rounding may leave none
     "phimoe": {"router_jitter_noise": 0.01},
     "mobilebert": {"intra_bottleneck_size": 64},
     "xmod": {"default_language": "en_XX"},
@@ -90,8 +90,6 @@ OVERRIDES: Mapping[str, Entries] = {
     },
     "blt": {"encoder_hash_byte_group_vocab": 64},
     "oneformer": {"is_training": False, "task_seq_len": 16},
-    # at 0 the router keeps the scores that equal their own maximum, and rounding may leave none
-    "phimoe": {"router_jitter_noise": 0.01},
     "vits": {"noise_scale": 0.0, "noise_scale_duration": 0.0, "upsample_initial_channel": 32},
     "fun_asr_nano": {
         "adaptor_config": {"intermediate_size": 16}, "audio_config": {"num_stacked_frames": 4},
