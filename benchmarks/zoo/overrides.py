@@ -38,7 +38,8 @@ SAM_VISION: Entries = {"output_channels": 64, "num_pos_feats": 32, "global_attn_
 OVERRIDES: Mapping[str, Entries] = {
     # a window is no wider than the grid of its stage
     **{key: SHALLOW_SWIN for key in ("swin", "swinv2", "donut-swin")},
-    # a threshold on differences of scores: at 0 the router keeps those equal to their maximum, and rounding may leave none
+    # a threshold on differences of scores; at 0 the router keeps the scores that equal their own maximum, and rounding
+    # may leave none
     "phimoe": {"router_jitter_noise": 0.01},
     "mobilebert": {"intra_bottleneck_size": 64},
     "xmod": {"default_language": "en_XX"},
