@@ -71,12 +71,16 @@ class Place:
         """
         if isinstance(self.holder, (dict, CellType)):
             return True
-        return self.key in getattr(self.holder, "__dict__", ()) and not isinstance(
-            self.holder, type
+        return (
+            self.key is not CALL
+            and self.key in getattr(self.holder, "__dict__", ())
+            and not isinstance(self.holder, type)
         )
 
     def put(self, value: Any) -> None:
-        """Lets a value stand there; MISSING removes what does."""
+        """Lets a value stand there; MISSING removes what does. What a function returns stays."""
+        if self.key is CALL:
+            return
         if isinstance(self.holder, CellType):
             self.holder.cell_contents = value
         elif isinstance(self.holder, dict) and value is MISSING:

@@ -6,6 +6,7 @@ ran. Torch, numpy and the standard library are nobody's to change: their code is
 
 from __future__ import annotations
 
+import enum
 import gc
 import inspect
 import os
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from autopar.capture import refusals
 from autopar.capture.guards import CALL, Guard, Guards, Place
+from autopar.capture.shown import cached_by, contents_of, is_weak, times_computed
 from autopar.capture.user_code import (
     GENERATORS,
     OTHERS,
@@ -40,6 +42,7 @@ from autopar.capture.values import (
     elements,
     is_copy,
     is_plain,
+    is_same,
     refill,
     seen,
     slots,
@@ -95,12 +98,19 @@ class Reads:
         static = inspect.getattr_static(type(module), name, MISSING)
         is_data = not hasattr(type(static), "__get__") and static is not MISSING
         if is_data or static is MISSING:
-            place = Place(module, name, place.words, place.line)
-            self._note(place, frame.f_code)
+            self._note(Place(module, name, place.words, place.line), frame.f_code)
+        elif isinstance(static, types.FunctionType) and is_users(static.__code__.co_filename):
+            words = f"{type(module).__qualname__}.{name}"  # a method, which may be patched
+            self._note(Place(type(module), name, words, place.line), frame.f_code)
 
     def function(self, frame: types.FrameType) -> None:
         """Notes globals and closures of a function of the user's that begins to run, at its first run."""
-        code = frame.f_code
+        self._code(frame.f_code, frame.f_globals, frame.f_locals)
+
+    def _code(
+        self, code: types.CodeType, space: dict[str, Any], variables: Mapping[str, Any]
+    ) -> None:
+        """Notes what code names of its globals, and of the variables around it."""
         if code in self._codes:
             return
         self._codes[code] = {}
@@ -109,15 +119,13 @@ class Reads:
         self._names.update(code.co_names, (c for c in code.co_consts if isinstance(c, str)))
         if is_installed(code.co_filename):
             return  # what a library keeps in globals are its own caches
-        self._globals[code] = frame.f_globals
+        self._globals[code] = space
         where = f"{code.co_filename}:{code.co_firstlineno}"
         for name, line in globals_of(code):
-            if name in frame.f_globals:
-                place = Place(
-                    frame.f_globals, name, f"the global {name}", f"{code.co_filename}:{line}"
-                )
+            if name in space:
+                place = Place(space, name, f"the global {name}", f"{code.co_filename}:{line}")
                 self._note(place, code)
-        free = {n: frame.f_locals[n] for n in code.co_freevars if n in frame.f_locals}
+        free = {n: variables[n] for n in code.co_freevars if n in variables}
         self._codes[code] = {n: (seen(v), v) for n, v in free.items()}
         for name, value in free.items():
             self.hold(value, Place({}, name, f"{name} of {code.co_qualname}", where), code)
@@ -138,6 +146,8 @@ class Reads:
         if isinstance(value, (types.ModuleType, type)) and code is not None:
             self._namespace(value, place, code)
             return
+        if isinstance(value, enum.Enum) and is_users_type(type(value)):
+            self._attributes(value, place, code)
         if is_plain(value) or id(value) in self._objects or len(self._objects) > _MOST_OBJECTS:
             return
         if isinstance(value, (Tensor, np.ndarray, nn.Module)):
@@ -148,6 +158,12 @@ class Reads:
         if isinstance(value, (*MUTABLE, tuple)):
             for element in elements(value):
                 self.hold(element, place, code)
+        elif (contents := contents_of(value)) is not None:
+            self._note(Place(contents, CALL, place.words, place.line), code)
+        elif (function := cached_by(value)) is not None:  # which may not run at all
+            self._code(
+                function.__code__, function.__globals__, inspect.getclosurevars(function).nonlocals
+            )
         elif isinstance(value, partial):
             for name in ("func", "args", "keywords"):
                 self._note(Place(value, name, f"{name} of {place.words}", place.line), code)
@@ -188,6 +204,10 @@ class Reads:
             for name in sorted(set(code.co_names) & set(entries)):
                 words = f"{getattr(space, '__qualname__', space.__name__)}.{name}"
                 self._note(Place(entries, name, words, place.line), code)
+            if is_users_type(type(value)) and isinstance(value, type):  # its metaclass may read all
+                for name in entries:
+                    words = f"{space.__qualname__}.{name}"
+                    self._note(Place(entries, name, words, place.line), None, optional=True)
 
     def find_cells(self) -> None:
         """Notes the cells of the closures that ran: those of functions that hold what the run has found."""
@@ -225,11 +245,14 @@ class Reads:
         Args:
             attributes: ids of modules and of their `__dict__`, whose attributes are left out.
         """
-        for place, _, value in self._read.values():
-            if id(place.holder) not in attributes and place.get() is not value:
+        for place, before, value in self._read.values():
+            if place.key is CALL:
+                if not is_same(place.get(), before):
+                    yield place, value
+            elif id(place.holder) not in attributes and place.get() is not value:
                 yield place, value
-        for owner, before, place in self._owners:
-            for name in [n for n in vars(owner) if n not in before]:
+        for owner, known, place in self._owners:
+            for name in [n for n in vars(owner) if n not in known]:
                 if isinstance(inspect.getattr_static(type(owner), name, None), cached_property):
                     del vars(owner)[name]  # computed anew when it is asked for
                 else:
@@ -272,7 +295,12 @@ class Reads:
                 continue
             if isinstance(value, (Iterator, *GENERATORS)):
                 raise refusals.reads_iterator(value, place)
+            if is_weak(value):
+                raise refusals.reads_weakly(place)
             yield Guard(place, before)
+            if cached_by(value) is not None:
+                asked = Place(partial(times_computed, value), CALL, place.words, place.line)
+                yield Guard(asked, times_computed(value))
         for name, function in _ASKED.items():
             if name in self._names:
                 place = Place(function, CALL, f"what {name} says", "a line of the forward")

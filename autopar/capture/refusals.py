@@ -93,3 +93,11 @@ def reads_iterator(value: Any, place: Place) -> CaptureError:
         f"The forward or the loss reads the {type(value).__name__} {place.words} in {place.line}, whose next value "
         "no captured program can know. Take its value outside, and give it as an input."
     )
+
+
+def reads_weakly(place: Place) -> CaptureError:
+    """The error for a weak reference to an object, which may be gone in a later step."""
+    return CaptureError(
+        f"The forward or the loss reads the weak reference {place.words} in {place.line}; its object may change or be "
+        f"gone later, and to guard it would keep it alive. Hold the object itself. {BACKEND_RUNS_IT}"
+    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from torch import nn
@@ -43,6 +44,23 @@ class _Table:
 
 
 @dataclass(frozen=True, eq=False)
+class _BufferNames:
+    """The names of a module's buffers; which tensors they are, programs find out where they read them.
+
+    Attributes:
+        now: the buffers by name.
+        before: the names as they were at the capture.
+    """
+
+    now: dict[str, Any]
+    before: frozenset[str]
+
+    def holds(self) -> bool:
+        """Whether the names are the same."""
+        return self.now.keys() == self.before
+
+
+@dataclass(frozen=True, eq=False)
 class _Plain:
     """A module of the user's class without a forward of its own.
 
@@ -57,10 +75,13 @@ class _Plain:
         return "forward" not in self.attributes
 
 
+_forward_of = attrgetter("forward")
+
+
 class Structure:
     """Guards of what a model is made of.
 
-    Buffers are not among it: they may be replaced between steps, and programs read them where they are.
+    Of buffers it has the names: they may be replaced between steps, and programs read them where they are.
 
     Args:
         model: the model as it was captured.
@@ -88,6 +109,11 @@ class Structure:
         self._plain = [_Plain(vars(m)) for m in users if "forward" not in vars(m)]
         checks: list[tuple[dict[str, Any], Check]] = [(table.now, table) for table in self._tables]
         checks += [(plain.attributes, plain) for plain in self._plain]
+        self._buffers = [
+            _BufferNames(m._buffers, frozenset(m._buffers)) for m in modules.values() if m._buffers
+        ]
+        checks += [(names.now, names) for names in self._buffers]
+        self._forwards = [(kind, _forward_of(kind)) for kind in dict.fromkeys(map(type, users))]
         self._in_dicts: Unwritten[Check] = Unwritten(checks)
 
     def hold(self) -> bool:
@@ -96,7 +122,7 @@ class Structure:
 
     def has_parts(self) -> bool:
         """Whether the model is made of the same modules, parameters and hooks."""
-        return self._in_dicts.hold() and self._has_hooks()
+        return self._in_dicts.hold() and self._has_hooks() and self._has_forwards()
 
     def has_flags(self) -> bool:
         """Whether the same parameters are frozen."""
@@ -120,6 +146,10 @@ class Structure:
         self._handles = RemovableHandle.next_id
         return True
 
+    def _has_forwards(self) -> bool:
+        """Whether nobody has patched the forward of a class."""
+        return all(_forward_of(kind) is forward for kind, forward in self._forwards)
+
     def _differences(self) -> Iterator[ChangedValue]:
         for table in self._tables:
             for name in {**table.before, **table.now}:
@@ -129,7 +159,10 @@ class Structure:
             yield _changed(words, not parameter.requires_grad, parameter.requires_grad)
         if not self._has_hooks():
             yield _changed("the hooks of the model", "as captured", "others")
-        if not all(plain.holds() for plain in self._plain):
+        for names in self._buffers:
+            if not names.holds():
+                yield _changed("the buffers of a module", sorted(names.before), sorted(names.now))
+        if not (all(plain.holds() for plain in self._plain) and self._has_forwards()):
             yield _changed("the forward of a module", "that of its class", "another")
 
     def _other(self, table: _Table, name: str) -> Iterator[ChangedValue]:

@@ -12,6 +12,7 @@ import inspect
 import os
 import random
 import sys
+import threading
 import types
 from collections.abc import Iterator
 from functools import cache, lru_cache, partial
@@ -50,8 +51,8 @@ def is_installed(filename: str) -> bool:
 
 
 def is_users_type(kind: type) -> bool:
-    """Whether attributes of a type's objects are watched: the user's own classes, and namespaces."""
-    if kind.__name__ in ("SimpleNamespace", "Namespace"):
+    """Whether attributes of a type's objects are watched: the user's own classes, namespaces and those of threads."""
+    if kind.__name__ in ("SimpleNamespace", "Namespace") or kind is threading.local:
         return True
     top = kind.__module__.partition(".")[0]
     return top not in sys.stdlib_module_names and top not in OTHERS

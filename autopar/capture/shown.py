@@ -1,0 +1,56 @@
+"""Objects of the standard library that show what others hold: how their contents are asked for, and which hide it."""
+
+from __future__ import annotations
+
+import collections
+import contextvars
+import functools
+import types
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from autopar.capture.user_code import is_installed, is_users, is_users_type
+from autopar.capture.values import MISSING
+
+_Cached = type(functools.cache(len))
+_TABLES = (types.MappingProxyType, collections.ChainMap, collections.UserDict)
+
+
+def contents_of(value: Any) -> Callable[[], Any] | None:
+    """The function that gives what an object shows now; None for an object that shows nothing.
+
+    A weak table is asked for the entries behind its weak references, which stay weak.
+    """
+    if isinstance(value, contextvars.ContextVar):
+        return partial(value.get, MISSING)
+    if isinstance(value, (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)):
+        return partial(dict, vars(value)["data"])
+    if isinstance(value, _TABLES):
+        return partial(dict, value)
+    return None
+
+
+def is_weak(value: Any) -> bool:
+    """Whether a value refers weakly to an object of the user's, which a guard would keep alive. Modules are guarded."""
+    if type(value) in weakref.ProxyTypes:
+        return True
+    found = value() if isinstance(value, weakref.ref) else None
+    return found is not None and not isinstance(found, nn.Module) and is_users_type(type(found))
+
+
+def cached_by(value: Any) -> types.FunctionType | None:
+    """The user's function whose results `functools.lru_cache` keeps in this object; None for another object."""
+    function = getattr(value, "__wrapped__", None) if isinstance(value, _Cached) else None
+    if not isinstance(function, types.FunctionType):
+        return None
+    file = function.__code__.co_filename
+    return function if is_users(file) and not is_installed(file) else None
+
+
+def times_computed(value: Any) -> int:
+    """How often a function with a cache was run since its cache was emptied."""
+    return int(value.cache_info().misses)
