@@ -38,7 +38,8 @@ def measure(name: str, plans: int, seeds: Iterator[int]) -> tuple[Row, list[str]
     drawn = [draw(subject, Mesh.parse(text), next(seeds)) for text in MESHES for _ in range(plans)]
     reports = tuple(subject.compare(plan) for plan in drawn)
     schedules = [plan.pipeline.schedule for plan in drawn if plan.pipeline is not None]
-    return Row(name, reports, time.perf_counter() - start_seconds), schedules
+    seconds, draws = time.perf_counter() - start_seconds, len(subject.streams.ops)
+    return Row(name, reports, lone=0, seconds=seconds, draws=draws), schedules
 
 
 def draw(subject: Subject, mesh: Mesh, seed: int) -> Plan:
