@@ -4,8 +4,8 @@
 
 Gloo ranks train the GPT of examples/gpt.py. torch's profiler records every allocation of tensors of the first rank and
 every free, from before `autopar.compile` on; `caching_allocator` replays the record. Temporaries inside of kernels
-are those of a processor's kernels. Matrix products are not computed: their results are zeros of the right shape, which
-takes nothing from the record and most of the time from the run.
+are those of a processor's kernels. Ops with large results are not computed: their results are tensors of the right
+shape, which takes little from the record and most of the time and memory from the run.
 """
 
 from __future__ import annotations
