@@ -35,6 +35,7 @@ from autopar.search.staged import SlowerError
 from autopar.search.trials import (
     MOST_EXACT,
     MOST_OPENED,
+    MOST_SHOWN,
     WORTH_MOVING,
     Explored,
     Searched,
@@ -198,7 +199,8 @@ class _Outer:
         into the device's memory, if these promise a faster step with what the host stores.
         """
         if self.request.mesh is not None:
-            return replace(self, faster_than_seconds=found.best.price.step_seconds).run()
+            faster_than_seconds = MOST_SHOWN * found.best.price.step_seconds
+            return replace(self, faster_than_seconds=faster_than_seconds).run()
         tried = Tried([(found.trial, found.best)], most_shown=1.0)
         self._try([found.trial._replace(promise_seconds=0.0, known=None)], tried)
         overfull = overfull_trials_of(self.graph, self.request, found.explored)
