@@ -17,7 +17,7 @@ from autopar.cost_model.arith import Quantity
 from autopar.cost_model.optimizers import ADAMW, OptimizerFormat, optimizer_format
 from autopar.cost_model.sizes import Sizes
 from autopar.errors import AutoparError
-from autopar.ir import Layout, Tensor, Tier
+from autopar.ir import TIERS, Layout, Tensor, Tier
 
 Region = Literal["before", "layers", "after"]
 Phase = Literal["forward", "backward", "gather", "reduce", "meet"]
@@ -78,6 +78,19 @@ class Item:
     def runs_at(self, position: Sequence[int]) -> bool:
         """Whether the rank at these mesh coordinates does this work."""
         return all(position[axis] in positions for axis, positions in self.places)
+
+
+def kind_of_work(item: Item) -> str:
+    """Kind of an item's work, by what can hide it behind compute.
+
+    "compute"; communication of "stored" parameters and gradients, or of "activation"s; or a "move" between memories,
+    for which the runtime waits, so that nothing hides it.
+    """
+    if item.resource == COMPUTE:
+        return "compute"
+    if item.resource in TIERS:
+        return "move"
+    return "activation" if item.carries == "activation" else "stored"
 
 
 def runs_every_time(item: Item) -> bool:

@@ -24,7 +24,14 @@ from collections.abc import Mapping, Sequence
 
 from autopar.cost_model.arith import Quantity, larger, power, smaller
 from autopar.cost_model.collectives import collective_seconds
-from autopar.cost_model.items import COMPUTE, TOUCHED, Item, Region, runs_every_time
+from autopar.cost_model.items import (
+    COMPUTE,
+    TOUCHED,
+    Item,
+    Region,
+    kind_of_work,
+    runs_every_time,
+)
 from autopar.cost_model.run import REGIONS, Term, total
 from autopar.cost_model.step_memory import StepMemory
 from autopar.ir import Tier
@@ -176,15 +183,13 @@ class Step(StepMemory):
         compute = sum(
             (times * i.count * i.seconds for i, times in self.runs(region, COMPUTE)), start=0
         )
-        moved: dict[str, Quantity] = {"parameter": 0, "gradient": 0, "activation": 0}
+        moved: dict[str, Quantity] = {"stored": 0, "activation": 0, "move": 0}
         hidden: Quantity = 0
         for axis in self.axes:
             for item, times in self.runs(region, axis):
-                moved[item.carries] += times * item.count * (item.seconds - item.hidden_seconds)
+                moved[kind_of_work(item)] += times * item.count * (item.seconds - item.hidden_seconds)
                 hidden += times * item.count * item.hidden_seconds
-        own = hidden + self.hardware.hides * smaller(
-            moved["parameter"] + moved["gradient"], compute
-        )
+        own = hidden + self.hardware.hides * smaller(moved["stored"], compute)
         if not self.software.hides_activations:
             return own
         return own + self.software.hides_activations * smaller(moved["activation"], compute)
@@ -194,7 +199,11 @@ class Step(StepMemory):
         shares = {"layers": 1 / self.run.stages}
         gathers = self._per_step("gather", shares)
         reductions = self._per_step("reduce", shares)
-        hidden = self.hardware.hides * smaller(reductions.value, self.backward_seconds())
+        sent = sum(
+            (i.count * i.seconds * shares.get(i.region, 1) for i in self.items
+             if i.phase == "reduce" and not i.every_micro_batch and kind_of_work(i) == "stored"), start=0,
+        )  # fmt: skip
+        hidden = self.hardware.hides * smaller(sent, self.backward_seconds())
         return (gathers, reductions, Term("reductions hidden behind backward", -hidden))
 
     def backward_seconds(self) -> Quantity:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.cost_model.compute import is_product
-from autopar.cost_model.items import COMPUTE, Item
+from autopar.cost_model.items import COMPUTE, Item, kind_of_work
 from autopar.cost_model.memory import Selected
 from autopar.cost_model.run import REGIONS
 from autopar.pipeline.priced_blocks import PricedBlocks
@@ -18,20 +18,21 @@ from autopar.pipeline.stretches import Turn, ratio
 _Columns = Sequence[np.ndarray]  # seconds of every stage, by column of a block's work
 
 # Columns of the seconds of a block in one direction: computation; communication of parameters and gradients;
-# communication of activations; waiting for the host, op by op; and the excess of launching over running (it may be
-# negative), which counts if the host launches kernels ahead of the device.
-_COMPUTE, _STORED, _ACTIVATIONS, _WAITS, _AHEAD = range(5)
+# communication of activations; waiting for the host, op by op; the excess of launching over running (it may be
+# negative), which counts if the host launches kernels ahead of the device; and moves between memories.
+_COMPUTE, _STORED, _ACTIVATIONS, _WAITS, _AHEAD, _MOVES = range(6)
+_COLUMNS = {"stored": _STORED, "activation": _ACTIVATIONS, "move": _MOVES}
 
 
 class BlockWork(NamedTuple):
     """Work of every block for one micro-batch, by region of the model and column.
 
     Attributes:
-        forward: seconds of forward, of shape `(n, 3, 5)`.
-        backward: seconds of backward, of shape `(n, 3, 5)`.
-        recomputed: seconds that backward takes more if the block is recomputed, of shape `(n, 3, 5)`.
+        forward: seconds of forward, of shape `(n, 3, 6)`.
+        backward: seconds of backward, of shape `(n, 3, 6)`.
+        recomputed: seconds that backward takes more if the block is recomputed, of shape `(n, 3, 6)`.
         weights: seconds of backward for gradients of parameters, of shape `(n,)`.
-        once: seconds of gathers and of reductions that run once per step, of shape `(n, 2)`.
+        once: seconds of gathers and moves between memories, and of reductions, once per step, of shape `(n, 2)`.
     """
 
     forward: np.ndarray
@@ -43,7 +44,7 @@ class BlockWork(NamedTuple):
     @classmethod
     def nothing(cls, blocks: int) -> BlockWork:
         """Work of no seconds."""
-        shape = (blocks, len(REGIONS), 5)
+        shape = (blocks, len(REGIONS), 6)
         zeros = (np.zeros(shape), np.zeros(shape), np.zeros(shape))
         return cls(*zeros, np.zeros(blocks), np.zeros((blocks, 2)))
 
@@ -66,7 +67,9 @@ class StageSeconds:
             (rows, share), region = self.blocks.rows_of(item), REGIONS.index(item.region)
             if item.phase in ("gather", "reduce") and not item.every_micro_batch:
                 once = share * item.count * item.seconds
-                work.once[rows, int(item.phase == "reduce")] += once
+                work.once[rows, int(item.phase == "reduce" and kind_of_work(item) == "stored")] += (
+                    once
+                )
                 continue
             row = share * self._row(item)
             (work.forward if item.phase == "forward" else work.backward)[rows, region] += row
@@ -87,14 +90,14 @@ class StageSeconds:
 
     def _row(self, item: Item) -> np.ndarray:
         """Seconds of an item, by column of a block's work."""
-        row = np.zeros(5)
+        row = np.zeros(6)
         seconds = item.count * item.seconds
         late = item.count * (self.blocks.step.issue_seconds(item) - item.seconds)
         if item.resource == COMPUTE:
             row[_COMPUTE] = seconds
         else:
             exposed = seconds - item.count * item.hidden_seconds
-            row[_ACTIVATIONS if item.carries == "activation" else _STORED] = exposed
+            row[_COLUMNS[kind_of_work(item)]] = exposed
         row[_WAITS] = max(0.0, late) if item.kernels else 0.0
         row[_AHEAD] = late
         return row
@@ -147,7 +150,7 @@ class StageSeconds:
     def _exposed(self, forward: _Columns, backward: _Columns) -> np.ndarray:
         """Seconds of forward and backward in one region, without hidden communication, given its work by column."""
         software = self.blocks.software
-        compute, stored, activations, _, ahead = both = [
+        compute, stored, activations, _, ahead, _ = both = [
             a + b for a, b in zip(forward, backward, strict=True)
         ]
         own = self.blocks.hardware.hides * np.minimum(stored, compute)
@@ -167,7 +170,7 @@ class StageSeconds:
         """Seconds of gathers and reductions once a step, of shape `(n + 1, n + 1)`.
 
         Args:
-            once: seconds of both, one after the other, of shape `(n + 1, n + 1, 2)`.
+            once: seconds of gathers and moves between memories, and of reductions, of shape `(n + 1, n + 1, 2)`.
             computing: seconds of the computation of backward, which hides reductions, of shape `(n + 1, n + 1)`.
         """
         gathers, reductions = np.moveaxis(once, -1, 0)
@@ -180,4 +183,4 @@ def _columns(over: Callable[[np.ndarray], np.ndarray], rows: np.ndarray) -> _Col
 
 
 def _busy(work: _Columns) -> np.ndarray:
-    return np.asarray(work[_COMPUTE] + work[_STORED] + work[_ACTIVATIONS])
+    return np.asarray(work[_COMPUTE] + work[_STORED] + work[_ACTIVATIONS] + work[_MOVES])

@@ -18,7 +18,15 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from autopar.cost_model import Hardware, Sizes
-from autopar.cost_model.items import COMPUTE, TOUCHED, Holding, Item, Region, TrainingState
+from autopar.cost_model.items import (
+    COMPUTE,
+    TOUCHED,
+    Holding,
+    Item,
+    Region,
+    TrainingState,
+    kind_of_work,
+)
 from autopar.cost_model.memory import layers_of_ops
 from autopar.cost_model.nodes import NodePricer
 from autopar.cost_model.owners import busiest_owner
@@ -38,7 +46,8 @@ class Exposure:
 
     Attributes:
         every: (region, kind of work) -> slope of work that every micro-batch does. Kinds are "compute",
-            "stored" (communication of parameters and gradients) and "activation" (communication of activations).
+            "stored" (communication of parameters and gradients), "activation" (communication of activations) and
+            "move" (between memories); see `kind_of_work`.
         late: regions in which launching kernels takes the host longer than running them takes the device.
         reductions: slope of reductions that run once per step.
         backward: reduction of the slope of backward's compute in one micro-batch, because more of it hides more of
@@ -53,7 +62,7 @@ class Exposure:
     @classmethod
     def full(cls) -> Exposure:
         """The slopes of a step without overlap: all are 1."""
-        kinds = ("compute", "stored", "activation")
+        kinds = ("compute", "stored", "activation", "move")
         return cls({(region, kind): 1.0 for region in REGIONS for kind in kinds})
 
     @classmethod
@@ -73,7 +82,7 @@ class Exposure:
         reductions = sum(
             i.count * i.seconds
             for i in step.items
-            if i.phase == "reduce" and not i.every_micro_batch
+            if i.phase == "reduce" and not i.every_micro_batch and kind_of_work(i) == "stored"
         )
         is_short = bool(reductions <= step.backward_seconds())
         return cls(
@@ -90,12 +99,13 @@ class Exposure:
         if item.phase == "gather":
             return float(item.seconds)
         if item.phase == "reduce" and not item.every_micro_batch:
-            return self.reductions * float(item.seconds)
+            slope = self.reductions if kind_of_work(item) == "stored" else 1.0
+            return slope * float(item.seconds)
         batches = float(step.run.micro_batches)
         issued = float(step.issue_seconds(item))
         if item.region in self.late:
             return batches * issued
-        seconds = self.every[item.region, kind_of(item)] * float(item.seconds)
+        seconds = self.every[item.region, kind_of_work(item)] * float(item.seconds)
         if item.kernels and not step.software.runs_ahead:
             seconds += max(0.0, issued - float(item.seconds))
         if item.resource == COMPUTE and item.phase == "backward":
@@ -103,18 +113,11 @@ class Exposure:
         return batches * seconds
 
 
-def kind_of(item: Item) -> str:
-    """Kind of an item's work: "compute", or communication of "stored" parameters and gradients or of "activation"s."""
-    if item.resource == COMPUTE:
-        return "compute"
-    return "activation" if item.carries == "activation" else "stored"
-
-
 def _sums(step: Step, region: Region) -> dict[str, float]:
-    sums = {"compute": 0.0, "stored": 0.0, "activation": 0.0}
+    sums = {"compute": 0.0, "stored": 0.0, "activation": 0.0, "move": 0.0}
     for resource in (COMPUTE, *step.axes):
         for item, times in step.runs(region, resource):
-            sums[kind_of(item)] += float(times * item.count * item.seconds)
+            sums[kind_of_work(item)] += float(times * item.count * item.seconds)
     return sums
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
 from autopar.cost_model import H100
 from autopar.cost_model.collectives import collective_seconds
 from autopar.cost_model.cuts import Cuts, cuts_of_equal_ends
-from autopar.cost_model.items import Holding
+from autopar.cost_model.items import COMPUTE, Holding, Item
 from autopar.cost_model.run import STAGES, Run, Stage, total
 from autopar.cost_model.software import AUTOPAR
 from autopar.cost_model.step import Step
@@ -104,3 +105,26 @@ def test_stages_have_all_layers(layers: int, stages: int) -> None:
     cuts = cuts_of_equal_ends(layers, stages)
     ends = cuts.first + (cuts.last if stages > 1 else 0)
     assert ends + cuts.middle * max(0, stages - 2) == pytest.approx(layers)
+
+
+@pytest.mark.parametrize(("resource", "seconds"), [("dp", 2.5), ("host", 3.0), ("nvme", 3.0)])
+def test_messages_hide_behind_compute_and_moves_between_memories_do_not(
+    resource: str, seconds: float
+) -> None:
+    product = Item("product", "linear", COMPUTE, "forward", "layers", 1, 2.0, 0)
+    gather = Item("weight", "gather", resource, "forward", "layers", 1, 1.0, 0, carries="parameter")
+    machine = replace(H100, hides=0.5)
+    made = Step((product, gather), (), Run(), machine, AUTOPAR, layers=8, boundary_bytes=0)
+    assert made.seconds() == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(("resource", "seconds"), [("dp", 2.5), ("host", 3.0)])
+def test_reductions_hide_behind_backward_and_moves_do_not(resource: str, seconds: float) -> None:
+    product = Item("product", "linear", COMPUTE, "backward", "layers", 1, 2.0, 0)
+    reduction = Item(
+        "weight", "reduce", resource, "reduce", "layers", 1, 1.0, 0, carries="gradient",
+        every_micro_batch=False,
+    )  # fmt: skip
+    machine = replace(H100, hides=0.5)
+    made = Step((product, reduction), (), Run(), machine, AUTOPAR, layers=8, boundary_bytes=0)
+    assert made.seconds() == pytest.approx(seconds)
