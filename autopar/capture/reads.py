@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from autopar.capture import refusals
 from autopar.capture.guards import CALL, Guard, Guards, Place
-from autopar.capture.shown import cached_by, contents_of, is_weak, times_computed
+from autopar.capture.shown import cached_by, contents_of, is_weak, times_computed, was_emptied
 from autopar.capture.user_code import (
     GENERATORS,
     OTHERS,
@@ -299,8 +299,10 @@ class Reads:
                 raise refusals.reads_weakly(place)
             yield Guard(place, before)
             if cached_by(value) is not None:
-                asked = Place(partial(times_computed, value), CALL, place.words, place.line)
-                yield Guard(asked, times_computed(value))
+                was = partial(was_emptied, value, times_computed(value))
+                yield Guard(
+                    Place(was, CALL, f"whether {place.words} was emptied", place.line), False
+                )
         for name, function in _ASKED.items():
             if name in self._names:
                 place = Place(function, CALL, f"what {name} says", "a line of the forward")

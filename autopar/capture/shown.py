@@ -5,14 +5,17 @@ from __future__ import annotations
 import collections
 import contextvars
 import functools
+import gc
+import inspect
 import types
 import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from autopar._torch import FakeTensor, pytree
 from autopar.capture.user_code import is_installed, is_users, is_users_type
 from autopar.capture.values import MISSING
 
@@ -54,3 +57,33 @@ def cached_by(value: Any) -> types.FunctionType | None:
 def times_computed(value: Any) -> int:
     """How often a function with a cache was run since its cache was emptied."""
     return int(value.cache_info().misses)
+
+
+def was_emptied(value: Any, times: int) -> bool:
+    """Whether the cache of a function was emptied since the function had run so many times.
+
+    Further runs alone, for other arguments, leave the results in the cache that a program was made from.
+    """
+    return times_computed(value) < times
+
+
+def all_cached() -> list[Any]:
+    """All functions of the process with a cache of `functools`."""
+    if gc.get_freeze_count():
+        gc.unfreeze()
+    return [x for x in gc.get_objects() if type(x) is _Cached]
+
+
+def tensors_cached_by(value: Any) -> list[Tensor]:
+    """The tensors that a function's cache holds, by themselves or in containers."""
+    held = pytree.tree_leaves([x for x in gc.get_referents(value) if not callable(x)])
+    return [x for x in held if isinstance(x, Tensor)]
+
+
+def forget_traced() -> None:
+    """Empties caches of functions in which a trace has left tensors without values, which serve nobody else."""
+    for cached in all_cached():
+        code = getattr(inspect.unwrap(cached), "__code__", None)
+        is_own = code is not None and is_users(code.co_filename)
+        if is_own and any(isinstance(x, FakeTensor) for x in tensors_cached_by(cached)):
+            cached.cache_clear()

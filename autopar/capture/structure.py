@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 from torch import nn
@@ -75,7 +74,9 @@ class _Plain:
         return "forward" not in self.attributes
 
 
-_forward_of = attrgetter("forward")
+def _forward_of(kind: type[Any]) -> Any:
+    """The forward in the body of a class or of its bases; `kind.forward` may be another object at each reading."""
+    return next(vars(each)["forward"] for each in kind.__mro__ if "forward" in vars(each))
 
 
 class Structure:

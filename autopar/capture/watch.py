@@ -27,6 +27,7 @@ from autopar.capture import refusals
 from autopar.capture.guards import Guards, Place
 from autopar.capture.profiling import profiled_by
 from autopar.capture.reads import Reads
+from autopar.capture.shown import forget_traced
 from autopar.capture.user_code import (
     calling,
     draws,
@@ -91,11 +92,15 @@ class Watch:
 
     @contextlib.contextmanager
     def keeping(self) -> Iterator[None]:
-        """Context in which export may replace attributes of modules by copies, as it does with containers."""
+        """Context in which export may replace attributes of modules by copies, as it does with containers.
+
+        Functions may cache what they compute in it, which has no values.
+        """
         before = self._writes.attributes()
         try:
             yield
         finally:
+            forget_traced()
             for module, name, old, _ in list(self._writes.written(before)):
                 if (id(module), name) not in self._writes.kept:
                     Place(vars(module), name, "", "").put(old)

@@ -7,16 +7,13 @@ model in float64 would still be given the numbers of float32.
 
 from __future__ import annotations
 
-import functools
-import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
-from autopar._torch import has_storage, pytree, storage_key
-
-_Cached = type(functools.lru_cache(len))
+from autopar._torch import has_storage, storage_key
+from autopar.capture.shown import all_cached, tensors_cached_by
 
 
 class CachedTensors:
@@ -28,13 +25,11 @@ class CachedTensors:
 
     def __init__(self, captured: Iterable[Tensor]) -> None:
         known = set(map(storage_key, captured))
-        if gc.get_freeze_count():
-            gc.unfreeze()  # as a capture does
-        cached = [x for x in gc.get_objects() if type(x) is _Cached]
         self._asked = {
             x: x.cache_info().hits
-            for x in cached
-            if (keys := set(map(storage_key, _tensors_in(x)))) and not keys & known
+            for x in all_cached()
+            if (keys := set(map(storage_key, filter(has_storage, tensors_cached_by(x)))))
+            and not keys & known
         }
 
     def used(self) -> list[Any]:
@@ -46,10 +41,3 @@ def clear(cached: Iterable[Any]) -> None:
     """Empties caches; the functions compute anew."""
     for each in cached:
         each.cache_clear()
-
-
-def _tensors_in(cached: Any) -> Iterator[Tensor]:
-    """The tensors that a function's cache holds, by themselves or in containers."""
-    for x in pytree.tree_leaves([x for x in gc.get_referents(cached) if not callable(x)]):
-        if isinstance(x, Tensor) and has_storage(x):
-            yield x

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import warnings
 from collections.abc import Iterator
@@ -9,9 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import autopar
+from autopar.capture.export import capture_forward
 from autopar.capture.guards import Guard, Guards, Place
+from autopar.capture.structure import Structure
 from autopar.errors import CaptureError
 from tests.support.odd_scripts import HOOKS, SCRIPTS
 from tests.support.scripts import by_compile, line_of, outcome
@@ -97,3 +101,44 @@ def test_a_property_that_returns_an_attribute_is_guarded() -> None:
     whole = model.step(x).item()
     plain._is_off = True
     assert model.step(x).item() == pytest.approx(whole / 2)
+
+
+class _Partial(torch.nn.Linear):
+    """Has a forward that is another object whenever it is read."""
+
+    def scaled(self, x: Tensor, *, factor: float) -> Tensor:
+        return super().forward(x) * factor
+
+    forward = functools.partialmethod(scaled, factor=2.0)
+
+
+def test_a_partial_forward_is_the_same_at_every_step() -> None:
+    model = _Partial(2, 2)
+    structure = Structure(model)
+    assert structure.has_parts()
+
+
+@functools.lru_cache
+def _ramp(count: int) -> Tensor:
+    return torch.arange(count) / 3
+
+
+class _Ramped(torch.nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * _ramp(x.shape[1])
+
+
+def test_a_cache_keeps_no_tensor_of_a_trace() -> None:
+    _ramp.cache_clear()
+    model, x = _Ramped(2, 2), torch.ones(2, 2)
+    capture_forward(model, (x,), {})
+    assert type(_ramp(2)) is Tensor and type(model(x)) is Tensor
+
+
+def test_a_cache_is_guarded_against_emptying_alone() -> None:
+    _ramp(2)
+    captured = capture_forward(_Ramped(2, 2), (torch.ones(2, 2),), {})
+    _ramp(3)
+    assert captured.guards.hold()
+    _ramp.cache_clear()
+    assert not captured.guards.hold()
