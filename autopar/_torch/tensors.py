@@ -26,6 +26,12 @@ def storage_reference(x: Tensor) -> StorageWeakRef:
     return StorageWeakRef(x.untyped_storage())
 
 
+def is_shared(x: Tensor) -> bool:
+    """Whether another tensor has the same storage, and would change where this one is written."""
+    storage = x.untyped_storage()
+    return bool(torch._C._storage_Use_Count(storage._cdata) > 2)  # `x` and `storage`
+
+
 def storage_key(x: Tensor) -> int:
     """A number that identifies a tensor's storage as long as the storage is alive."""
     return x.untyped_storage()._cdata

@@ -144,7 +144,9 @@ class Reducer:
             leaf = self._residents.leaves[i]
             if leaf.grad is not None:
                 bucket.sent.append(i)
-                gradients.append(leaf.grad)
+                # A transfer may write into what it sends, and autograd may give two leaves views of one gradient.
+                is_shared = _torch.is_shared(leaf.grad)
+                gradients.append(leaf.grad.clone() if is_shared else leaf.grad)
                 leaf.grad = None
         if gradients:
             routes = [self._residents.returns[i] for i in bucket.sent]

@@ -26,3 +26,11 @@ def test_a_storage_reference_knows_views_of_one_storage():
 def test_a_storage_key_is_that_of_its_views():
     x = torch.zeros(4)
     assert _torch.storage_key(x) == _torch.storage_key(x[1:]) != _torch.storage_key(x.clone())
+
+
+def test_a_tensor_is_shared_while_it_has_a_view():
+    x = torch.ones(4)
+    view = x[1:]
+    assert _torch.is_shared(x) and _torch.is_shared(view)
+    del view
+    assert not _torch.is_shared(x)
