@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from autopar import _torch
+from autopar.ir import BY_ROWS
 from autopar.runtime.failing_op import naming_tensors
 from autopar.runtime.hops import signature
 from autopar.runtime.parameters import Residents, batches
@@ -144,15 +145,18 @@ class Reducer:
             leaf = self._residents.leaves[i]
             if leaf.grad is not None:
                 bucket.sent.append(i)
-                # A transfer may write into what it sends, and autograd may give two leaves views of one gradient.
-                is_shared = _torch.is_shared(leaf.grad)
-                gradients.append(leaf.grad.clone() if is_shared else leaf.grad)
+                # The owner adds rows in place, and autograd may give two leaves views of one gradient.
+                copies = self._goes_by_rows(i) and _torch.is_shared(leaf.grad)
+                gradients.append(leaf.grad.clone() if copies else leaf.grad)
                 leaf.grad = None
         if gradients:
             routes = [self._residents.returns[i] for i in bucket.sent]
             with self._naming(bucket):
                 bucket.transfer = Transfer(routes, gradients, self._residents.world)
             self._under_way.append(bucket)
+
+    def _goes_by_rows(self, i: int) -> bool:
+        return any(hop.name in BY_ROWS.values() for hop in self._residents.returns[i])
 
     @torch.no_grad()
     def _receive(self, bucket: Bucket) -> None:
