@@ -204,8 +204,9 @@ def _asks_for_plan(value: object) -> bool:
     return isinstance(value, TrainingArguments) and value.torch_compile_backend == BACKEND
 
 
+@functools.cache
 def _planned(kind: type[Any]) -> type[Any]:
-    """A class of trainers, run by a plan."""
+    """A class of trainers, run by a plan; the same one each time."""
     if issubclass(kind, AutoparMixin):
         return kind
     return type(kind.__name__, (AutoparMixin, kind), {"__module__": kind.__module__})
@@ -214,7 +215,9 @@ def _planned(kind: type[Any]) -> type[Any]:
 def _new(kind: type[Any], *args: Any, **kwargs: Any) -> Trainer:
     """Makes a trainer, one that runs by a plan if its training arguments ask for it; Python then initialises it."""
     asked = any(map(_asks_for_plan, (*args, *kwargs.values())))
-    made: Trainer = object.__new__(_planned(kind) if asked else kind)
+    chosen = _planned(kind) if asked else kind
+    make: Any = super(Trainer, chosen).__new__  # of the trainer's other bases
+    made: Trainer = make(chosen) if make is object.__new__ else make(chosen, *args, **kwargs)
     return made
 
 

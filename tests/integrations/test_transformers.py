@@ -206,8 +206,18 @@ def test_a_plain_trainer_runs_by_a_plan_where_its_arguments_name_the_backend(
     assert found["in shards"] == splits
 
 
-class Others(Trainer):
-    """A trainer of a user's own."""
+class Counted:
+    """A base that counts its instances as they are made."""
+
+    made = 0
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Counted:
+        Counted.made += 1
+        return super().__new__(cls)
+
+
+class Others(Trainer, Counted):
+    """A trainer of a user's own, with another base."""
 
 
 @pytest.mark.parametrize("kind", [Trainer, Others, AutoparTrainer])
@@ -218,11 +228,13 @@ def test_the_backend_makes_every_trainer_one_with_a_plan(
     made = kind(small_model(), asked, eval_dataset=rows(2))
     assert isinstance(made, kind) and isinstance(made, AutoparMixin)
     assert asked.torch_compile_backend == "autopar"
+    assert type(made) is type(kind(small_model(), asked, eval_dataset=rows(2)))
 
 
 def test_other_arguments_leave_a_trainer_as_it_was(tmp_path: Path) -> None:
+    before = Counted.made
     made = Others(small_model(), arguments(tmp_path, 2), eval_dataset=rows(2))
-    assert type(made) is Others
+    assert type(made) is Others and Counted.made == before + 1
     assert not isinstance(made, AutoparMixin)
 
 
