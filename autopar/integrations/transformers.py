@@ -215,7 +215,7 @@ def _planned(kind: type[Any]) -> type[Any]:
 def _new(kind: type[Any], *args: Any, **kwargs: Any) -> Trainer:
     """Makes a trainer, one that runs by a plan if its training arguments ask for it; Python then initialises it."""
     asked = any(map(_asks_for_plan, (*args, *kwargs.values())))
-    chosen = _planned(kind) if asked else kind
+    chosen = _planned(kind) if asked else kind  # type: ignore[arg-type]
     make: Any = super(Trainer, chosen).__new__  # of the trainer's other bases
     made: Trainer = make(chosen) if make is object.__new__ else make(chosen, *args, **kwargs)
     return made
