@@ -187,7 +187,9 @@ class Step(StepMemory):
         hidden: Quantity = 0
         for axis in self.axes:
             for item, times in self.runs(region, axis):
-                moved[kind_of_work(item)] += times * item.count * (item.seconds - item.hidden_seconds)
+                moved[kind_of_work(item)] += (
+                    times * item.count * (item.seconds - item.hidden_seconds)
+                )
                 hidden += times * item.count * item.hidden_seconds
         own = hidden + self.hardware.hides * smaller(moved["stored"], compute)
         if not self.software.hides_activations:
