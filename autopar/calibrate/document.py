@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -122,7 +123,16 @@ def to_hardware(found: Measurements, name: str) -> Hardware:
         dtype_flops=tuple(flops.items()),
         host=find_hardware(LIKE[found.kind]).host,
         sources=tuple(_Sources(fits).all()),
+        **_taken(found),
     )
+
+
+def _taken(found: Measurements) -> dict[str, Any]:
+    """Figures that are not measured, from the machine of the catalogue that is most like it, where that states them."""
+    like = find_hardware(LIKE[found.kind])
+    stated = {figure for figure, _ in like.sources}
+    names = ("attention_efficiency", "hides")
+    return {name: getattr(like, name) for name in names if name in stated}
 
 
 def _link(fits: Fits, link: str) -> Link:
@@ -160,19 +170,15 @@ class _Sources:
             yield figure, self._product()
         yield "memory_efficiency", self._measured(f"average of {kernels} over the best")
         yield "host_seconds", self._measured(notes["host_seconds"])
-        if self.found.kind == "cpu":
-            yield "hides", Source("guess", "a message takes the cores that compute")
         yield "reserved_bytes", self._measured("held besides tensors")
         for name in self.fits.peaks:
             yield f"peak_flops.{name}", self._peak(name)
         for link in LINKS:
             yield from self._link(link)
+        taken = (*_taken(self.found), *(f"host.{each.name}" for each in dataclasses.fields(Host)))
         like = LIKE[self.found.kind]
-        for each in dataclasses.fields(Host):
-            yield (
-                f"host.{each.name}",
-                Source("guess", f"not measured; as {like} of the catalogue"),
-            )
+        for figure in taken:
+            yield figure, Source("guess", f"not measured; as {like} of the catalogue")
 
     def _measured(self, text: str) -> Source:
         return Source("measured", f"{text}; {self.where}")

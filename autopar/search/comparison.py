@@ -88,6 +88,10 @@ def _against(each: PricedCandidate, chosen: PricedCandidate, chosen_seconds: flo
     sign = 1 if slower > 0 else -1
     reasons = sorted((n for n in names if sign * changes[n] > 0), key=lambda n: -sign * changes[n])
     weighty = [n for n in reasons[:2] if abs(changes[n]) > 0.1 * abs(each.seconds - chosen.seconds)]
-    more = "more" if sign > 0 else "less"
-    said = [f"{format_seconds(abs(changes[n]))} {more} {n}" for n in weighty]
+    said = []
+    for name in weighty:
+        # what hides comes off a step, so that a step is longer by what hides less
+        hides = max(each.parts.get(name, 0.0), chosen.parts.get(name, 0.0)) <= 0
+        more = "more" if (sign > 0) != hides else "less"
+        said.append(f"{format_seconds(abs(changes[name]))} {more} {name}")
     return f"{words}: {', '.join(said)}" if said else words

@@ -119,6 +119,12 @@ def test_reasons_name_what_is_larger():
     assert why_not(fast, chosen, 1e9) == "2.0 GB too much; 10.0 % faster: 100 ms less along dp"
 
 
+def test_what_hides_less_makes_a_step_longer():
+    chosen = priced_at(seconds=1.0, compute=1.2, **{"hidden behind compute": -0.2})
+    slow = priced_at(tp=2, seconds=1.2, compute=1.2)
+    assert why_not(slow, chosen, 100) == "20.0 % slower: 200 ms less hidden behind compute"
+
+
 def test_the_comparison_ends_with_what_more_memory_would_buy(priced):
     bound = best_that_fits(priced, np.median([p.memory_bytes for p in priced])).memory_bytes
     chosen = best_that_fits(priced, bound)
