@@ -7,9 +7,10 @@ import contextvars
 import functools
 import gc
 import inspect
+import sys
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -68,10 +69,25 @@ def was_emptied(value: Any, times: int) -> bool:
 
 
 def all_cached() -> list[Any]:
-    """All functions of the process with a cache of `functools`."""
+    """All functions of the process with a cache of `functools`.
+
+    Python does not list what `gc.freeze` has put aside. That stays as it is, and modules are asked instead.
+    """
+    found = [x for x in gc.get_objects() if type(x) is _Cached]
     if gc.get_freeze_count():
-        gc.unfreeze()
-    return [x for x in gc.get_objects() if type(x) is _Cached]
+        found += _cached_in_modules()
+    return list({id(x): x for x in found}.values())
+
+
+def _cached_in_modules() -> Iterator[Any]:
+    """Functions with a cache among the globals of all modules, and among the methods of the classes there."""
+    for module in list(sys.modules.values()):
+        for value in list(getattr(module, "__dict__", {}).values()):
+            # by type(): isinstance would wake what a module puts in place of an import
+            for x in (value, *(vars(value).values() if issubclass(type(value), type) else ())):
+                function = x.__func__ if type(x) in (staticmethod, classmethod) else x
+                if type(function) is _Cached:
+                    yield function
 
 
 def tensors_cached_by(value: Any) -> list[Tensor]:
