@@ -169,16 +169,23 @@ class _Sources:
         for figure in ("matmul_efficiency", "matmul_half_size"):
             yield figure, self._product()
         yield "memory_efficiency", self._measured(f"average of {kernels} over the best")
+        yield from self._taken("attention_efficiency")
         yield "host_seconds", self._measured(notes["host_seconds"])
+        yield from self._taken("hides")
         yield "reserved_bytes", self._measured("held besides tensors")
         for name in self.fits.peaks:
             yield f"peak_flops.{name}", self._peak(name)
         for link in LINKS:
             yield from self._link(link)
-        taken = (*_taken(self.found), *(f"host.{each.name}" for each in dataclasses.fields(Host)))
-        like = LIKE[self.found.kind]
-        for figure in taken:
-            yield figure, Source("guess", f"not measured; as {like} of the catalogue")
+        for each in dataclasses.fields(Host):
+            yield f"host.{each.name}", self._as_catalogue()
+
+    def _taken(self, figure: str) -> Iterator[tuple[str, Source]]:
+        if figure in _taken(self.found):
+            yield figure, self._as_catalogue()
+
+    def _as_catalogue(self) -> Source:
+        return Source("guess", f"not measured; as {LIKE[self.found.kind]} of the catalogue")
 
     def _measured(self, text: str) -> Source:
         return Source("measured", f"{text}; {self.where}")

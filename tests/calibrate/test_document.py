@@ -28,9 +28,9 @@ def test_the_hardware_is_what_the_curves_were_made_with():
     assert (hardware.devices_per_node, hardware.reserved_bytes) == (8, 10**9)
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_the_file_reads_as_the_same_hardware(tmp_path, nodes):
-    found = machine(nodes=nodes)
+@pytest.mark.parametrize(("nodes", "kind"), [(1, "cuda"), (2, "cuda"), (1, "cpu")])
+def test_the_file_reads_as_the_same_hardware(tmp_path, nodes, kind):
+    found = machine(nodes=nodes, kind=kind)
     path = tmp_path / "my.toml"
     write_whole(to_toml(found, "my"), path)
     file = read_hardware(path)
