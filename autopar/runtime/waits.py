@@ -37,22 +37,29 @@ def who_waits(place: str) -> str:
         return ""
     if dist.is_torchelastic_launched():
         return ""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    store = _torch.default_store()
     found: dict[int, str] = {}
-    # A store whose process hangs answers no call, and a call has no limit of its own.
-    asking = threading.Thread(target=_ask, args=(place, found), daemon=True, name="autopar waits")
+
+    def ask() -> None:
+        _ask(store, rank, ranks, place, found)
+
+    # A store whose process hangs answers no call, and a call has no limit of its own. The thread may outlive the
+    # process group, so that it knows its rank beforehand.
+    asking = threading.Thread(target=ask, daemon=True, name="autopar waits")
     asking.start()
     asking.join(_PATIENCE_SECONDS)
-    return _sentence(dict(found), dist.get_world_size())
+    return _sentence(dict(found), ranks)
 
 
-def _ask(place: str, found: dict[int, str]) -> None:
+def _ask(store: dist.Store, own: int, ranks: int, place: str, found: dict[int, str]) -> None:
     """Says where this rank waits, and collects what others say, until all have."""
     end = time.monotonic() + _PATIENCE_SECONDS
     try:
-        store = dist.PrefixStore(_PREFIX, _torch.default_store())
-        store.set(str(dist.get_rank()), place)
-        while len(found) < dist.get_world_size() and time.monotonic() < end:
-            for rank in set(range(dist.get_world_size())) - set(found):
+        store = dist.PrefixStore(_PREFIX, store)
+        store.set(str(own), place)
+        while len(found) < ranks and time.monotonic() < end:
+            for rank in set(range(ranks)) - set(found):
                 if store.check([str(rank)]):
                     found[rank] = store.get(str(rank)).decode()
             time.sleep(_POLL_SECONDS)
