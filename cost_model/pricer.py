@@ -82,8 +82,9 @@ class Pricer:
             micro_batches=plan.micro_batches,
         )  # fmt: skip
         self.decomposed = Decomposed(
-            graph, plan, self.flow, sizes=sizes, seconds=self._compute_seconds
-        )
+            graph, plan, self.flow, sizes=sizes, seconds=self._compute_seconds,
+            hardware=hardware, block=self._block, slices=slices,
+        )  # fmt: skip
 
     def _compute_seconds(self, op: Op, phase: Phase) -> Quantity:
         """Seconds in which an op computes in one phase; the backward of a product is two of its size."""
@@ -119,7 +120,7 @@ class Pricer:
             for target, user in targets.items():
                 yield from self._conversion(name, target, user)
         for each in self.slices.values():
-            yield from self.nodes.restored(each)
+            yield from self.decomposed.restored(each, list(self.nodes.restored(each)))
         for name in self.graph.parameters:
             yield from self.nodes.between_steps(name, self.plan.parameters[name])
         yield from self._meetings()
@@ -264,7 +265,8 @@ class Pricer:
                 yield replace(holding, kind="returned", name="returned")
         for each in self.slices.values():
             if each.block not in again:  # it is gathered while the block runs backward
-                holding = self._saved(each.memory, self.graph.by_name[each.user])
+                whole = self._saved(each.memory, self.graph.by_name[each.user])
+                holding = self.decomposed.brought_back(each, whole)
                 yield replace(holding, kind="recomputed", name="recomputed", block=each.block)
 
     def boundary_bytes(self) -> Quantity:

@@ -33,6 +33,10 @@ class CollectiveCall:
     before: tuple[int, ...] | None = None
     after: tuple[int, ...] | None = None
 
+    def is_same_forward(self, other: CollectiveCall) -> bool:
+        """Whether two calls differ in nothing but their transposes, as those of S -> R and S -> V do."""
+        return replace(self, backward=other.backward) == other
+
     @property
     def back_by_rows(self) -> CollectiveCall:
         """The same call, whose transpose carries the gradient by rows where it can; see [Note: by rows]."""

@@ -1,17 +1,29 @@
 """All-gathers before products and reduce-scatters after them, piece by piece while the products are computed.
 
-    all_gather(x), linear, linear, ...  ->  gather_products     the products of a rank's rows begin when they arrive
-    linear, reduce_scatter              ->  product_scatter     the rows of a rank are sent when they are computed
+    all_gather(x), linear, linear, ...  ->  gather_products     the product of a rank's piece begins when it arrives
+    linear, reduce_scatter              ->  product_scatter     the piece of a rank is sent when it is computed
 
-A piece is what one rank has of the rows that the collective gathers or scatters. Every rank sends each piece to the
+A piece is what one rank has of the tensor that the collective gathers or scatters. Every rank sends each piece to the
 rank that needs it, in the order of the distance between them, and computes while pieces travel (Wang et al. 2022,
 "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning Models", section 5). They
 send around a ring; here a piece goes to its rank at once, so that no rank has to pass on what it received while it
 computes.
 
+A product y = x w^T has three factors: rows (in x and y), features (in x and w) and columns (in w and y). Whichever of
+them is in pieces, a piece of the product takes the pieces of the tensors that have the factor, and the whole of the
+other. Pieces of the result that has the factor lie side by side; those of a result without it are added up:
+
+    gathered rows       y[i] = x[i] w^T
+    gathered features   y = sum over i of x[i] w[:, i]^T
+    scattered rows      y[i] = x[i] w^T
+    scattered columns   y[i] = x w[i]^T
+
+The second is a product by panels, as SUMMA takes it (van de Geijn and Watts 1997): a panel x[i] arrives, is used and is
+dropped, so that a rank never has the whole of x.
+
 Backward of either is the other with the gradient: the products with the weight are decomposed the same way, and the
-gradients of weights are computed while the pieces travel. Backward keeps what the unchanged graph keeps: the gathered
-`x` where a weight is trained, or the operand of the product.
+gradients of weights are computed while the pieces travel. Backward keeps the gathered `x` where a weight is trained,
+or only this rank's piece of it, of which it gathers the others again; or the operand of the product.
 """
 
 from __future__ import annotations
@@ -72,7 +84,8 @@ class Pieces(NamedTuple):
     def gathered(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
         """The pieces of all ranks with their numbers: at once the rank's own, the others when they have arrived.
 
-        One is under way at a time: several would share the link, and the first of them would arrive later.
+        One is under way at a time: several would share the link, and the first of them would arrive later. It has
+        memory of its own, so that a caller who drops each piece after its use has two at most.
         """
         wait = self.start(own, 1)
         yield self.rank, own
@@ -81,6 +94,7 @@ class Pieces(NamedTuple):
             if distance + 1 < self.size:
                 wait = self.start(own, distance + 1)
             yield (self.rank - distance) % self.size, piece
+            del piece
 
     def scattered(self, make: Callable[[int], Tensor]) -> Wait:
         """Makes every piece and sends it to its rank; the result waits for the sum of the pieces of this rank.
@@ -106,6 +120,82 @@ class Pieces(NamedTuple):
         return wait
 
 
+class Cut(NamedTuple):
+    """A product y = x w^T in pieces along one of its factors; see the module.
+
+    Attributes:
+        pieces: the pieces along the factor of x or of y.
+        factor: "rows", "features" or "columns".
+    """
+
+    pieces: Pieces
+    factor: str
+
+    def x(self, x: Tensor, number: int) -> Tensor:
+        """What the piece of the product with a number takes of x."""
+        return x if self.factor == "columns" else self.pieces.of(x, number)
+
+    def weight(self, weight: Tensor, number: int) -> Tensor:
+        """What it takes of the weight."""
+        if self.factor == "rows":
+            return weight
+        return self.pieces._replace(dim=int(self.factor == "features")).of(weight, number)
+
+    def y(self, y: Tensor, number: int) -> Tensor:
+        """What it makes of y, or takes of the gradient of y."""
+        return y if self.factor == "features" else self.pieces.of(y, number)
+
+    def bias(self, bias: Tensor, number: int) -> Tensor:
+        """What it takes of the bias, which the piece of this rank alone adds where pieces are added up."""
+        return self.pieces._replace(dim=0).of(bias, number) if self.factor == "columns" else bias
+
+    def product(self, part: Tensor, weight: Tensor, bias: Tensor | None, number: int) -> Tensor:
+        """The piece of a product with a number, from the piece of x."""
+        is_added = self.factor != "features" or number == self.pieces.rank
+        own = None if bias is None or not is_added else self.bias(bias, number)
+        return F.linear(part, self.weight(weight, number), own)
+
+    def result(self, of: str) -> _Result:
+        """An empty result "x", "weight", "bias" or "y"."""
+        has = {
+            "rows": ("x", "y"), "features": ("x", "weight"), "columns": ("weight", "bias", "y"),
+        }[self.factor]  # fmt: skip
+        if of not in has:
+            return _Result(None)
+        own = {"weight": int(self.factor == "features"), "bias": 0}
+        return _Result(self.pieces._replace(dim=own.get(of, self.pieces.dim)))
+
+
+class _Result:
+    """A result of products that come in pieces: side by side along its pieces, or added up where it has none.
+
+    Sums are taken in at least 32 bits: those of a 16-bit format would be rounded once a piece.
+    """
+
+    def __init__(self, pieces: Pieces | None) -> None:
+        self._pieces = pieces
+        self._total: Tensor | None = None
+        self._dtype: torch.dtype | None = None
+
+    def add(self, number: int, piece: Tensor) -> None:
+        """Adds the piece with a number."""
+        self._dtype = piece.dtype
+        if self._pieces is None:
+            exact = piece.to(wide(piece.dtype))
+            self._total = exact if self._total is None else self._total.add_(exact)
+            return
+        if self._total is None:
+            shape = list(piece.shape)
+            shape[self._pieces.dim] *= self._pieces.size
+            self._total = piece.new_empty(shape)
+        self._pieces.of(self._total, number).copy_(piece)
+
+    def whole(self) -> Tensor:
+        """The result, when all pieces have been added."""
+        assert self._total is not None, "a product has at least one piece"
+        return self._total.to(self._dtype)
+
+
 def gather_products(
     x: Tensor,
     weights: Sequence[Tensor],
@@ -113,21 +203,24 @@ def gather_products(
     dim: int,
     size: int,
     group: str,
+    again: bool = False,
 ) -> tuple[Tensor, ...]:
     """`linear(gathered, weight, bias)` of every weight, where `gathered` is `x` of all ranks along `dim`.
 
     Args:
-        x: local tensor of shape (..., in_features).
+        x: local tensor of shape (..., in_features), of two dims or more; along the last dim a part of the features.
         weights: tensors of shape (out_features, in_features).
         biases: tensors of shape (out_features,); None for no bias.
-        dim: dimension of `x`, not the last one, that all ranks together have whole.
+        dim: dimension of `x` that all ranks together have whole.
         size: number of ranks in the group.
         group: c10d name of the process group.
+        again: whether backward keeps `x` alone, and gathers the rest again while it computes the gradients of weights.
 
     Raises AutoparError in a derivative of a gradient, PeerError if another rank fails.
     """
+    cut = Cut(Pieces(dim, size, group), "features" if dim == x.ndim - 1 else "rows")
     found: tuple[Tensor, ...] = _GatherProducts.apply(
-        Pieces(dim, size, group), len(weights), x, *weights, *biases
+        cut, again, len(weights), x, *weights, *biases
     )
     return found
 
@@ -138,90 +231,112 @@ def product_scatter(
     """This rank's part along `dim` of the sum over all ranks of their `linear(x, weight, bias)`.
 
     Args:
-        x: local tensor of shape (..., in_features).
+        x: local tensor of shape (..., in_features), of two dims or more.
         weight: tensor of shape (out_features, in_features).
         bias: tensor of shape (out_features,); None for no bias. The biases of all ranks are added up.
-        dim: dimension of `x`, not the last one, of which each rank gets its part.
+        dim: dimension of the product of which each rank gets its part.
         size: number of ranks in the group.
         group: c10d name of the process group.
 
     Raises AutoparError in a derivative of a gradient, PeerError if another rank fails.
     """
-    found: Tensor = _ProductScatter.apply(Pieces(dim, size, group), x, weight, bias)
+    cut = Cut(Pieces(dim, size, group), "columns" if dim == x.ndim - 1 else "rows")
+    found: Tensor = _ProductScatter.apply(cut, x, weight, bias)
     return found
 
 
 class _GatherProducts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, pieces: Pieces, count: int, x: Tensor, *others: Tensor | None) -> Any:
+    def forward(
+        ctx: Any, cut: Cut, again: bool, count: int, x: Tensor, *others: Tensor | None
+    ) -> Any:
         weights, biases = others[:count], others[count:]
-        parts: dict[int, Tensor] = {}
-        results: dict[int, list[Tensor]] = {}
-        for number, part in pieces.gathered(x):
-            parts[number] = part
-            results[number] = [F.linear(part, w, b) for w, b in zip(weights, biases, strict=True)]  # type: ignore[arg-type]
-        ranks = range(pieces.size)
-        whole = torch.cat([parts[i] for i in ranks], pieces.dim)
-        ctx.pieces = pieces
-        trained = any(ctx.needs_input_grad[3 : 3 + count])
-        ctx.save_for_backward(whole if trained else None, *weights)
+        trained = any(ctx.needs_input_grad[4 : 4 + count])
+        whole = cut.result("x") if trained and not again else None
+        results = [cut.result("y") for _ in weights]
+        for number, part in cut.pieces.gathered(x):
+            if whole is not None:
+                whole.add(number, part)
+            for result, w, b in zip(results, weights, biases, strict=True):
+                assert w is not None, "only a bias may be None"
+                result.add(number, cut.product(part, w, b, number))
+            del part  # before the next arrives
+        ctx.cut, ctx.again = cut, again
+        kept = whole.whole() if whole is not None else x if trained else None
+        ctx.save_for_backward(kept, *weights)
         ctx.set_materialize_grads(False)
-        return tuple(torch.cat([results[i][j] for i in ranks], pieces.dim) for j in range(count))
+        return tuple(result.whole() for result in results)
 
     @staticmethod
     @torch.compiler.disable  # [Note: backward inside forward]
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         _refuse_second_derivative()
-        whole, *weights = ctx.saved_tensors
-        pieces: Pieces = ctx.pieces
+        kept, *weights = ctx.saved_tensors
+        cut: Cut = ctx.cut
         pairs = [(g, w) for g, w in zip(grads, weights, strict=True) if g is not None]
-        needs_x, *needs = ctx.needs_input_grad[2:]
+        needs_x, *needs = ctx.needs_input_grad[3:]
 
         def part(number: int) -> Tensor:
-            first, *rest = (pieces.of(g, number) @ w for g, w in pairs)
+            first, *rest = (cut.y(g, number) @ cut.weight(w, number) for g, w in pairs)
             return sum(rest, start=first)
 
-        wait = pieces.scattered(part) if needs_x and pairs else None
+        wait = cut.pieces.scattered(part) if needs_x and pairs else None
         of_weights, of_biases = needs[: len(weights)], needs[len(weights) :]
-        found = [
-            _of_weight(g, whole) if g is not None and n else None
-            for g, n in zip(grads, of_weights, strict=True)
-        ]
+        trained = [g if n else None for g, n in zip(grads, of_weights, strict=True)]
+        found = (_again if ctx.again else _at_once)(cut, kept, trained)
         sums = [
             _of_bias(g) if g is not None and n else None
             for g, n in zip(grads, of_biases, strict=True)
         ]
-        return None, None, wait() if wait else None, *found, *sums
+        return None, None, None, wait() if wait else None, *found, *sums
+
+
+def _at_once(cut: Cut, whole: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The gradients of weights from the gathered x."""
+    return [None if g is None else _of_weight(g, whole) for g in grads]
+
+
+def _again(cut: Cut, x: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The gradients of weights from this rank's piece of x: the others are gathered again."""
+    if all(g is None for g in grads):
+        return list(grads)
+    results = [cut.result("weight") for _ in grads]
+    for number, part in cut.pieces.gathered(x):
+        for result, g in zip(results, grads, strict=True):
+            if g is not None:
+                result.add(number, _of_weight(cut.y(g, number), part))
+        del part  # before the next arrives
+    return [None if g is None else result.whole() for result, g in zip(results, grads, strict=True)]
 
 
 class _ProductScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, pieces: Pieces, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.pieces = pieces
+    def forward(ctx: Any, cut: Cut, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.cut = cut
         ctx.save_for_backward(x, weight)
-        return pieces.scattered(lambda number: F.linear(pieces.of(x, number), weight, bias))()
+        return cut.pieces.scattered(lambda i: cut.product(cut.x(x, i), weight, bias, i))()
 
     @staticmethod
     @torch.compiler.disable  # [Note: backward inside forward]
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         _refuse_second_derivative()
         x, weight = ctx.saved_tensors
-        pieces: Pieces = ctx.pieces
-        _, needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        of_x = torch.empty_like(x) if needs_x else None
-        # Sums over pieces would be rounded once a piece in a 16-bit format.
-        exact = wide(weight.dtype)
-        of_weight = torch.zeros_like(weight, dtype=exact) if needs_weight else None
-        of_bias = weight.new_zeros(weight.shape[0], dtype=exact) if needs_bias else None
-        for number, part in pieces.gathered(grad):
-            if of_x is not None:
-                pieces.of(of_x, number).copy_(part @ weight)
-            if of_weight is not None:
-                of_weight += _of_weight(part, pieces.of(x, number))
-            if of_bias is not None:
-                of_bias += _of_bias(part)
-        sums = (None if x is None else x.to(weight.dtype) for x in (of_weight, of_bias))
-        return None, of_x, *sums
+        cut: Cut = ctx.cut
+        names = ("x", "weight", "bias")
+        results = {
+            name: cut.result(name)
+            for name, is_needed in zip(names, ctx.needs_input_grad[1:], strict=True)
+            if is_needed
+        }
+        for number, part in cut.pieces.gathered(grad):
+            if "x" in results:
+                results["x"].add(number, part @ cut.weight(weight, number))
+            if "weight" in results:
+                results["weight"].add(number, _of_weight(part, cut.x(x, number)))
+            if "bias" in results:
+                results["bias"].add(number, _of_bias(part))
+            del part  # before the next arrives
+        return None, *(results[name].whole() if name in results else None for name in names)
 
 
 def _of_weight(grad: Tensor, x: Tensor) -> Tensor:

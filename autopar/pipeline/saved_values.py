@@ -134,16 +134,29 @@ class SavedValues:
         return can_slice(dims, each.layout, line.of(each.layout), self.plan.mesh)
 
     def _best(self, each: BlockValue, tier: Tier) -> SavedLayout | None:
-        line = self.sliced(each, lambda options: options[0])
+        line = self.sliced(each, self._source(each))
         if tier == "device":
             return line
         split = (R,) * len(self.plan.mesh.axes) if line is None else line.split
         return SavedLayout(split, tier)
 
+    def _source(self, each: BlockValue) -> Callable[[int, list[State]], State]:
+        """The choice of the slice that a tensor was gathered from, or the first one.
+
+        A gather in pieces keeps its operand, not a slice of its result (`autopar.ops.decomposed`).
+        """
+        made = self.of.flow.produced.get(each.tensor, each.layout)
+        return lambda axis, options: made[axis] if made[axis] in options else options[0]
+
     def sliced(
-        self, each: BlockValue, choose: Callable[[list[State]], State]
+        self, each: BlockValue, choose: Callable[[int, list[State]], State]
     ) -> SavedLayout | None:
-        """A line for a tensor: `choose` picks the state for every axis that replicates it; None for no line."""
+        """A line for a tensor; None for no line.
+
+        Args:
+            each: the tensor.
+            choose: picks the state for every axis that replicates the tensor, given the axis and its possible states.
+        """
         line = SavedLayout((R,) * len(self.plan.mesh.axes))
         dims = self.graph.tensors[each.tensor].dims
         states = [S(dim) for dim in range(len(dims))]
@@ -155,7 +168,7 @@ class SavedValues:
                 if size > 1 and each.layout[axis] == R
             ]
             options = [found.split[axis] for found in lines if self._allows(each, found)]
-            state = choose(options) if options else R
+            state = choose(axis, options) if options else R
             line = SavedLayout((*line.split[:axis], state, *line.split[axis + 1 :]))
         return line if any(state != R for state in line.split) else None
 

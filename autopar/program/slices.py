@@ -20,6 +20,8 @@ from autopar.ir import CollectiveCall, Dims, Graph, Layout, Mesh, Plan, Tier, ca
 from autopar.ops.saving import kept
 from autopar.pipeline.saved_values import SavedValues
 
+Gathered = tuple[tuple[int, ...], str]  # the dims of an all-gather, and its group
+
 
 @dataclass(frozen=True)
 class SavedSlice:
@@ -68,6 +70,27 @@ def note_slices(module: fx.GraphModule, graph: Graph, plan: Plan) -> dict[str, S
         )
         for each in slices
     }
+
+
+def gathered_again(
+    slices: Mapping[str, SavedSlice], plan: Plan, groups: Mapping[str, str]
+) -> dict[str, Gathered]:
+    """The slices from which one all-gather makes the saved tensor again, and that all-gather.
+
+    There are none in a plan that recomputes, whose blocks gather their operands by themselves.
+
+    Args:
+        slices: the slices of a program by name.
+        plan: its plan.
+        groups: mesh axis -> name of its group in the graph.
+    """
+    found: dict[str, Gathered] = {}
+    for name, each in slices.items() if plan.recompute == "none" else ():
+        match each.back(plan.mesh):
+            case (CollectiveCall(name="all_gather", before=None, after=None) as call,):
+                if each.tier == "device":
+                    found[name] = call.dims, groups[plan.mesh.names[call.axis]]
+    return found
 
 
 def _mark(each: KeptSlice) -> str:

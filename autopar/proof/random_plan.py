@@ -169,7 +169,10 @@ def _random_slices(graph: Graph, plan: Plan, draw: random.Random) -> Plan:
     plan = replace(plan, recompute=draw.choice(["none", "full"]))
     values = SavedValues(graph, plan)
     whole = SavedLayout((R,) * len(plan.mesh.axes))
-    lines = {each.name: values.sliced(each, draw.choice) or whole for each in values.all}
+    lines = {
+        each.name: values.sliced(each, lambda _, states: draw.choice(states)) or whole
+        for each in values.all
+    }
     tiers: tuple[Tier, ...] = ("device", "host")
     lines = {name: replace(line, tier=draw.choice(tiers)) for name, line in lines.items()}
     return replace(plan, saved={name: line for name, line in lines.items() if line != whole})

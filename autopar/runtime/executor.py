@@ -22,6 +22,7 @@ from autopar.passes import (
     verify_graph,
 )
 from autopar.program.program import Program
+from autopar.program.slices import gathered_again
 from autopar.runtime.alone import leave_to_owners
 from autopar.runtime.compiled import Executor
 from autopar.runtime.failing_op import naming_line, naming_op
@@ -106,7 +107,6 @@ class Runner:
         groups, decomposed = self.world.group_names, self.program.plan.decomposed
         has_lone_calls = leave_to_owners(self._graph, self.world, compiles=executor.compiles)
         self._gathers.install(self._graph, self.world.mesh, bucket_bytes)
-        install_notes(self._graph, self._saves)
         bind_groups(self._graph, groups)
         if decomposed:
             decompose_products(
@@ -114,7 +114,9 @@ class Runner:
                 gather_products,
                 product_scatter,
                 groups=[groups[axis] for axis in decomposed],
+                restored=gathered_again(self.program.slices, self.program.plan, groups),
             )
+        install_notes(self._graph, self._saves)
         return has_lone_calls
 
     def _fold(self, executor: Executor, *, hoists: bool) -> None:

@@ -14,9 +14,11 @@ from autopar.cost_model.items import COMPUTE, Item
 from autopar.errors import AutoparError
 from autopar.ir import Graph, Mesh, Plan
 from autopar.ops.decomposed import gather_products, product_scatter
-from autopar.passes import decompose_products, partition
+from autopar.passes import decompose_products
 from autopar.pipeline.composed import step_of
 from autopar.planning.planning import Prepared, prepare_step, search_step
+from autopar.program.program import build_program
+from autopar.program.slices import gathered_again
 from autopar.proof.random_plan import random_plan
 from autopar.search.request import Request
 from tests.runtime.models import make
@@ -73,8 +75,46 @@ def test_what_a_plan_hides_is_what_its_products_leave() -> None:
 def test_the_composed_step_is_shorter_by_what_is_hidden() -> None:
     plain, pieces = explained(""), explained("x")
     hidden = sum(float(i.count * i.hidden_seconds) for i in items_of(pieces))
-    assert hidden > 0
-    assert pieces.time.value == pytest.approx(plain.time.value - hidden, rel=1e-9)
+    added = sum(float(i.count * i.seconds) for i in items_of(pieces) if i.name.endswith("added up"))
+    assert hidden > added > 0
+    assert pieces.time.value == pytest.approx(plain.time.value - hidden + added, rel=1e-9)
+
+
+def test_sums_of_pieces_are_read_and_written() -> None:
+    """Rows of the second product are scattered: backward adds up the gradient of its weight (2048 x 512 / 4 numbers).
+
+    3 more pieces; for each, the sum is read and written, and the piece written and read: 4 times 4 bytes a number.
+    """
+    (added,) = (i for i in items_of(explained("x")) if i.name.endswith("added up"))
+    assert (added.phase, added.resource) == ("backward", COMPUTE)
+    assert added.traffic_bytes == 3 * 4 * 4 * (2048 // 4 * 512)
+
+
+def panels() -> autopar.Explanation:
+    """Two layers over 4 x 2 ranks under SUMMA, in pieces along x."""
+    layers = [nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)) for _ in range(2)]
+    return autopar.explain(
+        nn.Sequential(*layers), (torch.ones(8, 4, 64),), loss_fn=lambda y: y.square().mean(),
+        mesh={"x": 4, "y": 2}, cluster="h100x8", recipe={"x,y": "2d"}, decompose="x",
+    )  # fmt: skip
+
+
+def test_a_slice_that_comes_back_in_panels_takes_two_of_them() -> None:
+    """Of x in S(2)@x a rank keeps its own piece; in backward it has one panel and the next, not all of x."""
+    found = panels()
+    whole = replace(found.plan, decomposed=())
+    back = {
+        plan.decomposed: {
+            each.of: float(each.bytes)
+            for each in step_of(found.graph, plan, CLUSTER.hardware).holdings
+            if each.kind == "recomputed"
+        }
+        for plan in (found.plan, whole)
+    }
+    assert (
+        back[()]["linear_2"] == 8 * 4 * 64 * 4 // 2
+    )  # the whole operand of a rank: y splits the batch
+    assert back["x",]["linear_2"] == back[()]["linear_2"] / 2
 
 
 def test_a_plan_says_where_there_is_nothing_to_decompose() -> None:
@@ -90,7 +130,7 @@ def test_auto_leaves_stages_alone_where_nothing_hides() -> None:
     layers = [nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)) for _ in range(2)]
     prepared = prepare_step(nn.Sequential(*layers), (torch.ones(2, 4, 16),), {}, loss_fn=torch.mean)
     request = Request(
-        find_hardware("cpu-gloo"), mesh=Mesh.parse("pp=2,x=2"), recipe="x:tp", micro_batches=2,
+        find_hardware("cpu-gloo"), mesh=Mesh.parse("pp=2,x=2"), recipe="x:ddp", micro_batches=2,
         decompose=("auto",),
     )  # fmt: skip
     assert search_step(prepared, request).best.plan.decomposed == ()
@@ -118,9 +158,14 @@ def test_unknown_axes_are_refused() -> None:
 
 def decomposed_calls(prepared: Prepared, plan: Plan) -> int:
     """Number of decomposed calls in the graph of a rank."""
-    module, _ = partition(prepared.captured, prepared.analysis, plan)
-    decompose_products(module, gather_products, product_scatter, groups=plan.decomposed)
-    return sum(node.target in (gather_products, product_scatter) for node in module.graph.nodes)
+    found = build_program(prepared.captured, prepared.analysis, plan)
+    names = {axis: axis for axis in plan.mesh.names}
+    decompose_products(
+        found.module, gather_products, product_scatter, groups=plan.decomposed,
+        restored=gathered_again(found.slices, plan, names),
+    )  # fmt: skip
+    calls = found.module.graph.nodes
+    return sum(node.target in (gather_products, product_scatter) for node in calls)
 
 
 def priced_calls(graph: Graph, plan: Plan) -> int:
@@ -135,7 +180,9 @@ def test_the_graph_and_the_price_decompose_the_same_conversions() -> None:
     graph, total = prepared.analysis.graph, 0
     for seed in range(40):
         mesh = Mesh.of({"a": 2, "b": 2})
-        drawn = random_plan(graph, mesh, seed=seed, fingerprint=prepared.captured.fingerprint)
+        drawn = random_plan(
+            graph, mesh, seed=seed, fingerprint=prepared.captured.fingerprint, lone_ops=False
+        )
         plan = replace(drawn, pipeline=None, decomposed=mesh.names)
         assert decomposed_calls(prepared, plan) == priced_calls(graph, plan), seed
         total += priced_calls(graph, plan)

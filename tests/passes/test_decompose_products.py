@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import fx, nn
 
+from autopar.ops.saving import kept
 from autopar.passes import decompose_products
 from tests.passes.test_running import text
 
@@ -43,11 +44,11 @@ def linear(graph, x, *others):
     return graph.call_function(aten.linear.default, (x, *others))
 
 
-def lines(graph, *results, groups=("tp",)):
+def lines(graph, *results, groups=("tp",), **options):
     """The text of the graph with these results, after the pass."""
     graph.output(results)
     module = fx.GraphModule(nn.Module(), graph)
-    decompose_products(module, gather_products, product_scatter, groups=groups)
+    decompose_products(module, gather_products, product_scatter, groups=groups, **options)
     module.graph.lint()
     return text(module.graph)
 
@@ -57,7 +58,7 @@ def test_products_of_gathered_rows_share_one_call(graph):
     rows_of_all = gathered(graph, x)
     first = graph.call_function(aten.relu.default, (linear(graph, rows_of_all, v),))
     assert lines(graph, first, linear(graph, rows_of_all, w, b)) == [
-        "gather_products = gather_products(x, (v, w), (None, b), 1, 2, 'tp')",
+        "gather_products = gather_products(x, (v, w), (None, b), 1, 2, 'tp', False)",
         "getitem = getitem(gather_products, 0)",
         "getitem_1 = getitem(gather_products, 1)",
         "relu_default = aten.relu(getitem,)",
@@ -80,7 +81,7 @@ def test_what_makes_a_later_weight_goes_before_the_call(graph):
     cast = graph.call_function(aten.neg.default, (w,))
     assert lines(graph, first, linear(graph, rows_of_all, cast))[:2] == [
         "neg_default = aten.neg(w,)",
-        "gather_products = gather_products(x, (v, neg_default), (None, None), 1, 2, 'tp')",
+        "gather_products = gather_products(x, (v, neg_default), (None, None), 1, 2, 'tp', False)",
     ]
 
 
@@ -102,8 +103,41 @@ def test_others_that_read_the_product_keep_the_scatter(graph):
     assert unchanged(graph, scattered(graph, product), product)
 
 
-@pytest.mark.parametrize("options", [{"dim": 2}, {"dim": 0, "ndim": 1}, {"axis": "dp"}])
-def test_features_and_other_axes_are_left_alone(graph, options):
+def test_features_are_gathered_for_panels_and_columns_are_scattered(graph):
+    x, v, w = (graph.placeholder(name) for name in "xvw")
+    panels = linear(graph, gathered(graph, x, dim=2), v)
+    assert lines(graph, scattered(graph, linear(graph, panels, w), dim=2)) == [
+        "gather_products = gather_products(x, (v,), (None,), 2, 2, 'tp', False)",
+        "getitem = getitem(gather_products, 0)",
+        "product_scatter = product_scatter(getitem, w, None, 2, 2, 'tp')",
+        "return (product_scatter,)",
+    ]
+
+
+def marked(graph, x, w, name):
+    return linear(graph, graph.call_function(kept, (x, name)), w)
+
+
+@pytest.mark.parametrize(("name", "again"), [("slice", True), ("", False)])
+def test_a_slice_that_is_the_operand_of_the_gather_is_kept_in_its_place(graph, name, again):
+    x, w = graph.placeholder("x"), graph.placeholder("w")
+    product = marked(graph, gathered(graph, x, dim=2), w, name)
+    assert lines(graph, product, restored={"slice": ((2,), "tp")}) == [
+        f"gather_products = gather_products(x, (w,), (None,), 2, 2, 'tp', {again})",
+        "getitem = getitem(gather_products, 0)",
+        "return (getitem,)",
+    ]
+
+
+@pytest.mark.parametrize("restored", [{}, {"slice": ((1,), "tp")}, {"slice": ((2,), "dp")}])
+def test_a_slice_of_another_layout_keeps_the_gather(graph, restored):
+    x, w = graph.placeholder("x"), graph.placeholder("w")
+    product = marked(graph, gathered(graph, x, dim=2), w, "slice")
+    assert unchanged(graph, product, restored=restored)
+
+
+@pytest.mark.parametrize("options", [{"dim": 0, "ndim": 1}, {"axis": "dp"}])
+def test_vectors_and_other_axes_are_left_alone(graph, options):
     x, w = graph.placeholder("x"), graph.placeholder("w")
     product = linear(graph, gathered(graph, x, **options), w)
     assert unchanged(graph, scattered(graph, product, **options))

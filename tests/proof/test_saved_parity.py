@@ -42,7 +42,7 @@ def replicated(subject: Subject, mesh: str) -> Plan:
     parameters = dict.fromkeys(subject.prepared.analysis.graph.parameters, whole)
     plan = unsplit_plan(subject.prepared, axes, parameters, 1)
     values = SavedValues(subject.prepared.analysis.graph, plan)
-    lines = {each.name: values.sliced(each, lambda states: states[0]) for each in values.all}
+    lines = {each.name: values.sliced(each, lambda _, states: states[0]) for each in values.all}
     return replace(plan, saved={name: line for name, line in lines.items() if line is not None})
 
 

@@ -15,11 +15,13 @@ from torch import Tensor
 import autopar
 from autopar import _torch
 from autopar.errors import AutoparError
+from autopar.ops import decomposed
 from autopar.ops.collectives import group_name
 from autopar.ops.decomposed import gather_products, product_scatter
 from tests.runtime.models import make
 from tests.runtime.ranks import Ranks
 from tests.runtime.training import compiled, difference, drawn, single, train
+from tests.support.peak import PeakBytes
 from tests.support.staged import captured_once
 
 pytestmark = pytest.mark.multiprocess
@@ -50,6 +52,114 @@ def test_ranks_train_as_one_process(
 
 def trained(mesh: dict[str, int], recipe: Any, options: dict[str, Any]) -> dict[str, Any]:
     return compiled("gpt", mesh, recipe, decompose="tp", **options)
+
+
+def test_panels_train_as_one_process(four_ranks: Ranks) -> None:
+    """SUMMA over 2 x 2 ranks: operands arrive in panels, forward and again in backward."""
+    expected = single("mlp")
+    for found, again in four_ranks.run(with_panels):
+        assert again > 0
+        assert difference(found, expected) < 1e-9
+
+
+def with_panels() -> tuple[dict[str, Any], int]:
+    """What the recipe 2d gets in pieces along x, and the number of operands that were gathered a second time."""
+    count = 0
+
+    def counted(*args: Any) -> Any:
+        nonlocal count
+        count += 1
+        return gathers_again(*args)
+
+    gathers_again = decomposed._again
+    with mock.patch.object(decomposed, "_again", counted):
+        found = compiled("mlp", {"x": 2, "y": 2}, {"x,y": "2d"}, decompose="x")  # type: ignore[arg-type]
+    return found, count
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_gathered_products_are_those_of_the_gathered_operand(
+    four_ranks: Ranks, dim: int, again: bool
+) -> None:
+    """Along rows and along features; forward, and the gradients of operand, weights and bias."""
+    for error, kept_bytes in four_ranks.run(gathered_in_pieces, dim, again):
+        assert error < 1e-12
+        assert kept_bytes == (1 if again else 4) * 4 * 8 * 12 * 8 // 4
+
+
+def gathered_in_pieces(dim: int, again: bool) -> tuple[float, int]:
+    """The largest difference from the whole operand's products, and the bytes of it that are kept for backward."""
+    rank, group = dist.get_rank(), group_name(dist.group.WORLD)  # type: ignore[arg-type]
+    draw = torch.Generator().manual_seed(0)
+    whole, v, w = (
+        torch.randn(shape, generator=draw, dtype=torch.float64, requires_grad=True)
+        for shape in ((4, 8, 12), (5, 12), (3, 12))
+    )
+    b = torch.randn(3, generator=draw, dtype=torch.float64, requires_grad=True)
+    expected = F.linear(whole, v).square().sum() * (rank + 1) + F.linear(whole, w, b).sin().sum()
+    of_whole = torch.autograd.grad(expected, (whole, v, w, b))
+    dist.all_reduce(
+        of_whole[0]
+    )  # the gradients of all ranks for the operand are added up and scattered
+    x = whole.detach().chunk(4, dim)[rank].contiguous().requires_grad_()
+    sizes: list[int] = []
+
+    def pack(saved: Tensor) -> Tensor:
+        sizes.append(0 if saved.data_ptr() in (v.data_ptr(), w.data_ptr()) else saved.nbytes)
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        first, second = gather_products(x, [v, w], [None, b], dim, 4, group, again)
+    found = first.square().sum() * (rank + 1) + second.sin().sum()
+    of_x, *others = torch.autograd.grad(found, (x, v, w, b))
+    pairs = zip((of_x, *others), (of_whole[0].chunk(4, dim)[rank], *of_whole[1:]), strict=True)
+    errors = [float((a - e).abs().max()) for a, e in pairs] + [float((found - expected).abs())]
+    return max(errors), sum(sizes)
+
+
+def test_a_rank_has_two_panels_at_most(four_ranks: Ranks) -> None:
+    """Of an operand of 4 pieces of 64 x 256 numbers: that which is multiplied, and the next, beside its own."""
+    piece, weight = 64 * 256 * 8, 8 * 1024 * 8
+    small = 64 * 8 * 8 * 3  # results of 8 columns: the sum, a product, and the sum's copy
+    for most in four_ranks.run(most_bytes):
+        assert 3 * piece + weight <= most <= 3 * piece + weight + small
+
+
+def most_bytes() -> int:
+    """The most bytes that a product by panels holds at a time, its operands included."""
+    x, weight = torch.ones(64, 256, dtype=torch.float64), torch.ones(8, 1024, dtype=torch.float64)
+    with PeakBytes() as found:
+        gather_products(x, [weight], [None], 1, 4, group_name(dist.group.WORLD), True)  # type: ignore[arg-type]
+    return found.most
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_scattered_products_are_the_parts_of_their_sum(four_ranks: Ranks, dim: int) -> None:
+    """Along rows and along columns; forward, and the gradients of operand, weight and bias."""
+    assert max(four_ranks.run(scattered_in_pieces, dim)) < 1e-12
+
+
+def scattered_in_pieces(dim: int) -> float:
+    """The largest difference of a rank's part, and of its gradients, from those of the sum of all ranks' products."""
+    rank, group = dist.get_rank(), group_name(dist.group.WORLD)  # type: ignore[arg-type]
+    draw = torch.Generator().manual_seed(0)
+    xs, ws, bs = (
+        [
+            torch.randn(shape, generator=draw, dtype=torch.float64, requires_grad=True)
+            for _ in range(4)
+        ]
+        for shape in ((4, 8, 6), (12, 6), (12,))
+    )
+    whole = sum(map(F.linear, xs, ws, bs), start=torch.zeros(()))
+    own = (xs[rank], ws[rank], bs[rank])
+    expected = torch.autograd.grad(
+        whole.square().sum(), own
+    )  # every rank's loss is that of its part
+    part = product_scatter(*own, dim, 4, group)
+    found = torch.autograd.grad(part.square().sum(), own)
+    pairs = [*zip(found, expected, strict=True), (part, whole.chunk(4, dim)[rank])]
+    return max(float((a - e).abs().max()) for a, e in pairs)
 
 
 @pytest.mark.parametrize(

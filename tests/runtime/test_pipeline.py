@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,8 +13,6 @@ import torch.nn.functional as F
 from gpt import GPT, GPTConfig, loss_fn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import autopar
 from autopar.ir import SCHEDULES, Pipeline
@@ -23,6 +20,7 @@ from autopar.proof.verdict import nan_last
 from tests.runtime.models import Batch, make, mean_square
 from tests.runtime.ranks import Ranks, equal_on_all
 from tests.runtime.training import difference, full_state, single, train
+from tests.support.peak import PeakBytes
 from tests.support.staged import captured_once, plan_for, prepared_once, with_stages
 from tests.support.tables import often
 
@@ -342,34 +340,6 @@ def test_the_norm_is_that_of_the_whole_model(four_ranks: Ranks) -> None:
 
 
 # --- models without weights
-
-
-class PeakBytes(TorchDispatchMode):
-    """The most bytes that tensors made inside it held at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = 0
-        self._seen: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
-            if type(x) is Tensor and x.device.type == "cpu":
-                self._add(x.untyped_storage())
-        return result
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key not in self._seen:
-            self._seen.add(key)
-            self.now += size
-            self.most = max(self.most, self.now)
-            weakref.finalize(storage, self._remove, key, size)
-
-    def _remove(self, key: int, size: int) -> None:
-        self._seen.discard(key)
-        self.now -= size
 
 
 def layers(width: int) -> nn.Module:
