@@ -8,9 +8,10 @@ anything arrives, or before anything can be sent:
     hidden                min(T, C - C / n)
 
 In the backward of an all-gather the pieces are those of the operand's gradient, half of the work, and the gradients of
-the weights follow, where weights are trained: C / 2n stands for C / n there. If a rank keeps its own piece of the operand
-alone, the other pieces are gathered again beside this second half, so that each half hides what it can of its own
-messages: C / 2 - C / 2n. Then a rank never has the whole operand, but one piece that it multiplies and one on its way.
+the weights follow, where weights are trained: C / 2n stands for C / n there. If a rank keeps its own piece of the
+operand alone, the other pieces are gathered again beside this second half, so that each half hides what it can of its
+own messages: C / 2 - C / 2n. Then a rank never has the whole operand, but one piece that it multiplies and one on its
+way.
 
 A result without the factor that is in pieces is added up. For each piece but the first, the sum (in at least 32 bits)
 is read and written once more, and the piece written and read.
@@ -185,9 +186,7 @@ class Decomposed:
         pieces = self.sizes.axis(gather.axis)
         of_weights = () if self._is_along_the_last_dim(gather, name) else products
         sums = [(op.operands[1], self.flow.operands[op.name][1]) for op in of_weights]
-        return Panels(
-            pieces, Beside(products, _left(pieces, halves=2), self._summed(sums, pieces))
-        )
+        return Panels(pieces, Beside(products, _left(pieces, halves=2), self._summed(sums, pieces)))
 
     def _gathering(self, name: str, target: Layout) -> list[Op]:
         """The products for which the last call of a conversion gathers; none if others read what it gathers, too."""
@@ -210,7 +209,9 @@ class Decomposed:
         found = self._slice(name, target, readers)
         if found is None or found.tensor != name:
             return True
-        back = calls(self.graph.tensors[name].dims, found.slice_layout, found.layout, self.plan.mesh)
+        back = calls(
+            self.graph.tensors[name].dims, found.slice_layout, found.layout, self.plan.mesh
+        )
         (call, *more) = back or (None,)
         is_same = call is not None and not more and call.is_same_forward(gather)
         return is_same and found.tier == "device" and self.plan.recompute == "none"

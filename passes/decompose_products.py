@@ -4,8 +4,9 @@
     y = linear(x, w); z = reduce_scatter(y, [1])                 ->   z = product_scatter(x, w)
 
 An all-gather is decomposed if linear layers alone read its result, and a reduce-scatter if it alone reads the result
-of a linear layer. If between an all-gather and its linear layers stands the mark of a saved slice (`autopar.ops.saving`)
-which is the operand of the all-gather, the call keeps this operand itself, and gathers again in backward:
+of a linear layer. If between an all-gather and its linear layers stands the mark of a saved slice
+(`autopar.ops.saving`) which is the operand of the all-gather, the call keeps this operand itself, and gathers again in
+backward:
 
     g = all_gather(x, [2]); k = kept(g, "layers.0.a"); a = linear(k, v)   ->   p = gather_products(x, (v,), again=True)
 
@@ -115,7 +116,8 @@ def _gather(
     weights, biases = zip(*operands, strict=True)
     with graph.inserting_before(products[0]):
         whole = graph.call_function(
-            target, (call.x, weights, biases, call.dims[0], call.size, call.group, _slice(read) != "")
+            target,
+            (call.x, weights, biases, call.dims[0], call.size, call.group, _slice(read) != ""),
         )
         whole.meta = dict(products[0].meta)
         for number, product in enumerate(products):
