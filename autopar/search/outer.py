@@ -49,6 +49,7 @@ from autopar.search.trials import (
     refined_trials_of,
     trials_of,
 )
+from autopar.search.unsplit_axis import unsplit_trials_of
 
 Promised = tuple[Mesh, str, int]  # mesh, recipe and micro-batches of a promise
 
@@ -126,6 +127,7 @@ class _Outer:
             self._try(if_none_fits, tried)
         self._try(refined_trials_of(self.graph, self.request, explored), tried)
         self._try_in_dims(tried)
+        self._try(unsplit_trials_of(self.graph, self.request, explored, tried.best_seconds), tried)
         if not tried.found:
             lines = [str(error) for error in tried.reasons]
             lines = lines or [f"{self.request.text} rule out every mesh. Drop one of them."]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.hardware import Hardware
 from autopar.errors import AutoparError, SearchError
 from autopar.ir import PIPELINE_AXIS, Graph, Mesh, with_pipeline
 from autopar.pipeline.blocks import has_blocks
@@ -128,12 +129,12 @@ def trials_of(
     # The estimate of a step without stages is nearly exact: its plan comes first, and bounds the others.
     plain = [each for each in explored.settings if each.setting.inner == 1]
     trials = list(promising(plain, request, blocks_of(graph)))
-    flat = next((each for each in trials if _depth(each.mesh) == 1), None)
+    flat = next((each for each in trials if depth_of(each.mesh) == 1), None)
     if flat is not None:
         trials = [flat, *(each for each in trials if each is not flat)]
     return (
-        [each for each in trials if _depth(each.mesh) in first],
-        [each for each in trials if _depth(each.mesh) in if_none_fits],
+        [each for each in trials if depth_of(each.mesh) in first],
+        [each for each in trials if depth_of(each.mesh) in if_none_fits],
     )
 
 
@@ -177,32 +178,46 @@ def blocks_of(graph: Graph) -> int:
 def space_of(graph: Graph, request: Request, rows: int) -> Space:
     """The space of settings of a model on the ranks of a request, for a step of `rows` samples."""
     assert request.ranks is not None, "a searched mesh needs a number of ranks"
-    node = math.gcd(request.ranks, request.hardware.devices_per_node)
-    hardware = replace(request.hardware, devices_per_node=node)
     again = [r for r in recomputations(request) if not isinstance(r, float)] or ["none", "full"]
     first, if_none_fits = depths_of(graph, request)
     return Space(
-        graph, Cluster(hardware, request.ranks // node), rows, request.training_state,
+        graph, cluster_of(request.hardware, request.ranks), rows, request.training_state,
         request.software, stages=(*first, *if_none_fits),
         recomputes=tuple(again) if graph.stacks else ("none",), pins=request.pins,
         own_batch=not request.cuts_batch,
     )  # fmt: skip
 
 
+def cluster_of(hardware: Hardware, ranks: int) -> Cluster:
+    """The nodes that hold so many ranks."""
+    node = math.gcd(ranks, hardware.devices_per_node)
+    return Cluster(replace(hardware, devices_per_node=node), ranks // node)
+
+
 def closed_forms(space: Space, request: Request) -> tuple[PricedCandidate, ...]:
     """Estimates of all settings that a request allows, fastest first. Raises AutoparError if there are none."""
+    found = tuple(allowed(space, request))
+    if not found:
+        raise SearchError(
+            f"Nothing is left of the {len(_every(space, request))} ways to lay the model on {space.cluster}: "
+            f"{request.text} rule out all of them. Drop one of them."
+        )
+    return found
+
+
+def allowed(space: Space, request: Request) -> list[PricedCandidate]:
+    """Estimates of all settings that a request allows, fastest first. Raises AutoparError if the space is empty."""
+    node = request.hardware.devices_per_node
+    return [each for each in _every(space, request) if allows(request, each.setting, node)]
+
+
+def _every(space: Space, request: Request) -> list[PricedCandidate]:
+    """Estimates of all settings of a space, fastest first."""
     priced = space.price()
     if {"none", "full"} <= {*space.recomputes}:  # then also numbers of blocks between them
         priced += space.with_fewest_blocks(priced, request.bound_bytes)
         priced.sort(key=lambda each: (each.seconds, each.setting.name))
-    node = request.hardware.devices_per_node
-    found = tuple(each for each in priced if allows(request, each.setting, node))
-    if not found:
-        raise SearchError(
-            f"Nothing is left of the {len(priced)} ways to lay the model on {space.cluster}: "
-            f"{request.text} rule out all of them. Drop one of them."
-        )
-    return found
+    return priced
 
 
 def promising(
@@ -224,7 +239,7 @@ def promising(
 
     def promise(each: PricedCandidate) -> float:
         """The estimate with the smaller bubble that the largest searched number of chunks gives."""
-        chunks = max(searched_chunks(blocks, _depth(each.setting.world_mesh)), default=1)
+        chunks = max(searched_chunks(blocks, depth_of(each.setting.world_mesh)), default=1)
         moved = moved_seconds(each, request)
         seconds = each.seconds - (1 - 1 / chunks) * each.parts.get("bubble", 0.0)
         return seconds if math.isinf(moved) else seconds + moved
@@ -274,5 +289,6 @@ def is_tight(known: tuple[Trial, Planned] | None, request: Request) -> bool:
     return gives_way or bytes_ > _FULL * request.bound_bytes
 
 
-def _depth(mesh: Mesh) -> int:
+def depth_of(mesh: Mesh) -> int:
+    """Number of pipeline ranks of a mesh."""
     return dict(mesh.axes).get(PIPELINE_AXIS, 1)

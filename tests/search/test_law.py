@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.cost_model import Hardware
+from autopar.cost_model import Hardware, find_hardware
 from autopar.cost_model.hardware import Host
 from autopar.cost_model.items import FULL, MIXED_FLOAT32_GRADIENTS, TrainingState
 from autopar.cost_model.software import AUTOPAR, Software
@@ -18,6 +18,7 @@ from autopar.search import search
 from autopar.search.outer import search_plan
 from autopar.search.pipeline import search_pipeline
 from autopar.search.request import Request
+from autopar.search.search import meshes_of
 from tests.search.graphs import LlamaSizes, llama
 from tests.search.stacked import residual
 from tests.search.toy import TOY
@@ -106,6 +107,14 @@ def test_a_plan_fits_whenever_one_under_a_recipe_does(graph: Graph) -> None:
         seconds.append(found.step_seconds)
     for less, more in itertools.pairwise(seconds):
         assert more <= TOLERANCE * less
+
+
+def test_no_mesh_with_an_axis_that_splits_nothing_is_faster() -> None:
+    """Two stages took 15 times the step of one rank, where a message takes longer than the whole step."""
+    graph, request = residual(2), Request(find_hardware("cpu-gloo"), ranks=4)
+    named = [search_plan(graph, request.but(mesh=mesh)).best.price for mesh in meshes_of(4)]
+    best = search_plan(graph, request).best.price.step_seconds
+    assert best <= TOLERANCE * min(each.step_seconds for each in named)
 
 
 @pytest.mark.parametrize("update_bytes_per_second", [1e9, 1e7])
