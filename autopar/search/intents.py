@@ -103,12 +103,12 @@ def _allows_recipe(request: Request, setting: ClusterSetting) -> bool:
     own = {"dp": setting.data, "tp": setting.tensor}
     return all(
         _size(setting, axis) == 1 if wanted == "" else wanted in ("auto", own[axis])
-        for axis, wanted in _recipes(request).items()
+        for axis, wanted in recipes_of_axes(request).items()
         if _size(setting, axis) > 1 or wanted == ""
     )
 
 
-def _recipes(request: Request) -> Mapping[str, str]:
+def recipes_of_axes(request: Request) -> Mapping[str, str]:
     """The recipe of dp and of tp; "" where the axis must have one rank."""
     inside = request.inside
     if not isinstance(inside, str):

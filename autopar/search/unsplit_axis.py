@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from autopar.ir import Graph
-from autopar.search.intents import allows
+from autopar.search.intents import allows, recipes_of_axes
 from autopar.search.pipeline_settings import divisors
 from autopar.search.request import Request
 from autopar.search.settings import ClusterSetting, PricedCandidate
@@ -64,11 +64,13 @@ def _estimates(explored: Explored, request: Request, ranks: int) -> list[PricedC
 def _on_all_ranks(part: ClusterSetting, request: Request) -> ClusterSetting | None:
     """A setting of fewer ranks, with the others along an axis that it does not use; None if it uses both.
 
-    None also if the request rules out what lies along that axis.
+    None also if the request names a recipe for that axis, or rules it out.
     """
     assert request.ranks is not None, "a searched mesh needs a number of ranks"
     spare = request.ranks // (part.dp * part.tp * part.stages)
-    wholes = [replace(part, dp=spare)] * (part.dp == 1) + [replace(part, tp=spare)] * (part.tp == 1)
+    free = [axis for axis, recipe in recipes_of_axes(request).items() if recipe == "auto"]
+    wholes = [replace(part, dp=spare)] * (part.dp == 1 and "dp" in free)
+    wholes += [replace(part, tp=spare)] * (part.tp == 1 and "tp" in free)
     node = request.hardware.devices_per_node
     return next((each for each in wholes if allows(request, each, node)), None)
 

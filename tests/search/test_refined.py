@@ -102,6 +102,6 @@ def test_an_axis_that_is_pinned_or_needs_no_second_stays_one(options: dict[str, 
 
 
 def test_a_searched_mesh_may_have_two_axes() -> None:
-    """Without data parallelism and stages, all four ranks are of tensor parallelism."""
-    best = found(ranks=4, stages=(1,), without=frozenset({"dp"}), batch=4).best
+    """Under tensor parallelism alone, the two axes split what one axis leaves whole."""
+    best = found(ranks=4, stages=(1,), recipe="tp", batch=4).best
     assert str(best.plan.mesh) == "dp=1,tp=2,tq=2"
