@@ -123,7 +123,7 @@ from autopar._torch.shortcuts import code_when_called, quick_decompositions
 from autopar._torch.symbols import SYMBOLIC, OtherSizes, SizeValues, depends_on_values
 from autopar._torch.tensors import (
     has_storage,
-    is_shared,
+    own_gradient,
     storage_key,
     storage_reference,
     without_memory,
@@ -142,10 +142,10 @@ __all__ = [
     "forked_random_state", "forward_of_running_node",
     "fused_attention", "fused_attention_backward", "gradient_flags", "group_seconds", "guard_hooks", "handed_on",
     "has_backward_hooks", "has_fused_attention", "has_storage", "has_used_accelerator", "host_copy",
-    "in_functorch_transform", "is_accelerator", "is_functional", "is_shared", "lines_along", "local_gradient",
+    "in_functorch_transform", "is_accelerator", "is_functional", "lines_along", "local_gradient",
     "local_tensor",
     "make_states_by", "map_file", "missing_cpp_compiler", "multiplies_tiles", "noting_forward",
-    "on_second_derivative", "outside_of_traces", "own_generators", "owned_as", "peak_allocated_bytes",
+    "on_second_derivative", "outside_of_traces", "own_generators", "own_gradient", "owned_as", "peak_allocated_bytes",
     "pipeline_actions", "plain_checkpoints",
     "pipeline_computations", "pipeline_stage", "product_of_tiles", "quick_decompositions", "quiet_export",
     "quiet_fake_failures", "quiet_torchao", "random_states", "reduce_scatter",

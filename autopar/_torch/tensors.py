@@ -32,6 +32,17 @@ def is_shared(x: Tensor) -> bool:
     return bool(torch._C._storage_Use_Count(storage._cdata) > 2)  # `x` and `storage`
 
 
+def own_gradient(leaf: Tensor) -> None:
+    """Gives a leaf a copy of its gradient, if another tensor has the gradient's memory.
+
+    Autograd gives leaves views of one gradient, as in `a.view(4, 2) + b.view(4, 2)`, which may also be a gradient that
+    a later node of the backward reads. It adds the gradient of the next backward in place.
+    """
+    gradient = leaf.grad
+    if gradient is not None and gradient.layout is torch.strided and is_shared(gradient):
+        leaf.grad = gradient.clone()
+
+
 def storage_key(x: Tensor) -> int:
     """A number that identifies a tensor's storage as long as the storage is alive."""
     return x.untyped_storage()._cdata

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from autopar._torch import own_gradient
 from autopar.ir import Plan
 from autopar.ops.sharding import shard
 from autopar.pipeline.schedules import Action, actions
@@ -125,6 +126,7 @@ class Rehearsal:
                 self._backward(*key, WholeBackward if is_whole else SplitBackward)
             if action.kind in "BW":
                 self._flights[key].land()
+                self._own_gradients(*key)
             if action.kind == "U":
                 self._update(*key)
         aloft = [key for key, flight in self._flights.items() if not flight.has_landed]
@@ -189,6 +191,11 @@ class Rehearsal:
         flight.halves = kind([x for x, _ in pairs], [g for _, g in pairs], inputs)
         for x, gradient in zip(inputs, flight.halves.input_gradients, strict=True):
             x.grad = gradient
+
+    def _own_gradients(self, stage: int, micro_batch: int) -> None:
+        for ranks in self._leaves_of(stage, micro_batch).values():
+            for leaf in ranks:
+                own_gradient(leaf)
 
     def _arrived(self, stage: int, micro_batch: int) -> list[Ranks | None]:
         """The gradients of a stage's results: of the loss on the last stage, else those that the next stage sent."""

@@ -3,6 +3,9 @@
 Leaves whose gradients travel by the same ops over the same axes share a bucket. A bucket leaves as soon
 as the last of its gradients is complete and every bucket before it has left, so that all ranks start the
 same collectives in the same order while backward goes on. What a bucket carries is freed at once.
+
+Collectives, and the gradients of later micro-batches, are added to a gradient in place. So a leaf whose gradient is
+complete gets its own copy if anything else, such as the backward that goes on, has the gradient's memory.
 """
 
 from __future__ import annotations
@@ -15,7 +18,6 @@ import torch
 from torch import Tensor
 
 from autopar import _torch
-from autopar.ir import BY_ROWS
 from autopar.runtime.failing_op import naming_tensors
 from autopar.runtime.hops import signature
 from autopar.runtime.parameters import Residents, batches
@@ -113,6 +115,8 @@ class Reducer:
 
     def finish(self) -> None:
         """After the backward of a micro-batch: sends what is left, and hands all gradients over."""
+        for leaf in self._residents.leaves:
+            _torch.own_gradient(leaf)
         while self._departing:
             self._send(self._departing.pop(0))
         while self._under_way:
@@ -125,6 +129,7 @@ class Reducer:
             leaf.grad = None
 
     def _complete(self, i: int) -> None:
+        _torch.own_gradient(self._residents.leaves[i])
         bucket = self._bucket_of[i]
         bucket.ready.add(i)
         while self._departing and self._is_full(self._departing[0]):
@@ -145,18 +150,13 @@ class Reducer:
             leaf = self._residents.leaves[i]
             if leaf.grad is not None:
                 bucket.sent.append(i)
-                # The owner adds rows in place, and autograd may give two leaves views of one gradient.
-                copies = self._goes_by_rows(i) and _torch.is_shared(leaf.grad)
-                gradients.append(leaf.grad.clone() if copies else leaf.grad)
+                gradients.append(leaf.grad)
                 leaf.grad = None
         if gradients:
             routes = [self._residents.returns[i] for i in bucket.sent]
             with self._naming(bucket):
                 bucket.transfer = Transfer(routes, gradients, self._residents.world)
             self._under_way.append(bucket)
-
-    def _goes_by_rows(self, i: int) -> bool:
-        return any(hop.name in BY_ROWS.values() for hop in self._residents.returns[i])
 
     @torch.no_grad()
     def _receive(self, bucket: Bucket) -> None:

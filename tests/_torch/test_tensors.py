@@ -28,9 +28,16 @@ def test_a_storage_key_is_that_of_its_views():
     assert _torch.storage_key(x) == _torch.storage_key(x[1:]) != _torch.storage_key(x.clone())
 
 
-def test_a_tensor_is_shared_while_it_has_a_view():
-    x = torch.ones(4)
-    view = x[1:]
-    assert _torch.is_shared(x) and _torch.is_shared(view)
-    del view
-    assert not _torch.is_shared(x)
+def test_a_leaf_gets_its_own_gradient_while_another_tensor_has_the_memory():
+    x = torch.ones(4, requires_grad=True)
+    x.grad = torch.ones(4)
+    mine = x.grad
+    _torch.own_gradient(x)
+    assert x.grad is mine
+    other = mine.view(2, 2)
+    del mine
+    _torch.own_gradient(x)
+    x.grad += 1
+    assert torch.equal(other, torch.ones(2, 2))
+    x.grad = torch.ones(4).to_sparse()
+    _torch.own_gradient(x)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
-from autopar.ir import O
 from tests.runtime.ranks import Ranks
 from tests.runtime.training import difference, train
 
@@ -117,34 +115,3 @@ def test_a_rank_without_an_index_sends_no_row(four_ranks: Ranks) -> None:
     parts = made()[1][0].chunk(4)
     assert [each["sent"] for each in found] == [0, *map(message, parts[1:])]
     assert message(parts[3]) == COUNT
-
-
-class Halves(nn.Module):
-    """Autograd gives its two parameters one gradient, each another view of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = (nn.Parameter(torch.ones(8, dtype=torch.float64)) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * (self.a.view(4, 2) + self.b.view(4, 2))).square().mean()
-
-
-def shared(rank_count: int) -> dict[str, Tensor]:
-    """The gradients that the owner has after a step, both sent by rows."""
-    model, x = Halves(), torch.arange(32.0, dtype=torch.float64).view(4, 4, 2)
-    asked = {"mesh": {"x": rank_count}, "recipe": "ddp", "example_inputs": (x,)}
-    plan = autopar.compile(Halves(), **asked).plan
-    owned = {
-        name: replace(how, storage=(O(0),), by_rows=True) for name, how in plan.parameters.items()
-    }
-    compiled = autopar.compile(model, example_inputs=(x,), plan=replace(plan, parameters=owned))
-    compiled.step(x)
-    return {name: p.grad.to_local().clone() for name, p in model.named_parameters()}
-
-
-def test_parameters_with_one_gradient_keep_their_own(two_ranks: Ranks) -> None:
-    model = Halves()
-    model(torch.arange(32.0, dtype=torch.float64).view(4, 4, 2)).backward()
-    owner, _ = two_ranks.run(shared, 2)
-    assert all(torch.allclose(owner[name], p.grad) for name, p in model.named_parameters())
