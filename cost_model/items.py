@@ -39,7 +39,8 @@ class Item:
         region: position relative to the repeated layers: before, in or after them.
         count: number of executions in one phase.
         seconds: duration of one execution.
-        traffic_bytes: bytes that one execution moves in the device's memory, or sends over the link.
+        traffic_bytes: bytes that one execution moves in the device's memory, or sends over the link; a mean over all
+            ranks where ranks send different amounts.
         flops: floating-point operations of one execution.
         kernels: kernels that the host issues for one execution.
         carries: "activation", "parameter" or "gradient" for a collective or a move between memories, "" for compute.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
@@ -113,6 +114,7 @@ class NodeItems:
             bucket_bytes=self.bucket_bytes,
         )  # fmt: skip
         sent = traffic_bytes(name, before_bytes=before, after_bytes=after, ranks=ranks)
+        sent = sent * self._share_of_ranks(places, axis)
         local = not sends(name)
         return Item(
             f"{name} {title}", name, COMPUTE if local else self.sizes.mesh.names[axis], phase, region,
@@ -121,6 +123,11 @@ class NodeItems:
             every_micro_batch=every_micro_batch, ranks=1 if local else ranks, of=of, moves=moves,
             recomputed=self._recomputed(of, phase) if recomputed is None else recomputed, places=places,
         )  # fmt: skip
+
+    def _share_of_ranks(self, places: Places, axis: int) -> Quantity:
+        """Fraction of all ranks that take part in a collective along an axis, as the axis's other ranks do."""
+        shares = (len(at) / self.sizes.axis(other) for other, at in places if other != axis)
+        return math.prod(shares, start=1)
 
     def _title(self, name: str) -> str:
         """Words for a tensor in reports: the parameter's name, or the op that produces it."""

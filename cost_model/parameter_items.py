@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from autopar.cost_model.arith import Quantity, larger, smaller
+from autopar.cost_model.arith import Quantity, larger
 from autopar.cost_model.collectives import collective_seconds
 from autopar.cost_model.compute import memory_seconds
 from autopar.cost_model.hardware import Link
@@ -49,6 +49,14 @@ class ParameterItems(NodeItems):
                     title, backward, axis, "reduce", region, count, sent, kept,
                     "gradient", of=name, every_micro_batch=how.reduce == "micro_batch", places=places,
                 )  # fmt: skip
+
+    def messages_to_owner(self, name: str, how: ParameterPlan) -> Iterator[Quantity]:
+        """Bytes of a gradient's message from one rank to the owner, for each axis along which it is sent."""
+        tensor = self.graph.tensors[self.graph.parameters[name]]
+        for axis, _, backward, _, after, _ in self._steps(tensor, how.storage, how.resident):
+            if backward in BY_ROWS:
+                whole = after * self._gradient_scale(tensor)
+                yield message_bytes(self, tensor, how, axis, whole) if how.by_rows else whole
 
     def parameter(self, name: str, how: ParameterPlan) -> Iterator[Holding]:
         """Memory of a parameter, its gradient and its optimizer states."""
@@ -119,13 +127,11 @@ class ParameterItems(NodeItems):
         yield "parameters", copied, False
         if not tensor.needs_grad:
             return
-        ((_, summed),) = self._gradient_bytes(tensor, how)
-        if how.reduce == "micro_batch":
-            yield "gradients", share * summed, True
-        else:  # on the owner `.grad` takes the place of the sum
-            arrived = smaller(stored, count * summed)
-            yield "gradients", arrived, True
-            yield "gradients", count * summed - arrived, False
+        arrived = share * self._arrived_bytes(tensor, how)
+        yield "gradients", arrived, True
+        if how.reduce == "step":  # on a rank that has both, `.grad` takes the place of the sum
+            summed = count * self._summed_bytes(tensor, how.resident)
+            yield "gradients", larger(0, summed - arrived), False
         state = self.training_state
         yield (
             "optimizer",
@@ -143,19 +149,32 @@ class ParameterItems(NodeItems):
         summed in `.grad`. Where a use gathers the parameter, the reduced shard stays on the device, or in the resident
         tier, until backward ends.
         """
-        state, per_step = self.training_state, how.reduce == "step"
-        scale = self._gradient_scale(tensor) + state.fresh_gradient_bytes / tensor.itemsize_bytes
-        summed = scale * self.sizes.bytes(tensor, how.resident if per_step else how.storage)
-        own_bytes = tensor.gradient_scale * tensor.itemsize_bytes
-        widens = state.gradient_bytes is None and own_bytes < tensor.at_rest.itemsize_bytes
-        arrived = self.sizes.bytes(tensor.at_rest, how.storage)
-        used = how.resident_tier
+        per_step, used = how.reduce == "step", how.resident_tier
+        summed = self._summed_bytes(tensor, how.resident if per_step else how.storage)
+        arrived = self._arrived_bytes(tensor, how)
         if how.tier == "device" or (how.tier == used and per_step and not self._converts(how)):
-            yield how.tier, larger(summed, arrived) if widens else summed
+            yield how.tier, larger(summed, arrived) if self._widens(tensor) else summed
             return
-        yield how.tier, arrived if widens else scale * self.sizes.bytes(tensor, how.storage)
+        yield how.tier, arrived
         if per_step or used != "device" or any(state.kind == "S" for state in how.resident):
             yield used, summed
+
+    def _summed_bytes(self, tensor: Tensor, layout: Layout) -> Quantity:
+        """Bytes of a gradient's sum over micro-batches in a layout."""
+        fresh = self.training_state.fresh_gradient_bytes / tensor.itemsize_bytes
+        return (self._gradient_scale(tensor) + fresh) * self.sizes.bytes(tensor, layout)
+
+    def _arrived_bytes(self, tensor: Tensor, how: ParameterPlan) -> Quantity:
+        """Bytes of `.grad`, on a rank that has the stored parameter."""
+        if self._widens(tensor):
+            return self.sizes.bytes(tensor.at_rest, how.storage)
+        return self._summed_bytes(tensor, how.storage)
+
+    def _widens(self, tensor: Tensor) -> bool:
+        """Whether `.grad`, in the stored parameter's dtype, has wider elements than the sum that it replaces."""
+        own_bytes = tensor.gradient_scale * tensor.itemsize_bytes
+        is_given = self.training_state.gradient_bytes is not None
+        return not is_given and own_bytes < tensor.at_rest.itemsize_bytes
 
     def _cast(
         self, name: str, tensor: Tensor, how: ParameterPlan, region: Region, count: Quantity

@@ -1,10 +1,11 @@
 """Bytes that one rank sends in a collective, with the ring algorithms that send the fewest.
 
 In an all-gather or reduce-scatter of B bytes over n ranks every rank sends (n - 1) / n B, and twice as much in an
-all-reduce (Patarasuk and Yuan 2009). In a broadcast or reduce of B bytes all ranks but one send B, which is
-(n - 1) / n B on average. A scatter or gather moves (n - 1) / n B from or to the owner, and a send moves B.
+all-reduce (Patarasuk and Yuan 2009). Where ranks send different amounts, the bytes are their mean over the n ranks. In
+a broadcast or reduce of B bytes all ranks but one send B: (n - 1) / n B. In a scatter or gather (n - 1) / n B leave or
+reach the owner: (n - 1) / n^2 B. In a send one rank sends B: B / n.
 
-By rows (`reduce_rows`, `send_rows`) B bytes are those of a message; all ranks but the owner send one.
+By rows (`reduce_rows`, `send_rows`) B bytes are those of a message: all ranks but the owner send one, or one rank does.
 
 In a rotation the block of every rank goes round all n, in n - 1 sends of each; back it goes once more, with the sum of
 its gradients (`autopar.ops.ring_attention`).
@@ -28,8 +29,8 @@ _RINGS: Mapping[str, Callable[[Quantity, Quantity], Quantity]] = MappingProxyTyp
     {
         "broadcast": lambda before, after: after,
         "reduce": lambda before, after: before,
-        "scatter": lambda before, after: before,
-        "gather": lambda before, after: after,
+        "scatter": lambda before, after: after,
+        "gather": lambda before, after: before,
         "reduce_rows": lambda before, after: before,
         "keep": lambda before, after: 0,
         "fill": lambda before, after: 0,
@@ -48,8 +49,8 @@ _RINGS: Mapping[str, Callable[[Quantity, Quantity], Quantity]] = MappingProxyTyp
 # How often a rank sends as many bytes as it holds before.
 _SENDS: Mapping[str, Callable[[Quantity], Quantity]] = MappingProxyType(
     {
-        "send": lambda ranks: 1,
-        "send_rows": lambda ranks: 1,
+        "send": lambda ranks: 1 / ranks,
+        "send_rows": lambda ranks: 1 / ranks,
         "serve": lambda ranks: ranks - 1,
         "rotate": lambda ranks: ranks - 1,
         "rotate_back": lambda ranks: 2 * (ranks - 1),
@@ -68,7 +69,7 @@ def sends(name: str) -> bool:
 def traffic_bytes(
     name: str, *, before_bytes: Quantity, after_bytes: Quantity, ranks: Quantity
 ) -> Quantity:
-    """Bytes that a rank sends; it holds `before_bytes` before the collective and `after_bytes` after it."""
+    """Bytes that a rank sends, on average; it holds `before_bytes` before the collective and `after_bytes` after it."""
     if name in _SENDS:
         return before_bytes * _SENDS[name](ranks)
     assert name in _RINGS, f"no formula for the collective {name!r}"

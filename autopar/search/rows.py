@@ -59,20 +59,15 @@ def _sentences(plan: Plan, nodes: NodePricer) -> Iterator[str]:
         tensor = graph.parameters[name]
         if how.by_rows:
             rows, whole = (
-                _sent_bytes(name, replace(how, by_rows=each), nodes) for each in (True, False)
+                sum(map(float, nodes.messages_to_owner(name, replace(how, by_rows=each))))
+                for each in (True, False)
             )
             yield (
-                f"the gradient of {name} goes to its owner by rows: at most {format_bytes(rows)} in place of "
-                f"{format_bytes(whole)}"
+                f"the gradient of {name} goes to its owner by rows: at most {format_bytes(rows)} from a rank in place "
+                f"of {format_bytes(whole)}"
             )
         elif tensor in looked_up - graph.lookups.keys() and _can(graph, plan, name):
             yield (
                 f"the gradient of {name} goes to its owner whole: other ops than lookups use it, so that every row "
                 "has a gradient"
             )
-
-
-def _sent_bytes(name: str, how: ParameterPlan, nodes: NodePricer) -> float:
-    """Bytes of the gradient that a rank sends, on average."""
-    found = nodes.between_steps(name, how)
-    return sum(float(i.traffic_bytes) for i in found if i.phase == "reduce")

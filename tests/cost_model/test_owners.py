@@ -55,6 +55,16 @@ def test_a_broadcast_and_a_reduce_send_what_an_all_reduce_does() -> None:
     assert sent["broadcast"] + sent["reduce"] == sent["all_reduce"]
 
 
+def test_messages_to_or_from_one_rank_count_as_their_mean() -> None:
+    """Of four ranks one sends a whole tensor, or the owner three fourths of it, or three ranks a fourth each."""
+    whole, part = BYTES, BYTES / RANKS
+    for name, before, after, senders in (
+        ("send", whole, whole, 1), ("scatter", whole, part, 3), ("gather", part, whole, 3),
+    ):  # fmt: skip
+        sent = traffic_bytes(name, before_bytes=before, after_bytes=after, ranks=RANKS)
+        assert RANKS * sent == senders * min(before, after)
+
+
 def test_shares() -> None:
     sizes = Sizes(Mesh.of({"x": 2, "y": 4}))
     assert owned_share((O(1), R), (1, 0), sizes) == 1

@@ -18,6 +18,7 @@ from autopar.pipeline.composed import step_of
 from autopar.proof.random_plan import random_plan
 from autopar.proof.subject import Subject
 from autopar.search.search import search
+from autopar.units import format_bytes
 
 HARDWARE = find_cluster("h100x2").hardware
 ROWS, WIDTH, INDICES = 512, 16, 4 * 6
@@ -71,7 +72,7 @@ def gradient_bytes(subject: Subject, plan: Plan) -> float:
     [
         ("dp=2", "parameter-server", INDICES / 2, 1 / 2),
         ("dp=4", "data-parallel", INDICES / 4, 3 / 4),
-        ("ps=2", "serve", INDICES, 1),
+        ("ps=2", "serve", INDICES, 1 / 2),
     ],
 )
 def test_a_table_goes_by_rows_and_all_else_whole(
@@ -82,7 +83,10 @@ def test_a_table_goes_by_rows_and_all_else_whole(
     assert gradient_bytes(subject, plan) == senders * (indices * (ROW + 8) + 8)
     assert Plan.parse(str(plan)) == plan and " | step by rows\n" in str(plan)
     (note,) = [str(n) for n in plan.notes if kind_of(n) == "owners" and "by rows" in n]
-    assert note.startswith("the gradient of table.weight goes to its owner by rows: at most ")
+    message = format_bytes(indices * (ROW + 8) + 8)
+    assert note.endswith(
+        f"by rows: at most {message} from a rank in place of {format_bytes(WHOLE)}"
+    )
     assert subject.compare(plan).passed
 
 

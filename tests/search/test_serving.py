@@ -86,8 +86,42 @@ def test_the_worker_holds_no_optimizer_state(subject: Subject) -> None:
     count = sum(p.numel() for p in Towers().parameters())
     step = step_of(graph, planned(subject, "ps=2", "serve"), HARDWARE)
     assert isinstance(step, OwnedStep)
-    held = {rank[0]: float(part.held("optimizer", "first")) for rank, part in step.ranks.items()}
-    assert held == {0: 0.0, 1: 2 * 8 * count}
+    assert held(step, "optimizer") == {0: 0.0, 1: 2 * 8 * count}
+
+
+def held(step: OwnedStep, kind: str) -> dict[int, float]:
+    """Rank of the first axis -> bytes of a kind of memory."""
+    return {rank[0]: float(part.held(kind, "first")) for rank, part in step.ranks.items()}
+
+
+def test_worker_and_server_each_hold_the_gradients(subject: Subject) -> None:
+    """The worker makes them and sends them; on the server they are `.grad`, which its optimizer reads."""
+    graph = subject.prepared.analysis.graph
+    count = sum(p.numel() for p in Towers().parameters())
+    step = step_of(graph, planned(subject, "ps=2", "serve"), HARDWARE)
+    assert isinstance(step, OwnedStep)
+    assert held(step, "gradients") == {0: 8 * count, 1: 8 * count}
+    alike = step_of(graph, planned(subject, "dp=2", "ddp"), HARDWARE)
+    assert step._optimizer_seconds() == pytest.approx(alike._optimizer_seconds())
+
+
+@pytest.mark.parametrize(
+    ("mesh", "recipe"), [("ps=2", "serve"), ("ps=2,dp=2", "ps:serve,dp:zero1")]
+)
+def test_a_step_sends_the_mean_over_workers_and_servers(
+    subject: Subject, mesh: str, recipe: str
+) -> None:
+    """Of P bytes on N workers: there and back P / N from each rank, and 2 P (N - 1) / N from each worker alone."""
+    plan = planned(subject, mesh, recipe)
+    bytes_, workers = 8 * sum(p.numel() for p in Towers().parameters()), plan.mesh.size // 2
+    own = {"all_gather", "reduce_scatter", "send"}
+    items = [
+        i
+        for i in step_of(subject.prepared.analysis.graph, plan, HARDWARE).items
+        if i.of in plan.parameters
+    ]
+    sent = sum(float(i.count * i.traffic_bytes) for i in items if i.kind in own)
+    assert sent == pytest.approx(bytes_ / workers + bytes_ * (workers - 1) / workers)
 
 
 def test_ops_that_draw_run_on_servers_too() -> None:
