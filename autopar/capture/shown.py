@@ -71,9 +71,10 @@ def was_emptied(value: Any, times: int) -> bool:
 def all_cached() -> list[Any]:
     """All functions of the process with a cache of `functools`.
 
-    Python does not list what `gc.freeze` has put aside. That stays as it is, and modules are asked instead.
+    Each refers to its class, and the garbage collector finds what does in half the time of a list of all objects. It
+    does not see what `gc.freeze` has put aside. That stays as it is, and modules are asked instead.
     """
-    found = [x for x in gc.get_objects() if type(x) is _Cached]
+    found = [x for x in gc.get_referrers(_Cached) if type(x) is _Cached]
     if gc.get_freeze_count():
         found += _cached_in_modules()
     return list({id(x): x for x in found}.values())
