@@ -42,6 +42,8 @@ from autopar._torch.compiling import (
     own_generators,
     quiet_fake_failures,
     trace_recurrent_layers,
+    traced_code,
+    traced_modules,
     uncompiled,
 )
 from autopar._torch.devices import (
@@ -153,7 +155,8 @@ __all__ = [
     "saved_tensor_hooks", "schema", "set_group_timeout", "set_local_tensor", "start_all_gather", "start_all_reduce",
     "start_exchange_rows", "start_reduce_scatter", "storage_key", "storage_reference", "store_host",
     "store_seconds",
-    "synchronize", "trace_recurrent_layers", "traced_ops", "uncompiled", "update_by_shards", "user_line",
+    "synchronize", "trace_recurrent_layers", "traced_code",
+    "traced_modules", "traced_ops", "uncompiled", "update_by_shards", "user_line",
     "validates_distribution", "waiting_longer", "widened_dtype", "without_memory", "without_value_checks",
     "without_values",
 ]  # fmt: skip

@@ -6,6 +6,7 @@ import copy
 import itertools
 import logging
 from collections.abc import Callable, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
@@ -126,6 +127,23 @@ def own_generators() -> list[str]:
         and found.source is not None
         and effects.is_modified(found)
     ]
+
+
+def traced_code() -> frozenset[CodeType]:
+    """The code of all functions that Dynamo has traced into the frame being compiled; empty elsewhere."""
+    from torch._guards import TracingContext
+
+    return frozenset(TracingContext.get_traced_code() or ())
+
+
+def traced_modules(graph: fx.Graph) -> set[type[nn.Module]]:
+    """The classes of the modules that a graph was made from, or that the frame being compiled has as locals."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    stacks = (node.meta.get("nn_module_stack") or {} for node in graph.nodes)
+    found = {kind for stack in stacks for _, kind in stack.values() if isinstance(kind, type)}
+    frame = InstructionTranslator.current_tx().f_locals.values()
+    return found | {type(each) for x in frame if isinstance(x, nn.Module) for each in x.modules()}
 
 
 def trace_recurrent_layers() -> None:

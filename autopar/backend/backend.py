@@ -37,6 +37,7 @@ from autopar.backend.sharding import (
     whole_parameter,
     world_of,
 )
+from autopar.backend.unwatched import Methods, refuse_cached
 from autopar.capture.refusals import draws_from_own
 from autopar.capture.remedies import traced_line
 from autopar.errors import AutoparError, MeshError, RecipeError
@@ -109,6 +110,7 @@ def _opened(
         raise AutoparError(f"The backend autopar has no mode {mode!r}; leave mode out.")
     given = _known(options)
     _refuse_own_generators(module)
+    refuse_cached()
     names = argument_names(module)
     _refuse_distributed(module, names, example_inputs)
     device = device_of(example_inputs)
@@ -127,6 +129,7 @@ def _opened(
         world,
         Executor(given.get("executor", "eager")),
         comparison_of(limit),
+        Methods(module.graph),
     )
 
 

@@ -31,6 +31,7 @@ from autopar.backend.interpreter import DynamoInterpreter, name_of_target
 from autopar.errors import CaptureError
 
 _STEP = re.compile(r"_(?:modules|parameters|buffers)\['([^']+)'\]")
+_ADDRESS = re.compile(r"_\d{12,}")  # the `id` of an object, another on each rank
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def argument_names(module: fx.GraphModule) -> list[str]:
     names: list[str] = []
     for node in module.graph.find_nodes(op="placeholder"):
         path = ".".join(_STEP.findall(_torch.dynamo_source(node)))
-        name = path or node.name.removeprefix("l_").rstrip("_")
+        name = path or _ADDRESS.sub("", node.name.removeprefix("l_")).rstrip("_")
         names.append(name if name not in names else f"{name}~{len(names)}")
     return names
 

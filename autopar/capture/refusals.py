@@ -79,6 +79,35 @@ def draws_from_own(generator: str, line: str) -> CaptureError:
     )
 
 
+def replaces_method(name: str, line: str) -> CaptureError:
+    """The error for a method of a class that was replaced after torch.compile had read it.
+
+    Args:
+        name: class and method, `Model.forward`.
+        line: the line where the new method begins.
+    """
+    return CaptureError(
+        f"{name} was replaced by the function in {line} after torch.compile had read it, and torch.compile goes on "
+        "with the old one, with any backend. Call torch.compiler.reset() after the change, or replace the method of "
+        "the object (`model.forward = ...`), which torch.compile notices."
+    )
+
+
+def runs_cached(name: str, line: str, read: str) -> CaptureError:
+    """The error for a function with a cache that torch.compile runs anew because a global has changed.
+
+    Args:
+        name: name of the function.
+        line: the line where it begins.
+        read: name of the global.
+    """
+    return CaptureError(
+        f"{name} in {line} keeps its results (functools.lru_cache) and reads the global {read}, which has changed. "
+        "Python would return the result of before; torch.compile runs the function anew, with any backend. Give the "
+        "value as an argument of the function, or call the function outside of what is compiled."
+    )
+
+
 def reads_clock(line: str) -> CaptureError:
     """The error for readings of the clock or of the machine's entropy."""
     return CaptureError(

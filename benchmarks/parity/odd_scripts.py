@@ -21,7 +21,7 @@ from tests.support.odd_scripts import SCRIPTS, Verdict, verdict
 from tests.support.scripts import DOORS
 
 RANKS = 2
-SAFE = ("equal", "refused", "as Dynamo")
+SAFE = ("equal", "refused")
 _WIDTH = 110  # letters of a refusal in the table
 
 
@@ -43,8 +43,7 @@ def page(verdicts: Mapping[str, Verdict]) -> str:
         f"has hooks: run plainly in one process, and split over {RANKS} Gloo ranks (recipe `ddp`) at three doors: "
         "`autopar.compile`; `torch.compile(model, backend=\"autopar\")` with the loss left alone; and the same for a "
         "function of model and loss. *Equal*: the losses agree within 1e-9 in float64, and what forward wrote is the "
-        "same. *Refused*: an error that names file and line, whose beginning is shown. *As Dynamo*: other losses, "
-        'which torch.compile gives with its backend "eager", too. Written by', "",
+        "same. *Refused*: an error that names file and line, whose beginning is shown. Written by", "",
         "    OMP_NUM_THREADS=1 python benchmarks/parity/odd_scripts.py --markdown docs/odd_scripts.md", "",
         *markdown_table(("script", *DOORS), [*_totals(verdicts), *rows]),
     ]  # fmt: skip
@@ -64,7 +63,7 @@ def _totals(verdicts: Mapping[str, Verdict]) -> list[list[str]]:
 def _cell(found: Verdict | None) -> str:
     if found is None:
         return "not run"
-    if found.word in ("equal", "as Dynamo"):
+    if found.word == "equal":
         return found.word
     first = re.sub(r"/\S*/(?=\w+\.py)", "", found.text.splitlines()[0]).replace("|", "\\|")
     shown = first if len(first) <= _WIDTH else f"{first[:_WIDTH]} ..."

@@ -133,3 +133,18 @@ def test_an_op_that_fails_without_values_is_raised_and_not_logged(
     with pytest.raises(RuntimeError), _torch.fake_mode() as mode:
         mode.from_tensor(torch.ones(2, 3)) @ mode.from_tensor(torch.ones(2, 3))
     assert not caplog.records
+
+
+def test_dynamo_says_which_code_and_modules_it_has_traced():
+    model, found = nn.Sequential(nn.Tanh()), []
+
+    def backend(graph, _):
+        found.append((_torch.traced_code(), _torch.traced_modules(graph.graph)))
+        return graph.forward
+
+    torch.compiler.reset()
+    torch.compile(model, backend=backend)(X)
+    code, modules = found[0]
+    assert {nn.Sequential.forward.__code__, nn.Tanh.forward.__code__} <= code
+    assert modules == {nn.Sequential, nn.Tanh}
+    assert not _torch.traced_code()

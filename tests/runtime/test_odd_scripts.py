@@ -17,6 +17,7 @@ from tests.support.odd_scripts import verdict
         ("tensor that forward keeps", "backend"),
         ("global counter", "backend with the loss"),
         ("hook on the backward of a module, added before step 2", "backend"),
+        ("descriptor", "backend"),
     ],
 )
 def test_a_script_trains_as_it_does_plainly(two_ranks: Ranks, name: str, door: str) -> None:
@@ -24,6 +25,16 @@ def test_a_script_trains_as_it_does_plainly(two_ranks: Ranks, name: str, door: s
 
 
 @pytest.mark.multiprocess
-def test_a_draw_that_dynamo_would_repeat_is_refused_with_its_line(two_ranks: Ranks) -> None:
-    for found in two_ranks.run(verdict, "own random.Random", "backend"):
-        assert found.word == "refused" and "self.own.random()" in found.text
+@pytest.mark.parametrize(
+    ("name", "door", "cause"),
+    [
+        ("own random.Random", "backend", "self.own.random()"),
+        ("class patched", "backend with the loss", "Patched.forward was replaced"),
+        ("cached function", "backend with the loss", "cached_scale"),
+    ],
+)
+def test_what_dynamo_does_not_see_is_refused_with_its_line(
+    two_ranks: Ranks, name: str, door: str, cause: str
+) -> None:
+    for found in two_ranks.run(verdict, name, door):
+        assert found.word == "refused" and cause in found.text

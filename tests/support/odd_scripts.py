@@ -13,7 +13,7 @@ from tests.support.odd_kinds import KINDS
 from tests.support.odd_objects import OBJECTS
 from tests.support.odd_reads import READS
 from tests.support.odd_writes import HOOKS, WRITES
-from tests.support.scripts import DOORS, OF_TORCH, outcome
+from tests.support.scripts import DOORS, outcome
 
 SCRIPTS = {**KINDS, **READS, **WRITES, **HOOKS, **OBJECTS}
 _TOLERANCE = 1e-9  # relative, of float64 losses that two ranks add up in another order
@@ -25,8 +25,7 @@ class Verdict:
 
     Attributes:
         name: name of the script, and of the door.
-        word: "equal", "refused" with a line of the user's, "refused without a line", "as Dynamo" for losses that
-            torch.compile gives with its backend "eager", too, or "differs".
+        word: "equal", "refused" with a line of the user's, "refused without a line", or "differs".
         text: the error's message, or both outcomes where they differ.
     """
 
@@ -50,10 +49,7 @@ def verdict(name: str, door: str) -> Verdict:
             return Verdict(label, word, f"{type(error).__name__}: {error}")
     if _is_close(found, expected):
         return Verdict(label, "equal")
-    text = f"{found}, and plainly {expected}"
-    if door.startswith("backend") and _is_close(found, outcome(script, DOORS[door], OF_TORCH)):
-        return Verdict(label, "as Dynamo", text)
-    return Verdict(label, "differs", text)
+    return Verdict(label, "differs", f"{found}, and plainly {expected}")
 
 
 def _is_close(found: Any, expected: Any) -> bool:

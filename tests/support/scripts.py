@@ -82,12 +82,9 @@ def by_backend_with_loss(model: nn.Module, loss_fn: Any, options: Mapping[str, A
 
 def _backed(function: Any, options: Mapping[str, Any]) -> Any:
     torch.compiler.reset()
-    if options == OF_TORCH:
-        return torch.compile(function, backend="eager")
     return torch.compile(function, backend="autopar", options=dict(options))
 
 
-OF_TORCH = {"backend": "eager"}  # options in place of autopar's, for what Dynamo does by itself
 DOORS = {
     "compile": by_compile,
     "backend": by_backend,
