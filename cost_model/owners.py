@@ -70,6 +70,16 @@ def owners_of_ops(plan: Plan) -> tuple[tuple[int, ...], ...]:
     return tuple(itertools.product(*ranges))
 
 
+def positions_of_owners(plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """Mesh coordinates of the ranks that own parameters; 0 along axes without owners."""
+    layouts = [how.storage for how in plan.parameters.values()]
+    owners = (
+        sorted({layout[axis].owner for layout in layouts if layout[axis].kind == "O"} - {ANY})
+        for axis in range(len(plan.mesh.axes))
+    )
+    return tuple(itertools.product(*(found or [0] for found in owners)))
+
+
 def owned_share(storage: Layout, position: Position, sizes: Sizes) -> Quantity:
     """Fraction of a parameter that the rank at these coordinates owns: 1, 0, or 1 / n if no owner is chosen yet."""
     share: Quantity = 1

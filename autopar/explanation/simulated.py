@@ -26,14 +26,13 @@ from autopar.pipeline.parts import repeating_parts
 from autopar.pipeline.recomputable import selected
 from autopar.pipeline.schedules import splits_backward
 from autopar.pipeline.simulation import StageCosts
+from autopar.pipeline.stage_bytes import KEPT
 from autopar.search.shape import Shape
 from autopar.views.page import StageRow
 
 Direction = Literal["forward", "backward"]
 _ROUNDING = 1e-9  # of a sum
 _ALIKE = 1.0005  # times that print as the same
-
-KEPT = ("parameters", "gradients", "optimizer", "buffers")  # kinds of what a stage holds at rest
 
 
 @dataclass(frozen=True)

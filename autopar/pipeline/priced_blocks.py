@@ -14,6 +14,7 @@ import numpy as np
 
 from autopar.cost_model import Hardware, Link, Sizes
 from autopar.cost_model.items import FULL, Item, TrainingState
+from autopar.cost_model.owners import positions_of_owners
 from autopar.cost_model.pricer import Pricer
 from autopar.cost_model.run import Run
 from autopar.cost_model.software import AUTOPAR, Software
@@ -41,7 +42,9 @@ class PricedBlocks:
         uses: tensor name -> the captured parts whose ops use the tensor, in ascending order.
         slices: tensors that blocks save in slices, for the plan's own cuts.
         items: priced work and communication of the captured ops.
-        holdings: memory of parameters, gradients and optimizer states, and other memory of the plan.
+        holdings_of_ranks: memory of parameters, gradients and optimizer states, and other memory of the plan, of
+            every rank that owns parameters; of one rank where all ranks hold as much.
+        holdings: the same of the first of these ranks.
     """
 
     def __init__(
@@ -71,7 +74,9 @@ class PricedBlocks:
         )  # fmt: skip
         self.flow, self.sizes = self.pricer.flow, self.pricer.sizes
         self.items = list(self.pricer.items())
-        self.holdings = list(self.pricer.holdings())
+        owners = positions_of_owners(plan)
+        self.holdings_of_ranks = [list(self.pricer.at(owner).holdings()) for owner in owners]
+        self.holdings = self.holdings_of_ranks[0]
         self.step = Step((), (), Run(plan.micro_batches), self.hardware, software)
 
     @property

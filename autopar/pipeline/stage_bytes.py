@@ -9,10 +9,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 
 import numpy as np
 
 from autopar.cost_model import keeps
+from autopar.cost_model.items import Holding
 from autopar.cost_model.memory import KeptSlice
 from autopar.ir import Op, Tier
 from autopar.pipeline.crossings import Crossings
@@ -22,6 +24,11 @@ from autopar.pipeline.producers import Memory
 from autopar.pipeline.repetition import Places
 from autopar.pipeline.saved_bytes import SavedBytes, SavedMemory
 from autopar.pipeline.stretches import has, sums
+
+# Number of times that the bytes of every kind count in what a stage holds during the whole step.
+KEPT: Mapping[str, float] = MappingProxyType(
+    {"parameters": 1, "gradients": 1, "optimizer": 1, "buffers": 1}
+)
 
 
 class StageBytes:
@@ -40,13 +47,36 @@ class StageBytes:
     ) -> np.ndarray:
         """Bytes of parameters and their gradients and states, counted once in every stage that uses them.
 
+        Where ranks own parameters, these are the bytes of the rank that holds most of a stage.
+
         Args:
             weights: kind of a holding, such as "gradients" -> number of times that its bytes count.
             tier: tier of the holdings that count.
             stored_alone: whether only holdings count that the optimizer reads or updates.
         """
+        found = [
+            self._held(rank, weights, tier, stored_alone) for rank in self.blocks.holdings_of_ranks
+        ]
+        return (
+            np.take_along_axis(np.array(found), self._fullest, axis=0)[0] if found[1:] else found[0]
+        )
+
+    @cached_property
+    def _fullest(self) -> np.ndarray:
+        """Index of the rank that holds most of every possible stage."""
+        found = [self._held(rank, KEPT, "device", False) for rank in self.blocks.holdings_of_ranks]
+        return np.argmax(found, axis=0)[None]
+
+    def _held(
+        self,
+        holdings: Iterable[Holding],
+        weights: Mapping[str, float],
+        tier: Tier,
+        stored_alone: bool,
+    ) -> np.ndarray:
+        """See `held`; of one rank."""
         held: dict[str, float] = {}
-        for h in self.blocks.holdings:
+        for h in holdings:
             if h.kind in weights and h.tier == tier and (h.is_stored or not stored_alone):
                 name = self.blocks.graph.parameters.get(h.of, h.of)
                 held[name] = held.get(name, 0) + weights[h.kind] * h.bytes

@@ -36,7 +36,7 @@ from autopar.pipeline.recomputable import BlockChoices
 from autopar.pipeline.saved_bytes import SavedBytes
 from autopar.pipeline.selectable import SelectableOps
 from autopar.pipeline.simulation import StageCosts
-from autopar.pipeline.stage_bytes import StageBytes
+from autopar.pipeline.stage_bytes import KEPT, StageBytes
 from autopar.pipeline.stage_seconds import StageSeconds
 from autopar.pipeline.stage_table import StageTable, WholeModel
 from autopar.pipeline.stretches import Turn, sums
@@ -197,7 +197,7 @@ class StageTables:
     @cached_property
     def _kept_bytes(self) -> np.ndarray:
         """Bytes that every possible stage holds during the whole step."""
-        return self.memory.held({"parameters": 1, "gradients": 1, "optimizer": 1, "buffers": 1})
+        return self.memory.held(KEPT)
 
     @cached_property
     def _version_bytes(self) -> np.ndarray:

@@ -64,7 +64,6 @@ def check_plan(captured: Captured, analysis: Analysis, plan: Plan) -> None:
     if plan.meeting is not None:
         _refuse_owners(plan, "replicas that meet")
     if plan.pipeline is not None:
-        _refuse_owners(plan, f"{plan.pipeline.stages} pipeline stages")
         _check_cuts(plan.pipeline.cuts, analysis)
         if plan.pipeline.update_every:
             _check_versions(plan, plan.pipeline.schedule)
@@ -121,7 +120,7 @@ def _check_rows(name: str, how: ParameterPlan, dims: Dims, mesh: Mesh) -> None:
 
 
 def _refuse_owners(plan: Plan, what: str) -> None:
-    """Raises PlanError for a plan with pipeline stages or replicas in which one rank owns a parameter."""
+    """Raises PlanError for a plan with `what` in which one rank owns a parameter."""
     owned = [name for name, how in plan.parameters.items() if has_owner(how.storage)]
     if owned:
         raise PlanError(

@@ -65,12 +65,11 @@ def random_plan(
         name: _random_parameter(graph.tensors[tensor], mesh, draw, tiers.choice(("device", "host")))
         for name, tensor in graph.parameters.items()
     }
-    if whole == mesh:  # with stages no parameter has an owner yet
-        owners = random.Random(f"owners {seed}")
-        parameters = {
-            name: _with_owners(graph.tensors[graph.parameters[name]], how, mesh, owners)
-            for name, how in parameters.items()
-        }
+    owners = random.Random(f"owners {seed}")
+    parameters = {
+        name: _with_owners(graph.tensors[graph.parameters[name]], how, mesh, owners)
+        for name, how in parameters.items()
+    }
     inputs = {
         name: _random_layout(graph.tensors[tensor], mesh, draw, chunks=False)
         for name, tensor in graph.inputs.items()

@@ -259,7 +259,7 @@ class Request:
     def depths(self) -> tuple[int, ...] | None:
         """Numbers of pipeline ranks that the mesh or `stages` allows; None for any."""
         if self.mesh is None:
-            return (1,) if self._has_owners and self.stages is None else self.stages
+            return self.stages
         return (dict(self.mesh.axes).get(PIPELINE_AXIS, 1),)
 
     @property
@@ -449,7 +449,6 @@ class Request:
         if not self._has_owners or self.has_lone_ops:  # which have errors of their own
             return
         refused = {
-            "pipeline stages": self.depths is not None and 1 not in self.depths,
             "storage on the host": self.offload or "offload" in self._named_recipes(),
             "replicas that meet": meeting_of(self.recipe, self.mesh) is not None,
         }

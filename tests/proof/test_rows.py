@@ -121,11 +121,12 @@ def test_a_table_of_which_every_row_may_be_used_goes_whole() -> None:
     assert not plan.parameters["table.weight"].by_rows
 
 
-def test_random_plans_have_rows_and_are_exact(subject: Subject) -> None:
+@pytest.mark.parametrize("mesh", ["a=2,b=2", "pp=2,a=2,b=2"])
+def test_random_plans_have_rows_and_are_exact(subject: Subject, mesh: str) -> None:
     prepared = subject.prepared
     plans = [
         random_plan(
-            prepared.analysis.graph, Mesh.parse("a=2,b=2"), seed=seed, fingerprint=prepared.captured.fingerprint
+            prepared.analysis.graph, Mesh.parse(mesh), seed=seed, fingerprint=prepared.captured.fingerprint
         )
         for seed in range(40)
     ]  # fmt: skip

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from dataclasses import replace
 
 import pytest
 
 from autopar.errors import RecipeError, SearchError
 from autopar.ir import ANY, Mesh, O, ParameterPlan, Plan, R, V
 from autopar.ir.note import kind_of
+from autopar.pipeline.parts import block_starts
+from autopar.pipeline.stage_costs import stage_table
 from autopar.search.outer import search_plan
 from autopar.search.owners import with_owners
 from autopar.search.recipes import resolve
@@ -101,8 +105,6 @@ def test_auto_names_no_recipe_with_an_owner() -> None:
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"mesh": {"pp": 2, "dp": 2}, "recipe": {"dp": "data-parallel"}}, "pipeline stages"),
-        ({"ranks": 4, "recipe": "data-parallel", "stages": 2}, "pipeline stages"),
         ({"mesh": {"dp": 4}, "recipe": "parameter-server", "offload": True}, "storage on the host"),
         (
             {"mesh": {"dp": 2, "x": 2}, "recipe": {"dp": "data-parallel", "x": "zero3-offload"}},
@@ -121,10 +123,30 @@ def test_what_owners_cannot_have_yet_is_refused_before_anything_is_priced(
         Request(TOY, **options)  # type: ignore[arg-type]
 
 
-def test_where_stages_are_open_owners_take_none() -> None:
-    request = Request(TOY, ranks=4, recipe="parameter-server", batch=8)
-    assert request.depths == (1,) and not request.may_offload
-    assert search_plan(GRAPH, request).best.plan.pipeline is None
+@pytest.mark.parametrize("recipe", ["data-parallel", "parameter-server"])
+def test_a_stage_is_priced_by_the_rank_that_owns_most_of_it(recipe: str) -> None:
+    """Every rank has a copy and gradients of its stage's parameters, and the owner two moments of what it owns."""
+    request = Request(TOY, mesh={"pp": 2, "dp": 2}, recipe={"dp": recipe}, micro_batches=2)
+    plan = search_plan(GRAPH, request).best.plan
+    assert plan.pipeline is not None
+    starts = sorted(block_starts(GRAPH), key=[op.name for op in GRAPH.ops].index)
+    table = stage_table(GRAPH, plan, TOY, starts=starts)
+    for begin, end in itertools.pairwise((0, *map(starts.index, plan.pipeline.cuts), len(starts))):
+        ops = [op.name for op in GRAPH.ops]
+        last = ops.index(starts[end]) if end < len(starts) else len(ops)
+        used = {x for op in GRAPH.ops[ops.index(starts[begin]) : last] for x in op.operands}
+        here = {
+            name: how for name, how in plan.parameters.items() if GRAPH.parameters[name] in used
+        }
+        most = max(owned_bytes(replace(plan, parameters=here)).values())
+        assert table.kept_bytes[begin, end] == 2 * sum(map(size, here)) + 2 * most
+
+
+def test_owners_under_stages_that_are_asked_for() -> None:
+    request = Request(TOY, ranks=4, recipe="parameter-server", batch=8, stages=2)
+    plan = search_plan(GRAPH, request).best.plan
+    assert plan.pipeline is not None and plan.pipeline.ranks == 2
+    assert {state.kind for how in plan.parameters.values() for state in how.storage} == {"O"}
 
 
 def test_owners_go_with_layers_that_run_again() -> None:
