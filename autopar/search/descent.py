@@ -23,6 +23,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 from autopar.errors import RecipeError, SearchError
 from autopar.ir import UNSPLIT, Mesh
@@ -59,6 +60,7 @@ class Descent:
         gap: the largest relative optimality gap of the solver along one axis; 0 if every solution is proven optimal.
         programs: numbers of rows, columns and binary variables of the program of every axis, in order.
         refused_seconds: duration of the fastest step on the way that did not fit into memory; infinite if all fitted.
+        least_seconds: weighed seconds if everything were hidden that can be; 0 if the program had other slopes.
     """
 
     assignment: Assignment
@@ -68,6 +70,21 @@ class Descent:
     gap: float
     programs: tuple[tuple[int, int, int], ...]
     refused_seconds: float = math.inf
+    least_seconds: float = 0.0
+
+
+class _Combination(NamedTuple):
+    """Recipes for the axes without one.
+
+    Attributes:
+        recipes: the recipes of all axes.
+        fastest: the fastest plan under them, whatever memory it takes.
+        least_seconds: weighed seconds that no plan under them that the search finds falls below.
+    """
+
+    recipes: tuple[Recipe, ...]
+    fastest: Descent
+    least_seconds: float
 
 
 def descents(problem: Problem, bound: int | None) -> list[Descent]:
@@ -75,7 +92,8 @@ def descents(problem: Problem, bound: int | None) -> list[Descent]:
     found = [_descend(problem, order, bound) for order in _orders(problem.mesh)]
     if bound is not None and problem.least_bytes > bound:
         return found  # nothing fits; the smallest plan of these shows how much is missing
-    found += _from_recipes(problem, bound)
+    combinations = _combinations(problem)
+    found += _from_recipes(problem, combinations, bound)
     best = best_of(found, bound)
     if bound is not None and fits(best, bound) and len(problem.recipes) > 1:
         found.append(_from_tighter_bound(problem, best, bound))
@@ -86,7 +104,8 @@ def descents(problem: Problem, bound: int | None) -> list[Descent]:
             break
         problem = problem.exposed(exposure)
         found.append(_descend(problem, _axes(problem), bound, start=best.assignment))
-        found += _from_recipes(problem, bound)
+        combinations = _again(problem, combinations, best_of(found, bound), bound)
+        found += _from_recipes(problem, combinations, bound)
     return found
 
 
@@ -115,17 +134,20 @@ def _axes(problem: Problem) -> Sequence[int]:
     return range(len(problem.recipes))
 
 
-def _from_recipes(problem: Problem, bound: int | None) -> list[Descent]:
+def _from_recipes(
+    problem: Problem, combinations: Sequence[_Combination], bound: int | None
+) -> list[Descent]:
     """Descents under combinations of recipes for the axes without one, and descents without recipes from the best.
 
     A combination is skipped if even its fastest plan without a bound is slower than a plan found within the bound.
     """
     found: dict[object, Descent] = {}
     best_seconds = math.inf
-    for unbounded, under in _combinations(problem):
-        if unbounded.weighed_seconds >= best_seconds:
+    for recipes, fastest, _ in combinations:
+        if fastest.weighed_seconds >= best_seconds:
             break
-        each = _descend(under, _axes(problem), bound)
+        under = problem.under(recipes)
+        each = fastest if bound is None else _descend(under, _axes(problem), bound)
         if fits(each, bound):
             best_seconds = min(best_seconds, each.weighed_seconds)
         found.setdefault((each.assignment.labels, *each.assignment.parameters.values()), each)
@@ -136,7 +158,7 @@ def _from_recipes(problem: Problem, bound: int | None) -> list[Descent]:
     ]
 
 
-def _combinations(problem: Problem) -> list[tuple[Descent, Problem]]:
+def _combinations(problem: Problem) -> list[_Combination]:
     """Every combination of recipes for the axes without one, with its plan under no bound on memory, fastest first."""
     free = [axis for axis, row in enumerate(problem.recipes) if row.may is None]
     free = [axis for axis in free if problem.mesh.sizes[axis] > 1]
@@ -145,12 +167,33 @@ def _combinations(problem: Problem) -> list[tuple[Descent, Problem]]:
         rows = list(problem.recipes)
         for axis, row in zip(free, families, strict=True):
             rows[axis] = row
-        under = problem.under(rows)
         try:
-            found.append((_descend(under, _axes(problem), None), under))
+            fastest = _descend(problem.under(rows), _axes(problem), None)
         except (RecipeError, SearchError):
             continue  # pins, or layouts of placed parameters, contradict this combination
-    return sorted(found, key=lambda pair: pair[0].weighed_seconds)
+        found.append(_Combination(tuple(rows), fastest, fastest.least_seconds))
+    return sorted(found, key=lambda each: each.fastest.weighed_seconds)
+
+
+def _again(
+    problem: Problem, known: Sequence[_Combination], best: Descent, bound: int | None
+) -> list[_Combination]:
+    """The same combinations at other slopes, each searched from its plan at the slopes before, fastest first.
+
+    A combination is left out if a plan that fits is faster than the combination's plan would be with everything hidden
+    that can be: no slopes make one of its plans faster than that.
+    """
+    best_seconds = best.weighed_seconds if fits(best, bound) else math.inf
+    found = [
+        each._replace(
+            fastest=_descend(
+                problem.under(each.recipes), _axes(problem), None, start=each.fastest.assignment
+            )
+        )
+        for each in known
+        if each.least_seconds < best_seconds
+    ]
+    return sorted(found, key=lambda each: each.fastest.weighed_seconds)
 
 
 def named_recipes(problem: Problem) -> Iterator[tuple[float, Problem]]:
@@ -160,8 +203,8 @@ def named_recipes(problem: Problem) -> Iterator[tuple[float, Problem]]:
         A lower bound on the seconds of a step under these recipes, and the problem under them, smallest bound first.
         The bound is that of the fastest plan that splits ops in the same way, whatever memory it takes.
     """
-    for fastest, under in _combinations(problem):
-        kinds = [_named_alike(row) for row in under.recipes]
+    for recipes, fastest, _ in _combinations(problem):
+        kinds = [_named_alike(row) for row in recipes]
         for rows in itertools.product(*kinds):
             if {(1,), (2,)} <= {row.stages for row in rows}:
                 continue  # `check_reductions` refuses these
@@ -227,7 +270,7 @@ def _descend(
     best = _loosen(problem, axis, best, bound)
     return Descent(
         best.assignment, best.seconds, best.bytes, best.weighed_seconds, max(each.gap for each in latest.values()),
-        tuple(latest[axis].shape for axis in sorted(latest)), refused,
+        tuple(latest[axis].shape for axis in sorted(latest)), refused, best.least_seconds,
     )  # fmt: skip
 
 

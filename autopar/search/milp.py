@@ -102,7 +102,15 @@ class AxisProgram:
         return Outcome(
             assignment, seconds, bytes, seconds + price * bytes, solution.gap, self.program.shape,
             self._saves_memory, self._least_bytes(solution) if minimize == "bytes" else 0.0,
+            self._least_seconds(solution) if minimize == "seconds" and max_bytes is None else 0.0,
         )  # fmt: skip
+
+    def _least_seconds(self, solution: Solution) -> float:
+        """A lower bound on the weighed seconds of all solutions, given the best one if everything hides that can."""
+        if not self.problem.hides_most:
+            return 0.0
+        weighed = solution.seconds + self.problem.byte_seconds * solution.bytes
+        return (1 - solution.gap - _FEASIBLE) * weighed
 
     def _least_bytes(self, solution: Solution) -> float:
         """A lower bound on the bytes of all solutions, given the one of least bytes and the solver's tolerances."""

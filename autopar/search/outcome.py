@@ -20,6 +20,7 @@ class Outcome:
         shape: numbers of rows, columns and binary variables of the program.
         saves_memory: whether the program had slower strategies that save memory.
         least_bytes: bytes that every assignment takes as the program counts them; 0 if they were not minimized.
+        least_seconds: weighed seconds that no assignment falls below, whatever its slopes; 0 if they are not known.
     """
 
     assignment: Assignment
@@ -30,3 +31,4 @@ class Outcome:
     shape: tuple[int, int, int]
     saves_memory: bool
     least_bytes: float = 0.0
+    least_seconds: float = 0.0

@@ -60,6 +60,19 @@ class Exposure:
     backward: float = 0.0
 
     @classmethod
+    def least(cls, hides: float, hides_activations: float) -> Exposure:
+        """The slopes of a step in which everything hides that can: no step takes fewer seconds than these give.
+
+        Args:
+            hides, hides_activations: parts of the communication of parameters, and of activations, that can hide.
+        """
+        every = dict(cls.full().every)
+        for region in REGIONS:
+            every[region, "stored"] -= hides
+            every[region, "activation"] -= hides_activations
+        return cls(every, reductions=1 - hides)
+
+    @classmethod
     def full(cls) -> Exposure:
         """The slopes of a step without overlap: all are 1."""
         kinds = ("compute", "stored", "activation", "move")

@@ -85,13 +85,14 @@ class Problem:
         self.whole: Layout = (R,) * len(mesh.axes)
         self._regions = regions_of(graph)
         hides = software.on(hardware).hides
+        self._least = Exposure.least(hides, software.hides_activations)
         self._hides = bool(hides or software.hides_activations or software.runs_ahead)
         self.fold: Fold = fold(graph, mark=self._mark, repeats=repeats)
         self.prices = Prices(
             graph, mesh, self.fold, sizes=self.sizes, hardware=hardware, software=software,
             training_state=training_state, micro_batches=micro_batches, fixed_storage=self.fixed_storage,
         )  # fmt: skip
-        self.exposure, self.byte_seconds = Exposure.full(), 0.0
+        self.exposure, self.byte_seconds = self._least, 0.0
         self.constant_bytes = hardware.reserved_bytes + sum(h.bytes for h in self.prices.buffers())
         self.entries = self.fold.entries
         self.ops = [each.op for each in self.fold.classes]
@@ -122,6 +123,11 @@ class Problem:
         other._constrain(self.recipes)
         self._exposed.append(other)
         return other
+
+    @property
+    def hides_most(self) -> bool:
+        """Whether work is charged as if everything hid that can."""
+        return self.exposure == self._least
 
     def weighed(self, byte_seconds: float) -> Problem:
         """This problem with a price of memory, in seconds of a step for each byte of a rank's peak."""
