@@ -2,12 +2,14 @@
 
 A function with `functools.lru_cache` gives a model the tensor that an earlier run has computed, in that run's
 arithmetic. A capture records what the function computes, so that the program in float64 computes it in float64, and a
-model in float64 would still be given the numbers of float32.
+model in float64 would still be given the numbers of float32. What a reference computes is emptied after it, so that the
+user's next run is not given numbers of float64.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -35,6 +37,20 @@ class CachedTensors:
     def used(self) -> list[Any]:
         """The functions whose caches have given a tensor since."""
         return [x for x, hits in self._asked.items() if x.cache_info().hits > hits]
+
+
+@contextmanager
+def emptied_after() -> Iterator[None]:
+    """Context at whose end functions that have cached a new tensor inside of it are emptied."""
+    before = {x: tensors_cached_by(x) for x in all_cached()}
+    try:
+        yield
+    finally:
+        clear(x for x in all_cached() if _has_others(tensors_cached_by(x), before.get(x, [])))
+
+
+def _has_others(now: Iterable[Tensor], before: Iterable[Tensor]) -> bool:
+    return not {*map(id, now)} <= {*map(id, before)}
 
 
 def clear(cached: Iterable[Any]) -> None:

@@ -20,7 +20,7 @@ from autopar.ir import Meeting, MixedPrecision, Plan
 from autopar.ir.meeting import SERVER
 from autopar.planning.planning import Prepared, prepare_step, prepare_whole, split_example
 from autopar.program.program import Program, build_program
-from autopar.proof.caches import CachedTensors, clear
+from autopar.proof.caches import CachedTensors, clear, emptied_after
 from autopar.proof.comparison import (
     PlanResults,
     dtypes_of,
@@ -206,13 +206,12 @@ class Subject:
     def _exact(self, wide: SingleDevice, steps: Sequence[Sequence[Batch]]) -> list[Results]:
         """The results in float64, made of no tensor that a function has cached in another arithmetic."""
         caches = CachedTensors(self.prepared.captured.constants.values())
-        with float64_arithmetic():
+        with float64_arithmetic(), emptied_after():
             exact = wide.run(widened_tensors(steps), self.between)
             used = caches.used()
             if used:
                 clear(used)
                 exact = wide.run(widened_tensors(steps), self.between)
-                clear(used)
         return exact
 
     def _in_float64(self, whole: Program, reference: Reference) -> list[Verdict]:
@@ -245,7 +244,7 @@ class Subject:
             return steps(
                 self.single_device(count), whole, graph, parts, together, meeting
             ).verdicts()
-        with float64_arithmetic():
+        with float64_arithmetic(), emptied_after():
             device, wide = self.single_device(count).widened(), widened_program(whole)
             parts, together = widened_tensors(parts), widened_tensors(together)
             return steps(device, wide, graph, parts, together, meeting).verdicts()
@@ -258,7 +257,7 @@ class Subject:
         graph = self.prepared.analysis.graph
         if self.arithmetic == torch.float64:
             return DelayedSteps(self.single_device(count), whole, graph, steps, together).verdicts()
-        with float64_arithmetic():
+        with float64_arithmetic(), emptied_after():
             device, wide = self.single_device(count).widened(), widened_program(whole)
             steps, together = widened_tensors(steps), widened_tensors(together)
             return DelayedSteps(device, wide, graph, steps, together).verdicts()

@@ -75,6 +75,19 @@ def test_cached_tensors_of_lower_precision_are_no_reference(also_traced: bool) -
     assert thirds(torch.float32).dtype == torch.float32
 
 
+@pytest.mark.parametrize(
+    ("axis", "recipe"), [("dp", "local:2"), ("dp", "async-server:1"), ("pp", "pipedream")]
+)
+def test_a_proof_of_delays_leaves_no_tensor_of_its_own_cached(axis: str, recipe: str) -> None:
+    thirds.cache_clear()
+    model = nn.Sequential(*(Caching(also_traced=True) for _ in range(2)))
+    report = autopar.verify(
+        model, torch.randn(8, 8), mesh={axis: 2}, recipe=recipe, loss_fn=torch.mean,
+        micro_batches=4 if axis == "pp" else 1,
+    )  # fmt: skip
+    assert report.passed and thirds(torch.float32).dtype == torch.float32
+
+
 # --- buffers
 
 
