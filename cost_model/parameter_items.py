@@ -79,11 +79,13 @@ class ParameterItems(NodeItems):
         state = self.training_state
         updated = state.optimizer_bytes(tensor.at_rest, how.storage, self.sizes, count)
         yield Holding(title, "optimizer", region, updated, name, tier=tier)
-        if state.meeting_copies:
-            kept = state.meeting_copies * stored
-            yield Holding(
-                f"{title}, kept for meetings", "optimizer", region, kept, name, is_stored=False
-            )
+        yield from self._kept_for_meetings(name, stored, region)
+
+    def _kept_for_meetings(self, name: str, stored: Quantity, region: Region) -> Iterator[Holding]:
+        """Copies of a trained parameter, stored in so many bytes, that a replica keeps from one meeting to the next."""
+        if copies := self.training_state.meeting_copies:
+            title = f"{numbers_out(name)}, kept for meetings"
+            yield Holding(title, "optimizer", region, copies * stored, name, is_stored=False)
 
     def _value_bytes(
         self, tensor: Tensor, how: ParameterPlan, stored: Quantity, resident: Quantity
@@ -111,6 +113,10 @@ class ParameterItems(NodeItems):
         for kind, size, is_stored in self._owned_bytes(tensor, how, count):
             if not (isinstance(size, int | float) and size == 0):
                 yield Holding(numbers_out(name), kind, region, size, name, is_stored=is_stored)
+        share = owned_share(how.storage, self.position, self.sizes)
+        if tensor.needs_grad and share:
+            stored = count * share * self.sizes.bytes(tensor.at_rest, how.storage)
+            yield from self._kept_for_meetings(name, stored, region)
 
     def _owned_bytes(
         self, tensor: Tensor, how: ParameterPlan, count: Quantity
@@ -133,11 +139,8 @@ class ParameterItems(NodeItems):
             summed = count * self._summed_bytes(tensor, how.resident)
             yield "gradients", larger(0, summed - arrived), False
         state = self.training_state
-        yield (
-            "optimizer",
-            share * state.optimizer_bytes(tensor.at_rest, how.storage, self.sizes),
-            True,
-        )
+        updated = share * state.optimizer_bytes(tensor.at_rest, how.storage, self.sizes)
+        yield "optimizer", updated, True
 
     def _gradient_bytes(
         self, tensor: Tensor, how: ParameterPlan
@@ -247,7 +250,8 @@ class ParameterItems(NodeItems):
         if not tensor.needs_grad:
             return
         region, count = self.place(name, name)
-        stored = self.sizes.bytes(tensor.at_rest, how.storage)
+        share = owned_share(how.storage, self.position, self.sizes)
+        stored = share * self.sizes.bytes(tensor.at_rest, how.storage)
         count = count / meeting.steps
         kind = "serve" if meeting.rule == SERVER else "all_reduce"
         seconds = collective_seconds(

@@ -61,8 +61,6 @@ def check_plan(captured: Captured, analysis: Analysis, plan: Plan) -> None:
         _check_layout(f"input {name}", layout, dims, plan.mesh, "RSV")
     for op in graph.ops:
         _check_op(op, analysis, plan)
-    if plan.meeting is not None:
-        _refuse_owners(plan, "replicas that meet")
     if plan.pipeline is not None:
         _check_cuts(plan.pipeline.cuts, analysis)
         if plan.pipeline.update_every:
@@ -116,16 +114,6 @@ def _check_rows(name: str, how: ParameterPlan, dims: Dims, mesh: Mesh) -> None:
         raise PlanError(
             f"The plan sends the gradient of parameter {name} by rows, and from {used} to {stored} it is sent to no "
             "single owner; leave out 'by rows', or store it on one rank, such as O(0)."
-        )
-
-
-def _refuse_owners(plan: Plan, what: str) -> None:
-    """Raises PlanError for a plan with `what` in which one rank owns a parameter."""
-    owned = [name for name, how in plan.parameters.items() if has_owner(how.storage)]
-    if owned:
-        raise PlanError(
-            f"The plan stores {len(owned)} of {len(plan.parameters)} parameters on one rank of an axis, such as "
-            f"{owned[0]}, and has {what}; with those parameters are stored in R or S so far."
         )
 
 

@@ -445,17 +445,14 @@ class Request:
                 )
 
     def _check_owners(self) -> None:
-        """Raises RecipeError for fields that parameters with an owner do not support yet."""
+        """Raises RecipeError for storage on the host, which parameters with an owner do not support yet."""
         if not self._has_owners or self.has_lone_ops:  # which have errors of their own
             return
-        refused = {
-            "storage on the host": self.offload or "offload" in self._named_recipes(),
-            "replicas that meet": meeting_of(self.recipe, self.mesh) is not None,
-        }
-        for what in (what for what, is_asked in refused.items() if is_asked):
+        if self.offload or "offload" in self._named_recipes():
             raise RecipeError(
                 f"The recipe {format_recipe(self.recipe)!r} stores each parameter on one rank, and cannot be run "
-                f"together with {what} yet; leave out one of both, or take zero1, which stores a part on every rank."
+                "together with storage on the host yet; leave out one of both, or take zero1, which stores a part on "
+                "every rank."
             )
 
     def _check_lone_ops(self) -> None:

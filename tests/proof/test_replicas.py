@@ -44,6 +44,7 @@ def verified(recipe: Any, mesh: dict[str, int] | None = None, **options: Any) ->
         ("geo:2", {"dp": 2}),
         ({"far": "diloco:10", "dp": "zero3"}, {"far": 2, "dp": 2}),
         ({"dp": "diloco:1", "tp": "tp"}, {"dp": 2, "tp": 2}),
+        ({"far": "diloco:2", "dp": "parameter-server"}, {"far": 2, "dp": 2}),
         ("async-server:0", {"dp": 2}),
         ("async-server:5", {"dp": 4}),
     ],

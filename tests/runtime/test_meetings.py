@@ -94,6 +94,7 @@ def test_four_replicas(four_ranks: Ranks, recipe: str, optimizer: str) -> None:
     [
         ({"far": 2, "dp": 2}, {"far": "diloco:3", "dp": "zero3"}),
         ({"far": 2, "dp": 2}, {"far": "geo:3", "dp": "zero1"}),
+        ({"far": 2, "dp": 2}, {"far": "diloco:3", "dp": "data-parallel"}),
         ({"dp": 2, "tp": 2}, {"dp": "local:3", "tp": "tp"}),
     ],
     ids=str,
@@ -386,3 +387,9 @@ def test_what_meetings_keep_is_priced(two_ranks: Ranks, recipe: str, copies: int
 def test_replicas_in_shards_keep_shards(four_ranks: Ranks) -> None:
     found = four_ranks.run(kept, {"far": 2, "dp": 2}, {"far": "diloco:4", "dp": "zero3"})
     assert found == [(2 * PARAMETER_BYTES // 2,) * 2] * 4
+
+
+def test_the_owner_of_all_parameters_keeps_all_that_meetings_need(four_ranks: Ranks) -> None:
+    found = four_ranks.run(kept, {"far": 2, "dp": 2}, {"far": "diloco:4", "dp": "data-parallel"})
+    most = 2 * PARAMETER_BYTES  # which is priced for the fullest rank
+    assert found == [(most, most), (0, most)] * 2
