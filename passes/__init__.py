@@ -16,6 +16,7 @@ from autopar.passes.cut_regions import cut_regions
 from autopar.passes.cut_stages import cut_stage_graphs
 from autopar.passes.decompose_products import decompose_products
 from autopar.passes.densify_gradients import densify_gradients
+from autopar.passes.drop_empty_operands import drop_empty_operands
 from autopar.passes.expand_copies import expand_copies
 from autopar.passes.fold_blocks import fold_blocks
 from autopar.passes.group_gathers import find_gathers, group_gathers
@@ -49,6 +50,7 @@ CLEANUP: tuple[Pass, ...] = (
     read_types,  # of a tensor that gives only its type, no part is needed
     reshape_views,  # a view's strides need not be those of the local tensor
     plain_slices,  # they differ between sizes that are numbers and open ones
+    drop_empty_operands,  # they have no dims along which the others could be split
     remove_clones,  # they differ between devices, and compute nothing
     join_experts,  # tokens are sorted by every rank alone, and experts can be split
     refresh_examples,  # their strides tell what must be copied, and so what backward keeps

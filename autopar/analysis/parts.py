@@ -145,7 +145,7 @@ class PartFinder:
             names[0]
             for tensor, own in pairs
             for names, size, part in zip(tensor.factors, tensor.shape, own, strict=False)
-            if count > 1 and len(names) == 1 and names[0] and size == part * count
+            if count > 1 and len(names) == 1 and names[0] and size == part * count > 0
         }
 
     def _find(self) -> None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from peft import PeftModel, get_peft_model_state_dict
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from autopar._torch import quiet_torchao
 from autopar.errors import AutoparError
 from autopar.integrations.prepared import PreparedModel
 from autopar.runtime.module import CompiledModule
 from autopar.runtime.together import Together
 from autopar.runtime.weights import PathLike
+
+with quiet_torchao():  # which these import
+    from peft import PeftModel, get_peft_model_state_dict
 
 
 def save_adapters(model: nn.Module, folder: PathLike) -> None:

@@ -24,14 +24,17 @@ import torch
 from accelerate.utils import GradientAccumulationPlugin
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
-from transformers.utils import is_peft_available
 
+from autopar._torch import quiet_torchao
 from autopar.errors import AutoparError
 from autopar.integrations.accelerate import AutoparAccelerator, plain_optimizer
 from autopar.integrations.prepared import PreparedModel
 from autopar.runtime.checkpoint import load_optimizer_state
 from autopar.search import RecipeLike
+
+with quiet_torchao():  # which these import
+    from transformers import Trainer, TrainingArguments
+    from transformers.utils import is_peft_available
 
 # Methods of `Trainer` without a public name that are replaced here.
 OVERRIDDEN = ("_save", "_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler")

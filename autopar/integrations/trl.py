@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from trl import SFTTrainer
-
+from autopar._torch import quiet_torchao
 from autopar.integrations.transformers import AutoparMixin
+
+with quiet_torchao():  # which these import
+    from trl import SFTTrainer
 
 
 class AutoparSFTTrainer(AutoparMixin, SFTTrainer):

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.ops.verifier import verify_graph
 from autopar.passes.densify_gradients import densify_gradients
+from autopar.passes.drop_empty_operands import drop_empty_operands
 from autopar.passes.expand_copies import expand_copies
 from autopar.passes.name_nodes import name_nodes
 from autopar.passes.open_random_attention import open_random_attention
@@ -218,6 +219,23 @@ def test_views_become_reshapes() -> None:
         x=X,
     )
     assert found == ["a = reshape.default(x, [6, 4])", "b = reshape.default(a, [24])", "return b"]
+
+
+def test_operands_of_shape_0_are_left_out_of_a_cat() -> None:
+    """One that gives the result its dtype stays."""
+    found = rewritten(
+        drop_empty_operands,
+        """
+        a = cat.default([e, x], -2)
+        b = cat.default([e, a, x], 0)
+        c = cat.default([d, b], 0)
+        return c
+        """,
+        x=X, e=torch.tensor([]), d=torch.tensor([], dtype=torch.float64),
+    )  # fmt: skip
+    assert found == [
+        "a = clone.default(x)", "b = cat.default([a, x], 0)", "c = cat.default([d, b], 0)", "return c",
+    ]  # fmt: skip
 
 
 def test_copies_that_only_ops_read_go() -> None:
