@@ -28,6 +28,7 @@ from torch.fx import traceback as fx_traceback
 from autopar import _torch
 from autopar.backend.effects import effects_of, refuse_shared
 from autopar.backend.interpreter import DynamoInterpreter, name_of_target
+from autopar.capture.remedies import traced_line
 from autopar.errors import CaptureError
 
 _STEP = re.compile(r"_(?:modules|parameters|buffers)\['([^']+)'\]")
@@ -120,7 +121,13 @@ def lift(
 
 
 def _refuse_forgotten(module: fx.GraphModule) -> None:
-    """Refuses nestings of grad mode and autocast that a captured graph would lose; see [Note: no_grad regions]."""
+    """Refuses what a captured graph would lose: hooks, nestings of grad mode and autocast ([Note: no_grad regions])."""
+    nodes = {name_of_target(node.target): node for node in _all_nodes(module)}
+    if "register_hook" in nodes:
+        raise CaptureError(
+            f"The graph registers a hook on a gradient in {traced_line(nodes['register_hook'])}; compute it in the "
+            "backward of a torch.autograd.Function."
+        )
     names = [name_of_target(node.target) for node in _all_nodes(module)]
     if "_set_grad_enabled" in names and not torch.is_grad_enabled():
         raise CaptureError("The graph turns autograd on inside torch.no_grad.")

@@ -1,8 +1,8 @@
 """Finds effects of a forward that a trace would forget, while the forward runs.
 
 Export records ops on tensors. It does not record that a buffer was replaced by assignment, or that a region ran in
-inference mode, or that a function changes what is saved for backward. Without these checks the captured graph would
-silently train something else.
+inference mode, or that a function changes what is saved for backward or a gradient. Without these checks the captured
+graph would silently train something else.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from autopar.capture.refusals import BACKEND_RUNS_IT
-from autopar.capture.user_code import place_of
+from autopar.capture.user_code import is_users, place_of
+
+_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")  # of tensors
+_NODE_HOOKS = {"register_hook", "register_prehook"}
 
 
 def _called_by_user(frame: FrameType | None) -> bool:
@@ -36,10 +39,16 @@ def _called_by_user(frame: FrameType | None) -> bool:
 def watching(model: nn.Module) -> Iterator[list[str]]:
     """Context that collects the effects of a forward which export does not record.
 
-    The yielded list gets a sentence for each buffer that is assigned a new tensor, and for each
-    `torch.inference_mode` and each `saved_tensors_hooks` that is entered.
+    The yielded list gets a sentence for each buffer that is assigned a new tensor, for each
+    `torch.inference_mode` and each `saved_tensors_hooks` that is entered, and for each hook on a gradient.
     """
     seen: list[str] = []
+    with _noting_hooks(seen), _noting_modes(model, seen):
+        yield seen
+
+
+@contextlib.contextmanager
+def _noting_modes(model: nn.Module, seen: list[str]) -> Iterator[None]:
     modules = set(model.modules())  # and not those that export makes for itself
     set_attribute = nn.Module.__setattr__
     enter, save = torch.inference_mode.__enter__, saved_tensors_hooks.__enter__
@@ -74,11 +83,50 @@ def watching(model: nn.Module) -> Iterator[list[str]]:
     torch.inference_mode.__enter__ = enter_inference  # type: ignore[method-assign]
     saved_tensors_hooks.__enter__ = enter_hooks  # type: ignore[method-assign]
     try:
-        yield seen
+        yield
     finally:
         nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign]
         torch.inference_mode.__enter__ = enter  # type: ignore[method-assign]
         saved_tensors_hooks.__enter__ = save  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _noting_hooks(seen: list[str]) -> Iterator[None]:
+    """Notes hooks that the forward registers on gradients, on tensors or on autograd's nodes."""
+
+    def note(frame: FrameType) -> None:
+        seen.append(
+            f"the forward registers a hook on a gradient in {place_of(frame)}, which a graph forgets; compute it in "
+            f"the backward of a torch.autograd.Function instead. {BACKEND_RUNS_IT}"
+        )
+
+    def noting(register: Any) -> Any:
+        def noted(x: Tensor, hook: Any) -> Any:
+            frame = sys._getframe(1)
+            by_torch = frame.f_code.co_filename.endswith(os.path.join("autograd", "graph.py"))
+            if by_torch or _called_by_user(frame):  # torch's own is register_multi_grad_hook
+                note(frame)
+            return register(x, hook)
+
+        return noted
+
+    def read_node(x: Tensor) -> Any:
+        frame = sys._getframe(1)
+        if is_users(frame.f_code.co_filename) and _NODE_HOOKS & {*frame.f_code.co_names}:
+            note(frame)
+        return node_of.__get__(x)
+
+    registers = {name: getattr(Tensor, name) for name in _HOOKS}
+    node_of: Any = Tensor.grad_fn
+    for name, register in registers.items():
+        setattr(Tensor, name, noting(register))
+    Tensor.grad_fn = property(read_node)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for name, register in registers.items():
+            setattr(Tensor, name, register)
+        del Tensor.grad_fn  # the class has that of its base again
 
 
 class OutsideLeaves(TorchFunctionMode):

@@ -328,6 +328,32 @@ def test_hooks_on_what_is_saved_for_backward_are_refused_with_their_line():
     capture_step(OnTheHost(), (torch.ones(2),), {}, None)
 
 
+HOOKS = {
+    "tensor": lambda h: h.register_hook(torch.neg),
+    "node": lambda h: h.grad_fn.register_hook(lambda *_: None),
+    "node before": lambda h: h.grad_fn.register_prehook(lambda *_: None),
+    "several": lambda h: torch.autograd.graph.register_multi_grad_hook((h,), print),
+}
+
+
+@pytest.mark.parametrize("register", HOOKS.values(), ids=HOOKS)
+def test_hooks_on_gradients_are_refused_with_their_line(register):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x):
+            hidden = self.layer(x)
+            assert hidden.grad_fn is not None
+            register(hidden)
+            return hidden.sum()
+
+    with pytest.raises(CaptureError, match=r"a hook on a gradient in .*test_capture.py:\d+"):
+        capture_step(Model(), (torch.ones(2),), {}, None)
+    assert "grad_fn" not in vars(torch.Tensor)
+
+
 class Checkpointed(nn.Module):
     """Checkpointed calls, one inside of another."""
 

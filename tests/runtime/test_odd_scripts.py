@@ -18,6 +18,7 @@ from tests.support.odd_scripts import verdict
         ("global counter", "backend with the loss"),
         ("hook on the backward of a module, added before step 2", "backend"),
         ("descriptor", "backend"),
+        ("hook on the gradient of an activation", "backend"),
     ],
 )
 def test_a_script_trains_as_it_does_plainly(two_ranks: Ranks, name: str, door: str) -> None:

@@ -315,6 +315,16 @@ class Rounded(Scaled):
             return super().forward(x)
 
 
+class Damped(Scaled):
+    """Halves the gradient of its hidden layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.body(x).tanh()
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: gradient * 0.5)
+        return self.head(hidden)
+
+
 def reading(factor: Callable[[Any], Any], **attributes: Any) -> Callable[[], nn.Module]:
     return lambda: Reading(factor, **attributes)
 
@@ -385,5 +395,8 @@ OBJECTS = {
     ),
     "hooks on saved tensors": Script(
         Rounded, line="saved_tensors_hooks", cause="changes what is saved for backward"
+    ),
+    "hook on the gradient of an activation": Script(
+        Damped, line="hidden.register_hook", cause="registers a hook on a gradient"
     ),
 }  # fmt: skip
