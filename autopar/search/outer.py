@@ -176,6 +176,8 @@ class _Outer:
         try:
             return self.with_or_without_streaming()
         except SearchError as other:
+            if str(other) == str(error):
+                raise error from None
             raise type(error)(f"{error} Nor does it with parameters on the host: {other}") from None
 
     def if_faster(self, found: Searched) -> Searched:

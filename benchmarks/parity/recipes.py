@@ -43,7 +43,7 @@ WITH_CP = ({"dp": 2, "cp": 2}, "dp:zero3,cp:cp"), ({"cp": 2, "tp": 2}, "cp:cp,tp
 BLOCKS = ({"x": 2, "y": 2}, "x,y:2d")
 SERVERS = tuple(({"ps": 2, "dp": 2}, f"ps:serve,dp:{inside}") for inside in ("ddp", "zero1"))
 STEPS = 10
-TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 
 class Case(NamedTuple):
@@ -154,7 +154,7 @@ def rows(only: Sequence[str]) -> list[tuple[str, ...]]:
     return result
 
 
-COLUMNS = ("mesh", "recipe", "float64 (1e-6)", "float32 (1e-4)", "within")
+COLUMNS = ("mesh", "recipe", "float64 (1e-9)", "float32 (1e-4)", "within")
 
 
 @click.command()

@@ -147,8 +147,11 @@ def test_a_recipe_of_the_host_contradicts_a_request_that_rules_it_out() -> None:
 
 def test_a_host_that_is_too_small_is_refused_with_both_numbers() -> None:
     small = dataclasses.replace(WITH_HOST, host=dataclasses.replace(HOST, memory_bytes=1000))
-    with pytest.raises(SearchError, match=r"keep .* of its host, and its share of that is 1.*kB"):
+    with pytest.raises(
+        SearchError, match=r"keep .* of its host, and its share of that is 1.*kB"
+    ) as found:
         search_plan(GRAPH, Request(small, mesh={"dp": 2}, recipe="zero-offload"))
+    assert str(found.value).count("its share of that") == 1  # the search on the host fails alike
 
 
 def test_a_machine_without_figures_of_its_host_is_told_what_to_give() -> None:
