@@ -48,7 +48,8 @@ from autopar.runtime.processes import (
 from autopar.runtime.settings import Batch, Outputs, Settings
 from autopar.runtime.weights import WeightFiles
 from autopar.search import RecipeLike
-from autopar.search.request import HEADROOM, Request, named_axes
+from autopar.search.request import Request, named_axes
+from autopar.search.request_fields import HEADROOM
 
 
 def compile(

@@ -20,7 +20,8 @@ from autopar.ir import PIPELINE_AXIS, PLACEMENTS, Mesh, MixedPrecision
 from autopar.ir.recompute import RecomputeWish, parse_wish
 from autopar.search.intents import is_intent
 from autopar.search.recipe_rows import MEETING_RECIPES, PIPELINE_RECIPES, RECIPES
-from autopar.search.request import AXES, HEADROOM, REFUSALS, Request, named_axes
+from autopar.search.request import AXES, REFUSALS, Request, named_axes
+from autopar.search.request_fields import HEADROOM
 from autopar.search.several_axes import SEVERAL_AXES
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -14,7 +14,8 @@ from autopar.ir import PIPELINE_AXIS, Graph, Meeting, Plan
 from autopar.ir.batches import captured_batch
 from autopar.ir.recompute import Selection
 from autopar.search.intents import is_intent
-from autopar.search.request import HEADROOM, Request
+from autopar.search.request import Request
+from autopar.search.request_fields import HEADROOM
 from autopar.units import counted, format_bytes
 
 PLAN_FILE = "plan.json"

@@ -17,7 +17,8 @@ from autopar.search.decomposed import with_decomposed
 from autopar.search.delayed import with_delays
 from autopar.search.given import GivenMesh, Planned
 from autopar.search.replicas import with_meeting
-from autopar.search.request import AUTO_AXES, Request
+from autopar.search.request import Request
+from autopar.search.request_fields import AUTO_AXES
 from autopar.search.stored import with_stores
 from autopar.search.trials import Searched, Trial
 

@@ -11,14 +11,12 @@ captured, so that users do not wait for a search that cannot succeed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.hardware import Hardware
-from autopar.cost_model.items import FULL, TrainingState
-from autopar.cost_model.software import AUTOPAR, Software
+from autopar.cost_model.items import TrainingState
 from autopar.errors import AutoparError, MeshError, PlanError, RecipeError
 from autopar.ir import (
     PIPELINE_AXIS,
@@ -31,19 +29,9 @@ from autopar.ir import (
     mesh_of_replica,
     without_pipeline,
 )
-from autopar.ir.recompute import RecomputeWish, check_wish
+from autopar.ir.recompute import check_wish
 from autopar.search.lone_ops import is_lone_pin
-from autopar.search.recipe_rows import (
-    ALIASES,
-    NAIVE,
-    ON_DEVICE,
-    RECIPES,
-    STORED_ON_HOST,
-    USED_FROM_HOST,
-    Recipe,
-    RecipeLike,
-    Tiering,
-)
+from autopar.search.recipe_rows import NAIVE
 from autopar.search.recipes import (
     check_recipe_axes,
     check_versions,
@@ -52,10 +40,9 @@ from autopar.search.recipes import (
     resolve,
     split_recipe,
 )
+from autopar.search.request_fields import AUTO_AXES, HEADROOM, RequestFields
 
-HEADROOM = 0.05
 AXES = ("dp", "tp")
-AUTO_AXES = ("auto",)  # of `Request.decompose`
 REFUSALS = ("recompute", "offload", "dp", "tp", "sp", "ddp", "zero1", "zero2", "zero3")
 
 
@@ -69,79 +56,17 @@ def named_axes(given: str | Sequence[str]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Request:
-    """Everything that a user asks of a plan; the search decides the fields that are None.
+class Request(RequestFields):
+    """Everything that a user asks of a plan, checked; see `RequestFields` for its attributes.
 
     >>> from autopar.cost_model import find_hardware
     >>> asked = Request(find_hardware("h100"), mesh={"dp": 2, "tp": 4}, recipe="dp:zero3")
     >>> asked.ranks, asked.bound_bytes
     (8, 76000000000)
 
-    Attributes:
-        hardware: the machine that the plan is priced for.
-        ranks: number of ranks; with a mesh, its size.
-        mesh: axes and their sizes; `pp` is the axis of pipeline stages.
-        batch: number of samples of a step, over all ranks.
-        recipe: constraints on the search along each axis (`autopar.search.recipes`).
-        pins: single choices that the user fixes, by name of a parameter or op (`autopar.search.pins`).
-        memory_bytes: bound on the memory of a rank, in bytes; None for the memory of the hardware
-            less the headroom.
-        headroom: fraction of the hardware's memory that a plan leaves free; it does not reduce `memory_bytes`.
-        must_fit: whether a plan must stay within the bound; with False the search ignores memory.
-        micro_batches: number of micro-batches of a step.
-        stages: numbers of pipeline ranks that the search may choose among; one number stands for itself.
-        schedule: order in which pipeline stages run micro-batches, one of `autopar.ir.PLACEMENTS`.
-        chunks: number of stages of each pipeline rank.
-        recompute: recomputation in backward: "none", "full", the number of blocks of every stage, or another value that
-            `autopar.ir.recompute.check_wish` lists.
-        precision: mixed-precision policy under which the model is captured.
-        training_state: bytes of gradients, master weights and optimizer states, also as text such as
-            "adamw8bit" (`autopar.cost_model.items.TrainingState`).
-        software: figures of the runtime, such as what it overlaps (`autopar.cost_model.software`).
-        offload: whether parameters may be stored in the host's memory and updated there; None allows it if no
-            other plan fits, or if it gives a faster plan.
-        streams: whether parameters that the host stores may also stay there during a step, and be copied to the device
-            for each use; the search sets it.
-        without: names in `REFUSALS` that the plan must not use.
-        inside_node: axes whose groups must not span nodes.
-        decompose: axes along which all-gathers before products, and reduce-scatters after them, run piece by piece
-            while the products are computed, also as text such as "tp"; "auto" for those that make the priced step
-            shorter.
-        meeting: the meetings of replicas, in a request for the plan of one replica (`of_replica`); else None.
-        cuts_batch: whether the search may cut the batch of a step without stages into micro-batches. The loss of the
-            batch must then be the mean over micro-batches, which is wrong for masked means and batch statistics.
-        refines: whether the plan may have two axes in place of one of the mesh (`autopar.search.refined`). A searched
-            mesh may have them in any case.
-
     Raises AutoparError or one of its subclasses if two fields contradict each other, or if a field names something that
     does not exist.
     """
-
-    hardware: Hardware
-    ranks: int | None = None
-    mesh: Mesh | None = None
-    batch: int | None = None
-    recipe: RecipeLike = "auto"
-    pins: Mapping[str, str] = field(default_factory=dict)
-    memory_bytes: int | None = None
-    headroom: float = HEADROOM
-    must_fit: bool = True
-    micro_batches: int | None = None
-    stages: tuple[int, ...] | None = None
-    schedule: str | None = None
-    chunks: int | None = None
-    recompute: RecomputeWish | None = None
-    precision: MixedPrecision | None = None
-    training_state: TrainingState = FULL
-    software: Software = AUTOPAR
-    offload: bool | None = None
-    streams: bool = False
-    without: frozenset[str] = frozenset()
-    inside_node: tuple[str, ...] = ()
-    cuts_batch: bool = False
-    meeting: Meeting | None = None
-    decompose: tuple[str, ...] = ()
-    refines: bool = False
 
     def __post_init__(self) -> None:
         self._normalize()
@@ -185,101 +110,6 @@ class Request:
             batch=None if self.batch is None else self.batch // meeting.replicas,
             training_state=replace(self.training_state, meeting_copies=meeting.copies),
         )  # fmt: skip
-
-    # --- what follows from the fields
-
-    @property
-    def bound_bytes(self) -> int:
-        """Bytes that a rank may take: `memory_bytes`, or the hardware's memory less the headroom."""
-        if self.memory_bytes is not None:
-            return self.memory_bytes
-        return int(self.hardware.memory_bytes * (1 - self.headroom))
-
-    @property
-    def search_bound_bytes(self) -> int | None:
-        """The bound on the memory of a rank for the search; None if the plan need not fit."""
-        return self.bound_bytes if self.must_fit else None
-
-    @property
-    def may_offload(self) -> bool:
-        """Whether the search itself may decide to store parameters in the host's memory."""
-        is_open = self.offload is None and "offload" not in self.without and not self._has_owners
-        stays = self.meeting is not None or self.has_versions  # neither can be on the host yet
-        host = None if stays else self.hardware.host
-        return is_open and self.must_fit and host is not None and host.memory_bytes > 0
-
-    @property
-    def tiers(self) -> tuple[Tiering, ...]:
-        """The tiers in which parameters may be stored and used, if no recipe names tiers."""
-        found = (ON_DEVICE, STORED_ON_HOST, USED_FROM_HOST)
-        return found if self.streams else found[:2] if self.offload else found[:1]
-
-    @property
-    def cluster(self) -> Cluster:
-        """The nodes that hold the ranks."""
-        assert self.ranks is not None, "a number of ranks is known where a cluster is spoken of"
-        ranks = self.ranks * (self.meeting.replicas if self.meeting else 1)
-        return Cluster(self.hardware, -(-ranks // self.hardware.devices_per_node))
-
-    @property
-    def inside(self) -> RecipeLike:
-        """The recipe of the axes inside a pipeline stage."""
-        return split_recipe(self.recipe)[1]
-
-    @property
-    def chosen_schedule(self) -> str | None:
-        """The schedule that the user asks for, by the field `schedule` or by the recipe; None for any."""
-        named, _ = split_recipe(self.recipe)
-        return "gpipe" if named == NAIVE else named or self.schedule
-
-    @property
-    def has_versions(self) -> bool:
-        """Whether the user's schedule updates without a flush, and so keeps several versions of parameters."""
-        return self.chosen_schedule in VERSIONED
-
-    @property
-    def chosen_micro_batches(self) -> int | None:
-        """The number of micro-batches that the user asks for; 1 under the recipe `naive-pp`, None for any."""
-        return 1 if split_recipe(self.recipe)[0] == NAIVE else self.micro_batches
-
-    @property
-    def may_have_dims(self) -> bool:
-        """Whether nothing that a user asks for rules out tensor parallelism in two or three dims on a searched mesh."""
-        says = self.recipe != "auto" or self.pins or self.without - {"offload", "recompute"}
-        asks = self.inside_node or self.decompose or self.schedule or self.chunks
-        is_open = self.mesh is None and 1 in (self.depths or (1,))
-        return self.must_fit and is_open and not says and not asks
-
-    @property
-    def has_stages(self) -> bool:
-        """Whether the mesh has an axis of pipeline stages."""
-        return self.mesh is not None and PIPELINE_AXIS in self.mesh.names
-
-    @property
-    def depths(self) -> tuple[int, ...] | None:
-        """Numbers of pipeline ranks that the mesh or `stages` allows; None for any."""
-        if self.mesh is None:
-            return self.stages
-        return (dict(self.mesh.axes).get(PIPELINE_AXIS, 1),)
-
-    @property
-    def text(self) -> str:
-        """The user's constraints, written as options of the command line."""
-        return ", ".join(self._words()) or "the model's sizes"
-
-    def _words(self) -> Iterator[str]:
-        options = {
-            "--mesh": self.mesh, "--micro-batches": self.micro_batches, "--schedule": self.schedule,
-            "--chunks": self.chunks, "--recompute": self.recompute,
-        }  # fmt: skip
-        yield from (f"{name} {value}" for name, value in options.items() if value is not None)
-        if self.recipe != "auto":
-            yield f"--recipe {format_recipe(self.recipe)}"
-        yield from (f"--pin {name}={choice}" for name, choice in self.pins.items())
-        yield from (f"--keep-inside-node {axis}" for axis in self.inside_node)
-        yield from [f"--decompose {','.join(self.decompose)}"] * bool(self.decompose)
-        yield from ["--offload"] * bool(self.offload)
-        yield from (f"--no {what}" for what in sorted(self.without))
 
     # --- checks
 
@@ -428,7 +258,7 @@ class Request:
 
     def _check_replicas(self, meeting: Meeting) -> None:
         """Raises RecipeError or AutoparError for fields that replicas do not support."""
-        if self.offload or "offload" in self._named_recipes():
+        if self.offload or "offload" in self.named_recipes():
             raise RecipeError(
                 f"Replicas along {meeting.axis} whose parameters lie in the host's memory cannot meet yet; choose a "
                 "recipe that keeps them on the device, such as zero3."
@@ -446,9 +276,9 @@ class Request:
 
     def _check_owners(self) -> None:
         """Raises RecipeError for storage on the host, which parameters with an owner do not support yet."""
-        if not self._has_owners or self.has_lone_ops:  # which have errors of their own
+        if not self.has_owners or self.has_lone_ops:  # which have errors of their own
             return
-        if self.offload or "offload" in self._named_recipes():
+        if self.offload or "offload" in self.named_recipes():
             raise RecipeError(
                 f"The recipe {format_recipe(self.recipe)!r} stores each parameter on one rank, and cannot be run "
                 "together with storage on the host yet; leave out one of both, or take zero1, which stores a part on "
@@ -462,7 +292,7 @@ class Request:
         recomputes = self.recompute not in (None, "none")
         refused = {
             "pipeline stages": self.has_stages or bool(split_recipe(self.recipe)[0]),
-            "storage on the host": self.offload or "offload" in self._named_recipes(),
+            "storage on the host": self.offload or "offload" in self.named_recipes(),
             "replicas that meet": meeting_of(self.recipe, self.mesh) is not None,
             f"recompute={self.recompute!r}": recomputes,
             f"decompose={','.join(self.decompose)!r}": bool(self.decompose),
@@ -475,24 +305,6 @@ class Request:
             raise RecipeError(
                 f"{asked} leaves ops to one rank, which does not go together with {what} yet; leave out one of both."
             )
-
-    @property
-    def has_lone_pins(self) -> bool:
-        """Whether a pin leaves ops to one rank of an axis."""
-        return any(map(is_lone_pin, self.pins.values()))
-
-    @property
-    def has_lone_ops(self) -> bool:
-        """Whether a pin or a recipe leaves ops to one rank of an axis."""
-        return self.has_lone_pins or any(row.worker is not None for row in self._named_rows())
-
-    @property
-    def _has_owners(self) -> bool:
-        """Whether a recipe stores each parameter on one rank of an axis, or a pin leaves ops to one rank."""
-        return self.has_lone_pins or any(row.owner is not None for row in self._named_rows())
-
-    def _named_rows(self) -> list[Recipe]:
-        return [RECIPES[name] for name in self._named_recipes() if name in RECIPES]
 
     def _check_refusals(self) -> None:
         """Raises an error if `without` names something that another field asks for."""
@@ -509,15 +321,7 @@ class Request:
                     f"The mesh {self.mesh} has {sizes[axis]} ranks along {axis}, and --no {axis} rules the "
                     "axis out; drop one."
                 )
-        for name in sorted(self.without & self._named_recipes()):
+        for name in sorted(self.without & self.named_recipes()):
             raise RecipeError(
                 f"The recipe {format_recipe(self.recipe)!r} and --no {name} cannot both hold; drop one."
             )
-
-    def _named_recipes(self) -> set[str]:
-        """Names of the recipes inside a stage, with "sp" for `tp+sp`, and "offload" for recipes that use the host."""
-        inside = self.inside
-        given = [inside] if isinstance(inside, str) else inside.values()
-        named = {ALIASES.get(name, name) for name in given}
-        is_far = any(name in RECIPES and RECIPES[name].tier != "device" for name in named)
-        return named | ({"sp"} if "tp+sp" in named else set()) | ({"offload"} if is_far else set())
