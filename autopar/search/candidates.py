@@ -18,7 +18,7 @@ import numpy as np
 
 from autopar.cost_model.arith import Quantity
 from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.items import Holding, Item, TrainingState
+from autopar.cost_model.items import TOUCHED, Holding, Item, TrainingState
 from autopar.cost_model.pricer import Pricer
 from autopar.cost_model.run import Run, Stage, total
 from autopar.cost_model.sizes import SymbolicSizes
@@ -28,6 +28,7 @@ from autopar.errors import AutoparError, SearchError
 from autopar.ir import Graph, Layout, Plan, Tensor
 from autopar.ir.batches import batch_factors, captured_batch
 from autopar.ir.recompute import Recompute
+from autopar.pipeline.parts import is_whole
 from autopar.search.causes import where_time_goes
 from autopar.search.pipeline_settings import divisors
 from autopar.search.refined import Grouping, grouping_of
@@ -96,22 +97,23 @@ class Space:
         return [found[each] for each in wanted if each in found]
 
     def with_fewest_blocks(
-        self, priced: Iterable[PricedCandidate], bound_bytes: float
+        self, priced: Iterable[PricedCandidate], bound_bytes: float, host_bytes: float = 0.0
     ) -> list[PricedCandidate]:
         """The settings that do not fit without recomputation, with the fewest recomputed layers per stage that fit.
 
-        A setting is left out if it does not fit even with all layers but one recomputed.
+        A setting is left out if it does not fit even with all layers but one recomputed. What does not fit may lie in
+        `host_bytes` of the host, as far as it is movable.
         """
-        groups: dict[tuple[str, str], list[ClusterSetting]] = {}
+        groups: dict[tuple[str, str], dict[ClusterSetting, float]] = {}
         for each in priced:
-            s = each.setting
-            if s.recompute == "none" and each.memory_bytes > bound_bytes:
-                groups.setdefault((s.data, s.tensor), []).append(s)
+            s, room_bytes = each.setting, bound_bytes + min(host_bytes, each.movable_bytes)
+            if s.recompute == "none" and each.memory_bytes > room_bytes:
+                groups.setdefault((s.data, s.tensor), {})[s] = room_bytes
         found = []
-        for (data, tensor), settings in groups.items():
-            plan = self.plan(data, tensor)
+        for (data, tensor), rooms in groups.items():
+            plan, settings = self.plan(data, tensor), [*rooms]
             assert plan is not None, "it was priced"
-            fewest = self._fewest_blocks(plan, settings, bound_bytes)
+            fewest = self._fewest_blocks(plan, settings, np.array([*rooms.values()]))
             again = [
                 replace(s, recompute=int(k))
                 for s, k in zip(settings, fewest, strict=True)
@@ -125,7 +127,7 @@ class Space:
         return sum(stack.layers for stack in self.graph.stacks) or 1
 
     def _fewest_blocks(
-        self, plan: Plan, settings: list[ClusterSetting], bound_bytes: float
+        self, plan: Plan, settings: list[ClusterSetting], bound_bytes: np.ndarray
     ) -> np.ndarray:
         """For every setting the fewest recomputed layers with which both ends of the pipeline fit.
 
@@ -244,10 +246,27 @@ class Space:
             return []
         step = self._step(plan, recompute, _Columns.of(settings))
         found = (
-            PricedCandidate(setting, float(s), float(m), float(t), parts)
-            for setting, s, m, t, parts in zip(settings, *_figures(step, settings), strict=True)
+            PricedCandidate(setting, float(s), float(m), float(t), parts, float(moves))
+            for setting, s, m, t, moves, parts in zip(
+                settings, *self._figures(step, settings), strict=True
+            )
         )
         return [each if self.graph.stacks else _of_equal_stages(each) for each in found]
+
+    def _figures(self, step: Step, settings: list[ClusterSetting]) -> tuple[Sequence[Any], ...]:
+        """For every setting the seconds, the peak, the bytes sent and movable to the host, and seconds by cause.
+
+        The host may store the state of training, and without stages activations, if all layers were captured.
+        """
+        count = len(settings)
+        peak = np.maximum(total(step.memory("first")), total(step.memory("last")))
+        state = (sum(step.held(kind, stage) for kind in TOUCHED) for stage in ("first", "last"))
+        keeps = [each.stages == 1 and is_whole(self.graph) for each in settings]
+        movable = np.where(keeps, math.inf, np.maximum(*state))
+        parts = {name: np.broadcast_to(v, count) for name, v in where_time_goes(step).items()}
+        each = [{n: float(v[i]) for n, v in parts.items() if v[i]} for i in range(count)]
+        figures = step.seconds(), peak, total(step.traffic()), movable
+        return (*(list(np.broadcast_to(x, count)) for x in figures), each)
 
     def _step(self, plan: Plan, recompute: Recompute | np.ndarray, columns: _Columns) -> Step:
         """The step of all settings at once: every figure is an array with an element for each setting."""
@@ -378,13 +397,3 @@ class _ManySizes(SymbolicSizes):
         )
         parts = (self._axes[axis] for axis, state in enumerate(layout) if state.kind == "S")
         return math.prod(leaves, start=1.0 * tensor.itemsize_bytes) / math.prod(parts, start=1)
-
-
-def _figures(step: Step, settings: Sequence[ClusterSetting]) -> tuple[Sequence[Any], ...]:
-    """For every setting the seconds of a step, peak bytes, bytes sent, and seconds by cause."""
-    count = len(settings)
-    peak = np.maximum(total(step.memory("first")), total(step.memory("last")))
-    parts = {name: np.broadcast_to(v, count) for name, v in where_time_goes(step).items()}
-    each = [{n: float(v[i]) for n, v in parts.items() if v[i]} for i in range(count)]
-    seconds, sent = step.seconds(), total(step.traffic())
-    return (*(list(np.broadcast_to(x, count)) for x in (seconds, peak, sent)), each)

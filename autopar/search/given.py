@@ -101,7 +101,8 @@ class GivenMesh:
             return False
         if not has_blocks(self.graph):
             return self._layouts.exceeds(bound)
-        may_offload = bool(request.offload) or request.recompute == "offloaded"
+        may_offload = bool(request.offload) and is_whole(self.graph)  # else they have no names
+        may_offload = may_offload or request.recompute == "offloaded"
         return least_bytes(self._layouts.problem, may_offload=may_offload) > bound
 
     @property

@@ -264,9 +264,9 @@ class _Outer:
                 continue
             tried.searched.add((trial.mesh, trial.micro_batches))
             try:
-                tried.found.append(
-                    (trial, self._inside.plan(trial, tried.most_shown * best_seconds))
-                )
+                faster_than_seconds = tried.most_shown * best_seconds
+                found = self._inside.plan(trial, faster_than_seconds, gives_up=bool(tried.found))
+                tried.found.append((trial, found))
                 count += 1
             except (MeshError, PlanError, RecipeError, SearchError) as error:
                 tried.reasons.append(type(error)(f"{trial.mesh}: {error}"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -95,6 +96,7 @@ class PricedCandidate:
         traffic_bytes: bytes that one rank sends in a step.
         parts: seconds by cause: "compute", "memory bandwidth", "along tp", "bubble", "host" and so on. Their sum is
             `seconds`; communication that overlaps with compute is subtracted by a negative part.
+        movable_bytes: the most of the peak that the host could store in place of the device.
     """
 
     setting: ClusterSetting
@@ -102,6 +104,7 @@ class PricedCandidate:
     memory_bytes: float
     traffic_bytes: float
     parts: Mapping[str, float] = field(default_factory=dict)
+    movable_bytes: float = math.inf
 
     @property
     def binds(self) -> str:

@@ -149,7 +149,9 @@ def overfull_trials_of(
     graph: Graph, request: Request, explored: Explored | None
 ) -> Iterator[Trial]:
     """Settings that fit only with what the host stores, in the order of their search."""
-    settings = explored.settings if explored is not None else ()
+    if explored is None:
+        return iter(())
+    settings = [*explored.settings, *_beside_host(explored.space, explored.settings, request)]
     overfull = [each for each in settings if 0 < moved_seconds(each, request) < math.inf]
     return promising(overfull, request, blocks_of(graph))
 
@@ -215,9 +217,21 @@ def _every(space: Space, request: Request) -> list[PricedCandidate]:
     """Estimates of all settings of a space, fastest first."""
     priced = space.price()
     if {"none", "full"} <= {*space.recomputes}:  # then also numbers of blocks between them
-        priced += space.with_fewest_blocks(priced, request.bound_bytes)
+        kept = [each for each in priced if each.setting.recompute == "none"]
+        priced += space.with_fewest_blocks(kept, request.bound_bytes)
+        priced += _beside_host(space, kept, request)
         priced.sort(key=lambda each: (each.seconds, each.setting.name))
     return priced
+
+
+def _beside_host(
+    space: Space, priced: Sequence[PricedCandidate], request: Request
+) -> list[PricedCandidate]:
+    """Settings that need the host, with the fewest recomputed layers with which it can store the rest."""
+    host = request.hardware.host if request.offload else None
+    if host is None or not {"none", "full"} <= {*space.recomputes}:
+        return []
+    return space.with_fewest_blocks(priced, request.bound_bytes, host.memory_bytes)
 
 
 def promising(
@@ -257,12 +271,17 @@ def moved_seconds(each: PricedCandidate, request: Request) -> float:
     """The least seconds of a step in which the host stores what a setting takes beyond the bound on memory.
 
     Each byte that is not on the device crosses the link to the host or is updated there, at least once per step. The
-    result is 0 for a setting that fits, and infinite where the host must not or cannot store so much.
+    result is 0 for a setting that fits, and infinite where the host must not or cannot store so much: beyond its memory
+    for a rank, or beyond what of a stage can be there at all (`PricedCandidate.movable_bytes`).
     """
     excess_bytes, host = each.memory_bytes - request.bound_bytes, request.hardware.host
     if excess_bytes <= 0:
         return 0.0
-    if not request.offload or host is None or excess_bytes > host.memory_bytes:
+    if (
+        not request.offload
+        or host is None
+        or excess_bytes > min(host.memory_bytes, each.movable_bytes)
+    ):
         return math.inf
     return excess_bytes / max(host.bandwidth_bytes_per_second, host.update_bytes_per_second)
 

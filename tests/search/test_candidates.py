@@ -58,6 +58,14 @@ def test_as_few_layers_run_again_as_fit(space, priced):
         assert space.price_of([replace(s, recompute=fewer)])[0].memory_bytes > bound
 
 
+def test_as_few_layers_run_again_as_fit_beside_what_the_host_stores(space, priced):
+    """Of a stage the host stores parameters, gradients and optimizer states alone."""
+    bound = 0.5 * min(p.memory_bytes for p in priced)
+    found = space.with_fewest_blocks(priced, bound, host_bytes=1e15)
+    assert all(p.setting.stages > 1 for p in found)
+    assert all(bound < p.memory_bytes <= bound + p.movable_bytes for p in found)
+
+
 def test_arrays_agree_with_the_expressions(space, priced):
     """The same plan through sympy, one configuration at a time."""
     for each in priced[:: len(priced) // 5]:

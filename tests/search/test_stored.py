@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from autopar.search.outer import search_plan
 from autopar.search.request import Request
 from autopar.search.settings import ClusterSetting, PricedCandidate
 from autopar.search.staged import StagedPlan
-from autopar.search.trials import promising
+from autopar.search.trials import moved_seconds, promising
 from tests.search.stacked import Sizes, residual
 from tests.search.toy import TOY
 
@@ -75,6 +76,16 @@ def test_settings_that_fit_with_the_host_alone_come_by_their_seconds() -> None:
         for how in (False, True)
     )
     assert near == [20.0, 10.0] and far == [10.5, 20.0 + 8 / 50]
+
+
+def test_the_host_stores_no_activations_of_a_stage() -> None:
+    """The excess of 25 GB counted as movable, and a mesh without a plan was searched first."""
+    staged = ClusterSetting(2, 4, 2, 1, 8, "zero1", "tp")
+    found = PricedCandidate(staged, 10.0, 101e9, 0.0, movable_bytes=20e9)
+    machine = dataclasses.replace(TOY, host=Host(10**12, 50e9, 1e-5, 10e9), memory_bytes=80 * 10**9)
+    asked = Request(machine, ranks=16, headroom=0.05, offload=True)
+    assert moved_seconds(found, asked) == math.inf
+    assert moved_seconds(dataclasses.replace(found, movable_bytes=30e9), asked) == 0.5
 
 
 @pytest.mark.parametrize("offload", [False, None])
