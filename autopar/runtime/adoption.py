@@ -11,6 +11,7 @@ The original model cannot run any more, because torch does not mix DTensors with
 
 from __future__ import annotations
 
+import math
 import weakref
 from typing import Any
 
@@ -70,6 +71,8 @@ class Adoption:
 def adopt(model: nn.Module, device_mesh: DeviceMesh, earlier: Adoption | None = None) -> Adoption:
     """Replaces every parameter by a replicated DTensor; after an earlier adoption, only the new parameters.
 
+    These may be shards of copies that the script made of the model's layers: they are gathered.
+
     Raises CaptureError for a model that is distributed already.
     """
     adoption = earlier or Adoption()
@@ -79,8 +82,11 @@ def adopt(model: nn.Module, device_mesh: DeviceMesh, earlier: Adoption | None = 
             if parameter is None:
                 continue
             if id(parameter) not in successors:
-                _refuse_distributed(parameter, f"{path}.{name}".lstrip("."))
-                successors[id(parameter)] = _replicated(parameter, device_mesh)
+                whole = parameter
+                if earlier is not None and _is_cut_over(parameter, device_mesh):
+                    whole = nn.Parameter(parameter.detach().full_tensor(), parameter.requires_grad)
+                _refuse_distributed(whole, f"{path}.{name}".lstrip("."))
+                successors[id(parameter)] = _replicated(whole, device_mesh)
                 adoption.replace(parameter, successors[id(parameter)])
                 successors[id(successors[id(parameter)])] = successors[id(parameter)]
             module._parameters[name] = successors[id(parameter)]
@@ -106,6 +112,15 @@ def refuse_plain(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
             "method that calls the model (generate) needs a plain copy with whole weights "
             "(docs/checkpoints.md, whole weights), or a model under torch.compile(model, backend='autopar')."
         )
+
+
+def _is_cut_over(parameter: nn.Parameter, device_mesh: DeviceMesh) -> bool:
+    """Whether a parameter lies on this mesh in equal shards; a copy of an owner's parameter does not."""
+    if not isinstance(parameter, DTensor) or parameter.device_mesh != device_mesh:
+        return False
+    sizes = zip(parameter.placements, device_mesh.shape, strict=True)
+    parts = math.prod(size for placement, size in sizes if placement.is_shard())
+    return parameter.to_local().numel() * parts == parameter.numel()
 
 
 def _refuse_distributed(parameter: nn.Parameter, name: str) -> None:

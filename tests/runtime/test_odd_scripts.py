@@ -13,6 +13,7 @@ from tests.support.odd_scripts import verdict
     ("name", "door"),
     [
         ("annealed attribute", "backend"),
+        ("copy of a layer", "compile"),
         ("list that the loss reads", "backend with the loss"),
         ("tensor that forward keeps", "backend"),
         ("global counter", "backend with the loss"),
