@@ -292,3 +292,11 @@ class Step(StepMemory):
             Term(f"along {axis}", sum(names.values()), tuple(Term(n, v) for n, v in names.items()))
             for axis, names in found.items()
         )
+
+    def boundary_traffic(self) -> Quantity:
+        """Bytes that a rank between two others sends them in a step: activations, and gradients of its input.
+
+        The ranks of two stages have one neighbour each, so that each sends one of the two.
+        """
+        run, sent = self.run, self.boundary_bytes / self.boundary_parts
+        return smaller(2, run.stages - 1) * run.micro_batches * run.chunks * sent

@@ -20,7 +20,15 @@ from torch.distributed.run import get_args_parser
 from torch.distributed.run import run as torchrun
 
 from autopar.cli.options import POSITIVE
-from autopar.errors import MeshError
+from autopar.errors import (
+    CaptureError,
+    LayoutError,
+    MeshError,
+    NoLossError,
+    PlanError,
+    RecipeError,
+    SearchError,
+)
 from autopar.runtime.launch import (
     check_ranks,
     first_failure,
@@ -50,8 +58,8 @@ class Restarts:
     [Note: which failures are worth a restart] torchrun's agent ends all ranks when one fails, and every attempt has an
     agent of its own. A number of ranks has `most` restarts; then the run goes on with fewer. An attempt that lasted
     long has them all back, so that a run of weeks survives more deaths than one that fails whenever it starts. An
-    error of the script that comes twice in a row is no accident, and ends the attempts on that number of ranks. A rank
-    that was killed has no error.
+    error of the script that comes twice in a row is no accident, and ends the attempts on that number of ranks; so does
+    an error in what the script asks of a plan, at its first time. A rank that was killed has no error.
 
     Attributes:
         ranks: number of ranks at first.
@@ -83,16 +91,22 @@ class Restarts:
         ranks: int | None = self.ranks
         while ranks is not None:
             first, left = len(lives), self.most + 1
-            while left and not _repeats(lives[first:]):
+            while left and not _stays(lives[first:]):
                 yield ranks
                 left = self.most if lives[-1].seconds >= self.good_seconds else left - 1
             ranks = fewer(ranks, self.least)
 
 
-def _repeats(lives: Sequence[Life]) -> bool:
-    """Whether the last two attempts ended with the same error."""
+# Errors in what a script asks of a plan, which it will ask again.
+_ASKED = (MeshError, LayoutError, CaptureError, PlanError, RecipeError, SearchError, NoLossError)
+
+
+def _stays(lives: Sequence[Life]) -> bool:
+    """Whether another attempt would end with the same error, as the last two did, or the last one's kind says."""
     errors = [life.error for life in lives[-2:]]
-    return len(errors) == 2 and bool(errors[0]) and errors[0] == errors[1]
+    is_repeated = len(errors) == 2 and bool(errors[0]) and errors[0] == errors[1]
+    asked = {kind.__name__ for kind in _ASKED}
+    return is_repeated or (bool(errors) and errors[-1].partition(":")[0] in asked)
 
 
 def fewer(ranks: int, least: int) -> int | None:
@@ -112,8 +126,8 @@ def fewer(ranks: int, least: int) -> int | None:
 What follows SCRIPT is given to it. When a rank dies, all ranks are started again: a script that keeps its checkpoints
 with autopar.checkpoint.Checkpoints goes on from the last one. With --min-ranks it goes on with fewer ranks, half of
 them or the next number that divides them, when the restarts are used up; --max-restarts 0 does so at once. An attempt
-that lasted ten minutes gives the restarts back. An error of the script that comes twice in a row ends the attempts. For
-several machines use torchrun itself.
+that lasted ten minutes gives the restarts back. An error of the script that comes twice in a row ends the attempts, and
+so does one in what it asks of a plan, such as a recipe that does not exist. For several machines use torchrun itself.
 
 \b
 Examples:

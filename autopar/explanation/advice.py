@@ -43,6 +43,7 @@ from autopar.search.pipeline_settings import Priced as PricedPipeline
 from autopar.search.request import Request
 from autopar.search.settings import PricedCandidate
 from autopar.search.trials import Explored, Searched, closed_forms, space_of
+from autopar.units import counted
 
 EXPLORED_BATCH = 8  # sequences of the graph that all settings are priced with
 _OTHERS = 8  # settings of a pipeline that are listed beside the chosen one
@@ -116,6 +117,15 @@ class Question:
                 *capture_target(target, precision=self.request.precision),
             )
         return self._captured[batch][1:]
+
+    @property
+    def text(self) -> str:
+        """The question in a line: `gpt2 on h100x8x1, 8 ranks: batch of 32, 1,024 tokens a sequence, --mesh pp=8`."""
+        graph, request = self._posed[0].analysis.graph, self._posed[1]
+        sequence = graph.factors.get("seq")
+        tokens = f", {sequence.size:,} tokens a sequence" if sequence else ""
+        asked = f"batch of {request.batch:,}{tokens}, {self.request.text}"
+        return f"{self.target} on {self.cluster}, {counted(self.cluster.ranks, 'rank')}: {asked}"
 
     # --- all ways
 
@@ -350,7 +360,9 @@ class Question:
             what = f"{size_bytes / 1e9:.0f} GB of memory"
             hardware = replace(self.cluster.hardware, memory_bytes=size_bytes)
             bound = self.request.but(hardware=hardware, memory_bytes=None).bound_bytes
-            change = change_of(what, explored.settings, best, bound, scale)
+            # a setting that fits today is no news of more memory, even where its estimate is lower
+            news = [p for p in explored.settings if p is best or p.memory_bytes > self.bound_bytes]
+            change = change_of(what, news, best, bound, scale)
             found.append(change if change and change.best != best.setting.name else None)
         return tuple(each for each in found if each is not None)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from autopar.units import counted, format_bytes
 
 PLAN_FILE = "plan.json"
 SCRIPT = "train.py"
+WIDTH = 100  # of a line, which no terminal or pipe breaks inside of a text
 FOLDER = "/a/folder/on/the/disk"  # where the reader's disk is, nobody else knows
 
 
@@ -100,16 +102,30 @@ def launch(
         saved: the file that the plan was saved in; None if it was not saved.
         has_loss_fn: whether the call needs the model's loss function.
     """
-    lines = [] if saved is not None or e.graph.stands_for else [f"--save {PLAN_FILE}"]
+    is_written = saved is not None or e.graph.stands_for
+    lines = [] if is_written else [f"# autopar explain ... --save {PLAN_FILE} writes the plan"]
     model = "model, loss_fn=loss_fn" if has_loss_fn else "model"
     files = {"nvme": FOLDER} if _needs_files(e) else {}
     given = settings(e) if e.graph.stands_for else {"plan": str(saved or PLAN_FILE)}
-    words = [f"{name}={_literal(value)}" for name, value in (given | files).items()]
-    call = f"model = autopar.compile({model}, {', '.join(words)})"
+    call = _call(model, [f"{name}={_literal(value)}" for name, value in (given | files).items()])
     pipeline = e.plan.pipeline
     inside = pipeline is not None and pipeline.update_every > 0
     attach = ["model.attach_optimizer(optimizer)"] if inside else []
-    return (*lines, *_comments(e), call, *attach, _torchrun(e.cluster, e.ranks))
+    notes = [line for each in _comments(e) for line in _commented(each)]
+    return (*lines, *notes, *call, *attach, _torchrun(e.cluster, e.ranks))
+
+
+def _call(model: str, arguments: Sequence[str]) -> list[str]:
+    """The call of `compile`, in one line or with one argument a line."""
+    line = f"model = autopar.compile({model}, {', '.join(arguments)})"
+    if len(line) <= WIDTH:
+        return [line]
+    return ["model = autopar.compile(", *(f"    {each}," for each in (model, *arguments)), ")"]
+
+
+def _commented(text: str) -> list[str]:
+    """A comment in lines that each begin with `#`."""
+    return textwrap.wrap(text, WIDTH, initial_indent="# ", subsequent_indent="# ")
 
 
 def _literal(value: Any) -> str:
@@ -173,14 +189,14 @@ def _comments(e: Explanation) -> Iterator[str]:
     if not e.graph.stands_for:
         return
     if rest := _unsaid(e.request):
-        yield f"# compile has no argument for {rest}"
+        yield f"compile has no argument for {rest}"
     far = [name for name, how in e.plan.parameters.items() if how.tier != "device"]
     also = ""
     if far and e.plan.recipe == "auto":
         count = sum(e.graph.stands_for.get(name, 1) for name in far)
         also = f", and with it which parameters the host stores (here {count:,})"
     if rest or also:
-        yield f"# this searches the layouts again{also}; --save {PLAN_FILE} has them, for a model with these names"
+        yield f"this searches the layouts again{also}; --save {PLAN_FILE} has them, for a model with these names"
 
 
 def _unsaid(asked: Request | None) -> str:

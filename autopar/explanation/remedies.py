@@ -247,9 +247,15 @@ def _clusters(question: Question) -> Iterator[Found]:
     cluster = question.cluster
     for factor in FACTORS:
         more = Cluster(cluster.hardware, cluster.nodes * factor)
-        advice = answered(_on(question, more, _freed(question.request)))
-        if advice is not None:
-            yield f"{factor} times the nodes, {more.ranks} ranks", _cluster_option(more), advice
+        what, option = f"{factor} times the nodes, {more.ranks} ranks", _cluster_option(more)
+        alone, freed = question.request.but(mesh=None), _freed(question.request)
+        if (advice := answered(_on(question, more, alone))) is not None:
+            yield what, option, advice
+            break
+        if freed == alone or (advice := answered(_on(question, more, freed))) is None:
+            continue
+        if advice.setting is not None:
+            yield f"{what}, in another setting", f"{option} {_options(advice.setting)}", advice
             break
     if question.request.memory_bytes is None:
         yield from _devices(question)

@@ -265,7 +265,8 @@ class Space:
         movable = np.where(keeps, math.inf, np.maximum(*state))
         parts = {name: np.broadcast_to(v, count) for name, v in where_time_goes(step).items()}
         each = [{n: float(v[i]) for n, v in parts.items() if v[i]} for i in range(count)]
-        figures = step.seconds(), peak, total(step.traffic()), movable
+        sent = total(step.traffic()) + step.boundary_traffic()
+        figures = step.seconds(), peak, sent, movable
         return (*(list(np.broadcast_to(x, count)) for x in figures), each)
 
     def _step(self, plan: Plan, recompute: Recompute | np.ndarray, columns: _Columns) -> Step:

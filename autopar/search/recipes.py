@@ -28,6 +28,7 @@ out.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 
 from autopar.errors import RecipeError
@@ -145,7 +146,7 @@ def _inside_replica(recipe: RecipeLike) -> RecipeLike:
 def _check_pipeline_recipe(name: object) -> None:
     if not isinstance(name, str) or name not in PIPELINE_RECIPES:
         raise RecipeError(
-            f"There is no recipe {name!r} for the axis {PIPELINE_AXIS}; choose among auto, "
+            f"There is no recipe {name!r} for the axis {PIPELINE_AXIS}{_near(str(name))}; choose among auto, "
             f"{', '.join(PIPELINE_RECIPES)}."
         )
 
@@ -270,10 +271,22 @@ def _row(name: str, axis: str = "") -> Recipe:
         known += f"; for the first axis of a mesh {', '.join(MEETING_RECIPES)}"
         known += f"; and for the axis {PIPELINE_AXIS} {', '.join(PIPELINE_RECIPES)}"
         asked = f"There is no recipe {name!r}" + (f" for the axis {axis!r}" if axis else "")
+        asked += _near(str(name))
         if str(name).isdigit():
             known += f". Replicas that meet every {name} steps are of local:{name}, geo:{name} or diloco:{name}"
         raise RecipeError(f"{asked}; choose among {known}.")
     return RECIPES[name]
+
+
+def _near(name: str) -> str:
+    """The recipes that are written almost like this, as a question; "" for none.
+
+    >>> _near("zeroo3")
+    ' (did you mean zero3?)'
+    """
+    known = [*RECIPES, *ALIASES, *SEVERAL_AXES, *PIPELINE_RECIPES]
+    near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.75)
+    return f" (did you mean {' or '.join(near)}?)" if near else ""
 
 
 def _check_reductions(rows: Sequence[Recipe], mesh: Mesh) -> None:

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from autopar.errors import AutoparError, RecipeError, SearchError
 from autopar.explanation.advice import Question
 from autopar.explanation.few_layers import first_rows
 from autopar.explanation.fitting import will_it_fit
-from autopar.explanation.remedies import _offloaded
+from autopar.explanation.remedies import _clusters, _offloaded
 from autopar.ir import Mesh
 from autopar.planning.planning import are_given_by_micro_batches
 from autopar.search.comparison import best_that_fits, smallest
@@ -104,6 +105,21 @@ def test_more_memory_would_not_slow_it_down(answer):
             assert change.best_seconds <= answer.step_seconds * (1 + 1e-9)
 
 
+def test_more_memory_is_no_news_where_memory_binds_nothing(question):
+    """Another setting that fits, with a lower estimate than the chosen one, is no reason for devices of 80 GB."""
+    explored, chosen = SimpleNamespace(settings=question.settings, space=question.space), 1
+    assert question.settings[0].seconds < question.settings[chosen].seconds
+    changes = question._changes(explored, question.settings[chosen], 1.0)
+    assert changes and not [each for each in changes if "GB of memory" in each.what]
+
+
+def test_the_question_in_a_line(question):
+    assert (
+        question.text
+        == "gpt2 on h100x4x1, 4 ranks: batch of 16, 64 tokens a sequence, the model's sizes"
+    )
+
+
 def test_notes_speak_of_the_whole_model_and_no_other_price(answer):
     assert answer.plan.notes
     assert not any("predicted" in note or "1000000000" in note for note in answer.plan.notes)
@@ -186,6 +202,14 @@ def test_remedies_fit_and_are_ranked_by_money(too_large):
     one = fit.remedies[0]  # 3.6 an hour is a thousandth a second
     ranks = 8 if "8 ranks" in one.what else 4
     assert one.money == pytest.approx(ranks * one.step_seconds / 1000)
+
+
+def test_more_nodes_alone_or_said_to_be_more_than_that():
+    """Under ddp no number of nodes makes the states of a rank smaller."""
+    asked = ask(recipe="ddp", memory_bytes=3 * 10**9, batch=64, without=ON_DEVICE)
+    ((what, options, advice),) = [x for x in _clusters(asked) if "times the nodes" in x[0]]
+    assert what.endswith("ranks, in another setting") and "zero2" in options
+    assert advice.setting.data != "ddp"
 
 
 def test_a_remedy_costs_what_explain_says_of_it(too_large):

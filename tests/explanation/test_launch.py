@@ -50,7 +50,7 @@ def test_the_question_is_stated(explained: Explanation) -> None:
 
 def test_the_last_lines_launch_the_plan(explained: Explanation) -> None:
     save, call, command = launch(explained)
-    assert save == "--save plan.json"
+    assert save == "# autopar explain ... --save plan.json writes the plan"
     assert call == 'model = autopar.compile(model, plan="plan.json")'
     assert command == (
         "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py"
@@ -77,6 +77,19 @@ def test_a_plan_of_few_captured_layers_is_launched_by_its_settings(many: Explana
     assert call == (
         'model = autopar.compile(model, mesh={"dp": 16}, recipe="zero1", micro_batches=2, recompute="none")'
     )
+
+
+def test_a_long_call_has_a_line_for_each_argument(many: Explanation) -> None:
+    """Piped lines are broken at 140 characters, which may be inside of a string."""
+    run = replace(many.run, training_state=MIXED_FLOAT32_GRADIENTS)
+    *lines, _ = launch(replace(many, run=run))
+    assert lines[0] == "model = autopar.compile(" and lines[-1] == ")"
+    assert '    training_state="adamw gradients=4 masters=4",' in lines
+    hidden = many.request.but(
+        without=frozenset({"recompute"}), pins=dict.fromkeys("abcdefghi", "tp")
+    )
+    notes = [line for line in launch(replace(many, request=hidden)) if "--" in line][:-1]
+    assert len(notes) > 2 and all(n.startswith("# ") and len(n) <= 100 for n in notes)
 
 
 def test_settings_have_the_bound_and_the_training_state_of_the_search(many: Explanation) -> None:

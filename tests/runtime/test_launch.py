@@ -179,6 +179,13 @@ def test_an_error_that_comes_twice_is_no_accident_however_long_it_took() -> None
     assert attempted(restarts, [Life("exit code 1: no data", 1e4)] * 9) == [2, 2]
 
 
+def test_a_plan_that_cannot_be_is_not_asked_for_again() -> None:
+    restarts = Restarts(ranks=4, most=2, least=2, good_seconds=600)
+    assert attempted(restarts, [Life("MeshError: 4 ranks", 1.0)]) == [4, 2, 2, 2]
+    assert attempted(restarts, [Life("RecipeError: There is no recipe 'a'", 1.0)] * 2) == [4, 2]
+    assert attempted(restarts, [Life("ValueError: no data", 1.0)]) == [4, 4, 4, 2, 2, 2]
+
+
 def test_a_script_that_is_not_there_is_named(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["run", str(tmp_path / "absent.py"), "--ranks", "2"])
     assert result.exit_code == 2 and "absent.py" in result.output

@@ -119,7 +119,15 @@ def test_the_text_of_a_recipe_reads_back() -> None:
 @pytest.mark.parametrize(
     ("recipe", "says"),
     [
-        ("zero4", "There is no recipe 'zero4'; choose among " + ", ".join(RECIPES)),
+        (
+            "zero4",
+            "There is no recipe 'zero4' (did you mean zero3 or zero2 or zero1?); choose among ",
+        ),
+        ("nothing", "There is no recipe 'nothing'; choose among " + ", ".join(RECIPES)),
+        (
+            "pp:1f1",
+            "There is no recipe '1f1' for the axis pp (did you mean 1f1b?); choose among auto, ",
+        ),
         ("dp:ddp,ep:tp", "names the axis 'ep', and the mesh dp=2,tp=2 has dp, tp"),
         ("dp:ddp,tp", "Cannot read 'tp' in the recipe"),
         (
