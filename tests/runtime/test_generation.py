@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -115,6 +116,24 @@ def test_every_pipeline_stage_keeps_the_keys_of_its_layers(
     assert [found for found, _ in results] == [expected] * len(results)
     half = len(results) // 2
     assert [has for _, has in results] == [[True, False]] * half + [[False, True]] * half
+
+
+def cut_inside(ops: list[str]) -> list[Any]:
+    """Tokens through two stages that are cut before each of these ops of the first layer's attention."""
+    plan, found = compiled(llama(2), mesh={"pp": 2}).plan, []
+    for op in ops:
+        cut = replace(plan, pipeline=replace(plan.pipeline, cuts=(op,)))
+        found.append(generated(compiled(llama(2), plan=cut).eval(), **GREEDY))
+    return found
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_a_stage_may_begin_inside_an_attention(two_ranks: Ranks) -> None:
+    """Between the products of keys and of values, before the attention, and before the product behind it."""
+    ops = ["linear_2", "scaled_dot_product_attention", "linear_3"]
+    expected = generated(llama(2).eval(), **GREEDY)
+    assert two_ranks.run(cut_inside, ops) == [[expected] * 3] * 2
 
 
 @pytest.mark.multiprocess
