@@ -33,14 +33,20 @@ class Methods:
             (kind, name, method)
             for kind in _torch.traced_modules(graph)
             for name in names
-            if getattr(method := getattr(kind, name, None), "__code__", None) in traced
+            if getattr(method := _function_of(kind, name), "__code__", None) in traced
         ]
 
     def check(self) -> None:
         """Raises CaptureError if a class has another method by now."""
         for kind, name, before in self._found:
-            if (now := getattr(kind, name, None)) is not before:
+            if (now := _function_of(kind, name)) is not before:
                 raise replaces_method(f"{kind.__qualname__}.{name}", line_of(now or before))
+
+
+def _function_of(kind: type, name: str) -> Any:
+    """The function behind a method of a class; each read of a classmethod makes another object around it."""
+    found = getattr(kind, name, None)
+    return getattr(found, "__func__", found)
 
 
 def refuse_cached() -> None:

@@ -19,6 +19,7 @@ from tests.support.odd_scripts import verdict
         ("global counter", "backend with the loss"),
         ("hook on the backward of a module, added before step 2", "backend"),
         ("descriptor", "backend"),
+        ("classmethod", "backend"),
         ("hook on the gradient of an activation", "backend"),
     ],
 )

@@ -325,12 +325,24 @@ class Damped(Scaled):
         return self.head(hidden)
 
 
+class ByClass(Scaled):
+    """Its class has a method, of which every read makes another object."""
+
+    @classmethod
+    def bent(cls, x: Tensor) -> Tensor:
+        return x.tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.bent(self.body(x)))
+
+
 def reading(factor: Callable[[Any], Any], **attributes: Any) -> Callable[[], nn.Module]:
     return lambda: Reading(factor, **attributes)
 
 
 OBJECTS = {
     "descriptor": Script(Described, between=lambda m, i: setattr(m, "scale", 1.0 + i)),
+    "classmethod": Script(ByClass),
     "own __getattr__": Script(Forwarding, between=lambda m, i: m.table.update(scale=1.0 + i)),
     "weak reference": Script(
         Weak, between=lose, line="self.reference()", cause="reads the weak reference"
