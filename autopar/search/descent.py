@@ -92,6 +92,11 @@ def descents(problem: Problem, bound: int | None) -> list[Descent]:
     found = [_descend(problem, order, bound) for order in _orders(problem.mesh)]
     if bound is not None and problem.least_bytes > bound:
         return found  # nothing fits; the smallest plan of these shows how much is missing
+    if (
+        bound is not None
+    ):  # what hides seems free at the least slopes, so that descents from them may end worse
+        unhidden = problem.exposed(Exposure.full())
+        found += [_descend(unhidden, order, bound) for order in _orders(problem.mesh)]
     combinations = _combinations(problem)
     found += _from_recipes(problem, combinations, bound)
     best = best_of(found, bound)

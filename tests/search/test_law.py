@@ -20,7 +20,7 @@ from autopar.search.pipeline import search_pipeline
 from autopar.search.request import Request
 from autopar.search.search import meshes_of
 from tests.search.graphs import LlamaSizes, llama
-from tests.search.stacked import residual
+from tests.search.stacked import Sizes, residual
 from tests.search.toy import TOY
 
 MACHINE = replace(TOY, host_seconds=2e-6, reserved_bytes=500, memory_efficiency=0.5)
@@ -132,3 +132,20 @@ def test_memory_is_never_slower_where_the_host_takes_parameters(
     assert far[0] == 0 < far[-1] and far == sorted(far)
     seconds = [each.price.step_seconds for each in found]
     assert all(more <= TOLERANCE * less for more, less in itertools.pairwise(seconds))
+
+
+def test_more_memory_is_not_slower_where_all_communication_hides() -> None:
+    graph = residual(2, Sizes(batch=4, width=64, hidden=64, vocab=2048))
+    software, hardware = (
+        replace(HIDING, hides=1.0, host_seconds=1e-8),
+        replace(MACHINE, memory_efficiency=1.0),
+    )
+    loose = price(graph, {"x": 2, "y": 2}, "auto", software=software, hardware=hardware)
+    assert loose is not None
+    bounds = [int(part * loose.peak_bytes) for part in (0.7, 0.8)]
+    tight, wider = (
+        price(graph, {"x": 2, "y": 2}, "auto", bound, software=software, hardware=hardware)
+        for bound in bounds
+    )
+    assert tight is not None and wider is not None
+    assert wider.step_seconds <= TOLERANCE * tight.step_seconds
