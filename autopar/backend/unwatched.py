@@ -34,6 +34,7 @@ class Methods:
             for kind in _torch.traced_modules(graph)
             for name in names
             if getattr(method := _function_of(kind, name), "__code__", None) in traced
+            and method is _function_of(kind, name)  # else a descriptor makes another at each read
         ]
 
     def check(self) -> None:

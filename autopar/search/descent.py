@@ -92,9 +92,8 @@ def descents(problem: Problem, bound: int | None) -> list[Descent]:
     found = [_descend(problem, order, bound) for order in _orders(problem.mesh)]
     if bound is not None and problem.least_bytes > bound:
         return found  # nothing fits; the smallest plan of these shows how much is missing
-    if (
-        bound is not None
-    ):  # what hides seems free at the least slopes, so that descents from them may end worse
+    if bound is not None:
+        # What hides seems free at the least slopes, so that descents within a bound that begin there may end worse.
         unhidden = problem.exposed(Exposure.full())
         found += [_descend(unhidden, order, bound) for order in _orders(problem.mesh)]
     combinations = _combinations(problem)
