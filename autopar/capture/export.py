@@ -57,7 +57,6 @@ class _WithLoss(nn.Module):
 
     loss_fn: LossFunction | None
     watch: Watch | None
-    outside: OutsideLeaves | None
     results_with_more: set[
         type
     ]  # types of results in which the model returned its loss among other things
@@ -74,7 +73,7 @@ class _WithLoss(nn.Module):
         self.model = model
         # Not a submodule, because the tensors that a loss holds are no part of the model.
         self.__dict__["loss_fn"] = loss_fn
-        self.__dict__["watch"] = self.__dict__["outside"] = None
+        self.__dict__["watch"] = None
         # A set that is changed in place, because export undoes assignments to attributes.
         self.__dict__["results_with_more"] = set()
         self.precision = precision
@@ -82,9 +81,8 @@ class _WithLoss(nn.Module):
         self.training = model.training  # not train(): submodules keep their own modes
 
     def forward(self, *batch: Any, **kwargs: Any) -> Any:
-        # They see every call of torch, so they are set for the forward alone, not for the passes of export after it.
-        watched = self.watch.run() if self.watch is not None else contextlib.nullcontext()
-        with self.outside or contextlib.nullcontext(), watched:
+        watching_python = contextlib.nullcontext() if self.watch is None else self.watch.run()
+        with watching_python:
             return self._run(*batch, **kwargs)
 
     def _run(self, *batch: Any, **kwargs: Any) -> Any:
@@ -243,7 +241,6 @@ def _capture(
 def _export(
     wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], open_dims: OpenDims
 ) -> Any:
-    outside = wrapper.__dict__["outside"] = OutsideLeaves(wrapper)
     with (
         keeping_functions(wrapper) as put_functions,
         _torch.without_value_checks(),
@@ -251,6 +248,7 @@ def _export(
         _torch.quiet_export(),
         _torch.quick_decompositions(),
         watching(wrapper) as forgotten,
+        OutsideLeaves(wrapper) as outside,
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")  # export's own deprecations are not the user's business

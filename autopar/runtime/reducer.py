@@ -115,8 +115,8 @@ class Reducer:
 
     def finish(self) -> None:
         """After the backward of a micro-batch: sends what is left, and hands all gradients over."""
-        for leaf in self._residents.leaves:
-            _torch.own_gradient(leaf)
+        for i in range(len(self._residents.leaves)):
+            self._own_gradient(i)
         while self._departing:
             self._send(self._departing.pop(0))
         while self._under_way:
@@ -128,8 +128,13 @@ class Reducer:
         for leaf in self._residents.leaves:
             leaf.grad = None
 
+    def _own_gradient(self, i: int) -> None:
+        """Leaves in another tier have gradients that were moved there, which nothing else reads."""
+        if self._residents.specs[i].tier == "device":
+            _torch.own_gradient(self._residents.leaves[i])
+
     def _complete(self, i: int) -> None:
-        _torch.own_gradient(self._residents.leaves[i])
+        self._own_gradient(i)
         bucket = self._bucket_of[i]
         bucket.ready.add(i)
         while self._departing and self._is_full(self._departing[0]):
