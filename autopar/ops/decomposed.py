@@ -132,25 +132,28 @@ class Cut(NamedTuple):
     factor: str
 
     def x(self, x: Tensor, number: int) -> Tensor:
-        """What the piece of the product with a number takes of x."""
+        """The part of x that goes into the piece of the product with a number."""
         return x if self.factor == "columns" else self.pieces.of(x, number)
 
     def weight(self, weight: Tensor, number: int) -> Tensor:
-        """What it takes of the weight."""
+        """The part of the weight that goes into this piece."""
         if self.factor == "rows":
             return weight
         return self.pieces._replace(dim=int(self.factor == "features")).of(weight, number)
 
     def y(self, y: Tensor, number: int) -> Tensor:
-        """What it makes of y, or takes of the gradient of y."""
+        """The part of the gradient of y that belongs to this piece."""
         return y if self.factor == "features" else self.pieces.of(y, number)
 
     def bias(self, bias: Tensor, number: int) -> Tensor:
-        """What it takes of the bias, which the piece of this rank alone adds where pieces are added up."""
+        """The part of the bias that goes into this piece."""
         return self.pieces._replace(dim=0).of(bias, number) if self.factor == "columns" else bias
 
     def product(self, part: Tensor, weight: Tensor, bias: Tensor | None, number: int) -> Tensor:
-        """The piece of a product with a number, from the piece of x."""
+        """The piece of a product with a number, from the piece of x.
+
+        Where pieces are added up, that of this rank alone has the bias.
+        """
         is_added = self.factor != "features" or number == self.pieces.rank
         own = None if bias is None or not is_added else self.bias(bias, number)
         return F.linear(part, self.weight(weight, number), own)

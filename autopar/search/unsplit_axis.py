@@ -46,9 +46,8 @@ def unsplit_trials_of(
         if each.setting.inner == 1 and _on_all_ranks(each.setting, request) is not None
     ]
     trials = promising(found, request, blocks_of(graph))
-    for trial in sorted(
-        trials, key=lambda each: depth_of(each.mesh) > 1
-    ):  # stages promise too much
+    # Estimates with stages promise too much, so that they come last.
+    for trial in sorted(trials, key=lambda each: depth_of(each.mesh) > 1):
         assert trial.priced is not None, "it has an estimate"
         setting = _on_all_ranks(trial.priced.setting, request)
         assert setting is not None, "others are left out"
