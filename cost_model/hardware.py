@@ -7,7 +7,6 @@ names such as `h100`; `hardware_toml` reads them from files, and `hardware_writi
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -202,10 +201,9 @@ class Hardware:
     def link(self, mesh: Mesh, axis: int) -> Link:
         """The link of collectives along one axis of the mesh, see `links.axis_link`.
 
-        Ranks are numbered row-major, so that the groups of the last axes lie closest together.
+        The groups of the axes that are placed last lie closest together.
         """
-        stride = math.prod(mesh.sizes[axis + 1 :])
-        return self.axis_link(stride, mesh.sizes[axis], math.prod(mesh.sizes))
+        return self.axis_link(mesh.strides[axis], mesh.sizes[axis], mesh.size)
 
     def axis_link(self, stride: Quantity, size: Quantity, ranks: Quantity | None = None) -> Link:
         """The link of groups of `size` ranks whose numbers differ by `stride`; both may be arrays."""

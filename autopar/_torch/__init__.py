@@ -72,6 +72,7 @@ from autopar._torch.dtensors import (
     lines_along,
     local_gradient,
     local_tensor,
+    ranks_of,
     replicates_implicitly,
     set_local_tensor,
 )
@@ -150,7 +151,7 @@ __all__ = [
     "on_second_derivative", "outside_of_traces", "own_generators", "own_gradient", "owned_as", "peak_allocated_bytes",
     "pipeline_actions", "plain_checkpoints",
     "pipeline_computations", "pipeline_stage", "product_of_tiles", "quick_decompositions", "quiet_export",
-    "quiet_fake_failures", "quiet_torchao", "random_states", "reduce_scatter",
+    "quiet_fake_failures", "quiet_torchao", "random_states", "ranks_of", "reduce_scatter",
     "replicates_implicitly", "required_arguments", "resolve_group", "run_node", "runs_one_stage",
     "saved_tensor_hooks", "schema", "set_group_timeout", "set_local_tensor", "start_all_gather", "start_all_reduce",
     "start_exchange_rows", "start_reduce_scatter", "storage_key", "storage_reference", "store_host",

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -64,6 +65,12 @@ def local_gradient(parameter: nn.Parameter) -> Tensor:
     """The local shard of a gradient, which is there."""
     assert parameter.grad is not None
     return parameter.grad._local_tensor if isinstance(parameter.grad, DTensor) else parameter.grad
+
+
+def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
+    """The global ranks of a mesh, row-major over its dims; also while a graph is traced with fake tensors."""
+    with unset_fake_temporarily():
+        return tuple(mesh.mesh.flatten().tolist())
 
 
 def lines_along(mesh: DeviceMesh, axis: str) -> list[list[int]]:

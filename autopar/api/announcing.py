@@ -39,8 +39,11 @@ def start_line(plan: Plan, request: Request, is_given: bool, predicted: tuple[fl
         predicted: predicted seconds of a step, and predicted peak memory of a rank in bytes.
     """
     idle = idle_axes(plan)
-    used = [f"{n}={s}" for n, s in plan.world_mesh.axes if s > 1 and n not in idle]
+    mesh = plan.world_mesh
+    used = [f"{n}={s}" for n, s in mesh.placed.axes if s > 1 and n not in idle]
     words = [" ".join(used) or "nothing is split"]
+    if mesh.placement:
+        words.append(f"nested as {', '.join(mesh.names)}")
     if idle and not is_given:
         words.append(
             f"{', '.join(idle)} left idle, because that was found cheapest; recipe='ddp' insists"

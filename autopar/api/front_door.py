@@ -97,7 +97,9 @@ def compile(
             tensor. Without it the first call is the example.
         loss_fn: takes the model's result and then the last entries of the batch, and returns a scalar, or
             `(scalar, extras)` with further results of a step; None if the model returns its loss itself.
-        mesh: the axes and their sizes; without it they are searched too. The axis `pp` has the pipeline stages.
+        mesh: the axes and their sizes, such as `{"dp": 2, "tp": 4}` or `"dp=2,tp=4"`; without it they are searched
+            too. The axis `pp` has the pipeline stages. Ranks along the last axis are neighbours. Text may name the
+            order in which axes nest where several split one dim, as `"dp=2,tp=4 order tp,dp"`; else it is searched.
         plan: an earlier plan, or the file it was saved in; nothing is searched then.
         recipe: constraints on the search, for all axes or by axis:
             `{"pp": "1f1b", "dp": "zero1", "tp": "tp"}`. With `local:K`, `geo:K` or `diloco:K` for its first axis the

@@ -18,8 +18,9 @@ from autopar.ir import (
     Plan,
     without_pipeline,
 )
+from autopar.runtime.processes import axes_of_device_mesh
 
-MeshLike = DeviceMesh | Mesh | Mapping[str, int]
+MeshLike = DeviceMesh | Mesh | Mapping[str, int] | str
 
 
 def hardware_of(
@@ -45,22 +46,15 @@ def axes_of(mesh: MeshLike | None, plan: Plan | None) -> Mesh | None:
     """The mesh as data, None if it is to be searched. Raises MeshError where plan and mesh differ."""
     if mesh is None:
         return plan.world_mesh if plan is not None else None
-    axes = _device_mesh_axes(mesh) if isinstance(mesh, DeviceMesh) else Mesh.of(mesh)
+    axes = axes_of_device_mesh(mesh) if isinstance(mesh, DeviceMesh) else Mesh.of(mesh)
     if dict(axes.axes).get(PIPELINE_AXIS) == 1:
         axes = without_pipeline(axes)
     if axes.names == (PIPELINE_AXIS,):  # every stage has a mesh, if one of a single rank
         axes = Mesh((*axes.axes, *without_pipeline(axes).axes))
-    if plan is not None and plan.world_mesh != axes:
+    if plan is None:
+        return axes
+    if plan.world_mesh.placed != axes.placed:
         raise MeshError(
             f"The plan was made for the mesh {plan.world_mesh}, and the mesh given is {axes}."
         )
-    return axes
-
-
-def _device_mesh_axes(mesh: DeviceMesh) -> Mesh:
-    names = mesh.mesh_dim_names
-    if names is None:
-        raise MeshError(
-            "The DeviceMesh has no axis names; make it with init_device_mesh(..., mesh_dim_names=('dp',))."
-        )
-    return Mesh(tuple(zip(names, tuple(mesh.mesh.shape), strict=True)))
+    return plan.world_mesh  # a plan chooses the order of the axes itself

@@ -154,11 +154,12 @@ def _request(options: Mapping[str, Any], stored: Mesh | None, device: torch.devi
     if given is not None:
         mesh = Mesh.of(given)
     refuse_stages(mesh)
-    if stored not in (None, mesh):
+    if stored is not None and stored.placed != mesh.placed:
         raise MeshError(
             f"autopar.shard_ has cut the parameters over the mesh {stored}, and the backend is given "
             f"{mesh}; leave the option out, or shard over the same."
         )
+    mesh = stored or mesh
     if split_recipe(recipe)[0]:
         raise RecipeError(
             f"The recipe {recipe!r} is one of pipeline stages, and those need the whole step: use "

@@ -36,6 +36,7 @@ from autopar.runtime.hops import route
 from autopar.runtime.parameters import placements
 from autopar.runtime.processes import (
     agreed,
+    axes_of_device_mesh,
     check_world,
     join_process_group,
     make_world,
@@ -114,8 +115,9 @@ def _axes(plan_or_recipe: Plan | RecipeLike, mesh: Mesh | Mapping[str, int] | No
     is_plan = isinstance(plan_or_recipe, Plan)
     planned = plan_or_recipe.world_mesh if is_plan else Mesh((("dp", world_size()),))  # type: ignore[union-attr]
     axes = planned if mesh is None else Mesh.of(mesh)
-    if is_plan and axes != planned:
+    if is_plan and axes.placed != planned.placed:
         raise MeshError(f"The plan is for the mesh {planned}, and the mesh given is {axes}.")
+    axes = planned if is_plan else axes  # a plan chooses the order of the axes itself
     refuse_stages(axes)
     refuse_places(plan_or_recipe, axes)
     if is_plan and plan_or_recipe.meeting is not None:  # type: ignore[union-attr]
@@ -322,8 +324,7 @@ def whole_parameter(parameter: Any) -> Any:
 
 def mesh_of(parameter: DTensor) -> Mesh:
     """The mesh on which a parameter lies."""
-    names = parameter.device_mesh.mesh_dim_names or ()
-    return Mesh(tuple(zip(names, parameter.device_mesh.shape, strict=True)))
+    return axes_of_device_mesh(parameter.device_mesh)
 
 
 # --- what it shares with the backend

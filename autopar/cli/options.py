@@ -119,7 +119,7 @@ _WHERE = (
     click.option("--seq", type=POSITIVE, metavar="N", help="Tokens of a sequence."),
     click.option("--mesh", metavar="AXES",
                  help="Axes to use, such as dp=8,tp=8 or pp=2,dp=2,tp=2 with pipeline stages; else "
-                      "searched."),
+                      "searched. 'dp=8,tp=8 order tp,dp' also names how they nest where both split one dim."),
     click.option("--ranks", type=POSITIVE, metavar="N",
                  help="Number of ranks, where --cluster names one GPU or none."),
     click.option("--hardware", metavar="GPU", help="The GPU of --mesh or --ranks; by default h100."),

@@ -14,7 +14,7 @@ from autopar.pipeline.simulation import Simulation
 from autopar.search.causes import where_time_goes
 from autopar.units import counted
 
-_KEPT_NOTES = ("runner-up", "tiers", "owners", "replicas", "versions", "decomposed")
+_KEPT_NOTES = ("axes", "runner-up", "tiers", "owners", "replicas", "versions", "decomposed")
 
 
 def kept_notes(plan: Plan) -> Iterator[str]:
@@ -25,8 +25,7 @@ def kept_notes(plan: Plan) -> Iterator[str]:
 def name_of(plan: Plan) -> str:
     """Axes, recipe, schedule, micro-batches and recomputation of a plan in a few words."""
     pipeline = plan.pipeline
-    axes = ",".join(f"{name}={size}" for name, size in plan.world_mesh.axes if size > 1)
-    words = [f"{axes or 'one rank'} {plan.recipe}"]
+    words = [f"{plan.world_mesh.used or 'one rank'} {plan.recipe}"]
     if pipeline is not None:
         chunks = f" of {pipeline.chunks} chunks" if pipeline.chunks > 1 else ""
         words.append(f"{pipeline.schedule}{chunks}")

@@ -11,7 +11,7 @@ from typing import Any
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.items import FULL, TrainingState
 from autopar.explanation.explanation import Explanation
-from autopar.ir import PIPELINE_AXIS, Graph, Meeting, Plan
+from autopar.ir import PIPELINE_AXIS, Graph, Meeting, Mesh, Plan
 from autopar.ir.batches import captured_batch
 from autopar.ir.recompute import Selection
 from autopar.search.intents import is_intent
@@ -145,11 +145,12 @@ def settings(e: Explanation) -> dict[str, Any]:
     ops that are recomputed are no argument: `compile` finds them again within the bound.
     """
     plan, stages, state = e.plan, int(e.run.stages), e.run.training_state
-    axes = {name: size for name, size in plan.world_mesh.axes if size > 1} or {"dp": 1}
+    mesh = plan.world_mesh.used or Mesh((("dp", 1),))
     if plan.pipeline is None and stages > 1:
-        axes = {"pp": stages, **axes}
+        mesh = mesh.with_axis(PIPELINE_AXIS, stages, 0)
     arguments = {
-        "mesh": axes, "recipe": _recipe(plan.recipe, axes), "micro_batches": plan.micro_batches,
+        "mesh": str(mesh) if mesh.placement else dict(mesh.axes),
+        "recipe": _recipe(plan.recipe, mesh.names), "micro_batches": plan.micro_batches,
         **_schedule(plan),
         "recompute": None if isinstance(plan.recompute, Selection) else plan.recompute,
         "decompose": ",".join(plan.decomposed),
@@ -213,7 +214,7 @@ def _unsaid(asked: Request | None) -> str:
 _IN_SETTINGS = {"recompute", "dp", "tp"}  # the mesh and recompute= of the call say it
 
 
-def _recipe(recipe: str, axes: dict[str, int]) -> str:
+def _recipe(recipe: str, axes: Sequence[str]) -> str:
     """The recipe without axes that the mesh does not have."""
     if ":" not in recipe:
         return recipe

@@ -179,8 +179,7 @@ def _subtitle(e: Explanation) -> str:
     mesh = e.plan.world_mesh
     if e.plan.pipeline is None and e.run.stages > 1:
         mesh = with_pipeline(mesh, int(e.run.stages), 0)
-    axes = ",".join(f"{name}={size}" for name, size in mesh.axes if size > 1) or "one rank"
-    return f"{axes} on {e.cluster}{stages}, {batches}{again}, recipe {e.plan.recipe}"
+    return f"{mesh.used or 'one rank'} on {e.cluster}{stages}, {batches}{again}, recipe {e.plan.recipe}"
 
 
 def _stages_in_words(e: Explanation) -> str:

@@ -296,8 +296,10 @@ def used_axes(plan: Plan) -> Plan:
         name: replace(how, storage=of(how.storage), resident=of(how.resident))
         for name, how in plan.parameters.items()
     }
+    axes = of(plan.mesh.axes)
+    placement = tuple(name for name in plan.mesh.placed.names if name in dict(axes))
     return replace(
-        plan, mesh=Mesh(of(plan.mesh.axes)), parameters=parameters,
+        plan, mesh=Mesh(axes, placement), parameters=parameters,
         inputs={name: of(layout) for name, layout in plan.inputs.items()},
         ops={name: of(labels) for name, labels in plan.ops.items()},
     )  # fmt: skip

@@ -193,10 +193,11 @@ def mesh_of_replica(mesh: Mesh, axis: str) -> Mesh:
 
     Where no other axis is left, the result has one axis of size 1, because every mesh needs an axis.
     """
-    return Mesh(tuple(each for each in mesh.axes if each[0] != axis) or (ALONE,))
+    return mesh.without_axis(axis) or Mesh((ALONE,))
 
 
 def mesh_of_all(mesh: Mesh, meeting: Meeting) -> Mesh:
     """The mesh of all ranks, given the mesh of one replica."""
-    rest = () if mesh.axes == (ALONE,) else mesh.axes
-    return Mesh(((meeting.axis, meeting.replicas), *rest))
+    if mesh.axes == (ALONE,):
+        return Mesh(((meeting.axis, meeting.replicas),))
+    return mesh.with_axis(meeting.axis, meeting.replicas, 0)

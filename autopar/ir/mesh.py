@@ -1,26 +1,37 @@
-"""The device mesh as data: named axes with sizes. The earlier axis is the major one.
+"""The device mesh as data: named axes with sizes, their order, and their placement on the machine.
 
-Unlike `torch.distributed.DeviceMesh` it needs neither devices nor process groups, so that plans can be made anywhere.
+Two questions are answered apart. The *order* of the axes decides what a rank holds: where several axes split one
+factor, the earlier axis is the major one. The *placement* decides which links an axis uses: ranks are numbered
+row-major over the placed axes, so that the ranks of the last placed axis are neighbours. A mesh that names its axes
+once, such as `dp=2,tp=4`, has the same order and placement, as in `torch.distributed.init_device_mesh`.
+
+Grammar of the text:  mesh = axis "=" size {"," axis "=" size} [" order " axis {"," axis}]
+
+The axes before `order` are in the order of their placement. Unlike `torch.distributed.DeviceMesh` a mesh needs
+neither devices nor process groups, so that plans can be made anywhere.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.errors import MeshError
 
 PIPELINE_AXIS = "pp"
+_ORDER = " order "  # stands between the placed axes and their order in the text of a mesh
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Axes of a device mesh, in order.
+    """Axes of a device mesh, the major one first.
 
     Attributes:
-        axes: pairs (name, size); ranks are numbered row-major, as in `torch.distributed.DeviceMesh`.
+        axes: pairs (name, size), in the order in which they nest where several split one factor.
+        placement: names of the axes from the one whose ranks lie farthest apart to the one whose ranks are
+            neighbours; () where this is the order of `axes`.
 
     >>> mesh = Mesh.of({"dp": 2, "tp": 4})
     >>> str(mesh), mesh.size
@@ -28,6 +39,7 @@ class Mesh:
     """
 
     axes: tuple[tuple[str, int], ...]
+    placement: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.axes:
@@ -41,6 +53,13 @@ class Mesh:
                 )
             if not isinstance(size, int) or size < 1:
                 raise MeshError(f"Axis {name!r} has size {size!r}; a size is a positive integer.")
+        if self.placement and sorted(self.placement) != sorted(self.names):
+            raise MeshError(
+                f"The axes {', '.join(self.placement)} are placed, and the order names {', '.join(self.names)}; "
+                "name each axis once in both."
+            )
+        if self.placement == self.names:  # equal meshes are equal values
+            object.__setattr__(self, "placement", ())
 
     @classmethod
     def of(cls, axes: Mesh | Mapping[str, int] | str) -> Mesh:
@@ -58,20 +77,82 @@ class Mesh:
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
-        """Reads `dp=2,tp=4`, the inverse of `str`.
+        """Reads `dp=2,tp=4` or `dp=2,tp=4 order tp,dp`, the inverse of `str`.
 
-        >>> Mesh.parse("dp=2,tp=4").sizes
-        (2, 4)
+        >>> Mesh.parse("dp=2,tp=4").sizes, Mesh.parse("dp=2,tp=4 order tp,dp").sizes
+        ((2, 4), (4, 2))
         """
         axes = []
-        for part in text.split(","):
+        placed, _, order = text.partition(_ORDER)
+        for part in placed.split(","):
             name, equals, size = (piece.strip() for piece in part.partition("="))
             if not equals or not size.isdigit():
                 raise MeshError(
-                    f"Cannot read {part.strip()!r} in the mesh {text!r}; write dp=2,tp=4."
+                    f"Cannot read {part.strip()!r} in the mesh {text!r}; write dp=2,tp=4, or "
+                    "dp=2,tp=4 order tp,dp."
                 )
             axes.append((name, int(size)))
-        return cls(tuple(axes))
+        mesh = cls(tuple(axes))
+        return mesh.ordered([name.strip() for name in order.split(",")]) if order else mesh
+
+    def ordered(self, names: Sequence[str]) -> Mesh:
+        """The mesh with the same placement and another order of its axes.
+
+        Raises MeshError unless `names` has each axis once.
+
+        >>> str(Mesh.parse("dp=2,tp=4").ordered(["tp", "dp"]))
+        'dp=2,tp=4 order tp,dp'
+        """
+        if sorted(names) != sorted(self.names):
+            raise MeshError(
+                f"The order {','.join(names)} does not fit the mesh {self.placed}; name each of its axes once: "
+                f"{', '.join(self.names)}."
+            )
+        sizes = dict(self.axes)
+        return Mesh(tuple((name, sizes[name]) for name in names), self.placed.names)
+
+    @cached_property
+    def placed(self) -> Mesh:
+        """The mesh whose order is this one's placement."""
+        sizes = dict(self.axes)
+        return Mesh(tuple((name, sizes[name]) for name in self.placement or self.names))
+
+    def with_axis(self, name: str, size: int, position: int) -> Mesh:
+        """The mesh with one more axis, at this position of the order and of the placement."""
+        axes, placement = list(self.axes), list(self.placed.names)
+        axes.insert(position, (name, size))
+        placement.insert(position, name)
+        return Mesh(tuple(axes), tuple(placement))
+
+    def with_split_axis(self, name: str, inner: str, ranks: int) -> Mesh:
+        """The mesh with two axes in place of the axis `name`: itself, and inside of it `inner` with so many ranks."""
+
+        def parts(each: str) -> list[str]:
+            return [each, inner] if each == name else [each]
+
+        whole = dict(self.axes)
+        sizes = {**whole, name: whole[name] // ranks, inner: ranks}
+        order = [part for each in self.names for part in parts(each)]
+        placement = [part for each in self.placed.names for part in parts(each)]
+        return Mesh(tuple((each, sizes[each]) for each in order), tuple(placement))
+
+    def without_axis(self, name: str) -> Mesh | None:
+        """The mesh without an axis; None if it has no other."""
+        axes = tuple(axis for axis in self.axes if axis[0] != name)
+        placement = tuple(other for other in self.placed.names if other != name)
+        return Mesh(axes, placement) if axes else None
+
+    @cached_property
+    def used(self) -> Mesh | None:
+        """The mesh without its axes of one rank; None if it has no other.
+
+        >>> str(Mesh.parse("pp=1,dp=2,tp=4").used)
+        'dp=2,tp=4'
+        """
+        mesh: Mesh | None = self
+        for name, size in self.axes:
+            mesh = mesh.without_axis(name) if mesh and size == 1 else mesh
+        return mesh
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -86,6 +167,19 @@ class Mesh:
         """Number of ranks."""
         return math.prod(self.sizes)
 
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """For every axis, the difference between the numbers of two neighbours along it.
+
+        >>> Mesh.parse("dp=2,tp=4").strides, Mesh.parse("dp=2,tp=4 order tp,dp").strides
+        ((4, 1), (1, 4))
+        """
+        after = dict[str, int]()
+        ranks = 1
+        for name, size in reversed(self.placed.axes):
+            after[name], ranks = ranks, ranks * size
+        return tuple(after[name] for name in self.names)
+
     def index(self, name: str) -> int:
         """Position of the axis called `name`. Raises MeshError if there is none."""
         if name not in self.names:
@@ -93,17 +187,23 @@ class Mesh:
         return self.names.index(name)
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
-        """Position of `rank` along every axis, row-major.
+        """Position of `rank` along every axis.
 
-        >>> Mesh.parse("dp=2,tp=4").coordinates(6)
-        (1, 2)
+        >>> Mesh.parse("dp=2,tp=4").coordinates(6), Mesh.parse("dp=2,tp=4 order tp,dp").coordinates(6)
+        ((1, 2), (2, 1))
         """
         assert 0 <= rank < self.size, (rank, self)
-        result = []
-        for size in reversed(self.sizes):
-            rank, position = divmod(rank, size)
-            result.append(position)
-        return tuple(reversed(result))
+        return tuple(
+            rank // stride % size for stride, size in zip(self.strides, self.sizes, strict=True)
+        )
+
+    def rank_at(self, coordinates: Sequence[int]) -> int:
+        """Number of the rank at these positions along the axes; the inverse of `coordinates`.
+
+        >>> Mesh.parse("dp=2,tp=4 order tp,dp").rank_at((2, 1))
+        6
+        """
+        return sum(i * stride for i, stride in zip(coordinates, self.strides, strict=True))
 
     def peers(self, rank: int, axis: int) -> tuple[int, ...]:
         """The ranks of the group of `rank` along `axis`: those at the same position along every other axis, in order.
@@ -111,9 +211,10 @@ class Mesh:
         >>> Mesh.parse("dp=2,tp=4").peers(6, axis=0)
         (2, 6)
         """
-        stride = math.prod(self.sizes[axis + 1 :])
+        stride = self.strides[axis]
         first = rank - self.coordinates(rank)[axis] * stride
         return tuple(first + position * stride for position in range(self.sizes[axis]))
 
     def __str__(self) -> str:
-        return ",".join(f"{name}={size}" for name, size in self.axes)
+        order = f"{_ORDER}{','.join(self.names)}" if self.placement else ""
+        return ",".join(f"{name}={size}" for name, size in self.placed.axes) + order

@@ -6,6 +6,7 @@ from typing import Literal, Self, get_args
 
 NoteKind = Literal[
     "",
+    "axes",
     "price",
     "stages",
     "unasked",
@@ -27,11 +28,12 @@ class Note(str):
     ('predicted on h100: 41.2 ms', 'price')
 
     Attributes:
-        kind: subject of the note. "price": time and memory that the search predicts for one stage. "stages": cuts and
-            time of a pipeline. "unasked": the reason for a pipeline under a recipe without one. "runner-up": the next
-            best plan. "tiers": what is stored outside the devices. "replicas" and "versions": differences from training
-            on a single device. "owners": parameters that single ranks store. "decomposed": axes along which collectives
-            run piece by piece. "": anything else.
+        kind: subject of the note. "axes": why axes were taken as two, or nest in another order than the user named.
+            "price": time and memory that the search predicts for one stage. "stages": cuts and time of a pipeline.
+            "unasked": the reason for a pipeline under a recipe without one. "runner-up": the next best plan. "tiers":
+            what is stored outside the devices. "replicas" and "versions": differences from training on a single
+            device. "owners": parameters that single ranks store. "decomposed": axes along which collectives run piece
+            by piece. "": anything else.
     """
 
     kind: str

@@ -101,12 +101,9 @@ def without_pipeline(mesh: Mesh) -> Mesh:
 
     Where no other axis is left, the result has one axis of size 1, because every mesh needs an axis.
     """
-    axes = tuple(axis for axis in mesh.axes if axis[0] != PIPELINE_AXIS)
-    return Mesh(axes or (("dp", 1),))
+    return mesh.without_axis(PIPELINE_AXIS) or Mesh((("dp", 1),))
 
 
 def with_pipeline(mesh: Mesh, ranks: int, position: int) -> Mesh:
     """The mesh of all ranks, given the mesh of one stage and the `position` of the new axis `pp` in it."""
-    axes = list(mesh.axes)
-    axes.insert(position, (PIPELINE_AXIS, ranks))
-    return Mesh(tuple(axes))
+    return mesh.with_axis(PIPELINE_AXIS, ranks, position)

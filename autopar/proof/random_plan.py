@@ -33,6 +33,7 @@ from autopar.ir import (
     divides,
     is_legal,
     lies_in_chunks,
+    with_pipeline,
     without_pipeline,
 )
 from autopar.ir.saved import SavedLayout
@@ -56,8 +57,10 @@ def random_plan(
         lone_ops: whether single ranks run a third of the ops alone. Such a plan has all tensors on the device, saves
             them as they are, and has no stages. None for a third of all plans without stages.
     """
-    draw = random.Random(seed)
-    whole, mesh = mesh, without_pipeline(mesh)
+    draw, whole = random.Random(seed), mesh
+    mesh = _random_order(without_pipeline(mesh), random.Random(f"order {seed}"))
+    if PIPELINE_AXIS in whole.names:
+        whole = with_pipeline(mesh, dict(whole.axes)[PIPELINE_AXIS], whole.index(PIPELINE_AXIS))
     tiers = random.Random(
         f"tiers {seed}"
     )  # a generator by itself, so that the other choices of a seed do not change
@@ -90,6 +93,13 @@ def random_plan(
     plan = _random_residents(plan, random.Random(f"residents {seed}"))
     plan = _random_rows(graph, plan, random.Random(f"rows {seed}"))
     return _random_slices(graph, plan, random.Random(f"saved {seed}"))
+
+
+def _random_order(mesh: Mesh, draw: random.Random) -> Mesh:
+    """The mesh, in half of all plans with another order of its axes."""
+    if draw.random() < 0.5:
+        return mesh
+    return mesh.ordered(draw.sample(mesh.names, len(mesh.names)))
 
 
 def _with_lone_ops(graph: Graph, plan: Plan, draw: random.Random) -> Plan:

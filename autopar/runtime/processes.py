@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -61,15 +63,62 @@ def make_world(
 ) -> World:
     """The process groups of the mesh, and between replicas; a single rank without a default group needs none."""
     whole = mesh if meeting is None else mesh_of_all(mesh, meeting)
-    known = device_mesh is not None and device_mesh.mesh_dim_names == whole.names
-    if not known and dist.is_initialized():
-        device_mesh = init_device_mesh(device.type, whole.sizes, mesh_dim_names=whole.names)
+    if dist.is_initialized() and not (device_mesh and axes_of_device_mesh(device_mesh) == whole):
+        device_mesh = _device_mesh(whole, device)
     if meeting is not None:
         return World.of_replica(mesh, device, device_mesh, meeting)
     if PIPELINE_AXIS in mesh.names:
         assert device_mesh is not None, "check_world has found the ranks of the mesh"
         return World.with_pipeline(mesh, device, device_mesh, timeout_seconds)
     return World(mesh, device, device_mesh)
+
+
+def _device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
+    """The process groups of a mesh: dims in the order of its axes, ranks as the axes are placed."""
+    if mesh.placed == mesh:
+        return init_device_mesh(device.type, mesh.sizes, mesh_dim_names=mesh.names)
+    return DeviceMesh(device.type, _numbers(mesh), mesh_dim_names=mesh.names)
+
+
+def axes_of_device_mesh(device_mesh: DeviceMesh) -> Mesh:
+    """The axes of a device mesh in their order, and their placement, which its ranks tell.
+
+    Raises MeshError for a device mesh without names, and for ranks that are not numbered row-major over its dims taken
+    in some order.
+    """
+    names = device_mesh.mesh_dim_names
+    if names is None:
+        raise MeshError(
+            "The DeviceMesh has no axis names; make it with init_device_mesh(..., mesh_dim_names=('dp',))."
+        )
+    axes = tuple(zip(names, device_mesh.shape, strict=True))
+    return _axes(axes, _torch.ranks_of(device_mesh))
+
+
+@functools.cache
+def _axes(axes: tuple[tuple[str, int], ...], ranks: tuple[int, ...]) -> Mesh:
+    """The mesh with these axes, on which these ranks lie row-major over the axes."""
+    number = {rank: i for i, rank in enumerate(sorted(ranks))}  # a part of a larger mesh has gaps
+    strides, steps = dict[str, int](), 1
+    for name, size in reversed(axes):
+        strides[name] = number[ranks[steps]] - number[ranks[0]] if size > 1 else 0
+        steps *= size
+    mesh = Mesh(axes, tuple(sorted(dict(axes), key=lambda name: -strides[name])))
+    expected = [mesh.rank_at(place) for place in itertools.product(*map(range, mesh.sizes))]
+    if [number[rank] for rank in ranks] != expected:
+        raise MeshError(
+            f"The ranks of the DeviceMesh are {list(ranks)}: along an axis they do not lie at equal distances, as they "
+            "do in init_device_mesh or where its dims are permuted. With the axes "
+            f"{mesh} they would be {[sorted(ranks)[i] for i in expected]}."
+        )
+    return mesh
+
+
+def _numbers(mesh: Mesh) -> torch.Tensor:
+    """The numbers of the ranks at all positions along the axes, in the shape of the mesh."""
+    placed = mesh.placed
+    ranks = torch.arange(mesh.size).view(placed.sizes)
+    return ranks.permute([placed.index(name) for name in mesh.names])
 
 
 def agreed(make: Callable[[], Plan]) -> Plan:

@@ -111,7 +111,7 @@ class World:
             return cls(mesh, device, replicas=Replicas(meeting, 0, (0,), across, None, ""))
         number = device_mesh.get_local_rank(meeting.axis)
         across = cls(line, device, device_mesh[meeting.axis])
-        rows = device_mesh.mesh.flatten(1).tolist() if device_mesh.ndim > 1 else [[0]]
+        rows = device_mesh.mesh.flatten(1).sort().values.tolist() if device_mesh.ndim > 1 else [[0]]
         inner = device_mesh[mesh.names] if device_mesh.ndim > 1 else None
         replicas = Replicas(
             meeting, number, tuple(rows[number] if inner else (dist.get_rank(),)), across, device_mesh,
@@ -124,12 +124,9 @@ class World:
 
     @cached_property
     def rank(self) -> int:
-        """This rank's number in the mesh, row-major."""
+        """This rank's number in the mesh."""
         place = self.device_mesh.get_coordinate() if self.device_mesh is not None else None
-        rank = 0
-        for position, size in zip(place or [0] * len(self.mesh.axes), self.mesh.sizes, strict=True):
-            rank = rank * size + position
-        return rank
+        return self.mesh.rank_at(place or [0] * len(self.mesh.axes))
 
     @property
     def ranks(self) -> int:

@@ -28,6 +28,7 @@ from autopar.pipeline.parts import is_whole
 from autopar.search.dims import settings_in_dims, words_of_dims
 from autopar.search.notes import note_of_unasked_stages
 from autopar.search.one_setting import SettingSearch
+from autopar.search.orders import best_order, words_of_order
 from autopar.search.recipes import format_recipe, is_open
 from autopar.search.refined import Finer, of_given_mesh, words_of_heads
 from autopar.search.request import Request
@@ -114,6 +115,11 @@ class _Outer:
         )
 
     def run(self) -> Searched:
+        found = self._found()
+        return found if self.fixed_storage else self._in_best_order(found)
+
+    def _found(self) -> Searched:
+        """The best plan on meshes whose axes nest in the order in which they are placed or named."""
         if self.request.mesh is not None:
             return self._refined(self.request.mesh)
         explored = explore(self.graph, self.request, self._inside.rows)
@@ -310,6 +316,30 @@ class _Outer:
             best = best if free is None or best.best.key <= free.best.key else free
         note = words_of_heads(finer.mesh, finer.axis, whole, best.best.price.step_seconds)
         return best._replace(best=best.best.noted(note))
+
+    def _in_best_order(self, found: Searched) -> Searched:
+        """The faster one of a plan and of a plan on its mesh in another order of the axes (`autopar.search.orders`)."""
+        request, own = self.request, found.best.plan.replica_mesh
+        if request.mesh is not None and (not request.refines or request.mesh.placed != own):
+            return found
+        turned = best_order(found.best, request)
+        if turned is None:
+            return found
+        inside = self._inside
+        if request.mesh is not None:
+            inside = replace(inside, request=request.but(mesh=turned.replica_mesh))
+        trial = found.trial._replace(mesh=turned.replica_mesh, promise_seconds=0.0, known=None)
+        try:
+            best = inside.plan(trial)
+        except (MeshError, PlanError, RecipeError, SearchError):
+            return found
+        if best.key >= found.best.key:
+            return found
+        seconds = best.price.step_seconds, found.best.price.step_seconds
+        return found._replace(
+            best=best.noted(words_of_order(best.plan.mesh, found.best.plan.mesh, *seconds)),
+            trial=trial,
+        )
 
     def _searched(self, request: Request) -> Searched | None:
         """The result of this search for another request; None if it has no plan."""

@@ -104,12 +104,7 @@ def refine(mesh: Mesh, axis: str, inner: int) -> Mesh:
     >>> str(refine(Mesh.parse("dp=2,tp=16"), "tp", 2))
     'dp=2,tp=8,tq=2'
     """
-    axes: list[tuple[str, int]] = []
-    for name, size in mesh.axes:
-        axes += (
-            [(name, size // inner), (inner_name(name), inner)] if name == axis else [(name, size)]
-        )
-    return Mesh(tuple(axes))
+    return mesh.with_split_axis(axis, inner_name(axis), inner)
 
 
 def with_inner_axes(recipe: RecipeLike, mesh: Mesh, given: Mesh | None) -> RecipeLike:

@@ -1,6 +1,7 @@
 """DTensors made of local shards, and the local shards of DTensors."""
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import implicit_replication
 
@@ -45,3 +46,8 @@ def test_plain_tensors_may_be_taken_for_replicated_ones():
     with implicit_replication():
         assert _torch.replicates_implicitly()
     assert not _torch.replicates_implicitly()
+
+
+def test_the_ranks_of_a_mesh_are_numbers_even_among_fake_tensors(parameter):
+    with FakeTensorMode():
+        assert _torch.ranks_of(parameter.device_mesh) == (0,)

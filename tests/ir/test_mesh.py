@@ -45,3 +45,38 @@ def test_a_mesh_is_made_of_a_mapping_or_its_text():
 def test_unknown_axis_is_named():
     with pytest.raises(MeshError, match="The mesh dp=2,tp=3 has no axis 'pp'"):
         MESH.index("pp")
+
+
+def test_an_order_leaves_the_placement_as_it_is():
+    # Ranks 0 to 7 are placed as (dp, tp) = (0, 0) (0, 1) (0, 2) (0, 3) (1, 0) ...; only what is major changes.
+    mesh = Mesh.parse("dp=2,tp=4 order tp,dp")
+    assert mesh.axes == (("tp", 4), ("dp", 2)) and mesh.placed == Mesh.parse("dp=2,tp=4")
+    assert [mesh.coordinates(rank) for rank in (0, 1, 4)] == [(0, 0), (1, 0), (0, 1)]
+    assert mesh.peers(6, mesh.index("dp")) == (2, 6) and mesh.peers(6, mesh.index("tp")) == (
+        4,
+        5,
+        6,
+        7,
+    )
+    assert all(mesh.rank_at(mesh.coordinates(rank)) == rank for rank in range(8))
+
+
+def test_an_order_is_part_of_the_text_where_it_differs():
+    text = "dp=2,tp=4 order tp,dp"
+    assert str(Mesh.parse(text)) == text and Mesh.parse(text) != Mesh.parse("dp=2,tp=4")
+    assert Mesh.parse("dp=2,tp=4 order dp,tp") == Mesh.parse("dp=2,tp=4")
+    assert Mesh.parse(text).ordered(["dp", "tp"]) == Mesh.parse("dp=2,tp=4")
+
+
+def test_axes_come_and_go_in_order_and_placement():
+    mesh = Mesh.parse("z=2,x=4 order x,z")
+    assert str(mesh.with_axis("pp", 2, 0)) == "pp=2,z=2,x=4 order pp,x,z"
+    assert mesh.with_axis("pp", 2, 1).without_axis("pp") == mesh
+    assert str(mesh.without_axis("x")) == "z=2" and Mesh.parse("z=2").without_axis("z") is None
+    assert str(mesh.with_split_axis("x", "y", 2)) == "z=2,x=2,y=2 order x,y,z"
+
+
+@pytest.mark.parametrize("order", ["dp", "dp,tp,pp", "dp,dp"])
+def test_an_order_names_each_axis_once(order):
+    with pytest.raises(MeshError, match=f"The order {order} does not fit the mesh dp=2,tp=3"):
+        Mesh.parse(f"dp=2,tp=3 order {order}")

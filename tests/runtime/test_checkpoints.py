@@ -87,7 +87,7 @@ def in_one_process(
     return found
 
 
-def compiled(name: str, mesh: dict[str, int], recipe: Recipe) -> autopar.CompiledModule:
+def compiled(name: str, mesh: dict[str, int] | str, recipe: Recipe) -> autopar.CompiledModule:
     """With its plan, which is a random one where the recipe is a seed."""
     model, batch, loss_fn = a_model(name)
     if not isinstance(recipe, int):
@@ -118,17 +118,18 @@ def gap(before: dict[str, Any], after: dict[str, Any], expected: dict[str, Any])
     return difference(found, {k: expected[k] for k in found})
 
 
-PLANS: list[tuple[dict[str, int], Recipe]] = [
+PLANS: list[tuple[dict[str, int] | str, Recipe]] = [
     ({"dp": 4}, "zero1"),
     ({"tp": 4}, "tp"),
     ({"pp": 4}, 14),  # zb, two stages a rank
     ({"dp": 2, "tp": 2}, {"dp": "zero3", "tp": "tp+sp"}),
+    ("dp=2,tp=2 order tp,dp", {"dp": "zero3", "tp": "tp+sp"}),
     ({"pp": 2, "dp": 2}, 6),  # 1f1b
 ]
 
 
 @captured_once()
-def hop(folder: str, number: int, mesh: dict[str, int], recipe: Recipe) -> tuple[Any, int]:
+def hop(folder: str, number: int, mesh: dict[str, int] | str, recipe: Recipe) -> tuple[Any, int]:
     """Loads what the plan before saved, trains two steps and saves; also tells the extra value."""
     made, batch = compiled("gpt", mesh, recipe), a_model("gpt")[1]
     optimizer = adamw(made)

@@ -1,0 +1,85 @@
+"""Meshes whose axes nest in another order than their ranks are placed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import autopar
+from autopar.errors import MeshError
+from autopar.ir import Mesh
+from autopar.runtime.processes import axes_of_device_mesh, make_world
+from tests.runtime.models import make_on
+from tests.runtime.ranks import Ranks
+from tests.runtime.training import difference, single, train
+
+pytestmark = pytest.mark.multiprocess
+
+ORDERED = "dp=2,tp=2 order tp,dp"
+RECIPE = {"dp": "zero3", "tp": "tp"}
+
+
+def on_ranks(mesh: Any, pins: dict[str, str]) -> tuple[str, tuple[int, ...], dict[str, Any]]:
+    """The plan, the place of this rank in its device mesh, and what training gets."""
+    model, batch, loss_fn = make_on("cpu", "mlp")
+    made = autopar.compile(
+        model, loss_fn=loss_fn, mesh=mesh, recipe=RECIPE, example_inputs=batch, pins=pins
+    )
+    parameter = next(made.parameters())
+    place = parameter.device_mesh.get_coordinate()
+    return str(made.plan), tuple(place), train(made, made.step, batch)
+
+
+def test_ranks_of_an_ordered_mesh_train_as_one_process(four_ranks: Ranks) -> None:
+    """Both axes split the rows of the first weight, and tp is the major one although its ranks are neighbours."""
+    expected = single("mlp")
+    pins = {"up.weight": "S(0)@dp"}
+    for rank, (plan, place, found) in enumerate(four_ranks.run(on_ranks, ORDERED, pins)):
+        assert f"mesh {ORDERED}" in plan
+        assert "parameter up.weight: S(0)@tp S(0)@dp | S(0)@tp" in plan
+        assert place == (rank % 2, rank // 2)  # positions along tp, dp
+        assert difference(found, expected) < 1e-9
+
+
+def device_mesh_of_its_own() -> tuple[str, str]:
+    ranks = torch.arange(4).view(2, 2).T
+    turned = DeviceMesh("cpu", ranks, mesh_dim_names=("tp", "dp"))
+    return str(axes_of_device_mesh(turned)), on_ranks(turned, {})[0]
+
+
+def test_a_device_mesh_tells_its_order_and_its_placement(four_ranks: Ranks) -> None:
+    for axes, plan in four_ranks.run(device_mesh_of_its_own):
+        assert axes == ORDERED and f"mesh {ORDERED}" in plan
+
+
+def made_and_read_back(text: str) -> str:
+    made = make_world(Mesh.parse(text), torch.device("cpu"), None)
+    assert made.device_mesh is not None
+    assert made.rank == dist.get_rank() % made.mesh.size  # in the mesh of a stage
+    return str(axes_of_device_mesh(made.device_mesh))
+
+
+@pytest.mark.parametrize(
+    "text", ["a=2,b=2", "a=2,b=2 order b,a", "pp=2,a=2,b=1 order pp,b,a", "a=1,b=4 order b,a"]
+)
+def test_a_device_mesh_reads_back(four_ranks: Ranks, text: str) -> None:
+    mesh = Mesh.parse(text).without_axis("pp") or Mesh.parse(text)
+    for found in four_ranks.run(made_and_read_back, text):
+        assert Mesh.parse(found).used == mesh.used
+
+
+def uneven() -> str:
+    try:
+        axes_of_device_mesh(DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=("a", "b")))
+    except MeshError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_in_no_order_are_refused(four_ranks: Ranks) -> None:
+    for said in four_ranks.run(uneven):
+        assert "[0, 1, 3, 2]: along an axis they do not lie at equal distances" in said
