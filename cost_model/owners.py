@@ -67,7 +67,8 @@ def owners_of_ops(plan: Plan) -> tuple[tuple[int, ...], ...]:
     ranges = (
         range(n if is_owned else 1) for n, is_owned in zip(plan.mesh.sizes, axes, strict=True)
     )
-    return tuple(itertools.product(*ranges))
+    places = itertools.product(*ranges)
+    return tuple(each for each in places if plan.mesh.rank_at(each) < plan.mesh.ranks)
 
 
 def positions_of_owners(plan: Plan) -> tuple[tuple[int, ...], ...]:

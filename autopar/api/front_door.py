@@ -383,6 +383,6 @@ def _cluster_with(
         found = with_eager_runs(found)
     axes = axes_of(mesh, None)
     assert axes is not None, "a mesh was given"
-    if axes.size > found.ranks:
-        raise MeshError(f"The mesh {axes} has {axes.size} ranks, and {found} has {found.ranks}.")
+    if axes.ranks > found.ranks:
+        raise MeshError(f"The mesh {axes} has {axes.ranks} ranks, and {found} has {found.ranks}.")
     return found, axes

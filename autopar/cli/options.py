@@ -224,9 +224,9 @@ def _cluster(given: Mapping[str, Any], mesh: Mesh | None) -> Cluster:
         )
     if name is not None and ranks is None and (mesh is None or "x" in name[1:]):
         return with_eager_runs(find_cluster(name))
-    if mesh is not None and ranks not in (None, mesh.size):
-        raise click.UsageError(f"--mesh {mesh} has {mesh.size} ranks, and --ranks says {ranks}.")
-    size = ranks or (mesh.size if mesh else 1)
+    if mesh is not None and ranks not in (None, mesh.ranks):
+        raise click.UsageError(f"--mesh {mesh} has {mesh.ranks} ranks, and --ranks says {ranks}.")
+    size = ranks or (mesh.ranks if mesh else 1)
     return with_eager_runs(cluster_of(name or given["hardware"] or "h100", size))
 
 

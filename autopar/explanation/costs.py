@@ -236,7 +236,7 @@ class PlanCost:
 
     @property
     def ranks(self) -> int:
-        return self.plan.mesh.size * int(self.run.stages) * self._replicas
+        return self.plan.mesh.ranks * int(self.run.stages) * self._replicas
 
     @property
     def _replicas(self) -> int:

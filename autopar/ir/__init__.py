@@ -60,6 +60,7 @@ from autopar.ir.pipeline import (
 from autopar.ir.plan import Plan
 from autopar.ir.precision import MixedPrecision
 from autopar.ir.tier import TIERS, Tier, TieredLayout, format_place, parse_place
+from autopar.ir.vacancy import has_all, partly_vacant
 
 __all__ = [
     "ANY", "BY_ROWS", "Choice", "CollectiveCall", "Dims", "EXCHANGED", "Factor", "Graph", "Labels", "Layout",
@@ -67,7 +68,7 @@ __all__ = [
     "PIPELINE_AXIS", "PLACEMENTS", "ParameterPlan", "Pipeline", "Plan", "R", "S", "SCHEDULES", "Stack", "State",
     "TIERS", "Tensor", "Tier", "TieredLayout", "UNSPLIT", "V", "VARIED", "VERSIONED", "WHOLE", "Work", "calls",
     "calls_between", "can_go_by_rows", "divides", "find_stacks", "format_layout", "format_place", "go_together",
-    "has_owner", "is_legal", "lies_in_chunks", "local_elements", "local_factors", "local_shape", "mesh_of_all",
-    "mesh_of_replica", "operand_layouts", "owner_of", "parse_layout", "parse_place", "result_layouts", "runs_alone",
+    "has_all", "has_owner", "is_legal", "lies_in_chunks", "local_elements", "local_factors", "local_shape", "mesh_of_all",
+    "mesh_of_replica", "operand_layouts", "owner_of", "parse_layout", "parse_place", "partly_vacant", "result_layouts", "runs_alone",
     "shape_of", "split_factors", "steps", "steps_of", "walk", "why_not_alone", "with_pipeline", "without_pipeline",
 ]  # fmt: skip

@@ -50,8 +50,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-from autopar.ir.layout import WHOLE, Dims, Layout, R, S, State
+from autopar.errors import LayoutError
+from autopar.ir.layout import WHOLE, Dims, Layout, R, S, State, format_layout
 from autopar.ir.mesh import Mesh
+from autopar.ir.vacancy import can_step
 
 
 class Transition(NamedTuple):
@@ -151,10 +153,55 @@ def steps(source: Layout, target: Layout) -> tuple[LayoutStep, ...]:
 
 
 def steps_of(dims: Dims, source: Layout, target: Layout, mesh: Mesh) -> tuple[LayoutStep, ...]:
-    """The steps that convert a tensor of these dims, in the order of [Note: nested splits]."""
+    """The steps that convert a tensor of these dims, in the order of [Note: nested splits].
+
+    On a mesh with vacant places it is the first order of the steps that the ranks can take. Raises LayoutError where
+    there is none.
+    """
     # The steps of most conversions are the same for all dims and sizes.
     known = (dims, mesh.sizes) if _unnests(source, target) else ((), ())
-    return _path(source, target, *known)
+    found = _path(source, target, *known)
+    return found if mesh.occupied is None else _among_present(found, source, target, mesh)
+
+
+@functools.cache
+def _among_present(
+    usual: tuple[LayoutStep, ...], source: Layout, target: Layout, mesh: Mesh
+) -> tuple[LayoutStep, ...]:
+    """The usual steps if the ranks of a mesh with vacant places can take them, else the same in another order."""
+    layout = source
+    for step in usual:
+        if not can_step(mesh, layout, step.axis, step.target):
+            break
+        layout = (*layout[: step.axis], step.target, *layout[step.axis + 1 :])
+    else:
+        return usual
+    found = _order_of_present(source, target, mesh)
+    if found is None:
+        raise LayoutError(
+            f"A tensor in {format_layout(source, mesh)} cannot be converted to {format_layout(target, mesh)} on the "
+            f"mesh {mesh}, which has {mesh.ranks} ranks for {mesh.size} places: some step takes a rank at a place that "
+            "is vacant. Leave the ops that use it to ranks at whole rows of places, as the recipe serve does, or give "
+            "the mesh a rank at every place."
+        )
+    return found
+
+
+def _order_of_present(
+    source: Layout, target: Layout, mesh: Mesh
+) -> tuple[LayoutStep, ...] | None:
+    """The first order of one step along each axis that the ranks of a mesh can take; None if there is none."""
+    current, goal = list(source), list(target)
+    if current == goal:
+        return ()
+    legal = [step for step in _pending(current, goal) if _is_legal(step, current, goal)]
+    for step in sorted(legal, key=lambda each: _ORDER.index(each.transition.forward)):
+        if can_step(mesh, source, step.axis, step.target):
+            after = (*source[: step.axis], step.target, *source[step.axis + 1 :])
+            rest = _order_of_present(after, target, mesh)
+            if rest is not None:
+                return (step, *rest)
+    return None
 
 
 def can_go_by_rows(dims: Dims, storage: Layout, resident: Layout, mesh: Mesh) -> bool:

@@ -32,7 +32,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from autopar.errors import PlanError
+from autopar.errors import MeshError, PlanError
 from autopar.ir.mesh import Mesh
 
 Rule = Literal["local", "geo", "diloco", "async-server"]
@@ -191,8 +191,14 @@ def _outer_numbers(momentum: str, rate: str) -> dict[str, Any]:
 def mesh_of_replica(mesh: Mesh, axis: str) -> Mesh:
     """The mesh of one replica: the mesh of all ranks without the axis along which replicas lie.
 
-    Where no other axis is left, the result has one axis of size 1, because every mesh needs an axis.
+    Where no other axis is left, the result has one axis of size 1, because every mesh needs an axis. Raises MeshError
+    for a mesh with vacant places.
     """
+    if mesh.occupied is not None:
+        raise MeshError(
+            f"The mesh {mesh} has vacant places, and replicas along {axis}, each of which needs all of its ranks so "
+            f"far; leave out ' of {mesh.occupied}', or take a recipe without replicas."
+        )
     return mesh.without_axis(axis) or Mesh((ALONE,))
 
 

@@ -5,7 +5,11 @@ factor, the earlier axis is the major one. The *placement* decides which links a
 row-major over the placed axes, so that the ranks of the last placed axis are neighbours. A mesh that names its axes
 once, such as `dp=2,tp=4`, has the same order and placement, as in `torch.distributed.init_device_mesh`.
 
-Grammar of the text:  mesh = axis "=" size {"," axis "=" size} [" order " axis {"," axis}]
+A mesh is a grid of places with a rank at each. The last places may be *vacant*: `ps=2,dp=3 of 4` has six places and
+four ranks, three at the positions 0 to 2 of the first row and one at position 0 of the second. Plans whose ops and
+tensors need nobody at the vacant places can run on it, see `autopar.ir.vacancy`.
+
+Grammar of the text:  mesh = axis "=" size {"," axis "=" size} [" of " ranks | " order " axis {"," axis}]
 
 The axes before `order` are in the order of their placement. Unlike `torch.distributed.DeviceMesh` a mesh needs
 neither devices nor process groups, so that plans can be made anywhere.
@@ -32,14 +36,19 @@ class Mesh:
         axes: pairs (name, size), in the order in which they nest where several split one factor.
         placement: names of the axes from the one whose ranks lie farthest apart to the one whose ranks are
             neighbours; () where this is the order of `axes`.
+        occupied: number of places, counted from the first, that have a rank; None for all.
 
     >>> mesh = Mesh.of({"dp": 2, "tp": 4})
     >>> str(mesh), mesh.size
     ('dp=2,tp=4', 8)
+    >>> mesh = Mesh.of("ps=2,dp=3 of 4")
+    >>> mesh.size, mesh.ranks, mesh.filled.ranks
+    (6, 4, 6)
     """
 
     axes: tuple[tuple[str, int], ...]
     placement: tuple[str, ...] = ()
+    occupied: int | None = None
 
     def __post_init__(self) -> None:
         if not self.axes:
@@ -58,8 +67,30 @@ class Mesh:
                 f"The axes {', '.join(self.placement)} are placed, and the order names {', '.join(self.names)}; "
                 "name each axis once in both."
             )
-        if self.placement == self.names:  # equal meshes are equal values
+        # Equal meshes are equal values.
+        if self.placement == self.names:
             object.__setattr__(self, "placement", ())
+        if self.occupied == self.size:
+            object.__setattr__(self, "occupied", None)
+        self._check_occupied()
+
+    def _check_occupied(self) -> None:
+        if self.occupied is None:
+            return
+        if not 1 <= self.occupied <= self.size:
+            raise MeshError(
+                f"The mesh {self} has {self.occupied} ranks for {self.size} places; it takes 1 to {self.size}."
+            )
+        if PIPELINE_AXIS in self.names:
+            raise MeshError(
+                f"The mesh {self} has vacant places and the axis {PIPELINE_AXIS}; every stage needs all of its ranks so "
+                f"far. Leave out ' of {self.occupied}', or the axis."
+            )
+        if self.placement:
+            raise MeshError(
+                f"The mesh {self} has vacant places and an order of its axes; the order of a mesh with vacant places is "
+                "that of its placement so far. Leave out one of the two."
+            )
 
     @classmethod
     def of(cls, axes: Mesh | Mapping[str, int] | str) -> Mesh:
@@ -77,14 +108,20 @@ class Mesh:
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
-        """Reads `dp=2,tp=4` or `dp=2,tp=4 order tp,dp`, the inverse of `str`.
+        """Reads `dp=2,tp=4`, `dp=2,tp=4 order tp,dp` or `ps=2,dp=3 of 4`, the inverse of `str`.
 
         >>> Mesh.parse("dp=2,tp=4").sizes, Mesh.parse("dp=2,tp=4 order tp,dp").sizes
         ((2, 4), (4, 2))
         """
         axes = []
         placed, _, order = text.partition(_ORDER)
-        for part in placed.split(","):
+        grid, of, occupied = (piece.strip() for piece in placed.partition(" of "))
+        if of and not occupied.isdigit():
+            raise MeshError(
+                f"Cannot read {occupied!r} in the mesh {text!r}: after 'of' stands the number of ranks; write "
+                "ps=2,dp=3 of 4."
+            )
+        for part in grid.split(","):
             name, equals, size = (piece.strip() for piece in part.partition("="))
             if not equals or not size.isdigit():
                 raise MeshError(
@@ -92,7 +129,7 @@ class Mesh:
                     "dp=2,tp=4 order tp,dp."
                 )
             axes.append((name, int(size)))
-        mesh = cls(tuple(axes))
+        mesh = cls(tuple(axes), occupied=int(occupied) if of else None)
         return mesh.ordered([name.strip() for name in order.split(",")]) if order else mesh
 
     def ordered(self, names: Sequence[str]) -> Mesh:
@@ -109,20 +146,25 @@ class Mesh:
                 f"{', '.join(self.names)}."
             )
         sizes = dict(self.axes)
-        return Mesh(tuple((name, sizes[name]) for name in names), self.placed.names)
+        axes = tuple((name, sizes[name]) for name in names)
+        return Mesh(axes, self.placed.names, self.occupied)
 
     @cached_property
     def placed(self) -> Mesh:
         """The mesh whose order is this one's placement."""
+        return Mesh(self._placed_axes, occupied=self.occupied)
+
+    @property
+    def _placed_axes(self) -> tuple[tuple[str, int], ...]:
         sizes = dict(self.axes)
-        return Mesh(tuple((name, sizes[name]) for name in self.placement or self.names))
+        return tuple((name, sizes[name]) for name in self.placement or self.names)
 
     def with_axis(self, name: str, size: int, position: int) -> Mesh:
         """The mesh with one more axis, at this position of the order and of the placement."""
         axes, placement = list(self.axes), list(self.placed.names)
         axes.insert(position, (name, size))
         placement.insert(position, name)
-        return Mesh(tuple(axes), tuple(placement))
+        return Mesh(tuple(axes), tuple(placement), self.occupied)
 
     def with_split_axis(self, name: str, inner: str, ranks: int) -> Mesh:
         """The mesh with two axes in place of the axis `name`: itself, and inside of it `inner` with so many ranks."""
@@ -134,13 +176,14 @@ class Mesh:
         sizes = {**whole, name: whole[name] // ranks, inner: ranks}
         order = [part for each in self.names for part in parts(each)]
         placement = [part for each in self.placed.names for part in parts(each)]
-        return Mesh(tuple((each, sizes[each]) for each in order), tuple(placement))
+        axes = tuple((each, sizes[each]) for each in order)
+        return Mesh(axes, tuple(placement), self.occupied)
 
     def without_axis(self, name: str) -> Mesh | None:
         """The mesh without an axis; None if it has no other."""
         axes = tuple(axis for axis in self.axes if axis[0] != name)
         placement = tuple(other for other in self.placed.names if other != name)
-        return Mesh(axes, placement) if axes else None
+        return Mesh(axes, placement, self.occupied) if axes else None
 
     @cached_property
     def used(self) -> Mesh | None:
@@ -164,8 +207,18 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Number of places, which is that of the ranks unless places are vacant."""
         return math.prod(self.sizes)
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.occupied or self.size
+
+    @property
+    def filled(self) -> Mesh:
+        """The same mesh with a rank at every place."""
+        return self if self.occupied is None else Mesh(self.axes, self.placement)
 
     @cached_property
     def strides(self) -> tuple[int, ...]:
@@ -216,5 +269,7 @@ class Mesh:
         return tuple(first + position * stride for position in range(self.sizes[axis]))
 
     def __str__(self) -> str:
+        placed = [f"{name}={size}" for name, size in self._placed_axes]
+        ranks = "" if self.occupied is None else f" of {self.occupied}"
         order = f"{_ORDER}{','.join(self.names)}" if self.placement else ""
-        return ",".join(f"{name}={size}" for name, size in self.placed.axes) + order
+        return ",".join(placed) + ranks + order

@@ -36,6 +36,7 @@ from autopar.ir.parameter_plan import Reduction
 from autopar.ir.recompute import Selection
 from autopar.pipeline.saved_values import SavedValues
 from autopar.program.recomputation import check_selection
+from autopar.program.vacant_places import check_vacant_places
 
 
 def check_plan(captured: Captured, analysis: Analysis, plan: Plan) -> None:
@@ -70,6 +71,7 @@ def check_plan(captured: Captured, analysis: Analysis, plan: Plan) -> None:
     if plan.saved:
         SavedValues(graph, plan).check()
     _refuse_with_lone_ops(plan)
+    check_vacant_places(graph, plan)
 
 
 def _check_names(what: str, found: Iterable[str], known: Iterable[str]) -> None:

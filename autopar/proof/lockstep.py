@@ -4,6 +4,9 @@ Every node of the local graph runs once for each rank before the next node runs.
 of all ranks at once, and is computed by its definition (`collectives.LOCAL`). Its backward is the
 transposed collective, as on real process groups, so that a wrong transpose gives a wrong gradient.
 
+On a mesh with vacant places these are simulated, too, and what they would send is replaced by garbage: a step that
+needs somebody there gives a wrong result.
+
 Blocks that the plan recomputes run a second time in backward, by the code of the runtime, which sees a list of all
 ranks' tensors in the place of one.
 """
@@ -59,6 +62,7 @@ def _define(
     ranks: Sequence[Tensor],
 ) -> Ranks:  # fmt: skip
     results = []
+    ranks = [*ranks[: mesh.ranks], *map(_garbage, ranks[mesh.ranks :])]
     for rank in range(mesh.size):
         peers = mesh.peers(rank, axis)
         shards = [ranks[peer] for peer in peers]
@@ -66,6 +70,13 @@ def _define(
         result = LOCAL[name](shards, mesh.coordinates(rank)[axis], given)
         results.append(result.clone())  # an autograd.Function must not return its inputs
     return results
+
+
+def _garbage(x: Tensor) -> Tensor:
+    """What nobody has sent, in the place of a tensor."""
+    if x.dtype is torch.bool:
+        return ~x
+    return torch.full_like(x, torch.nan if x.dtype.is_floating_point else torch.iinfo(x.dtype).max)
 
 
 def collective(

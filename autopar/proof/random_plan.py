@@ -5,6 +5,7 @@ The most important test of the project compares such plans with the model on a s
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -40,6 +41,7 @@ from autopar.ir.saved import SavedLayout
 from autopar.pipeline.blocks import has_blocks
 from autopar.pipeline.saved_values import SavedValues
 from autopar.pipeline.schedules import fewest_micro_batches
+from autopar.search.orders import in_order
 
 
 def random_plan(
@@ -57,6 +59,10 @@ def random_plan(
         lone_ops: whether single ranks run a third of the ops alone. Such a plan has all tensors on the device, saves
             them as they are, and has no stages. None for a third of all plans without stages.
     """
+    if mesh.occupied is not None:
+        plan = random_plan(graph, mesh.filled, seed=seed, fingerprint=fingerprint, lone_ops=True)
+        plan = in_order(plan, mesh.filled)
+        return _among_present(graph, plan, mesh, random.Random(f"vacant {seed}"))
     draw, whole = random.Random(seed), mesh
     mesh = _random_order(without_pipeline(mesh), random.Random(f"order {seed}"))
     if PIPELINE_AXIS in whole.names:
@@ -127,6 +133,45 @@ def _with_lone_ops(graph: Graph, plan: Plan, draw: random.Random) -> Plan:
         for name, how in parameters.items()
     }
     return replace(plan, ops=ops, parameters=parameters)
+
+
+def _among_present(graph: Graph, plan: Plan, mesh: Mesh, draw: random.Random) -> Plan:
+    """A plan with ops on single ranks, as one that needs nobody at the vacant places of a mesh.
+
+    Three quarters of the ops run on the first row of the first axis, split as they were; others run on any one rank or
+    unsplit on all. One rank stores a parameter, or all do, and inputs are whole.
+    """
+    assert math.prod(mesh.sizes[1:]) <= mesh.ranks, f"{mesh} has no whole row"
+    whole: Layout = (R,) * len(mesh.axes)
+
+    def owners() -> tuple[int, ...]:
+        return mesh.coordinates(draw.randrange(mesh.ranks))
+
+    def labels(op: Op) -> Labels:
+        every = draw.random()
+        if every < 3 / 4:
+            found = (f"{OWNED}0", *plan.ops[op.name][1:])
+        elif every < 7 / 8:
+            found = tuple(f"{OWNED}{owner}" for owner in owners())
+        else:
+            found = (UNSPLIT,) * len(mesh.axes)
+        return found if is_legal(graph, op, found, mesh) else (UNSPLIT,) * len(mesh.axes)
+
+    def stored(tensor: Tensor, how: ParameterPlan) -> ParameterPlan:
+        on_one = bool(tensor.dims) and draw.random() < 3 / 4
+        storage = tuple(map(O, owners())) if on_one else whole
+        resident = (O(0), *how.resident[1:]) if tensor.dims and draw.random() < 1 / 2 else whole
+        can = can_go_by_rows(tensor.dims, storage, resident, mesh)
+        return replace(how, storage=storage, resident=resident, by_rows=can and how.by_rows)
+
+    return replace(
+        plan, mesh=mesh, inputs=dict.fromkeys(plan.inputs, whole),
+        ops={op.name: labels(op) for op in graph.ops},
+        parameters={
+            name: stored(graph.tensors[graph.parameters[name]], how)
+            for name, how in plan.parameters.items()
+        },
+    )  # fmt: skip
 
 
 def _used_by_owners(how: ParameterPlan, draw: random.Random) -> Layout:

@@ -61,7 +61,10 @@ def simulated_steps(
         updated = _updated_buffers(rehearsal, model, expected)
         weighted = [[s * x for x in rehearsal.losses[i]] for i, s in enumerate(shares)]
         losses = [torch.stack(ranks).sum(0) for ranks in zip(*weighted, strict=True)]
-        yield PlanResults(whole, losses, rehearsal.stored, updated)
+        present = slice(whole.plan.mesh.ranks)
+        stored = {name: ranks[present] for name, ranks in rehearsal.stored.items()}
+        updated = {name: ranks[present] for name, ranks in updated.items()}
+        yield PlanResults(whole, losses[present], stored, updated)
         with torch.no_grad():
             for name, ranks in rehearsal.updates.items():
                 model.get_buffer(name).copy_(ranks[0])

@@ -192,7 +192,7 @@ class VerifyReport(JupyterMixin):
     def __str__(self) -> str:
         head = (
             f"{'PASSED' if self.passed else 'FAILED'}: {self.mesh}, recipe {self.recipe}, "
-            f"{self.mesh.size} ranks simulated{', ' + self.schedule if self.schedule else ''}"
+            f"{self.mesh.ranks} ranks simulated{', ' + self.schedule if self.schedule else ''}"
         )
         lines = (*self._float64_lines(), *self._own_lines(), *self._failure_lines())
         return "\n".join((head, *self._idle_lines(), *lines))

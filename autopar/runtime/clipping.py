@@ -73,7 +73,7 @@ def gradient_norm(
         for name, p in named_parameters
         if p.grad is not None and name not in counted_elsewhere
     ]
-    return _norm_over([*world.groups, stages], _own_norm(counted, norm_type, world), norm_type)
+    return _norm_over([*world.covering, stages], _own_norm(counted, norm_type, world), norm_type)
 
 
 def _number_format(grads: Iterable[Tensor | None]) -> torch.dtype:

@@ -28,7 +28,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from autopar import _torch
 from autopar.errors import CaptureError
-from autopar.ir import Layout, ParameterPlan, R, State, Tier, V, local_shape
+from autopar.ir import Layout, Mesh, O, ParameterPlan, R, State, Tier, V, local_shape
 from autopar.ir.tier import is_farther
 from autopar.ops.sharding import shard
 from autopar.program.program import Program, TensorSpec
@@ -40,9 +40,21 @@ _FEWEST_BUCKETS = 4
 _SMALLEST_BUCKET_BYTES = 2**20  # as the first bucket of torch's DistributedDataParallel
 
 
-def placements(layout: Layout) -> tuple[Placement, ...]:
-    """DTensor's words for a storage layout."""
+def placements(layout: Layout, mesh: Mesh) -> tuple[Placement, ...]:
+    """DTensor's words for a storage layout.
+
+    On a mesh with vacant places they are of one axis of all ranks, of which one rank or each has the tensor.
+    """
+    if mesh.occupied is not None:
+        return (_placement(_among_ranks(layout, mesh)),)
     return tuple(map(_placement, layout))
+
+
+def _among_ranks(layout: Layout, mesh: Mesh) -> State:
+    if all(state == R for state in layout):
+        return R
+    assert all(state.kind == "O" for state in layout), (layout, mesh)
+    return O(mesh.rank_at([state.owner for state in layout]))
 
 
 def _placement(state: State) -> Placement:
@@ -144,7 +156,7 @@ class ParameterStore:
         stored: Tensor = local
         if self.world.device_mesh is not None:
             stored = _torch.dtensor(
-                local, self.world.device_mesh, placements(how.storage), spec.shape
+                local, self.world.device_mesh, placements(how.storage, self.world.mesh), spec.shape
             )
         parameter.grad = None
         if stored is local and parameter.device == local.device and parameter.dtype == local.dtype:

@@ -47,10 +47,10 @@ def world_size() -> int:
 
 def check_world(mesh: Mesh) -> None:
     """Raises MeshError with both numbers unless the mesh has as many ranks as run."""
-    if mesh.size != world_size():
+    if mesh.ranks != world_size():
         raise MeshError(
-            f"The mesh {mesh} has {mesh.size} ranks, and {world_size()} run here. Start as many with "
-            f"torchrun --nproc-per-node {mesh.size}, or give a mesh of {world_size()}."
+            f"The mesh {mesh} has {mesh.ranks} ranks, and {world_size()} run here. Start as many with "
+            f"torchrun --nproc-per-node {mesh.ranks}, or give a mesh of {world_size()}."
         )
 
 
@@ -62,6 +62,8 @@ def make_world(
     meeting: Meeting | None = None,
 ) -> World:
     """The process groups of the mesh, and between replicas; a single rank without a default group needs none."""
+    if mesh.occupied is not None:
+        return World.with_vacant_places(mesh, device)
     whole = mesh if meeting is None else mesh_of_all(mesh, meeting)
     if dist.is_initialized() and not (device_mesh and axes_of_device_mesh(device_mesh) == whole):
         device_mesh = _device_mesh(whole, device)

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar import _torch
 from autopar.errors import PeerError
@@ -19,6 +19,8 @@ from autopar.ops.collectives import group_name
 from autopar.runtime.files import Files
 from autopar.runtime.tiers import Tiers
 from autopar.runtime.waits import who_waits
+
+_RANKS = "ranks"  # axis of the device mesh of all ranks of a mesh with vacant places
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ class World:
         pipe: the place along the pipeline, if there is one.
         replicas: the place among replicas, if there are any.
         files: where this rank keeps tensors of the tier nvme; None where nobody named a folder.
+        lines: on a mesh with vacant places, the c10d name of this rank's group along every axis. The device mesh then
+            has one axis of all ranks.
     """
 
     mesh: Mesh
@@ -85,6 +89,20 @@ class World:
     pipe: Pipe | None = None
     replicas: Replicas | None = None
     files: Files | None = None
+    lines: tuple[str, ...] = ()
+
+    @classmethod
+    def with_vacant_places(cls, mesh: Mesh, device: torch.device) -> World:
+        """The world of one rank of a mesh with vacant places, of which torch has no device mesh."""
+        everyone = init_device_mesh(device.type, (mesh.ranks,), mesh_dim_names=(_RANKS,))
+        names = []
+        for axis in range(len(mesh.axes)):
+            lines = {mesh.peers(rank, axis) for rank in range(mesh.ranks)}
+            present = [[rank for rank in line if rank < mesh.ranks] for line in sorted(lines)]
+            own, _ = dist.new_subgroups_by_enumeration(present)
+            assert own is not None, "every rank is on a line"
+            names.append(group_name(own))
+        return cls(mesh, device, everyone, lines=tuple(names))
 
     @classmethod
     def with_pipeline(
@@ -126,6 +144,9 @@ class World:
     def rank(self) -> int:
         """This rank's number in the mesh."""
         place = self.device_mesh.get_coordinate() if self.device_mesh is not None else None
+        if self.lines:
+            assert place is not None, "every rank is in the mesh"
+            return place[0]
         return self.mesh.rank_at(place or [0] * len(self.mesh.axes))
 
     @property
@@ -153,10 +174,20 @@ class World:
         Looked up anew each time: a group that is held past `destroy_process_group` ends with the
         interpreter, and Gloo's threads then abort the process.
         """
+        if self.lines:
+            return tuple(map(_torch.resolve_group, self.lines))
         return tuple(
             None if size == 1 or self.device_mesh is None else self.device_mesh.get_group(name)
             for name, size in self.mesh.axes
         )
+
+    @property
+    def covering(self) -> tuple[dist.ProcessGroup | None, ...]:
+        """Groups along which a sum, one after the other, is over all ranks of the mesh."""
+        if self.lines:
+            assert self.device_mesh is not None, "several ranks have process groups"
+            return (self.device_mesh.get_group(),)
+        return self.groups
 
     @cached_property
     def group_names(self) -> Mapping[str, str]:

@@ -36,7 +36,7 @@ def best_order(found: Planned, request: Request) -> Plan | None:
     depends on the order.
     """
     own = replace(found.plan, saved={})
-    if not shares_a_factor(found.graph, own):
+    if own.mesh.occupied is not None or not shares_a_factor(found.graph, own):
         return None
     priced = {_seconds(found.graph, each, request): each for each in orders_of(found.graph, own)}
     best = min(priced, default=None)

@@ -135,7 +135,7 @@ class Request(RequestFields):
             return
         become("mesh", Mesh.of(self.mesh))
         if self.ranks is None:
-            become("ranks", self.mesh.size)
+            become("ranks", self.mesh.ranks)
 
     def _check_counts(self) -> None:
         counts = {
@@ -213,9 +213,9 @@ class Request(RequestFields):
         mesh = self.mesh
         if mesh is None:
             return
-        if self.ranks != mesh.size:
+        if self.ranks != mesh.ranks:
             raise MeshError(
-                f"The mesh {mesh} has {mesh.size} ranks, and {self.cluster} has {self.ranks}."
+                f"The mesh {mesh} has {mesh.ranks} ranks, and {self.cluster} has {self.ranks}."
             )
         depth = dict(mesh.axes).get(PIPELINE_AXIS, 1)
         if self.stages is not None and depth not in self.stages:

@@ -34,7 +34,7 @@ from autopar.search.lone_ops import (
     without_lone_pins,
 )
 from autopar.search.notes import explain
-from autopar.search.owners import owner_notes, with_owners
+from autopar.search.owners import on_mesh, owner_notes, with_owners
 from autopar.search.pins import resolve_pins
 from autopar.search.problem import Problem
 from autopar.search.recipe_rows import ON_DEVICE, RecipeLike, Tiering
@@ -139,6 +139,7 @@ class MeshSearch:
         fingerprint: hash of the captured model, which the plan records.
         hardware, software, training_state: figures that costs are computed from.
         lone: ops that pins leave to single ranks.
+        mesh: the mesh of the plan, places of which may be vacant; layouts are searched as if none was.
     """
 
     problem: Problem
@@ -148,6 +149,7 @@ class MeshSearch:
     software: Software
     training_state: TrainingState
     lone: LonePins
+    mesh: Mesh
     _costs: dict[object, StepCost] = field(default_factory=dict, compare=False)
 
     @classmethod
@@ -171,7 +173,8 @@ class MeshSearch:
 
         Arguments and errors are those of `search`, with the defaults of `Choices`.
         """
-        mesh = Mesh.of(mesh)
+        given = Mesh.of(mesh)
+        mesh = given.filled
         if PIPELINE_AXIS in mesh.names:
             raise MeshError(f"The axis name {PIPELINE_AXIS!r} is reserved for pipeline stages.")
         rows = resolve(recipe, mesh)
@@ -183,7 +186,7 @@ class MeshSearch:
             micro_batches=micro_batches, fixed_storage=fixed_storage or {}, repeats=repeats,
             software=software, training_state=training_state, tiers=tiers,
         )  # fmt: skip
-        return cls(problem, recipe, fingerprint, hardware, software, training_state, lone)
+        return cls(problem, recipe, fingerprint, hardware, software, training_state, lone, given)
 
     def under(self, recipe: RecipeLike) -> MeshSearch:
         """The same search under another recipe, with the same folded graph and prices; errors as in `search`."""
@@ -274,6 +277,9 @@ class MeshSearch:
                 opens=[row.name == "auto" for row in problem.recipes],
                 seconds=lambda each: self._cost(each).seconds,
             )  # fmt: skip
+        if self.mesh.occupied is not None:
+            fixed = problem.fixed_storage
+            plan = on_mesh(problem.graph, plan, self.mesh, problem.recipes, alone, fixed)
         return with_rows(plan, problem.prices.nodes, problem.fixed_storage)
 
     def named(self) -> Iterator[tuple[float, MeshSearch]]:
