@@ -126,8 +126,10 @@ class NodeItems:
 
     def _share_of_ranks(self, places: Places, axis: int) -> Quantity:
         """Fraction of all ranks that take part in a collective along an axis, as the axis's other ranks do."""
+        mesh = self.sizes.mesh
         shares = (len(at) / self.sizes.axis(other) for other, at in places if other != axis)
-        return math.prod(shares, start=1)
+        found: Quantity = math.prod(shares, start=1)
+        return found if mesh.occupied is None else found * mesh.size / mesh.ranks
 
     def _title(self, name: str) -> str:
         """Words for a tensor in reports: the parameter's name, or the op that produces it."""

@@ -72,6 +72,10 @@ class _Partitioner:
         self.far: dict[str, tuple[fx.Node, Tier]] = {}  # parameters outside the device in a step
         self.replicated: Layout = (R,) * len(self.mesh.axes)
         self.origin = ""  # the captured op that is being placed
+        # Under torch.no_grad() no result of a call takes a gradient.
+        calls = (n for n in captured.module.graph.nodes if n.op == "call_function")
+        values = (node.meta.get("val") for node in calls)
+        self.has_autograd = any(x.requires_grad for x in values if isinstance(x, torch.Tensor))
 
     def run(self) -> tuple[fx.GraphModule, tuple[Layout, ...]]:
         for node in self.captured.module.graph.nodes:
@@ -139,7 +143,7 @@ class _Partitioner:
             if part in new:
                 needs_grad = self.analysis.graph.tensors[name].needs_grad
                 # It joins autograd's graph on the other ranks, and so has to on its owner.
-                assert value.requires_grad or not needs_grad, name
+                assert value.requires_grad or not needs_grad or not self.has_autograd, name
                 part.meta["alone"] = Alone(owners, shape, value.dtype, needs_grad)
 
     def _place_outputs(self) -> tuple[Layout, ...]:
@@ -148,6 +152,7 @@ class _Partitioner:
         layouts = []
         for i, name in enumerate(names):
             keep = i in self.captured.mutated or (self.captured.is_step and i == len(names) - 1)
+            keep = keep or self.mesh.occupied is not None  # a part could lie at a vacant place
             layouts.append(
                 self.replicated if keep else self.analysis.graph.delivered(self.produced[name])
             )

@@ -280,7 +280,9 @@ def _sharded(parameter: Tensor, layout: Layout, world: World) -> nn.Parameter:
     layout = tuple(S(state.dim) if state.kind == "S" else R for state in layout)
     dims = tuple((size,) for size in parameter.shape)
     own = shard(parameter, dims, layout, world.mesh, world.rank).contiguous().clone()
-    stored = _torch.dtensor(own, world.device_mesh, placements(layout, world.mesh), tuple(parameter.shape))
+    stored = _torch.dtensor(
+        own, world.device_mesh, placements(layout, world.mesh), tuple(parameter.shape)
+    )
     return nn.Parameter(stored, requires_grad=parameter.requires_grad)
 
 

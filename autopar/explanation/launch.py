@@ -149,7 +149,7 @@ def settings(e: Explanation) -> dict[str, Any]:
     if plan.pipeline is None and stages > 1:
         mesh = mesh.with_axis(PIPELINE_AXIS, stages, 0)
     arguments = {
-        "mesh": str(mesh) if mesh.placement else dict(mesh.axes),
+        "mesh": str(mesh) if mesh.placement or mesh.occupied else dict(mesh.axes),
         "recipe": _recipe(plan.recipe, mesh.names), "micro_batches": plan.micro_batches,
         **_schedule(plan),
         "recompute": None if isinstance(plan.recompute, Selection) else plan.recompute,

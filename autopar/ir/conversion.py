@@ -187,9 +187,7 @@ def _among_present(
     return found
 
 
-def _order_of_present(
-    source: Layout, target: Layout, mesh: Mesh
-) -> tuple[LayoutStep, ...] | None:
+def _order_of_present(source: Layout, target: Layout, mesh: Mesh) -> tuple[LayoutStep, ...] | None:
     """The first order of one step along each axis that the ranks of a mesh can take; None if there is none."""
     current, goal = list(source), list(target)
     if current == goal:

@@ -83,8 +83,8 @@ class Mesh:
             )
         if PIPELINE_AXIS in self.names:
             raise MeshError(
-                f"The mesh {self} has vacant places and the axis {PIPELINE_AXIS}; every stage needs all of its ranks so "
-                f"far. Leave out ' of {self.occupied}', or the axis."
+                f"The mesh {self} has vacant places and the axis {PIPELINE_AXIS}, and every stage needs all of its "
+                f"ranks so far. Leave out ' of {self.occupied}', or the axis."
             )
         if self.placement:
             raise MeshError(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autopar.ir import WHOLE, Layout, Mesh, R
+from autopar.ir import WHOLE, Layout, R
 from autopar.program.program import TensorSpec
 from autopar.runtime.hops import route
 from autopar.runtime.parameters import placements
@@ -21,7 +21,7 @@ def as_dtensor(x: Tensor, spec: TensorSpec, world: World) -> Tensor:
     """
     if world.device_mesh is None:
         return x
-    target = _nameable(spec.layout, world.mesh)
+    target = _nameable(spec.layout)
     x = travel(x, route(spec.dims, spec.layout, target, world.mesh), world)
     return DTensor.from_local(
         x, world.device_mesh, placements(target, world.mesh), run_check=False,
@@ -34,12 +34,10 @@ def local_part(x: DTensor, spec: TensorSpec, world: World) -> Tensor:
 
     Nothing is communicated if the DTensor already has this layout.
     """
-    target = _nameable(spec.layout, world.mesh)
+    target = _nameable(spec.layout)
     local = x.redistribute(placements=placements(target, world.mesh)).to_local().detach()
     return travel(local, route(spec.dims, target, spec.layout, world.mesh), world)
 
 
-def _nameable(layout: Layout, mesh: Mesh) -> Layout:
-    if mesh.occupied is not None:  # a DTensor there lies on one axis of all ranks
-        return (R,) * len(layout)
+def _nameable(layout: Layout) -> Layout:
     return tuple(s if s.kind == "S" and s.factor in (0, WHOLE) else R for s in layout)

@@ -10,7 +10,7 @@ from autopar.ir import ANY, Graph, Mesh, O, ParameterPlan, Plan, local_elements
 from autopar.ir.note import Note
 from autopar.search.lone_ops import LonePins
 from autopar.search.recipe_rows import Recipe
-from autopar.units import format_bytes
+from autopar.units import counted, format_bytes
 
 
 def with_owners(
@@ -107,7 +107,7 @@ def _check_vacancy(mesh: Mesh, recipes: Sequence[Recipe], alone: LonePins) -> No
             )
     if alone.drawing:
         raise RecipeError(
-            f"{asked}, and {alone.drawing} ops draw random numbers, which all ranks of a whole mesh do in step. "
+            f"{asked}, and {counted(alone.drawing, 'op')} of the model draw random numbers, which takes all places. "
             "Leave out dropout, or give the mesh a rank at every place."
         )
 
@@ -153,6 +153,8 @@ def _notes_by_rank(
             rank = mesh.rank_at([state.owner for state in how.storage])
             own = _bytes(graph, parameter, how, mesh)
             owned_bytes[rank] = owned_bytes.get(rank, 0) + own
-    each = ", ".join(f"{format_bytes(owned)} on rank {i}" for i, owned in sorted(owned_bytes.items()))
+    each = ", ".join(
+        f"{format_bytes(owned)} on rank {i}" for i, owned in sorted(owned_bytes.items())
+    )
     text = f"one of the {mesh.ranks} ranks stores and updates each parameter: {each}"
     return (Note(text, "owners"),) if each else ()

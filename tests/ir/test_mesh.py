@@ -29,6 +29,9 @@ def test_text_reads_back():
         ("dp=0", "Axis 'dp' has size 0"),
         ("dp=2,dp=2", "repeat"),
         ("2x=2", "not an identifier"),
+        ("ps=2,dp=3 of four", "Cannot read 'four' in the mesh .*: after 'of' stands the number"),
+        ("ps=2,dp=3 of 7", "has 7 ranks for 6 places; it takes 1 to 6"),
+        ("pp=2,dp=2 of 3", "vacant places and the axis pp"),
     ],
 )
 def test_bad_meshes_say_why(text, says):
@@ -80,3 +83,10 @@ def test_axes_come_and_go_in_order_and_placement():
 def test_an_order_names_each_axis_once(order):
     with pytest.raises(MeshError, match=f"The order {order} does not fit the mesh dp=2,tp=3"):
         Mesh.parse(f"dp=2,tp=3 order {order}")
+
+
+def test_the_last_places_of_a_mesh_may_be_vacant():
+    mesh = Mesh.parse("ps=2,dp=3 of 4")
+    assert Mesh.parse(str(mesh)) == mesh != mesh.filled
+    assert (mesh.size, mesh.ranks, mesh.filled.ranks) == (6, 4, 6)
+    assert Mesh.parse("ps=2,dp=3 of 6") == mesh.filled  # none is vacant

@@ -80,6 +80,79 @@ def test_several_servers_share_the_parameters_and_the_worker_has_none(subject: S
     assert subject.compare(plan).passed
 
 
+# --- fewer servers than workers, on a mesh with vacant places
+
+
+@pytest.fixture(scope="module")
+def twelve() -> Subject:
+    """The towers with a batch whose rows three workers can share."""
+    torch.manual_seed(0)
+    batch = (torch.randn(12, 8).double(), torch.randint(0, 3, (12,)))
+    return Subject.of(Towers().double(), batch, loss_fn=nn.functional.cross_entropy)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "inside", "owners"),
+    [
+        ("ps=2,dp=3 of 4", "dp:ddp", {(1, 0)}),
+        ("ps=2,dp=3 of 4", "dp:zero3", {(1, 0)}),
+        ("ps=2,dp=3 of 5", "dp:ddp", {(1, 0), (1, 1)}),
+        ("ps=3,dp=2 of 5", "dp:ddp", {(1, 0), (1, 1), (2, 0)}),
+        ("ps=2,dp=2,tp=2 of 5", "dp:ddp,tp:tp", {(1, 0, 0)}),
+    ],
+)
+def test_fewer_servers_than_workers(
+    twelve: Subject, mesh: str, inside: str, owners: set[tuple[int, ...]]
+) -> None:
+    plan = planned(twelve, mesh, f"ps:serve,{inside}")
+    found = [tuple(s.owner for s in how.storage) for how in plan.parameters.values()]
+    assert {*found} == owners
+    assert Plan.parse(str(plan)) == plan
+    assert twelve.compare(plan).passed
+
+
+def test_one_server_of_four_ranks_holds_all_states_and_the_bytes_are_a_mean_over_four(
+    twelve: Subject,
+) -> None:
+    """Of P bytes: the server sends P, worker 0 twice P (on, and back to it), and the two others 2 P (3 - 1) / 3 each.
+
+    The broadcast and the reduce among three workers send 2 P (3 - 1) / 3 of each; there and back to the server P.
+    """
+    graph, plan = (
+        twelve.prepared.analysis.graph,
+        planned(twelve, "ps=2,dp=3 of 4", "ps:serve,dp:ddp"),
+    )
+    step = step_of(graph, plan, HARDWARE)
+    assert isinstance(step, OwnedStep)
+    bytes_ = 8 * sum(p.numel() for p in Towers().parameters())
+    states = {at: float(part.held("optimizer", "first")) for at, part in step.ranks.items()}
+    assert states == {(0, 0): 0.0, (0, 1): 0.0, (0, 2): 0.0, (1, 0): 2 * bytes_}
+    items = [i for i in step.items if i.of in plan.parameters]
+    kinds = {"send", "broadcast", "reduce"}
+    sent = sum(float(i.count * i.traffic_bytes) for i in items if i.kind in kinds)
+    assert sent == pytest.approx((2 * bytes_ + 2 * 2 * bytes_) / 4)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "recipe", "says"),
+    [
+        ("ps=2,dp=3 of 4", "dp:ddp", "it takes the recipe serve"),
+        ("ps=2,dp=3 of 3", "ps:serve,dp:ddp", "and more than 3 ranks, and has serve and 3"),
+        ("ps=2,dp=3 of 4", "ps:serve,dp:zero1", "zero1 of the axis dp stores parts"),
+    ],
+)
+def test_who_else_would_need_the_vacant_places_is_said(
+    twelve: Subject, mesh: str, recipe: str, says: str
+) -> None:
+    with pytest.raises(RecipeError, match=says):
+        planned(twelve, mesh, recipe)
+
+
+def test_dropout_needs_all_places() -> None:
+    with pytest.raises(RecipeError, match="1 op of the model draw random numbers"):
+        planned(subject_of(Dropped().double()), "ps=2,dp=2 of 3", "ps:serve,dp:ddp")
+
+
 def test_the_worker_holds_no_optimizer_state(subject: Subject) -> None:
     """By price, of n float64 parameters: the server keeps two moments, 2 n x 8 bytes, and the worker none."""
     graph = subject.prepared.analysis.graph
