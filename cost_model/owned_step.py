@@ -109,8 +109,18 @@ class OwnedStep(Step):
     @cached_property
     def schedule(self) -> Schedule:
         """The calls of one micro-batch on all ranks."""
+        return self.scheduled(self.order)
+
+    def in_turn_seconds(self, order: Sequence[Item]) -> float:
+        """Duration of some calls if all ranks take them one after the other."""
+        return sum(
+            max(self._duration(item, at) for at in self.ranks if item.runs_at(at)) for item in order
+        )
+
+    def scheduled(self, order: Sequence[Item]) -> Schedule:
+        """Some calls of a micro-batch on all ranks, which begin together."""
         clocks = _Clocks(dict.fromkeys(self.ranks, 0.0), {}, {})
-        for item in self.order:
+        for item in order:
             at = [position for position in self.ranks if item.runs_at(position)]
             seconds = {position: self._duration(item, position) for position in at}
             if item.resource == COMPUTE:

@@ -201,7 +201,8 @@ def extract(
     copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:
         copies[node] = graph.placeholder(node.name)
-        copies[node].meta = dict(node.meta)
+        # what ranks run alone is the call that makes it, on another stage
+        copies[node].meta = {key: value for key, value in node.meta.items() if key != "alone"}
     for node in calls:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[n] for n in results))

@@ -75,7 +75,7 @@ class ExecutedStep:
     @cached_property
     def costs(self) -> tuple[StageCosts, ...]:
         """Costs of every stage for one micro-batch."""
-        costs = [self._table.stage(*edge) for edge in self._edges]
+        costs = self.tables.costs(self.plan.recompute, [first for first, _ in self._edges[1:]])
         return with_versions(costs, self.pipeline, self.plan.micro_batches)
 
     @cached_property

@@ -25,10 +25,12 @@ import numpy as np
 
 from autopar.cost_model import Hardware
 from autopar.cost_model.items import FULL, TOUCHED, TrainingState
+from autopar.cost_model.owners import has_lone_ops
 from autopar.cost_model.software import AUTOPAR, Software
 from autopar.ir import Graph, Mesh, Plan
 from autopar.ir.recompute import Recompute, Selection
 from autopar.pipeline.crossings import Crossings
+from autopar.pipeline.owned_stages import side_by_side
 from autopar.pipeline.parts import block_starts, ends_of_repeats
 from autopar.pipeline.priced_blocks import PricedBlocks
 from autopar.pipeline.producers import Memory
@@ -86,10 +88,10 @@ def costs_of_stages(
     cuts = plan.pipeline.cuts if plan.pipeline else ()
     places = {op.name: i for i, op in enumerate(graph.ops)}
     starts = sorted({*block_starts(graph), *cuts}, key=places.__getitem__)
-    table = stage_table(
+    tables = StageTables(
         graph, plan, hardware, starts=starts, training_state=training_state, software=software
     )
-    return table.stages([starts.index(name) for name in cuts])
+    return tables.costs(plan.recompute, [starts.index(name) for name in cuts])
 
 
 class StageTables:
@@ -134,6 +136,16 @@ class StageTables:
         if recompute not in self._found:
             self._found[recompute] = self._with(recompute, Turn.of(self._turns(recompute)))
         return self._found[recompute]
+
+    def costs(self, recompute: Recompute, cuts: Sequence[int]) -> tuple[StageCosts, ...]:
+        """Costs of all stages with this recomputation; ranks of a stage that run ops alone work side by side.
+
+        Args:
+            recompute: what every stage recomputes.
+            cuts: index of the first block of every stage but the first.
+        """
+        found = self.at(recompute).stages(cuts)
+        return side_by_side(self.blocks, cuts, found) if has_lone_ops(self.blocks.plan) else found
 
     def whole(self, recompute: Recompute) -> WholeModel:
         """Figures of all blocks together, which bound the costs of any cuts; computed without the table."""

@@ -123,14 +123,14 @@ def _refuse_with_lone_ops(plan: Plan) -> None:
     """Raises PlanError for a plan in which one rank runs an op alone, with a feature that does not support it yet."""
     found = [name for name, labels in plan.ops.items() if runs_alone(labels)]
     used = {
-        f"{plan.pipeline.stages} pipeline stages" if plan.pipeline else "": True,
+        "updates inside of a step": bool(plan.pipeline and plan.pipeline.update_every),
         "replicas that meet": plan.meeting is not None,
         "recomputed blocks": plan.recompute != "none",
         "tensors saved in slices or on the host": bool(plan.saved),
         "decomposed collectives": bool(plan.decomposed),
         "parameters outside the device": any(p.tier != "device" for p in plan.parameters.values()),
     }
-    what = next((text for text, is_used in used.items() if text and is_used), None)
+    what = next((text for text, is_used in used.items() if is_used), None)
     if found and what:
         raise PlanError(
             f"The plan runs {len(found)} of {len(plan.ops)} ops on one rank of an axis, such as {found[0]} "

@@ -18,11 +18,13 @@ from autopar.capture.captured import Captured
 from autopar.ir import (
     Dims,
     Layout,
+    Mesh,
     ParameterPlan,
     Plan,
     R,
     Tier,
 )
+from autopar.ops.alone import Alone, alone
 from autopar.ops.nodes import draws, output_nodes
 from autopar.passes import partition, verify_graph
 from autopar.program.checks import check_plan
@@ -65,14 +67,21 @@ class Wire:
 
     Attributes:
         name: name of the node that computes it.
-        shape: shape on every rank of a stage.
+        shape: shape on every rank of a stage that has some of it.
         needs_grad: whether a gradient comes back.
+        owners: axis and position along it of the ranks that have some of it; none if all ranks have.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     needs_grad: bool
+    owners: tuple[tuple[str, int], ...] = ()
+
+    def shape_on(self, rank: int, mesh: Mesh) -> tuple[int, ...]:
+        """Shape on a rank of a stage's mesh; a rank that has nothing sends a tensor without elements."""
+        has_some = Alone(self.owners).runs_on(rank, mesh)
+        return self.shape if has_some else (0, *self.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -132,6 +141,11 @@ class Program:
     objective: Objective = _MEAN
     extras: tuple[Extra, ...] = ()
     slices: Mapping[str, SavedSlice] = field(default_factory=dict)
+
+    @cached_property
+    def has_lone_calls(self) -> bool:
+        """Whether some ranks alone run a call, because tensors are in a state O."""
+        return any(alone(node) for node in self.module.graph.nodes)
 
     @cached_property
     def is_random(self) -> bool:

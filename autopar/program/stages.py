@@ -12,7 +12,10 @@ from torch import Tensor, fx
 
 from autopar._torch import FakeTensorMode
 from autopar.errors import PlanError
-from autopar.ir import Graph, local_shape
+from autopar.ir import Graph, Mesh, local_shape
+from autopar.ir.conversion import OWNER_COLLECTIVES
+from autopar.ops.alone import alone, owners_of
+from autopar.ops.collectives import Collective
 from autopar.passes import cut_stage_graphs, retarget_device, verify_graph
 from autopar.passes.cut_stages import StageGraph, stage_numbers
 from autopar.program.program import Program, TensorSpec, Wire
@@ -119,7 +122,7 @@ def _examples(program: Program) -> dict[str, Tensor]:
 
     class Recording(fx.Interpreter):
         def run_node(self, n: fx.Node) -> object:
-            result = super().run_node(n)
+            result = _as_owner(n, self.env) if _is_of_owners(n) else super().run_node(n)
             if isinstance(result, Tensor):
                 values[n.name] = result
             return result
@@ -127,6 +130,20 @@ def _examples(program: Program) -> dict[str, Tensor]:
     with FakeTensorMode(), torch.enable_grad():
         Recording(module).run(*_fake_arguments(program))
     return values
+
+
+def _is_of_owners(node: fx.Node) -> bool:
+    """Whether a node is a collective from or to a state O, which has no kernel that gives a fake tensor."""
+    call = Collective.of(node)
+    return call is not None and call.name in OWNER_COLLECTIVES
+
+
+def _as_owner(node: fx.Node, values: Mapping[fx.Node, Tensor]) -> Tensor:
+    """The result of such a collective on a rank that has some of it."""
+    found, call = alone(node), Collective.of(node)
+    assert found is not None and found.shape is not None and call is not None, node.format_node()
+    x = values[call.x]
+    return x.new_empty(found.shape).requires_grad_(x.requires_grad)
 
 
 def _fake_arguments(program: Program) -> list[Tensor]:
@@ -150,7 +167,7 @@ def _stage(
     own = [leaves.index(name) for name in graph.leaves]
     groups = (program.parameters, program.buffers, program.constants, program.inputs)
     parameters, buffers, constants, inputs = _select(own, groups)
-    changes = len(program.mutated)
+    changes, mesh = len(program.mutated), program.plan.mesh
     mutated = [program.mutated[i] for i in graph.outputs if i < changes]
     places = tuple(i - changes for i in graph.outputs if i >= changes)
     return replace(
@@ -164,8 +181,8 @@ def _stage(
         outputs=tuple(program.outputs[i] for i in places),
         places=places,
         is_step=program.is_step and bool(places),
-        received=tuple(_wire(node, values) for node in graph.received),
-        sent=tuple(_wire(node, values) for node in graph.sent),
+        received=tuple(_wire(node, values, mesh) for node in graph.received),
+        sent=tuple(_wire(node, values, mesh) for node in graph.sent),
         recomputed=program.recomputed & {n.meta.get("block") for n in graph.module.graph.nodes},
     )
 
@@ -180,9 +197,10 @@ def _select(own: Sequence[int], groups: Sequence[Sequence[object]]) -> list[tupl
     return found
 
 
-def _wire(node: fx.Node, values: Mapping[str, Tensor]) -> Wire:
-    value = values[node.name]
-    return Wire(node.name, tuple(value.shape), value.dtype, value.requires_grad)
+def _wire(node: fx.Node, values: Mapping[str, Tensor], mesh: Mesh) -> Wire:
+    value, (_, layout) = values[node.name], node.meta["holds"]
+    owners = owners_of(layout, mesh)
+    return Wire(node.name, tuple(value.shape), value.dtype, value.requires_grad, owners)
 
 
 def _refuse_shared_parameters(stages: Sequence[Program], schedule: str) -> None:

@@ -56,8 +56,8 @@ def random_plan(
         mesh: mesh of the ranks.
         seed: any number.
         fingerprint: fingerprint of the captured model.
-        lone_ops: whether single ranks run a third of the ops alone. Such a plan has all tensors on the device, saves
-            them as they are, and has no stages. None for a third of all plans without stages.
+        lone_ops: whether single ranks run a third of the ops alone. Such a plan has all tensors on the device and saves
+            them as they are. None for a third of all plans.
     """
     if mesh.occupied is not None:
         plan = random_plan(graph, mesh.filled, seed=seed, fingerprint=fingerprint, lone_ops=True)
@@ -92,7 +92,7 @@ def random_plan(
         precision=graph.precision,
     )  # fmt: skip
     alone = random.Random(f"alone {seed} {mesh}")
-    drawn = pipeline is None and alone.random() < 1 / 3
+    drawn = alone.random() < 1 / 3
     if drawn if lone_ops is None else lone_ops:  # what follows does not go with ops on one rank yet
         plan = _with_lone_ops(graph, plan, alone)
         return _random_rows(graph, plan, random.Random(f"rows {seed}"))

@@ -122,7 +122,8 @@ class Rehearsal:
             if action.kind == "F":
                 self._flights[key] = self._forward(*key, inputs(action.micro_batch))
             elif action.kind in "BI":
-                is_whole = action.kind == "B" or bool(self.stages[action.stage].recomputed)
+                program = self.stages[action.stage]
+                is_whole = action.kind == "B" or bool(program.recomputed) or program.has_lone_calls
                 self._backward(*key, WholeBackward if is_whole else SplitBackward)
             if action.kind in "BW":
                 self._flights[key].land()

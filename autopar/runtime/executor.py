@@ -69,7 +69,10 @@ class Runner:
     ) -> None:
         self.program, self.world, self._model = program, store.world, model
         self.runs_backward_whole = executor.compiles or bool(
-            program.recomputed or program.slices or program.plan.decomposed
+            program.recomputed
+            or program.slices
+            or program.plan.decomposed
+            or program.has_lone_calls
         )
         self._seeds = seeds
         # Those without dims may be numbers that Python changes: they are moved before every run.

@@ -164,8 +164,8 @@ class BoundPipeline:
             _torch.pipeline_stage(
                 _StageModule(self, runner, number), number, self._pipeline.stages,
                 device=self.world.device, group=self._pipe.group,
-                received=_examples(runner.program.received),
-                sent=_examples(runner.program.sent) or _loss_example(runner.program),
+                received=self._examples(runner.program.received),
+                sent=self._examples(runner.program.sent) or _loss_example(runner.program),
                 split_backward=WholeBackward if runner.runs_backward_whole else SplitBackward,
                 before_backward=partial(self._begin_backward, number),
                 after_backward=partial(self._end_backward, number),
@@ -177,6 +177,12 @@ class BoundPipeline:
             stages[0] if self._pipeline.chunks == 1 and _torch.runs_one_stage(made) else stages,
             self._count, loss_fn=self._share_of_loss, scale_grads=False,
         )  # fmt: skip
+
+    def _examples(self, wires: Sequence[Wire]) -> tuple[Tensor, ...]:
+        return tuple(
+            torch.empty(self._shape(w), dtype=w.dtype, device="meta").requires_grad_(w.needs_grad)
+            for w in wires
+        )
 
     # --- what happens at a stage around the forward and the backward of a micro-batch
 
@@ -290,8 +296,11 @@ class BoundPipeline:
         shape = local_shape(spec.dims, spec.layout, self.world.mesh)
         return torch.zeros((), dtype=spec.dtype, device=self.world.device).expand(shape)
 
+    def _shape(self, wire: Wire) -> tuple[int, ...]:
+        return wire.shape_on(self.world.rank, self.world.mesh)
+
     def _receive(self, wire: Wire, source: int) -> Tensor:
-        x = torch.empty(wire.shape, dtype=wire.dtype, device=self.world.device)
+        x = torch.empty(self._shape(wire), dtype=wire.dtype, device=self.world.device)
         dist.recv(x, self._pipe.peer(source), group=self._pipe.group)
         return x
 
@@ -342,13 +351,6 @@ class _StageModule(nn.Module):
             self._owner.keep_extras(int(number), extras)
             return _torch.handed_on(loss)
         return tuple(_torch.handed_on(x) for x in results)
-
-
-def _examples(wires: Sequence[Wire]) -> tuple[Tensor, ...]:
-    return tuple(
-        torch.empty(w.shape, dtype=w.dtype, device="meta").requires_grad_(w.needs_grad)
-        for w in wires
-    )
 
 
 def _loss_example(program: Program) -> tuple[Tensor, ...]:

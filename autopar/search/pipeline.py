@@ -117,6 +117,7 @@ class _Search:
         assert request.mesh is not None, "a mesh with stages"
         self.graph, self.request, self.captured = graph, request, captured
         self.mesh, self.hardware = request.mesh, request.hardware
+        self.recompute = "none" if request.has_lone_ops else request.recompute
         self.fingerprint, self.fixed_storage = fingerprint, fixed_storage
         self.searches = searches
         bound = request.search_bound_bytes
@@ -217,7 +218,7 @@ class _Search:
         """
         if self.bound <= 0 or (not self.request.offload and not self._may_hold_state(inside)):
             return _SHARES[:1]
-        may_recompute = self.request.recompute != "none" and math.isfinite(self.bound)
+        may_recompute = self.recompute != "none" and math.isfinite(self.bound)
         is_first = self.request.offload or (self.ranks == 1 and may_recompute)
         return (math.inf, *_SHARES) if is_first else _SHARES
 
@@ -241,7 +242,7 @@ class _Search:
         fastest, micro_batches = inside.within(None).plan, inside.problem.micro_batches
         tables = self._tables(fastest, micro_batches)
         shape = next(shapes_of(self.request, self.ranks, micro_batches, len(tables.parts)), None)
-        if shape is None or self.request.recompute == "none":
+        if shape is None or self.recompute == "none":
             return
         whole, one, every = (tables.whole(each) for each in ("none", 1, "full"))
         try:
@@ -338,7 +339,7 @@ class _Search:
         staged = StagedPlan(tables, inner.share, self.request.software.step_seconds, self.found)
         for shape in shapes_of(self.request, self.ranks, micro_batches, len(tables.parts)):
             try:
-                staged.price_shape(shape, self.request.recompute)
+                staged.price_shape(shape, self.recompute)
             except PlanError as error:  # a schedule that does not run so many micro-batches
                 name = f"{shape.schedule}, {counted(micro_batches, 'micro-batch')}"
                 self.found.refuse(name, error)

@@ -291,7 +291,7 @@ class Request(RequestFields):
             return
         recomputes = self.recompute not in (None, "none")
         refused = {
-            "pipeline stages": self.has_stages or bool(split_recipe(self.recipe)[0]),
+            f"updates inside of a step ({self.chosen_schedule})": self.chosen_schedule in VERSIONED,
             "storage on the host": self.offload or "offload" in self.named_recipes(),
             "replicas that meet": meeting_of(self.recipe, self.mesh) is not None,
             f"recompute={self.recompute!r}": recomputes,

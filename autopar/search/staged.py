@@ -343,7 +343,8 @@ class StagedPlan:
     def _executed(self, table: StageTable, shape: Shape, cuts: Balance) -> tuple[Simulation, float]:
         """The simulated schedule, and the seconds of a step."""
         lists, waits = actions(shape.blank, shape.micro_batches), waits_for_sends(shape.schedule)
-        costs = with_versions(table.stages(cuts.cuts), shape.blank, shape.micro_batches)
+        costs = self.tables.costs(table.recompute, cuts.cuts)
+        costs = with_versions(costs, shape.blank, shape.micro_batches)
         run = simulate(lists, costs, waits_for_sends=waits)
         return run, run.step_seconds + self._once_seconds(table, shape, cuts)
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from autopar.errors import PlanError
-from autopar.ir import Mesh, O, Plan, R, S, State, V, runs_alone
+from autopar.ir import Mesh, O, Pipeline, Plan, R, S, State, V, runs_alone
 from autopar.planning.planning import prepare_step
 from autopar.program.program import build_program
+from autopar.program.stages import cut_stages
 from autopar.proof.random_plan import random_plan
 from autopar.proof.subject import Subject
 from tests.support.towers import Towers, towers_plan
@@ -72,6 +73,33 @@ def test_random_plans_with_lone_ops(subject: Subject, mesh: str) -> None:
         assert report.passed, str(report)
 
 
+@pytest.mark.parametrize("mesh", ["pp=2,a=2", "a=2,pp=2,b=2"])
+def test_random_plans_with_lone_ops_in_stages(subject: Subject, mesh: str) -> None:
+    """Cuts at any op: what one rank of a stage has crosses to the same rank of the next one."""
+    graph, captured = subject.prepared.analysis.graph, subject.prepared.captured
+    for seed in range(4):
+        plan = random_plan(
+            graph, Mesh.parse(mesh), seed=seed, fingerprint=captured.fingerprint, lone_ops=True
+        )
+        assert plan.pipeline is not None and any(map(runs_alone, plan.ops.values()))
+        report = subject.compare(plan)
+        assert report.passed, str(report)
+
+
+def test_a_rank_sends_the_next_stage_nothing_of_what_another_has(subject: Subject) -> None:
+    """Rank 1 runs tower b, of which the last op lies on the next stage."""
+    plan = plan_of(subject, {"a": 0, "b": 1})
+    last = [name for name in plan.ops if name.startswith("linear")][-2]
+    plan = replace(plan, pipeline=Pipeline(2, "gpipe", (last,)))
+    prepared = subject.prepared
+    program = build_program(prepared.captured, prepared.analysis, plan)
+    first, second = cut_stages(program, prepared.analysis.graph)
+    shapes = {wire.owners: [wire.shape_on(rank, MESH) for rank in (0, 1)] for wire in first.sent}
+    assert shapes == {(("dp", 0),): [(4, 4), (0, 4)], (("dp", 1),): [(0, 32), (4, 32)]}
+    assert second.received == first.sent
+    assert subject.compare(plan).passed
+
+
 def test_seeds_draw_lone_ops_in_some_plans(subject: Subject) -> None:
     graph, mesh = subject.prepared.analysis.graph, Mesh.parse("a=2,b=2")
     plans = [random_plan(graph, mesh, seed=seed, fingerprint="") for seed in range(30)]
@@ -108,6 +136,17 @@ def test_a_rank_that_is_not_there_uses_no_parameter(subject: Subject) -> None:
 def test_what_does_not_go_with_lone_ops_is_refused(subject: Subject) -> None:
     plan = replace(plan_of(subject, {"a": 0}), decomposed=("dp",))
     with pytest.raises(PlanError, match=r"runs 3 of \d+ ops on one rank .* decomposed"):
+        subject.compare(plan)
+
+
+def test_updates_inside_of_a_step_do_not_go_with_lone_ops(subject: Subject) -> None:
+    plan = replace(
+        plan_of(subject, {"a": 0}), micro_batches=2,
+        pipeline=Pipeline(2, "2bw", ("linear_4",)),
+    )  # fmt: skip
+    with pytest.raises(
+        PlanError, match=r"runs 3 of \d+ ops on one rank .* updates inside of a step"
+    ):
         subject.compare(plan)
 
 

@@ -101,6 +101,26 @@ def test_pinned_towers_train_as_one_process_does(two_ranks: Ranks) -> None:
 
 
 @captured_once()
+def pinned_in_stages() -> dict[str, Any]:
+    model, batch = towers()
+    made = autopar.compile(
+        model, loss_fn=loss_fn, mesh={"pp": 2, "dp": 2}, recipe="pp:1f1b,dp:ddp", micro_batches=2,
+        pins={"a": "@0@dp", "b.*": "@1@dp"}, example_inputs=batch,
+    )  # fmt: skip
+    assert made.plan.ops["linear_2"] == ("@1",) and made.plan.pipeline is not None
+    return train(made, made.step, batch, steps=10)
+
+
+def test_pinned_towers_in_stages_train_as_one_process_does(four_ranks: Ranks) -> None:
+    """Each rank of the pipeline has the parameters of its own stage."""
+    whole: dict[str, Any] = {}
+    for each in four_ranks.run(pinned_in_stages):
+        whole |= each
+    expected = on_one_process()
+    assert difference({name: whole[name] for name in expected}, expected) < 1e-9
+
+
+@captured_once()
 def sharded() -> dict[str, Any]:
     model, batch = towers()
     made = autopar.compile(

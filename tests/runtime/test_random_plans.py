@@ -26,9 +26,11 @@ def together(parts: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def distance(ranks: Ranks, name: str, mesh: dict[str, int], seed: int) -> float:
+def distance(
+    ranks: Ranks, name: str, mesh: dict[str, int], seed: int, lone_ops: bool | None = None
+) -> float:
     """The largest difference of a rank from one process, under the plan that a seed draws."""
-    parts = ranks.run(randomly, name, mesh, seed)
+    parts = ranks.run(randomly, name, mesh, seed, "cpu", lone_ops)
     expected = alone(name, parts[0][1])
     whole = together([part for part, _ in parts])
     return max(
@@ -81,3 +83,15 @@ def test_two_stages_by_two(four_ranks: Ranks, name: str, seed: int) -> None:
 @pytest.mark.parametrize(("name", "seed"), [("tied", 6), ("gpt", 2)], ids=["1f1b", "dualpipev"])
 def test_four_stages(four_ranks: Ranks, name: str, seed: int) -> None:
     assert distance(four_ranks, name, {"pp": 4}, seed) < 1e-9
+
+
+# Single ranks of a stage run a third of the ops alone.
+
+
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [("gpt", 0), ("tied", 1), ("gpt", 2)],
+    ids=["zbv", "looped-bfs", "dualpipev"],
+)
+def test_two_stages_of_owners(four_ranks: Ranks, name: str, seed: int) -> None:
+    assert distance(four_ranks, name, {"pp": 2, "a": 2}, seed, lone_ops=True) < 1e-9

@@ -103,11 +103,11 @@ def compiled(
 
 @captured_once()
 def randomly(
-    name: str, mesh: dict[str, int], seed: int, device: str = "cpu"
+    name: str, mesh: dict[str, int], seed: int, device: str = "cpu", lone_ops: bool | None = None
 ) -> tuple[dict[str, Any], int]:
     """The same with a plan drawn at random, and how many micro-batches that has."""
     model, batch, loss_fn = make_on(device, name)
-    plan = drawn(name, mesh, seed, device)
+    plan = drawn(name, mesh, seed, device, lone_ops)
     made = autopar.compile(model, loss_fn=loss_fn, plan=plan)  # type: ignore[arg-type]
     return train(made, made.step, batch), plan.micro_batches
 
