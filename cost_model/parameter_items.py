@@ -111,8 +111,11 @@ class ParameterItems(NodeItems):
         tensor = self.graph.tensors[self.graph.parameters[name]]
         region, count = self.place(name, name)
         for kind, size, is_stored in self._owned_bytes(tensor, how, count):
+            tier = how.tier if is_stored else how.resident_tier
             if not (isinstance(size, int | float) and size == 0):
-                yield Holding(numbers_out(name), kind, region, size, name, is_stored=is_stored)
+                yield Holding(
+                    numbers_out(name), kind, region, size, name, tier=tier, is_stored=is_stored
+                )
         share = owned_share(how.storage, self.position, self.sizes)
         if tensor.needs_grad and share:
             stored = count * share * self.sizes.bytes(tensor.at_rest, how.storage)
@@ -121,13 +124,17 @@ class ParameterItems(NodeItems):
     def _owned_bytes(
         self, tensor: Tensor, how: ParameterPlan, count: Quantity
     ) -> Iterator[tuple[str, Quantity, bool]]:
-        """Yields kind of memory, its bytes for `count` parameters, and whether the optimizer reads or updates it."""
+        """Yields kind of memory, its bytes for `count` parameters, and whether the optimizer reads or updates it.
+
+        What the optimizer reads or updates lies in the tier of the storage, all else in the resident tier.
+        """
         share = count * owned_share(how.storage, self.position, self.sizes)
         stored = share * self.sizes.bytes(tensor.at_rest, how.storage)
         if has_owner(how.resident):  # the other ranks have neither a copy nor a gradient
             count = count * owned_share(how.resident, self.position, self.sizes)
         copied = count * self.sizes.bytes(tensor, how.resident)
-        if is_own_copy(how.storage, how.resident) and not tensor.is_cast:
+        in_one_tier = how.tier == how.resident_tier
+        if is_own_copy(how.storage, how.resident) and in_one_tier and not tensor.is_cast:
             copied = copied - stored
         yield "parameters", stored, True
         yield "parameters", copied, False
@@ -137,7 +144,7 @@ class ParameterItems(NodeItems):
         yield "gradients", arrived, True
         if how.reduce == "step":  # on a rank that has both, `.grad` takes the place of the sum
             summed = count * self._summed_bytes(tensor, how.resident)
-            yield "gradients", larger(0, summed - arrived), False
+            yield "gradients", larger(0, summed - int(in_one_tier) * arrived), False
         state = self.training_state
         updated = share * state.optimizer_bytes(tensor.at_rest, how.storage, self.sizes)
         yield "optimizer", updated, True
@@ -185,6 +192,10 @@ class ParameterItems(NodeItems):
         """The item of the cast of a stored shard to the dtype of its use, once per step."""
         moved = self.sizes.bytes(tensor.at_rest, how.storage)
         moved = moved + self.sizes.bytes(tensor, how.storage)
+        if (
+            how.tier != "device"
+        ):  # no rank runs ops alone then, so that the figures are those of the busiest owner
+            count = count * owned_share(how.storage, self.position, self.sizes)
         return Item(
             "casting parameters", "cast", COMPUTE, "gather", region, count,
             moved / self.hardware.updates_per_second(how.tier), moved, every_micro_batch=False, of=name,
@@ -194,7 +205,14 @@ class ParameterItems(NodeItems):
     def _moves(
         self, name: str, tensor: Tensor, how: ParameterPlan, region: Region, count: Quantity
     ) -> Iterator[Item]:
-        """Items of the moves of a stored shard to its resident tier, and of its gradient back."""
+        """Items of the moves of a stored shard to its resident tier, and of its gradient back.
+
+        An owner moves what it owns, and no other rank anything: each of several owners its share.
+        """
+        share = owned_share(how.storage, self.position, self.sizes)
+        if isinstance(share, int) and share == 0:
+            return
+        count = count * share
         item = partial(
             move_item, numbers_out(name), hardware=self.hardware, region=region, count=count, of=name,
         )  # fmt: skip

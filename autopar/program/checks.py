@@ -154,8 +154,6 @@ def _check_owners(name: str, parameter: ParameterPlan, dims: Dims, mesh: Mesh) -
     where = f"The plan {verb} parameter {name} on one rank ({format_layout(found[0], mesh)})"
     if not dims:
         raise PlanError(f"{where}, and it is a single number, of shape []; store it in R.")
-    if parameter.tier != "device":
-        raise PlanError(f"{where} and in the tier {parameter.tier}; one of both can be had so far.")
 
 
 def _check_layout(where: str, layout: Layout, dims: Dims, mesh: Mesh, kinds: str) -> None:

@@ -279,9 +279,9 @@ def _fits(tensor: Tensor, layout: Layout, mesh: Mesh) -> bool:
 def _with_owners(
     tensor: Tensor, how: ParameterPlan, mesh: Mesh, draw: random.Random
 ) -> ParameterPlan:
-    """The parameter, if it is stored on the device, with an owner along each axis with a probability of 1/4."""
+    """The parameter with an owner along each axis with a probability of 1/4."""
     owners = [draw.randrange(size) if draw.random() < 0.25 else None for size in mesh.sizes]
-    if how.tier != "device" or not tensor.dims or owners == [None] * len(owners):
+    if not tensor.dims or owners == [None] * len(owners):
         return how
     storage = tuple(
         s if owner is None else O(owner) for s, owner in zip(how.storage, owners, strict=True)

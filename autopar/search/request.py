@@ -78,7 +78,6 @@ class Request(RequestFields):
         format_recipe(self.recipe)
         self._check_schedule()
         self._check_mesh()
-        self._check_owners()
         self._check_lone_ops()
         self._check_versions()
         self._check_refusals()
@@ -273,17 +272,6 @@ class Request(RequestFields):
                     f"{name} is pinned to {choice}, and along {meeting.axis} lie replicas, whose values differ "
                     f"between meetings: none of them can hold a part for another. Pin it along another axis."
                 )
-
-    def _check_owners(self) -> None:
-        """Raises RecipeError for storage on the host, which parameters with an owner do not support yet."""
-        if not self.has_owners or self.has_lone_ops:  # which have errors of their own
-            return
-        if self.offload or "offload" in self.named_recipes():
-            raise RecipeError(
-                f"The recipe {format_recipe(self.recipe)!r} stores each parameter on one rank, and cannot be run "
-                "together with storage on the host yet; leave out one of both, or take zero1, which stores a part on "
-                "every rank."
-            )
 
     def _check_lone_ops(self) -> None:
         """Raises RecipeError for fields that pins such as `@0`, and recipes that do the same, do not support yet."""

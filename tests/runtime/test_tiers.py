@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from autopar.planning.planning import policy_of, prepare_step
 from autopar.runtime.tiers import Tiers
 from tests.runtime.models import make, mean_square
 from tests.runtime.ranks import Ranks
-from tests.runtime.training import compiled, difference, distance_from_one_process, single
+from tests.runtime.training import compiled, difference, distance_from_one_process, single, train
 from tests.support.staged import captured_once
 
 pytestmark = pytest.mark.multiprocess
@@ -55,6 +57,54 @@ def test_two_axes_of_which_one_offloads(four_ranks: Ranks) -> None:
 def test_one_device_without_process_groups(recipe: str) -> None:
     made = compiled("gpt", {"dp": 1}, recipe)
     assert difference(made, single("gpt")) < 1e-9
+
+
+# --- owners on the host and in files
+
+
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+@pytest.mark.parametrize("recipe", ["data-parallel", "parameter-server"])
+def test_owners_outside_the_device_train_as_one_process_does(
+    two_ranks: Ranks, tmp_path: Any, recipe: str, tier: str
+) -> None:
+    """The host keeps four copies of what a rank owns, and moves it down and its gradient up; nothing elsewhere."""
+    found = two_ranks.run(_owned_far, recipe, tier, str(tmp_path))
+    expected = single("mlp", steps=4)
+    for results, kept, moved, owned in found:
+        assert difference(results, expected) < 1e-9
+        assert kept == 2 * owned  # the parameters and their gradients
+        assert moved == {"to": 4 * owned, "from": 4 * owned}  # in four steps
+    assert (min(owned for *_, owned in found) == 0) == (recipe == "data-parallel")
+
+
+@captured_once()
+def _owned_far(recipe: str, tier: Any, folder: str) -> tuple[dict[str, Any], int, Any, int]:
+    model, batch, loss_fn = make("mlp")
+    plan = autopar.compile(
+        copy.deepcopy(model), loss_fn=loss_fn, mesh={"dp": 2}, recipe=recipe, micro_batches=1,
+        example_inputs=batch,
+    ).plan  # fmt: skip
+    far = {name: replace(how, tier=tier) for name, how in plan.parameters.items()}
+    plan = autopar.Plan.parse(str(replace(plan, parameters=far)))
+    files = {"nvme": folder} if tier == "nvme" else {}
+    made = autopar.compile(model, loss_fn=loss_fn, plan=plan, **files)
+    results = train(made, made.step, batch, steps=4)
+    made.step(*batch)
+    (ready,) = made._kept.ready[True]
+    tiers: Tiers = ready.bound._runner.world.tiers
+    owned = sum(_torch.local_tensor(p).nbytes for p in made.parameters())
+    gc.collect()
+    moved = {
+        way: sum(n for (_, name), n in tiers.moved_bytes.items() if name == f"{way}_device") * 4 / 5
+        for way in ("to", "from")
+    }
+    return results, tiers.live_bytes["host"] + tiers.live_bytes["nvme"], moved, owned
+
+
+def test_one_axis_has_owners_and_another_stores_on_the_host(four_ranks: Ranks) -> None:
+    recipe = {"dp": "data-parallel", "x": "zero3-offload"}
+    results = four_ranks.run(compiled, "mlp", {"dp": 2, "x": 2}, recipe)
+    assert all(difference(found, single("mlp")) < 1e-9 for found in results)
 
 
 def network() -> nn.Module:

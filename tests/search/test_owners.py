@@ -8,16 +8,19 @@ from dataclasses import replace
 
 import pytest
 
+from autopar.cost_model import find_hardware
 from autopar.errors import RecipeError, SearchError
-from autopar.ir import ANY, Mesh, O, ParameterPlan, Plan, R, V
+from autopar.ir import ANY, Mesh, O, ParameterPlan, Plan, R, V, format_place
 from autopar.ir.note import kind_of
+from autopar.pipeline.composed import step_of, stored_bytes
 from autopar.pipeline.parts import block_starts
 from autopar.pipeline.stage_costs import stage_table
 from autopar.search.outer import search_plan
 from autopar.search.owners import with_owners
+from autopar.search.recipe_rows import STORED_ON_HOST
 from autopar.search.recipes import resolve
 from autopar.search.request import Request
-from autopar.search.search import MeshSearch
+from autopar.search.search import MeshSearch, search
 from tests.search.stacked import Sizes, residual
 from tests.search.toy import TOY
 
@@ -102,18 +105,48 @@ def test_auto_names_no_recipe_with_an_owner() -> None:
     assert all(row.owner is None for row in named)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"mesh": {"dp": 4}, "recipe": "parameter-server", "offload": True},
-        {"mesh": {"dp": 2, "x": 2}, "recipe": {"dp": "data-parallel", "x": "zero3-offload"}},
-    ],
-)
-def test_owners_on_the_host_are_refused_before_anything_is_priced(
-    options: dict[str, object],
+HOSTED = replace(TOY, host=find_hardware("h100").host)
+
+
+def on_host(recipe: str) -> Plan:
+    """The plan of a recipe with owners, which store their parameters on the host."""
+    return search(GRAPH, {"dp": 4}, hardware=HOSTED, recipe=recipe, tiers=(STORED_ON_HOST,))
+
+
+@pytest.mark.parametrize("recipe", ["data-parallel", "parameter-server"])
+def test_an_owner_on_the_host_keeps_four_copies_there_and_moves_its_parameters_twice(
+    recipe: str,
 ) -> None:
-    with pytest.raises(RecipeError, match="one rank, and cannot be run together with storage on"):
-        Request(TOY, **options)  # type: ignore[arg-type]
+    """Parameter, gradient and two moments; a parameter goes to the owner's device and its gradient comes back."""
+    plan = on_host(recipe)
+    assert Plan.parse(str(plan)) == plan
+    assert {(how.tier, how.resident_tier) for how in plan.parameters.values()} == {
+        ("host", "device")
+    }
+    most = max(owned_bytes(plan).values())
+    assert stored_bytes(GRAPH, plan, HOSTED, "host") == 4 * most
+    moves = [i for i in step_of(GRAPH, plan, HOSTED).items if i.resource == "host"]
+    assert sum(float(i.count * i.traffic_bytes) for i in moves) == 2 * most
+
+
+def test_an_owner_on_the_host_keeps_a_copy_and_a_sum_of_gradients_on_the_device_like_others() -> (
+    None
+):
+    step = step_of(GRAPH, on_host("data-parallel"), HOSTED)
+    whole = sum(size(how) for how in GRAPH.parameters)
+    assert [float(step.held(kind, "first")) for kind in ("parameters", "gradients", "optimizer")] == [
+        whole, whole, 0,
+    ]  # fmt: skip
+
+
+def test_one_axis_has_owners_and_another_stores_on_the_host() -> None:
+    request = Request(
+        HOSTED, mesh={"dp": 2, "x": 2}, recipe={"dp": "data-parallel", "x": "zero3-offload"},
+        micro_batches=1,
+    )  # fmt: skip
+    plan = search_plan(GRAPH, request).best.plan
+    found = {format_place(how.storage, how.tier, plan.mesh) for how in plan.parameters.values()}
+    assert {"O(0)@dp S(0)@x host"} <= found
 
 
 @pytest.mark.parametrize("recipe", ["data-parallel", "parameter-server"])
