@@ -122,9 +122,10 @@ def work(rank: int, ranks: int, port: int, path: str, only: Sequence[str]) -> No
     found = {}
     for case in cases(ranks, only):
         for dtype in TOLERANCES:
+            files = {"nvme": Path(path).parent} if "nvme" in case.recipe else {}
             model = autopar.compile(
                 model_of(dtype), loss_fn=loss_fn, mesh=case.mesh, recipe=case.recipe,
-                recompute=case.recompute or None, nvme=Path(path).parent,
+                recompute=case.recompute or None, **files,
             )  # type: ignore[arg-type]  # fmt: skip
             found[*case.key, dtype] = losses(model, model.step)
     if rank == 0:
