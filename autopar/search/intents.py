@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 from autopar.cost_model.compute import is_product
 from autopar.cost_model.hardware import Hardware
 from autopar.errors import MeshError, RecipeError
-from autopar.ir import PIPELINE_AXIS, Graph
+from autopar.ir import PIPELINE_AXIS, Graph, Mesh
 from autopar.ir.recompute import Recompute, is_saved_wish
 from autopar.search import search
 from autopar.search.lone_ops import is_lone_pin
@@ -79,7 +80,7 @@ def allows(request: Request, setting: ClusterSetting, devices_per_node: int) -> 
         and _allows_recipe(request, setting)
         and request.chosen_micro_batches in (None, setting.micro_batches)
         and _allows_schedule(request, setting)
-        and _stays_inside(request, setting, devices_per_node)
+        and stays_inside(request, setting.mesh, devices_per_node)
         and not any(_uses(setting, what) for what in request.without)
         and not any(_size(setting, axis) == 1 for axis in _pinned_axes(request))
     )
@@ -120,8 +121,9 @@ def recipes_of_axes(request: Request) -> Mapping[str, str]:
     return {"dp": name, "tp": ""} if name in DATA else {"dp": "", "tp": name}
 
 
-def _stays_inside(request: Request, setting: ClusterSetting, devices_per_node: int) -> bool:
-    reach = {"tp": setting.tp, "dp": setting.tp * setting.dp}
+def stays_inside(request: Request, mesh: Mesh, devices_per_node: int) -> bool:
+    """Whether the groups of the axes that the user keeps inside a node lie inside one, on the mesh of a stage."""
+    reach = {axis: math.prod(mesh.sizes[at:]) for at, axis in enumerate(mesh.names)}
     return all(devices_per_node % reach.get(axis, 1) == 0 for axis in request.inside_node)
 
 

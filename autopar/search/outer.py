@@ -50,7 +50,7 @@ from autopar.search.trials import (
     refined_trials_of,
     trials_of,
 )
-from autopar.search.unsplit_axis import unsplit_trials_of
+from autopar.search.unsplit_axis import open_trials_of, unsplit_trials_of, with_axis_as_two
 
 Promised = tuple[Mesh, str, int]  # mesh, recipe and micro-batches of a promise
 
@@ -134,6 +134,7 @@ class _Outer:
         self._try(refined_trials_of(self.graph, self.request, explored), tried)
         self._try_in_dims(tried)
         self._try(unsplit_trials_of(self.graph, self.request, explored, tried.best_seconds), tried)
+        self._try_without_recipes(explored, tried)
         if not tried.found:
             lines = [str(error) for error in tried.reasons]
             lines = lines or [f"{self.request.text} rule out every mesh. Drop one of them."]
@@ -238,26 +239,40 @@ class _Outer:
         return [*promising(near, request, blocks), *promising(far, request, blocks)]
 
     def _try_in_dims(self, tried: Tried) -> None:
-        """Searches tensor parallelism in two and three dims (`autopar.search.dims`) where memory is tight.
-
-        A setting's promise is its step without a bound on memory.
-        """
+        """Searches tensor parallelism in two and three dims (`autopar.search.dims`) where memory is tight."""
         known, request = tried.ranked[0] if tried.found else None, self.request
         if not (request.may_have_dims and is_whole(self.graph) and is_tight(known, request)):
             return
         count = (known[1].plan.micro_batches if known else None) or request.micro_batches or 1
-        trials = []
-        for mesh, recipe in settings_in_dims(request.ranks or 1):
-            asked = request.but(mesh=mesh, recipe=recipe, micro_batches=count, stages=None)
-            trials.append(Trial(mesh, count, recipe, self._promise(asked)))
         before = len(tried.found)
         best_seconds = tried.best_seconds
-        self._try(sorted(trials, key=lambda each: each.promise_seconds), tried)
+        settings = settings_in_dims(request.ranks or 1)
+        self._try_by_promises((Trial(mesh, count, recipe) for mesh, recipe in settings), tried)
         other = best_seconds if known else None
         tried.found[before:] = [
             (trial, each.noted(words_of_dims(each.plan, other, each.price.step_seconds)))
             for trial, each in tried.found[before:]
         ]
+
+    def _try_without_recipes(self, explored: Explored | None, tried: Tried) -> None:
+        """Searches meshes without a recipe where ranks that repeat work may gain (`autopar.search.unsplit_axis`).
+
+        If one of them is the best, an axis of it is also taken as two, so that ops may split two factors along it.
+        """
+        trials = open_trials_of(self.graph, self.request, explored, tried.best_seconds)
+        self._try_by_promises(trials, tried)
+        if tried.found and tried.ranked[0][0].mesh in [each.mesh for each in trials]:
+            self._try_by_promises(with_axis_as_two(tried.ranked[0][0]), tried)
+
+    def _try_by_promises(self, trials: Iterable[Trial], tried: Tried) -> None:
+        """Searches settings without stages; the promise of each is its step without a bound on memory."""
+        promised = []
+        for each in trials:
+            asked = self.request.but(
+                mesh=each.mesh, recipe=each.recipe, micro_batches=each.micro_batches, stages=None
+            )
+            promised.append(each._replace(promise_seconds=self._promise(asked)))
+        self._try(sorted(promised, key=lambda each: each.promise_seconds), tried)
 
     def _try(self, trials: Iterable[Trial], tried: Tried) -> None:
         """Searches the plans of settings in order, skipping those that promise no faster step than the best plan."""

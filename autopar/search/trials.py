@@ -125,7 +125,7 @@ def trials_of(
     """Two lists of settings in the order of their search; the second is for the case that the first has no plan."""
     first, if_none_fits = depths_of(graph, request)
     if explored is None:
-        return list(_every_mesh(request, first)), list(_every_mesh(request, if_none_fits))
+        return list(every_mesh(request, first)), list(every_mesh(request, if_none_fits))
     # The estimate of a step without stages is nearly exact: its plan comes first, and bounds the others.
     plain = [each for each in explored.settings if each.setting.inner == 1]
     trials = list(promising(plain, request, blocks_of(graph)))
@@ -286,7 +286,7 @@ def moved_seconds(each: PricedCandidate, request: Request) -> float:
     return excess_bytes / max(host.bandwidth_bytes_per_second, host.update_bytes_per_second)
 
 
-def _every_mesh(request: Request, depths: Sequence[int]) -> Iterator[Trial]:
+def every_mesh(request: Request, depths: Sequence[int]) -> Iterator[Trial]:
     """Every mesh with these numbers of pipeline ranks and no axis that the user refuses."""
     assert request.ranks is not None, "a searched mesh needs a number of ranks"
     named = recipe_axes(request.inside) or ("tp",) * ("dp" in request.without)

@@ -1,8 +1,11 @@
-"""Settings with an axis that splits nothing: all its ranks do the same work.
+"""Settings whose ranks repeat work, where messages take longer than the work that they share out.
 
-Where messages take longer than the work that they share out, as for a tiny model on Gloo, the fastest step is that of
-fewer ranks, which the others repeat. Such a plan is legal, and users can name its mesh. Its estimate is that of a
-cluster with so many ranks fewer.
+For a tiny model on Gloo the fastest step is that of fewer ranks, which the others repeat, or one that splits the
+largest ops and repeats all others. Such plans are legal, and users can name their meshes:
+
+    an axis that splits nothing     has the estimate of a cluster with so many ranks fewer         `unsplit_trials_of`
+    single ops that are split       no recipe asks for them, so that no estimate is a bound of
+                                    their plans: every mesh is searched without a recipe           `open_trials_of`
 """
 
 from __future__ import annotations
@@ -11,8 +14,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from autopar.ir import Graph
-from autopar.search.intents import allows, recipes_of_axes
+from autopar.search.intents import allows, recipes_of_axes, stays_inside
 from autopar.search.pipeline_settings import divisors
+from autopar.search.recipes import is_open
+from autopar.search.refined import refine
 from autopar.search.request import Request
 from autopar.search.settings import ClusterSetting, PricedCandidate
 from autopar.search.trials import (
@@ -22,6 +27,8 @@ from autopar.search.trials import (
     blocks_of,
     cluster_of,
     depth_of,
+    depths_of,
+    every_mesh,
     promising,
 )
 
@@ -37,7 +44,7 @@ def unsplit_trials_of(
     if explored is None or request.ranks is None:
         return
     one = _estimates(explored, request, 1)
-    alone_seconds = min((each.seconds for each in one), default=0.0)
+    alone_seconds = _least_seconds(one)
     found = [
         each
         for ranks in divisors(request.ranks)[:-1]
@@ -52,6 +59,43 @@ def unsplit_trials_of(
         setting = _on_all_ranks(trial.priced.setting, request)
         assert setting is not None, "others are left out"
         yield trial._replace(mesh=setting.world_mesh, recipe=_recipe(trial.priced.setting))
+
+
+def open_trials_of(
+    graph: Graph, request: Request, explored: Explored | None, best_seconds: float
+) -> list[Trial]:
+    """Every mesh without stages and without a recipe, where messages take longer than the work.
+
+    That is where half of the ranks could take less than `best_seconds`, if they shared the seconds of one rank evenly
+    and sent nothing. Elsewhere ranks that repeat work hardly gain, and the list is empty.
+    """
+    if explored is None or request.ranks is None or not is_open(request.inside):
+        return []
+    one = _estimates(explored, request, 1)
+    if not one or 2 * _least_seconds(one) >= request.ranks * best_seconds:
+        return []
+    depths, node = depths_of(graph, request)[0], request.hardware.devices_per_node
+    return [
+        each._replace(micro_batches=one[0].setting.micro_batches)
+        for each in every_mesh(request, [1] if 1 in depths else [])
+        if stays_inside(request, each.mesh, node)
+    ]
+
+
+def with_axis_as_two(trial: Trial) -> list[Trial]:
+    """The setting on a mesh that has two axes in place of one, for each of two axes that can be taken apart."""
+    if sum(size > 1 for size in trial.mesh.sizes) != 2:
+        return []
+    return [
+        trial._replace(mesh=refine(trial.mesh, axis, least))
+        for axis, size in trial.mesh.axes
+        for least in divisors(size)[1:-1][:1]
+    ]
+
+
+def _least_seconds(estimates: list[PricedCandidate]) -> float:
+    """Seconds of the fastest estimate; 0 without one, which every bound allows."""
+    return min((each.seconds for each in estimates), default=0.0)
 
 
 def _estimates(explored: Explored, request: Request, ranks: int) -> list[PricedCandidate]:
