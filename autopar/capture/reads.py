@@ -75,6 +75,8 @@ class Reads:
         self._owners: list[tuple[Any, frozenset[str], Place]] = []
         # Of classes `vars` makes a new view each time.
         self._spaces: dict[types.ModuleType | type, Any] = {}
+        # What a code has named entries of; kept, so that no other has its id.
+        self._named: dict[tuple[int, types.CodeType], Any] = {}
         self._optional: set[tuple[int, Any]] = set()  # places guarded if their name is in the code
         self._codes: dict[types.CodeType, dict[str, Any]] = {}  # with the values of free variables
         self._globals: dict[types.CodeType, dict[str, Any]] = {}  # of code of the user's
@@ -88,6 +90,7 @@ class Reads:
         if name in attributes:
             self._counted.setdefault(key, set()).add(is_count(frame, name))
         if key in self._read:
+            self._name(self._read[key][2], self._read[key][0], frame.f_code)
             return
         place = Place(attributes, name, f"{self._paths[id(module)]}.{name}", place_of(frame))
         if name in attributes:
@@ -131,10 +134,10 @@ class Reads:
             self.hold(value, Place({}, name, f"{name} of {code.co_qualname}", where), code)
 
     def _note(self, place: Place, code: types.CodeType | None, *, optional: bool = False) -> None:
-        key = id(place.holder), place.key
+        key, value = (id(place.holder), place.key), place.get()
         if key in self._read:
+            self._name(value, place, code)
             return
-        value = place.get()
         self._objects[id(place.holder)] = place.holder
         self._read[key] = place, seen(value), value
         if optional:
@@ -143,8 +146,8 @@ class Reads:
 
     def hold(self, value: Any, place: Place, code: types.CodeType | None = None) -> None:
         """Notes what a value holds."""
+        self._name(value, place, code)
         if isinstance(value, (types.ModuleType, type)) and code is not None:
-            self._namespace(value, place, code)
             return
         if isinstance(value, enum.Enum) and is_users_type(type(value)):
             self._attributes(value, place, code)
@@ -188,8 +191,27 @@ class Reads:
         for name in slots(type(value)):
             words = f"{place.words}.{name}"
             self._note(Place(value, name, words, place.line), code, optional=True)
-        if not isinstance(value, types.FunctionType) and code is not None:
+
+    def _name(self, value: Any, place: Place, code: types.CodeType | None) -> None:
+        """Notes what a code names of a module or class; of an object, of its class and of the objects it holds.
+
+        Each code names entries of its own, also where another code has read the value before.
+        """
+        is_space = isinstance(value, (types.ModuleType, type))
+        if code is None or is_plain(value) or (id(value), code) in self._named:
+            return
+        if isinstance(value, (Tensor, np.ndarray, nn.Module, types.FunctionType)):
+            return
+        self._named[id(value), code] = value
+        if is_space:
+            self._namespace(value, place, code)
+        elif isinstance(value, (*MUTABLE, tuple)):
+            for element in elements(value):
+                self._name(element, place, code)
+        elif is_users_type(type(value)):
             self._namespace(type(value), place, code)
+            for held in list(getattr(value, "__dict__", {}).values()):
+                self._name(held, place, code)
 
     def _namespace(
         self, value: types.ModuleType | type, place: Place, code: types.CodeType
@@ -276,6 +298,10 @@ class Reads:
             if line is not None:
                 return f"{code.co_filename}:{line}"
         return "a line of the forward"
+
+    def ran(self) -> tuple[tuple[types.CodeType, Mapping[str, Any]], ...]:
+        """The code of the user's and of installed libraries that ran, each with its globals."""
+        return tuple((c, self._globals.get(c, {})) for c in self._codes if is_users(c.co_filename))
 
     def guards(self, kept: Container[tuple[int, Any]]) -> Guards:
         """Guards of all values that were read.

@@ -1,0 +1,70 @@
+"""What several functions of a model read of one module, class or object is guarded for each of them."""
+
+import sys
+import types
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.capture.export import capture_forward
+
+
+class Inner:
+    third = 3.0
+
+
+class Scale:
+    first, second = 1.0, 2.0
+
+    def __init__(self):
+        self.inner = Inner()
+
+
+SETTINGS = types.ModuleType("settings_of_a_script")
+SETTINGS.first, SETTINGS.second = 1.0, 2.0
+
+
+class Body(nn.Module):
+    def __init__(self, scale):
+        super().__init__()
+        self.scales = [scale]
+
+    def forward(self, x):
+        scale = self.scales[0]
+        return x * SETTINGS.second * Scale.second * scale.second * scale.inner.third
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = Scale()
+        self.scales = [self.scale]
+        self.linear, self.body = nn.Linear(2, 2), Body(self.scale)
+
+    def forward(self, x):
+        x = self.linear(x) * SETTINGS.first * Scale.first * self.scale.first * len(self.scales)
+        return self.body(x)
+
+
+OWNERS = {"module": SETTINGS, "class": Scale, "inner class": Inner}
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+def test_an_entry_that_a_second_function_names_is_guarded(owner, monkeypatch):
+    monkeypatch.setitem(sys.modules, SETTINGS.__name__, SETTINGS)
+    holder, name = OWNERS[owner], "third" if owner == "inner class" else "second"
+    model, x = Model(), torch.ones(2, 2)
+    guards = capture_forward(model, (x,), {}).guards
+    assert guards.hold()
+    monkeypatch.setattr(holder, name, 5.0)
+    assert f".{name} " in str(guards.broken())
+
+
+def test_a_step_follows_such_an_entry(monkeypatch):
+    model, x = Model(), torch.ones(2, 2)
+    made = autopar.compile(model, loss_fn=nn.functional.mse_loss)
+    first = float(made.step(x, 0 * x))
+    monkeypatch.setattr(SETTINGS, "second", 6.0)  # three times as much, and squared
+    assert float(made.step(x, 0 * x)) == pytest.approx(9 * first)
