@@ -89,6 +89,13 @@ from autopar._torch.exporting import (
     without_value_checks,
     without_values,
 )
+from autopar._torch.fakes import (
+    example_tensor,
+    is_torchs_operator,
+    modes_above,
+    operator_named,
+    switches,
+)
 from autopar._torch.files import make_states_by, map_file
 from autopar._torch.float8 import multiplies_tiles, product_of_tiles
 from autopar._torch.groups import (
@@ -123,6 +130,7 @@ from autopar._torch.pipelining import (
     runs_one_stage,
 )
 from autopar._torch.shortcuts import code_when_called, quick_decompositions
+from autopar._torch.symbol_text import ReadSizes, write_size, write_sizes
 from autopar._torch.symbols import SYMBOLIC, OtherSizes, SizeValues, depends_on_values
 from autopar._torch.tensors import (
     has_storage,
@@ -135,29 +143,29 @@ from autopar._torch.tensors import (
 __all__ = [
     "CPU", "SYMBOLIC", "VALUES_READ", "Apply", "BatchNormBase", "DependsOnValues", "DictVersions", "DropoutBase",
     "FakeTensor", "FakeTensorMode", "Float64Arithmetic", "GradientFlags", "OpOverload", "OtherSizes", "Owned",
-    "RandomLastBits",
+    "RandomLastBits", "ReadSizes",
     "SizeDependsOnValues", "SizeValues", "TorchDispatchMode", "accelerator_kind", "accumulate_gradient",
     "all_gather", "all_reduce", "all_to_all", "applying_functions_by", "as_if_compiling", "autocast_dtype",
     "autocast_kinds", "autopar_op", "backend_of", "backward_hooks_of", "below_autograd", "broke_in_communication",
     "call_with", "catalogue_name", "code_when_called", "compile_graph", "computes_complex", "copied", "copy_to_host",
     "current_device", "cut_like", "default_store", "depends_on_values", "device_copy", "differentiable_local",
-    "dtensor", "dynamo_source", "exchange_rows", "fake_mode", "flight_record",
+    "dtensor", "dynamo_source", "example_tensor", "exchange_rows", "fake_mode", "flight_record",
     "forked_random_state", "forward_of_running_node",
     "fused_attention", "fused_attention_backward", "gradient_flags", "group_seconds", "guard_hooks", "handed_on",
     "has_backward_hooks", "has_fused_attention", "has_storage", "has_used_accelerator", "host_copy",
-    "in_functorch_transform", "is_accelerator", "is_functional", "lines_along", "local_gradient",
+    "in_functorch_transform", "is_accelerator", "is_functional", "is_torchs_operator", "lines_along", "local_gradient",
     "local_tensor",
-    "make_states_by", "map_file", "missing_cpp_compiler", "multiplies_tiles", "noting_forward",
-    "on_second_derivative", "outside_of_traces", "own_generators", "own_gradient", "owned_as", "peak_allocated_bytes",
-    "pipeline_actions", "plain_checkpoints",
+    "make_states_by", "map_file", "missing_cpp_compiler", "modes_above", "multiplies_tiles", "noting_forward",
+    "on_second_derivative", "operator_named", "outside_of_traces", "own_generators", "own_gradient", "owned_as",
+    "peak_allocated_bytes", "pipeline_actions", "plain_checkpoints",
     "pipeline_computations", "pipeline_stage", "product_of_tiles", "quick_decompositions", "quiet_export",
     "quiet_fake_failures", "quiet_torchao", "random_states", "ranks_of", "reduce_scatter",
     "replicates_implicitly", "required_arguments", "resolve_group", "run_node", "runs_one_stage",
     "saved_tensor_hooks", "schema", "set_group_timeout", "set_local_tensor", "start_all_gather", "start_all_reduce",
     "start_exchange_rows", "start_reduce_scatter", "storage_key", "storage_reference", "store_host",
     "store_seconds",
-    "synchronize", "trace_recurrent_layers", "traced_code",
+    "switches", "synchronize", "trace_recurrent_layers", "traced_code",
     "traced_modules", "traced_ops", "uncompiled", "update_by_shards", "user_line",
     "validates_distribution", "waiting_longer", "widened_dtype", "without_memory", "without_value_checks",
-    "without_values",
+    "without_values", "write_size", "write_sizes",
 ]  # fmt: skip

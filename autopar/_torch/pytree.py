@@ -14,11 +14,13 @@ from torch.utils._pytree import (
     tree_map,
     tree_map_only,
     tree_unflatten,
+    treespec_dumps,
+    treespec_loads,
 )
 
 __all__ = [
     "TreeSpec", "are_inside", "keystr", "register_container", "tree_flatten", "tree_flatten_with_path", "tree_leaves",
-    "tree_map", "tree_map_only", "tree_unflatten",
+    "tree_map", "tree_map_only", "tree_unflatten", "treespec_dumps", "treespec_loads",
 ]  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 
 from autopar._torch import pytree
+from autopar._torch.fakes import example_tensor
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -75,9 +76,7 @@ class SizeValues:
             return x
         assert isinstance(x, FakeTensor), "the trace makes no other tensors with open sizes"
         shape, strides = (list(map(self.number, each)) for each in (x.shape, x.stride()))
-        # Made by hand: an op under the fake mode takes ten times as long, and a graph has hundreds of tensors.
-        made = torch.empty_strided(shape, strides, dtype=x.dtype, device="meta")
-        return FakeTensor(x.fake_mode, made, x.device)
+        return example_tensor(x.fake_mode, shape, strides, x.dtype, x.device)
 
     def examples(self, tree: Any) -> Any:
         """A tree of the same structure, in which `example` replaces every leaf."""

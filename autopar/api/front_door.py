@@ -143,9 +143,10 @@ def compile(
             as `save_pretrained` of transformers writes; each rank reads its own shards alone.
         nvme: folder on a disk of this machine, for a plan or recipe that keeps parameters in the tier nvme; files there
             have no names, and their space is free again when the process ends (docs/tiers.md).
-        cache: folder where the first rank keeps the plans that it searches, as JSON, for the next start of the script;
-            by default what the environment variable AUTOPAR_CACHE names, and nothing is kept without it
-            (docs/search.md). A plan is taken again only for the same model, sizes, request and versions.
+        cache: folder where the plans that the first rank searches and the captures of the model are kept, as JSON, for
+            the next start of the script; by default what the environment variable AUTOPAR_CACHE names, and nothing is
+            kept without it (docs/search.md). They are taken again only for the same model, Python code and values,
+            sizes, request and versions.
         seed: seed for the initial values of a meta-device model.
         outputs: what `model(...)` returns: "local" tensors in the layout of the plan, or "dtensor".
         batch: what every rank gives to `step` and `model(...)`: "global", the same whole batch, or "local",

@@ -51,6 +51,7 @@ from autopar.planning.planning import (
     unsplit_plan,
     why_not_again,
 )
+from autopar.planning.stored_captures import CaptureQuestion, StoredCaptures
 from autopar.planning.stored_plans import StoredPlans
 from autopar.program.program import build_program
 from autopar.program.recomputation import known_recomputation
@@ -161,10 +162,19 @@ class Planner:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
         asked: ProgramRequest, open_dims: OpenDims,
     ) -> Captured:  # fmt: skip
-        precision = self._request.precision
-        if not asked.is_step:
-            return capture_forward(model, args, kwargs, precision, asked.numbers, open_dims)
-        return capture_step(model, args, kwargs, self._loss_fn, precision, asked.numbers, open_dims)
+        precision, loss_fn = self._request.precision, self._loss_fn if asked.is_step else None
+
+        def capture() -> Captured:
+            if not asked.is_step:
+                return capture_forward(model, args, kwargs, precision, asked.numbers, open_dims)
+            return capture_step(model, args, kwargs, loss_fn, precision, asked.numbers, open_dims)
+
+        if asked.numbers:  # the capture depends on numbers before they changed, too
+            return capture()
+        question = CaptureQuestion(
+            model, args, kwargs, loss_fn, asked.is_step, precision, open_dims
+        )
+        return StoredCaptures(self._stored.folder).captured(question, capture)
 
     def _chosen(
         self, prepared: Prepared, micro_batches: int | None, fixed: Fixed | None, is_step: bool

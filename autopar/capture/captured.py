@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 import torch
@@ -47,6 +48,8 @@ class Captured:
         numbers: numbers of Python that are inputs of the graph, through constants of it.
         writes: changes of attributes of modules by the forward, which the runtime repeats after every step.
         forms: a line for every class of modules that was captured in another form (`autopar.capture.forms`).
+        ran: the code of the user's and of installed libraries that the capture has run, each with its globals.
+        sets_up: whether a library has noted something in the model that stays (`autopar.capture.writes`).
     """
 
     module: fx.GraphModule
@@ -72,6 +75,8 @@ class Captured:
     guards: Guards = field(default_factory=Guards)
     writes: tuple[Write, ...] = ()
     numbers: tuple[NumberInput, ...] = ()
+    ran: tuple[tuple[CodeType, Mapping[str, Any]], ...] = ()
+    sets_up: bool = False
 
     def gradient_dtype(self, name: str, used: torch.dtype) -> torch.dtype:
         """The dtype in which the gradient of a parameter is accumulated, if ops use the parameter as `used`."""

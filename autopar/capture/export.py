@@ -235,7 +235,9 @@ def _capture(
             exported = _export(wrapper, args, kwargs, open_dims)
         described = _describe(exported, wrapper, args, kwargs, is_step)
     described.module.recompile()
-    return replace(described, forms=forms, guards=watch.guards, writes=watch.writes)
+    return replace(
+        described, forms=forms, guards=watch.guards, writes=watch.writes, ran=watch.ran, sets_up=watch.sets_up
+    )  # fmt: skip
 
 
 def _export(

@@ -12,7 +12,7 @@ so that a value that did not change costs some nanoseconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import CellType, MappingProxyType
@@ -205,6 +205,9 @@ class Guards:
 
     def __len__(self) -> int:
         return len(self._guards)
+
+    def __iter__(self) -> Iterator[Guard]:
+        return iter(self._guards)
 
     @cached_property
     def _in_dicts(self) -> Unwritten[Guard]:

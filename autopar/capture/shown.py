@@ -20,7 +20,7 @@ from autopar._torch import FakeTensor, pytree
 from autopar.capture.user_code import is_installed, is_users, is_users_type
 from autopar.capture.values import MISSING
 
-_Cached = type(functools.cache(len))
+Cached = type(functools.cache(len))
 _TABLES = (types.MappingProxyType, collections.ChainMap, collections.UserDict)
 
 
@@ -48,7 +48,7 @@ def is_weak(value: Any) -> bool:
 
 def cached_by(value: Any) -> types.FunctionType | None:
     """The user's function whose results `functools.lru_cache` keeps in this object; None for another object."""
-    function = getattr(value, "__wrapped__", None) if isinstance(value, _Cached) else None
+    function = getattr(value, "__wrapped__", None) if isinstance(value, Cached) else None
     if not isinstance(function, types.FunctionType):
         return None
     file = function.__code__.co_filename
@@ -74,7 +74,7 @@ def all_cached() -> list[Any]:
     Each refers to its class, and the garbage collector finds what does in half the time of a list of all objects. It
     does not see what `gc.freeze` has put aside. That stays as it is, and modules are asked instead.
     """
-    found = [x for x in gc.get_referrers(_Cached) if type(x) is _Cached]
+    found = [x for x in gc.get_referrers(Cached) if type(x) is Cached]
     if gc.get_freeze_count():
         found += _cached_in_modules()
     return list({id(x): x for x in found}.values())
@@ -87,7 +87,7 @@ def _cached_in_modules() -> Iterator[Any]:
             # by type(): isinstance would wake what a module puts in place of an import
             for x in (value, *(vars(value).values() if issubclass(type(value), type) else ())):
                 function = x.__func__ if type(x) in (staticmethod, classmethod) else x
-                if type(function) is _Cached:
+                if type(function) is Cached:
                     yield function
 
 

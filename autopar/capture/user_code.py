@@ -105,6 +105,11 @@ def globals_of(code: types.CodeType) -> Iterator[tuple[str, int]]:
             yield op.argval, line
 
 
+def imports_of(code: types.CodeType) -> list[str]:
+    """The modules that a code imports while it runs."""
+    return [op.argval for op in dis.get_instructions(code) if op.opname == "IMPORT_NAME"]
+
+
 def is_state_of_numpy(state: Any, other: Any) -> bool:
     """Whether two states of numpy's generator are the same."""
     mine, others = state["state"], other["state"]

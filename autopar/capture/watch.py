@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -89,6 +89,16 @@ class Watch:
     def guards(self) -> Guards:
         """Guards of all that was read. Raises CaptureError for an iterator, which nobody can look at."""
         return self._reads.guards(self._writes.kept)
+
+    @property
+    def ran(self) -> tuple[tuple[types.CodeType, Mapping[str, Any]], ...]:
+        """The code of the user's and of installed libraries that ran, each with its globals."""
+        return self._reads.ran()
+
+    @property
+    def sets_up(self) -> bool:
+        """Whether a library has set values that stay."""
+        return bool(self._writes.kept)
 
     @contextlib.contextmanager
     def keeping(self) -> Iterator[None]:

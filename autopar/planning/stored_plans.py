@@ -62,7 +62,7 @@ class StoredPlans:
             return searched()
         question = (*_model(prepared), request, options)
         try:
-            key = hashlib.sha256(_text(question).encode()).hexdigest()
+            key = hashlib.sha256(text_of(question).encode()).hexdigest()
         except TypeError as error:
             log.info("The plan is not stored. %s", error)
             return searched()
@@ -111,11 +111,12 @@ def _model(prepared: Prepared) -> tuple[object, ...]:
     tables = (captured.tied, captured.frozen, captured.mutated, captured.forms, captured.inputs)
     formats = {name: str(dtype) for name, dtype in captured.stored.items()}
     graph = prepared.analysis.graph
-    return (_code(), captured.fingerprint, *said, *tables, formats, str(captured.out_spec), graph)
+    found = (captured.fingerprint, *said, *tables, formats, str(captured.out_spec), graph)
+    return (code_version(), *found)
 
 
 @functools.cache
-def _code() -> tuple[str, ...]:
+def code_version() -> tuple[str, ...]:
     """Versions of what searches; of autopar, whose code may change without its version, a hash of the files."""
     digest = hashlib.sha256()
     package = Path(__file__).parents[1]
@@ -126,7 +127,7 @@ def _code() -> tuple[str, ...]:
     return (digest.hexdigest(), f"torch {torch.__version__}", *versions)
 
 
-def _text(value: object) -> str:
+def text_of(value: object) -> str:
     """A value as text that is the same in every process. Raises TypeError for what has no such text."""
     lines: list[str] = []
     _add_lines(value, lines.append)
@@ -146,7 +147,7 @@ def _add_lines(value: object, add: Callable[[str], None]) -> None:
     elif isinstance(value, Mapping):
         _add_many("mapping", [part for item in value.items() for part in item], add)
     elif isinstance(value, (set, frozenset)):
-        _add_many("set", sorted(map(_text, value)), add)
+        _add_many("set", sorted(map(text_of, value)), add)
     elif isinstance(value, Sequence):
         _add_many("sequence", value, add)
     else:

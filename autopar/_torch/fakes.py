@@ -1,0 +1,64 @@
+"""Example tensors without values, made from their descriptions; operators by their names; modes of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+_TORCHS = ("aten", "prims")
+
+
+def example_tensor(
+    mode: FakeTensorMode, shape: Sequence[Any], strides: Sequence[Any], dtype: torch.dtype,
+    device: torch.device, *, requires_grad: bool = False, is_parameter: bool = False,
+) -> Tensor:  # fmt: skip
+    """A tensor without values. It is made by hand, as an op under the fake mode takes ten times as long."""
+    made = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    fake: Tensor = FakeTensor(mode, made, device)
+    if is_parameter:
+        return nn.Parameter(fake, requires_grad)
+    return fake.requires_grad_() if requires_grad else fake
+
+
+def is_torchs_operator(operator: OpOverload) -> bool:
+    """Whether torch itself has registered an operator."""
+    return operator.namespace in _TORCHS
+
+
+def operator_named(name: str) -> OpOverload | None:
+    """The overload of torch's own with a name such as `aten.add.Tensor`; None where there is none."""
+    namespace, _, rest = name.partition(".")
+    packet, _, overload = rest.partition(".")
+    if namespace not in _TORCHS:
+        return None
+    found: Any = getattr(getattr(torch.ops, namespace), packet, None)
+    return getattr(found, overload, None)
+
+
+def modes_above() -> int:
+    """The number of modes that change what ops do, and of hooks that all modules have."""
+    from torch.nn.modules import module
+
+    hooks = sum(map(len, (
+        module._global_forward_hooks, module._global_forward_pre_hooks, module._global_backward_hooks,
+        module._global_backward_pre_hooks, module._global_buffer_registration_hooks,
+        module._global_module_registration_hooks, module._global_parameter_registration_hooks,
+    )))  # fmt: skip
+    return hooks + torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
+
+
+def switches() -> tuple[object, ...]:
+    """What the process has set of torch that a trace may depend on, apart from modes of autocast."""
+    backends = torch.backends
+    return (
+        torch.get_default_dtype(), torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
+        torch.are_deterministic_algorithms_enabled(), backends.mha.get_fastpath_enabled(),
+        backends.mkldnn.enabled, backends.cudnn.enabled, backends.cudnn.benchmark, backends.cudnn.deterministic,
+        backends.cudnn.allow_tf32, backends.cuda.flash_sdp_enabled(), backends.cuda.math_sdp_enabled(),
+        backends.cuda.mem_efficient_sdp_enabled(), backends.cuda.cudnn_sdp_enabled(), torch.is_autocast_cache_enabled(),
+    )  # fmt: skip
