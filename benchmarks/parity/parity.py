@@ -85,9 +85,9 @@ COLUMNS = (
 
 
 def measure(
-    name: str, meshes: list[Mesh], seeds: int, dtype: torch.dtype | None, dropout: float
+    name: str, meshes: list[Mesh], seeds: range, dtype: torch.dtype | None, dropout: float
 ) -> Row:
-    """Draws and compares `seeds` plans on every mesh, of a model in the widest or in a given element type."""
+    """Draws and compares a plan of every seed on every mesh, of a model in the widest or in a given element type."""
     start_seconds = time.perf_counter()
     model, args = build(name, dtype=dtype, dropout=dropout)
     subject = Subject.of(model, args)
@@ -95,7 +95,7 @@ def measure(
     plans = [
         random_plan(graph, mesh, seed=seed, fingerprint=fingerprint)
         for mesh in meshes
-        for seed in range(seeds)
+        for seed in seeds
     ]
     reports = tuple(subject.compare(plan) for plan in plans)
     seconds = time.perf_counter() - start_seconds
@@ -107,18 +107,19 @@ def has_lone_ops(plan: Plan) -> bool:
     return any(map(runs_alone, plan.ops.values()))
 
 
-def markdown(rows: list[Row], seeds: int, meshes: str, dtypes: str, dropout: float) -> str:
+def markdown(rows: list[Row], seeds: range, meshes: str, dtypes: str, dropout: float) -> str:
     """The table as a page."""
     lines = [
         "# Parity of random plans" + (" with dropout" if dropout else ""),
         "",
-        f"Plans drawn at random, {seeds} on each of the meshes {meshes}, all ranks simulated, against the eager model",
-        "on one device in float64. Errors are relative and in float64 arithmetic, the worst of all plans and ranks. In",
-        "the model's own arithmetic an error is given as a share of its bound, see [verify](verify.md). In",
+        f"Plans drawn at random, {len(seeds)} on each of the meshes {meshes}, all ranks simulated, against the eager",
+        "model on one device in float64. Errors are relative and in float64 arithmetic, the worst of all plans and",
+        "ranks. In the model's own arithmetic an error is given as a share of its bound, see [verify](verify.md). In",
         f"{sum(row.lone for row in rows)} of {sum(len(row.reports) for row in rows)} plans single ranks run some ops "
         "alone ([owners](owners.md#ops-on-one-rank)). Made by",
-        f"`OMP_NUM_THREADS=1 python benchmarks/parity/parity.py --seeds {seeds} --meshes '{meshes}' "
-        f"--dtypes '{dtypes}'" + (f" --dropout {dropout}`." if dropout else "`."),
+        f"`OMP_NUM_THREADS=1 python benchmarks/parity/parity.py --seeds {len(seeds)} --first {seeds.start} "
+        f"--meshes '{meshes}' --dtypes '{dtypes}'"
+        + (f" --dropout {dropout}`." if dropout else "`."),
         "",
         *markdown_table(COLUMNS, [row.cells for row in rows]),
     ]
@@ -128,26 +129,27 @@ def markdown(rows: list[Row], seeds: int, meshes: str, dtypes: str, dropout: flo
 @click.command(context_settings={"show_default": True})
 @click.option("--names", default=",".join(NAMES), help="Architectures, separated by commas.")
 @click.option("--seeds", default=5, help="Plans on each mesh.")
+@click.option("--first", default=0, help="The first seed on each mesh.")
 @click.option("--meshes", default="; ".join(MESHES), help="Meshes, separated by semicolons.")
 @click.option("--dtypes", default="", help="Element types; by default the widest of each model.")
 @click.option("--dropout", default=0.0, help="Probability of dropping, where a model drops.")
 @click.option("--markdown", "path", type=click.Path(path_type=Path), help="Write the table there.")
 def main(
-    names: str, seeds: int, meshes: str, dtypes: str, dropout: float, path: Path | None
+    names: str, seeds: int, first: int, meshes: str, dtypes: str, dropout: float, path: Path | None
 ) -> None:
     """Print a row per architecture; exit 1 if any plan fails."""
     console = Console()
     drawn = [Mesh.parse(text.strip()) for text in meshes.split(";")]
     types = [getattr(torch, name) for name in dtypes.split(",")] if dtypes else [None]
-    rows = []
+    rows, drawn_seeds = [], range(first, first + seeds)
     for name in track(names.split(","), description="architectures", console=console):
         for dtype in types:
-            rows.append(measure(name, drawn, seeds, dtype, dropout))
+            rows.append(measure(name, drawn, drawn_seeds, dtype, dropout))
             console.print("  ".join(rows[-1].cells))
     lone, count = sum(row.lone for row in rows), sum(len(row.reports) for row in rows)
     console.print(f"in {lone} of {count} plans single ranks run some ops alone")
     if path is not None:
-        path.write_text(markdown(rows, seeds, meshes, dtypes, dropout))
+        path.write_text(markdown(rows, drawn_seeds, meshes, dtypes, dropout))
     sys.exit(0 if all(r.passed for row in rows for r in row.reports) else 1)
 
 

@@ -47,7 +47,9 @@ def draw(subject: Subject, mesh: Mesh, seed: int) -> Plan:
     return random_plan(graph, mesh, seed=seed, fingerprint=fingerprint)
 
 
-def markdown(rows: list[Row], passed: Counter[str], drawn: Counter[str], plans: int) -> str:
+def markdown(
+    rows: list[Row], passed: Counter[str], drawn: Counter[str], plans: int, first: int
+) -> str:
     """The tables as a page."""
     lines = [
         "# Parity of random plans with pipeline stages",
@@ -55,7 +57,7 @@ def markdown(rows: list[Row], passed: Counter[str], drawn: Counter[str], plans: 
         f"{plans} plans drawn at random on each of the meshes {'; '.join(MESHES)}: schedule, cuts at any op,",
         "layouts, storage. All ranks simulated in one process, in the order of torch's schedule, against the eager",
         "model on one device; relative errors, the worst of all plans and ranks. Made by",
-        f"`OMP_NUM_THREADS=1 python benchmarks/parity/pipeline_parity.py --plans {plans} "
+        f"`OMP_NUM_THREADS=1 python benchmarks/parity/pipeline_parity.py --plans {plans} --first {first} "
         "--markdown docs/pipeline_parity.md`.",
         "",
         *markdown_table(COLUMNS, [row.cells for row in rows]),
@@ -71,10 +73,11 @@ def markdown(rows: list[Row], passed: Counter[str], drawn: Counter[str], plans: 
 @click.command(context_settings={"show_default": True})
 @click.option("--names", default=",".join(NAMES), help="Architectures, separated by commas.")
 @click.option("--plans", default=2, help="Plans on each mesh.")
+@click.option("--first", default=0, help="The seed of the first plan; each next plan has the next.")
 @click.option("--markdown", "path", type=click.Path(path_type=Path), help="Write the tables there.")
-def main(names: str, plans: int, path: Path | None) -> None:
+def main(names: str, plans: int, first: int, path: Path | None) -> None:
     """Print a row per architecture; exit 1 if any plan fails."""
-    console, seeds = Console(), itertools.count()
+    console, seeds = Console(), itertools.count(first)
     rows, passed, drawn = list[Row](), Counter[str](), Counter[str]()
     for name in track(names.split(","), description="architectures", console=console):
         row, schedules = measure(name, plans, seeds)
@@ -83,7 +86,7 @@ def main(names: str, plans: int, path: Path | None) -> None:
         passed.update(s for s, r in zip(schedules, row.reports, strict=True) if r.passed)
         console.print("  ".join(row.cells))
     if path is not None:
-        path.write_text(markdown(rows, passed, drawn, plans))
+        path.write_text(markdown(rows, passed, drawn, plans, first))
     sys.exit(0 if passed == drawn else 1)
 
 
