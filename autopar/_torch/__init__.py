@@ -32,6 +32,8 @@ from autopar._torch.autograd import (
 )
 from autopar._torch.checkpointing import plain_checkpoints
 from autopar._torch.compiling import (
+    CachedCall,
+    cached_calls,
     compile_graph,
     computes_complex,
     dynamo_source,
@@ -45,6 +47,7 @@ from autopar._torch.compiling import (
     traced_code,
     traced_modules,
     uncompiled,
+    watch_cached_calls,
 )
 from autopar._torch.devices import (
     CPU,
@@ -141,12 +144,14 @@ from autopar._torch.tensors import (
 )
 
 __all__ = [
-    "CPU", "SYMBOLIC", "VALUES_READ", "Apply", "BatchNormBase", "DependsOnValues", "DictVersions", "DropoutBase",
+    "CPU", "SYMBOLIC", "VALUES_READ", "Apply", "BatchNormBase", "CachedCall", "DependsOnValues", "DictVersions",
+    "DropoutBase",
     "FakeTensor", "FakeTensorMode", "Float64Arithmetic", "GradientFlags", "OpOverload", "OtherSizes", "Owned",
     "RandomLastBits", "ReadSizes",
     "SizeDependsOnValues", "SizeValues", "TorchDispatchMode", "accelerator_kind", "accumulate_gradient",
     "all_gather", "all_reduce", "all_to_all", "applying_functions_by", "as_if_compiling", "autocast_dtype",
     "autocast_kinds", "autopar_op", "backend_of", "backward_hooks_of", "below_autograd", "broke_in_communication",
+    "cached_calls",
     "call_with", "catalogue_name", "code_when_called", "compile_graph", "computes_complex", "copied", "copy_to_host",
     "current_device", "cut_like", "default_store", "depends_on_values", "device_copy", "differentiable_local",
     "dtensor", "dynamo_source", "example_tensor", "exchange_rows", "fake_mode", "flight_record",
@@ -166,6 +171,7 @@ __all__ = [
     "store_seconds",
     "switches", "synchronize", "trace_recurrent_layers", "traced_code",
     "traced_modules", "traced_ops", "uncompiled", "update_by_shards", "user_line",
-    "validates_distribution", "waiting_longer", "widened_dtype", "without_memory", "without_value_checks",
+    "validates_distribution", "waiting_longer", "watch_cached_calls",
+    "widened_dtype", "without_memory", "without_value_checks",
     "without_values", "write_size", "write_sizes",
 ]  # fmt: skip

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import logging
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
@@ -134,6 +137,69 @@ def traced_code() -> frozenset[CodeType]:
     from torch._guards import TracingContext
 
     return frozenset(TracingContext.get_traced_code() or ())
+
+
+@dataclass(frozen=True)
+class CachedCall:
+    """A call of a function with a cache of `functools`, in whose place Dynamo traces the function behind the cache.
+
+    Attributes:
+        cached: the function with its cache.
+        key: positional arguments, and names and values of the others; None unless all are constants.
+        results: a tuple of the result; empty unless it is a constant.
+    """
+
+    cached: Any
+    key: tuple[Any, ...] | None
+    results: tuple[Any, ...]
+
+
+# Compilation of a frame -> the calls that it traced.
+_CACHED_CALLS: weakref.WeakKeyDictionary[Any, list[CachedCall]] = weakref.WeakKeyDictionary()
+
+
+@functools.cache
+def watch_cached_calls() -> None:
+    """Lets Dynamo note calls of functions with a cache; numbers that such a function reads become constants.
+
+    Dynamo makes a number that has changed once an input of the graph. A cache would not give a result for the new one.
+    """
+    from torch._dynamo.variables.functions import WrapperUserFunctionVariable
+
+    call_function = WrapperUserFunctionVariable.call_function
+
+    def noting(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        if not hasattr(self.wrapper_obj, "cache_info"):
+            return call_function(self, tx, args, kwargs)
+        with torch._dynamo.config.patch(specialize_float=True, specialize_int=True):
+            result = call_function(self, tx, args, kwargs).realize()
+        key = _constants([*self.self_args(), *args, *kwargs.values()])
+        named = None if key is None else (*key, *kwargs)
+        call = CachedCall(self.wrapper_obj, named, _constants([result]) or ())
+        _CACHED_CALLS.setdefault(tx.output.tracing_context, []).append(call)
+        return result
+
+    WrapperUserFunctionVariable.call_function = noting  # type: ignore[method-assign]
+
+
+def _constants(variables: Sequence[Any]) -> tuple[Any, ...] | None:
+    """The values of variables of Dynamo; None unless all are constants that can be keys of a dict."""
+    if not all(x.is_python_constant() for x in variables):
+        return None
+    values = tuple(x.as_python_constant() for x in variables)
+    try:
+        hash(values)
+    except TypeError:
+        return None
+    return values
+
+
+def cached_calls() -> list[CachedCall]:
+    """The calls of functions with a cache that Dynamo has traced into the frame being compiled; empty elsewhere."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    return [] if context is None else _CACHED_CALLS.get(context, [])
 
 
 def traced_modules(graph: fx.Graph) -> set[type[nn.Module]]:

@@ -37,7 +37,7 @@ from autopar.backend.sharding import (
     whole_parameter,
     world_of,
 )
-from autopar.backend.unwatched import Methods, refuse_cached
+from autopar.backend.unwatched import CachedCalls, Methods
 from autopar.capture.refusals import draws_from_own
 from autopar.capture.remedies import traced_line
 from autopar.errors import AutoparError, MeshError, RecipeError
@@ -52,6 +52,7 @@ from autopar.search.request import Request
 # Before Dynamo reads a frame, and so here, when torch.compile looks the backend up: `options` come with a graph.
 _torch.trace_recurrent_layers()
 _torch.guard_hooks()
+_torch.watch_cached_calls()
 _torch.quiet_fake_failures()
 show_failures()  # a first graph may fail in Dynamo itself
 
@@ -110,7 +111,6 @@ def _opened(
         raise AutoparError(f"The backend autopar has no mode {mode!r}; leave mode out.")
     given = _known(options)
     _refuse_own_generators(module)
-    refuse_cached()
     names = argument_names(module)
     _refuse_distributed(module, names, example_inputs)
     device = device_of(example_inputs)
@@ -129,7 +129,7 @@ def _opened(
         world,
         Executor(given.get("executor", "eager")),
         comparison_of(limit),
-        Methods(module.graph),
+        (Methods(module.graph), CachedCalls(module.graph)),
     )
 
 

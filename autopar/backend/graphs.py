@@ -21,7 +21,7 @@ from autopar.backend.plans import local_graph, plan_of, prepare, stand_in
 from autopar.backend.recurrence import Recurrence
 from autopar.backend.running import LocalGraph, WholeGraph
 from autopar.backend.summary import summary
-from autopar.backend.unwatched import Methods
+from autopar.backend.unwatched import CachedCalls, Methods
 from autopar.errors import AutoparError, CaptureError
 from autopar.ir import Graph, Plan
 from autopar.runtime.comparison import Comparison
@@ -48,16 +48,16 @@ class SplitGraph:
         world: this rank's view of the mesh.
         executor: what runs its local graphs.
         comparison: compares texts of all ranks.
-        methods: the methods of classes that the graph was made from.
+        unwatched: the methods of classes that the graph was made from, and its calls of functions with a cache.
     """
 
     def __init__(
         self, module: fx.GraphModule, names: Sequence[str], request: Request, world: World,
-        executor: Executor, comparison: Comparison, methods: Methods,
+        executor: Executor, comparison: Comparison, unwatched: Sequence[Methods | CachedCalls],
     ) -> None:  # fmt: skip
         self._module, self._names, self._comparison = module, names, comparison
         self._request, self._world, self._executor = request, world, executor
-        self._methods = methods
+        self._unwatched = unwatched
         self._runs: dict[Any, Run] = {}
         self._recurrence = Recurrence()
         self._whole = WholeGraph(module, world)
@@ -65,7 +65,8 @@ class SplitGraph:
         self._with_offsets = _reads_memory(module)
 
     def __call__(self, *arguments: Any) -> list[Any]:
-        self._methods.check()
+        for each in self._unwatched:
+            each.check()
         key = key_of(arguments, with_offsets=self._with_offsets)
         run = self._runs.pop(key, None)
         if run is None and not self._recurrence.pays(key):

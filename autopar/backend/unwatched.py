@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import weakref
-from collections.abc import Iterator
-from types import ModuleType
+from collections.abc import Iterable
 from typing import Any
 
 from torch import fx
 
 from autopar import _torch
-from autopar.capture.refusals import replaces_method, runs_cached
-from autopar.capture.shown import all_cached, cached_by
-from autopar.capture.user_code import globals_of
-from autopar.capture.values import MISSING, is_same, seen
-
-# Function with a cache -> the globals that it names, as they were when a graph was first made of its code.
-_READ: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+from autopar.capture.caches import cache_of, changed, reads_of, stale
+from autopar.capture.refusals import replaces_method
+from autopar.capture.shown import cached_by
+from autopar.capture.values import is_plain, is_same
 
 
 class Methods:
@@ -50,29 +45,32 @@ def _function_of(kind: type, name: str) -> Any:
     return getattr(found, "__func__", found)
 
 
-def refuse_cached() -> None:
-    """Raises CaptureError if the frame that Dynamo compiles runs a function whose cache should spare that.
+class CachedCalls:
+    """The calls of functions with a cache in a graph; to be made while Dynamo compiles the frame.
 
-    Dynamo runs the function of a `functools.lru_cache` each time that it compiles, and so with the values that its
-    globals have by then. Python would return what the function gave for the first values.
+    See [Note: caches that a capture does not fill] in autopar/capture/caches.py.
     """
-    traced = _torch.traced_code()
-    for cached in all_cached():
-        function = cached_by(cached)
-        if function is not None and function.__code__ in traced:
-            now = dict(_globals(function))
-            before = _READ.setdefault(cached, {name: seen(value) for name, value in now.items()})
-            for name, value in before.items():
-                if not is_same(now.get(name, MISSING), value):
-                    raise runs_cached(function.__qualname__, line_of(function), name)
 
+    def __init__(self, graph: fx.Graph) -> None:
+        self._calls = [x for x in _torch.cached_calls() if cached_by(x.cached) is not None]
+        self._reads = {x.cached: reads_of(x.cached) for x in self._calls}
+        self._inputs = set(map(_torch.dynamo_source, graph.find_nodes(op="placeholder")))
 
-def _globals(function: Any) -> Iterator[tuple[str, Any]]:
-    """The globals that a function names, without functions, classes and modules."""
-    for name, _ in globals_of(function.__code__):
-        value = function.__globals__.get(name, MISSING)
-        if not callable(value) and not isinstance(value, ModuleType):
-            yield name, value
+    def check(self) -> None:
+        """Raises CaptureError if Python would give a call another result, or if nothing tells that it would not."""
+        for call in self._calls:
+            reads = self._reads[call.cached]
+            cache = cache_of(call.cached, reads)
+            if call.key is not None and call.results and all(map(is_plain, call.results)):
+                is_right = is_same(call.results, cache.results.setdefault(call.key, call.results))
+            else:
+                is_right = cache.reads is reads and not self._takes(reads)
+            if not is_right:
+                raise stale(call.cached, changed(call.cached, cache) or self._takes(reads))
+
+    def _takes(self, reads: Iterable[str]) -> str:
+        """The first of these globals that is an input of the graph, which takes the value of each call; "" if none."""
+        return next((name for name in reads if f"G[{name!r}]" in self._inputs), "")
 
 
 def line_of(function: Any) -> str:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import refusals
+from autopar.capture.caches import Cache, cache_of
 from autopar.capture.guards import CALL, Guard, Guards, Place
 from autopar.capture.shown import cached_by, contents_of, is_weak, times_computed, was_emptied
 from autopar.capture.user_code import (
@@ -325,7 +326,7 @@ class Reads:
                 raise refusals.reads_weakly(place)
             yield Guard(place, before)
             if cached_by(value) is not None:
-                was = partial(was_emptied, value, times_computed(value))
+                was = partial(_was_emptied, value, times_computed(value), cache_of(value))
                 yield Guard(
                     Place(was, CALL, f"whether {place.words} was emptied", place.line), False
                 )
@@ -333,6 +334,11 @@ class Reads:
             if name in self._names:
                 place = Place(function, CALL, f"what {name} says", "a line of the forward")
                 yield Guard(place, seen(function()))
+
+
+def _was_emptied(cached: Any, times: int, cache: Cache) -> bool:
+    """Whether a cache was emptied, even if it was filled again, since the function had run so many times."""
+    return was_emptied(cached, times) or cache_of(cached) is not cache
 
 
 def _file_of(kind: type) -> str:

@@ -94,17 +94,19 @@ def replaces_method(name: str, line: str) -> CaptureError:
 
 
 def runs_cached(name: str, line: str, read: str) -> CaptureError:
-    """The error for a function with a cache that torch.compile runs anew because a global has changed.
+    """The error for a function with a cache that a capture runs anew, though Python would not.
 
     Args:
         name: name of the function.
         line: the line where it begins.
-        read: name of the global.
+        read: name of a global that has changed; "" if none has.
     """
+    what = f"the global {read}" if read else "a value"
     return CaptureError(
-        f"{name} in {line} keeps its results (functools.lru_cache) and reads the global {read}, which has changed. "
-        "Python would return the result of before; torch.compile runs the function anew, with any backend. Give the "
-        "value as an argument of the function, or call the function outside of what is compiled."
+        f"{name} in {line} keeps its results (functools.lru_cache) and reads {what}, which has changed. "
+        "Python would return the result of before; a capture, also of torch.compile, runs the function anew. Give the "
+        "value as an argument of the function, call its cache_clear() after the change, or call the function outside "
+        "of what is compiled."
     )
 
 

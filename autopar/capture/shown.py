@@ -6,7 +6,6 @@ import collections
 import contextvars
 import functools
 import gc
-import inspect
 import sys
 import types
 import weakref
@@ -16,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autopar._torch import FakeTensor, pytree
+from autopar._torch import pytree
 from autopar.capture.user_code import is_installed, is_users, is_users_type
 from autopar.capture.values import MISSING
 
@@ -95,12 +94,3 @@ def tensors_cached_by(value: Any) -> list[Tensor]:
     """The tensors that a function's cache holds, by themselves or in containers."""
     held = pytree.tree_leaves([x for x in gc.get_referents(value) if not callable(x)])
     return [x for x in held if isinstance(x, Tensor)]
-
-
-def forget_traced() -> None:
-    """Empties caches of functions in which a trace has left tensors without values, which serve nobody else."""
-    for cached in all_cached():
-        code = getattr(inspect.unwrap(cached), "__code__", None)
-        is_own = code is not None and is_users(code.co_filename)
-        if is_own and any(isinstance(x, FakeTensor) for x in tensors_cached_by(cached)):
-            cached.cache_clear()

@@ -24,10 +24,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autopar.capture import refusals
+from autopar.capture.caches import forget_traced, refuse_stale
 from autopar.capture.guards import Guards, Place
 from autopar.capture.profiling import profiled_by
 from autopar.capture.reads import Reads
-from autopar.capture.shown import forget_traced
 from autopar.capture.user_code import (
     calling,
     draws,
@@ -110,10 +110,11 @@ class Watch:
         try:
             yield
         finally:
-            forget_traced()
+            traced = forget_traced()
             for module, name, old, _ in list(self._writes.written(before)):
                 if (id(module), name) not in self._writes.kept:
                     Place(vars(module), name, "", "").put(old)
+        refuse_stale(traced)
 
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:

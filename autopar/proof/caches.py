@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from autopar._torch import has_storage, storage_key
+from autopar.capture.caches import empty
 from autopar.capture.shown import all_cached, tensors_cached_by
 
 
@@ -56,4 +57,4 @@ def _has_others(now: Iterable[Tensor], before: Iterable[Tensor]) -> bool:
 def clear(cached: Iterable[Any]) -> None:
     """Empties caches; the functions compute anew."""
     for each in cached:
-        each.cache_clear()
+        empty(each)

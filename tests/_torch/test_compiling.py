@@ -1,5 +1,6 @@
 """torch.compile: its backends, what AOTAutograd traces, and what Dynamo says of a graph."""
 
+import functools
 import logging
 import random
 
@@ -148,3 +149,36 @@ def test_dynamo_says_which_code_and_modules_it_has_traced():
     assert {nn.Sequential.forward.__code__, nn.Tanh.forward.__code__} <= code
     assert modules == {nn.Sequential, nn.Tanh}
     assert not _torch.traced_code()
+
+
+SCALE = 1.0
+
+
+@functools.lru_cache
+def cached(n, *, by=1):
+    return SCALE * n * by
+
+
+@functools.lru_cache
+def cached_tensor(n):
+    return torch.arange(n) * SCALE
+
+
+def test_calls_of_functions_with_a_cache_are_noted_with_constants(monkeypatch):
+    _torch.watch_cached_calls()
+    found, inputs = [], []
+
+    def backend(graph, _):
+        found.append([(x.cached, x.key, x.results) for x in _torch.cached_calls()])
+        inputs.append(len(graph.graph.find_nodes(op="placeholder")))
+        return graph.forward
+
+    torch.compiler.reset()
+    run = torch.compile(lambda x: x * cached(3, by=2) + cached_tensor(3), backend=backend)
+    for scale in (1.0, 2.0, 3.0):  # a number that changes would become an input of the graph
+        monkeypatch.setitem(globals(), "SCALE", scale)
+        run(X)
+    assert found == [
+        [(cached, (3, 2, "by"), (6.0 * scale,)), (cached_tensor, (3,), ())] for scale in (1, 2, 3)
+    ]
+    assert inputs == [1, 1, 1] and not _torch.cached_calls()

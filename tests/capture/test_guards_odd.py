@@ -17,11 +17,14 @@ from autopar.capture.export import capture_forward
 from autopar.capture.guards import Guard, Guards, Place
 from autopar.capture.structure import Structure
 from autopar.errors import CaptureError
+from tests.support.odd_caches import CACHES
 from tests.support.odd_scripts import HOOKS, SCRIPTS
 from tests.support.scripts import by_compile, line_of, outcome
 
 REFUSED = [name for name, script in SCRIPTS.items() if script.line]
-TRAINED = [name for name in SCRIPTS if name not in (*REFUSED, *HOOKS)]
+TRAINED = [
+    name for name in SCRIPTS if name not in (*REFUSED, *HOOKS, *CACHES)
+]  # see test_caches.py
 
 
 @pytest.fixture(autouse=True)
