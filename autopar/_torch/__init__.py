@@ -125,7 +125,7 @@ from autopar._torch.imports import quiet_torchao
 from autopar._torch.modules import BatchNormBase, DropoutBase
 from autopar._torch.operators import autopar_op, required_arguments, schema
 from autopar._torch.optimizers import update_by_shards
-from autopar._torch.owned import Owned, copied, cut_like, owned_as
+from autopar._torch.owned import Owned, copied, cut_like, owned_as, whole_of
 from autopar._torch.pipelining import (
     pipeline_actions,
     pipeline_computations,
@@ -172,6 +172,6 @@ __all__ = [
     "switches", "synchronize", "trace_recurrent_layers", "traced_code",
     "traced_modules", "traced_ops", "uncompiled", "update_by_shards", "user_line",
     "validates_distribution", "waiting_longer", "watch_cached_calls",
-    "widened_dtype", "without_memory", "without_value_checks",
+    "whole_of", "widened_dtype", "without_memory", "without_value_checks",
     "without_values", "write_size", "write_sizes",
 ]  # fmt: skip

@@ -18,6 +18,7 @@ as one of an owner. The cache compares by `DTensorSpec._check_equals`, and nothi
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -100,6 +101,32 @@ def cut_like(whole: Tensor, present: DTensor) -> DTensor:
         whole.detach().to(present.device), mesh, [Replicate()] * mesh.ndim, run_check=False
     )
     return given.redistribute(mesh, present.placements)
+
+
+def whole_of(x: DTensor) -> Tensor:
+    """The whole of a DTensor whose shards may differ in size, as those of an owner's `clone` do.
+
+    All ranks of its mesh have to call it.
+    """
+    local = x.to_local().detach()
+    for axis in reversed(range(x.device_mesh.ndim)):
+        placement = x.placements[axis]
+        if isinstance(placement, Shard):
+            local = _concatenated(local, placement.dim, x.device_mesh.get_group(axis))
+    return local
+
+
+def _concatenated(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """The `x` of all ranks of a group along a dim, without those that have no element."""
+    shapes: list[Any] = [None] * group.size()
+    dist.all_gather_object(shapes, tuple(x.shape), group)
+    parts = []
+    for rank, shape in enumerate(shapes):
+        if math.prod(shape):
+            part = x.contiguous() if rank == group.rank() else x.new_empty(shape)
+            dist.broadcast(part, group=group, group_src=rank)
+            parts.append(part)
+    return torch.cat(parts, dim) if parts else x
 
 
 def copied(x: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ class Adoption:
 def adopt(model: nn.Module, device_mesh: DeviceMesh, earlier: Adoption | None = None) -> Adoption:
     """Replaces every parameter by a replicated DTensor; after an earlier adoption, only the new parameters.
 
-    These may be shards of copies that the script made of the model's layers: they are gathered.
+    These may be shards, or owners' parts, of copies that the script made of the model's layers: they are gathered.
 
     Raises CaptureError for a model that is distributed already.
     """
@@ -83,8 +83,8 @@ def adopt(model: nn.Module, device_mesh: DeviceMesh, earlier: Adoption | None = 
                 continue
             if id(parameter) not in successors:
                 whole = parameter
-                if earlier is not None and _is_cut_over(parameter, device_mesh):
-                    whole = nn.Parameter(parameter.detach().full_tensor(), parameter.requires_grad)
+                if earlier is not None and _lies_on(parameter, device_mesh):
+                    whole = nn.Parameter(_gathered(parameter), parameter.requires_grad)
                 _refuse_distributed(whole, f"{path}.{name}".lstrip("."))
                 successors[id(parameter)] = _replicated(whole, device_mesh)
                 adoption.replace(parameter, successors[id(parameter)])
@@ -114,13 +114,17 @@ def refuse_plain(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         )
 
 
-def _is_cut_over(parameter: nn.Parameter, device_mesh: DeviceMesh) -> bool:
-    """Whether a parameter lies on this mesh in equal shards; a copy of an owner's parameter does not."""
-    if not isinstance(parameter, DTensor) or parameter.device_mesh != device_mesh:
-        return False
-    sizes = zip(parameter.placements, device_mesh.shape, strict=True)
+def _lies_on(parameter: nn.Parameter, device_mesh: DeviceMesh) -> bool:
+    return isinstance(parameter, DTensor) and parameter.device_mesh == device_mesh
+
+
+def _gathered(parameter: DTensor) -> Tensor:
+    """The whole of a parameter in equal shards, or of a copy of an owner's, which torch takes for shards too."""
+    sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
     parts = math.prod(size for placement, size in sizes if placement.is_shard())
-    return parameter.to_local().numel() * parts == parameter.numel()
+    if parameter.to_local().numel() * parts == parameter.numel():
+        return parameter.detach().full_tensor()
+    return _torch.whole_of(parameter)
 
 
 def _refuse_distributed(parameter: nn.Parameter, name: str) -> None:

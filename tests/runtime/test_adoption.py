@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.runtime.ranks import Ranks
 from tests.runtime.training import compile_mlp
+from tests.support.odd_objects import OBJECTS
+from tests.support.scripts import by_compile, outcome
 from tests.support.staged import captured_once
 
 pytestmark = pytest.mark.multiprocess
@@ -42,3 +44,12 @@ def _writes(recipe: str) -> int:
     states = [x for each in optimizer.state.values() for x in each.values() if x.ndim]
     assert states and all(isinstance(x, DTensor) for x in states)
     return writes.count
+
+
+@pytest.mark.parametrize("recipe", ["zero3", "parameter-server"])
+def test_a_deep_copy_of_a_layer_takes_its_place(two_ranks: Ranks, recipe: str) -> None:
+    plain, script = outcome(OBJECTS["copy of a layer"]), OBJECTS["copy of a layer"]
+    for losses, _ in two_ranks.run(
+        outcome, script, by_compile, {"mesh": {"dp": 2}, "recipe": recipe}
+    ):
+        assert losses == pytest.approx(plain[0], rel=1e-9)
