@@ -239,6 +239,12 @@ class PlanCost:
         return self.plan.mesh.ranks * int(self.run.stages) * self._replicas
 
     @property
+    def place(self) -> str:
+        """The cluster by name, or the part of its only node that the ranks fill, such as `cpu-gloox2x1`."""
+        nodes = self.cluster.nodes
+        return f"{self.cluster.hardware.name}x{self.ranks}x1" if nodes == 1 else str(self.cluster)
+
+    @property
     def _replicas(self) -> int:
         """Number of replicas, each of which runs the graph; 1 where all ranks run one model in step."""
         return self.plan.meeting.replicas if self.plan.meeting else 1

@@ -52,7 +52,7 @@ class Explanation(PlanCost, JupyterMixin):
     @property
     def _prediction(self) -> str:
         return (
-            f"predicted on {self.cluster}{' by simulation' if self.simulated else ''}: "
+            f"predicted on {self.place}{' by simulation' if self.simulated else ''}: "
             f"{format_seconds(self.step_seconds)} a step, "
             f"{format_bytes(self.memory_bytes)} of {format_bytes(self.bound_bytes)} of a rank"
         )
@@ -170,7 +170,7 @@ class Explanation(PlanCost, JupyterMixin):
         """The plan, its cost and all figures of its HTML report, as data for JSON, with units in the keys."""
         return {
             "plan": self.plan.to_json(),
-            "cluster": {"name": str(self.cluster), "ranks": self.cluster.ranks},
+            "cluster": {"name": self.place, "ranks": self.ranks},
             "run": {
                 "micro_batches": int(self.values["micro_batches"]),
                 "stages": int(self.values["stages"]), "chunks": int(self.values["chunks"]),

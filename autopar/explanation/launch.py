@@ -44,7 +44,7 @@ def _asked(e: Explanation, model: str) -> Iterator[tuple[str, str]]:
     yield "batch", _batch(e.graph, int(e.run.micro_batches), e.plan.meeting)
     if "seq" in e.graph.factors:
         yield "sequence", f"{e.graph.factors['seq'].size:,} tokens"
-    yield "cluster", f"{e.cluster}, {counted(e.ranks, 'rank')}"
+    yield "cluster", f"{e.place}, {counted(e.ranks, 'rank')}"
     yield "precision", _precision(e)
     yield "memory bound", _bound(e)
     if e.request is not None:

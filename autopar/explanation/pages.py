@@ -179,7 +179,7 @@ def _subtitle(e: Explanation) -> str:
     mesh = e.plan.world_mesh
     if e.plan.pipeline is None and e.run.stages > 1:
         mesh = with_pipeline(mesh, int(e.run.stages), 0)
-    return f"{mesh.used or 'one rank'} on {e.cluster}{stages}, {batches}{again}, recipe {e.plan.recipe}"
+    return f"{mesh.used or 'one rank'} on {e.place}{stages}, {batches}{again}, recipe {e.plan.recipe}"
 
 
 def _stages_in_words(e: Explanation) -> str:
@@ -199,7 +199,7 @@ def _figures(e: Explanation) -> Iterator[tuple[str, str]]:
         yield f"kept on the {tier}", f"{format_bytes(size)} of {_room(e, tier)}"
     yield "sent by a rank", f"{format_bytes(e.traffic.value)} a step"
     if e.simulation is not None:
-        yield "pipeline bubble", f"{100 * e.simulation.bubble_fraction:.1f} %"
+        yield "pipeline bubble", f"{100 * e.simulation.bubble_fraction:.1f} % of the schedule"
 
 
 def _room(e: Explanation, tier: Tier) -> str:

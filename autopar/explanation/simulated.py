@@ -157,7 +157,7 @@ class SimulatedStep(ExecutedStep):
             self._direction("forward", rank),
             self._direction("backward", rank),
             self._updates(rank),
-            _leaf("pipeline bubble", "seconds", idle, f"rank {rank} waits"),
+            _leaf("waiting for other stages", "seconds", idle, f"rank {rank}, the busiest"),
             _leaf(
                 "once a step", "seconds", max(self.once_seconds), "gathers, reductions, optimizer"
             ),
@@ -308,12 +308,12 @@ class SimulatedStep(ExecutedStep):
         measured = _percent(self.simulation.bubble_fraction)
         if self.closed_bubble is None:
             return (
-                f"ranks idle {measured} of the simulated schedule; {self.pipeline.schedule} splits "
-                "backward, and what that leaves has no closed form"
+                f"ranks idle {measured} of the simulated schedule on average (the bubble); "
+                f"{self.pipeline.schedule} splits backward, and what that leaves has no closed form"
             )
         return (
-            f"ranks idle {measured} of the simulated schedule; of equal stages and sends that take "
-            f"nothing the closed form {self.closed_bubble_text} is {_percent(self.closed_bubble)}"
+            f"ranks idle {measured} of the simulated schedule on average (the bubble); of equal stages and "
+            f"sends that take nothing the closed form {self.closed_bubble_text} is {_percent(self.closed_bubble)}"
         )
 
     @property

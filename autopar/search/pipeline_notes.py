@@ -25,7 +25,8 @@ def notes_of(best: Priced, others: Sequence[Priced]) -> Iterator[str]:
         cuts = f"stages begin at {_cuts(pipeline)}"
         yield Note(f"pipeline of {pipeline.ranks} ranks: {best.setting}; {cuts}", "stages")
         what = "predicted step of the pipeline"
-        idle = f", of which ranks idle {100 * best.simulation.bubble_fraction:.1f} %; ranks hold {held}"
+        share = best.simulation.bubble_fraction
+        idle = f"; ranks idle {100 * share:.1f} % of the schedule, and hold {held}"
     else:
         again = f", {words}" if (words := words_of_recompute(best.plan.recompute)) else ""
         what, idle = (

@@ -31,3 +31,10 @@ def test_an_unknown_cluster_is_named_with_the_nearest() -> None:
             torch.nn.Linear(4, 4), torch.zeros(4, 4), mesh={"dp": 2}, cluster="h1000x8",
             loss_fn=lambda y: y.sum(),
         )  # fmt: skip
+
+
+def test_ranks_that_fill_a_part_of_a_node_are_named_as_such() -> None:
+    model, batch = torch.nn.Linear(4, 4), torch.zeros(4, 4)
+    e = autopar.explain(model, batch, mesh={"dp": 2}, cluster="cpu-gloo", loss_fn=lambda y: y.sum())
+    assert "predicted on cpu-gloox2x1" in str(e) and e.cluster.ranks == 64
+    assert e.to_json()["cluster"] == {"name": "cpu-gloox2x1", "ranks": 2}

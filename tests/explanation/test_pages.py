@@ -112,8 +112,14 @@ def test_a_pipeline_says_what_is_simulated(staged, staged_page):
     )
     assert (
         "pipeline bubble",
-        f"{100 * staged.simulation.bubble_fraction:.1f} %",
+        f"{100 * staged.simulation.bubble_fraction:.1f} % of the schedule",
     ) in staged_page.figures
+    assert [
+        p.name for p in staged.time.parts if "bubble" in p.name
+    ] == []  # one rank's waits are no bubble
+    waits = staged.time.part("waiting for other stages").value
+    busiest = max(staged.simulation.busy_seconds)
+    assert waits == pytest.approx(staged.simulation.step_seconds - busiest)
     assert staged_page.simulation is staged.simulation
     assert [row.where for row in staged_page.stages] == [
         "token_embedding to blocks.0", "blocks.1 to head"
