@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -26,21 +26,53 @@ def storage_reference(x: Tensor) -> StorageWeakRef:
     return StorageWeakRef(x.untyped_storage())
 
 
-def is_shared(x: Tensor) -> bool:
-    """Whether another tensor has the same storage, and would change where this one is written."""
-    storage = x.untyped_storage()
-    return bool(torch._C._storage_Use_Count(storage._cdata) > 2)  # `x` and `storage`
-
-
-def own_gradient(leaf: Tensor) -> None:
-    """Gives a leaf a copy of its gradient, if another tensor has the gradient's memory.
+def own_gradients(leaves: Iterable[Tensor]) -> None:
+    """Gives leaves copies of their gradients where a write into one of them would show in another tensor.
 
     Autograd gives leaves views of one gradient, as in `a.view(4, 2) + b.view(4, 2)`, which may also be a gradient that
-    a later node of the backward reads. It adds the gradient of the next backward in place.
+    a later node of the backward reads. It adds the gradient of the next backward in place. Gradients that are different
+    parts of one memory, as those of parameters that are gathered in one buffer, need no copies if only they have it.
     """
+    sharing: dict[int, list[Tensor]] = {}
+    for leaf in leaves:
+        if _leave_base(leaf):
+            sharing.setdefault(storage_key(_gradient(leaf)), []).append(leaf)
+    for some in sharing.values():
+        end, is_elsewhere = 0, _users(_gradient(some[0])) > len(some)
+        for leaf in sorted(some, key=lambda x: _span(_gradient(x))):
+            start, stop = _span(_gradient(leaf))
+            if is_elsewhere or start < end:
+                leaf.grad = _gradient(leaf).clone()
+            else:
+                end = stop
+
+
+def _leave_base(leaf: Tensor) -> bool:
+    """Whether a leaf has a gradient whose memory other tensors have; a view's base is not kept alive for it alone."""
     gradient = leaf.grad
-    if gradient is not None and gradient.layout is torch.strided and is_shared(gradient):
-        leaf.grad = gradient.clone()
+    if gradient is None or gradient.layout is not torch.strided or _users(gradient) == 1:
+        return False
+    leaf.grad = gradient.detach()
+    return True
+
+
+def _gradient(leaf: Tensor) -> Tensor:
+    assert leaf.grad is not None, "the leaf has a gradient"
+    return leaf.grad
+
+
+def _users(x: Tensor) -> int:
+    """The number of tensors that have the storage of `x`, which is one of them."""
+    storage = x.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # without `storage`
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    """The bytes of its storage between which a tensor lies: of its first element, and after its last."""
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    start = x.storage_offset()
+    stop = start + last + 1 if x.numel() else start
+    return start * x.element_size(), stop * x.element_size()
 
 
 def storage_key(x: Tensor) -> int:

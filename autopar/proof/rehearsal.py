@@ -7,13 +7,14 @@ does not send the gradient back, the gradient is missing.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from autopar._torch import own_gradient
+from autopar._torch import own_gradients
 from autopar.ir import Plan
 from autopar.ops.sharding import shard
 from autopar.pipeline.schedules import Action, actions
@@ -194,9 +195,8 @@ class Rehearsal:
             x.grad = gradient
 
     def _own_gradients(self, stage: int, micro_batch: int) -> None:
-        for ranks in self._leaves_of(stage, micro_batch).values():
-            for leaf in ranks:
-                own_gradient(leaf)
+        ranks = self._leaves_of(stage, micro_batch).values()
+        own_gradients(itertools.chain.from_iterable(ranks))
 
     def _arrived(self, stage: int, micro_batch: int) -> list[Ranks | None]:
         """The gradients of a stage's results: of the loss on the last stage, else those that the next stage sent."""

@@ -120,8 +120,7 @@ class SingleDevice:
             with self.streams.on_one_device(number):
                 loss = run_with_loss(model, args, kwargs, loss_fn, self.captured.precision)
                 (loss / len(batches)).backward()
-            for parameter in model.parameters():
-                _torch.own_gradient(parameter)
+            _torch.own_gradients(model.parameters())
             losses.append(loss.detach())
         parameters = dict(model.named_parameters())
         found = {name: parameters[name].grad for name in self.captured.parameters.values()}

@@ -5,12 +5,13 @@ as the last of its gradients is complete and every bucket before it has left, so
 same collectives in the same order while backward goes on. What a bucket carries is freed at once.
 
 Collectives, and the gradients of later micro-batches, are added to a gradient in place. So a leaf whose gradient is
-complete gets its own copy if anything else, such as the backward that goes on, has the gradient's memory.
+complete gets its own copy if anything else, such as the backward that goes on, has the gradient's memory. After the
+backward, gradients that are different parts of one buffer stay in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -115,8 +116,7 @@ class Reducer:
 
     def finish(self) -> None:
         """After the backward of a micro-batch: sends what is left, and hands all gradients over."""
-        for i in range(len(self._residents.leaves)):
-            self._own_gradient(i)
+        self._own_gradients(range(len(self._residents.leaves)))
         while self._departing:
             self._send(self._departing.pop(0))
         while self._under_way:
@@ -128,13 +128,13 @@ class Reducer:
         for leaf in self._residents.leaves:
             leaf.grad = None
 
-    def _own_gradient(self, i: int) -> None:
+    def _own_gradients(self, positions: Iterable[int]) -> None:
         """Leaves in another tier have gradients that were moved there, which nothing else reads."""
-        if self._residents.specs[i].tier == "device":
-            _torch.own_gradient(self._residents.leaves[i])
+        leaves, specs = self._residents.leaves, self._residents.specs
+        _torch.own_gradients(leaves[i] for i in positions if specs[i].tier == "device")
 
     def _complete(self, i: int) -> None:
-        self._own_gradient(i)
+        self._own_gradients((i,))
         bucket = self._bucket_of[i]
         bucket.ready.add(i)
         while self._departing and self._is_full(self._departing[0]):
