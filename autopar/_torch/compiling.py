@@ -145,12 +145,12 @@ class CachedCall:
 
     Attributes:
         cached: the function with its cache.
-        key: positional arguments, and names and values of the others; None unless all are constants.
+        key: positional arguments, and pairs (name, value) of the others; None unless all are constants.
         results: a tuple of the result; empty unless it is a constant.
     """
 
     cached: Any
-    key: tuple[Any, ...] | None
+    key: tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]] | None
     results: tuple[Any, ...]
 
 
@@ -173,9 +173,10 @@ def watch_cached_calls() -> None:
             return call_function(self, tx, args, kwargs)
         with torch._dynamo.config.patch(specialize_float=True, specialize_int=True):
             result = call_function(self, tx, args, kwargs).realize()
-        key = _constants([*self.self_args(), *args, *kwargs.values()])
-        named = None if key is None else (*key, *kwargs)
-        call = CachedCall(self.wrapper_obj, named, _constants([result]) or ())
+        given, named = _constants([*self.self_args(), *args]), _constants([*kwargs.values()])
+        is_known = given is not None and named is not None
+        key = (given, tuple(zip(kwargs, named, strict=True))) if is_known else None
+        call = CachedCall(self.wrapper_obj, key, _constants([result]) or ())
         _CACHED_CALLS.setdefault(tx.output.tracing_context, []).append(call)
         return result
 

@@ -11,7 +11,7 @@ from torch import fx
 from autopar import _torch
 from autopar.capture.caches import cache_of, changed, reads_of, stale
 from autopar.capture.refusals import replaces_method
-from autopar.capture.shown import cached_by
+from autopar.capture.shown import cached_by, kept_by
 from autopar.capture.values import is_plain, is_same
 
 
@@ -62,7 +62,10 @@ class CachedCalls:
             reads = self._reads[call.cached]
             cache = cache_of(call.cached, reads)
             if call.key is not None and call.results and all(map(is_plain, call.results)):
-                is_right = is_same(call.results, cache.results.setdefault(call.key, call.results))
+                if call.key not in cache.results:
+                    kept = () if call.key[1] else kept_by(call.cached, call.key[0])
+                    cache.results[call.key] = kept or call.results
+                is_right = is_same(call.results, cache.results[call.key])
             else:
                 is_right = cache.reads is reads and not self._takes(reads)
             if not is_right:

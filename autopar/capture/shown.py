@@ -67,6 +67,18 @@ def was_emptied(value: Any, times: int) -> bool:
     return times_computed(value) < times
 
 
+def kept_by(cached: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A tuple of what a cache keeps for positional arguments, without a run of the function; () for nothing.
+
+    Nothing is found in a cache that tells the types of arguments apart (`typed=True`).
+    """
+    is_alone = len(arguments) == 1 and type(arguments[0]) in (int, str)
+    key = arguments[0] if is_alone else arguments
+    held = (x for x in gc.get_referents(cached) if type(x) is dict and x is not vars(cached))
+    is_kept = any(key in x for x in held) and not cached.cache_parameters()["typed"]
+    return (cached(*arguments),) if is_kept else ()
+
+
 def all_cached() -> list[Any]:
     """All functions of the process with a cache of `functools`.
 

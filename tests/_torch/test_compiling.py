@@ -179,6 +179,7 @@ def test_calls_of_functions_with_a_cache_are_noted_with_constants(monkeypatch):
         monkeypatch.setitem(globals(), "SCALE", scale)
         run(X)
     assert found == [
-        [(cached, (3, 2, "by"), (6.0 * scale,)), (cached_tensor, (3,), ())] for scale in (1, 2, 3)
+        [(cached, ((3,), (("by", 2),)), (6.0 * scale,)), (cached_tensor, ((3,), ()), ())]
+        for scale in (1, 2, 3)
     ]
     assert inputs == [1, 1, 1] and not _torch.cached_calls()

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import functools
 import gc
+from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
-from autopar.capture.shown import all_cached
+import pytest
+
+from autopar.capture.shown import all_cached, kept_by
 
 
 @functools.cache
@@ -30,3 +34,17 @@ def test_frozen_objects_stay_frozen_and_their_caches_are_found() -> None:
     thaw.assert_not_called()
     assert gc.get_freeze_count() > 0
     assert {id(of_a_module), id(Owner.of_a_class), id(local)} <= found
+
+
+@pytest.mark.parametrize("wrap", [functools.cache, functools.lru_cache(maxsize=2)])
+def test_what_a_cache_keeps_is_found_without_a_run(wrap: Callable[..., Any]) -> None:
+    ran: list[tuple[int, ...]] = []
+    function = wrap(lambda *x: ran.append(x) or sum(x))
+    assert kept_by(function, (1,)) == kept_by(function, ()) == () and not ran
+    assert [function(1), function(1, 2)] == [1, 3]
+    assert kept_by(function, (1, 2)) == (3,) and kept_by(function, (1,)) == (1,) and len(ran) == 2
+
+
+def test_a_cache_that_tells_types_apart_is_not_asked() -> None:
+    function = functools.lru_cache(typed=True)(abs)
+    assert function(-1) == 1 and kept_by(function, (-1,)) == ()

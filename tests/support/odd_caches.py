@@ -107,6 +107,13 @@ def rescale_back(model: Any, i: int) -> None:
         weights.cache_clear()
 
 
+def ask_early(model: Any, i: int) -> None:
+    """Asks plainly before the first step, after which the global changes."""
+    begin(model, i)
+    assert scale() == 1.0
+    globals().update(SCALE=2.0)
+
+
 CACHES = {
     "cached function that fills a dict": Script(Scaled, by_table, begin),
     "cached function whose dict is written": Script(Scaled, by_table, overwrite),
@@ -118,4 +125,5 @@ CACHES = {
     "cached tensor emptied after one change": Script(Scaled, by_weights, rescale_late),
     "cached number whose global goes back": Script(Scaled, by_scale, rescale_back),
     "cached tensor whose global goes back": Script(Scaled, by_weights, rescale_back),
+    "cached number that was asked before": Script(Scaled, by_scale, ask_early),
 }
