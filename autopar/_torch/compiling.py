@@ -174,8 +174,9 @@ def watch_cached_calls() -> None:
         with torch._dynamo.config.patch(specialize_float=True, specialize_int=True):
             result = call_function(self, tx, args, kwargs).realize()
         given, named = _constants([*self.self_args(), *args]), _constants([*kwargs.values()])
-        is_known = given is not None and named is not None
-        key = (given, tuple(zip(kwargs, named, strict=True))) if is_known else None
+        key = None
+        if given is not None and named is not None:
+            key = given, tuple(zip(kwargs, named, strict=True))
         call = CachedCall(self.wrapper_obj, key, _constants([result]) or ())
         _CACHED_CALLS.setdefault(tx.output.tracing_context, []).append(call)
         return result

@@ -69,10 +69,9 @@ def _users(x: Tensor) -> int:
 
 def _span(x: Tensor) -> tuple[int, int]:
     """The bytes of its storage between which a tensor lies: of its first element, and after its last."""
-    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    start = x.storage_offset()
-    stop = start + last + 1 if x.numel() else start
-    return start * x.element_size(), stop * x.element_size()
+    size, start = x.element_size(), int(x.storage_offset())
+    last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return start * size, (start + last + 1) * size if x.numel() else start * size
 
 
 def storage_key(x: Tensor) -> int:

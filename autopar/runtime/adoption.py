@@ -123,7 +123,7 @@ def _gathered(parameter: DTensor) -> Tensor:
     sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
     parts = math.prod(size for placement, size in sizes if placement.is_shard())
     if parameter.to_local().numel() * parts == parameter.numel():
-        return parameter.detach().full_tensor()
+        return parameter.full_tensor().detach()
     return _torch.whole_of(parameter)
 
 
