@@ -88,8 +88,8 @@ class Mesh:
             )
         if self.placement:
             raise MeshError(
-                f"The mesh {self} has vacant places and an order of its axes; the order of a mesh with vacant places is "
-                "that of its placement so far. Leave out one of the two."
+                f"The mesh {self} has vacant places and an order of its axes; with vacant places the order is "
+                "that of the placement so far. Leave out one of the two."
             )
 
     @classmethod

@@ -179,9 +179,10 @@ class BoundPipeline:
         )  # fmt: skip
 
     def _examples(self, wires: Sequence[Wire]) -> tuple[Tensor, ...]:
+        shapes = map(self._shape, wires)
         return tuple(
-            torch.empty(self._shape(w), dtype=w.dtype, device="meta").requires_grad_(w.needs_grad)
-            for w in wires
+            torch.empty(shape, dtype=wire.dtype, device="meta").requires_grad_(wire.needs_grad)
+            for shape, wire in zip(shapes, wires, strict=True)
         )
 
     # --- what happens at a stage around the forward and the backward of a micro-batch
