@@ -38,7 +38,7 @@ class Pipeline:
         ranks: size of the pipeline axis.
         schedule: one of `SCHEDULES` or `VERSIONED`.
         cuts: name of the first op of every stage but the first, in the graph's order.
-        position: index of the pipeline axis among the axes of the mesh of all ranks.
+        position: index of the pipeline axis among the placed axes of the mesh of all ranks (`pipeline_position`).
     """
 
     ranks: int
@@ -94,6 +94,14 @@ class Pipeline:
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages of a pipeline rank, in the graph's order."""
         return tuple(s for s in range(self.stages) if self.rank_of(s) == rank)
+
+
+def pipeline_position(mesh: Mesh) -> int:
+    """The index of the pipeline axis among the placed axes of the mesh of all ranks.
+
+    Nothing is split along it, so that its place in the order of the axes means nothing.
+    """
+    return mesh.placed.index(PIPELINE_AXIS)
 
 
 def without_pipeline(mesh: Mesh) -> Mesh:

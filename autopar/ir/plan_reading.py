@@ -14,7 +14,7 @@ from autopar.ir.meeting import Meeting
 from autopar.ir.mesh import PIPELINE_AXIS, Mesh
 from autopar.ir.note import NOTE_KINDS, Note, kind_of
 from autopar.ir.parameter_plan import ParameterPlan, Reduction
-from autopar.ir.pipeline import Pipeline
+from autopar.ir.pipeline import Pipeline, pipeline_position
 from autopar.ir.precision import MixedPrecision
 from autopar.ir.recompute import (
     Recompute,
@@ -113,11 +113,11 @@ def read_meeting(fields: object, mesh: Mesh) -> Meeting | None:
             f"The replicas of a plan are an axis and a text such as 'every 4 steps local', not {fields!r}."
         )
     axis, text = fields
-    if axis != mesh.names[0]:
+    if axis != mesh.placed.names[0]:
         raise PlanError(
             f"The plan has replicas along {axis!r}, and its mesh {mesh}: replicas lie along the first axis of the mesh."
         )
-    return Meeting.parse(axis, mesh.sizes[0], text)
+    return Meeting.parse(axis, mesh.placed.sizes[0], text)
 
 
 def read_pipeline(fields: object, mesh: Mesh) -> Pipeline | None:
@@ -129,8 +129,8 @@ def read_pipeline(fields: object, mesh: Mesh) -> Pipeline | None:
             "a schedule and the ops at which stages begin."
         )
     schedule, cuts = fields
-    position = mesh.index(PIPELINE_AXIS)
-    return Pipeline(mesh.sizes[position], schedule, tuple(cuts.split()), position)
+    ranks = dict(mesh.axes)[PIPELINE_AXIS]
+    return Pipeline(ranks, schedule, tuple(cuts.split()), pipeline_position(mesh))
 
 
 def read_parameter(fields: object, name: str, mesh: Mesh, meeting: Meeting | None) -> ParameterPlan:

@@ -34,6 +34,7 @@ from autopar.ir import (
     divides,
     is_legal,
     lies_in_chunks,
+    pipeline_position,
     with_pipeline,
     without_pipeline,
 )
@@ -66,7 +67,7 @@ def random_plan(
     draw, whole = random.Random(seed), mesh
     mesh = _random_order(without_pipeline(mesh), random.Random(f"order {seed}"))
     if PIPELINE_AXIS in whole.names:
-        whole = with_pipeline(mesh, dict(whole.axes)[PIPELINE_AXIS], whole.index(PIPELINE_AXIS))
+        whole = with_pipeline(mesh, dict(whole.axes)[PIPELINE_AXIS], pipeline_position(whole))
     tiers = random.Random(
         f"tiers {seed}"
     )  # a generator by itself, so that the other choices of a seed do not change
@@ -235,12 +236,13 @@ def _random_slices(graph: Graph, plan: Plan, draw: random.Random) -> Plan:
 def _random_pipeline(graph: Graph, mesh: Mesh, draw: random.Random) -> Pipeline | None:
     if PIPELINE_AXIS not in mesh.names:
         return None
-    position = mesh.index(PIPELINE_AXIS)
-    ranks = mesh.sizes[position]
+    ranks = dict(mesh.axes)[PIPELINE_AXIS]
     shapes = {"one": ranks, "rounds": 2 * ranks, "v": 2 * ranks}
     schedule = draw.choice([s for s in SCHEDULES if shapes[SCHEDULES[s]] <= len(graph.ops)])
     places = sorted(draw.sample(range(1, len(graph.ops)), shapes[SCHEDULES[schedule]] - 1))
-    return Pipeline(ranks, schedule, tuple(graph.ops[i].name for i in places), position)
+    return Pipeline(
+        ranks, schedule, tuple(graph.ops[i].name for i in places), pipeline_position(mesh)
+    )
 
 
 def _random_labels(graph: Graph, op: Op, mesh: Mesh, draw: random.Random) -> Labels:

@@ -35,7 +35,14 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from autopar.errors import AutoparError, MeshError, PlanError, RecipeError, SearchError
-from autopar.ir import PIPELINE_AXIS, Graph, ParameterPlan, Plan, without_pipeline
+from autopar.ir import (
+    PIPELINE_AXIS,
+    Graph,
+    ParameterPlan,
+    Plan,
+    pipeline_position,
+    without_pipeline,
+)
 from autopar.ir.batches import captured_batch, fits_graph, with_batch
 from autopar.pipeline.stage_costs import StageTables
 from autopar.search.balance import balance, mean_bytes
@@ -125,8 +132,8 @@ class _Search:
         self.bound: float = math.inf if bound is None else bound - self.hardware.reserved_bytes
         self.found = Findings(self.bound, faster_than_seconds)
         self.asked_micro_batches = request.chosen_micro_batches
-        self.position = self.mesh.index(PIPELINE_AXIS)
-        self.ranks = self.mesh.sizes[self.position]
+        self.position = pipeline_position(self.mesh)
+        self.ranks = dict(self.mesh.axes)[PIPELINE_AXIS]
         self.stage_mesh = without_pipeline(self.mesh)
         self.graphs: dict[int, Graph] = {}
         self.inside: dict[int, MeshSearch] = {}

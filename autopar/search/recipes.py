@@ -85,12 +85,13 @@ def meeting_of(recipe: RecipeLike, mesh: Mesh | None) -> Meeting | None:
             f"cannot be run together yet. Take a mesh without the axis {PIPELINE_AXIS}, such as "
             f"mesh={{'dp': {mesh.size}}}, or a recipe without replicas, such as ddp."
         )
-    axis = axis or mesh.names[0]
-    if others or (isinstance(named, str) and len(mesh.axes) > 1) or axis != mesh.names[0]:
-        sizes = ", ".join(f"{each!r}: {size}" for each, size in mesh.axes)
+    first = mesh.placed.names[0]
+    axis = axis or first
+    if others or (isinstance(named, str) and len(mesh.axes) > 1) or axis != first:
+        sizes = ", ".join(f"{each!r}: {size}" for each, size in mesh.placed.axes)
         raise RecipeError(
             f"The recipe {format_recipe(recipe)!r} was asked for on the mesh {{{sizes}}}: replicas lie along one axis, "
-            f"which is the first of the mesh. Name it, such as recipe={{{mesh.names[0]!r}: {name!r}}}, or give the "
+            f"which is the first of the mesh. Name it, such as recipe={{{first!r}: {name!r}}}, or give the "
             "axes in another order."
         )
     rule, _, number = name.partition(":")

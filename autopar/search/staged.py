@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 from autopar.errors import AutoparError, PlanError, SearchError
-from autopar.ir import PIPELINE_AXIS, Plan
+from autopar.ir import Plan, pipeline_position
 from autopar.ir.recompute import Recompute, RecomputeWish, is_saved_wish
 from autopar.pipeline.schedules import actions, waits_for_sends
 from autopar.pipeline.simulation import Simulation, simulate
@@ -335,7 +335,7 @@ class StagedPlan:
         if isinstance(again, int) and again >= table.most_repeating(cuts.cuts):
             setting = replace(setting, recompute="full")
         names = [table.starts[block] for block in cuts.cuts]
-        position = self.tables.blocks.world.index(PIPELINE_AXIS)
+        position = pipeline_position(self.tables.blocks.world)
         pipeline = setting.shape.cut(names, position)
         plan = replace(self.plan, recompute=setting.recompute, pipeline=pipeline)
         return Priced(setting, plan, seconds, run, cuts, self.share)

@@ -35,6 +35,14 @@ def test_a_plan_with_replicas_is_text_and_json_and_back() -> None:
     assert PLAN.world_mesh == Mesh.parse("far=2,dp=4") and PLAN.replica_mesh == PLAN.mesh
 
 
+def test_replicas_lie_where_their_axis_is_placed_whatever_the_order() -> None:
+    text = TEXT.replace("far=2,dp=4", "far=2,dp=4 order dp,far")
+    assert Plan.parse(text) == PLAN  # one axis is left to nest
+    text = TEXT.replace("far=2,dp=4", "far=2,dp=4,tp=2 order tp,dp,far")
+    plan = Plan.parse(text.replace("op linear_1: b", "op linear_1: - b"))
+    assert str(plan.world_mesh) == "far=2,dp=4,tp=2 order far,tp,dp"
+
+
 def test_replicas_of_a_single_rank_lie_on_a_mesh_of_one() -> None:
     assert mesh_of_replica(Mesh.parse("dp=4"), "dp") == Mesh((ALONE,))
     assert mesh_of_all(Mesh((ALONE,)), Meeting("dp", 4, 1)) == Mesh.parse("dp=4")

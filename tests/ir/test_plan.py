@@ -248,6 +248,12 @@ def test_recomputed_blocks_are_text_and_json_and_back(recompute, text):
     assert parse_wish("0.5") == 0.5 and parse_wish("3") == 3 and parse_wish("none") == "none"
 
 
+@pytest.mark.parametrize("order", ["pp,tp,dp", "tp,pp,dp", "tp,dp,pp"])
+def test_stages_lie_where_their_axis_is_placed_whatever_the_order(order):
+    text = STAGED_TEXT.replace("dp=2,pp=2,tp=2", f"pp=2,dp=2,tp=2 order {order}")
+    assert str(Plan.parse(text).world_mesh) == "pp=2,dp=2,tp=2 order pp,tp,dp"
+
+
 def test_a_mesh_of_stages_alone():
     plan = Plan(Mesh.of({"dp": 1}), "f", "", 2, {}, {}, {}, pipeline=Pipeline(2, "gpipe", ("a",)))
     assert "mesh pp=2,dp=1\n" in str(plan)

@@ -22,6 +22,13 @@ WIDTH, ROWS = 64, 8
 PARAMETER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
 
 
+def test_the_first_axis_is_the_first_that_is_placed() -> None:
+    mesh = Mesh.parse("far=2,tp=2 order tp,far")
+    assert meeting_of({"far": "local:4"}, mesh) == Meeting("far", 2, 4)
+    with pytest.raises(RecipeError, match=r"on the mesh {'far': 2, 'tp': 2}: replicas lie along"):
+        meeting_of({"tp": "local:4"}, mesh)
+
+
 @pytest.mark.parametrize(
     "recipe", ["far:diloco:10,dp:zero3", "local:4", "async-server:0", "dp:geo:2,tp:tp+sp"]
 )
