@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -68,10 +69,18 @@ class Adoption:
         _replace_parameters(optimizer, self._successors)
 
 
-def adopt(model: nn.Module, device_mesh: DeviceMesh, earlier: Adoption | None = None) -> Adoption:
+def adopt(
+    model: nn.Module, device_mesh: DeviceMesh, earlier: Adoption | None = None, planned: DeviceMesh | None = None
+) -> Adoption:  # fmt: skip
     """Replaces every parameter by a replicated DTensor; after an earlier adoption, only the new parameters.
 
     These may be shards, or owners' parts, of copies that the script made of the model's layers: they are gathered.
+
+    Args:
+        model: the user's model.
+        device_mesh: any mesh over all ranks, on which the DTensors lie.
+        earlier: what an earlier call returned.
+        planned: the mesh of the plan, if there is one; its axes may have another order.
 
     Raises CaptureError for a model that is distributed already.
     """
@@ -83,7 +92,7 @@ def adopt(model: nn.Module, device_mesh: DeviceMesh, earlier: Adoption | None = 
                 continue
             if id(parameter) not in successors:
                 whole = parameter
-                if earlier is not None and _lies_on(parameter, device_mesh):
+                if earlier is not None and _lies_on(parameter, (device_mesh, planned)):
                     whole = nn.Parameter(_gathered(parameter), parameter.requires_grad)
                 _refuse_distributed(whole, f"{path}.{name}".lstrip("."))
                 successors[id(parameter)] = _replicated(whole, device_mesh)
@@ -114,8 +123,8 @@ def refuse_plain(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         )
 
 
-def _lies_on(parameter: nn.Parameter, device_mesh: DeviceMesh) -> bool:
-    return isinstance(parameter, DTensor) and parameter.device_mesh == device_mesh
+def _lies_on(parameter: nn.Parameter, meshes: Sequence[DeviceMesh | None]) -> bool:
+    return isinstance(parameter, DTensor) and parameter.device_mesh in meshes
 
 
 def _gathered(parameter: DTensor) -> Tensor:

@@ -101,7 +101,7 @@ class Placement:
         assert self.store is not None and self.fixed is not None
         model, world = self._model, self.store.world
         if self.adoption is not None and self._settings.device_mesh is not None:
-            adopt(model, self._settings.device_mesh, self.adoption)
+            adopt(model, self._settings.device_mesh, self.adoption, world.device_mesh)
         values = replaced_values(model, names, world)
         self.store.fill(programs.whole, model, values, frozenset(names))
         planned = programs.whole.plan.parameters

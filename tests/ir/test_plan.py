@@ -68,7 +68,7 @@ def test_notes_keep_their_kind():
     assert pickle.loads(pickle.dumps(price)).kind == "price"
     with pytest.raises(
         PlanError,
-        match="a text by one of axes, price, stages, unasked, runner-up, tiers, replicas, owners, versions, decomp",
+        match="by one of axes, price, stages, unasked, runner-up, tiers, replicas, owners, versions, decomposed, not",
     ):
         Plan.from_json({**PLAN.to_json(), "notes": [{"joke": "x"}]})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -64,7 +65,15 @@ def made_and_read_back(text: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "text", ["a=2,b=2", "a=2,b=2 order b,a", "pp=2,a=2,b=1 order pp,b,a", "a=1,b=4 order b,a"]
+    "text",
+    [
+        "a=2,b=2",
+        "a=1,b=4",
+        "a=2,b=1,c=2",
+        "a=2,b=2 order b,a",
+        "pp=2,a=2,b=1 order pp,b,a",
+        "a=1,b=4 order b,a",
+    ],
 )
 def test_a_device_mesh_reads_back(four_ranks: Ranks, text: str) -> None:
     mesh = Mesh.parse(text).without_axis("pp") or Mesh.parse(text)
@@ -83,3 +92,24 @@ def uneven() -> str:
 def test_ranks_in_no_order_are_refused(four_ranks: Ranks) -> None:
     for said in four_ranks.run(uneven):
         assert "[0, 1, 3, 2]: along an axis they do not lie at equal distances" in said
+
+
+def with_a_copied_layer(mesh: Any, is_early: bool) -> tuple[str, float]:
+    """The plan and the loss of a model whose layer becomes a copy, made before the plan or after it."""
+    model, batch, loss_fn = make_on("cpu", "mlp")
+    made = autopar.compile(
+        model, loss_fn=loss_fn, mesh=mesh, recipe=RECIPE, pins={"up.weight": "S(0)@dp"}
+    )
+    early = copy.deepcopy(model.up)
+    made.step(*batch)
+    model.up = early if is_early else copy.deepcopy(model.up)
+    return str(made.plan), made.step(*batch).item()
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_layer_is_replaced_by_its_copy_in_an_order_of_the_search(
+    four_ranks: Ranks, is_early: bool
+) -> None:
+    expected = single("mlp", steps=1)["losses"][0]
+    for plan, loss in four_ranks.run(with_a_copied_layer, {"dp": 2, "tp": 2}, is_early):
+        assert f"mesh {ORDERED}" in plan and abs(loss - expected) < 1e-9
