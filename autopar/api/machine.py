@@ -16,6 +16,8 @@ from autopar.ir import (
     PIPELINE_AXIS,
     Mesh,
     Plan,
+    pipeline_position,
+    with_pipeline,
     without_pipeline,
 )
 from autopar.runtime.processes import axes_of_device_mesh
@@ -51,10 +53,14 @@ def axes_of(mesh: MeshLike | None, plan: Plan | None) -> Mesh | None:
         axes = without_pipeline(axes)
     if axes.names == (PIPELINE_AXIS,):  # every stage has a mesh, if one of a single rank
         axes = Mesh((*axes.axes, *without_pipeline(axes).axes))
+    elif PIPELINE_AXIS in axes.names:
+        axes = with_pipeline(
+            without_pipeline(axes), dict(axes.axes)[PIPELINE_AXIS], pipeline_position(axes)
+        )
     if plan is None:
         return axes
-    if plan.world_mesh.placed != axes.placed:
+    if not axes.admits(plan.world_mesh):
         raise MeshError(
             f"The plan was made for the mesh {plan.world_mesh}, and the mesh given is {axes}."
         )
-    return plan.world_mesh  # a plan chooses the order of the axes itself
+    return plan.world_mesh  # with the order of its axes

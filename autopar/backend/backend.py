@@ -154,7 +154,7 @@ def _request(options: Mapping[str, Any], stored: Mesh | None, device: torch.devi
     if given is not None:
         mesh = Mesh.of(given)
     refuse_stages(mesh)
-    if stored is not None and stored.placed != mesh.placed:
+    if stored is not None and not mesh.admits(stored):
         raise MeshError(
             f"autopar.shard_ has cut the parameters over the mesh {stored}, and the backend is given "
             f"{mesh}; leave the option out, or shard over the same."

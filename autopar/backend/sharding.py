@@ -115,9 +115,9 @@ def _axes(plan_or_recipe: Plan | RecipeLike, mesh: Mesh | Mapping[str, int] | No
     is_plan = isinstance(plan_or_recipe, Plan)
     planned = plan_or_recipe.world_mesh if is_plan else Mesh((("dp", world_size()),))  # type: ignore[union-attr]
     axes = planned if mesh is None else Mesh.of(mesh)
-    if is_plan and axes.placed != planned.placed:
+    if is_plan and not axes.admits(planned):
         raise MeshError(f"The plan is for the mesh {planned}, and the mesh given is {axes}.")
-    axes = planned if is_plan else axes  # a plan chooses the order of the axes itself
+    axes = planned if is_plan else axes  # with the order of its axes
     refuse_stages(axes)
     refuse_places(plan_or_recipe, axes)
     if is_plan and plan_or_recipe.meeting is not None:  # type: ignore[union-attr]
@@ -355,5 +355,10 @@ def world_of(mesh: Mesh, device: torch.device) -> World:
     known = _WORLDS.setdefault(dist.group.WORLD, {})
     key = (mesh, device.type)
     if key not in known:
-        known[key] = make_world(mesh, device, None)
+        made = make_world(mesh, device, None)
+        assert made.device_mesh is not None, "there is a default group"
+        read = axes_of_device_mesh(
+            made.device_mesh
+        )  # as `mesh_of` reads it, with axes of one rank elsewhere
+        known[key] = known[read, device.type] = made
     return known[key]

@@ -197,6 +197,20 @@ class Mesh:
             mesh = mesh.without_axis(name) if mesh and size == 1 else mesh
         return mesh
 
+    def admits(self, other: Mesh) -> bool:
+        """Whether the other mesh has these axes, placed alike, and this order if it differs from the placement.
+
+        An axis of one rank may be placed anywhere.
+
+        >>> ordered = Mesh.parse("dp=2,tp=4 order tp,dp")
+        >>> Mesh.parse("dp=2,tp=4").admits(ordered), ordered.admits(Mesh.parse("dp=2,tp=4"))
+        (True, False)
+        """
+        if dict(self.axes) != dict(other.axes):
+            return False
+        own, others = self.used, other.used
+        return own == others or (own == own.placed == others.placed if own and others else False)
+
     @cached_property
     def names(self) -> tuple[str, ...]:
         return tuple(name for name, _ in self.axes)

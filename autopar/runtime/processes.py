@@ -101,9 +101,11 @@ def axes_of_device_mesh(device_mesh: DeviceMesh) -> Mesh:
 def _axes(axes: tuple[tuple[str, int], ...], ranks: tuple[int, ...]) -> Mesh:
     """The mesh with these axes, on which these ranks lie row-major over the axes."""
     number = {rank: i for i, rank in enumerate(sorted(ranks))}  # a part of a larger mesh has gaps
-    strides, steps = dict[str, int](), 1
+    strides, stride, steps = dict[str, int](), 0, 1
     for name, size in reversed(axes):
-        strides[name] = number[ranks[steps]] - number[ranks[0]] if size > 1 else 0
+        if size > 1:
+            stride = number[ranks[steps]] - number[ranks[0]]
+        strides[name] = stride  # an axis of one rank lies anywhere: here beside the next axis
         steps *= size
     mesh = Mesh(axes, tuple(sorted(dict(axes), key=lambda name: -strides[name])))
     expected = [mesh.rank_at(place) for place in itertools.product(*map(range, mesh.sizes))]

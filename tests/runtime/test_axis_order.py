@@ -79,6 +79,7 @@ def test_a_device_mesh_reads_back(four_ranks: Ranks, text: str) -> None:
     mesh = Mesh.parse(text).without_axis("pp") or Mesh.parse(text)
     for found in four_ranks.run(made_and_read_back, text):
         assert Mesh.parse(found).used == mesh.used
+        assert found == str(mesh) or mesh.placement
 
 
 def uneven() -> str:
@@ -113,3 +114,57 @@ def test_a_layer_is_replaced_by_its_copy_in_an_order_of_the_search(
     expected = single("mlp", steps=1)["losses"][0]
     for plan, loss in four_ranks.run(with_a_copied_layer, {"dp": 2, "tp": 2}, is_early):
         assert f"mesh {ORDERED}" in plan and abs(loss - expected) < 1e-9
+
+
+def sharded_and_compiled(cut: Any, given: Any) -> dict[str, Any]:
+    """Training under the backend, with parameters cut over one mesh and another text of it as an option."""
+    model, batch, loss_fn = make_on("cpu", "mlp")
+    autopar.shard_(model, {"dp": "zero3", "tp": "zero3"}, mesh=cut)
+    torch.compiler.reset()
+    call = torch.compile(model, backend="autopar", options={"mesh": given})
+
+    def step(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = loss_fn(call(x), target)  # type: ignore[operator]
+        loss.backward()
+        return loss.detach()
+
+    return train(model, step, batch)
+
+
+ONE_OF_ONE = "dp=2,z=1,tp=2 order tp,z,dp"
+
+
+@pytest.mark.parametrize(
+    ("cut", "given"),
+    [
+        (ORDERED, {"dp": 2, "tp": 2}),
+        ({"dp": 1, "tp": 4}, {"dp": 1, "tp": 4}),
+        (ONE_OF_ONE, ONE_OF_ONE),
+    ],
+    ids=str,
+)
+def test_shards_on_ordered_meshes_and_beside_axes_of_one_rank(
+    four_ranks: Ranks, cut: Any, given: Any
+) -> None:
+    expected = single("mlp")
+    for found in four_ranks.run(sharded_and_compiled, cut, given):
+        assert difference(found, expected) < 1e-9
+
+
+def of_two_orders() -> tuple[list[str], dict[str, Any]]:
+    """What is said where a mesh names another order than a plan, and training with the plan on a mesh without one."""
+    model, batch, loss_fn = make_on("cpu", "mlp")
+    plan = autopar.explain(model, batch, loss_fn=loss_fn, mesh=ORDERED, recipe=RECIPE).plan
+    said = []
+    for refused in ("tp=2,dp=2", "tp=2,dp=2 order dp,tp"):
+        with pytest.raises(MeshError) as error:
+            autopar.compile(model, loss_fn=loss_fn, plan=plan, mesh=refused)
+        said.append(str(error.value))
+    made = autopar.compile(model, loss_fn=loss_fn, plan=plan, mesh={"dp": 2, "tp": 2})
+    return said, train(made, made.step, batch)
+
+
+def test_a_plan_keeps_its_order_on_a_mesh_that_names_none(four_ranks: Ranks) -> None:
+    for said, found in four_ranks.run(of_two_orders):
+        assert all(f"The plan was made for the mesh {ORDERED}, and" in each for each in said)
+        assert difference(found, single("mlp")) < 1e-9
