@@ -49,6 +49,8 @@ class Captured:
         writes: changes of attributes of modules by the forward, which the runtime repeats after every step.
         forms: a line for every class of modules that was captured in another form (`autopar.capture.forms`).
         ran: the code of the user's and of installed libraries that the capture has run, each with its globals.
+        is_clean: whether the passes that clean a graph up (`autopar.passes.CLEANUP`) have run over this one.
+        is_stored: whether an earlier start has made the capture, so that the model's Python has not run.
         sets_up: whether a library has noted something in the model that stays (`autopar.capture.writes`).
     """
 
@@ -76,6 +78,8 @@ class Captured:
     writes: tuple[Write, ...] = ()
     numbers: tuple[NumberInput, ...] = ()
     ran: tuple[tuple[CodeType, Mapping[str, Any]], ...] = ()
+    is_clean: bool = False
+    is_stored: bool = False
     sets_up: bool = False
 
     def gradient_dtype(self, name: str, used: torch.dtype) -> torch.dtype:

@@ -32,7 +32,7 @@ from autopar.ir import MixedPrecision
 _PLAIN = {
     "parameters": dict, "tied": dict, "frozen": frozenset, "buffers": dict, "inputs": dict, "is_step": bool,
     "training": bool, "has_loss_fn": bool, "has_more": bool, "differentiable": frozenset, "whole_outputs": bool,
-    "forms": tuple,
+    "forms": tuple, "is_clean": bool,
 }  # fmt: skip
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 

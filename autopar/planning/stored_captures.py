@@ -33,6 +33,7 @@ from autopar.capture.portable import refuse_unportable
 from autopar.capture.python_state import NoText, PythonState
 from autopar.ir import MixedPrecision
 from autopar.ir.files import write_whole
+from autopar.passes import clean_up
 from autopar.planning.stored_plans import code_version, text_of
 
 log = logging.getLogger("autopar")
@@ -99,7 +100,10 @@ class StoredCaptures:
     folder: Path | None
 
     def captured(self, question: CaptureQuestion, capture: Callable[[], Captured]) -> Captured:
-        """The stored capture for a question, or else that of `capture()`, which is then stored if it can be."""
+        """The stored capture for a question, or else that of `capture()`, which is then stored if it can be.
+
+        Captures are cleaned before they are stored, since that takes longer than reading them.
+        """
         if self.folder is None:
             return capture()
         state = question.state()
@@ -112,6 +116,8 @@ class StoredCaptures:
         found = self._read(path, key, state, question)
         if found is None:
             found = capture()
+            clean_up(found.module)
+            found = dataclasses.replace(found, is_clean=True)
             self._write(path, key, state, question, found)
         return found
 
@@ -131,7 +137,7 @@ class StoredCaptures:
             log.info("The stored capture %s is not used, and made again: %s", path, error)
             return None
         log.info("The capture was stored by an earlier start (%s).", path)
-        return found
+        return dataclasses.replace(found, is_stored=True)
 
     def _write(
         self,
@@ -161,7 +167,7 @@ class StoredCaptures:
 
 def is_same_capture(captured: Captured, other: Captured) -> bool:
     """Whether two captures of one model are equal in everything that is computed from them."""
-    apart = ("module", "constants", "guards", "ran")  # compared in a way of their own
+    apart = ("module", "constants", "guards", "ran", "is_stored")  # compared in a way of their own
     names = [f.name for f in dataclasses.fields(Captured) if f.name not in apart]
     return (
         all(getattr(captured, name) == getattr(other, name) for name in names)

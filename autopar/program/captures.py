@@ -118,10 +118,13 @@ class SizedCaptures:
         raise AssertionError("it was not that of any earlier batch")
 
     def _run(self, capture: Capture, dims: OpenDims) -> Captured:
-        self.count += 1
+        self.count += 1  # also where the model raises
         found = capture(dims)
+        self.count -= found.is_stored
+        if found.is_clean:
+            return found
         clean_up(found.module)
-        return found
+        return replace(found, is_clean=True)
 
 
 def at_sizes(captured: Captured, shapes: Sequence[Sequence[int]]) -> Captured:

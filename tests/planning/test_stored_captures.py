@@ -20,6 +20,7 @@ from autopar.capture.export import capture_step
 from autopar.ir import MixedPrecision
 from autopar.planning import stored_captures
 from autopar.planning.stored_captures import CaptureQuestion, StoredCaptures, is_same_capture
+from autopar.program.captures import SizedCaptures
 from autopar.runtime.stand_ins import stand_ins
 
 HELPER = """
@@ -153,6 +154,20 @@ def test_a_second_start_captures_nothing(starts):
     assert starts.count == 1 and len(starts.files) == 1
     assert first.fingerprint == second.fingerprint == third.fingerprint
     assert second.guards.hold() and len(second.guards) == len(first.guards) > 8
+
+
+def test_a_second_start_captures_no_length(starts):
+    found = []
+    for runs in (2, 0):
+        captures, digests = SizedCaptures(), []
+        for rows in (4, 6, 8, 16):
+            made = captures.captured(
+                ((rows, 4), (rows, 4)), lambda dims, rows=rows: starts.start(rows=rows, dims=dims)
+            )
+            digests.append((made.fingerprint, made.guards.hold(), made.is_clean))
+        assert captures.count == runs and not captures.why_closed
+        found.append(digests)
+    assert found[0] == found[1] and starts.count == 2
 
 
 def edited(name, old, new):
