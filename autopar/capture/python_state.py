@@ -17,7 +17,7 @@ import functools
 import gc
 import hashlib
 import types
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,6 +46,7 @@ from autopar.capture.values import MISSING, MUTABLE, elements, is_plain, slots
 _MOST_OBJECTS = 200_000
 _MOST_BYTES = 2**28  # of tensors and arrays whose values are a part of the state
 _TABLES = frozenset(vars(nn.Module()))
+_DICTS = (dict, OrderedDict)
 _OWN_TABLES = ("_parameters", "_buffers", "_modules")
 # Entries of a class that no code reads, or that Python fills in when it likes.
 _UNREAD = frozenset({
@@ -252,9 +253,20 @@ class PythonState:
         for name, child in module._modules.items():
             self._put(f"module {name}", child)
         self._spaces[id(vars(module))] = self._numbers[id(module)]
+        hooks = {
+            name: x for name, x in vars(module).items() if name in _TABLES and type(x) in _DICTS
+        }
         for name, x in vars(module).items():
-            if name not in _OWN_TABLES and (name not in _TABLES or x or x is False):
+            if name not in _OWN_TABLES and name not in hooks:
                 self._entry(module, name, x)
+        self._hooks({name: table for name, table in hooks.items() if name not in _OWN_TABLES})
+
+    def _hooks(self, tables: Mapping[str, Mapping[int, Any]]) -> None:
+        """A module's hooks, each with the place of its number: the numbers are those of all hooks of the process."""
+        places = {key: i for i, key in enumerate(sorted(set().union(*tables.values())))}
+        for name, table in tables.items():
+            for key, hook in table.items():
+                self._put(f"{name} {places[key]}", hook)
 
     def _attributes(self, value: Any, hidden: bool) -> None:
         """The attributes of an object of the user's, or of one of torch's that only torch's own code reads."""
