@@ -50,7 +50,12 @@ from autopar.search.trials import (
     refined_trials_of,
     trials_of,
 )
-from autopar.search.unsplit_axis import open_trials_of, unsplit_trials_of, with_axis_as_two
+from autopar.search.unsplit_axis import (
+    open_trials_of,
+    parts_of,
+    unsplit_trials_of,
+    with_axis_as_two,
+)
 
 Promised = tuple[Mesh, str, int]  # mesh, recipe and micro-batches of a promise
 
@@ -257,9 +262,15 @@ class _Outer:
     def _try_without_recipes(self, explored: Explored | None, tried: Tried) -> None:
         """Searches meshes without a recipe where ranks that repeat work may gain (`autopar.search.unsplit_axis`).
 
-        If one of them is the best, an axis of it is also taken as two, so that ops may split two factors along it.
+        Meshes that were searched under a recipe keep the names of their axes. If one of the meshes is the best, an
+        axis of it is also taken as two, so that ops may split two factors along it.
         """
         trials = open_trials_of(self.graph, self.request, explored, tried.best_seconds)
+        plain = {parts_of(each.mesh): each for each, _ in reversed(tried.ranked)}
+        trials = [
+            plain.get(parts_of(each.mesh), each)._replace(recipe=each.recipe, known=None)
+            for each in trials
+        ]
         self._try_by_promises(trials, tried)
         if tried.found and tried.ranked[0][0].mesh in [each.mesh for each in trials]:
             self._try_by_promises(with_axis_as_two(tried.ranked[0][0]), tried)
