@@ -59,6 +59,13 @@ class Seconds(NamedTuple):
 
 
 BUCKET_BYTES = 25 * 2**20  # of torch's DistributedDataParallel; the runtime's default
+FEWEST_BUCKETS = 4
+SMALLEST_BUCKET_BYTES = 2**20  # as the first bucket of torch's DistributedDataParallel
+
+
+def overlapping_bytes(total_bytes: int, bucket_bytes: int) -> int:
+    """Bytes of a bucket that cut a small total into several, but not into too small ones."""
+    return min(bucket_bytes, max(total_bytes // FEWEST_BUCKETS, SMALLEST_BUCKET_BYTES))
 
 
 class _Message(NamedTuple):

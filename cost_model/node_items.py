@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from autopar.cost_model.arith import Quantity
-from autopar.cost_model.collectives import BUCKET_BYTES, collective_seconds
+from autopar.cost_model.collectives import BUCKET_BYTES, collective_seconds, overlapping_bytes
 from autopar.cost_model.compute import inner_tensors
 from autopar.cost_model.hardware import Hardware, Link
 from autopar.cost_model.items import COMPUTE, FULL, Item, Phase, Places, Region, TrainingState
@@ -40,7 +40,8 @@ class NodeItems:
         layers: path of a list of repeated layers -> its number of layers, where it differs from the graph's number.
         training_state: gradients and optimizer states that training keeps for each parameter.
         fused: whether chains of element-wise ops run as one kernel, as `torch.compile` makes them.
-        bucket_bytes: bytes of a bucket: parameters and gradients share collectives of this size.
+        bucket_bytes: bytes of a bucket: parameters and gradients share collectives of this size. By default those of
+            the runtime, and no more than all parameters have: together they pay for one collective at least.
         recomputed: names of the ops that run again when their block is recomputed.
         micro_batches: number of micro-batches of a step.
         position: mesh coordinates of the rank whose memory is priced; it matters for parameters that one rank owns, see
@@ -57,14 +58,15 @@ class NodeItems:
         layers: Mapping[str, Quantity] | None = None,
         training_state: TrainingState = FULL,
         fused: bool = False,
-        bucket_bytes: float = BUCKET_BYTES,
+        bucket_bytes: float | None = None,
         recomputed: Collection[str] = (),
         position: Position | None = None,
         micro_batches: int = 1,
     ) -> None:
         self.micro_batches = micro_batches
         self.position = position or [0] * len(sizes.mesh.axes)
-        self.graph, self.sizes, self.bucket_bytes = graph, sizes, bucket_bytes
+        self.graph, self.sizes = graph, sizes
+        self.bucket_bytes = _bucket_bytes(graph) if bucket_bytes is None else bucket_bytes
         self.hardware, self.links, self.training_state = hardware, tuple(links), training_state
         self.layers = {stack.path: stack.layers for stack in graph.stacks} | dict(layers or {})
         self.recomputed = frozenset(recomputed)
@@ -163,6 +165,17 @@ def _places_of_step(layout: Sequence[State], step: LayoutStep) -> Places:
     if step.source.kind == step.target.kind == "O":
         found += ((step.axis, (step.source.owner, step.target.owner)),)
     return found
+
+
+def _bucket_bytes(graph: Graph) -> int:
+    """Bytes of a bucket of the runtime, for the parameters of a model: at most all of them."""
+    count_of = graph.stands_for
+    held = (
+        count_of.get(name, 1) * math.prod(tensor.shape) * tensor.itemsize_bytes
+        for name, tensor in ((each, graph.tensors[at]) for each, at in graph.parameters.items())
+    )
+    total_bytes = max(1, sum(held))
+    return min(total_bytes, overlapping_bytes(total_bytes, BUCKET_BYTES))
 
 
 def regions_of(graph: Graph) -> dict[str, Region]:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import cached_property
 
 from autopar.cost_model.arith import Quantity, larger
-from autopar.cost_model.collectives import BUCKET_BYTES
 from autopar.cost_model.decomposed import Decomposed
 from autopar.cost_model.flow import Flow
 from autopar.cost_model.hardware import Hardware, Link
@@ -61,7 +60,7 @@ class Pricer:
         training_state: TrainingState = FULL,
         fused: bool = False,
         regathers: bool = False,
-        bucket_bytes: float = BUCKET_BYTES,
+        bucket_bytes: float | None = None,
         blocks: Mapping[str, Hashable] | None = None,
         again: Collection[str] = (),
         selected: Selected | None = None,

@@ -16,7 +16,6 @@ from typing import Any
 import sympy
 
 from autopar.cost_model.arith import Quantity
-from autopar.cost_model.collectives import BUCKET_BYTES
 from autopar.cost_model.evaluation import Formulas
 from autopar.cost_model.hardware import Hardware, Link
 from autopar.cost_model.items import FULL, Holding, Item, TrainingState
@@ -160,7 +159,7 @@ class Expressions:
         training_state: TrainingState = FULL,
         fused: bool = False,
         regathers: bool = False,
-        bucket_bytes: float = BUCKET_BYTES,
+        bucket_bytes: float | None = None,
         blocks: Mapping[str, Hashable] | None = None,
         again: Collection[str] = (),
         selected: Selected | None = None,

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from autopar.cost_model.collectives import overlapping_bytes
 from autopar.passes.group_gathers import Chain, find_entries, group_gathers
 from autopar.runtime.gather import route_of
 from autopar.runtime.hops import Route, signature, transposed
-from autopar.runtime.parameters import overlapping_bytes
 from autopar.runtime.transfer import Transfer, travel
 from autopar.runtime.world import World
 

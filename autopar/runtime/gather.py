@@ -23,13 +23,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopar import _torch
+from autopar.cost_model.collectives import overlapping_bytes
 from autopar.ir import Mesh
 from autopar.ops.collectives import Collective, result_shape
 from autopar.ops.moves import is_move
 from autopar.passes.group_gathers import Chain, find_gathers, group_gathers
 from autopar.runtime.failing_op import naming_tensors
 from autopar.runtime.hops import Hop, Route, cast, moving, signature, transposed
-from autopar.runtime.parameters import overlapping_bytes
 from autopar.runtime.transfer import Transfer, travel
 from autopar.runtime.world import World
 

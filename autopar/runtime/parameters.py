@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from autopar import _torch
+from autopar.cost_model.collectives import overlapping_bytes
 from autopar.errors import CaptureError
 from autopar.ir import Layout, Mesh, O, ParameterPlan, R, State, Tier, V, local_shape
 from autopar.ir.tier import is_farther
@@ -35,9 +36,6 @@ from autopar.program.program import Program, TensorSpec
 from autopar.runtime.hops import Hop, Route, cast, moving, route, signature, transposed
 from autopar.runtime.transfer import Transfer, travel
 from autopar.runtime.world import World
-
-_FEWEST_BUCKETS = 4
-_SMALLEST_BUCKET_BYTES = 2**20  # as the first bucket of torch's DistributedDataParallel
 
 
 def placements(layout: Layout, mesh: Mesh) -> tuple[Placement, ...]:
@@ -360,11 +358,6 @@ class _Way:
     def withdraw(self, tier: Tier) -> None:
         """Adds the moves to a tier that is farther from the device, if it is."""
         self.hops, self.tier = (*self.hops, *moving(self.shape, self.tier, tier)), tier
-
-
-def overlapping_bytes(total_bytes: int, bucket_bytes: int) -> int:
-    """Bytes of a bucket that cut a small total into several, but not into too small ones."""
-    return min(bucket_bytes, max(total_bytes // _FEWEST_BUCKETS, _SMALLEST_BUCKET_BYTES))
 
 
 def batches(

@@ -27,6 +27,7 @@ from autopar.ir.recompute import Recompute
 from autopar.planning.planning import prepare_step
 from autopar.proof.random_plan import random_plan
 from autopar.search import search
+from tests.search import stacked
 from tests.support.llama import Llama
 
 MESH = Mesh.of({"dp": 2, "tp": 2})
@@ -96,6 +97,24 @@ def test_a_faster_machine_is_never_slower(seed: int) -> None:
         assert step_of(seed, faster).seconds() <= plain
     slower = dataclasses.replace(H100, host_seconds=H100.host_seconds + 1e-5)
     assert step_of(seed, slower).seconds() > plain
+
+
+def test_gradients_that_fill_no_bucket_take_one_collective_at_least() -> None:
+    """They paid for their part of a bucket of 25 MiB: all together for a thousandth of the latency.
+
+    Two of 6 MiB each, of 12 in all, fill a bucket of the runtime each.
+    """
+    slow = dataclasses.replace(H100, inside_node=Link(1e15, 1.0))
+    for model, buckets in (
+        (stacked.residual(2), 1),
+        (stacked.residual(2, stacked.Sizes(vocab=98304)), 2),
+    ):
+        plan = search(model, {"x": 2}, hardware=H100, recipe="ddp")
+        links = [slow.link(plan.mesh, 0)]
+        pricer = Pricer(model, plan, sizes=Sizes(plan.mesh), hardware=slow, links=links)
+        sent = [i for i in pricer.items() if i.phase == "reduce" and i.ranks > 1]
+        # An all-reduce over two ranks is two steps of the ring.
+        assert sum(i.count * i.seconds for i in sent) == pytest.approx(2 * buckets, rel=0.01)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
