@@ -15,9 +15,12 @@ from autopar.search.problem import Problem
 
 def composed(problem: Problem, assignment: Assignment) -> Step:
     """Time and memory of the step of an assignment; they equal those of the plan for all layers."""
-    parts = Parts(problem, assignment)
-    step = problem.prices.step
-    return replace(step, items=tuple(parts.items()), holdings=tuple(parts.holdings()), _sums={})
+    steps, key = problem.prices.steps, assignment.key
+    if key not in steps:
+        parts, step = Parts(problem, assignment), problem.prices.step
+        items, holdings = tuple(parts.items()), tuple(parts.holdings())
+        steps[key] = replace(step, items=items, holdings=holdings, _sums={})
+    return steps[key]
 
 
 class Parts:

@@ -33,9 +33,9 @@ import numpy as np
 
 from autopar.errors import SearchError
 from autopar.ir.pipeline import PLACEMENTS
-from autopar.pipeline.schedules import Actions, actions, splits_backward, waits_for_sends
-from autopar.pipeline.simulation import simulate
+from autopar.pipeline.schedules import actions, splits_backward, waits_for_sends
 from autopar.pipeline.stage_table import StageTable, WholeModel
+from autopar.pipeline.step_timer import StepTimer
 from autopar.search.cut_bounds import ROUNDING, best_cuts, earliest, is_less, least_largest
 from autopar.search.shape import Shape
 from autopar.units import format_bytes
@@ -141,8 +141,7 @@ def least_seconds(table: StageTable, shape: Shape, cuts: tuple[int, ...]) -> flo
     backward = [float(table.backward_seconds[edge]) for edge in edges]
     is_split = splits_backward(shape.blank)
     before = least = 0.0
-    for rank in range(shape.ranks):
-        stages = shape.blank.stages_of(rank)
+    for rank, stages in enumerate(shape.stages_of):
         busy = shape.micro_batches * sum(forward[each] + backward[each] for each in stages)
         least = max(least, before + busy)
         before += forward[rank] + (0.0 if is_split else backward[rank])
@@ -160,6 +159,7 @@ class _Problem:
         self.table, self.shape, self.memory_bytes = table, shape, memory_bytes
         self.flights = shape.in_flight()
         self.versions = shape.further_versions
+        self._steps: dict[tuple[int, ...], float] = {}  # cuts -> seconds of their simulated step
 
     @cached_property
     def held(self) -> np.ndarray:
@@ -294,16 +294,18 @@ class _Problem:
 
     def _step_key(self, each: Balance) -> tuple[float, ...]:
         """Key to compare cuts, smaller is better: excess bytes, then the seconds of the simulated schedule."""
-        waits = waits_for_sends(self.shape.schedule)
-        run = simulate(self._actions, self.table.stages(each.cuts), waits_for_sends=waits)
-        return (self._excess(each), run.step_seconds)
+        if each.cuts not in self._steps:
+            self._steps[each.cuts] = self._timer.seconds(self.table.stages(each.cuts))
+        return (self._excess(each), self._steps[each.cuts])
 
     def _excess(self, each: Balance) -> float:
         return max(0.0, max(each.rank_bytes) - self.memory_bytes)
 
     @cached_property
-    def _actions(self) -> Actions:
-        return actions(self.shape.blank, self.shape.micro_batches)
+    def _timer(self) -> StepTimer:
+        waits = waits_for_sends(self.shape.schedule)
+        lists = actions(self.shape.blank, self.shape.micro_batches)
+        return StepTimer.of(lists, waits_for_sends=waits)
 
     def of(self, cuts: tuple[int, ...]) -> Balance:
         """These cuts with their seconds and bytes on every rank."""
@@ -328,8 +330,7 @@ class _Problem:
     @cached_property
     def _stages_of(self) -> np.ndarray:
         """The stages of every rank, of shape `(ranks, chunks)`."""
-        blank = self.shape.blank
-        return np.array([blank.stages_of(rank) for rank in range(self.shape.ranks)])
+        return np.array(self.shape.stages_of)
 
     def does_not_fit(self, least: Balance) -> SearchError:
         """The error that says which rank of the least overfull cuts is too full, and with what."""

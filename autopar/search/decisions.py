@@ -24,6 +24,11 @@ class Assignment:
     parameters: Mapping[int, ParameterPlan]
     inputs: Mapping[int, Layout]
 
+    @property
+    def key(self) -> object:
+        """All decisions in their order, which decides in what order their prices are added up."""
+        return self.labels, tuple(self.parameters.items()), tuple(self.inputs.items())
+
 
 @dataclass(frozen=True)
 class Layouts:

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 
 from autopar.errors import MeshError, PlanError, RecipeError, SearchError, StateError
 from autopar.ir import PIPELINE_AXIS, Graph, Mesh, ParameterPlan
-from autopar.ir.batches import captured_batch, with_batch
+from autopar.ir.batches import captured_batch
 from autopar.search.decomposed import with_decomposed
 from autopar.search.delayed import with_delays
 from autopar.search.given import GivenMesh, Planned
 from autopar.search.replicas import with_meeting
 from autopar.search.request import Request
 from autopar.search.request_fields import AUTO_AXES
+from autopar.search.searches import Searches
 from autopar.search.stored import with_stores
 from autopar.search.trials import Searched, Trial
 
@@ -33,6 +34,7 @@ class SettingSearch:
         captured: number of captured batches that make up a step, if the request names no batch.
         fingerprint: hash of the captured graph, which the plan records.
         fixed_storage: layouts of parameters that are placed already, by name.
+        searches: searches of layouts that other settings made before.
     """
 
     graph: Graph
@@ -40,6 +42,7 @@ class SettingSearch:
     captured: int
     fingerprint: str
     fixed_storage: Mapping[str, ParameterPlan] | None
+    searches: Searches
 
     @property
     def rows(self) -> int:
@@ -60,9 +63,7 @@ class SettingSearch:
             raise SearchError(
                 f"{count} micro-batches do not divide a batch of {self.rows} samples."
             )
-        graph = self.graph
-        if rows != captured_batch(graph):
-            graph = with_batch(graph, rows)
+        graph = self.searches.with_batch(self.graph, rows)
         asked = asked.but(
             batch=None, micro_batches=trial.micro_batches or (None if asked.has_stages else count)
         )
@@ -70,8 +71,9 @@ class SettingSearch:
         if known is not None:
             faster_than_seconds = known.price.step_seconds
         given = GivenMesh(
-            graph, asked, self.fingerprint, count, self.fixed_storage, faster_than_seconds
-        )
+            graph, asked, self.fingerprint, count, self.fixed_storage, faster_than_seconds,
+            self.searches,
+        )  # fmt: skip
         if gives_up and given.cannot_fit:
             raise SearchError(f"No plan with {count} micro-batches fits.")
         found = given.search()
@@ -140,12 +142,9 @@ class SettingSearch:
 
         They are infinite where the recipe rules the mesh out.
         """
-        graph, request = self.graph, self.request
-        if self.rows // count != captured_batch(graph):
-            graph = with_batch(graph, self.rows // count)
+        request = self.request.but(micro_batches=count, offload=False)
+        graph = self.searches.with_batch(self.graph, self.rows // count)
         try:
-            return GivenMesh(
-                graph, request.but(micro_batches=count, offload=False), captured=count
-            ).flat_seconds
+            return GivenMesh(graph, request, captured=count, searches=self.searches).flat_seconds
         except (MeshError, PlanError, RecipeError, SearchError):
             return math.inf

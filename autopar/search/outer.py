@@ -32,6 +32,7 @@ from autopar.search.orders import best_order, words_of_order
 from autopar.search.recipes import format_recipe, is_open
 from autopar.search.refined import Finer, of_given_mesh, words_of_heads
 from autopar.search.request import Request
+from autopar.search.searches import Searches
 from autopar.search.staged import SlowerError
 from autopar.search.trials import (
     MOST_EXACT,
@@ -102,6 +103,7 @@ class _Outer:
 
     Attributes:
         promises: seconds without a bound on memory.
+        searches: searches of layouts, which all settings share.
     """
 
     graph: Graph
@@ -111,13 +113,15 @@ class _Outer:
     fixed_storage: Mapping[str, ParameterPlan] | None
     faster_than_seconds: float = math.inf
     promises: dict[Promised, float] = field(default_factory=dict)
+    searches: Searches = field(default_factory=Searches)
 
     @property
     def _inside(self) -> SettingSearch:
         """The search for the plan of one setting."""
         return SettingSearch(
-            self.graph, self.request, self.captured, self.fingerprint, self.fixed_storage
-        )
+            self.graph, self.request, self.captured, self.fingerprint, self.fixed_storage,
+            self.searches,
+        )  # fmt: skip
 
     def run(self) -> Searched:
         found = self._found()

@@ -43,7 +43,7 @@ from autopar.ir import (
     pipeline_position,
     without_pipeline,
 )
-from autopar.ir.batches import captured_batch, fits_graph, with_batch
+from autopar.ir.batches import captured_batch, fits_graph
 from autopar.pipeline.stage_costs import StageTables
 from autopar.search.balance import balance, mean_bytes
 from autopar.search.pipeline_notes import notes_of, of_layouts
@@ -323,7 +323,7 @@ class _Search:
                     f"A batch of {rows} cannot be divided into {micro_batches} micro-batches; give a number "
                     f"among {', '.join(map(str, divisors(rows)))}."
                 )
-            self.graphs[micro_batches] = with_batch(self.graph, rows // micro_batches)
+            self.graphs[micro_batches] = self.searches.with_batch(self.graph, rows // micro_batches)
         return self.graphs[micro_batches]
 
     def _micro_batches(self) -> Sequence[int]:

@@ -165,6 +165,7 @@ class Prices:
     Attributes:
         step: a step without items, which has the figures of the machine and the number of micro-batches.
         blocks: for every kind of block, index of a class -> number of its ops in such a block.
+        steps: steps of assignments that were composed before, see `autopar.search.assignment_parts`.
     """
 
     def __init__(
@@ -188,6 +189,9 @@ class Prices:
         self._parameters: dict[object, tuple[tuple[Item, ...], tuple[Holding, ...]]] = {}
         self._every: dict[object, tuple[Item, ...]] = {}
         self._all_parameters: dict[object, tuple[tuple[Item, ...], tuple[Holding, ...]]] = {}
+        self._gathered: dict[tuple[int, TieredLayout, Layout], float] = {}
+        self._working: dict[tuple[int, Labels], float] = {}
+        self.steps: dict[object, Step] = {}
         self._kinds = self._number_kinds()
         self.blocks, self._uses = self._find_blocks()
 
@@ -271,13 +275,19 @@ class Prices:
 
     def gathered_bytes(self, index: int, source: TieredLayout, target: Layout) -> float:
         """Bytes of the copies that a use of one parameter of an entry gathers."""
-        name = self.fold.entries[index].names[0]
-        return sum(float(h.bytes) for h in self.nodes.gathered(name, source, target, "", ""))
+        key = (index, source, target)
+        if key not in self._gathered:
+            held = self.nodes.gathered(self.fold.entries[index].names[0], source, target, "", "")
+            self._gathered[key] = sum(float(h.bytes) for h in held)
+        return self._gathered[key]
 
     def working_bytes(self, index: int, labels: Labels) -> float:
         """Bytes that one op of a class needs only while it runs."""
-        held = self.nodes.working(self.fold.classes[index].op, labels, "")
-        return sum(float(h.bytes) for h in held)
+        key = (index, labels)
+        if key not in self._working:
+            held = self.nodes.working(self.fold.classes[index].op, labels, "")
+            self._working[key] = sum(float(h.bytes) for h in held)
+        return self._working[key]
 
     def uses(self, index: int) -> Mapping[tuple[Use, ...], int]:
         """The uses of one parameter of an entry, in order -> number of its parameters that are used so."""

@@ -101,6 +101,7 @@ class Problem:
         self._legal: dict[tuple[int, Labels], bool] = {}
         self._cuts: dict[tuple[Dims, Layout], bool] = {}
         self.programs = Solved()
+        self._views: dict[tuple[Recipe, ...], tuple[list[ChoiceFilter], CollapsedViews]] = {}
         self._forget_prices()
         self._constrain(recipes)
 
@@ -111,6 +112,15 @@ class Problem:
             other = self._under[key] = copy.copy(self)
             other._constrain(recipes)
         return self._under[key]
+
+    def with_tiers(self, tiers: Sequence[Tiering]) -> Problem:
+        """This problem with other tiers for parameters, with the same cache of prices."""
+        if tuple(tiers) == tuple(self.tiers):
+            return self
+        other = copy.copy(self)
+        other.tiers, other._ways = tiers, {}
+        other._constrain(self.recipes)
+        return other
 
     def exposed(self, exposure: Exposure) -> Problem:
         """This problem with another exposure. Equal exposures give the same object."""
@@ -144,10 +154,9 @@ class Problem:
 
     def _constrain(self, recipes: Sequence[Recipe]) -> None:
         self.recipes = tuple(recipes)
-        self._filters = [ChoiceFilter(self.graph, recipe) for recipe in recipes]
-        views = CollapsedViews(
-            self.graph, self.fold, self.saved, self.pins, self._filters, self._dividing
-        )
+        if self.recipes not in self._views:
+            self._views[self.recipes] = self._collapse()
+        self._filters, views = self._views[self.recipes]
         self.collapsed, self.made = views.collapsed, views.made
         self.free = [c for c in range(len(self.ops)) if c not in self.collapsed]
         self.priced_entries = [e for e in range(len(self.entries)) if not self._is_inside(e)]
@@ -157,6 +166,14 @@ class Problem:
         self.solved: dict[object, object] = {}
         self._under: dict[tuple[Recipe, ...], Problem] = {}
         self._exposed: list[Problem] = []
+
+    def _collapse(self) -> tuple[list[ChoiceFilter], CollapsedViews]:
+        """The choices that the recipes allow on every axis, and the views that are collapsed under them."""
+        filters = [ChoiceFilter(self.graph, recipe) for recipe in self.recipes]
+        views = CollapsedViews(
+            self.graph, self.fold, self.saved, self.pins, filters, self._dividing
+        )
+        return filters, views
 
     def _mark(self, name: str) -> Hashable:
         """What distinguishes an op or parameter from equal ones: ops share a decision only if their marks are equal."""

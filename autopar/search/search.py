@@ -188,10 +188,17 @@ class MeshSearch:
         )  # fmt: skip
         return cls(problem, recipe, fingerprint, hardware, software, training_state, lone, given)
 
-    def under(self, recipe: RecipeLike) -> MeshSearch:
-        """The same search under another recipe, with the same folded graph and prices; errors as in `search`."""
+    def under(self, recipe: RecipeLike, tiers: Sequence[Tiering] | None = None) -> MeshSearch:
+        """The same search under another recipe, with the same folded graph and prices; errors as in `search`.
+
+        Args:
+            recipe: the other recipe.
+            tiers: memories in which parameters may be, where no recipe names one; by default those of this search.
+        """
         rows = resolve(recipe, self.problem.mesh)
-        return replace(self, problem=self.problem.under(rows), recipe=recipe)
+        check_axes(self.problem.graph, self.problem.mesh, rows)
+        problem = self.problem if tiers is None else self.problem.with_tiers(tiers)
+        return replace(self, problem=problem.under(rows), recipe=recipe)
 
     def within(self, memory_bytes: int | None) -> Found:
         """The fastest plan within a memory bound. Raises SearchError if no plan fits."""
@@ -245,8 +252,7 @@ class MeshSearch:
 
     def _cost_once(self, assignment: Assignment, plan: Plan) -> StepCost:
         """The cost of the plan of an assignment; searches under other recipes and bounds find the same ones again."""
-        parameters, inputs = assignment.parameters.items(), assignment.inputs.items()
-        key = assignment.labels, tuple(parameters), tuple(inputs)
+        key = assignment.key
         if key not in self._costs:
             self._costs[key] = self._cost(plan)
         return self._costs[key]

@@ -1,16 +1,19 @@
 """The searches on single meshes that one question needs; equal ones are made once.
 
 A mesh is searched without recomputation, with it, and under recipes. Many of these searches ask for the same layouts
-under other bounds on memory, so that they share solved programs (`autopar.search.search.MeshSearch`).
+under other bounds on memory, so that they share solved programs (`autopar.search.search.MeshSearch`). Those that differ
+in the recipe or in the tiers of parameters alone share the folded graph and its prices.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Unpack
+from typing import NamedTuple, Unpack
 
 from autopar.cost_model import Hardware
 from autopar.ir import Graph, Mesh
+from autopar.ir.batches import captured_batch, with_batch
+from autopar.search.recipe_rows import ON_DEVICE
 from autopar.search.recipes import format_recipe
 from autopar.search.search import Choices, MeshSearch
 
@@ -19,7 +22,8 @@ from autopar.search.search import Choices, MeshSearch
 class Searches:
     """Searches by what they were asked for: graph, mesh, hardware and choices."""
 
-    _known: list[tuple[tuple[object, ...], MeshSearch]] = field(default_factory=list)
+    _known: list[tuple[_Asked, MeshSearch]] = field(default_factory=list)
+    _graphs: dict[tuple[int, int], tuple[Graph, Graph]] = field(default_factory=dict)
 
     def on(
         self, graph: Graph, mesh: Mesh, *, hardware: Hardware, **choices: Unpack[Choices]
@@ -31,15 +35,45 @@ class Searches:
         asked = _asked(graph, mesh, hardware, choices)
         known = next((search for key, search in self._known if key == asked), None)
         if known is None:
-            known = MeshSearch.of(graph, mesh, hardware=hardware, **choices)
+            alike = next((s for key, s in self._known if key.priced == asked.priced), None)
+            if alike is None:
+                known = MeshSearch.of(graph, mesh, hardware=hardware, **choices)
+            else:
+                tiers = choices.get("tiers", (ON_DEVICE,))
+                known = alike.under(choices.get("recipe", "auto"), tiers)
             self._known.append((asked, known))
         return known
 
+    def with_batch(self, graph: Graph, rows: int) -> Graph:
+        """The graph with this number of rows; the same object for equal arguments, so that searches are the same."""
+        if rows == captured_batch(graph):
+            return graph
+        key = (id(graph), rows)
+        if key not in self._graphs:
+            self._graphs[key] = graph, with_batch(graph, rows)
+        return self._graphs[key][1]
 
-def _asked(graph: Graph, mesh: Mesh, hardware: Hardware, choices: Choices) -> tuple[object, ...]:
-    """A key that is equal for equal searches; every search keeps its graph and layouts, so that ids stay unique."""
-    by_value = dict(choices)
+
+class _Asked(NamedTuple):
+    """A key that is equal for equal searches; every search keeps its graph and layouts, so that ids stay unique.
+
+    Attributes:
+        priced: everything that prices depend on.
+        recipe: the recipe, as text.
+        tiers: memories in which parameters may be.
+    """
+
+    priced: tuple[object, ...]
+    recipe: str
+    tiers: object
+
+
+def _asked(graph: Graph, mesh: Mesh, hardware: Hardware, choices: Choices) -> _Asked:
+    by_value: dict[str, object] = dict(choices)
     placed = by_value.pop("fixed_storage", None)
-    by_value["recipe"] = format_recipe(choices.get("recipe", "auto"))
+    recipe = format_recipe(choices.get("recipe", "auto"))
+    by_value.pop("recipe", None)
+    tiers = by_value.pop("tiers", (ON_DEVICE,))
     by_value["pins"] = dict(choices.get("pins") or {})
-    return id(graph), id(placed) if placed else None, mesh, hardware, by_value
+    priced = (id(graph), id(placed) if placed else None, mesh, hardware, by_value)
+    return _Asked(priced, recipe, tiers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -37,10 +38,15 @@ class Shape:
         """The pipeline with its cuts. Raises PlanError where the schedule cannot have such a shape."""
         return Pipeline(self.ranks, self.schedule, tuple(cuts), position)
 
-    @property
+    @cached_property
     def blank(self) -> Pipeline:
         """A pipeline of this shape with arbitrary cuts, for computations that do not depend on the cuts."""
         return self.cut([str(number) for number in range(1, self.stages)])
+
+    @cached_property
+    def stages_of(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of every rank, in the graph's order."""
+        return tuple(self.blank.stages_of(rank) for rank in range(self.ranks))
 
     @property
     def flights(self) -> np.ndarray:

@@ -13,6 +13,7 @@ from autopar.explanation.report import as_text
 from autopar.ir.pipeline import SCHEDULES, Pipeline
 from autopar.pipeline.schedules import actions, fewest_micro_batches
 from autopar.pipeline.simulation import Simulation, Span, StageCosts, simulate
+from autopar.pipeline.step_timer import StepTimer
 from autopar.views.gantt import Gantt
 
 FORWARD, BACKWARD = 1.0, 2.0  # of a rank's layers, whatever its number of stages
@@ -181,6 +182,15 @@ def test_a_rank_does_one_thing_at_a_time_and_all_of_it(case):
         assert result.step_seconds >= work * (1 - 1e-9)
         assert result.peak_bytes[rank] <= micro_batches * sum(c.saved_bytes for c in own)
     assert 0 <= result.bubble_fraction + 1e-9 < 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(priced(), st.booleans())
+def test_a_timer_gives_the_seconds_of_the_simulation_to_the_last_bit(case, waits):
+    found, micro_batches, costs = case
+    lists = actions(found, micro_batches)
+    whole = simulate(lists, costs, waits_for_sends=waits).step_seconds
+    assert StepTimer.of(lists, waits_for_sends=waits).seconds(costs) == whole
 
 
 @settings(max_examples=60, deadline=None)

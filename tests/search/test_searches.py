@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from autopar.cost_model.hardware import Host
 from autopar.ir import UNSPLIT, Mesh
 from autopar.search import search
 from autopar.search.axis import AxisSolutions
 from autopar.search.decisions import Assignment
 from autopar.search.milp import AxisProgram
+from autopar.search.recipe_rows import ON_DEVICE, Tiering
 from autopar.search.search import MeshSearch
 from autopar.search.searches import Searches
 from tests.search.graphs import LlamaSizes, llama
@@ -38,6 +42,20 @@ def test_a_search_under_a_recipe_finds_the_plan_of_a_search_with_it() -> None:
     for recipe in ("dp:ddp,tp:tp", "dp:zero3,tp:tp+sp"):
         expected = search(GRAPH, MESH, hardware=TOY, recipe=recipe)
         assert shared.under(recipe).within(None).plan == expected
+
+
+def test_questions_that_differ_in_recipe_and_tiers_share_prices_and_no_plan() -> None:
+    searches, host = Searches(), Host(10**9, 1e9, 1e-6, 1e9)
+    hardware = replace(TOY, host=host)
+    far = Tiering("host", "device")
+    asked = [("auto", (ON_DEVICE,)), ("dp:zero3", (ON_DEVICE,)), ("auto", (ON_DEVICE, far))]
+    found = [searches.on(GRAPH, MESH, hardware=hardware, recipe=r, tiers=t) for r, t in asked]
+    assert len({id(each.problem.prices) for each in found}) == 1
+    bound = found[0].smallest().cost.memory_bytes
+    for each, (recipe, tiers) in zip(found, asked, strict=True):
+        alone = MeshSearch.of(GRAPH, MESH, hardware=hardware, recipe=recipe, tiers=tiers)
+        assert each.within(None).plan == alone.within(None).plan
+        assert each.within(int(2 * bound)).plan == alone.within(int(2 * bound)).plan
 
 
 def test_a_bound_below_an_impossible_one_is_not_solved(monkeypatch: pytest.MonkeyPatch) -> None:
