@@ -409,14 +409,14 @@ def _forward_gradients() -> list[float]:
     return [p.grad.full_tensor().norm().item() for p in made.parameters()]  # type: ignore[union-attr]
 
 
-def plan_of_mlp(storage: str, resident: str = "V@dp", tier: str = "") -> autopar.Plan:
+def plan_of_mlp(storage: str, resident: str = "V@dp") -> autopar.Plan:
     """A plan whose first parameter is stored so."""
     model, batch, _ = make("mlp")
     made = autopar.compile(model, loss_fn=mean_square, mesh={"dp": 1}, example_inputs=batch)
     text = str(made.plan).replace("mesh dp=1", "mesh dp=2")
     first = next(iter(made.plan.parameters))
     lines = [
-        f"parameter {first}: {storage}{tier} | {resident} | step"
+        f"parameter {first}: {storage} | {resident} | step"
         if line.startswith(f"parameter {first}:")
         else line
         for line in text.split("\n")
@@ -431,28 +431,19 @@ def test_an_owner_that_the_axis_does_not_have_is_named_with_the_numbers_there_ar
         plan_of_mlp("O(2)@dp")
 
 
-def test_what_an_owner_cannot_have_yet_is_refused(two_ranks: Ranks) -> None:
-    plans = [plan_of_mlp("O(1)@dp", tier=" host"), plan_of_mlp("R", "O(1)@dp", tier=" host")]
-    for found in two_ranks.run(_refusals, plans):
-        assert "stores parameter up.weight on one rank" in found[0]
-        assert "in the tier host; one of both" in found[0]
-        assert "uses parameter up.weight on one rank" in found[1]
-
-
-@captured_once()
-def _refusals(plans: list[autopar.Plan]) -> list[str]:
-    found = []
-    for plan in plans:
-        model, batch, _ = make("mlp")
-        try:
-            autopar.compile(model, loss_fn=mean_square, plan=plan, example_inputs=batch)
-        except autopar.PlanError as error:
-            found.append(str(error))
-    return found
-
-
-def test_a_plan_as_text_is_run(two_ranks: Ranks) -> None:
-    (found, expected), _ = two_ranks.run(_by_text, plan_of_mlp("O(1)@dp", "R"))
+@pytest.mark.parametrize(
+    ("storage", "resident"),
+    [
+        ("O(1)@dp", "R"),
+        ("O(1)@dp host", "V@dp"),
+        ("R host", "O(1)@dp"),
+        ("O(0)@dp host", "O(1)@dp"),
+        ("O(1)@dp host", "O(1)@dp host"),
+        ("O(1)@dp host", "V@dp host"),
+    ],
+)
+def test_a_plan_as_text_is_run(two_ranks: Ranks, storage: str, resident: str) -> None:
+    (found, expected), _ = two_ranks.run(_by_text, plan_of_mlp(storage, resident))
     assert found == pytest.approx(expected, rel=1e-12)
 
 
