@@ -22,7 +22,7 @@ from autopar.search.search import Choices, MeshSearch
 class Searches:
     """Searches by what they were asked for: graph, mesh, hardware and choices."""
 
-    _known: list[tuple[_Asked, MeshSearch]] = field(default_factory=list)
+    _known: list[tuple[_Question, MeshSearch]] = field(default_factory=list)
     _graphs: dict[tuple[int, int], tuple[Graph, Graph]] = field(default_factory=dict)
 
     def on(
@@ -54,7 +54,7 @@ class Searches:
         return self._graphs[key][1]
 
 
-class _Asked(NamedTuple):
+class _Question(NamedTuple):
     """A key that is equal for equal searches; every search keeps its graph and layouts, so that ids stay unique.
 
     Attributes:
@@ -68,7 +68,7 @@ class _Asked(NamedTuple):
     tiers: object
 
 
-def _asked(graph: Graph, mesh: Mesh, hardware: Hardware, choices: Choices) -> _Asked:
+def _asked(graph: Graph, mesh: Mesh, hardware: Hardware, choices: Choices) -> _Question:
     by_value: dict[str, object] = dict(choices)
     placed = by_value.pop("fixed_storage", None)
     recipe = format_recipe(choices.get("recipe", "auto"))
@@ -76,4 +76,4 @@ def _asked(graph: Graph, mesh: Mesh, hardware: Hardware, choices: Choices) -> _A
     tiers = by_value.pop("tiers", (ON_DEVICE,))
     by_value["pins"] = dict(choices.get("pins") or {})
     priced = (id(graph), id(placed) if placed else None, mesh, hardware, by_value)
-    return _Asked(priced, recipe, tiers)
+    return _Question(priced, recipe, tiers)

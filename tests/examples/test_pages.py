@@ -63,6 +63,7 @@ torch.manual_seed(0)  # every rank has the same batch
 inputs, targets = torch.randn(8, 8), torch.randint(4, (8,))
 model = Towers()
 """
+VACANT = TOWERS.replace("(8, 8)", "(9, 8)").replace("(8,)", "(9,)")  # rows for three workers
 LOADED = f"""{SMALL}
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -173,6 +174,7 @@ CASES = (
     Case("shapes", (3,), ranks=2, prints=1, slow=True),
     Case("owners", before=TOWERS, ranks=2, slow=True),
     Case("owners", (1,), before=TOWERS, ranks=4, slow=True),
+    Case("owners", (2,), before=VACANT, ranks=4, slow=True),
     Case("versions", (0,), before=DEEP, ranks=4, slow=True),
     Case("versions", (1,), ranks=2, prints=1, slow=True),
     Case("frameworks", (0,), before=LANGUAGE, ranks=2, slow=True),

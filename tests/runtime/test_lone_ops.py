@@ -124,12 +124,12 @@ def test_pinned_towers_in_stages_train_as_one_process_does(four_ranks: Ranks) ->
 def sharded() -> dict[str, Any]:
     model, batch = towers()
     made = autopar.compile(
-        model, loss_fn=loss_fn, mesh={"x": 2, "y": 2}, recipe={"x": "ddp", "y": "zero1"},
+        model, loss_fn=loss_fn, mesh="x=2,y=2 order y,x", recipe={"x": "ddp", "y": "zero1"},
         pins={"b": "@0@x"}, example_inputs=batch,
     )  # fmt: skip
     plan = str(made.plan)
-    assert "parameter a.2.weight: S(0)@y | V@x V@y" in plan
-    assert "parameter b.2.weight: O(0)@x S(0)@y | O(0)@x V@y" in plan
+    assert "parameter a.2.weight: S(0)@y | V@y V@x" in plan
+    assert "parameter b.2.weight: S(0)@y O(0)@x | V@y O(0)@x" in plan
     return train(made, made.step, batch, steps=10)
 
 

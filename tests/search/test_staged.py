@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from autopar.ir import Mesh, Plan
+from autopar.pipeline.simulation import StageCosts
 from autopar.pipeline.stage_table import StageTable, WholeModel
 from autopar.search.balance import least_overfull, never_waiting_seconds
 from autopar.search.shape import Shape
@@ -50,6 +51,9 @@ class Tables:
         number = {"none": 0, "full": 4}.get(recompute, recompute)
         seconds = [2.0] * number + [1.0] * (4 - number)
         return table(recompute, seconds, self.saved_bytes[recompute])
+
+    def costs(self, recompute, cuts) -> tuple[StageCosts, ...]:
+        return self.at(recompute).stages(cuts)
 
     def whole(self, recompute) -> WholeModel:
         return self.at(recompute).whole
