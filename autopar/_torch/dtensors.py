@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 
 def local_tensor(parameter: Tensor) -> Tensor:
@@ -32,7 +33,18 @@ def dtensor(
     stride = torch.empty(shape, device="meta").stride()
     meta = TensorMeta(torch.Size(shape), stride, local.dtype)
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
-    return DTensor(local, spec, requires_grad=False)
+    return DTensor(_from_its_start(local), spec, requires_grad=False)
+
+
+def _from_its_start(x: Tensor) -> Tensor:
+    """The same memory, with a storage that begins where the tensor does.
+
+    A DTensor takes the storage offset of its shard for its own address, and torch then copies a storage that is not
+    there: `copy.deepcopy` fails with "Attempted to call copy_() on an invalid python storage" (torch 2.13).
+    """
+    if x.storage_offset() == 0 or x.is_meta or type(x) is not Tensor:
+        return x
+    return from_dlpack(to_dlpack(x.detach()))
 
 
 def replicates_implicitly() -> bool:
@@ -56,7 +68,7 @@ def accumulate_gradient(parameter: nn.Parameter, local: Tensor) -> None:
         grad = parameter.grad
         (grad._local_tensor if isinstance(grad, DTensor) else grad).add_(local)
     elif isinstance(parameter, DTensor):
-        parameter.grad = DTensor(local, parameter._spec, requires_grad=False)
+        parameter.grad = DTensor(_from_its_start(local), parameter._spec, requires_grad=False)
     else:
         parameter.grad = local
 

@@ -1,5 +1,7 @@
 """DTensors made of local shards, and the local shards of DTensors."""
 
+import copy
+
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -21,6 +23,16 @@ def test_another_local_tensor_takes_the_place_of_the_first(parameter):
     plain = torch.nn.Parameter(torch.zeros(2))
     _torch.set_local_tensor(plain, torch.ones(2))
     assert plain.tolist() == [1, 1]
+
+
+def test_a_dtensor_over_a_part_of_a_buffer_can_be_copied(parameter):
+    buffer = torch.arange(6.0)
+    made = _torch.dtensor(buffer[2:].view(2, 2).t(), parameter.device_mesh, [Replicate()], (2, 2))
+    twin = copy.deepcopy(made)
+    made.add_(1)
+    assert buffer.tolist() == [0, 1, 3, 4, 5, 6]
+    assert made.full_tensor().tolist() == [[3, 5], [4, 6]]
+    assert twin.full_tensor().tolist() == [[2, 4], [3, 5]]
 
 
 def test_a_dtensor_over_a_meta_shard(parameter):
