@@ -10,7 +10,6 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.utils.dlpack import from_dlpack, to_dlpack
 
 
 def local_tensor(parameter: Tensor) -> Tensor:
@@ -33,18 +32,21 @@ def dtensor(
     stride = torch.empty(shape, device="meta").stride()
     meta = TensorMeta(torch.Size(shape), stride, local.dtype)
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
-    return DTensor(_from_its_start(local), spec, requires_grad=False)
+    return _over(local, spec)
 
 
-def _from_its_start(x: Tensor) -> Tensor:
-    """The same memory, with a storage that begins where the tensor does.
+def _over(local: Tensor, spec: DTensorSpec) -> DTensor:
+    """A DTensor over a shard that may be a part of a buffer.
 
-    A DTensor takes the storage offset of its shard for its own address, and torch then copies a storage that is not
-    there: `copy.deepcopy` fails with "Attempted to call copy_() on an invalid python storage" (torch 2.13).
+    A DTensor takes the storage offset of its first shard for its own address, and torch then copies a storage that is
+    not there: `copy.deepcopy` fails with "Attempted to call copy_() on an invalid python storage" (torch 2.13). So it
+    is made over the beginning of the buffer.
     """
-    if x.storage_offset() == 0 or x.is_meta or type(x) is not Tensor:
-        return x
-    return from_dlpack(to_dlpack(x.detach()))
+    if local.storage_offset() == 0:
+        return DTensor(local, spec, requires_grad=False)
+    made = DTensor(local.as_strided(local.shape, local.stride(), 0), spec, requires_grad=False)
+    made._local_tensor = local
+    return made
 
 
 def replicates_implicitly() -> bool:
@@ -68,7 +70,7 @@ def accumulate_gradient(parameter: nn.Parameter, local: Tensor) -> None:
         grad = parameter.grad
         (grad._local_tensor if isinstance(grad, DTensor) else grad).add_(local)
     elif isinstance(parameter, DTensor):
-        parameter.grad = DTensor(_from_its_start(local), parameter._spec, requires_grad=False)
+        parameter.grad = _over(local, parameter._spec)
     else:
         parameter.grad = local
 
