@@ -66,7 +66,8 @@ def _refuse_asking(code: types.CodeType, space: Mapping[str, Any], where: str) -
     named = sorted(_ASKING & set(code.co_names))
     if named:
         raise NoText(f"{where} names {named[0]}, which may say something else at every start")
-    imported = [name for name in imports_of(code) if not _is_pure(name)]
+    package = space.get("__package__") or ""
+    imported = [name for name, _ in imports_of(code, package) if not _is_pure(name)]
     if imported:
         raise NoText(f"{where} imports {imported[0]}")
     for name, _ in globals_of(code):

@@ -28,6 +28,7 @@ from autopar.capture.user_code import (
     GENERATORS,
     OTHERS,
     globals_of,
+    imports_of,
     is_count,
     is_installed,
     is_users,
@@ -231,6 +232,13 @@ class Reads:
                 for name in entries:
                     words = f"{space.__qualname__}.{name}"
                     self._note(Place(entries, name, words, place.line), None, optional=True)
+
+    def find_imports(self) -> None:
+        """Notes what code names of the modules that it has imported while it ran."""
+        for code, space in list(self._globals.items()):
+            for name, line in imports_of(code, space.get("__package__") or ""):
+                if (module := sys.modules.get(name)) is not None:
+                    self._name(module, Place({}, name, name, f"{code.co_filename}:{line}"), code)
 
     def find_cells(self) -> None:
         """Notes the cells of the closures that ran: those of functions that hold what the run has found."""

@@ -30,6 +30,7 @@ _FOLDERS = (_HERE + os.sep, *(os.path.join(_SITE, name) + os.sep for name in OTH
 _GENERATED = ("<frozen", "<string>", "<eval_with_key>", "<attrs", "<__array_function__")
 _INSTALLED = ("site-packages", "dist-packages")
 GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
+_FILLING = ("CACHE", "EXTENDED_ARG")
 _COUNTS = ("+", "+=", "-", "-=")
 
 
@@ -105,9 +106,16 @@ def globals_of(code: types.CodeType) -> Iterator[tuple[str, int]]:
             yield op.argval, line
 
 
-def imports_of(code: types.CodeType) -> list[str]:
-    """The modules that a code imports while it runs."""
-    return [op.argval for op in dis.get_instructions(code) if op.opname == "IMPORT_NAME"]
+def imports_of(code: types.CodeType, package: str) -> Iterator[tuple[str, int]]:
+    """The modules that a code of a package imports while it runs, by their full names, each with its line."""
+    ops = [op for op in dis.get_instructions(code) if op.opname not in _FILLING]
+    line, path = code.co_firstlineno, package.split(".")
+    for i, op in enumerate(ops):
+        line = op.positions.lineno if op.positions and op.positions.lineno else line
+        if op.opname == "IMPORT_NAME":
+            dots = ops[i - 2].argval  # on the stack below the names that are imported
+            parents = path[: max(0, len(path) - dots + 1)] if dots else []
+            yield ".".join(filter(None, [*parents, op.argval])), line
 
 
 def is_state_of_numpy(state: Any, other: Any) -> bool:

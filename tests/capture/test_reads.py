@@ -9,6 +9,7 @@ from torch import nn
 
 import autopar
 from autopar.capture.export import capture_forward
+from autopar.capture.user_code import imports_of
 
 
 class Inner:
@@ -68,3 +69,32 @@ def test_a_step_follows_such_an_entry(monkeypatch):
     first = float(made.step(x, 0 * x))
     monkeypatch.setattr(SETTINGS, "second", 6.0)  # three times as much, and squared
     assert float(made.step(x, 0 * x)) == pytest.approx(9 * first)
+
+
+class Importing(nn.Module):
+    def forward(self, x):
+        import settings_of_a_script
+
+        return x * settings_of_a_script.second
+
+
+class ImportingName(nn.Module):
+    def forward(self, x):
+        from settings_of_a_script import second
+
+        return x * second
+
+
+@pytest.mark.parametrize("kind", [Importing, ImportingName])
+def test_what_a_function_reads_of_a_module_that_it_imports_is_guarded(kind, monkeypatch):
+    monkeypatch.setitem(sys.modules, SETTINGS.__name__, SETTINGS)
+    guards = capture_forward(kind(), (torch.ones(2),), {}).guards
+    assert guards.hold()
+    monkeypatch.setattr(SETTINGS, "second", 5.0)
+    assert "settings_of_a_script.second" in str(guards.broken())
+
+
+def test_imports_have_full_names():
+    code = compile("import xml.dom as d\nfrom . import reads\nfrom ..ops import nodes", "", "exec")
+    found = [name for name, _ in imports_of(code, "autopar.capture")]
+    assert found == ["xml.dom", "autopar.capture", "autopar.ops"]

@@ -393,6 +393,17 @@ def test_what_may_depend_on_more_is_not_stored(starts, caplog, name):
     assert "The capture is not stored: " in caplog.text and why in caplog.text
 
 
+def test_a_number_that_only_the_forward_imports_is_not_stored(starts, caplog, monkeypatch):
+    starts.write("imported_late", "PART = 2.0")
+    starts.edit("written", "return F.gelu", "from imported_late import PART; return PART * F.gelu")
+    monkeypatch.setitem(sys.modules, "imported_late", None)  # put back afterwards
+    del sys.modules["imported_late"]
+    importlib.import_module("imported_late")
+    with caplog.at_level(logging.INFO, "autopar"):
+        starts.start()
+    assert not starts.files and "imported_late.PART" in caplog.text
+
+
 def test_a_model_of_an_installed_library_is_not_stored(starts, caplog):
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
