@@ -56,6 +56,8 @@ def refuse_unportable(captured: Captured, state: PythonState) -> None:
             raise NoText(f"{where} belongs to an installed library")
         if not state.has_code(code):
             raise NoText(f"{where} is found in a way that only running it shows")
+        if state.has_unknown_default(code):
+            raise NoText(f"a default of {where} can be another one at every start")
         _refuse_asking(code, space, where)
     for guard in captured.guards:
         state.address(guard.place)

@@ -57,6 +57,7 @@ _NAMED = (
     types.BuiltinFunctionType, types.WrapperDescriptorType, types.MethodDescriptorType, types.MethodWrapperType,
     types.ClassMethodDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType,
 )  # fmt: skip
+_BOUND = (types.MethodType, types.BuiltinFunctionType, types.MethodWrapperType)
 _ATTRIBUTES = (types.GetSetDescriptorType, types.MemberDescriptorType)  # of slots
 _PARTS = {
     property: ("fget", "fset", "fdel"), staticmethod: ("__func__",), classmethod: ("__func__",),
@@ -88,6 +89,7 @@ class PythonState:
         self._entries: set[tuple[int, Any]] = set()  # number of a holder, and a key of it
         self._unknown: set[int] = set()  # ids
         self._codes: dict[types.CodeType, str] = {}  # of functions that were met -> a hash
+        self._functions: dict[types.CodeType, list[types.FunctionType]] = {}
         self._queue: deque[tuple[Any, bool]] = deque()
         self._bytes = 0
         for space in (torch, nn.functional, Tensor):
@@ -146,6 +148,13 @@ class PythonState:
         """Whether the code of a function, or of one that it makes, is a part of the state."""
         return code in self._codes
 
+    def has_unknown_default(self, code: types.CodeType) -> bool:
+        """Whether a function with this code has a default that is no part of the state."""
+        found = [f for f in self._functions.get(code, ()) if f.__defaults__ or f.__kwdefaults__]
+        return any(
+            map(self._has_unknown, (x for f in found for x in (f.__defaults__, f.__kwdefaults__)))
+        )
+
     def _is_known(self, number: int, place: Place, is_space: bool) -> bool:
         """Whether the value at a place, or that there is none, is said by the text."""
         value, holder = place.get(), self._objects[number]
@@ -167,7 +176,7 @@ class PythonState:
         if id(value) in self._unknown:
             return True
         inner = elements(value) if isinstance(value, (*MUTABLE, tuple)) else []
-        inner += [value.__self__] if isinstance(value, types.MethodType) else []
+        inner += [value.__self__] if isinstance(value, _BOUND) else []
         return any(map(self._has_unknown, inner))
 
     # --- the text
@@ -310,7 +319,7 @@ class PythonState:
             self._lines.append(f"{x.dtype} {x.shape}")
         else:
             size, known = x.numel() * x.element_size(), type(x) in (Tensor, nn.Parameter)
-            known = known and x.layout == torch.strided
+            known = known and x.layout == torch.strided and not vars(x)  # of which no guard tells
             self._lines.append(likeness(x))
             if isinstance(x, FakeTensor) or x.is_meta:
                 return
@@ -372,6 +381,7 @@ class PythonState:
     def _function(self, function: types.FunctionType) -> None:
         code = function.__code__
         is_watched = is_users(code.co_filename)
+        self._functions.setdefault(code, []).append(function)
         self._lines.append(
             f"{function.__module__}.{function.__qualname__} {hash_of_code(code, self._codes)}"
         )

@@ -375,16 +375,35 @@ UNKNOWN = {
     "a function that keeps results": (
         "def made(", "import functools\n\n@functools.lru_cache\ndef made(", "made keeps results",
     ),
+    "a method of a lock": (
+        "return F.gelu", "return (1 + helper.is_locked()) * F.gelu", "helper.is_locked",
+    ),
+    "an attribute of a tensor": (
+        "return F.gelu", "return helper.TABLE.rate * F.gelu", "helper.TABLE",
+    ),
+    "a default": (
+        "    def forward(self, x):\n        return F.gelu",
+        "    def forward(self, x, lock=helper.LOCK):\n        return (1 + lock.locked()) * F.gelu", "a default of",
+    ),
     "a lock": (
         "return F.gelu", "return (1 + helper.LOCK.locked()) * F.gelu", "helper.LOCK",
     ),
 }  # fmt: skip
 
 
+LATE = """import math, threading, torch
+
+LOCK = threading.Lock()
+is_locked = LOCK.locked
+TABLE = torch.ones(4)
+TABLE.rate = 2.0
+"""
+
+
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_what_may_depend_on_more_is_not_stored(starts, caplog, name):
     old, new, why = UNKNOWN[name]
-    starts.edit("helper", "import math", "import math, threading\n\nLOCK = threading.Lock()")
+    starts.edit("helper", "import math", LATE)
     starts.edit("written", old, new)
     with caplog.at_level(logging.INFO, "autopar"):
         starts.start()
