@@ -81,7 +81,9 @@ class Reads:
         self._named: dict[tuple[int, types.CodeType], Any] = {}
         self._optional: set[tuple[int, Any]] = set()  # places guarded if their name is in the code
         self._codes: dict[types.CodeType, dict[str, Any]] = {}  # with the values of free variables
-        self._globals: dict[types.CodeType, dict[str, Any]] = {}  # of code of the user's
+        # What began to run; equal functions of two files have equal code, and each its globals.
+        self._begun: dict[tuple[types.CodeType, int], dict[str, Any]] = {}
+        self._globals: list[tuple[types.CodeType, dict[str, Any]]] = []  # of code of the user's
         self._names: set[str] = set()
         self._counted: dict[tuple[int, str], set[bool]] = {}  # was each read only a count?
 
@@ -116,22 +118,25 @@ class Reads:
         self, code: types.CodeType, space: dict[str, Any], variables: Mapping[str, Any]
     ) -> None:
         """Notes what code names of its globals, and of the variables around it."""
-        if code in self._codes:
+        if (code, id(space)) in self._begun:
             return
-        self._codes[code] = {}
+        self._begun[code, id(space)] = space
+        is_first = code not in self._codes
+        self._codes.setdefault(code, {})
         if not is_users(code.co_filename):
             return
         self._names.update(code.co_names, (c for c in code.co_consts if isinstance(c, str)))
         if is_installed(code.co_filename):
             return  # what a library keeps in globals are its own caches
-        self._globals[code] = space
+        self._globals.append((code, space))
         where = f"{code.co_filename}:{code.co_firstlineno}"
         for name, line in globals_of(code):
             if name in space:
                 place = Place(space, name, f"the global {name}", f"{code.co_filename}:{line}")
                 self._note(place, code)
         free = {n: variables[n] for n in code.co_freevars if n in variables}
-        self._codes[code] = {n: (seen(v), v) for n, v in free.items()}
+        if is_first:
+            self._codes[code] = {n: (seen(v), v) for n, v in free.items()}
         for name, value in free.items():
             self.hold(value, Place({}, name, f"{name} of {code.co_qualname}", where), code)
 
@@ -235,7 +240,7 @@ class Reads:
 
     def find_imports(self) -> None:
         """Notes what code names of the modules that it has imported while it ran."""
-        for code, space in list(self._globals.items()):
+        for code, space in list(self._globals):
             for name, line in imports_of(code, space.get("__package__") or ""):
                 if (module := sys.modules.get(name)) is not None:
                     self._name(module, Place({}, name, name, f"{code.co_filename}:{line}"), code)
@@ -302,7 +307,7 @@ class Reads:
 
     def numpy_line(self) -> str:
         """The line that draws from numpy's own generator, whose functions no profile shows."""
-        for code, values in self._globals.items():
+        for code, values in self._globals:
             line = line_naming_numpy(code, values)
             if line is not None:
                 return f"{code.co_filename}:{line}"
@@ -310,7 +315,8 @@ class Reads:
 
     def ran(self) -> tuple[tuple[types.CodeType, Mapping[str, Any]], ...]:
         """The code of the user's and of installed libraries that ran, each with its globals."""
-        return tuple((c, self._globals.get(c, {})) for c in self._codes if is_users(c.co_filename))
+        installed = [(c, {}) for c in self._codes if is_installed(c.co_filename)]
+        return (*self._globals, *((c, space) for c, space in installed if is_users(c.co_filename)))
 
     def guards(self, kept: Container[tuple[int, Any]]) -> Guards:
         """Guards of all values that were read.
@@ -369,4 +375,4 @@ def _functions_of(codes: Collection[types.CodeType]) -> list[types.FunctionType]
 
 def _is_form(value: Any) -> bool:
     """Whether a value is autopar's own: the form that a module is captured in."""
-    return isinstance(value, types.FunctionType) and value.__module__.startswith("autopar.")
+    return isinstance(value, types.FunctionType) and (value.__module__ or "").startswith("autopar.")

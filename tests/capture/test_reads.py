@@ -94,6 +94,23 @@ def test_what_a_function_reads_of_a_module_that_it_imports_is_guarded(kind, monk
     assert "settings_of_a_script.second" in str(guards.broken())
 
 
+def test_equal_functions_of_two_files_are_guarded_each(monkeypatch):
+    text, spaces = "RATE = 2.0\ndef rated(x):\n    return x * RATE", ({}, {})
+    for name, space in zip(("one.py", "other.py"), spaces, strict=True):
+        exec(compile(text, name, "exec"), space)
+    first, second = (space["rated"] for space in spaces)
+    assert first.__code__ == second.__code__
+
+    class Both(nn.Module):
+        def forward(self, x):
+            return second(first(x))
+
+    guards = capture_forward(Both(), (torch.ones(2),), {}).guards
+    assert guards.hold()
+    monkeypatch.setitem(spaces[1], "RATE", 5.0)
+    assert "the global RATE" in str(guards.broken())
+
+
 def test_imports_have_full_names():
     code = compile("import xml.dom as d\nfrom . import reads\nfrom ..ops import nodes", "", "exec")
     found = [name for name, _ in imports_of(code, "autopar.capture")]
