@@ -194,8 +194,7 @@ class PythonState:
         """
         if is_plain(value) or value is MISSING:
             self._lines.append(f"{label} {plain_text(value)}")
-            if isinstance(value, enum.Enum):
-                self._put("of", type(value))
+            self._kinds(value)
             return
         number = self._numbers.get(id(value))
         if number is None:
@@ -204,6 +203,21 @@ class PythonState:
         elif hidden and id(value) in self._unknown:
             self._refuse(f"a {type(value).__name__} is read by code that is not watched")
         self._lines.append(f"{label} #{number}")
+
+    def _kinds(self, value: Any) -> None:
+        """Adds the user's classes of a plain value and of its elements, and the attributes that such values have.
+
+        What code reads of a number or named tuple is not watched.
+        """
+        if isinstance(value, (tuple, frozenset)):
+            for x in sorted(value, key=plain_text) if isinstance(value, frozenset) else value:
+                self._kinds(x)
+        if value is MISSING or not is_users_type(type(value)):
+            return
+        self._put("of", type(value))
+        if not isinstance(value, enum.Enum):
+            for name, x in getattr(value, "__dict__", {}).items():
+                self._put(name, x, hidden=True)
 
     def _register(self, value: Any) -> int:
         number = self._numbers[id(value)] = len(self._objects)

@@ -13,7 +13,7 @@ from autopar.capture.guards import Place
 from autopar.capture.python_state import NoText, PythonState
 
 SCRIPT = """
-    import collections, dataclasses, enum, functools
+    import collections, dataclasses, enum, functools, typing
     import numpy as np
     import torch
     import torch.nn.functional as F
@@ -52,6 +52,16 @@ SCRIPT = """
 
     Point = collections.namedtuple("Point", ["left"])
 
+    class Size(typing.NamedTuple):
+        rows: int
+        unit = 73
+
+    class Rate(float):
+        unit = 79
+
+    RATE = Rate(0.5)
+    RATE.base = 83
+
     @torch.no_grad()
     def quiet(x):
         return x * 17
@@ -86,6 +96,7 @@ SCRIPT = """
             self.register_buffer("mask", torch.ones(4))
             self.options, self.slotted, self.kind = Options(), Slotted(), Kind.SOFT
             self.nested, self.point = {"a": [1, {"b": 53}]}, Point(59)
+            self.sizes, self.rate = (Size(1),), RATE
             self.call = self.method
             self.first.register_forward_hook(lambda module, args, result: result * 61)
             self.drop = nn.Dropout(0.67)
@@ -124,6 +135,9 @@ EDITS = {
     "an element deep inside": ('"b": 53', '"b": 54'),
     "a key": ('"b": 53', '"c": 53'),
     "a named tuple": ("Point(59)", "Point(60)"),
+    "a class of a named tuple": ("unit = 73", "unit = 74"),
+    "a class of a number": ("unit = 79", "unit = 80"),
+    "an attribute of a number": ("RATE.base = 83", "RATE.base = 84"),
     "a hook": ("result * 61", "result * 62"),
     "the rate of a dropout": ("nn.Dropout(0.67)", "nn.Dropout(0.68)"),
     "a bound method": ("x * 71", "x * 72"),
