@@ -387,10 +387,14 @@ class PythonState:
     def _names(self, space: Any) -> None:
         """Which functions stand in a module or class of torch; the user may have put others in their place."""
         for name, x in list(vars(space).items()):
-            if isinstance(x, (types.FunctionType, types.BuiltinFunctionType)):
-                self._lines.append(f"{name}: {x.__module__}.{x.__qualname__}")
-            if isinstance(x, types.FunctionType) and is_users(x.__code__.co_filename):
-                self._put(f"in torch {name}", x)
+            self._name_of(name, x)
+
+    def _name_of(self, name: str, x: Any) -> None:
+        """Which function stands under a name in a module or class of torch."""
+        if isinstance(x, (types.FunctionType, types.BuiltinFunctionType)):
+            self._lines.append(f"{name}: {x.__module__}.{x.__qualname__}")
+        if isinstance(x, types.FunctionType) and is_users(x.__code__.co_filename):
+            self._put(f"in torch {name}", x)
 
     def _function(self, function: types.FunctionType) -> None:
         code = function.__code__
@@ -433,9 +437,8 @@ class PythonState:
         space = vars(module)
         if is_versioned(module.__name__):
             for name in sorted(names & set(space)):
-                x = space[name]
-                if isinstance(x, types.FunctionType) and is_users(x.__code__.co_filename):
-                    self._put(name, x)
+                self._name_of(name, space[name])
+                self._entries_of(space[name], names - {name})
             return
         self._namespace(space, module.__name__)
         for name in sorted(names & set(space)):

@@ -258,22 +258,34 @@ def another_scale(model, script):
     model.scale.by = 4.0
 
 
+def patched_inside_torch(model, script):
+    torch.linalg.vector_norm = torch.sum
+
+
+def patched_by_the_user(model, script):
+    torch.linalg.vector_norm = lambda x: 2 * x.sum()
+
+
 def another_table(model, script):
     model.table = 2 * model.table  # its values could be read
 
 
 CHANGES = [
     set_beta, evaluate, freeze, other_dtype, wider, hooked, patched, patched_class, patched_helper, longer, tied,
-    another_scale, another_table,
+    another_scale, another_table, patched_inside_torch, patched_by_the_user,
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_changed_model_is_captured_anew(starts, change):
+def test_a_changed_model_is_captured_anew(starts, change, monkeypatch):
+    norm = torch.linalg.vector_norm
+    monkeypatch.setattr(torch.linalg, "vector_norm", norm)  # put back afterwards
+    starts.edit("written", "y = helper", "x = x * torch.linalg.vector_norm(x)\n        y = helper")
     starts.start()
     dtype = torch.float64 if change is other_dtype else torch.float32
     starts.start(change, dtype=dtype)
     assert starts.count == 2
+    torch.linalg.vector_norm = norm
     starts.start()
     assert starts.count == 2, "that of the model as it was is still there"
 
