@@ -315,8 +315,8 @@ class Reads:
 
     def ran(self) -> tuple[tuple[types.CodeType, Mapping[str, Any]], ...]:
         """The code of the user's and of installed libraries that ran, each with its globals."""
-        installed = [(c, {}) for c in self._codes if is_installed(c.co_filename)]
-        return (*self._globals, *((c, space) for c, space in installed if is_users(c.co_filename)))
+        libraries = (c for c in self._codes if is_installed(c.co_filename))
+        return (*self._globals, *((c, {}) for c in libraries if is_users(c.co_filename)))
 
     def guards(self, kept: Container[tuple[int, Any]]) -> Guards:
         """Guards of all values that were read.
