@@ -35,6 +35,13 @@ def test_a_dtensor_over_a_part_of_a_buffer_can_be_copied(parameter):
     assert twin.full_tensor().tolist() == [[2, 4], [3, 5]]
 
 
+def test_a_dtensor_over_a_part_of_a_conjugated_buffer(parameter):
+    buffer = torch.complex(torch.arange(6.0), torch.ones(6))
+    for part in (buffer[2:].conj(), buffer[2:].conj().imag):
+        made = _torch.dtensor(part, parameter.device_mesh, [Replicate()], (4,))
+        assert torch.equal(made.to_local(), part)
+
+
 def test_a_dtensor_over_a_meta_shard(parameter):
     made = _torch.dtensor(
         torch.empty(4, 3, device="meta"), parameter.device_mesh, [Replicate()], (4, 3)
