@@ -76,7 +76,9 @@ class SizeValues:
             return x
         assert isinstance(x, FakeTensor), "the trace makes no other tensors with open sizes"
         shape, strides = (list(map(self.number, each)) for each in (x.shape, x.stride()))
-        return example_tensor(x.fake_mode, shape, strides, x.dtype, x.device)
+        return example_tensor(
+            x.fake_mode, shape, strides, x.dtype, x.device, requires_grad=x.requires_grad
+        )
 
     def examples(self, tree: Any) -> Any:
         """A tree of the same structure, in which `example` replaces every leaf."""

@@ -30,6 +30,7 @@ from autopar.ir import (
     State,
     divides,
     is_legal,
+    owner_of,
 )
 from autopar.ir.batches import captured_batch
 from autopar.ir.recompute import RecomputeWish
@@ -322,7 +323,8 @@ def why_not_again(plan: Plan, prepared: Prepared) -> str:
         return "the model runs other ops"
     for op in graph.ops:
         labels = plan.ops[op.name]
-        gone = sorted({*labels} - {choice.label for choice in op.choices})
+        split = {label for label in labels if owner_of(label) is None}
+        gone = sorted(split - {choice.label for choice in op.choices})
         if gone:
             return f"{op.name} ({op.kind}) has no dim {gone[0]} to split any more, which may have size 1"
         if not is_legal(graph, op, labels, plan.mesh):

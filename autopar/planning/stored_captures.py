@@ -162,7 +162,7 @@ class StoredCaptures:
         except NoText as error:
             log.info("The capture is not stored: %s.", error)
         except OSError as error:
-            log.info("The capture is not stored in %s: %s.", path.parent, error.strerror)
+            log.warning("The capture is not stored in %s: %s.", path.parent, error.strerror)
 
 
 def is_same_capture(captured: Captured, other: Captured) -> bool:

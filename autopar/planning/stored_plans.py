@@ -101,7 +101,7 @@ class StoredPlans:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(json.dumps({"question": key, "plan": document}, indent=1) + "\n", path)
         except OSError as error:
-            log.info("The plan is not stored in %s: %s.", path.parent, error.strerror)
+            log.warning("The plan is not stored in %s: %s.", path.parent, error.strerror)
 
 
 def _model(prepared: Prepared) -> tuple[object, ...]:

@@ -35,6 +35,9 @@ def test_numbers_and_examples_have_the_values():
     plain = torch.ones(2)
     assert (example.fake_mode, example.device) == (joined.fake_mode, joined.device)
     assert (example + example).shape == example.shape, "ops take it"
+    assert not example.requires_grad
+    trained = torch.empty_like(joined).requires_grad_()
+    assert values.example(trained).requires_grad
     assert values.example(plain) is plain
     assert values.examples((joined, 2))[0].shape == example.shape
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -93,6 +95,33 @@ def pinned() -> dict[str, Any]:
     )
     assert made.plan.ops["linear_2"] == ("@1",)
     return train(made, made.step, batch, steps=10)
+
+
+SERVED = {"mesh": {"ps": 2}, "recipe": "serve"}
+PINNED = {"mesh": {"dp": 2}, "recipe": "ddp", "pins": {"a": "@0", "b": "@1"}}
+
+
+def with_other_sizes(step: Callable[..., Tensor]) -> list[float]:
+    """The losses of a whole batch, of two smaller ones, and of the first again."""
+    x, y = towers()[1]
+    return [step(x[:rows], y[:rows]).item() for rows in (8, 4, 6, 8)]
+
+
+def after_other_sizes(asked: dict[str, Any]) -> tuple[list[str], list[float]]:
+    """What is said of plans of their own, and the losses."""
+    made = autopar.compile(towers()[0], loss_fn=loss_fn, **asked)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        losses = with_other_sizes(made.step)
+    return [text for each in warned if "of its own" in (text := str(each.message))], losses
+
+
+@pytest.mark.parametrize("asked", [SERVED, PINNED], ids=["serve", "pins"])
+def test_batches_of_other_sizes_keep_their_owners(two_ranks: Ranks, asked: dict[str, Any]) -> None:
+    model = towers()[0]
+    expected = with_other_sizes(lambda x, y: loss_fn(model(x), y))
+    for warned, losses in two_ranks.run(after_other_sizes, asked):
+        assert not warned and losses == pytest.approx(expected, rel=1e-9)
 
 
 def test_pinned_towers_train_as_one_process_does(two_ranks: Ranks) -> None:
