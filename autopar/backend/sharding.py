@@ -357,8 +357,7 @@ def world_of(mesh: Mesh, device: torch.device) -> World:
     if key not in known:
         made = make_world(mesh, device, None)
         assert made.device_mesh is not None, "there is a default group"
-        read = axes_of_device_mesh(
-            made.device_mesh
-        )  # as `mesh_of` reads it, with axes of one rank elsewhere
+        # `mesh_of` reads the mesh from the DTensors, and an axis of one rank may then have another place.
+        read = axes_of_device_mesh(made.device_mesh)
         known[key] = known[read, device.type] = made
     return known[key]

@@ -71,7 +71,6 @@ __all__ = [
     "calls_between", "can_go_by_rows", "divides", "find_stacks", "format_layout", "format_place", "go_together",
     "has_all", "has_owner", "is_legal", "lies_in_chunks", "local_elements", "local_factors", "local_shape",
     "mesh_of_all", "mesh_of_replica", "operand_layouts", "owner_of", "parse_layout", "parse_place", "partly_vacant",
-    "pipeline_position",
-    "result_layouts", "runs_alone", "shape_of", "split_factors", "steps", "steps_of", "walk", "why_not_alone",
-    "with_pipeline", "without_pipeline",
+    "pipeline_position", "result_layouts", "runs_alone", "shape_of", "split_factors", "steps", "steps_of", "walk",
+    "why_not_alone", "with_pipeline", "without_pipeline",
 ]  # fmt: skip

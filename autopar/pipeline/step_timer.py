@@ -57,9 +57,8 @@ class StepTimer:
                 free[rank] = (at if at > begin else begin) + durations[duration]
                 continue
             at = links[link]
-            end = links[link] = arrived[arrival] = (at if at > begin else begin) + durations[
-                duration
-            ]
+            end = (at if at > begin else begin) + durations[duration]
+            links[link] = arrived[arrival] = end
             if waits:
                 free[rank] = end
         return max(0.0, *free, *links)
