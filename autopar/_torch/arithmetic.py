@@ -42,10 +42,12 @@ class Float64Arithmetic(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        given = pytree.tree_map(_widened_argument, (args, dict(kwargs or {})))
+        names, values = tuple(kwargs or ()), [*args, *(kwargs or {}).values()]
+        given = [_of_each(_widened_argument, value) for value in values]
         if _mixes(given) and not func._schema.is_mutable:
-            given = pytree.tree_map(_widened_tensor, given)
-        result = _IN_FLOAT64.get(func, func)(*given[0], **given[1])
+            given = [_of_each(_widened_tensor, value) for value in given]
+        positional, named = given[: len(args)], zip(names, given[len(args) :], strict=True)
+        result = _IN_FLOAT64.get(func, func)(*positional, **dict(named))
         return _widened_tensor(result) if func is torch.ops.aten.lift_fresh.default else result
 
 
@@ -92,8 +94,14 @@ def _widened_tensor(x: Any) -> Any:
     return x.to(widened_dtype(x.dtype)) if isinstance(x, Tensor) else x
 
 
-def _mixes(given: Any) -> bool:
-    found = {x.dtype for x in pytree.tree_leaves(given) if isinstance(x, Tensor)}
+def _of_each(function: Callable[[Any], Any], value: Any) -> Any:
+    """What a function makes of an operator's argument, which is one value or a list of values."""
+    return [function(x) for x in value] if isinstance(value, (list, tuple)) else function(value)
+
+
+def _mixes(given: Sequence[Any]) -> bool:
+    flat = itertools.chain.from_iterable(x if isinstance(x, (list, tuple)) else (x,) for x in given)
+    found = {x.dtype for x in flat if isinstance(x, Tensor)}
     return any(d in _WIDE for d in found) and bool(found & {torch.float64, torch.complex128})
 
 
