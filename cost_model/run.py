@@ -34,6 +34,7 @@ class Run:
         recompute: number of layers of each chunk that save only their input and are recomputed in backward; or "none"
             or "full".
         training_state: gradients and optimizer states that training keeps for each parameter.
+        overlap_batches: number of micro-batches that run at a time.
     """
 
     micro_batches: Quantity = 1
@@ -42,6 +43,7 @@ class Run:
     cuts: Cuts | None = None
     recompute: Recompute | Quantity = "none"
     training_state: TrainingState = FULL
+    overlap_batches: Quantity = 1
 
     def again(self, layers: Quantity) -> Quantity:
         """Number of a stage's `layers` that are recomputed in backward."""

@@ -178,7 +178,7 @@ class Step(StepMemory):
     def _hidden(self, region: Region) -> Quantity:
         """Seconds of communication that overlap with compute: gathers of parameters and reductions of gradients.
 
-        Where the runtime or the plan sends activations piece by piece, those overlap, too.
+        Where the runtime or the plan sends activations piece by piece, or micro-batches take turns, those overlap, too.
         """
         compute = sum(
             (times * i.count * i.seconds for i, times in self.runs(region, COMPUTE)), start=0
@@ -192,6 +192,8 @@ class Step(StepMemory):
                 )
                 hidden += times * item.count * item.hidden_seconds
         own = hidden + self.hardware.hides * smaller(moved["stored"], compute)
+        if self.run.overlap_batches != 1:
+            return own + self.hardware.hides * smaller(moved["activation"], compute - own)
         if not self.software.hides_activations:
             return own
         return own + self.software.hides_activations * smaller(moved["activation"], compute)

@@ -110,6 +110,8 @@ class StepMemory(StepData):
         before the first backward (Narayanan et al. 2021, section 2.2), which is p + (p - 1) / v on the
         first stage.
         """
+        if self.run.overlap_batches != 1:  # without stages
+            return self.run.overlap_batches
         p, v = self.run.stages, self.run.chunks
         behind = {"first": p - 1, "middle": p - 2, "last": 0}[stage]
         return smaller(self.run.micro_batches, ((v - 1) * p + 1 + smaller(2, v) * behind) / v)

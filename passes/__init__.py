@@ -23,6 +23,7 @@ from autopar.passes.group_gathers import find_gathers, group_gathers
 from autopar.passes.join_experts import join_experts
 from autopar.passes.name_nodes import name_nodes
 from autopar.passes.open_random_attention import open_random_attention
+from autopar.passes.overlap_batches import overlap_batches
 from autopar.passes.overlap_sums import defer_loss_sum, hoist_input_sums
 from autopar.passes.partition import partition
 from autopar.passes.plain_slices import plain_slices
@@ -69,6 +70,6 @@ def clean_up(module: fx.GraphModule) -> None:
 
 __all__ = [
     "CLEANUP", "bind_groups", "clean_up", "close_sizes", "cut_regions", "cut_stage_graphs", "decompose_products",
-    "defer_loss_sum", "find_gathers", "fold_blocks", "group_gathers", "hoist_input_sums", "partition",
-    "retarget_device", "start_early", "verify_graph",
+    "defer_loss_sum", "find_gathers", "fold_blocks", "group_gathers", "hoist_input_sums", "overlap_batches",
+    "partition", "retarget_device", "start_early", "verify_graph",
 ]  # fmt: skip

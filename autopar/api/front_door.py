@@ -66,6 +66,7 @@ def compile(
     chunks: int | None = None,
     recompute: RecomputeWish | None = None,
     decompose: str | Sequence[str] = (),
+    overlap_batches: int | None = None,
     precision: MixedPrecision | str | None = None,
     training_state: TrainingState | str | None = None,
     hardware: Hardware | str | os.PathLike[str] | None = None,
@@ -122,6 +123,8 @@ def compile(
         decompose: mesh axes, such as "tp", along which an all-gather before linear layers, or a reduce-scatter after
             one, runs piece by piece while the pieces that are there are multiplied (docs/overlap.md); "auto" for the
             axes along which that makes the priced step shorter. By default none.
+        overlap_batches: number of micro-batches that run at a time, such as 2: their ops take turns, so that the
+            collectives of each travel while another computes (docs/overlap.md). By default 1.
         precision: a mixed-precision policy, such as "bf16" or a `MixedPrecision`: parameters stay in their
             own format, are cast once a step before they are gathered, and gradients are added up and
             reduced in the format of the policy. By default everything is computed in the model's own
@@ -178,6 +181,7 @@ def compile(
     decomposed = named_axes(decompose)
     loaded = _loaded(plan, {
         "schedule": schedule, "chunks": chunks, "recompute": recompute, "decompose": decomposed or None,
+        "overlap_batches": overlap_batches,
     })  # fmt: skip
     _refuse_unknown_batch(batch)
     policy = policy_of(precision, loaded)
@@ -189,6 +193,7 @@ def compile(
         pins=pins or {}, memory_bytes=memory_bytes, headroom=headroom,
         micro_batches=_micro_batches(micro_batches, loaded), schedule=schedule, chunks=chunks,
         recompute=recompute, decompose=decomposed, precision=policy,
+        overlap_batches=1 if overlap_batches is None else overlap_batches,
         training_state=TrainingState.of(training_state),
         refines=loaded is None and not isinstance(mesh, DeviceMesh),
     ).of_replica(loaded)  # fmt: skip
@@ -282,6 +287,7 @@ def _refuse_other_choices(plan: Plan | None, choices: Mapping[str, object]) -> N
         "chunks": None if pipeline is None else pipeline.chunks,
         "recompute": wish if asks_for_slices else plan.recompute,
         "decompose": plan.decomposed,
+        "overlap_batches": plan.overlap_batches,
     }
     for name, asked in choices.items():
         if asked not in (None, found[name]):
@@ -323,6 +329,7 @@ def explain(
     chunks: int | None = None,
     recompute: RecomputeWish | None = None,
     decompose: str | Sequence[str] = (),
+    overlap_batches: int = 1,
     precision: MixedPrecision | str | None = None,
     training_state: TrainingState | str | None = None,
 ) -> Explanation:
@@ -334,7 +341,8 @@ def explain(
             out: a tuple of arguments, a dict of keyword arguments, or one tensor.
         mesh: the axes and their sizes.
         cluster: a name such as `h100x8x16`, the path of a TOML file, or figures.
-        loss_fn, recipe, pins, memory_bytes, headroom, schedule, chunks, recompute, decompose: the same as in `compile`.
+        loss_fn, recipe, pins, memory_bytes, headroom, schedule, chunks, recompute, decompose, overlap_batches: the same
+            as in `compile`.
         micro_batches: number of micro-batches in a step; by default the search's choice with stages, 1 without.
         precision: the same as in `compile`. Gradients are priced in the format that they are reduced in, and
             parameters at rest in their own.
@@ -355,6 +363,7 @@ def explain(
         found.hardware, mesh=axes, recipe=recipe, pins=pins or {}, memory_bytes=memory_bytes,
         headroom=headroom, micro_batches=micro_batches, schedule=schedule, chunks=chunks,
         recompute=recompute, decompose=named_axes(decompose), precision=MixedPrecision.of(precision),
+        overlap_batches=overlap_batches,
         training_state=TrainingState.of(training_state), refines=True,
     )  # fmt: skip
     args, kwargs = split_example(example_inputs)

@@ -272,7 +272,7 @@ class Planner:
         return found.step_seconds, found.peak_bytes
 
     def _search(self, prepared: Prepared, micro_batches: int | None, *, captured: int) -> Plan:
-        request = self._request.but(mesh=self._mesh, micro_batches=micro_batches)
+        request = self._request.of_micro_batches(micro_batches).but(mesh=self._mesh)
         plan = self._stored.plan(make_plan, prepared, request, captured_micro_batches=captured)
         if self._mesh is not None:
             warn_of_idle_axes(plan)
@@ -329,9 +329,9 @@ class Planner:
         assert self._mesh is not None, "there was a first program"
         mesh, graph = without_pipeline(self._mesh), prepared.analysis.graph
         parameters = with_unused(fixed.parameters, prepared, mesh)
-        request = self._request.but(
+        request = self._request.of_micro_batches(micro_batches).but(
             mesh=mesh, recipe=with_inner_axes(self._request.inside, mesh, self._request.mesh),
-            pins={}, micro_batches=micro_batches, schedule=None, chunks=None, recompute=None,
+            pins={}, schedule=None, chunks=None, recompute=None,
             must_fit=fixed.pipeline is None and fixed.recompute == "none",
         )  # fmt: skip
 

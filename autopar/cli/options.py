@@ -160,6 +160,9 @@ _INTENTS = (
     click.option("--decompose", default="", metavar="AXES",
                  help="Axes, such as tp, along which the all-gathers before products and the reduce-scatters after "
                       "them run piece by piece; auto for those where that is priced to be faster."),
+    click.option("--overlap-batches", "overlap_batches", type=POSITIVE, default=1, metavar="N",
+                 help="Micro-batches that run at a time, so that the collectives of each travel while another "
+                      "computes; 2 with --micro-batches 4, say."),
     click.option("--precision", metavar="POLICY",
                  help="Cast parameters for use, as precision= of autopar.compile does: bf16, or 'bf16 "
                       "reduce=bf16' to reduce gradients in it too."),
@@ -190,6 +193,7 @@ def question(target: str, progress: Progress, given: Mapping[str, Any]) -> Quest
         headroom=given["headroom"], micro_batches=given["micro_batches"],
         stages=_depths(given["stages"], mesh), schedule=given["schedule"], chunks=given["chunks"],
         recompute=given["recompute"], decompose=named_axes(given["decompose"]),
+        overlap_batches=given["overlap_batches"],
         precision=MixedPrecision.of(given["precision"]),
         offload=given["offload"] or None, without=frozenset(given["without"]), inside_node=given["inside_node"],
         refines=True,

@@ -14,7 +14,16 @@ from autopar.pipeline.simulation import Simulation
 from autopar.search.causes import where_time_goes
 from autopar.units import counted
 
-_KEPT_NOTES = ("axes", "runner-up", "tiers", "owners", "replicas", "versions", "decomposed")
+_KEPT_NOTES = (
+    "axes",
+    "runner-up",
+    "tiers",
+    "owners",
+    "replicas",
+    "versions",
+    "decomposed",
+    "overlap",
+)
 
 
 def kept_notes(plan: Plan) -> Iterator[str]:

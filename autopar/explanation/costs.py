@@ -38,8 +38,9 @@ def run_of(plan: Plan, training_state: TrainingState = FULL) -> Run:
     copies = plan.meeting.copies if plan.meeting else 0
     training_state = replace(training_state, meeting_copies=copies)
     return Run(
-        plan.micro_batches, stages, chunks, recompute=plan.recompute, training_state=training_state
-    )
+        plan.micro_batches, stages, chunks, recompute=plan.recompute, training_state=training_state,
+        overlap_batches=plan.overlap_batches,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

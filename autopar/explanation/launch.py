@@ -154,6 +154,7 @@ def settings(e: Explanation) -> dict[str, Any]:
         **_schedule(plan),
         "recompute": None if isinstance(plan.recompute, Selection) else plan.recompute,
         "decompose": ",".join(plan.decomposed),
+        "overlap_batches": plan.overlap_batches if plan.overlap_batches > 1 else None,
         "precision": plan.precision and str(plan.precision),
         "training_state": "" if state == FULL else str(state), **_bounds(e.request),
     }  # fmt: skip

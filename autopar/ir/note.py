@@ -16,6 +16,7 @@ NoteKind = Literal[
     "owners",
     "versions",
     "decomposed",
+    "overlap",
 ]
 NOTE_KINDS: tuple[str, ...] = get_args(NoteKind)
 
@@ -33,7 +34,7 @@ class Note(str):
             "unasked": the reason for a pipeline under a recipe without one. "runner-up": the next best plan. "tiers":
             what is stored outside the devices. "replicas" and "versions": differences from training on a single
             device. "owners": parameters that single ranks store. "decomposed": axes along which collectives run piece
-            by piece. "": anything else.
+            by piece. "overlap": micro-batches that take turns. "": anything else.
     """
 
     kind: str

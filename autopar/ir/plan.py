@@ -18,6 +18,8 @@ the right column):
     precision bfloat16 reduce=float32                 mixed-precision policy, see `MixedPrecision`
     decomposed tp                                     axes along which a product is computed in pieces while the
                                                       all-gather before it or the reduce-scatter after it sends them
+    overlap 2                                         micro-batches whose ops take turns, so that the collectives of
+                                                      each travel while another computes
     parameter mlp.up.weight: S(1)@dp S(0)@tp | S(1)@dp S(0)@tp | step
                                                       storage | resident | when gradients are reduced
     saved layers.*.input: S(1)@tp                     layout in which a tensor is saved from forward to backward;
@@ -128,6 +130,7 @@ class Plan:
         meeting: replicas that meet every K steps; None where all ranks train one model synchronously.
         decomposed: axes along which all-gathers before products, and reduce-scatters after them, run piece by piece
             while the products are computed; see `autopar.ops.decomposed`.
+        overlap_batches: number of micro-batches that run at a time and take turns (`autopar.passes.overlap_batches`).
 
     Raises PlanError for a field that no plan can have, such as an axis that the mesh does not have.
     """
@@ -147,6 +150,7 @@ class Plan:
     saved: Mapping[str, SavedLayout] = field(default_factory=dict)
     meeting: Meeting | None = None
     decomposed: tuple[str, ...] = ()
+    overlap_batches: int = 1
 
     def __post_init__(self) -> None:
         check_recompute(self.recompute)
@@ -159,6 +163,7 @@ class Plan:
             )
         if self.micro_batches < 1:
             raise PlanError(f"A plan needs at least one micro-batch, not {self.micro_batches}.")
+        self._check_overlap()
         for text in (
             self.fingerprint,
             self.recipe,
@@ -203,6 +208,26 @@ class Plan:
                     f"The plan decomposes collectives along {' '.join(self.decomposed)}, and its stages have the axes "
                     f"{', '.join(self.mesh.names)}: name each of these at most once."
                 )
+
+    def _check_overlap(self) -> None:
+        """Raises PlanError for micro-batches at a time that do not make up a step, or with what they do not go with."""
+        if self.overlap_batches == 1:
+            return
+        count = self.overlap_batches
+        if type(count) is not int or count < 1 or self.micro_batches % count:
+            raise PlanError(
+                f"The plan runs {count!r} micro-batches at a time, and a step has {self.micro_batches}, which is no "
+                "multiple of that; 2 of 4, say, can run at a time."
+            )
+        used = {
+            "pipeline stages": self.pipeline is not None,
+            "recomputed blocks": self.recompute != "none",
+            "tensors saved in slices or on the host": bool(self.saved),
+        }
+        for what in (what for what, is_used in used.items() if is_used):
+            raise PlanError(
+                f"The plan runs {count} micro-batches at a time, and has {what}; one of both can be had so far."
+            )
 
     def __hash__(self) -> int:
         return hash(str(self))
@@ -254,6 +279,8 @@ class Plan:
             lines.append(f"precision {self.precision}")
         if self.decomposed:
             lines.append(f"decomposed {' '.join(self.decomposed)}")
+        if self.overlap_batches > 1:
+            lines.append(f"overlap {self.overlap_batches}")
         lines += [
             f"parameter {name}: {' | '.join(self._parameter_fields(p))}"
             for name, p in self.parameters.items()
@@ -331,6 +358,8 @@ class Plan:
             fields["precision"] = str(self.precision)
         if self.decomposed:
             fields["decomposed"] = " ".join(self.decomposed)
+        if self.overlap_batches > 1:
+            fields["overlap"] = self.overlap_batches
         if self.shapes:
             fields["shapes"] = {name: list(shape) for name, shape in self.shapes.items()}
         return fields
@@ -369,6 +398,7 @@ class Plan:
                 saved=parse_saved(document.get("saved", {}), mesh),
                 meeting=meeting,
                 decomposed=tuple(document.get("decomposed", "").split()),
+                overlap_batches=document.get("overlap", 1),
             )
         except KeyError as error:
             raise PlanError(f"The plan is incomplete: it has no field {error}.") from None

@@ -69,10 +69,10 @@ def check_one_line(text: object) -> None:
         raise PlanError(f"{text!r} in a plan has a line break, and its text is one fact a line.")
 
 
-def read_count(text: str) -> int:
+def read_count(text: str, number: int = 5) -> int:
     if not (text.isascii() and text.isdigit()):
         raise PlanError(
-            f"Cannot read {text!r} in line 5 of the plan; write a whole number of micro-batches."
+            f"Cannot read {text!r} in line {number} of the plan; write a whole number of micro-batches."
         )
     return int(text)
 
@@ -209,6 +209,10 @@ def read_line(line: str, number: int, document: dict[str, Any]) -> None:
     if word == "note" or word.startswith("note("):
         kind = word.removeprefix("note").strip("()")
         document["notes"].append({kind: rest} if kind else rest)
+        return
+    if word == "overlap":
+        _once(word, number, document)
+        document[word] = read_count(rest, number)
         return
     if word in ("pipeline", "recompute", "precision", "decomposed"):
         _once(word, number, document)

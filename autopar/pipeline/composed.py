@@ -114,7 +114,12 @@ def step_of(
         selected=blocks.selected, slices=blocks.slices,
         meeting_link=machine.link(plan.world_mesh, 0) if plan.meeting else None,
     )  # fmt: skip
-    run = Run(plan.micro_batches, recompute=blocks.left, training_state=training_state)
+    run = Run(
+        plan.micro_batches,
+        recompute=blocks.left,
+        training_state=training_state,
+        overlap_batches=plan.overlap_batches,
+    )
     step = Step(
         tuple(pricer.items()) if with_items else (), tuple(pricer.holdings()), run, machine, software,
         layers=sum(stack.layers for stack in graph.stacks) or 1,

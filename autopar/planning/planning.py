@@ -184,7 +184,7 @@ def search_step(
     ):
         # Micro-batches are parts of dim 0. If dim 0 is not the batch, or the parts give another loss, the search must
         # not choose their number.
-        request = request.but(micro_batches=captured_micro_batches or 1)
+        request = request.of_micro_batches(captured_micro_batches or 1)
     if fixed_storage is None:
         _refuse_more_blocks(graph, request.recompute)
     found = search_plan(
@@ -300,6 +300,7 @@ def plan_again(plan: Plan, prepared: Prepared, micro_batches: int) -> Plan | Non
         return None
     return replace(
         plan, fingerprint=prepared.captured.fingerprint, micro_batches=micro_batches,
+        overlap_batches=math.gcd(plan.overlap_batches, micro_batches),
         notes=("the choices of the plan for other shapes",),
         shapes=prepared.analysis.graph.edge_shapes,
         saved=possible_lines(prepared.analysis.graph, plan),

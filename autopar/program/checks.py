@@ -68,6 +68,8 @@ def check_plan(captured: Captured, analysis: Analysis, plan: Plan) -> None:
             _check_versions(plan, plan.pipeline.schedule)
     if isinstance(plan.recompute, Selection):
         check_selection(plan, plan.recompute, graph)
+    if plan.overlap_batches > 1:
+        _check_overlap(plan, captured.mutated.values())
     if plan.saved:
         SavedValues(graph, plan).check()
     _refuse_with_lone_ops(plan)
@@ -119,6 +121,15 @@ def _check_rows(name: str, how: ParameterPlan, dims: Dims, mesh: Mesh) -> None:
         )
 
 
+def _check_overlap(plan: Plan, mutated: Iterable[str]) -> None:
+    """Raises PlanError for a model whose micro-batches cannot take turns, because each updates a buffer."""
+    for name in mutated:
+        raise PlanError(
+            f"The plan runs {plan.overlap_batches} micro-batches at a time, and the model updates its buffer {name} in "
+            "each of them, one after another. Leave out overlap_batches."
+        )
+
+
 def _refuse_with_lone_ops(plan: Plan) -> None:
     """Raises PlanError for a plan in which one rank runs an op alone, with a feature that does not support it yet."""
     found = [name for name, labels in plan.ops.items() if runs_alone(labels)]
@@ -128,6 +139,7 @@ def _refuse_with_lone_ops(plan: Plan) -> None:
         "recomputed blocks": plan.recompute != "none",
         "tensors saved in slices or on the host": bool(plan.saved),
         "decomposed collectives": bool(plan.decomposed),
+        "micro-batches at a time": plan.overlap_batches > 1,
         "parameters outside the device": any(p.tier != "device" for p in plan.parameters.values()),
     }
     what = next((text for text, is_used in used.items() if is_used), None)

@@ -10,13 +10,16 @@ from torch import Tensor, fx, nn
 
 from autopar import _torch
 from autopar._torch import pytree
+from autopar.ir import local_shape
 from autopar.ops.decomposed import gather_products, product_scatter
+from autopar.ops.work import shares_of_work
 from autopar.passes import (
     bind_groups,
     decompose_products,
     defer_loss_sum,
     fold_blocks,
     hoist_input_sums,
+    overlap_batches,
     retarget_device,
     start_early,
     verify_graph,
@@ -50,6 +53,7 @@ class Runner:
             [Note: keys of random ops] in autopar/rules/random.py.
         bucket_bytes: approximate bytes of one collective.
         executor: runs the ops, eagerly or compiled.
+        at_a_time: number of micro-batches of one run, whose ops take turns (`autopar.passes.overlap_batches`).
 
     Attributes:
         runs_backward_whole: whether the same nodes of autograd's graph compute gradients of inputs and of weights, so
@@ -66,6 +70,7 @@ class Runner:
         seeds: torch.Generator,
         bucket_bytes: int,
         executor: Executor,
+        at_a_time: int = 1,
     ) -> None:
         self.program, self.world, self._model = program, store.world, model
         self.runs_backward_whole = executor.compiles or bool(
@@ -82,9 +87,11 @@ class Runner:
         mesh, groups = self.world.mesh, self.world.group_names
         self._saves = SlicedSaves(program.slices, mesh, converter(mesh, groups), self.world.tiers)
         self._graph = _copy(program.module)
-        order = completion_order(self._graph, len(program.parameters))
         retarget_device(self._graph, self.world.device)
         self.loss_axes = defer_loss_sum(self._graph) if program.is_step else ()
+        if at_a_time > 1:
+            self._overlap(at_a_time)
+        order = completion_order(self._graph, len(program.parameters))
         has_lone_calls = self._bind(bucket_bytes, executor)
         self._fold(executor, hoists=not has_lone_calls)
         # Which collectives start early depends on the calls around them, which differ between owners and other ranks.
@@ -103,6 +110,18 @@ class Runner:
             late=self._gathers.late,
             order=order,
             bucket_bytes=bucket_bytes,
+        )
+
+    def _overlap(self, at_a_time: int) -> None:
+        """Makes the graph of a micro-batch that of several, whose ops take turns."""
+        program, model, mesh = self.program, self._model, self.world.mesh
+        leaves = [(self._residents.shape(i), s.dtype) for i, s in enumerate(program.parameters)]
+        state = [model.get_buffer(spec.name) for spec in program.buffers] + self._constants
+        inputs = [(local_shape(s.dims, s.layout, mesh), s.dtype) for s in program.inputs]
+        examples = [*leaves, *((x.shape, x.dtype) for x in state), *inputs]
+        shares = shares_of_work(self._graph, examples, self.world.device)
+        overlap_batches(
+            self._graph, copies=at_a_time, inputs=len(inputs), seconds=shares.__getitem__
         )
 
     def _bind(self, bucket_bytes: int, executor: Executor) -> bool:
@@ -235,9 +254,13 @@ class BoundProgram:
         executor: Executor,
     ) -> None:
         self.program, self.world = program, store.world
+        # Compiled ops are not split from their collectives.
+        takes_turns = program.is_step and not executor.compiles
+        self._at_a_time = program.plan.overlap_batches if takes_turns else 1
         self._runner = Runner(
-            program, store, model, seeds=seeds, bucket_bytes=bucket_bytes, executor=executor
-        )
+            program, store, model, seeds=seeds, bucket_bytes=bucket_bytes, executor=executor,
+            at_a_time=self._at_a_time,
+        )  # fmt: skip
 
     def step(
         self,
@@ -258,15 +281,18 @@ class BoundProgram:
         """
         self._runner.begin()
         loss, pieces = torch.zeros(()), list[Sequence[Tensor]]()
-        for number, inputs in enumerate(batch):
-            *extras, part = self._runner.run(inputs)
-            pieces.append(extras)
-            share = shares[-1][number]
-            loss = loss.to(part) + part.detach() * share
-            is_last = number == len(batch) - 1
+        for first in range(0, len(batch), self._at_a_time):
+            numbers = range(first, first + self._at_a_time)
+            parts, weights = list[Tensor](), [shares[-1][number] for number in numbers]
+            for *extras, part in self._together([batch[number] for number in numbers]):
+                pieces.append(extras)
+                loss = loss.to(part) + part.detach() * weights[len(parts)]
+                parts.append(part)
+            is_last = numbers[-1] == len(batch) - 1
             if torch.is_grad_enabled():
                 self._runner.begin_backward(last=is_last)
-                part.backward(torch.full_like(part, share * scale))
+                scales = [weight * scale for weight in weights]
+                torch.autograd.backward(parts, list(map(torch.full_like, parts, scales)))
             total = sum_over(loss, self._runner.loss_axes, self.world) if is_last else None
             if torch.is_grad_enabled():
                 self._runner.end_backward()
@@ -275,6 +301,12 @@ class BoundProgram:
                     (loss,) = total.wait()
         self._runner.end()
         return StepResults(loss, joined(self.program, pieces, shares))
+
+    def _together(self, batches: Sequence[list[Tensor]]) -> list[list[Tensor]]:
+        """The results of micro-batches that run together, for each of them."""
+        results = self._runner.run([x for inputs in batches for x in inputs])
+        count = len(results) // len(batches)
+        return [results[i : i + count] for i in range(0, len(results), count)]
 
     def forward(self, inputs: list[Tensor]) -> list[Tensor]:
         """The local outputs, differentiable in the parameters at rest if autograd is on."""

@@ -16,6 +16,7 @@ from autopar.ir.batches import captured_batch
 from autopar.search.decomposed import with_decomposed
 from autopar.search.delayed import with_delays
 from autopar.search.given import GivenMesh, Planned
+from autopar.search.overlapped import with_overlap
 from autopar.search.replicas import with_meeting
 from autopar.search.request import Request
 from autopar.search.request_fields import AUTO_AXES
@@ -78,6 +79,7 @@ class SettingSearch:
             raise SearchError(f"No plan with {count} micro-batches fits.")
         found = given.search()
         found = with_decomposed(with_stores(found, request=asked), asked)
+        found = with_overlap(found, asked)
         found = with_delays(with_meeting(found, asked), asked)
         if known is None:
             return found

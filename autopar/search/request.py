@@ -11,6 +11,7 @@ captured, so that users do not wait for a search that cannot succeed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -93,6 +94,12 @@ class Request(RequestFields):
             changes.setdefault("ranks", None)
         return replace(self, **changes)
 
+    def of_micro_batches(self, count: int | None) -> Request:
+        """The request for a step of so many micro-batches, of which as many run at a time as the number allows."""
+        return self.but(
+            micro_batches=count, overlap_batches=math.gcd(self.overlap_batches, count or 1)
+        )
+
     def of_replica(self, given: Plan | None = None) -> Request:
         """The request for the plan of one replica, if the recipe or a given plan has replicas; else the request itself.
 
@@ -140,6 +147,7 @@ class Request(RequestFields):
         counts = {
             "ranks": self.ranks, "batch": self.batch, "micro_batches": self.micro_batches,
             "chunks": self.chunks, "memory_bytes": self.memory_bytes,
+            "overlap_batches": self.overlap_batches,
         } | {f"stages[{i}]": value for i, value in enumerate(self.stages or ())}  # fmt: skip
         for name, value in counts.items():
             if value is not None and type(value) is not int:  # a bool is an int to isinstance
@@ -152,6 +160,13 @@ class Request(RequestFields):
         if self.batch is not None and count is not None and self.batch % count:
             raise AutoparError(
                 f"{count} micro-batches do not divide a batch of {self.batch} sequences."
+            )
+
+        at_a_time = self.overlap_batches
+        if at_a_time > 1 and (count or 1) % at_a_time:
+            raise AutoparError(
+                f"overlap_batches={at_a_time} runs {at_a_time} micro-batches at a time, and micro_batches={count} is "
+                f"no multiple of that: name micro_batches={at_a_time}, or another multiple."
             )
 
     def _check_memory(self) -> None:

@@ -63,6 +63,8 @@ class RequestFields:
         decompose: axes along which all-gathers before products, and reduce-scatters after them, run piece by piece
             while the products are computed, also as text such as "tp"; "auto" for those that make the priced step
             shorter.
+        overlap_batches: number of micro-batches that run at a time, so that the collectives of each travel while
+            another computes.
         meeting: the meetings of replicas, in a request for the plan of one replica (`of_replica`); else None.
         cuts_batch: whether the search may cut the batch of a step without stages into micro-batches. The loss of the
             batch must then be the mean over micro-batches, which is wrong for masked means and batch statistics.
@@ -94,6 +96,7 @@ class RequestFields:
     cuts_batch: bool = False
     meeting: Meeting | None = None
     decompose: tuple[str, ...] = ()
+    overlap_batches: int = 1
     refines: bool = False
 
     @property
@@ -186,6 +189,7 @@ class RequestFields:
         yield from (f"--pin {name}={choice}" for name, choice in self.pins.items())
         yield from (f"--keep-inside-node {axis}" for axis in self.inside_node)
         yield from [f"--decompose {','.join(self.decompose)}"] * bool(self.decompose)
+        yield from [f"--overlap-batches {self.overlap_batches}"] * (self.overlap_batches > 1)
         yield from ["--offload"] * bool(self.offload)
         yield from (f"--no {what}" for what in sorted(self.without))
 

@@ -48,6 +48,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 import autopar
 from autopar import _torch
 from autopar.cost_model import Link, find_hardware
+from autopar.cost_model.items import runs_every_time
 from autopar.cost_model.software import AUTOPAR
 from autopar.pipeline.composed import step_of
 from autopar.runtime.transfer import Transfer
@@ -196,11 +197,14 @@ class Subject(NamedTuple):
 
     @classmethod
     def of(cls, sizes: Sizes, ranks: int, recipe: str) -> Subject:
-        """The searched plan of a recipe, decomposed where it splits tensors."""
+        """The searched plan of a recipe, decomposed where it splits tensors, or with two micro-batches at a time."""
+        recipe, _, turns = recipe.partition(":")
+        at_a_time = int(turns or 1)
         mesh, batch = init_device_mesh("cpu", (ranks,), mesh_dim_names=("x",)), sizes.batch_of(0)
         how: dict[str, Any] = {
             "example_inputs": batch, "loss_fn": loss_fn, "mesh": mesh, "recipe": recipe,
-            "decompose": "x" if "tp" in recipe else "",
+            "decompose": "x" if "tp" in recipe and at_a_time == 1 else "",
+            "overlap_batches": at_a_time, "micro_batches": at_a_time,
         }  # fmt: skip
         model = autopar.compile(sizes.model(), **how)
 
@@ -224,11 +228,13 @@ class Subject(NamedTuple):
         )  # fmt: skip
         graph, plan = self.explained.graph, self.explained.plan
         bytes_seconds = sum(
-            float(i.count * i.seconds) for i in step_of(graph, plan, cpu).items if i.carries
+            float(i.count * i.seconds) * (plan.micro_batches if runs_every_time(i) else 1)
+            for i in step_of(graph, plan, cpu).items
+            if i.carries
         )
         link = replace(one, bandwidth_bytes_per_second=bytes_seconds / busy)
         found = []
-        for each, hides in ((replace(plan, decomposed=()), 0.0), (plan, HIDES)):
+        for each, hides in ((replace(plan, decomposed=(), overlap_batches=1), 0.0), (plan, HIDES)):
             software = replace(AUTOPAR, hides=hides)
             step = step_of(graph, each, replace(cpu, inside_node=link), software=software)
             found.append(sum(float(term.value) for term in step.time() if term.name != "optimizer"))

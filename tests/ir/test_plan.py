@@ -48,6 +48,18 @@ def test_shapes_are_lines_of_their_own():
         Plan.parse(text.replace("8 64", "8 x"))
 
 
+def test_micro_batches_that_take_turns_are_a_line():
+    plan = dataclasses.replace(PLAN, micro_batches=4, overlap_batches=2)
+    text = str(plan)
+    assert "\noverlap 2\n" in text and Plan.parse(text) == plan
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    for wrong in ("overlap 3", "overlap two"):
+        with pytest.raises(PlanError, match=r"no multiple of that|write a whole number"):
+            Plan.parse(text.replace("overlap 2", wrong))
+    with pytest.raises(PlanError, match="gives overlap again"):
+        Plan.parse(text.replace("overlap 2", "overlap 2\noverlap 2"))
+
+
 def test_decomposed_axes_are_a_line():
     plan = dataclasses.replace(PLAN, decomposed=("tp",))
     text = TEXT.replace("parameter ", "decomposed tp\nparameter ")
@@ -68,7 +80,8 @@ def test_notes_keep_their_kind():
     assert pickle.loads(pickle.dumps(price)).kind == "price"
     with pytest.raises(
         PlanError,
-        match="by one of axes, price, stages, unasked, runner-up, tiers, replicas, owners, versions, decomposed, not",
+        match="by one of axes, price, stages, unasked, runner-up, tiers, replicas, owners, versions, decomposed, "
+        "overlap, not",
     ):
         Plan.from_json({**PLAN.to_json(), "notes": [{"joke": "x"}]})
 

@@ -1,0 +1,52 @@
+"""Lets micro-batches of a searched plan run at a time and take turns, where the user asks for that.
+
+The search prices a step whose collectives of activations wait; what hides behind the ops of another micro-batch, and
+the memory of several micro-batches at a time, are priced for the plan that was found.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopar.errors import SearchError
+from autopar.ir.note import Note
+from autopar.pipeline.composed import Composed, composed
+from autopar.search.given import Planned
+from autopar.search.request import Request
+from autopar.units import format_bytes, format_seconds
+
+
+def with_overlap(found: Planned, request: Request) -> Planned:
+    """The plan with the number of micro-batches at a time that the request names, its new price, and a note on it.
+
+    Raises PlanError if the plan has what does not go together with it, and SearchError if the step no longer fits into
+    memory.
+    """
+    count = request.overlap_batches
+    if count == 1:
+        return found
+    plan = replace(found.plan, overlap_batches=count)
+    before, price = (
+        composed(
+            found.graph, each, request.hardware, software=request.software,
+            training_state=request.training_state,
+        )
+        for each in (found.plan, plan)
+    )  # fmt: skip
+    _check_memory(request, price, before)
+    note = Note(
+        f"{count} micro-batches run at a time, and collectives of activations of each travel while another computes: a "
+        f"step takes about {format_seconds(price.step_seconds)} in place of {format_seconds(before.step_seconds)}.",
+        "overlap",
+    )
+    return found._replace(plan=replace(plan, notes=(*plan.notes, note)), price=price)
+
+
+def _check_memory(request: Request, price: Composed, before: Composed) -> None:
+    bound = request.search_bound_bytes
+    if bound is not None and price.peak_bytes > bound:
+        raise SearchError(
+            f"{request.overlap_batches} micro-batches at a time take {format_bytes(price.peak_bytes)} of "
+            f"{format_bytes(bound)} on a rank, and one at a time {format_bytes(before.peak_bytes)}. Ask for more "
+            "micro-batches, which are smaller, or leave out overlap_batches."
+        )
