@@ -24,7 +24,7 @@ from torch import fx
 
 from autopar.ops.collectives import Collective
 from autopar.ops.nodes import draws
-from autopar.passes.start_early import STARTED
+from autopar.passes.start_early import can_start
 
 Seconds = Callable[[fx.Node], float]
 
@@ -139,4 +139,4 @@ def _own(graph: fx.Graph, inputs: Sequence[fx.Node]) -> set[fx.Node]:
 def _travels(node: fx.Node) -> bool:
     """Whether a node is a collective that `start_early` splits."""
     call = Collective.of(node)
-    return call is not None and call.name in STARTED
+    return call is not None and can_start(call)

@@ -7,7 +7,8 @@ what the op before it made, none is, and `decompose_products` is what helps. A r
 such as the skip of a U-Net, is converted for its use: converted at once it would lie in memory until then.
 
 Autograd runs the backward of a later call first, so that the order is mirrored: the transposed collective starts with
-the backward of the finish, and the backward of the start, behind that of `h`, waits for it.
+the backward of the finish, and the backward of the start, behind that of `h`, waits for it. So a call that sends in
+backward alone is split as well.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ from torch import fx, nn
 from autopar.ops.collectives import Collective
 from autopar.ops.nodes import is_operator, schema
 
-STARTED = ("all_gather", "all_reduce", "reduce_scatter")
+STARTED = (
+    "all_gather",
+    "all_reduce",
+    "reduce_scatter",
+)  # that the runtime can start without waiting
 NEAR_BLOCKS = 2  # two branches may be blocks of their own, and what reads both the next
 
 
@@ -58,12 +63,23 @@ def splittable(graph: fx.Graph) -> list[fx.Node]:
     found = []
     for node in nodes:
         call = Collective.of(node)
-        if call is not None and call.name in STARTED and node.users:
+        if call is not None and can_start(call) and node.users:
             first = _first_user(node, position)
             between = nodes[position[call.x] + 1 : position[first]]
             if any(map(_computes, between)) and _block(first) - _block(call.x) <= NEAR_BLOCKS:
                 found.append(node)
     return found
+
+
+def can_start(call: Collective) -> bool:
+    """Whether a collective of an activation, forward or backward, can start without waiting.
+
+    `vary` sends nothing, and its backward adds up the gradients of all ranks. Gradients of parameters have buckets.
+    """
+    is_activation = call.x.op != "placeholder"
+    return call.name in STARTED or (
+        call.name == "vary" and call.backward in STARTED and is_activation
+    )
 
 
 def _block(node: fx.Node) -> int:

@@ -76,6 +76,24 @@ def test_what_an_earlier_block_made_is_not_gathered_before_its_use(graph):
     assert not any("start" in line for line in lines(graph, result))
 
 
+def vary(graph, x):
+    """Sends nothing; its backward is an all-reduce."""
+    return graph.call_function(torch.ops.autopar.vary.default, (x, [], 2, "dp", "all_reduce"))
+
+
+def test_a_call_that_sends_in_backward_alone_is_split(graph):
+    x = graph.placeholder("x")
+    operand = vary(graph, relu(graph, x))
+    other = relu(graph, x)
+    assert sum("start" in line for line in lines(graph, add(graph, other, operand))) == 2
+
+
+def test_gradients_of_parameters_go_in_buckets_and_not_by_themselves(graph):
+    x, w = graph.placeholder("x"), graph.placeholder("w")
+    operand, other = vary(graph, w), relu(graph, x)
+    assert not any("start" in line for line in lines(graph, add(graph, other, operand)))
+
+
 def test_a_chain_stays_as_it_is(graph):
     """As under sequence parallelism: views in between hide nothing."""
     x = relu(graph, graph.placeholder("x"))
