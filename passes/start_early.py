@@ -21,11 +21,8 @@ from torch import fx, nn
 from autopar.ops.collectives import Collective
 from autopar.ops.nodes import is_operator, schema
 
-STARTED = (
-    "all_gather",
-    "all_reduce",
-    "reduce_scatter",
-)  # that the runtime can start without waiting
+# Those that the runtime can start without waiting.
+STARTED = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
 NEAR_BLOCKS = 2  # two branches may be blocks of their own, and what reads both the next
 
 

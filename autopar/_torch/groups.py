@@ -101,6 +101,11 @@ def start_reduce_scatter(result: Tensor, x: Tensor, group: dist.ProcessGroup) ->
     return group._reduce_scatter_base(result, x, dist.ReduceScatterOptions())
 
 
+def start_all_to_all(result: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Starts to exchange equal parts: part i of `x` goes to rank i, and part i of `result` comes from it; both flat."""
+    return group.alltoall_base(result, x, [], [])
+
+
 def broke_in_communication(error: BaseException) -> bool:
     """Whether an error was raised while a rank sent, received or waited for a message."""
     frame = traceback.extract_tb(error.__traceback__)[-1]

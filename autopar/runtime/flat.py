@@ -115,7 +115,7 @@ def start_reduce_scatter(hops: list[Hop], tensors: list[Tensor], world: World) -
 
 
 def stack(hops: list[Hop], tensors: list[Tensor], sizes: list[int]) -> Tensor:
-    """The flat input of a reduce-scatter or scatter: row i has the parts of all tensors that rank i gets.
+    """The flat input of a reduce-scatter, all-to-all or scatter: row i has the parts of all tensors that rank i gets.
 
     Args:
         hops: hop of each tensor.
@@ -135,8 +135,34 @@ def stack(hops: list[Hop], tensors: list[Tensor], sizes: list[int]) -> Tensor:
     return stacked
 
 
+def start_all_to_all(hops: list[Hop], tensors: list[Tensor], world: World) -> Started:
+    group, size = group_of(hops[0], world), hops[0].size
+    sizes = [torch.Size(hop.viewed).numel() // size for hop in hops]
+    stacked = stack(hops, tensors, sizes)
+    tensors.clear()
+    exchanged = torch.empty_like(stacked)
+
+    def unpack() -> list[Tensor]:
+        parts = exchanged.split(sizes, dim=1)
+        return [_joined(part, hop) for part, hop in zip(parts, hops, strict=True)]
+
+    with naming_failures("all_to_all", group_name(group)):
+        work = _torch.start_all_to_all(exchanged.view(-1), stacked.view(-1), group)
+    return Started(hops, work, group, unpack)
+
+
+def _joined(rows: Tensor, hop: Hop) -> Tensor:
+    """The result of one hop of an all-to-all: the parts that ranks have sent, concatenated along the gathered dim."""
+    gathered, cut = hop.dims
+    shape = list(hop.viewed)
+    shape[cut] //= hop.size
+    parts = rows.unflatten(1, shape).movedim(0, gathered)
+    return parts.reshape(hop.result).contiguous()
+
+
 STARTS: dict[str, Callable[[list[Hop], list[Tensor], World], Started]] = {
     "all_reduce": start_all_reduce,
     "all_gather": start_all_gather,
+    "all_to_all": start_all_to_all,
     "reduce_scatter": start_reduce_scatter,
 }

@@ -45,6 +45,9 @@ def test_started_collectives_leave_their_result(group):
     result.zero_()
     _torch.start_reduce_scatter(result, x, group).wait()
     assert torch.equal(result, x)
+    result.zero_()
+    _torch.start_all_to_all(result, x, group).wait()
+    assert torch.equal(result, x)
 
 
 def test_the_store_of_the_default_group_is_found(group):

@@ -31,6 +31,12 @@ TP = {"tp": 2}
         ("gpt", {"dp": 2, "tp": 2}, "auto", {"micro_batches": 4}),
         ("gpt", {"tp": 4}, "tp+sp", {"executor": "aot_eager"}),
         ("routed", {"ep": 4}, "ep", {}),
+        (
+            "gpt",
+            {"cp": 4},
+            "cp",
+            {"pins": {"scaled_dot_product_attention*": "b0@cp"}},
+        ),
         ("tied", {"tp": 4}, "tp", {"overlap_batches": 4, "micro_batches": 4}),
     ],
     ids=[
@@ -40,6 +46,7 @@ TP = {"tp": 2}
         "several turns",
         "compiled",
         "experts",
+        "heads exchanged",
         "four at a time",
     ],
 )

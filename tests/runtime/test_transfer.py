@@ -23,6 +23,8 @@ CASES: list[tuple[Layout, Layout]] = [
     ((R, S(0)), (V, R)),
     ((R, R), (V, V)),
 ]
+EXCHANGED: list[tuple[Layout, Layout]] = [((S(0), R), (S(1), R)), ((R, S(1)), (R, S(0)))]
+EVEN: list[Dims] = [((4,), (6,)), ((8,), (2, 2)), ((2, 4), (4,))]
 NESTED: list[tuple[Layout, Layout]] = [
     ((S(0), S(0)), (V, V)),
     ((S(0), S(0)), (S(0), R)),
@@ -50,8 +52,9 @@ def worst() -> float:
         MESH, torch.device("cpu"), init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     )
     differences = [0.0]
-    for source, target in CASES + NESTED:
+    for source, target in CASES + NESTED + EXCHANGED:
         used = DIMS if (source, target) in CASES else [((8,), (3,)), ((4,), ())]
+        used = EVEN if (source, target) in EXCHANGED else used
         there = [route(dims, source, target, MESH) for dims in used]
         if len({signature(hops) for hops in there}) > 1:
             continue
