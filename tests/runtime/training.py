@@ -116,17 +116,18 @@ def drawn(
     name: str, mesh: dict[str, int], seed: int, device: str = "cpu", lone_ops: bool | None = None
 ) -> autopar.Plan:
     """A plan drawn at random, of a micro-batch where it has several."""
-    plan = _random_plan(name, mesh, seed, device, micro_batches=1, lone_ops=lone_ops)
+    plan = plan_of_part(name, mesh, seed, device, micro_batches=1, lone_ops=lone_ops)
     if plan.micro_batches > 1:  # it was drawn for the whole batch
         count = plan.micro_batches
-        plan = _random_plan(name, mesh, seed, device, micro_batches=count, lone_ops=lone_ops)
+        plan = plan_of_part(name, mesh, seed, device, micro_batches=count, lone_ops=lone_ops)
     return plan
 
 
-def _random_plan(
-    name: str, mesh: dict[str, int], seed: int, device: str, *, micro_batches: int,
+def plan_of_part(
+    name: str, mesh: dict[str, int], seed: int, device: str = "cpu", *, micro_batches: int,
     lone_ops: bool | None,
 ) -> autopar.Plan:  # fmt: skip
+    """A plan drawn at random, for a micro-batch of a batch that is cut into so many."""
     model, batch, loss_fn = make_on(device, name)
     part = tuple(x[: len(x) // micro_batches] for x in batch)
     prepared = prepared_once(model, part, loss_fn)
