@@ -16,6 +16,9 @@ is busy for as long as the products take. Of a step, without the optimizer:
     share         hidden / min(busy, products)
     priced        what the cost model says of both steps, for ranks of these FLOPs and a link of this rate
 
+A recipe such as `tp+sp` is decomposed; `tp+sp:2` is not, and two micro-batches of half the rows run at a time. The
+step that waits runs them at a time as well.
+
 The turns of the two steps alternate, and the fastest of each counts: other work on the machine only adds to a turn.
 """
 
@@ -292,7 +295,11 @@ def work(
 
 @click.command(context_settings={"show_default": True})
 @click.option("--ranks", default=4, help="Processes.")
-@click.option("--recipes", default="tp+sp,zero3", help="Which to measure, separated by commas.")
+@click.option(
+    "--recipes",
+    default="tp+sp,tp+sp:2,zero3",
+    help="Which to measure, separated by commas; `:2` for two micro-batches at a time.",
+)
 @click.option("--layers", default=4)
 @click.option("--width", default=512)
 @click.option("--heads", default=4)
