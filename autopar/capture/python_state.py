@@ -17,7 +17,7 @@ import functools
 import gc
 import hashlib
 import types
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,6 +59,7 @@ _NAMED = (
 )  # fmt: skip
 _BOUND = (types.MethodType, types.BuiltinFunctionType, types.MethodWrapperType)
 _ATTRIBUTES = (types.GetSetDescriptorType, types.MemberDescriptorType)  # of slots
+_FIELD: Any = type(vars(namedtuple("_Named", "field"))["field"])
 _PARTS = {
     property: ("fget", "fset", "fdel"), staticmethod: ("__func__",), classmethod: ("__func__",),
     functools.cached_property: ("func", "attrname"), functools.partial: ("func", "args", "keywords"),
@@ -207,7 +208,7 @@ class PythonState:
     def _kinds(self, value: Any) -> None:
         """Adds the user's classes of a plain value and of its elements, and the attributes that such values have.
 
-        What code reads of a number or named tuple is not watched.
+        Such a value is no object with a number, so that what is read of its own attributes has no address.
         """
         if isinstance(value, (tuple, frozenset)):
             for x in sorted(value, key=plain_text) if isinstance(value, frozenset) else value:
@@ -246,6 +247,8 @@ class PythonState:
             self._entry(value, None, Place(value, None, "", "").get(), hidden=hidden)
         elif isinstance(value, _NAMED):
             self._named(value)
+        elif isinstance(value, _FIELD):
+            self._lines.append(plain_text(value.__reduce__()[1]))  # its number, and words about it
         elif isinstance(value, Cached):
             self._cached(value)
         elif kind in _PARTS:

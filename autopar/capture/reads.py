@@ -7,12 +7,11 @@ ran. Torch, numpy and the standard library are nobody's to change: their code is
 from __future__ import annotations
 
 import enum
-import gc
 import inspect
 import os
 import sys
 import types
-from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from functools import cached_property, partial
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 from autopar.capture import refusals
 from autopar.capture.caches import Cache, cache_of
+from autopar.capture.closures import Closures, cells_of
 from autopar.capture.guards import CALL, Guard, Guards, Place
 from autopar.capture.shown import cached_by, contents_of, is_weak, times_computed, was_emptied
 from autopar.capture.user_code import (
@@ -35,13 +35,14 @@ from autopar.capture.user_code import (
     is_users_type,
     line_naming_numpy,
     place_of,
-    stored_by,
 )
 from autopar.capture.values import (
+    CONTAINERS,
     MISSING,
     MUTABLE,
     copied,
     elements,
+    has_own,
     is_copy,
     is_plain,
     is_same,
@@ -80,7 +81,7 @@ class Reads:
         # What a code has named entries of; kept, so that no other has its id.
         self._named: dict[tuple[int, types.CodeType], Any] = {}
         self._optional: set[tuple[int, Any]] = set()  # places guarded if their name is in the code
-        self._codes: dict[types.CodeType, dict[str, Any]] = {}  # with the values of free variables
+        self._closures = Closures()
         # What began to run; equal functions of two files have equal code, and each its globals.
         self._begun: dict[tuple[types.CodeType, int], dict[str, Any]] = {}
         self._globals: list[tuple[types.CodeType, dict[str, Any]]] = []  # of code of the user's
@@ -111,34 +112,46 @@ class Reads:
             self._note(Place(type(module), name, words, place.line), frame.f_code)
 
     def function(self, frame: types.FrameType) -> None:
-        """Notes globals and closures of a function of the user's that begins to run, at its first run."""
-        self._code(frame.f_code, frame.f_globals, frame.f_locals)
+        """Notes what a function of the user's that begins to run reads around it: globals and its closure."""
+        code = frame.f_code
+        self._closures.look(code)
+        self._code(code, frame.f_globals)
+        if is_users(code.co_filename) and not is_installed(code.co_filename):
+            self._variables(code, frame.f_locals)
 
-    def _code(
-        self, code: types.CodeType, space: dict[str, Any], variables: Mapping[str, Any]
-    ) -> None:
-        """Notes what code names of its globals, and of the variables around it."""
+    def _code(self, code: types.CodeType, space: dict[str, Any]) -> None:
+        """Notes what code names of its globals, at its first run."""
         if (code, id(space)) in self._begun:
             return
         self._begun[code, id(space)] = space
-        is_first = code not in self._codes
-        self._codes.setdefault(code, {})
         if not is_users(code.co_filename):
             return
         self._names.update(code.co_names, (c for c in code.co_consts if isinstance(c, str)))
         if is_installed(code.co_filename):
             return  # what a library keeps in globals are its own caches
         self._globals.append((code, space))
-        where = f"{code.co_filename}:{code.co_firstlineno}"
         for name, line in globals_of(code):
             if name in space:
                 place = Place(space, name, f"the global {name}", f"{code.co_filename}:{line}")
                 self._note(place, code)
-        free = {n: variables[n] for n in code.co_freevars if n in variables}
-        if is_first:
-            self._codes[code] = {n: (seen(v), v) for n, v in free.items()}
-        for name, value in free.items():
-            self.hold(value, Place({}, name, f"{name} of {code.co_qualname}", where), code)
+
+    def _variables(self, code: types.CodeType, variables: Mapping[str, Any]) -> None:
+        """Notes the closure of a function that begins to run, and what its code names of its arguments."""
+        running = self._closures.running(code, variables) if code.co_freevars else ()
+        for function in running:  # of which some may only look the same
+            self._cells(function)
+        if code.co_flags & inspect.CO_OPTIMIZED:  # not the body of a module or class
+            for name, value in list(variables.items()):
+                place = Place({}, name, f"{name} of {code.co_qualname}", _begin_of(code))
+                self._name(value, place, code)
+
+    def _cells(self, function: types.FunctionType) -> None:
+        """Notes what the cells of a function's closure hold."""
+        code = function.__code__
+        for name, cell in cells_of(function):
+            if name != "__class__":
+                place = Place(cell, None, f"{name} of {code.co_qualname}", _begin_of(code))
+                self._note(place, code)
 
     def _note(self, place: Place, code: types.CodeType | None, *, optional: bool = False) -> None:
         key, value = (id(place.holder), place.key), place.get()
@@ -156,9 +169,10 @@ class Reads:
         self._name(value, place, code)
         if isinstance(value, (types.ModuleType, type)) and code is not None:
             return
-        if isinstance(value, enum.Enum) and is_users_type(type(value)):
-            self._attributes(value, place, code)
-        if is_plain(value) or id(value) in self._objects or len(self._objects) > _MOST_OBJECTS:
+        if is_plain(value):
+            self._hold_plain(value, place, code)
+            return
+        if id(value) in self._objects or len(self._objects) > _MOST_OBJECTS:
             return
         if isinstance(value, (Tensor, np.ndarray, nn.Module)):
             return
@@ -171,9 +185,8 @@ class Reads:
         elif (contents := contents_of(value)) is not None:
             self._note(Place(contents, CALL, place.words, place.line), code)
         elif (function := cached_by(value)) is not None:  # which may not run at all
-            self._code(
-                function.__code__, function.__globals__, inspect.getclosurevars(function).nonlocals
-            )
+            self._code(function.__code__, function.__globals__)
+            self._cells(function)
         elif isinstance(value, partial):
             for name in ("func", "args", "keywords"):
                 self._note(Place(value, name, f"{name} of {place.words}", place.line), code)
@@ -186,7 +199,17 @@ class Reads:
                     self._note(Place(value, name, words, place.line), code)
             if is_users(value.__code__.co_filename):
                 self._attributes(value, place, code)
-        elif is_users_type(type(value)):
+        if is_users_type(type(value)):
+            self._attributes(value, place, code)
+
+    def _hold_plain(self, value: Any, place: Place, code: types.CodeType | None) -> None:
+        """Notes the attributes of a plain value of the user's, such as a member of an enum, and of such elements."""
+        if isinstance(value, (tuple, frozenset)):
+            for element in value:
+                self._hold_plain(element, place, code)
+        has_attributes = is_users_type(type(value)) and has_own(value)
+        if has_attributes and id(value) not in self._objects:
+            self._objects[id(value)] = value
             self._attributes(value, place, code)
 
     def _attributes(self, value: Any, place: Place, code: types.CodeType | None) -> None:
@@ -204,21 +227,21 @@ class Reads:
 
         Each code names entries of its own, also where another code has read the value before.
         """
-        is_space = isinstance(value, (types.ModuleType, type))
-        if code is None or is_plain(value) or (id(value), code) in self._named:
+        if code is None or (id(value), code) in self._named:
             return
-        if isinstance(value, (Tensor, np.ndarray, nn.Module, types.FunctionType)):
+        if isinstance(value, (types.ModuleType, type)):
+            self._named[id(value), code] = value
+            self._namespace(value, place, code)
+            return
+        is_owned, is_container = is_users_type(type(value)), isinstance(value, CONTAINERS)
+        if isinstance(value, (Tensor, np.ndarray, nn.Module)) or not (is_owned or is_container):
             return
         self._named[id(value), code] = value
-        if is_space:
-            self._namespace(value, place, code)
-        elif isinstance(value, (*MUTABLE, tuple)):
-            for element in elements(value):
-                self._name(element, place, code)
-        elif is_users_type(type(value)):
+        if is_owned:
             self._namespace(type(value), place, code)
-            for held in list(getattr(value, "__dict__", {}).values()):
-                self._name(held, place, code)
+        inside = list(getattr(value, "__dict__", {}).values()) if is_owned else []
+        for held in [*inside, *(elements(value) if is_container else ())]:
+            self._name(held, place, code)
 
     def _namespace(
         self, value: types.ModuleType | type, place: Place, code: types.CodeType
@@ -229,14 +252,16 @@ class Reads:
             top = getattr(space, "__module__", space.__name__).partition(".")[0]
             if top in sys.stdlib_module_names or top in OTHERS:
                 continue
+            is_new = space not in self._spaces
             entries = self._spaces.setdefault(space, vars(space))
+            words = getattr(space, "__qualname__", space.__name__)
             for name in sorted(set(code.co_names) & set(entries)):
-                words = f"{getattr(space, '__qualname__', space.__name__)}.{name}"
-                self._note(Place(entries, name, words, place.line), code)
-            if is_users_type(type(value)) and isinstance(value, type):  # its metaclass may read all
-                for name in entries:
-                    words = f"{space.__qualname__}.{name}"
-                    self._note(Place(entries, name, words, place.line), None, optional=True)
+                self._note(Place(entries, name, f"{words}.{name}", place.line), code)
+            if is_new and isinstance(space, type) and _is_watched(space):
+                # Code may get an object of the class from anywhere, and a metaclass may read all.
+                for name in sorted(entries.keys() - _filled_in(space)):
+                    each = Place(entries, name, f"{words}.{name}", place.line)
+                    self._note(each, None, optional=True)
 
     def find_imports(self) -> None:
         """Notes what code names of the modules that it has imported while it ran."""
@@ -244,36 +269,6 @@ class Reads:
             for name, line in imports_of(code, space.get("__package__") or ""):
                 if (module := sys.modules.get(name)) is not None:
                     self._name(module, Place({}, name, name, f"{code.co_filename}:{line}"), code)
-
-    def find_cells(self) -> None:
-        """Notes the cells of the closures that ran: those of functions that hold what the run has found."""
-        found = self._closures()
-        for function in _functions_of(found):
-            code = function.__code__
-            if code not in found:
-                continue
-            for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-                key = id(cell), None
-                if key in self._read or name not in found[code]:
-                    continue
-                before, value = found[code][name]
-                where = f"{code.co_filename}:{code.co_firstlineno}"
-                place = Place(cell, None, f"{name} of {code.co_qualname}", where)
-                if place.get() is value or name in stored_by(code):
-                    self._objects[id(cell)] = cell
-                    self._read[key] = place, before, value
-
-    def _closures(self) -> dict[types.CodeType, dict[str, Any]]:
-        """The code with free variables that ran, whose functions are searched for.
-
-        Functions that the run itself has made hold its own variables, and `super()` has made `__class__` a free one.
-        """
-        made_inside = {c for code in self._codes for c in code.co_consts if inspect.iscode(c)}
-        return {
-            code: free
-            for code, free in self._codes.items()
-            if free.keys() - {"__class__"} and code not in made_inside
-        }
 
     def changed(self, attributes: Container[int]) -> Iterator[tuple[Place, Any]]:
         """The places of values that a run replaced, each with the old value.
@@ -315,8 +310,9 @@ class Reads:
 
     def ran(self) -> tuple[tuple[types.CodeType, Mapping[str, Any]], ...]:
         """The code of the user's and of installed libraries that ran, each with its globals."""
-        libraries = (c for c in self._codes if is_installed(c.co_filename))
-        return (*self._globals, *((c, {}) for c in libraries if is_users(c.co_filename)))
+        codes = dict.fromkeys(code for code, _ in self._begun)
+        libraries = (c for c in codes if is_installed(c.co_filename) and is_users(c.co_filename))
+        return (*self._globals, *((c, {}) for c in libraries))
 
     def guards(self, kept: Container[tuple[int, Any]]) -> Guards:
         """Guards of all values that were read.
@@ -355,22 +351,24 @@ def _was_emptied(cached: Any, times: int, cache: Cache) -> bool:
     return was_emptied(cached, times) or cache_of(cached) is not cache
 
 
+def _is_watched(kind: type) -> bool:
+    """Whether all entries of a class are looked at: of the user's classes, and of those of another metaclass."""
+    return not is_installed(_file_of(kind)) or is_users_type(type(kind))
+
+
+def _filled_in(kind: type) -> set[str]:
+    """Entries of a class that Python itself fills: an enum keeps values such as `Flag.A | Flag.B` when they are met."""
+    is_enum = issubclass(kind, enum.Enum)
+    return {n for n in vars(kind) if is_enum and n.startswith("_") and n.endswith("_")}
+
+
 def _file_of(kind: type) -> str:
     """The file of a class; "" where it has none."""
     return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
 
 
-def _functions_of(codes: Collection[types.CodeType]) -> list[types.FunctionType]:
-    """The functions that have one of these codes.
-
-    The garbage collector knows them, but for those that `gc.freeze()` has put out of its sight: they are thawed,
-    and stay so, since freezing again would keep for ever whatever garbage there is at this moment.
-    """
-    if not codes:
-        return []
-    if gc.get_freeze_count():
-        gc.unfreeze()
-    return [f for f in gc.get_referrers(*codes) if isinstance(f, types.FunctionType)]
+def _begin_of(code: types.CodeType) -> str:
+    return f"{code.co_filename}:{code.co_firstlineno}"
 
 
 def _is_form(value: Any) -> bool:

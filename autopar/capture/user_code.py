@@ -124,11 +124,6 @@ def is_state_of_numpy(state: Any, other: Any) -> bool:
     return mine["pos"] == others["pos"] and np.array_equal(mine["key"], others["key"])
 
 
-def stored_by(code: types.CodeType) -> set[str]:
-    """The free variables that a code assigns."""
-    return {op.argval for op in dis.get_instructions(code) if op.opname == "STORE_DEREF"}
-
-
 def draws(function: Any) -> bool:
     """Whether a built-in function draws from a generator of Python or numpy."""
     source = getattr(function, "__self__", None)

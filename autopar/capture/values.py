@@ -1,8 +1,9 @@
 """Python values that a capture meets: copies of them, and whether two are the same.
 
 A value is *plain* if equality of value and type means that it is the same (numbers, text, dtypes, tuples of them). A
-container is compared element by element, a tensor by identity and version, and any other object by identity alone; the
-attributes of such an object are watched separately (`autopar.capture.watch`).
+container is compared element by element, a tensor by identity and version, and any other object by identity alone; so
+is a number or container of a class of the user's that has attributes of its own. The attributes of such an object are
+watched separately (`autopar.capture.watch`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ _PLAIN = (
 )  # fmt: skip
 
 MUTABLE = (list, dict, set, deque)
+CONTAINERS = (*MUTABLE, tuple, frozenset)
 
 
 class _Missing:
@@ -49,10 +51,12 @@ class SeenContainer:
     Attributes:
         kind: its type.
         elements: its elements as they were; for a dict its keys and values in turn.
+        owner: the container itself if it has attributes of its own, else None.
     """
 
     kind: type
     elements: tuple[Any, ...]
+    owner: Any
 
 
 def is_plain(value: Any) -> bool:
@@ -69,8 +73,18 @@ def seen(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, (*MUTABLE, tuple)) and not is_plain(value):
-        return SeenContainer(type(value), tuple(map(seen, elements(value))))
+        return SeenContainer(type(value), tuple(map(seen, elements(value))), _owner(value))
     return value
+
+
+def has_own(value: Any) -> bool:
+    """Whether a number or container has attributes besides those of its class."""
+    names = slots(type(value))
+    return bool(getattr(value, "__dict__", None)) or any(hasattr(value, name) for name in names)
+
+
+def _owner(value: Any) -> Any:
+    return value if has_own(value) else None
 
 
 def elements(container: Any) -> list[Any]:
@@ -87,11 +101,14 @@ def is_same(value: Any, before: Any) -> bool:
     if isinstance(before, SeenTensor):
         return value is before.tensor and version(value) == before.version
     if isinstance(before, SeenContainer):
-        return type(value) is before.kind and _all_same(elements(value), before.elements)
+        is_alike = type(value) is before.kind and _owner(value) is before.owner
+        return is_alike and _all_same(elements(value), before.elements)
     if type(value) is not type(before):
         return False
     if isinstance(before, np.ndarray):
         return value.dtype == before.dtype and np.array_equal(value, before)
+    if has_own(value) or has_own(before):
+        return False
     if isinstance(before, tuple):
         return _all_same(value, before)
     return is_plain(before) and bool(value == before or (value != value and before != before))

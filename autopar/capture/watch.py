@@ -176,7 +176,6 @@ class Watch:
 
         Returns the attributes that were put back, see `Writes.written`, and all other places that were.
         """
-        self._reads.find_cells()
         self._reads.find_imports()
         written = [
             w for w in self._writes.written(before) if not self._writes.keeps(w[0], w[1], w[3])

@@ -1,7 +1,9 @@
 """What several functions of a model read of one module, class or object is guarded for each of them."""
 
+import enum
 import sys
 import types
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -115,3 +117,131 @@ def test_imports_have_full_names():
     code = compile("import xml.dom as d\nfrom . import reads\nfrom ..ops import nodes", "", "exec")
     found = [name for name, _ in imports_of(code, "autopar.capture")]
     assert found == ["xml.dom", "autopar.capture", "autopar.ops"]
+
+
+class Widths(NamedTuple):
+    width: int
+    rate = 2.0
+
+    def scaled(self, x):
+        return x * self.rate
+
+
+class Count(int):
+    rate = 2.0
+
+
+class Kind(enum.Enum):
+    ONE = 1
+
+    def __init__(self, value):
+        self.own = 2.0
+
+
+class Rates(list):
+    rate = 2.0
+
+
+class Table(dict):
+    rate = 2.0
+
+
+def scaled(x, setting):
+    return x * setting.rate
+
+
+class OfSetting(nn.Module):
+    def __init__(self, setting):
+        super().__init__()
+        self.setting, self.settings = setting, [(1, setting)]
+
+    def forward(self, x):
+        return x * self.setting.rate
+
+
+class OfElement(OfSetting):
+    def forward(self, x):
+        return x * self.settings[0][1].rate
+
+
+class OfArgument(OfSetting):
+    def forward(self, x):
+        return scaled(x, self.setting)
+
+
+WIDTHS = Widths(3)
+
+
+class OfDefault(OfSetting):
+    def forward(self, x, setting=WIDTHS):
+        return x * setting.rate
+
+
+class OfText(OfSetting):
+    def forward(self, x):
+        return x * getattr(self.setting, "rate")  # noqa: B009
+
+
+class OfMethod(OfSetting):
+    def forward(self, x):
+        return self.setting.scaled(x)
+
+
+class OfOwn(OfSetting):
+    def forward(self, x):
+        return x * self.setting.own
+
+
+def with_own(value):
+    value.own = 2.0
+    return value
+
+
+SETTINGS_READ = {
+    "named tuple": (OfSetting, Widths(3), Widths, "rate"),
+    "element": (OfElement, Widths(3), Widths, "rate"),
+    "argument": (OfArgument, Widths(3), Widths, "rate"),
+    "argument that is an object": (OfArgument, type("Held", (), {"rate": 2.0})(), None, "rate"),
+    "default": (OfDefault, Widths(3), Widths, "rate"),
+    "name in a text": (OfText, Widths(3), Widths, "rate"),
+    "method": (OfMethod, Widths(3), Widths, "rate"),
+    "number": (OfSetting, Count(3), Count, "rate"),
+    "number with an attribute": (OfOwn, with_own(Count(3)), "value", "own"),
+    "member of an enum": (OfOwn, Kind.ONE, "value", "own"),
+    "list": (OfSetting, Rates([1]), Rates, "rate"),
+    "list with an attribute": (OfOwn, with_own(Rates([1])), "value", "own"),
+    "dict": (OfSetting, Table(a=1), Table, "rate"),
+    "dict with an attribute": (OfOwn, with_own(Table(a=1)), "value", "own"),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS_READ)
+def test_attributes_of_numbers_and_containers_and_of_their_classes_are_guarded(name, monkeypatch):
+    kind, value, holder, attribute = SETTINGS_READ[name]
+    guards = capture_forward(kind(value), (torch.ones(2),), {}).guards
+    assert guards.hold()
+    holder = {None: type(value), "value": value}.get(holder, holder)
+    monkeypatch.setattr(holder, attribute, 5.0)
+    assert f".{attribute} " in str(guards.broken())
+
+
+@pytest.mark.parametrize("kind", [Count, Rates, Table])
+def test_an_equal_value_with_another_attribute_is_another_value(kind):
+    model = OfOwn(with_own(kind()))
+    guards = capture_forward(model, (torch.ones(2),), {}).guards
+    model.setting = kind()
+    model.setting.own = 5.0
+    assert "model.setting" in str(guards.broken())
+
+
+class Mode(enum.Flag):
+    ONE, TWO, FOUR = 1, 2, 4
+
+
+class OfModes(nn.Module):
+    def forward(self, x):
+        return 2 * x if Mode.ONE & (Mode.ONE | Mode.FOUR) else x
+
+
+def test_an_enum_may_keep_the_combinations_of_its_members():
+    assert capture_forward(OfModes(), (torch.ones(2),), {}).guards.hold()

@@ -156,6 +156,32 @@ def test_a_second_start_captures_nothing(starts):
     assert second.guards.hold() and len(second.guards) == len(first.guards) > 8
 
 
+NAMED = """import math
+from typing import NamedTuple
+
+class Widths(NamedTuple):
+    width: int
+    rate = 2.0
+
+def shifted_by(rate):
+    return lambda x: x + rate
+
+WIDTHS, FIRST, SECOND = Widths(3), shifted_by(1.0), shifted_by(2.0)
+"""
+
+
+def test_a_second_start_follows_named_tuples_and_two_closures_of_one_code(starts):
+    starts.edit("helper", "import math", NAMED)
+    new = "return SECOND(FIRST(inner(x))) * WIDTHS.rate * WIDTHS.width *"
+    starts.edit("helper", "return inner(x) *", new)
+    starts.start()
+    starts.start()
+    assert starts.count == 1
+    starts.edit("helper", "shifted_by(2.0)", "shifted_by(3.0)")
+    starts.start()
+    assert starts.count == 2
+
+
 def test_a_second_start_captures_no_length(starts):
     found = []
     for runs in (2, 0):
