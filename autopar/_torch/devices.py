@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,19 @@ def current_device(kind: str) -> torch.device:
     if kind == "cpu":
         return CPU
     return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def device_model(device: torch.device) -> str:
+    """The name of a device as its maker gives it, such as "NVIDIA H100 80GB HBM3"; "" where it has none.
+
+    >>> device_model(torch.device("cpu")), device_model(torch.device("meta"))
+    ('', '')
+    """
+    if not is_accelerator(device):
+        return ""
+    module: Any = torch.get_device_module(device)
+    has_name = module.is_available() and hasattr(module, "get_device_name")
+    return str(module.get_device_name(device)) if has_name else ""
 
 
 def has_used_accelerator() -> bool:

@@ -61,4 +61,5 @@ def switches() -> tuple[object, ...]:
         backends.mkldnn.enabled, backends.cudnn.enabled, backends.cudnn.benchmark, backends.cudnn.deterministic,
         backends.cudnn.allow_tf32, backends.cuda.flash_sdp_enabled(), backends.cuda.math_sdp_enabled(),
         backends.cuda.mem_efficient_sdp_enabled(), backends.cuda.cudnn_sdp_enabled(), torch.is_autocast_cache_enabled(),
+        torch.get_float32_matmul_precision(),
     )  # fmt: skip

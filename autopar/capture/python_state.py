@@ -96,7 +96,9 @@ class PythonState:
         for space in (torch, nn.functional, Tensor):
             self._names(space)
         for name, value in roots.items():
-            self._put(name, value)
+            self._put(
+                name, value, hidden=True
+            )  # autopar calls them: no code that is watched has read them
         while self._queue and not self.obstacle:
             self._describe(*self._queue.popleft())
             if len(self._objects) > _MOST_OBJECTS:
@@ -292,7 +294,7 @@ class PythonState:
         places = {key: i for i, key in enumerate(sorted(set().union(*tables.values())))}
         for name, table in tables.items():
             for key, hook in table.items():
-                self._put(f"{name} {places[key]}", hook)
+                self._put(f"{name} {places[key]}", hook, hidden=True)  # which torch calls
 
     def _attributes(self, value: Any, hidden: bool) -> None:
         """The attributes of an object of the user's, or of one of torch's that only torch's own code reads."""

@@ -66,6 +66,12 @@ class CaptureQuestion:
     precision: MixedPrecision | None
     open_dims: OpenDims
 
+    def _tensors(self) -> list[Tensor]:
+        """The tensors of the arguments and of the model."""
+        leaves = pytree.tree_leaves((self.args, dict(self.kwargs)))
+        held = (*self.model.parameters(), *self.model.buffers())
+        return [x for x in (*leaves, *held) if isinstance(x, Tensor)]
+
     def state(self) -> PythonState:
         """The Python values that the capture could read now."""
         leaves = pytree.tree_leaves((self.args, dict(self.kwargs)))
@@ -82,8 +88,10 @@ class CaptureQuestion:
             (kind, torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind)))
             for kind in sorted(_torch.autocast_kinds())
         ]
+        # By the kind of a GPU torch picks its kernels of attention.
+        kinds = sorted({_torch.device_model(x.device) for x in self._tensors()})
         question = (
-            code_version(), sys.version, state.digest, str(spec), tensors, self.is_step, self.precision,
+            code_version(), sys.version, kinds, state.digest, str(spec), tensors, self.is_step, self.precision,
             [list(dims) for dims in self.open_dims], casts, list(map(str, _torch.switches())),
         )  # fmt: skip
         return hashlib.sha256(text_of(question).encode()).hexdigest()
@@ -106,10 +114,12 @@ class StoredCaptures:
         """
         if self.folder is None:
             return capture()
-        state = question.state()
         try:
+            state = question.state()
             key = question.key(state)
-        except (NoText, TypeError) as error:
+        except (
+            Exception
+        ) as error:  # also of the user's own: values are asked for their attributes and texts
             log.info("The capture is not stored: %s.", error)
             return capture()
         path = self.folder / f"{key}{_ENDING}"

@@ -53,4 +53,10 @@ def test_switches_tell_what_is_set():
         assert _torch.switches() != before
     with torch.backends.mkldnn.flags(enabled=False):
         assert _torch.switches() != before
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert _torch.switches() != before
+    finally:
+        torch.set_float32_matmul_precision(precision)
     assert _torch.switches() == before

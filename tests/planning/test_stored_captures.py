@@ -1,6 +1,7 @@
 """Captures in a folder: the same model is captured once, and one that Python could tell apart is captured anew."""
 
 import contextlib
+import functools
 import importlib
 import json
 import logging
@@ -8,6 +9,8 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
+import unittest.mock
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
+from autopar import _torch
 from autopar.capture.export import capture_step
 from autopar.ir import MixedPrecision
 from autopar.planning import stored_captures
@@ -336,11 +340,27 @@ def other_torch(name="2.99.0"):
         assert torch.__version__ == version
 
 
+@contextlib.contextmanager
+def matmul_precision():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def other_gpu():
+    return unittest.mock.patch.object(_torch, "device_model", lambda device: "another GPU")
+
+
 SURROUNDINGS = {
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "no gradients": torch.no_grad,
     "a default dtype": default_dtype,
     "another version of torch": other_torch,
+    "a precision of products": matmul_precision,
+    "another GPU": other_gpu,
 }
 
 
@@ -448,6 +468,46 @@ def test_what_may_depend_on_more_is_not_stored(starts, caplog, name):
         starts.start()
     assert starts.count == 2 and not starts.files
     assert "The capture is not stored: " in caplog.text and why in caplog.text
+
+
+def scaled_by_lock(lock, module, args, result):
+    return (1 + lock.locked()) * result
+
+
+class LockHook:
+    def __init__(self):
+        self.lock = threading.Lock()
+
+    def __call__(self, module, args, result):
+        return (1 + self.lock.locked()) * result
+
+
+def hook_with_a_lock(model):
+    model.register_forward_hook(functools.partial(scaled_by_lock, threading.Lock()))
+
+
+def object_as_a_hook(model):
+    model.register_forward_hook(LockHook())
+
+
+@pytest.mark.parametrize("change", [hook_with_a_lock, object_as_a_hook])
+def test_what_a_hook_holds_is_a_part_of_the_state(starts, caplog, change):
+    with caplog.at_level(logging.INFO, "autopar"):
+        starts.start(lambda model, script: change(model.body))
+    assert not starts.files and "The capture is not stored: " in caplog.text
+
+
+def test_a_value_whose_text_cannot_be_made_keeps_a_capture_from_being_stored(starts, caplog):
+    class Silent(int):
+        def __repr__(self):
+            raise RuntimeError("no text")
+
+    def change(model, script):
+        model.silent = Silent(3)
+
+    with caplog.at_level(logging.INFO, "autopar"):
+        assert starts.start(change).fingerprint
+    assert not starts.files and "The capture is not stored: no text" in caplog.text
 
 
 def test_a_number_that_only_the_forward_imports_is_not_stored(starts, caplog, monkeypatch):
