@@ -16,6 +16,11 @@ from autopar._torch import OpOverload, is_torchs_operator
 from autopar.capture.user_code import OTHERS
 
 _MADE_BY_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+# Entries of a class that no code reads, or that Python fills in when it likes.
+UNREAD = frozenset({
+    "__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__annotate__", "__firstlineno__",
+    "__static_attributes__", "__slotnames__", "_abc_impl", "__abstractmethods__", "__annotations_cache__",
+})  # fmt: skip
 # What a code object does, and the lines that errors name.
 _OF_CODE = (
     "co_code", "co_names", "co_varnames", "co_freevars", "co_cellvars", "co_flags", "co_argcount",
