@@ -89,9 +89,8 @@ def _ring(whole_bytes: Quantity, m: _Message, gain: Quantity = 1.0) -> Quantity:
     hops = m.ranks - 1
     transfer = hops / m.ranks * whole_bytes / (link.bandwidth_bytes_per_second * gain)
     start = _begin(m) + hops * link.latency_seconds
-    if m.bucketed:  # the bucket is long enough to fill the pipeline
-        return _share(whole_bytes, m) * (start + link.fill_seconds) + transfer
-    return start + transfer + _fill(transfer, link.fill_seconds)
+    share = _share(whole_bytes, m)
+    return share * start + transfer + _fill(transfer, share, m)
 
 
 def _chain(whole_bytes: Quantity, m: _Message) -> Quantity:
@@ -99,9 +98,8 @@ def _chain(whole_bytes: Quantity, m: _Message) -> Quantity:
     link, hops = m.link, m.ranks - 1
     transfer = whole_bytes / link.bandwidth_bytes_per_second
     start = _begin(m) + hops * link.latency_seconds
-    if m.bucketed:
-        return _share(whole_bytes, m) * (start + link.fill_seconds) + transfer
-    return start + transfer + _fill(transfer, link.fill_seconds)
+    share = _share(whole_bytes, m)
+    return share * start + transfer + _fill(transfer, share, m)
 
 
 def _begin(m: _Message) -> Quantity:
@@ -113,18 +111,20 @@ def _all_reduce(m: _Message) -> Quantity:
     gain = m.link.reduce_gain
     both = _ring(m.before_bytes, m, gain) + _ring(m.after_bytes, m, gain)
     saved = (2.0 - m.link.reduce_rounds) * (m.ranks - 1) * m.link.latency_seconds
-    return both - (_share(m.before_bytes, m) * saved if m.bucketed else saved)
+    return both - _share(m.before_bytes, m) * saved
 
 
 def _share(whole_bytes: Quantity, m: _Message) -> Quantity:
-    """Fraction of a bucket's latency that counts for one of its messages."""
-    return smaller(1.0, whole_bytes / m.bucket_bytes)
+    """Fraction of a bucket's latency that counts for one of its messages; 1 for a message on its own."""
+    return smaller(1.0, whole_bytes / m.bucket_bytes) if m.bucketed else 1.0
 
 
-def _fill(transfer_seconds: Quantity, fill_seconds: Quantity) -> Quantity:
+def _fill(transfer_seconds: Quantity, share: Quantity, m: _Message) -> Quantity:
+    """Seconds to fill the pipeline; a message in a bucket has its share of the bucket's min(t, fill)."""
+    fill_seconds = m.link.fill_seconds
     if isinstance(fill_seconds, int | float) and not fill_seconds:
         return 0.0
-    return smaller(transfer_seconds, fill_seconds)
+    return smaller(transfer_seconds, share * fill_seconds)
 
 
 def _send(m: _Message) -> Quantity:

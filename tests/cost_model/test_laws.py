@@ -175,6 +175,33 @@ def test_an_all_reduce_lies_between_its_halves_and_their_sum(ranks: int, size_by
         assert both <= (scatter + gather) * (1 + 1e-12)
 
 
+@pytest.mark.parametrize("fill", [0.0, 1e-5, 1e-2])  # none, less and more than a bucket takes
+@pytest.mark.parametrize(
+    "name", ["all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce"]
+)
+def test_a_part_of_a_bucket_is_never_dearer_than_a_message_of_its_own(
+    name: str, fill: float
+) -> None:
+    link = dataclasses.replace(H100.inside_node, fill_seconds=fill)
+
+    def seconds(size_bytes: float, is_bucketed: bool) -> float:
+        part, whole = size_bytes / 8, size_bytes
+        before = part if name == "all_gather" else whole
+        after = part if name == "reduce_scatter" else whole
+        return collective_seconds(
+            name, before_bytes=before, after_bytes=after, ranks=8, link=link, hardware=H100,
+            bucketed=is_bucketed, bucket_bytes=2**20,
+        )  # fmt: skip
+
+    sizes = [2.0**power for power in range(8, 24)]
+    in_buckets = [seconds(size, True) for size in sizes]
+    alone = [seconds(size, False) for size in sizes]
+    assert in_buckets == sorted(in_buckets) and alone == sorted(alone)
+    assert all(part <= own * (1 + 1e-12) for part, own in zip(in_buckets, alone, strict=True))
+    # Parts that make up a bucket take as long as the bucket.
+    assert 16 * seconds(2.0**16, True) == pytest.approx(seconds(2.0**20, False))
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_pipeline_of_equal_stages_has_the_bubble_of_gpipe(seed: int) -> None:
     """(p - 1) / v of a stage's micro-batch time, where embedding and head cost nothing."""
