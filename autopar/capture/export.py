@@ -141,6 +141,8 @@ def capture_step(
         open_dims: dims of inputs whose sizes are left open (`autopar.capture.open_sizes`).
     """
 
+    _require_targets(model, args, kwargs, loss_fn)
+
     def capture() -> Captured:
         wrapper = _WithLoss(model, loss_fn, is_step=True, precision=precision)
         captured = _capture(wrapper, args, kwargs, open_dims, is_step=True)
@@ -178,6 +180,34 @@ def run_with_loss(
     result = _WithLoss(model, loss_fn, is_step=True, precision=precision)(*args, **kwargs)
     loss: Tensor = result[-1] if isinstance(result, tuple) else result
     return loss
+
+
+def _require_targets(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: LossFunction | None
+) -> None:
+    """Raises StepError for a batch that the model's forward takes as a whole, so that nothing is left for the loss."""
+    count = 0 if loss_fn is None else target_count(loss_fn)
+    is_split = len(args) >= count and _takes(model, args[: len(args) - count], kwargs)
+    if count == 0 or is_split or not _takes(model, args, kwargs):
+        return
+    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+    targets = "a target" if count == 1 else f"{count} targets"
+    raise StepError(
+        f"The loss function {name} asks for {targets} at the end of the batch, and none was given: the model's "
+        f"forward takes the whole batch of {len(args)}. Call step(*inputs, {', '.join(_target_names(count))}), or "
+        "compile a model that returns its loss without loss_fn."
+    )
+
+
+def _takes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the model's forward can be called with so many arguments."""
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    except ValueError:  # a forward without a signature
+        return True
+    return True
 
 
 def _require_scalar_loss(captured: Captured, loss_fn: LossFunction | None) -> None:
@@ -381,6 +411,10 @@ def _order_placeholders(module: fx.GraphModule, specs: Any, kinds: tuple[Any, ..
     module.recompile()
 
 
+def _target_names(count: int) -> list[str]:
+    return ["target"] if count == 1 else [f"target{i}" for i in range(count)]
+
+
 def _leaf_names(wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
     """A readable name for every leaf of the inputs: the name of the parameter of `forward`, and the path inside it."""
     model, loss_fn = wrapper.model, wrapper.loss_fn
@@ -388,7 +422,7 @@ def _leaf_names(wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     targets = target_count(loss_fn) if loss_fn is not None else 0  # type: ignore[arg-type]
     inputs = len(args) - targets
     positional = [names[i] if i < len(names) else f"input{i}" for i in range(inputs)]
-    positional += ["target" if targets == 1 else f"target{i}" for i in range(targets)]
+    positional += _target_names(targets)
     paths, _ = pytree.tree_flatten_with_path((args, kwargs))
     result: list[str] = []
     for (kind, head, *rest), _ in paths:

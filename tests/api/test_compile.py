@@ -6,6 +6,7 @@ import json
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -173,6 +174,15 @@ def test_training_follows_inference_mode() -> None:
 def test_a_recipe_that_there_is_not_is_told_at_once() -> None:
     with pytest.raises(autopar.RecipeError, match="There is no recipe 'zero4'"):
         autopar.compile(MLP(), recipe="zero4")
+
+
+@pytest.mark.parametrize(
+    "loss_fn", [mean_square, nn.MSELoss(), lambda y, target, weight: (weight * (y - target)).sum()]
+)
+def test_a_batch_without_its_target(loss_fn: Any) -> None:
+    made = autopar.compile(MLP().double(), loss_fn=loss_fn)
+    with pytest.raises(autopar.StepError, match=r"asks for .*target.*, and none was given"):
+        made.step(batch()[0])
 
 
 def test_no_loss_function() -> None:
