@@ -18,6 +18,14 @@ Our own mistakes are `assert`s or `VerifierError`, which is not a ValueError on 
 
 from __future__ import annotations
 
+import difflib
+import functools
+from collections.abc import Callable, Iterable
+from typing import ParamSpec, TypeVar
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
 
 class AutoparError(ValueError):
     """Base of every error that a person can mend."""
@@ -78,3 +86,31 @@ class PeerError(RuntimeError):
 
 class VerifierError(AssertionError):
     """A pass broke an invariant of the graph: a defect of autopar, not of the model."""
+
+
+def did_you_mean(name: object, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """The known names that are written almost like this, as a question; "" for none.
+
+    >>> did_you_mean("recpie", ["mesh", "recipe"])
+    ' (did you mean recipe?)'
+    """
+    near = difflib.get_close_matches(str(name).lower(), list(known), n=3, cutoff=cutoff)
+    return f" (did you mean {' or '.join(near)}?)" if near else ""
+
+
+def names_its_arguments(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """A public function that, where it has no keyword argument of a name, says which one may be meant."""
+    code = function.__code__
+    known = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+
+    @functools.wraps(function)
+    def called(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        unknown = next((name for name in kwargs if name not in known), None)
+        if unknown is not None:
+            near = did_you_mean(unknown, known)
+            raise TypeError(
+                f"{function.__name__}() has no argument {unknown!r}{near}; it takes {', '.join(known)}."
+            )
+        return function(*args, **kwargs)
+
+    return called

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 
 from autopar.cost_model.arith import Quantity, where
 from autopar.cost_model.sizes import Sizes
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, did_you_mean
 from autopar.ir import Layout, R, Tensor
 
 _LEAST_ELEMENTS = 4096  # torchao 0.18, after bitsandbytes
@@ -142,6 +142,7 @@ def optimizer_format(name: str) -> OptimizerFormat:
     """The states of the optimizer called `name`. Raises AutoparError for a name that is not in `OPTIMIZERS`."""
     if name not in OPTIMIZERS:
         raise AutoparError(
-            f"There is no optimizer {name!r} among the training states; choose among {', '.join(OPTIMIZERS)}."
+            f"There is no optimizer {name!r} among the training states{did_you_mean(name, OPTIMIZERS)}; "
+            f"choose among {', '.join(OPTIMIZERS)}."
         )
     return OPTIMIZERS[name]

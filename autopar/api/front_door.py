@@ -20,7 +20,7 @@ from autopar.capture.rows import arguments_of_replica
 from autopar.cost_model import Cluster, Hardware, find_cluster
 from autopar.cost_model.items import TrainingState
 from autopar.cost_model.software import with_eager_runs
-from autopar.errors import AutoparError, MeshError
+from autopar.errors import AutoparError, MeshError, names_its_arguments
 from autopar.explanation.costs import run_of
 from autopar.explanation.explanation import Explanation
 from autopar.ir import PIPELINE_AXIS, Mesh, MixedPrecision, Plan
@@ -52,6 +52,7 @@ from autopar.search.request import Request, named_axes
 from autopar.search.request_fields import HEADROOM
 
 
+@names_its_arguments
 def compile(
     model: nn.Module,
     *,
@@ -313,6 +314,7 @@ def _device(
     return _torch.current_device(mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu")
 
 
+@names_its_arguments
 def explain(
     model: nn.Module,
     example_inputs: Any,

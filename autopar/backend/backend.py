@@ -40,7 +40,7 @@ from autopar.backend.sharding import (
 from autopar.backend.unwatched import CachedCalls, Methods
 from autopar.capture.refusals import draws_from_own
 from autopar.capture.remedies import traced_line
-from autopar.errors import AutoparError, MeshError, RecipeError
+from autopar.errors import AutoparError, MeshError, RecipeError, did_you_mean
 from autopar.ir import Mesh
 from autopar.runtime.compiled import Executor
 from autopar.runtime.failures import show_failures
@@ -138,7 +138,8 @@ def _known(options: Mapping[str, Any]) -> Mapping[str, Any]:
     unknown = [name for name in options if name not in OPTIONS]
     if unknown:
         raise AutoparError(
-            f"The backend autopar has no option {unknown[0]!r}; it takes {', '.join(OPTIONS)}. "
+            f"The backend autopar has no option {unknown[0]!r}{did_you_mean(unknown[0], OPTIONS)}; "
+            f"it takes {', '.join(OPTIONS)}. "
             "Other settings are those of autopar.compile."
         )
     return options

@@ -26,7 +26,7 @@ from autopar.backend.comparing import check_alike
 from autopar.capture.remedies import changed_in_place
 from autopar.cost_model import Hardware
 from autopar.cost_model.software import named_hardware
-from autopar.errors import CaptureError, MeshError, RecipeError
+from autopar.errors import CaptureError, MeshError, RecipeError, names_its_arguments
 from autopar.ir import PIPELINE_AXIS, WHOLE, Dims, Layout, Mesh, Plan, R, S, has_owner
 from autopar.ir.layout import split_count
 from autopar.ops.sharding import shard
@@ -57,6 +57,7 @@ _OF_GRAPH = (
 )  # recipes whose storage depends on what is computed
 
 
+@names_its_arguments
 def shard_(
     model: nn.Module,
     plan_or_recipe: Plan | RecipeLike = "zero3",

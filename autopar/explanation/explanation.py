@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from rich.jupyter import JupyterMixin
 
 from autopar.cost_model.breakdown import Event
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, did_you_mean
 from autopar.explanation import solving
 from autopar.explanation.changes import GROUPS, changed_hardware, scaled
 from autopar.explanation.costs import PlanCost
@@ -108,8 +108,11 @@ class Explanation(PlanCost, JupyterMixin):
             elif name in self.values:
                 overrides[name] = float(value)
             else:
-                known = ", ".join([*sorted(GROUPS), "hbm_bytes", *sorted(self.values)])
-                raise AutoparError(f"Nothing here is called {name!r}; there are {known}.")
+                known = [*sorted(GROUPS), "hbm_bytes", *sorted(self.values)]
+                near = did_you_mean(name, known)
+                raise AutoparError(
+                    f"Nothing here is called {name!r}{near}; there are {', '.join(known)}."
+                )
         return replace(self, overrides=overrides, memory_bound_bytes=bound, built=self.expressions)
 
     def _on_changed(self, changes: Mapping[str, float]) -> Explanation:

@@ -9,7 +9,7 @@ from torch import nn
 
 from autopar.capture.export import LossFunction
 from autopar.cost_model import find_hardware
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, names_its_arguments
 from autopar.ir import PIPELINE_AXIS, Mesh, MixedPrecision, Plan
 from autopar.planning.planning import Prepared, make_plan, policy_of
 from autopar.proof.random_plan import random_plan
@@ -20,6 +20,7 @@ from autopar.search import RecipeLike
 from autopar.search.request import Request
 
 
+@names_its_arguments
 def verify(
     model: nn.Module,
     example_inputs: Any,

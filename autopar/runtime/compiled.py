@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopar import _torch
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, did_you_mean
 from autopar.passes.cut_regions import cut_regions
 
 ExecutorName = Literal["eager", "aot_eager", "inductor"]
@@ -43,7 +43,8 @@ class Executor:
     def __init__(self, name: ExecutorName = "eager") -> None:
         if name not in get_args(ExecutorName):
             known = ", ".join(map(repr, get_args(ExecutorName)))
-            raise AutoparError(f"There is no executor {name!r}; executor is one of {known}.")
+            near = did_you_mean(name, get_args(ExecutorName))
+            raise AutoparError(f"There is no executor {name!r}{near}; executor is one of {known}.")
         self.name = name
         # By code and kind of arguments; what no region uses any more goes with the last program that had it.
         self._runs: weakref.WeakValueDictionary[Any, _CompiledRegion] = (

@@ -28,10 +28,9 @@ out.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 
-from autopar.errors import RecipeError
+from autopar.errors import RecipeError, did_you_mean
 from autopar.ir import PIPELINE_AXIS, Meeting, Mesh
 from autopar.ir.meeting import RULES, SERVER
 from autopar.search.recipe_rows import (
@@ -286,8 +285,7 @@ def _near(name: str) -> str:
     ' (did you mean zero3?)'
     """
     known = [*RECIPES, *ALIASES, *SEVERAL_AXES, *PIPELINE_RECIPES]
-    near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.75)
-    return f" (did you mean {' or '.join(near)}?)" if near else ""
+    return did_you_mean(name, known, cutoff=0.75)
 
 
 def _check_reductions(rows: Sequence[Recipe], mesh: Mesh) -> None:

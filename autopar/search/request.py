@@ -18,7 +18,7 @@ from typing import Any
 
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.items import TrainingState
-from autopar.errors import AutoparError, MeshError, PlanError, RecipeError
+from autopar.errors import AutoparError, MeshError, PlanError, RecipeError, did_you_mean
 from autopar.ir import (
     PIPELINE_AXIS,
     PLACEMENTS,
@@ -183,7 +183,10 @@ class Request(RequestFields):
         ):
             unknown = sorted(set(given) - {*known})
             if unknown:
-                raise AutoparError(f"{name} names {unknown[0]!r}; choose among {', '.join(known)}.")
+                near = did_you_mean(unknown[0], known)
+                raise AutoparError(
+                    f"{name} names {unknown[0]!r}{near}; choose among {', '.join(known)}."
+                )
 
     def _check_decompose(self) -> None:
         names = AXES if self.mesh is None else self.mesh.names
@@ -199,7 +202,8 @@ class Request(RequestFields):
         named, _ = split_recipe(self.recipe)
         if self.schedule is not None and self.schedule not in PLACEMENTS:
             raise RecipeError(
-                f"There is no schedule {self.schedule!r}; choose among {', '.join(PLACEMENTS)}."
+                f"There is no schedule {self.schedule!r}{did_you_mean(self.schedule, PLACEMENTS)}; "
+                f"choose among {', '.join(PLACEMENTS)}."
             )
         if named and self.schedule not in (None, self.chosen_schedule):
             raise RecipeError(

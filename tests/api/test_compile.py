@@ -176,6 +176,12 @@ def test_a_recipe_that_there_is_not_is_told_at_once() -> None:
         autopar.compile(MLP(), recipe="zero4")
 
 
+@pytest.mark.parametrize("function", [autopar.compile, autopar.explain, autopar.verify])
+def test_a_misspelt_argument_is_told_with_the_one_that_is_meant(function: Any) -> None:
+    with pytest.raises(TypeError, match=r"no argument 'recpie' \(did you mean recipe"):
+        function(MLP(), recpie="ddp")
+
+
 @pytest.mark.parametrize(
     "loss_fn", [mean_square, nn.MSELoss(), lambda y, target, weight: (weight * (y - target)).sum()]
 )
