@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autopar.errors import PlanError
+from autopar.errors import LayoutError, PlanError
 from autopar.ir import (
     UNSPLIT,
     Graph,
@@ -44,7 +44,10 @@ def check_vacant_places(graph: Graph, plan: Plan) -> None:
                 "one rank stores it (O on every axis), or all do (R)."
             )
         dims = graph.tensors[graph.parameters[name]].dims
-        steps_of(dims, how.storage, how.resident, mesh)
+        try:
+            steps_of(dims, how.storage, how.resident, mesh)
+        except LayoutError as error:
+            raise LayoutError(f"Parameter {name} of the plan: {error}") from None
     for op in graph.ops:
         _check_op(op, plan.ops[op.name], mesh)
 
