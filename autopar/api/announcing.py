@@ -48,7 +48,7 @@ def start_line(plan: Plan, request: Request, is_given: bool, predicted: tuple[fl
         words.append(
             f"{', '.join(idle)} left idle, because that was found cheapest; recipe='ddp' insists"
         )
-    words.append("as the given plan has it" if is_given else f"recipe {plan.recipe}")
+    words.append("as the given plan has it" if is_given else f"recipe {plan.recipe_in_use}")
     if plan.meeting is not None:
         words.append(f"{counted(plan.meeting.replicas, 'replica')} that meet {plan.meeting}")
     if plan.pipeline is not None:

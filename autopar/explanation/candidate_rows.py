@@ -34,7 +34,7 @@ def kept_notes(plan: Plan) -> Iterator[str]:
 def name_of(plan: Plan) -> str:
     """Axes, recipe, schedule, micro-batches and recomputation of a plan in a few words."""
     pipeline = plan.pipeline
-    words = [f"{plan.world_mesh.used or 'one rank'} {plan.recipe}"]
+    words = [f"{plan.world_mesh.used or 'one rank'} {plan.recipe_in_use}"]
     if pipeline is not None:
         chunks = f" of {pipeline.chunks} chunks" if pipeline.chunks > 1 else ""
         words.append(f"{pipeline.schedule}{chunks}")

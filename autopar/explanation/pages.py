@@ -179,9 +179,7 @@ def _subtitle(e: Explanation) -> str:
     mesh = e.plan.world_mesh
     if e.plan.pipeline is None and e.run.stages > 1:
         mesh = with_pipeline(mesh, int(e.run.stages), 0)
-    return (
-        f"{mesh.used or 'one rank'} on {e.place}{stages}, {batches}{again}, recipe {e.plan.recipe}"
-    )
+    return f"{mesh.used or 'one rank'} on {e.place}{stages}, {batches}{again}, recipe {e.plan.recipe_in_use}"
 
 
 def _stages_in_words(e: Explanation) -> str:

@@ -49,7 +49,7 @@ def headline(plan: Plan) -> Text:
     again = "".join(f", {words}" for words in said if words)
     text = Text(f"Plan for {ranks} as {mesh}", style="bold")
     return text.append(
-        f"  recipe {plan.recipe}{schedule}{batches}{again}, model {plan.fingerprint}",
+        f"  recipe {plan.recipe_in_use}{schedule}{batches}{again}, model {plan.fingerprint}",
         style="not bold dim",
     )
 

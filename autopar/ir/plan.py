@@ -239,6 +239,16 @@ class Plan:
         return mesh if self.meeting is None else mesh_of_all(mesh, self.meeting)
 
     @property
+    def recipe_in_use(self) -> str:
+        """The recipe for people: without axes of one rank, along which every recipe does nothing."""
+        parts = self.recipe.split(",")
+        sizes = dict(self.world_mesh.axes)
+        used = [
+            part for part in parts if ":" not in part or sizes.get(part.partition(":")[0], 1) > 1
+        ]
+        return ",".join(used or parts[:1])
+
+    @property
     def replica_mesh(self) -> Mesh:
         """The mesh of all ranks of one replica, which includes the axis of the pipeline."""
         if self.pipeline is None:

@@ -318,3 +318,23 @@ def test_a_notebook_shows_the_notes_and_folds_the_lines_away():
     head, _, folded = shown.partition("<details>")
     assert "dp=2,tp=2" in head and "<li>batch &lt; 8</li>" in head and "up.weight" not in head
     assert "parameter up.weight: S(1)@dp" in folded
+
+
+def test_people_see_the_recipes_of_axes_with_several_ranks():
+    def in_use(recipe, mesh):
+        plan = Plan(
+            mesh=Mesh.parse(mesh),
+            fingerprint="",
+            recipe=recipe,
+            micro_batches=1,
+            parameters={},
+            inputs={},
+            ops={},
+        )
+        assert f"recipe {recipe}" in str(plan)
+        return plan.recipe_in_use
+
+    assert in_use("dp:zero3,tp:tp", "dp=4,tp=1") == "dp:zero3"
+    assert in_use("dp:zero3,tp:tp", "dp=2,tp=2") == "dp:zero3,tp:tp"
+    assert in_use("dp:zero3,tp:tp", "dp=1,tp=1") == "dp:zero3"
+    assert in_use("zero3", "dp=4,tp=1") == "zero3"
