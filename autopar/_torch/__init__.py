@@ -79,6 +79,7 @@ from autopar._torch.dtensors import (
     ranks_of,
     replicates_implicitly,
     set_local_tensor,
+    warn_once_of_redistribution,
 )
 from autopar._torch.exporting import (
     VALUES_READ,
@@ -170,6 +171,7 @@ __all__ = [
     "start_exchange_rows", "start_reduce_scatter", "storage_key", "storage_reference", "store_host",
     "store_seconds", "switches", "synchronize", "trace_recurrent_layers", "traced_code", "traced_modules",
     "traced_ops", "uncompiled", "update_by_shards", "user_line", "validates_distribution", "waiting_longer",
+    "warn_once_of_redistribution",
     "watch_cached_calls", "whole_of", "widened_dtype", "without_memory", "without_value_checks", "without_values",
     "write_size", "write_sizes",
 ]  # fmt: skip

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+
+def warn_once_of_redistribution() -> None:
+    """Lets the first rank alone log that a DTensor is gathered by one collective for each axis.
+
+    torch says so on every rank, as at `full_tensor()` of a parameter that several axes split.
+    """
+    log = logging.getLogger("torch.distributed.tensor._redistribute")
+    if _is_first_to_say not in log.filters:
+        log.addFilter(_is_first_to_say)
+
+
+def _is_first_to_say(record: logging.LogRecord) -> bool:
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    return is_first or not str(record.msg).startswith("While redistributing from")
 
 
 def local_tensor(parameter: Tensor) -> Tensor:

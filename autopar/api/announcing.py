@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Callable, Sequence
 
@@ -78,16 +79,19 @@ def announce(line: Callable[[], str], notes: Sequence[str]) -> None:
 
 
 def warn_of_idle_axes(plan: Plan) -> None:
-    """Warns for each axis of `plan.mesh` along which nothing is split, so that its ranks repeat the same work."""
-    sizes = dict(plan.mesh.axes)
-    for name in idle_axes(plan):
-        size = sizes[name]
-        warnings.warn(
-            f"The axis {name}={size} splits nothing: its {size} ranks all do the same, because that was "
-            "found cheapest for so small a model. Name a recipe to have it split, such as "
-            f"recipe={{{name!r}: 'ddp'}}; the axis of pipeline stages is called {PIPELINE_AXIS!r}.",
-            stacklevel=2,
-        )
+    """Warns of the axes of `plan.mesh` along which nothing is split, so that its ranks repeat the same work."""
+    sizes, idle = dict(plan.mesh.axes), list(idle_axes(plan))
+    if not idle:
+        return
+    axes = " and ".join(f"{name}={sizes[name]}" for name in idle)
+    splits = "axis {} splits" if len(idle) == 1 else "axes {} split"
+    ranks = math.prod(sizes[name] for name in idle)
+    warn_together(
+        f"The {splits.format(axes)} nothing: {ranks} ranks all do the same, because that was "
+        "found cheapest for so small a model. Name a recipe to have it split, such as "
+        f"recipe={{{idle[0]!r}: 'ddp'}}; the axis of pipeline stages is called {PIPELINE_AXIS!r}.",
+        stacklevel=2,
+    )
 
 
 def warn_of_unasked_stages(plan: Plan) -> None:

@@ -77,6 +77,7 @@ def make_world(
 
 def _device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
     """The process groups of a mesh: dims in the order of its axes, ranks as the axes are placed."""
+    _torch.warn_once_of_redistribution()
     if mesh.placed == mesh:
         return init_device_mesh(device.type, mesh.sizes, mesh_dim_names=mesh.names)
     return DeviceMesh(device.type, _numbers(mesh), mesh_dim_names=mesh.names)
