@@ -331,6 +331,7 @@ class Question:
                 *axis_lines(plan, graph, words_of_factors(graph, self.model.words)),
                 *undivided_lines(graph, plan),
                 *kept_notes(plan),
+                *self._own_rows(graph, plan),
             ),
         )
         return Advice(
@@ -338,6 +339,16 @@ class Question:
             tokens=tokens_of(graph), words=self.model.words, request=self.request,
             has_loss_fn=self._posed[0].captured.has_loss_fn,
         )  # fmt: skip
+
+    def _own_rows(self, graph: Graph, plan: Plan) -> Iterator[str]:
+        """What a row of the example stands for, where the batch is several times the example's own."""
+        own, count = captured_batch(graph), plan.micro_batches
+        if self.model.own_batch and self.request.batch is not None and count > 1:
+            yield (
+                f"The example of {self.target} has {counted(own, 'row')}, which are one micro-batch, so that a batch "
+                f"of {self.request.batch} is {count} of them. Give the function a parameter named batch to have the "
+                "rows of a micro-batch searched."
+            )
 
     def _changes(
         self, explored: Explored, best: PricedCandidate, scale: float

@@ -129,6 +129,8 @@ def test_a_function_keeps_its_own_batch():
     found = ask(TARGET, "h100x4", batch=None, seq=None)
     assert {p.setting.dp * p.setting.micro_batch for p in found.settings} == {8}
     assert ask(TARGET, batch=16, seq=None).settings[0].setting.micro_batches == 2
+    said = " ".join(ask(TARGET, batch=16, seq=None).answer().plan.notes)
+    assert "has 8 rows, which are one micro-batch, so that a batch of 16 is 2 of them" in said
     with pytest.raises(AutoparError, match="no multiple of the 8 sequences"):
         _ = ask(TARGET, batch=12, seq=None).settings
 
