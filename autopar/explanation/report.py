@@ -299,7 +299,7 @@ def used_axes(plan: Plan) -> Plan:
     axes = of(plan.mesh.axes)
     placement = tuple(name for name in plan.mesh.placed.names if name in dict(axes))
     return replace(
-        plan, mesh=Mesh(axes, placement), parameters=parameters,
+        plan, mesh=Mesh(axes, placement, plan.mesh.occupied), parameters=parameters,
         inputs={name: of(layout) for name, layout in plan.inputs.items()},
         ops={name: of(labels) for name, labels in plan.ops.items()},
     )  # fmt: skip

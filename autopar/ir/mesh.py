@@ -114,7 +114,7 @@ class Mesh:
         ((2, 4), (4, 2))
         """
         axes = []
-        placed, _, order = text.partition(_ORDER)
+        placed, has_order, order = text.partition(_ORDER)
         grid, of, occupied = (piece.strip() for piece in placed.partition(" of "))
         if of and not occupied.isdigit():
             raise MeshError(
@@ -130,7 +130,13 @@ class Mesh:
                 )
             axes.append((name, int(size)))
         mesh = cls(tuple(axes), occupied=int(occupied) if of else None)
-        return mesh.ordered([name.strip() for name in order.split(",")]) if order else mesh
+        names = [name.strip() for name in order.split(",")]
+        if has_order and not all(names):
+            raise MeshError(
+                f"Cannot read {order.strip()!r} in the mesh {text!r}: after 'order' stand the axes; write "
+                f"{mesh.placed} order {','.join(reversed(mesh.placed.names))}."
+            )
+        return mesh.ordered(names) if has_order else mesh
 
     def ordered(self, names: Sequence[str]) -> Mesh:
         """The mesh with the same placement and another order of its axes.

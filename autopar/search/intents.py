@@ -123,7 +123,8 @@ def recipes_of_axes(request: Request) -> Mapping[str, str]:
 
 def stays_inside(request: Request, mesh: Mesh, devices_per_node: int) -> bool:
     """Whether the groups of the axes that the user keeps inside a node lie inside one, on the mesh of a stage."""
-    reach = {axis: math.prod(mesh.sizes[at:]) for at, axis in enumerate(mesh.names)}
+    placed = mesh.placed  # where ranks are does not depend on the order of the axes
+    reach = {axis: math.prod(placed.sizes[at:]) for at, axis in enumerate(placed.names)}
     return all(devices_per_node % reach.get(axis, 1) == 0 for axis in request.inside_node)
 
 

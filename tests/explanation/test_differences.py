@@ -10,7 +10,8 @@ from autopar.errors import PlanError
 from autopar.explanation.advice import Question
 from autopar.explanation.differences import CostChange, Side, costs, differences, to_json, verdict
 from autopar.explanation.pages import page_of
-from autopar.ir import Pipeline
+from autopar.explanation.report import used_axes
+from autopar.ir import Mesh, Pipeline, Plan
 from autopar.search.request import Request
 
 
@@ -112,3 +113,11 @@ def test_pipelines_differ_in_schedule_and_cuts(sides):
     assert "stages begin at: the first op alone -> linear_4" in said
     again = Side("c", replace(plan, recompute="full"), {})
     assert [str(each) for each in differences(one, again)] == ["recompute: none -> full"]
+
+
+def test_places_stay_vacant_without_the_axes_of_one_rank():
+    mesh = Mesh.parse("ps=2,dp=3,tp=1 of 4")
+    plan = Plan(
+        mesh=mesh, fingerprint="", recipe="auto", micro_batches=1, parameters={}, inputs={}, ops={}
+    )
+    assert str(used_axes(plan).mesh) == "ps=2,dp=3 of 4"

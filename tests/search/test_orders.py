@@ -14,6 +14,7 @@ from autopar.ir import Graph, Mesh, Plan
 from autopar.pipeline.composed import composed
 from autopar.planning.planning import prepare_step
 from autopar.search.given import Planned
+from autopar.search.intents import stays_inside
 from autopar.search.orders import best_order, in_order, orders_of, shares_a_factor
 from autopar.search.outer import search_plan
 from autopar.search.request import Request
@@ -84,3 +85,9 @@ def test_nothing_is_compared_where_axes_split_different_dims() -> None:
     assert not shares_a_factor(graph(), found.plan)
     assert best_order(found, Request(HARDWARE, mesh=found.plan.mesh)) is None
     assert found.plan.mesh == Mesh.parse("dp=2,tp=2")
+
+
+def test_an_axis_stays_inside_a_node_by_its_placement():
+    asked = Request(HARDWARE, inside_node=("tp",))
+    assert stays_inside(asked, Mesh.parse("dp=2,tp=4 order tp,dp"), devices_per_node=4)
+    assert not stays_inside(asked, Mesh.parse("tp=4,dp=2 order dp,tp"), devices_per_node=4)
