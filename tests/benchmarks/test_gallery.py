@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import subprocess
@@ -11,6 +12,7 @@ from dataclasses import replace
 import pytest
 
 from autopar import units
+from autopar.explanation.launch import WIDTH
 from benchmarks.site.gallery import (
     FOLDER,
     PAGE,
@@ -49,6 +51,14 @@ def test_the_row_has_the_figures_that_its_report_shows(question: Question) -> No
 def test_a_report_of_the_gallery_claims_no_figures_as_json() -> None:
     report = (FOLDER / f"{QUESTIONS[0].name}.html").read_text(encoding="utf-8")
     assert "as JSON" not in report and '<script type="application/json" id="document">{}' in report
+
+
+def test_the_calls_of_all_reports_are_in_lines_that_no_terminal_breaks() -> None:
+    for question in QUESTIONS:
+        report = (FOLDER / f"{question.name}.html").read_text(encoding="utf-8")
+        _, _, after = report.partition("model = autopar.compile(")
+        call = html.unescape(after.partition("</code>")[0])
+        assert len(call.splitlines()) > 2 and all(len(line) <= WIDTH for line in call.splitlines())
 
 
 @pytest.mark.slow
