@@ -85,10 +85,37 @@ def all_cached() -> list[Any]:
     Each refers to its class, and the garbage collector finds what does in half the time of a list of all objects. It
     does not see what `gc.freeze` has put aside. That stays as it is, and modules are asked instead.
     """
-    found = [x for x in gc.get_referrers(Cached) if type(x) is Cached]
-    if gc.get_freeze_count():
-        found += _cached_in_modules()
-    return list({id(x): x for x in found}.values())
+    found = gc.get_referrers(Cached, _FROZEN)
+    return list(
+        {id(x): x for x in (*_FROZEN.functions(found), *found) if type(x) is Cached}.values()
+    )
+
+
+class _Frozen:
+    """The functions with a cache that `gc.freeze` has put aside, found anew after every freeze.
+
+    Without a freeze their number cannot grow: what is made later is not frozen. A witness, which is frozen with all
+    else, shows whether there was one: asking for the number of frozen objects counts all of them, and looking through
+    the modules takes as long as the capture of a small model.
+    """
+
+    def __init__(self) -> None:
+        self._witness: list[_Frozen] = []
+        self._functions: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def functions(self, seen: list[Any]) -> list[Any]:
+        """These functions.
+
+        Args:
+            seen: objects that refer to this one and that the garbage collector sees.
+        """
+        if not any(x is self._witness for x in seen):
+            self._witness = [self]
+            self._functions.update(_cached_in_modules() if gc.get_freeze_count() else ())
+        return list(self._functions)
+
+
+_FROZEN = _Frozen()
 
 
 def _cached_in_modules() -> Iterator[Any]:

@@ -48,3 +48,18 @@ def test_what_a_cache_keeps_is_found_without_a_run(wrap: Callable[..., Any]) -> 
 def test_a_cache_that_tells_types_apart_is_not_asked() -> None:
     function = functools.lru_cache(typed=True)(abs)
     assert function(-1) == 1 and kept_by(function, (-1,)) == ()
+
+
+def test_modules_are_asked_once_for_every_freeze() -> None:
+    gc.freeze()
+    all_cached()
+    later = functools.cache(lambda x: x)
+    with mock.patch.object(gc, "get_freeze_count") as counted:
+        assert {id(of_a_module), id(later)} <= set(map(id, all_cached()))
+    counted.assert_not_called()
+    globals()["_later"] = later
+    gc.freeze()
+    try:
+        assert id(later) in set(map(id, all_cached()))
+    finally:
+        del globals()["_later"]
