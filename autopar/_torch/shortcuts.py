@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
+from torch._decomp.decompositions_for_rng import PhiloxStateTracker
 from torch._export import utils as export_utils
+from torch._functorch import config as functorch_config
 from torch._ops import OpOverload
 from torch._subclasses import fake_impls
 from torch.export import exported_program
@@ -70,10 +72,30 @@ def quick_decompositions() -> Iterator[None]:
     exported_program._override_composite_implicit_decomp = functools.partial(_marked, override)
     export_utils._materialize_cpp_cia_ops = functools.cache(find)  # once, not once a namespace
     try:
-        yield
+        with _without_random_states():
+            yield
     finally:
         exported_program._override_composite_implicit_decomp = override
         export_utils._materialize_cpp_cia_ops = find
+
+
+@contextlib.contextmanager
+def _without_random_states() -> Iterator[None]:
+    """Context in which a trace makes no tensors for the states of its random ops, unless it will read them.
+
+    AOTAutograd makes twelve empty tensors a trace, and reads them where `functionalize_rng_ops` is set.
+    """
+    reset = PhiloxStateTracker.reset
+
+    def reset_if_read() -> None:
+        if functorch_config.functionalize_rng_ops:
+            reset()
+
+    PhiloxStateTracker.reset = reset_if_read  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        PhiloxStateTracker.reset = reset  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ import inspect
 import pytest
 import torch
 from torch import nn
+from torch._decomp.decompositions_for_rng import PhiloxStateTracker
+from torch._functorch import config as functorch_config
 from torch._subclasses import fake_impls
 from torch.nn import functional as F
 
@@ -75,6 +77,17 @@ def test_a_kernel_that_was_registered_since_is_used_and_stays():
     finally:
         del op.py_kernels[key]
         op._dispatch_cache.clear()
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_states_of_random_ops_are_reset_where_they_are_read(is_read):
+    PhiloxStateTracker.reset()
+    PhiloxStateTracker.running_state.advance_offset(4)
+    option = functorch_config.patch(functionalize_rng_ops=is_read)
+    with option, _torch.quick_decompositions(), PhiloxStateTracker():
+        assert (PhiloxStateTracker.get_current_relative_offset() == 0) == is_read
+    PhiloxStateTracker.reset()
+    assert PhiloxStateTracker.get_current_relative_offset() == 0
 
 
 def test_torch_is_as_it_was_after_an_error():
