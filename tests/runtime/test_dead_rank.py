@@ -22,6 +22,7 @@ pytestmark = pytest.mark.multiprocess
 
 RANKS = 3
 BOUND_SECONDS = 30  # to notice; Gloo notices a closed connection at once
+HANG_SECONDS = 4.0  # that a rank waits for one that hangs
 
 
 def die() -> None:
@@ -45,7 +46,7 @@ def work(
         mesh={"dp": RANKS},
         recipe=recipe,
         example_inputs=batch,
-        timeout_seconds=15,
+        timeout_seconds=timeout_seconds,
     )
     made.step(*batch)
     if rank == 1:
@@ -66,7 +67,7 @@ def work(
         pytest.param("ddp", die, 60, id="ddp", marks=pytest.mark.slow),
         pytest.param("zero3", die, 60, id="zero3"),
         pytest.param("tp", die, 60, id="tp"),  # whose collectives are ops of the graph
-        pytest.param("ddp", hang, 3, id="hang"),
+        pytest.param("ddp", hang, HANG_SECONDS, id="hang"),
     ],
 )
 def test_the_others_end_with_an_error(
@@ -114,7 +115,7 @@ def as_replicas(rank: int, folder: str, accident: Callable[[], None]) -> None:
     batch = (torch.randn(6, 12), torch.randn(6, 12))
     made = autopar.compile(
         model, loss_fn=mean_square, mesh={"dp": RANKS}, recipe="local:2", example_inputs=batch,
-        timeout_seconds=3,
+        timeout_seconds=HANG_SECONDS,
     )  # fmt: skip
     made.step(*batch)
     made.step(*batch)
@@ -145,7 +146,7 @@ def in_stages(rank: int, folder: str, accident: Callable[[], None]) -> None:
     batch = (torch.randn(6, 12), torch.randn(6, 12))
     made = autopar.compile(
         model, loss_fn=mean_square, mesh={"pp": RANKS}, recipe="1f1b", micro_batches=3,
-        example_inputs=batch, timeout_seconds=15,
+        example_inputs=batch, timeout_seconds=HANG_SECONDS if accident is hang else 15,
     )  # fmt: skip
     optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
     made.step(*batch)
