@@ -6,27 +6,44 @@ import contextlib
 import io
 import re
 import runpy
-from collections.abc import Callable
+import socket
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.integrations.small import as_launched
+from tests.integrations.small import as_launched, set_as_torchrun
 from tests.runtime.ranks import Ranks
 from tests.support.launched import launch
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "frameworks"
 
 pytestmark = pytest.mark.multiprocess
-OnTwoRanks = Callable[[str], str]
 
 
 def printed(name: str) -> str:
-    """What an example prints on this rank, whose process group is there already."""
-    as_launched()
+    """What an example prints on this rank."""
     with contextlib.redirect_stdout(io.StringIO()) as text:
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     return text.getvalue()
+
+
+def printed_in_the_group(name: str) -> str:
+    """The same where the process group is there already."""
+    as_launched()
+    return printed(name)
+
+
+def on_new_ranks(name: str) -> str:
+    """What an example prints on two ranks that have no process group yet, as torchrun starts them."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    ranks = Ranks(2, joined=partial(set_as_torchrun, port))
+    try:
+        return "".join(ranks.run(printed, name))
+    finally:
+        ranks.stop()
 
 
 def launched(name: str, folder: Path) -> str:
@@ -38,32 +55,29 @@ def launched(name: str, folder: Path) -> str:
     return screen.text
 
 
-@pytest.fixture(params=["running ranks", pytest.param("torchrun", marks=pytest.mark.slow)])
-def on_two_ranks(
-    request: pytest.FixtureRequest, framework_ranks: Ranks, tmp_path: Path
-) -> OnTwoRanks:
-    """Runs an example by its name: on ranks that tests share, or as its first lines say."""
-    if request.param == "torchrun":
-        return lambda name: launched(name, tmp_path)
-    return lambda name: "".join(framework_ranks.run(printed, name))
+STARTS = ["forks", pytest.param("torchrun", marks=pytest.mark.slow)]
 
 
-def test_the_trainer_learns_and_saves(on_two_ranks: OnTwoRanks) -> None:
-    text = on_two_ranks("trainer.py")
+@pytest.mark.parametrize("start", STARTS)
+def test_the_trainer_learns_and_saves(framework_ranks: Ranks, tmp_path: Path, start: str) -> None:
+    """On ranks that tests share, or as the first lines of the example say."""
+    if start == "forks":
+        text = "".join(framework_ranks.run(printed_in_the_group, "trainer.py"))
+    else:
+        text = launched("trainer.py", tmp_path)
     losses = [float(x) for x in re.findall(r"'loss': '?([\d.]+)", text)]
     assert len(losses) == 4 and losses[-1] < losses[0] - 1
     assert "trained on 2 ranks" in text
 
 
-def test_the_accelerate_loop_learns(tmp_path: Path) -> None:
-    """Under torchrun, where accelerate makes the process group, as it does for the trainers of transformers."""
-    right = re.findall(r"right: ([\d.]+)", launched("accelerate_loop.py", tmp_path))
-    assert len(right) == 1 and float(right[0]) > 0.9
-
-
-def test_the_lightning_module_learns(tmp_path: Path) -> None:
-    """Under torchrun, where Lightning makes the process group."""
-    right = re.findall(r"right: ([\d.]+)", launched("lightning_module.py", tmp_path))
+@pytest.mark.parametrize("name", ["accelerate_loop.py", "lightning_module.py"])
+@pytest.mark.parametrize("start", STARTS)
+def test_a_framework_makes_the_process_group_and_learns(
+    tmp_path: Path, name: str, start: str
+) -> None:
+    """Accelerate makes it here as it does for the trainers of transformers."""
+    text = on_new_ranks(name) if start == "forks" else launched(name, tmp_path)
+    right = re.findall(r"right: ([\d.]+)", text)
     assert len(right) == 1 and float(right[0]) > 0.9
 
 

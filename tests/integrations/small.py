@@ -54,10 +54,15 @@ def own_batch() -> int:
 
 def as_launched() -> None:
     """Sets what torchrun sets, for frameworks that look for it; the process group is there already."""
-    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    set_as_torchrun(0, dist.get_rank(), dist.get_world_size())
+
+
+def set_as_torchrun(port: int, rank: int, count: int, store: str = "") -> None:
+    """Sets what torchrun sets for ranks that meet at a port of this machine; with a port, a `Join` of ranks."""
+    number, world = str(rank), str(count)
     os.environ.update(
-        RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world,
-        MASTER_ADDR="127.0.0.1", MASTER_PORT="0", GROUP_RANK="0", TORCHELASTIC_RUN_ID="tests",
+        RANK=number, LOCAL_RANK=number, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world, MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port), GROUP_RANK="0", TORCHELASTIC_RUN_ID="tests",
     )  # fmt: skip
 
 
