@@ -7,10 +7,10 @@ import functools
 import pytest
 
 from autopar.errors import SearchError
-from autopar.ir import Plan
+from autopar.ir import Graph, Plan
 from autopar.search import search
 from autopar.search.search import MeshSearch
-from tests.search.graphs import LlamaSizes, llama
+from tests.search.graphs import LlamaSizes, llama, mlp
 from tests.search.toy import TOY
 
 SMALL = LlamaSizes(
@@ -26,21 +26,28 @@ def plan_or_error(found: MeshSearch, bound: int | None) -> Plan | str:
         return str(error)
 
 
-def alone(bound: int | None) -> Plan | str:
+def alone(graph: Graph, bound: int | None) -> Plan | str:
     try:
-        return search(llama(SMALL), MESH, hardware=TOY, memory_bytes=bound)
+        return search(graph, MESH, hardware=TOY, memory_bytes=bound)
     except SearchError as error:
         return str(error)
 
 
-def test_what_one_bound_taught_changes_no_answer_to_another() -> None:
-    unbounded = MeshSearch.of(llama(SMALL), MESH, hardware=TOY)
+@pytest.mark.parametrize(
+    "graph",
+    [
+        pytest.param(mlp(layers=2, batch=64), id="mlp"),
+        pytest.param(llama(SMALL), id="llama", marks=pytest.mark.slow),
+    ],
+)
+def test_what_one_bound_taught_changes_no_answer_to_another(graph: Graph) -> None:
+    unbounded = MeshSearch.of(graph, MESH, hardware=TOY)
     size = unbounded.within(None).cost.memory_bytes
     bounds = [None, int(0.9 * size), size // 10]
-    expected = {bound: alone(bound) for bound in bounds}
+    expected = {bound: alone(graph, bound) for bound in bounds}
     assert isinstance(expected[bounds[1]], Plan) and isinstance(expected[size // 10], str)
     for order in (bounds, bounds[::-1]):
-        shared = MeshSearch.of(llama(SMALL), MESH, hardware=TOY)
+        shared = MeshSearch.of(graph, MESH, hardware=TOY)
         assert {bound: plan_or_error(shared, bound) for bound in order} == expected
 
 

@@ -48,7 +48,7 @@ def count(recompute: Recompute) -> int:
 # --- memory
 
 
-@pytest.mark.parametrize("machine", ["h100", "cpu-gloo"])
+@pytest.mark.parametrize("machine", ["h100", pytest.param("cpu-gloo", marks=pytest.mark.slow)])
 def test_more_memory_never_makes_a_plan_slower_where_the_host_stores_nothing(machine: str) -> None:
     """Slower plans of layouts that leave more memory were not tried beside recomputed blocks: on `h100` these bounds
     gave no plan (4.6 MB), 0.551 ms (5.0), 0.413 (5.4) and 0.401 (8.0), and the host had to be allowed for 0.414 at 4.6.

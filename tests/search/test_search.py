@@ -146,9 +146,15 @@ def test_meshes_in_either_order_give_the_same_plans() -> None:
     assert forward == backward[::-1]
 
 
-@pytest.mark.parametrize("mesh", [{"x": 4}, {"x": 2, "y": 2}])
-def test_more_memory_never_gives_a_slower_plan(mesh: dict[str, int]) -> None:
-    graph = llama(ONE_LAYER)
+@pytest.mark.parametrize(
+    ("graph", "mesh"),
+    [
+        pytest.param(llama(ONE_LAYER), {"x": 4}, id="llama x"),
+        pytest.param(mlp(layers=2, batch=64), {"x": 2, "y": 2}, id="mlp x y"),
+        pytest.param(llama(ONE_LAYER), {"x": 2, "y": 2}, id="llama x y", marks=pytest.mark.slow),
+    ],
+)
+def test_more_memory_never_gives_a_slower_plan(graph: Graph, mesh: dict[str, int]) -> None:
     loose = search_with_cost(graph, mesh, hardware=TOY).cost
     bounds = [int(loose.memory_bytes * part) for part in (0.8, 0.9, 0.95, 2.0)]
     seconds = []

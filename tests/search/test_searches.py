@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autopar.cost_model.hardware import Host
-from autopar.ir import UNSPLIT, Mesh
+from autopar.ir import UNSPLIT, Graph, Mesh
 from autopar.search import search
 from autopar.search.axis import AxisSolutions
 from autopar.search.decisions import Assignment
@@ -15,7 +15,7 @@ from autopar.search.milp import AxisProgram
 from autopar.search.recipe_rows import ON_DEVICE, Tiering
 from autopar.search.search import MeshSearch
 from autopar.search.searches import Searches
-from tests.search.graphs import LlamaSizes, llama
+from tests.search.graphs import LlamaSizes, llama, mlp
 from tests.search.toy import TOY
 
 GRAPH = llama(
@@ -44,16 +44,23 @@ def test_a_search_under_a_recipe_finds_the_plan_of_a_search_with_it() -> None:
         assert shared.under(recipe).within(None).plan == expected
 
 
-def test_questions_that_differ_in_recipe_and_tiers_share_prices_and_no_plan() -> None:
+@pytest.mark.parametrize(
+    "graph",
+    [
+        pytest.param(mlp(layers=2, batch=64), id="mlp"),
+        pytest.param(GRAPH, id="llama", marks=pytest.mark.slow),
+    ],
+)
+def test_questions_that_differ_in_recipe_and_tiers_share_prices_and_no_plan(graph: Graph) -> None:
     searches, host = Searches(), Host(10**9, 1e9, 1e-6, 1e9)
     hardware = replace(TOY, host=host)
     far = Tiering("host", "device")
     asked = [("auto", (ON_DEVICE,)), ("dp:zero3", (ON_DEVICE,)), ("auto", (ON_DEVICE, far))]
-    found = [searches.on(GRAPH, MESH, hardware=hardware, recipe=r, tiers=t) for r, t in asked]
+    found = [searches.on(graph, MESH, hardware=hardware, recipe=r, tiers=t) for r, t in asked]
     assert len({id(each.problem.prices) for each in found}) == 1
     bound = found[0].smallest().cost.memory_bytes
     for each, (recipe, tiers) in zip(found, asked, strict=True):
-        alone = MeshSearch.of(GRAPH, MESH, hardware=hardware, recipe=recipe, tiers=tiers)
+        alone = MeshSearch.of(graph, MESH, hardware=hardware, recipe=recipe, tiers=tiers)
         assert each.within(None).plan == alone.within(None).plan
         assert each.within(int(2 * bound)).plan == alone.within(int(2 * bound)).plan
 
