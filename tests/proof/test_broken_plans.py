@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autopar.ir import Mesh
-from autopar.program.program import build_program
+from autopar.program.program import Program, build_program
 from autopar.proof.random_plan import random_plan
 from autopar.proof.subject import Subject
 from benchmarks.parity.broken import FAULTS, broken
@@ -22,14 +22,20 @@ def subject(request: pytest.FixtureRequest) -> Subject:
     return Subject.of(model, (torch.randint(32, (4, 8)), torch.randint(32, (4, 8))))
 
 
-@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "a missing scale"])
-def test_a_plan_with_one_fault_fails(subject: Subject, fault: str) -> None:
+@pytest.fixture(scope="module")
+def program(subject: Subject) -> Program:
+    """The program of a plan without fault, which passes."""
     prepared = subject.prepared
     plan = random_plan(
         prepared.analysis.graph, Mesh.parse("a=2,b=2"), seed=3, fingerprint=prepared.captured.fingerprint
     )  # fmt: skip
-    program = build_program(prepared.captured, prepared.analysis, plan)
-    assert subject.compare_program(program).passed
+    found = build_program(prepared.captured, prepared.analysis, plan)
+    assert subject.compare_program(found).passed
+    return found
+
+
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "a missing scale"])
+def test_a_plan_with_one_fault_fails(subject: Subject, program: Program, fault: str) -> None:
     wrong = broken(program, fault, random.Random(0))
     assert wrong is not None, "the plan has a place for the fault"
     report = subject.compare_program(wrong)
