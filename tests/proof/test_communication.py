@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar.cost_model.items import COMPUTE
+from tests.support.staged import captured_once
 
 RANKS, BATCH, SEQ, WIDTH, INNER = 4, 8, 16, 32, 64
 FLOAT = 4  # bytes
@@ -84,6 +85,7 @@ def four_ranks():
     dist.destroy_process_group()
 
 
+@captured_once()
 def counted(recipe, micro_batches=1):
     torch.manual_seed(0)
     x = torch.randn(BATCH, SEQ, WIDTH)
