@@ -38,6 +38,7 @@ from autopar.passes import clean_up
 from autopar.pipeline.blocks import has_blocks
 from autopar.pipeline.parts import count_repeating
 from autopar.pipeline.saved_values import possible_lines
+from autopar.planning.garbage import collecting_rarely
 from autopar.search.notes import undivided_lines
 from autopar.search.outer import search_plan
 from autopar.search.request import Request
@@ -58,6 +59,7 @@ class Prepared:
         return BatchCapture(self.captured, self.analysis.graph)
 
 
+@collecting_rarely()
 def prepare_step(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -114,6 +116,7 @@ def prepare_whole(
         return part
 
 
+@collecting_rarely()
 def prepare_forward(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -170,6 +173,7 @@ def make_plan(
     ).best.plan
 
 
+@collecting_rarely()
 def search_step(
     prepared: Prepared,
     request: Request,
