@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
+import traceback
+import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -96,6 +99,50 @@ def _without_random_states() -> Iterator[None]:
         yield
     finally:
         PhiloxStateTracker.reset = reset  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def quick_lines() -> Iterator[None]:
+    """Context in which a trace notes the lines of Python behind its nodes in a tenth of the time.
+
+    For every node torch makes texts of all frames, of which there are about a hundred, and nearly all are those of the
+    node before.
+    """
+    known: dict[tuple[int, int], tuple[types.CodeType, traceback.FrameSummary]] = {}
+    captured = fx.proxy.CapturedTraceback
+    fx.proxy.CapturedTraceback = _Lines(known)  # type: ignore[assignment, misc]
+    try:
+        yield
+    finally:
+        fx.proxy.CapturedTraceback = captured  # type: ignore[misc]
+
+
+@dataclass(frozen=True)
+class _Lines:
+    """The lines of the calls that run now, as `torch.utils._traceback.CapturedTraceback` gives them to a trace.
+
+    Attributes:
+        known: identity of a frame's code and its position in it -> the code, which keeps the identity, and its line.
+    """
+
+    known: dict[tuple[int, int], tuple[types.CodeType, traceback.FrameSummary]]
+
+    def extract(self) -> _Lines:
+        return self
+
+    def summary(self) -> traceback.StackSummary:
+        """The lines of all calls but this one, outermost first."""
+        found = traceback.StackSummary()
+        frame: types.FrameType | None = sys._getframe(1)
+        while frame is not None:
+            code, at = frame.f_code, frame.f_lasti
+            if (id(code), at) not in self.known:
+                line = traceback.FrameSummary(code.co_filename, frame.f_lineno, code.co_name)
+                self.known[id(code), at] = code, line
+            found.append(self.known[id(code), at][1])
+            frame = frame.f_back
+        found.reverse()
+        return found
 
 
 @dataclass(frozen=True)

@@ -279,6 +279,7 @@ def _export(
         _torch.plain_checkpoints(),
         _torch.quiet_export(),
         _torch.quick_decompositions(),
+        _torch.quick_lines(),
         watching(wrapper) as forgotten,
         OutsideLeaves(wrapper) as outside,
         warnings.catch_warnings(),

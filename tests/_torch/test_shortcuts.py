@@ -54,7 +54,9 @@ def tables() -> list[object]:
     return [*(dict(op.py_kernels) for op in KEPT_WHOLE), set(fake_impls.op_implementations_dict)]
 
 
-@pytest.mark.parametrize("shortcut", [_torch.quick_decompositions, _torch.code_when_called])
+@pytest.mark.parametrize(
+    "shortcut", [_torch.quick_decompositions, _torch.code_when_called, _torch.quick_lines]
+)
 def test_a_decomposed_graph_is_the_one_that_torch_makes(shortcut):
     expected, before = decomposed(), tables()
     for _ in range(3):
@@ -115,3 +117,18 @@ def test_the_signature_of_a_forward_is_that_of_its_code():
     with _torch.code_when_called():
         module = torch.fx.symbolic_trace(nn.Bilinear(2, 2, 2))
         assert list(inspect.signature(module.forward).parameters) == ["input1", "input2"]
+
+
+def lines() -> list[object]:
+    """The lines of Python behind every node of an exported graph."""
+    exported = torch.export.export(Mixed(), (torch.randn(4, 8),), strict=False)
+    return [(n.name, n.meta.get("stack_trace")) for n in exported.graph.nodes]
+
+
+def test_quick_lines_are_those_that_torch_finds():
+    traced = torch.fx.proxy.CapturedTraceback
+    expected = lines()
+    with _torch.quick_lines():
+        assert lines() == expected
+    assert sum("test_shortcuts.py" in (text or "") for _, text in expected) > 5
+    assert torch.fx.proxy.CapturedTraceback is traced
