@@ -94,7 +94,7 @@ def _without_random_states() -> Iterator[None]:
         if functorch_config.functionalize_rng_ops:
             reset()
 
-    PhiloxStateTracker.reset = reset_if_read  # type: ignore[method-assign, assignment]
+    PhiloxStateTracker.reset = reset_if_read  # type: ignore[method-assign]
     try:
         yield
     finally:
