@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import replace
 
@@ -36,25 +37,36 @@ def explained(graph: Graph, plan: Plan, software: Software, state: TrainingState
     return Explanation(graph, plan, Cluster(MACHINE, 1), run_of(plan, state), software)
 
 
-def plans(graph: Graph, recompute: Recompute) -> list[Plan]:
+GRAPHS = {
+    "residual": residual(4), "tied": residual(3, tied=True), "llama": llama(SMALL), "short": residual(2)
+}  # fmt: skip
+
+
+@functools.cache
+def searched(name: str) -> list[Plan]:
     return [
-        replace(search(graph, mesh, hardware=MACHINE, recipe=recipe, micro_batches=m), recompute=recompute)
+        search(GRAPHS[name], mesh, hardware=MACHINE, recipe=recipe, micro_batches=m)
         for mesh, recipe, m in (
             ({"x": 2}, "zero3", 2),
             ({"x": 2}, "zero2", 4),
             ({"x": 2, "y": 2}, "x:zero1,y:tp", 1),
             ({"x": 4}, "auto", 2),
         )
-    ]  # fmt: skip
+    ]
+
+
+def plans(name: str, recompute: Recompute) -> list[Plan]:
+    return [replace(plan, recompute=recompute) for plan in searched(name)]
 
 
 @pytest.mark.parametrize("software", RUNTIMES)
 @pytest.mark.parametrize("recompute", ["none", 2, "full"])
-@pytest.mark.parametrize("graph", [residual(4), residual(3, tied=True), llama(SMALL)])
+@pytest.mark.parametrize("name", ["residual", "tied", "llama"])
 def test_a_table_of_stages_with_one_stage_is_composed_alike(
-    graph: Graph, recompute: Recompute, software: Software
+    name: str, recompute: Recompute, software: Software
 ) -> None:
-    for plan, state in itertools.product(plans(graph, recompute), (FULL, MIXED_FLOAT32_GRADIENTS)):
+    graph = GRAPHS[name]
+    for plan, state in itertools.product(plans(name, recompute), (FULL, MIXED_FLOAT32_GRADIENTS)):
         found = composed(graph, plan, MACHINE, software=software, training_state=state)
         table = StageTables(
             graph, plan, MACHINE, world=plan.mesh, training_state=state, software=software
@@ -69,8 +81,8 @@ def test_a_table_of_stages_with_one_stage_is_composed_alike(
 
 @pytest.mark.parametrize("recompute", ["none", 1, "full"])
 def test_an_explanation_prints_what_is_composed(recompute: Recompute) -> None:
-    graph = residual(2)
-    for plan, software in zip(plans(graph, recompute), (*RUNTIMES, AUTOPAR), strict=True):
+    graph = GRAPHS["short"]
+    for plan, software in zip(plans("short", recompute), (*RUNTIMES, AUTOPAR), strict=True):
         state = MIXED_FLOAT32_GRADIENTS
         found = composed(graph, plan, MACHINE, software=software, training_state=state)
         shown = explained(graph, plan, software, state)
