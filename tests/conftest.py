@@ -1,6 +1,7 @@
 """What holds for every test."""
 
 import gc
+import logging
 
 # Nothing that is made while modules are imported is garbage.
 gc.disable()
@@ -12,3 +13,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
     gc.enable()
+    _trace_nothing()
+
+
+def _trace_nothing() -> None:
+    """Keeps torch from writing its structured trace in every capture, which it does where its logger has a handler.
+
+    Pytest gives a handler to every logger that does not hand its records on.
+    """
+    trace = logging.getLogger("torch.__trace")
+    trace.handlers.clear()
+    trace.propagate = True
