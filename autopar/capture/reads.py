@@ -52,6 +52,11 @@ from autopar.capture.values import (
 )
 
 _MOST_OBJECTS = 10_000
+_NAMELESS = (
+    Tensor,
+    np.ndarray,
+    nn.Module,
+)  # code that reads their attributes is seen in another way, or not at all
 # What is asked of the process: guarded where the user's code has the name.
 _ASKED: dict[str, Callable[[], Any]] = {
     "is_grad_enabled": torch.is_grad_enabled,
@@ -78,10 +83,12 @@ class Reads:
         self._owners: list[tuple[Any, frozenset[str], Place]] = []
         # Of classes `vars` makes a new view each time.
         self._spaces: dict[types.ModuleType | type, Any] = {}
-        # What a code has named entries of; kept, so that no other has its id.
-        self._named: dict[tuple[int, types.CodeType], Any] = {}
+        # What a code has named entries of, with the code; kept, so that no others have their ids.
+        self._named: dict[tuple[int, int], tuple[Any, types.CodeType]] = {}
         self._optional: set[tuple[int, Any]] = set()  # places guarded if their name is in the code
         self._closures = Closures()
+        # Code and globals that were met, and whether the code is the user's own; kept likewise.
+        self._met: dict[tuple[int, int], tuple[types.CodeType, Any, bool]] = {}
         # What began to run; equal functions of two files have equal code, and each its globals.
         self._begun: dict[tuple[types.CodeType, int], dict[str, Any]] = {}
         self._globals: list[tuple[types.CodeType, dict[str, Any]]] = []  # of code of the user's
@@ -113,10 +120,14 @@ class Reads:
 
     def function(self, frame: types.FrameType) -> None:
         """Notes what a function of the user's that begins to run reads around it: globals and its closure."""
-        code = frame.f_code
-        self._closures.look(code)
-        self._code(code, frame.f_globals)
-        if is_users(code.co_filename) and not is_installed(code.co_filename):
+        code, space = frame.f_code, frame.f_globals
+        key = id(code), id(space)  # hashing a code takes longer
+        if key not in self._met:
+            self._closures.look(code)
+            self._code(code, space)
+            is_own = is_users(code.co_filename) and not is_installed(code.co_filename)
+            self._met[key] = code, space, is_own
+        if self._met[key][2]:
             self._variables(code, frame.f_locals)
 
     def _code(self, code: types.CodeType, space: dict[str, Any]) -> None:
@@ -142,6 +153,8 @@ class Reads:
             self._cells(function)
         if code.co_flags & inspect.CO_OPTIMIZED:  # not the body of a module or class
             for name, value in list(variables.items()):
+                if isinstance(value, _NAMELESS) or (id(value), id(code)) in self._named:
+                    continue
                 place = Place({}, name, f"{name} of {code.co_qualname}", _begin_of(code))
                 self._name(value, place, code)
 
@@ -227,16 +240,16 @@ class Reads:
 
         Each code names entries of its own, also where another code has read the value before.
         """
-        if code is None or (id(value), code) in self._named:
+        if code is None or (id(value), id(code)) in self._named:
             return
         if isinstance(value, (types.ModuleType, type)):
-            self._named[id(value), code] = value
+            self._named[id(value), id(code)] = value, code
             self._namespace(value, place, code)
             return
         is_owned, is_container = is_users_type(type(value)), isinstance(value, CONTAINERS)
-        if isinstance(value, (Tensor, np.ndarray, nn.Module)) or not (is_owned or is_container):
+        if isinstance(value, _NAMELESS) or not (is_owned or is_container):
             return
-        self._named[id(value), code] = value
+        self._named[id(value), id(code)] = value, code
         if is_owned:
             self._namespace(type(value), place, code)
         inside = list(getattr(value, "__dict__", {}).values()) if is_owned else []
