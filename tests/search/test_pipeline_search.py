@@ -173,7 +173,7 @@ def test_recipes_name_the_schedule(recipe: Any, schedule: str, inside: Any) -> N
     ("options", "error", "words"),
     [
         ({"recipe": "1f1b", "schedule": "gpipe"}, RecipeError, "names the pipeline '1f1b'"),
-        ({"schedule": "gpipipe"}, RecipeError, "There is no schedule 'gpipipe'; choose among gpipe"),
+        ({"schedule": "gpipipe"}, RecipeError, "There is no schedule 'gpipipe' .did you mean gpipe..; choose"),
         ({"recipe": "naive-pp", "micro_batches": 4}, RecipeError, "use gpipe"),
         ({"recipe": {"pp": "tp"}}, RecipeError, "There is no recipe 'tp' for the axis pp"),
         ({"micro_batches": 5}, SearchError, "A batch of 32 cannot be divided into 5 micro-batches"),
