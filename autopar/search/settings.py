@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -70,7 +71,7 @@ class ClusterSetting:
     @property
     def mesh(self) -> Mesh:
         """The mesh of one stage."""
-        return Mesh((("dp", self.dp), *self._tensor_axes))
+        return _mesh((("dp", self.dp), *self._tensor_axes), 1)
 
     @property
     def _tensor_axes(self) -> tuple[tuple[str, int], ...]:
@@ -82,7 +83,13 @@ class ClusterSetting:
     @property
     def world_mesh(self) -> Mesh:
         """The mesh of all ranks, with the axis `pp` if there are several stages."""
-        return with_pipeline(self.mesh, self.stages, 0) if self.stages > 1 else self.mesh
+        return _mesh((("dp", self.dp), *self._tensor_axes), self.stages)
+
+
+@functools.lru_cache(maxsize=10_000)
+def _mesh(axes: tuple[tuple[str, int], ...], stages: int) -> Mesh:
+    """The mesh of these axes and stages; a thousand settings have a few meshes, and each is asked for its own often."""
+    return Mesh(axes) if stages == 1 else with_pipeline(Mesh(axes), stages, 0)
 
 
 @dataclass(frozen=True)
