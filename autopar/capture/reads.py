@@ -11,7 +11,7 @@ import inspect
 import os
 import sys
 import types
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -57,6 +57,7 @@ _NAMELESS = (
     np.ndarray,
     nn.Module,
 )  # code that reads their attributes is seen in another way, or not at all
+_METHODS = (types.FunctionType, classmethod, staticmethod)
 # What is asked of the process: guarded where the user's code has the name.
 _ASKED: dict[str, Callable[[], Any]] = {
     "is_grad_enabled": torch.is_grad_enabled,
@@ -251,15 +252,27 @@ class Reads:
             return
         self._named[id(value), id(code)] = value, code
         if is_owned:
-            self._namespace(type(value), place, code)
+            self._namespace(type(value), place, code, getattr(value, "__dict__", None))
         inside = list(getattr(value, "__dict__", {}).values()) if is_owned else []
         for held in [*inside, *(elements(value) if is_container else ())]:
             self._name(held, place, code)
 
     def _namespace(
-        self, value: types.ModuleType | type, place: Place, code: types.CodeType
+        self,
+        value: types.ModuleType | type,
+        place: Place,
+        code: types.CodeType,
+        own: dict[str, Any] | None = None,
     ) -> None:
-        """Notes the entries of a module or class of the user's that a code names."""
+        """Notes the entries of a module or class of the user's that a code names, and that nothing hides them.
+
+        Args:
+            value: the module or class.
+            place: its place, or that of an object of the class.
+            code: the code.
+            own: attributes of the object.
+        """
+        nearer = [] if own is None else [Place(own, "", place.words, place.line)]
         spaces = [value] if isinstance(value, types.ModuleType) else value.__mro__
         for space in spaces:
             top = getattr(space, "__module__", space.__name__).partition(".")[0]
@@ -270,11 +283,21 @@ class Reads:
             words = getattr(space, "__qualname__", space.__name__)
             for name in sorted(set(code.co_names) & set(entries)):
                 self._note(Place(entries, name, f"{words}.{name}", place.line), code)
+                if _can_be_hidden(entries[name]):
+                    self._note_hidden_by_none(name, nearer)
+            nearer.append(Place(entries, "", words, place.line))
             if is_new and isinstance(space, type) and _is_watched(space):
                 # Code may get an object of the class from anywhere, and a metaclass may read all.
                 for name in sorted(entries.keys() - _filled_in(space)):
                     each = Place(entries, name, f"{words}.{name}", place.line)
                     self._note(each, None, optional=True)
+
+    def _note_hidden_by_none(self, name: str, nearer: Sequence[Place]) -> None:
+        """Notes that no nearer class, nor the object itself, has an entry of this name; nothing if one has."""
+        if any(name in space.holder for space in nearer):
+            return
+        for space in nearer:
+            self._note(Place(space.holder, name, f"{space.words}.{name}", space.line), None)
 
     def find_imports(self) -> None:
         """Notes what code names of the modules that it has imported while it ran."""
@@ -367,6 +390,11 @@ def _was_emptied(cached: Any, times: int, cache: Cache) -> bool:
 def _is_watched(kind: type) -> bool:
     """Whether all entries of a class are looked at: of the user's classes, and of those of another metaclass."""
     return not is_installed(_file_of(kind)) or is_users_type(type(kind))
+
+
+def _can_be_hidden(entry: Any) -> bool:
+    """Whether an entry of a class is none that computes an attribute, which the object may keep under its name."""
+    return not hasattr(type(entry), "__get__") or isinstance(entry, _METHODS)
 
 
 def _filled_in(kind: type) -> set[str]:

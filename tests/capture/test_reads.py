@@ -3,6 +3,7 @@
 import enum
 import sys
 import types
+from functools import cached_property
 from typing import NamedTuple
 
 import pytest
@@ -245,3 +246,63 @@ class OfModes(nn.Module):
 
 def test_an_enum_may_keep_the_combinations_of_its_members():
     assert capture_forward(OfModes(), (torch.ones(2),), {}).guards.hold()
+
+
+class Defaults:
+    rate = 2.0
+
+    def apply(self, x):
+        return x * self.rate
+
+
+class Chosen(Defaults):
+    pass
+
+
+class Named(NamedTuple):
+    size: float = 1.0
+    rate = 2.0
+
+    def apply(self, x):
+        return x * self.rate
+
+
+class ChosenNamed(Named):
+    pass
+
+
+class Scaled(nn.Module):
+    def __init__(self, value):
+        super().__init__()
+        self.values = [value]
+
+    def forward(self, x):
+        return self.values[0].apply(x) * self.values[0].rate
+
+
+CHOSEN, NAMED = Chosen(), ChosenNamed()
+
+
+@pytest.mark.parametrize("name", ["rate", "apply"])
+@pytest.mark.parametrize(
+    ("value", "holder"), [(CHOSEN, CHOSEN), (CHOSEN, Chosen), (NAMED, ChosenNamed)]
+)
+def test_what_would_hide_an_entry_of_a_class_is_guarded(value, holder, name, monkeypatch):
+    """Attributes of an object hide those of its class, and entries of a class those of the classes above it."""
+    guards = capture_forward(Scaled(value), (torch.ones(2),), {}).guards
+    assert guards.hold()
+    monkeypatch.setattr(holder, name, 5.0, raising=False)
+    assert f".{name} " in str(guards.broken())
+
+
+class Computed(Defaults):
+    @cached_property
+    def rate(self):
+        return 2.0
+
+
+def test_an_object_may_keep_what_it_computes_once():
+    value = Computed()
+    guards = capture_forward(Scaled(value), (torch.ones(2),), {}).guards
+    assert value.rate == 2.0
+    assert guards.hold()
