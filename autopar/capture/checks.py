@@ -37,6 +37,22 @@ def refuse_trained_constants(exported: Any, leaves: list[Tensor]) -> None:
             )
 
 
+def refuse_fake_constants(exported: Any) -> None:
+    """Refuses values that the trace has kept as a constant without values, which would be read in every step.
+
+    Torch refuses them itself, except in a trace of inputs without values.
+    """
+    for name, constant in exported.constants.items():
+        is_made = name.rpartition(".")[-1].startswith("lifted_tensor")
+        if is_made and isinstance(constant, _torch.FakeTensor):
+            raise CaptureError(
+                f"The forward computes a tensor of shape {list(constant.shape)} in a way that a graph does not follow, "
+                "such as torch.autograd.grad or x.data inside of it. Read x.detach() in place of x.data, and write a "
+                'gradient that the forward needs as a formula; or run the model by torch.compile(backend="autopar"), '
+                "which breaks the graph there."
+            )
+
+
 def _takes_gradient(node: fx.Node) -> bool:
     """Whether a result of the graph is computed from `node` without a detach between them."""
     waiting, seen = [node], {node}

@@ -26,6 +26,7 @@ from autopar.capture.checks import (
     plain_name,
     refuse_bodies,
     refuse_changed_parameters,
+    refuse_fake_constants,
     refuse_numbers_from_tensors,
     refuse_trained_constants,
 )
@@ -299,6 +300,7 @@ def _export(
             raise _reported(error, wrapper, args, kwargs) from None
     if forgotten:
         raise CaptureError(f"The model cannot be captured as it is: {forgotten[0]}")
+    refuse_fake_constants(exported)
     refuse_trained_constants(exported, list(outside.found.values()))
     return exported
 

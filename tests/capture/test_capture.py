@@ -199,6 +199,24 @@ def test_data_of_a_parameter_names_the_module_that_reads_it():
     assert "Read x.detach() where this forward reads x.data" in message
 
 
+class Slope(nn.Module):
+    """Its loss has a gradient that the forward itself asks autograd for."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(self.linear(x).sin().sum(), x, create_graph=True)[0].sum()
+
+
+def test_a_gradient_inside_of_a_forward_is_refused_by_name():
+    """A compiled model is captured without values, where torch lets the gradient be a constant without values."""
+    with pytest.raises(CaptureError, match=r"such as torch\.autograd\.grad"):
+        autopar.compile(Slope(), recipe="ddp").step(torch.ones(2, 4))
+
+
 def test_a_buffer_under_two_names_that_forward_changes_is_named():
     class Twice(nn.Module):
         def __init__(self):
