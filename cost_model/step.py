@@ -193,7 +193,8 @@ class Step(StepMemory):
                 hidden += times * item.count * item.hidden_seconds
         own = hidden + self.hardware.hides * smaller(moved["stored"], compute)
         if self.run.overlap_batches != 1:
-            return own + self.hardware.hides * smaller(moved["activation"], compute - own)
+            left = larger(0, compute - own)  # products in pieces hide theirs already
+            return own + self.hardware.hides * smaller(moved["activation"], left)
         if not self.software.hides_activations:
             return own
         return own + self.software.hides_activations * smaller(moved["activation"], compute)

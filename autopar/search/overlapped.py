@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.errors import SearchError
-from autopar.ir.note import Note
+from autopar.ir.note import Note, kind_of
 from autopar.pipeline.composed import Composed, composed
 from autopar.search.given import Planned
 from autopar.search.request import Request
@@ -36,10 +36,12 @@ def with_overlap(found: Planned, request: Request) -> Planned:
     _check_memory(request, price, before)
     note = Note(
         f"{count} micro-batches run at a time, and collectives of activations of each travel while another computes: a "
-        f"step takes about {format_seconds(price.step_seconds)} in place of {format_seconds(before.step_seconds)}.",
+        f"step takes about {format_seconds(price.step_seconds)} in place of {format_seconds(before.step_seconds)}, and "
+        f"{format_bytes(price.peak_bytes)} a rank in place of {format_bytes(before.peak_bytes)}.",
         "overlap",
     )
-    return found._replace(plan=replace(plan, notes=(*plan.notes, note)), price=price)
+    notes = (each for each in plan.notes if kind_of(each) != "price")  # those of one at a time
+    return found._replace(plan=replace(plan, notes=(*notes, note)), price=price)
 
 
 def _check_memory(request: Request, price: Composed, before: Composed) -> None:

@@ -12,15 +12,20 @@ import autopar
 from autopar.errors import SearchError
 from autopar.explanation.explanation import Explanation
 from autopar.explanation.launch import settings
+from autopar.units import format_bytes
 from tests.support.llama import Llama
 
 
 @functools.cache
 def explained(**options: Any) -> Explanation:
+    return _of(**options)
+
+
+def _of(*, length: int = 1024, **options: Any) -> Explanation:
     """The plan of a small Llama on four H100, of two micro-batches."""
     with torch.device("meta"):
         model = Llama(vocab=512, width=1024, inner=4096, heads=8, kv_heads=4, layers=2)
-        tokens = torch.zeros(4, 1024, dtype=torch.int64)
+        tokens = torch.zeros(4, length, dtype=torch.int64)
     asked = {"mesh": {"tp": 4}, "recipe": "tp+sp", "micro_batches": 2, **options}
     return autopar.explain(model, (tokens, tokens), cluster="h100x4", **asked)
 
@@ -37,6 +42,20 @@ def test_a_step_hides_what_the_machine_can() -> None:
     assert moved <= alone.step.hardware.hides * sent * (1 + 1e-9)
     assert together.plan.overlap_batches == 2
     assert "2 micro-batches run at a time" in str(together.plan)
+
+
+def test_what_hides_already_leaves_no_negative_time_to_hide_in() -> None:
+    """Short products, in pieces, hide more messages than there are left beside gathers of parameters."""
+    asked = {"mesh": {"dp": 2, "tp": 2}, "recipe": {"dp": "zero3", "tp": "tp+sp"}, "length": 64}
+    alone, together = (_of(decompose="tp", **asked, overlap_batches=n) for n in (1, 2))
+    assert together.step_seconds <= alone.step_seconds
+
+
+def test_the_notes_give_the_memory_of_two_at_a_time() -> None:
+    """Those on the price of one at a time are left out."""
+    together = explained(overlap_batches=2)
+    found = [note for note in together.plan.notes if "a rank" in note]
+    assert len(found) == 1 and f", and {format_bytes(together.memory_bytes)} a rank" in found[0]
 
 
 def test_two_at_a_time_keep_the_activations_of_two() -> None:
