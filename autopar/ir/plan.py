@@ -211,9 +211,9 @@ class Plan:
 
     def _check_overlap(self) -> None:
         """Raises PlanError for micro-batches at a time that do not make up a step, or with what they do not go with."""
-        if self.overlap_batches == 1:
-            return
         count = self.overlap_batches
+        if type(count) is int and count == 1:
+            return
         if type(count) is not int or count < 1 or self.micro_batches % count:
             raise PlanError(
                 f"The plan runs {count!r} micro-batches at a time, and a step has {self.micro_batches}, which is no "

@@ -58,6 +58,8 @@ def test_micro_batches_that_take_turns_are_a_line():
             Plan.parse(text.replace("overlap 2", wrong))
     with pytest.raises(PlanError, match="gives overlap again"):
         Plan.parse(text.replace("overlap 2", "overlap 2\noverlap 2"))
+    with pytest.raises(PlanError, match=r"runs 1\.0 micro-batches at a time"):
+        dataclasses.replace(plan, overlap_batches=1.0)
 
 
 def test_decomposed_axes_are_a_line():
