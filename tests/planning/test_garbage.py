@@ -30,3 +30,13 @@ def test_who_collects_never_or_more_rarely_is_left_alone(first: int) -> None:
     gc.set_threshold(first, 10, 10)
     with collecting_rarely():
         assert gc.get_threshold() == (first, 10, 10)
+
+
+def test_of_two_threads_the_first_puts_thresholds_back() -> None:
+    before = gc.get_threshold()
+    first, second = collecting_rarely(), collecting_rarely()
+    for context in (first, second):
+        context.__enter__()
+    for context in (first, second):
+        context.__exit__(None, None, None)
+    assert gc.get_threshold() == before
