@@ -115,9 +115,22 @@ class Reads:
         is_data = not hasattr(type(static), "__get__") and static is not MISSING
         if is_data or static is MISSING:
             self._note(Place(module, name, place.words, place.line), frame.f_code)
-        elif isinstance(static, types.FunctionType) and is_users(static.__code__.co_filename):
-            words = f"{type(module).__qualname__}.{name}"  # a method, which may be patched
-            self._note(Place(type(module), name, words, place.line), frame.f_code)
+        else:
+            self._method(module, name, place.line, frame.f_code)
+
+    def _method(self, module: nn.Module, name: str, line: str, code: types.CodeType) -> None:
+        """Notes a method or property that a module has of its class, and that nothing hides it: it may be patched."""
+        nearer = [Place(vars(module), "", self._paths[id(module)], line)]
+        for space in type(module).__mro__:
+            entries = self._spaces.setdefault(space, vars(space))
+            if name not in entries:
+                nearer.append(Place(entries, "", space.__qualname__, line))
+                continue
+            if is_users_type(space):
+                self._note(Place(entries, name, f"{space.__qualname__}.{name}", line), code)
+                wins = isinstance(entries[name], property)  # over what the module has itself
+                self._note_hidden_by_none(name, nearer[1:] if wins else nearer)
+            return
 
     def function(self, frame: types.FrameType) -> None:
         """Notes what a function of the user's that begins to run reads around it: globals and its closure."""
