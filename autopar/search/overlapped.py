@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.errors import SearchError
+from autopar.ir import Plan
 from autopar.ir.note import Note, kind_of
 from autopar.pipeline.composed import Composed, composed
 from autopar.search.given import Planned
@@ -25,6 +26,7 @@ def with_overlap(found: Planned, request: Request) -> Planned:
     count = request.overlap_batches
     if count == 1:
         return found
+    _check_unasked(request, found.plan)
     plan = replace(found.plan, overlap_batches=count)
     before, price = (
         composed(
@@ -42,6 +44,22 @@ def with_overlap(found: Planned, request: Request) -> Planned:
     )
     notes = (each for each in plan.notes if kind_of(each) != "price")  # those of one at a time
     return found._replace(plan=replace(plan, notes=(*notes, note)), price=price)
+
+
+def _check_unasked(request: Request, plan: Plan) -> None:
+    """Raises SearchError where memory alone led the search to what does not go with micro-batches at a time."""
+    chosen = {
+        "runs blocks again in backward": plan.recompute != "none" and request.recompute is None,
+        "saves tensors in slices": bool(plan.saved),
+    }
+    what = next((words for words, is_chosen in chosen.items() if is_chosen), None)
+    bound = request.search_bound_bytes
+    if what and bound is not None:
+        raise SearchError(
+            f"A step fits into {format_bytes(bound)} on a rank only if it {what}, and that does not go with "
+            f"{request.overlap_batches} micro-batches at a time so far. Ask for more micro-batches, which are smaller, "
+            "or leave out overlap_batches."
+        )
 
 
 def _check_memory(request: Request, price: Composed, before: Composed) -> None:

@@ -72,6 +72,16 @@ def test_a_bound_that_one_at_a_time_keeps_and_two_do_not() -> None:
         explained(memory_bytes=bound, overlap_batches=2)
 
 
+def test_a_bound_that_one_at_a_time_keeps_by_recomputation_alone() -> None:
+    alone = explained()
+    bound = int(alone.memory_bytes * 0.97)
+    assert explained(memory_bytes=bound).plan.recompute != "none"
+    with pytest.raises(
+        SearchError, match=r"only if it runs blocks again .* leave out overlap_batches"
+    ):
+        explained(memory_bytes=bound, overlap_batches=2)
+
+
 def test_the_launch_names_it() -> None:
     assert settings(explained(overlap_batches=2))["overlap_batches"] == 2
     assert "overlap_batches" not in settings(explained())
