@@ -44,7 +44,7 @@ from autopar.cost_model.arith import Quantity, smaller
 from autopar.cost_model.hardware import Hardware, Link
 from autopar.cost_model.sizes import Sizes
 from autopar.cost_model.traffic import EXCHANGES
-from autopar.ir import Labels, Layout, LayoutStep, Op, Tensor, steps_of
+from autopar.ir import Labels, Layout, LayoutStep, Op, Tensor, plain, steps_of
 
 
 class Seconds(NamedTuple):
@@ -272,7 +272,7 @@ def own_collectives(
     for each in op.collectives:
         before = each.itemsize_bytes * sizes.extent(each.leaves, labels)
         for axis, label in enumerate(labels):
-            if label in each.labels:
+            if plain(label) in each.labels:
                 grown = sizes.axis(axis) if each.forward == "all_gather" else 1
                 yield axis, each.forward, each.backward, before, before * grown
                 # Along a later axis a block goes round once for every step along this one.

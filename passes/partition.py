@@ -27,7 +27,9 @@ from autopar.ir import (
     calls_between,
     has_owner,
     local_shape,
+    nesting_of,
     operand_layouts,
+    plain,
     result_layouts,
     split_factors,
 )
@@ -258,17 +260,17 @@ class _LocalCall:
         own = self._owner.analysis.graph.by_name[self.node.name].collectives
         labels = dict(zip(self._owner.mesh.names, self._labels, strict=True))
         return all(
-            any(name == each.forward and labels[axis] in each.labels for each in own)
+            any(name == each.forward and plain(labels[axis]) in each.labels for each in own)
             for name, axis in sent
         )
 
     def axes(self, letter: str) -> tuple[tuple[str, int], ...]:
         own: Mapping[str, tuple[str, ...]] = self._owner.analysis.letters[self.node.name]
         labels = own.get(letter, ())
-        axes = zip(self._owner.mesh.axes, self._labels, strict=True)
+        found = ((self._owner.mesh.axes[i], self._labels[i]) for i in nesting_of(self._labels))
         return tuple(
             axis
-            for axis, label in axes
+            for axis, label in found
             if axis[1] > 1 and not {*labels}.isdisjoint(split_factors(label))
         )
 

@@ -5,9 +5,10 @@ A label says what the choice splits; see `Choice`. The labels of an op on all ax
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from autopar.ir.layout import State
+from autopar.ir.layout import State, depths
 
 UNSPLIT = "-"  # label of the choice that splits nothing: operands and results are in R
 
@@ -16,6 +17,8 @@ VARIED = "~"  # label of the choice with operands and results in V: every rank d
 PARTIAL = "+"  # first letter of the labels of choices that pass P through a linear op
 
 EXCHANGED = ">"  # separates the two factors of labels such as `t>e`, see `Choice`
+
+DEEPER = "^"  # stands before the depth in labels such as `k^1`, see `nested_labels`
 
 OWNED = "@"  # first letter of labels such as `@1`, of an op that rank 1 of the axis runs alone
 
@@ -28,7 +31,8 @@ class Choice:
         label: `-` (splits nothing), `~` (splits nothing, operands and results in V), a factor of the op's rule such
             as `k` or `k.1`, `+...` (a linear op applied to partial sums, P), or `t>e`: operands and results are split
             by the factor `t`, and inside the op ranks exchange rows so that the work is split by `e`. `@i`: rank i of
-            the axis runs the op alone, with operands and results in O(i).
+            the axis runs the op alone, with operands and results in O(i). `k^1`: `k` of an axis that lies deeper than
+            an axis after it, see `nested_labels`.
         operands: the state that each tensor operand must be in, in the order of `Op.operands`.
         results: the state in which the op leaves each tensor result, in the order of `Op.results`.
         size: size of the factor that is split, which the axis size must divide; for `t>e` the size of `e`; 0 where
@@ -49,6 +53,17 @@ class Choice:
         """Whether the work of the op is divided among the ranks of the axis."""
         return self.size > 0
 
+    def at_depth(self, depth: int) -> Choice:
+        """The same choice of an axis that lies at this depth among those that split the same factor."""
+
+        def deeper(states: tuple[State, ...]) -> tuple[State, ...]:
+            return tuple(x._replace(depth=depth) if x.kind == "S" else x for x in states)
+
+        label = f"{self.label}{DEEPER}{depth}"
+        return replace(
+            self, label=label, operands=deeper(self.operands), results=deeper(self.results)
+        )
+
 
 Labels = tuple[str, ...]  # the label of an op's choice on every mesh axis
 
@@ -61,6 +76,61 @@ def owner_of(label: str) -> int | None:
     """
     number = label.removeprefix(OWNED)
     return int(number) if label.startswith(OWNED) and number.isdecimal() else None
+
+
+def plain(label: str) -> str:
+    """A label without its depth.
+
+    >>> plain("k^1"), plain("k")
+    ('k', 'k')
+    """
+    return label.partition(DEEPER)[0]
+
+
+def nested_labels(labels: Labels, order: Sequence[int]) -> Labels:
+    """The same choices, where axes with the same label nest in another order than that of the mesh.
+
+    Args:
+        labels: a label for every axis; depths are ignored.
+        order: positions of all axes, the major one first.
+
+    >>> nested_labels(("k", "k", "-"), (1, 0, 2)), nested_labels(("k^1", "k", "-"), (0, 1, 2))
+    (('k^1', 'k', '-'), ('k', 'k', '-'))
+    """
+    found = [plain(label) for label in labels]
+    shared = [label if can_nest(label) else None for label in found]
+    for axis, depth in depths(shared, order):
+        found[axis] += f"{DEEPER}{depth}"
+    return tuple(found)
+
+
+def nesting_of(labels: Labels) -> list[int]:
+    """Positions of the axes, of which those with the same label stand as they nest, the major one first.
+
+    >>> nesting_of(("k^1", "b", "k"))
+    [2, 1, 0]
+    """
+    if not any(DEEPER in label for label in labels):
+        return list(range(len(labels)))
+    waiting = {plain(label): iter(_axes_with(labels, plain(label))) for label in labels}
+    return [next(waiting[plain(label)]) for label in labels]
+
+
+def _axes_with(labels: Labels, label: str) -> list[int]:
+    """The axes with a label at any depth, the least deep first."""
+    found = [axis for axis, each in enumerate(labels) if plain(each) == label]
+    return sorted(found, key=lambda axis: labels[axis].partition(DEEPER)[2].rjust(2, "0"))
+
+
+def is_least_deep(labels: Labels) -> bool:
+    """Whether the depths of labels are the least that tell how axes nest, so that equal choices have equal labels."""
+    is_deep = any(DEEPER in label for label in labels)
+    return not is_deep or labels == nested_labels(labels, nesting_of(labels))
+
+
+def can_nest(label: str) -> bool:
+    """Whether axes with this label may nest in any order: it splits a factor, and ranks exchange no rows in the op."""
+    return label[0].isalnum() and EXCHANGED not in label
 
 
 def runs_alone(labels: Labels) -> bool:
@@ -78,7 +148,7 @@ def split_factors(label: str) -> tuple[str, ...]:
     >>> split_factors("t.0>e"), split_factors("t.0")
     (('t.0', 'e'), ('t.0',))
     """
-    return tuple(label.split(EXCHANGED))
+    return tuple(plain(label).split(EXCHANGED))
 
 
 def go_together(labels: Labels) -> bool:
@@ -95,4 +165,4 @@ def go_together(labels: Labels) -> bool:
 
 
 def _letter(label: str) -> str:
-    return label.partition(".")[0]
+    return plain(label).partition(".")[0]

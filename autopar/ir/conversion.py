@@ -21,10 +21,11 @@ name what the ranks of the axis run in forward and in backward:
 `keep`: the owner keeps its copy, and the others drop theirs. `fill`: the owner keeps its copy, and the others get
 zeros.
 
-[Note: nested splits] When the axes a < t split the same factor, a is the major one: the rank at position i of a and j
-of t holds the j-th part of the i-th part. While t splits the factor, a can neither start nor stop splitting it: each
-rank would hold pieces of several parts. `steps` therefore converts t before a where t must change anyway. Otherwise
-there are three ways, of which `steps_of` takes the first one that divides:
+[Note: nested splits] When the axes a and t split the same factor and a is the major one, the rank at position i of a
+and j of t holds the j-th part of the i-th part. While t splits the factor, a can neither start nor stop splitting it:
+each rank would hold pieces of several parts. `steps` therefore converts t before a where t must change anyway.
+Otherwise there are three ways, of which `steps_of` takes the first one that divides. (Where axes nest in another order
+than that of the mesh, the first is left out.)
 
     reorder    a leaves, and each rank of t has a piece of every part of a; an all-to-all along t makes them one run
     park       t splits another factor meanwhile: an all-to-all along t, the step along a, and an all-to-all back
@@ -51,7 +52,18 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from autopar.errors import LayoutError
-from autopar.ir.layout import WHOLE, Dims, Layout, R, S, State, format_layout
+from autopar.ir.layout import (
+    WHOLE,
+    Dims,
+    Layout,
+    R,
+    S,
+    State,
+    axes_along,
+    format_layout,
+    in_nesting_order,
+    nested,
+)
 from autopar.ir.mesh import Mesh
 from autopar.ir.vacancy import can_step
 
@@ -229,8 +241,17 @@ def _path(source: Layout, target: Layout, dims: Dims, sizes: Sizes) -> tuple[Lay
         found = [step] if step else _reordered(current, goal, sizes)
         for each in found or [_parked(current, goal, dims, sizes) or _unnest(current, goal)]:
             result.append(each)
+            order = in_nesting_order(current)
             current[each.axis] = each.target
+            current = list(_renested(current, each, order))
     return tuple(result)
+
+
+def _renested(current: list[State], step: LayoutStep, order: list[int]) -> Sequence[State]:
+    """The states after a step, with the least depths: an axis that has left a factor makes others less deep."""
+    if not any(state.depth for state in current):
+        return current
+    return nested(current, [*(axis for axis in order if axis != step.axis), step.axis])
 
 
 def _reordered(current: list[State], goal: list[State], sizes: Sizes) -> list[LayoutStep]:
@@ -253,8 +274,13 @@ def _reordered(current: list[State], goal: list[State], sizes: Sizes) -> list[La
 
 
 def _can_reorder(step: LayoutStep, current: list[State], goal: list[State], sizes: Sizes) -> bool:
-    """Whether the axes under a step's axis divide it, and nothing is in the way in the factor that it enters."""
+    """Whether the axes under a step's axis divide it, and nothing is in the way in the factor that it enters.
+
+    Not where axes nest in another order than that of the mesh.
+    """
     axis, target = step.axis, step.target
+    if any(state.depth for state in (*current, *goal)):
+        return False
     under = _under(axis, step.source, current, sizes) + _under(axis, target, current, sizes)
     if target.kind == "S":
         others = [(s, g) for a, (s, g) in enumerate(zip(current, goal, strict=True)) if a != axis]
@@ -272,9 +298,17 @@ def _under(axis: int, state: State, current: list[State], sizes: Sizes) -> list[
 
 
 def _awaits(step: LayoutStep, current: Sequence[State], goal: Sequence[State]) -> bool:
-    """Whether an earlier axis is still to enter the factor that a step's axis enters."""
+    """Whether a more major axis is still to enter the factor that a step's axis enters."""
     target = step.target
-    return target.kind == "S" and any(goal[a] == target != current[a] for a in range(step.axis))
+    return target.kind == "S" and any(
+        not current[a].splits_as(target) for a in _above(step.axis, target, goal)
+    )
+
+
+def _above(axis: int, state: State, layout: Sequence[State]) -> list[int]:
+    """The axes that split the factor of `state` and are more major than an axis, which splits it too."""
+    along = axes_along(layout, state)
+    return along[: along.index(axis)]
 
 
 def _parked(current: list[State], goal: list[State], dims: Dims, sizes: Sizes) -> LayoutStep | None:
@@ -292,21 +326,28 @@ def _parked(current: list[State], goal: list[State], dims: Dims, sizes: Sizes) -
 
 
 def _blocks(axis: int, current: list[State], goal: list[State]) -> bool:
-    """Whether an axis splits a factor that an earlier axis is to enter or leave."""
+    """Whether an axis splits a factor that a more major axis is to enter or leave."""
     state = current[axis]
-    moving = any(current[a] != goal[a] and state in (current[a], goal[a]) for a in range(axis))
-    return state.kind == "S" and moving
+    if state.kind != "S":
+        return False
+    above = _above(axis, state, current)
+    if goal[axis].splits_as(state):
+        return above != _above(axis, state, goal)
+    entering = (a for a in range(axis) if goal[a].splits_as(state))
+    return any(not goal[a].splits_as(state) for a in above) or any(
+        not current[a].splits_as(state) for a in entering
+    )
 
 
 def _overlap(a: State, b: State) -> bool:
     """Whether two splits are of one factor, or one is S(d.*) of the dim that the other splits."""
-    return a == b or _chunk_meets_factor(a, b)
+    return a.splits_as(b) or _chunk_meets_factor(a, b)
 
 
 def _pending(current: list[State], goal: list[State]) -> list[LayoutStep]:
     """The steps of the axes that are to change."""
     states = enumerate(zip(current, goal, strict=True))
-    return [_detour(LayoutStep(a, s, g)) for a, (s, g) in states if s != g]
+    return [_detour(LayoutStep(a, s, g)) for a, (s, g) in states if s != g and not s.splits_as(g)]
 
 
 def _next_legal(current: list[State], goal: list[State]) -> LayoutStep | None:
@@ -328,16 +369,14 @@ def _detour(step: LayoutStep) -> LayoutStep:
 
 
 def _is_legal(step: LayoutStep, current: list[State], goal: list[State]) -> bool:
-    later = range(step.axis + 1, len(current))
-    if step.source.kind == "S" and any(current[t] == step.source for t in later):
+    source, target = step.source, step.target
+    if source.kind == "S" and axes_along(current, source)[-1] != step.axis:
         return False
-    if step.target.kind != "S":
+    if target.kind != "S":
         return True
-    if any(_chunk_meets_factor(state, step.target) for state in current):
+    if any(_chunk_meets_factor(state, target) for state in current):
         return False
-    waiting = _awaits(step, current, goal)
-    leaving = any(current[a] == step.target != goal[a] for a in range(step.axis))
-    return not (waiting or leaving or any(current[t] == step.target for t in later))
+    return axes_along(current, target) == _above(step.axis, target, goal)
 
 
 def _chunk_meets_factor(a: State, b: State) -> bool:
@@ -346,11 +385,14 @@ def _chunk_meets_factor(a: State, b: State) -> bool:
 
 
 def _unnest(current: list[State], goal: list[State]) -> LayoutStep:
-    """The all-gather along the last axis whose split keeps an earlier axis from changing."""
-    for axis in reversed(range(len(current))):
-        if _blocks(axis, current, goal):
-            return LayoutStep(axis, current[axis], R)
-    for axis in reversed(range(len(current))):
-        if current[axis].kind == "S" and current[axis] != goal[axis]:
-            return LayoutStep(axis, current[axis], R)
-    raise AssertionError(f"no legal step from {current} to {goal}")
+    """The all-gather along the last axis whose split keeps a more major axis from changing."""
+    minor = [
+        axis
+        for axis, state in reversed([*enumerate(current)])
+        if state.kind == "S" and axes_along(current, state)[-1] == axis
+    ]
+    blocking = [axis for axis in minor if _blocks(axis, current, goal)]
+    leaving = [axis for axis in minor if current[axis] != goal[axis]]
+    assert blocking or leaving, f"no legal step from {current} to {goal}"
+    axis = (blocking or leaving)[0]
+    return LayoutStep(axis, current[axis], R)

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from autopar.ir.choice import Labels, go_together, runs_alone
-from autopar.ir.layout import Dims, Layout, R, divides, shape_of
+from autopar.ir.choice import Labels, go_together, is_least_deep, runs_alone
+from autopar.ir.layout import Dims, Layout, R, divides, nested, shape_of
 from autopar.ir.mesh import Mesh
 from autopar.ir.op import Leaf, Op, operand_layouts, result_layouts, why_not_alone
 from autopar.ir.precision import MixedPrecision
@@ -180,9 +180,10 @@ class Graph:
         """The layout in which the program returns a result that the op computing it leaves in `layout`.
 
         Partial sums are reduced, the results of one rank are broadcast, and with `whole_outputs` split results are
-        gathered.
+        gathered. Axes nest in the order of the mesh, as in DTensor.
         """
-        return tuple(R if self.whole_outputs or s.kind in "PO" else s for s in layout)
+        states = [R if self.whole_outputs or s.kind in "PO" else s for s in layout]
+        return nested(states, range(len(states)))
 
     def stack_of(self, name: str) -> tuple[Stack, int] | None:
         """The stack and captured layer that a module or parameter of this name belongs to."""
@@ -243,10 +244,12 @@ class Graph:
 def is_legal(graph: Graph, op: Op, labels: Labels, mesh: Mesh) -> bool:
     """Whether an op can run under these choices on the mesh.
 
-    The choices must go together, every size that they split must divide by the number of parts, and one rank must be
-    able to run the op alone where a label says so (`why_not_alone`).
+    The choices must go together, their depths must be the least, every size that they split must divide by the number
+    of parts, and one rank must be able to run the op alone where a label says so (`why_not_alone`).
     """
-    if not go_together(labels) or (runs_alone(labels) and why_not_alone(op, labels, mesh)):
+    if not (go_together(labels) and is_least_deep(labels)) or (
+        runs_alone(labels) and why_not_alone(op, labels, mesh)
+    ):
         return False
     names = (*op.operands, *op.results)
     layouts = (*operand_layouts(op, labels), *result_layouts(op, labels))

@@ -10,7 +10,8 @@ For each mesh axis a tensor is in one of five states (docs/layouts.md):
 
 A *factor* is one of the sizes whose product is the size of a dim, most significant first. After
 `x.view(32, 128)` of a dim of size 4096, that dim has the factors (32, 128) in every tensor that it runs through,
-and S(0.1) splits the 128. When two axes split the same factor, the earlier axis is the major one, as in DTensor.
+and S(0.1) splits the 128. When two axes split the same factor, one of them is the major one: it cuts the factor, and
+the other cuts the pieces. It is the earlier axis of the mesh, as in DTensor, unless states say how *deep* axes lie.
 S(d.*) cuts dim d into contiguous chunks whatever its factors are. Only parameters between steps ("at rest") are in
 S(d.*). Parameters, and the operands and results of ops that one rank runs alone (`@i`), are in O(i).
 
@@ -20,6 +21,8 @@ same shape with a first dim of 0, see `autopar.ops.collectives.seen`.
 Grammar of the text:  state = "R" | "V" | "P" | "S(" dim ["." (factor | "*")] ")"
                               | "O(" (rank | "*") ")"
                       layout = "R" | state "@" axis {" " state "@" axis}       (axes in R are left out)
+
+Axes that split one factor stand in their order, the major one first: `S(0)@k S(0)@i` on the mesh i=2,k=2.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from autopar.errors import LayoutError
@@ -40,15 +44,17 @@ ANY = -1  # value of `State.owner` in O(*): the search has not chosen the owner 
 
 
 class State(NamedTuple):
-    """State of a tensor along one mesh axis. Only S uses `dim` and `factor`, and only O uses `owner`.
+    """State of a tensor along one mesh axis. Only S uses `dim`, `factor` and `depth`, and only O uses `owner`.
 
-    A named tuple, because searches hash states by the million.
+    Axes that split the same factor nest by their depth, and axes of the same depth in the order of the mesh. Depths are
+    the least that say so, see `nested`. A named tuple, because searches hash states by the million.
     """
 
     kind: Literal["O", "P", "R", "S", "V"]
     dim: int = -1
     factor: int = 0
     owner: int = ANY
+    depth: int = 0
 
     def __str__(self) -> str:
         if self.kind == "O":
@@ -57,6 +63,10 @@ class State(NamedTuple):
             return self.kind
         suffix = {0: "", WHOLE: ".*"}.get(self.factor, f".{self.factor}")
         return f"S({self.dim}{suffix})"
+
+    def splits_as(self, other: State) -> bool:
+        """Whether both states split the same factor, at any depth."""
+        return self.kind == other.kind == "S" and self[1:3] == other[1:3]
 
     @classmethod
     def parse(cls, text: str) -> State:
@@ -105,16 +115,15 @@ def format_layout(layout: Layout, mesh: Mesh) -> str:
     >>> format_layout((S(0), R), Mesh.parse("dp=2,tp=4"))
     'S(0)@dp'
     """
-    named = [
-        f"{state}@{name}" for state, name in zip(layout, mesh.names, strict=True) if state != R
-    ]
-    return " ".join(named) or "R"
+    axes = (axis for axis in in_nesting_order(layout) if layout[axis] != R)
+    return " ".join(f"{layout[axis]}@{mesh.names[axis]}" for axis in axes) or "R"
 
 
 def parse_layout(text: str, mesh: Mesh) -> Layout:
     """Reads a layout such as `S(1)@tp P@dp`: `state@axis`, separated by spaces.
 
-    The states are those of `State`. An axis that is not named is replicated (`R`).
+    The states are those of `State`. An axis that is not named is replicated (`R`). Of axes that split the same factor
+    the first is the major one.
 
     Raises LayoutError for an unknown state, two states for one axis or an owner that the axis does not have, and
     MeshError for an axis that is not in the mesh.
@@ -142,7 +151,60 @@ def parse_layout(text: str, mesh: Mesh) -> Layout:
                 f"The layout {text!r} gives the tensor to rank {layout[axis].owner} of the axis {name}, which has "
                 f"{mesh.sizes[axis]} ranks, counted from 0; write O(0) to O({mesh.sizes[axis] - 1})."
             )
-    return tuple(layout.get(axis, R) for axis in range(len(mesh.axes)))
+    return nested([layout.get(axis, R) for axis in range(len(mesh.axes))], list(layout))
+
+
+def axes_along(layout: Sequence[State], state: State) -> list[int]:
+    """Positions of the axes that split the same factor as `state` does, the major one first."""
+    found = [axis for axis, each in enumerate(layout) if each.splits_as(state)]
+    return sorted(found, key=lambda axis: layout[axis].depth)
+
+
+def in_nesting_order(layout: Sequence[State]) -> list[int]:
+    """Positions of all axes in their order, except that those which split one factor stand as they nest."""
+    if not any(state.depth for state in layout):
+        return list(range(len(layout)))
+    waiting = {state[:3]: iter(axes_along(layout, state)) for state in layout if state.kind == "S"}
+    return [
+        next(waiting[state[:3]]) if state.kind == "S" else axis for axis, state in enumerate(layout)
+    ]
+
+
+def nested(layout: Sequence[State], order: Sequence[int]) -> Layout:
+    """The layout whose axes nest in another order where they split the same factor.
+
+    Args:
+        layout: a state for every axis; depths are ignored.
+        order: positions of axes, the major one first, among them all that share a factor.
+
+    >>> nested((S(0), S(0), R), (1, 0, 2))[0].depth
+    1
+    """
+    result = [state._replace(depth=0) if state.depth else state for state in layout]
+    for axis, depth in depths(
+        [state[:3] if state.kind == "S" else None for state in result], order
+    ):
+        result[axis] = result[axis]._replace(depth=depth)
+    return tuple(result)
+
+
+def depths(shared: Sequence[Hashable], order: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yields the axes that lie deeper than the order of the mesh says, each with the least depth that says so.
+
+    Args:
+        shared: what each axis splits; axes that split the same nest. None for an axis that splits nothing.
+        order: positions of axes, the major one first, among them all that share what they split.
+    """
+    last: dict[
+        Hashable, tuple[int, int]
+    ] = {}  # what is split -> the minor axis so far and its depth
+    for axis in order:
+        what = shared[axis]
+        if what is not None:
+            major, depth = last.get(what, (-1, 0))
+            last[what] = axis, depth + (axis < major)
+            if last[what][1]:
+                yield axis, last[what][1]
 
 
 def _canonical(state: State) -> State:
@@ -199,7 +261,7 @@ def divides(dims: Dims, layout: Layout, mesh: Mesh) -> bool:
     The number of parts must divide the size of every factor that is split, and a dim in S(d.*) must be in no other S.
     """
     for dim, sizes in enumerate(dims):
-        chunked = [state for state in layout if state == S(dim, WHOLE)]
+        chunked = [state for state in layout if state.splits_as(S(dim, WHOLE))]
         touched = [state for state in layout if state.kind == "S" and state.dim == dim]
         if chunked and len(touched) > len(chunked):
             return False
@@ -223,6 +285,8 @@ def lies_in_chunks(dims: Dims, layout: Layout, mesh: Mesh) -> bool:
     >>> lies_in_chunks(((4, 2, 16),), (S(0), S(0, 1)), Mesh.parse("tp=2,tq=2"))
     False
     """
+    if any(state.depth for state in layout):
+        return False  # DTensor nests its shards in the order of the mesh
     for axis, state in enumerate(layout):
         earlier = (*layout[:axis], *(R for _ in layout[axis:]))
         before = range(state.factor) if state.kind == "S" else ()

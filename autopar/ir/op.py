@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from autopar.ir.choice import Choice, Labels, owner_of
+from autopar.ir.choice import DEEPER, Choice, Labels, owner_of, plain
 from autopar.ir.layout import Layout, O
 from autopar.ir.mesh import Mesh
 
@@ -120,10 +120,15 @@ class Op:
     def choice(self, label: str) -> Choice:
         """The choice with this label; the caller guarantees that it exists.
 
-        Every op has the choices `@0`, `@1`, ..., which are not among `choices`: a search does not try them.
+        Every op has the choices `@0`, `@1`, ..., and its choices at a depth, such as `k^1`. These are not among
+        `choices`: a search does not try them.
         """
         found = self._by_label.get(label)
-        return self._owned(label) if found is None else found
+        return self._other(label) if found is None else found
+
+    def _other(self, label: str) -> Choice:
+        base, deeper, depth = label.partition(DEEPER)
+        return self.choice(base).at_depth(int(depth)) if deeper else self._owned(label)
 
     def _owned(self, label: str) -> Choice:
         owner = owner_of(label)
@@ -161,6 +166,6 @@ def why_not_alone(op: Op, labels: Labels, mesh: Mesh) -> str:
     if op.draws:
         return "it draws random numbers, which all ranks do in step"
     exchanges = (each for each in op.collectives if {each.forward, each.backward} - _WITHIN_AN_OP)
-    if any(label in each.labels for each in exchanges for label in labels):
+    if any(plain(label) in each.labels for each in exchanges for label in labels):
         return "ranks exchange rows inside of it"
     return ""

@@ -33,6 +33,8 @@ the right column):
     input tokens: S(0)@dp                             layout of an input
     op linear_1: b j                                  label of the op's choice on every mesh axis; `@1` for an op that
                                                       rank 1 of the axis runs alone
+    op add_3: t^1 t                                   the same; of axes with one label the second is the major one here,
+                                                      see `autopar.ir.choice.nested_labels`
     shape input tokens: 8 64                          whole shape with which the plan was made
     note ...                                          what was chosen and why
     note(price) ...                                   a note of the kind "price", see `autopar.ir.note`

@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor
 
-from autopar.ir import WHOLE, Dims, Layout, Mesh, R, local_factors
+from autopar.ir import WHOLE, Dims, Layout, Mesh, R, in_nesting_order, local_factors
 from autopar.ops.collectives import nothing
 
 
@@ -17,11 +17,12 @@ def shard(full: Tensor, dims: Dims, layout: Layout, mesh: Mesh, rank: int) -> Te
     """
     position = mesh.coordinates(rank)
     owners = [(axis, state.owner) for axis, state in enumerate(layout) if state.kind == "O"]
-    for axis, (state, (_, size)) in enumerate(zip(layout, mesh.axes, strict=True)):
+    before = [state if state.kind != "S" else R for state in layout]
+    for axis in in_nesting_order(layout):
+        state, size = layout[axis], mesh.sizes[axis]
         if state.kind != "S":
             continue
-        before = (*layout[:axis], *(s if s.kind != "S" else R for s in layout[axis:]))
-        factors = [f or (1,) for f in local_factors(dims, before, mesh)]
+        factors = [f or (1,) for f in local_factors(dims, tuple(before), mesh)]
         index = sum(len(f) for f in factors[: state.dim]) + max(state.factor, 0)
         shape = [n for f in factors for n in f]
         if state.factor == WHOLE:
@@ -29,6 +30,6 @@ def shard(full: Tensor, dims: Dims, layout: Layout, mesh: Mesh, rank: int) -> Te
         expanded = full.reshape(shape)
         width = expanded.shape[index] // size
         part = expanded.narrow(index, position[axis] * width, width)
-        after = (*before[:axis], state, *before[axis + 1 :])
-        full = part.reshape([math.prod(f) for f in local_factors(dims, after, mesh)])
+        before[axis] = state
+        full = part.reshape([math.prod(f) for f in local_factors(dims, tuple(before), mesh)])
     return full if all(position[axis] == owner for axis, owner in owners) else nothing(full)

@@ -31,6 +31,7 @@ from autopar.ir import (
     divides,
     is_legal,
     owner_of,
+    plain,
 )
 from autopar.ir.batches import captured_batch
 from autopar.ir.recompute import RecomputeWish
@@ -328,7 +329,7 @@ def why_not_again(plan: Plan, prepared: Prepared) -> str:
         return "the model runs other ops"
     for op in graph.ops:
         labels = plan.ops[op.name]
-        split = {label for label in labels if owner_of(label) is None}
+        split = {plain(label) for label in labels if owner_of(label) is None}
         gone = sorted(split - {choice.label for choice in op.choices})
         if gone:
             return f"{op.name} ({op.kind}) has no dim {gone[0]} to split any more, which may have size 1"
@@ -346,7 +347,7 @@ def _obstacle(op: Op, labels: Labels, mesh: Mesh) -> str:
     split: dict[str, list[tuple[str, int]]] = {}
     for label, axis in zip(labels, mesh.axes, strict=True):
         if op.choice(label).splits:
-            split.setdefault(label, []).append(axis)
+            split.setdefault(plain(label), []).append(axis)
     for label, axes in split.items():
         choice = op.choice(label)
         if choice.size % math.prod(size for _, size in axes):

@@ -25,9 +25,14 @@ from autopar.ir import (
     format_layout,
     go_together,
     has_owner,
+    is_least_deep,
     is_legal,
     lies_in_chunks,
+    nested,
+    nested_labels,
+    nesting_of,
     owner_of,
+    plain,
     runs_alone,
     why_not_alone,
 )
@@ -179,6 +184,12 @@ def _check_layout(where: str, layout: Layout, dims: Dims, mesh: Mesh, kinds: str
         wrong = _wrong_state(state, dims, kinds)
         if wrong:
             raise PlanError(f"The plan is damaged: the {where} is {state}@{axis}, and {wrong}.")
+    if any(state.depth for state in layout):
+        raise PlanError(
+            f"The {where} is {format_layout(layout, mesh)}, and axes that split one dim of it nest in the order of the "
+            f"mesh, {', '.join(mesh.names)}, as in DTensor. Write "
+            f"{format_layout(nested(layout, range(len(layout))), mesh)}; ops may use it in another order."
+        )
     if not divides(dims, layout, mesh):
         raise PlanError(
             f"The plan is damaged: the {where} is {format_layout(layout, mesh)}, which does not "
@@ -209,7 +220,7 @@ def _check_op(op: Op, analysis: Analysis, plan: Plan) -> None:
         )
     known = [choice.label for choice in op.choices]
     for label, axis in zip(labels, mesh.names, strict=True):
-        if label not in known and owner_of(label) is None:
+        if plain(label) not in known and owner_of(label) is None:
             raise PlanError(
                 f"The plan is damaged: op {op.name} ({op.kind}) has the label {label!r} on {axis}, "
                 f"and its choices are {', '.join(known)}."
@@ -218,6 +229,12 @@ def _check_op(op: Op, analysis: Analysis, plan: Plan) -> None:
         raise PlanError(
             f"The plan is damaged: op {op.name} ({op.kind}) has the labels {' '.join(labels)}. Rows change hands "
             "along all axes that split the experts (t>e), or along none (e)."
+        )
+    if not is_least_deep(labels):
+        least = nested_labels(labels, nesting_of(labels))
+        raise PlanError(
+            f"The plan is damaged: op {op.name} ({op.kind}) has the labels {' '.join(labels)}, and axes that nest so "
+            f"have {' '.join(least)}."
         )
     if runs_alone(labels) and (reason := why_not_alone(op, labels, mesh)):
         raise PlanError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Mapping
 from dataclasses import replace
 
 from autopar.ir import (
@@ -34,6 +35,7 @@ from autopar.ir import (
     divides,
     is_legal,
     lies_in_chunks,
+    nested_labels,
     pipeline_position,
     with_pipeline,
     without_pipeline,
@@ -63,6 +65,8 @@ def random_plan(
     if mesh.occupied is not None:
         plan = random_plan(graph, mesh.filled, seed=seed, fingerprint=fingerprint, lone_ops=True)
         plan = in_order(plan, mesh.filled)
+        ops = {name: nested_labels(each, range(len(each))) for name, each in plan.ops.items()}
+        plan = replace(plan, ops=ops)
         return _among_present(graph, plan, mesh, random.Random(f"vacant {seed}"))
     draw, whole = random.Random(seed), mesh
     mesh = _random_order(without_pipeline(mesh), random.Random(f"order {seed}"))
@@ -85,6 +89,7 @@ def random_plan(
         for name, tensor in graph.inputs.items()
     }
     ops = {op.name: _random_labels(graph, op, mesh, draw) for op in graph.ops}
+    ops = _random_nesting(ops, random.Random(f"nesting {seed}"))
     # drawn apart, so that the size of a micro-batch, which other draws depend on, does not change it
     pipeline = _random_pipeline(graph, whole, random.Random(f"pipeline {seed}"))
     count = max(2, fewest_micro_batches(pipeline)) if pipeline else 1
@@ -255,6 +260,16 @@ def _random_labels(graph: Graph, op: Op, mesh: Mesh, draw: random.Random) -> Lab
                 legal.append(choice.label)
         labels[axis] = draw.choice(legal)
     return tuple(labels)
+
+
+def _random_nesting(ops: Mapping[str, Labels], draw: random.Random) -> dict[str, Labels]:
+    """The same choices, in half of all plans with axes that nest in an order by itself for every op."""
+    if draw.random() < 0.5:
+        return dict(ops)
+    return {
+        name: nested_labels(labels, draw.sample(range(len(labels)), len(labels)))
+        for name, labels in ops.items()
+    }
 
 
 def _random_layout(tensor: Tensor, mesh: Mesh, draw: random.Random, *, chunks: bool) -> Layout:

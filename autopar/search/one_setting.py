@@ -16,6 +16,7 @@ from autopar.ir.batches import captured_batch
 from autopar.search.decomposed import with_decomposed
 from autopar.search.delayed import with_delays
 from autopar.search.given import GivenMesh, Planned
+from autopar.search.nesting import with_nesting
 from autopar.search.overlapped import with_overlap
 from autopar.search.replicas import with_meeting
 from autopar.search.request import Request
@@ -78,7 +79,8 @@ class SettingSearch:
         if gives_up and given.cannot_fit:
             raise SearchError(f"No plan with {count} micro-batches fits.")
         found = given.search()
-        found = with_decomposed(with_stores(found, request=asked), asked)
+        found = with_nesting(with_stores(found, request=asked), asked)
+        found = with_decomposed(found, asked)
         found = with_overlap(found, asked)
         found = with_delays(with_meeting(found, asked), asked)
         if known is None:

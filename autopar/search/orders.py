@@ -18,7 +18,19 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from autopar.ir import Graph, Labels, Layout, Mesh, ParameterPlan, Plan, is_legal, lies_in_chunks
+from autopar.ir import (
+    Graph,
+    Labels,
+    Layout,
+    Mesh,
+    ParameterPlan,
+    Plan,
+    is_legal,
+    lies_in_chunks,
+    nested_labels,
+    nesting_of,
+    plain,
+)
 from autopar.ir.note import Note
 from autopar.ir.op import operand_layouts, result_layouts
 from autopar.pipeline.composed import composed
@@ -58,14 +70,20 @@ def orders_of(graph: Graph, plan: Plan) -> Iterator[Plan]:
 
 
 def in_order(plan: Plan, mesh: Mesh) -> Plan:
-    """The plan with the same states and choices along every axis, on its mesh in another order."""
+    """The plan with the same states and choices along every axis, on its mesh in another order.
+
+    Ops whose axes nest in an order of their own keep it.
+    """
     positions = [plan.mesh.index(name) for name in mesh.names]
 
     def layout(states: Layout) -> Layout:
         return tuple(states[i] for i in positions)
 
     def labels(each: Labels) -> Labels:
-        return tuple(each[i] for i in positions)
+        found = tuple(each[i] for i in positions)
+        if each == tuple(map(plain, each)):
+            return found
+        return nested_labels(found, [positions.index(axis) for axis in nesting_of(each)])
 
     def parameter(how: ParameterPlan) -> ParameterPlan:
         return replace(how, storage=layout(how.storage), resident=layout(how.resident))
@@ -106,7 +124,7 @@ def _seconds(graph: Graph, plan: Plan, request: Request) -> float:
 
 
 def _has_pair(layout: Layout) -> bool:
-    split = [state for state in layout if state.kind == "S"]
+    split = [state[:3] for state in layout if state.kind == "S"]
     return len(set(split)) < len(split)
 
 

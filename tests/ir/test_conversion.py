@@ -1,6 +1,7 @@
 """Conversions, on small tensors and on all ranks at once."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from autopar.ir import (
     calls_between,
     divides,
     local_elements,
+    nested,
     parse_layout,
     steps,
     steps_of,
@@ -165,6 +167,46 @@ def test_conversions_of_nested_splits(text):
     for source, target in itertools.product(layouts, layouts):
         got = convert(values(full, source, mesh, dims), dims, source, target, mesh)
         assert all(map(torch.equal, got, values(full, target, mesh, dims))), (source, target)
+
+
+@pytest.mark.parametrize("text", ["a=4,b=2", "a=2,b=4", "a=2,b=2,c=2"])
+def test_conversions_between_orders_of_the_axes(text):
+    """Every tensor may have the axes that split it in an order of its own; the rows of each rank tell which it has."""
+    mesh = Mesh.parse(text)
+    dims = ((16,), (8,)) if len(mesh.axes) == 2 else ((16,), (4,))
+    full = torch.arange(float(math.prod(sizes[0] for sizes in dims))).reshape(*(f[0] for f in dims))
+    states = itertools.product([V, P, S(0), S(1)], repeat=len(mesh.axes))
+    orders = list(itertools.permutations(range(len(mesh.axes))))
+    layouts = list({nested(x, order): None for x in states for order in orders})
+    layouts = [x for x in layouts if divides(dims, x, mesh)]
+    pairs = list(itertools.product(layouts, layouts))
+    assert any(x.depth == 2 for layout in layouts for x in layout) == (len(mesh.axes) == 3)
+    for source, target in pairs[:: 1 if len(mesh.axes) < 3 else 13]:
+        got = convert(values(full, source, mesh, dims), dims, source, target, mesh)
+        want = values(full, target, mesh, dims)
+        if P not in target:
+            assert all(map(torch.equal, got, want)), (source, target)
+        else:
+            assert torch.equal(summed(got, target, mesh), summed(want, target, mesh))
+
+
+def test_an_order_of_a_tensor_saves_the_detour():
+    """b may leave a factor that a splits too by one all-gather, wherever it stands in the mesh."""
+    mesh = "a=2,b=4"
+    assert text_of(((16,),), mesh, "S(0)@b S(0)@a", "S(0)@b V@a") == ["0:S(0)->V all_gather"]
+    assert text_of(((16,),), mesh, "P@a P@b", "S(0)@b S(0)@a") == [
+        "1:P->S(0) reduce_scatter",
+        "0:P->S(0) reduce_scatter",
+    ]
+
+
+def test_another_order_of_the_same_axes_unnests():
+    assert text_of(((16,),), "a=2,b=2", "S(0)@a S(0)@b", "S(0)@b S(0)@a") == [
+        "1:S(0)->R all_gather",
+        "0:S(0)->R all_gather",
+        "1:R->S(0) shard",
+        "0:R->S(0) shard",
+    ]
 
 
 def summed(ranks, layout, mesh):
