@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -205,7 +206,7 @@ def test_any_draw_is_exact_under_random_plans(kind: str) -> None:
     model, x = Drawing(KINDS[kind]), batch_of(2, 4, 8)[0]
     subject = Subject.of(model, (x,))
     captured, graph = subject.prepared.captured, subject.prepared.analysis.graph
-    for seed in range(4):
+    for seed in range(2):
         plan = random_plan(graph, Mesh.parse("a=2,b=2"), seed=seed, fingerprint=captured.fingerprint)  # fmt: skip
         report = subject.compare(plan)
         assert is_exact(report), (seed, report)
@@ -284,14 +285,16 @@ def recomputing(recompute: str, mesh: str = "a=2", seed: int = 0) -> VerifyRepor
     return noisy().compare(replace(plan, recompute=half if recompute == "half" else "full"))
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("recompute", ["full", "half"])
+@pytest.mark.parametrize(
+    ("recompute", "seed"),
+    often(itertools.product(("full", "half"), (0, 1)), [("full", 0), ("half", 1)]),
+)
 def test_plans_with_recomputed_blocks_are_exact(recompute: str, seed: int) -> None:
     report = recomputing(recompute, seed=seed)
     assert is_exact(report), report
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", often(range(3), [0]))
 def test_recomputed_blocks_of_stages_are_exact(seed: int) -> None:
     report = recomputing("full", "pp=2,a=2", seed)
     assert is_exact(report), report

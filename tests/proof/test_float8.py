@@ -19,6 +19,7 @@ from autopar.proof.random_plan import random_plan
 from autopar.proof.subject import Subject
 from autopar.search.request import Request
 from tests.support.llama import Llama
+from tests.support.tables import often
 
 POLICY = MixedPrecision("float64", product_dtype="float8")
 
@@ -54,9 +55,15 @@ def subject_of(name: str) -> Subject:
 
 @pytest.mark.parametrize(
     ("name", "mesh", "seed"),
-    [("perceptron", mesh, seed) for mesh in ("dp=2", "a=2,b=2", "x=4") for seed in range(3)]
-    + [("llama", "a=2,b=2", 0)],
-)
+    often(
+        [("perceptron", mesh, seed) for mesh in ("dp=2", "a=2,b=2", "x=4") for seed in range(3)]
+        + [("llama", "a=2,b=2", 0)],
+        [
+            ("perceptron", "dp=2", 0), ("perceptron", "a=2,b=2", 1), ("perceptron", "x=4", 2),
+            ("llama", "a=2,b=2", 0),
+        ],
+    ),
+)  # fmt: skip
 def test_random_plans_equal_one_device(name, mesh, seed):
     subject = subject_of(name)
     captured, graph = subject.prepared.captured, subject.prepared.analysis.graph

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 import autopar
 from tests.analysis.losses import LOSSES, Words, batch
+from tests.support.tables import often
 
 WAYS = {
     "2 ranks": {"mesh": {"dp": 2}, "recipe": "ddp", "micro_batches": 1},
@@ -17,8 +20,10 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    ("name", "way"),
+    often(itertools.product(LOSSES, WAYS), [*zip(LOSSES, itertools.cycle(WAYS), strict=False)]),
+)
 def test_the_loss_and_its_gradients_are_those_of_the_whole_batch(name: str, way: str) -> None:
     torch.manual_seed(0)
     loss, _ = LOSSES[name]

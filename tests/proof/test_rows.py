@@ -19,6 +19,7 @@ from autopar.proof.random_plan import random_plan
 from autopar.proof.subject import Subject
 from autopar.search.search import search
 from autopar.units import format_bytes
+from tests.support.tables import often
 
 HARDWARE = find_cluster("h100x2").hardware
 ROWS, WIDTH, INDICES = 512, 16, 4 * 6
@@ -90,14 +91,21 @@ def test_a_table_goes_by_rows_and_all_else_whole(
     assert subject.compare(plan).passed
 
 
-@pytest.mark.parametrize("options", [{"padding_idx": 3}, {"sparse": True}], ids=str)
+WAYS = [
+    ("dp=2,tp=2", "dp:parameter-server,tp:tp"),
+    ("ps=2,dp=2", "ps:serve,dp:zero1"),
+    ("ps=2,dp=2", "ps:serve,dp:parameter-server"),
+]
+PADDED, SPARSE = {"padding_idx": 3}, {"sparse": True}
+
+
 @pytest.mark.parametrize(
-    ("mesh", "recipe"),
-    [
-        ("dp=2,tp=2", "dp:parameter-server,tp:tp"),
-        ("ps=2,dp=2", "ps:serve,dp:zero1"),
-        ("ps=2,dp=2", "ps:serve,dp:parameter-server"),
-    ],
+    ("mesh", "recipe", "options"),
+    often(
+        [(*way, options) for way in WAYS for options in (PADDED, SPARSE)],
+        [(*WAYS[0], PADDED), (*WAYS[1], SPARSE), (*WAYS[2], PADDED)],
+    ),
+    ids=str,
 )
 def test_a_step_is_that_of_one_device(mesh: str, recipe: str, options: dict[str, Any]) -> None:
     """With repeated indices, and rows of the batch that are padding alone."""

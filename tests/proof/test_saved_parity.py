@@ -17,6 +17,7 @@ from autopar.proof.subject import Subject
 from autopar.runtime import saved
 from benchmarks.zoo.models import build
 from tests.proof.test_parity import conv, llama
+from tests.support.tables import often
 
 SUBJECTS = {
     "llama": llama,
@@ -69,18 +70,17 @@ class Gathers:
 def test_random_plans_with_slices(name: str) -> None:
     subject = Subject.of(*SUBJECTS[name]())
     captured, graph = subject.prepared.captured, subject.prepared.analysis.graph
-    for mesh in ("a=2", "a=2,b=2", "pp=2,a=2"):
-        for seed in range(2):
-            drawn = random_plan(
-                graph, Mesh.parse(mesh), seed=seed, fingerprint=captured.fingerprint, lone_ops=False
-            )
-            plan = in_slices(subject, drawn)
-            assert Plan.parse(str(plan)) == plan
-            report = subject.compare(plan)
-            assert report.passed, f"{mesh} {seed}\n{report}"
+    for seed, mesh in enumerate(("a=2", "a=2,b=2", "pp=2,a=2")):
+        drawn = random_plan(
+            graph, Mesh.parse(mesh), seed=seed, fingerprint=captured.fingerprint, lone_ops=False
+        )
+        plan = in_slices(subject, drawn)
+        assert Plan.parse(str(plan)) == plan
+        report = subject.compare(plan)
+        assert report.passed, f"{mesh} {seed}\n{report}"
 
 
-@pytest.mark.parametrize("mesh", ["a=2", "a=2,b=2"])
+@pytest.mark.parametrize("mesh", often(["a=2", "a=2,b=2"], ["a=2,b=2"]))
 def test_slices_in_a_wrong_order_are_found(mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the comparison says something: every rank has its slice, and backward gathers them."""
     subject = Subject.of(*llama())
