@@ -75,7 +75,11 @@ def test_random_plans_equal_one_device(name, mesh, seed):
 
 @pytest.mark.parametrize(
     ("mesh", "recipe"),
-    [("dp=2", "ddp"), ("tp=2", "tp"), ("dp=2,tp=2", {"dp": "zero3", "tp": "tp+sp"})],
+    [
+        pytest.param("dp=2", "ddp", marks=pytest.mark.slow),
+        ("tp=2", "tp"),
+        ("dp=2,tp=2", {"dp": "zero3", "tp": "tp+sp"}),
+    ],
     ids=str,
 )
 def test_recipes_equal_one_device(mesh, recipe):

@@ -17,6 +17,7 @@ from autopar.proof.random_plan import random_plan
 from autopar.proof.subject import Subject
 from autopar.search.request import Request
 from tests.support.llama import Llama
+from tests.support.tables import often
 
 ATTENTION = "aten.scaled_dot_product_attention"
 RING = "q>k"
@@ -92,7 +93,7 @@ def in_rings(graph: Graph, plan: Plan) -> Plan:
     return replace(plan, ops=ops, saved={})  # slices were drawn for the layouts of other choices
 
 
-@pytest.mark.parametrize(("name", "mesh"), CASES)
+@pytest.mark.parametrize(("name", "mesh"), often(CASES, CASES[1:]))
 def test_random_plans_with_rings_equal_one_device(name, mesh):
     """All other ops, and parameters, as a seed draws them."""
     subject = subject_of(name)
