@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -42,15 +43,15 @@ class Alone(nn.Module):
 
 def labels_of(op: Callable[..., object], *tensors: Tensor, kind: str) -> set[str]:
     """The choices that the rule of the op called `kind` offers (any op of parameters may also run in V)."""
-    graph = _analyzed(Alone(op, tensors))[1].graph
+    graph = _analyzed(op, tensors)[2].graph
     return {c.label for o in graph.ops if o.kind == kind for c in o.choices} - {VARIED}
 
 
 def prove(op: Callable[..., object], *tensors: Tensor, kind: str) -> int:
     """Compares every choice of every op called `kind` with the unsplit op; returns how many there were."""
-    module = Alone(op, tensors)
+    module, captured, analysis = _analyzed(op, tensors)
+    module.zero_grad()
     module().backward()
-    captured, analysis = _analyzed(module)
     graph = analysis.graph
     tried = 0
     for node in (o for o in graph.ops if o.kind == kind):
@@ -63,10 +64,13 @@ def prove(op: Callable[..., object], *tensors: Tensor, kind: str) -> int:
     return tried
 
 
-def _analyzed(module):
+@functools.lru_cache(maxsize=1)
+def _analyzed(op, tensors):
+    """The op alone, its capture and analysis: of the same tensors, which a test asks for twice, once."""
+    module = Alone(op, tensors)
     captured = capture_step(module, (), {}, None)
     clean_up(captured.module)
-    return captured, analyze(captured)
+    return module, captured, analyze(captured)
 
 
 def _compare(module, captured, analysis, name, label):

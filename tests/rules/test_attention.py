@@ -1,9 +1,13 @@
 """scaled_dot_product_attention with every mask, over batch, heads, groups of heads, queries, and in a ring."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
 from proof import labels_of, prove
+
+from tests.support.tables import often
 
 KIND = "aten.scaled_dot_product_attention"
 BATCH, HEADS, QUERIES, KEYS, WIDTH = 2, 4, 4, 6, 8
@@ -36,9 +40,16 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("shape", MASKS.values(), ids=MASKS)
-@pytest.mark.parametrize("kv_heads", [4, 2])
-def test_masks(shape, kv_heads):
+@pytest.mark.parametrize(
+    ("kv_heads", "name"),
+    often(
+        itertools.product((4, 2), MASKS),
+        [(4, "all"), (2, "of the batch"), (2, "of the heads"), (4, "one"), (2, "of the keys")],
+    ),
+)
+def test_masks(kv_heads, name):
+    shape = MASKS[name]
+
     def hidden(*tensors):
         return attend(*tensors, enable_gqa=kv_heads < HEADS)
 
@@ -66,8 +77,10 @@ def test_a_query_that_sees_nothing():
     assert prove(attend, *qkv(), seen, kind=KIND) == len(ALL | RING) + 1
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
-@pytest.mark.parametrize("keys", [QUERIES, KEYS])
+@pytest.mark.parametrize(
+    ("keys", "kv_heads"),
+    often(itertools.product((QUERIES, KEYS), (4, 2, 1)), [(QUERIES, 4), (KEYS, 2), (KEYS, 1)]),
+)
 def test_causal(kv_heads, keys):
     def causal(*tensors):
         return attend(*tensors, is_causal=True, scale=0.3, enable_gqa=kv_heads < HEADS)

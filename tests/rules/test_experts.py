@@ -97,9 +97,18 @@ def test_every_choice_gives_what_the_whole_layer_gives(layer, tensors, labels):
     assert prove(layer, *tensors, kind=EXPERTS_KIND) >= len(labels)
 
 
-@pytest.mark.parametrize(("layer", "tensors", "labels"), LAYERS)
-@pytest.mark.parametrize("frozen", [frozenset(), frozenset({2}), frozenset({0})])
-def test_kept_bytes_are_those_of_autograd(layer, tensors, labels, frozen):
+FROZEN = frozenset(), frozenset({2}), frozenset({0})
+
+
+@pytest.mark.parametrize(
+    ("frozen", "layer", "tensors", "labels"),
+    [
+        pytest.param(frozen, *layer.values, id=f"{layer.id}-{i}", marks=[] if i == j else pytest.mark.slow)
+        for i, frozen in enumerate(FROZEN)
+        for j, layer in enumerate(LAYERS)
+    ],
+)  # fmt: skip
+def test_kept_bytes_are_those_of_autograd(frozen, layer, tensors, labels):
     model = Between(layer, tensors, frozen)
     prepared = prepare_step(model, ())
     assert priced_bytes(prepared) == program_kept_bytes(prepared, model, ())

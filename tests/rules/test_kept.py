@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from autopar.planning.planning import prepare_step
 from benchmarks.accuracy.saved_activations import priced_bytes, program_kept_bytes
+from tests.support.tables import often
 
 # Single numbers that are no tensors of the price, in bytes: the sum of the targets' weights that a loss keeps, with
 # smoothed labels two more, and an element that torch allocates behind the bags of all indices. Everything else
@@ -319,12 +320,30 @@ def gap_bytes(
     return found - said - unpriced_bytes
 
 
-@pytest.mark.parametrize("name", ONE)
+# Ops that keep their operand, their result, a mask, indices, a part, a copy, or nothing; the others keep as these do.
+ONE_OF_EACH = {
+    "abs", "ceil", "exp", "log", "sigmoid", "sqrt", "gelu", "glu", "hardtanh", "leaky_relu", "silu", "softplus", "pow",
+    "clamp", "masked_fill", "to float32", "sum", "amax", "max", "max of all", "var", "logsumexp", "prod", "norm",
+    "cumprod", "softmax", "softmax in float32", "topk", "pad", "reflect", "repeat", "split", "select", "expand",
+    "expanded and saved", "reshape that copies", "transposed linear", "not on the way to the loss", "masked by zeros",
+    "detached", "type_as itself", "avg_pool2d", "max_pool2d", "interpolate",
+}  # fmt: skip
+MANY_OF_EACH = {
+    "mul", "div", "lerp", "where", "masked_fill", "prelu", "linear", "linear of a slice", "bmm", "addmm", "matmul",
+    "matmul by a matrix", "matmul of heads", "matmul of broadcast", "einsum", "conv2d", "layer_norm", "rms_norm",
+    "batch_norm", "batch_norm that is given", "attention with a bool mask", "attention with a bias",
+    "grouped attention", "attention of transposed", "embedding", "index", "scatter", "index_put", "cat",
+    "cross_entropy", "smoothed cross_entropy", "cross_entropy with distributions", "complex products", "gru_cell",
+    "embedding_bag", "masked_scatter", "weighted nll_loss", "mse_loss", "glu of a product", "dropped attention",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", often(ONE, ONE_OF_EACH))
 def test_of_one_operand(name: str) -> None:
     assert gap_bytes(ONE[name], (positive(6, 8),), frozenset()) == 0
 
 
-@pytest.mark.parametrize("name", MANY)
+@pytest.mark.parametrize("name", often(MANY, MANY_OF_EACH))
 def test_of_many_operands(name: str) -> None:
     op, tensors = MANY[name]
     taking = differentiable(op, tensors)
