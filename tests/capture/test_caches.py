@@ -7,6 +7,7 @@ import pytest
 from autopar.errors import CaptureError
 from tests.support.odd_caches import CACHES
 from tests.support.scripts import by_compile, outcome
+from tests.support.tables import often
 
 CHANGING = {
     "cached function that fills a dict": "TABLE",
@@ -17,7 +18,13 @@ STALE = ("cached tensor emptied after one change", "cached tensor whose global g
 EQUAL = [name for name in CACHES if name not in (*CHANGING, *STALE)]
 
 
-@pytest.mark.parametrize("name", EQUAL)
+OFTEN = {
+    "cached tensor emptied after each change", "cached number emptied after one change",
+    "cached number whose global goes back", "cached number that was asked before",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", often(EQUAL, OFTEN | {"cached function whose dict is written"}))
 def test_a_cache_gives_what_it_gives_plainly(name: str) -> None:
     expected = outcome(CACHES[name])
     assert outcome(CACHES[name], by_compile) == expected

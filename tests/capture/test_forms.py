@@ -91,6 +91,7 @@ def test_switch_transformers_drops_tokens_and_splits_experts():
     assert report.parameters == len(list(model.parameters()))
 
 
+@pytest.mark.slow  # as Switch Transformers, and in the zoo
 def test_nllb_equals_one_device_with_experts_split():
     model, batch = nllb()
     report = autopar.verify(

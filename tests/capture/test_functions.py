@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.support import functions
 from tests.support.functions import NAMES, made, plain, worst
 
 
+@functools.cache
 def captured(name: str) -> Captured:
     model, batch = made(name)
     return capture_step(model, batch, {}, None)

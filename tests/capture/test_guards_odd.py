@@ -20,11 +20,36 @@ from autopar.errors import CaptureError
 from tests.support.odd_caches import CACHES
 from tests.support.odd_scripts import HOOKS, SCRIPTS
 from tests.support.scripts import by_compile, line_of, outcome
+from tests.support.tables import often
 
 REFUSED = [name for name, script in SCRIPTS.items() if script.line]
 TRAINED = [
     name for name in SCRIPTS if name not in (*REFUSED, *HOOKS, *CACHES)
 ]  # see test_caches.py
+
+# One script for every kind of place that is read or written; benchmarks/parity/odd_scripts.py runs them all.
+PLACES = {
+    "annealed attribute", "head replaced", "tensor attribute", "tensor attribute that is filled",
+    "counter that forward reads", "probability of dropout", "list that the script grows", "number that forward sets",
+    "nested object", "slots", "class attribute shadowed", "attribute that appears", "enum", "None to number", "tuple",
+    "dict entry", "dict iteration", "set", "nested global table", "deque", "numpy array", "list alias",
+    "tensor replaced in a dict", "activation", "property", "global number", "attribute of a module",
+    "attribute of the loss function", "global of a helper", "environment", "method of an object",
+    "nonlocal of the loss", "entry of a partial's argument", "frozen parameters", "eval of one layer", "eps",
+    "forward hook added and removed", "forward pre-hook added", "forward replaced", "parameter replaced",
+    "layer appended", "attribute that nothing reads", "cached property of an object", "descriptor",
+    "own __getattr__", "weak dict", "thread-local value", "context variable", "chain of dicts",
+    "operators of an object", "class patched", "bound method replaced", "mutable default",
+    "frozen parameter that forward asks for", "buffer replaced by a tensor", "state dict edited",
+    "layers in another order", "counter in the dict of the model",
+}  # fmt: skip
+# And for every kind of refusal.
+REFUSALS = {
+    "layer drop by random.random", "numpy draw", "generator of numpy", "list that forward grows",
+    "tensor that forward keeps", "forward hook that keeps a tensor", "clock", "itertools.count", "own random.Random",
+    "list of a global", "global counter", "attribute of an object", "deleted attribute", "weak reference",
+    "generator", "hooks on saved tensors", "hook on the gradient of an activation",
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -34,13 +59,13 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", often(TRAINED, PLACES))
 def test_a_script_trains_as_it_does_plainly(name: str) -> None:
     expected = outcome(SCRIPTS[name])
     assert outcome(SCRIPTS[name], by_compile) == expected
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", often(REFUSED, REFUSALS))
 def test_a_script_is_refused_by_its_line(name: str) -> None:
     script = SCRIPTS[name]
     with pytest.raises(CaptureError) as caught:
@@ -49,7 +74,9 @@ def test_a_script_is_refused_by_its_line(name: str) -> None:
     assert script.cause in message and line_of(script.make, script.line) in message
 
 
-@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize(
+    "name", often(HOOKS, [name for name in HOOKS if "step 2" in name or "parameter" in name])
+)
 def test_a_backward_hook_is_refused_by_its_line(name: str) -> None:
     with pytest.raises(CaptureError, match=r"odd_writes\.py:\d+"):
         outcome(HOOKS[name], by_compile)
