@@ -18,6 +18,7 @@ from autopar.models import (
 from autopar.models.blocks import Attention, ExpertLayer, Positions, rotate
 from autopar.models.build import alibi_slopes, positions_of, relative_bucket
 from autopar.proof.verify import verify
+from tests.support.tables import often
 
 SMALL = {"hidden": 32, "layers": 2, "heads": 4, "ffn": 64, "vocab": 64, "max_positions": 16}
 T5 = {"norm": "rms", "bias": False, "activation": "relu"}
@@ -61,7 +62,7 @@ def made(description, seed=0):
     return build(description, dtype=torch.float64), drawn(description)
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", often(TINY, ("llama", "gpt", "mpt", "experts", "t5", "vit")))
 def test_tiny_model_in_parallel_is_the_single_device_model(name):
     model, args = made(TINY[name])
     report = verify(model, args, mesh={"dp": 2, "tp": 2}, recipe="dp:zero3,tp:tp+sp")

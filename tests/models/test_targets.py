@@ -69,7 +69,7 @@ def test_weighted_parameters_of_a_preset_are_those_of_the_whole(name):
     assert weighted_parameters(target) == parameter_count(PRESETS[name].description)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5-11b"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("t5-11b", marks=pytest.mark.slow)])
 def test_ops_say_which_layer_they_are_of(name):
     target = resolve_target(name, batch=1, seq=64)
     found = {layer_of(module, target.stacks) for module in modules_of(target)}
@@ -201,7 +201,9 @@ def gpt2():
         (t5, "T5ForConditionalGeneration", 16, {"encoder.block": LAYERS, "decoder.block": 5}),
         (vit, "ViTForImageClassification", None, {"vit.layers": LAYERS}),
         (bert, "BertForMaskedLM", 16, {"bert.encoder.layer": LAYERS}),
-        (gpt2, "GPT2LMHeadModel", 16, {"transformer.h": LAYERS}),
+        pytest.param(
+            gpt2, "GPT2LMHeadModel", 16, {"transformer.h": LAYERS}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_other_tasks(tmp_path, config, model, seq, stacks):
