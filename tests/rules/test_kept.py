@@ -329,12 +329,11 @@ ONE_OF_EACH = {
     "detached", "type_as itself", "avg_pool2d", "max_pool2d", "interpolate",
 }  # fmt: skip
 MANY_OF_EACH = {
-    "mul", "div", "lerp", "where", "masked_fill", "prelu", "linear", "linear of a slice", "bmm", "addmm", "matmul",
-    "matmul by a matrix", "matmul of heads", "matmul of broadcast", "einsum", "conv2d", "layer_norm", "rms_norm",
-    "batch_norm", "batch_norm that is given", "attention with a bool mask", "attention with a bias",
-    "grouped attention", "attention of transposed", "embedding", "index", "scatter", "index_put", "cat",
-    "cross_entropy", "smoothed cross_entropy", "cross_entropy with distributions", "complex products", "gru_cell",
-    "embedding_bag", "masked_scatter", "weighted nll_loss", "mse_loss", "glu of a product", "dropped attention",
+    "mul", "div", "masked_fill", "prelu", "linear", "bmm", "matmul", "matmul by a matrix", "einsum", "conv2d",
+    "layer_norm", "batch_norm", "attention with a bias", "grouped attention", "attention of transposed",
+    "index", "scatter", "index_put", "cat", "cross_entropy", "smoothed cross_entropy",
+    "cross_entropy with distributions", "complex products", "embedding_bag", "masked_scatter",
+    "weighted nll_loss", "glu of a product", "dropped attention",
 }  # fmt: skip
 
 
