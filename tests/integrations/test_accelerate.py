@@ -163,7 +163,7 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.parametrize(("count", "name", "other"), trained_then_resumed("ddp", "zero3", "tp"))
+@pytest.mark.parametrize(("count", "name", "other"), trained_then_resumed("ddp", "zero3"))
 def test_a_loop_is_that_of_one_process(
     count: int, name: str, other: str, ranks_of: RanksOf, tmp_path: Path
 ) -> None:

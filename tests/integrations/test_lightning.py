@@ -154,7 +154,7 @@ def on_ranks(
 @pytest.mark.parametrize(
     ("kind", "count", "name", "other"),
     [
-        *trained_then_resumed("ddp", "zero3", "tp", kind="automatic"),
+        *trained_then_resumed("tp", kind="automatic"),
         *trained_then_resumed("zero3", kind="manual"),
     ],
 )

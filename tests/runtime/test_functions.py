@@ -13,6 +13,7 @@ from tests.runtime.ranks import Ranks
 from tests.runtime.training import difference, train
 from tests.support.functions import made
 from tests.support.staged import captured_once
+from tests.support.tables import often
 
 NAMES = (
     "straight_round",
@@ -51,14 +52,18 @@ def _distance(found: list[dict[str, Any]], name: str) -> float:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", often(NAMES, NAMES[::2]))
 def test_two_ranks_split_the_batch(two_ranks: Ranks, name: str) -> None:
     assert _distance(two_ranks.run(_compiled, name, {"dp": 2}, "ddp"), name) < 1e-9
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
-    ("name", "tp"), [("whole_norm", "tp"), ("straight_round", "tp"), ("stack", "auto")]
+    ("name", "tp"),
+    often(
+        [("whole_norm", "tp"), ("straight_round", "tp"), ("stack", "auto")],
+        [("whole_norm", "tp"), ("stack", "auto")],
+    ),
 )
 def test_four_ranks(four_ranks: Ranks, name: str, tp: str) -> None:
     assert (
@@ -76,7 +81,7 @@ def _staged(recompute: str) -> dict[str, Any]:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", often(["none", "full"], ["full"]))
 def test_stages_and_recomputation(two_ranks: Ranks, recompute: str) -> None:
     """The backward clips the gradient of every micro-batch element by element, as it does the whole batch's."""
     assert _distance(two_ranks.run(_staged, recompute), "stack") < 1e-9
@@ -96,6 +101,6 @@ def _by_backend(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", often(NAMES, NAMES[1::2]))
 def test_the_backend(two_ranks: Ranks, name: str) -> None:
     assert _distance(two_ranks.run(_by_backend, name), name) < 1e-9

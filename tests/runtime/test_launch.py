@@ -134,7 +134,9 @@ if rank == size - 1:
     [
         ("twice", ["--ranks", "2", "--max-restarts", "1", "--restore-minutes", "0"], [2, 2, 2], 0),
         ("large", ["--ranks", "4", "--max-restarts", "1", "--min-ranks", "2"], [4, 4, 2], 0),
-        ("large", ["--ranks", "3", "--max-restarts", "0"], [3], 1),
+        pytest.param(
+            "large", ["--ranks", "3", "--max-restarts", "0"], [3], 1, marks=pytest.mark.slow
+        ),
         ("error", ["--ranks", "2"], [2, 2], 1),
     ],
     ids=["again", "fewer", "never", "twice the same error"],

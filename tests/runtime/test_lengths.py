@@ -42,7 +42,7 @@ def over_lengths(settings: dict[str, Any], rows: int = 4) -> tuple[float, int, i
     ("settings", "captures"),
     [
         ({"mesh": {"dp": 2}, "recipe": "zero3"}, 2),
-        ({"mesh": {"tp": 2}, "recipe": "tp"}, 2),
+        pytest.param({"mesh": {"tp": 2}, "recipe": "tp"}, 2, marks=pytest.mark.slow),
         ({"mesh": {"dp": 2}, "recipe": "ddp", "micro_batches": 2}, 4),  # of a batch, and of a part
         ({"stages": ("1f1b", 2, 4)}, 4),
     ],

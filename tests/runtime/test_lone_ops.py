@@ -17,6 +17,7 @@ from autopar.proof.random_plan import random_plan
 from tests.runtime.ranks import Ranks
 from tests.runtime.training import difference, train
 from tests.support.staged import captured_once, prepared_once
+from tests.support.tables import often
 from tests.support.towers import Towers, towers_plan
 
 pytestmark = pytest.mark.multiprocess
@@ -80,7 +81,7 @@ def test_a_chain_of_owners_trains_as_one_process_does(two_ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    "seed", range(3)
+    "seed", often(range(3), [2])
 )  # in 2 the loss counts its targets over the owners of the loss
 def test_random_lone_ops_on_four_ranks(four_ranks: Ranks, seed: int) -> None:
     found = four_ranks.run(trained, None, "a=2,b=2", seed)

@@ -92,7 +92,7 @@ def model_bytes(recipe: str, precision: str | None = None) -> float:
     [
         ("ddp", 16 / 4),  # 4 + 4 + 8 bytes of each parameter, of which it takes 4 itself
         ("zero1", (8 + 8 / 4) / 4),
-        ("zero2", (4 + 12 / 4) / 4),
+        pytest.param("zero2", (4 + 12 / 4) / 4, marks=pytest.mark.slow),
         ("zero3", (16 / 4) / 4),
     ],
 )
@@ -109,11 +109,11 @@ def test_memory(four_ranks: Ranks, recipe: str, multiple: float) -> None:
             "zero1",
             (2 + 2 + (4 + 8) / 4) / 4,
         ),  # bfloat16: the gathered copy and the sum of gradients
-        ("zero2", (2 + (4 + 4 + 8) / 4) / 4),
+        pytest.param("zero2", (2 + (4 + 4 + 8) / 4) / 4, marks=pytest.mark.slow),
         ("zero3", (4 + 2 + 4 + 8) / 4 / 4),
         # 2 bytes on the device, and 16 on the host over the ranks; here both are the processor's memory
         ("zero-offload", (2 + (4 + 4 + 8) / 4) / 4),
-        ("zero3-offload", (2 + 4 + 4 + 8) / 4 / 4),
+        pytest.param("zero3-offload", (2 + 4 + 4 + 8) / 4 / 4, marks=pytest.mark.slow),
     ],
 )
 def test_memory_where_gradients_are_reduced_in_bfloat16(

@@ -36,6 +36,7 @@ from tests.runtime.training import (
     single,
 )
 from tests.support.staged import captured_once
+from tests.support.tables import often
 
 pytestmark = pytest.mark.multiprocess
 
@@ -47,7 +48,7 @@ MATRIX, BIAS = 4 * WIDTH * WIDTH, 4 * WIDTH  # bytes in float32
     ("recipe", "options"),
     [
         ("data-parallel", {"steps": 10}),
-        ("parameter-server", {"steps": 10}),
+        pytest.param("parameter-server", {"steps": 10}, marks=pytest.mark.slow),
         ("parameter-server", {"micro_batches": 2, "recompute": "full"}),
     ],
     ids=str,
@@ -78,7 +79,11 @@ def test_a_server_keeps_what_a_worker_trains(two_ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "inside"), [("normed", "ddp"), ("gpt", "zero1"), ("gpt", "parameter-server")]
+    ("name", "inside"),
+    often(
+        [("normed", "ddp"), ("gpt", "zero1"), ("gpt", "parameter-server")],
+        [("normed", "ddp"), ("gpt", "parameter-server")],
+    ),
 )
 def test_two_servers_keep_what_two_workers_train(four_ranks: Ranks, name: str, inside: str) -> None:
     """The workers of `normed` exchange the statistics of their batches, which servers skip."""
@@ -435,10 +440,10 @@ def test_an_owner_that_the_axis_does_not_have_is_named_with_the_numbers_there_ar
     ("storage", "resident"),
     [
         ("O(1)@dp", "R"),
-        ("O(1)@dp host", "V@dp"),
-        ("R host", "O(1)@dp"),
+        pytest.param("O(1)@dp host", "V@dp", marks=pytest.mark.slow),
+        pytest.param("R host", "O(1)@dp", marks=pytest.mark.slow),
         ("O(0)@dp host", "O(1)@dp"),
-        ("O(1)@dp host", "O(1)@dp host"),
+        pytest.param("O(1)@dp host", "O(1)@dp host", marks=pytest.mark.slow),
         ("O(1)@dp host", "V@dp host"),
     ],
 )

@@ -133,7 +133,7 @@ def single_tied() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "ranks"), often([("1f1b", 2), ("zbv", 2), ("1f1b", 4)], [("zbv", 2), ("1f1b", 4)])
+    ("schedule", "ranks"), often([("1f1b", 2), ("zbv", 2), ("1f1b", 4)], [("zbv", 2)])
 )
 def test_a_tied_matrix_is_the_same_on_both_of_its_stages(
     two_ranks: Ranks, four_ranks: Ranks, schedule: str, ranks: int
@@ -195,7 +195,7 @@ def losses_of_evaluation(schedule: str) -> tuple[list[float], bool, float]:
     return losses, none, worst(gradients(made), once)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize("schedule", often(["1f1b", "interleaved"], ["interleaved"]))
 def test_a_step_under_no_grad_is_the_loss_alone(two_ranks: Ranks, schedule: str) -> None:
     model, batch, loss = make("gpt")
     expected = loss(model(batch[0]), batch[1]).item()  # type: ignore[operator]
@@ -299,7 +299,7 @@ def frozen(schedule: str) -> dict[str, Tensor]:
     return gradients(made)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb"])
+@pytest.mark.parametrize("schedule", often(["1f1b", "zb"], ["zb"]))
 def test_frozen_parameters_get_no_gradient(two_ranks: Ranks, schedule: str) -> None:
     model, batch, loss = make("gpt")
     loss(model(batch[0]), batch[1]).backward()  # type: ignore[operator]
@@ -319,7 +319,7 @@ def accumulated(schedule: str) -> float:
     return worst(gradients(made), {n: 2 * g for n, g in once.items()})
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
+@pytest.mark.parametrize("schedule", often(["1f1b", "dualpipev"], ["dualpipev"]))
 def test_gradients_add_up_over_steps(two_ranks: Ranks, schedule: str) -> None:
     assert max(two_ranks.run(accumulated, schedule)) < 1e-12
 
@@ -413,8 +413,13 @@ def masks(schedule: str, cut: str) -> list[tuple[float, Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("cut", ["native_dropout", "mul_1"])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(
+    ("schedule", "cut"),
+    often(
+        [(schedule, cut) for schedule in ("gpipe", "1f1b") for cut in ("native_dropout", "mul_1")],
+        [("gpipe", "mul_1"), ("1f1b", "native_dropout")],
+    ),
+)
 def test_both_sides_of_a_cut_see_one_mask(two_ranks: Ranks, schedule: str, cut: str) -> None:
     first, second = two_ranks.run(masks, schedule, cut)
     for (loss, g), (other_loss, other_g) in zip(first, second, strict=True):

@@ -9,6 +9,7 @@ import pytest
 
 from tests.runtime.ranks import Ranks
 from tests.runtime.training import difference, randomly, single
+from tests.support.tables import often
 
 pytestmark = pytest.mark.multiprocess
 
@@ -44,13 +45,23 @@ def distance(
 
 
 @pytest.mark.parametrize(
-    ("name", "seed"), [("mlp", 0), ("gpt", 0), ("gpt", 1), ("tied", 0), ("normed", 1)]
+    ("name", "seed"),
+    often(
+        [("mlp", 0), ("gpt", 0), ("gpt", 1), ("tied", 0), ("normed", 1)],
+        [("mlp", 0), ("gpt", 1), ("tied", 0), ("normed", 1)],
+    ),
 )
 def test_two_ranks(two_ranks: Ranks, name: str, seed: int) -> None:
     assert distance(two_ranks, name, {"a": 2}, seed) < 1e-9
 
 
-@pytest.mark.parametrize(("name", "seed"), [("mlp", 0), ("gpt", 1), ("tied", 1), ("normed", 0)])
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    often(
+        [("mlp", 0), ("gpt", 1), ("tied", 1), ("normed", 0)],
+        [("gpt", 1), ("tied", 1), ("normed", 0)],
+    ),
+)
 def test_two_by_two_ranks(four_ranks: Ranks, name: str, seed: int) -> None:
     assert distance(four_ranks, name, {"a": 2, "b": 2}, seed) < 1e-9
 
@@ -60,7 +71,11 @@ def test_two_by_two_ranks(four_ranks: Ranks, name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "seed"), [({"a": 2, "b": 2}, 3), ({"pp": 2, "a": 2}, 13), ({"pp": 2, "a": 2}, 29)]
+    ("mesh", "seed"),
+    often(
+        [({"a": 2, "b": 2}, 3), ({"pp": 2, "a": 2}, 13), ({"pp": 2, "a": 2}, 29)],
+        [({"a": 2, "b": 2}, 3), ({"pp": 2, "a": 2}, 29)],
+    ),
 )
 def test_rows_change_hands(four_ranks: Ranks, mesh: dict[str, int], seed: int) -> None:
     assert distance(four_ranks, "routed", mesh, seed) < 1e-9
@@ -79,13 +94,17 @@ def test_two_stages(two_ranks: Ranks, name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "seed"), [("mlp", 6), ("gpt", 8), ("gpt", 14)], ids=["1f1b", "interleaved", "zb"]
+    ("name", "seed"),
+    often([("mlp", 6), ("gpt", 8), ("gpt", 14)], [("mlp", 6), ("gpt", 14)]),
+    ids=["1f1b", "interleaved", "zb"],
 )
 def test_two_stages_by_two(four_ranks: Ranks, name: str, seed: int) -> None:
     assert distance(four_ranks, name, {"pp": 2, "a": 2}, seed) < 1e-9
 
 
-@pytest.mark.parametrize(("name", "seed"), [("tied", 6), ("gpt", 2)], ids=["1f1b", "dualpipev"])
+@pytest.mark.parametrize(
+    ("name", "seed"), often([("tied", 6), ("gpt", 2)], [("tied", 6)]), ids=["1f1b", "dualpipev"]
+)
 def test_four_stages(four_ranks: Ranks, name: str, seed: int) -> None:
     assert distance(four_ranks, name, {"pp": 4}, seed) < 1e-9
 
@@ -95,7 +114,7 @@ def test_four_stages(four_ranks: Ranks, name: str, seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "seed"),
-    [("gpt", 0), ("tied", 1), ("gpt", 2)],
+    often([("gpt", 0), ("tied", 1), ("gpt", 2)], [("tied", 1)]),
     ids=["zbv", "looped-bfs", "dualpipev"],
 )
 def test_two_stages_of_owners(four_ranks: Ranks, name: str, seed: int) -> None:

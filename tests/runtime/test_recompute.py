@@ -204,7 +204,7 @@ def test_masks_are_the_same_again(
     ("name", "mesh", "recipe", "micro_batches", "pipeline"),
     [
         ("gpt", {"dp": 2}, "zero3", 2, NO_PIPELINE),
-        ("gpt", {"tp": 2}, "tp+sp", 1, NO_PIPELINE),
+        pytest.param("gpt", {"tp": 2}, "tp+sp", 1, NO_PIPELINE, marks=pytest.mark.slow),
         ("gpt", {"dp": 1}, "ddp", 4, ("1f1b", 2)),
         pytest.param("dropout", {"dp": 2}, "zero3", 2, NO_PIPELINE, marks=pytest.mark.slow),
         ("dropout", {"tp": 2}, "auto", 1, NO_PIPELINE),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.runtime.models import make, mean_square
 from tests.runtime.ranks import Ranks
 from tests.runtime.training import compiled, difference, distance_from_one_process, single, train
 from tests.support.staged import captured_once
+from tests.support.tables import often
 
 pytestmark = pytest.mark.multiprocess
 
@@ -32,10 +34,10 @@ PARAMETERS = LAYERS * (WIDTH * WIDTH + WIDTH)
 @pytest.mark.parametrize(
     ("recipe", "options"),
     [
-        ("zero-offload", {}),
+        pytest.param("zero-offload", {}, marks=pytest.mark.slow),
         ("zero3-offload", {"steps": 10}),
         ("zero-offload", {"micro_batches": 2, "recompute": "full"}),
-        ("zero-infinity", {"steps": 10}),
+        pytest.param("zero-infinity", {"steps": 10}, marks=pytest.mark.slow),
         ("zero-infinity", {"micro_batches": 2, "recompute": "full"}),
     ],
     ids=str,
@@ -53,7 +55,7 @@ def test_two_axes_of_which_one_offloads(four_ranks: Ranks) -> None:
         assert all(difference(found, single("gpt")) < 1e-9 for found in results)
 
 
-@pytest.mark.parametrize("recipe", ["zero-offload", "zero-infinity"])
+@pytest.mark.parametrize("recipe", often(["zero-offload", "zero-infinity"], ["zero-infinity"]))
 def test_one_device_without_process_groups(recipe: str) -> None:
     made = compiled("gpt", {"dp": 1}, recipe)
     assert difference(made, single("gpt")) < 1e-9
@@ -62,8 +64,13 @@ def test_one_device_without_process_groups(recipe: str) -> None:
 # --- owners on the host and in files
 
 
-@pytest.mark.parametrize("tier", ["host", "nvme"])
-@pytest.mark.parametrize("recipe", ["data-parallel", "parameter-server"])
+@pytest.mark.parametrize(
+    ("recipe", "tier"),
+    often(
+        itertools.product(("data-parallel", "parameter-server"), ("host", "nvme")),
+        [("data-parallel", "nvme"), ("parameter-server", "host")],
+    ),
+)
 def test_owners_outside_the_device_train_as_one_process_does(
     two_ranks: Ranks, tmp_path: Any, recipe: str, tier: str
 ) -> None:
