@@ -239,7 +239,14 @@ def test_verify_at_random():
 STAGES = ("--mesh", "pp=2,dp=2", "--schedule", "1f1b")
 
 
-@pytest.mark.parametrize("batches", [(), ("--micro-batches", "4"), ("--batch", "32")])
+@pytest.mark.parametrize(
+    "batches",
+    [
+        (),
+        pytest.param(("--micro-batches", "4"), marks=pytest.mark.slow),
+        ("--batch", "32"),
+    ],
+)
 def test_verify_proves_a_saved_pipeline(tmp_path, batches):
     """Micro-batches are whole examples, or parts of one."""
     path = tmp_path / "plan.json"

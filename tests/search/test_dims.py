@@ -19,6 +19,7 @@ from autopar.search.request import Request
 from benchmarks.accuracy.tensor_dims import Layers, mean_square
 from tests.search.graphs import LlamaSizes, llama
 from tests.search.stacked import residual
+from tests.support.tables import often
 
 # One node of 64 devices with even links, whose host stores nothing.
 EVEN = replace(find_hardware("h100"), devices_per_node=64, host=None, reserved_bytes=0)
@@ -86,19 +87,25 @@ def test_a_searched_mesh_is_in_dims_where_memory_is_tight() -> None:
     assert found.price.step_seconds < 0.9 * other.price.step_seconds
 
 
-@pytest.mark.parametrize("graph", [residual(2), llama(SMALL)], ids=["residual", "llama"])
+GRAPHS = {"residual": residual(2), "llama": llama(SMALL)}
+
+
 @pytest.mark.parametrize(
-    ("mesh", "name"),
-    [
-        (TWO, "2d"),
-        pytest.param(THREE, "2.5d", marks=pytest.mark.slow),
-        pytest.param(THREE, "3d", marks=pytest.mark.slow),
-    ],
+    ("is_tight", "mesh", "name", "model"),
+    often(
+        [
+            (is_tight, mesh, name, model)
+            for is_tight in (False, True)
+            for mesh, name in ((TWO, "2d"), (THREE, "2.5d"), (THREE, "3d"))
+            for model in GRAPHS
+        ],
+        [(False, TWO, "2d", "llama"), (True, TWO, "2d", "residual")],
+    ),
 )
-@pytest.mark.parametrize("is_tight", [False, True])
 def test_the_open_search_is_no_slower_than_what_is_named(
-    graph: Graph, mesh: dict[str, int], name: str, is_tight: bool
+    is_tight: bool, mesh: dict[str, int], name: str, model: str
 ) -> None:
+    graph = GRAPHS[model]
     named = best(graph, mesh=mesh, recipe={",".join(mesh): name}, must_fit=False)
     bound = int(named.price.peak_bytes) if is_tight else None
     found = best(graph, mesh=mesh, memory_bytes=bound)

@@ -79,6 +79,7 @@ def test_what_no_axis_replicates_is_offloaded_whole() -> None:
     assert plan.saved == {"blocks.*.input": SavedLayout((R,), "host")}
 
 
+@pytest.mark.slow  # four searches; the next one and test_stored.py find that the host stores
 def test_the_search_offloads_where_nothing_else_fits() -> None:
     """Nobody asks for it: first parameters leave the device, then activations too; with more memory they come back."""
     bounds = [2_100_000, 2_300_000, 2_700_000]
