@@ -4,7 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from autopar.cost_model import find_cluster
 from autopar.explanation import few_layers
+from autopar.explanation.advice import Advice, Question
+from autopar.search.request import Request
 from tests.support.staged import captured_once
 
 
@@ -12,3 +15,13 @@ from tests.support.staged import captured_once
 def one_capture() -> Iterator[None]:
     with captured_once(few_layers):
         yield
+
+
+@pytest.fixture(scope="package")
+def question() -> Question:
+    return Question("gpt2", Request.on(find_cluster("h100x4"), batch=16, stages=(1,)), 64)
+
+
+@pytest.fixture(scope="package")
+def answer(question: Question) -> Advice:
+    return question.answer()

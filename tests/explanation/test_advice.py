@@ -20,6 +20,7 @@ from autopar.planning.planning import are_given_by_micro_batches
 from autopar.search.comparison import best_that_fits, smallest
 from autopar.search.intents import expand_pins
 from autopar.search.request import Request
+from tests.support.tables import often
 
 TARGET = "examples.gpt:tiny_example"
 ON_DEVICE = frozenset({"offload"})  # leaves out a search that takes as long as all the rest
@@ -28,16 +29,6 @@ ON_DEVICE = frozenset({"offload"})  # leaves out a search that takes as long as 
 def ask(target="gpt2", cluster="h100x4", *, batch=16, seq=64, **options):
     options = {"stages": None if "mesh" in options else (1,), **options}
     return Question(target, Request.on(find_cluster(cluster), batch=batch, **options), seq)
-
-
-@pytest.fixture(scope="module")
-def question():
-    return ask()
-
-
-@pytest.fixture(scope="module")
-def answer(question):
-    return question.answer()
 
 
 def test_the_explanation_agrees_with_its_candidate(question):
@@ -76,7 +67,10 @@ def test_percentages_compare_the_times_of_the_table(answer):
     assert len(others) > 3 and said == pytest.approx(shown, abs=0.051)
 
 
-@pytest.mark.parametrize("recipe", ["zero1", "zero3", "tp+sp", "dp:zero2,tp:tp", "fsdp"])
+@pytest.mark.parametrize(
+    "recipe",
+    often(["zero1", "zero3", "tp+sp", "dp:zero2,tp:tp", "fsdp"], ["zero3", "dp:zero2,tp:tp"]),
+)
 def test_every_recipe_agrees_with_its_candidate(recipe):
     found = ask(recipe=recipe)
     best = best_that_fits(found.settings, found.bound_bytes)
@@ -172,7 +166,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_would_help():
     with pytest.raises(
         SearchError, match=r"\([\d,]+ bytes\) more than the 0.5 GB .*about \d+ ranks"
     ):
-        ask(memory_bytes=5 * 10**8).answer()
+        ask(memory_bytes=5 * 10**8, without=ON_DEVICE).answer()
 
 
 def test_pins_over_an_axis_become_labels_of_products(question):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import numpy as np
@@ -16,20 +17,28 @@ from autopar.cost_model.step import Step
 from autopar.cost_model.symbols import symbol
 from autopar.errors import AutoparError
 from autopar.explanation.explanation import Explanation
-from autopar.ir import Mesh, Stack
+from autopar.ir import Graph, Mesh, Plan, Stack
 from autopar.planning.planning import prepare_step
 from autopar.search import search
 from tests.support.llama import Llama
 
 
-def explanation(recipe: str, run: Run | None = None, batch: int = 8) -> Explanation:
+@functools.cache
+def graph() -> Graph:
     with torch.device("meta"):
         model = Llama(vocab=512, width=128, inner=256, heads=8, kv_heads=4, layers=2)
-        tokens = torch.zeros(batch, 64, dtype=torch.int64)
-    graph = prepare_step(model, (tokens, tokens)).analysis.graph
-    graph = replace(graph, stacks=(Stack("layers", 2, 2),))
-    plan = search(graph, {"dp": 4, "tp": 2}, hardware=H100, recipe=recipe)
-    return Explanation(graph, plan, Cluster(H100), run or Run(), tokens=batch * 64)
+        tokens = torch.zeros(8, 64, dtype=torch.int64)
+    found = prepare_step(model, (tokens, tokens)).analysis.graph
+    return replace(found, stacks=(Stack("layers", 2, 2),))
+
+
+@functools.cache
+def plan(recipe: str) -> Plan:
+    return search(graph(), {"dp": 4, "tp": 2}, hardware=H100, recipe=recipe)
+
+
+def explanation(recipe: str, run: Run | None = None) -> Explanation:
+    return Explanation(graph(), plan(recipe), Cluster(H100), run or Run(), tokens=8 * 64)
 
 
 @pytest.fixture(scope="module")

@@ -21,12 +21,6 @@ from autopar.views import read_trace, show, to_html
 
 
 @pytest.fixture(scope="module")
-def answer():
-    request = Request.on(find_cluster("h100x4"), batch=16, stages=(1,))
-    return Question("gpt2", request, seq=64).answer()
-
-
-@pytest.fixture(scope="module")
 def page(answer):
     return page_of(answer, "gpt2")
 
