@@ -22,7 +22,7 @@ from tests.search.graphs import LlamaSizes, llama, mlp
 from tests.search.stacked import Sizes, residual
 from tests.search.toy import TOY
 
-GRAPH = residual(4, Sizes(batch=4, width=64, hidden=128, vocab=64))
+GRAPH = residual(6, Sizes(batch=4, width=64, hidden=128, vocab=64))
 SMALL = LlamaSizes(
     batch=4, seq=8, layers=1, dim=16, kv_heads=2, group=2, head_dim=4, ffn=32, vocab=64
 )
