@@ -105,20 +105,23 @@ def nested_labels(labels: Labels, order: Sequence[int]) -> Labels:
 
 
 def nesting_of(labels: Labels) -> list[int]:
-    """Positions of the axes, of which those with the same label stand as they nest, the major one first.
+    """Positions of the axes, of which those that split the same factor stand as they nest, the major one first.
 
-    >>> nesting_of(("k^1", "b", "k"))
-    [2, 1, 0]
+    Operands are split by `t` under `t>e` as under `t`, so that such axes nest too.
+
+    >>> nesting_of(("k^1", "b", "k")), nesting_of(("t^1", "t>e", "t"))
+    ([2, 1, 0], [1, 2, 0])
     """
     if not any(DEEPER in label for label in labels):
         return list(range(len(labels)))
-    waiting = {plain(label): iter(_axes_with(labels, plain(label))) for label in labels}
-    return [next(waiting[plain(label)]) for label in labels]
+    factors = [split_factors(label)[0] for label in labels]
+    waiting = {factor: iter(_axes_along(labels, factor)) for factor in factors}
+    return [next(waiting[factor]) for factor in factors]
 
 
-def _axes_with(labels: Labels, label: str) -> list[int]:
-    """The axes with a label at any depth, the least deep first."""
-    found = [axis for axis, each in enumerate(labels) if plain(each) == label]
+def _axes_along(labels: Labels, factor: str) -> list[int]:
+    """The axes that split the operands by a factor at any depth, the least deep first."""
+    found = [axis for axis, each in enumerate(labels) if split_factors(each)[0] == factor]
     return sorted(found, key=lambda axis: labels[axis].partition(DEEPER)[2].rjust(2, "0"))
 
 

@@ -127,3 +127,14 @@ def test_the_recipe_equals_one_device(name):
     rings = [plan.ops[op.name] for op in graph.ops if op.kind == ATTENTION]
     assert rings and set(rings) == {(RING,)}
     assert subject.compare(plan).passed
+
+
+@pytest.mark.parametrize("labels", [("q^1", RING, "q"), ("q^1", "q", RING)], ids=" ".join)
+def test_a_ring_among_axes_of_another_order(labels):
+    """The first query of a rank follows from the order of all axes that split queries, in the ring or not."""
+    subject = subject_of("llama")
+    graph, mesh = subject.prepared.analysis.graph, Mesh.parse("a=2,b=2,c=2")
+    plan = make_plan(subject.prepared, Request(H100, mesh=mesh))
+    ops = {op.name: labels for op in graph.ops if op.kind == ATTENTION}
+    report = subject.compare(replace(plan, ops={**plan.ops, **ops}))
+    assert report.passed, report
