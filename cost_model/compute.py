@@ -27,7 +27,7 @@ from autopar.cost_model.arith import Quantity, larger
 from autopar.cost_model.collectives import Seconds
 from autopar.cost_model.hardware import Hardware
 from autopar.cost_model.sizes import Sizes
-from autopar.ir import Graph, Labels, Op, Tensor, Work, operand_layouts, result_layouts
+from autopar.ir import Graph, Labels, Op, Tensor, Work, operand_layouts, plain, result_layouts
 
 
 class Direction(NamedTuple):
@@ -156,7 +156,7 @@ def _arithmetic_seconds(
     op: Op, labels: Labels, itemsize_bytes: int, sizes: Sizes, hardware: Hardware
 ) -> Quantity:
     peak = hardware.flops_per_second(itemsize_bytes)
-    stretch = math.prod(op.choice(label).stretch for label in {*labels})
+    stretch = math.prod(op.choice(label).stretch for label in {*map(plain, labels)})
     return stretch * sum(
         sizes.flops(op, work, labels) / (peak * efficiency(op, work, labels, sizes, hardware))
         for work in works(op)
