@@ -72,7 +72,7 @@ def orders_of(graph: Graph, plan: Plan) -> Iterator[Plan]:
 def in_order(plan: Plan, mesh: Mesh) -> Plan:
     """The plan with the same states and choices along every axis, on its mesh in another order.
 
-    Ops whose axes nest in an order of their own keep it.
+    Ops whose axes nest in an order of their own keep it, but where one of them is split by an exchange of rows (`t>e`).
     """
     positions = [plan.mesh.index(name) for name in mesh.names]
 
