@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from autopar.cost_model.arith import Quantity
+from autopar.cost_model.arith import Quantity, smaller
 from autopar.cost_model.collectives import BUCKET_BYTES, collective_seconds, overlapping_bytes
 from autopar.cost_model.compute import inner_tensors
 from autopar.cost_model.hardware import Hardware, Link
@@ -118,6 +118,8 @@ class NodeItems:
         sent = traffic_bytes(name, before_bytes=before, after_bytes=after, ranks=ranks)
         sent = sent * self._share_of_ranks(places, axis)
         local = not sends(name)
+        if local:  # no op is run along an axis of one rank
+            count = count * smaller(1, ranks - 1)
         return Item(
             f"{name} {title}", name, COMPUTE if local else self.sizes.mesh.names[axis], phase, region,
             count, seconds, sent, kernels=int(carries == "activation"),
