@@ -195,14 +195,12 @@ def depths(shared: Sequence[Hashable], order: Sequence[int]) -> Iterator[tuple[i
         shared: what each axis splits; axes that split the same nest. None for an axis that splits nothing.
         order: positions of axes, the major one first, among them all that share what they split.
     """
-    last: dict[
-        Hashable, tuple[int, int]
-    ] = {}  # what is split -> the minor axis so far and its depth
+    last: dict[Hashable, tuple[int, int]] = {}  # what is split -> the axis before and its depth
     for axis in order:
         what = shared[axis]
         if what is not None:
-            major, depth = last.get(what, (-1, 0))
-            last[what] = axis, depth + (axis < major)
+            before, depth = last.get(what, (-1, 0))
+            last[what] = axis, depth + (axis < before)
             if last[what][1]:
                 yield axis, last[what][1]
 
