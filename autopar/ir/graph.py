@@ -187,11 +187,16 @@ class Graph:
 
     def stack_of(self, name: str) -> tuple[Stack, int] | None:
         """The stack and captured layer that a module or parameter of this name belongs to."""
-        for stack in self.stacks:
-            index = stack.index(name)
-            if index is not None:
-                return stack, index
-        return None
+        known = self._stacks_of
+        if name not in known:
+            found = ((stack, stack.index(name)) for stack in self.stacks)
+            known[name] = next(((s, index) for s, index in found if index is not None), None)
+        return known[name]
+
+    @cached_property
+    def _stacks_of(self) -> dict[str, tuple[Stack, int] | None]:
+        """What `stack_of` has found before: pricing asks for the same names by the hundred thousand."""
+        return {}
 
     @cached_property
     def stands_for(self) -> Mapping[str, int]:

@@ -78,6 +78,7 @@ class PricedBlocks:
         self.holdings_of_ranks = [list(self.pricer.at(owner).holdings()) for owner in owners]
         self.holdings = self.holdings_of_ranks[0]
         self.step = Step((), (), Run(plan.micro_batches), self.hardware, software)
+        self._rows: dict[tuple[str, str], tuple[list[int], float]] = {}
 
     @property
     def repeating_blocks(self) -> int:
@@ -103,6 +104,12 @@ class PricedBlocks:
 
     def rows_of(self, item: Item) -> tuple[list[int], float]:
         """The blocks of the whole model to which an item belongs, and the fraction of its count in each of them."""
+        key = (item.moves, item.of)
+        if key not in self._rows:
+            self._rows[key] = self._find_rows(item)
+        return self._rows[key]
+
+    def _find_rows(self, item: Item) -> tuple[list[int], float]:
         if item.moves:
             unit = self.unit.get(item.of, self.units - 1)  # the default is the end of the graph
             found = self.spread(item.moves, {*self.uses.get(item.moves, ()), unit})
@@ -123,7 +130,7 @@ class PricedBlocks:
         """The blocks that a captured part stands for."""
         return list(self.repetition.all_of(unit)) if self.repetition.groups else [unit]
 
-    def spread(self, name: str, units: Collection[int]) -> list[Places]:
+    def spread(self, name: str, units: Collection[int]) -> Sequence[Places]:
         """The blocks that compute or use each tensor for which a captured tensor stands; see `Repetition.spread`."""
         if not self.repetition.groups:
             return [{unit: (unit,) for unit in units}]

@@ -12,8 +12,8 @@ that every copy uses.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -53,6 +53,9 @@ class Repetition:
     groups: tuple[Group, ...]
     captured: tuple[int, ...]
     stacks: tuple[Stack, ...] = ()
+    _spreads: dict[object, tuple[Places, ...]] = field(
+        default_factory=dict, init=False, compare=False
+    )
 
     @classmethod
     def of(cls, graph: Graph) -> Repetition:
@@ -111,7 +114,9 @@ class Repetition:
         group = self.group_of(block)
         return tuple(self.at(block, copy) for copy in range(group.times if group else 1))
 
-    def spread(self, made: int | None, owner: int | None, blocks: Collection[int]) -> list[Places]:
+    def spread(
+        self, made: int | None, owner: int | None, blocks: Collection[int]
+    ) -> tuple[Places, ...]:
         """Where each tensor of the whole model that a captured tensor stands for is made and used.
 
         Args:
@@ -121,16 +126,23 @@ class Repetition:
 
         Returns:
             One entry for each tensor of the whole model: captured block -> positions of its blocks in the
-            whole model.
+            whole model. Equal arguments give the same object: a model has many more tensors than ways to use them.
         """
+        key = (made, owner, tuple(blocks))
+        if key not in self._spreads:
+            self._spreads[key] = tuple(self._spread(made, owner, blocks))
+        return self._spreads[key]
+
+    def _spread(
+        self, made: int | None, owner: int | None, blocks: Collection[int]
+    ) -> Iterator[Places]:
         source = made if made is not None else owner
         group = self.group_of(source) if source is not None else None
         if group is None:
-            return [{block: self._shared(block, made, blocks) for block in blocks}]
-        return [
-            {b: (at,) for b in blocks if (at := self._seen(b, group, copy)) is not None}
-            for copy in range(group.times)
-        ]
+            yield {block: self._shared(block, made, blocks) for block in blocks}
+            return
+        for copy in range(group.times):
+            yield {b: (at,) for b in blocks if (at := self._seen(b, group, copy)) is not None}
 
     def _seen(self, block: int, group: Group, copy: int) -> int | None:
         """The block of the whole model that computes or uses one copy of a tensor of a group; None if there is none."""
