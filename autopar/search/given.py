@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -306,26 +307,46 @@ class GivenMesh:
 
         The latter two are searched only if the fastest plan does not fit into memory.
         """
-        found, errors = list[Planned](), list[SearchError]()
-        try:
-            flat = self._flat()
-            if not flat.is_tight:
-                return self._priced(flat.plan)
-            found.append(self._priced(flat.plan))
-        except SearchError as error:
-            errors.append(error)
+        found, again = list[Planned](), None
+        if self._may_keep_all:
+            with suppress(SearchError):
+                flat = self._flat()
+                found.append(self._priced(flat.plan))
+                if not flat.is_tight:
+                    return found[0]
         try:
             found.append(self._recomputing())
         except SearchError as error:
-            errors.append(error)
-        if not any(isinstance(error, StateError) for error in errors):
+            again = error
+        if self._may_hold_state:
             found += self._that_fit_in_slices()
             found += self._in_dims(min((each.price.step_seconds for each in found), default=None))
         if not found and self.request.offload and is_whole(self.graph):
             found += self._that_fit_beside_activations()
         if not found:
-            raise _neither(*errors)
+            assert again is not None, "recomputation has found no plan"
+            raise _neither(self._refusal(), again)
         return min(found, key=lambda each: each.price.step_seconds)
+
+    @property
+    def _may_keep_all(self) -> bool:
+        """Whether a plan without recomputation may fit; if not, it is not searched, unless for words of an error."""
+        bound = self.request.search_bound_bytes
+        return bound is None or not self._layouts.exceeds(bound)
+
+    @property
+    def _may_hold_state(self) -> bool:
+        """Whether parameters, gradients, optimizer states and buffers alone may fit."""
+        bound = self.request.search_bound_bytes
+        return bound is None or not self._layouts.state_exceeds(bound)
+
+    def _refusal(self) -> SearchError:
+        """The error of the search without recomputation, where no plan fits."""
+        try:
+            self._flat()
+        except SearchError as error:
+            return error
+        raise AssertionError("a plan fits without recomputation")
 
 
 def _neither(kept: SearchError, again: SearchError) -> SearchError:

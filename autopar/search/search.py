@@ -218,6 +218,13 @@ class MeshSearch:
         """Whether every plan takes more memory than this, so that `within` would raise SearchError."""
         return self.problem.least_bytes > memory_bytes
 
+    def state_exceeds(self, memory_bytes: int) -> bool:
+        """Whether parameters, gradients, optimizer states and buffers alone take more memory than this.
+
+        The error of `within` is a StateError then.
+        """
+        return _state_bytes(self.problem) > memory_bytes
+
     def at_price(self, byte_seconds: float) -> Found:
         """The plan with the least seconds, where every byte of a rank's peak memory counts as so many more."""
         found = descents(self.problem.weighed(byte_seconds), None)
@@ -366,8 +373,13 @@ def _too_uneven(needed: float, bound: int, problem: Problem) -> SearchError:
     )
 
 
+def _state_bytes(problem: Problem) -> int:
+    """The least bytes of a rank's parameters, gradients, optimizer states and buffers, under any plan."""
+    return math.ceil(problem.least_state_bytes)
+
+
 def _does_not_fit(found: Descent, bound: int, problem: Problem, recipe: str) -> SearchError:
-    needed, state_bytes = math.ceil(found.bytes), math.ceil(problem.least_state_bytes)
+    needed, state_bytes = math.ceil(found.bytes), _state_bytes(problem)
     free = "" if recipe == "auto" else f' recipe="auto" instead of {recipe!r},'
     batch = " a smaller batch (or more micro-batches of a smaller one),"
     state = ""

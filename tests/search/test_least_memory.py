@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.errors import SearchError
+from autopar.errors import SearchError, StateError
 from autopar.ir import Mesh
 from autopar.search.given import GivenMesh
 from autopar.search.least_memory import least_bytes
 from autopar.search.request import Request
-from autopar.search.search import MeshSearch
+from autopar.search.search import Found, MeshSearch
 from tests.search.graphs import Builder, LlamaSizes, llama
+from tests.search.stacked import Sizes, residual
 from tests.search.toy import TOY
 
 SMALL = LlamaSizes(
@@ -65,3 +66,31 @@ def test_a_mesh_that_is_hopeless_on_the_device_is_not_with_activations_on_the_ho
     given = GivenMesh(llama(SMALL), request)
     assert given.cannot_fit
     assert not replace(given, request=request.but(recompute="offloaded")).cannot_fit
+
+
+def test_what_has_to_recompute_is_not_searched_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = residual(4, Sizes(batch=512))
+    whole = MeshSearch.of(graph, {"x": 2}, hardware=TOY)
+    bound, within = int(0.95 * whole.problem.least_bytes), MeshSearch.within
+    asked = list[int | None]()
+
+    def noted(search: MeshSearch, memory_bytes: int | None) -> Found:
+        asked.append(memory_bytes)
+        return within(search, memory_bytes)
+
+    monkeypatch.setattr(MeshSearch, "within", noted)
+    request = Request(TOY, mesh={"x": 2}, memory_bytes=bound)
+    found = GivenMesh(graph, request).search()
+    assert found.plan.recompute != "none" and found.price.peak_bytes <= bound
+    assert asked and bound not in asked
+
+
+@pytest.mark.parametrize("part", [0.1, 0.9, 1.1])
+def test_what_a_search_says_before_it_says_with_its_error(part: float) -> None:
+    """A bound that states alone exceed has an error of its own kind."""
+    search = search_of()
+    bound = int(part * search.problem.least_state_bytes)
+    assert search.exceeds(bound)
+    with pytest.raises(SearchError) as caught:
+        search.within(bound)
+    assert isinstance(caught.value, StateError) == search.state_exceeds(bound) == (part < 1)
