@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -65,7 +65,7 @@ class Space:
     pins: Mapping[str, str] = field(default_factory=dict)
     own_batch: bool = False
     _plans: dict[tuple[str, str], Plan | None] = field(default_factory=dict, compare=False)
-    _latest: list[_Work] = field(default_factory=list, init=False, compare=False)
+    _works: dict[tuple[str, str], _Work] = field(default_factory=dict, init=False, compare=False)
 
     @property
     def is_empty(self) -> bool:
@@ -133,12 +133,12 @@ class Space:
 
         Each recomputed layer but the last frees the same memory.
         """
-        columns = _Columns.of(settings)
-        none, one = (self._step(plan, k + np.zeros(len(settings)), columns) for k in (0.0, 1.0))
+        work, rows = self._work(plan, settings)
+        none, one = (self._step(work, work.spread(k, rows)) for k in (0.0, 1.0))
         fewest = np.ones(len(settings))
         ends: tuple[Stage, ...] = ("first", "last")
         for stage in ends:
-            whole, less = total(none.memory(stage)), total(one.memory(stage))
+            whole, less = (total(each.memory(stage))[rows] for each in (none, one))
             wanted = np.ceil((whole - bound_bytes) / np.maximum(whole - less, 1.0))
             fewest = np.maximum(fewest, wanted)
         return fewest
@@ -244,35 +244,37 @@ class Space:
     ) -> list[PricedCandidate]:
         if not settings:
             return []
-        step = self._step(plan, recompute, _Columns.of(settings))
+        work, rows = self._work(plan, settings)
+        step = self._step(
+            work, work.spread(recompute, rows) if isinstance(recompute, np.ndarray) else recompute
+        )
         found = (
             PricedCandidate(setting, float(s), float(m), float(t), parts, float(moves))
             for setting, s, m, t, moves, parts in zip(
-                settings, *self._figures(step, settings), strict=True
+                settings, *self._figures(step, work, rows), strict=True
             )
         )
         return [each if self.graph.stacks else _of_equal_stages(each) for each in found]
 
-    def _figures(self, step: Step, settings: list[ClusterSetting]) -> tuple[Sequence[Any], ...]:
-        """For every setting the seconds, the peak, the bytes sent and movable to the host, and seconds by cause.
+    def _figures(self, step: Step, work: _Work, rows: Sequence[int]) -> Iterator[Sequence[Any]]:
+        """The seconds, the peak, the bytes sent and movable to the host, and seconds by cause, of some of the settings.
 
         The host may store the state of training, and without stages activations, if all layers were captured.
         """
-        count = len(settings)
+        count = len(work.columns.dp)
         peak = np.maximum(total(step.memory("first")), total(step.memory("last")))
         state = (sum(step.held(kind, stage) for kind in TOUCHED) for stage in ("first", "last"))
-        keeps = [each.stages == 1 and is_whole(self.graph) for each in settings]
+        keeps = (work.columns.stages == 1) & is_whole(self.graph)
         movable = np.where(keeps, math.inf, np.maximum(*state))
         parts = {name: np.broadcast_to(v, count) for name, v in where_time_goes(step).items()}
-        each = [{n: float(v[i]) for n, v in parts.items() if v[i]} for i in range(count)]
         sent = total(step.traffic()) + step.boundary_traffic()
-        figures = step.seconds(), peak, sent, movable
-        return (*(list(np.broadcast_to(x, count)) for x in figures), each)
+        for figure in (step.seconds(), peak, sent, movable):
+            yield list(np.broadcast_to(figure, count)[rows])
+        yield [{n: float(v[i]) for n, v in parts.items() if v[i]} for i in rows]
 
-    def _step(self, plan: Plan, recompute: Recompute | np.ndarray, columns: _Columns) -> Step:
+    def _step(self, work: _Work, recompute: Recompute | np.ndarray) -> Step:
         """The step of all settings at once: every figure is an array with an element for each setting."""
-        hardware, at = self.cluster.hardware, columns
-        work = self._work(plan, columns)
+        hardware, at = self.cluster.hardware, work.columns
         # Without lists of layers the formulas cannot tell layers from the ends: see `_of_equal_stages`.
         run = Run(
             1.0 * at.micro_batches,
@@ -288,11 +290,17 @@ class Space:
             boundary_bytes=work.boundary_bytes, boundary_link=boundary,
         )  # fmt: skip
 
-    def _work(self, plan: Plan, columns: _Columns) -> _Work:
-        """The work and memory of all settings, which do not depend on recomputation; the latest one is kept."""
-        if not any(each.is_of(plan, columns) for each in self._latest):
-            self._latest[:] = [self._new_work(plan, columns)]
-        return self._latest[0]
+    def _work(self, plan: Plan, settings: Sequence[ClusterSetting]) -> tuple[_Work, list[int]]:
+        """The work of settings, which does not depend on recomputation, and the places of some settings among them.
+
+        Settings that are priced again, with other recomputation, are among those that were priced before.
+        """
+        key = settings[0].data, settings[0].tensor
+        known = self._works.get(key)
+        if known is not None and known.has(settings):
+            return known, known.rows_of(settings)
+        self._works[key] = self._new_work(plan, _Columns.of(settings))
+        return self._works[key], [*range(len(settings))]
 
     def _new_work(self, plan: Plan, at: _Columns) -> _Work:
         hardware, ranks = self.cluster.hardware, at.dp * at.tp * at.stages
@@ -306,9 +314,7 @@ class Space:
         pricer = Pricer(
             self.graph, plan, sizes=sizes, hardware=hardware, links=links, training_state=self.training_state,
         )  # fmt: skip
-        return _Work(
-            plan, at, tuple(pricer.items()), tuple(pricer.holdings()), pricer.boundary_bytes()
-        )
+        return _Work(at, tuple(pricer.items()), tuple(pricer.holdings()), pricer.boundary_bytes())
 
     def _nothing(self) -> str:
         layers, depths = self._layers(), " or ".join(map(str, self.stages))
@@ -351,32 +357,47 @@ class _Columns:
             column(lambda s: s.micro_batches), 1.0 * column(lambda s: s.micro_batch * s.dp),
         )  # fmt: skip
 
-    def equals(self, other: _Columns) -> bool:
-        """Whether another table has the same settings in the same order."""
-        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return all(np.array_equal(mine, others) for mine, others in pairs)
-
 
 @dataclass(frozen=True)
 class _Work:
     """The work of a plan in many settings at once.
 
     Attributes:
-        plan: the plan.
         columns: the settings.
         items, holdings: work and memory, whose figures are arrays with an element for each setting.
         boundary_bytes: bytes of the activations that one stage sends to the next.
     """
 
-    plan: Plan
     columns: _Columns
     items: tuple[Item, ...]
     holdings: tuple[Holding, ...]
     boundary_bytes: Quantity
 
-    def is_of(self, plan: Plan, columns: _Columns) -> bool:
-        """Whether this is the work of the same plan in equal settings."""
-        return self.plan is plan and self.columns.equals(columns)
+    @cached_property
+    def _places(self) -> dict[tuple[float, ...], int]:
+        columns = (column.tolist() for column in vars(self.columns).values())
+        return {sizes: place for place, sizes in enumerate(zip(*columns, strict=True))}
+
+    def has(self, settings: Collection[ClusterSetting]) -> bool:
+        """Whether these settings, no two of the same sizes, are among those of this work."""
+        sizes = {_sizes(each) for each in settings}
+        return len(sizes) == len(settings) and sizes <= self._places.keys()
+
+    def rows_of(self, settings: Iterable[ClusterSetting]) -> list[int]:
+        """The places of these settings."""
+        return [self._places[_sizes(each)] for each in settings]
+
+    def spread(self, values: float | np.ndarray, rows: Sequence[int]) -> np.ndarray:
+        """An array with these values in these places, and 0 in all others."""
+        found = np.zeros(len(self.columns.dp))
+        found[rows] = values
+        return found
+
+
+def _sizes(setting: ClusterSetting) -> tuple[float, ...]:
+    """What `_Columns` has of a setting."""
+    s = setting
+    return s.dp, s.tp, s.stages, s.micro_batches, float(s.micro_batch * s.dp)
 
 
 def _numbers_of_blocks(settings: Sequence[ClusterSetting]) -> np.ndarray:

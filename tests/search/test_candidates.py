@@ -58,6 +58,15 @@ def test_as_few_layers_run_again_as_fit(space, priced):
         assert space.price_of([replace(s, recompute=fewer)])[0].memory_bytes > bound
 
 
+def test_prices_do_not_depend_on_what_was_priced_before(space, priced):
+    """Settings share their work, whatever they recompute; those of equal sizes may recompute different layers."""
+    sizes = [p.setting for p in priced if p.setting.recompute == "none"][::3]
+    again = [replace(each, recompute=layers) for each in sizes for layers in (1, 2)]
+    for settings in (sizes, again, again[:1]):
+        alone = [space.on(space.cluster).price_of([each])[0] for each in settings]
+        assert space.price_of(settings) == alone
+
+
 def test_as_few_layers_run_again_as_fit_beside_what_the_host_stores(space, priced):
     """Of a stage the host stores parameters, gradients and optimizer states alone."""
     bound = 0.5 * min(p.memory_bytes for p in priced)
