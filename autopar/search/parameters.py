@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -67,28 +67,26 @@ class _AxisOption(NamedTuple):
     falls_back: bool  # whether it is stage 0 although the recipe asks for shards
 
 
-def strategies(
+def storable(
     tensor: Tensor,
     name: str,
     recipes: Sequence[Recipe],
     pinned: AxisStates,
     mesh: Mesh,
-    price: Callable[[ParameterPlan], Strategy],
     *,
     tiers: Sequence[Tiering] = (ON_DEVICE,),
-) -> tuple[Strategy, ...]:
-    """The ways to store a parameter that the recipes and pins allow, without those that are worse in every respect.
+) -> tuple[ParameterPlan, ...]:
+    """The ways to store a parameter that the recipes and pins allow.
 
-    For each resident layout and tier the result has the fastest way, and slower ways that take fewer bytes. `tiers` are
-    those in which the parameter may be stored if no recipe names a tier. Raises RecipeError if the recipes and pins
-    allow no way.
+    `tiers` are those in which the parameter may be stored if no recipe names a tier. Raises RecipeError if the recipes
+    and pins allow no way.
     """
-    plans = [
+    plans = tuple(
         each
         for plan in _plans(tensor, recipes, dict(pinned), mesh)
         for each_tier in tiers_of(recipes) or tiers
         for each in _stored_in(*each_tier, plan)
-    ]
+    )
     if not plans:
         asked = ", ".join(f"{state}@{mesh.names[axis]}" for axis, state in pinned)
         names = ", ".join(
@@ -98,6 +96,16 @@ def strategies(
             f"Parameter {name} of shape {tensor.shape} is pinned to {asked}, and the recipe "
             f"{names} on the mesh {mesh} leaves no such storage."
         )
+    return plans
+
+
+def strategies(
+    plans: Iterable[ParameterPlan], price: Callable[[ParameterPlan], Strategy]
+) -> tuple[Strategy, ...]:
+    """The ways to store a parameter with their prices, without those that are worse in every respect.
+
+    For each resident layout and tier the result has the fastest way, and slower ways that take fewer bytes.
+    """
     by_resident: dict[TieredLayout, list[Strategy]] = {}
     for plan in plans:
         by_resident.setdefault(plan.in_use, []).append(price(plan))

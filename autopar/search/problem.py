@@ -27,6 +27,7 @@ from autopar.ir import (
     ParameterPlan,
     R,
     State,
+    Tensor,
     TieredLayout,
     divides,
     go_together,
@@ -37,8 +38,8 @@ from autopar.search.choice_filter import ChoiceFilter
 from autopar.search.collapse import CollapsedViews
 from autopar.search.decisions import Layouts
 from autopar.search.fold import Fold, fold
-from autopar.search.parameters import Strategy, strategies
-from autopar.search.pins import Pins
+from autopar.search.parameters import Strategy, storable, strategies
+from autopar.search.pins import AxisStates, Pins
 from autopar.search.prices import Exposure, Prices, seconds_of
 from autopar.search.recipe_rows import ON_DEVICE, Recipe, Tiering
 from autopar.search.solver import Solved
@@ -100,6 +101,7 @@ class Problem:
         self._layouts: dict[tuple[int, Labels], Layouts] = {}
         self._legal: dict[tuple[int, Labels], bool] = {}
         self._cuts: dict[tuple[Dims, Layout], bool] = {}
+        self._allowed_plans: dict[object, tuple[ParameterPlan, ...]] = {}
         self.programs = Solved()
         self._views: dict[tuple[Recipe, ...], tuple[list[ChoiceFilter], CollapsedViews]] = {}
         self._forget_prices()
@@ -149,6 +151,7 @@ class Problem:
     def _forget_prices(self) -> None:
         self._op_seconds: dict[tuple[int, Labels], float] = {}
         self._conversions: dict[int, float] = {}
+        self._entry_seconds: dict[tuple[int, TieredLayout, Layout], float] = {}
         self._kept: dict[object, Strategy] = {}
         self._ways: dict[object, tuple[Strategy, ...]] = {}
 
@@ -214,7 +217,10 @@ class Problem:
 
     def conversion_seconds(self, index: int, source: TieredLayout, target: Layout) -> float:
         """Seconds that a conversion adds to a step, forward and backward, for all tensors of an entry."""
-        return self.entries[index].count * self._convert(index, source, target)
+        key = (index, source, target)
+        if key not in self._entry_seconds:
+            self._entry_seconds[key] = self.entries[index].count * self._convert(*key)
+        return self._entry_seconds[key]
 
     def _convert(self, index: int, source: TieredLayout, target: Layout) -> float:
         items = self.prices.conversion(index, source, target)
@@ -382,12 +388,20 @@ class Problem:
             region = self._region(name)
             key = (asked, tensor.dims, tensor.formats, tensor.needs_grad, pinned, region)
             if key not in known:
-                known[key] = strategies(
-                    tensor, name, self.recipes, pinned, self.mesh, partial(self._strategy, index),
-                    tiers=self.tiers,
-                )  # fmt: skip
+                plans = self._storable(name, tensor, pinned)
+                known[key] = strategies(plans, partial(self._strategy, index))
             found[index] = known[key]
         return found
+
+    def _storable(self, name: str, tensor: Tensor, pinned: AxisStates) -> tuple[ParameterPlan, ...]:
+        """The ways to store a parameter; they do not depend on prices."""
+        asked = tuple(each.storage for each in self.recipes)
+        key = (asked, tensor.dims, pinned, tuple(self.tiers))
+        if key not in self._allowed_plans:
+            self._allowed_plans[key] = storable(
+                tensor, name, self.recipes, pinned, self.mesh, tiers=self.tiers
+            )
+        return self._allowed_plans[key]
 
     def _strategy(self, index: int, how: ParameterPlan) -> Strategy:
         """A way to store one parameter of an entry, with its bytes and the seconds of its conversions between steps."""
