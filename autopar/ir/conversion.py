@@ -126,6 +126,8 @@ _ORDER = (
 )
 
 
+_MOST_STEPS = 6  # for each axis; at most three were ever needed
+
 Sizes = tuple[int, ...]  # number of ranks along every axis of a mesh
 
 
@@ -237,6 +239,9 @@ def _path(source: Layout, target: Layout, dims: Dims, sizes: Sizes) -> tuple[Lay
     current, goal = list(source), list(target)
     result: list[LayoutStep] = []
     while current != goal:
+        assert len(result) < _MOST_STEPS * len(goal), (
+            f"the steps from {source} to {target} do not end"
+        )
         step = _next_legal(current, goal)
         found = [step] if step else _reordered(current, goal, sizes)
         for each in found or [_parked(current, goal, dims, sizes) or _unnest(current, goal)]:
@@ -261,7 +266,7 @@ def _reordered(current: list[State], goal: list[State], sizes: Sizes) -> list[La
     """
     pending = _pending(current, goal)
     found = [step for step in pending if sizes and _can_reorder(step, current, goal, sizes)]
-    step = min(found, key=lambda each: _awaits(each, current, goal), default=None)
+    step = min(found, key=lambda each: bool(_awaited(each, current, goal)), default=None)
     if step is None:
         return []
     before = reversed(_under(step.axis, step.target, current, sizes))
@@ -276,7 +281,8 @@ def _reordered(current: list[State], goal: list[State], sizes: Sizes) -> list[La
 def _can_reorder(step: LayoutStep, current: list[State], goal: list[State], sizes: Sizes) -> bool:
     """Whether the axes under a step's axis divide it, and nothing is in the way in the factor that it enters.
 
-    Not where axes nest in another order than that of the mesh.
+    Not where axes nest in another order than that of the mesh, nor where a more major axis is still to enter the same
+    factor and could not cross the others then: they would have to leave again.
     """
     axis, target = step.axis, step.target
     if any(state.depth for state in (*current, *goal)):
@@ -286,6 +292,10 @@ def _can_reorder(step: LayoutStep, current: list[State], goal: list[State], size
         others = [(s, g) for a, (s, g) in enumerate(zip(current, goal, strict=True)) if a != axis]
         if any(_chunk_meets_factor(s, target) or s == target != g for s, g in others):
             return False
+        for a in _awaited(step, current, goal):
+            crossed = _under(a, current[a], current, sizes) + _under(a, target, current, sizes)
+            if any(sizes[a] % sizes[t] for t in (axis, *crossed)):
+                return False
     return all(sizes[axis] % sizes[t] == 0 for t in under)
 
 
@@ -297,12 +307,12 @@ def _under(axis: int, state: State, current: list[State], sizes: Sizes) -> list[
     return [t for t in later if current[t] == state and sizes[t] > 1]
 
 
-def _awaits(step: LayoutStep, current: Sequence[State], goal: Sequence[State]) -> bool:
-    """Whether a more major axis is still to enter the factor that a step's axis enters."""
+def _awaited(step: LayoutStep, current: Sequence[State], goal: Sequence[State]) -> list[int]:
+    """The more major axes that are still to enter the factor that a step's axis enters."""
     target = step.target
-    return target.kind == "S" and any(
-        not current[a].splits_as(target) for a in _above(step.axis, target, goal)
-    )
+    if target.kind != "S":
+        return []
+    return [a for a in _above(step.axis, target, goal) if not current[a].splits_as(target)]
 
 
 def _above(axis: int, state: State, layout: Sequence[State]) -> list[int]:

@@ -156,12 +156,14 @@ def test_every_conversion_on_every_mesh(shape):
             )
 
 
-@pytest.mark.parametrize("text", ["a=4,b=2", "a=2,b=4", "a=4,b=2,c=2"])
+@pytest.mark.parametrize(
+    "text", ["a=4,b=2", "a=2,b=4", "a=4,b=2,c=2", "a=2,b=3,c=2", "a=2,b=4,c=2"]
+)
 def test_conversions_of_nested_splits(text):
-    """A matrix of 16 rows, where the sizes of axes differ, and one of 32 rows over three axes."""
+    """A matrix of 16 rows, where the sizes of axes differ, and others over three axes."""
     mesh = Mesh.parse(text)
-    dims = ((16,), (4,)) if len(mesh.axes) == 2 else ((32,), (2,))
-    full = torch.arange(64.0).reshape(*(sizes[0] for sizes in dims))
+    dims = ((16,), (4,)) if len(mesh.axes) == 2 else ((mesh.size * 2,), (mesh.size,))
+    full = torch.arange(float(math.prod(sizes[0] for sizes in dims))).reshape(*(f[0] for f in dims))
     layouts = [x for x in itertools.product([V, S(0), S(1)], repeat=len(mesh.axes))]
     layouts = [x for x in layouts if divides(dims, x, mesh)]
     for source, target in itertools.product(layouts, layouts):
@@ -188,6 +190,39 @@ def test_conversions_between_orders_of_the_axes(text):
             assert all(map(torch.equal, got, want)), (source, target)
         else:
             assert torch.equal(summed(got, target, mesh), summed(want, target, mesh))
+
+
+@pytest.mark.parametrize("dims", [((144,),), ((144,), (144,)), ((144,), (144,), (144,))])
+@pytest.mark.parametrize("sizes", list(itertools.product((2, 3, 4), repeat=3)))
+def test_every_conversion_ends(sizes, dims):
+    """Also where no axis divides another, so that none can cross it; with and without a dim to park on."""
+    mesh = Mesh(tuple(zip("abc", sizes, strict=True)))
+    states = [R, P, *(S(dim) for dim in range(len(dims)))]
+    layouts = list(itertools.product(states, repeat=3))
+    for source, target in list(itertools.product(layouts, layouts))[::17]:
+        layout = list(source)
+        for step in steps_of(dims, source, target, mesh):
+            assert layout[step.axis] == step.source
+            layout[step.axis] = step.target
+        assert tuple(layout) == target
+
+
+def test_an_axis_waits_for_a_major_one_that_cannot_cross_it():
+    """a, of 2 ranks, cannot enter or leave the rows above b, of 4, while b splits them; c would be in its way."""
+    mesh, dims = "a=2,b=4,c=2", ((64,), (64,))
+    assert text_of(dims, mesh, "S(0)@b S(0)@c", "S(0)@a S(0)@b S(0)@c") == [
+        "2:S(0)->S(1) all_to_all",
+        "1:S(0)->R all_gather",
+        "0:R->S(0) shard",
+        "1:R->S(0) shard",
+        "2:S(1)->S(0) all_to_all",
+    ]
+    assert text_of(dims, mesh, "S(0)@a S(0)@b", "S(1)@a S(0)@b S(1)@c") == [
+        "1:S(0)->R all_gather",
+        "0:S(0)->S(1) all_to_all",
+        "1:R->S(0) shard",
+        "2:R->S(1) shard",
+    ]
 
 
 def test_an_order_of_a_tensor_saves_the_detour():
