@@ -6,12 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 
+class _Dicts(list[dict[Any, Any]]):
+    """Dicts in a list that can have weak references, which Dynamo needs."""
+
+
 class DictVersions:
     """A snapshot of the versions of many dicts, from which one can tell later which dicts were written since.
 
     Python gives a dict another version whenever an entry is added, replaced by another object or removed. What changes
-    inside a value, such as an append to a list, is no write into the dict. All versions are compared in C++, which
-    takes some 20 ns for a dict.
+    inside a value, such as an append to a list, is no write into the dict. All versions are compared in C++. The first
+    check goes through a tree of Dynamo's guards, one for each dict, and notes the dicts and versions that it finds
+    there; later checks compare what was noted in one loop, which takes some 2 ns for a dict. From Python 3.12 on Python
+    itself says when a noted dict is written.
 
     Args:
         dicts: the dicts, which are kept alive.
@@ -21,18 +27,22 @@ class DictVersions:
         from torch._C._dynamo import guards
         from torch._dynamo.guards import GuardManagerType
 
-        self._dicts = list(dicts)
-        self._versions = [guards.dict_version(each) for each in self._dicts]
+        # The dicts of a list are noted under the list, and its guard has to stand below the root's.
+        self._top = [_Dicts(dicts)]
+        self._versions = [guards.dict_version(each) for each in dicts]
         self._manager = guards.RootGuardManager()
-        for i, each in enumerate(self._dicts):
-            manager = self._manager.list_getitem_manager(
-                i, str(i), each, GuardManagerType.GUARD_MANAGER
-            )
-            manager.add_dict_version_guard(each, [""], None)
+        plain = GuardManagerType.GUARD_MANAGER
+        of_list = self._manager.list_getitem_manager(0, "dicts", self._top[0], plain)
+        for i, each in enumerate(dicts):
+            of_dict = of_list.list_getitem_manager(i, str(i), each, plain)
+            of_dict.add_dict_version_guard(each, [""], None)
+            of_dict.mark_tag_safe()
+        of_list.mark_tag_safe()
+        of_list.mark_tag_safe_root()
 
     def hold(self) -> bool:
         """Whether no dict was written since the snapshot."""
-        return self._manager.check(self._dicts)
+        return self._manager.check(self._top)
 
     def written(self, earlier: DictVersions) -> list[int]:
         """The indices of the dicts that were written since an earlier snapshot of the same dicts."""
