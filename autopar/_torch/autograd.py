@@ -110,7 +110,8 @@ class GradientFlags:
     grad mode they take every tensor for frozen, so that they are not asked.
 
     Args:
-        tensors: the tensors, which are kept alive.
+        tensors: the tensors, which are kept alive. Those given twice are read once: a check of Dynamo's with the same
+            tensor in two places always fails.
     """
 
     _MOST_RENEWALS = (
@@ -118,7 +119,7 @@ class GradientFlags:
     )
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._tensors = tuple(tensors)
+        self._tensors = tuple({id(x): x for x in tensors}.values())
         self._flags = gradient_flags(self._tensors)
         self._renewals = 0
         self._check: Callable[..., bool] = _fails

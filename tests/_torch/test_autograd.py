@@ -108,6 +108,20 @@ def test_flags_hold_where_a_parameter_has_other_values_sizes_or_dtype() -> None:
         given[1].requires_grad_(True)
 
 
+def test_flags_are_not_read_one_by_one_again_where_two_modules_share_a_parameter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tied, other = nn.Parameter(X.clone()), nn.Parameter(X.clone())
+    flags = _torch.GradientFlags([tied, other, tied])
+    assert flags.hold()
+    with monkeypatch.context() as patch:
+        patch.setattr(_torch.autograd, "gradient_flags", None)  # to call it would raise
+        assert flags.hold()
+    tied.requires_grad_(False)
+    assert not flags.hold()
+    assert [x is tied for x in flags.changed()] == [True]
+
+
 def test_the_flags_of_no_tensors_hold() -> None:
     assert _torch.GradientFlags([]).hold()
 
