@@ -6,8 +6,9 @@ registered since. The flags of parameters are read before every step: no write i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter, is_, methodcaller
 from typing import Any
 
 from torch import nn
@@ -74,9 +75,36 @@ class _Plain:
         return "forward" not in self.attributes
 
 
-def _forward_of(kind: type[Any]) -> Any:
-    """The forward in the body of a class or of its bases; `kind.forward` may be another object at each reading."""
-    return next(vars(each)["forward"] for each in kind.__mro__ if "forward" in vars(each))
+_mro = attrgetter("__mro__")
+_own_forward = methodcaller("get", "forward", MISSING)  # of the body of a class
+
+
+class _ClassForwards:
+    """The forwards of classes, as they stand in the bodies of the classes or of their bases.
+
+    Bodies are looked into, as `kind.forward` may be another object at each reading.
+
+    Args:
+        kinds: the classes.
+    """
+
+    def __init__(self, kinds: Iterable[type[Any]]) -> None:
+        self._kinds = tuple(kinds)
+        self._mros = tuple(map(_mro, self._kinds))
+        self._bodies = [body for mro in self._mros for body in _bodies_to_forward(mro)]
+        self._before = tuple(map(_own_forward, self._bodies))
+
+    def hold(self) -> bool:
+        """Whether nobody has patched the forward of a class or of its bases, or changed which bases it has."""
+        same_bases = all(map(is_, map(_mro, self._kinds), self._mros))
+        return same_bases and all(map(is_, map(_own_forward, self._bodies), self._before))
+
+
+def _bodies_to_forward(mro: tuple[type[Any], ...]) -> list[Any]:
+    """The bodies in which Python looks for forward: the first one that has it, and all before that one."""
+    bodies = [vars(each) for each in mro]
+    has_it = next(i for i, body in enumerate(bodies) if "forward" in body)
+    return bodies[: has_it + 1]
 
 
 class Structure:
@@ -114,7 +142,7 @@ class Structure:
             _BufferNames(m._buffers, frozenset(m._buffers)) for m in modules.values() if m._buffers
         ]
         checks += [(names.now, names) for names in self._buffers]
-        self._forwards = [(kind, _forward_of(kind)) for kind in dict.fromkeys(map(type, users))]
+        self._forwards = _ClassForwards(dict.fromkeys(map(type, users)))
         self._in_dicts: Unwritten[Check] = Unwritten(checks)
 
     def hold(self) -> bool:
@@ -123,7 +151,7 @@ class Structure:
 
     def has_parts(self) -> bool:
         """Whether the model is made of the same modules, parameters and hooks."""
-        return self._in_dicts.hold() and self._has_hooks() and self._has_forwards()
+        return self._in_dicts.hold() and self._has_hooks() and self._forwards.hold()
 
     def has_flags(self) -> bool:
         """Whether the same parameters are frozen."""
@@ -147,10 +175,6 @@ class Structure:
         self._handles = RemovableHandle.next_id
         return True
 
-    def _has_forwards(self) -> bool:
-        """Whether nobody has patched the forward of a class."""
-        return all(_forward_of(kind) is forward for kind, forward in self._forwards)
-
     def _differences(self) -> Iterator[ChangedValue]:
         for table in self._tables:
             for name in {**table.before, **table.now}:
@@ -163,7 +187,7 @@ class Structure:
         for names in self._buffers:
             if not names.holds():
                 yield _changed("the buffers of a module", sorted(names.before), sorted(names.now))
-        if not (all(plain.holds() for plain in self._plain) and self._has_forwards()):
+        if not (all(plain.holds() for plain in self._plain) and self._forwards.hold()):
             yield _changed("the forward of a module", "that of its class", "another")
 
     def _other(self, table: _Table, name: str) -> Iterator[ChangedValue]:

@@ -148,6 +148,52 @@ def test_a_partial_forward_is_the_same_at_every_step() -> None:
     assert structure.has_parts()
 
 
+class _Doubled(torch.nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def _without_layers(self: object, x: Tensor) -> Tensor:
+    return x
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, staticmethod, functools.partialmethod])
+def test_a_forward_is_noticed_where_python_finds_it_first(wrap: Any) -> None:
+    class Middle(_Doubled):
+        pass
+
+    class Last(Middle):
+        pass
+
+    for kind in (Last, Middle, _Doubled):
+        structure = Structure(torch.nn.Sequential(Last(2, 2)))
+        assert structure.hold()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kind, "forward", wrap(_without_layers), raising=False)
+            assert not structure.hold()
+            assert "the forward of a module" in str(structure.broken())
+        assert structure.hold()
+
+
+def test_a_forward_that_only_wraps_the_same_function_is_another() -> None:
+    class Wrapped(_Doubled):
+        forward = _Doubled.forward
+
+    structure = Structure(Wrapped(2, 2))
+    Wrapped.forward = staticmethod(_Doubled.forward)  # type: ignore[assignment]
+    assert Wrapped.forward is _Doubled.forward
+    assert not structure.hold()
+
+
+def test_other_bases_of_a_class_are_noticed() -> None:
+    class Own(_Doubled):
+        pass
+
+    structure = Structure(Own(2, 2))
+    Own.__bases__ = (_Partial,)
+    assert not structure.hold()
+
+
 @functools.lru_cache
 def _ramp(count: int) -> Tensor:
     return torch.arange(count) / 3
