@@ -282,13 +282,14 @@ def _export(
         _torch.quick_decompositions(),
         _torch.quick_lines(),
         watching(wrapper) as forgotten,
-        OutsideLeaves(wrapper) as outside,
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")  # export's own deprecations are not the user's business
         try:
             asked = open_to_export(wrapper, args, kwargs, open_dims)
-            exported = torch.export.export(wrapper, args, kwargs, strict=False, **asked)
+            # Not around all that follows: torch asks a mode at each read of a tensor's attribute, too.
+            with OutsideLeaves(wrapper) as outside:
+                exported = torch.export.export(wrapper, args, kwargs, strict=False, **asked)
             for rewrite in EXPORTED:
                 rewrite(exported.graph_module)
             exported = exported.run_decompositions({})
