@@ -135,7 +135,12 @@ from autopar._torch.pipelining import (
     pipeline_stage,
     runs_one_stage,
 )
-from autopar._torch.shortcuts import code_when_called, quick_decompositions, quick_lines
+from autopar._torch.shortcuts import (
+    code_when_called,
+    quick_decompositions,
+    quick_lines,
+    quick_notes,
+)
 from autopar._torch.symbol_text import ReadSizes, write_size, write_sizes
 from autopar._torch.symbols import SYMBOLIC, OtherSizes, SizeValues, depends_on_values
 from autopar._torch.tensors import (
@@ -164,7 +169,7 @@ __all__ = [
     "multiplies_tiles", "noting_forward", "on_second_derivative", "operator_named", "outside_of_traces",
     "own_generators", "own_gradients", "owned_as", "peak_allocated_bytes", "pipeline_actions",
     "pipeline_computations", "pipeline_stage", "plain_checkpoints", "product_of_tiles", "quick_decompositions",
-    "quick_lines", "quiet_export", "quiet_fake_failures", "quiet_torchao", "random_states", "ranks_of",
+    "quick_lines", "quick_notes", "quiet_export", "quiet_fake_failures", "quiet_torchao", "random_states", "ranks_of",
     "reduce_scatter", "replicates_implicitly", "required_arguments", "resolve_group", "run_node", "runs_one_stage",
     "saved_tensor_hooks", "schema", "set_group_timeout", "set_local_tensor", "start_all_gather", "start_all_reduce",
     "start_all_to_all",

@@ -15,13 +15,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 from torch._decomp.decompositions_for_rng import PhiloxStateTracker
 from torch._export import utils as export_utils
 from torch._functorch import config as functorch_config
 from torch._ops import OpOverload
-from torch._subclasses import fake_impls
+from torch._subclasses import FakeTensor, fake_impls
 from torch.export import exported_program
+from torch.fx.experimental import symbolic_shapes
 
 
 @contextlib.contextmanager
@@ -71,15 +73,26 @@ def quick_decompositions() -> Iterator[None]:
     first call are put back, for each operator whose kernels are the same as they were then.
     """
     override = exported_program._override_composite_implicit_decomp
-    find = export_utils._materialize_cpp_cia_ops
+    find, stays_whole = export_utils._materialize_cpp_cia_ops, export_utils._is_preservable_cia_op
     exported_program._override_composite_implicit_decomp = functools.partial(_marked, override)
     export_utils._materialize_cpp_cia_ops = functools.cache(find)  # once, not once a namespace
+    export_utils._is_preservable_cia_op = _stays_whole
     try:
         with _without_random_states():
             yield
     finally:
         exported_program._override_composite_implicit_decomp = override
         export_utils._materialize_cpp_cia_ops = find
+        export_utils._is_preservable_cia_op = stays_whole
+
+
+def _stays_whole(op: Any) -> bool:
+    """Torch's `_is_preservable_cia_op`, which is asked of every operator, with the quick questions first."""
+    return (
+        torch._C._dispatch_has_kernel(op.name())
+        and export_utils._is_cia_op(op)
+        and export_utils._check_valid_to_preserve(op)
+    )
 
 
 @contextlib.contextmanager
@@ -99,6 +112,31 @@ def _without_random_states() -> Iterator[None]:
         yield
     finally:
         PhiloxStateTracker.reset = reset  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def quick_notes() -> Iterator[None]:
+    """Context in which a trace spends less on its notes of where a node comes from, and of sizes that values decide.
+
+    For each node torch copies the history of the node that it is made from, which nobody changes, with all that this
+    history refers to. And it looks through the sizes and strides of each result for numbers that are known only at run
+    time, also where there are none to be found.
+    """
+    copier = fx.traceback.copy
+    find: Any = symbolic_shapes._free_unbacked_symbols_with_path
+
+    def find_if_any(value: Any, path: Any, *args: Any, pending: Any = None, **kwargs: Any) -> Any:
+        if type(value) is FakeTensor and not pending:
+            return {}
+        return find(value, path, *args, pending=pending, **kwargs)
+
+    fx.traceback.copy = types.SimpleNamespace(copy=copier.copy, deepcopy=list)  # type: ignore[assignment]
+    symbolic_shapes._free_unbacked_symbols_with_path = find_if_any  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        fx.traceback.copy = copier
+        symbolic_shapes._free_unbacked_symbols_with_path = find
 
 
 @contextlib.contextmanager

@@ -281,6 +281,7 @@ def _export(
         _torch.quiet_export(),
         _torch.quick_decompositions(),
         _torch.quick_lines(),
+        _torch.quick_notes(),
         watching(wrapper) as forgotten,
         warnings.catch_warnings(),
     ):

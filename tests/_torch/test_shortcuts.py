@@ -2,11 +2,13 @@
 
 import contextlib
 import inspect
+import re
 
 import pytest
 import torch
 from torch import nn
 from torch._decomp.decompositions_for_rng import PhiloxStateTracker
+from torch._export import utils as export_utils
 from torch._functorch import config as functorch_config
 from torch._subclasses import fake_impls
 from torch.nn import functional as F
@@ -55,7 +57,13 @@ def tables() -> list[object]:
 
 
 @pytest.mark.parametrize(
-    "shortcut", [_torch.quick_decompositions, _torch.code_when_called, _torch.quick_lines]
+    "shortcut",
+    [
+        _torch.quick_decompositions,
+        _torch.code_when_called,
+        _torch.quick_lines,
+        _torch.quick_notes,
+    ],
 )
 def test_a_decomposed_graph_is_the_one_that_torch_makes(shortcut):
     expected, before = decomposed(), tables()
@@ -117,6 +125,41 @@ def test_the_signature_of_a_forward_is_that_of_its_code():
     with _torch.code_when_called():
         module = torch.fx.symbolic_trace(nn.Bilinear(2, 2, 2))
         assert list(inspect.signature(module.forward).parameters) == ["input1", "input2"]
+
+
+def test_the_operators_that_stay_whole_are_those_of_torch():
+    expected = export_utils._collect_all_valid_cia_ops()
+    with _torch.quick_decompositions():
+        export_utils._collect_all_valid_cia_ops_for_aten_namespace.cache_clear()
+        assert export_utils._collect_all_valid_cia_ops() == expected
+    assert len(expected) > 500
+    assert set(KEPT_WHOLE) <= expected
+
+
+def histories() -> list[object]:
+    """The nodes that every node of a decomposed graph comes from, and the sizes that values decide."""
+    examples = (torch.tensor([1.0, 0.0, 2.0]),)
+    exported = torch.export.export(Chosen(), examples, strict=False).run_decompositions({})
+    known = [
+        (n.meta.get("from_node"), n.meta.get("unbacked_bindings")) for n in exported.graph.nodes
+    ]
+    return [re.sub(r"graph_id=\d+", "", str(each)) for each in known]
+
+
+class Chosen(nn.Module):
+    """A result whose size depends on values."""
+
+    def forward(self, x):
+        return x[x.nonzero()[:, 0]].exp(), F.gelu(x)
+
+
+def test_quick_notes_are_those_of_torch():
+    expected, copier = histories(), torch.fx.traceback.copy
+    with _torch.quick_notes():
+        assert histories() == expected
+    assert torch.fx.traceback.copy is copier
+    assert sum("CallMethodKey" in each for each in expected) > 0
+    assert sum("Interpreter" in each for each in expected) > 3
 
 
 def lines() -> list[object]:
