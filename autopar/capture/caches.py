@@ -105,7 +105,8 @@ def _is_own(cached: Any) -> bool:
 
 
 def _holds_traced(cached: Any) -> bool:
-    return any(isinstance(x, FakeTensor) for x in tensors_cached_by(cached))
+    is_empty = not type(cached).cache_info(cached).currsize
+    return not is_empty and any(isinstance(x, FakeTensor) for x in tensors_cached_by(cached))
 
 
 def _function(cached: Any) -> FunctionType:
