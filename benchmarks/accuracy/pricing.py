@@ -214,8 +214,11 @@ def _step(
     )  # fmt: skip
     link = link_of(values, "pp")
     parts = values["tp"] if shape.scatters and not shape.sequence_parallel else 1
+    machine = replace(
+        found.machine, hides=hardware.hides
+    )  # no symbol: prices of items do not depend on it
     return Step(
-        found.items, found.holdings, run, found.machine, software, layers=found.layers,
+        found.items, found.holdings, run, machine, software, layers=found.layers,
         boundary_bytes=found.boundary_bytes, boundary_link=link,
         boundary_crosses=values["crosses"], boundary_parts=parts,
     )  # fmt: skip

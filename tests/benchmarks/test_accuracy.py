@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,19 @@ def test_a_schedule_without_a_closed_form_is_executed() -> None:
     )
     assert interleaved < filled < plain
     assert filled == pytest.approx(1.3953, rel=0.1)
+
+
+def test_what_hides_behind_compute_is_left_out_of_a_price() -> None:
+    """Half as much that hides saves half as many seconds, where the messages are shorter than the compute."""
+    s = subject(parse(ROW | {"dp": "8", "pp": "1", "zero_stage": "3", "grad_accum": "8"}))
+    none, half, every = (
+        price_rows(
+            [s.row], s.shape, s.recompute, replace(s.hardware, hides=hides), s.software
+        )[0].seconds
+        for hides in (0.0, 0.5, 1.0)
+    )  # fmt: skip
+    assert none - half == pytest.approx(half - every)
+    assert none > 1.01 * half
 
 
 def test_the_second_stage_is_the_fullest() -> None:
