@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autopar.ir.layout import State, depths
+from autopar.ir.layout import State, by_depth, depths
 
 UNSPLIT = "-"  # label of the choice that splits nothing: operands and results are in R
 
@@ -115,14 +115,13 @@ def nesting_of(labels: Labels) -> list[int]:
     if not any(DEEPER in label for label in labels):
         return list(range(len(labels)))
     factors = [split_factors(label)[0] for label in labels]
-    waiting = {factor: iter(_axes_along(labels, factor)) for factor in factors}
-    return [next(waiting[factor]) for factor in factors]
+    return by_depth(factors, [_depth(label) for label in labels])
 
 
-def _axes_along(labels: Labels, factor: str) -> list[int]:
-    """The axes that split the operands by a factor at any depth, the least deep first."""
-    found = [axis for axis, each in enumerate(labels) if split_factors(each)[0] == factor]
-    return sorted(found, key=lambda axis: labels[axis].partition(DEEPER)[2].rjust(2, "0"))
+def _depth(label: str) -> int:
+    """The depth in a label; 0 where it has none, or one that is no number, which `is_least_deep` finds."""
+    depth = label.partition(DEEPER)[2]
+    return int(depth) if depth.isdecimal() else 0
 
 
 def is_least_deep(labels: Labels) -> bool:

@@ -156,18 +156,14 @@ def parse_layout(text: str, mesh: Mesh) -> Layout:
 
 def axes_along(layout: Sequence[State], state: State) -> list[int]:
     """Positions of the axes that split the same factor as `state` does, the major one first."""
-    found = [axis for axis, each in enumerate(layout) if each.splits_as(state)]
-    return sorted(found, key=lambda axis: layout[axis].depth)
+    return [axis for axis in in_nesting_order(layout) if layout[axis].splits_as(state)]
 
 
 def in_nesting_order(layout: Sequence[State]) -> list[int]:
     """Positions of all axes in their order, except that those which split one factor stand as they nest."""
     if not any(state.depth for state in layout):
         return list(range(len(layout)))
-    waiting = {state[:3]: iter(axes_along(layout, state)) for state in layout if state.kind == "S"}
-    return [
-        next(waiting[state[:3]]) if state.kind == "S" else axis for axis, state in enumerate(layout)
-    ]
+    return by_depth(_shared(layout), [state.depth for state in layout])
 
 
 def nested(layout: Sequence[State], order: Sequence[int]) -> Layout:
@@ -181,9 +177,7 @@ def nested(layout: Sequence[State], order: Sequence[int]) -> Layout:
     1
     """
     result = [state._replace(depth=0) if state.depth else state for state in layout]
-    for axis, depth in depths(
-        [state[:3] if state.kind == "S" else None for state in result], order
-    ):
+    for axis, depth in depths(_shared(result), order):
         result[axis] = result[axis]._replace(depth=depth)
     return tuple(result)
 
@@ -203,6 +197,26 @@ def depths(shared: Sequence[Hashable], order: Sequence[int]) -> Iterator[tuple[i
             last[what] = axis, depth + (axis < before)
             if last[what][1]:
                 yield axis, last[what][1]
+
+
+def by_depth(shared: Sequence[Hashable], deep: Sequence[int]) -> list[int]:
+    """Positions of all axes in their order, except that those which split the same stand by their depth.
+
+    Args:
+        shared: what each axis splits.
+        deep: the depth of each axis.
+
+    >>> by_depth(("k", "b", "k"), (1, 0, 0))
+    [2, 1, 0]
+    """
+    order = sorted(range(len(shared)), key=deep.__getitem__)
+    waiting = {what: iter([axis for axis in order if shared[axis] == what]) for what in shared}
+    return [next(waiting[what]) for what in shared]
+
+
+def _shared(layout: Sequence[State]) -> list[Hashable]:
+    """What each axis splits; None for an axis that splits nothing."""
+    return [state[:3] if state.kind == "S" else None for state in layout]
 
 
 def _canonical(state: State) -> State:
