@@ -44,7 +44,7 @@ from autopar.ir.saved import SavedLayout
 from autopar.pipeline.blocks import has_blocks
 from autopar.pipeline.saved_values import SavedValues
 from autopar.pipeline.schedules import fewest_micro_batches
-from autopar.search.orders import in_order
+from autopar.search.orders import in_mesh_order, in_order
 
 
 def random_plan(
@@ -64,9 +64,7 @@ def random_plan(
     """
     if mesh.occupied is not None:
         plan = random_plan(graph, mesh.filled, seed=seed, fingerprint=fingerprint, lone_ops=True)
-        plan = in_order(plan, mesh.filled)
-        ops = {name: nested_labels(each, range(len(each))) for name, each in plan.ops.items()}
-        plan = replace(plan, ops=ops)
+        plan = in_mesh_order(in_order(plan, mesh.filled))
         return _among_present(graph, plan, mesh, random.Random(f"vacant {seed}"))
     draw, whole = random.Random(seed), mesh
     mesh = _random_order(without_pipeline(mesh), random.Random(f"order {seed}"))

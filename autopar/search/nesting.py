@@ -23,6 +23,7 @@ from functools import cached_property
 import networkx as nx
 
 from autopar.cost_model.collectives import conversion_seconds
+from autopar.cost_model.flow import Flow
 from autopar.cost_model.hardware import Hardware
 from autopar.cost_model.sizes import Sizes
 from autopar.ir import (
@@ -31,7 +32,6 @@ from autopar.ir import (
     Layout,
     Op,
     Plan,
-    R,
     nested_labels,
     operand_layouts,
     plain,
@@ -136,7 +136,7 @@ class NestingOfGroups:
         """The layout in which a tensor is made, or comes into the step."""
         op = self.graph.producer.get(name)
         if op is None:
-            return self._given[name]
+            return self._flow.produced[name]
         return result_layouts(op, self.ops[op.name])[op.results.index(name)]
 
     def _targets(self, name: str) -> Iterator[Layout]:
@@ -147,15 +147,9 @@ class NestingOfGroups:
             yield self.graph.delivered(self._produced(name))
 
     @cached_property
-    def _given(self) -> Mapping[str, Layout]:
-        """Layouts of the tensors that no op makes."""
-        plan, graph = self.plan, self.graph
-        whole = (R,) * len(plan.mesh.axes)
-        found = dict.fromkeys(graph.buffers.values(), whole)
-        found |= {tensor: plan.inputs[name] for name, tensor in graph.inputs.items()}
-        return found | {
-            tensor: plan.parameters[name].resident for name, tensor in graph.parameters.items()
-        }
+    def _flow(self) -> Flow:
+        """The layouts at the order of the mesh, which are those of tensors that no op makes in any order."""
+        return Flow(self.graph, self.plan)
 
     @cached_property
     def _uses(self) -> Mapping[str, list[tuple[Op, int]]]:
@@ -171,13 +165,13 @@ class NestingOfGroups:
         """Ops with axes that may nest in several orders, grouped by the tensors that they share in one layout."""
         joined = nx.Graph()
         joined.add_nodes_from(op.name for op in self.graph.ops if _nests(self.plan.ops[op.name]))
-        places: dict[
+        users = dict[
             tuple[str, Layout], str
-        ] = {}  # a tensor in a layout -> an op that makes or uses it
+        ]()  # a tensor in a layout -> an op that makes or uses it
         for op in self.graph.ops:
             if op.name in joined:
                 for place in self._places(op):
-                    joined.add_edge(op.name, places.setdefault(place, op.name))
+                    joined.add_edge(op.name, users.setdefault(place, op.name))
         found = nx.connected_components(joined)
         return [[op for op in self.graph.ops if op.name in group] for group in found]
 

@@ -97,6 +97,12 @@ def in_order(plan: Plan, mesh: Mesh) -> Plan:
     )  # fmt: skip
 
 
+def in_mesh_order(plan: Plan) -> Plan:
+    """The plan with the axes of all ops in the order of its mesh."""
+    ops = {name: nested_labels(each, range(len(each))) for name, each in plan.ops.items()}
+    return replace(plan, ops=ops)
+
+
 def shares_a_factor(graph: Graph, plan: Plan) -> bool:
     """Whether two axes split the same factor of some parameter, input or op, so that their order matters."""
     layouts = [each for how in plan.parameters.values() for each in (how.storage, how.resident)]

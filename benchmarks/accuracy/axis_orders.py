@@ -17,7 +17,6 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,9 +31,9 @@ from autopar.cost_model.collectives import conversion_seconds
 from autopar.cost_model.flow import Flow
 from autopar.cost_model.sizes import Sizes
 from autopar.explanation.advice import Question
-from autopar.ir import Graph, Layout, Mesh, Plan, Tensor, nested, nested_labels
+from autopar.ir import Graph, Layout, Mesh, Plan, Tensor, nested
 from autopar.models.presets import find_preset
-from autopar.search.orders import in_order
+from autopar.search.orders import in_mesh_order, in_order
 from autopar.search.request import Request
 from autopar.units import format_seconds
 from benchmarks.tables import markdown_table
@@ -105,12 +104,6 @@ def least_seconds(graph: Graph, plan: Plan, hardware: Hardware) -> float:
         return min(_seconds(Conversion(each.tensor, *way), sizes, hardware) for way in ways)
 
     return sum(map(least, conversions_of(graph, plan)))
-
-
-def in_mesh_order(plan: Plan) -> Plan:
-    """The plan with all ops in the order of its mesh."""
-    ops = {name: nested_labels(each, range(len(each))) for name, each in plan.ops.items()}
-    return replace(plan, ops=ops)
 
 
 def _seconds(each: Conversion, sizes: Sizes, hardware: Hardware) -> float:

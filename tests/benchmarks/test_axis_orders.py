@@ -10,10 +10,10 @@ import torch
 from autopar.cost_model import find_hardware
 from autopar.ir import Mesh
 from autopar.planning.planning import prepare_step
-from autopar.search.orders import in_order
+from autopar.search.orders import in_mesh_order, in_order
 from autopar.search.outer import search_plan
 from autopar.search.request import Request
-from benchmarks.accuracy.axis_orders import in_mesh_order, least_seconds, own_seconds
+from benchmarks.accuracy.axis_orders import least_seconds, own_seconds
 from benchmarks.accuracy.tensor_dims import Layers, mean_square
 
 HARDWARE = replace(find_hardware("cpu-gloo"), devices_per_node=8)

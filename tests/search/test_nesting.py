@@ -15,6 +15,7 @@ from autopar.ir import Graph, Labels, Mesh, Plan, is_legal, nested_labels
 from autopar.pipeline.composed import composed
 from autopar.planning.planning import prepare_step
 from autopar.search.nesting import NestingOfGroups, with_nesting
+from autopar.search.orders import in_mesh_order
 from autopar.search.outer import search_plan
 from autopar.search.request import Request
 from tests.support.llama import Llama
@@ -39,10 +40,6 @@ def found(hardware: Hardware) -> Plan:
     return search_plan(graph(), asked).best.plan
 
 
-def natural(plan: Plan) -> dict[str, Labels]:
-    return {name: nested_labels(each, range(len(each))) for name, each in plan.ops.items()}
-
-
 def seconds(plan: Plan, hardware: Hardware, ops: Mapping[str, Labels]) -> float:
     return composed(graph(), replace(plan, ops=dict(ops)), hardware).step_seconds
 
@@ -50,8 +47,10 @@ def seconds(plan: Plan, hardware: Hardware, ops: Mapping[str, Labels]) -> float:
 def test_half_of_a_message_goes_between_the_nodes() -> None:
     """Of partial sums over both axes tq, inside of a node, is reduced first, as its ranks then split the rows first."""
     plan = found(TWO_NODES)
-    assert seconds(plan, TWO_NODES, plan.ops) < 0.999 * seconds(plan, TWO_NODES, natural(plan))
-    turned = [name for name, labels in plan.ops.items() if labels != natural(plan)[name]]
+    assert seconds(plan, TWO_NODES, plan.ops) < 0.999 * seconds(
+        plan, TWO_NODES, in_mesh_order(plan).ops
+    )
+    turned = [name for name, labels in plan.ops.items() if labels != in_mesh_order(plan).ops[name]]
     assert turned and all("^1" in plan.ops[name][0] for name in turned)
     (note,) = (note for note in plan.notes if "nest in another order" in note)
     assert f"in {len(turned)} ops" in note
@@ -59,7 +58,7 @@ def test_half_of_a_message_goes_between_the_nodes() -> None:
 
 def test_even_links_change_nothing() -> None:
     plan = found(ONE_NODE)
-    assert plan.ops == natural(plan)
+    assert plan.ops == in_mesh_order(plan).ops
 
 
 def test_the_plan_is_legal_and_reads_back() -> None:
@@ -72,7 +71,7 @@ def test_the_plan_is_legal_and_reads_back() -> None:
 
 def test_no_other_orders_of_the_groups_take_less() -> None:
     """Every combination of orders of the groups by brute force."""
-    plan = replace(found(TWO_NODES), ops=natural(found(TWO_NODES)))
+    plan = in_mesh_order(found(TWO_NODES))
     nesting = NestingOfGroups(graph(), plan, TWO_NODES)
     groups, tensors = nesting.groups, list(graph().tensors)
     assert 2 <= len(groups) <= 10
@@ -88,7 +87,7 @@ def test_no_other_orders_of_the_groups_take_less() -> None:
 @pytest.mark.parametrize("hardware", [TWO_NODES, ONE_NODE], ids=["two nodes", "one node"])
 def test_a_plan_never_becomes_slower(hardware: Hardware) -> None:
     plan = found(hardware)
-    assert seconds(plan, hardware, plan.ops) <= seconds(plan, hardware, natural(plan))
+    assert seconds(plan, hardware, plan.ops) <= seconds(plan, hardware, in_mesh_order(plan).ops)
 
 
 def test_a_plan_is_turned_once() -> None:
