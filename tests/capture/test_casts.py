@@ -80,7 +80,7 @@ def llama_batch():
     from tests.support.llama import Llama
 
     torch.manual_seed(0)
-    model = Llama(vocab=32, width=32, inner=48, heads=4, kv_heads=2, layers=1).double()
+    model = Llama(vocab=32, width=32, inner=48, heads=4, kv_heads=2, layers=2).double()
     return model, (torch.randint(32, (4, 8)), torch.randint(32, (4, 8)))
 
 

@@ -180,7 +180,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_would_help():
     with pytest.raises(
         SearchError, match=r"\([\d,]+ bytes\) more than the 0.5 GB .*about \d+ ranks"
     ):
-        ask(memory_bytes=5 * 10**8, without=ON_DEVICE).answer()
+        ask(memory_bytes=5 * 10**8).answer()
 
 
 def test_pins_over_an_axis_become_labels_of_products(question):

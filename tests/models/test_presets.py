@@ -87,11 +87,11 @@ def test_products_cost_two_flops_a_parameter_and_token():
 
 def test_what_is_captured_grows_not_with_depth():
     graphs = {}
-    for name in ("gpt2", "gpt2-xl"):
+    for name in ("llama3-8b", "llama3-405b"):
         target = resolve_target(name)
         model, args, kwargs, _ = target.build_few()
         graphs[target.stacks[0].layers] = prepare_step(model, args, kwargs).analysis.graph
-    assert len(graphs[12].ops) == len(graphs[48].ops)
+    assert len(graphs[32].ops) == len(graphs[126].ops)
     assert parameter_count(PRESETS["llama3-405b"].description) > 4e11
 
 

@@ -82,7 +82,7 @@ def test_recomputed_blocks() -> None:
 def test_a_model_in_float32() -> None:
     model = nn.Sequential(Layer(), Layer())
     report = autopar.verify(
-        model, torch.randn(4, 8), mesh={"pp": 2}, recipe="2bw", micro_batches=4, loss_fn=square
+        model, torch.randn(4, 8), mesh={"pp": 2}, recipe="2bw", micro_batches=8, loss_fn=square
     )
     assert report.passed and report.arithmetic == "float32"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -43,15 +42,15 @@ class Alone(nn.Module):
 
 def labels_of(op: Callable[..., object], *tensors: Tensor, kind: str) -> set[str]:
     """The choices that the rule of the op called `kind` offers (any op of parameters may also run in V)."""
-    graph = _analyzed(op, tensors)[2].graph
+    graph = _analyzed(Alone(op, tensors))[1].graph
     return {c.label for o in graph.ops if o.kind == kind for c in o.choices} - {VARIED}
 
 
 def prove(op: Callable[..., object], *tensors: Tensor, kind: str) -> int:
     """Compares every choice of every op called `kind` with the unsplit op; returns how many there were."""
-    module, captured, analysis = _analyzed(op, tensors)
-    module.zero_grad()
+    module = Alone(op, tensors)
     module().backward()
+    captured, analysis = _analyzed(module)
     graph = analysis.graph
     tried = 0
     for node in (o for o in graph.ops if o.kind == kind):
@@ -64,13 +63,10 @@ def prove(op: Callable[..., object], *tensors: Tensor, kind: str) -> int:
     return tried
 
 
-@functools.lru_cache(maxsize=1)
-def _analyzed(op, tensors):
-    """The op alone, its capture and analysis: of the same tensors, which a test asks for twice, once."""
-    module = Alone(op, tensors)
+def _analyzed(module):
     captured = capture_step(module, (), {}, None)
     clean_up(captured.module)
-    return module, captured, analyze(captured)
+    return captured, analyze(captured)
 
 
 def _compare(module, captured, analysis, name, label):
