@@ -1,17 +1,13 @@
 """Captures in a folder: the same model is captured once, and one that Python could tell apart is captured anew."""
 
 import contextlib
-import functools
-import importlib
 import json
 import logging
 import os
 import subprocess
 import sys
 import textwrap
-import threading
 import unittest.mock
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,138 +16,11 @@ from torch import nn
 
 import autopar
 from autopar import _torch
-from autopar.capture.export import capture_step
 from autopar.ir import MixedPrecision
 from autopar.planning import stored_captures
-from autopar.planning.stored_captures import CaptureQuestion, StoredCaptures, is_same_capture
+from autopar.planning.stored_captures import is_same_capture
 from autopar.program.captures import SizedCaptures
-from autopar.runtime.stand_ins import stand_ins
 from tests.support.tables import often
-
-HELPER = """
-    import math
-
-    FACTOR = 2.0
-    LIST = [1.0, 2.0]
-
-    class Scale:
-        factor = 0.5
-
-        def __init__(self, by):
-            self.by = by
-
-    def helped(x):
-        return inner(x) * FACTOR * math.pi
-
-    def inner(x):
-        return x + LIST[0]
-
-    def unused(x):
-        return x
-"""
-MODEL = """
-    import torch
-    import torch.nn.functional as F
-    from torch import nn
-
-    import helper
-    from helper import Scale
-
-    def made(offset):
-        def shifted(x):
-            return x + offset
-        return shifted
-
-    class Body(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear, self.drop = nn.Linear(4, 4), nn.Dropout(0.1)
-
-        def forward(self, x):
-            return F.gelu(self.drop(self.linear(x)))
-
-    class Model(nn.Module):
-        bias = 0.25
-
-        def __init__(self):
-            super().__init__()
-            self.body, self.scale, self.beta = Body(), Scale(3.0), 1.0
-            self.table, self.steps, self.shifted = torch.ones(4), [1, 2], made(1.5)
-
-        def forward(self, x):
-            y = helper.helped(self.body(x)) * self.scale.by * Scale.factor * self.beta + self.table
-            return self.shifted(y) * len(self.steps) + self.bias
-
-        def save(self, path):
-            with open(path, "w") as file:
-                file.write("never run by a capture")
-
-    def loss(y, target):
-        return F.mse_loss(y, target)
-"""
-
-
-class Starts:
-    """Starts of a script of two files, and how often they had to capture.
-
-    Attributes:
-        count: number of captures so far.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.count = folder, 0
-        self.stored = StoredCaptures(folder / "kept")
-        self.write("helper", HELPER)
-        self.write("written", MODEL)
-
-    def write(self, name: str, text: str) -> None:
-        (self.folder / f"{name}.py").write_text(textwrap.dedent(text))
-
-    def edit(self, name: str, old: str, new: str) -> None:
-        path = self.folder / f"{name}.py"
-        text = path.read_text()
-        assert old in text
-        path.write_text(text.replace(old, new))
-
-    def load(self):
-        """The script's modules, as a new process imports them."""
-        for name in ("helper", "written"):
-            sys.modules.pop(name, None)
-        importlib.invalidate_caches()
-        return importlib.import_module("written")
-
-    def start(self, change=None, *, rows=4, dtype=torch.float32, loss=None, precision=None, **kw):
-        """Captures the model of a new start, after a change to it if there is one."""
-        script = self.load()
-        model = script.Model()
-        if change is not None:
-            change(model, script)
-        x = torch.ones(rows, 4, dtype=dtype)
-        return self.capture(model, (x, x), loss or script.loss, precision, **kw)
-
-    def capture(self, model, args, loss, precision=None, dims=()):
-        with stand_ins(model, args, torch.device("cpu")) as fakes:
-            args = tuple(fakes)
-
-            def capture():
-                self.count += 1
-                return capture_step(model, args, {}, loss, precision, (), dims)
-
-            question = CaptureQuestion(model, args, {}, loss, True, precision, dims)
-            return self.stored.captured(question, capture)
-
-    @property
-    def files(self):
-        return sorted(self.stored.folder.glob("*")) if self.stored.folder.is_dir() else []
-
-
-@pytest.fixture
-def starts(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # files are edited within a second
-    yield Starts(tmp_path)
-    for name in ("helper", "written"):
-        sys.modules.pop(name, None)
 
 
 def test_a_second_start_captures_nothing(starts):
@@ -428,137 +297,6 @@ def test_a_file_that_cannot_be_used_is_made_again(starts, caplog, kind):
     (said,) = [r.getMessage() for r in caplog.records if "is not used" in r.getMessage()]
     assert str(path) in said and starts.count == 2
     assert path.read_text() == text and starts.files == [path]
-
-
-# --- what depends on more than the key says
-
-UNKNOWN = {
-    "asks torch": ("F.gelu(", "(torch.get_num_threads() or 1) * F.gelu(", "get_num_threads"),
-    "asks for a rank": ("F.gelu(", "(torch.distributed.is_available() + 1) * F.gelu(", "distributed"),
-    "reads a file": ("F.gelu(", "len(open(__file__).read()) * F.gelu(", "open"),
-    "imports": ("return F.gelu", "import platform; return len(platform.system()) * F.gelu", "platform"),
-    "evaluates": ("return F.gelu", "return eval('helper.un' + 'used')(x) + F.gelu", "eval"),
-    "finds code by its name": (
-        "return F.gelu", "return self.forward.__globals__['hel' + 'per'].unused(x) + F.gelu", "found in a way",
-    ),
-    "finds a number by its name": (
-        "return F.gelu", "return vars(helper)['FAC' + 'TOR'] * F.gelu", "for anything",
-    ),
-    "a function that keeps results": (
-        "def made(", "import functools\n\n@functools.lru_cache\ndef made(", "made keeps results",
-    ),
-    "a method of a lock": (
-        "return F.gelu", "return (1 + helper.is_locked()) * F.gelu", "helper.is_locked",
-    ),
-    "an attribute of a tensor": (
-        "return F.gelu", "return helper.TABLE.rate * F.gelu", "helper.TABLE",
-    ),
-    "a default": (
-        "    def forward(self, x):\n        return F.gelu",
-        "    def forward(self, x, lock=helper.LOCK):\n        return (1 + lock.locked()) * F.gelu", "a default of",
-    ),
-    "a lock": (
-        "return F.gelu", "return (1 + helper.LOCK.locked()) * F.gelu", "helper.LOCK",
-    ),
-}  # fmt: skip
-
-
-LATE = """import math, threading, torch
-
-LOCK = threading.Lock()
-is_locked = LOCK.locked
-TABLE = torch.ones(4)
-TABLE.rate = 2.0
-"""
-
-
-ALSO_UNKNOWN = {
-    "asks for a rank", "finds code by its name", "a method of a lock", "an attribute of a tensor", "evaluates",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", often(UNKNOWN, UNKNOWN.keys() - ALSO_UNKNOWN))
-def test_what_may_depend_on_more_is_not_stored(starts, caplog, name):
-    old, new, why = UNKNOWN[name]
-    starts.edit("helper", "import math", LATE)
-    starts.edit("written", old, new)
-    with caplog.at_level(logging.INFO, "autopar"):
-        starts.start()
-        starts.start()
-    assert starts.count == 2 and not starts.files
-    assert "The capture is not stored: " in caplog.text and why in caplog.text
-
-
-def scaled_by_lock(lock, module, args, result):
-    return (1 + lock.locked()) * result
-
-
-class LockHook:
-    def __init__(self):
-        self.lock = threading.Lock()
-
-    def __call__(self, module, args, result):
-        return (1 + self.lock.locked()) * result
-
-
-def hook_with_a_lock(model):
-    model.register_forward_hook(functools.partial(scaled_by_lock, threading.Lock()))
-
-
-def object_as_a_hook(model):
-    model.register_forward_hook(LockHook())
-
-
-@pytest.mark.parametrize("change", [hook_with_a_lock, object_as_a_hook])
-def test_what_a_hook_holds_is_a_part_of_the_state(starts, caplog, change):
-    with caplog.at_level(logging.INFO, "autopar"):
-        starts.start(lambda model, script: change(model.body))
-    assert not starts.files and "The capture is not stored: " in caplog.text
-
-
-def test_a_value_whose_text_cannot_be_made_keeps_a_capture_from_being_stored(starts, caplog):
-    class Silent(int):
-        def __repr__(self):
-            raise RuntimeError("no text")
-
-    def change(model, script):
-        model.silent = Silent(3)
-
-    with caplog.at_level(logging.INFO, "autopar"):
-        assert starts.start(change).fingerprint
-    assert not starts.files and "The capture is not stored: no text" in caplog.text
-
-
-def test_a_number_that_only_the_forward_imports_is_not_stored(starts, caplog, monkeypatch):
-    starts.write("imported_late", "PART = 2.0")
-    starts.edit("written", "return F.gelu", "from imported_late import PART; return PART * F.gelu")
-    monkeypatch.setitem(sys.modules, "imported_late", None)  # put back afterwards
-    del sys.modules["imported_late"]
-    importlib.import_module("imported_late")
-    with caplog.at_level(logging.INFO, "autopar"):
-        starts.start()
-    assert not starts.files and "imported_late.PART" in caplog.text
-
-
-def test_a_model_of_an_installed_library_is_not_stored(starts, caplog):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=2,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config)
-    question = CaptureQuestion(model, (), {}, None, True, None, ())
-    assert "belongs to an installed library" in question.state().obstacle
-
-
-def test_a_mode_of_the_user_is_not_stored(starts):
-    class Mode(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, function, kinds, args=(), kwargs=None):
-            return function(*args, **(kwargs or {}))
-
-    with Mode():
-        starts.start()
-    assert not starts.files
 
 
 SCRIPT = """
