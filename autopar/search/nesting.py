@@ -165,9 +165,8 @@ class NestingOfGroups:
         """Ops with axes that may nest in several orders, grouped by the tensors that they share in one layout."""
         joined = nx.Graph()
         joined.add_nodes_from(op.name for op in self.graph.ops if _nests(self.plan.ops[op.name]))
-        users = dict[
-            tuple[str, Layout], str
-        ]()  # a tensor in a layout -> an op that makes or uses it
+        # Of each tensor in a layout, one op that makes or uses it.
+        users = dict[tuple[str, Layout], str]()
         for op in self.graph.ops:
             if op.name in joined:
                 for place in self._places(op):

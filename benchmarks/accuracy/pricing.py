@@ -214,9 +214,8 @@ def _step(
     )  # fmt: skip
     link = link_of(values, "pp")
     parts = values["tp"] if shape.scatters and not shape.sequence_parallel else 1
-    machine = replace(
-        found.machine, hides=hardware.hides
-    )  # no symbol: prices of items do not depend on it
+    # What hides has no symbol, because the price of no item depends on it.
+    machine = replace(found.machine, hides=hardware.hides)
     return Step(
         found.items, found.holdings, run, machine, software, layers=found.layers,
         boundary_bytes=found.boundary_bytes, boundary_link=link,
