@@ -143,6 +143,20 @@ class Space:
             fewest = np.maximum(fewest, wanted)
         return fewest
 
+    def over_sequences(self) -> Iterator[ClusterSetting]:
+        """All ways to write the ranks as dp x cp x tp x stages where a micro-batch of a rank of dp is one sample."""
+        for stages, tp, dp in itertools.product(
+            self.stages, self._tensor_sizes(), divisors(self.batch)
+        ):
+            cp, rest = divmod(self.cluster.ranks, stages * tp * dp)
+            if rest or cp == 1 or (self._keeps_batch(stages) and dp != captured_batch(self.graph)):
+                continue
+            for data, tensor in itertools.product(DATA, TENSOR):
+                if not self._is_repeated(data, tensor, dp, tp):
+                    yield ClusterSetting(
+                        dp, tp, stages, 1, self.batch // dp, data, tensor, cp=cp
+                    )
+
     def on(self, cluster: Cluster) -> Space:
         """The same space on another cluster, with the plans that were searched for this one."""
         return replace(self, cluster=cluster)
@@ -249,26 +263,27 @@ class Space:
             work, work.spread(recompute, rows) if isinstance(recompute, np.ndarray) else recompute
         )
         found = (
-            PricedCandidate(setting, float(s), float(m), float(t), parts, float(moves))
-            for setting, s, m, t, moves, parts in zip(
+            PricedCandidate(setting, float(s), float(m), float(t), parts, float(moves), float(held))
+            for setting, s, m, t, moves, held, parts in zip(
                 settings, *self._figures(step, work, rows), strict=True
             )
         )
         return [each if self.graph.stacks else _of_equal_stages(each) for each in found]
 
     def _figures(self, step: Step, work: _Work, rows: Sequence[int]) -> Iterator[Sequence[Any]]:
-        """The seconds, the peak, the bytes sent and movable to the host, and seconds by cause, of some of the settings.
+        """For some of the settings seconds, peak, bytes sent, movable to the host and of states, and seconds by cause.
 
         The host may store the state of training, and without stages activations, if all layers were captured.
         """
         count = len(work.columns.dp)
         peak = np.maximum(total(step.memory("first")), total(step.memory("last")))
-        state = (sum(step.held(kind, stage) for kind in TOUCHED) for stage in ("first", "last"))
+        ends = (sum(step.held(kind, stage) for kind in TOUCHED) for stage in ("first", "last"))
+        state = np.maximum(*ends)
         keeps = (work.columns.stages == 1) & is_whole(self.graph)
-        movable = np.where(keeps, math.inf, np.maximum(*state))
+        movable = np.where(keeps, math.inf, state)
         parts = {name: np.broadcast_to(v, count) for name, v in where_time_goes(step).items()}
         sent = total(step.traffic()) + step.boundary_traffic()
-        for figure in (step.seconds(), peak, sent, movable):
+        for figure in (step.seconds(), peak, sent, movable, state):
             yield list(np.broadcast_to(figure, count)[rows])
         yield [{n: float(v[i]) for n, v in parts.items() if v[i]} for i in rows]
 
@@ -339,7 +354,13 @@ def _of_equal_stages(each: PricedCandidate) -> PricedCandidate:
 
 @dataclass(frozen=True)
 class _Columns:
-    """Settings as arrays of whole numbers; `batch` is the number of samples of a micro-batch on all ranks of dp."""
+    """Settings as arrays of whole numbers.
+
+    Attributes:
+        dp: numbers of ranks of dp and cp together. A part of a sequence is priced as a part of a sample.
+        tp, stages, micro_batches: those of the settings.
+        batch: numbers of samples of a micro-batch on all ranks of dp.
+    """
 
     dp: np.ndarray
     tp: np.ndarray
@@ -353,7 +374,7 @@ class _Columns:
             return np.array([read(each) for each in settings], dtype=np.int64)
 
         return cls(
-            column(lambda s: s.dp), column(lambda s: s.tp), column(lambda s: s.stages),
+            column(lambda s: s.dp * s.cp), column(lambda s: s.tp), column(lambda s: s.stages),
             column(lambda s: s.micro_batches), 1.0 * column(lambda s: s.micro_batch * s.dp),
         )  # fmt: skip
 
@@ -397,7 +418,7 @@ class _Work:
 def _sizes(setting: ClusterSetting) -> tuple[float, ...]:
     """What `_Columns` has of a setting."""
     s = setting
-    return s.dp, s.tp, s.stages, s.micro_batches, float(s.micro_batch * s.dp)
+    return s.dp * s.cp, s.tp, s.stages, s.micro_batches, float(s.micro_batch * s.dp)
 
 
 def _numbers_of_blocks(settings: Sequence[ClusterSetting]) -> np.ndarray:

@@ -25,6 +25,7 @@ from autopar.errors import MeshError, PlanError, RecipeError, SearchError
 from autopar.ir import Graph, Mesh, ParameterPlan, without_pipeline
 from autopar.pipeline.composed import state_bytes
 from autopar.pipeline.parts import is_whole
+from autopar.search.contexts import context_trials_of
 from autopar.search.dims import settings_in_dims, words_of_dims
 from autopar.search.notes import note_of_unasked_stages
 from autopar.search.one_setting import SettingSearch
@@ -142,6 +143,8 @@ class _Outer:
             self._try(if_none_fits, tried)
         self._try(refined_trials_of(self.graph, self.request, explored), tried)
         self._try_in_dims(tried)
+        if is_tight(tried.ranked[0] if tried.found else None, self.request):
+            self._try(context_trials_of(self.graph, self.request, explored), tried)
         self._try(unsplit_trials_of(self.graph, self.request, explored, tried.best_seconds), tried)
         self._try_without_recipes(explored, tried)
         if not tried.found:

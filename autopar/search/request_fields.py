@@ -154,12 +154,16 @@ class RequestFields:
         return 1 if split_recipe(self.recipe)[0] == NAIVE else self.micro_batches
 
     @property
-    def may_have_dims(self) -> bool:
-        """Whether nothing that a user asks for rules out tensor parallelism in two or three dims on a searched mesh."""
+    def leaves_axes_open(self) -> bool:
+        """Whether the mesh is searched, and nothing that a user asks for names its axes or rules one out."""
         says = self.recipe != "auto" or self.pins or self.without - {"offload", "recompute"}
         asks = self.inside_node or self.decompose or self.schedule or self.chunks
-        is_open = self.mesh is None and 1 in (self.depths or (1,))
-        return self.must_fit and is_open and not says and not asks
+        return self.must_fit and self.mesh is None and not says and not asks
+
+    @property
+    def may_have_dims(self) -> bool:
+        """Whether nothing that a user asks for rules out tensor parallelism in two or three dims on a searched mesh."""
+        return self.leaves_axes_open and 1 in (self.depths or (1,))
 
     @property
     def has_stages(self) -> bool:

@@ -29,6 +29,7 @@ class ClusterSetting:
         recompute: recomputed layers of each stage, see `autopar.ir.recompute`.
         inner: size of the inner one of two axes that tensor parallelism has in place of one (`autopar.search.refined`);
             1 where it has one.
+        cp: number of ranks that share the sequences of one rank of dp (`autopar.search.contexts`).
     """
 
     dp: int
@@ -40,11 +41,13 @@ class ClusterSetting:
     tensor: str
     recompute: Recompute = "none"
     inner: int = 1
+    cp: int = 1
 
     @property
     def name(self) -> str:
         """Text such as `dp=2 zero1 x tp=4 tp, 8 x 1`: axes with their recipes, then micro-batches x samples."""
         axes = [f"dp={self.dp} {self.data}"] if self.dp > 1 else []
+        axes += [f"cp={self.cp}"] if self.cp > 1 else []
         tensor = " x ".join(f"{name}={size}" for name, size in self._tensor_axes)
         axes += [f"{tensor} {self.tensor}"] if self.tp > 1 else []
         axes += [f"pp={self.stages} {self.schedule}"] if self.stages > 1 else []
@@ -66,12 +69,19 @@ class ClusterSetting:
     @property
     def recipe(self) -> str:
         tensor = ",".join(f"{name}:{self.tensor}" for name, _ in self._tensor_axes)
-        return f"dp:{self.data},{tensor}"
+        context = "cp:auto," if self.cp > 1 else ""
+        return f"dp:{self.data},{context}{tensor}"
 
     @property
     def mesh(self) -> Mesh:
         """The mesh of one stage."""
-        return _mesh((("dp", self.dp), *self._tensor_axes), 1)
+        return _mesh(self._axes, 1)
+
+    @property
+    def _axes(self) -> tuple[tuple[str, int], ...]:
+        """Name and size of every axis of a stage."""
+        context = (("cp", self.cp),) if self.cp > 1 else ()
+        return ("dp", self.dp), *context, *self._tensor_axes
 
     @property
     def _tensor_axes(self) -> tuple[tuple[str, int], ...]:
@@ -83,7 +93,7 @@ class ClusterSetting:
     @property
     def world_mesh(self) -> Mesh:
         """The mesh of all ranks, with the axis `pp` if there are several stages."""
-        return _mesh((("dp", self.dp), *self._tensor_axes), self.stages)
+        return _mesh(self._axes, self.stages)
 
 
 @functools.lru_cache(maxsize=10_000)
@@ -104,6 +114,7 @@ class PricedCandidate:
         parts: seconds by cause: "compute", "memory bandwidth", "along tp", "bubble", "host" and so on. Their sum is
             `seconds`; communication that overlaps with compute is subtracted by a negative part.
         movable_bytes: the most of the peak that the host could store in place of the device.
+        state_bytes: parameters, gradients and optimizer states of a rank.
     """
 
     setting: ClusterSetting
@@ -112,6 +123,7 @@ class PricedCandidate:
     traffic_bytes: float
     parts: Mapping[str, float] = field(default_factory=dict)
     movable_bytes: float = math.inf
+    state_bytes: float = 0.0
 
     @property
     def binds(self) -> str:
