@@ -31,6 +31,7 @@ from autopar.ir.recompute import Recompute
 from autopar.pipeline.parts import is_whole
 from autopar.search.causes import where_time_goes
 from autopar.search.pipeline_settings import divisors
+from autopar.search.recipe_rows import is_seq
 from autopar.search.refined import Grouping, grouping_of
 from autopar.search.search import MeshSearch
 from autopar.search.settings import DATA, TENSOR, ClusterSetting, PricedCandidate
@@ -73,8 +74,12 @@ class Space:
         return not any(settings for _, _, settings in self._groups())
 
     def price(self) -> list[PricedCandidate]:
-        """Every legal setting with its price, fastest first. Raises AutoparError if there is none."""
+        """Every legal setting with its price, fastest first. Raises AutoparError if there is none.
+
+        Those with an axis cp are left out, unless there are no others.
+        """
         found = [each for group in self._groups() for each in self._priced(*group)]
+        found = found or self.price_of(self.over_sequences())
         if not found:
             raise AutoparError(self._nothing())
         return sorted(found, key=lambda each: (each.seconds, each.setting.name))
@@ -149,13 +154,13 @@ class Space:
             self.stages, self._tensor_sizes(), divisors(self.batch)
         ):
             cp, rest = divmod(self.cluster.ranks, stages * tp * dp)
-            if rest or cp == 1 or (self._keeps_batch(stages) and dp != captured_batch(self.graph)):
+            if rest or cp == 1 or not any(length % cp == 0 for length in self._lengths):
+                continue
+            if self._keeps_batch(stages) and dp != captured_batch(self.graph):
                 continue
             for data, tensor in itertools.product(DATA, TENSOR):
                 if not self._is_repeated(data, tensor, dp, tp):
-                    yield ClusterSetting(
-                        dp, tp, stages, 1, self.batch // dp, data, tensor, cp=cp
-                    )
+                    yield ClusterSetting(dp, tp, stages, 1, self.batch // dp, data, tensor, cp=cp)
 
     def on(self, cluster: Cluster) -> Space:
         """The same space on another cluster, with the plans that were searched for this one."""
@@ -216,6 +221,11 @@ class Space:
     @cached_property
     def _batch_factors(self) -> frozenset[str]:
         return frozenset(batch_factors(self.graph))
+
+    @cached_property
+    def _lengths(self) -> tuple[int, ...]:
+        """Lengths of the model's sequences."""
+        return tuple(f.size for f in self.graph.factors.values() if is_seq(f.roles))
 
     @staticmethod
     def _is_repeated(data: str, tensor: str, dp: int, tp: int) -> bool:

@@ -1,9 +1,9 @@
 """Sequences over a third axis, `cp`, of a searched mesh: context parallelism, where a micro-batch is one sample.
 
 A rank takes at least one sample at a time along dp, so that activations of long sequences may not fit however the batch
-is cut. Along cp several ranks share a sequence. All that treats tokens one by one takes a part of a sequence like a part
+is cut. Along cp several ranks share a sequence. Ops that treat tokens one by one take a part of a sequence like a part
 of a sample, so that a setting has the estimate of dp x cp ranks of data parallelism with that part of a sample on each.
-What attention sends is left out, which makes the estimate optimistic.
+What attention sends is left out, so that few settings are passed by that could be the fastest.
 
 The search tries these settings after those without cp, and only where the bound on memory is likely to have ruled out a
 faster plan, or where the batch has fewer samples than ranks of dp could take.
@@ -14,21 +14,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from autopar.ir import Graph
+from autopar.ir import Graph, Mesh
 from autopar.search.intents import allows
-from autopar.search.recipe_rows import is_seq
 from autopar.search.request import Request
-from autopar.search.settings import ClusterSetting, PricedCandidate
+from autopar.search.settings import PricedCandidate
 from autopar.search.trials import Explored, Trial, blocks_of, promising
 
 
-def context_trials_of(
-    graph: Graph, request: Request, explored: Explored | None
-) -> Iterator[Trial]:
+def context_trials_of(graph: Graph, request: Request, explored: Explored | None) -> Iterator[Trial]:
     """Settings with an axis cp that fit without recomputation, in the order of their search."""
     if explored is None or not request.leaves_axes_open:
         return iter(())
-    settings = [each for each in explored.space.over_sequences() if _is_legal(graph, request, each)]
+    node = request.hardware.devices_per_node
+    settings = [each for each in explored.space.over_sequences() if allows(request, each, node)]
     priced = map(_with_state_in_parts, explored.space.price_of(settings))
     fit = [each for each in priced if each.memory_bytes <= request.bound_bytes]
     return promising(fit, request, blocks_of(graph))
@@ -40,8 +38,9 @@ def _with_state_in_parts(each: PricedCandidate) -> PricedCandidate:
     return replace(each, memory_bytes=each.memory_bytes - shared_bytes)
 
 
-def _is_legal(graph: Graph, request: Request, setting: ClusterSetting) -> bool:
-    """Whether a request allows a setting, and its axis divides a sequence of the model."""
-    lengths = [f.size for f in graph.factors.values() if is_seq(f.roles)]
-    divides = any(length % setting.cp == 0 for length in lengths)
-    return divides and allows(request, setting, request.hardware.devices_per_node)
+def without_context(trial: Trial) -> Mesh | None:
+    """The mesh of a setting with the ranks of cp along tp; None for a setting without cp."""
+    setting = trial.priced.setting if trial.priced else None
+    if setting is None or setting.cp == 1:
+        return None
+    return replace(setting, cp=1, tp=setting.cp * setting.tp).world_mesh

@@ -25,7 +25,7 @@ from autopar.errors import MeshError, PlanError, RecipeError, SearchError
 from autopar.ir import Graph, Mesh, ParameterPlan, without_pipeline
 from autopar.pipeline.composed import state_bytes
 from autopar.pipeline.parts import is_whole
-from autopar.search.contexts import context_trials_of
+from autopar.search.contexts import context_trials_of, without_context
 from autopar.search.dims import settings_in_dims, words_of_dims
 from autopar.search.notes import note_of_unasked_stages
 from autopar.search.one_setting import SettingSearch
@@ -143,8 +143,7 @@ class _Outer:
             self._try(if_none_fits, tried)
         self._try(refined_trials_of(self.graph, self.request, explored), tried)
         self._try_in_dims(tried)
-        if is_tight(tried.ranked[0] if tried.found else None, self.request):
-            self._try(context_trials_of(self.graph, self.request, explored), tried)
+        self._try_over_sequences(explored, tried)
         self._try(unsplit_trials_of(self.graph, self.request, explored, tried.best_seconds), tried)
         self._try_without_recipes(explored, tried)
         if not tried.found:
@@ -160,7 +159,7 @@ class _Outer:
         """Settings that no plan under the recipe of their estimate fits, without this recipe; each is given once."""
         if not is_open(self.request.inside):
             return []
-        failed = [each for each in tried.failed if len(without_pipeline(each.mesh).axes) < 3]
+        failed = [each for each in tried.failed if _axes_of_stage(each.mesh) < 3]
         tried.failed.clear()
         failed.sort(key=lambda each: each.promise_seconds)
         return [each._replace(recipe=self.request.inside) for each in failed[:MOST_OPENED]]
@@ -169,14 +168,24 @@ class _Outer:
         """The best setting, also with other numbers of micro-batches and without its recipe."""
         self._try(self._recounted(tried, explored), tried)
         self._try(self._opened(tried), tried)
-        trial, best = tried.ranked[0]
-        has_two_axes = len(without_pipeline(trial.mesh).axes) < 3  # of three, too many combinations
-        if is_open(self.request.inside) and not is_open(trial.recipe) and has_two_axes:
-            again = trial._replace(recipe=self.request.inside, promise_seconds=0.0, known=best)
-            self._try([again], tried)
+        self._try_best_without_recipe(tried)
         (trial, best), *rest = tried.ranked
         others = tuple(each for other, each in rest if other.mesh != trial.mesh)
         return Searched(best, trial, others, explored)
+
+    def _try_best_without_recipe(self, tried: Tried) -> None:
+        """Searches the best setting of one or two axes without its recipe; three have too many combinations."""
+        few = [each for each in tried.ranked if _axes_of_stage(each[0].mesh) < 3]
+        trial, plan = (few or tried.ranked)[0]
+        if not is_open(self.request.inside) or is_open(trial.recipe):
+            return
+        mesh = trial.mesh if few else without_context(trial)
+        if mesh is not None and plan.price.step_seconds <= MOST_SHOWN * tried.best_seconds:
+            known = plan if few and trial is tried.ranked[0][0] else None
+            free = trial._replace(
+                mesh=mesh, recipe=self.request.inside, promise_seconds=0.0, known=known
+            )
+            self._try([free], tried)
 
     def with_or_without_streaming(self) -> Searched:
         """The faster one of two plans: parameters on the device during the whole step, or only for each use."""
@@ -265,6 +274,12 @@ class _Outer:
             (trial, each.noted(words_of_dims(each.plan, other, each.price.step_seconds)))
             for trial, each in tried.found[before:]
         ]
+
+    def _try_over_sequences(self, explored: Explored | None, tried: Tried) -> None:
+        """Searches settings with an axis cp where memory is tight or dp has no rows for all ranks."""
+        known, request = tried.ranked[0] if tried.found else None, self.request
+        if is_tight(known, request) or self._inside.rows < (request.ranks or 1):
+            self._try(context_trials_of(self.graph, request, explored), tried)
 
     def _try_without_recipes(self, explored: Explored | None, tried: Tried) -> None:
         """Searches meshes without a recipe where ranks that repeat work may gain (`autopar.search.unsplit_axis`).
@@ -390,3 +405,8 @@ class _Outer:
                 asked[-1]
             )
         return self.promises[asked]
+
+
+def _axes_of_stage(mesh: Mesh) -> int:
+    """Number of axes of several ranks on the mesh of one stage."""
+    return sum(size > 1 for size in without_pipeline(mesh).sizes)
