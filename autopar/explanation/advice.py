@@ -372,7 +372,7 @@ class Question:
             hardware = replace(self.cluster.hardware, memory_bytes=size_bytes)
             bound = self.request.but(hardware=hardware, memory_bytes=None).bound_bytes
             # a setting that fits today is no news of more memory, even where its estimate is lower
-            news = [p for p in explored.settings if p is best or p.memory_bytes > self.bound_bytes]
+            news = [best, *(p for p in explored.settings if p.memory_bytes > self.bound_bytes)]
             change = change_of(what, news, best, bound, scale)
             found.append(change if change and change.best != best.setting.name else None)
         return tuple(each for each in found if each is not None)

@@ -273,27 +273,29 @@ class Space:
             work, work.spread(recompute, rows) if isinstance(recompute, np.ndarray) else recompute
         )
         found = (
-            PricedCandidate(setting, float(s), float(m), float(t), parts, float(moves), float(held))
-            for setting, s, m, t, moves, held, parts in zip(
+            PricedCandidate(setting, float(s), float(m), float(t), parts, float(moves))
+            for setting, s, m, t, moves, parts in zip(
                 settings, *self._figures(step, work, rows), strict=True
             )
         )
         return [each if self.graph.stacks else _of_equal_stages(each) for each in found]
 
     def _figures(self, step: Step, work: _Work, rows: Sequence[int]) -> Iterator[Sequence[Any]]:
-        """For some of the settings seconds, peak, bytes sent, movable to the host and of states, and seconds by cause.
+        """The seconds, the peak, the bytes sent and movable to the host, and seconds by cause, of some of the settings.
 
-        The host may store the state of training, and without stages activations, if all layers were captured.
+        The host may store the state of training, and without stages activations, if all layers were captured. Each rank
+        along cp may store a part of that state, as the recipe there is open; the peak is the least that this leaves.
         """
         count = len(work.columns.dp)
-        peak = np.maximum(total(step.memory("first")), total(step.memory("last")))
         ends = (sum(step.held(kind, stage) for kind in TOUCHED) for stage in ("first", "last"))
         state = np.maximum(*ends)
+        peak = np.maximum(total(step.memory("first")), total(step.memory("last")))
+        peak = peak - (1 - 1 / work.columns.cp) * state
         keeps = (work.columns.stages == 1) & is_whole(self.graph)
         movable = np.where(keeps, math.inf, state)
         parts = {name: np.broadcast_to(v, count) for name, v in where_time_goes(step).items()}
         sent = total(step.traffic()) + step.boundary_traffic()
-        for figure in (step.seconds(), peak, sent, movable, state):
+        for figure in (step.seconds(), peak, sent, movable):
             yield list(np.broadcast_to(figure, count)[rows])
         yield [{n: float(v[i]) for n, v in parts.items() if v[i]} for i in rows]
 
@@ -368,7 +370,7 @@ class _Columns:
 
     Attributes:
         dp: numbers of ranks of dp and cp together. A part of a sequence is priced as a part of a sample.
-        tp, stages, micro_batches: those of the settings.
+        tp, stages, micro_batches, cp: those of the settings.
         batch: numbers of samples of a micro-batch on all ranks of dp.
     """
 
@@ -377,6 +379,7 @@ class _Columns:
     stages: np.ndarray
     micro_batches: np.ndarray
     batch: np.ndarray
+    cp: np.ndarray
 
     @classmethod
     def of(cls, settings: Sequence[ClusterSetting]) -> _Columns:
@@ -386,6 +389,7 @@ class _Columns:
         return cls(
             column(lambda s: s.dp * s.cp), column(lambda s: s.tp), column(lambda s: s.stages),
             column(lambda s: s.micro_batches), 1.0 * column(lambda s: s.micro_batch * s.dp),
+            column(lambda s: s.cp),
         )  # fmt: skip
 
 
@@ -428,7 +432,7 @@ class _Work:
 def _sizes(setting: ClusterSetting) -> tuple[float, ...]:
     """What `_Columns` has of a setting."""
     s = setting
-    return s.dp * s.cp, s.tp, s.stages, s.micro_batches, float(s.micro_batch * s.dp)
+    return s.dp * s.cp, s.tp, s.stages, s.micro_batches, float(s.micro_batch * s.dp), s.cp
 
 
 def _numbers_of_blocks(settings: Sequence[ClusterSetting]) -> np.ndarray:

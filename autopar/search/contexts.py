@@ -17,7 +17,6 @@ from dataclasses import replace
 from autopar.ir import Graph, Mesh
 from autopar.search.intents import allows
 from autopar.search.request import Request
-from autopar.search.settings import PricedCandidate
 from autopar.search.trials import Explored, Trial, blocks_of, promising
 
 
@@ -27,15 +26,9 @@ def context_trials_of(graph: Graph, request: Request, explored: Explored | None)
         return iter(())
     node = request.hardware.devices_per_node
     settings = [each for each in explored.space.over_sequences() if allows(request, each, node)]
-    priced = map(_with_state_in_parts, explored.space.price_of(settings))
+    priced = explored.space.price_of(settings)
     fit = [each for each in priced if each.memory_bytes <= request.bound_bytes]
     return promising(fit, request, blocks_of(graph))
-
-
-def _with_state_in_parts(each: PricedCandidate) -> PricedCandidate:
-    """The estimate with what ranks of cp may store in parts: under `cp:auto` each may keep one of its own."""
-    shared_bytes = (1 - 1 / each.setting.cp) * each.state_bytes
-    return replace(each, memory_bytes=each.memory_bytes - shared_bytes)
 
 
 def without_context(trial: Trial) -> Mesh | None:

@@ -114,7 +114,6 @@ class PricedCandidate:
         parts: seconds by cause: "compute", "memory bandwidth", "along tp", "bubble", "host" and so on. Their sum is
             `seconds`; communication that overlaps with compute is subtracted by a negative part.
         movable_bytes: the most of the peak that the host could store in place of the device.
-        state_bytes: parameters, gradients and optimizer states of a rank.
     """
 
     setting: ClusterSetting
@@ -123,7 +122,6 @@ class PricedCandidate:
     traffic_bytes: float
     parts: Mapping[str, float] = field(default_factory=dict)
     movable_bytes: float = math.inf
-    state_bytes: float = 0.0
 
     @property
     def binds(self) -> str:
