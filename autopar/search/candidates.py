@@ -370,7 +370,7 @@ class _Columns:
 
     Attributes:
         dp: numbers of ranks of dp and cp together. A part of a sequence is priced as a part of a sample.
-        tp, stages, micro_batches, cp: those of the settings.
+        tp, stages, micro_batches, cp: numbers of ranks and micro-batches, as in `ClusterSetting`.
         batch: numbers of samples of a micro-batch on all ranks of dp.
     """
 
