@@ -76,7 +76,8 @@ def check_closed_form(request: Request) -> None:
 def allows(request: Request, setting: ClusterSetting, devices_per_node: int) -> bool:
     """Whether a setting satisfies all constraints of a request."""
     return (
-        _allows_mesh(request, setting)
+        (setting.cp == 1 or request.leaves_axes_open)
+        and _allows_mesh(request, setting)
         and _allows_recipe(request, setting)
         and request.chosen_micro_batches in (None, setting.micro_batches)
         and _allows_schedule(request, setting)

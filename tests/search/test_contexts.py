@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from autopar.cost_model import find_hardware
+from autopar.errors import SearchError
 from autopar.ir import Graph, Mesh
 from autopar.search.contexts import context_trials_of
 from autopar.search.given import Planned
@@ -75,6 +76,12 @@ def test_promises_are_near_the_plans() -> None:
 )
 def test_none_are_tried_where_a_user_names_axes(options: dict[str, Any]) -> None:
     assert not list(context_trials_of(long(), asked(8, **options), explored(8)))
+
+
+def test_a_named_recipe_has_no_other_axis() -> None:
+    """No size of tp divides the two key-value heads on 8 ranks, and `tp` on all axes names no ranks of cp."""
+    with pytest.raises(SearchError, match="--recipe tp rule out all of them"):
+        best(asked(8, recipe="tp", stages=(1,)))
 
 
 def test_ranks_that_no_batch_and_no_head_can_fill_share_sequences() -> None:
