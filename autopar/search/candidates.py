@@ -53,6 +53,7 @@ class Space:
         recomputes: kinds of recomputation to try.
         pins: single choices that every plan must make.
         own_batch: whether a step without stages must have micro-batches of the graph's batch size.
+        shares_sequences: whether ranks may share sequences along an axis cp where nothing else is legal.
     """
 
     graph: Graph
@@ -65,6 +66,7 @@ class Space:
     recomputes: tuple[Recompute, ...] = ("none", "full")
     pins: Mapping[str, str] = field(default_factory=dict)
     own_batch: bool = False
+    shares_sequences: bool = False
     _plans: dict[tuple[str, str], Plan | None] = field(default_factory=dict, compare=False)
     _works: dict[tuple[str, str], _Work] = field(default_factory=dict, init=False, compare=False)
 
@@ -76,10 +78,12 @@ class Space:
     def price(self) -> list[PricedCandidate]:
         """Every legal setting with its price, fastest first. Raises AutoparError if there is none.
 
-        Those with an axis cp are left out, unless there are no others.
+        Those with an axis cp are left out, unless there are no others and the request leaves room for that axis.
         """
         found = [each for group in self._groups() for each in self._priced(*group)]
-        found = found or self.price_of(self.over_sequences())
+        if not found and self.shares_sequences:
+            shared = itertools.product(self.over_sequences(), self.recomputes)
+            found = self.price_of(replace(each, recompute=again) for each, again in shared)
         if not found:
             raise AutoparError(self._nothing())
         return sorted(found, key=lambda each: (each.seconds, each.setting.name))

@@ -279,7 +279,8 @@ class _Outer:
         """Searches settings with an axis cp where memory is tight or dp has no rows for all ranks."""
         known, request = tried.ranked[0] if tried.found else None, self.request
         if is_tight(known, request) or self._inside.rows < (request.ranks or 1):
-            self._try(context_trials_of(self.graph, request, explored), tried)
+            trials = context_trials_of(self.graph, request, explored)
+            self._try((t for t in trials if t[:2] not in tried.searched), tried)
 
     def _try_without_recipes(self, explored: Explored | None, tried: Tried) -> None:
         """Searches meshes without a recipe where ranks that repeat work may gain (`autopar.search.unsplit_axis`).

@@ -186,7 +186,7 @@ def space_of(graph: Graph, request: Request, rows: int) -> Space:
         graph, cluster_of(request.hardware, request.ranks), rows, request.training_state,
         request.software, stages=(*first, *if_none_fits),
         recomputes=tuple(again) if graph.stacks else ("none",), pins=request.pins,
-        own_batch=not request.cuts_batch,
+        own_batch=not request.cuts_batch, shares_sequences=request.leaves_axes_open,
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from autopar.cost_model import find_hardware
-from autopar.errors import SearchError
+from autopar.errors import AutoparError
 from autopar.ir import Graph, Mesh
 from autopar.search.contexts import context_trials_of
 from autopar.search.given import Planned
@@ -78,10 +78,26 @@ def test_none_are_tried_where_a_user_names_axes(options: dict[str, Any]) -> None
     assert not list(context_trials_of(long(), asked(8, **options), explored(8)))
 
 
-def test_a_named_recipe_has_no_other_axis() -> None:
-    """No size of tp divides the two key-value heads on 8 ranks, and `tp` on all axes names no ranks of cp."""
-    with pytest.raises(SearchError, match="--recipe tp rule out all of them"):
-        best(asked(8, recipe="tp", stages=(1,)))
+@pytest.mark.parametrize(
+    "options",
+    [{"recipe": "zero3"}, {"recipe": "tp"}, {"without": frozenset({"tp"})}, {"schedule": "gpipe"}],
+)
+def test_no_sequences_are_shared_against_what_a_user_asks_for(options: dict[str, Any]) -> None:
+    """No other setting is legal: the axis cp, whose recipe is open, must not take the place of what was asked for."""
+    with pytest.raises(AutoparError, match="No way to lay 2 sequences on 16 ranks"):
+        best(asked(16, **options))
+
+
+def test_shared_sequences_have_the_recomputation_asked_for() -> None:
+    found = replace(explored(16).space, recomputes=("full",)).price()
+    assert {(each.setting.cp > 1, each.setting.recompute) for each in found} == {(True, "full")}
+
+
+def test_shared_sequences_are_searched_once() -> None:
+    """With no other setting they are tried first, and not again after those without cp."""
+    found = search_plan(long(), asked(16, recompute="full")).others
+    plans = [(str(each.plan.mesh), each.price.step_seconds) for each in found]
+    assert len({*plans}) == len(plans)
 
 
 def test_ranks_that_no_batch_and_no_head_can_fill_share_sequences() -> None:
