@@ -3,10 +3,10 @@
 A rank takes at least one sample at a time along dp, so that activations of long sequences may not fit however the batch
 is cut. Along cp several ranks share a sequence. Ops that treat tokens one by one take a part of a sequence like a part
 of a sample, so that a setting has the estimate of dp x cp ranks of data parallelism with that part of a sample on each.
-What attention sends is left out, so that few settings are passed by that could be the fastest.
+What attention sends along cp is left out of the estimate, so that a good setting is seldom passed by.
 
 The search tries these settings after those without cp, and only where the bound on memory is likely to have ruled out a
-faster plan, or where the batch has fewer samples than ranks of dp could take.
+faster plan, or where the batch has fewer samples than there are ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autopar.search.trials import Explored, Trial, blocks_of, promising
 
 def context_trials_of(graph: Graph, request: Request, explored: Explored | None) -> Iterator[Trial]:
     """Settings with an axis cp that fit without recomputation, in the order of their search."""
-    if explored is None or not request.leaves_axes_open:
+    if explored is None:
         return iter(())
     node = request.hardware.devices_per_node
     settings = [each for each in explored.space.over_sequences() if allows(request, each, node)]

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from autopar.errors import MeshError, PlanError, RecipeError, SearchError
-from autopar.ir import Graph, Mesh, ParameterPlan, without_pipeline
+from autopar.ir import Graph, Mesh, ParameterPlan
 from autopar.pipeline.composed import state_bytes
 from autopar.pipeline.parts import is_whole
 from autopar.search.contexts import context_trials_of, without_context
@@ -159,7 +159,7 @@ class _Outer:
         """Settings that no plan under the recipe of their estimate fits, without this recipe; each is given once."""
         if not is_open(self.request.inside):
             return []
-        failed = [each for each in tried.failed if _axes_of_stage(each.mesh) < 3]
+        failed = [each for each in tried.failed if len(parts_of(each.mesh)[1]) < 3]
         tried.failed.clear()
         failed.sort(key=lambda each: each.promise_seconds)
         return [each._replace(recipe=self.request.inside) for each in failed[:MOST_OPENED]]
@@ -175,7 +175,7 @@ class _Outer:
 
     def _try_best_without_recipe(self, tried: Tried) -> None:
         """Searches the best setting of one or two axes without its recipe; three have too many combinations."""
-        few = [each for each in tried.ranked if _axes_of_stage(each[0].mesh) < 3]
+        few = [each for each in tried.ranked if len(parts_of(each[0].mesh)[1]) < 3]
         trial, plan = (few or tried.ranked)[0]
         if not is_open(self.request.inside) or is_open(trial.recipe):
             return
@@ -406,8 +406,3 @@ class _Outer:
                 asked[-1]
             )
         return self.promises[asked]
-
-
-def _axes_of_stage(mesh: Mesh) -> int:
-    """Number of axes of several ranks on the mesh of one stage."""
-    return sum(size > 1 for size in without_pipeline(mesh).sizes)
