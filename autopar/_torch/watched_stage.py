@@ -48,17 +48,52 @@ class WatchedStage(PipelineStage):
             _free_buffers(infos)
         return result
 
+    # Before 2.13 torch sends a gradient back for every received tensor, has all of them need one, and lets neighbouring
+    # stages of one rank greet each other, which Gloo refuses.
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        every = super()._get_init_p2p_neighbors_ops()
+        return [op for op in every if op.group_peer != self.group_rank]
+
+    def _create_grad_send_info(self, infos: tuple[Any, ...]) -> list[int | None]:
+        found = zip(super()._create_grad_send_info(infos), self.received, strict=True)
+        return [stage if example.requires_grad else None for stage, example in found]
+
     def get_fwd_recv_ops(self, number: int) -> list[dist.P2POp]:
         """The receive operations of a micro-batch's forward, with new buffers."""
         if not self.is_first:
             _make_buffers(self.args_recv_info[number], self.received, self.device)
+            self._mark_leaves(number)
         return super().get_fwd_recv_ops(number)
 
     def get_bwd_recv_ops(self, number: int) -> list[dist.P2POp]:
         """The receive operations of a micro-batch's backward, with new buffers."""
-        if self.has_backward and not self.is_last:
-            _make_buffers(self.grad_recv_info[number], self.sent, self.device)
-        return super().get_bwd_recv_ops(number)
+        if not self.has_backward or self.is_last:
+            return []
+        infos = self.grad_recv_info[number]
+        _make_buffers(infos, self.sent, self.device)
+        pairs = zip(infos, self.sent, strict=True)
+        return self._get_recv_ops(tuple(info for info, sent in pairs if sent.requires_grad))
+
+    def set_local_fwd_input(self, results: Any, number: int) -> None:
+        """Takes the results of the stage before from this rank itself."""
+        given = (results,) if isinstance(results, Tensor) else results
+        for info, x in zip(self.args_recv_info[number], given, strict=True):
+            info.buffer = x.detach()
+        self._mark_leaves(number)
+
+    def set_local_bwd_input(self, gradients: Sequence[Tensor | None], number: int) -> None:
+        """Takes the gradients of the stage after from this rank itself."""
+        for info, x in zip(self.grad_recv_info[number], gradients, strict=True):
+            if x is not None:
+                info.buffer = x
+
+    def _mark_leaves(self, number: int) -> None:
+        """Has the received activations need a gradient where one is sent back."""
+        if self.has_backward and torch.is_grad_enabled():
+            for info, example in zip(self.args_recv_info[number], self.received, strict=True):
+                assert info.buffer is not None, "the stage is not the first"
+                info.buffer.requires_grad_(example.requires_grad)
 
     def forward_one_chunk(self, number: int, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Runs the forward of a micro-batch; frees the received activations if no backward will follow."""
@@ -94,8 +129,8 @@ class WatchedStage(PipelineStage):
             del self.fwd_cache[number]
             self.bwd_cache[number] = self._input_gradients(number, results, inputs, loss)
         _free_graph((*results, loss))
-        pairs = zip(self.bwd_cache[number], received, strict=False)
-        self.bwd_cache[number] = tuple(_sendable(gradient, x) for gradient, x in pairs)
+        found = zip(self.bwd_cache[number], received, self.received, strict=False)
+        self.bwd_cache[number] = tuple(_sendable(*each) for each in found)
         _free_buffers(self.args_recv_info[number])
         if not self.is_last:
             _free_buffers(self.grad_recv_info[number])
@@ -129,11 +164,11 @@ def _free_graph(results: Sequence[Any]) -> None:
             x.detach_()
 
 
-def _sendable(gradient: Tensor | None, received: Tensor) -> Tensor | None:
+def _sendable(gradient: Tensor | None, received: Tensor, example: Tensor) -> Tensor | None:
     """The gradient of a received tensor as a send takes it: contiguous, and before torch 2.13 never missing."""
     if gradient is not None:
         return gradient.contiguous()
-    return torch.zeros_like(received) if received.requires_grad else None
+    return torch.zeros_like(received) if example.requires_grad else None
 
 
 def _free_buffers(infos: Sequence[Any]) -> None:

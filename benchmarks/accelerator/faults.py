@@ -17,12 +17,11 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import _torch
-from autopar.calibrate.devices import device_count
 from autopar.runtime.failing_op import is_out_of_memory
 from benchmarks.accelerator.figures import Figure, Sentence
+from benchmarks.accelerator.joining import staged_or_devices
 from benchmarks.accelerator.parts import Context, Found
-from benchmarks.accelerator.several_ranks import join_devices, join_staged
-from tests.runtime.ranks import join
+from tests.runtime.ranks import Join, join
 
 RANKS = 3
 BOUND_SECONDS = 60.0  # from the death of a rank to the end of the last survivor
@@ -34,7 +33,8 @@ SAID = {"what was asked": "allocate", "what was planned": "planned:", "what to c
 
 def run(context: Context) -> Iterator[Found]:
     """Provokes both faults."""
-    yield from _killed_rank(context)
+    joined = staged_or_devices(context, RANKS) if context.on_accelerator else join
+    yield from killed_rank(context, joined, "killed rank")
     yield from _out_of_memory(context)
 
 
@@ -121,15 +121,16 @@ def _little_memory(context: Context, free_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def _killed_rank(context: Context) -> Iterator[Found]:
-    """One of three ranks is killed in backward; the others end in time and say so."""
-    kind = context.device.type
-    is_shared = context.on_accelerator and device_count(kind) < RANKS
-    if is_shared or not context.on_accelerator:
-        why = f"it takes {RANKS} accelerators; here ranks talk over Gloo"
-        yield Figure("killed rank: words of the watchdog of NCCL", None, "count", note=why)
+def killed_rank(context: Context, joined: Join, name: str) -> Iterator[Found]:
+    """One of three ranks that join so is killed in backward; the others end in time and say so.
+
+    Args:
+        context: what the part measures on.
+        joined: how the ranks join.
+        name: words that the names of the figures begin with.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (folder, kind, is_shared)
+        arguments = (folder, context.device.type, joined)
         processes = [
             context.processes.Process(target=_rank, args=(rank, *arguments), daemon=True)
             for rank in range(RANKS)
@@ -147,17 +148,14 @@ def _killed_rank(context: Context) -> Iterator[Found]:
             for process in processes:
                 process.kill()
                 process.join(10)
-    yield Figure(
-        "killed rank: time until the others ended", seconds, "seconds", limit=BOUND_SECONDS
-    )
+    yield Figure(f"{name}: time until the others ended", seconds, "seconds", limit=BOUND_SECONDS)
     silent = RANKS - 1 - sum("another rank" in text for text in said)
-    yield Figure("killed rank: others without an error that names it", silent, "count", limit=0)
-    yield Sentence(f"The error of the others: {said[0] if said else 'none'}")
+    yield Figure(f"{name}: others without an error that names it", silent, "count", limit=0)
+    yield Sentence(f"The error of the others ({name}): {said[0] if said else 'none'}")
 
 
-def _rank(rank: int, folder: str, kind: str, is_shared: bool) -> None:
+def _rank(rank: int, folder: str, kind: str, joined: Join) -> None:
     """The life of a rank; the one in the middle is killed in its second backward."""
-    joined = join_staged if is_shared else join if kind == "cpu" else join_devices
     joined(rank, RANKS, f"{folder}/store")
     device = _torch.current_device(kind)
     torch.manual_seed(0)

@@ -9,12 +9,12 @@ from gpt import GPT, GPTConfig, loss_fn
 
 import autopar
 from autopar import _torch
-from autopar.calibrate.devices import device_count
 from benchmarks.accelerator.figures import Figure, Picture, Sentence
+from benchmarks.accelerator.joining import join_staged, staged_or_devices
 from benchmarks.accelerator.parts import Context, Found
-from benchmarks.accelerator.several_ranks import RANKS, join_devices, join_staged
+from benchmarks.accelerator.several_ranks import RANKS
 from benchmarks.accelerator.trace import Trace, traced
-from tests.runtime.ranks import Ranks, join
+from tests.runtime.ranks import Join, Ranks, join
 
 # With what a recipe sends while it computes: sums of gradients; those and gathers ahead of use; nothing.
 RECIPES = ("ddp", "zero3", "tp")
@@ -23,19 +23,22 @@ BUCKET_BYTES = 200_000  # several messages a step, as of a large model
 
 def run(context: Context) -> Iterator[Found]:
     """Profiles one step of each recipe on two ranks."""
-    yield Figure("offload beside compute", None, "ratio", note="the plan has no tiers of memory")
     if not context.on_accelerator:
         yield Sentence(
             "On a processor the trace has the ops of the main thread and the work of Gloo's threads. It tells which "
             "collectives run while something is computed; that both then share cores, it does not tell."
         )
-    is_shared = context.on_accelerator and device_count(context.device.type) < RANKS
-    if is_shared:
+    joined = staged_or_devices(context, RANKS) if context.on_accelerator else join
+    if joined is join_staged:
         yield Sentence(
             "Two ranks share one device, and collectives go through the host: the copies are seen, "
             "kernels of collectives are not, and the device's own overlap is not proven."
         )
-    joined = join_staged if is_shared else join_devices if context.on_accelerator else join
+    yield from shares(context, joined)
+
+
+def shares(context: Context, joined: Join) -> Iterator[Found]:
+    """Shares of a step of each recipe on two ranks that join so."""
     ranks = Ranks(RANKS, joined, context.processes)
     bars: dict[str, list[tuple[str, float]]] = {"beside compute": [], "idle": []}
     try:

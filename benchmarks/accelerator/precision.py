@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,7 @@ def run(context: Context) -> Iterator[Found]:
     yield from _scaled(context)
     yield from _float8(context)
     yield _float8_tiles(context)
+    yield from _attention(context)
     yield from _tf32(context)
 
 
@@ -127,6 +129,44 @@ def _float8_tiles(context: Context) -> Figure:
     runs = _torch.multiplies_tiles(context.device, torch.bfloat16)
     kernel = "torch._scaled_mm" if runs else "simulated: this device has no such kernel"
     return Figure("float8 product of tiles", error, "error", limit=ROUNDING, note=kernel)
+
+
+def _attention(context: Context) -> Iterator[Found]:
+    """The kernel of attention that rings use, and its backward, against scores in float64."""
+    torch.manual_seed(0)
+    drawn = torch.randn(4, 2, 4, context.size(64, 1024), 64).to(context.device, torch.bfloat16)
+    query, key, value, gradient = drawn
+    for is_causal in (False, True):
+        how: Any = {"is_causal": is_causal, "scale": 0.125}
+        assert _torch.has_fused_attention(query, key, value, None)
+        result, logsumexp = _torch.fused_attention(query, key, value, None, **how)
+        gradients = _torch.fused_attention_backward(
+            gradient, query, key, value, None, result, logsumexp, **how
+        )
+        names = ("result", "logsumexp", "query", "key", "value")
+        found = dict(zip(names, (result, logsumexp, *gradients), strict=True))
+        expected = _scored(query, key, value, gradient, is_causal=is_causal, scale=0.125)
+        error = distance({n: x.double().cpu() for n, x in found.items()}, expected)
+        words = "causal" if is_causal else "full"
+        yield Figure(
+            f"{words} attention of rings and its gradients", error, "error", limit=4 * ROUNDING,
+            note="4 roundings: scores, probabilities, result and gradient",
+        )  # fmt: skip
+
+
+def _scored(
+    query: Tensor, key: Tensor, value: Tensor, gradient: Tensor, *, is_causal: bool, scale: float
+) -> dict[str, Tensor]:
+    """Result, log-sum-exp of the scores and gradients of attention, by its definition in float64 on the processor."""
+    leaves = [x.double().cpu().requires_grad_() for x in (query, key, value)]
+    scores = leaves[0] @ leaves[1].mT * scale
+    if is_causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    result = scores.softmax(-1) @ leaves[2]
+    gradients = torch.autograd.grad(result, leaves, gradient.double().cpu())
+    found = (result.detach(), scores.logsumexp(-1).detach(), *gradients)
+    return dict(zip(("result", "logsumexp", "query", "key", "value"), found, strict=True))
 
 
 def _tf32(context: Context) -> Iterator[Found]:

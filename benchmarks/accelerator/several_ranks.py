@@ -1,27 +1,24 @@
 """Part 4: every recipe, every schedule and plans drawn at random, exact on this device's kernels.
 
 With several accelerators every rank has one, over the backend of the device. With one, two ranks share it over
-Gloo, staged through the host (staged.py); on a processor they do the same.
+Gloo, staged through the host (staged.py); on a processor they do the same (joining.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 from functools import cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from autopar import _torch
-from autopar.calibrate.devices import device_count
 from autopar.ir import SCHEDULES
-from benchmarks.accelerator import staged
 from benchmarks.accelerator.figures import Figure, Sentence
+from benchmarks.accelerator.joining import join_staged, staged_or_devices
 from benchmarks.accelerator.parts import Context, Found
 from benchmarks.parity.recipes import ONE_AXIS
-from tests.runtime.ranks import GLOO_SECONDS, Ranks
+from tests.runtime.ranks import Ranks
 from tests.runtime.training import compiled, difference, randomly, single
 
 RANKS = 2
@@ -32,48 +29,29 @@ MICRO_BATCHES = 4
 
 def run(context: Context) -> Iterator[Found]:
     """Trains small models by plans on two ranks, and by none in one process."""
-    kind = context.device.type
-    is_shared = not context.on_accelerator or device_count(kind) < RANKS
-    yield Sentence(_proof(is_shared, kind))
-    ranks = Ranks(RANKS, join_staged if is_shared else join_devices, context.processes)
+    joined = staged_or_devices(context, RANKS)
+    yield Sentence(_proof(joined is join_staged, context.device))
+    ranks = Ranks(RANKS, joined, context.processes)
     try:
-        yield from _recipes(context, ranks)
-        yield from _schedules(context, ranks)
-        yield from _random_plans(context, ranks)
+        yield from every_plan(context, ranks)
     finally:
         ranks.stop()
 
 
-def _proof(is_shared: bool, kind: str) -> str:
+def every_plan(context: Context, ranks: Ranks) -> Iterator[Found]:
+    """Every recipe, every schedule and random plans on these ranks."""
+    yield from _recipes(context, ranks)
+    yield from _schedules(context, ranks)
+    yield from _random_plans(context, ranks)
+
+
+def _proof(is_shared: bool, device: torch.device) -> str:
     if not is_shared:
-        return (
-            f"{RANKS} ranks over {_torch.backend_of(torch.device(kind))}, each with its own device."
-        )
+        return f"{RANKS} ranks over {_torch.backend_of(device)}, each with its own device."
     return (
-        f"{RANKS} ranks share one device ({kind}) over Gloo, staged through the host. That proves plans and kernels. "
-        "Not proven: the device's own collectives, their streams and their watchdog, which take several devices."
+        f"{RANKS} ranks share one device ({device.type}) over Gloo, staged through the host. That proves plans and "
+        "kernels; the device's own collectives are asked by part `collectives`."
     )
-
-
-def join_staged(rank: int, count: int, store: str) -> None:
-    """Joins ranks that share one device."""
-    staged.register()
-    _join(staged.NAME, rank, count, store)
-
-
-def join_devices(rank: int, count: int, store: str) -> None:
-    """Joins ranks that have a device each."""
-    kind = _torch.accelerator_kind()
-    assert kind is not None, "there are several"
-    torch.accelerator.set_device_index(rank)
-    _join(_torch.backend_of(torch.device(kind)), rank, count, store)
-
-
-def _join(backend: str, rank: int, count: int, store: str) -> None:
-    dist.init_process_group(
-        backend, store=dist.FileStore(store, count), rank=rank, world_size=count,
-        timeout=timedelta(seconds=GLOO_SECONDS),
-    )  # fmt: skip
 
 
 @cache

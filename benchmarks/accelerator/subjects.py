@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,12 @@ class Subject:
     description: Description | None
     batch: int
     sequence: int | None = None
+
+    def shallow(self, layers: int) -> Subject:
+        """The subject with so many layers; the U-Net as it is."""
+        if self.description is None:
+            return self
+        return replace(self, description=replace(self.description, layers=layers))
 
     def model(self, context: Context, dtype: torch.dtype) -> nn.Module:
         """The model with the same values at each call."""

@@ -20,9 +20,14 @@ Step = Callable[[], Tensor]
 RATE = 1e-2  # learning rate of every step
 
 
-def trained(model: nn.Module, backward: Callable[[], Tensor]) -> Step:
-    """A step of SGD, which returns its loss: a small change of a gradient stays a small change of a weight."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+def trained(
+    model: nn.Module, backward: Callable[[], Tensor], optimizer: torch.optim.Optimizer | None = None
+) -> Step:
+    """A step of an optimizer, which returns its loss.
+
+    By default the optimizer is SGD, by which a small change of a gradient stays a small change of a weight.
+    """
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=RATE)
 
     def step() -> Tensor:
         loss = backward()

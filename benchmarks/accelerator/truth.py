@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -12,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 import autopar
 from autopar import _torch
 from autopar.explanation.explanation import Explanation
-from benchmarks.accelerator.calibration import HARDWARE
+from benchmarks.accelerator.calibration import hardware_of
 from benchmarks.accelerator.figures import Figure, Picture, Sentence
 from benchmarks.accelerator.memory import peak_of
 from benchmarks.accelerator.parts import Context, Found
@@ -28,12 +29,8 @@ NOT_IN_A_STEP = ("reserved", "optimizer")
 
 def run(context: Context) -> Iterator[Found]:
     """Compares every subject, without recomputation and with half of it op by op."""
-    path = context.folder / HARDWARE
-    hardware = str(path) if path.exists() else context.size("cpu-gloo", "h100")
-    yield Sentence(
-        f"Priced with {'the hardware file of part calibrate' if path.exists() else hardware}."
-    )
-    yield Figure("peak memory with tiers", None, "ratio", note="the plan has no tiers of memory")
+    hardware = hardware_of(context)
+    yield Sentence(f"Priced with {Path(hardware).name}.")
     errors, bars = list[float](), dict[str, list[tuple[str, float]]]()
     for subject in context.subjects(subjects(context)):
         made, batch = compile_subject(subject, context, torch.bfloat16, hardware=hardware)

@@ -185,8 +185,8 @@ def test_a_slice_of_the_parts_holds_on_the_processor(
     assert (tmp_path / "page.html").read_text().count("<section") == len(names)
 
 
-def test_there_are_eight_parts() -> None:
-    assert len(EVERY) == 8
+def test_there_are_ten_parts() -> None:
+    assert len(EVERY) == 10
 
 
 def test_a_trace_is_read_as_worked_out_by_hand() -> None:

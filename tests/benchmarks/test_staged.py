@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from autopar import _torch
-from benchmarks.accelerator.several_ranks import join_staged
+from benchmarks.accelerator.joining import join_staged
 from tests.runtime.ranks import Ranks, equal_on_all
 
 pytestmark = pytest.mark.multiprocess
