@@ -34,6 +34,12 @@ def local_tensor(parameter: Tensor) -> Tensor:
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
 
 
+def local_address(parameter: Tensor) -> int:
+    """Where the values of `local_tensor(parameter)` begin in memory."""
+    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    return local.data_ptr()
+
+
 def set_local_tensor(parameter: nn.Parameter, local: Tensor) -> None:
     """Gives a parameter another local shard of the same shape and layout; the object stays, as does its gradient."""
     if isinstance(parameter, DTensor):

@@ -67,6 +67,12 @@ ABSENT: Mapping[str, Mapping[str, tuple[Link, str]]] = MappingProxyType(
     }
 )
 
+_CALLS = (
+    50  # of one sample on a GPU: with what is ahead of them they are far fewer than its queue holds
+)
+# Of the product that lies ahead of them, 2 * 4096**3 FLOP: no GPU so far reaches 1.4 PFLOP/s in float16.
+_LEAST_DELAY_SECONDS = 1e-4
+
 # Machines of the catalogue whose hosts stand for those around a device, which nothing measures.
 LIKE: Mapping[str, str] = MappingProxyType({"cpu": "cpu-gloo", "cuda": "h100-pcie"})
 
@@ -214,6 +220,11 @@ class Cuda(Device):
 
     backend = "nccl"
 
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._ballast: tuple[torch.Tensor, ...] = ()
+        self._host_seconds = 1e-4  # to issue a call of what is measured
+
     @property
     def machine(self) -> str:
         """Name of the device as the driver gives it."""
@@ -234,32 +245,38 @@ class Cuda(Device):
                       (16, 64, 256, 1024), 2**30, tuple(4**i for i in range(5, 16)))  # fmt: skip
 
     def seconds(self, run: Callable[[], object], times: int) -> float:
-        """Seconds of a call by events on the stream."""
+        """Seconds of a call by events on the stream, of at most `_CALLS` calls.
+
+        Other kernels are ahead in the queue, so that the GPU never waits for the CPU, which takes longer to issue a
+        small kernel than the GPU to run it.
+        """
+        times = min(times, _CALLS)
+        torch.cuda.synchronize(self.device)
         start, end = self._events()
+        self._delay(times * self._host_seconds)
         start.record()
-        for _ in range(times):
-            run()
+        host = self._issue(run, times)
         end.record()
         end.synchronize()
+        self._host_seconds = max(host, 0.5 * self._host_seconds)
         return start.elapsed_time(end) * 1e-3 / times
 
     def launch_and_host_seconds(self, run: Callable[[], object], times: int) -> tuple[float, float]:
-        """Measures with other kernels ahead in the queue, so that the GPU never waits for the CPU."""
+        """Measures the two apart: the host while the GPU is idle, and the GPU with a full queue."""
         run()
         torch.cuda.synchronize(self.device)
         host = self._issue(run, times)
-        torch.cuda.synchronize(self.device)
-        a = torch.ones(8192, 8192, device=self.device, dtype=torch.float16)
-        product = torch.empty_like(a)
-        busy = self.seconds(lambda: torch.mm(a, a, out=product), 2)
-        start, end = self._events()
-        for _ in range(int(4 * host * times / busy) + 1):
+        self._host_seconds = host
+        return self.seconds(run, times), host
+
+    def _delay(self, seconds: float) -> None:
+        """Has the GPU compute for about twice as long, or longer."""
+        if not self._ballast:
+            a = torch.ones(4096, 4096, device=self.device, dtype=torch.float16)
+            self._ballast = (a, torch.empty_like(a))
+        a, product = self._ballast
+        for _ in range(int(2 * seconds / _LEAST_DELAY_SECONDS) + 1):
             torch.mm(a, a, out=product)
-        start.record()
-        self._issue(run, times)
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) * 1e-3 / times, host
 
     def memory_bytes(self, local_ranks: int) -> int:
         """Bytes of the whole device's memory."""

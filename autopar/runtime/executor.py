@@ -229,7 +229,7 @@ class Runner:
         buffers = [self._buffer(spec.name) for spec in self.program.buffers]
         names = [spec.name for spec in self.program.buffers]
         copies = [b.clone() if n in mutated else b for n, b in zip(names, buffers, strict=True)]
-        return copies + [x.to(self.world.device) for x in self._constants]
+        return copies + [x.to(self.world.device, non_blocking=True) for x in self._constants]
 
     def _buffer(self, name: str) -> Tensor:
         return self._model.get_buffer(name)
@@ -280,19 +280,22 @@ class BoundProgram:
             scale: gradient of the loss with which backward begins; all gradients are multiplied by it.
         """
         self._runner.begin()
-        loss, pieces = torch.zeros(()), list[Sequence[Tensor]]()
+        loss: Tensor | None = None
+        pieces = list[Sequence[Tensor]]()
         for first in range(0, len(batch), self._at_a_time):
             numbers = range(first, first + self._at_a_time)
             parts, weights = list[Tensor](), [shares[-1][number] for number in numbers]
             for *extras, part in self._together([batch[number] for number in numbers]):
                 pieces.append(extras)
-                loss = loss.to(part) + part.detach() * weights[len(parts)]
+                own = part.detach() * weights[len(parts)]
+                loss = own if loss is None else loss + own
                 parts.append(part)
             is_last = numbers[-1] == len(batch) - 1
             if torch.is_grad_enabled():
                 self._runner.begin_backward(last=is_last)
                 scales = [weight * scale for weight in weights]
                 torch.autograd.backward(parts, list(map(torch.full_like, parts, scales)))
+            assert loss is not None, "there is a micro-batch"
             total = sum_over(loss, self._runner.loss_axes, self.world) if is_last else None
             if torch.is_grad_enabled():
                 self._runner.end_backward()
@@ -300,6 +303,7 @@ class BoundProgram:
                 with naming_op("the loss"):
                     (loss,) = total.wait()
         self._runner.end()
+        assert loss is not None
         return StepResults(loss, joined(self.program, pieces, shares))
 
     def _together(self, batches: Sequence[list[Tensor]]) -> list[list[Tensor]]:

@@ -314,9 +314,9 @@ class Residents:
         A program runs only while the same parameters are frozen as at its capture, see `autopar.capture.structure`, so
         that a leaf keeps its flag.
         """
-        local = kept.local
-        if self._sources[i] == local.data_ptr():
+        if self._sources[i] == _torch.local_address(kept.parameter):
             return False
+        local = kept.local
         if kept.full is None or not self._keeps(i):
             self._set_leaf(i, local)
         else:

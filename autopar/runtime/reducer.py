@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from autopar import _torch
+from autopar.ops.collectives import seen
 from autopar.runtime.failing_op import naming_tensors
 from autopar.runtime.hops import signature
 from autopar.runtime.parameters import Residents, batches
@@ -35,6 +36,7 @@ class Bucket:
         members: positions of the leaves.
         every_micro_batch: whether it leaves after every micro-batch or only after the last.
         shrinks: whether its gradients become smaller on the way.
+        stays: whether its gradients are complete where they are, so that no op is needed.
         ready: members whose gradient is complete in this micro-batch.
         transfer: under way.
         sent: members that are under way.
@@ -43,6 +45,7 @@ class Bucket:
     members: list[int]
     every_micro_batch: bool
     shrinks: bool
+    stays: bool
     ready: set[int] = field(default_factory=set)
     transfer: Transfer | None = None
     sent: list[int] = field(default_factory=list)
@@ -92,7 +95,12 @@ class Reducer:
             for r, k, s in zip(returns, self._residents.kept, self._residents.specs, strict=True)
         ]
         return [
-            Bucket(members, every_micro_batch[members[0]], _shrinks(signatures[members[0]]))
+            Bucket(
+                members,
+                every_micro_batch[members[0]],
+                _shrinks(signatures[members[0]]),
+                stays=not signature(returns[members[0]]),
+            )
             for members in batches(order, signatures, shapes, bucket_bytes)
         ]
 
@@ -146,6 +154,10 @@ class Reducer:
 
     @torch.no_grad()
     def _send(self, bucket: Bucket) -> None:
+        if bucket.stays:
+            for i in bucket.members:
+                self._keep(i)
+            return
         shrinking = [b for b in self._under_way if b.shrinks]
         if bucket.shrinks and len(shrinking) >= _MOST_UNDER_WAY:
             self._under_way.remove(shrinking[0])
@@ -163,15 +175,29 @@ class Reducer:
                 bucket.transfer = Transfer(routes, gradients, self._residents.world)
             self._under_way.append(bucket)
 
+    def _keep(self, i: int) -> None:
+        """Hands over the gradient of a leaf that goes nowhere."""
+        leaf = self._residents.leaves[i]
+        gradient, hops = leaf.grad, self._residents.returns[i]
+        if gradient is not None:
+            leaf.grad = None
+            self._hand_over(i, seen(gradient, hops[-1].after) if hops else gradient)
+
+    def _hand_over(self, i: int, gradient: Tensor) -> None:
+        """Gives a gradient to its parameter.
+
+        No flag is read: a step runs only while flags are those of its leaves, and a frozen leaf has no gradient.
+        """
+        _torch.accumulate_gradient(self._residents.kept[i].parameter, gradient)
+
     @torch.no_grad()
     def _receive(self, bucket: Bucket) -> None:
         assert bucket.transfer is not None
         with self._naming(bucket):
             gradients = bucket.transfer.wait()
         bucket.transfer = None
-        # No flag is read: a step runs only while flags are those of its leaves, and a frozen leaf has no gradient.
         for i, gradient in zip(bucket.sent, gradients, strict=True):
-            _torch.accumulate_gradient(self._residents.kept[i].parameter, gradient)
+            self._hand_over(i, gradient)
 
     def _naming(self, bucket: Bucket) -> AbstractContextManager[None]:
         """A context in which an error says whose gradients a bucket has."""

@@ -12,7 +12,6 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 
 from benchmarks.accelerator.figures import Figure, Picture, Sentence
-from tests.runtime.ranks import CONTEXT
 
 Found = Figure | Picture | Sentence
 Scope = Literal["slice", "whole"]
@@ -42,9 +41,9 @@ class Context:
         """How a part starts ranks, a context of multiprocessing.
 
         On a processor the part is itself a fork of a server that has imported everything, and so are its ranks, if
-        they start before the part computes. Nothing that has used an accelerator may fork.
+        they start before the part computes. Nothing that has asked for an accelerator may fork.
         """
-        return CONTEXT if self.on_accelerator else multiprocessing.get_context("fork")
+        return multiprocessing.get_context("spawn" if self.on_accelerator else "fork")
 
     def size(self, cpu: T, accelerator: T) -> T:
         """The size for this kind of device."""
