@@ -48,7 +48,7 @@ NOTES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "cuda": {
             "devices_per_node": "GPUs of this machine",
             "memory_bytes": "the whole device",
-            "host_seconds": "to issue x + 1",
+            "host_seconds": "to issue a kernel of a small layer, forward and backward",
         },
     }
 )
@@ -134,8 +134,8 @@ class Device(ABC):
         """Seconds of one call of `run`, as the mean over `times` calls in a row."""
 
     @abstractmethod
-    def launch_and_host_seconds(self, run: Callable[[], object], times: int) -> tuple[float, float]:
-        """Seconds of one tiny `run` on the device with a full queue, and of the CPU to issue it."""
+    def issue_seconds(self, run: Callable[[], object]) -> float:
+        """Seconds in which the CPU issues `run` to an idle device; 0 where the CPU is the device."""
 
     @abstractmethod
     def memory_bytes(self, local_ranks: int) -> int:
@@ -198,9 +198,9 @@ class Cpu(Device):
             run()
         return (time.perf_counter() - start) / times
 
-    def launch_and_host_seconds(self, run: Callable[[], object], times: int) -> tuple[float, float]:
-        """Seconds of a tiny call, and 0: the CPU launches and computes in the same thread."""
-        return self.seconds(run, times), 0.0
+    def issue_seconds(self, run: Callable[[], object]) -> float:
+        """0, because the CPU launches and computes in the same thread."""
+        return 0.0
 
     def memory_bytes(self, local_ranks: int) -> int:
         """A rank's share of the physical memory."""
@@ -261,13 +261,10 @@ class Cuda(Device):
         self._host_seconds = max(host, 0.5 * self._host_seconds)
         return start.elapsed_time(end) * 1e-3 / times
 
-    def launch_and_host_seconds(self, run: Callable[[], object], times: int) -> tuple[float, float]:
-        """Measures the two apart: the host while the GPU is idle, and the GPU with a full queue."""
-        run()
+    def issue_seconds(self, run: Callable[[], object]) -> float:
+        """Seconds of the CPU alone: the queue is empty, and takes all that is issued."""
         torch.cuda.synchronize(self.device)
-        host = self._issue(run, times)
-        self._host_seconds = host
-        return self.seconds(run, times), host
+        return self._issue(run, 1)
 
     def _delay(self, seconds: float) -> None:
         """Has the GPU compute for about twice as long, or longer."""

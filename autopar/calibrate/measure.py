@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from autopar import _torch
@@ -71,7 +73,8 @@ class Measurements:
         local_ranks, nodes: how the ranks lay; their product measured at the same time.
         devices_per_node: ranks that a node could have.
         memory_bytes, reserved_bytes: capacity of one rank's device, and the part that no tensor can have.
-        launch_seconds, host_seconds: duration of a tiny op on the device, and of issuing it on the CPU.
+        launch_seconds: duration of a tiny op on the device.
+        host_seconds: time of the CPU to issue an op of a training step; 0 where it is the device.
         rates: pairs (element-wise kernel, bytes per second that it reads and writes).
         products, messages: the curves.
     """
@@ -112,7 +115,7 @@ def measure(team: Team, *, quick: bool, formats: Sequence[str], progress: Progre
     count = _Counter(progress, _steps(effort, formats, team))
     with torch.no_grad():
         count("launch cost")
-        launch_seconds, host_seconds = _launch(team)
+        launch_seconds, host_seconds = _launch(team), _host(team)
         count("memory bandwidth")
         rates = tuple(_rates(team, effort))
         products = tuple(_products(team, effort, formats, count))
@@ -154,11 +157,53 @@ def _steps(effort: Effort, formats: Sequence[str], team: Team) -> int:
     return SINGLE_STEPS + len(formats) * len(shapes(effort)) + messages
 
 
-def _launch(team: Team) -> tuple[float, float]:
+def _launch(team: Team) -> float:
     x = torch.ones(8, device=team.device.device)
-    samples = [team.device.launch_and_host_seconds(lambda: x + 1, TINY_OPS) for _ in range(11)]
-    launches, hosts = zip(*samples, strict=True)
-    return team.largest(median(launches)), team.largest(median(hosts))
+    samples = [team.device.seconds(lambda: x + 1, TINY_OPS) for _ in range(11)]
+    return team.largest(median(samples))
+
+
+def _host(team: Team) -> float:
+    """Seconds in which the CPU issues a kernel of a training step, autograd and Python included.
+
+    It is the average over a small layer's forward and backward: a matrix product takes a CPU several times as long to
+    issue as an element-wise kernel.
+    """
+    run = _layer(team.device.device)
+    run()
+    with KernelCount() as count:
+        run()
+    samples = [team.device.issue_seconds(run) for _ in range(31)]
+    return team.largest(median(samples)) / count.kernels
+
+
+def _layer(device: torch.device, width: int = 64) -> Callable[[], object]:
+    """The forward and backward of layer norm, two products, GELU and a sum."""
+    x, up, down, scale, shift = (
+        torch.randn(*shape, device=device, requires_grad=True)
+        for shape in ((width, width), (width, width), (width, width), (width,), (width,))
+    )
+
+    def run() -> object:
+        with torch.enable_grad():
+            y = F.gelu(F.linear(F.layer_norm(x, (width,), scale, shift), up))
+            return torch.autograd.grad((x + F.linear(y, down)).sum(), (x, up, down, scale, shift))
+
+    return run
+
+
+class KernelCount(_torch.TorchDispatchMode):
+    """Counts the ops that run inside it, without those that only give another view of a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels = 0
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.kernels += not op.is_view
+        return op(*args, **(kwargs or {}))
 
 
 def _rates(team: Team, effort: Effort) -> Iterator[tuple[str, float]]:

@@ -25,13 +25,13 @@ def run(context: Context) -> Iterator[Found]:
         f"{RANKS} ranks share one GPU over NCCL, to which each is a host of its own: messages go over sockets. "
         "That proves kernels, streams and the watchdog of NCCL; not what links between GPUs take."
     )
-    yield from faults.killed_rank(context, join_as_hosts, "killed rank, NCCL")
-    yield from overlap.shares(context, join_as_hosts)
     ranks = Ranks(RANKS, join_as_hosts, context.processes)
     try:
         yield from every_plan(context, ranks)
     finally:
         ranks.stop()
+    yield from overlap.shares(context, join_as_hosts)
+    yield from faults.killed_rank(context, join_as_hosts, "killed rank, NCCL")
 
 
 def _why_not(context: Context) -> str:

@@ -89,17 +89,20 @@ def _trained(
     device = context.device.type
 
     def error() -> float:
-        parts = ranks.run(_compiled, "gpt", mesh, recipe, micro_batches, device)
+        parts = ranks.run(
+            _compiled, "gpt", mesh, recipe, micro_batches, device, str(context.folder)
+        )
         return worst(parts, _alone("gpt", micro_batches, device))
 
     return _figure(name, error)
 
 
 def _compiled(
-    name: str, mesh: dict[str, int], recipe: str, micro_batches: int, device: str
+    name: str, mesh: dict[str, int], recipe: str, micro_batches: int, device: str, folder: str
 ) -> dict[str, Any]:
     """A rank's task."""
-    return compiled(name, mesh, recipe, micro_batches, device=device)
+    files = {"nvme": folder} if "nvme" in recipe else {}
+    return compiled(name, mesh, recipe, micro_batches, device=device, **files)
 
 
 def _random_plans(context: Context, ranks: Ranks) -> Iterator[Found]:

@@ -12,7 +12,7 @@ import torch
 from click.testing import CliRunner
 
 from autopar.calibrate import calibrate, ranks
-from autopar.calibrate.measure import COLLECTIVES
+from autopar.calibrate.measure import COLLECTIVES, KernelCount
 from autopar.cli import main
 from autopar.cost_model import collective_seconds, read_hardware
 from autopar.errors import AutoparError
@@ -171,6 +171,13 @@ def test_a_gpu_measures_itself(tmp_path):
     assert hardware.host_seconds > 0 and hardware.launch_seconds > 0
     assert hardware.reserved_bytes > 1e7
     assert max(flops for _, flops in hardware.peak_flops) > 1e12
+
+
+def test_kernels_are_counted_without_views():
+    x = torch.ones(2, 3)
+    with KernelCount() as count:
+        x.t() @ x + x.sum()  # a view, a product, two element-wise kernels
+    assert count.kernels == 3
 
 
 # --- what goes wrong
