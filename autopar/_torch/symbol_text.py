@@ -104,7 +104,9 @@ class ReadSizes:
     def _replace(self) -> None:
         self._env.replacements.clear()
         self._env.replacements.update(self._replacements)
-        self._env._replacements_version_counter += 1
+        # Before torch 2.13 no expression is kept from replacement to replacement, and there is no counter of them.
+        before = getattr(self._env, "_replacements_version_counter", 0)
+        self._env._replacements_version_counter = before + 1
 
     def _expression(self, text: Json) -> Any:
         return _read(text, self._symbols)
