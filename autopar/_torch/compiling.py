@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from autopar._torch.autograd import handed_on
 from autopar._torch.exporting import fake_mode
 
 
@@ -86,11 +87,16 @@ def on_second_derivative(results: Sequence[Any], call: Callable[..., None]) -> N
         results: what the compiled graph returned.
     """
 
-    def in_backward(gradients: Sequence[Tensor | None], _: Any) -> None:
-        if torch.is_grad_enabled():
-            for x in gradients:
-                if x is not None and x.grad_fn is not None:
-                    x.grad_fn.register_prehook(call)
+    def watched(x: Tensor | None) -> Tensor | None:
+        if x is None:
+            return None
+        if x.grad_fn is None:  # before torch 2.13 it may be made as if it depended on nothing
+            x = handed_on(x.detach().requires_grad_())
+        x.grad_fn.register_prehook(call)  # type: ignore[union-attr]
+        return x
+
+    def in_backward(gradients: Sequence[Tensor | None], _: Any) -> Any:
+        return tuple(map(watched, gradients)) if torch.is_grad_enabled() else None
 
     nodes = (x.grad_fn for x in results if isinstance(x, Tensor) and x.requires_grad)
     made = (n for n in nodes if n is not None and n.name() == "CompiledFunctionBackward")
