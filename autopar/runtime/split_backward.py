@@ -58,6 +58,8 @@ class SplitBackward:
             if isinstance(x, Tensor) and x.requires_grad
         }
         ends = {edge.node for edge in leaves.values()}
+        # Before torch 2.13 only the edge, not the node, keeps the nodes of Python functions alive.
+        self._roots = [edge for edge, _ in roots]
         self._trunk, self._met_again = trunk([edge.node for edge, _ in roots], ends)
         self._rest = [(edge, g) for edge, g in roots if edge.node not in self._trunk]
         self._arrived: dict[Node, Gradients] = {}
@@ -110,6 +112,7 @@ class SplitBackward:
         self._arrived, self._rest, self._trunk = {}, [], set()
         if sums:
             torch.autograd.backward([GradientEdge(*key) for key in sums], list(sums.values()))
+        self._roots = []
 
     def _left(self, node: Node) -> list[tuple[GradientEdge, Tensor]]:
         """The gradients that a node of the trunk passes to its edges out of the trunk."""

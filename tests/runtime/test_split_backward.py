@@ -200,6 +200,18 @@ class Counted(torch.autograd.Function):
         return gradient * 2
 
 
+def test_weights_get_gradients_though_results_were_detached_in_between() -> None:
+    """As a stage does, for torch keeps the results of all micro-batches."""
+    w, x = leaves()
+    expected, _ = whole(functions_of_the_user)
+    results = functions_of_the_user(w, x)
+    half = SplitBackward(results, gradients_of(results), x)
+    for y in results:
+        y.detach_()
+    half.run_weights()
+    assert close([p.grad for p in w], expected)
+
+
 def test_nodes_without_weights_run_once() -> None:
     """A collective between weights runs in the first half alone, one of a weight in the second."""
     w, x = leaves()
@@ -248,7 +260,7 @@ def by_torch(function: Function) -> list[Tensor | None]:
     weights = list(module.weights)
     results = function(weights, x)
     _, groups = torchs.stage_backward_input(
-        list(results), gradients_of(results), x, iter(module.parameters())
+        list(results), gradients_of(results), x[:1], iter(module.parameters())
     )
     torchs.stage_backward_weight(iter(module.parameters()), groups)
     return [p.grad for p in weights]
