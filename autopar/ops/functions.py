@@ -17,13 +17,16 @@ from autopar.errors import CaptureError
 
 def _results(
     operands: Sequence[Tensor], ranks: Sequence[int], sizes: Sequence[int],
-    dtypes: Sequence[torch.dtype], *_: Any,
+    dtypes: Sequence[str], *_: Any,
 ) -> list[Tensor]:  # fmt: skip
-    """Tensors without values, of the shapes that `ranks` cuts `sizes` into."""
+    """Tensors without values, of the shapes that `ranks` cuts `sizes` into.
+
+    The dtypes have come as names: of a list of dtypes torch makes numbers before 2.13.
+    """
     remaining = iter(sizes)
     shapes = ([next(remaining) for _ in range(rank)] for rank in ranks)
     made = zip(shapes, dtypes, strict=True)
-    return [operands[0].new_empty(shape, dtype=dtype) for shape, dtype in made]
+    return [operands[0].new_empty(shape, dtype=getattr(torch, name)) for shape, name in made]
 
 
 class _StandIn(torch.autograd.Function):
@@ -61,8 +64,9 @@ def call(
         number: position of the application among those of this trace.
     """
     sizes = [int(size) for x in results for size in x.shape]
+    dtypes = [str(x.dtype).removeprefix("torch.") for x in results]
     found: list[Tensor] = torch.ops.autopar.custom_function.default(
-        list(operands), [x.ndim for x in results], sizes, [x.dtype for x in results], name, number
+        list(operands), [x.ndim for x in results], sizes, dtypes, name, number
     )
     return found
 
@@ -78,7 +82,7 @@ def register() -> torch.library.Library:
     """Defines the op; it lives as long as the returned library."""
     library = torch.library.Library("autopar", "FRAGMENT")
     library.define(
-        "custom_function(Tensor[] operands, int[] ranks, int[] sizes, ScalarType[] dtypes, str name, "
+        "custom_function(Tensor[] operands, int[] ranks, int[] sizes, str[] dtypes, str name, "
         "int number) -> Tensor[]"
     )
     library.impl("custom_function", _results, "Meta")
