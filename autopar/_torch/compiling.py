@@ -90,7 +90,7 @@ def on_second_derivative(results: Sequence[Any], call: Callable[..., None]) -> N
     def watched(x: Tensor | None) -> Tensor | None:
         if x is None:
             return None
-        if x.grad_fn is None:  # before torch 2.13 it may be made as if it depended on nothing
+        if x.grad_fn is None:  # torch 2.11 may make it as if it depended on nothing
             x = handed_on(x.detach().requires_grad_())
         x.grad_fn.register_prehook(call)  # type: ignore[union-attr]
         return x

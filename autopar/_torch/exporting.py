@@ -160,8 +160,9 @@ def validates_distribution(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def quiet_export() -> Iterator[None]:
-    """Inside, a failing `torch.export.export` only raises: it neither prints the graph so far nor logs the failure."""
+    """Inside, a failing `torch.export.export` only raises: it prints and logs nothing, and leaves no hook behind."""
     from torch.export import _trace
+    from torch.nn.modules.module import _global_buffer_registration_hooks as hooks
 
     def was_asked_for(record: logging.LogRecord) -> bool:  # by TORCH_LOGS
         return record.levelno < logging.WARNING
@@ -171,9 +172,12 @@ def quiet_export() -> Iterator[None]:
     for log in logs:
         log.addFilter(was_asked_for)
     vars(_trace)["print"] = lambda *_, **__: None  # in front of the builtin, for that module alone
+    before = set(hooks)
     try:
         yield
     finally:
+        for new in set(hooks) - before:  # torch 2.11 removes its hook only if nothing fails
+            del hooks[new]
         vars(_trace).pop("print", None)
         for log in logs:
             log.removeFilter(was_asked_for)

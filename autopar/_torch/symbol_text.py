@@ -104,7 +104,7 @@ class ReadSizes:
     def _replace(self) -> None:
         self._env.replacements.clear()
         self._env.replacements.update(self._replacements)
-        # Before torch 2.13 no expression is kept from replacement to replacement, and there is no counter of them.
+        # torch 2.11 has no counter of replacements: it keeps no expression that one could make invalid.
         before = getattr(self._env, "_replacements_version_counter", 0)
         self._env._replacements_version_counter = before + 1
 

@@ -21,7 +21,7 @@ def _results(
 ) -> list[Tensor]:  # fmt: skip
     """Tensors without values, of the shapes that `ranks` cuts `sizes` into.
 
-    The dtypes have come as names: of a list of dtypes torch makes numbers before 2.13.
+    The dtypes come as names, because torch 2.11 turns a list of dtypes into numbers.
     """
     remaining = iter(sizes)
     shapes = ([next(remaining) for _ in range(rank)] for rank in ranks)

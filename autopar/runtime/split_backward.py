@@ -58,7 +58,7 @@ class SplitBackward:
             if isinstance(x, Tensor) and x.requires_grad
         }
         ends = {edge.node for edge in leaves.values()}
-        # Before torch 2.13 only the edge, not the node, keeps the nodes of Python functions alive.
+        # Under torch 2.11 an edge keeps the node of a Python function alive, the node itself does not.
         self._roots = [edge for edge, _ in roots]
         self._trunk, self._met_again = trunk([edge.node for edge, _ in roots], ends)
         self._rest = [(edge, g) for edge, g in roots if edge.node not in self._trunk]

@@ -34,7 +34,7 @@ def test_a_node_of_a_function_written_in_python_runs_alone():
             return None, a * 2, b * 3
 
     x, y = (torch.ones(2, 3, requires_grad=True) for _ in range(2))
-    results = Both.apply(2, x, y)  # before torch 2.13 its node lives no longer than they do
+    results = Both.apply(2, x, y)  # under torch 2.11 its node lives no longer
     node = results[0].grad_fn
     assert [g.sum() for _, g in _torch.run_node(node, [X, None])] == [30, 0]
     results = Both.apply(2, x.detach(), y)

@@ -2,10 +2,12 @@
 
 import contextlib
 import logging.handlers
+from collections import OrderedDict
 
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.nn.modules import module
 
 from autopar import _torch
 
@@ -80,7 +82,7 @@ def test_torchs_own_checks_of_values_are_off_inside_and_on_again():
     assert not _torch.validates_distribution(ValueError())
 
 
-def test_a_failing_export_prints_nothing(capfd, monkeypatch):
+def test_a_failing_export_prints_nothing_and_leaves_no_hook(capfd, monkeypatch):
     class Branching(torch.nn.Module):
         def forward(self, x):
             return x + 1 if x.sum() > 0 else x
@@ -92,12 +94,15 @@ def test_a_failing_export_prints_nothing(capfd, monkeypatch):
     log = logging.getLogger("torch._subclasses.fake_tensor")
     monkeypatch.setattr(log, "filters", [])  # the backend, once imported, lets no failure through
     log.addHandler(handler := logging.handlers.BufferingHandler(100))
+    monkeypatch.setattr(module, "_global_buffer_registration_hooks", OrderedDict())
     for model, said in ((Branching(), "data-dependent"), (Unlike(), "of tensors must match")):
         for quiet in (True, False):
             telling = _torch.quiet_export() if quiet else contextlib.nullcontext()
             with telling, pytest.raises(RuntimeError, match=said):
                 torch.export.export(model, (torch.ones(2),), strict=False)
             assert bool(capfd.readouterr().err or handler.buffer) != quiet, model
+            assert not quiet or not module._global_buffer_registration_hooks
+            module._global_buffer_registration_hooks.clear()
             handler.buffer.clear()
     log.removeHandler(handler)
 

@@ -46,10 +46,15 @@ def test_a_cache_that_finds_a_shard_under_the_same_hash_takes_it_for_no_owner(
 def test_a_copy_has_the_owner_of_what_was_copied(parameter):
     x = owned(parameter, 0)
     assert type(_torch.copied(x).placements[0]) is _torch.Owned
-    assert type(x.clone().placements[0]) is Shard  # why `copied` is there
     assert _torch.local_tensor(_torch.copied(x)).tolist() == [0, 1, 2, 3]
     assert type(_torch.owned_as(x.clone(), x).placements[0]) is _torch.Owned
     assert _torch.owned_as(parameter, parameter) is parameter
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="a clone has the owner under torch 2.11")
+def test_a_clone_has_no_owner(parameter):
+    """Why `copied` is there."""
+    assert type(owned(parameter, 0).clone().placements[0]) is Shard
 
 
 @pytest.mark.parametrize("owner", [0, 1])
