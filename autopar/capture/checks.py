@@ -87,7 +87,7 @@ def refuse_changed_parameters(mutated: list[Any], parameters: set[str]) -> None:
 def refuse_numbers_from_tensors(module: fx.GraphModule) -> None:
     """Refuses Python numbers that are read from tensors (`.item()`, `x[:, i]` with a tensor i): no plan knows them."""
     for node in module.graph.nodes:
-        if node.op == "call_function" and _is_unknown(node) and _is_read(node):
+        if node.op == "call_function" and _is_unknown(node) and is_read(node):
             made = "size" if isinstance(node.meta["val"], Tensor) else "Python number"
             raise uncaptured(
                 traced_line(node),
@@ -116,12 +116,18 @@ def _is_unknown(node: fx.Node) -> bool:
     return any(map(_torch.depends_on_values, sizes))
 
 
-def _is_read(number: fx.Node) -> bool:
+def is_read(number: fx.Node) -> bool:
     """Whether anything other than assertions uses a number. Assertions are removed, and the number with them."""
     return any(
-        _is_read(user) if _is_unknown(user) else "_assert" not in str(user.target)
+        is_read(user)
+        if _is_number(user) or _is_unknown(user)
+        else "_assert" not in str(user.target)
         for user in number.users
     )
+
+
+def _is_number(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), (int, float, *_torch.SYMBOLIC))
 
 
 def plain_name(name: str) -> str:

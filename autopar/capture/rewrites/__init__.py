@@ -1,4 +1,4 @@
-"""Rewrites of an exported graph before it is made functional. Each keeps an effect that this step would lose."""
+"""Rewrites of an exported graph before it is made functional. Each keeps what this step would lose or fail at."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from torch import fx
 
+from autopar.capture.rewrites.drop_assertions import drop_assertions
 from autopar.capture.rewrites.keep_no_grad import keep_no_grad
 from autopar.capture.rewrites.say_elements import say_elements
 from autopar.capture.rewrites.write_statistics import write_statistics
@@ -13,6 +14,7 @@ from autopar.capture.rewrites.write_statistics import write_statistics
 EXPORTED: tuple[
     Callable[[fx.GraphModule], None], ...
 ] = (  # raise CaptureError for what they cannot say
+    drop_assertions,  # of numbers that nothing else reads; not all can be decomposed
     keep_no_grad,  # regions are inlined, and what they make would get gradients
     say_elements,  # writes to memory by strides
     write_statistics,  # writes that a schema does not mark
