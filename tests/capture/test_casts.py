@@ -131,3 +131,17 @@ def test_a_gradient_accumulates_in_the_format_that_its_leaf_names():
     for scale in (1.0, 2**-12):  # the sum has 13 bits, more than bfloat16 holds
         (leaf.sum() * scale).backward()
     assert leaf.grad.dtype is torch.float32 and leaf.grad.tolist() == [1 + 2**-12] * 2
+
+
+@pytest.mark.parametrize("loss", [nn.MSELoss(), nn.HuberLoss(reduction="sum")])
+def test_a_loss_of_two_dtypes_has_a_gradient(loss):
+    x, target = torch.randn(4, 8), torch.randn(4, 8)
+    policy = MixedPrecision("bf16")
+    captured = prepare_step(nn.Linear(8, 8), (x, target), loss_fn=loss, precision=policy).captured
+    weight, bias = (torch.randn(*n, dtype=torch.bfloat16, requires_grad=True) for n in ((8, 8), (8,)))  # fmt: skip
+    (found,) = captured.module(weight, bias, x, target)
+    found.backward()
+    gradient = weight.grad.clone()
+    weight.grad = None
+    loss(nn.functional.linear(x.bfloat16(), weight, bias).float(), target).backward()
+    assert torch.equal(gradient, weight.grad)

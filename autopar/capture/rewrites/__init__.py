@@ -8,6 +8,7 @@ from torch import fx
 
 from autopar.capture.rewrites.drop_assertions import drop_assertions
 from autopar.capture.rewrites.keep_no_grad import keep_no_grad
+from autopar.capture.rewrites.promote_losses import promote_losses
 from autopar.capture.rewrites.say_elements import say_elements
 from autopar.capture.rewrites.write_statistics import write_statistics
 
@@ -18,4 +19,5 @@ EXPORTED: tuple[
     keep_no_grad,  # regions are inlined, and what they make would get gradients
     say_elements,  # writes to memory by strides
     write_statistics,  # writes that a schema does not mark
+    promote_losses,  # of two dtypes, which not every torch differentiates
 )
