@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_global_tensor_info
 
 
 def warn_once_of_redistribution() -> None:
@@ -82,9 +84,27 @@ def replicates_implicitly() -> bool:
 
 def differentiable_local(parameter: Tensor) -> Tensor:
     """The local shard of a parameter, through which gradients flow back to the parameter in its own placements."""
-    if isinstance(parameter, DTensor):
-        return parameter.to_local(grad_placements=parameter.placements)
-    return parameter
+    return _Local.apply(parameter) if isinstance(parameter, DTensor) else parameter
+
+
+class _Local(torch.autograd.Function):
+    """`DTensor.to_local`, of which torch 2.11 has no second derivative: it would be zero."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> Tensor:
+        ctx.spec = parameter._spec
+        ctx.set_materialize_grads(False)
+        return parameter._local_tensor.view_as(parameter._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> DTensor | None:
+        if gradient is None:
+            return None
+        mesh, placements = ctx.spec.mesh, ctx.spec.placements
+        _, stride = compute_global_tensor_info(gradient, mesh, placements)
+        return DTensor.from_local(
+            gradient, mesh, placements, run_check=False, shape=ctx.spec.shape, stride=tuple(stride)
+        )
 
 
 def accumulate_gradient(parameter: nn.Parameter, local: Tensor) -> None:

@@ -71,3 +71,13 @@ def test_plain_tensors_may_be_taken_for_replicated_ones():
 def test_the_ranks_of_a_mesh_are_numbers_even_among_fake_tensors(parameter):
     with FakeTensorMode():
         assert _torch.ranks_of(parameter.device_mesh) == (0,)
+
+
+def test_a_gradient_through_a_local_shard_has_a_gradient(parameter):
+    (gradient,) = torch.autograd.grad(
+        _torch.differentiable_local(parameter).pow(3).sum(), parameter, create_graph=True
+    )
+    assert isinstance(gradient, DTensor) and gradient.placements == parameter.placements
+    gradient.to_local().sum().backward()
+    expected = 6 * _torch.local_tensor(parameter)
+    assert _torch.local_gradient(parameter).equal(expected)
