@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from autopar._torch import DependsOnValues
+from autopar._torch import DependsOnValues, keeping_sizes_open
 from autopar.capture.remedies import traced_line, uncaptured
 from autopar.ops.nodes import tensor_operands
 
@@ -31,7 +31,8 @@ def refresh_examples(module: fx.GraphModule) -> None:
             continue
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
         try:
-            value = node.target(*args, **kwargs)
+            with keeping_sizes_open([x.meta["val"] for x in tensor_operands(node)]):
+                value = node.target(*args, **kwargs)
         except DependsOnValues:  # istft looks whether its window is zero anywhere
             continue
         except Exception as error:  # such as an op that has no derivative for what it is given

@@ -143,7 +143,13 @@ from autopar._torch.shortcuts import (
     quick_notes,
 )
 from autopar._torch.symbol_text import ReadSizes, write_size, write_sizes
-from autopar._torch.symbols import SYMBOLIC, OtherSizes, SizeValues, depends_on_values
+from autopar._torch.symbols import (
+    SYMBOLIC,
+    OtherSizes,
+    SizeValues,
+    depends_on_values,
+    keeping_sizes_open,
+)
 from autopar._torch.tensors import (
     has_storage,
     own_gradients,
@@ -165,8 +171,8 @@ __all__ = [
     "exchange_rows", "fake_mode", "flight_record", "forked_random_state", "forward_of_running_node",
     "fused_attention", "fused_attention_backward", "gradient_flags", "group_seconds", "guard_hooks", "handed_on",
     "has_backward_hooks", "has_fused_attention", "has_storage", "has_used_accelerator", "host_copy",
-    "in_functorch_transform", "is_accelerator", "is_functional", "is_torchs_operator", "lines_along",
-    "local_address", "local_gradient", "local_tensor", "make_states_by", "map_file",
+    "in_functorch_transform", "is_accelerator", "is_functional", "is_torchs_operator", "keeping_sizes_open",
+    "lines_along", "local_address", "local_gradient", "local_tensor", "make_states_by", "map_file",
     "missing_cpp_compiler", "modes_above",
     "multiplies_tiles", "noting_forward", "on_second_derivative", "operator_named", "outside_of_traces",
     "own_generators", "own_gradients", "owned_as", "peak_allocated_bytes", "pipeline_actions",

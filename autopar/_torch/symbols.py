@@ -7,11 +7,13 @@ the answer as a condition (torch calls it a guard). The graph is right for all s
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 
@@ -31,6 +33,16 @@ def depends_on_values(x: object) -> bool:
         return False
     # One without any symbols is a value on which the trace has an assertion.
     return not x.node._expr.free_symbols or bool(free_unbacked_symbols(x.node._expr))
+
+
+def keeping_sizes_open(operands: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """Context in which an op on these example tensors reads no open size as a number, as `matmul` of torch 2.11 does.
+
+    As in an export, torch then takes the Python implementation of an op, if it has one.
+    """
+    if any(isinstance(size, torch.SymInt) for x in operands for size in x.shape):
+        return enable_python_dispatcher()
+    return nullcontext()
 
 
 class SizeValues:

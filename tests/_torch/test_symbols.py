@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopar._torch import OtherSizes, SizeValues, depends_on_values
+from autopar._torch import OtherSizes, SizeValues, depends_on_values, keeping_sizes_open
 
 AUTO = torch.export.Dim.AUTO
 
@@ -61,3 +61,13 @@ def test_a_size_of_values_is_told_from_an_open_one():
     found = torch.export.export(Read(), (torch.ones(3),), strict=False)
     made = [n.meta["val"] for n in found.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
     assert any(depends_on_values(x.shape[0]) for x in made)
+
+
+def test_a_product_of_examples_keeps_their_sizes_open():
+    graph = exported()
+    x = next(iter(graph.find_nodes(op="placeholder"))).meta["val"]
+    four, before = x[None, None], dict(x.fake_mode.shape_env.replacements)
+    with keeping_sizes_open([four]):
+        made = torch.ops.aten.matmul.default(four, four.transpose(-1, -2))
+    assert str(made.shape[-1]) == str(x.shape[0])
+    assert x.fake_mode.shape_env.replacements == before
