@@ -68,10 +68,14 @@ def translating(net: Net, x: Tensor) -> Tensor:
         raise ValueError("x is not square") from error
 
 
+# There the first step fails instead, as on one device.
+NO_CHECK = pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="torch 2.11 takes indices of floats where it has no values"
+)
 FAULTS = [
     (wide, "net.up(x)", "up, Linear(in_features=4, out_features=6, bias=True), which is given [2, 3] float32"),
     (normed, "net.norm(x)", "norm, LayerNorm((5,), eps=1e-05"),
-    (looked_up, "nn.functional.embedding", ""),
+    pytest.param(looked_up, "nn.functional.embedding", "", marks=NO_CHECK),
     (misspelt, "net.upp(x)", ""),
     (checked, "raise ValueError", ""),
     (outside, "x.transpose(0, 2)", ""),
