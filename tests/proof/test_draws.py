@@ -188,7 +188,7 @@ def own(x: Tensor) -> Tensor:
 
 
 sprinkled = torch.library.custom_op(
-    "draws_test::own", own, mutates_args=(), tags=torch.Tag.nondeterministic_seeded
+    "draws_test::own", own, mutates_args=(), tags=[torch.Tag.nondeterministic_seeded]
 )
 sprinkled.register_fake(torch.empty_like)
 
