@@ -37,7 +37,12 @@ class WatchedStage(PipelineStage):
     sent: tuple[Tensor, ...]
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        result = super()._prepare_forward_infra(*args, **kwargs)
+        # Before 2.13 torch would have buffers of integers need a gradient.
+        trains, self.has_backward = self.has_backward, False
+        try:
+            result = super()._prepare_forward_infra(*args, **kwargs)
+        finally:
+            self.has_backward = trains
         for infos in self.args_recv_info.values():
             _free_buffers(infos)
         return result
@@ -82,8 +87,14 @@ class WatchedStage(PipelineStage):
             info.buffer = x.detach()
         self._mark_leaves(number)
 
+    def get_local_bwd_output(self, number: int) -> Any:
+        """The gradients for the stage before, where that is on this rank; none without a backward."""
+        return super().get_local_bwd_output(number) if self.has_backward else ()
+
     def set_local_bwd_input(self, gradients: Sequence[Tensor | None], number: int) -> None:
         """Takes the gradients of the stage after from this rank itself."""
+        if not self.has_backward:
+            return
         for info, x in zip(self.grad_recv_info[number], gradients, strict=True):
             if x is not None:
                 info.buffer = x

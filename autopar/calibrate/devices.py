@@ -67,11 +67,10 @@ ABSENT: Mapping[str, Mapping[str, tuple[Link, str]]] = MappingProxyType(
     }
 )
 
-_CALLS = (
-    50  # of one sample on a GPU: with what is ahead of them they are far fewer than its queue holds
+_CALLS = 50  # of one sample of a kernel on a GPU
+_AHEAD = (
+    500  # products ahead of them at most: CUDA queues about 1,000 kernels, and then the CPU waits
 )
-# Of the product that lies ahead of them, 2 * 4096**3 FLOP: no GPU so far reaches 1.4 PFLOP/s in float16.
-_LEAST_DELAY_SECONDS = 1e-4
 
 # Machines of the catalogue whose hosts stand for those around a device, which nothing measures.
 LIKE: Mapping[str, str] = MappingProxyType({"cpu": "cpu-gloo", "cuda": "h100-pcie"})
@@ -83,7 +82,7 @@ class Effort:
 
     Attributes:
         samples: timed repeats of every point, of which the median counts.
-        sample_seconds: shortest duration of one sample; a shorter kernel runs in a loop.
+        sample_seconds: duration of one sample, for which a shorter kernel runs in a loop, on a GPU of `_CALLS` at most.
         point_seconds: a matrix product expected to take longer is left out.
         extents: rows of the square matrices that are multiplied, rising.
         wide: the long extents of a skinny product.
@@ -132,6 +131,10 @@ class Device(ABC):
     @abstractmethod
     def seconds(self, run: Callable[[], object], times: int) -> float:
         """Seconds of one call of `run`, as the mean over `times` calls in a row."""
+
+    def kernel_seconds(self, run: Callable[[], object], times: int) -> float:
+        """The same for kernels of this device alone, whatever the CPU takes to issue them."""
+        return self.seconds(run, times)
 
     @abstractmethod
     def issue_seconds(self, run: Callable[[], object]) -> float:
@@ -222,7 +225,7 @@ class Cuda(Device):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._ballast: tuple[torch.Tensor, ...] = ()
+        self._ballast: tuple[torch.Tensor, torch.Tensor, float] | None = None
         self._host_seconds = 1e-4  # to issue a call of what is measured
 
     @property
@@ -245,10 +248,19 @@ class Cuda(Device):
                       (16, 64, 256, 1024), 2**30, tuple(4**i for i in range(5, 16)))  # fmt: skip
 
     def seconds(self, run: Callable[[], object], times: int) -> float:
-        """Seconds of a call by events on the stream, of at most `_CALLS` calls.
+        """Seconds of a call by events on the stream."""
+        start, end = self._events()
+        start.record()
+        for _ in range(times):
+            run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e-3 / times
 
-        Other kernels are ahead in the queue, so that the GPU never waits for the CPU, which takes longer to issue a
-        small kernel than the GPU to run it.
+    def kernel_seconds(self, run: Callable[[], object], times: int) -> float:
+        """Seconds of a call behind a queue of other work, of at most `_CALLS` calls.
+
+        The GPU then never waits for the CPU, which takes longer to issue a small kernel than the GPU to run it.
         """
         times = min(times, _CALLS)
         torch.cuda.synchronize(self.device)
@@ -267,12 +279,15 @@ class Cuda(Device):
         return self._issue(run, 1)
 
     def _delay(self, seconds: float) -> None:
-        """Has the GPU compute for about twice as long, or longer."""
-        if not self._ballast:
+        """Has the GPU compute for about twice as long, or as long as `_AHEAD` products take."""
+        if self._ballast is None:
             a = torch.ones(4096, 4096, device=self.device, dtype=torch.float16)
-            self._ballast = (a, torch.empty_like(a))
-        a, product = self._ballast
-        for _ in range(int(2 * seconds / _LEAST_DELAY_SECONDS) + 1):
+            product = torch.empty_like(a)
+            torch.mm(a, a, out=product)  # the first call loads its kernel
+            one = self.seconds(lambda: torch.mm(a, a, out=product), 4)
+            self._ballast = (a, product, one)
+        a, product, one = self._ballast
+        for _ in range(min(_AHEAD, int(2 * seconds / one) + 1)):
             torch.mm(a, a, out=product)
 
     def memory_bytes(self, local_ranks: int) -> int:

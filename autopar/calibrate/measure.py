@@ -19,7 +19,7 @@ from autopar.errors import AutoparError
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 LINKS = ("inside_node", "across_nodes")
-TINY_OPS = 200  # issued in a row; far fewer than a GPU's queue holds
+TINY_OPS = 200  # issued in a row, where the device takes so many
 SINGLE_STEPS = 2  # launch and memory
 
 Progress = Callable[[str, int, int], None]  # (what comes, steps done, steps in all)
@@ -159,7 +159,8 @@ def _steps(effort: Effort, formats: Sequence[str], team: Team) -> int:
 
 def _launch(team: Team) -> float:
     x = torch.ones(8, device=team.device.device)
-    samples = [team.device.seconds(lambda: x + 1, TINY_OPS) for _ in range(11)]
+    _ = x + 1  # the first call loads the kernel
+    samples = [team.device.kernel_seconds(lambda: x + 1, TINY_OPS) for _ in range(11)]
     return team.largest(median(samples))
 
 
@@ -264,7 +265,7 @@ def _messages(team: Team, effort: Effort, count: _Counter) -> Iterator[Message]:
                 elements = max(1, size // 4 // len(members)) * len(members)
                 count(f"{collective} of {4 * elements} bytes {link.replace('_', ' ')}")
                 run = _collective(collective, group, members, team, elements)
-                seconds = team.seconds(run, effort)
+                seconds = team.seconds(run, effort, meets=True)
                 if collective == "send":
                     seconds /= 2  # there and back
                 yield Message(link, collective, len(members), 4 * elements, seconds)

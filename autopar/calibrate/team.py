@@ -59,18 +59,22 @@ class Team:
         dist.all_reduce(shared, op=dist.ReduceOp.MAX)
         return float(shared)
 
-    def seconds(self, run: Callable[[], object], effort: Effort) -> float:
+    def seconds(self, run: Callable[[], object], effort: Effort, *, meets: bool = False) -> float:
         """Seconds of `run` when all ranks do it at once: the median of the samples, on the slowest rank.
 
-        The ranks agree on the number of runs, so that `run` may be a collective.
+        Args:
+            run: a kernel, or a collective if `meets`; the ranks agree on the number of runs.
+            effort: how often and how long it runs.
+            meets: whether ranks wait for each other in it, so that none may begin later than the others.
         """
+        clock = self.device.seconds if meets else self.device.kernel_seconds
         run()  # the first call allocates, compiles or connects
-        once = self.largest(min(self.device.seconds(run, 1) for _ in range(3)))
+        once = self.largest(min(clock(run, 1) for _ in range(3)))
         times = max(1, min(LONGEST_LOOP, round(effort.sample_seconds / max(once, 1e-9))))
         samples = []
         for _ in range(effort.samples):
             self.barrier()
-            samples.append(self.device.seconds(run, times))
+            samples.append(clock(run, times))
         return self.largest(median(samples))
 
     def group(self, link: str) -> tuple[dist.ProcessGroup, list[int]] | None:

@@ -101,6 +101,59 @@ def test_schedules_with_other_axes(
     assert distance(four_ranks.run(trained, "gpt", schedule, 2, mesh, recipe), "gpt") < 1e-9
 
 
+# --- values without gradients between stages
+
+
+class Choosing(nn.Module):
+    """Hands whole numbers, booleans and a float without gradient from the first stage to the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(8, 8).double() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x).relu()
+        place, seen, other = h.argmax(-1), h > 0.1, h.detach() * 2
+        h = self.b(h).tanh() * seen
+        y = self.c(h).tanh() + other
+        return y * (1 + nn.functional.one_hot(place, 8))
+
+
+def sum_of_squares(y: Tensor) -> Tensor:
+    return (y * y).sum()
+
+
+def choosing() -> tuple[Choosing, Batch]:
+    torch.manual_seed(0)
+    return Choosing(), (torch.randn(8, 8, dtype=torch.float64),)
+
+
+@captured_once()
+def trained_choosing(schedule: str, cuts: tuple[str, ...]) -> dict[str, Any]:
+    model, batch = choosing()
+    prepared = prepared_once(model, (batch[0][:2],), sum_of_squares)
+    plan = with_stages(prepared, Pipeline(2, schedule, cuts), 4)
+    made = autopar.compile(model, loss_fn=sum_of_squares, plan=plan)
+    return train(made, made.step, batch)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "cuts"), [("1f1b", ("tanh",)), ("zbv", ("relu", "tanh", "tanh_1"))]
+)
+def test_values_without_gradients_pass_stages(
+    two_ranks: Ranks, schedule: str, cuts: tuple[str, ...]
+) -> None:
+    model, batch = choosing()
+
+    def step(x: Tensor) -> Tensor:
+        loss = sum_of_squares(model(x))
+        loss.backward()
+        return loss
+
+    found = two_ranks.run(trained_choosing, schedule, cuts)
+    assert distance_of(found, train(model, step, batch)) < 1e-9
+
+
 # --- tied parameters
 
 
@@ -195,7 +248,7 @@ def losses_of_evaluation(schedule: str) -> tuple[list[float], bool, float]:
     return losses, none, worst(gradients(made), once)
 
 
-@pytest.mark.parametrize("schedule", often(["1f1b", "interleaved"], ["interleaved"]))
+@pytest.mark.parametrize("schedule", often(["1f1b", "interleaved", "zbv"], ["interleaved", "zbv"]))
 def test_a_step_under_no_grad_is_the_loss_alone(two_ranks: Ranks, schedule: str) -> None:
     model, batch, loss = make("gpt")
     expected = loss(model(batch[0]), batch[1]).item()  # type: ignore[operator]
