@@ -68,9 +68,8 @@ ABSENT: Mapping[str, Mapping[str, tuple[Link, str]]] = MappingProxyType(
 )
 
 _CALLS = 50  # of one sample of a kernel on a GPU
-_AHEAD = (
-    500  # products ahead of them at most: CUDA queues about 1,000 kernels, and then the CPU waits
-)
+# Products ahead of them at most: a stream of CUDA takes about 1,000 kernels before the CPU has to wait.
+_AHEAD = 500
 
 # Machines of the catalogue whose hosts stand for those around a device, which nothing measures.
 LIKE: Mapping[str, str] = MappingProxyType({"cpu": "cpu-gloo", "cuda": "h100-pcie"})
