@@ -11,6 +11,7 @@ from torch import fx
 
 from autopar._torch import code_when_called
 from autopar.ops.verifier import verify_graph
+from autopar.passes.call_bindings import call_bindings
 from autopar.passes.close_sizes import close_sizes
 from autopar.passes.cut_regions import cut_regions
 from autopar.passes.cut_stages import cut_stage_graphs
@@ -69,7 +70,7 @@ def clean_up(module: fx.GraphModule) -> None:
 
 
 __all__ = [
-    "CLEANUP", "bind_groups", "clean_up", "close_sizes", "cut_regions", "cut_stage_graphs", "decompose_products",
-    "defer_loss_sum", "find_gathers", "fold_blocks", "group_gathers", "hoist_input_sums", "overlap_batches",
-    "partition", "retarget_device", "start_early", "verify_graph",
+    "CLEANUP", "bind_groups", "call_bindings", "clean_up", "close_sizes", "cut_regions", "cut_stage_graphs",
+    "decompose_products", "defer_loss_sum", "find_gathers", "fold_blocks", "group_gathers", "hoist_input_sums",
+    "overlap_batches", "partition", "retarget_device", "start_early", "verify_graph",
 ]  # fmt: skip

@@ -30,6 +30,7 @@ from autopar._torch.autograd import (
     saved_tensor_hooks,
     traced_ops,
 )
+from autopar._torch.bindings import BINDINGS
 from autopar._torch.checkpointing import plain_checkpoints
 from autopar._torch.compiling import (
     CachedCall,
@@ -159,7 +160,8 @@ from autopar._torch.tensors import (
 )
 
 __all__ = [
-    "CPU", "SYMBOLIC", "VALUES_READ", "Apply", "BatchNormBase", "CachedCall", "DependsOnValues", "DictVersions",
+    "BINDINGS", "CPU",
+    "SYMBOLIC", "VALUES_READ", "Apply", "BatchNormBase", "CachedCall", "DependsOnValues", "DictVersions",
     "DropoutBase", "FakeTensor", "FakeTensorMode", "Float64Arithmetic", "GradientFlags", "OpOverload", "OtherSizes",
     "Owned", "RandomLastBits", "ReadSizes", "SizeDependsOnValues", "SizeValues", "TorchDispatchMode",
     "accelerator_kind", "accumulate_gradient", "all_gather", "all_reduce", "all_to_all", "applying_functions_by",

@@ -25,6 +25,7 @@ from torch import Tensor, fx, nn
 
 from autopar import _torch
 from autopar.errors import AutoparError, did_you_mean
+from autopar.passes.call_bindings import call_bindings
 from autopar.passes.cut_regions import cut_regions
 
 ExecutorName = Literal["eager", "aot_eager", "inductor"]
@@ -62,8 +63,11 @@ class Executor:
         return len(self._runs)
 
     def ready(self, module: fx.GraphModule) -> fx.GraphModule:
-        """The graph, with every region compiled at its first run."""
-        return cut_regions(module, self._region) if self.compiles else module
+        """The graph as it runs: op by op, or with every region compiled at its first run."""
+        if self.compiles:
+            return cut_regions(module, self._region)
+        call_bindings(module)
+        return module
 
     def _region(self, graph: fx.GraphModule) -> nn.Module:
         return Region(graph, self.name, self._runs)

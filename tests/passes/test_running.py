@@ -10,7 +10,14 @@ from torch import fx, nn
 
 from autopar.capture.export import capture_step
 from autopar.ir import Mesh
-from autopar.passes import clean_up, defer_loss_sum, find_gathers, group_gathers, hoist_input_sums
+from autopar.passes import (
+    call_bindings,
+    clean_up,
+    defer_loss_sum,
+    find_gathers,
+    group_gathers,
+    hoist_input_sums,
+)
 from autopar.runtime.gather import route_of
 from autopar.runtime.hops import Hop
 
@@ -169,3 +176,19 @@ def test_a_batch_norm_in_evaluation_has_one_result():
     calls = [node for node in module.graph.nodes if node.op == "call_function"]
     assert [str(node.target) for node in calls] == ["aten.batch_norm.default", "aten.sum.default"]
     assert all(node.target is not operator.getitem for node in calls)
+
+
+def test_ops_are_called_by_the_functions_of_python(graph):
+    x = graph.placeholder("x")
+    doubled = graph.call_function(aten.mul.Tensor, (x, 2))
+    parts = graph.call_function(aten.split.Tensor, (doubled, 2))
+    graph.output(graph.call_function(operator.getitem, (parts, 0)))
+    module = module_of(graph)
+    call_bindings(module)
+    assert text(graph) == [
+        "mul_tensor = mul(x, 2)",
+        "split_tensor = aten.split.Tensor(mul_tensor, 2)",  # no function of C splits
+        "getitem = getitem(split_tensor, 0)",
+        "return getitem",
+    ]
+    assert module(torch.ones(4)).tolist() == [2.0, 2.0]
