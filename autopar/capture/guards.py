@@ -19,10 +19,20 @@ from types import CellType, MappingProxyType
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from autopar.capture.unwritten import Unwritten
-from autopar.capture.values import MISSING, MUTABLE, SeenContainer, SeenTensor, in_words, is_same
+from autopar.capture.values import (
+    MISSING,
+    MUTABLE,
+    SeenContainer,
+    SeenTensor,
+    in_words,
+    is_number_like,
+    is_same,
+    seen,
+)
 
 _CHECKS_PER_PART = 500
 CALL = "()"  # the key of what a function returns
@@ -163,34 +173,40 @@ class Guard:
         return f"({value} is v{number} or is_same({value}, v{number}))"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class NumberInput:
-    """A number that a program reads before every run.
+    """A number that a program reads before every run: a float, an int, or a tensor without dims.
 
     Attributes:
         place: where the number stands.
-        tensor: the constant of the program that takes its value, of shape `()`, in float64.
+        tensor: the constant of the program that takes its value, of shape `()`: in float64 for a number of Python, else
+            in the tensor's own dtype.
+        taken: the number whose value it has, as `autopar.capture.values.seen` notes it.
     """
 
     place: Place
     tensor: Tensor
+    taken: Any
 
     def holds(self) -> bool:
-        """Whether a number still stands there."""
-        return type(self.place.get()) is float
+        """Whether a number of this kind still stands there."""
+        return is_number_like(self.place.get(), self.taken)
 
     def gone(self) -> ChangedValue:
-        """What stands there instead of a number, in words."""
+        """What stands there instead of such a number, in words."""
         before, now = str(self.tensor.item()), in_words(self.place.get())
         return ChangedValue(self.place.words, self.place.line, before, now)
 
     def has_changed(self) -> bool:
-        """Whether the number is another one than the program's."""
-        return bool(self.tensor.item() != self.place.get())
+        """Whether the number is another one than the program's, or a tensor that was written since."""
+        return not is_same(self.place.get(), self.taken)
 
     def take(self) -> None:
         """Gives the program the number's value."""
-        self.tensor.fill_(self.place.get())
+        value = self.place.get()
+        with torch.no_grad():
+            self.tensor.copy_(value) if isinstance(value, Tensor) else self.tensor.fill_(value)
+        self.taken = seen(value)
 
 
 class Guards:
@@ -231,12 +247,12 @@ class Guards:
         return Guards(g for g in self._guards if g.place.identity not in left)
 
     def changed_numbers(self) -> list[Place]:
-        """Where a float stood, and another one stands now, that another value can take the place of."""
-        floats = (g for g in self._guards if type(g.before) is float and g.place.can_be_set)
+        """Where a number stood, and another one of its kind stands now, that a tensor can take the place of."""
+        settable = (g for g in self._guards if g.place.can_be_set)
         return [
             g.place
-            for g in floats
-            if type(now := g.place.get()) is float and not is_same(now, g.before)
+            for g in settable
+            if is_number_like(now := g.place.get(), g.before) and not is_same(now, g.before)
         ]
 
     def hold(self) -> bool:

@@ -1,11 +1,12 @@
-"""Python numbers that change between steps, as inputs of a captured program.
+"""Numbers that change between steps, as inputs of a captured program: floats, ints, and tensors without dims.
 
 A capture builds every number that it reads (`model.beta`, a weight in a closure of the loss) into the program. When
 such a number has changed, the model is captured again with a zero-dim tensor in its place. The tensor is a constant of
 the program, and the runtime writes the number's value into it before every run. So one program serves all values of an
 annealed weight.
 
-Python treats a tensor unlike a number: a tensor cannot choose a branch, a size or a keyword, and it changes the dtype
+Where the number is a tensor itself, so is what takes its place, and nothing else is different. Python treats a tensor
+unlike a number of its own: a tensor cannot choose a branch, a size or a keyword, and it changes the dtype
 of a product. Therefore `_Arithmetic` computes with these tensors in float64, as Python computes with numbers, until
 they meet another tensor; and `computes_the_same` accepts the new program only if it has the ops of the capture with
 the plain number.
@@ -31,6 +32,7 @@ from torch.overrides import TorchFunctionMode
 from autopar._torch import pytree
 from autopar.capture.captured import Captured
 from autopar.capture.guards import NumberInput, Place
+from autopar.capture.values import SeenTensor, is_number, seen
 
 log = logging.getLogger("autopar")
 
@@ -60,10 +62,10 @@ def with_numbers(capture: Callable[[], Captured], places: Sequence[Place]) -> Ca
 
     Args:
         capture: function that captures the model.
-        places: places of floats that have changed since an earlier capture.
+        places: places of numbers that have changed since an earlier capture.
     """
     plain = capture()
-    places = [p for p in places if p in plain.guards and type(p.get()) is float]
+    places = [p for p in places if p in plain.guards and is_number(p.get())]
     if not places:
         return plain
     found = _tried(capture, plain, places)
@@ -108,7 +110,7 @@ def _as_tensors(places: Sequence[Place]) -> Iterator[tuple[NumberInput, ...]]:
     """
     values = [place.get() for place in places]
     numbers = tuple(
-        NumberInput(place, torch.tensor(1.37 * value + 0.173, dtype=torch.float64, device="cpu"))
+        NumberInput(place, _another(value), seen(value))
         for place, value in zip(places, values, strict=True)
     )
     for each in numbers:
@@ -121,13 +123,24 @@ def _as_tensors(places: Sequence[Place]) -> Iterator[tuple[NumberInput, ...]]:
             place.put(value)
 
 
+def _another(value: float | Tensor) -> Tensor:
+    """A tensor of another value: in float64 for a number of Python, else of the kind of the tensor."""
+    if isinstance(value, Tensor):
+        return (1.37 * value + 0.173).to(value.dtype)
+    return torch.tensor(1.37 * value + 0.173, dtype=torch.float64, device="cpu")
+
+
 class _Arithmetic(TorchFunctionMode):
-    """Computes with numbers in float64; an op with another tensor has the dtype that a Python number would give."""
+    """Computes with numbers in float64; an op with another tensor has the dtype that a Python number would give.
+
+    Args:
+        numbers: all inputs, of which those for tensors are tensors like any others here.
+    """
 
     def __init__(self, numbers: Sequence[NumberInput]) -> None:
         super().__init__()
-        self._inputs = numbers
-        self._made: dict[int, Tensor] = {id(each.tensor): each.tensor for each in numbers}
+        self._inputs = [each for each in numbers if not isinstance(each.taken, SeenTensor)]
+        self._made: dict[int, Tensor] = {id(each.tensor): each.tensor for each in self._inputs}
 
     def __torch_function__(
         self, function: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -182,11 +195,12 @@ def computes_the_same(plain: Captured, found: Captured, numbers: Sequence[Number
     Both have the same ops with the same operands in the same order, of the same shapes and dtypes. Where an operand
     is computed of numbers alone, it has the value that stands in the plain capture. Every number is used.
     """
-    tensors = {id(each.tensor): each.tensor for each in numbers}
+    tensors = {id(each.tensor): each for each in numbers}
     own = {name: x for name, x in found.constants.items() if id(x) in tensors}
     if len(own) < len(numbers):
         return False
-    values = _values(found.module.graph, own)
+    of_python = {n: x for n, x in own.items() if not isinstance(tensors[id(x)].taken, SeenTensor)}
+    values = _values(found.module.graph, of_python)
     before = [n for n in plain.module.graph.nodes if not _asserts(n)]
     after = [n for n in found.module.graph.nodes if not _asserts(n) and n not in values]
     comparison = _Comparison(_places(before), _places(after), values)
@@ -245,7 +259,7 @@ class _Comparison:
             return is_alike and all(map(self._same, plain, found))
         if isinstance(found, fx.Node) and found in self.values:
             value = self.values[found].item()
-            return type(plain) is float and math.isclose(plain, value, rel_tol=_CLOSE)
+            return type(plain) in (float, int) and math.isclose(plain, value, rel_tol=_CLOSE)
         if isinstance(found, fx.Node):
             return isinstance(plain, fx.Node) and self.before[plain] == self.after[found]
         return type(plain) is type(found) and repr(plain) == repr(found)

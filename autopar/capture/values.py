@@ -118,6 +118,24 @@ def _all_same(values: Any, before: Any) -> bool:
     return len(values) == len(before) and all(map(is_same, values, before))
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value is a float, an int, or a floating tensor without dims that takes no gradient."""
+    if type(value) is Tensor:
+        return value.ndim == 0 and value.is_floating_point() and not value.requires_grad
+    return type(value) in (float, int)
+
+
+def is_number_like(value: Any, before: Any) -> bool:
+    """Whether a value is a number of the kind of one that `seen` has noted: of its type, dtype and device."""
+    if not is_number(value):
+        return False
+    if isinstance(before, SeenTensor):
+        old = before.tensor
+        same_kind = type(value) is Tensor and (value.dtype, value.device) == (old.dtype, old.device)
+        return same_kind and is_number(old)
+    return type(value) is type(before)
+
+
 def version(x: Tensor) -> int:
     """The number of writes into a tensor; inference tensors count none."""
     return 0 if x.is_inference() else x._version

@@ -6,6 +6,8 @@ import logging
 from collections import defaultdict
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from autopar.capture.guards import ChangedValue, Guards, NumberInput, Place
 from autopar.errors import StepError
 from autopar.runtime.comparison import Comparison
@@ -55,7 +57,7 @@ class Recaptures:
 
     def compare(self, places: Sequence[Place], why: str) -> None:
         """Compares numbers with the other ranks. Raises StepError if they have others at the same places."""
-        own = ", ".join(f"{place.words} = {place.get()!r}" for place in places)
+        own = ", ".join(f"{place.words} = {_value(place)!r}" for place in places)
         remedy = "Set the same Python values on every rank, before the same step."
         found = self._comparison.gather(own, f"{why} {own}".strip(), remedy, "numbers")
         if len(set(found)) > 1:
@@ -73,7 +75,13 @@ class Recaptures:
             warn_together(
                 f"{difference.words}, read in {difference.line}, has changed {len(taken)} times, and for each value "
                 f"the model was captured again ({sum(taken):.1f} s so far). One program serves all values "
-                "of a float on which only arithmetic depends, of a buffer (register_buffer, and fill_ between "
-                "steps) and of an input.",
+                "of a number, or tensor without dims, on which only arithmetic depends, of a buffer (register_buffer, "
+                "and fill_ between steps) and of an input.",
                 stacklevel=6,
             )
+
+
+def _value(place: Place) -> object:
+    """The number at a place as Python has it."""
+    value = place.get()
+    return value.item() if isinstance(value, Tensor) else value

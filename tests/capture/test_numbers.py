@@ -301,3 +301,81 @@ def test_what_is_no_number_any_more_is_captured_again(monkeypatch: pytest.Monkey
     expected, found, programs = both(Scaled(), change, F.mse_loss, monkeypatch)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
     assert programs == 3
+
+
+def set_tensor(model: nn.Module, value: float) -> None:
+    model.beta = torch.tensor(value, dtype=torch.float64)
+
+
+def fill_tensor(model: nn.Module, value: float) -> None:
+    if not isinstance(model.beta, Tensor):
+        set_tensor(model, 1.0)
+    model.beta.fill_(value)
+
+
+def set_whole(model: nn.Module, value: float) -> None:
+    model.beta = round(10 * value)  # 9, 8, 7, 7, 6
+
+
+@pytest.mark.parametrize("change", [set_tensor, fill_tensor, set_whole])
+def test_tensors_without_dims_and_ints_take_two_programs(
+    change: Callable[[nn.Module, float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Scaled()
+    change(model, 1.0)
+    expected, found, programs = both(model, change, F.mse_loss, monkeypatch)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    assert programs == 2
+
+
+def test_a_tensor_in_a_closure_takes_two_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.tensor(1.0)
+
+    def loss_fn(y: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(y, target) * weight + y.mean() / (1 + weight)
+
+    def change(model: nn.Module, value: float) -> None:
+        nonlocal weight
+        weight = torch.tensor(value)
+
+    expected, found, programs = both(Scaled(), change, loss_fn, monkeypatch)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    assert programs == 2
+
+
+class Valued(Scaled):
+    """The Python value of a tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.body(x)
+        return y * float(self.beta) + self.beta
+
+
+class Wide(Scaled):
+    """An int that is a size."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.body(x)
+        return y.repeat(1, int(self.beta))[:, :4] * self.beta
+
+
+@pytest.mark.parametrize(("kind", "change"), [(Valued, set_tensor), (Wide, set_whole)])
+def test_tensors_and_ints_on_which_more_depends_stay_built_in(
+    kind: type[Scaled],
+    change: Callable[[nn.Module, float], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = kind()
+    change(model, 1.0)
+    expected, found, programs = both(model, change, F.mse_loss, monkeypatch)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    assert programs == (STEPS if change is set_tensor else 4)  # 9, 8, 7, 6
+
+
+def test_a_tensor_of_another_kind_is_captured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(model: nn.Module, value: float) -> None:
+        model.beta = torch.tensor(value, dtype=torch.float64 if value > 0.6 else torch.float32)
+
+    expected, found, programs = both(Scaled(), change, F.mse_loss, monkeypatch)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    assert programs == 3  # a tensor in place of the float 1.0, then inputs of two kinds

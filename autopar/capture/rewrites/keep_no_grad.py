@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, fx
+
+from autopar import _torch
+from autopar.capture.refusals import BACKEND_RUNS_IT
+from autopar.capture.remedies import traced_line
+from autopar.errors import CaptureError
 
 aten = torch.ops.aten
 
@@ -16,15 +22,23 @@ def keep_no_grad(module: fx.GraphModule) -> None:
     region is detached before, but one that came in and goes out as it is: `x.to(x.dtype)` is x, and keeps
     its gradient. Export itself forgets a no_grad region inside an autocast one; there the proof
     (autopar.verify) tells.
+
+    A tensor that a region writes in place (`self.count.add_(1)`) goes out as it came in, too, so that later writes
+    reach it and not a copy. What the region writes into it is computed of detached tensors.
+
+    Raises CaptureError where a region writes into a tensor that takes a gradient: eager gives it the gradient of the
+    value before.
     """
+    trained = _trained(module.graph)
     for node in list(module.graph.nodes):
-        if "wrap_with_set_grad_enabled" not in str(node.target) or node.args[0] is not False:
+        if not _is_region(node):
             continue
+        _detach_writes(module, node, trained)
         for user in list(node.users):
             value, given = user.meta.get("val"), _given_back(module, node, user)
             if given is not None:
                 user.replace_all_uses_with(given)
-            elif isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
+            elif _is_floating(value):
                 outside, last = list(user.users), user
                 # A copy: what is added in place to a detached view would be detached with it.
                 for op in (aten.detach.default, aten.clone.default):
@@ -35,13 +49,85 @@ def keep_no_grad(module: fx.GraphModule) -> None:
     module.recompile()
 
 
+def _is_region(node: fx.Node) -> bool:
+    return "wrap_with_set_grad_enabled" in str(node.target) and node.args[0] is False
+
+
+def _is_floating(value: object) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _trained(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes whose values take gradients: parameters, and what is computed of them outside of no_grad regions."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "placeholder":
+            takes = isinstance(value, Tensor) and value.requires_grad
+        else:
+            ends = _is_region(node) or node.target is aten.detach.default
+            takes = not ends and any(each in found for each in node.all_input_nodes)
+            takes = takes and not (isinstance(value, Tensor) and not _is_floating(value))
+        if takes:
+            found.add(node)
+    return found
+
+
+def _detach_writes(module: fx.GraphModule, region: fx.Node, trained: set[fx.Node]) -> None:
+    """Detaches what a region reads, if it writes into a tensor that it is given."""
+    body = getattr(module, str(region.args[1].target))  # type: ignore[union-attr]
+    inside = body.graph.find_nodes(op="placeholder")
+    # What is written, and the op that writes it last.
+    written = {_memory_of(x): node for node in body.graph.nodes for x in _written(node)}
+    if not written.keys() & {*inside}:
+        return
+    for position, each in enumerate(inside, start=2):
+        given = region.args[position]
+        if not isinstance(given, fx.Node) or given not in trained:
+            continue
+        if each in written and given.op == "placeholder":
+            continue  # a parameter, which is refused by its name later
+        if each in written:
+            raise CaptureError(
+                f"{traced_line(written[each])} writes under torch.no_grad into a tensor that takes a gradient. Compute "
+                f"a new tensor from its detach() instead. {BACKEND_RUNS_IT}"
+            )
+        with module.graph.inserting_before(region):
+            detached = module.graph.call_function(aten.detach.default, (given,))
+        detached.meta = dict(given.meta)
+        region.update_arg(position, detached)
+
+
+def _written(node: fx.Node) -> Iterator[fx.Node]:
+    """The operands that an op writes in place."""
+    if node.op != "call_function" or not isinstance(node.target, _torch.OpOverload):
+        return
+    for position, argument in enumerate(_torch.schema(node.target).arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.kwargs.get(
+                argument.name, node.args[position] if position < len(node.args) else None
+            )
+            if isinstance(value, fx.Node):
+                yield value
+
+
+def _memory_of(node: fx.Node) -> fx.Node:
+    """The tensor whose memory a node's result is, through views of it and writes into it."""
+    while node.op == "call_function" and isinstance(node.target, _torch.OpOverload):
+        returns = _torch.schema(node.target).returns
+        if not returns or returns[0].alias_info is None or not node.all_input_nodes:
+            break
+        node = next(_written(node), node.all_input_nodes[0])
+    return node
+
+
 def _given_back(module: fx.GraphModule, region: fx.Node, result: fx.Node) -> fx.Node | None:
     """The argument of a region that one of its results is, None for what the region makes."""
     body = getattr(module, str(region.args[1].target))  # type: ignore[union-attr]
     results, inside = body.graph.output_node().args[0], body.graph.find_nodes(op="placeholder")
     made = results[result.args[1]] if result.target is operator.getitem else results
-    while isinstance(made, fx.Node) and _is_no_copy(made):
-        made = made.args[0]
+    while isinstance(made, fx.Node) and (_is_no_copy(made) or any(True for _ in _written(made))):
+        made = next(_written(made), None) or made.args[0]
     return region.args[2 + inside.index(made)] if made in inside else None
 
 
