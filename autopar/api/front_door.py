@@ -152,7 +152,8 @@ def compile(
             kept without it (docs/search.md). They are taken again only for the same model, Python code and values,
             sizes, request and versions.
         seed: seed for the initial values of a meta-device model.
-        outputs: what `model(...)` returns: "local" tensors in the layout of the plan, or "dtensor".
+        outputs: what `model(...)` returns: "local", this rank's part in the layout of the plan; "whole", all of
+            it on every rank; or "dtensor".
         batch: what every rank gives to `step` and `model(...)`: "global", the same whole batch, or "local",
             rows of its own, as DistributedSampler hands them out; `example_inputs` is given likewise.
         timeout_seconds: time that a collective may wait for the other ranks before the step ends with an

@@ -30,7 +30,7 @@ from autopar.runtime.module_runs import ModuleRuns
 from autopar.runtime.part import as_stored
 from autopar.runtime.pipeline import BoundPipeline
 from autopar.runtime.seeds import draw_alike
-from autopar.runtime.settings import Settings
+from autopar.runtime.settings import Outputs, Settings
 from autopar.runtime.skipping import Skipping
 from autopar.runtime.versions import refuse_gradients
 from autopar.runtime.weights import PathLike, read_weights, write_weights
@@ -113,7 +113,7 @@ class CompiledModule(nn.Module):
             refuse_gradients(pipeline, "A loss scale")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's result in the layout of the plan: local tensors, or DTensors with outputs="dtensor".
+        """The model's result: this rank's part of it, or all of it with outputs="whole", or DTensors with "dtensor".
 
         Inputs are as in `step`. With autograd on, the result is differentiable: if the model returns its loss,
         `model(x, y).backward()` leaves the gradients that `step(x, y)` leaves. With pipeline stages or several
@@ -133,10 +133,10 @@ class CompiledModule(nn.Module):
                 return self._differentiable_step(arguments)
             except NoLossError:
                 self._returns_loss = False
-        return self._forward(arguments, as_dtensors=self._settings.outputs == "dtensor")
+        return self._forward(arguments, self._settings.outputs)
 
-    def _forward(self, arguments: Arguments, *, as_dtensors: bool) -> Any:
-        """The results of a forward, in the layouts of the plan."""
+    def _forward(self, arguments: Arguments, outputs: Outputs) -> Any:
+        """The results of a forward."""
         ready = self._program(arguments, is_step=False)
         if isinstance(ready.bound, BoundPipeline) and torch.is_grad_enabled():
             if self._returns_loss:
@@ -146,7 +146,7 @@ class CompiledModule(nn.Module):
                 "to the next. Call it under torch.no_grad(), or train with model.step(*batch); a model that "
                 "returns its loss, compiled without loss_fn, may be called."
             )
-        return self._runs.forward(ready, arguments, as_dtensors=as_dtensors)
+        return self._runs.forward(ready, arguments, outputs)
 
     def _trains_in_parts(self) -> bool:
         """Whether `model(...)` runs a whole step: with autograd, a returned loss, and stages or micro-batches."""
@@ -183,7 +183,7 @@ class CompiledModule(nn.Module):
         draw_alike(self._settings.device)
 
         def run(given: Mapping[str, Any]) -> Any:
-            return self._forward(Arguments.of((), given), as_dtensors=True)
+            return self._forward(Arguments.of((), given), "dtensor")
 
         return generate(self._original, run, args, kwargs)
 

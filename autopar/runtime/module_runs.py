@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -24,11 +25,11 @@ from autopar.runtime.loss_scale import LossScaler
 from autopar.runtime.maker import ProgramMaker
 from autopar.runtime.modes import without_autocast
 from autopar.runtime.module_programs import ModulePrograms
-from autopar.runtime.outputs import as_dtensor
+from autopar.runtime.outputs import as_asked, words_of_split
 from autopar.runtime.parts import whole_or_own
 from autopar.runtime.pipeline import BoundPipeline
 from autopar.runtime.results import delivered
-from autopar.runtime.settings import Settings
+from autopar.runtime.settings import Outputs, Settings
 from autopar.runtime.shares import step_shares
 from autopar.runtime.together import warn_together
 from autopar.runtime.versions import refuse_gradients
@@ -61,6 +62,7 @@ class ModuleRuns:
         self.steps = 0
         self.scaler = LossScaler(settings.loss_scaling)
         self.finite = FiniteLoss()
+        self._has_said_split = False
 
     def step(self, ready: ReadyProgram, arguments: Arguments) -> list[Tensor]:
         """Runs a step of a program; returns its results, with the loss as the last."""
@@ -114,8 +116,8 @@ class ModuleRuns:
         assert self._programs.plan is not None, "a program runs"
         return self._planner.predicted(self._programs.plan)
 
-    def forward(self, ready: ReadyProgram, arguments: Arguments, *, as_dtensors: bool) -> Any:
-        """The results of a program's forward, in the layouts of the plan."""
+    def forward(self, ready: ReadyProgram, arguments: Arguments, outputs: Outputs) -> Any:
+        """The results of a program's forward, as `outputs` asks."""
         bound = ready.bound
         arguments = self._as_cut(ready, arguments)
         inputs = cut_inputs(bound.program, arguments, ready.count, bound.world)[0]
@@ -123,15 +125,27 @@ class ModuleRuns:
         try:
             with without_autocast(self._settings.device):
                 self._programs.seeds.draw(bound.program, bound.world)
-                outputs = bound.forward(inputs)
+                results = bound.forward(inputs)
         except PeerError as error:
             waiting = self._programs.comparison.waiting()
             raise bound.world.explain(error, "The forward", waiting) from error
         ready.finish()
-        if as_dtensors:
-            specs = bound.program.outputs
-            outputs = [as_dtensor(x, s, bound.world) for x, s in zip(outputs, specs, strict=True)]
-        return unflatten_outputs(bound.program, outputs)
+        specs = bound.program.outputs
+        if outputs == "local" and not torch.is_grad_enabled():
+            self._warn_of_split(results, bound)
+        results = [
+            as_asked(x, spec, bound.world, outputs) for x, spec in zip(results, specs, strict=True)
+        ]
+        return unflatten_outputs(bound.program, results)
+
+    def _warn_of_split(
+        self, results: Sequence[Tensor], bound: BoundProgram | BoundPipeline
+    ) -> None:
+        """Warns once that ranks have parts of the results: a script that evaluates them may expect them whole."""
+        words = words_of_split(results, bound.program.outputs, bound.world, self._settings.batch)
+        if words is not None and not self._has_said_split:
+            self._has_said_split = True
+            warn_together(words, stacklevel=4)
 
     def differentiable_step(self, ready: ReadyProgram, arguments: Arguments) -> Any:
         """The results of a step whose gradients get into `.grad` when the caller runs backward of the loss."""

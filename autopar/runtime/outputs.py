@@ -1,6 +1,8 @@
-"""Outputs of a forward as DTensors, and DTensors as inputs of one."""
+"""Outputs of a forward as they are asked for, whole or as DTensors, and DTensors as inputs of one."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,8 +12,39 @@ from autopar.ir import WHOLE, Layout, R
 from autopar.program.program import TensorSpec
 from autopar.runtime.hops import route
 from autopar.runtime.parameters import placements
+from autopar.runtime.settings import Batch, Outputs
 from autopar.runtime.transfer import travel
 from autopar.runtime.world import World
+
+
+def as_asked(x: Tensor, spec: TensorSpec, world: World, outputs: Outputs) -> Tensor:
+    """A local output as it is, whole on every rank, or as a DTensor."""
+    if outputs == "whole":
+        return travel(x, route(spec.dims, spec.layout, (R,) * len(spec.layout), world.mesh), world)
+    return as_dtensor(x, spec, world) if outputs == "dtensor" else x
+
+
+def words_of_split(
+    outputs: Sequence[Tensor], specs: Sequence[TensorSpec], world: World, batch: Batch
+) -> str | None:
+    """What to know of outputs of which this rank has a part; None where it has what its caller expects.
+
+    A rank that gives rows of its own expects the results of these rows.
+    """
+    for x, spec in zip(outputs, specs, strict=True):
+        split = {
+            state.dim: name
+            for state, (name, size) in zip(spec.layout, world.mesh.axes, strict=True)
+            if state.kind == "S" and size > 1
+        }
+        if split.keys() - ({0} if batch == "local" else set()):
+            along = " and ".join(f"dim {dim} ({axis})" for dim, axis in sorted(split.items()))
+            return (
+                f"model(...) returns each rank's part of its results: of one of shape {list(spec.shape)}, split along "
+                f'{along}, this rank has {list(x.shape)}. autopar.compile(..., outputs="whole") gathers them for '
+                'every rank, and outputs="dtensor" returns DTensors.'
+            )
+    return None
 
 
 def as_dtensor(x: Tensor, spec: TensorSpec, world: World) -> Tensor:

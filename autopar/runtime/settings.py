@@ -15,7 +15,7 @@ from autopar.runtime.processes import world_size
 from autopar.runtime.weights import WeightFiles
 from autopar.runtime.world import Replicas
 
-Outputs = Literal["local", "dtensor"]
+Outputs = Literal["local", "whole", "dtensor"]
 Batch = Literal["global", "local"]
 
 
@@ -30,7 +30,7 @@ class Settings:
             None for a single rank without process groups.
         init_fn: initialises one meta-device module in place of its `reset_parameters`.
         seed: seed for the initial values of a meta-device model.
-        outputs: what `model(...)` returns: local tensors, or DTensors.
+        outputs: what `model(...)` returns: local tensors, whole ones, or DTensors.
         batch: what a rank gives: the batch of all ranks, or its own part of it.
         bucket_bytes: about how much one collective carries.
         executor: what runs the ops of a program.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.proof.verdict import nan_last
+from autopar.runtime.settings import Outputs
 from tests.runtime.models import Normed, make, mean_square
 from tests.runtime.ranks import Ranks
 from tests.runtime.training import DP, difference, full_state, single, train
@@ -55,25 +57,52 @@ def test_batch_norm_trains_and_evaluates(two_ranks: Ranks) -> None:
 
 
 @captured_once()
-def forward_gradients(recipe: str) -> list[float]:
-    """The difference of gradients when the user runs backward on the forward's result."""
+def forward_gradients(recipe: str, outputs: Outputs) -> list[float]:
+    """The difference of gradients when the user runs backward on the forward's result, whole or a DTensor."""
     model, (x, y), _ = make("mlp")
     reference, _, _ = make("mlp")
     mean_square(reference(x), y).backward()
-    made = autopar.compile(model, loss_fn=mean_square, mesh=DP, recipe=recipe, outputs="dtensor")
+    made = autopar.compile(model, loss_fn=mean_square, mesh=DP, recipe=recipe, outputs=outputs)
     made.step(x, y)  # the forward then has its own program, on the same parameters
     made.zero_grad()
     output = made(x)
-    assert isinstance(output, DTensor)
-    mean_square(output.full_tensor(), y).backward()
+    assert isinstance(output, DTensor) == (outputs == "dtensor")
+    whole = output.full_tensor() if isinstance(output, DTensor) else output
+    mean_square(whole, y).backward()
     grads = {n: p.grad.full_tensor() for n, p in made.named_parameters()}  # type: ignore[union-attr]
     return [(grads[n] - p.grad).abs().max().item() for n, p in reference.named_parameters()]  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("outputs", ["dtensor", "whole"])
 @pytest.mark.parametrize("recipe", often(["ddp", "zero1", "zero3", "tp"], ["zero3", "tp"]))
-def test_forward_is_differentiable(two_ranks: Ranks, recipe: str) -> None:
-    for found in two_ranks.run(forward_gradients, recipe):
+def test_forward_is_differentiable(two_ranks: Ranks, recipe: str, outputs: Outputs) -> None:
+    for found in two_ranks.run(forward_gradients, recipe, outputs):
         assert max(found, key=nan_last) < 1e-12
+
+
+@captured_once()
+def evaluated(outputs: Outputs) -> tuple[list[int], float, list[str]]:
+    """The shape of an evaluation's result, its distance from one process, and what is warned of in two calls."""
+    model, (x, _), _ = make("mlp")
+    reference, _, _ = make("mlp")
+    made = autopar.compile(model, loss_fn=mean_square, mesh=DP, recipe="ddp", outputs=outputs)
+    with torch.no_grad(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        output, _ = made(x), made(x)
+        own = reference(x)
+        if outputs == "local":
+            own = own.chunk(2)[dist.get_rank()]
+    words = [str(each.message) for each in said if "each rank's part" in str(each.message)]
+    return list(output.shape), (output - own).abs().max().item(), words
+
+
+def test_whole_results_are_had_and_parts_are_warned_of_once(two_ranks: Ranks) -> None:
+    (whole, far, none), (other, _, _) = two_ranks.run(evaluated, "whole")
+    assert whole == other and far < 1e-12 and not none
+    (part, far, words), (_, distant, silent) = two_ranks.run(evaluated, "local")
+    assert part == [whole[0] // 2, *whole[1:]] and max(far, distant) < 1e-12
+    assert len(words) == 1 and f"of shape {whole}, split along dim 0 (dp)" in words[0]
+    assert not silent  # one rank says what is so on all
 
 
 class Cached(nn.Module):
