@@ -139,7 +139,9 @@ def _gathered(parameter: DTensor) -> Tensor:
 def _refuse_distributed(parameter: nn.Parameter, name: str) -> None:
     if isinstance(parameter, DTensor):
         raise CaptureError(
-            f"Parameter {name} is a DTensor already; compile a plain single-device model, once."
+            f"Parameter {name} is a DTensor already, of another compiled model or of FSDP. Compile a plain "
+            "single-device model, once; modules that share parameters, or one module with several losses, become one "
+            "compiled module (docs/training.md, several losses over one module)."
         )
 
 

@@ -122,10 +122,12 @@ def _large_factors(graph: Graph) -> dict[str, None]:
         for dim in found.factors:
             sizes.update({_any_layer(f): bytes_ for f in dim if len(dim) == 1})
         sizes["all"] += bytes_
+    splittable = {choice.factor for op in graph.ops for choice in op.choices}
     return {
         name: None
         for name, factor in graph.factors.items()
         if "parameter" in factor.roles
+        and name in splittable
         and not factor.roles & {"batch", "input"}
         and sizes[_any_layer(name)] >= _LARGE * sizes["all"]
     }

@@ -149,3 +149,22 @@ def test_every_axis_has_what_it_gains_and_what_it_costs() -> None:
     assert (
         "tp=2 divides nothing: no faster plan was found that does, under recipe auto" in alone.notes
     )
+
+
+class Patches(nn.Module):
+    """An image in patches of 5 x 5: no op splits the rows of a patch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch, self.head = nn.Conv2d(3, 8, 5, 5), nn.Linear(8, 4)
+
+    def forward(self, image: Tensor, target: Tensor) -> Tensor:
+        y = self.head(self.patch(image).flatten(2).mean(2))
+        return F.cross_entropy(y, target)
+
+
+def test_nothing_is_said_of_a_size_that_no_op_splits() -> None:
+    batch = torch.rand(8, 3, 10, 10), torch.zeros(8, dtype=torch.long)
+    request = Request(find_hardware("h100"), mesh={"dp": 2})
+    plan = make_plan(prepare_step(Patches(), batch), request)
+    assert plan.ops["conv2d"] == ("-",) and not [x for x in plan.notes if "does not divide" in x]
