@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.capture.results import loss_first
@@ -27,7 +28,7 @@ from autopar.runtime.maker import ProgramMaker
 from autopar.runtime.meetings import Meetings
 from autopar.runtime.module_programs import ModulePrograms
 from autopar.runtime.module_runs import ModuleRuns
-from autopar.runtime.part import as_stored
+from autopar.runtime.part import as_stored, refuse_shards_of_others, with_rank
 from autopar.runtime.pipeline import BoundPipeline
 from autopar.runtime.seeds import draw_alike
 from autopar.runtime.settings import Outputs, Settings
@@ -351,23 +352,31 @@ class CompiledModule(nn.Module):
         """
         if self._meetings is not None:
             self._meetings.refuse_differences("A state dict")
-        state = self._original.state_dict(*args, **kwargs)
+        state = with_rank(self._original.state_dict(*args, **kwargs), self._rank)
         return self._placement.part.only_own(state, kwargs.get("prefix", ""))
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Loads a state dict as `nn.Module.load_state_dict` does. Raises StepError for `assign=True` after planning."""
+        """Loads a state dict as `nn.Module.load_state_dict` does.
+
+        Raises StepError for `assign=True` after planning, and for the shards of another rank.
+        """
         if kwargs.get("assign") and self._placement.store is not None:
             raise StepError(
                 "load_state_dict(assign=True) would replace the parameters that the plan has placed; "
                 "leave assign out, so that values are copied."
             )
         given, *rest = args or (kwargs.pop("state_dict"),)
+        refuse_shards_of_others(given, self._rank)
         present = self._original.state_dict()
         own = self._placement.part.completed(as_stored(given, present), present)
         found = self._original.load_state_dict(own, *rest, **kwargs)
         if self._meetings is not None:
             self._meetings.begin_again()
         return found
+
+    @property
+    def _rank(self) -> int:
+        return dist.get_rank() if dist.is_initialized() else 0
 
     def __getattr__(self, name: str) -> Any:
         try:

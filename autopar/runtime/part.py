@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar import _torch
+from autopar.errors import StepError
 from autopar.ir import Pipeline
 from autopar.program.program import Program
 from autopar.runtime.adoption import Adoption
@@ -23,6 +24,7 @@ from autopar.runtime.stand_ins import Absent
 from autopar.runtime.world import World
 
 Users = Mapping[str, Sequence[int]]
+_RANK = "autopar_rank"  # in the metadata of a state dict: whose shards it has
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,33 @@ class RankPart:
             return given
         own = {k: v for k, v in given.items() if k in present or k not in self.elsewhere}
         return own | {k: present[k] for k in self.elsewhere if k in present and k not in own}
+
+
+def with_rank(state: dict[str, Any], rank: int) -> dict[str, Any]:
+    """A state dict that notes which rank's shards it has, in its metadata, which torch.save keeps."""
+    if hasattr(state, "_metadata"):  # not where the caller gave a plain dict to fill
+        state._metadata.setdefault("", {})[_RANK] = rank
+    return state
+
+
+def refuse_shards_of_others(given: Mapping[str, Any], rank: int) -> None:
+    """Raises StepError for a state dict with shards of another rank, as one file for all ranks has them."""
+    source = getattr(given, "_metadata", {}).get("", {}).get(_RANK, rank)
+    if source == rank:
+        return
+    shards = [k for k, v in given.items() if isinstance(v, DTensor) and _has_shards(v)]
+    if shards:
+        raise StepError(
+            f"load_state_dict on rank {rank} was given the state dict of rank {source}, whose {shards[0]} and "
+            f"{len(shards) - 1} more are that rank's shards: the shards of the others are not in it. Save with "
+            "autopar.checkpoint.save_checkpoint(folder, model, optimizer) on all ranks (docs/checkpoints.md), or save "
+            "x.full_tensor() of each parameter."
+        )
+
+
+def _has_shards(x: DTensor) -> bool:
+    sizes = zip(x.placements, x.device_mesh.shape, strict=True)
+    return any(placement.is_shard() and size > 1 for placement, size in sizes)
 
 
 def as_stored(given: Mapping[str, Any], present: Mapping[str, Any]) -> Mapping[str, Any]:
