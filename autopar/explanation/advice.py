@@ -122,7 +122,7 @@ class Question:
     def text(self) -> str:
         """The question in a line: `gpt2 on h100x8x1, 8 ranks: batch of 32, 1,024 tokens a sequence, --mesh pp=8`."""
         graph, request = self._posed[0].analysis.graph, self._posed[1]
-        sequence = graph.factors.get("seq")
+        sequence = graph.factors.get("seq") if tokens_of(graph) is not None else None
         tokens = f", {sequence.size:,} tokens a sequence" if sequence else ""
         asked = f"batch of {request.batch:,}{tokens}, {self.request.text}"
         return f"{self.target} on {self.cluster}, {counted(self.cluster.ranks, 'rank')}: {asked}"

@@ -11,6 +11,7 @@ from typing import Any
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.items import FULL, TrainingState
 from autopar.explanation.explanation import Explanation
+from autopar.explanation.few_layers import tokens_of
 from autopar.ir import PIPELINE_AXIS, Graph, Meeting, Mesh, Plan
 from autopar.ir.batches import captured_batch
 from autopar.ir.recompute import Selection
@@ -42,7 +43,9 @@ def asked(e: Explanation, model: str) -> tuple[tuple[str, str], ...]:
 def _asked(e: Explanation, model: str) -> Iterator[tuple[str, str]]:
     yield "model", model
     yield "batch", _batch(e.graph, int(e.run.micro_batches), e.plan.meeting)
-    if "seq" in e.graph.factors:
+    if "seq" in e.graph.factors and tokens_of(
+        e.graph
+    ):  # else it is a dim of an image, or of features
         yield "sequence", f"{e.graph.factors['seq'].size:,} tokens"
     yield "cluster", f"{e.place}, {counted(e.ranks, 'rank')}"
     yield "precision", _precision(e)

@@ -39,6 +39,7 @@ def test_the_question_is_stated(explained: Explanation) -> None:
     said = dict(asked(explained, "llama"))
     assert said["model"] == "llama"
     assert said["batch"] == "32 samples, 2 micro-batches of 16"
+    assert said["sequence"] == "32 tokens"
     assert said["cluster"] == "h100x8x2, 16 ranks"
     assert said["memory bound"] == "76.0 GB a rank: 80.0 GB less 5 % headroom"
     assert said["constraints"] == "--mesh dp=16, --micro-batches 2, --recipe zero1"
@@ -46,6 +47,16 @@ def test_the_question_is_stated(explained: Explanation) -> None:
     assert dict(asked(replace(exact, memory_bound_bytes=10**10), "llama"))["memory bound"] == (
         "10.0 GB a rank"
     )
+
+
+def test_images_have_no_sequence() -> None:
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 4, 4), torch.nn.Flatten(1))
+        batch = torch.zeros(8, 3, 16, 16), torch.zeros(8, 128)
+    found = autopar.explain(
+        model, batch, loss_fn=torch.nn.functional.mse_loss, mesh={"dp": 2}, cluster="h100x2"
+    )
+    assert "sequence" not in dict(asked(found, "patches"))
 
 
 def test_the_last_lines_launch_the_plan(explained: Explanation) -> None:
