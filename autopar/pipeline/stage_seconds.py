@@ -164,7 +164,8 @@ class StageSeconds:
             waits = late * ratio(busy, device) if software.runs_ahead else work[_WAITS]
             return np.asarray(busy - hidden + waits)
 
-        return np.stack([seconds(forward), seconds(backward)])
+        # A direction without work in this region has one zero for all stages.
+        return np.stack(np.broadcast_arrays(seconds(forward), seconds(backward)))
 
     def once(self, once: np.ndarray, computing: np.ndarray) -> np.ndarray:
         """Seconds of gathers and reductions once a step, of shape `(n + 1, n + 1)`.

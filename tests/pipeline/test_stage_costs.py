@@ -11,11 +11,12 @@ import pytest
 from autopar.cost_model import price
 from autopar.cost_model.software import Software
 from autopar.ir import Graph, Mesh, ParameterPlan, Pipeline, Plan, R
-from autopar.ir.recompute import Recompute
+from autopar.ir.recompute import Recompute, Selection
 from autopar.pipeline.stage_costs import StageTables, costs_of_stages, stage_table
 from autopar.pipeline.stage_table import StageTable
 from autopar.search import search
-from tests.search.stacked import Sizes, residual
+from tests.search.graphs import mlp
+from tests.search.stacked import Sizes, in_modules, residual
 from tests.search.toy import TOY
 
 SIZES = Sizes(batch=8, width=16, hidden=32, vocab=64)
@@ -131,6 +132,21 @@ def test_what_hides_behind_compute_is_not_counted() -> None:
     above = np.triu_indices(exposed.blocks + 1, 1)
     assert (hidden.backward_seconds <= exposed.backward_seconds)[above].all()
     assert hidden.backward_seconds[0, -1] < exposed.backward_seconds[0, -1]
+
+
+def test_work_of_forward_alone_before_the_first_layer() -> None:
+    """An input's copy for the first layer is a kernel of no seconds, with no backward; single ops run again."""
+    modules = [f"layers.{i}{part}" for i in range(3) for part in (".up", "", ".down")]
+    graph = in_modules(mlp(layers=3), [*modules, ""])
+    plan = unsplit(graph)
+    columns = replace(
+        plan, mesh=Mesh.of({"tp": 2}), ops=plan.ops | {"linear_0": ("f",)},
+        recompute=Selection.of({"layers.*": ["relu"]}),
+    )  # fmt: skip
+    slow = replace(TOY, host_seconds=1e-3)
+    found = stage_table(graph, columns, slow).forward_seconds[0, -1]
+    # of every layer three, the copy, the collective after the first product, and the sum
+    assert found == pytest.approx(12 * slow.host_seconds, rel=0.01)
 
 
 def test_stages_of_any_cuts() -> None:
