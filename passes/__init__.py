@@ -50,7 +50,7 @@ CLEANUP: tuple[Pass, ...] = (
     single_batch_norm,  # in evaluation it can be split along the batch, and has one result to say so of
     densify_gradients,  # no collective takes a sparse one
     read_types,  # of a tensor that gives only its type, no part is needed
-    reshape_views,  # a view's strides need not be those of the local tensor
+    reshape_views,  # a view's strides need not be those of the local tensor; sizes of -1 differ between devices
     plain_slices,  # they differ between sizes that are numbers and open ones
     drop_empty_operands,  # they have no dims along which the others could be split
     remove_clones,  # they differ between devices, and compute nothing

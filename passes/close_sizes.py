@@ -11,6 +11,7 @@ from torch import fx
 from autopar._torch import SYMBOLIC, OpOverload, OtherSizes, SizeValues
 from autopar.passes.name_nodes import name_nodes
 from autopar.passes.plain_slices import plain_slices
+from autopar.passes.reshape_views import reshape_views
 
 
 def close_sizes(
@@ -45,6 +46,7 @@ def close_sizes(
             copies[node].meta["val"] = values.examples(node.meta["val"])
     found = fx.GraphModule(module, graph)
     plain_slices(found)  # one that takes all of a dim is seen now
+    reshape_views(found)  # the size that -1 stands for is known now
     name_nodes(found)
     return found
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 import os
 import re
+from collections.abc import Iterable
 
 import torch
 from torch import fx, nn
 
 from autopar import _torch
+from autopar.capture.guards import Guard
 from autopar.errors import CaptureError
 
 _OURS = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
@@ -161,6 +163,25 @@ def _shared_buffers(wrapper: nn.Module) -> list[str]:
     for name, buffer in wrapper.named_buffers(remove_duplicate=False):
         names.setdefault(id(buffer), []).append(name.removeprefix(MODEL))
     return next((found for found in names.values() if len(found) > 1), [])
+
+
+# What a model has read in its capture, and its value -> how to make it the model of a plan for another graph.
+_READ = (
+    (
+        "use_cache",
+        True,
+        "a plan of a config.json is of a model that keeps no keys and values: set {words} = False",
+    ),
+)
+
+
+def remedy_of_other_graph(guards: Iterable[Guard]) -> str | None:
+    """What to set in a model that a plan is refused for, given the values that its capture read."""
+    for guard in guards:
+        for name, value, remedy in _READ:
+            if guard.place.key == name and guard.before is value:
+                return remedy.format(words=guard.place.words)
+    return None
 
 
 # What torch says of operands that do not fit -> what to change. Groups of the pattern fill the remedy.

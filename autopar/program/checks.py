@@ -8,6 +8,7 @@ from typing import get_args
 
 from autopar.analysis.factors import Analysis
 from autopar.capture.captured import Captured
+from autopar.capture.remedies import remedy_of_other_graph
 from autopar.errors import PlanError
 from autopar.ir import (
     Dims,
@@ -54,7 +55,8 @@ def check_plan(captured: Captured, analysis: Analysis, plan: Plan) -> None:
     if plan.fingerprint != captured.fingerprint:
         raise PlanError(
             f"The plan was made for a model with fingerprint {plan.fingerprint}, and this one has "
-            f"{captured.fingerprint}: {_difference(analysis.graph, plan)}. Make a plan for this model."
+            f"{captured.fingerprint}: {_difference(captured, analysis.graph, plan)}. "
+            "Make a plan for this model."
         )
     graph = analysis.graph
     _check_names("parameter", plan.parameters, graph.parameters)
@@ -279,17 +281,24 @@ def _check_cuts(cuts: tuple[str, ...], analysis: Analysis) -> None:
         )
 
 
-def _difference(graph: Graph, plan: Plan) -> str:
+def _difference(captured: Captured, graph: Graph, plan: Plan) -> str:
     """Words for the first difference between a graph and the graph for which a plan was made."""
-    ours, theirs = set(graph.parameters), set(plan.parameters)
-    for names, what in ((theirs - ours, "has no"), (ours - theirs, "also has")):
-        if names:
-            return f"it {what} parameter {min(names)}"
-    ours, theirs = set(graph.inputs), set(plan.inputs)
-    for names, what in ((theirs - ours, "has no"), (ours - theirs, "also has")):
-        if names:
-            return f"it {what} input {min(names)}"
-    return _shape_difference(graph, plan) or _op_difference(graph, plan)
+    found = _name_difference(graph, plan) or _shape_difference(graph, plan)
+    if found:
+        return found
+    remedy = remedy_of_other_graph(captured.guards)
+    return _op_difference(graph, plan) + (f" ({remedy})" if remedy else "")
+
+
+def _name_difference(graph: Graph, plan: Plan) -> str:
+    for what, ours, theirs in (
+        ("parameter", set(graph.parameters), set(plan.parameters)),
+        ("input", set(graph.inputs), set(plan.inputs)),
+    ):
+        for names, has in ((theirs - ours, "has no"), (ours - theirs, "also has")):
+            if names:
+                return f"it {has} {what} {min(names)}"
+    return ""
 
 
 def _shape_difference(graph: Graph, plan: Plan) -> str:

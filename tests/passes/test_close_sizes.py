@@ -47,6 +47,18 @@ def test_every_size_is_a_number():
     assert "operator.mul" in text(captured.module), "the open graph stays as it is"
 
 
+class Rows(nn.Module):
+    def forward(self, x):
+        return x.reshape(-1, x.shape[2])
+
+
+def test_a_size_that_is_left_to_the_reshape_is_a_number_too():
+    captured = opened(Rows(), torch.ones(4, 5, 6), [(0, 1)])
+    assert "[-1, 6]" in text(captured.module)
+    closed = close_sizes(captured.module, list(captured.inputs), [(3, 7, 6)])
+    assert "[21, 6]" in text(closed)
+
+
 @pytest.mark.parametrize(
     ("shape", "words"),
     [

@@ -221,6 +221,12 @@ def test_views_become_reshapes() -> None:
     assert found == ["a = reshape.default(x, [6, 4])", "b = reshape.default(a, [24])", "return b"]
 
 
+def test_sizes_of_a_reshape_are_written_out() -> None:
+    """A capture has -1 or the size, as the strides of the device are."""
+    found = rewritten(reshape_views, "a = reshape.default(x, [-1, 4])\nreturn a", x=X)
+    assert found == ["a = reshape.default(x, [6, 4])", "return a"]
+
+
 def test_operands_of_shape_0_are_left_out_of_a_cat() -> None:
     """One that gives the result its dtype stays."""
     found = rewritten(
