@@ -34,7 +34,7 @@ def own_error(
     """The error that the model raises on one device, with a note of module and line; None where tracing alone fails.
 
     Args:
-        wrapper: the model with its loss, in its attribute `model`.
+        wrapper: the model, in its attribute `model`, with its loss, in `loss_fn`.
         args, kwargs: arguments of the wrapper.
     """
     calls = _FailedCalls()
@@ -114,7 +114,8 @@ def _raised_by_model(error: Exception) -> Exception | None:
 
 def _place(error: BaseException, wrapper: nn.Module) -> str:
     """The line of the model's code and the innermost module that ran."""
-    lines = [f"where:  {_torch.user_line(error) or 'a line that no frame names'}"]
+    where = _torch.user_line(error) or _in_loss(error, wrapper) or "a line that no frame names"
+    lines = [f"where:  {where}"]
     names = {module: name.removeprefix(MODEL) for name, module in wrapper.named_modules()}
     running = [(m, args) for m, args in _running(error) if names.get(m, "") not in ("", MODEL[:-1])]
     if running:
@@ -129,6 +130,14 @@ def _place(error: BaseException, wrapper: nn.Module) -> str:
             f"module: {names[module]}, {kind}{f', which is given {given}' if given else ''}"
         )
     return "\n".join([*lines, "The model fails so on one device too; autopar has no part in it."])
+
+
+def _in_loss(error: BaseException, wrapper: nn.Module) -> str | None:
+    """Words for a loss function that raised an error with no line of the user's, such as torch's own losses."""
+    loss_fn = getattr(wrapper, "loss_fn", None)
+    if loss_fn is None or any(module is wrapper.model for module, _ in _running(error)):
+        return None
+    return f"in the loss function {getattr(loss_fn, '__name__', type(loss_fn).__name__)}"
 
 
 def _running(error: BaseException) -> Iterator[tuple[nn.Module, tuple[Any, ...]]]:

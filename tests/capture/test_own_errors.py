@@ -96,6 +96,28 @@ def test_type_and_text_are_those_of_one_device(work: Any, text: str, module: str
     assert f"where:  {line_of(work, text)} in {work.__name__}: " in note and module in note
 
 
+@pytest.mark.parametrize(
+    ("loss_fn", "name"),
+    [
+        (nn.functional.cross_entropy, "cross_entropy"),
+        (nn.CrossEntropyLoss(), "CrossEntropyLoss"),
+    ],
+)
+def test_an_error_of_torch_s_own_loss_is_in_the_loss_function(loss_fn: Any, name: str) -> None:
+    batch = torch.randn(2, 4), torch.zeros(3, dtype=torch.long)
+    with pytest.raises(ValueError, match="to match target batch_size") as caught:
+        capture_step(nn.Linear(4, 6), batch, {}, loss_fn)
+    assert f"where:  in the loss function {name}\n" in caught.value.__notes__[0]
+
+
+def test_an_error_of_torch_s_own_model_is_not() -> None:
+    batch = torch.randn(2, 3), torch.zeros(2, dtype=torch.long)
+    with pytest.raises(RuntimeError, match="cannot be multiplied") as caught:
+        capture_step(nn.Sequential(nn.Linear(4, 6)), batch, {}, nn.functional.cross_entropy)
+    assert "loss function" not in caught.value.__notes__[0]
+    assert "module: 0, Linear" in caught.value.__notes__[0]
+
+
 def test_compile_raises_it_too() -> None:
     made = autopar.compile(Net(wide))
     with pytest.raises(RuntimeError, match=r"cannot be multiplied \(2x3 and 4x6\)"):
