@@ -330,8 +330,8 @@ ONE_OF_EACH = {
 }  # fmt: skip
 MANY_OF_EACH = {
     "mul", "div", "masked_fill", "prelu", "linear", "bmm", "matmul", "matmul by a matrix", "einsum", "conv2d",
-    "layer_norm", "batch_norm", "attention with a bias", "grouped attention", "attention of transposed",
-    "index", "scatter", "index_put", "cat", "cross_entropy", "smoothed cross_entropy",
+    "layer_norm", "group_norm", "batch_norm", "attention with a bias", "grouped attention",
+    "attention of transposed", "index", "scatter", "index_put", "cat", "cross_entropy", "smoothed cross_entropy",
     "cross_entropy with distributions", "complex products", "embedding_bag", "masked_scatter",
     "weighted nll_loss", "glu of a product", "dropped attention",
 }  # fmt: skip
