@@ -22,8 +22,6 @@ from autopar.cost_model.ways import move_item, way_back
 from autopar.ir import Labels, Layout, Op, TieredLayout, has_owner
 from autopar.ir.tier import moves
 
-LOSS = "aten.cross_entropy_loss"  # autograd saves neither its operands nor their gradients, which are as large
-
 
 class NodePricer(ParameterItems):
     """Prices ops, conversions and parameters of a graph one by one; see `NodeItems` for its arguments."""
@@ -66,7 +64,7 @@ class NodePricer(ParameterItems):
 
     def working(self, op: Op, labels: Labels, block: Hashable) -> Iterator[Holding]:
         """Memory that exists only while an op runs: the operands of a loss."""
-        if op.kind == LOSS:
+        if op.transient:
             region, count = self.place(op.name, op.module)
             moved = local_bytes(op, labels, self.graph.tensors, self.sizes, self.inner)
             if all(self.position[axis] in owners for axis, owners in places_of(labels)):

@@ -289,6 +289,7 @@ class _Analyzer:
             product_itemsize_bytes=spec.product_itemsize_bytes,
             draws=draws(node),
             looks_up=None if spec.looks_up is None else self._all_leaves(node.name, spec.looks_up),
+            transient=spec.transient,
         )
 
     def _collectives(self, node: str, spec: Spec) -> Iterable[OwnCollective]:

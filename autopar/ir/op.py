@@ -98,6 +98,7 @@ class Op:
         draws: whether the op draws random numbers; all ranks then run it, so that they draw in step.
         looks_up: factors of the indices by which the op looks up rows (along dim 0) of its first operand; None for an
             op of another kind. The gradient of that operand is zero in all other rows.
+        transient: whether the op's operands and their gradients take memory only while it runs.
     """
 
     name: str
@@ -116,6 +117,7 @@ class Op:
     product_itemsize_bytes: int | None = None
     draws: bool = False
     looks_up: tuple[Leaf, ...] | None = None
+    transient: bool = False
 
     def choice(self, label: str) -> Choice:
         """The choice with this label; the caller guarantees that it exists.

@@ -64,7 +64,7 @@ def _over_tokens(call: Call, *, flops: int, normalizes: bool) -> Spec:
     return Spec(
         (letters, targets, (channel,))[: len(call.operands)], (() if reduced else tokens,), sizes,
         sums=every_token | frozenset(channel), contiguous=frozenset(channel), flops=flops,
-        collectives=localizer.collectives(call), localize=localizer,
+        collectives=localizer.collectives(call), transient=normalizes, localize=localizer,
     )  # fmt: skip
 
 

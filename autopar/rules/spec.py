@@ -147,6 +147,8 @@ class Spec:
             where products have the format of the operands.
         looks_up: letters of the indices by which the op looks up rows (along dim 0) of its first operand; None for an
             op of another kind.
+        transient: whether the op's operands and their gradients take memory only while it runs, as the logits of a loss
+            that keeps log-probabilities instead.
         stretch: letter -> factor by which a part computes more than its share of the whole op, for letters with such
             parts; `t>e` for a split with an exchange.
         localize: function that writes the op on local shards into a rank's graph.
@@ -174,6 +176,7 @@ class Spec:
     linear_backward: bool = True
     product_itemsize_bytes: int | None = None
     looks_up: tuple[str, ...] | None = None
+    transient: bool = False
     stretch: Mapping[str, float] = field(default_factory=dict)
     localize: Localizer = field(default=run_as_is, compare=False)
 

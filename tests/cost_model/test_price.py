@@ -310,3 +310,17 @@ def test_an_op_without_labels_is_an_error() -> None:
     plan = ddp(1, "ddp")
     with pytest.raises(KeyError):
         price(mlp(layers=2), plan, MACHINE)
+
+
+@pytest.mark.parametrize(("loss", "is_transient"), [("cross_entropy", True), ("nll_loss", False)])
+def test_operands_of_a_cross_entropy_take_memory_while_it_runs(
+    loss: str, is_transient: bool
+) -> None:
+    """It keeps log-probabilities in place of the logits; nll_loss keeps its operands."""
+
+    class Loss(nn.Module):
+        def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return getattr(nn.functional, loss)(x, target)
+
+    prepared = prepare_forward(Loss(), (torch.randn(4, 3), torch.tensor([0, 1, 2, 0])))
+    assert [op.transient for op in prepared.analysis.graph.ops] == [is_transient]

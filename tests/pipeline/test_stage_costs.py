@@ -107,6 +107,19 @@ def test_a_stage_holds_what_its_ops_keep_and_what_it_received_and_sent() -> None
     assert found.saved_bytes[0, 5] == inputs + 3 * layer + head
 
 
+def test_operands_of_a_transient_op_take_memory_while_it_runs() -> None:
+    graph = residual(3)
+    loss = replace(graph.ops[-1], transient=True)
+    found = (
+        table(replace(graph, ops=(*graph.ops[:-1], loss))).transient_bytes
+        - table(graph).transient_bytes
+    )
+    assert (
+        found[0, -1] == found[-2, -1] == ROW * (SIZES.vocab + 1) + 4
+    )  # logits, labels and the loss
+    assert found[0, -2] == 0
+
+
 def test_layers_that_run_again_keep_what_enters_them() -> None:
     graph = residual(3)
     plain = table(graph)
