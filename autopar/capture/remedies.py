@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import fx, nn
@@ -86,6 +86,19 @@ def _expert_remedy(wrapper: nn.Module) -> str:
     )
 
 
+def _remedy_of_control_flow(wrapper: nn.Module) -> str:
+    return (
+        "Keep Python control flow independent of tensor values (use torch.where or torch.cond instead of "
+        "`if`, and avoid .item())"
+    )
+
+
+# What a line says that needs the values of a tensor -> what to do. The first that fits counts; the last always does.
+_LINES: tuple[tuple[str, Callable[[nn.Module], str]], ...] = (
+    ("expert", _expert_remedy),
+    ("", _remedy_of_control_flow),
+)
+
 # What an error says -> what to do. The first that fits counts.
 _REMEDIES = (
     (
@@ -129,12 +142,7 @@ def _remedy_of_values(error: Exception, line: str, wrapper: nn.Module) -> str | 
         return None
     if _torch.validates_distribution(error):
         return "Make the distribution with validate_args=False: its checks read values"
-    if "expert" in line:
-        return _expert_remedy(wrapper)
-    return (
-        "Keep Python control flow independent of tensor values (use torch.where or torch.cond instead of "
-        "`if`, and avoid .item())"
-    )
+    return next(remedy(wrapper) for said, remedy in _LINES if said in line)
 
 
 def _remedy_of_arguments(error: Exception, wrapper: nn.Module) -> str | None:
