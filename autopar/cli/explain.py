@@ -7,8 +7,9 @@ from typing import Any
 
 import click
 
-from autopar.cli.options import TARGET_HELP, question, question_options
+from autopar.cli.options import AUTO, TARGET_HELP, question, question_options
 from autopar.cli.output import check_folder, console, print_json, working, write_files
+from autopar.explanation.batches import best_batch
 from autopar.explanation.pages import page_of
 from autopar.explanation.sheet import Sheet
 
@@ -25,6 +26,7 @@ lose, what would change the choice. Needs no devices, weights or process group.
 Examples:
   autopar explain llama3-8b --cluster h100x8x2 --batch 128 --seq 4096
   autopar explain llama3-70b --cluster h100x8x16 --batch 1024 --html report.html --trace step.json
+  autopar explain gpt2 --cluster h100x4 --batch auto
   autopar explain path/to/config.json --cluster a100x8 --max-memory 70GB --keep-inside-node tp
   autopar explain gpt3-175b --cluster h100x8x16 --no recompute --pin 'layers.*.mlp.*=tp'
   autopar explain examples.gpt:example --mesh dp=8,tp=8 --recipe dp:zero3,tp:tp+sp
@@ -46,12 +48,13 @@ def explain_command(
 ) -> None:  # fmt: skip
     check_folder(save, html, trace)
     with working() as progress:
-        asked = question(target, progress, given)
-        found = asked.answer()
+        asked = question(target, progress, given, tries_batches=True)
+        found = best_batch(asked) if given["batch"] == AUTO else asked.answer()
         progress("writing the report")
         page = page_of(found, target, save, has_document=as_json or html is not None)
     if save is not None:
-        asked.whole_plan(found.plan).save(save)
+        assert found.request is not None, "an answer has its request, which names the batch"
+        asked.on(found.request).whole_plan(found.plan).save(save)
     write_files(page, html, trace)
     if as_json:
         print_json(page.document)

@@ -30,6 +30,8 @@ TARGET_HELP = """TARGET is a preset (llama3-8b, gpt3-175b, mixtral-8x7b, bert-la
 path of a Hugging Face config.json or of a directory that has one, or package.module:function, which
 returns (model, example_inputs) or (model, example_inputs, loss_fn)."""
 
+AUTO = "auto"  # value of --batch
+
 _SIZES = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
 
 
@@ -50,6 +52,19 @@ class Bytes(click.ParamType):
         if size < _SMALLEST_BYTES:
             self.fail(f"{value!r} is no size of a memory; write 70GB.", param, ctx)
         return int(size)
+
+
+class BatchSize(click.ParamType):
+    """A number of sequences, or the word auto."""
+
+    name = "N|auto"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int | str:
+        if value == AUTO or isinstance(value, int):
+            return value
+        if not re.fullmatch(r"0*[1-9]\d*", value):
+            self.fail(f"{value!r} is no batch; write a number such as 64, or auto.", param, ctx)
+        return int(value)
 
 
 class Pin(click.ParamType):
@@ -114,8 +129,9 @@ POSITIVE = click.IntRange(min=1)
 _WHERE = (
     click.option("--cluster", metavar="NAME",
                  help="GPU x ranks in a node x nodes: h100x8x16, a100x4; or a TOML file."),
-    click.option("--batch", type=POSITIVE, metavar="N",
-                 help="Sequences of a step on all ranks; by default one per rank."),
+    click.option("--batch", type=BatchSize(), metavar="N|auto",
+                 help="Sequences of a step on all ranks; by default one per rank. With auto, explain tries several, "
+                      "and explains the one with the least time per token."),
     click.option("--seq", type=POSITIVE, metavar="N", help="Tokens of a sequence."),
     click.option("--mesh", metavar="AXES",
                  help="Axes to use, such as dp=8,tp=8 or pp=2,dp=2,tp=2 with pipeline stages; else "
@@ -180,15 +196,29 @@ def question_options(command: F) -> F:
     return command
 
 
-def question(target: str, progress: Progress, given: Mapping[str, Any]) -> Question:
-    """The question that the options ask. Raises AutoparError or a click error where they cannot."""
+def question(
+    target: str, progress: Progress, given: Mapping[str, Any], *, tries_batches: bool = False
+) -> Question:
+    """The question that the options ask. Raises AutoparError or a click error where they cannot.
+
+    Args:
+        target: the model, as the user names it.
+        progress: function that is called with a line of text when a phase of the search begins.
+        given: values of the options by name.
+        tries_batches: whether the command takes `--batch auto`; the question then names no batch.
+    """
+    if given["batch"] == AUTO and not tries_batches:
+        raise click.UsageError(
+            "--batch auto tries several batches, which `autopar explain` does; give this command one of them as a "
+            "number, such as --batch 64."
+        )
     mesh = None if given["mesh"] is None else Mesh.parse(given["mesh"])
     cluster = _cluster(given, mesh)
     memory = given["max_memory"]
     if memory is None and given["memory_gb"] is not None:
         memory = max(1, int(given["memory_gb"] * 1e9))
     request = Request(
-        cluster.hardware, ranks=cluster.ranks, mesh=mesh, batch=given["batch"],
+        cluster.hardware, ranks=cluster.ranks, mesh=mesh, batch=None if given["batch"] == AUTO else given["batch"],
         recipe=given["recipe"], pins=dict(given["pins"]), memory_bytes=memory,
         headroom=given["headroom"], micro_batches=given["micro_batches"],
         stages=_depths(given["stages"], mesh), schedule=given["schedule"], chunks=given["chunks"],

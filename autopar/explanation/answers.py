@@ -17,6 +17,7 @@ from autopar.explanation.explanation import Explanation
 from autopar.ir import Graph
 from autopar.search.notes import head_factors
 from autopar.search.settings import ClusterSetting
+from autopar.views import BatchRow
 
 _DUST = 1e-12  # of a cost
 Progress = Callable[[str], None]
@@ -35,12 +36,16 @@ class Advice(Explanation):
         changes: changes of the cluster that would change the plan.
         setting: the setting of the plan; None if the user named the mesh.
         has_loss_fn: whether the model was given with a loss function.
+        batches: the batches that were tried, smallest first; none where the user names the batch.
+        batch_lines: sentences on the fastest and the largest of these batches.
     """
 
     words: Mapping[int, str] = field(default_factory=dict)
     changes: tuple[Change, ...] = ()
     setting: ClusterSetting | None = None
     has_loss_fn: bool = False
+    batches: tuple[BatchRow, ...] = ()
+    batch_lines: tuple[str, ...] = ()
 
     def _tree(self, name: str, unit: Unit, terms: Callable[[Step], tuple[Term, ...]]) -> Breakdown:
         """The tree of costs, without parts that are only rounding errors."""
@@ -84,6 +89,7 @@ class Advice(Explanation):
             **super().to_json(),
             "symbols_meaning": dict(self.legend),
             "changes": [dataclasses.asdict(each) for each in self.changes],
+            **({"batches": [each._asdict() for each in self.batches]} if self.batches else {}),
         }
 
 

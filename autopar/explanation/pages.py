@@ -41,15 +41,24 @@ def page_of(
     page = dataclasses.replace(
         _page(explanation, title),
         asked=asked(explanation, title),
-        launch=launch(
-            explanation,
-            saved,
-            has_loss_fn=isinstance(explanation, Advice) and explanation.has_loss_fn,
+        launch=(
+            *_found_batch(explanation),
+            *launch(
+                explanation,
+                saved,
+                has_loss_fn=isinstance(explanation, Advice) and explanation.has_loss_fn,
+            ),
         ),
     )
     return (
         dataclasses.replace(page, document=_document(explanation, page)) if has_document else page
     )
+
+
+def _found_batch(e: Explanation) -> Iterator[str]:
+    """A comment with the batch of a step, where the user did not name it."""
+    if isinstance(e, Advice) and e.batches and e.request is not None:
+        yield f"# for steps of {e.request.batch} samples on all ranks, as --batch {e.request.batch} asks for"
 
 
 def _page(explanation: Explanation, title: str) -> Page:
@@ -67,6 +76,7 @@ def _page(explanation: Explanation, title: str) -> Page:
         simulation=explanation.simulation,
         stages=explanation.simulated.stages if explanation.simulated else (),
         candidates=explanation.candidates,
+        batches=explanation.batches if isinstance(explanation, Advice) else (),
         roofline=tuple(_roofline(explanation)),
         peak_flops=hardware.flops_per_second(_itemsize(explanation.graph)),
         memory_bytes_per_second=hardware.memory_bytes_per_second,
@@ -74,8 +84,8 @@ def _page(explanation: Explanation, title: str) -> Page:
         formulas=tuple(_formulas(explanation)),
         sensitivity=sensitivity_in_words(explanation),
         notes=(
-            *explanation.plan.notes, *_of_pipeline(explanation), *_of_owners(explanation), *change_lines(explanation),
-            *_caveats(explanation),
+            *batch_lines(explanation), *explanation.plan.notes, *_of_pipeline(explanation), *_of_owners(explanation),
+            *change_lines(explanation), *_caveats(explanation),
         ),
     )  # fmt: skip
 
@@ -118,6 +128,11 @@ def word_of(e: Explanation, symbol: str) -> str:
 def change_lines(e: Explanation) -> tuple[str, ...]:
     """What would change the choice, a sentence each."""
     return tuple(change_line(e, c) for c in e.changes) if isinstance(e, Advice) else ()
+
+
+def batch_lines(e: Explanation) -> tuple[str, ...]:
+    """What was found of the batches that were tried, a sentence each."""
+    return e.batch_lines if isinstance(e, Advice) else ()
 
 
 def change_line(e: Advice, change: Change) -> str:

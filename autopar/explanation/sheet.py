@@ -22,6 +22,7 @@ from autopar.explanation.report import (
 )
 from autopar.units import format_bytes, format_seconds
 from autopar.views import (
+    BatchTable,
     CandidateTable,
     Page,
     SensitivityTable,
@@ -76,6 +77,8 @@ class Sheet:
             Text("Where time and memory go", style="bold"),
             Tree(page.time, _DEPTH, _SMALLEST), Tree(page.memory, _DEPTH, _SMALLEST),
         )  # fmt: skip
+        if page.batches:
+            yield BatchTable(page.batches)
         if len(page.candidates) > 1:
             yield CandidateTable(page.candidates)
         yield from self._what_would_change()

@@ -5,14 +5,22 @@ A `Page` holds what is shown. The views know costs (`autopar.cost_model.breakdow
 
 from autopar.views.bars import memory_bar, time_bar
 from autopar.views.html import to_html, write_html
-from autopar.views.page import BlockCollective, BlockNode, Formula, Page, RooflinePoint, StageRow
+from autopar.views.page import (
+    BatchRow,
+    BlockCollective,
+    BlockNode,
+    Formula,
+    Page,
+    RooflinePoint,
+    StageRow,
+)
 from autopar.views.stages import StageSummary
-from autopar.views.tables import CandidateTable, SensitivityTable, Tree
+from autopar.views.tables import BatchTable, CandidateTable, SensitivityTable, Tree
 from autopar.views.terminal import show
 from autopar.views.trace import read_trace, to_trace, write_trace
 
 __all__ = [
-    "BlockCollective", "BlockNode", "CandidateTable", "Formula", "Page", "RooflinePoint",
+    "BatchRow", "BatchTable", "BlockCollective", "BlockNode", "CandidateTable", "Formula", "Page", "RooflinePoint",
     "SensitivityTable", "StageRow", "StageSummary", "Tree", "memory_bar", "read_trace", "show", "time_bar", "to_html",
     "to_trace", "write_html", "write_trace",
 ]  # fmt: skip

@@ -10,6 +10,7 @@ from autopar import units
 from autopar.cost_model.breakdown import Candidate, pareto
 from autopar.views import tables
 from autopar.views.markup import Markup, join, tag
+from autopar.views.page import BatchRow
 from autopar.views.palette import PALETTE
 from autopar.views.svg import WIDTH, Labels, Linear, bounds, drawing, fitted, line, rect, text
 
@@ -153,6 +154,30 @@ def _table_row(number: int, each: Candidate, on_front: bool) -> Markup:
         tag("td", each.binds),
         tag("td", "" if each.chosen and not each.why_not else tables.verdict(each), class_="quiet"),
         class_="chosen" if each.chosen else None,
+    )
+
+
+def batch_table(batches: Sequence[BatchRow]) -> Markup:
+    """The batches that were tried, smallest first."""
+    word, _ = tables.throughput_of(batches[0])
+    head = ("batch", "step", f"{word} per second", "memory", "plan")
+    header = tag("tr", *(tag("th", words, scope="col") for words in head))
+    rows = join(map(_batch_row, batches))
+    return tag("div", tag("table", tag("thead", header), tag("tbody", rows)), class_="scroll")
+
+
+def _batch_row(each: BatchRow) -> Markup:
+    badges = [
+        ("fastest per sample", each.is_fastest), ("largest at once", each.is_largest),
+        ("estimate", not each.is_searched),
+    ]  # fmt: skip
+    shown = (tag("span", words, class_="badge") for words, holds in badges if holds)
+    _, *figures, plan = tables.batch_cells(each)
+    return tag(
+        "tr",
+        *(tag("td", words, class_="number") for words in figures),
+        tag("td", plan, " ", *shown),
+        class_="chosen" if each.is_fastest else None,
     )
 
 

@@ -13,7 +13,7 @@ from autopar.cost_model.breakdown import Breakdown
 from autopar.views import palette
 from autopar.views.bars import memory_headline, savings, shown, time_headline
 from autopar.views.block import block_graph
-from autopar.views.comparison import picture, sensitivity_bars, table
+from autopar.views.comparison import batch_table, picture, sensitivity_bars, table
 from autopar.views.formulas import formulas
 from autopar.views.gantt import gantt
 from autopar.views.markup import Markup, escape, join, json_script, tag
@@ -122,6 +122,7 @@ def _sections(page: Page) -> Iterator[Section]:
     dots = roofline(page.roofline, page.peak_flops, page.memory_bytes_per_second)
     lead = "What ops reach, under what the device could give. Larger dots take more of the step."
     yield Section("roofline", "Roofline", lead, dots)
+    yield _batches(page)
     yield _comparison(page)
     lead = "Change of the step time when one number grows by 1 % and all else stays."
     yield Section("sensitivity", "What would change it", lead, sensitivity_bars(page.sensitivity))
@@ -179,6 +180,11 @@ def _traffic(page: Page) -> Markup:
     colours = palette.with_axes((part.name for part in parts), palette.of_axes(page.axes))
     bar = stacked_bar("Traffic of a rank by kind", parts, colours)
     return join((bar, legend(parts, colours, page.traffic.value), _tree(page.traffic)))
+
+
+def _batches(page: Page) -> Section:
+    lead = "Batches that were tried for a step, each with its fastest plan."
+    return Section("batches", "Batches", lead, batch_table(page.batches) if page.batches else None)
 
 
 def _comparison(page: Page) -> Section:

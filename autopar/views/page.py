@@ -114,6 +114,32 @@ class StageRow(NamedTuple):
         return self.first if self.first == self.last else f"{self.first} to {self.last}"
 
 
+class BatchRow(NamedTuple):
+    """A batch that was tried for a step, with its fastest plan.
+
+    Attributes:
+        batch: number of samples of a step.
+        step_seconds: duration of a step.
+        samples_per_second: samples of all ranks together.
+        tokens_per_second: tokens of all ranks together; None where the model has none.
+        memory_bytes: peak memory of a rank.
+        plan: the plan in words.
+        is_searched: whether the plan was searched; otherwise its price is that of the closed form.
+        is_fastest: whether no other batch takes less time per sample.
+        is_largest: whether it is the largest that fits in as few micro-batches as the request allows.
+    """
+
+    batch: int
+    step_seconds: float
+    samples_per_second: float
+    tokens_per_second: float | None
+    memory_bytes: float
+    plan: str
+    is_searched: bool
+    is_fastest: bool
+    is_largest: bool
+
+
 class Formula(NamedTuple):
     """A formula with its value in words, such as ("step time", t, "7.14 s")."""
 
@@ -138,6 +164,7 @@ class Page:
         simulation: the step of all pipeline ranks, action by action; None without stages.
         stages: one row for every pipeline stage.
         candidates: ways to run the model, among them the chosen one.
+        batches: batches that were tried for a step; none where the user names the batch.
         roofline: one point for every op.
         peak_flops: peak rate of the device in FLOP/s, the flat part of the roof.
         memory_bytes_per_second: memory bandwidth of the device, the slope of the roof.
@@ -161,6 +188,7 @@ class Page:
     simulation: Simulation | None = None
     stages: tuple[StageRow, ...] = ()
     candidates: tuple[Candidate, ...] = ()
+    batches: tuple[BatchRow, ...] = ()
     roofline: tuple[RooflinePoint, ...] = ()
     peak_flops: float = 0.0
     memory_bytes_per_second: float = 0.0

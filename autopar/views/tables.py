@@ -12,6 +12,7 @@ from rich.text import Text
 
 from autopar import units
 from autopar.cost_model.breakdown import Breakdown, Candidate, pareto
+from autopar.views.page import BatchRow
 
 ROOMY = 110  # columns from which a table has a place for everything
 CHOSEN, FRONT = "*", "+"
@@ -135,6 +136,41 @@ def _cells(candidate: Candidate, on_front: bool, roomy: bool) -> tuple[Text | st
         units.format_bytes(candidate.traffic_bytes), Text(candidate.binds),
     )  # fmt: skip
     return (*cells, Text(why, style="not bold")) if roomy else cells
+
+
+@dataclass(frozen=True)
+class BatchTable:
+    """Batches that were tried for a step, smallest first."""
+
+    batches: tuple[BatchRow, ...]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        title = "Batches  (* fastest per sample, ^ largest at once, ~ estimate)"
+        table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
+        table.add_column("", no_wrap=True)
+        for name in ("batch", "step", f"{throughput_of(self.batches[0])[0]} per second", "memory"):
+            table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("plan", overflow="fold")
+        for each in self.batches:
+            cells = map(Text, batch_cells(each))
+            table.add_row(*cells, style="bold" if each.is_fastest else "")
+        yield table
+
+
+def batch_cells(each: BatchRow) -> tuple[str, ...]:
+    """The cells of a row: marks, batch, seconds, throughput, memory, plan."""
+    marks = "*" * each.is_fastest + "^" * each.is_largest + "~" * (not each.is_searched)
+    return (
+        marks, f"{each.batch:,}", units.format_seconds(each.step_seconds), f"{throughput_of(each)[1]:,.0f}",
+        units.format_bytes(each.memory_bytes), each.plan,
+    )  # fmt: skip
+
+
+def throughput_of(each: BatchRow) -> tuple[str, float]:
+    """What is counted, tokens or samples, and how much of it in a second."""
+    if each.tokens_per_second is None:
+        return "samples", each.samples_per_second
+    return "tokens", each.tokens_per_second
 
 
 @dataclass(frozen=True)

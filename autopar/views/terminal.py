@@ -11,7 +11,7 @@ from autopar.views.bars import headline, memory_bar, time_bar
 from autopar.views.gantt import Gantt
 from autopar.views.page import Page
 from autopar.views.stages import StageSummary
-from autopar.views.tables import CandidateTable, SensitivityTable, Tree
+from autopar.views.tables import BatchTable, CandidateTable, SensitivityTable, Tree
 
 
 def show(page: Page) -> RenderableType:
@@ -30,6 +30,8 @@ def _sections(page: Page) -> Iterator[RenderableType]:
     for breakdown in (page.time, page.memory, page.traffic):
         if breakdown.parts:
             yield Tree(breakdown)
+    if page.batches:
+        yield BatchTable(page.batches)
     if page.candidates:
         yield CandidateTable(page.candidates)
     if page.sensitivity:

@@ -92,6 +92,27 @@ def test_explain_a_preset_with_all_its_files(tmp_path):
     assert {"roofline", "block", "collectives", "sensitivity_per_percent"} <= set(found)
 
 
+def test_explain_finds_the_batch(tmp_path):
+    """The plan that is saved is of the batch that was found."""
+    path = tmp_path / "plan.json"
+    found = document("explain", "gpt2", "--cluster", "h100x4", "--seq", "64", "--mesh", "dp=4", "--recipe", "zero1",
+                     "--max-memory", "4GB", "--batch", "auto", "--save", str(path))  # fmt: skip
+    best = next(row for row in found["batches"] if row["is_fastest"])
+    assert found["asked"]["batch"].startswith(f"{best['batch']:,} samples")
+    assert f"--batch {best['batch']} " in found["launch"][0]
+    assert best["step_seconds"] == found["step_seconds"]
+    saved = Plan.load(path)
+    rows = {shape[0] for name, shape in saved.shapes.items() if len(shape) == 2}
+    assert best["batch"] // saved.micro_batches in rows
+
+
+def test_a_batch_is_a_number_or_auto():
+    said = "write a number such as 64, or auto"
+    assert said in run("explain", "gpt2", *HERE, "--batch", "0").output
+    refused = run("fit", "gpt2", *HERE, "--batch", "auto")
+    assert refused.exit_code == 2 and "which `autopar explain` does" in refused.output
+
+
 def test_json_has_units_in_its_keys_and_nothing_else_on_stdout():
     found = explained()
     timed = [key for key in found if key.endswith(("_seconds", "_bytes"))]

@@ -1,0 +1,165 @@
+"""The batches that are tried, the fastest of them and the largest."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from autopar.cost_model import find_cluster
+from autopar.errors import AutoparError, SearchError
+from autopar.explanation.advice import Question
+from autopar.explanation.batches import TriedBatch, _Trials, best_batch
+from autopar.explanation.pages import page_of
+from autopar.search.request import Request
+from autopar.views import to_html
+
+
+def ask(**options):
+    options = {"stages": None if "mesh" in options else (1,), **options}
+    return Question("gpt2", Request.on(find_cluster("h100x4"), **options), 64)
+
+
+@pytest.fixture(scope="module")
+def asked():
+    """GPT-2 within 4 GB of a rank, of which 1 GB is reserved."""
+    return ask(mesh={"dp": 4}, recipe="zero1", recompute="none", memory_bytes=4_000_000_000)
+
+
+@pytest.fixture(scope="module")
+def found(asked):
+    return best_batch(asked)
+
+
+# --- by hand: a step takes 1 s and 1 s more for each sample, and 13 samples fit at once
+
+
+class Posed:
+    """A question on one rank, of which only the batch matters."""
+
+    def __init__(self, batch=None, promised=0):
+        self.request = SimpleNamespace(
+            batch=batch, chosen_micro_batches=None, recipe="auto", mesh=None, but=dict
+        )
+        self.cluster = SimpleNamespace(ranks=1)
+        self.promised, self.progress = promised, str
+
+    def on(self, request):
+        return Posed(request["batch"], self.promised)
+
+    def answer(self):
+        """The search finds a step that is twice as long for the batch that promises too much, and no plan for 128."""
+        if self.request.batch == 128:
+            raise SearchError("none fits")
+        seconds = (1 + self.request.batch) * (1 + (self.request.batch == self.promised))
+        plan = SimpleNamespace(
+            world_mesh=SimpleNamespace(used=""), recipe_in_use="", pipeline=None, micro_batches=1,
+            recompute="none",
+        )  # fmt: skip
+        return SimpleNamespace(step_seconds=seconds, memory_bytes=1.0, plan=plan)
+
+
+def priced(question):
+    batch = question.request.batch
+    at_once = SimpleNamespace(fits=True, batch=batch) if batch <= 13 else None
+    return TriedBatch(question, 1.0 + batch, 1.0, "", at_once)
+
+
+def tried_by_hand(promised=0):
+    trials = _Trials(Posed(promised=promised), priced)
+    trials.try_around(1)
+    return trials
+
+
+def test_doubles_are_tried_until_they_gain_little_and_the_largest_is_narrowed_down():
+    """b / (1 + b) samples per second: 16/17 to 32/33 gains 3.0 %, and 32/33 to 64/65 gains 1.5 %, less than 2 %.
+
+    8 fits and 16 does not: steps of 8 / 4 = 2 lie between them, of which 12 fits and 14 does not.
+    """
+    trials = tried_by_hand()
+    assert [*trials.tried] == [1, 2, 4, 8, 16, 32, 64, 12, 14]
+    assert trials.fastest().batch == 64 and trials.largest().batch == 12
+
+
+def test_an_estimate_that_promised_too_much_gives_way_to_the_next_best():
+    """The plan of 64 takes 130 s, 0.49 samples per second; 32 in 33 s is the next best."""
+    trials = tried_by_hand(promised=64)
+    assert trials.fastest().batch == 32
+    assert [b for b, each in trials.tried.items() if each.advice is not None] == [32, 64]
+
+
+def test_halves_are_tried_until_one_fits_at_once():
+    trials = _Trials(Posed(), priced)
+    trials.try_around(48)
+    assert [*trials.tried][:3] == [48, 24, 12] and trials.largest().batch == 12
+
+
+def test_what_no_search_finds_is_out():
+    trials = _Trials(Posed(), priced, tried={128: priced(Posed(128)), 64: priced(Posed(64))})
+    assert trials.fastest().batch == 64
+    assert trials.tried[128] is None
+    alone = _Trials(Posed(), priced, tried={128: priced(Posed(128))})
+    with pytest.raises(SearchError, match=r"no batch that fits, down to 128 samples a step\. none"):
+        alone.fastest()
+
+
+# --- laws
+
+
+def test_no_batch_is_faster_than_the_one_found(found):
+    best = next(row for row in found.batches if row.is_fastest)
+    assert best.is_searched and found.fits
+    assert all(row.samples_per_second <= best.samples_per_second for row in found.batches)
+    assert best.step_seconds == found.step_seconds
+    assert best.tokens_per_second == pytest.approx(64 * best.samples_per_second)
+
+
+def test_the_largest_fits_at_once_and_twice_of_it_does_not(asked, found):
+    largest = next(row.batch for row in found.batches if row.is_largest)
+
+    def fits(batch):
+        request = asked.request.but(batch=batch, micro_batches=1)
+        return any(p.memory_bytes <= asked.bound_bytes for p in asked.on(request).settings)
+
+    assert fits(largest) and not fits(2 * largest)
+    assert largest % 4 == 0
+
+
+def test_the_answer_is_that_of_the_batch_found(asked, found):
+    named = asked.on(asked.request.but(batch=found.request.batch)).answer()
+    assert replace(found, batches=(), batch_lines=()) == named
+
+
+def test_a_fixed_number_of_micro_batches_is_kept():
+    """Without a choice of micro-batches the fastest is one of those that fit so."""
+    request = {"mesh": {"dp": 4}, "recipe": "zero1", "recompute": "none", "micro_batches": 2}
+    found = best_batch(ask(memory_bytes=4_000_000_000, **request))
+    assert found.plan.micro_batches == 2
+    assert all(row.batch % 8 == 0 for row in found.batches)
+
+
+# --- what is shown
+
+
+def test_sentences_and_tables_name_both(found):
+    page = page_of(found, "gpt2")
+    fastest, largest = found.batch_lines[0], found.batch_lines[-1]
+    assert f"{found.request.batch:,} has the least time per token" in fastest
+    assert "is the largest that fits in 1 micro-batch" in largest
+    assert page.notes[0] == fastest and len(page.document["batches"]) == len(found.batches)
+    assert f"--batch {found.request.batch} " in page.launch[0]
+    assert "fastest per sample" in to_html(page) and "largest at once" in to_html(page)
+
+
+# --- errors
+
+
+def test_where_nothing_fits_the_error_says_what_was_tried():
+    asked = ask(mesh={"dp": 4}, memory_bytes=1_100_000_000, without=frozenset({"offload"}))
+    with pytest.raises(SearchError, match=r"no batch that fits, down to 1 sample a step\. .*GB"):
+        best_batch(asked)
+
+
+def test_a_batch_of_the_targets_own_cannot_be_chosen():
+    asked = Question("examples.gpt:tiny_example", Request.on(find_cluster("h100x4")))
+    with pytest.raises(AutoparError, match="batch of their own; give the function a parameter"):
+        best_batch(asked)
