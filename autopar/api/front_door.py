@@ -27,6 +27,7 @@ from autopar.ir import PIPELINE_AXIS, Mesh, MixedPrecision, Plan
 from autopar.ir.batches import captured_batch, with_batch
 from autopar.ir.recompute import SAVED_TIERS, RecomputeWish, is_saved_wish
 from autopar.planning.planning import (
+    fitting_plan,
     make_plan,
     policy_of,
     prepare_step,
@@ -109,7 +110,8 @@ def compile(
             (docs/local_steps.md).
         pins: single choices, such as `{"layers.*.mlp.up.weight": "S(0)@tp"}`.
         micro_batches: number of micro-batches that `step` cuts the batch into, along dim 0 of every input;
-            by default 1, and with pipeline stages what the search finds best.
+            by default 1, or more on a mesh that is named if nothing fits with 1 and they change no result; with
+            pipeline stages what the search finds best.
         schedule: order in which stages run micro-batches: gpipe, 1f1b, interleaved, looped-bfs, zb, zbv or
             dualpipev; by default what the search finds best. Under pipedream, pipedream-sync and 2bw stages update
             inside of a step, which is no longer the result of one device (docs/versions.md).
@@ -346,7 +348,7 @@ def explain(
         cluster: a name such as `h100x8x16`, the path of a TOML file, or figures.
         loss_fn, recipe, pins, memory_bytes, headroom, schedule, chunks, recompute, decompose, overlap_batches: the same
             as in `compile`.
-        micro_batches: number of micro-batches in a step; by default the search's choice with stages, 1 without.
+        micro_batches: number of micro-batches in a step; by default as in `compile`.
         precision: the same as in `compile`. Gradients are priced in the format that they are reduced in, and
             parameters at rest in their own.
         training_state: the same as in `compile`.
@@ -377,7 +379,7 @@ def explain(
         progress("capturing the model")
         prepared = prepare_step(model, args, kwargs, loss_fn=loss_fn, precision=request.precision)
         progress("searching the plan")
-        plan = make_plan(prepared, request)
+        plan = fitting_plan(lambda asked: make_plan(prepared, asked), prepared, request)
     graph = prepared.analysis.graph
     if micro_batches is None and plan.micro_batches > 1:
         graph = with_batch(graph, captured_batch(graph) // plan.micro_batches)

@@ -42,6 +42,7 @@ from autopar.pipeline.schedules import check_micro_batches, takes, unbounded
 from autopar.planning.planning import (
     Prepared,
     are_given_by_micro_batches,
+    fitting_plan,
     has_same_ops,
     make_plan,
     plan_again,
@@ -273,7 +274,11 @@ class Planner:
 
     def _search(self, prepared: Prepared, micro_batches: int | None, *, captured: int) -> Plan:
         request = self._request.of_micro_batches(micro_batches).but(mesh=self._mesh)
-        plan = self._stored.plan(make_plan, prepared, request, captured_micro_batches=captured)
+
+        def make(asked: Request) -> Plan:
+            return self._stored.plan(make_plan, prepared, asked, captured_micro_batches=captured)
+
+        plan = fitting_plan(make, prepared, request)
         if self._mesh is not None:
             warn_of_idle_axes(plan)
         warn_of_unasked_stages(plan)

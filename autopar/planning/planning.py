@@ -15,7 +15,7 @@ from autopar.analysis.objective import BatchCapture, objective_of
 from autopar.capture.captured import Captured
 from autopar.capture.export import LossFunction, capture_forward, capture_step
 from autopar.capture.guards import Place
-from autopar.errors import AutoparError, PlanError, RecipeError, StepError
+from autopar.errors import AutoparError, PlanError, RecipeError, SearchError, StepError
 from autopar.ir import (
     UNSPLIT,
     Graph,
@@ -246,6 +246,32 @@ def _is_changed_by_micro_batches(prepared: Prepared) -> bool:
     if not captured.is_step or captured_batch(graph) <= 1:
         return False
     return not are_given_by_micro_batches(prepared, prepared)
+
+
+def fitting_plan(make: Callable[[Request], Plan], prepared: Prepared, request: Request) -> Plan:
+    """The plan of a request; where nothing fits, that of a batch cut into micro-batches, if their number is open.
+
+    Args:
+        make: function that makes the plan of a request, and raises SearchError if nothing fits.
+        prepared: the step, captured for the whole batch.
+        request: the user's wishes.
+    """
+    try:
+        return make(request)
+    except SearchError:
+        if not _may_cut(prepared, request):
+            raise
+    return make(request.but(cuts_batch=True))
+
+
+def _may_cut(prepared: Prepared, request: Request) -> bool:
+    """Whether the batch of a step on a mesh without stages may be cut into micro-batches that nobody asked for.
+
+    A forward that changes a buffer would change it again for every micro-batch. (Where the loss of the batch is not
+    that of its micro-batches, the search takes one by itself.)
+    """
+    is_open = request.micro_batches is None and not request.has_stages and request.mesh is not None
+    return is_open and prepared.captured.is_step and not prepared.captured.mutated
 
 
 def are_given_by_micro_batches(prepared: Prepared, batch: Prepared) -> bool:

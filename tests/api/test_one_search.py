@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+import autopar
 from autopar.api.planner import Planner
 from autopar.cost_model import find_hardware
 from autopar.explanation.advice import Question
@@ -22,15 +25,30 @@ def asked(options: dict[str, Any]) -> Request:
     return Request(find_hardware("h100"), **options)
 
 
-def by_explain(request: Request) -> Plan:
-    question = Question(TARGET, request)
+class Long(nn.Module):
+    """Few parameters, and activations of many positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map, self.head = nn.Linear(16, 64), nn.Linear(64, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.head(self.map(x).sigmoid()), y)
+
+
+def long(batch: int = 16) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    return Long(), (torch.zeros(batch, 1024, 16), torch.zeros(batch, 1024, 1))
+
+
+def by_explain(request: Request, target: str = TARGET) -> Plan:
+    question = Question(target, request)
     return question.whole_plan(question.answer().plan)
 
 
-def by_compile(request: Request, monkeypatch: pytest.MonkeyPatch) -> Plan:
+def by_compile(request: Request, monkeypatch: pytest.MonkeyPatch, target: str = TARGET) -> Plan:
     """What `autopar.compile` runs, planned for ranks that do not exist."""
     monkeypatch.setattr("autopar.api.planner.world_size", lambda: request.ranks)
-    model, args, _, loss_fn = resolve_target(TARGET).build(None)
+    model, args, _, loss_fn = resolve_target(target).build(None)
     planner = Planner(
         request, loss_fn=loss_fn, plan=None, device=torch.device("cpu"), device_mesh=None,
         timeout_seconds=None,
@@ -62,3 +80,20 @@ def test_explain_and_compile_give_the_same_plan(
     assert dict(explained.ops) == dict(compiled.ops)
     assert dict(explained.parameters) == dict(compiled.parameters)
     assert dict(explained.inputs) == dict(compiled.inputs)
+
+
+def test_all_doors_cut_a_batch_that_does_not_fit_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = f"{__name__}:long"
+    options: dict[str, Any] = {"mesh": {"dp": 2}, "recipe": "ddp", "recompute": "none", "batch": 16}
+    halves = Question(target, asked({**options, "micro_batches": 2})).answer()
+    del options["batch"]  # the target's own
+    options["memory_bytes"] = int(halves.memory_bytes)
+    named = autopar.explain(*long(), cluster="h100x2", headroom=0.0, **options)
+    plans = [
+        by_explain(asked({**options, "batch": 16}), target),
+        by_compile(asked(options), monkeypatch, target),
+        named.plan,
+    ]
+    assert [plan.micro_batches for plan in plans] == [2, 2, 2]
+    with pytest.raises(autopar.SearchError):
+        autopar.explain(*long(), cluster="h100x2", headroom=0.0, micro_batches=1, **options)
