@@ -60,11 +60,11 @@ class BatchSize(click.ParamType):
     name = "N|auto"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> int | str:
-        if value == AUTO or isinstance(value, int):
-            return value
-        if not re.fullmatch(r"0*[1-9]\d*", value):
+        if value == AUTO:
+            return AUTO
+        if not re.fullmatch(r"-?\d+", str(value)):
             self.fail(f"{value!r} is no batch; write a number such as 64, or auto.", param, ctx)
-        return int(value)
+        return POSITIVE.convert(value, param, ctx)
 
 
 class Pin(click.ParamType):
