@@ -29,9 +29,11 @@ def keep_no_grad(module: fx.GraphModule) -> None:
     Raises CaptureError where a region writes into a tensor that takes a gradient: eager gives it the gradient of the
     value before.
     """
-    trained = _trained(module.graph)
+    trained: set[fx.Node] = set()  # what takes gradients: parameters, and what is computed of them
     for node in list(module.graph.nodes):
         if not _is_region(node):
+            if _takes_gradient(node, trained):
+                trained.add(node)
             continue
         _detach_writes(module, node, trained)
         for user in list(node.users):
@@ -57,20 +59,14 @@ def _is_floating(value: object) -> bool:
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
-def _trained(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes whose values take gradients: parameters, and what is computed of them outside of no_grad regions."""
-    found: set[fx.Node] = set()
-    for node in graph.nodes:
-        value = node.meta.get("val")
-        if node.op == "placeholder":
-            takes = isinstance(value, Tensor) and value.requires_grad
-        else:
-            ends = _is_region(node) or node.target is aten.detach.default
-            takes = not ends and any(each in found for each in node.all_input_nodes)
-            takes = takes and not (isinstance(value, Tensor) and not _is_floating(value))
-        if takes:
-            found.add(node)
-    return found
+def _takes_gradient(node: fx.Node, trained: set[fx.Node]) -> bool:
+    """Whether the value of a node outside of no_grad regions takes a gradient, given the nodes before it that do."""
+    value = node.meta.get("val")
+    if node.op == "placeholder":
+        return isinstance(value, Tensor) and value.requires_grad
+    if node.target is aten.detach.default or (isinstance(value, Tensor) and not _is_floating(value)):
+        return False
+    return any(each in trained for each in node.all_input_nodes)
 
 
 def _detach_writes(module: fx.GraphModule, region: fx.Node, trained: set[fx.Node]) -> None:
