@@ -64,7 +64,9 @@ def _takes_gradient(node: fx.Node, trained: set[fx.Node]) -> bool:
     value = node.meta.get("val")
     if node.op == "placeholder":
         return isinstance(value, Tensor) and value.requires_grad
-    if node.target is aten.detach.default or (isinstance(value, Tensor) and not _is_floating(value)):
+    if node.target is aten.detach.default or (
+        isinstance(value, Tensor) and not _is_floating(value)
+    ):
         return False
     return any(each in trained for each in node.all_input_nodes)
 
