@@ -137,6 +137,7 @@ from autopar._torch.pipelining import (
     pipeline_stage,
     runs_one_stage,
 )
+from autopar._torch.product_nodes import operand_gradients
 from autopar._torch.shortcuts import (
     code_when_called,
     quick_decompositions,
@@ -176,7 +177,8 @@ __all__ = [
     "in_functorch_transform", "is_accelerator", "is_functional", "is_torchs_operator", "keeping_sizes_open",
     "lines_along", "local_address", "local_gradient", "local_tensor", "make_states_by", "map_file",
     "missing_cpp_compiler", "modes_above",
-    "multiplies_tiles", "noting_forward", "on_second_derivative", "operator_named", "outside_of_traces",
+    "multiplies_tiles", "noting_forward", "on_second_derivative", "operand_gradients", "operator_named",
+    "outside_of_traces",
     "own_generators", "own_gradients", "owned_as", "peak_allocated_bytes", "pipeline_actions",
     "pipeline_computations", "pipeline_stage", "plain_checkpoints", "product_of_tiles", "quick_decompositions",
     "quick_lines", "quick_notes", "quiet_export", "quiet_fake_failures", "quiet_torchao", "random_states", "ranks_of",

@@ -61,7 +61,7 @@ def run_node(node: Node, gradients: Sequence[Tensor | None]) -> list[tuple[Gradi
         wanted = itertools.compress(found, node.needs_input_grad)  # type: ignore[attr-defined]
         given = list(zip((f for f in node.next_functions if f[0] is not None), wanted, strict=True))
     return [
-        (GradientEdge(following, number), _as_input(following, number, gradient))
+        (GradientEdge(following, number), as_input(following, number, gradient))
         for (following, number), gradient in given
         if following is not None and gradient is not None
     ]
@@ -74,7 +74,8 @@ def _materialized(node: Node, gradients: Sequence[Tensor | None]) -> Iterator[Te
         yield gradient
 
 
-def _as_input(node: Node, number: int, gradient: Tensor) -> Tensor:
+def as_input(node: Node, number: int, gradient: Tensor) -> Tensor:
+    """A gradient in the shape and dtype that a node expects for the input with this number."""
     like = node._input_metadata[number]
     return gradient.sum_to_size(tuple(like.shape)).to(like.dtype)
 

@@ -40,7 +40,6 @@ def side_by_side(
             replace(
                 cost, forward_seconds=forward * cost.forward_seconds,
                 backward_seconds=backward * cost.backward_seconds,
-                weight_seconds=backward * cost.weight_seconds,
             )
         )  # fmt: skip
     return tuple(found)

@@ -2,8 +2,8 @@
 
 Each rank computes its actions (`schedules.actions`) one at a time, in order. Sends between two ranks in one direction
 run one after the other, and overlap with compute. An action that needs a received tensor begins when it has arrived.
-The activations of a micro-batch are held from its forward until its backward. If the backward is split into two
-halves, a part of them is held until the gradients of the weights are computed.
+The activations of a micro-batch are held from its forward until its backward. Between the two halves of a split
+backward, a stage holds what the second half needs: activations, and gradients of results.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ class StageCosts:
     Attributes:
         forward_seconds: duration of a forward.
         backward_seconds: duration of a whole backward, recomputation included.
-        weight_seconds: part of `backward_seconds` that computes gradients of weights, for a schedule that splits the
-            backward. On stage 0, whose input needs no gradient, torch computes them with the first half
-            (`PipelineStage.backward_one_chunk`).
+        weight_seconds: duration of the second half of a backward in two halves, which computes gradients of weights.
         saved_bytes: bytes of the activations saved from the forward until the backward.
-        weight_saved_bytes: part of `saved_bytes` that a split backward holds until the gradients of the weights are
-            computed; None for all of it.
+        late_bytes: bytes held between the two halves of a backward; None for as many as `saved_bytes`.
         working_bytes: further bytes while the stage computes.
         kept_bytes: bytes held during the whole step, such as parameters and gradients.
         version_bytes: bytes of one more version of the stage's parameters, see `versions.with_versions`.
         update_seconds: duration of an update, if the schedule has updates inside of a step.
         send_forward_seconds: duration of sending the stage's output to the next stage.
         send_backward_seconds: duration of sending the gradient of the stage's input to the previous stage.
+        split_seconds: duration of both halves of a backward together, beyond that of a whole one.
     """
 
     forward_seconds: float
     backward_seconds: float
     weight_seconds: float = 0.0
     saved_bytes: float = 0
-    weight_saved_bytes: float | None = None
+    late_bytes: float | None = None
     working_bytes: float = 0
     kept_bytes: float = 0
     version_bytes: float = 0
     update_seconds: float = 0.0
     send_forward_seconds: float = 0.0
     send_backward_seconds: float = 0.0
+    split_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        assert self.weight_seconds <= self.backward_seconds, (
-            f"a part of the backward takes {self.weight_seconds} s, and all of it {self.backward_seconds} s"
+        halves = self.backward_seconds + self.split_seconds
+        assert self.weight_seconds <= halves, (
+            f"one half of the backward takes {self.weight_seconds} s, and both together {halves} s"
         )
 
     @property
@@ -60,7 +60,7 @@ class StageCosts:
         return {
             "F": self.forward_seconds,
             "B": self.backward_seconds,
-            "I": self.backward_seconds - self.weight_seconds,
+            "I": self.backward_seconds + self.split_seconds - self.weight_seconds,
             "W": self.weight_seconds,
             "U": self.update_seconds,
             "SEND_F": self.send_forward_seconds,
@@ -70,7 +70,7 @@ class StageCosts:
     @property
     def grown_bytes(self) -> Mapping[Kind, float]:
         """Kind of an action -> bytes that the rank holds more after it; negative if the action frees memory."""
-        late = self.saved_bytes if self.weight_saved_bytes is None else self.weight_saved_bytes
+        late = self.saved_bytes if self.late_bytes is None else self.late_bytes
         return {
             "F": self.saved_bytes,
             "B": -self.saved_bytes,

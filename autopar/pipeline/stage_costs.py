@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,6 +39,7 @@ from autopar.pipeline.recomputable import BlockChoices
 from autopar.pipeline.saved_bytes import SavedBytes
 from autopar.pipeline.selectable import SelectableOps
 from autopar.pipeline.simulation import StageCosts
+from autopar.pipeline.split_seconds import SplitSeconds
 from autopar.pipeline.stage_bytes import KEPT, StageBytes
 from autopar.pipeline.stage_seconds import StageSeconds
 from autopar.pipeline.stage_table import StageTable, WholeModel
@@ -92,6 +94,14 @@ def costs_of_stages(
         graph, plan, hardware, starts=starts, training_state=training_state, software=software
     )
     return tables.costs(plan.recompute, [starts.index(name) for name in cuts])
+
+
+class _Halves(NamedTuple):
+    """The figures of `StageTable` of a backward in two halves."""
+
+    weight_seconds: np.ndarray
+    split_seconds: np.ndarray
+    late_bytes: np.ndarray
 
 
 class StageTables:
@@ -187,16 +197,20 @@ class StageTables:
         time, work = self._seconds, self._seconds.work
         forward, backward, computing = self._directions(recompute, turn)
         saved = self._saved(recompute)
+        saved_bytes = saved.saved(turn)
         sent, gradients = self._crossings.sent
+        halves = self._halves(recompute, backward, saved_bytes)
         return StageTable(
             starts=self.starts,
             recompute=recompute,
             repeating=tuple(map(bool, self.blocks.repeating)),
             forward_seconds=forward,
             backward_seconds=backward,
-            weight_seconds=np.minimum(sums(work.weights), backward),
+            weight_seconds=halves.weight_seconds,
+            split_seconds=halves.split_seconds,
             once_seconds=time.once(sums(work.once), computing) + self._optimizer_seconds,
-            saved_bytes=saved.saved(turn),
+            saved_bytes=saved_bytes,
+            late_bytes=halves.late_bytes,
             kept_bytes=self._kept_bytes,
             version_bytes=self._version_bytes,
             transient_bytes=saved.transient(turn),
@@ -205,6 +219,39 @@ class StageTables:
             send_seconds=self._crossings.send_seconds(sent),
             gradient_seconds=self._crossings.send_seconds(gradients),
         )
+
+    def _halves(
+        self, recompute: Recompute, backward: np.ndarray, saved_bytes: np.ndarray
+    ) -> _Halves:
+        """What a backward in two halves takes, which the runtime runs whole on stages that recompute."""
+        split, late = sums(self._seconds.work.split), saved_bytes + sums(self._arrived_bytes)
+        weights = np.minimum(sums(self._seconds.work.weights), backward + split)
+        # The first stage's input needs no gradient, so that all of its backward is the second half.
+        weights[0], split[0], late[0] = backward[0], 0.0, saved_bytes[0]
+        is_whole = self._runs_whole(recompute)
+        return _Halves(*(np.where(is_whole, 0.0, each) for each in (weights, split, late)))
+
+    def _runs_whole(self, recompute: Recompute) -> np.ndarray:
+        """Whether a stage runs both halves of a backward as one, as in `autopar.runtime.executor.Runner`."""
+        plan, found = self.blocks.plan, np.zeros(self.blocks.n)
+        if recompute != "none":
+            found += self.blocks.repeating
+        for each in self.blocks.slices:
+            found[each.block] += 1
+        return (sums(found) > 0) | bool(plan.decomposed or has_lone_ops(plan))
+
+    @cached_property
+    def _arrived_bytes(self) -> np.ndarray:
+        """Bytes of the gradients that ops of a block hold between both halves of a backward, of shape `(n,)`."""
+        blocks, found = self.blocks, np.zeros(self.blocks.n)
+        split = SplitSeconds(blocks.graph, blocks.hardware)
+        for op in filter(split.runs_in_both, blocks.graph.ops):
+            results = zip(op.results, blocks.flow.results[op.name], strict=True)
+            held = sum(
+                blocks.bytes(each) for each in results if blocks.graph.tensors[each[0]].needs_grad
+            )
+            found[blocks.all_of(blocks.unit[op.name])] += held
+        return found
 
     @cached_property
     def _kept_bytes(self) -> np.ndarray:

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.cost_model.compute import is_product
 from autopar.cost_model.items import COMPUTE, Item, kind_of_work
 from autopar.cost_model.memory import Selected
 from autopar.cost_model.run import REGIONS
 from autopar.pipeline.priced_blocks import PricedBlocks
+from autopar.pipeline.split_seconds import SplitSeconds
 from autopar.pipeline.stretches import Turn, ratio
 
 _Columns = Sequence[np.ndarray]  # seconds of every stage, by column of a block's work
@@ -31,7 +31,8 @@ class BlockWork(NamedTuple):
         forward: seconds of forward, of shape `(n, 3, 6)`.
         backward: seconds of backward, of shape `(n, 3, 6)`.
         recomputed: seconds that backward takes more if the block is recomputed, of shape `(n, 3, 6)`.
-        weights: seconds of backward for gradients of parameters, of shape `(n,)`.
+        weights: seconds of the second half of a backward in two halves, of shape `(n,)`.
+        split: seconds that both halves take beyond a whole backward, of shape `(n,)`.
         once: seconds of gathers and moves between memories, and of reductions, once per step, of shape `(n, 2)`.
     """
 
@@ -39,6 +40,7 @@ class BlockWork(NamedTuple):
     backward: np.ndarray
     recomputed: np.ndarray
     weights: np.ndarray
+    split: np.ndarray
     once: np.ndarray
 
     @classmethod
@@ -46,7 +48,7 @@ class BlockWork(NamedTuple):
         """Work of no seconds."""
         shape = (blocks, len(REGIONS), 6)
         zeros = (np.zeros(shape), np.zeros(shape), np.zeros(shape))
-        return cls(*zeros, np.zeros(blocks), np.zeros((blocks, 2)))
+        return cls(*zeros, np.zeros(blocks), np.zeros(blocks), np.zeros((blocks, 2)))
 
 
 class StageSeconds:
@@ -75,9 +77,14 @@ class StageSeconds:
             (work.forward if item.phase == "forward" else work.backward)[rows, region] += row
             work.recomputed[rows, region] += item.recomputed * row
             if item.phase != "forward":
-                weights = self._weight_share(item)
-                work.weights[rows] += share * item.count * item.seconds * weights
+                halves = self._split.halves(item)
+                work.weights[rows] += share * item.count * halves.second_seconds
+                work.split[rows] += share * item.count * halves.extra_seconds
         return work
+
+    @cached_property
+    def _split(self) -> SplitSeconds:
+        return SplitSeconds(self.blocks.graph, self.blocks.hardware)
 
     def recomputed_work(self, selected: Selected) -> np.ndarray:
         """Work of every block's selected ops, of the shape of `BlockWork.recomputed`."""
@@ -101,25 +108,6 @@ class StageSeconds:
         row[_WAITS] = max(0.0, late) if item.kernels else 0.0
         row[_AHEAD] = late
         return row
-
-    def _weight_share(self, item: Item) -> float:
-        """Fraction of an item of backward that computes gradients of parameters, for which no other stage waits."""
-        op = self.blocks.graph.by_name.get(item.of)
-        if op is None or item.carries == "gradient":
-            return 1.0
-        if item.resource != COMPUTE or not (is_product(op) or op.kind == "aten.embedding"):
-            return 0.0
-        wanted = [n for n in op.operands if self.blocks.graph.tensors[n].needs_grad]
-        return sum(name in self._of_parameters for name in wanted) / max(1, len(wanted))
-
-    @cached_property
-    def _of_parameters(self) -> frozenset[str]:
-        """Names of parameters' tensors, and of tensors that depend only on parameters, such as casts and views."""
-        found = set(self.blocks.graph.parameters.values())
-        for op in self.blocks.graph.ops:
-            if op.operands and found.issuperset(op.operands):
-                found.update(op.results)
-        return frozenset(found)
 
     def directions(
         self, turn: Turn, recomputed: np.ndarray

@@ -40,9 +40,12 @@ class StageTable:
         repeating: for every block whether it may be recomputed.
         forward_seconds: forward of one micro-batch, without communication that overlaps with compute.
         backward_seconds: backward of one micro-batch, without communication that overlaps with compute.
-        weight_seconds: part of backward that computes gradients of parameters.
+        weight_seconds: second half of a backward in two halves, which computes gradients of parameters; 0 where all of
+            the backward runs in the first half.
+        split_seconds: duration of both halves of a backward, beyond that of a whole one.
         once_seconds: gathers, reductions and the optimizer, once for every update.
         saved_bytes: saved activations of each micro-batch in flight.
+        late_bytes: bytes of each micro-batch between the two halves of its backward.
         kept_bytes: parameters, gradients, optimizer states and buffers.
         version_bytes: one version of the parameters; a schedule without a flush keeps several.
         transient_bytes: memory that exists only while a block runs, for the block with most.
@@ -59,8 +62,10 @@ class StageTable:
     forward_seconds: np.ndarray
     backward_seconds: np.ndarray
     weight_seconds: np.ndarray
+    split_seconds: np.ndarray
     once_seconds: np.ndarray
     saved_bytes: np.ndarray
+    late_bytes: np.ndarray
     kept_bytes: np.ndarray
     version_bytes: np.ndarray
     transient_bytes: np.ndarray
@@ -101,7 +106,9 @@ class StageTable:
             forward_seconds=float(self.forward_seconds[at]),
             backward_seconds=float(self.backward_seconds[at]),
             weight_seconds=float(self.weight_seconds[at]),
+            split_seconds=float(self.split_seconds[at]),
             saved_bytes=float(self.saved_bytes[at]),
+            late_bytes=float(self.late_bytes[at]),
             working_bytes=float(self.transient_bytes[at]),
             kept_bytes=float(self.kept_bytes[at]),
             version_bytes=float(self.version_bytes[at]),

@@ -3,11 +3,13 @@
 Zero-bubble schedules (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2) send the gradients of the first
 half immediately, and run the second half while a stage would wait. The autograd graph has two parts: the *trunk*, whose
 nodes lead to an input, and the nodes that lead only to weights. The first half runs the trunk, and keeps the gradients
-that arrive at each node with an edge out of the trunk. The second half runs each of these nodes again for those edges
-alone, and then the rest of the graph, in one pass.
+that arrive at each node with an edge out of the trunk. The second half runs each of these nodes again, by itself, and
+then the rest of the graph, in one pass. Of a product it computes only the gradients that leave the trunk; any other
+node computes all of its gradients again.
 
-If an edge leads to a node that several nodes of the trunk reach, autograd cannot run that edge alone: from the first of
-these nodes it would go through the trunk to the others. Such a node is called directly.
+Autograd could run a single edge, but before it does, it walks all of the graph under that edge's node: for a stage of
+eight layers this took six times as long as the call of the node. If several nodes of the trunk reach the same weight,
+it would also go through the trunk from the first of them to the others.
 
 torch.distributed.pipelining has a split of its own. If weights meet the trunk in several places (a gather of several
 weights, a weight that is used twice), it runs parts of the trunk again, with their collectives. It loses gradients of
@@ -17,7 +19,8 @@ weights that reach a result outside of the trunk.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +30,12 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from autopar import _torch
 
 Gradients = tuple[Tensor | None, ...]
+Edges = Mapping[int, GradientEdge]  # position of an edge among those of its node -> the edge
+
+_End = tuple[Node, int]  # where an edge ends: a node, and the number of its input
+
+# The second half passes gradients on to the weights as soon as they take so many bytes: about one bucket of gradients.
+_PASSED_ON_BYTES = 32 * 2**20
 
 
 class SplitBackward:
@@ -57,30 +66,23 @@ class SplitBackward:
             for i, x in enumerate(inputs)
             if isinstance(x, Tensor) and x.requires_grad
         }
-        ends = {edge.node for edge in leaves.values()}
         # Under torch 2.11 an edge keeps the node of a Python function alive, the node itself does not.
         self._roots = [edge for edge, _ in roots]
-        self._trunk, self._met_again = trunk([edge.node for edge, _ in roots], ends)
-        self._rest = [(edge, g) for edge, g in roots if edge.node not in self._trunk]
+        walked = trunk([edge.node for edge, _ in roots], {edge.node for edge in leaves.values()})
+        self._rest = [(edge, g) for edge, g in roots if edge.node not in walked]
+        self._leaving = {node: edges for node, edges in walked.items() if edges}
         self._arrived: dict[Node, Gradients] = {}
-        trunk_roots = [(edge, g) for edge, g in roots if edge.node in self._trunk]
-        found = self._run_trunk(trunk_roots, list(leaves.values()), ends)
+        trunk_roots = [(edge, g) for edge, g in roots if edge.node in walked]
+        found = self._run_trunk(trunk_roots, list(leaves.values()))
         by_position = dict(zip(leaves, found, strict=True))
         self.input_gradients = tuple(by_position.get(i) for i in range(len(inputs)))
 
     def _run_trunk(
-        self,
-        roots: Sequence[tuple[GradientEdge, Tensor]],
-        leaves: Sequence[GradientEdge],
-        ends: set[Node],
+        self, roots: Sequence[tuple[GradientEdge, Tensor]], leaves: Sequence[GradientEdge]
     ) -> Sequence[Tensor | None]:
         if not roots:
             return [None] * len(leaves)
-        hooks = [
-            node.register_prehook(self._noting(node))
-            for node in self._trunk
-            if node not in ends and any(True for _ in self._leaving(node))
-        ]
+        hooks = [node.register_prehook(self._noting(node)) for node in self._leaving]
         try:
             return torch.autograd.grad(
                 [edge for edge, _ in roots], leaves, [g for _, g in roots],
@@ -96,38 +98,103 @@ class SplitBackward:
 
         return note
 
-    def _leaving(self, node: Node) -> Iterator[GradientEdge]:
-        """The edges of a node of the trunk that lead only to weights."""
-        for following, number in node.next_functions:
-            if following is not None and following not in self._trunk:
-                yield GradientEdge(following, number)
-
     def run_weights(self) -> None:
         """The second half: gradients accumulate in the weights, whose hooks are called."""
-        sums: dict[tuple[Node, int], Tensor] = {}
-        edges = [pair for node in self._arrived for pair in self._left(node)]
-        for edge, gradient in (*self._rest, *edges):
-            key = (edge.node, edge.output_nr)
-            sums[key] = sums[key] + gradient if key in sums else gradient
-        self._arrived, self._rest, self._trunk = {}, [], set()
-        if sums:
-            torch.autograd.backward([GradientEdge(*key) for key in sums], list(sums.values()))
-        self._roots = []
+        beside = [edge for edge, _ in self._rest]
+        passed = _PassedOn([beside, *(edges.values() for edges in self._leaving.values())])
+        passed.add(self._rest)
+        for node in list(
+            self._arrived
+        ):  # in the order of the first half, so that sums are always rounded alike
+            passed.add(self._left(node))
+        passed.end()
+        self._rest, self._leaving, self._roots = [], {}, []
 
-    def _left(self, node: Node) -> list[tuple[GradientEdge, Tensor]]:
+    def _left(self, node: Node) -> Sequence[tuple[GradientEdge, Tensor]]:
         """The gradients that a node of the trunk passes to its edges out of the trunk."""
-        arrived = [(i, g) for i, g in enumerate(self._arrived[node]) if g is not None]
-        edges = list(dict.fromkeys(self._leaving(node)))
-        if not arrived:
+        gradients, leaving = self._arrived.pop(node), self._leaving[node]
+        first = gradients[0] if len(gradients) == 1 else None
+        if first is not None and (found := _torch.operand_gradients(node, first, leaving)):
+            return found
+        if all(g is None for g in gradients):
             return []
-        if any(edge.node in self._met_again for edge in edges):
-            given = _torch.run_node(node, self._arrived[node])
-            return [(edge, g) for edge, g in given if edge.node not in self._trunk]
-        found = torch.autograd.grad(
-            [GradientEdge(node, i) for i, _ in arrived], edges, [g for _, g in arrived],
-            retain_graph=True, allow_unused=True,
-        )  # fmt: skip
-        return [(edge, g) for edge, g in zip(edges, found, strict=True) if g is not None]
+        edges = set(leaving.values())
+        return [pair for pair in _torch.run_node(node, gradients) if pair[0] in edges]
+
+
+class _PassedOn:
+    """Gradients on their way from the trunk to the weights.
+
+    Nodes outside of the trunk that are connected run together, once all gradients for them are there: a gather of
+    several weights waits for the last of these. Nodes that are not connected run by themselves, so that the gradients
+    of all weights of a stage do not exist at the same time.
+
+    Args:
+        groups: edges out of the trunk that get their gradients together: those of one node of the trunk.
+    """
+
+    def __init__(self, groups: Iterable[Iterable[GradientEdge]]) -> None:
+        self._part_of: dict[
+            Node, int
+        ] = {}  # node outside of the trunk -> number of its connected part
+        self._joined: list[
+            int
+        ] = []  # number of a part -> number of the part that it belongs to by now
+        self._missing = Counter[
+            int
+        ]()  # number of a part -> groups of edges without their gradients
+        starts = [self._part(group) for group in groups]
+        self._missing.update(map(self._find, starts))
+        self._sums: dict[int, dict[_End, Tensor]] = {}
+        self._ready: dict[_End, Tensor] = {}
+
+    def _part(self, edges: Iterable[GradientEdge]) -> int:
+        """The part with the nodes under these edges, to which all parts are joined that have one of them."""
+        own = len(self._joined)
+        self._joined.append(own)
+        waiting = [edge.node for edge in edges]
+        while waiting:
+            node = waiting.pop()
+            if node in self._part_of:
+                self._joined[self._find(self._part_of[node])] = own
+            else:
+                self._part_of[node] = own
+                waiting += [n for n, _ in node.next_functions if n is not None]
+        return own
+
+    def _find(self, part: int) -> int:
+        while self._joined[part] != part:
+            part = self._joined[part]
+        return part
+
+    def add(self, pairs: Sequence[tuple[GradientEdge, Tensor]]) -> None:
+        """Adds the gradients of one group of edges, and passes on what is ready."""
+        if not pairs:
+            return
+        part = self._find(self._part_of[pairs[0][0].node])
+        sums = self._sums.setdefault(part, {})
+        for edge, gradient in pairs:
+            end = edge.node, edge.output_nr
+            sums[end] = sums[end] + gradient if end in sums else gradient
+        self._missing[part] -= 1
+        if not self._missing[part]:
+            self._ready |= self._sums.pop(part)
+            if sum(g.nbytes for g in self._ready.values()) >= _PASSED_ON_BYTES:
+                self._pass_on()
+
+    def end(self) -> None:
+        """Passes on all gradients that are there."""
+        for sums in self._sums.values():
+            self._ready |= sums
+        self._sums = {}
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        ready, self._ready = self._ready, {}
+        if ready:
+            torch.autograd.backward(
+                list(itertools.starmap(GradientEdge, ready)), list(ready.values())
+            )
 
 
 class WholeBackward:
@@ -156,20 +223,28 @@ class WholeBackward:
         """Does nothing, because the gradients of the weights are already there."""
 
 
-def trunk(roots: Sequence[Node], ends: set[Node]) -> tuple[set[Node], set[Node]]:
-    """The nodes from which one of `ends` is reached, `ends` included; and the nodes to which several edges lead."""
-    found, seen, met, met_again = set(ends), set[Node](), set[Node](), set[Node]()
+def trunk(roots: Sequence[Node], ends: set[Node]) -> dict[Node, Edges]:
+    """The nodes from which one of `ends` is reached, `ends` included, each with its edges to nodes that are not."""
+    following: dict[Node, tuple[tuple[Node | None, int], ...]] = {}
+    found = set(ends)
     waiting = [(node, False) for node in roots]
     while waiting:
         node, is_done = waiting.pop()
-        following = [n for n, _ in node.next_functions if n is not None]
         if is_done:
-            if any(n in found for n in following):
+            if any(n in found for n, _ in following[node]):
                 found.add(node)
-        elif node not in seen:
-            seen.add(node)
-            for n in following:
-                (met_again if n in met else met).add(n)
+        elif node not in following:
+            following[node] = node.next_functions
             waiting.append((node, True))
-            waiting += [(n, False) for n in following if n not in seen]
-    return found, met_again
+            waiting += [
+                (n, False) for n, _ in following[node] if n is not None and n not in following
+            ]
+    return {node: _leaving(following.get(node, ()), found) for node in found}
+
+
+def _leaving(following: Iterable[tuple[Node | None, int]], found: set[Node]) -> Edges:
+    return {
+        i: GradientEdge(n, number)
+        for i, (n, number) in enumerate(following)
+        if n is not None and n not in found
+    }

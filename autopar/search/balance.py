@@ -157,7 +157,6 @@ class _Problem:
 
     def __init__(self, table: StageTable, shape: Shape, memory_bytes: float) -> None:
         self.table, self.shape, self.memory_bytes = table, shape, memory_bytes
-        self.flights = shape.in_flight()
         self.versions = shape.further_versions
         self._steps: dict[tuple[int, ...], float] = {}  # cuts -> seconds of their simulated step
 
@@ -166,18 +165,35 @@ class _Problem:
         """Peak bytes of every possible stage, in the shape that `_windows` gives.
 
         The stages of one rank do not reach their peaks at the same time, so that a rank takes less than their sum; see
-        `Shape.flights`.
+        `Shape.flights`. Of such stages the bytes are an estimate, which only serves to find starting points.
         """
-        table, flights = self.table, np.array(self.flights, dtype=float)[:, None, None]
-        figures = (table.saved_bytes, table.kept_bytes, table.transient_bytes)
-        saved, kept, transient = map(self._windows, figures)
+        table, figures = self.table, (self.table.kept_bytes, self.table.transient_bytes)
+        kept, transient = map(self._windows, figures)
         versions = self.versions[:, None, None] * self._windows(table.version_bytes)
-        return np.asarray(kept + flights * saved + transient + versions)
+        return np.asarray(kept + self._flying + transient + versions)
+
+    @property
+    def _flying(self) -> np.ndarray:
+        """Bytes of micro-batches in flight in every possible stage."""
+        saved, late = self._windows(self.table.saved_bytes), self._windows(self.table.late_bytes)
+        if self.shape.chunks > 1:
+            return np.asarray(np.array(self.shape.in_flight())[:, None, None] * saved)
+        moments = np.moveaxis(self.shape.flights_of_stages, -1, 0)[..., None, None]
+        most: np.ndarray = np.max(
+            [flights * saved + waiting * late for flights, waiting in moments], axis=0
+        )
+        return most
 
     @cached_property
     def seconds(self) -> np.ndarray:
         """Seconds of a micro-batch in every possible stage, in the shape that `_windows` gives."""
-        return self._windows(self.table.seconds)
+        return self._windows(self._table_seconds)
+
+    @cached_property
+    def _table_seconds(self) -> np.ndarray:
+        """Seconds of a micro-batch in every possible stage; a backward in two halves takes more than a whole one."""
+        extra = self.table.split_seconds if splits_backward(self.shape.blank) else 0.0
+        return self.table.seconds + extra
 
     def _windows(self, figures: np.ndarray) -> np.ndarray:
         """A view of a table `[begin block, end block]` of shape `(stages, w, w)`, with the possible ends of every
@@ -317,9 +333,13 @@ class _Problem:
             return []
         edges = np.array([(0, *each, self.table.blocks) for each in cuts])
         begin, end = edges[:, self._stages_of], edges[:, self._stages_of + 1]
-        seconds = self.table.seconds[begin, end].sum(axis=-1)
-        saved = np.moveaxis(self.table.saved_bytes[begin, end], 1, 0)  # ranks, cuts, chunks
-        held = (saved @ self.shape.flights).max(axis=-1).T
+        seconds = self._table_seconds[begin, end].sum(axis=-1)
+        memories = self.table.saved_bytes, self.table.late_bytes
+        saved, late = (
+            np.moveaxis(each[begin, end], 1, 0) for each in memories
+        )  # ranks, cuts, chunks
+        flights, waiting = self.shape.flights
+        held = (saved @ flights + late @ waiting).max(axis=-1).T
         held += self.table.kept_bytes[begin, end].sum(axis=-1)
         versions = self.versions[self._stages_of] * self.table.version_bytes[begin, end]
         held += versions.sum(axis=-1)
@@ -354,9 +374,10 @@ class _Problem:
 
     def _held_words(self, stage: int, edge: tuple[int, int]) -> str:
         table, blocks = self.table, edge[1] - edge[0]
+        flights = self.shape.in_flight()[stage]
         return (
             f"stage {stage} from {table.starts[edge[0]]}, {blocks} block{'s' * (blocks > 1)}: "
-            f"{_bytes(table.kept_bytes[edge])} kept, {self._version_words(stage, edge)}{self.flights[stage]} x "
+            f"{_bytes(table.kept_bytes[edge])} kept, {self._version_words(stage, edge)}{flights} x "
             f"{_bytes(table.saved_bytes[edge])} of micro-batches in flight, "
             f"{_bytes(table.transient_bytes[edge])} for a moment"
         )

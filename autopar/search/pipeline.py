@@ -47,7 +47,7 @@ from autopar.ir.batches import captured_batch, fits_graph
 from autopar.pipeline.stage_costs import StageTables
 from autopar.search.balance import balance, mean_bytes
 from autopar.search.pipeline_notes import notes_of, of_layouts
-from autopar.search.pipeline_settings import PipelineFound, divisors, shapes_of
+from autopar.search.pipeline_settings import PipelineFound, divisors, shapes_of, wish_for
 from autopar.search.recipes import format_recipe
 from autopar.search.request import Request
 from autopar.search.search import MeshSearch
@@ -346,7 +346,7 @@ class _Search:
         staged = StagedPlan(tables, inner.share, self.request.software.step_seconds, self.found)
         for shape in shapes_of(self.request, self.ranks, micro_batches, len(tables.parts)):
             try:
-                staged.price_shape(shape, self.recompute)
+                staged.price_shape(shape, wish_for(self.request, shape, self.recompute))
             except PlanError as error:  # a schedule that does not run so many micro-batches
                 name = f"{shape.schedule}, {counted(micro_batches, 'micro-batch')}"
                 self.found.refuse(name, error)

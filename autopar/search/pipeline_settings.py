@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from autopar.ir import PLACEMENTS, Plan
-from autopar.ir.recompute import Recompute, words_of_recompute
+from autopar.ir.recompute import Recompute, RecomputeWish, words_of_recompute
 from autopar.pipeline.simulation import Simulation
 from autopar.search.balance import Balance
 from autopar.search.request import Request
 from autopar.search.shape import Shape
 from autopar.units import counted
 
-# Schedules to search if the user names none. Zero-bubble schedules run only by name: they split the backward into two
-# halves, for which torch walks the graph twice, and prices do not count this.
-SEARCHED_SCHEDULES = ("1f1b", "gpipe", "interleaved", "looped-bfs")
+# Schedules to search if the user names none.
+SEARCHED_SCHEDULES = ("1f1b", "gpipe", "interleaved", "looped-bfs", "zb", "zbv")
 # Numbers of chunks to search for schedules that run stages in rounds, in addition to divisors of a rank's blocks.
 _SEARCHED_CHUNKS = (2, 4)
 
@@ -133,14 +132,28 @@ def shapes_of(request: Request, ranks: int, micro_batches: int, blocks: int) -> 
 
 def _chunks(request: Request, schedule: str, ranks: int, blocks: int) -> tuple[int, ...]:
     kind, is_chosen = PLACEMENTS[schedule], request.chosen_schedule is not None
+    takes_one = is_chosen or schedule not in _SAME_WITH_ONE_STAGE
     if request.chunks is not None:
-        # With one stage per rank, the interleaved schedules to search would be the same as 1f1b and gpipe.
-        has_it = request.chunks > 1 if kind == "rounds" else request.chunks == _FIXED[kind]
+        has_it = (
+            request.chunks > 1 or takes_one if kind == "rounds" else request.chunks == _FIXED[kind]
+        )
         return (request.chunks,) if is_chosen or has_it else ()
     if kind in _FIXED:
         return (_FIXED[kind],) if ranks > 1 or kind == "one" or is_chosen else ()
-    searched = searched_chunks(blocks, ranks)
-    return (1, *searched) if is_chosen else searched if ranks > 1 else ()
+    several = searched_chunks(blocks, ranks) if ranks > 1 or is_chosen else ()
+    return (1, *several) if takes_one and (ranks > 1 or is_chosen) else several
 
 
+def wish_for(request: Request, shape: Shape, wish: RecomputeWish | None) -> RecomputeWish | None:
+    """The recomputation to search with a shape; none with a schedule that the search proposes only without it.
+
+    Stages that recompute run their backward whole. With several stages per rank, `zb` is then much like `interleaved`,
+    and the search for the fewest blocks that fit would take as long again.
+    """
+    is_proposed = shape.schedule == "zb" and shape.chunks > 1 and request.chosen_schedule is None
+    return "none" if wish is None and is_proposed else wish
+
+
+# Schedules that are another one of those to search, 1f1b or gpipe, if each rank has one stage.
+_SAME_WITH_ONE_STAGE = ("interleaved", "looped-bfs")
 _FIXED = {"one": 1, "v": 2}  # kind of a schedule -> the stages that each of its ranks has

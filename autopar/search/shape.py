@@ -50,24 +50,23 @@ class Shape:
 
     @property
     def flights(self) -> np.ndarray:
-        """Numbers of micro-batches in flight on every rank at its fullest moments, of shape `(ranks, chunks, moments)`.
+        """Numbers of micro-batches on every rank at its fullest moments, of shape `(2, ranks, chunks, moments)`.
 
-        At each moment, every stage of a rank has a number of micro-batches in flight. A moment is left out if another
-        one has at least as many on every stage. The memory of the stages decides which of the remaining moments is the
-        peak. Raises PlanError if the schedule cannot run this number of micro-batches.
+        At each moment, every stage of a rank has a number of micro-batches in flight, and another one between the two
+        halves of their backward. A moment is left out if another one has at least as many of both on every stage. The
+        memory of the stages decides which of the remaining moments is the peak. Raises PlanError if the schedule
+        cannot run this number of micro-batches.
         """
         return _flights(self)
 
+    @property
+    def flights_of_stages(self) -> np.ndarray:
+        """Numbers as in `flights`, of every stage at its own fullest moments, of shape `(2, stages, moments)`."""
+        return _flights_of_stages(self)
+
     def in_flight(self) -> tuple[int, ...]:
-        """For every stage, the largest number of micro-batches in flight. Raises the errors of `flights`."""
-        most = self.flights.max(axis=-1)
-        blank = self.blank
-        places = {
-            stage: (rank, chunk)
-            for rank in range(self.ranks)
-            for chunk, stage in enumerate(blank.stages_of(rank))
-        }
-        return tuple(int(most[places[stage]]) for stage in range(self.stages))
+        """For every stage, the largest number of micro-batches whose backward has not ended; errors as in `flights`."""
+        return tuple(self.flights_of_stages.sum(axis=0).max(axis=-1).tolist())
 
     @property
     def further_versions(self) -> np.ndarray:
@@ -79,8 +78,11 @@ class Shape:
 
     @property
     def least_in_flight(self) -> int:
-        """A number of micro-batches that every rank has in flight on each of its stages at the same time."""
-        return int(self.flights.min(axis=1).max(axis=-1).min())
+        """A number of micro-batches that every rank has in flight on each of its stages at the same time.
+
+        None of them is between the two halves of its backward.
+        """
+        return int(self.flights[0].min(axis=1).max(axis=-1).min())
 
 
 @functools.lru_cache(maxsize=64)
@@ -88,33 +90,55 @@ def _flights(shape: Shape) -> np.ndarray:
     m, ranks = shape.micro_batches, shape.ranks
     check_micro_batches(shape.blank, m)
     if shape.schedule in ("gpipe", "looped-bfs"):  # all forwards come before all backwards
-        return np.full((ranks, shape.chunks, 1), m)
+        return _whole_backwards(np.full((ranks, shape.chunks, 1), m))
     if shape.schedule in ("1f1b", *VERSIONED):
-        return np.minimum(m, np.arange(ranks, 0, -1)).reshape(ranks, 1, 1)
+        return _whole_backwards(np.minimum(m, np.arange(ranks, 0, -1)).reshape(ranks, 1, 1))
     blank = shape.blank
     lists = computations(blank, m)
     moments = [_moments(lists[rank], blank.stages_of(rank)) for rank in range(ranks)]
-    found = np.zeros((ranks, shape.chunks, max(map(len, moments))), dtype=int)
+    found = np.zeros((2, ranks, shape.chunks, max(map(len, moments))), dtype=int)
     for rank, each in enumerate(moments):
-        found[rank, :, : len(each)] = each.T
+        found[:, rank, :, : len(each)] = np.moveaxis(each, 0, -1)
     return found
 
 
+def _whole_backwards(flights: np.ndarray) -> np.ndarray:
+    """Numbers as in `Shape.flights`, of a schedule that does not split backward."""
+    return np.stack([flights, np.zeros_like(flights)])
+
+
 def _moments(own: Sequence[Action], stages: Sequence[int]) -> np.ndarray:
-    """Numbers of micro-batches in flight at the fullest moments of a rank, of shape `(moments, chunks)`.
+    """Numbers of micro-batches at the fullest moments of a rank, of shape `(moments, 2, chunks)`.
+
+    The first row has those in flight, the second those between the two halves of their backward.
 
     Args:
         own: the rank's computations, in order.
         stages: the rank's stages.
     """
     chunk_of = {stage: chunk for chunk, stage in enumerate(stages)}
-    now, seen = [0] * len(stages), set()
+    now, seen = [0] * (2 * len(stages)), set()
     for action in own:
-        if action.kind == "F":
-            now[chunk_of[action.stage]] += 1
+        place = chunk_of[action.stage]
+        now[place] += {"F": 1, "I": -1, "B": -1}.get(action.kind, 0)
+        now[place + len(stages)] += {"I": 1, "W": -1}.get(action.kind, 0)
+        if action.kind in ("F", "I"):
             seen.add(tuple(now))
-        elif action.kind in ("B", "W"):  # a whole backward, or the last of its two halves
-            now[chunk_of[action.stage]] -= 1
-    every = np.array(sorted(seen))
-    at_most = (every[:, None] <= every[None, :]).all(axis=-1)  # `every` has no moment twice
-    return every[at_most.sum(axis=1) == 1]
+    return _fullest(np.array(sorted(seen))).reshape(-1, 2, len(stages))
+
+
+@functools.lru_cache(maxsize=64)
+def _flights_of_stages(shape: Shape) -> np.ndarray:
+    by_rank = shape.flights
+    rows = by_rank.reshape(2, shape.stages, -1)[:, np.argsort(np.concatenate(shape.stages_of))]
+    moments = [_fullest(np.unique(rows[:, stage].T, axis=0)) for stage in range(shape.stages)]
+    found = np.zeros((2, shape.stages, max(map(len, moments))), dtype=int)
+    for stage, each in enumerate(moments):
+        found[:, stage, : len(each)] = each.T
+    return found
+
+
+def _fullest(moments: np.ndarray) -> np.ndarray:
+    """Those rows, of which there are no two alike, for which no other row is at least as large everywhere."""
+    at_most = (moments[:, None] <= moments[None, :]).all(axis=-1)
+    return moments[at_most.sum(axis=1) == 1]

@@ -72,9 +72,10 @@ def test_halved_backwards_fill_the_bubble(ranks, micro_batches):
 
 def test_what_waits_for_its_weights_gradients_is_held():
     held = run("zb", 4, 8).peak_bytes
-    let_go = run("zb", 4, 8, weight_saved_bytes=0.0).peak_bytes
+    let_go = run("zb", 4, 8, late_bytes=0.0).peak_bytes
     assert held == (4, 4, 4, 4)
     assert let_go == (4, 3, 2, 1)  # as 1F1B
+    assert run("zb", 4, 8, late_bytes=2.0).peak_bytes == (5, 6, 7, 8)  # 3 - r whole, r + 1 late
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -140,7 +141,7 @@ def test_a_rank_keeps_all_of_its_stages():
 def test_stages_and_costs_must_agree():
     with pytest.raises(AssertionError, match=r"2 costs are given for the stages \[0, 1, 2\]"):
         simulate(actions(pipeline("gpipe", 3), 2), equal(2))
-    with pytest.raises(AssertionError, match=r"a part of the backward takes 3\.0 s"):
+    with pytest.raises(AssertionError, match=r"one half of the backward takes 3\.0 s, and both together 2\.0 s"):
         StageCosts(1.0, 2.0, weight_seconds=3.0)
 
 

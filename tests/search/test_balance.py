@@ -23,6 +23,7 @@ def table(
     backward: Sequence[float] | None = None,
     kept: Sequence[float] | None = None,
     saved: Sequence[float] | None = None,
+    late: Sequence[float] | None = None,
     transient: Sequence[float] | None = None,
     send: float = 0.0,
 ) -> StageTable:
@@ -40,8 +41,10 @@ def table(
         forward_seconds=_sums(forward),
         backward_seconds=_sums(zeros if backward is None else backward),
         weight_seconds=_sums(zeros),
+        split_seconds=_sums(zeros),
         once_seconds=_sums(zeros),
         saved_bytes=_sums(saved or zeros),
+        late_bytes=_sums(late or saved or zeros),
         kept_bytes=_sums(kept or zeros),
         version_bytes=_sums(zeros),
         transient_bytes=moment,
@@ -257,6 +260,7 @@ def test_a_rank_takes_what_the_simulated_step_holds_at_most(
     made = table(
         [1.0] * 12, backward=[2.0] * 12,
         saved=[draw.randint(1, 9) for _ in range(12)], kept=[draw.randint(1, 9) for _ in range(12)],
+        late=[draw.randint(1, 15) for _ in range(12)],
     )  # fmt: skip
     cuts = tuple(sorted(draw.sample(range(1, 12), shape.stages - 1)))
     run = simulate(actions(shape.blank, shape.micro_batches), made.stages(cuts))
@@ -269,7 +273,8 @@ def test_the_fullest_moments_of_interleaved_stages() -> None:
     rank 0    0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 ...
     rank 1    1F0 1F1 3F0 3B0 3F1 3B1 1F2 ...
     """
-    first, second = Shape(2, 2, "interleaved", 4).flights.tolist()
+    (first, second), late = Shape(2, 2, "interleaved", 4).flights.tolist()
+    assert not np.any(late)  # backward is not split
     assert first == [[3, 4], [2, 1]]
     assert second == [[2, 3], [1, 0]]
 
