@@ -127,6 +127,7 @@ from autopar._torch.groups import (
     waiting_longer,
 )
 from autopar._torch.imports import quiet_torchao
+from autopar._torch.limits import AskedLimits
 from autopar._torch.modules import BatchNormBase, DropoutBase
 from autopar._torch.operators import autopar_op, required_arguments, schema
 from autopar._torch.optimizers import update_by_shards
@@ -161,7 +162,7 @@ from autopar._torch.tensors import (
 )
 
 __all__ = [
-    "BINDINGS", "CPU",
+    "BINDINGS", "CPU", "AskedLimits",
     "SYMBOLIC", "VALUES_READ", "Apply", "BatchNormBase", "CachedCall", "DependsOnValues", "DictVersions",
     "DropoutBase", "FakeTensor", "FakeTensorMode", "Float64Arithmetic", "GradientFlags", "OpOverload", "OtherSizes",
     "Owned", "RandomLastBits", "ReadSizes", "SizeDependsOnValues", "SizeValues", "TorchDispatchMode",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar import _torch
-from autopar._torch import Float64Arithmetic, pytree
+from autopar._torch import AskedLimits, Float64Arithmetic, pytree
 from autopar.capture.captured import Captured
 from autopar.capture.export import LossFunction, run_with_loss
 from autopar.proof.noise import drawn_shapes
@@ -131,12 +131,16 @@ class SingleDevice:
 
 
 @contextmanager
-def float64_arithmetic() -> Iterator[None]:
-    """A context in which every operator computes in float64, and new floating-point tensors are float64."""
+def float64_arithmetic(limits: AskedLimits) -> Iterator[None]:
+    """A context in which every operator computes in float64, and new floating-point tensors are float64.
+
+    Args:
+        limits: the types whose limits the model's code asks for in its own arithmetic, which it is given again.
+    """
     ordinary = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with Float64Arithmetic():
+        with Float64Arithmetic(), limits.given():
             yield
     finally:
         torch.set_default_dtype(ordinary)

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from autopar._torch import RandomLastBits, pytree
+from autopar._torch import AskedLimits, RandomLastBits, pytree
 from autopar.analysis.objective import objective_of
 from autopar.capture.export import LossFunction
 from autopar.capture.rows import arguments_of_replica
@@ -135,6 +135,11 @@ class Subject:
         """The draws of the captured step."""
         return Streams.of(self.prepared)
 
+    @cached_property
+    def limits(self) -> AskedLimits:
+        """The types whose limits the model's code asks for; its first run for a number of micro-batches notes them."""
+        return AskedLimits()
+
     def single_device(self, count: int) -> SingleDevice:
         """The model on one device, for a number of micro-batches."""
         captured, streams = self.prepared.captured, self.streams
@@ -196,7 +201,8 @@ class Subject:
         first = self._on_one_device(0, micro_batches)
         samples = []
         if self.arithmetic != torch.float64:
-            samples = device.run([first], None)
+            with self.limits.noted():
+                samples = device.run([first], None)
             for seed in range(PERTURBED_RUNS):
                 with RandomLastBits(seed):
                     samples += _counted(samples[0], device.run([first], None))
@@ -209,7 +215,7 @@ class Subject:
     def _exact(self, wide: SingleDevice, steps: Sequence[Sequence[Batch]]) -> list[Results]:
         """The results in float64, made of no tensor that a function has cached in another arithmetic."""
         caches = CachedTensors(self.prepared.captured.constants.values())
-        with float64_arithmetic(), emptied_after():
+        with float64_arithmetic(self.limits), emptied_after():
             exact = wide.run(widened_tensors(steps), self.between)
             used = caches.used()
             if used:
@@ -223,7 +229,7 @@ class Subject:
         if self.arithmetic == torch.float64:
             rehearsed = self._simulate(whole, device, reference)
         else:
-            with float64_arithmetic():
+            with float64_arithmetic(self.limits):
                 widened = device.widened()
                 rehearsed = self._simulate(widened_program(whole), widened, reference)
         verdicts = [
@@ -241,7 +247,7 @@ class Subject:
         device = self.single_device(count)
         batches = [self._on_one_device(i, count) for i in range(steps)]
         runs = []
-        with float64_arithmetic(), emptied_after():
+        with float64_arithmetic(self.limits), emptied_after():
             wide, given = device.widened(), widened_tensors(batches)
             for seed in range(PERTURBED_RUNS):
                 with RandomLastBits(seed):
@@ -263,7 +269,7 @@ class Subject:
             return steps(
                 self.single_device(count), whole, graph, parts, together, meeting
             ).verdicts()
-        with float64_arithmetic(), emptied_after():
+        with float64_arithmetic(self.limits), emptied_after():
             device, wide = self.single_device(count).widened(), widened_program(whole)
             parts, together = widened_tensors(parts), widened_tensors(together)
             return steps(device, wide, graph, parts, together, meeting).verdicts()
@@ -276,7 +282,7 @@ class Subject:
         graph = self.prepared.analysis.graph
         if self.arithmetic == torch.float64:
             return DelayedSteps(self.single_device(count), whole, graph, steps, together).verdicts()
-        with float64_arithmetic(), emptied_after():
+        with float64_arithmetic(self.limits), emptied_after():
             device, wide = self.single_device(count).widened(), widened_program(whole)
             steps, together = widened_tensors(steps), widened_tensors(together)
             return DelayedSteps(device, wide, graph, steps, together).verdicts()

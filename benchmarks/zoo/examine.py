@@ -131,9 +131,13 @@ def _differs(small: Small) -> str:
     """How torch.export's own program, which autopar has not touched, differs from the model; "" if it does not.
 
     A model may ask whether it is exported, and then compute something else. The plans are then held to the
-    program instead, but for those with stages, which go by the model's blocks.
+    program instead, but for those with stages, which go by the model's blocks. Where torch.export refuses what autopar
+    captures, there is no such program.
     """
-    program = torch.export.export(small.step, small.args, strict=False).module()
+    try:
+        program = torch.export.export(small.step, small.args, strict=False).module()
+    except Exception:  # whatever it cannot trace
+        return ""
     eager, exported = (_drawing_alike(run, small.args).item() for run in (small.step, program))
     error = abs(exported - eager) / abs(eager)
     if error <= SAME_PROGRAM:

@@ -10,18 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from torch import nn
+from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 from benchmarks.zoo.backend import _error as backend_error
 from benchmarks.zoo.config import FILLED, SHALLOW, TRIMMED, shrink
 from benchmarks.zoo.diffusion import NAMES, installed
 from benchmarks.zoo.diffusion import make as make_diffusion_block
+from benchmarks.zoo.examine import _differs
 from benchmarks.zoo.inputs import NoImage, image_and_words
 from benchmarks.zoo.page import markdown
 from benchmarks.zoo.rows import PASSED, PLANS, Row, append, code_version, read
 from benchmarks.zoo.run import Bounds, architectures, examined, main
-from benchmarks.zoo.small import Step, make
+from benchmarks.zoo.small import Small, Step, make
 
 
 def test_a_text_family_keeps_grouped_heads() -> None:
@@ -200,3 +201,21 @@ def test_a_model_that_draws_stays_in_training() -> None:
     small = make("vit_mae")
     assert small.draws and small.step.training
     assert not make("bert").draws
+
+
+class Exponential(nn.Module):
+    """Draws from a distribution that looks at its arguments' values, which torch.export refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.distributions.Exponential(self.rates).rsample()
+
+
+def test_what_torch_alone_does_not_export_has_no_program_to_differ_from() -> None:
+    small = Small(Step(Exponential(), ("x",)), (torch.ones(2, 4),), "text", None)
+    with pytest.raises(RuntimeError, match="data-dependent"):
+        torch.export.export(small.step, small.args, strict=False)
+    assert _differs(small) == ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -91,6 +92,54 @@ def test_a_proof_of_delays_leaves_no_tensor_of_its_own_cached(axis: str, recipe:
         micro_batches=4 if axis == "pp" else 1,
     )  # fmt: skip
     assert report.passed and thirds(torch.float32).dtype == torch.float32
+
+
+# --- limits of types, which code makes constants of
+
+
+class Guarded(nn.Module):
+    """Divides by what the smallest step of its type keeps from zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / (x.abs().sum(-1, keepdim=True) + torch.finfo(x.dtype).eps)
+
+
+class Gumbels(nn.Module):
+    """Adds draws of a distribution of torch whose range depends on the type."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        zero = torch.zeros((), dtype=x.dtype)
+        return (x + torch.distributions.Gumbel(zero, zero + 1).sample(x.shape)).softmax(-1)
+
+
+class RootOfStep(torch.autograd.Function):
+    """Multiplies; asks for the limits in forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * (1 + torch.finfo(x.dtype).eps ** 0.5)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * (1 + torch.finfo(gradient.dtype).eps ** 0.5)
+
+
+class Multiplied(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return RootOfStep.apply(x)
+
+
+@pytest.mark.parametrize(
+    "last", [Guarded(), Gumbels(), Multiplied()], ids=lambda m: type(m).__name__
+)
+@pytest.mark.parametrize("dtype", often([torch.float32, torch.bfloat16], [torch.bfloat16]))
+def test_limits_of_the_models_own_type_are_those_of_the_reference(
+    last: nn.Module, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    batch = tuple(torch.randn(2, 4, 8, dtype=dtype))
+    report = proof(nn.Sequential(nn.Linear(8, 8), last).to(dtype), batch)
+    assert report.passed, report
 
 
 # --- buffers
