@@ -199,6 +199,7 @@ def compile(
         recompute=recompute, decompose=decomposed, precision=policy,
         overlap_batches=1 if overlap_batches is None else overlap_batches,
         training_state=TrainingState.of(training_state),
+        splits_backward=not Executor(executor).compiles,
         refines=loaded is None and not isinstance(mesh, DeviceMesh),
     ).of_replica(loaded)  # fmt: skip
     planner = Planner(

@@ -57,11 +57,9 @@ class SplitSeconds:
             return Halves(0.0, 0.0)
         kernels_seconds = item.kernels * self._kernel_seconds
         walk_seconds = WALK_KERNELS * kernels_seconds
-        share = self._weight_share(op)
-        if share in (0.0, 1.0):
-            return Halves(share * seconds, walk_seconds)
-        # The share is of a product; any other op computes all of its gradients in both halves.
-        first, second = (1 - share, share) if is_product(op) else (1.0, 1.0)
+        if not self.runs_in_both(op):
+            return Halves(self._weight_share(op.operands) * seconds, walk_seconds)
+        first, second = self._parts(op)
         first_seconds = max(first * seconds, kernels_seconds)
         second_seconds = max(second * seconds, AGAIN_KERNELS * kernels_seconds)
         whole_seconds = max(seconds, item.kernels * self._host_seconds)
@@ -69,11 +67,19 @@ class SplitSeconds:
 
     def runs_in_both(self, op: Op) -> bool:
         """Whether gradients of both kinds leave an op, so that it runs in both halves."""
-        return 0.0 < self._weight_share(op) < 1.0
+        return 0.0 < self._weight_share(op.operands) < 1.0
 
-    def _weight_share(self, op: Op) -> float:
-        """Fraction of the gradients that leave an op for parameters, for which no other stage waits."""
-        wanted: Sequence[str] = [n for n in op.operands if self._graph.tensors[n].needs_grad]
+    def _parts(self, op: Op) -> tuple[float, float]:
+        """Parts of an op's backward that the two halves run."""
+        if not is_product(op):
+            return 1.0, 1.0
+        matrices = [n for n in op.operands if len(self._graph.tensors[n].shape) > 1]  # not a bias
+        share = self._weight_share(matrices)
+        return 1 - share, share
+
+    def _weight_share(self, operands: Sequence[str]) -> float:
+        """Fraction of the gradients of operands that parameters wait for, but no other stage."""
+        wanted = [n for n in operands if self._graph.tensors[n].needs_grad]
         return sum(name in self._of_parameters for name in wanted) / max(1, len(wanted))
 
     @cached_property

@@ -15,7 +15,9 @@ from autopar.search.shape import Shape
 from autopar.units import counted
 
 # Schedules to search if the user names none.
-SEARCHED_SCHEDULES = ("1f1b", "gpipe", "interleaved", "looped-bfs", "zb", "zbv")
+SEARCHED_SCHEDULES = ("1f1b", "gpipe", "interleaved", "looped-bfs")
+# Schedules to search besides, if backward can run in two halves.
+ZERO_BUBBLE = ("zb", "zbv", "dualpipev")
 # Numbers of chunks to search for schedules that run stages in rounds, in addition to divisors of a rank's blocks.
 _SEARCHED_CHUNKS = (2, 4)
 
@@ -124,7 +126,8 @@ def divisors(n: int) -> list[int]:
 def shapes_of(request: Request, ranks: int, micro_batches: int, blocks: int) -> Iterator[Shape]:
     """Every schedule to search with every number of chunks; on one pipeline rank only the first schedule."""
     chosen = request.chosen_schedule
-    schedules = (chosen,) if chosen else SEARCHED_SCHEDULES
+    searched = SEARCHED_SCHEDULES + (ZERO_BUBBLE if request.splits_backward else ())
+    schedules = (chosen,) if chosen else searched
     for schedule in schedules if ranks > 1 else schedules[:1]:
         for chunks in _chunks(request, schedule, ranks, blocks):
             yield Shape(ranks, chunks, schedule, micro_batches)
@@ -147,11 +150,11 @@ def _chunks(request: Request, schedule: str, ranks: int, blocks: int) -> tuple[i
 def wish_for(request: Request, shape: Shape, wish: RecomputeWish | None) -> RecomputeWish | None:
     """The recomputation to search with a shape; none with a schedule that the search proposes only without it.
 
-    Stages that recompute run their backward whole. With several stages per rank, `zb` is then much like `interleaved`,
-    and the search for the fewest blocks that fit would take as long again.
+    Stages that recompute run their backward whole. With several stages per rank, `zb` is then much like `interleaved`
+    (and `dualpipev` like `zbv`), and the search for the fewest blocks that fit would take as long again.
     """
-    is_proposed = shape.schedule == "zb" and shape.chunks > 1 and request.chosen_schedule is None
-    return "none" if wish is None and is_proposed else wish
+    is_alike = shape.schedule == "dualpipev" or (shape.schedule == "zb" and shape.chunks > 1)
+    return "none" if wish is None and is_alike and request.chosen_schedule is None else wish
 
 
 # Schedules that are another one of those to search, 1f1b or gpipe, if each rank has one stage.

@@ -68,6 +68,8 @@ class RequestFields:
         meeting: the meetings of replicas, in a request for the plan of one replica (`of_replica`); else None.
         cuts_batch: whether the search may cut the batch of a step without stages into micro-batches. The loss of the
             batch must then be the mean over micro-batches, which is wrong for masked means and batch statistics.
+        splits_backward: whether the runtime runs a backward in two halves; if not, zero-bubble schedules are not
+            searched, which then gain nothing.
         refines: whether the plan may have two axes in place of one of the mesh (`autopar.search.refined`), and another
             order of its axes (`autopar.search.orders`). A searched mesh may have both in any case.
     """
@@ -97,6 +99,7 @@ class RequestFields:
     meeting: Meeting | None = None
     decompose: tuple[str, ...] = ()
     overlap_batches: int = 1
+    splits_backward: bool = True
     refines: bool = False
 
     @property

@@ -141,7 +141,9 @@ def test_a_rank_keeps_all_of_its_stages():
 def test_stages_and_costs_must_agree():
     with pytest.raises(AssertionError, match=r"2 costs are given for the stages \[0, 1, 2\]"):
         simulate(actions(pipeline("gpipe", 3), 2), equal(2))
-    with pytest.raises(AssertionError, match=r"one half of the backward takes 3\.0 s, and both together 2\.0 s"):
+    with pytest.raises(
+        AssertionError, match=r"one half of the backward takes 3\.0 s, and both together 2\.0 s"
+    ):
         StageCosts(1.0, 2.0, weight_seconds=3.0)
 
 

@@ -64,7 +64,9 @@ def test_no_setting_that_fits_is_faster() -> None:
     free = found({"pp": 2}, micro_batches=None)
     every = []
     for schedule, m, recompute in itertools.product(
-        ("gpipe", "1f1b", "interleaved", "looped-bfs"), (1, 2, 4, 8, 16, 32), ("none", "full")
+        ("gpipe", "1f1b", "interleaved", "looped-bfs", "zb", "zbv", "dualpipev"),
+        (1, 2, 4, 8, 16, 32),
+        ("none", "full"),
     ):
         try:
             alone = found({"pp": 2}, schedule=schedule, micro_batches=m, recompute=recompute)
@@ -86,14 +88,23 @@ def test_a_schedule_that_does_not_run_so_many_micro_batches_refuses_no_other() -
 
 def test_one_forward_one_backward_for_what_it_holds() -> None:
     """It has 2 micro-batches in flight instead of GPipe's 8, and waits for what it sends."""
-    free = found({"pp": 2}, chunks=1, recompute="none")
+    free = found({"pp": 2}, chunks=1, recompute="none", splits_backward=False)
     assert free.best.setting.shape.schedule == "gpipe"
     (one_by_one,) = free.others
     assert one_by_one.seconds == pytest.approx(free.best.seconds, rel=0.05)
     bound = int(max(one_by_one.balance.rank_bytes)) + 1
     assert bound < max(free.best.balance.rank_bytes)
-    tight = found({"pp": 2}, chunks=1, recompute="none", memory_bytes=bound)
+    tight = found({"pp": 2}, chunks=1, recompute="none", memory_bytes=bound, splits_backward=False)
     assert tight.best.setting.shape.schedule == "1f1b"
+
+
+def test_a_backward_in_two_halves_fills_the_bubble_where_the_runtime_splits_it() -> None:
+    whole = found({"pp": 2}, chunks=1, recompute="none", splits_backward=False)
+    halved = found({"pp": 2}, chunks=1, recompute="none")
+    assert halved.best.setting.shape.schedule == "zb"
+    assert halved.best.seconds < whole.best.seconds
+    # The last rank holds what the second halves need: activations, and gradients of results.
+    assert halved.best.balance.rank_bytes[-1] > whole.others[0].balance.rank_bytes[-1]
 
 
 def test_layers_run_again_only_where_memory_is_tight() -> None:
