@@ -1,8 +1,8 @@
 """Nodes of autograd that multiply matrices or convolve, and the gradient of one of their operands alone.
 
 Such a node computes the gradient of each operand by a product of its own, so that one can be computed without the
-other. The functions here do what the formulas of torch's `tools/autograd/derivatives.yaml` do for the operand, bit by
-bit: they read the operands that the node has saved (`node._saved_mat1`).
+other. The functions here do what the formulas of torch's `tools/autograd/derivatives.yaml` do for the operand: they
+read the operands that the node has saved (`node._saved_mat1`).
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def _of_second(first: Tensor, gradient: Tensor, node: Any) -> Tensor:
     return first.mH @ gradient
 
 
-def _times(gradient: Tensor, factor: float) -> Tensor:
-    return gradient if factor == 1 else gradient * factor
+def _times(gradient: Tensor, factor: complex) -> Tensor:
+    return gradient if factor == 1 else gradient * factor.conjugate()
 
 
 _FORMULAS: Mapping[str, _Gradient] = {

@@ -176,7 +176,7 @@ class SimulatedStep(ExecutedStep):
         """All forwards or backwards of a rank by what they go to; the rest is of the host, or hidden."""
         m, stages = self.plan.micro_batches, self.pipeline.stages_of(rank)
         whole = m * sum(getattr(self.costs[s], f"{direction}_seconds") for s in stages)
-        sums: dict[str, float] = {}
+        sums = self._again_in_second_half(stages) if direction == "backward" else {}
         for item in self.tables.blocks.items:
             times = m * self._times(item, direction, stages)
             if times:
@@ -191,6 +191,13 @@ class SimulatedStep(ExecutedStep):
             sums["waiting for the host" if rest > 0 else "hidden behind compute"] = rest
         parts = [_leaf(name, "seconds", value) for name, value in sums.items()]
         return _sum(direction, "seconds", parts, f"{_batches(m)} on rank {rank}, the busiest")
+
+    def _again_in_second_half(self, stages: Sequence[int]) -> dict[str, float]:
+        """Seconds that a backward in two halves takes beyond a whole one, under their name; {} for no seconds."""
+        if not splits_backward(self.pipeline):
+            return {}
+        extra = sum(float(self._table.split_seconds[self._edges[s]]) for s in stages)
+        return {"split in two halves": self.plan.micro_batches * extra} if extra else {}
 
     def _times(self, item: Item, direction: Direction, stages: Sequence[int]) -> float:
         """Executions of an item in one direction of a micro-batch, as a part of those of the whole model.

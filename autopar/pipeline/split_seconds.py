@@ -80,13 +80,16 @@ class SplitSeconds:
     def _weight_share(self, operands: Sequence[str]) -> float:
         """Fraction of the gradients of operands that parameters wait for, but no other stage."""
         wanted = [n for n in operands if self._graph.tensors[n].needs_grad]
-        return sum(name in self._of_parameters for name in wanted) / max(1, len(wanted))
+        return sum(name not in self._of_inputs for name in wanted) / max(1, len(wanted))
 
     @cached_property
-    def _of_parameters(self) -> frozenset[str]:
-        """Names of parameters' tensors, and of tensors that depend only on parameters, such as casts and views."""
-        found = set(self._graph.parameters.values())
+    def _of_inputs(self) -> frozenset[str]:
+        """Names of the tensors that depend on an input of the model, such as activations.
+
+        Others are parameters, buffers, and what is computed from these alone: a cast, a view, a masked weight.
+        """
+        found = set(self._graph.inputs.values())
         for op in self._graph.ops:
-            if op.operands and found.issuperset(op.operands):
+            if not found.isdisjoint(op.operands):
                 found.update(op.results)
         return frozenset(found)

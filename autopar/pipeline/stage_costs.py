@@ -199,7 +199,7 @@ class StageTables:
         saved = self._saved(recompute)
         saved_bytes = saved.saved(turn)
         sent, gradients = self._crossings.sent
-        halves = self._halves(recompute, backward, saved_bytes)
+        halves = self._halves(recompute, backward, saved_bytes, gradients)
         return StageTable(
             starts=self.starts,
             recompute=recompute,
@@ -221,18 +221,30 @@ class StageTables:
         )
 
     def _halves(
-        self, recompute: Recompute, backward: np.ndarray, saved_bytes: np.ndarray
+        self,
+        recompute: Recompute,
+        backward: np.ndarray,
+        saved_bytes: np.ndarray,
+        gradients: np.ndarray,
     ) -> _Halves:
-        """What a backward in two halves takes, which the runtime runs whole on stages that recompute."""
+        """What a backward in two halves takes, which the runtime runs whole on stages that recompute.
+
+        Args:
+            recompute: what every stage recomputes.
+            backward: seconds of a whole backward of every stage.
+            saved_bytes: saved activations of every stage.
+            gradients: bytes of the gradient that comes back at every cut.
+        """
         split, late = sums(self._seconds.work.split), saved_bytes + sums(self._arrived_bytes)
         weights = np.minimum(sums(self._seconds.work.weights), backward + split)
-        # The first stage's input needs no gradient, so that all of its backward is the second half.
-        weights[0], split[0], late[0] = backward[0], 0.0, saved_bytes[0]
+        # The first stage's input needs no gradient, so that all of its backward is the second half, and waits for it
+        # with the gradient that has come back.
+        weights[0], split[0], late[0] = backward[0], 0.0, saved_bytes[0] + gradients
         is_whole = self._runs_whole(recompute)
         return _Halves(*(np.where(is_whole, 0.0, each) for each in (weights, split, late)))
 
     def _runs_whole(self, recompute: Recompute) -> np.ndarray:
-        """Whether a stage runs both halves of a backward as one, as in `autopar.runtime.executor.Runner`."""
+        """Whether a stage runs both halves of a backward as one, as `Runner` does if no executor compiles its graph."""
         plan, found = self.blocks.plan, np.zeros(self.blocks.n)
         if recompute != "none":
             found += self.blocks.repeating

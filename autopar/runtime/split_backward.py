@@ -34,7 +34,7 @@ Edges = Mapping[int, GradientEdge]  # position of an edge among those of its nod
 
 _End = tuple[Node, int]  # where an edge ends: a node, and the number of its input
 
-# The second half passes gradients on to the weights as soon as they take so many bytes: about one bucket of gradients.
+# The second half passes finished gradients on to the weights as soon as they take so many bytes: about one bucket.
 _PASSED_ON_BYTES = 32 * 2**20
 
 
@@ -126,8 +126,8 @@ class _PassedOn:
     """Gradients on their way from the trunk to the weights.
 
     Nodes outside of the trunk that are connected run together, once all gradients for them are there: a gather of
-    several weights waits for the last of these. Nodes that are not connected run by themselves, so that the gradients
-    of all weights of a stage do not exist at the same time.
+    several weights waits for the last of these. Parts that have all their gradients run as soon as these take
+    `_PASSED_ON_BYTES`, so that the gradients of all weights of a stage do not exist at the same time.
 
     Args:
         groups: edges out of the trunk that get their gradients together: those of one node of the trunk.
@@ -164,7 +164,9 @@ class _PassedOn:
 
     def _find(self, part: int) -> int:
         while self._joined[part] != part:
-            part = self._joined[part]
+            part = self._joined[part] = self._joined[
+                self._joined[part]
+            ]  # halves the way for the next time
         return part
 
     def add(self, pairs: Sequence[tuple[GradientEdge, Tensor]]) -> None:
@@ -179,7 +181,7 @@ class _PassedOn:
         self._missing[part] -= 1
         if not self._missing[part]:
             self._ready |= self._sums.pop(part)
-            if sum(g.nbytes for g in self._ready.values()) >= _PASSED_ON_BYTES:
+            if sum(map(_dense_bytes, self._ready.values())) >= _PASSED_ON_BYTES:
                 self._pass_on()
 
     def end(self) -> None:
@@ -195,6 +197,11 @@ class _PassedOn:
             torch.autograd.backward(
                 list(itertools.starmap(GradientEdge, ready)), list(ready.values())
             )
+
+
+def _dense_bytes(gradient: Tensor) -> int:
+    """Bytes of a gradient; of a sparse one, which does not tell its own, those of a dense one of its shape."""
+    return gradient.numel() * gradient.element_size()
 
 
 class WholeBackward:

@@ -109,7 +109,7 @@ def named(ranks: int, mesh: str, batch: int) -> Iterator[dict[str, Any]]:
     for sizes in [dict(Mesh.parse(mesh).axes)] if mesh else list(_shapes(ranks)):
         data = sizes.get("dp", 1)
         counts = [m for m in (1, 2, 4, 8, 16) if batch % (m * data) == 0]
-        schedules = ("1f1b", "gpipe") if sizes.get("pp", 1) > 1 else (None,)
+        schedules = ("1f1b", "gpipe", "zb", "zbv") if sizes.get("pp", 1) > 1 else (None,)
         recipes = [
             ",".join(filter(None, (f"dp:{zero}" * ("dp" in sizes), f"tp:{tp}" * ("tp" in sizes))))
             for zero, tp in itertools.product(

@@ -81,6 +81,27 @@ def test_a_backward_in_halves_has_no_closed_form() -> None:
     assert step.simulation.bubble_fraction < 1 / 5  # that of 1F1B
 
 
+@pytest.mark.parametrize("schedule", ["zb", "zbv", "dualpipev"])
+def test_time_of_a_backward_in_halves_adds_up(schedule: str) -> None:
+    """The host takes long for what the second half runs again."""
+    machine = replace(MACHINE, host_seconds=1e-3)
+    request = Request(
+        machine, mesh={"pp": 2, "dp": 1}, micro_batches=8, recompute="none", schedule=schedule
+    )
+    plan = search_pipeline(GRAPH, request, captured_micro_batches=8).plan
+    step = SimulatedStep(GRAPH, plan, machine)
+    assert step.time.value == pytest.approx(step.seconds)
+    backward = step.time.part("backward")
+    assert backward.value == pytest.approx(sum(part.value for part in backward.parts))
+    again = {part.name: part.value for part in backward.parts}.get("split in two halves", 0.0)
+    assert (again > 0.0) == (step.busiest_rank > 0 or schedule != "zb")  # stage 0 does not split
+    rows = [row for row in step.stages if row.rank == step.busiest_rank]
+    assert sum(row.forward_seconds for row in rows) * 8 == pytest.approx(
+        step.time.part("forward").value
+    )
+    assert sum(row.backward_seconds for row in rows) * 8 == pytest.approx(backward.value)
+
+
 def test_micro_batches_in_flight() -> None:
     """GPipe holds all, 1F1B on rank r as many as there are ranks from it on."""
     assert [row.in_flight for row in alike(4, "gpipe", 4, 8).stages] == [8, 8, 8, 8]

@@ -18,16 +18,19 @@ HOST_SECONDS = 0.05e-3
 
 
 class Halved(nn.Module):
-    """A norm and two products, of which the first has a frozen weight."""
+    """A norm and three products, of which the first has a frozen weight and the last a masked one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(8, 4)
         self.norm, self.frozen, self.out = nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 4)
         self.frozen.requires_grad_(False)
+        self.pruned = nn.Parameter(torch.ones(4, 4))
+        self.register_buffer("mask", torch.ones(4, 4))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.out(torch.relu(self.frozen(self.norm(self.embedding(tokens))))).sum()
+        x = self.out(torch.relu(self.frozen(self.norm(self.embedding(tokens)))))
+        return (x @ (self.pruned * self.mask)).sum()
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +56,13 @@ def test_a_product_divides_and_a_norm_runs_twice(graph: Graph) -> None:
 def test_what_only_parameters_need_waits_and_what_they_do_not_need_runs_once(graph: Graph) -> None:
     assert halves(graph, "embedding.weight", 1e-3) == pytest.approx((1.0, 0.02))
     assert halves(graph, "frozen.weight", 1e-3) == pytest.approx((0.0, 0.02))
+
+
+def test_a_masked_weight_waits_and_its_product_divides(graph: Graph) -> None:
+    split = SplitSeconds(graph, TOY)
+    assert halves(graph, "pruned", 1e-3) == pytest.approx((1.0, 0.02))
+    product = next(op for op in graph.ops if "matmul" in op.kind or "mm" in op.kind)
+    assert split.runs_in_both(product)
 
 
 def test_small_products_take_what_the_host_takes(graph: Graph) -> None:

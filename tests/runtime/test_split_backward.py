@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import _backward as torchs
 
+from autopar.runtime import split_backward
 from autopar.runtime.split_backward import SplitBackward, trunk
 
 Function = Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]
@@ -120,8 +121,31 @@ def close(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> 
     )
 
 
+def added_product(w: Sequence[Tensor], x: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.addmm(w[1][0], x[0], w[0], alpha=2.5, beta=-0.5), torch.addmm(x[1], w[1], x[0])]
+
+
+def batches_of_products(w: Sequence[Tensor], x: Sequence[Tensor]) -> list[Tensor]:
+    a, b, row = x[0].view(2, 2, 4), w[0].view(2, 4, 2), w[1][:1, :2].unsqueeze(0)
+    return [
+        torch.baddbmm(row, a, b, alpha=2.0, beta=0.5)
+        @ torch.bmm(w[1].view(2, 2, 4), x[1].view(2, 4, 2))
+    ]
+
+
+def convolution(w: Sequence[Tensor], x: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.conv1d(x[0].view(1, 4, 4), w[0].view(4, 4, 1), w[1][0]).tanh() * x[1]]
+
+
+FUNCTIONS += [added_product, batches_of_products, convolution]
+
+
+@pytest.mark.parametrize("passed_on_bytes", [0, 2**25])
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_both_halves_are_a_whole_backward(function: Function) -> None:
+def test_both_halves_are_a_whole_backward(
+    function: Function, passed_on_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(split_backward, "_PASSED_ON_BYTES", passed_on_bytes)
     expected_weights, expected_inputs = whole(function)
     w, x = leaves()
     results = function(w, x)
@@ -131,6 +155,36 @@ def test_both_halves_are_a_whole_backward(function: Function) -> None:
     half.run_weights()
     assert close([p.grad for p in w], expected_weights)
     assert [p.grad for p in x] == [None, None]
+
+
+def test_complex_factors_of_a_product_are_conjugated() -> None:
+    def step(halves: bool) -> list[Tensor | None]:
+        generator = torch.Generator().manual_seed(0)
+        x, w, b = (
+            torch.randn(2, 2, generator=generator, dtype=torch.complex128).requires_grad_()
+            for _ in range(3)
+        )
+        y = torch.addmm(b, x, w, alpha=2.5 + 1j, beta=0.3 - 2j)
+        gradient = torch.full_like(y, 1 + 2j)
+        if halves:
+            SplitBackward([y], [gradient], [x]).run_weights()
+        else:
+            y.backward(gradient)
+        return [w.grad, b.grad]
+
+    assert close(step(halves=True), step(halves=False))
+
+
+def test_a_sparse_gradient_of_a_weight() -> None:
+    w, shares = (
+        torch.randn(4, 3).double().requires_grad_(),
+        torch.rand(1, 2).double().requires_grad_(),
+    )
+    rows = torch.tensor([[0, 2]])
+    y = nn.functional.embedding_bag(rows, w, per_sample_weights=shares, mode="sum", sparse=True)
+    SplitBackward([y], [None], [shares]).run_weights()
+    assert w.grad is not None
+    assert torch.allclose(w.grad.to_dense()[2], shares[0, 1].detach().expand(3))
 
 
 def test_weights_add_to_gradients_that_are_there() -> None:
