@@ -126,12 +126,15 @@ def test_a_plan_says_where_there_is_nothing_to_decompose() -> None:
 
 
 def test_auto_leaves_stages_alone_where_nothing_hides() -> None:
-    """On a machine without a time to launch kernels, which the search of stages adds to its own price."""
+    """On a machine without a time to launch kernels, which the search of stages adds to its own price.
+
+    The schedule is named: of a plan in pieces a zero-bubble schedule runs the backward whole, which has another price.
+    """
     layers = [nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)) for _ in range(2)]
     prepared = prepare_step(nn.Sequential(*layers), (torch.ones(2, 4, 16),), {}, loss_fn=torch.mean)
     request = Request(
         find_hardware("cpu-gloo"), mesh=Mesh.parse("pp=2,x=2"), recipe="x:ddp", micro_batches=2,
-        decompose=("auto",),
+        decompose=("auto",), schedule="1f1b",
     )  # fmt: skip
     assert search_step(prepared, request).best.plan.decomposed == ()
 
