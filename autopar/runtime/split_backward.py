@@ -4,12 +4,12 @@ Zero-bubble schedules (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", secti
 half immediately, and run the second half while a stage would wait. The autograd graph has two parts: the *trunk*, whose
 nodes lead to an input, and the nodes that lead only to weights. The first half runs the trunk, and keeps the gradients
 that arrive at each node with an edge out of the trunk. The second half runs each of these nodes again, by itself, and
-then the rest of the graph, in one pass. Of a product it computes only the gradients that leave the trunk; any other
-node computes all of its gradients again.
+the rest of the graph whenever enough gradients for it are ready. Of a product it computes only the gradients that leave
+the trunk; any other node computes all of its gradients again.
 
-Autograd could run a single edge, but before it does, it walks all of the graph under that edge's node: for a stage of
-eight layers this took six times as long as the call of the node. If several nodes of the trunk reach the same weight,
-it would also go through the trunk from the first of them to the others.
+Autograd could run a single edge, but before it does, it walks all of the graph under that edge's node, so that the time
+of a second half would grow with the square of a stage's depth. If several nodes of the trunk reach the same weight, it
+would also go through the trunk from the first of them to the others.
 
 torch.distributed.pipelining has a split of its own. If weights meet the trunk in several places (a gather of several
 weights, a weight that is used twice), it runs parts of the trunk again, with their collectives. It loses gradients of
@@ -103,9 +103,8 @@ class SplitBackward:
         beside = [edge for edge, _ in self._rest]
         passed = _PassedOn([beside, *(edges.values() for edges in self._leaving.values())])
         passed.add(self._rest)
-        for node in list(
-            self._arrived
-        ):  # in the order of the first half, so that sums are always rounded alike
+        # In the order of the first half, so that sums are always rounded alike.
+        for node in list(self._arrived):
             passed.add(self._left(node))
         passed.end()
         self._rest, self._leaving, self._roots = [], {}, []
@@ -134,19 +133,17 @@ class _PassedOn:
     """
 
     def __init__(self, groups: Iterable[Iterable[GradientEdge]]) -> None:
-        self._part_of: dict[
-            Node, int
-        ] = {}  # node outside of the trunk -> number of its connected part
-        self._joined: list[
-            int
-        ] = []  # number of a part -> number of the part that it belongs to by now
-        self._missing = Counter[
-            int
-        ]()  # number of a part -> groups of edges without their gradients
+        # Node outside of the trunk -> number of its connected part.
+        self._part_of: dict[Node, int] = {}
+        # Number of a part -> number of the part that it belongs to by now.
+        self._joined: list[int] = []
+        # Number of a part -> groups of edges that have no gradients yet.
+        self._missing = Counter[int]()
         starts = [self._part(group) for group in groups]
         self._missing.update(map(self._find, starts))
         self._sums: dict[int, dict[_End, Tensor]] = {}
         self._ready: dict[_End, Tensor] = {}
+        self._ready_bytes = 0
 
     def _part(self, edges: Iterable[GradientEdge]) -> int:
         """The part with the nodes under these edges, to which all parts are joined that have one of them."""
@@ -164,9 +161,8 @@ class _PassedOn:
 
     def _find(self, part: int) -> int:
         while self._joined[part] != part:
-            part = self._joined[part] = self._joined[
-                self._joined[part]
-            ]  # halves the way for the next time
+            # This halves the way for the next time.
+            part = self._joined[part] = self._joined[self._joined[part]]
         return part
 
     def add(self, pairs: Sequence[tuple[GradientEdge, Tensor]]) -> None:
@@ -181,7 +177,8 @@ class _PassedOn:
         self._missing[part] -= 1
         if not self._missing[part]:
             self._ready |= self._sums.pop(part)
-            if sum(map(_dense_bytes, self._ready.values())) >= _PASSED_ON_BYTES:
+            self._ready_bytes += sum(map(_dense_bytes, sums.values()))
+            if self._ready_bytes >= _PASSED_ON_BYTES:
                 self._pass_on()
 
     def end(self) -> None:
@@ -192,7 +189,7 @@ class _PassedOn:
         self._pass_on()
 
     def _pass_on(self) -> None:
-        ready, self._ready = self._ready, {}
+        ready, self._ready, self._ready_bytes = self._ready, {}, 0
         if ready:
             torch.autograd.backward(
                 list(itertools.starmap(GradientEdge, ready)), list(ready.values())
