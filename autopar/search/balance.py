@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -34,9 +34,17 @@ import numpy as np
 from autopar.errors import SearchError
 from autopar.ir.pipeline import PLACEMENTS
 from autopar.pipeline.schedules import actions, splits_backward, waits_for_sends
-from autopar.pipeline.stage_table import StageTable, WholeModel
+from autopar.pipeline.stage_table import StageTable
 from autopar.pipeline.step_timer import StepTimer
-from autopar.search.cut_bounds import ROUNDING, best_cuts, earliest, is_less, least_largest
+from autopar.search.cut_bounds import (
+    ROUNDING,
+    best_cuts,
+    earliest,
+    is_less,
+    least_largest,
+    windows,
+)
+from autopar.search.pipeline_bounds import least_seconds, may_have_cuts
 from autopar.search.shape import Shape
 from autopar.units import format_bytes
 
@@ -111,47 +119,6 @@ def balance_of(table: StageTable, shape: Shape, cuts: tuple[int, ...]) -> Balanc
     return _Problem(table, shape, math.inf).of(cuts)
 
 
-def mean_bytes(whole: WholeModel, shape: Shape) -> float:
-    """A lower bound on the memory of the fullest rank, in bytes: the mean over the ranks."""
-    return (whole.kept_bytes + shape.least_in_flight * whole.saved_bytes) / shape.ranks
-
-
-def never_waiting_seconds(whole: WholeModel, shape: Shape, alone: WholeModel) -> float:
-    """A lower bound on the seconds of a step for all possible cuts, as if no rank ever waited.
-
-    Args:
-        whole: costs of all blocks together.
-        shape: the pipeline before it is cut.
-        alone: costs of all blocks with the least recomputation that a block can have in any stage.
-
-    Returns:
-        Seconds of a step with equal ranks, or with a rank that has only the slowest block, whichever is more.
-    """
-    return shape.micro_batches * max(whole.seconds / shape.ranks, alone.block_seconds)
-
-
-def least_seconds(table: StageTable, shape: Shape, cuts: tuple[int, ...]) -> float:
-    """A lower bound on the seconds of a schedule with these cuts, without simulating it.
-
-    A rank waits at the start until the first micro-batch has passed the ranks before it. At the end those ranks run the
-    last backward after it. (If backwards are split into two halves, a rank may end with gradients of weights instead.)
-    """
-    edges = list(itertools.pairwise((0, *cuts, table.blocks)))
-    forward = [float(table.forward_seconds[edge]) for edge in edges]
-    backward = [float(table.backward_seconds[edge]) for edge in edges]
-    is_split = splits_backward(shape.blank)
-    before = least = 0.0
-    for rank, stages in enumerate(shape.stages_of):
-        busy = shape.micro_batches * sum(forward[each] + backward[each] for each in stages)
-        least = max(least, before + busy)
-        before += forward[rank] + (0.0 if is_split else backward[rank])
-        if rank + 1 < shape.ranks:
-            crossed = edges[rank][1]
-            sends = table.send_seconds[crossed], table.gradient_seconds[crossed]
-            before += float(sends[0] + (0.0 if is_split else sends[1]))
-    return least
-
-
 class _Problem:
     """One search for cuts, with its tables of the seconds and bytes of all possible stages."""
 
@@ -160,9 +127,12 @@ class _Problem:
         self.versions = shape.further_versions
         self._steps: dict[tuple[int, ...], float] = {}  # cuts -> seconds of their simulated step
 
+    def _windows(self, figures: np.ndarray) -> np.ndarray:
+        return windows(figures, self.shape.stages)
+
     @cached_property
     def held(self) -> np.ndarray:
-        """Peak bytes of every possible stage, in the shape that `_windows` gives.
+        """Peak bytes of every possible stage, in the shape that `windows` gives.
 
         The stages of one rank do not reach their peaks at the same time, so that a rank takes less than their sum; see
         `Shape.flights`. Of such stages the bytes are an estimate, which only serves to find starting points.
@@ -186,7 +156,7 @@ class _Problem:
 
     @cached_property
     def seconds(self) -> np.ndarray:
-        """Seconds of a micro-batch in every possible stage, in the shape that `_windows` gives."""
+        """Seconds of a micro-batch in every possible stage, in the shape that `windows` gives."""
         return self._windows(self._table_seconds)
 
     @cached_property
@@ -194,20 +164,6 @@ class _Problem:
         """Seconds of a micro-batch in every possible stage; a backward in two halves takes more than a whole one."""
         extra = self.table.split_seconds if splits_backward(self.shape.blank) else 0.0
         return self.table.seconds + extra
-
-    def _windows(self, figures: np.ndarray) -> np.ndarray:
-        """A view of a table `[begin block, end block]` of shape `(stages, w, w)`, with the possible ends of every
-        stage.
-
-        Stage s has at least s blocks before it, one for each earlier stage, and one block after it for each later
-        stage. Element `[s, a, b]` is the stage from block s + a to block s + b, both included. The next stage then
-        begins at index b of its own begins.
-        """
-        stages, (row, column) = self.shape.stages, figures.strides
-        width = len(figures) - stages
-        return np.lib.stride_tricks.as_strided(
-            figures[:, 1:], (stages, width, width), (row + column, row, column), writeable=False
-        )
 
     def least_overfull(self, executed: bool = False) -> Balance:
         """The fastest cuts that fit; if none fit, those that exceed the memory least."""
@@ -217,6 +173,8 @@ class _Problem:
         """Whether some cuts fit. The first ones that fit are enough: moving cuts never takes more memory after them."""
         if self.shape.chunks == 1:
             return self._has_cuts(self.memory_bytes)
+        if not may_have_cuts(self.table, self.shape, self.memory_bytes):
+            return False
         starts = list[Balance]()
         for cuts in self._starts():
             starts.append(self.of(cuts))
@@ -264,7 +222,7 @@ class _Problem:
         With `until_fits` the moves end at the first cuts that fit.
         """
         while not (until_fits and self._excess(best) == 0):
-            moved = min(self._moved(best.cuts), key=self._rank_key, default=best)
+            moved = self._best_moved(best)
             if not is_less(self._rank_key(moved), self._rank_key(best)):
                 break
             best = moved
@@ -277,7 +235,8 @@ class _Problem:
         """
         key = self._step_key(best)
         while True:
-            promising = [each for each in self._moved(best.cuts) if self._may_be_less(each, key)]
+            moved = self.of_all(self._moved(best.cuts))
+            promising = [each for each in moved if self._may_be_less(each, key)]
             keys = [self._step_key(each) for each in promising]
             least = min(keys, default=key)
             if not is_less(least, key):
@@ -292,17 +251,30 @@ class _Problem:
         least = least_seconds(self.table, self.shape, each.cuts)
         return own <= excess * ROUNDING and least < seconds
 
-    def _moved(self, cuts: tuple[int, ...]) -> list[Balance]:
-        """All cuts that differ from the given ones in the place of a single cut."""
+    def _moved(self, cuts: tuple[int, ...]) -> np.ndarray:
+        """All cuts that differ from the given ones in the place of a single cut, of shape `(moves, cuts)`."""
         edges = (0, *cuts, self.table.blocks)
-        return self.of_all(
-            [
-                (*cuts[:k], to, *cuts[k + 1 :])
-                for k, at in enumerate(cuts)
-                for to in range(edges[k] + 1, edges[k + 2])
-                if to != at
-            ]
-        )
+        moves = [
+            (k, to)
+            for k, at in enumerate(cuts)
+            for to in range(edges[k] + 1, edges[k + 2])
+            if to != at
+        ]
+        moved = np.tile(np.array(cuts, dtype=int), (len(moves), 1))
+        for row, (k, to) in zip(moved, moves, strict=True):
+            row[k] = to
+        return moved
+
+    def _best_moved(self, best: Balance) -> Balance:
+        """The best cuts by `_rank_key` that differ in the place of one cut; the given ones where there are none."""
+        moved = self._moved(best.cuts)
+        if not len(moved):
+            return best
+        seconds, held = self._figures(moved)
+        excess = np.maximum(0.0, held.max(axis=1) - self.memory_bytes)
+        slowest_first = -np.sort(-seconds, axis=1)
+        first = np.lexsort((*slowest_first.T[::-1], excess))[0]
+        return Balance(*(tuple(each[first].tolist()) for each in (moved, seconds, held)))
 
     def _rank_key(self, each: Balance) -> tuple[float, ...]:
         """Key to compare cuts, smaller is better: excess bytes, then the seconds of the ranks, slowest first."""
@@ -325,13 +297,18 @@ class _Problem:
 
     def of(self, cuts: tuple[int, ...]) -> Balance:
         """These cuts with their seconds and bytes on every rank."""
-        return self.of_all([cuts])[0]
+        return self.of_all(np.array([cuts], dtype=int))[0]
 
-    def of_all(self, cuts: Sequence[tuple[int, ...]]) -> list[Balance]:
+    def of_all(self, cuts: np.ndarray) -> list[Balance]:
         """Several cuts, each with its seconds and bytes on every rank."""
-        if not cuts:
+        if not len(cuts):
             return []
-        edges = np.array([(0, *each, self.table.blocks) for each in cuts])
+        rows = zip(cuts.tolist(), *(each.tolist() for each in self._figures(cuts)), strict=True)
+        return [Balance(tuple(each), tuple(busy), tuple(full)) for each, busy, full in rows]
+
+    def _figures(self, cuts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds and bytes of all ranks for several cuts, both of shape `(cuts, ranks)`."""
+        edges = np.pad(cuts, ((0, 0), (1, 1)), constant_values=(0, self.table.blocks))
         begin, end = edges[:, self._stages_of], edges[:, self._stages_of + 1]
         seconds = self._table_seconds[begin, end].sum(axis=-1)
         memories = self.table.saved_bytes, self.table.late_bytes
@@ -344,8 +321,7 @@ class _Problem:
         versions = self.versions[self._stages_of] * self.table.version_bytes[begin, end]
         held += versions.sum(axis=-1)
         held += self.table.transient_bytes[begin, end].max(axis=-1)
-        rows = zip(cuts, seconds.tolist(), held.tolist(), strict=True)
-        return [Balance(each, tuple(busy), tuple(full)) for each, busy, full in rows]
+        return seconds, held
 
     @cached_property
     def _stages_of(self) -> np.ndarray:

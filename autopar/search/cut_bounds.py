@@ -14,6 +14,21 @@ def is_less(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
     return next((x < y for x, y in zip(a, b, strict=True) if not math.isclose(x, y)), False)
 
 
+def windows(figures: np.ndarray, stages: int) -> np.ndarray:
+    """A view of a table `[begin block, end block]` of shape `(stages, w, w)`, with the possible ends of every
+    stage.
+
+    Stage s has at least s blocks before it, one for each earlier stage, and one block after it for each later
+    stage. Element `[s, a, b]` is the stage from block s + a to block s + b, both included. The next stage then
+    begins at index b of its own begins.
+    """
+    row, column = figures.strides
+    width = len(figures) - stages
+    return np.lib.stride_tricks.as_strided(
+        figures[:, 1:], (stages, width, width), (row + column, row, column), writeable=False
+    )
+
+
 def best_cuts(seconds: np.ndarray, held: np.ndarray, bound: float) -> tuple[int, ...] | None:
     """The fastest cuts that fit; of equally fast ones the smallest, then the earliest; None if none fit."""
     weights = np.where(held <= bound, seconds, np.inf)
@@ -26,11 +41,20 @@ def best_cuts(seconds: np.ndarray, held: np.ndarray, bound: float) -> tuple[int,
 
 
 def least_largest(weights: np.ndarray) -> float:
-    """The smallest possible weight of the heaviest stage, given the weights of all possible stages (see `_windows`)."""
+    """The smallest possible weight of the heaviest stage, given the weights of all possible stages (see `windows`)."""
     best = np.full(weights.shape[1], np.inf)
     best[0] = 0.0
     for stage in weights:
         best = np.maximum(best[:, None], stage).min(axis=0)
+    return float(best[-1])
+
+
+def least_sum(weights: np.ndarray) -> float:
+    """The smallest possible sum of the weights of the stages, given the weights of all possible stages."""
+    best = np.full(weights.shape[1], np.inf)
+    best[0] = 0.0
+    for stage in weights:
+        best = (best[:, None] + stage).min(axis=0)
     return float(best[-1])
 
 

@@ -45,7 +45,8 @@ from autopar.ir import (
 )
 from autopar.ir.batches import captured_batch, fits_graph
 from autopar.pipeline.stage_costs import StageTables
-from autopar.search.balance import balance, mean_bytes
+from autopar.search.balance import balance
+from autopar.search.pipeline_bounds import mean_bytes
 from autopar.search.pipeline_notes import notes_of, of_layouts
 from autopar.search.pipeline_settings import PipelineFound, divisors, shapes_of, wish_for
 from autopar.search.recipes import format_recipe

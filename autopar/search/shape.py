@@ -77,15 +77,19 @@ class Shape:
         return np.array(WeightVersions(self.blank, self.micro_batches).alive) - 1
 
     @property
-    def least_in_flight(self) -> int:
-        """A number of micro-batches that every rank has in flight on each of its stages at the same time.
+    def least_in_flight(self) -> tuple[int, ...]:
+        """For every rank, a number of micro-batches in flight on each of its stages at the same time.
 
         None of them is between the two halves of its backward.
         """
-        return int(self.flights[0].min(axis=1).max(axis=-1).min())
+        return tuple(self.flights[0].min(axis=1).max(axis=-1).tolist())
 
 
-@functools.lru_cache(maxsize=64)
+# A search asks again and again for a few hundred shapes.
+_SHAPES = 4096
+
+
+@functools.lru_cache(maxsize=_SHAPES)
 def _flights(shape: Shape) -> np.ndarray:
     m, ranks = shape.micro_batches, shape.ranks
     check_micro_batches(shape.blank, m)
@@ -127,7 +131,7 @@ def _moments(own: Sequence[Action], stages: Sequence[int]) -> np.ndarray:
     return _fullest(np.array(sorted(seen))).reshape(-1, 2, len(stages))
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=_SHAPES)
 def _flights_of_stages(shape: Shape) -> np.ndarray:
     by_rank = shape.flights
     rows = by_rank.reshape(2, shape.stages, -1)[:, np.argsort(np.concatenate(shape.stages_of))]

@@ -27,10 +27,8 @@ from autopar.search.balance import (
     balance_of,
     can_fit,
     least_overfull,
-    least_seconds,
-    mean_bytes,
-    never_waiting_seconds,
 )
+from autopar.search.pipeline_bounds import least_seconds, may_fit, shortest_seconds
 from autopar.search.pipeline_settings import KeptWhole, Priced, Setting
 from autopar.search.selection import Frontier
 from autopar.search.shape import Shape
@@ -208,29 +206,30 @@ class StagedPlan:
             self._price_fewest(shape)
 
     def _affords(self, shape: Shape, recompute: Recompute) -> bool:
-        """Whether a shape would be faster than the best setting if its ranks never waited."""
+        """Whether a shape may be faster than the best setting under some cuts."""
         whole = self.tables.whole(recompute)
         # A number of blocks is recomputed in every stage; the blocks after them are not recomputed.
         alone = self.tables.whole("none") if isinstance(recompute, int) else whole
-        return never_waiting_seconds(whole, shape, alone) < self.findings.best_seconds
+        return shortest_seconds(whole, shape, alone) < self.findings.best_seconds
 
     def _may_fit(self, shape: Shape) -> bool:
-        """Whether a shape may fit with some recomputation; False if even the mean over ranks exceeds the bound.
+        """Whether a shape may fit with some recomputation, by the bytes of all blocks together.
 
         The least memory is that with all blocks recomputed, or with all but one.
         """
         if math.isinf(self.bound):
             return True
         kinds: tuple[Recompute, ...] = ("none", "full", max(1, self.tables.repeating_blocks - 1))
-        return any(mean_bytes(self.tables.whole(each), shape) <= self.bound for each in kinds)
+        return any(may_fit(self.tables.whole(each), shape, self.bound) for each in kinds)
 
     def _cannot_fit(self, shape: Shape, recompute: Recompute) -> bool:
-        """Whether even the mean over ranks exceeds the bound; False also for a model with too few blocks."""
+        """Whether no cuts can fit, by the bytes of all blocks together; False for a shape that cannot run."""
+        if shape.stages > len(self.tables.parts):
+            return False
         try:
-            least_bytes = mean_bytes(self.tables.whole(recompute), shape)
+            return not may_fit(self.tables.whole(recompute), shape, self.bound)
         except PlanError:
             return False
-        return least_bytes > self.bound and shape.stages <= len(self.tables.parts)
 
     def _price_selection(self, shape: Shape) -> None:
         """Prices recomputation of single ops: the selection that fits and recomputes least."""

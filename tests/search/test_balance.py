@@ -10,11 +10,16 @@ import numpy as np
 import pytest
 
 from autopar.errors import PlanError, SearchError
-from autopar.pipeline.schedules import actions, waits_for_sends
+from autopar.pipeline.schedules import actions
 from autopar.pipeline.simulation import simulate
 from autopar.pipeline.stage_table import StageTable
-from autopar.search.balance import balance, balance_of, can_fit, least_overfull, least_seconds
+from autopar.search.balance import balance, balance_of, can_fit, least_overfull
 from autopar.search.shape import Shape
+
+SHAPES = [
+    *((schedule, 1) for schedule in ("gpipe", "1f1b", "zb")),
+    *((schedule, 2) for schedule in ("interleaved", "looped-bfs", "zb", "zbv", "dualpipev")),
+]
 
 
 def table(
@@ -191,33 +196,6 @@ def test_executed_cuts_end_no_later(seed: int) -> None:
     executed = balance(made, shape, memory_bytes=np.inf, executed=True)
     best = min(map(seconds, itertools.combinations(range(1, 9), 3)))
     assert best <= seconds(executed.cuts) <= min(1.1 * best, seconds(plain.cuts))
-
-
-SHAPES = [
-    *((schedule, 1) for schedule in ("gpipe", "1f1b", "zb")),
-    *((schedule, 2) for schedule in ("interleaved", "looped-bfs", "zb", "zbv", "dualpipev")),
-]
-
-
-@pytest.mark.parametrize(("schedule", "chunks"), SHAPES)
-@pytest.mark.parametrize("seed", range(6))
-def test_no_schedule_is_faster_than_its_bound(schedule: str, chunks: int, seed: int) -> None:
-    draw = random.Random(seed)
-    ranks = draw.randint(2, 4)
-    shape = Shape(ranks, chunks, schedule, 3 * ranks)
-    forward, backward = ([draw.uniform(0.1, 9) for _ in range(12)] for _ in range(2))
-    made = table(forward, backward=backward, send=draw.choice([0.0, 0.5]))
-    cuts = tuple(sorted(draw.sample(range(1, 12), shape.stages - 1)))
-    lists, waits = actions(shape.blank, shape.micro_batches), waits_for_sends(schedule)
-    run = simulate(lists, made.stages(cuts), waits_for_sends=waits)
-    assert 0 < least_seconds(made, shape, cuts) <= run.step_seconds * (1 + 1e-9)
-
-
-def test_the_bound_is_the_step_where_only_the_last_rank_waits() -> None:
-    """GPipe of 1 and 1 second on two ranks: 4 micro-batches of 2 seconds, after 1 and before 1 of the first."""
-    made, shape = table([1, 1], backward=[1, 1]), Shape(2, 1, "gpipe", 4)
-    run = simulate(actions(shape.blank, 4), made.stages((1,)))
-    assert least_seconds(made, shape, (1,)) == run.step_seconds == 10
 
 
 def _rank_sums(

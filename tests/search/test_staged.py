@@ -12,7 +12,8 @@ import pytest
 from autopar.ir import Mesh, Plan
 from autopar.pipeline.simulation import StageCosts
 from autopar.pipeline.stage_table import StageTable, WholeModel
-from autopar.search.balance import least_overfull, never_waiting_seconds
+from autopar.search.balance import least_overfull
+from autopar.search.pipeline_bounds import shortest_seconds
 from autopar.search.shape import Shape
 from autopar.search.staged import Findings, StagedPlan
 
@@ -97,4 +98,4 @@ def test_a_block_that_no_stage_recomputes_bounds_no_step() -> None:
     recomputed.forward_seconds[0, 2] = 3.02
     alone = table("none", [0.01, 3.0], 0.0)
     assert least_overfull(recomputed, ONE_RANK, memory_bytes=math.inf).seconds == 3.02
-    assert never_waiting_seconds(recomputed.whole, ONE_RANK, alone.whole) == 3.02
+    assert shortest_seconds(recomputed.whole, ONE_RANK, alone.whole) == 3.02
