@@ -111,7 +111,8 @@ class RandomLastBits(TorchDispatchMode):
     This is Monte Carlo arithmetic (D. S. Parker, Monte Carlo Arithmetic, report CSD-970002, UCLA, 1997) at the
     precision of each tensor's own type: the results of runs inside it spread as rounding errors do. A result that is
     all integers (a mask, a count, a position) is exact and stays, and so does an entry that would become infinite.
-    Views and operators that write to an argument are left alone.
+    Views and operators that write to an argument are left alone. A result keeps its strides, since kernels go by them:
+    group norm on CPU computes a variance of channels_last by a formula that loses more digits.
 
     Args:
         seed: seed of the draws.
@@ -140,4 +141,4 @@ class RandomLastBits(TorchDispatchMode):
             return x
         steps = torch.randint(-1, 2, x.shape, generator=self._generator).to(x.device, x.dtype)
         moved = x * (1 + torch.finfo(x.dtype).eps * steps)
-        return torch.where(moved.isfinite(), moved, x)
+        return torch.empty_like(x).copy_(torch.where(moved.isfinite(), moved, x))

@@ -77,6 +77,16 @@ def test_last_bits_move_by_at_most_one_unit_and_repeat_by_seed() -> None:
     assert moved.max() <= 2 * eps and (moved > 0).float().mean() > 0.5
 
 
+def test_moved_results_keep_their_strides() -> None:
+    """Of one position, strides tell channels_last from contiguous; group norm has a kernel for each."""
+    x = torch.rand(4, 6, 1, 1).as_strided((4, 6, 1, 1), (6, 1, 6, 6))
+    image = torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    with RandomLastBits(0):
+        found = [x.clone(), image.clone()]
+    assert [each.stride() for each in found] == [(6, 1, 6, 6), image.stride()]
+    assert not torch.equal(found[1], image)
+
+
 def test_integers_stay_and_nothing_becomes_infinite() -> None:
     counts = torch.tensor([0.0, 1.0, 17.0, -1.0])
     mixed = torch.tensor([0.5, float("inf"), torch.finfo(torch.float32).max])
