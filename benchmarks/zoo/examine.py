@@ -44,6 +44,10 @@ def make(name: str, *, masked: bool = False, dtype: torch.dtype | None = None) -
 def cast(small: Small, dtype: torch.dtype) -> Small:
     """The model with weights, buffers and floating inputs in another format; raises if it does not run so."""
     step = small.step.to(dtype)
+    for module in step.modules():  # what forward has cached, such as a rotary embedding
+        for attribute, x in vars(module).items():
+            if isinstance(x, Tensor) and x.is_floating_point():
+                setattr(module, attribute, x.detach().to(dtype))
     args = tuple(x.to(dtype) if x.is_floating_point() else x for x in small.args)
     step(*args).backward()
     step.zero_grad()
