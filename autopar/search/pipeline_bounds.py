@@ -58,11 +58,13 @@ def may_have_cuts(table: StageTable, shape: Shape, memory_bytes: float) -> bool:
 def shortest_seconds(whole: WholeModel, shape: Shape, alone: WholeModel) -> float:
     """A lower bound on the seconds of a step for all possible cuts.
 
-    A rank is busy for m w seconds with m micro-batches of w seconds each, and w is at least that of the slowest block.
-    With one stage on each of p ranks and a backward that is not split, the step takes L >= x_r + m w_r seconds for
-    every rank r: the forwards and backwards of the ranks before it, x_r, run before and after. Since x_{r+1} = x_r +
-    w_r, what is left of the step shrinks by at most 1/m from rank to rank, and all p of them leave at least
-    L (1 - 1/m)^p. So L >= T / (1 - (1 - 1/m)^p) for the T seconds of the model. Otherwise L >= m T / p.
+    The rank with the slowest block is busy for at least m times the seconds of this block, with m micro-batches. Let T
+    be the seconds of the model and L those of the step. On p ranks the busiest one takes L >= m T / p.
+
+    If each rank has one stage and backward is not split, more is known. Rank r, which takes w_r seconds for a
+    micro-batch, waits for x_r seconds: the forwards of the ranks before it come first, and their backwards last. So
+    L >= x_r + m w_r. Since x_{r+1} = x_r + w_r, each rank leaves L - x_{r+1} >= (1 - 1/m) (L - x_r). After all p ranks
+    x is T, so that L - T >= (1 - 1/m)^p L, which is L >= T / (1 - (1 - 1/m)^p).
 
     Args:
         whole: costs of all blocks together.
