@@ -75,6 +75,16 @@ def backend_of(device: torch.device) -> str:
     return dist.get_default_backend_for_device(device)
 
 
+def backends_of(device: torch.device) -> str:
+    """The backends of a process group for a device and its host: what is stored on the host is gathered there too.
+
+    >>> backends_of(torch.device("cpu")), backends_of(torch.device("cuda", 0))
+    ('gloo', 'cpu:gloo,cuda:nccl')
+    """
+    own = backend_of(device)
+    return f"cpu:gloo,{device.type}:{own}" if is_accelerator(device) else own
+
+
 def synchronize(device: torch.device) -> None:
     """Waits until the device has finished all work that was submitted to it."""
     if is_accelerator(device):

@@ -51,13 +51,26 @@ def set_local_tensor(parameter: nn.Parameter, local: Tensor) -> None:
 
 
 def dtensor(
-    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: tuple[int, ...]
-) -> Tensor:
-    """A DTensor of this global shape over a local shard that is on any device, also on meta."""
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: tuple[int, ...] | None = None,
+) -> DTensor:
+    """A DTensor over a local shard that stays on its device, which may be meta, or the host of a mesh of accelerators.
+
+    `DTensor.from_local` would move a shard on the host to the accelerator.
+
+    Args:
+        local: this rank's shard.
+        mesh: the ranks that have the others.
+        placements: how the tensor lies along each axis.
+        shape: its global shape; by default that of shards of one size.
+    """
+    if shape is None:
+        shape = tuple(compute_global_tensor_info(local, mesh, placements)[0])
     stride = torch.empty(shape, device="meta").stride()
     meta = TensorMeta(torch.Size(shape), stride, local.dtype)
-    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
-    return _over(local, spec)
+    return _over(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta))
 
 
 def _over(local: Tensor, spec: DTensorSpec) -> DTensor:
@@ -102,9 +115,21 @@ class _Local(torch.autograd.Function):
             return None
         mesh, placements = ctx.spec.mesh, ctx.spec.placements
         _, stride = compute_global_tensor_info(gradient, mesh, placements)
-        return DTensor.from_local(
-            gradient, mesh, placements, run_check=False, shape=ctx.spec.shape, stride=tuple(stride)
-        )
+        meta = TensorMeta(ctx.spec.shape, tuple(stride), gradient.dtype)
+        return _Whole.apply(gradient, DTensorSpec(mesh, placements, tensor_meta=meta))
+
+
+class _Whole(torch.autograd.Function):
+    """`DTensor.from_local`, which would move a shard on the host to an accelerator."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, spec: DTensorSpec) -> DTensor:
+        ctx.spec = spec
+        return _over(local.detach(), spec)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor) -> tuple[Tensor, None]:
+        return _Local.apply(gradient.redistribute(ctx.spec.mesh, ctx.spec.placements)), None
 
 
 def accumulate_gradient(parameter: nn.Parameter, local: Tensor) -> None:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from autopar._torch.dtensors import dtensor
+
 # Shape and element type -> a tensor without values yet.
 MakeEmpty = Callable[[torch.Size, torch.dtype], Tensor]
 
@@ -68,10 +70,7 @@ def _alike(parameter: Any, options: Mapping[str, Any]) -> Tensor:
         return made
     make_empty: MakeEmpty = parameter.make_empty  # type: ignore[attr-defined]
     local = make_empty(parameter._local_tensor.shape, dtype)
-    return DTensor.from_local(
-        local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
-        stride=parameter.stride(),
-    )  # fmt: skip
+    return dtensor(local, parameter.device_mesh, parameter.placements, tuple(parameter.shape))
 
 
 _FILLS: Mapping[Any, Callable[..., Tensor]] = {

@@ -30,6 +30,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
+from autopar._torch.dtensors import dtensor
+
 
 def _compares_specs() -> bool:
     """Whether torch asks for a placement's equality to compare two DTensors, see [Note: equal to a shard]."""
@@ -97,9 +99,8 @@ class Owned(Shard):
 def cut_like(whole: Tensor, present: DTensor) -> DTensor:
     """Cuts a tensor that is whole on every rank by the placements of `present`, without communication."""
     mesh = present.device_mesh
-    given = DTensor.from_local(
-        whole.detach().to(present.device), mesh, [Replicate()] * mesh.ndim, run_check=False
-    )
+    replicated = [Replicate()] * mesh.ndim
+    given = dtensor(whole.detach().to(present.device), mesh, replicated, tuple(whole.shape))
     return given.redistribute(mesh, present.placements)
 
 
@@ -140,6 +141,4 @@ def owned_as(x: Tensor, present: Tensor) -> Tensor:
         return x
     if not any(isinstance(placement, Owned) for placement in present.placements):
         return x
-    return DTensor.from_local(
-        x.to_local(), present.device_mesh, present.placements, run_check=False, shape=x.shape, stride=x.stride()
-    )  # fmt: skip
+    return dtensor(x.to_local(), present.device_mesh, present.placements, tuple(x.shape))

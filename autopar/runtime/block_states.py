@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
+from autopar import _torch
+
 
 def in_blocks(state: object) -> bool:
     """Whether a state is quantised in blocks on this rank."""
@@ -38,9 +40,7 @@ def values_of(state: Tensor) -> Tensor:
     local = _local(state).dequantize(torch.float32)
     if not isinstance(state, DTensor):
         return local
-    return DTensor.from_local(
-        local, state.device_mesh, state.placements, run_check=False, shape=state.shape, stride=state.stride()
-    )  # fmt: skip
+    return _torch.dtensor(local, state.device_mesh, state.placements, tuple(state.shape))
 
 
 def set_values(state: Tensor, values: Tensor) -> None:
@@ -133,4 +133,4 @@ def _in_a_row(part: Tensor, state: Tensor) -> Tensor:
     if not isinstance(state, DTensor):
         return flat
     placements = [Shard(0) if p.is_shard() else Replicate() for p in state.placements]
-    return DTensor.from_local(flat, state.device_mesh, placements, run_check=False)
+    return _torch.dtensor(flat, state.device_mesh, placements)

@@ -85,7 +85,7 @@ def empty_like(parameter: nn.Parameter, key: str, shape: torch.Size, dtype: torc
     if not shape or not isinstance(parameter, DTensor):
         return plain
     mesh = parameter.device_mesh
-    return DTensor.from_local(plain.to(parameter.device), mesh, [Replicate()] * mesh.ndim)
+    return _torch.dtensor(plain.to(parameter.device), mesh, [Replicate()] * mesh.ndim, tuple(shape))
 
 
 def placed_like(parameter: nn.Parameter, key: str, value: Tensor) -> Tensor:

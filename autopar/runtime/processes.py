@@ -36,7 +36,9 @@ def join_process_group(device: torch.device) -> None:
     """Under torchrun, makes the default process group if there is none yet."""
     launched = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
     if launched and not dist.is_initialized():
-        dist.init_process_group(_torch.backend_of(device))
+        # torch reads it when a group is made. After a failure NCCL's watchdog sleeps for four times as long.
+        os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
+        dist.init_process_group(_torch.backends_of(device))
         show_failures()  # over torch's own hook, which the process group brings
 
 

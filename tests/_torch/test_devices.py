@@ -20,6 +20,7 @@ def test_the_processor_and_the_meta_device_are_no_accelerators() -> None:
 def test_each_kind_of_device_has_the_backend_that_torch_names() -> None:
     kinds = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
     assert {kind: _torch.backend_of(torch.device(kind)) for kind in kinds} == kinds
+    assert _torch.backends_of(torch.device("xpu", 1)) == "cpu:gloo,xpu:xccl"
 
 
 def test_the_kind_of_this_machines_accelerator_is_torchs() -> None:

@@ -2,8 +2,11 @@
 
 import copy
 
+import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import implicit_replication
 
@@ -81,3 +84,26 @@ def test_a_gradient_through_a_local_shard_has_a_gradient(parameter):
     gradient.to_local().sum().backward()
     expected = 6 * _torch.local_tensor(parameter)
     assert _torch.local_gradient(parameter).equal(expected)
+
+
+@pytest.fixture
+def stored_on_host(parameter):
+    """A parameter whose shard lies on another device than that of its mesh, as one on the host of a GPU does."""
+    mesh = init_device_mesh("meta", (1,), mesh_dim_names=("x",))
+    return nn.Parameter(_torch.dtensor(torch.arange(4.0), mesh, [Shard(0)], (4,)))
+
+
+def test_what_is_made_like_a_parameter_on_the_host_stays_there(stored_on_host):
+    _torch.differentiable_local(stored_on_host).pow(2).sum().backward()
+    assert stored_on_host.grad._local_tensor.tolist() == [0, 2, 4, 6]
+    _torch.make_states_by(
+        lambda shape, dtype: torch.empty(shape, dtype=dtype), stored_on_host
+    )  # fmt: skip
+    assert torch.ones_like(stored_on_host)._local_tensor.tolist() == [1, 1, 1, 1]
+    whole = _torch.cut_like(torch.full((4,), 5.0), stored_on_host)
+    assert whole._local_tensor.tolist() == [5, 5, 5, 5]
+
+
+def test_shards_of_one_size_need_no_shape(parameter):
+    made = _torch.dtensor(torch.ones(2, 3), parameter.device_mesh, [Replicate()])
+    assert made.shape == (2, 3) and made.placements == (Replicate(),)
