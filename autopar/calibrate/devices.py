@@ -136,8 +136,8 @@ class Device(ABC):
         return self.seconds(run, times)
 
     @abstractmethod
-    def issue_seconds(self, run: Callable[[], object]) -> float:
-        """Seconds in which the CPU issues `run` to an idle device; 0 where the CPU is the device."""
+    def issue_seconds(self, run: Callable[[], object], times: int) -> float:
+        """Seconds in which the CPU issues one of `times` calls to an idle device; 0 where the CPU is the device."""
 
     @abstractmethod
     def memory_bytes(self, local_ranks: int) -> int:
@@ -200,7 +200,7 @@ class Cpu(Device):
             run()
         return (time.perf_counter() - start) / times
 
-    def issue_seconds(self, run: Callable[[], object]) -> float:
+    def issue_seconds(self, run: Callable[[], object], times: int) -> float:
         """0, because the CPU launches and computes in the same thread."""
         return 0.0
 
@@ -224,8 +224,9 @@ class Cuda(Device):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._ballast: tuple[torch.Tensor, torch.Tensor, float] | None = None
-        self._host_seconds = 1e-4  # to issue a call of what is measured
+        self._ballast = torch.ones(4096, 4096, device=device, dtype=torch.float16)
+        self._product = torch.empty_like(self._ballast)
+        self._ahead = 1  # products in the queue before a sample begins
 
     @property
     def machine(self) -> str:
@@ -259,35 +260,36 @@ class Cuda(Device):
     def kernel_seconds(self, run: Callable[[], object], times: int) -> float:
         """Seconds of a call behind a queue of other work, of at most `_CALLS` calls.
 
-        The GPU then never waits for the CPU, which takes longer to issue a small kernel than the GPU to run it.
+        The GPU then never waits for the CPU, which takes longer to issue a small kernel than the GPU to run it. Where
+        it reached the first call before the last one was issued, more work goes ahead, and the sample is taken again.
         """
-        times = min(times, _CALLS)
+        while True:
+            seconds, waited = self._behind_queue(run, min(times, _CALLS))
+            if not waited or self._ahead == _AHEAD:
+                return seconds
+            self._ahead = min(2 * self._ahead, _AHEAD)
+
+    def _behind_queue(self, run: Callable[[], object], times: int) -> tuple[float, bool]:
+        """Seconds of a call, and whether the GPU was through with the queue before all calls were issued."""
         torch.cuda.synchronize(self.device)
         start, end = self._events()
-        self._delay(times * self._host_seconds)
+        for _ in range(self._ahead):
+            torch.mm(self._ballast, self._ballast, out=self._product)
         start.record()
-        host = self._issue(run, times)
+        for _ in range(times):
+            run()
+        waited = start.query()
         end.record()
         end.synchronize()
-        self._host_seconds = max(host, 0.5 * self._host_seconds)
-        return start.elapsed_time(end) * 1e-3 / times
+        return start.elapsed_time(end) * 1e-3 / times, waited
 
-    def issue_seconds(self, run: Callable[[], object]) -> float:
+    def issue_seconds(self, run: Callable[[], object], times: int) -> float:
         """Seconds of the CPU alone: the queue is empty, and takes all that is issued."""
         torch.cuda.synchronize(self.device)
-        return self._issue(run, 1)
-
-    def _delay(self, seconds: float) -> None:
-        """Has the GPU compute for about twice as long, or as long as `_AHEAD` products take."""
-        if self._ballast is None:
-            a = torch.ones(4096, 4096, device=self.device, dtype=torch.float16)
-            product = torch.empty_like(a)
-            torch.mm(a, a, out=product)  # the first call loads its kernel
-            one = self.seconds(lambda: torch.mm(a, a, out=product), 4)
-            self._ballast = (a, product, one)
-        a, product, one = self._ballast
-        for _ in range(min(_AHEAD, int(2 * seconds / one) + 1)):
-            torch.mm(a, a, out=product)
+        start = time.perf_counter()
+        for _ in range(times):
+            run()
+        return (time.perf_counter() - start) / times
 
     def memory_bytes(self, local_ranks: int) -> int:
         """Bytes of the whole device's memory."""
@@ -304,12 +306,6 @@ class Cuda(Device):
 
     def _events(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-
-    def _issue(self, run: Callable[[], object], times: int) -> float:
-        start = time.perf_counter()
-        for _ in range(times):
-            run()
-        return (time.perf_counter() - start) / times
 
 
 def check_device(kind: str, local_ranks: int) -> None:

@@ -20,6 +20,7 @@ from autopar.errors import AutoparError
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 LINKS = ("inside_node", "across_nodes")
 TINY_OPS = 200  # issued in a row, where the device takes so many
+LAYERS = 20  # in a row: some 500 kernels, which a stream of CUDA takes without a wait
 SINGLE_STEPS = 2  # launch and memory
 
 Progress = Callable[[str, int, int], None]  # (what comes, steps done, steps in all)
@@ -167,14 +168,14 @@ def _launch(team: Team) -> float:
 def _host(team: Team) -> float:
     """Seconds in which the CPU issues a kernel of a training step, autograd and Python included.
 
-    It is the average over a small layer's forward and backward: a matrix product takes a CPU several times as long to
-    issue as an element-wise kernel.
+    It is the average over forward and backward of a small layer, some in a row: a matrix product takes a CPU several
+    times as long to issue as an element-wise kernel, and the first kernel after a wait longer than the next ones.
     """
     run = _layer(team.device.device)
     run()
     with KernelCount() as count:
         run()
-    samples = [team.device.issue_seconds(run) for _ in range(31)]
+    samples = [team.device.issue_seconds(run, LAYERS) for _ in range(11)]
     return team.largest(median(samples)) / count.kernels
 
 
