@@ -34,7 +34,7 @@ def join_staged(rank: int, count: int, store: str) -> None:
 def join_devices(rank: int, count: int, store: str) -> None:
     """Joins ranks that have a device each."""
     torch.accelerator.set_device_index(rank)
-    _join(_backend(), rank, count, store)
+    _join(_backends(), rank, count, store)
 
 
 def join_as_hosts(rank: int, count: int, store: str) -> None:
@@ -45,13 +45,14 @@ def join_as_hosts(rank: int, count: int, store: str) -> None:
     """
     os.environ["NCCL_HOSTID"] = f"rank{rank}"
     os.environ |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1"}
-    _join(_backend(), rank, count, store)
+    os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1000"  # as ranks that autopar joins
+    _join(_backends(), rank, count, store)
 
 
-def _backend() -> str:
+def _backends() -> str:
     kind = _torch.accelerator_kind()
     assert kind is not None, "the caller has an accelerator"
-    return _torch.backend_of(torch.device(kind))
+    return _torch.backends_of(torch.device(kind))
 
 
 def _join(backend: str, rank: int, count: int, store: str) -> None:

@@ -81,8 +81,11 @@ def measure(context: Context, subject: Subject, mode: str) -> Pair:
 
 @contextmanager
 def _same_bits(mode: str) -> Iterator[None]:
-    """Inside it kernels give the same bits at each call; not under Inductor, which would compile once more."""
-    torch.use_deterministic_algorithms(mode != "inductor", warn_only=True)
+    """Inside it kernels give the same bits at each call; not under Inductor, which would compile once more.
+
+    With `warn_only` the backward of flash attention would not: it adds up gradients of queries in any order.
+    """
+    torch.use_deterministic_algorithms(mode != "inductor")
     try:
         yield
     finally:

@@ -85,6 +85,7 @@ PARTS: tuple[Part, ...] = (
     _part("calibrate", "calibration", 0.08, "What can this machine do?"),
     _part("one-rank", "one_rank", 0.2, "Does a compiled model cost what the plain model costs?"),
     _part("truth", "truth", 0.15, "Does the cost model tell the truth about this device?"),
+    _part("recomputation", "recomputation", 0.1, "What does recomputation of ops cost here?"),
     _part("several-ranks", "several_ranks", 0.25, "Are all plans exact on this device's kernels?"),
     _part(
         "collectives", "own_collectives", 0.2, "Are plans exact over the device's own collectives?"

@@ -24,7 +24,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import autopar
-from autopar.cost_model import find_hardware
+from autopar.cost_model import Hardware, find_hardware
 from autopar.ir.recompute import Recompute
 from autopar.pipeline.stage_costs import StageTables
 from autopar.planning.planning import Prepared, prepare_step
@@ -129,19 +129,31 @@ def measure(name: str, *, times: int, rounds: int) -> Row:
     """Measures one architecture in float32."""
     model, inputs = build(name, dtype=torch.float32)
     inputs = enlarged(inputs, times)
-    prepared = prepare_step(model, inputs)
-    plan = unsplit_plan(prepared.analysis.graph, prepared.captured.fingerprint)
-    tables = StageTables(prepared.analysis.graph, plan, find_hardware("cpu-gloo"), world=plan.mesh)
-    choices: tuple[Recompute, ...] = ("none", *half(tables))
-    modules = [compiled(model, prepared, each) for each in choices]
-    for module in modules:
+    found = contenders(model, inputs, find_hardware("cpu-gloo"))
+    for module, _ in found:
         module.step(*inputs)
-    found = [[step_seconds(module, inputs) for module in modules] for _ in range(rounds)]
+    samples = [[step_seconds(module, inputs) for module, _ in found] for _ in range(rounds)]
     runs = (
-        Run(float(tables.at(each).saved_bytes[0, -1]), measured_bytes(module, inputs), min(seconds))
-        for each, module, seconds in zip(choices, modules, zip(*found, strict=True), strict=True)
+        Run(priced_bytes, measured_bytes(module, inputs), min(seconds))
+        for (module, priced_bytes), seconds in zip(found, zip(*samples, strict=True), strict=True)
     )
     return Row(name, *runs)
+
+
+def contenders(
+    model: nn.Module, inputs: tuple[Tensor, ...], hardware: Hardware
+) -> list[tuple[CompiledModule, float]]:
+    """Copies of a model on one rank, and the bytes that each is priced to keep.
+
+    In this order: everything kept; whole blocks recomputed; ops recomputed that keep what those blocks keep.
+    """
+    prepared = prepare_step(model, inputs)
+    plan = unsplit_plan(prepared.analysis.graph, prepared.captured.fingerprint)
+    tables = StageTables(prepared.analysis.graph, plan, hardware, world=plan.mesh)
+    return [
+        (compiled(model, prepared, each), float(tables.at(each).saved_bytes[0, -1]))
+        for each in ("none", *half(tables))
+    ]
 
 
 def markdown(rows: Sequence[Row]) -> str:

@@ -1,6 +1,6 @@
 """Time of the host for a backward in two halves, beyond that of a whole backward.
 
-    OMP_NUM_THREADS=1 python benchmarks/speed/bench_split_backward.py [--rounds 60]
+    OMP_NUM_THREADS=1 python benchmarks/speed/bench_split_backward.py [--rounds 60] [--device cpu]
 
 Layers of a Transformer of width 16 run on 8 tokens, so that kernels take next to no time. The two ways take turns; the
 lower quartile of the rounds counts. A kernel is an op of the whole backward that is no view. What the price expects
@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where it runs as a script
 
+from autopar import _torch
 from autopar.pipeline.split_seconds import AGAIN_KERNELS, WALK_KERNELS
 from autopar.runtime.split_backward import SplitBackward, WholeBackward
 
@@ -61,8 +62,7 @@ class _Kernels(TorchDispatchMode):
 
 def kernels_of_backward(model: nn.Module) -> int:
     """Number of kernels of a whole backward."""
-    x = torch.rand(1, TOKENS, WIDTH, requires_grad=True)
-    result = model(x).sum()
+    result = _forward(model)[0].sum()
     with _Kernels() as kernels:
         result.backward()
     return kernels.count
@@ -73,35 +73,41 @@ def seconds_of(model: nn.Module, rounds: int) -> tuple[float, float, float]:
     found: list[list[float]] = [[], [], []]
     for _ in range(rounds):
         result, gradient, x = _forward(model)
-        found[0].append(_timed(lambda: WholeBackward([result], [gradient], [x])))  # noqa: B023
+        found[0].append(_timed(lambda: WholeBackward([result], [gradient], [x]), x.device))  # noqa: B023
         result, gradient, x = _forward(model)
         halves: list[SplitBackward] = []
-        found[1].append(_timed(lambda: halves.append(SplitBackward([result], [gradient], [x]))))  # noqa: B023
-        found[2].append(_timed(halves[0].run_weights))
+        first = lambda: halves.append(SplitBackward([result], [gradient], [x]))  # noqa: B023, E731
+        found[1].append(_timed(first, x.device))
+        found[2].append(_timed(halves[0].run_weights, x.device))
     whole, first, second = (sorted(each)[rounds // 4] for each in found)
     return whole, first, second
 
 
 def _forward(model: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
-    x = torch.rand(1, TOKENS, WIDTH, requires_grad=True)
+    device = next(model.parameters()).device
+    x = torch.rand(1, TOKENS, WIDTH, requires_grad=True, device=device)
     result = model(x)
+    _torch.synchronize(device)
     return result, torch.ones_like(result), x
 
 
-def _timed(call: Callable[[], object]) -> float:
-    start_seconds = time.thread_time()
+def _timed(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds until the host has issued all kernels; those of an accelerator are issued by another thread."""
+    clock = time.perf_counter if _torch.is_accelerator(device) else time.thread_time
+    start_seconds = clock()
     call()
-    return time.thread_time() - start_seconds
+    return clock() - start_seconds
 
 
 @click.command(help=__doc__)
 @click.option("--rounds", default=60, help="Rounds, in which the two ways take turns.")
-def main(rounds: int) -> None:
+@click.option("--device", default="cpu", help="Where the layers run; the host's time is measured.")
+def main(rounds: int, device: str) -> None:
     table = Table(
         "layers", "whole, ms", "first half", "second half", "beyond, kernels a layer", "priced"
     )
     for layers in (1, 2, 4, 8, 16):
-        model = nn.Sequential(*[Layer() for _ in range(layers)])
+        model = nn.Sequential(*[Layer() for _ in range(layers)]).to(device)
         kernels = kernels_of_backward(model)
         whole, first, second = seconds_of(model, rounds)
         beyond = (first + second - whole) / (whole / kernels) / layers
