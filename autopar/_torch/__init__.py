@@ -16,6 +16,7 @@ from autopar._torch.attention import (
 from autopar._torch.autograd import (
     Apply,
     GradientFlags,
+    alike_check,
     applying_functions_by,
     backward_hooks_of,
     below_autograd,
@@ -167,7 +168,8 @@ __all__ = [
     "SYMBOLIC", "VALUES_READ", "Apply", "BatchNormBase", "CachedCall", "DependsOnValues", "DictVersions",
     "DropoutBase", "FakeTensor", "FakeTensorMode", "Float64Arithmetic", "GradientFlags", "OpOverload", "OtherSizes",
     "Owned", "RandomLastBits", "ReadSizes", "SizeDependsOnValues", "SizeValues", "TorchDispatchMode",
-    "accelerator_kind", "accumulate_gradient", "all_gather", "all_reduce", "all_to_all", "applying_functions_by",
+    "accelerator_kind", "accumulate_gradient", "alike_check", "all_gather", "all_reduce", "all_to_all",
+    "applying_functions_by",
     "as_if_compiling", "autocast_dtype", "autocast_kinds", "autopar_op", "backend_of", "backends_of",
     "backward_hooks_of",
     "below_autograd", "broke_in_communication", "cached_calls", "call_with", "catalogue_name", "code_when_called",

@@ -143,14 +143,33 @@ class GradientFlags:
         ]
 
     def _as_now(self) -> Callable[..., bool]:
-        from torch._C._dynamo import guards
+        open_dims = [[None] * x.ndim for x in self._tensors]
+        return _guards(self._tensors, open_dims, open_dims)
 
-        if not self._tensors:
-            return _fails
-        open_dims: Any = [[None] * x.ndim for x in self._tensors]  # torch declares one list
-        return guards.TensorGuards(
-            *self._tensors, dynamic_dims_sizes=open_dims, dynamic_dims_strides=open_dims
-        ).check
+
+def alike_check(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """A function that tells in C++ whether as many tensors have the same properties as these.
+
+    It compares shapes, strides, dtypes, devices, Python's types, and with grad mode the flags `requires_grad`. It may
+    say no where all are the same: in other modes of torch, and where it is given one tensor twice.
+
+    >>> check = alike_check([torch.ones(2), torch.ones(3, 4)])
+    >>> check(torch.zeros(2), torch.zeros(3, 4)), check(torch.zeros(2), torch.zeros(4, 3).t())
+    (True, False)
+    """
+    return _guards(tensors, [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors])
+
+
+def _guards(
+    tensors: Sequence[Tensor], sizes: Sequence[Any], strides: Sequence[Any]
+) -> Callable[..., bool]:
+    """Dynamo's check of tensors; a size or stride of None may be any."""
+    from torch._C._dynamo import guards
+
+    if not tensors:
+        return _fails
+    known: Any = {"dynamic_dims_sizes": sizes, "dynamic_dims_strides": strides}  # declared as flat
+    return guards.TensorGuards(*tensors, **known).check
 
 
 def _fails(*tensors: Tensor) -> bool:

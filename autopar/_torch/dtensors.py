@@ -134,9 +134,9 @@ class _Whole(torch.autograd.Function):
 
 def accumulate_gradient(parameter: nn.Parameter, local: Tensor) -> None:
     """Adds a local gradient to `parameter.grad`."""
-    if parameter.grad is not None:
-        grad = parameter.grad
-        (grad._local_tensor if isinstance(grad, DTensor) else grad).add_(local)
+    before = parameter.grad
+    if before is not None:
+        (before._local_tensor if isinstance(before, DTensor) else before).add_(local)
     elif isinstance(parameter, DTensor):
         parameter.grad = _over(local, parameter._spec)
     else:

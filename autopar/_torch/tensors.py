@@ -35,8 +35,12 @@ def own_gradients(leaves: Iterable[Tensor]) -> None:
     """
     sharing: dict[int, list[Tensor]] = {}
     for leaf in leaves:
-        if _leave_base(leaf):
-            sharing.setdefault(storage_key(_gradient(leaf)), []).append(leaf)
+        gradient = leaf.grad
+        if gradient is None or not _is_shared(gradient):
+            continue
+        leaf.grad = gradient.detach()  # a view's base is not kept alive for it alone
+        del gradient
+        sharing.setdefault(storage_key(_gradient(leaf)), []).append(leaf)
     for some in sharing.values():
         end, is_elsewhere = 0, _users(_gradient(some[0])) > len(some)
         for leaf in sorted(some, key=lambda x: _span(_gradient(x))):
@@ -47,13 +51,9 @@ def own_gradients(leaves: Iterable[Tensor]) -> None:
                 end = stop
 
 
-def _leave_base(leaf: Tensor) -> bool:
-    """Whether a leaf has a gradient whose memory other tensors have; a view's base is not kept alive for it alone."""
-    gradient = leaf.grad
-    if gradient is None or gradient.layout is not torch.strided or _users(gradient) == 1:
-        return False
-    leaf.grad = gradient.detach()
-    return True
+def _is_shared(x: Tensor) -> bool:
+    """Whether other tensors have the memory of `x`."""
+    return x.layout is torch.strided and _users(x) > 1
 
 
 def _gradient(leaf: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ def shard(full: Tensor, dims: Dims, layout: Layout, mesh: Mesh, rank: int) -> Te
     before = [state if state.kind != "S" else R for state in layout]
     for axis in in_nesting_order(layout):
         state, size = layout[axis], mesh.sizes[axis]
-        if state.kind != "S":
+        if state.kind != "S" or size == 1:
             continue
         factors = [f or (1,) for f in local_factors(dims, tuple(before), mesh)]
         index = sum(len(f) for f in factors[: state.dim]) + max(state.factor, 0)

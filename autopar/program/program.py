@@ -23,6 +23,7 @@ from autopar.ir import (
     Plan,
     R,
     Tier,
+    local_shape,
 )
 from autopar.ops.alone import Alone, alone
 from autopar.ops.nodes import draws, output_nodes
@@ -151,6 +152,12 @@ class Program:
     def is_random(self) -> bool:
         """Whether some op of the program draws random numbers."""
         return any(draws(node) for node in self.module.graph.nodes)
+
+    @cached_property
+    def input_parts(self) -> tuple[tuple[int, ...], ...]:
+        """The shape of the part of every input that a rank takes; computed once, as every step compares it."""
+        mesh = self.plan.mesh
+        return tuple(local_shape(spec.dims, spec.layout, mesh) for spec in self.inputs)
 
     def storage(self, name: str) -> ParameterPlan:
         """The plan of a parameter."""

@@ -30,7 +30,7 @@ from autopar.runtime.alone import leave_to_owners
 from autopar.runtime.compiled import Executor
 from autopar.runtime.failing_op import naming_line, naming_op
 from autopar.runtime.gather import Gathers
-from autopar.runtime.hops import Hop
+from autopar.runtime.hops import Hop, signature
 from autopar.runtime.parameters import ParameterStore, Residents
 from autopar.runtime.recompute import Recomputed
 from autopar.runtime.reducer import Reducer
@@ -101,7 +101,7 @@ class Runner:
                 self._graph, lambda call: StartCollective(call._replace(group=axes[call.group]), self.world), finish
             )  # fmt: skip
         verify_graph(self._graph, after="binding to process groups")
-        self._graph = executor.ready(self._graph)
+        self._graph = executor.ready(self._graph, joins=self._joins_blocks)
         self._reducer = Reducer(
             self._residents,
             every_micro_batch=[
@@ -152,6 +152,14 @@ class Runner:
             hoist_input_sums(
                 self._graph, start_sum, finish_sum, parameters=parameters, received=received
             )
+
+    @property
+    def _joins_blocks(self) -> bool:
+        """Whether nobody waits for the gradients of a block: [Note: joined blocks] in autopar/runtime/compiled.py."""
+        plan = self.program.plan
+        is_whole = plan.pipeline is None and (plan.micro_batches == 1 or not self.program.is_step)
+        stay = not any(map(signature, self._residents.returns))
+        return is_whole and stay and not self._gathers.groups and not self.program.slices
 
     @property
     def leaves(self) -> list[Tensor]:
@@ -287,14 +295,16 @@ class BoundProgram:
             parts, weights = list[Tensor](), [shares[-1][number] for number in numbers]
             for *extras, part in self._together([batch[number] for number in numbers]):
                 pieces.append(extras)
-                own = part.detach() * weights[len(parts)]
+                own = part.detach()
+                own = own if weights[len(parts)] == 1 else own * weights[len(parts)]
                 loss = own if loss is None else loss + own
                 parts.append(part)
             is_last = numbers[-1] == len(batch) - 1
             if torch.is_grad_enabled():
                 self._runner.begin_backward(last=is_last)
-                scales = [weight * scale for weight in weights]
-                torch.autograd.backward(parts, list(map(torch.full_like, parts, scales)))
+                torch.autograd.backward(
+                    parts, [_first(x, w * scale) for x, w in zip(parts, weights, strict=True)]
+                )
             assert loss is not None, "there is a micro-batch"
             total = sum_over(loss, self._runner.loss_axes, self.world) if is_last else None
             if torch.is_grad_enabled():
@@ -315,6 +325,11 @@ class BoundProgram:
     def forward(self, inputs: list[Tensor]) -> list[Tensor]:
         """The local outputs, differentiable in the parameters at rest if autograd is on."""
         return self._runner.forward(inputs)
+
+
+def _first(loss: Tensor, gradient: float) -> Tensor | None:
+    """The gradient with which the backward of a loss begins; None for the 1 of which torch makes a tensor itself."""
+    return None if gradient == 1 else torch.full_like(loss, gradient)
 
 
 def sum_over(x: Tensor, axes: Sequence[str], world: World) -> Transfer:

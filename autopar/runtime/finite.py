@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 from collections.abc import Iterable
 
 import torch
@@ -42,7 +43,7 @@ class FiniteLoss:
         return None if known is None else self._first(known[1], known[0])
 
     def _first(self, loss: Tensor, step: int) -> int | None:
-        self._warned = not bool(loss.isfinite())
+        self._warned = not cmath.isfinite(loss.item())  # an op of torch takes the host longer
         return step if self._warned else None
 
 

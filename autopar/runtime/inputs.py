@@ -137,9 +137,9 @@ def whole_shape(spec: TensorSpec, micro_batches: int) -> Shape:
     return _times(spec.shape, micro_batches)
 
 
-def part_shape(spec: TensorSpec, micro_batches: int, world: World) -> Shape:
-    """The shape of this rank's part of an input of a whole step."""
-    return _times(local_shape(spec.dims, spec.layout, world.mesh), micro_batches)
+def part_shapes(program: Program, micro_batches: int) -> tuple[Shape, ...]:
+    """The shapes of a rank's parts of the inputs of a whole step."""
+    return tuple(_times(shape, micro_batches) for shape in program.input_parts)
 
 
 def _times(shape: Shape, micro_batches: int) -> Shape:
@@ -151,13 +151,13 @@ def whole_shapes(program: Program, micro_batches: int) -> tuple[Shape, ...]:
     return tuple(whole_shape(spec, micro_batches) for spec in program.inputs)
 
 
-def form(program: Program, arguments: Arguments, micro_batches: int, world: World) -> Form:
+def form(program: Program, arguments: Arguments, micro_batches: int) -> Form:
     """Whether the tensors have the program's global shapes, or some have those of this rank's part, or neither."""
     wholes = whole_shapes(program, micro_batches)
     if arguments.shapes == wholes:
         return "whole"
-    pairs = zip(program.inputs, arguments.shapes, wholes, strict=True)
-    fits = all(x in (whole, part_shape(spec, micro_batches, world)) for spec, x, whole in pairs)
+    parts = part_shapes(program, micro_batches)
+    fits = all(x in known for x, *known in zip(arguments.shapes, wholes, parts, strict=True))
     return "part" if fits else ""
 
 
@@ -252,9 +252,10 @@ def cut_inputs(
     """
     if program.is_step or torch.is_grad_enabled():
         _refuse_gradients(program, arguments)
+    parts = part_shapes(program, micro_batches)
     columns = [
-        _cut_input(spec, x, micro_batches, world)
-        for spec, x in zip(program.inputs, arguments.tensors, strict=True)
+        _cut_input(spec, x, part, micro_batches, world)
+        for spec, x, part in zip(program.inputs, arguments.tensors, parts, strict=True)
     ]
     if micro_batches > 1:
         _refuse_mixture(program, arguments, micro_batches)
@@ -286,8 +287,10 @@ def _refuse_gradients(program: Program, arguments: Arguments) -> None:
             )
 
 
-def _cut_input(spec: TensorSpec, x: Tensor, micro_batches: int, world: World) -> list[Tensor]:
-    whole, part = (whole_shape(spec, micro_batches), part_shape(spec, micro_batches, world))
+def _cut_input(
+    spec: TensorSpec, x: Tensor, part: Shape, micro_batches: int, world: World
+) -> list[Tensor]:
+    whole = whole_shape(spec, micro_batches)
     if tuple(x.shape) not in (whole, part):
         raise _wrong_shape(spec, x, whole, part, micro_batches)
     if isinstance(x, DTensor):
@@ -295,7 +298,8 @@ def _cut_input(spec: TensorSpec, x: Tensor, micro_batches: int, world: World) ->
             return [local_part(x, spec, world).contiguous()]
         x = x.full_tensor()
     is_whole = tuple(x.shape) == whole
-    pieces = x.chunk(micro_batches) if x.ndim else [x] * micro_batches
+    cuts = micro_batches > 1 and x.ndim
+    pieces = x.chunk(micro_batches) if cuts else [x] * micro_batches
     if is_whole:
         pieces = [shard(y, spec.dims, spec.layout, world.mesh, world.rank) for y in pieces]
     return [y.detach().to(world.device, non_blocking=True).contiguous() for y in pieces]

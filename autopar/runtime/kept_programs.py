@@ -11,6 +11,7 @@ import logging
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from autopar.capture.guards import ChangedValue, Guards, NumberInput
 from autopar.capture.structure import Structure
@@ -62,7 +63,7 @@ class ReadyProgram:
         gone = (number.gone() for number in self.numbers if not number.holds())
         return next(gone, None) or self.guards.broken() or self.structure.broken()
 
-    @property
+    @cached_property
     def shapes(self) -> tuple[Shape, ...]:
         """The global shapes of its inputs."""
         return whole_shapes(self.bound.program, self.count)

@@ -217,6 +217,7 @@ class Residents:
         self._routes = routes
         self.returns = [transposed(hops) for hops in routes]
         self._moving = [i for i, hops in enumerate(routes) if signature(hops)]
+        self._settling = [i for i in range(len(routes)) if i not in self._moving or self._keeps(i)]
         whole = [  # of a rank that holds something: all ranks need the same batches
             torch.empty(hops[0].before if hops else (), dtype=kept.local.dtype, device="meta")
             for hops, kept in zip(routes, self.kept, strict=True)
@@ -260,9 +261,8 @@ class Residents:
     def refresh(self) -> bool:
         """Updates every leaf from the stored shards; returns whether any leaf is a new tensor."""
         changed = False
-        for i, kept in enumerate(self.kept):
-            if i not in self._moving or self._keeps(i):
-                changed |= self._settle(i, kept)
+        for i in self._settling:
+            changed |= self._settle(i, self.kept[i])
         under_way: list[tuple[list[int], Transfer]] = []
         for batch in self._batches:
             under_way.append((batch, self._start(batch)))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from autopar.capture.rows import have_rows
 from autopar.program.program import Program
-from autopar.runtime.inputs import Arguments, Shape, part_shape
+from autopar.runtime.inputs import Arguments, Shape, part_shapes
 from autopar.runtime.together import Together
 from autopar.runtime.world import World
 
@@ -45,7 +45,7 @@ def whole_or_own(
 
     Raises PeerError if another rank does not take part.
     """
-    if world.ranks == 1 or _is_cut_alike(program, arguments, micro_batches, world):
+    if world.ranks == 1 or _is_cut_alike(program, arguments, micro_batches):
         return arguments
     parts = zip(arguments.tensors, are_parts(arguments), strict=True)
     with Together("Gathering the batch").naming_failures():
@@ -53,11 +53,12 @@ def whole_or_own(
     return replace(arguments, tensors=tensors)
 
 
-def _is_cut_alike(program: Program, arguments: Arguments, micro_batches: int, world: World) -> bool:
+def _is_cut_alike(program: Program, arguments: Arguments, micro_batches: int) -> bool:
     """Whether each rank computes with as many rows as it gives, the same ones of every tensor."""
-    parts = list(zip(program.inputs, arguments.shapes, are_parts(arguments), strict=True))
-    cut = [(spec, shape) for spec, shape, is_part in parts if is_part]
-    fits = all(part_shape(spec, micro_batches, world) == shape for spec, shape in cut)
+    taken = part_shapes(program, micro_batches)
+    parts = zip(program.inputs, taken, arguments.shapes, are_parts(arguments), strict=True)
+    cut = [(spec, part == shape) for spec, part, shape, is_part in parts if is_part]
+    fits = all(is_fitting for _, is_fitting in cut)
     return fits and len({tuple(map(str, spec.layout)) for spec, _ in cut}) <= 1
 
 

@@ -11,7 +11,7 @@ backward, gradients that are different parts of one buffer stay in it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -73,6 +73,9 @@ class Reducer:
     ) -> None:
         self._residents = residents
         self._late = late
+        specs = residents.specs
+        # Leaves in another tier have gradients that were moved there, which nothing else reads.
+        self._on_device = [i for i, spec in enumerate(specs) if spec.tier == "device"]
         self._buckets = self._make_buckets(every_micro_batch, order, bucket_bytes)
         self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.members}
         self._watched: dict[int, Tensor] = {}
@@ -124,7 +127,8 @@ class Reducer:
 
     def finish(self) -> None:
         """After the backward of a micro-batch: sends what is left, and hands all gradients over."""
-        self._own_gradients(range(len(self._residents.leaves)))
+        leaves = self._residents.leaves
+        _torch.own_gradients([leaves[i] for i in self._on_device])
         while self._departing:
             self._send(self._departing.pop(0))
         while self._under_way:
@@ -136,13 +140,9 @@ class Reducer:
         for leaf in self._residents.leaves:
             leaf.grad = None
 
-    def _own_gradients(self, positions: Iterable[int]) -> None:
-        """Leaves in another tier have gradients that were moved there, which nothing else reads."""
-        leaves, specs = self._residents.leaves, self._residents.specs
-        _torch.own_gradients(leaves[i] for i in positions if specs[i].tier == "device")
-
     def _complete(self, i: int) -> None:
-        self._own_gradients((i,))
+        if self._residents.specs[i].tier == "device":
+            _torch.own_gradients([self._residents.leaves[i]])
         bucket = self._bucket_of[i]
         bucket.ready.add(i)
         while self._departing and self._is_full(self._departing[0]):
@@ -155,8 +155,7 @@ class Reducer:
     @torch.no_grad()
     def _send(self, bucket: Bucket) -> None:
         if bucket.stays:
-            for i in bucket.members:
-                self._keep(i)
+            self._keep(bucket.members)
             return
         shrinking = [b for b in self._under_way if b.shrinks]
         if bucket.shrinks and len(shrinking) >= _MOST_UNDER_WAY:
@@ -175,13 +174,14 @@ class Reducer:
                 bucket.transfer = Transfer(routes, gradients, self._residents.world)
             self._under_way.append(bucket)
 
-    def _keep(self, i: int) -> None:
-        """Hands over the gradient of a leaf that goes nowhere."""
-        leaf = self._residents.leaves[i]
-        gradient, hops = leaf.grad, self._residents.returns[i]
-        if gradient is not None:
-            leaf.grad = None
-            self._hand_over(i, seen(gradient, hops[-1].after) if hops else gradient)
+    def _keep(self, members: Sequence[int]) -> None:
+        """Hands over the gradients of leaves that go nowhere."""
+        leaves, returns = self._residents.leaves, self._residents.returns
+        for i in members:
+            gradient, hops = leaves[i].grad, returns[i]
+            if gradient is not None:
+                leaves[i].grad = None
+                self._hand_over(i, seen(gradient, hops[-1].after) if hops else gradient)
 
     def _hand_over(self, i: int, gradient: Tensor) -> None:
         """Gives a gradient to its parameter.

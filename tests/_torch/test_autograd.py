@@ -1,6 +1,8 @@
 """Autograd, node by node and below."""
 
 import contextlib
+import gc
+import weakref
 
 import pytest
 import torch
@@ -196,3 +198,26 @@ def test_a_running_node_knows_where_its_forward_ran():
     y.sum().backward()
     assert _torch.forward_of_running_node() is None
     assert any("y = x.exp()" in each[-1] for each in found if each)
+
+
+def test_tensors_are_alike_in_shape_strides_dtype_flag_device_and_modes():
+    x = torch.ones(4, 4).requires_grad_()
+    check = _torch.alike_check([x, torch.ones(2)])
+    assert check(torch.zeros(4, 4).requires_grad_(), torch.zeros(2))
+    others = [
+        torch.ones(4, 4), torch.ones(4, 4).t().requires_grad_(), torch.ones(4, 4).double().requires_grad_(),
+        torch.ones(4, 5).requires_grad_(), torch.ones(4, 4, device="meta").requires_grad_(),
+    ]  # fmt: skip
+    assert not any(check(y, torch.ones(2)) for y in others)
+    with torch.inference_mode():
+        assert not check(x, torch.ones(2))
+    assert not _torch.alike_check([])()
+
+
+def test_a_check_that_tensors_are_alike_keeps_none_of_them_alive():
+    x = torch.ones(2)
+    gone, check = weakref.ref(x), _torch.alike_check([x])
+    del x
+    gc.collect()
+    assert gone() is None
+    assert check(torch.zeros(2))

@@ -2,6 +2,7 @@
 
 import operator
 
+import pytest
 import torch
 from torch import fx, nn
 
@@ -28,13 +29,22 @@ class Program:
         self.module = nn.Module()
         self.module.add_module("gather", Gather())
 
-    def call(self, name, target, *args, block=0):
+    def call(self, name, target, *args, block=0, recomputed=False):
         kind = "call_module" if isinstance(target, str) else "call_function"
         node = self.graph.create_node(kind, target, args, name=name)
-        node.meta["block"] = block
+        node.meta |= {"block": block, "recomputed": recomputed}
         return node
 
-    def cut(self, *results):
+    def layers(self, count, recomputed=()):
+        """So many equal blocks of two calls, one after the other."""
+        x = self.x
+        for block in range(count):
+            marks = {"block": block, "recomputed": block in recomputed}
+            a = self.call(f"a{block}", aten.mul.Tensor, x, self.w, **marks)
+            x = self.call(f"b{block}", aten.tanh.default, a, **marks)
+        return x
+
+    def cut(self, *results, joined_ops=0):
         """The graph with its regions cut out, and theirs."""
         self.graph.output(tuple(results))
         self.before = fx.GraphModule(self.module, self.graph)
@@ -44,7 +54,8 @@ class Program:
             regions.append(text(region.graph))
             return region
 
-        self.after = cut_regions(fx.GraphModule(self.module, self.graph), make)
+        module = fx.GraphModule(self.module, self.graph)
+        self.after = cut_regions(module, make, joined_ops=joined_ops)
         return text(self.after.graph), regions
 
     def agrees(self):
@@ -75,11 +86,7 @@ def test_a_python_object_ends_a_region():
 
 def test_blocks_that_do_the_same_are_regions_of_the_same_code():
     program = Program()
-    x = program.x
-    for block in range(3):
-        a = program.call(f"a{block}", aten.mul.Tensor, x, program.w, block=block)
-        x = program.call(f"b{block}", aten.tanh.default, a, block=block)
-    outer, regions = program.cut(x)
+    outer, regions = program.cut(program.layers(3))
     assert regions == [["x2 = mul.Tensor(x0, x1)", "x3 = tanh(x2)", "return (x3,)"]] * 3
     assert [line for line in outer if "getitem(" not in line] == [
         "region_0 = region_0(x, w)",
@@ -88,6 +95,44 @@ def test_blocks_that_do_the_same_are_regions_of_the_same_code():
         "return (getitem_2,)",
     ]
     assert program.agrees()
+
+
+def sizes(regions):
+    """Number of calls of each region."""
+    return [len(lines) - 1 for lines in regions]
+
+
+@pytest.mark.parametrize(
+    ("joined_ops", "expected"), [(3, [2] * 5), (4, [4, 4, 2]), (9, [8, 2]), (10, [10])]
+)
+def test_whole_blocks_share_a_region_up_to_a_number_of_ops(joined_ops, expected):
+    program = Program()
+    outer, regions = program.cut(program.layers(5), joined_ops=joined_ops)
+    assert sizes(regions) == expected
+    assert program.agrees(), outer
+
+
+def test_regions_of_as_many_equal_blocks_have_equal_code():
+    _, regions = (program := Program()).cut(program.layers(6), joined_ops=4)
+    assert regions == [regions[0]] * 3
+
+
+def test_blocks_that_backward_recomputes_share_no_region():
+    program = Program()
+    outer, regions = program.cut(program.layers(6, recomputed={2, 3}), joined_ops=100)
+    assert sizes(regions) == [4, 2, 2, 4]
+    assert program.agrees(), outer
+
+
+def test_a_python_object_ends_a_region_of_several_blocks():
+    program = Program()
+    x = program.layers(2)
+    gathered = program.call("gathered", "gather", program.w, block=2)
+    full = program.graph.call_function(operator.getitem, (gathered, 0))
+    y = program.call("y", aten.mul.Tensor, x, full, block=2)
+    outer, regions = program.cut(program.call("z", aten.cos.default, y, block=3), joined_ops=100)
+    assert sizes(regions) == [4, 2]
+    assert program.agrees(), outer
 
 
 def test_draws_stay_outside_in_their_order():

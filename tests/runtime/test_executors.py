@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import autopar
 from autopar.backend.sharding import whole_parameter
 from autopar.errors import AutoparError
-from autopar.runtime import kept_programs
-from autopar.runtime.compiled import Executor, ExecutorName
+from autopar.runtime import compiled, kept_programs
+from autopar.runtime.compiled import Executor, ExecutorName, Region
 from autopar.runtime.gather import Gathers
 from tests.runtime import scripts
 from tests.runtime.ranks import Ranks
@@ -290,13 +290,58 @@ def layers(count: int) -> nn.Module:
     return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(count)))
 
 
-def test_equal_layers_are_compiled_once() -> None:
-    runs = []
-    for count in (3, 9):
-        made = autopar.compile(layers(count), mesh={"dp": 1}, executor="aot_eager")
-        made(torch.ones(2, 4)).sum().backward()
-        runs.append(made._settings.executor.compiled)
+def graphs_of(made: autopar.CompiledModule) -> int:
+    """Number of graphs that a forward and its backward compile."""
+    made(torch.ones(2, 4)).sum().backward()
+    return made._settings.executor.compiled
+
+
+def test_what_is_compiled_does_not_depend_on_depth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "JOINED_OPS", 4)  # two layers
+    runs = [
+        graphs_of(autopar.compile(layers(count), mesh={"dp": 1}, executor="aot_eager"))
+        for count in (4, 8)
+    ]
     assert runs[0] == runs[1]
+
+
+def step_of(
+    name: str, executor: ExecutorName, **options: Any
+) -> tuple[list[Tensor], autopar.CompiledModule]:
+    """Loss and gradients of a step on one rank, and the module that ran it."""
+    model, batch, loss_fn = made_of(name)
+    made = autopar.compile(model, loss_fn=loss_fn, mesh={"dp": 1}, executor=executor, **options)
+    loss = made.step(*batch)
+    return [loss, *(p.grad for p in made.parameters() if p.grad is not None)], made
+
+
+def regions_of(made: autopar.CompiledModule) -> int:
+    """Number of regions of the program of a step, outside of recomputed blocks."""
+    (ready,) = made._programs.kept.ready[True]
+    return sum(isinstance(x, Region) for x in ready.bound._runner._graph.children())  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ["gpt", "images", "dropout"])
+def test_joined_blocks_give_the_bits_of_separate_ones(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined, made = step_of(name, "aot_eager")
+    monkeypatch.setattr(compiled, "JOINED_OPS", 0)
+    separate, other = step_of(name, "aot_eager")
+    assert regions_of(made) < regions_of(other)
+    assert all(map(torch.equal, joined, separate))
+
+
+@pytest.mark.parametrize(
+    "options", [{"micro_batches": 2}, {"precision": "bf16"}, {"recompute": "full"}], ids=str
+)
+def test_where_gradients_are_waited_for_every_block_is_a_region(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, made = step_of("gpt", "aot_eager", **options)
+    monkeypatch.setattr(compiled, "JOINED_OPS", 0)
+    _, other = step_of("gpt", "aot_eager", **options)
+    assert made._settings.executor.compiled == other._settings.executor.compiled
 
 
 def test_an_unknown_executor_is_named() -> None:
