@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -36,10 +36,9 @@ def local_tensor(parameter: Tensor) -> Tensor:
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
 
 
-def local_address(parameter: Tensor) -> int:
-    """Where the values of `local_tensor(parameter)` begin in memory."""
-    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-    return local.data_ptr()
+def local_addresses(parameters: Iterable[Tensor]) -> list[int]:
+    """Where the values of `local_tensor(parameter)` begin in memory, for each parameter."""
+    return [(p._local_tensor if isinstance(p, DTensor) else p).data_ptr() for p in parameters]
 
 
 def set_local_tensor(parameter: nn.Parameter, local: Tensor) -> None:

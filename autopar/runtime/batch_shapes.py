@@ -69,7 +69,7 @@ class BatchShapes:
             if all(each.shapes != whole for each in known):
                 self.compare(arguments, "")
             return whole
-        forms = [form(r.bound.program, arguments, r.count) for r in known]
+        forms = [form(arguments, r.shapes, r.parts) for r in known]
         as_part = next((r.shapes for r, f in zip(known, forms, strict=True) if f == "part"), None)
         if "whole" in forms and as_part is None and not self._gives_parts:
             if is_step:

@@ -226,7 +226,8 @@ class Runner:
     def _results(self, outputs: list[Tensor]) -> list[Tensor]:
         """Writes the new values of buffers, and returns the results that follow them."""
         count = len(self.program.mutated)
-        self._write_back(outputs[:count])
+        if count:
+            self._write_back(outputs[:count])
         return outputs[count:]
 
     # --- buffers
@@ -306,7 +307,8 @@ class BoundProgram:
                     parts, [_first(x, w * scale) for x, w in zip(parts, weights, strict=True)]
                 )
             assert loss is not None, "there is a micro-batch"
-            total = sum_over(loss, self._runner.loss_axes, self.world) if is_last else None
+            axes = self._runner.loss_axes
+            total = sum_over(loss, axes, self.world) if is_last and axes else None
             if torch.is_grad_enabled():
                 self._runner.end_backward()
             if total is not None:

@@ -33,12 +33,13 @@ class FiniteLoss:
         """
         if self._warned or loss.is_meta:
             return None
+        if not _torch.is_accelerator(loss.device):
+            return self._first(loss, step)
         known = self._copy
         if known is not None and not known[2].query():
             return None  # it is still on its way
         copy, arrived = _torch.copy_to_host(loss)
-        if arrived is None:
-            return self._first(copy, step)
+        assert arrived is not None, "the loss is on an accelerator"
         self._copy = (step, copy, arrived)
         return None if known is None else self._first(known[1], known[0])
 

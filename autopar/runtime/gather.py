@@ -171,13 +171,13 @@ class Gathers:
         transfer = Transfer(routes, given, self.world)
         self._under_way.append(([call.group.members[i] for i in present], transfer))
 
-    @torch.no_grad()
     def finish(self) -> None:
         """After a backward: adds every reduced gradient to its leaf's."""
         while self._under_way:
             self._land(*self._under_way.pop(0))
         self._calls, self._saved = [], {}
 
+    @torch.no_grad()
     def _land(self, parameters: list[int], transfer: Transfer) -> None:
         with self.naming("gradients", parameters):
             gradients = transfer.wait()

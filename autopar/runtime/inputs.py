@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -67,7 +68,7 @@ class Arguments:
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         return args, kwargs
 
-    @property
+    @cached_property
     def shapes(self) -> tuple[Shape, ...]:
         """The shapes of the tensors, in order."""
         return shapes_of(self.tensors)
@@ -143,7 +144,8 @@ def part_shapes(program: Program, micro_batches: int) -> tuple[Shape, ...]:
 
 
 def _times(shape: Shape, micro_batches: int) -> Shape:
-    return (shape[0] * micro_batches, *shape[1:]) if shape else shape
+    grows = shape and micro_batches > 1
+    return (shape[0] * micro_batches, *shape[1:]) if grows else shape
 
 
 def whole_shapes(program: Program, micro_batches: int) -> tuple[Shape, ...]:
@@ -151,19 +153,21 @@ def whole_shapes(program: Program, micro_batches: int) -> tuple[Shape, ...]:
     return tuple(whole_shape(spec, micro_batches) for spec in program.inputs)
 
 
-def form(program: Program, arguments: Arguments, micro_batches: int) -> Form:
-    """Whether the tensors have the program's global shapes, or some have those of this rank's part, or neither."""
-    wholes = whole_shapes(program, micro_batches)
+def form(arguments: Arguments, wholes: Sequence[Shape], parts: Sequence[Shape]) -> Form:
+    """Whether the tensors have a program's global shapes, or some have those of this rank's part, or neither."""
     if arguments.shapes == wholes:
         return "whole"
-    parts = part_shapes(program, micro_batches)
     fits = all(x in known for x, *known in zip(arguments.shapes, wholes, parts, strict=True))
     return "part" if fits else ""
 
 
-def parts_given(program: Program, arguments: Arguments, micro_batches: int) -> int:
-    """The number of parts of the batch, if each rank gave its own rows; 1 if each gave the whole batch."""
-    wholes = whole_shapes(program, micro_batches)
+def parts_given(arguments: Arguments, wholes: Sequence[Shape]) -> int:
+    """The number of parts of the batch, if each rank gave its own rows; 1 if each gave the whole batch.
+
+    Args:
+        arguments: the arguments of this rank.
+        wholes: the shapes of the whole batch.
+    """
     return max(
         (whole[0] // own[0] for whole, own in zip(wholes, arguments.shapes, strict=True)
          if whole and own[0]),

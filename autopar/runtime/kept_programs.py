@@ -19,7 +19,7 @@ from autopar.capture.writes import Write
 from autopar.program.captures import Captures
 from autopar.program.program import Program
 from autopar.runtime.executor import BoundProgram
-from autopar.runtime.inputs import Arguments, Shape, shape_words, whole_shapes
+from autopar.runtime.inputs import Arguments, Shape, part_shapes, shape_words, whole_shapes
 from autopar.runtime.pipeline import BoundPipeline
 from autopar.runtime.together import warn_together
 
@@ -67,6 +67,11 @@ class ReadyProgram:
     def shapes(self) -> tuple[Shape, ...]:
         """The global shapes of its inputs."""
         return whole_shapes(self.bound.program, self.count)
+
+    @cached_property
+    def parts(self) -> tuple[Shape, ...]:
+        """The shapes of this rank's parts of its inputs."""
+        return part_shapes(self.bound.program, self.count)
 
     def finish(self) -> None:
         """After a run: repeats the changes to attributes that the forward makes."""

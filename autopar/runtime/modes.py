@@ -27,4 +27,5 @@ def modes(device: torch.device) -> tuple[object, ...]:
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Context without autocast, because its casts already are in the captured graph."""
-    return torch.autocast(device.type, enabled=False)
+    is_on = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if is_on else contextlib.nullcontext()

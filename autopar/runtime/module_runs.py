@@ -84,10 +84,12 @@ class ModuleRuns:
                     partial(bound.step, parts, shares), self.trained,
                     lambda: self.gradient_norm(torch.inf),
                 )  # fmt: skip
+                # Rows of several micro-batches alone come in another order than ranks gave them.
+                is_cut = ready.count > 1
                 results = delivered(
                     bound.program, found, bound.world, micro_batches=ready.count,
                     as_dtensors=self._settings.outputs == "dtensor",
-                    input_parts=parts_given(bound.program, arguments, ready.count),
+                    input_parts=parts_given(arguments, ready.shapes) if is_cut else 1,
                 )  # fmt: skip
         except PeerError as error:
             waiting = self._programs.comparison.waiting()

@@ -224,8 +224,8 @@ class Residents:
         ]
         self._batches = batches(self._moving, [signature(r) for r in routes], whole, bucket_bytes)
         self.leaves: list[Tensor] = [torch.empty(0)] * len(self.kept)
-        # Where the shard that a leaf was made of lies. A tensor without elements, of another owner, lies at 0.
-        self._sources: list[int | None] = [None] * len(self.kept)
+        # Where the shards that leaves were made of lie. A tensor without elements, of another owner, lies at 0.
+        self._sources: Sequence[int | None] = [None] * len(self._settling)
 
     def _route(self, i: int) -> Route:
         """From the stored shard to the leaf: a cast, moves between tiers, and what gathers it.
@@ -260,9 +260,7 @@ class Residents:
     @torch.no_grad()
     def refresh(self) -> bool:
         """Updates every leaf from the stored shards; returns whether any leaf is a new tensor."""
-        changed = False
-        for i in self._settling:
-            changed |= self._settle(i, self.kept[i])
+        changed = self._settle_moved()
         under_way: list[tuple[list[int], Transfer]] = []
         for batch in self._batches:
             under_way.append((batch, self._start(batch)))
@@ -273,6 +271,17 @@ class Residents:
         for batch, transfer in under_way:
             changed |= self._land(batch, transfer)
         return changed
+
+    def _settle_moved(self) -> bool:
+        """Points leaves at stored shards that lie elsewhere by now; returns whether there are any."""
+        addresses = _torch.local_addresses(self.kept[i].parameter for i in self._settling)
+        if addresses == self._sources:
+            return False
+        for i, now, before in zip(self._settling, addresses, self._sources, strict=True):
+            if now != before:
+                self._settle(i, self.kept[i])
+        self._sources = addresses
+        return True
 
     def _land(self, batch: list[int], transfer: Transfer) -> bool:
         """Puts gathered values where they belong."""
@@ -308,14 +317,12 @@ class Residents:
         is_alike = full is not None and full.dtype == self.specs[i].dtype
         return is_alike and without_v(self._layouts[i]) == self.kept[i].gathered
 
-    def _settle(self, i: int, kept: ParameterAtRest) -> bool:
-        """Points a leaf at the stored shard or its full buffer, unless it does already.
+    def _settle(self, i: int, kept: ParameterAtRest) -> None:
+        """Points a leaf at the stored shard or its full buffer.
 
         A program runs only while the same parameters are frozen as at its capture, see `autopar.capture.structure`, so
         that a leaf keeps its flag.
         """
-        if self._sources[i] == _torch.local_address(kept.parameter):
-            return False
         local = kept.local
         if kept.full is None or not self._keeps(i):
             self._set_leaf(i, local)
@@ -324,8 +331,6 @@ class Residents:
             if kept.part.data_ptr() != local.data_ptr():  # someone replaced the parameter's tensor
                 kept.part.copy_(local)
             self._set_leaf(i, kept.full)
-        self._sources[i] = local.data_ptr()
-        return True
 
     def _set_leaf(self, i: int, value: Tensor) -> None:
         leaf = value.detach().requires_grad_(self.kept[i].parameter.requires_grad)

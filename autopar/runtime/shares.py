@@ -19,6 +19,8 @@ def step_shares(
     program: Program, parts: Sequence[list[Tensor]], model: nn.Module, world: World
 ) -> list[list[float]]:
     """For every result of a step the shares of its micro-batches, the loss last; none for results in rows."""
+    if len(parts) == 1:  # reading the inputs would have the host wait for the device
+        return [[] if each.objective is None else [1.0] for each in program.extras] + [[1.0]]
     extras = [
         [] if each.objective is None else _shares(each.objective, program, parts, model, world)
         for each in program.extras
@@ -45,8 +47,6 @@ def _shares(
 
     Raises StepError for a micro-batch in which no element counts.
     """
-    if len(parts) == 1:
-        return [1.0]  # reading the inputs would have the host wait for the device
     read = set(objective.reads)
     replicated = (R,) * len(world.mesh.axes)
     buffers = {

@@ -15,7 +15,7 @@ from autopar import _torch
 
 def test_the_local_tensor_is_the_storage_of_the_dtensor(parameter):
     _torch.local_tensor(parameter).add_(1)
-    assert _torch.local_address(parameter) == _torch.local_tensor(parameter).data_ptr()
+    assert _torch.local_addresses([parameter]) == [_torch.local_tensor(parameter).data_ptr()]
     assert parameter.full_tensor().tolist() == [1, 2, 3, 4]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from autopar.errors import AutoparError
 from autopar.runtime import compiled, kept_programs
 from autopar.runtime.compiled import Executor, ExecutorName, Region
 from autopar.runtime.gather import Gathers
+from benchmarks.accelerator.memory import peak_in_trace
 from tests.runtime import scripts
 from tests.runtime.ranks import Ranks
 from tests.runtime.test_recompute import Made, model_of
@@ -330,6 +332,19 @@ def test_joined_blocks_give_the_bits_of_separate_ones(
     separate, other = step_of(name, "aot_eager")
     assert regions_of(made) < regions_of(other)
     assert all(map(torch.equal, joined, separate))
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_joined_blocks_hold_no_more_at_the_peak(
+    recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peaks = []
+    for joined_ops in (compiled.JOINED_OPS, 0):
+        monkeypatch.setattr(compiled, "JOINED_OPS", joined_ops)
+        _, made = step_of("gpt", "aot_eager", recompute=recompute)
+        batch = made_of("gpt")[1]
+        peaks.append(peak_in_trace(partial(made.step, *batch)))
+    assert peaks[0] <= peaks[1]
 
 
 @pytest.mark.parametrize(
