@@ -23,6 +23,12 @@ layouts are then those with the least sum of seconds and of bytes at this rate (
 1963), whatever the memory of a rank is. Because parameters have fixed sizes, this is not exact, and the memory that
 one block frees is tried as well.
 
+[Note: host] Where a plan without stages is known, one that stores on the host is searched, too, because it may be
+faster. Two bounds tell beforehand that none is: the fastest layouts without a bound on memory take as long as the known
+step; or, at the price of bytes above, nothing is stored on the host, and seconds and price together, less the price of
+the bound, are as much as the known step. (The latter is the Lagrangian bound for plans whose recomputation frees bytes
+at this price.)
+
 [Note: other micro-batches] The graph is captured for one number of micro-batches. For other numbers, the same graph is
 priced with another batch size (`autopar.ir.batches.with_batch`), with the same plan if its splits still divide.
 """
@@ -114,6 +120,20 @@ class _Inner(NamedTuple):
     share: float
 
 
+class _Freed(NamedTuple):
+    """The memory of a rank that recomputation frees, and what it costs.
+
+    Attributes:
+        all_bytes: bytes that are free if all blocks are recomputed.
+        one_bytes: bytes that are free if one block is recomputed.
+        byte_seconds: seconds of a step that one block takes, for each byte that it frees on all pipeline ranks.
+    """
+
+    all_bytes: float
+    one_bytes: float
+    byte_seconds: float
+
+
 class _Search:
     """The search of `search_pipeline`, with its intermediate results."""
 
@@ -141,6 +161,8 @@ class _Search:
         self.choices: list[Plan] = []
 
     def run(self) -> PipelineFound:
+        if self._host_gains_nothing():
+            raise SlowerError(f"Nothing on the host makes a plan on the mesh {self.mesh} faster.")
         self._search_shares()
         if self.request.offload:
             self._price_smallest(self._inside(self.asked_micro_batches or self.captured))
@@ -247,25 +269,49 @@ class _Search:
 
     def _beside_recomputation(self, inside: MeshSearch) -> Iterator[_Inner | None]:
         """Plans of layouts that use the memory that recomputation frees; see [Note: room by recomputation]."""
+        freed = self._freed(inside)
+        if freed is None:
+            return
+        for freed_bytes in (freed.all_bytes, freed.one_bytes):
+            yield self._stage_plan(1.0 + freed_bytes / self.bound, inside)
+        found = inside.at_price(freed.byte_seconds)
+        taken_bytes = found.cost.memory_bytes - self.hardware.reserved_bytes
+        yield _Inner(found.plan, taken_bytes / (self.ranks * self.bound))
+
+    def _freed(self, inside: MeshSearch) -> _Freed | None:
+        """What recomputation frees under the fastest layouts; None if it frees nothing, or is ruled out."""
         fastest, micro_batches = inside.within(None).plan, inside.problem.micro_batches
         tables = self._tables(fastest, micro_batches)
         shape = next(shapes_of(self.request, self.ranks, micro_batches, len(tables.parts)), None)
         if shape is None or self.recompute == "none":
-            return
+            return None
         whole, one, every = (tables.whole(each) for each in ("none", 1, "full"))
         try:
             kept_bytes, *less = (mean_bytes(each, shape) for each in (whole, one, every))
         except PlanError:
-            return  # the schedule does not run so many micro-batches
+            return None  # the schedule does not run so many micro-batches
         one_frees, all_free = (kept_bytes - each for each in less)
         if one_frees <= 0:
-            return
-        for freed_bytes in (all_free, one_frees):
-            yield self._stage_plan(1.0 + freed_bytes / self.bound, inside)
+            return None
         seconds = micro_batches * (one.seconds - whole.seconds)
-        found = inside.at_price(seconds / (self.ranks * one_frees))
-        taken_bytes = found.cost.memory_bytes - self.hardware.reserved_bytes
-        yield _Inner(found.plan, taken_bytes / (self.ranks * self.bound))
+        return _Freed(all_free, one_frees, seconds / (self.ranks * one_frees))
+
+    def _host_gains_nothing(self) -> bool:
+        """Whether no parameter is worth storing on the host; see [Note: host]."""
+        enough_seconds, request = _WORTH * self.found.known_seconds, self.request
+        if not request.offload or request.streams or self.ranks > 1 or math.isinf(enough_seconds):
+            return False
+        inside = self._inside(self.asked_micro_batches or self.captured)
+        if inside.within(None).cost.seconds >= enough_seconds:
+            return True
+        freed = self._freed(inside) if 0 < self.bound < math.inf else None
+        if freed is None:
+            return False
+        found = inside.at_price(freed.byte_seconds)
+        missing_bytes = found.cost.memory_bytes - self.hardware.reserved_bytes - self.bound
+        least_seconds = found.cost.seconds + freed.byte_seconds * missing_bytes
+        is_idle = all(how.tier == "device" for how in found.plan.parameters.values())
+        return is_idle and least_seconds >= enough_seconds
 
     def _may_hold_state(self, inside: MeshSearch) -> bool:
         """Whether parameters, gradients and optimizer states may fit; if not, no recomputation helps."""

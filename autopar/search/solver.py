@@ -212,6 +212,7 @@ _OPTIONS = {
     # The bound at the root is within a few percent, and the tree is small. On Llama 8B under a tight
     # memory bound, restarts and these heuristics took five sixths of the time.
     "mip_allow_restart": False,
+    "mip_root_presolve_only": True,  # the programs of heuristics are small, and presolving each took 10 to 25 %
     "mip_heuristic_run_feasibility_jump": False,
     "mip_heuristic_run_rins": False,
     "mip_heuristic_run_rens": False,
@@ -234,19 +235,22 @@ def _digest(lp: highspy.HighsLp, binary: np.ndarray) -> bytes:
 def _run(lp: highspy.HighsLp, binary: np.ndarray) -> tuple[np.ndarray, float] | None:
     """The values of a program's columns and the relative gap, or None if the program is infeasible.
 
-    The linear relaxation is solved first. It is often integral, and is then the solution.
+    The linear relaxation is solved first. It is often integral, and is then the solution. Presolving it took two to
+    three times as long as its simplex iterations (programs of Llama, GPT-2, Mixtral and T5).
     """
     solver = highspy.Highs()
     for option, value in _OPTIONS.items():
         solver.setOptionValue(option, value)
     solver.passModel(lp)
     solver.setOptionValue("solve_relaxation", True)
+    solver.setOptionValue("presolve", "off")
     solver.run()
     if solver.getModelStatus() in _INFEASIBLE:
         return None
     if _is_integral(solver, binary):
         return np.asarray(solver.getSolution().col_value), 0.0
     solver.setOptionValue("solve_relaxation", False)
+    solver.setOptionValue("presolve", "choose")
     solver.run()
     return _searched(solver)
 
