@@ -24,10 +24,10 @@ from autopar.errors import AutoparError, MeshError, names_its_arguments
 from autopar.explanation.costs import run_of
 from autopar.explanation.explanation import Explanation
 from autopar.ir import PIPELINE_AXIS, Mesh, MixedPrecision, Plan
-from autopar.ir.batches import captured_batch, with_batch
 from autopar.ir.recompute import SAVED_TIERS, RecomputeWish, is_saved_wish
 from autopar.planning.planning import (
-    fitting_plan,
+    Prepared,
+    in_parts,
     make_plan,
     policy_of,
     prepare_step,
@@ -38,6 +38,7 @@ from autopar.runtime.compiled import Executor, ExecutorName
 from autopar.runtime.failures import show_failures
 from autopar.runtime.files import Files
 from autopar.runtime.initialise import InitFunction
+from autopar.runtime.inputs import Arguments, first_micro_batch
 from autopar.runtime.loss_scale import LossScaling
 from autopar.runtime.module import CompiledModule
 from autopar.runtime.processes import (
@@ -196,7 +197,7 @@ def compile(
         priced, ranks=world_size(), mesh=_checked(axes_of(mesh, loaded)), recipe=recipe,
         pins=pins or {}, memory_bytes=memory_bytes, headroom=headroom,
         micro_batches=_micro_batches(micro_batches, loaded), schedule=schedule, chunks=chunks,
-        recompute=recompute, decompose=decomposed, precision=policy,
+        recompute=recompute, decompose=decomposed, precision=policy, cuts_batch=True,
         overlap_batches=1 if overlap_batches is None else overlap_batches,
         training_state=TrainingState.of(training_state),
         splits_backward=not Executor(executor).compiles,
@@ -370,22 +371,32 @@ def explain(
         headroom=headroom, micro_batches=micro_batches, schedule=schedule, chunks=chunks,
         recompute=recompute, decompose=named_axes(decompose), precision=MixedPrecision.of(precision),
         overlap_batches=overlap_batches,
-        training_state=TrainingState.of(training_state), refines=True,
+        training_state=TrainingState.of(training_state), refines=True, cuts_batch=True,
     )  # fmt: skip
     args, kwargs = split_example(example_inputs)
     request = request.of_replica()
     if request.meeting is not None:
         args, kwargs = arguments_of_replica(args, kwargs, 0, request.meeting.replicas)
+    arguments = Arguments.of(args, kwargs)
+
+    def captured(count: int) -> Prepared:
+        own_args, own_kwargs = arguments.rebuild(first_micro_batch(arguments, count))
+        return prepare_step(
+            model, own_args, own_kwargs, loss_fn=loss_fn, precision=request.precision
+        )
+
+    def searched(prepared: Prepared, count: int) -> Plan:
+        return make_plan(prepared, request.of_micro_batches(count))
+
     with shown_planning() as progress:
         progress("capturing the model")
-        prepared = prepare_step(model, args, kwargs, loss_fn=loss_fn, precision=request.precision)
+        batch = captured(1)
         progress("searching the plan")
-        plan = fitting_plan(lambda asked: make_plan(prepared, asked), prepared, request)
-    graph = prepared.analysis.graph
-    if micro_batches is None and plan.micro_batches > 1:
-        graph = with_batch(graph, captured_batch(graph) // plan.micro_batches)
+        prepared, plan = batch, make_plan(batch, request)
+        if micro_batches is None:
+            prepared, plan = in_parts(plan, batch, captured, searched)
     return Explanation(
-        graph, plan, found, run_of(plan, request.training_state),
+        prepared.analysis.graph, plan, found, run_of(plan, request.training_state),
         memory_bound_bytes=request.bound_bytes, request=request,
     )  # fmt: skip
 

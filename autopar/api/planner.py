@@ -42,15 +42,14 @@ from autopar.pipeline.schedules import check_micro_batches, takes, unbounded
 from autopar.planning.planning import (
     Prepared,
     are_given_by_micro_batches,
-    fitting_plan,
     has_same_ops,
+    in_parts,
     make_plan,
     plan_again,
     prepare_whole,
     prepared_of,
     refuse_sum,
     unsplit_plan,
-    why_not_again,
 )
 from autopar.planning.stored_captures import CaptureQuestion, StoredCaptures
 from autopar.planning.stored_plans import StoredPlans
@@ -143,12 +142,8 @@ class Planner:
                 lambda: captured(1), prepared, functools.partial(warn_together, stacklevel=2)
             )
         plan = agreed(lambda: self._chosen(prepared, micro_batches, asked.fixed, is_step))
-        if is_step and micro_batches is None and plan.micro_batches > 1:
-            part = captured(plan.micro_batches)
-            if are_given_by_micro_batches(part, batch):
-                prepared, plan = part, agreed(lambda: self._for_micro_batch(plan, part))
-            else:
-                plan = agreed(lambda: self._search(batch, 1, captured=1))
+        if is_step and micro_batches is None:
+            prepared, plan = in_parts(plan, batch, captured, self._searched)
         return self._programs(prepared, plan, batch)
 
     def _best_count(self, captured: Callable[[int], Prepared]) -> int:
@@ -207,16 +202,6 @@ class Planner:
         fixed = Fixed(given.parameters, None, given.recompute, {}, given.saved)
         return self._following(prepared, fixed, 1, is_step=False)
 
-    def _for_micro_batch(self, plan: Plan, prepared: Prepared) -> Plan:
-        """The plan of the whole batch for the captured micro-batch, searched again if it is not legal there."""
-        if why_not_again(plan, prepared):
-            return self._search(prepared, plan.micro_batches, captured=plan.micro_batches)
-        graph = prepared.analysis.graph
-        return replace(
-            plan, fingerprint=prepared.captured.fingerprint, shapes=graph.edge_shapes,
-            saved=possible_lines(graph, plan),
-        )  # fmt: skip
-
     def _programs(self, prepared: Prepared, plan: Plan, batch: Prepared) -> Programs:
         is_step = prepared.captured.is_step
         if is_step and plan.pipeline is not None:
@@ -272,13 +257,14 @@ class Planner:
         )  # fmt: skip
         return found.step_seconds, found.peak_bytes
 
+    def _searched(self, prepared: Prepared, count: int) -> Plan:
+        """A plan for so many micro-batches of which `prepared` is one, the same on all ranks."""
+        return agreed(lambda: self._search(prepared, count, captured=count))
+
     def _search(self, prepared: Prepared, micro_batches: int | None, *, captured: int) -> Plan:
         request = self._request.of_micro_batches(micro_batches).but(mesh=self._mesh)
 
-        def make(asked: Request) -> Plan:
-            return self._stored.plan(make_plan, prepared, asked, captured_micro_batches=captured)
-
-        plan = fitting_plan(make, prepared, request)
+        plan = self._stored.plan(make_plan, prepared, request, captured_micro_batches=captured)
         if self._mesh is not None:
             warn_of_idle_axes(plan)
         warn_of_unasked_stages(plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from autopar.analysis.objective import BatchCapture, objective_of
 from autopar.capture.captured import Captured
 from autopar.capture.export import LossFunction, capture_forward, capture_step
 from autopar.capture.guards import Place
-from autopar.errors import AutoparError, PlanError, RecipeError, SearchError, StepError
+from autopar.errors import AutoparError, PlanError, RecipeError, StepError
 from autopar.ir import (
     UNSPLIT,
     Graph,
@@ -33,7 +34,7 @@ from autopar.ir import (
     owner_of,
     plain,
 )
-from autopar.ir.batches import captured_batch
+from autopar.ir.batches import batch_factors, captured_batch
 from autopar.ir.recompute import RecomputeWish
 from autopar.passes import clean_up
 from autopar.pipeline.blocks import has_blocks
@@ -45,6 +46,8 @@ from autopar.search.outer import search_plan
 from autopar.search.request import Request
 from autopar.search.trials import Searched
 from autopar.units import counted
+
+log = logging.getLogger("autopar")
 
 
 @dataclass(frozen=True)
@@ -184,12 +187,7 @@ def search_step(
 ) -> Searched:
     """The search of `make_plan`; returns the plan with its price, and the other plans that were found."""
     graph = prepared.analysis.graph
-    if request.micro_batches is None and (
-        _batch_elsewhere(graph) or _is_changed_by_micro_batches(prepared)
-    ):
-        # Micro-batches are parts of dim 0. If dim 0 is not the batch, or the parts give another loss, the search must
-        # not choose their number.
-        request = request.of_micro_batches(captured_micro_batches or 1)
+    request = _that_keeps_results(prepared, request, captured_micro_batches or 1)
     if fixed_storage is None:
         _refuse_more_blocks(graph, request.recompute)
     found = search_plan(
@@ -248,30 +246,82 @@ def _is_changed_by_micro_batches(prepared: Prepared) -> bool:
     return not are_given_by_micro_batches(prepared, prepared)
 
 
-def fitting_plan(make: Callable[[Request], Plan], prepared: Prepared, request: Request) -> Plan:
-    """The plan of a request; where nothing fits, that of a batch cut into micro-batches, if their number is open.
+def _that_keeps_results(prepared: Prepared, request: Request, captured: int) -> Request:
+    """The request, in which the search chooses no number of micro-batches that would change results.
+
+    Micro-batches are parts of dim 0. If dim 0 is not the batch, or the parts give another loss, their number is the
+    captured one.
 
     Args:
-        make: function that makes the plan of a request, and raises SearchError if nothing fits.
-        prepared: the step, captured for the whole batch.
+        prepared: the captured step or forward.
         request: the user's wishes.
+        captured: number of captured batches that make up a step.
     """
+    if request.micro_batches is not None:
+        return request
+    if _batch_elsewhere(prepared.analysis.graph) or _is_changed_by_micro_batches(prepared):
+        return request.of_micro_batches(captured)
+    return request.but(cuts_batch=request.cuts_batch and _may_cut(prepared))
+
+
+def _may_cut(prepared: Prepared) -> bool:
+    """Whether a batch that runs without stages may be cut into micro-batches that nobody asked for.
+
+    A forward that changes a buffer would change it again for every micro-batch, and an input whose dim 0 is not the
+    batch, such as a table of positions, would be cut with the others.
+    """
+    captured, graph = prepared.captured, prepared.analysis.graph
+    batch = set(batch_factors(graph))
+    inputs = [graph.tensors[name].factors for name in graph.inputs.values()]
+    is_cut_by_rows = all(dims[0] and dims[0][0] in batch for dims in inputs if dims)
+    return captured.is_step and not captured.mutated and bool(batch) and is_cut_by_rows
+
+
+def in_parts(
+    plan: Plan,
+    batch: Prepared,
+    capture: Callable[[int], Prepared],
+    search: Callable[[Prepared, int], Plan],
+) -> tuple[Prepared, Plan]:
+    """The step for one of the micro-batches that a search chose, and its plan; one for the batch where need be.
+
+    The search knows the step at the size of the batch alone. At that of a micro-batch the model may run other ops, or
+    none at all, as with the batch's size in its code (`x.reshape(8, -1)`). The batch then runs whole.
+
+    Args:
+        plan: the plan that the search found for the batch.
+        batch: the step, captured for the batch.
+        capture: function that captures the step for one of so many micro-batches; every exception is caught.
+        search: function that searches a plan for a captured step of so many micro-batches.
+    """
+    if plan.micro_batches == 1:
+        return batch, plan
+    part = _part_of(batch, lambda: capture(plan.micro_batches))
+    if part is None:
+        return batch, search(batch, 1)
+    return part, _plan_of_part(plan, part) or search(part, plan.micro_batches)
+
+
+def _part_of(batch: Prepared, capture: Callable[[], Prepared]) -> Prepared | None:
+    """The step for a micro-batch; None where micro-batches do not give the results of the batch."""
     try:
-        return make(request)
-    except SearchError:
-        if not _may_cut(prepared, request):
-            raise
-    return make(request.but(cuts_batch=True))
+        part = capture()
+    except Exception as error:  # whatever the model's own code raises at that size
+        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        log.info("The batch is not cut, as the model does not run on a part of it (%s).", said)
+        return None
+    return part if are_given_by_micro_batches(part, batch) else None
 
 
-def _may_cut(prepared: Prepared, request: Request) -> bool:
-    """Whether the batch of a step on a mesh without stages may be cut into micro-batches that nobody asked for.
-
-    A forward that changes a buffer would change it again for every micro-batch. (Where the loss of the batch is not
-    that of its micro-batches, the search takes one by itself.)
-    """
-    is_open = request.micro_batches is None and not request.has_stages and request.mesh is not None
-    return is_open and prepared.captured.is_step and not prepared.captured.mutated
+def _plan_of_part(plan: Plan, part: Prepared) -> Plan | None:
+    """The plan of a batch for a captured micro-batch of it; None where it is not legal there."""
+    if why_not_again(plan, part):
+        return None
+    graph = part.analysis.graph
+    return replace(
+        plan, fingerprint=part.captured.fingerprint, shapes=graph.edge_shapes,
+        saved=possible_lines(graph, plan),
+    )  # fmt: skip
 
 
 def are_given_by_micro_batches(prepared: Prepared, batch: Prepared) -> bool:
