@@ -58,16 +58,19 @@ class Objective:
         return tuple(str(n.target) for n in self.denominator.graph.find_nodes(op="placeholder"))
 
     @torch.no_grad()
-    def shares(self, parts: Sequence[Mapping[str, Tensor]]) -> list[float]:
+    def shares(
+        self, parts: Sequence[Mapping[str, Tensor]], *, skips_empty: bool = False
+    ) -> list[float]:
         """The share of each micro-batch's loss in the loss of the batch.
 
         For an unknown kind, the loss is the mean over micro-batches.
 
         Args:
             parts: for every micro-batch, the whole tensors that are read, by name, on the CPU.
+            skips_empty: whether a micro-batch of which no element counts is left out of the loss, with a share of 0.
 
-        Raises StepError if no element of a micro-batch counts, because its loss would be 0 / 0. If none of the whole
-        batch counts, the shares are nan, like the loss on a single device.
+        Raises StepError if no element of a micro-batch counts and it is not left out, because its loss would be 0 / 0.
+        If none of the whole batch counts, the shares are nan, like the loss on a single device.
         """
         count = len(parts)
         if self.denominator is None or count == 1:
@@ -82,7 +85,7 @@ class Objective:
             whole[node] = total / count if base == "mean" else total
         (denominator, *_) = self._run(inputs[0], whole)
         empty = [i for i, each in enumerate(found) if not each[0].item()]
-        if empty and denominator.item():
+        if empty and denominator.item() and not skips_empty:
             raise StepError(
                 f"Micro-batch {empty[0] + 1} of {count} has no element that counts (all of its targets are "
                 "ignored or masked), and its loss is 0 / 0. Take fewer micro-batches, or shuffle the batch."

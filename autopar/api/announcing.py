@@ -54,7 +54,7 @@ def start_line(plan: Plan, request: Request, is_given: bool, predicted: tuple[fl
         words.append(f"{counted(plan.meeting.replicas, 'replica')} that meet {plan.meeting}")
     if plan.pipeline is not None:
         words.append(f"{plan.pipeline.schedule} over {counted(plan.pipeline.stages, 'stage')}")
-    words.append(counted(plan.micro_batches, "micro-batch"))
+    words.append(_micro_batches_of(plan))
     said = (words_of_recompute(plan.recompute), words_of_saved(plan.saved, plan.mesh))
     words += [again for again in said if again]
     seconds, size = predicted
@@ -62,6 +62,12 @@ def start_line(plan: Plan, request: Request, is_given: bool, predicted: tuple[fl
         f"{'; '.join(words)}: predicted {format_seconds(seconds)} a step and {format_bytes(size)} of "
         f"{format_bytes(request.bound_bytes)} a rank on {request.hardware.name}"
     )
+
+
+def _micro_batches_of(plan: Plan) -> str:
+    """The number of micro-batches, with the reason for it where the search chose it on a mesh without stages."""
+    notes = (str(note) for note in plan.notes if kind_of(note) == "micro-batches")
+    return next(notes, counted(plan.micro_batches, "micro-batch"))
 
 
 def announce(line: Callable[[], str], notes: Sequence[str]) -> None:

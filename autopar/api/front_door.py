@@ -111,8 +111,8 @@ def compile(
             (docs/local_steps.md).
         pins: single choices, such as `{"layers.*.mlp.up.weight": "S(0)@tp"}`.
         micro_batches: number of micro-batches that `step` cuts the batch into, along dim 0 of every input;
-            by default 1, or more on a mesh that is named if nothing fits with 1 and they change no result; with
-            pipeline stages what the search finds best.
+            by default what the search finds best, which is 1 unless memory is scarce, and where several would change
+            a result.
         schedule: order in which stages run micro-batches: gpipe, 1f1b, interleaved, looped-bfs, zb, zbv or
             dualpipev; by default what the search finds best. Under pipedream, pipedream-sync and 2bw stages update
             inside of a step, which is no longer the result of one device (docs/versions.md).

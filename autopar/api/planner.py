@@ -142,8 +142,10 @@ class Planner:
                 lambda: captured(1), prepared, functools.partial(warn_together, stacklevel=2)
             )
         plan = agreed(lambda: self._chosen(prepared, micro_batches, asked.fixed, is_step))
-        if is_step and micro_batches is None:
-            prepared, plan = in_parts(plan, batch, captured, self._searched)
+        if is_step and self._request.micro_batches is None and plan.micro_batches != count:
+            prepared, plan = in_parts(
+                plan, batch, captured, functools.partial(self._searched, fixed=asked.fixed)
+            )
         return self._programs(prepared, plan, batch)
 
     def _best_count(self, captured: Callable[[int], Prepared]) -> int:
@@ -257,8 +259,10 @@ class Planner:
         )  # fmt: skip
         return found.step_seconds, found.peak_bytes
 
-    def _searched(self, prepared: Prepared, count: int) -> Plan:
-        """A plan for so many micro-batches of which `prepared` is one, the same on all ranks."""
+    def _searched(self, prepared: Prepared, count: int, *, fixed: Fixed | None) -> Plan:
+        """A plan for a step of so many micro-batches, of which `prepared` is one; the same on all ranks."""
+        if fixed is not None:
+            return agreed(lambda: self._following(prepared, fixed, count, is_step=True))
         return agreed(lambda: self._search(prepared, count, captured=count))
 
     def _search(self, prepared: Prepared, micro_batches: int | None, *, captured: int) -> Plan:
@@ -285,7 +289,7 @@ class Planner:
              and self._has_room(again, prepared)), None,
         )  # fmt: skip
         if plan is None:
-            plan = self._search_anew(prepared, fixed, micro_batches)
+            plan = self._search_anew(prepared, fixed, micro_batches, is_step=is_step)
             alike = [p for p in earlier if has_same_ops(p, prepared)]
             if alike:
                 warn_of_shape(alike[0], plan, prepared)
@@ -316,18 +320,26 @@ class Planner:
         )  # fmt: skip
         return step.peak_bytes() <= request.bound_bytes
 
-    def _search_anew(self, prepared: Prepared, fixed: Fixed, micro_batches: int) -> Plan:
+    def _search_anew(
+        self, prepared: Prepared, fixed: Fixed, micro_batches: int, *, is_step: bool
+    ) -> Plan:
+        """A plan with the parameters where they lie; an open number of micro-batches of a step is searched again."""
         assert self._mesh is not None, "there was a first program"
         mesh, graph = without_pipeline(self._mesh), prepared.analysis.graph
         parameters = with_unused(fixed.parameters, prepared, mesh)
-        request = self._request.of_micro_batches(micro_batches).but(
+        is_open = is_step and self._request.micro_batches is None and fixed.pipeline is None
+        count = None if is_open else micro_batches
+        request = self._request.of_micro_batches(count).but(
             mesh=mesh, recipe=with_inner_axes(self._request.inside, mesh, self._request.mesh),
             pins={}, schedule=None, chunks=None, recompute=None,
             must_fit=fixed.pipeline is None and fixed.recompute == "none",
         )  # fmt: skip
 
         def search(asked: Request) -> Plan:
-            return self._stored.plan(make_plan, prepared, asked, fixed_storage=parameters)
+            return self._stored.plan(
+                make_plan, prepared, asked, fixed_storage=parameters,
+                captured_micro_batches=micro_batches,
+            )  # fmt: skip
 
         try:
             plan = search(request)

@@ -23,6 +23,7 @@ _KEPT_NOTES = (
     "versions",
     "decomposed",
     "overlap",
+    "micro-batches",
 )
 
 

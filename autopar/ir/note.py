@@ -17,6 +17,7 @@ NoteKind = Literal[
     "versions",
     "decomposed",
     "overlap",
+    "micro-batches",
 ]
 NOTE_KINDS: tuple[str, ...] = get_args(NoteKind)
 
@@ -34,7 +35,8 @@ class Note(str):
             "unasked": the reason for a pipeline under a recipe without one. "runner-up": the next best plan. "tiers":
             what is stored outside the devices. "replicas" and "versions": differences from training on a single
             device. "owners": parameters that single ranks store. "decomposed": axes along which collectives run piece
-            by piece. "overlap": micro-batches that take turns. "": anything else.
+            by piece. "overlap": micro-batches that take turns. "micro-batches": the reason for a number of them that
+            nobody asked for. "": anything else.
     """
 
     kind: str

@@ -294,11 +294,14 @@ def in_parts(
         capture: function that captures the step for one of so many micro-batches; every exception is caught.
         search: function that searches a plan for a captured step of so many micro-batches.
     """
-    if plan.micro_batches == 1:
+    if plan.micro_batches == 1 and plan.fingerprint == batch.captured.fingerprint:
         return batch, plan
-    part = _part_of(batch, lambda: capture(plan.micro_batches))
-    if part is None:
-        return batch, search(batch, 1)
+    part = batch
+    if plan.micro_batches > 1:
+        found = _part_of(batch, lambda: capture(plan.micro_batches))
+        if found is None:
+            return batch, search(batch, 1)
+        part = found
     return part, _plan_of_part(plan, part) or search(part, plan.micro_batches)
 
 

@@ -285,27 +285,36 @@ class BoundProgram:
         Args:
             batch: this rank's inputs, for every micro-batch.
             shares: weight of each micro-batch in each result, the loss last; empty for a result that is no weighted
-                sum over micro-batches, such as one with a row for every sample.
+                sum over micro-batches, such as one with a row for every sample. Without an element that counts, as
+                with masked targets alone, the weight is 0, and neither loss nor gradients come from the micro-batch.
             scale: gradient of the loss with which backward begins; all gradients are multiplied by it.
         """
         self._runner.begin()
         loss: Tensor | None = None
         pieces = list[Sequence[Tensor]]()
-        for first in range(0, len(batch), self._at_a_time):
-            numbers = range(first, first + self._at_a_time)
-            parts, weights = list[Tensor](), [shares[-1][number] for number in numbers]
-            for *extras, part in self._together([batch[number] for number in numbers]):
+        groups = [
+            range(first, first + self._at_a_time) for first in range(0, len(batch), self._at_a_time)
+        ]
+        (*_, last) = (group for group in groups if any(shares[-1][number] for number in group))
+        for numbers in groups:
+            weights = [shares[-1][number] for number in numbers]
+            if not any(weights):
+                pieces += self._left_out([batch[number] for number in numbers])
+                continue
+            parts = list[Tensor]()
+            together = self._together([batch[number] for number in numbers])
+            for weight, (*extras, part) in zip(weights, together, strict=True):
                 pieces.append(extras)
-                own = part.detach()
-                own = own if weights[len(parts)] == 1 else own * weights[len(parts)]
-                loss = own if loss is None else loss + own
-                parts.append(part)
-            is_last = numbers[-1] == len(batch) - 1
+                if weight:
+                    own = part.detach()
+                    own = own if weight == 1 else own * weight
+                    loss = own if loss is None else loss + own
+                    parts.append(part)
+            is_last = numbers == last
             if torch.is_grad_enabled():
                 self._runner.begin_backward(last=is_last)
-                torch.autograd.backward(
-                    parts, [_first(x, w * scale) for x, w in zip(parts, weights, strict=True)]
-                )
+                counting = zip(parts, filter(None, weights), strict=True)
+                torch.autograd.backward(parts, [_first(x, w * scale) for x, w in counting])
             assert loss is not None, "there is a micro-batch"
             axes = self._runner.loss_axes
             total = sum_over(loss, axes, self.world) if is_last and axes else None
@@ -317,6 +326,14 @@ class BoundProgram:
         self._runner.end()
         assert loss is not None
         return StepResults(loss, joined(self.program, pieces, shares))
+
+    @torch.no_grad()
+    def _left_out(self, batches: Sequence[list[Tensor]]) -> list[list[Tensor]]:
+        """The extra results of micro-batches that have no weight in the loss."""
+        program = self.program
+        if not (program.extras or program.mutated):
+            return [[] for _ in batches]
+        return [extras for *extras, _ in self._together(batches)]
 
     def _together(self, batches: Sequence[list[Tensor]]) -> list[list[Tensor]]:
         """The results of micro-batches that run together, for each of them."""

@@ -15,10 +15,12 @@ from torch.distributed.tensor import DTensor
 
 from autopar._torch import pytree
 from autopar.errors import StepError
-from autopar.ir import local_shape
+from autopar.ir import R, local_shape
 from autopar.ops.sharding import shard
 from autopar.program.program import Program, TensorSpec
+from autopar.runtime.hops import route
 from autopar.runtime.outputs import local_part
+from autopar.runtime.transfer import travel
 from autopar.runtime.world import World
 
 Shape = tuple[int, ...]
@@ -251,35 +253,43 @@ def cut_inputs(
 ) -> list[list[Tensor]]:
     """For every micro-batch this rank's inputs.
 
-    Raises StepError for a tensor of another shape, for one whose gradient would be lost, and for whole tensors beside
-    parts over several micro-batches, whose rows would not belong together.
+    Where whole tensors were given as well as parts, such as results of `model(...)`, parts of a batch of several
+    micro-batches are gathered: micro-batch i of a whole tensor has rows of all ranks in turn, and of a part those of
+    this rank.
+
+    Raises StepError for a tensor of another shape, and for one whose gradient would be lost.
     """
     if program.is_step or torch.is_grad_enabled():
         _refuse_gradients(program, arguments)
-    parts = part_shapes(program, micro_batches)
+    tensors, parts = list(arguments.tensors), part_shapes(program, micro_batches)
+    if micro_batches > 1 and _is_mixture(program, arguments, micro_batches):
+        tensors = [
+            _gathered(spec, x, part, micro_batches, world)
+            for spec, x, part in zip(program.inputs, tensors, parts, strict=True)
+        ]
     columns = [
         _cut_input(spec, x, part, micro_batches, world)
-        for spec, x, part in zip(program.inputs, arguments.tensors, parts, strict=True)
+        for spec, x, part in zip(program.inputs, tensors, parts, strict=True)
     ]
-    if micro_batches > 1:
-        _refuse_mixture(program, arguments, micro_batches)
     return [[column[i] for column in columns] for i in range(micro_batches)]
 
 
-def _refuse_mixture(program: Program, arguments: Arguments, micro_batches: int) -> None:
-    """Micro-batch i of a whole tensor has rows of all ranks in turn; of a part, those of this rank."""
-    rows = [
-        (s, whole_shape(s, micro_batches), x)
-        for s, x in zip(program.inputs, arguments.shapes, strict=True)
-        if x
-    ]
-    whole = [spec.name for spec, shape, x in rows if x == shape]
-    parts = [spec.name for spec, shape, x in rows if x != shape]
-    if whole and parts:
-        raise StepError(
-            f"Input {whole[0]!r} is the whole batch and input {parts[0]!r} this rank's part of it: over "
-            f"{micro_batches} micro-batches their rows would not belong together. Give all whole, or all as parts."
-        )
+def _is_mixture(program: Program, arguments: Arguments, micro_batches: int) -> bool:
+    """Whether some tensors with dims have the shapes of the whole batch, and others have not."""
+    pairs = zip(program.inputs, arguments.shapes, strict=True)
+    return len({whole_shape(spec, micro_batches) == shape for spec, shape in pairs if shape}) > 1
+
+
+def _gathered(spec: TensorSpec, x: Tensor, part: Shape, micro_batches: int, world: World) -> Tensor:
+    """The whole tensor of which ranks have parts in the layout of an input; other tensors as they are."""
+    is_part = tuple(x.shape) == part
+    if not is_part or tuple(x.shape) == whole_shape(spec, micro_batches) or isinstance(x, DTensor):
+        return x
+    rows, *within = spec.dims[0] or (1,)
+    dims = ((rows * micro_batches, *within), *spec.dims[1:])
+    replicated = (R,) * len(spec.layout)
+    own = x.detach().to(world.device).contiguous()
+    return travel(own, route(dims, spec.layout, replicated, world.mesh), world)
 
 
 def _refuse_gradients(program: Program, arguments: Arguments) -> None:

@@ -45,7 +45,7 @@ def _shares(
         model: the model with its buffers.
         world: the mesh of the ranks.
 
-    Raises StepError for a micro-batch in which no element counts.
+    Raises StepError for a micro-batch in which no element counts, through pipeline stages.
     """
     read = set(objective.reads)
     replicated = (R,) * len(world.mesh.axes)
@@ -62,4 +62,5 @@ def _shares(
             if spec.name in read
         }
 
-    return objective.shares([whole(inputs) for inputs in parts])
+    skips_empty = program.plan.pipeline is None
+    return objective.shares([whole(inputs) for inputs in parts], skips_empty=skips_empty)

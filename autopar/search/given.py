@@ -36,12 +36,14 @@ class Planned(NamedTuple):
         graph: the model, at the size of one of the plan's micro-batches.
         price: time and memory of a step under the plan.
         others: other schedules, micro-batches and recomputation on the same mesh, fastest first.
+        is_tight: whether a bound on memory may have ruled out a faster plan.
     """
 
     plan: Plan
     graph: Graph
     price: Composed
     others: tuple[Priced, ...] = ()
+    is_tight: bool = True
 
     @property
     def key(self) -> tuple[float, float]:
@@ -130,7 +132,7 @@ class GivenMesh:
             _refuse_no_blocks(self.graph, request.recompute)
         is_fixed = self.fixed_storage is not None or request.has_lone_ops
         if is_fixed or not has_blocks(self.graph):
-            return self._priced(self._flat().plan)
+            return self._kept(self._flat())
         if request.recompute == "none":
             return self._that_keeps()
         return self._that_fits() if request.recompute is None else self._recomputing()
@@ -150,6 +152,10 @@ class GivenMesh:
             fingerprint=self.fingerprint, fixed_storage=self.fixed_storage,
             software=request.software, training_state=request.training_state, tiers=request.tiers,
         )  # fmt: skip
+
+    def _kept(self, flat: Found) -> Planned:
+        """A plan without recomputation, with its time and memory."""
+        return self._priced(flat.plan)._replace(is_tight=flat.is_tight)
 
     def _priced(self, plan: Plan) -> Planned:
         """A plan without stages, with the time and memory of its step."""
@@ -267,7 +273,7 @@ class GivenMesh:
             if not found:
                 raise
         else:
-            found = [self._priced(flat.plan)]
+            found = [self._kept(flat)]
             found += self._in_dims(found[0].price.step_seconds) if flat.is_tight else []
         return min(found, key=lambda each: each.key)
 
@@ -311,7 +317,7 @@ class GivenMesh:
         if self._may_keep_all:
             with suppress(SearchError):
                 flat = self._flat()
-                found.append(self._priced(flat.plan))
+                found.append(self._kept(flat))
                 if not flat.is_tight:
                     return found[0]
         try:

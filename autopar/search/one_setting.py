@@ -7,12 +7,13 @@ the size of the setting's micro-batches, and with the request's constraints on m
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.errors import MeshError, PlanError, RecipeError, SearchError, StateError
 from autopar.ir import PIPELINE_AXIS, Graph, Mesh, ParameterPlan
 from autopar.ir.batches import captured_batch
+from autopar.ir.note import Note
 from autopar.search.decomposed import with_decomposed
 from autopar.search.delayed import with_delays
 from autopar.search.given import GivenMesh, Planned
@@ -24,6 +25,7 @@ from autopar.search.request_fields import AUTO_AXES
 from autopar.search.searches import Searches
 from autopar.search.stored import with_stores
 from autopar.search.trials import Searched, Trial
+from autopar.units import counted, format_seconds
 
 
 @dataclass(frozen=True)
@@ -106,14 +108,16 @@ class SettingSearch:
         """The plan for the mesh that the user names.
 
         On a mesh without stages, an open number of micro-batches starts at one and is doubled as long as no plan fits,
-        or the step gets shorter. (More micro-batches take less memory, but launch more kernels.) If parameters and
-        optimizer states alone do not fit, only the largest number is tried, whose error says how much memory is
-        missing.
+        or the step gets shorter. More micro-batches take less memory, but launch more kernels, so that no more are
+        tried after a plan that the bound on memory does not slow down. If parameters and optimizer states alone do not
+        fit, only the largest number is tried, whose error says how much memory is missing.
         """
         trials = [Trial(mesh, count, self.request.recipe) for count in self._counts()]
         found: list[tuple[Trial, Planned]] = []
         while trials:
             trial = trials.pop(0)
+            if found and not found[-1][1].is_tight:
+                break
             try:
                 planned = self.plan(
                     trial, faster_than_seconds if self.request.has_stages else math.inf,
@@ -128,6 +132,8 @@ class SettingSearch:
                 break
             found.append((trial, planned))
         trial, best = found[-1]
+        if trial.micro_batches not in (None, 1, self.request.micro_batches):
+            best = best.noted(_words_of_parts([each for _, each in found]))
         return Searched(best, trial)
 
     def _counts(self) -> Iterator[int | None]:
@@ -152,3 +158,24 @@ class SettingSearch:
             return GivenMesh(graph, request, captured=count, searches=self.searches).flat_seconds
         except (MeshError, PlanError, RecipeError, SearchError):
             return math.inf
+
+
+def _words_of_parts(found: Sequence[Planned]) -> Note:
+    """A note on a number of micro-batches that nobody asked for: why it is more than one.
+
+    Args:
+        found: the plans that fit, in the order of their numbers of micro-batches; the last one is taken.
+    """
+    count, seconds = (
+        counted(found[-1].plan.micro_batches, "micro-batch"),
+        found[-1].price.step_seconds,
+    )
+    if len(found) == 1:
+        return Note(f"{count}, because nothing was found to fit in fewer", "micro-batches")
+    first = found[0]
+    others = f"{format_seconds(first.price.step_seconds)} in {first.plan.micro_batches}"
+    return Note(
+        f"{count}, because a step then takes {format_seconds(seconds)} in place of {others}; "
+        f"micro_batches={first.plan.micro_batches} insists",
+        "micro-batches",
+    )

@@ -66,8 +66,8 @@ class RequestFields:
         overlap_batches: number of micro-batches that run at a time, so that the collectives of each travel while
             another computes.
         meeting: the meetings of replicas, in a request for the plan of one replica (`of_replica`); else None.
-        cuts_batch: whether the search may cut the batch of a step without stages into micro-batches. The loss of the
-            batch must then be the mean over micro-batches, which is wrong for masked means and batch statistics.
+        cuts_batch: whether the search may cut the batch of a step without stages into micro-batches, where their number
+            is open. `autopar.planning.planning` sees to it that they then give the results of the batch.
         splits_backward: whether the runtime runs a backward in two halves; if not, zero-bubble schedules are not
             searched, which then gain nothing.
         refines: whether the plan may have two axes in place of one of the mesh (`autopar.search.refined`), and another

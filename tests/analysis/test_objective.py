@@ -69,3 +69,4 @@ def test_a_micro_batch_of_ignored_targets_alone_is_refused() -> None:
     ]
     with pytest.raises(StepError, match="Micro-batch 2 of 2 has no element that counts"):
         objective.shares(named)
+    assert objective.shares(named, skips_empty=True) == [1.0, 0.0]

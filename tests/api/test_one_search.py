@@ -2,98 +2,246 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from click.testing import CliRunner
 from torch import Tensor, nn
 
 import autopar
+from autopar.api.announcing import start_line
 from autopar.api.planner import Planner
-from autopar.cost_model import find_hardware
-from autopar.explanation.advice import Question
+from autopar.cli import main
 from autopar.ir import Plan
 from autopar.models.targets import resolve_target
-from autopar.planning.planning import prepare_step
-from autopar.search.request import Request
 
 TARGET = "examples.gpt:tiny_example"
 
 
-def asked(options: dict[str, Any]) -> Request:
-    return Request(find_hardware("h100"), **options)
+class Block(nn.Module):
+    """Weights of which a step saves activations four times as wide as its input."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x)))
 
 
-class Long(nn.Module):
-    """Few parameters, and activations of many positions."""
+class Wide(nn.Module):
+    """Blocks that take longer to run again than a batch takes in two parts."""
+
+    def __init__(self, width: int = 1024) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(width) for _ in range(3))
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.loss(self.head(x), y)
+
+    def loss(self, found: Tensor, expected: Tensor) -> Tensor:
+        return F.mse_loss(found, expected)
+
+
+class Contrastive(Wide):
+    """A loss in which every row meets every other one."""
+
+    def loss(self, found: Tensor, expected: Tensor) -> Tensor:
+        rows = found.flatten(1)
+        return (rows @ rows.T).logsumexp(1).mean() + (found - expected).mean()
+
+
+class Normalized(Wide):
+    """A batch norm, which has statistics of the batch."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.map, self.head = nn.Linear(16, 64), nn.Linear(64, 1)
+        self.norm = nn.BatchNorm1d(1024)
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.mse_loss(self.head(self.map(x).sigmoid()), y)
-
-
-def long(batch: int = 16) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
-    return Long(), (torch.zeros(batch, 1024, 16), torch.zeros(batch, 1024, 1))
+    def loss(self, found: Tensor, expected: Tensor) -> Tensor:
+        return F.mse_loss(self.norm(found), expected)
 
 
-def by_explain(request: Request, target: str = TARGET) -> Plan:
-    question = Question(target, request)
-    return question.whole_plan(question.answer().plan)
+class Counting(Wide):
+    """A count of steps, which every micro-batch would raise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+
+    def loss(self, found: Tensor, expected: Tensor) -> Tensor:
+        self.steps.add_(1)
+        return super().loss(found, expected)
 
 
-def by_compile(request: Request, monkeypatch: pytest.MonkeyPatch, target: str = TARGET) -> Plan:
-    """What `autopar.compile` runs, planned for ranks that do not exist."""
-    monkeypatch.setattr("autopar.api.planner.world_size", lambda: request.ranks)
+class Sized(Wide):
+    """The size of the batch in its code."""
+
+    def loss(self, found: Tensor, expected: Tensor) -> Tensor:
+        return super().loss(found.reshape(64, -1), expected.reshape(64, -1))
+
+
+Built = tuple[nn.Module, tuple[Tensor, Tensor]]
+
+
+def built(kind: type[Wide], batch: int) -> Built:
+    with torch.device("meta"):
+        return kind(), (torch.empty(batch, 1024, 1024), torch.empty(batch, 1024, 1))
+
+
+def wide(batch: int = 64) -> Built:
+    return built(Wide, batch)
+
+
+def by_command_line(target: str, folder: Path, *options: str) -> Plan:
+    """What `autopar explain` saves."""
+    path = folder / "plan.json"
+    given = ["explain", target, "--save", str(path), *options]
+    result = CliRunner().invoke(main, given, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return Plan.load(path)
+
+
+def by_explain(target: str, cluster: str, **options: Any) -> Plan:
     model, args, _, loss_fn = resolve_target(target).build(None)
-    planner = Planner(
-        request, loss_fn=loss_fn, plan=None, device=torch.device("cpu"), device_mesh=None,
-        timeout_seconds=None,
-    )  # fmt: skip
-    prepared = prepare_step(model, args, loss_fn=loss_fn)
-    count = request.micro_batches
-    return planner._chosen(prepared, count, None, True)
+    return autopar.explain(model, args, cluster=cluster, loss_fn=loss_fn, **options).plan
+
+
+def by_compile(
+    target: str,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    ranks: int,
+    hardware: str = "h100",
+    **options: Any,
+) -> Plan:
+    """What `autopar.compile` runs, planned for ranks that do not exist."""
+
+    class Planned(Exception):
+        """Ends a call of compile once there is a plan."""
+
+    def programs(self: Planner, prepared: object, plan: Plan, batch: object) -> None:
+        raise Planned(plan)
+
+    for room in ("api.front_door", "api.planner", "runtime.processes"):
+        monkeypatch.setattr(f"autopar.{room}.world_size", lambda: ranks)
+    monkeypatch.setattr("autopar.api.planner.agreed", lambda make: make())
+    monkeypatch.setattr(Planner, "device_mesh", lambda self: None)
+    monkeypatch.setattr(Planner, "_programs", programs)
+    model, args, _, loss_fn = resolve_target(target).build(None)
+    with pytest.raises(Planned) as found:
+        autopar.compile(
+            model, example_inputs=args, loss_fn=loss_fn, hardware=hardware, device="cpu", **options
+        )
+    plan: Plan = found.value.args[0]
+    return plan
+
+
+def text_of(plan: Plan) -> str:
+    """A plan as it is saved, without notes: those of a captured middle layer count other ops."""
+    return json.dumps({**plan.to_json(), "notes": []})
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("ranks", "given", "options"),
     [
-        {"ranks": 2},
-        {"ranks": 4, "stages": (1,)},
-        {"ranks": 4, "recipe": "zero3"},
-        {"mesh": {"dp": 2, "tp": 2}},
-        {"mesh": {"pp": 2, "dp": 2}, "schedule": "1f1b"},
+        (2, ["--cluster", "h100x2"], {}),
+        (4, ["--ranks", "4", "--recipe", "zero3"], {"recipe": "zero3"}),
+        (4, ["--mesh", "dp=2,tp=2"], {"mesh": "dp=2,tp=2"}),
+        (
+            4,
+            ["--mesh", "pp=2,dp=2", "--schedule", "1f1b"],
+            {"mesh": "pp=2,dp=2", "schedule": "1f1b"},
+        ),
     ],
 )
-def test_explain_and_compile_give_the_same_plan(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+def test_all_doors_give_the_same_plan(
+    ranks: int,
+    given: list[str],
+    options: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    explained = by_explain(asked(options))
-    compiled = by_compile(asked(options), monkeypatch)
-    assert explained.world_mesh == compiled.world_mesh
-    assert explained.pipeline == compiled.pipeline
-    assert explained.micro_batches == compiled.micro_batches
-    assert explained.recompute == compiled.recompute
-    assert dict(explained.ops) == dict(compiled.ops)
-    assert dict(explained.parameters) == dict(compiled.parameters)
-    assert dict(explained.inputs) == dict(compiled.inputs)
-
-
-def test_all_doors_cut_a_batch_that_does_not_fit_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = f"{__name__}:long"
-    options: dict[str, Any] = {"mesh": {"dp": 2}, "recipe": "ddp", "recompute": "none", "batch": 16}
-    halves = Question(target, asked({**options, "micro_batches": 2})).answer()
-    del options["batch"]  # the target's own
-    options["memory_bytes"] = int(halves.memory_bytes)
-    named = autopar.explain(*long(), cluster="h100x2", headroom=0.0, **options)
+    """The target has a batch of its own."""
     plans = [
-        by_explain(asked({**options, "batch": 16}), target),
-        by_compile(asked(options), monkeypatch, target),
-        named.plan,
+        by_command_line(TARGET, tmp_path, *given),
+        by_compile(TARGET, monkeypatch, ranks=ranks, **options),
     ]
-    assert [plan.micro_batches for plan in plans] == [2, 2, 2]
-    with pytest.raises(autopar.SearchError):
-        autopar.explain(*long(), cluster="h100x2", headroom=0.0, micro_batches=1, **options)
+    if "mesh" in options:
+        plans.append(by_explain(TARGET, f"h100x{ranks}", **options))
+    assert len({text_of(plan) for plan in plans}) == 1
+
+
+@pytest.mark.parametrize("options", [{"mesh": "dp=4", "recipe": "ddp"}, {}])
+@pytest.mark.parametrize(("memory", "count"), [(3_400_000_000, 1), (2_400_000_000, 2)])
+def test_all_doors_cut_a_batch_that_is_faster_in_parts(
+    options: dict[str, str],
+    memory: int,
+    count: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where little memory is left, two micro-batches are faster than blocks that run again."""
+    target = f"{__name__}:wide"
+    named = [part for name, value in options.items() for part in (f"--{name}", value)]
+    plans = [
+        by_command_line(
+            target,
+            tmp_path,
+            "--cluster",
+            "h100x4",
+            "--batch",
+            "64",
+            "--max-memory",
+            str(memory),
+            *named,
+        ),
+        by_compile(target, monkeypatch, ranks=4, memory_bytes=memory, **options),
+    ]
+    if options:
+        plans.append(by_explain(target, "h100x4", memory_bytes=memory, **options))
+    assert len({text_of(plan) for plan in plans}) == 1
+    if options:
+        assert [plan.micro_batches for plan in plans] == [count] * 3
+        assert plans[0].recompute == "none"
+
+
+@pytest.mark.parametrize("kind", [Contrastive, Normalized, Counting, Sized])
+def test_a_batch_whose_parts_have_other_results_is_not_cut(kind: type[Wide]) -> None:
+    model, args = built(kind, 64)
+    options: dict[str, Any] = {"mesh": "dp=4", "recipe": "ddp", "memory_bytes": 2_400_000_000}
+    plan = autopar.explain(model, args, cluster="h100x4", **options).plan
+    assert plan.micro_batches == 1 and plan.recompute != "none"
+
+
+class Stretched(Wide):
+    """A table of positions as an input, which is no part of the batch."""
+
+    def forward(self, x: Tensor, y: Tensor, table: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x + table, y)
+
+
+def test_a_batch_beside_an_input_without_rows_is_not_cut() -> None:
+    with torch.device("meta"):
+        model, table = Stretched(), torch.empty(1024, 1024)
+        args = (torch.empty(64, 1024, 1024), torch.empty(64, 1024, 1), table)
+    options: dict[str, Any] = {"mesh": "dp=4", "recipe": "ddp", "memory_bytes": 2_400_000_000}
+    assert autopar.explain(model, args, cluster="h100x4", **options).plan.micro_batches == 1
+
+
+def test_the_start_line_says_why_a_batch_is_cut() -> None:
+    options: dict[str, Any] = {"mesh": "dp=4", "recipe": "ddp", "memory_bytes": 2_400_000_000}
+    explained = autopar.explain(*wide(), cluster="h100x4", **options)
+    assert explained.request is not None
+    line = start_line(explained.plan, explained.request, False, (1.0, 1.0))
+    assert "; 2 micro-batches, because a step then takes 51.1 ms in place of 5" in line
+    asked = autopar.explain(*wide(32), cluster="h100x4", micro_batches=2, **options)
+    assert asked.request is not None
+    assert "; 2 micro-batches:" in start_line(asked.plan, asked.request, False, (1.0, 1.0))

@@ -1,8 +1,9 @@
-"""A batch that does not fit whole is cut into micro-batches that nobody asked for, where that changes no result."""
+"""A batch is cut into micro-batches that nobody asked for, where that changes no result and is faster, or fits."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
+from autopar.cost_model import find_hardware
+from autopar.ir.note import kind_of
 from tests.runtime.ranks import Ranks
 from tests.runtime.training import DP, difference, full_state
 from tests.support.staged import captured_once
@@ -84,3 +87,170 @@ def test_results_are_those_of_one_process(two_ranks: Ranks) -> None:
 def test_a_buffer_is_changed_once_or_nothing_fits(two_ranks: Ranks) -> None:
     for found in two_ranks.run(trained, Counting):
         assert isinstance(found, str) and "fits into" in found
+
+
+class Block(nn.Module):
+    """Weights of which a step saves activations four times as wide as its input."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Deep(nn.Module):
+    """Blocks that take longer to run again than a batch takes in two parts."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(width) for _ in range(6))
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.loss(self.head(x), y)
+
+    def loss(self, found: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(found.flatten(0, 1), y.flatten(), ignore_index=-1)
+
+
+class Normalized(Deep):
+    """Statistics of the batch, which are others in its parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(5, track_running_stats=False)
+
+    def loss(self, found: Tensor, y: Tensor) -> Tensor:
+        return super().loss(self.norm(found.flatten(0, 1)).view_as(found), y)
+
+
+class Squared(Deep):
+    """A mean over unmasked tokens, squared: no shares of micro-batches give it."""
+
+    def loss(self, found: Tensor, y: Tensor) -> Tensor:
+        return super().loss(found, y) ** 2
+
+
+SLOW = dataclasses.replace(find_hardware("cpu-gloo"), host_seconds=0.0)
+
+
+def _deep_batch(rows: int = 16) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, 64, 32, generator=generator, dtype=torch.float64)
+    return x, torch.randint(-1, 5, (rows, 64), generator=generator)
+
+
+def _deep(model: nn.Module, **options: Any) -> autopar.CompiledModule:
+    given: dict[str, Any] = {"mesh": DP, "recipe": "ddp", "hardware": SLOW, **options}
+    return autopar.compile(model, example_inputs=_deep_batch(), headroom=0.0, **given)
+
+
+def _halves_fit(model: nn.Module) -> int:
+    """Bytes of a step in two micro-batches that keeps everything for backward."""
+    made = _deep(copy.deepcopy(model), micro_batches=2, recompute="none")
+    return int(made.explain().memory_bytes)
+
+
+def _distances(
+    made: autopar.CompiledModule, plain: nn.Module, batch: tuple[Tensor, Tensor]
+) -> float:
+    """The largest distance of the loss and of every gradient from those of one process."""
+    loss, expected = made.step(*batch), plain(*batch)
+    expected.backward()
+    gradients = {name: p.grad for name, p in plain.named_parameters()}
+    whole = {name: p.grad.full_tensor() for name, p in made.named_parameters()}  # type: ignore[union-attr]
+    made.zero_grad()
+    plain.zero_grad()
+    return max(abs(loss.item() - expected.item()), difference(whole, gradients))
+
+
+@captured_once()
+def in_parts(kind: type[Deep]) -> tuple[int, str, list[str], list[float]]:
+    """Micro-batches, recomputation and notes of a plan in little memory, and distances of steps from one process.
+
+    The second batch has targets that count in its first rows alone, the third is a last, smaller one.
+    """
+    torch.manual_seed(0)
+    model = kind().double()
+    plain = copy.deepcopy(model)
+    made = _deep(model, memory_bytes=_halves_fit(model))
+    x, y = _deep_batch()
+    masked = y.clone()
+    masked[8:] = -1
+    far = [_distances(made, plain, each) for each in [(x, y), (x, masked), (x[:3], y[:3])]]
+    plan = made.plan
+    notes = [str(note) for note in plan.notes if kind_of(note) == "micro-batches"]
+    return plan.micro_batches, str(plan.recompute), notes, far
+
+
+def test_a_step_that_is_faster_in_parts_gives_the_results_of_one_process(two_ranks: Ranks) -> None:
+    for count, recompute, notes, far in two_ranks.run(in_parts, Deep):
+        assert count == 2 and recompute == "none"
+        assert len(notes) == 1 and notes[0].startswith("2 micro-batches, because a step then takes")
+        assert notes[0].endswith("; micro_batches=1 insists")
+        assert max(far) < 1e-12
+
+
+@pytest.mark.parametrize("kind", [Normalized, Squared])
+def test_a_step_whose_parts_have_other_results_is_not_cut(
+    two_ranks: Ranks, kind: type[Deep]
+) -> None:
+    for count, recompute, notes, far in two_ranks.run(in_parts, kind):
+        assert count == 1 and recompute != "none" and not notes
+        assert max(far) < 1e-12
+
+
+@captured_once()
+def asked_for_one() -> tuple[int, str]:
+    """Micro-batches and recomputation where one micro-batch is asked for in little memory."""
+    model = Deep().double()
+    plan = _deep(model, memory_bytes=_halves_fit(model), micro_batches=1).plan
+    return plan.micro_batches, str(plan.recompute)
+
+
+def test_a_number_that_is_asked_for_is_taken(two_ranks: Ranks) -> None:
+    for count, recompute in two_ranks.run(asked_for_one):
+        assert count == 1 and recompute != "none"
+
+
+@captured_once()
+def larger() -> tuple[int, int, float]:
+    """Micro-batches of the first step, and of one with four times as many rows, which do not fit at once."""
+    torch.manual_seed(0)
+    model = Deep().double()
+    plain = copy.deepcopy(model)
+    bound = int(
+        _deep(copy.deepcopy(model), micro_batches=1, recompute="none").explain().memory_bytes
+    )
+    made = _deep(model, memory_bytes=bound, recompute="none")
+    far = _distances(made, plain, _deep_batch(64))
+    return made.plan.micro_batches, made._programs.kept.ready[True][-1].count, far
+
+
+def test_a_larger_batch_that_does_not_fit_runs_in_parts(two_ranks: Ranks) -> None:
+    for first, then, far in two_ranks.run(larger):
+        assert (first, then) == (1, 4) and far < 1e-12
+
+
+@captured_once()
+def beside_own_rows() -> float:
+    """Distance of a step in two micro-batches whose targets are each rank's rows of a result of `model(...)`."""
+    torch.manual_seed(0)
+    plain = nn.Linear(8, 4).double()
+    x = torch.randn(8, 8, dtype=torch.float64)
+    made = autopar.compile(
+        copy.deepcopy(plain), loss_fn=F.mse_loss, mesh=DP, recipe="ddp", micro_batches=2,
+        example_inputs=(x, torch.zeros(8, 4, dtype=torch.float64)),
+    )  # fmt: skip
+    with torch.no_grad():
+        targets, expected = made(x) * torch.arange(1.0, 5.0), plain(x) * torch.arange(1.0, 5.0)
+    assert len(targets) == 4
+    return abs(made.step(x, targets).item() - F.mse_loss(plain(x), expected).item())
+
+
+def test_rows_of_a_result_are_gathered_beside_a_whole_batch(two_ranks: Ranks) -> None:
+    assert max(two_ranks.run(beside_own_rows)) < 1e-12
