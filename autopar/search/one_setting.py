@@ -133,7 +133,7 @@ class SettingSearch:
             found.append((trial, planned))
         trial, best = found[-1]
         if trial.micro_batches not in (None, 1, self.request.micro_batches):
-            best = best.noted(_words_of_parts([each for _, each in found]))
+            best = best.noted(note_of_parts([each for _, each in found], is_given=True))
         return Searched(best, trial)
 
     def _counts(self) -> Iterator[int | None]:
@@ -160,22 +160,23 @@ class SettingSearch:
             return math.inf
 
 
-def _words_of_parts(found: Sequence[Planned]) -> Note:
+def note_of_parts(found: Sequence[Planned], *, is_given: bool = False) -> Note:
     """A note on a number of micro-batches that nobody asked for: why it is more than one.
 
     Args:
-        found: the plans that fit, in the order of their numbers of micro-batches; the last one is taken.
+        found: plans that fit, in the order of their numbers of micro-batches; the last one is taken.
+        is_given: whether the mesh is given, and all smaller numbers were tried on it.
     """
-    count, seconds = (
-        counted(found[-1].plan.micro_batches, "micro-batch"),
-        found[-1].price.step_seconds,
+    first, best = found[0], found[-1]
+    count, seconds = counted(best.plan.micro_batches, "micro-batch"), best.price.step_seconds
+    if first is not best:
+        fewer, whole_seconds = first.plan.micro_batches, first.price.step_seconds
+        return Note(
+            f"{count}, because a step then takes {format_seconds(seconds)} in place of {format_seconds(whole_seconds)} "
+            f"in {fewer}; micro_batches={fewer} insists",
+            "micro-batches",
+        )
+    why = (
+        "nothing was found to fit in fewer" if is_given else "that was found fastest in this memory"
     )
-    if len(found) == 1:
-        return Note(f"{count}, because nothing was found to fit in fewer", "micro-batches")
-    first = found[0]
-    others = f"{format_seconds(first.price.step_seconds)} in {first.plan.micro_batches}"
-    return Note(
-        f"{count}, because a step then takes {format_seconds(seconds)} in place of {others}; "
-        f"micro_batches={first.plan.micro_batches} insists",
-        "micro-batches",
-    )
+    return Note(f"{count}, because {why}", "micro-batches")

@@ -23,12 +23,14 @@ from dataclasses import dataclass, field, replace
 
 from autopar.errors import MeshError, PlanError, RecipeError, SearchError
 from autopar.ir import Graph, Mesh, ParameterPlan
+from autopar.ir.note import kind_of
 from autopar.pipeline.composed import state_bytes
 from autopar.pipeline.parts import is_whole
 from autopar.search.contexts import context_trials_of, without_context
 from autopar.search.dims import settings_in_dims, words_of_dims
+from autopar.search.given import Planned
 from autopar.search.notes import note_of_unasked_stages
-from autopar.search.one_setting import SettingSearch
+from autopar.search.one_setting import SettingSearch, note_of_parts
 from autopar.search.orders import best_order, words_of_order
 from autopar.search.recipes import format_recipe, is_open
 from autopar.search.refined import Finer, of_given_mesh, words_of_heads
@@ -171,7 +173,14 @@ class _Outer:
         self._try_best_without_recipe(tried)
         (trial, best), *rest = tried.ranked
         others = tuple(each for other, each in rest if other.mesh != trial.mesh)
-        return Searched(best, trial, others, explored)
+        return Searched(self._noted(best), trial, others, explored)
+
+    def _noted(self, best: Planned) -> Planned:
+        """The plan with a note on a number of micro-batches that nobody asked for, on a mesh without stages."""
+        is_open = self.request.chosen_micro_batches is None and best.plan.pipeline is None
+        return (
+            best.noted(note_of_parts([best])) if is_open and best.plan.micro_batches > 1 else best
+        )
 
     def _try_best_without_recipe(self, tried: Tried) -> None:
         """Searches the best setting of one or two axes without its recipe; three have too many combinations."""
@@ -385,6 +394,8 @@ class _Outer:
         if best.key >= found.best.key:
             return found
         seconds = best.price.step_seconds, found.best.price.step_seconds
+        for note in found.best.plan.notes:
+            best = best.noted(note) if kind_of(note) == "micro-batches" else best
         return found._replace(
             best=best.noted(words_of_order(best.plan.mesh, found.best.plan.mesh, *seconds)),
             trial=trial,
