@@ -32,6 +32,7 @@ from autopar.capture.checks import (
 )
 from autopar.capture.forgotten import OutsideLeaves, watching
 from autopar.capture.forms import capturable
+from autopar.capture.functional import make_functional
 from autopar.capture.functions import keeping_functions
 from autopar.capture.guards import Place
 from autopar.capture.numbers import with_numbers
@@ -293,7 +294,7 @@ def _export(
                 exported = torch.export.export(wrapper, args, kwargs, strict=False, **asked)
             for rewrite in EXPORTED:
                 rewrite(exported.graph_module)
-            exported = exported.run_decompositions({})
+            exported = make_functional(exported)
             put_functions(exported.graph_module)
             refuse_strides(exported.graph_module)
         except CaptureError:
