@@ -7,11 +7,15 @@ strides of its decomposition; fused kernels on accelerators return another order
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from typing import Any
+
 import torch
 from torch import Tensor, fx
 
 from autopar._torch import DependsOnValues, keeping_sizes_open
 from autopar.capture.remedies import traced_line, uncaptured
+from autopar.ops.call_kinds import arguments_of, is_functional, kind_of
 from autopar.ops.nodes import tensor_operands
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
@@ -26,23 +30,49 @@ def refresh_examples(module: fx.GraphModule) -> None:
 
     Raises CaptureError for a call that fails, with its line in the model's code.
     """
+    known: dict[Hashable, Any] = {}
     for node in module.graph.nodes:
         if node.op != "call_function" or not _is_tensors(node) or not _has_tensors(node):
             continue
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
-        try:
-            with keeping_sizes_open([x.meta["val"] for x in tensor_operands(node)]):
-                value = node.target(*args, **kwargs)
-        except DependsOnValues:  # istft looks whether its window is zero anywhere
-            continue
-        except Exception as error:  # such as an op that has no derivative for what it is given
-            raise uncaptured(
-                traced_line(node), f"{node.target}: {error}", "Write this line with other ops"
-            ) from error
-        if node.target is _ATTENTION and value.device.type == "meta" and value.ndim == 4:
-            value = value.transpose(1, 2).contiguous().transpose(1, 2)
-        if _shapes(value) == _shapes(node.meta["val"]):
+        kind = _kind(node)
+        if kind is None or kind not in known:
+            value = _result(node)
+            known |= {} if kind is None else {kind: value}
+        else:
+            value = known[kind]
+        if value is not None and _shapes(value) == _shapes(node.meta["val"]):
             node.meta["val"] = value
+
+
+def _kind(node: fx.Node) -> Hashable:
+    """What calls with the same result have in common, as those of a model's layers; None if that cannot be said."""
+    if not is_functional(node.target):
+        return None
+    try:
+        arguments, operands = arguments_of(node)
+        kind = node.target, arguments, tuple(map(kind_of, operands))
+        hash(kind)
+    except TypeError:
+        return None
+    return kind
+
+
+def _result(node: fx.Node) -> Any:
+    """The result of a call on the examples of its operands; None where it depends on values."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
+    operator: Any = node.target
+    try:
+        with keeping_sizes_open([x.meta["val"] for x in tensor_operands(node)]):
+            value = operator(*args, **kwargs)
+    except DependsOnValues:  # istft looks whether its window is zero anywhere
+        return None
+    except Exception as error:  # such as an op that has no derivative for what it is given
+        raise uncaptured(
+            traced_line(node), f"{node.target}: {error}", "Write this line with other ops"
+        ) from error
+    if node.target is _ATTENTION and value.device.type == "meta" and value.ndim == 4:
+        value = value.transpose(1, 2).contiguous().transpose(1, 2)
+    return value
 
 
 def _has_tensors(node: fx.Node) -> bool:

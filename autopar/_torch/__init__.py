@@ -144,6 +144,7 @@ from autopar._torch.product_nodes import operand_gradients
 from autopar._torch.shortcuts import (
     code_when_called,
     quick_decompositions,
+    quick_examples,
     quick_lines,
     quick_notes,
 )
@@ -186,7 +187,8 @@ __all__ = [
     "outside_of_traces",
     "own_generators", "own_gradients", "owned_as", "peak_allocated_bytes", "pipeline_actions",
     "pipeline_computations", "pipeline_stage", "plain_checkpoints", "product_of_tiles", "quick_decompositions",
-    "quick_lines", "quick_notes", "quiet_export", "quiet_fake_failures", "quiet_torchao", "random_states", "ranks_of",
+    "quick_examples", "quick_lines", "quick_notes", "quiet_export", "quiet_fake_failures", "quiet_torchao",
+    "random_states", "ranks_of",
     "reduce_scatter", "replicates_implicitly", "required_arguments", "resolve_group", "run_node", "runs_one_stage",
     "saved_tensor_hooks", "schema", "set_group_timeout", "set_local_tensor", "start_all_gather", "start_all_reduce",
     "start_all_to_all",

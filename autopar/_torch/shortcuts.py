@@ -13,17 +13,19 @@ import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._decomp.decompositions_for_rng import PhiloxStateTracker
 from torch._export import utils as export_utils
 from torch._functorch import config as functorch_config
 from torch._ops import OpOverload
-from torch._subclasses import FakeTensor, fake_impls
+from torch._subclasses import FakeTensor, fake_impls, fake_tensor
 from torch.export import exported_program
-from torch.fx.experimental import symbolic_shapes
+from torch.fx.experimental import proxy_tensor, symbolic_shapes
+
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 @contextlib.contextmanager
@@ -146,7 +148,7 @@ def quick_lines() -> Iterator[None]:
     For every node torch makes texts of all frames, of which there are about a hundred, and nearly all are those of the
     node before.
     """
-    known: dict[tuple[int, int], tuple[types.CodeType, traceback.FrameSummary]] = {}
+    known: dict[tuple[int, int], _Line] = {}
     captured = fx.proxy.CapturedTraceback
     fx.proxy.CapturedTraceback = _Lines(known)  # type: ignore[assignment, misc]
     try:
@@ -155,32 +157,101 @@ def quick_lines() -> Iterator[None]:
         fx.proxy.CapturedTraceback = captured  # type: ignore[misc]
 
 
+class _Line(NamedTuple):
+    """A line of Python that runs.
+
+    Attributes:
+        code: the code of its frame, kept so that no other code has its identity.
+        summary: the line for a traceback.
+        is_left_out: whether torch leaves the line out of its notes, unless it is where they begin.
+        begins: whether torch's notes may begin there.
+    """
+
+    code: types.CodeType
+    summary: traceback.FrameSummary
+    is_left_out: bool
+    begins: bool
+
+    @classmethod
+    def of(cls, frame: types.FrameType) -> _Line:
+        code = frame.f_code
+        summary = traceback.FrameSummary(code.co_filename, frame.f_lineno, code.co_name)
+        is_left_out = code.co_filename in symbolic_shapes.uninteresting_files()
+        anchors = getattr(fx.proxy, "_STACK_TRACE_ANCHORS", ())
+        begins = code.co_name == "forward" or (code.co_filename, code.co_name) in anchors
+        return cls(code, summary, is_left_out, begins)
+
+
 @dataclass(frozen=True)
 class _Lines:
     """The lines of the calls that run now, as `torch.utils._traceback.CapturedTraceback` gives them to a trace.
 
     Attributes:
-        known: identity of a frame's code and its position in it -> the code, which keeps the identity, and its line.
+        known: identity of a frame's code and its position in it -> the line.
     """
 
-    known: dict[tuple[int, int], tuple[types.CodeType, traceback.FrameSummary]]
+    known: dict[tuple[int, int], _Line]
 
     def extract(self) -> _Lines:
         return self
 
     def summary(self) -> traceback.StackSummary:
-        """The lines of all calls but this one, outermost first."""
-        found = traceback.StackSummary()
+        """The lines of all calls from the outermost `forward` on, without those that torch would leave out."""
+        found: list[traceback.FrameSummary] = []
+        begin, known = 0, self.known
         frame: types.FrameType | None = sys._getframe(1)
         while frame is not None:
-            code, at = frame.f_code, frame.f_lasti
-            if (id(code), at) not in self.known:
-                line = traceback.FrameSummary(code.co_filename, frame.f_lineno, code.co_name)
-                self.known[id(code), at] = code, line
-            found.append(self.known[id(code), at][1])
+            key = id(frame.f_code), frame.f_lasti
+            line = known.get(key) or known.setdefault(key, _Line.of(frame))
+            if line.begins:
+                found.append(line.summary)
+                begin = len(found)
+            elif not line.is_left_out:
+                found.append(line.summary)
             frame = frame.f_back
-        found.reverse()
-        return found
+        return traceback.StackSummary(found[:begin][::-1])
+
+
+@contextlib.contextmanager
+def quick_examples() -> Iterator[None]:
+    """Context in which a trace spends less on its example tensors.
+
+    For each one torch looks which order of dims its strides follow, twice, though shapes and strides say all. And the
+    example of a product of matrices comes from Python that is written for open sizes, also where there are none.
+    """
+    extract, suggest = proxy_tensor._extract_tensor_metadata, fake_tensor.suggest_memory_format
+    matmul = torch.ops.aten.matmul.default
+    kernels = dict(matmul.py_kernels)
+    proxy_tensor._extract_tensor_metadata = _no_metadata  # type: ignore[assignment]
+    fake_tensor.suggest_memory_format = _contiguous  # type: ignore[assignment]
+    if _COMPOSITE in kernels:
+        _replace_kernels(matmul, {**kernels, _COMPOSITE: _quick_matmul(kernels[_COMPOSITE])})
+    try:
+        yield
+    finally:
+        _replace_kernels(matmul, kernels)
+        proxy_tensor._extract_tensor_metadata = extract
+        fake_tensor.suggest_memory_format = suggest
+
+
+def _no_metadata(example: Tensor) -> None:
+    """What a node's `tensor_meta` is made of, which repeats `val`."""
+
+
+def _contiguous(example: Tensor) -> torch.memory_format:
+    return torch.contiguous_format
+
+
+@functools.cache
+def _quick_matmul(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The product of two tensors by torch's kernel for fixed sizes; by `kernel` if a size is open."""
+
+    def matmul(one: Tensor, other: Tensor) -> Tensor:
+        if one._has_symbolic_sizes_strides or other._has_symbolic_sizes_strides:
+            return kernel(one, other)
+        return torch.ops.aten.matmul.default._op_dk(_COMPOSITE, one, other)
+
+    return matmul
 
 
 @dataclass(frozen=True)

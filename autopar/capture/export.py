@@ -283,6 +283,7 @@ def _export(
         _torch.quick_decompositions(),
         _torch.quick_lines(),
         _torch.quick_notes(),
+        _torch.quick_examples(),
         watching(wrapper) as forgotten,
         warnings.catch_warnings(),
     ):

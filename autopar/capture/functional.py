@@ -22,7 +22,8 @@ from typing import Any
 
 from torch import fx
 
-from autopar.capture.alike_blocks import AlikeBlocks, arguments_of, find_alike_blocks, is_like
+from autopar.capture.alike_blocks import AlikeBlocks, find_alike_blocks
+from autopar.ops.call_kinds import arguments_of, is_like
 
 _PLACE = "autopar_place"  # of a call in the first or the last block, in the metadata of nodes
 _OF_PLACE = ("nn_module_stack", "stack_trace")  # metadata that differs from block to block

@@ -95,13 +95,15 @@ class Reads:
         self._globals: list[tuple[types.CodeType, dict[str, Any]]] = []  # of code of the user's
         self._names: set[str] = set()
         self._counted: dict[tuple[int, str], set[bool]] = {}  # was each read only a count?
+        # Code, position in it and name -> the code, kept, and whether it reads only to count.
+        self._counts: dict[tuple[int, int, str], tuple[types.CodeType, bool]] = {}
 
     def attribute(self, module: nn.Module, name: str, frame: types.FrameType) -> None:
         """Notes that code in a frame asks a module for an attribute."""
         attributes = vars(module)
         key = id(attributes), name
         if name in attributes:
-            self._counted.setdefault(key, set()).add(is_count(frame, name))
+            self._counted.setdefault(key, set()).add(self._is_count(frame, name))
         if key in self._read:
             self._name(self._read[key][2], self._read[key][0], frame.f_code)
             return
@@ -117,6 +119,13 @@ class Reads:
             self._note(Place(module, name, place.words, place.line), frame.f_code)
         else:
             self._method(module, name, place.line, frame.f_code)
+
+    def _is_count(self, frame: types.FrameType, name: str) -> bool:
+        """As `is_count`, which is the same for all layers that run one code."""
+        key = id(frame.f_code), frame.f_lasti, name  # hashing a code takes longer
+        if key not in self._counts:
+            self._counts[key] = frame.f_code, is_count(frame, name)
+        return self._counts[key][1]
 
     def _method(self, module: nn.Module, name: str, line: str, code: types.CodeType) -> None:
         """Notes a method or property that a module has of its class, and that nothing hides it: it may be patched."""

@@ -63,6 +63,7 @@ def tables() -> list[object]:
         _torch.code_when_called,
         _torch.quick_lines,
         _torch.quick_notes,
+        _torch.quick_examples,
     ],
 )
 def test_a_decomposed_graph_is_the_one_that_torch_makes(shortcut):
@@ -160,6 +161,41 @@ def test_quick_notes_are_those_of_torch():
     assert torch.fx.traceback.copy is copier
     assert sum("CallMethodKey" in each for each in expected) > 0
     assert sum("Interpreter" in each for each in expected) > 3
+
+
+class Products(torch.nn.Module):
+    """Products of tensors of one to four dims, and examples in the order of images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 6, bias=False)
+        self.convolution = torch.nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+
+    def forward(self, x, image):
+        vector = x[0, 0]
+        heads = x.unflatten(-1, (2, 4)).transpose(1, 2)
+        image = self.convolution(image.contiguous(memory_format=torch.channels_last))
+        return self.linear(x), x @ vector, vector @ x.mT, heads @ heads.mT, x @ x.mT[:1], image * 2
+
+
+def examples(**given: object) -> list[object]:
+    """The examples of an exported graph and of the functional one."""
+    inputs = torch.randn(4, 3, 8), torch.randn(2, 3, 8, 8)
+    exported = torch.export.export(Products(), inputs, strict=False, **given)
+    graphs = exported.graph, exported.run_decompositions({}).graph
+    values = [n.meta.get("val") for graph in graphs for n in graph.nodes]
+    tensors = [x for x in values if isinstance(x, torch.Tensor)]
+    return [(str(x.shape), str(x.stride()), x.dtype, x.requires_grad) for x in tensors]
+
+
+@pytest.mark.parametrize(
+    "sizes", [{}, {"dynamic_shapes": ({0: torch.export.Dim("rows", min=3)}, None)}]
+)
+def test_quick_examples_are_those_of_torch(sizes):
+    expected, kernels = examples(**sizes), dict(torch.ops.aten.matmul.default.py_kernels)
+    with _torch.quick_examples():
+        assert examples(**sizes) == expected
+    assert torch.ops.aten.matmul.default.py_kernels == kernels
 
 
 def lines() -> list[object]:
