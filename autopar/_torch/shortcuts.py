@@ -80,7 +80,7 @@ def quick_decompositions() -> Iterator[None]:
     export_utils._materialize_cpp_cia_ops = functools.cache(find)  # once, not once a namespace
     export_utils._is_preservable_cia_op = _stays_whole
     try:
-        with _without_random_states():
+        with _without_random_states(), _listing_parameters_once():
             yield
     finally:
         exported_program._override_composite_implicit_decomp = override
@@ -114,6 +114,26 @@ def _without_random_states() -> Iterator[None]:
         yield
     finally:
         PhiloxStateTracker.reset = reset  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _listing_parameters_once() -> Iterator[None]:
+    """Context in which the metadata of parameters is put into a decomposed graph in linear time.
+
+    For every parameter torch makes tables of all parameters and buffers from the signature, four times.
+    """
+    put = exported_program._populate_param_buffer_metadata_to_new_gm
+
+    def put_by_tables(metadata: Any, module: fx.GraphModule, signature: Any) -> None:
+        names = ("inputs_to_parameters", "inputs_to_buffers")
+        tables: Any = types.SimpleNamespace(**{name: getattr(signature, name) for name in names})
+        put(metadata, module, tables)
+
+    exported_program._populate_param_buffer_metadata_to_new_gm = put_by_tables  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        exported_program._populate_param_buffer_metadata_to_new_gm = put
 
 
 @contextlib.contextmanager
