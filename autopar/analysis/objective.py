@@ -85,6 +85,7 @@ class Objective:
             whole[node] = total / count if base == "mean" else total
         (denominator, *_) = self._run(inputs[0], whole)
         empty = [i for i, each in enumerate(found) if not each[0].item()]
+        skips_empty = skips_empty and len(empty) < count
         if empty and denominator.item() and not skips_empty:
             raise StepError(
                 f"Micro-batch {empty[0] + 1} of {count} has no element that counts (all of its targets are "

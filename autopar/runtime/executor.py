@@ -36,6 +36,7 @@ from autopar.runtime.recompute import Recomputed
 from autopar.runtime.reducer import Reducer
 from autopar.runtime.results import StepResults, joined
 from autopar.runtime.saved import SlicedSaves, converter, install_notes
+from autopar.runtime.shares import refuse_divided_by_none
 from autopar.runtime.started import StartCollective, finish
 from autopar.runtime.transfer import Transfer, finish_sum, start_sum
 from autopar.runtime.versions import StageVersions
@@ -280,7 +281,7 @@ class BoundProgram:
         """Runs forward and backward of every micro-batch. Gradients are left as `backward()` leaves them.
 
         Returns the loss of the whole batch, and this rank's part of the extra results. With autograd off there is no
-        backward.
+        backward. Raises StepError on all ranks if elements count in a micro-batch of weight 0.
 
         Args:
             batch: this rank's inputs, for every micro-batch.
@@ -304,9 +305,9 @@ class BoundProgram:
             parts = list[Tensor]()
             together = self._together([batch[number] for number in numbers])
             for weight, (*extras, part) in zip(weights, together, strict=True):
-                pieces.append(extras)
+                own = part.detach()
+                pieces.append([*extras, own])
                 if weight:
-                    own = part.detach()
                     own = own if weight == 1 else own * weight
                     loss = own if loss is None else loss + own
                     parts.append(part)
@@ -324,16 +325,14 @@ class BoundProgram:
                 with naming_op("the loss"):
                     (loss,) = total.wait()
         self._runner.end()
+        refuse_divided_by_none(pieces, shares, self.world)
         assert loss is not None
         return StepResults(loss, joined(self.program, pieces, shares))
 
     @torch.no_grad()
     def _left_out(self, batches: Sequence[list[Tensor]]) -> list[list[Tensor]]:
-        """The extra results of micro-batches that have no weight in the loss."""
-        program = self.program
-        if not (program.extras or program.mutated):
-            return [[] for _ in batches]
-        return [extras for *extras, _ in self._together(batches)]
+        """The results of micro-batches that have no weight in the loss."""
+        return self._together(batches)
 
     def _together(self, batches: Sequence[list[Tensor]]) -> list[list[Tensor]]:
         """The results of micro-batches that run together, for each of them."""

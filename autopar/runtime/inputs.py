@@ -164,17 +164,18 @@ def form(arguments: Arguments, wholes: Sequence[Shape], parts: Sequence[Shape]) 
 
 
 def parts_given(arguments: Arguments, wholes: Sequence[Shape]) -> int:
-    """The number of parts of the batch, if each rank gave its own rows; 1 if each gave the whole batch.
+    """The number of parts of a batch of several micro-batches, if each rank gave its own rows; else 1.
+
+    It is 1, too, if some tensor was given whole: `cut_inputs` then gathers the others.
 
     Args:
         arguments: the arguments of this rank.
         wholes: the shapes of the whole batch.
     """
-    return max(
-        (whole[0] // own[0] for whole, own in zip(wholes, arguments.shapes, strict=True)
-         if whole and own[0]),
-        default=1,
-    )  # fmt: skip
+    pairs = [pair for pair in zip(wholes, arguments.shapes, strict=True) if pair[0]]
+    if any(whole == own for whole, own in pairs):
+        return 1
+    return max((whole[0] // own[0] for whole, own in pairs if own[0]), default=1)
 
 
 def cuts(program: Program, world: World) -> list[Shape]:

@@ -44,7 +44,7 @@ def joined(
 
     Args:
         program: the program of a step of the whole model.
-        pieces: for every micro-batch the local extra results.
+        pieces: for every micro-batch the local extra results; what follows them is not read.
         shares: for every extra result the share of each micro-batch.
     """
     columns = zip(program.extras, program.outputs, zip(*pieces, strict=True), shares, strict=False)

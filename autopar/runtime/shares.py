@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.analysis.objective import Objective
+from autopar.errors import StepError
 from autopar.ir import R
+from autopar.ops.collectives import group_name, naming_failures
 from autopar.program.program import Program
 from autopar.runtime.hops import route
 from autopar.runtime.transfer import travel
@@ -64,3 +67,38 @@ def _shares(
 
     skips_empty = program.plan.pipeline is None
     return objective.shares([whole(inputs) for inputs in parts], skips_empty=skips_empty)
+
+
+@torch.no_grad()
+def refuse_divided_by_none(
+    pieces: Sequence[Sequence[Tensor]], shares: Sequence[Sequence[float]], world: World
+) -> None:
+    """Raises StepError on all ranks if a result of a micro-batch without a share is infinite on any.
+
+    Its denominator is 0. The result is 0 / 0 where the numerator counts nothing either, and says nothing. But where all
+    boxes are added up and divided by the number of those with an object, the numerator belongs to that of the batch,
+    and cannot be had from its quotient by 0.
+
+    Args:
+        pieces: for every micro-batch this rank's part of each result.
+        shares: for every result the share of each micro-batch; empty for one without shares.
+        world: the mesh of the ranks.
+    """
+    found = [
+        x.isinf().any()
+        for column, own in zip(zip(*pieces, strict=True), shares, strict=True)
+        for x, share in zip(column, own, strict=False)
+        if share == 0
+    ]
+    if not found:
+        return
+    count = torch.stack(found).any().float()
+    for group in filter(None, world.covering):
+        with naming_failures("all_reduce", group_name(group)):
+            dist.all_reduce(count, group=group)
+    if count.item():
+        raise StepError(
+            f"One of {len(pieces)} micro-batches has a denominator of 0 and a numerator that is not 0, so that its "
+            "part of the loss is lost (a sum over all elements, say, divided by the number of some). Take fewer "
+            "micro-batches (micro_batches=1), or divide by a number that is never 0, such as number.clamp(min=1)."
+        )

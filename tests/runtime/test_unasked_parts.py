@@ -254,3 +254,54 @@ def beside_own_rows() -> float:
 
 def test_rows_of_a_result_are_gathered_beside_a_whole_batch(two_ranks: Ranks) -> None:
     assert max(two_ranks.run(beside_own_rows)) < 1e-12
+
+
+class Scored(nn.Linear):
+    """A loss with the scores that it was computed from."""
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        scores = super().forward(x)
+        return F.mse_loss(scores, y), scores
+
+
+@captured_once()
+def rows_beside_own_rows() -> float:
+    """Distance of the rows of a step in two micro-batches, of whole inputs and each rank's rows of the targets."""
+    torch.manual_seed(0)
+    plain = Scored(8, 4).double()
+    x, y = torch.randn(8, 8, dtype=torch.float64), torch.randn(8, 4, dtype=torch.float64)
+    made = autopar.compile(
+        copy.deepcopy(plain), mesh=DP, recipe="ddp", micro_batches=2, example_inputs=(x, y)
+    )
+    _, scores = made.step(x, y.chunk(2)[torch.distributed.get_rank()])
+    return float((scores - plain(x, y)[1]).abs().max())
+
+
+def test_rows_come_in_the_order_of_a_batch_that_was_gathered(two_ranks: Ranks) -> None:
+    assert max(two_ranks.run(rows_beside_own_rows)) < 1e-12
+
+
+class Boxes(nn.Linear):
+    """A sum over all rows divided by the number of some."""
+
+    def forward(self, x: Tensor, holds: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x).square().sum() / holds.sum()
+
+
+@captured_once()
+def divided_by_none(dtype: torch.dtype) -> str:
+    """What a step says in whose second micro-batch no row is counted, and all are added up."""
+    x, holds = torch.randn(8, 8), torch.zeros(8, dtype=dtype)
+    holds[:3] = 1
+    made = autopar.compile(
+        Boxes(8, 4), mesh=DP, recipe="ddp", micro_batches=2, example_inputs=(x, holds)
+    )
+    with pytest.raises(autopar.StepError) as error:
+        made.step(x, holds)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_a_sum_that_is_divided_by_no_rows_is_refused(two_ranks: Ranks, dtype: torch.dtype) -> None:
+    for said in two_ranks.run(divided_by_none, dtype):
+        assert "has a denominator of 0 and a numerator that is not 0" in said
