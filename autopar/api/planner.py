@@ -45,6 +45,7 @@ from autopar.planning.planning import (
     has_same_ops,
     in_parts,
     make_plan,
+    part_that_keeps_results,
     plan_again,
     prepare_whole,
     prepared_of,
@@ -133,20 +134,37 @@ class Planner:
         if micro_batches is None and asked.fixed is not None:
             micro_batches = self._best_count(captured)
         count = micro_batches or 1
-        prepared = captured(count)
+        if count > 1 and self._keeps_open_number(asked):
+            batch = captured(1)
+            part = part_that_keeps_results(batch, lambda: captured(count))
+            prepared = part or batch
+            count = micro_batches = 1 if part is None else count
+        else:
+            prepared, batch = self._part_and_batch(captured, count)
         if self._request.meeting is not None and is_step and self._first is None:
             refuse_sum(prepared, self._request.meeting, lambda: captured(2 * count))
-        batch = prepared
-        if count > 1:
-            batch = prepare_whole(
-                lambda: captured(1), prepared, functools.partial(warn_together, stacklevel=2)
-            )
         plan = agreed(lambda: self._chosen(prepared, micro_batches, asked.fixed, is_step))
         if is_step and self._request.micro_batches is None and plan.micro_batches != count:
             prepared, plan = in_parts(
                 plan, batch, captured, functools.partial(self._searched, fixed=asked.fixed)
             )
         return self._programs(prepared, plan, batch)
+
+    def _keeps_open_number(self, asked: ProgramRequest) -> bool:
+        """Whether a step without stages has the number of micro-batches of an earlier one, and nobody asked for it."""
+        if asked.fixed is None or asked.fixed.pipeline is not None:
+            return False
+        return asked.micro_batches is not None and self._request.micro_batches is None
+
+    def _part_and_batch(
+        self, captured: Callable[[int], Prepared], count: int
+    ) -> tuple[Prepared, Prepared]:
+        """The model for one of so many micro-batches, and for the batch."""
+        part = captured(count)
+        if count == 1:
+            return part, part
+        warn = functools.partial(warn_together, stacklevel=3)
+        return part, prepare_whole(lambda: captured(1), part, warn)
 
     def _best_count(self, captured: Callable[[int], Prepared]) -> int:
         """The best number of micro-batches of a step that comes after a forward; 1 where these change its results."""

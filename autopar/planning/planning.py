@@ -305,6 +305,18 @@ def in_parts(
     return part, _plan_of_part(plan, part) or search(part, plan.micro_batches)
 
 
+def part_that_keeps_results(batch: Prepared, capture: Callable[[], Prepared]) -> Prepared | None:
+    """The step for a micro-batch that nobody asked for; None where the batch has to run whole.
+
+    An earlier step ran in micro-batches. This one may be another: in training, say, where that was an evaluation.
+
+    Args:
+        batch: the step, captured for the batch.
+        capture: function that captures the step for a micro-batch; every exception is caught.
+    """
+    return _part_of(batch, capture) if _may_cut(batch) else None
+
+
 def _part_of(batch: Prepared, capture: Callable[[], Prepared]) -> Prepared | None:
     """The step for a micro-batch; None where micro-batches do not give the results of the batch."""
     try:

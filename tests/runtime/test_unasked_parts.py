@@ -305,3 +305,42 @@ def divided_by_none(dtype: torch.dtype) -> str:
 def test_a_sum_that_is_divided_by_no_rows_is_refused(two_ranks: Ranks, dtype: torch.dtype) -> None:
     for said in two_ranks.run(divided_by_none, dtype):
         assert "has a denominator of 0 and a numerator that is not 0" in said
+
+
+class Trained(Deep):
+    """A count of the steps in training, which every micro-batch would raise; a squared loss where it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor, y: Tensor, power: int = 1) -> Tensor:
+        if self.training:
+            self.steps.add_(1)
+        loss = super().forward(x, y)
+        return loss if power == 1 else loss**power
+
+
+@captured_once()
+def changed_after_a_cut() -> tuple[int, float, list[tuple[int, float, float]]]:
+    """Micro-batches and distance from one process of a first step, and then of steps that cannot be cut."""
+    torch.manual_seed(0)
+    model = Trained().double().eval()
+    plain = copy.deepcopy(model)
+    made = _deep(model, memory_bytes=_halves_fit(model) + 10_000)
+    first = abs(made.step(*_deep_batch()).item() - plain(*_deep_batch()).item())
+    far = []
+    for trains, power in ((False, 2), (True, 1)):
+        made.train(trains)
+        plain.train(trains)
+        batch = _deep_batch(8)  # fewer rows, which fit whole
+        loss = made.step(*batch, power=power).item() - plain(*batch, power=power).item()
+        count = made._programs.kept.ready[True][-1].count
+        far.append((count, abs(loss), float(made.get_buffer("steps") - plain.get_buffer("steps"))))
+    return made.plan.micro_batches, first, far
+
+
+def test_a_later_step_that_cannot_be_cut_runs_whole(two_ranks: Ranks) -> None:
+    for count, first, far in two_ranks.run(changed_after_a_cut):
+        assert count == 2 and first < 1e-12
+        assert all(each[0] == 1 and each[1] < 1e-12 and each[2] == 0 for each in far), far
