@@ -11,7 +11,8 @@ the others are copies of the first:
     -> %x1 = made_0(%x0); %x2 = made_1(%x1); ...; %x9 = made_8(%x8)
 
 The made parts of the first and the last block are compared. Where they differ in more than their operands, or where it
-is not certain what a copy reads, torch makes the whole graph functional.
+is not certain what a copy reads, torch makes the whole graph functional. So it does where the model writes to a buffer
+that a block reads: before `buffer[:2] = 0` and after it, the exported graph has one name for the buffer.
 """
 
 from __future__ import annotations
@@ -41,11 +42,20 @@ def make_functional(exported: Any) -> Any:
     finally:
         exported.graph_module.graph = graph
     copies = _PartCopies(made.graph_module.graph, alike)
-    if not copies.are_certain():
+    # A block left out may read what such a write has made.
+    if copies.reads_any(_written(made.graph_signature)) or not copies.are_certain():
         return exported.run_decompositions({})
     copies.write()
     made.graph_module.recompile()
     return made
+
+
+def _written(signature: Any) -> set[str]:
+    """The names of the placeholders whose tensors a functional graph changes."""
+    changed = {spec.target for spec in signature.output_specs if "MUTATION" in spec.kind.name}
+    return {
+        spec.arg.name for spec in signature.input_specs if {spec.target, spec.arg.name} & changed
+    }
 
 
 def _shortened(graph: fx.Graph, alike: AlikeBlocks) -> fx.Graph:
@@ -93,6 +103,10 @@ class _PartCopies:
         ]
 
     # --- what is certain
+
+    def reads_any(self, names: set[str]) -> bool:
+        """Whether a block reads one of the placeholders of these names from outside."""
+        return any(other.name in names for given in self.given for other in given.values())
 
     def are_certain(self) -> bool:
         """Whether the first part, with other operands, is that of every block between the first and the last."""
@@ -164,9 +178,8 @@ class _PartCopies:
             read = iter([self._read(*pair, number, part, before) for pair in operands])
             with self.graph.inserting_before(place):
                 copy = self.graph.node_copy(one, functools.partial(_next, read))
-            copy.meta |= {
-                key: block[self.first[one]].meta[key] for key in _OF_PLACE if key in one.meta
-            }
+            meta = block[self.first[one]].meta
+            copy.meta |= {key: meta[key] for key in _OF_PLACE if key in one.meta and key in meta}
             part.append(copy)
         return part
 

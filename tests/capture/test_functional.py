@@ -26,6 +26,8 @@ class Model(nn.Module):
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(LAYERS))
+        for layer in self.layers:
+            layer.register_buffer("scale", torch.ones(8))
         if frozen is not None:
             self.layers[frozen].weight.requires_grad_(False)
         self.run = run
@@ -104,6 +106,14 @@ def in_place(layers: nn.ModuleList, x: Tensor) -> Tensor:
     return x.sum()
 
 
+def writes_one_buffer(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    """The forward writes to a part of what a block in the middle reads."""
+    layers[3].scale[:4] = 3.0
+    for layer in layers:
+        x = torch.relu(layer(x)) * layer.scale
+    return x.sum()
+
+
 def alternating(layers: nn.ModuleList, x: Tensor) -> Tensor:
     """Blocks of two layers: Python's 1 and 1.0 are equal, and not alike."""
     for i, layer in enumerate([*layers, *layers]):
@@ -151,7 +161,7 @@ def test_alike_blocks_are_made_once(
     assert short < whole
 
 
-@pytest.mark.parametrize("run", [delayed, collected, numbered, in_place])
+@pytest.mark.parametrize("run", [delayed, collected, numbered, in_place, writes_one_buffer])
 def test_other_blocks_are_made_each(
     run: Callable[..., Tensor], made: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
