@@ -24,10 +24,10 @@ layouts are then those with the least sum of seconds and of bytes at this rate (
 one block frees is tried as well.
 
 [Note: host] Where a plan without stages is known, one that stores on the host is searched, too, because it may be
-faster. Two bounds tell beforehand that none is: the fastest layouts without a bound on memory take as long as the known
-step; or, at the price of bytes above, nothing is stored on the host, and seconds and price together, less the price of
-the bound, are as much as the known step. (The latter is the Lagrangian bound for plans whose recomputation frees bytes
-at this price.)
+faster. For a number of micro-batches that is asked for, two bounds tell beforehand that none is: the fastest layouts
+without a bound on memory take as long as the known step; or, at the price of bytes above, nothing is stored on the
+host, and seconds and price together, less the price of the bound, are as much as the known step. (The latter is the
+Lagrangian bound for plans whose recomputation frees bytes at this price.)
 
 [Note: other micro-batches] The graph is captured for one number of micro-batches. For other numbers, the same graph is
 priced with another batch size (`autopar.ir.batches.with_batch`), with the same plan if its splits still divide.
@@ -301,7 +301,9 @@ class _Search:
         enough_seconds, request = _WORTH * self.found.known_seconds, self.request
         if not request.offload or request.streams or self.ranks > 1 or math.isinf(enough_seconds):
             return False
-        inside = self._inside(self.asked_micro_batches or self.captured)
+        if self.asked_micro_batches is None:  # another number of them has other bounds
+            return False
+        inside = self._inside(self.asked_micro_batches)
         if inside.within(None).cost.seconds >= enough_seconds:
             return True
         freed = self._freed(inside) if 0 < self.bound < math.inf else None

@@ -134,6 +134,19 @@ def test_a_search_with_the_host_is_left_out_only_where_it_finds_nothing_faster(
     assert idle[0] and not idle[-1]
 
 
+def test_a_search_with_the_host_is_not_left_out_for_another_number_of_micro_batches() -> None:
+    """The bounds are those of the captured eight micro-batches; the host makes room for fewer, which are faster."""
+    graph = residual(8, Sizes(batch=8, width=16, hidden=64, vocab=64))
+    host = Host(10**9, 6e9, 1e-7, 2.4e10)
+    asked = Request(
+        dataclasses.replace(TOY, host=host), ranks=1, memory_bytes=454_518, mesh={"pp": 1},
+        schedule="1f1b",
+    )  # fmt: skip
+    search = functools.partial(pipeline.search_pipeline, graph, captured_micro_batches=8)
+    known = search(asked.but(offload=False)).best.seconds
+    assert search(asked.but(offload=True), faster_than_seconds=known).best.seconds < 0.995 * known
+
+
 def is_idle(graph: Graph, far: Request, known_seconds: float) -> bool:
     """Whether the search is left out, beside a known step."""
     try:
