@@ -114,7 +114,8 @@ def explore(graph: Graph, request: Request, rows: int) -> Explored | None:
     if request.ranks == 1 or not has_closed_form(request):
         return None
     space = space_of(graph, request, rows)
-    if not request.cuts_batch and space.is_empty:  # for example because no dim is the batch
+    # No dim is the batch, say, or no mesh divides it: ranks may repeat work. A batch that is named has to be divided.
+    if request.batch is None and space.is_empty:
         return None
     return Explored(space, closed_forms(space, request))
 
