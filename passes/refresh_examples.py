@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from autopar._torch import DependsOnValues, keeping_sizes_open
 from autopar.capture.remedies import traced_line, uncaptured
-from autopar.ops.call_kinds import arguments_of, is_functional, kind_of
+from autopar.ops.call_kinds import arguments_of, kind_of, writes_nothing
 from autopar.ops.nodes import tensor_operands
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
@@ -46,7 +46,7 @@ def refresh_examples(module: fx.GraphModule) -> None:
 
 def _kind(node: fx.Node) -> Hashable:
     """What calls with the same result have in common, as those of a model's layers; None if that cannot be said."""
-    if not is_functional(node.target):
+    if not writes_nothing(node.target):
         return None
     try:
         arguments, operands = arguments_of(node)

@@ -150,8 +150,8 @@ class GradientFlags:
 def alike_check(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """A function that tells in C++ whether as many tensors have the same properties as these.
 
-    It compares shapes, strides, dtypes, devices, Python's types, and with grad mode the flags `requires_grad`. It may
-    say no where all are the same: in other modes of torch, and where it is given one tensor twice.
+    The function compares shapes, strides, dtypes, devices, Python's types, and in grad mode the flags `requires_grad`.
+    It also returns False in another mode of torch, and if one tensor is given twice.
 
     >>> check = alike_check([torch.ones(2), torch.ones(3, 4)])
     >>> check(torch.zeros(2), torch.zeros(3, 4)), check(torch.zeros(2), torch.zeros(4, 3).t())

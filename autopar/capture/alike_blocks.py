@@ -21,7 +21,7 @@ from functools import cached_property
 
 from torch import fx
 
-from autopar.ops.call_kinds import arguments_of, is_functional, is_like, kind_of
+from autopar.ops.call_kinds import arguments_of, is_like, kind_of, writes_nothing
 
 _FEWEST = 4  # blocks that are worth the search
 _PERIODS = 8  # lengths of blocks that are tried, the most frequent first
@@ -178,7 +178,7 @@ class _BlockRow:
 
 def _described(node: fx.Node) -> tuple[Hashable, list[fx.Node]]:
     """What must be equal in two calls that are alike, None if that cannot be said; and the operands."""
-    if not is_functional(node.target):
+    if not writes_nothing(node.target):
         return None, []
     try:
         (arguments, operands), kind = arguments_of(node), kind_of(node)

@@ -13,7 +13,7 @@ from autopar import _torch
 from autopar._torch import FakeTensor
 
 
-def is_functional(target: Any) -> bool:
+def writes_nothing(target: Any) -> bool:
     """Whether an op is one of torch's own that writes to nothing, so that it depends on nothing but its operands."""
     if target is operator.getitem:
         return True

@@ -18,19 +18,9 @@ from autopar.api.planner import Planner
 from autopar.cli import main
 from autopar.ir import Plan
 from autopar.models.targets import resolve_target
+from tests.support.wide_blocks import Block
 
 TARGET = "examples.gpt:tiny_example"
-
-
-class Block(nn.Module):
-    """Weights of which a step saves activations four times as wide as its input."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(x)))
 
 
 class Wide(nn.Module):

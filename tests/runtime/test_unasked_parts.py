@@ -17,6 +17,7 @@ from autopar.ir.note import kind_of
 from tests.runtime.ranks import Ranks
 from tests.runtime.training import DP, difference, full_state
 from tests.support.staged import captured_once
+from tests.support.wide_blocks import Block
 
 pytestmark = pytest.mark.multiprocess
 
@@ -87,17 +88,6 @@ def test_results_are_those_of_one_process(two_ranks: Ranks) -> None:
 def test_a_buffer_is_changed_once_or_nothing_fits(two_ranks: Ranks) -> None:
     for found in two_ranks.run(trained, Counting):
         assert isinstance(found, str) and "fits into" in found
-
-
-class Block(nn.Module):
-    """Weights of which a step saves activations four times as wide as its input."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(x)))
 
 
 class Deep(nn.Module):
