@@ -31,6 +31,7 @@ from autopar.runtime.compiled import Executor
 from autopar.runtime.failing_op import naming_line, naming_op
 from autopar.runtime.gather import Gathers
 from autopar.runtime.hops import Hop, signature
+from autopar.runtime.muted import muted
 from autopar.runtime.parameters import ParameterStore, Residents
 from autopar.runtime.recompute import Recomputed
 from autopar.runtime.reducer import Reducer
@@ -182,11 +183,17 @@ class Runner:
         """The versions of the parameters in a step that has begun, given which of them each micro-batch sees."""
         return StageVersions(self._residents, self._reducer, seen)
 
-    def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """The forward of one micro-batch in a step; returns outputs and the tensors to send."""
-        self._gathers.in_step = torch.is_grad_enabled()
+    def run(self, inputs: Sequence[Tensor], *, mutes: bool = False) -> list[Tensor]:
+        """The forward of one micro-batch in a step; returns outputs and the tensors to send.
+
+        With `mutes`, the gradients of parameters and inputs are zeros, see `autopar.runtime.muted`.
+        """
+        self._gathers.in_step, self._gathers.mutes = torch.is_grad_enabled(), mutes
+        leaves = self._residents.leaves
+        if mutes:
+            leaves, inputs = muted(leaves), muted(list(inputs))
         with self._gathers.watching(), self._saves.watching():
-            return self._results(self._run(self._residents.leaves, inputs))
+            return self._results(self._run(leaves, inputs))
 
     def begin_backward(self, *, last: bool) -> None:
         """Before the backward of a micro-batch; `last` is the step's last one."""
@@ -325,7 +332,7 @@ class BoundProgram:
                 with naming_op("the loss"):
                     (loss,) = total.wait()
         self._runner.end()
-        refuse_divided_by_none(pieces, shares, self.world)
+        refuse_divided_by_none(pieces, shares, self.world.covering, self.world.device)
         assert loss is not None
         return StepResults(loss, joined(self.program, pieces, shares))
 

@@ -60,12 +60,13 @@ class Gathers:
     Attributes:
         late: positions of the parameters whose gradients arrive here and not at their leaf.
         in_step: whether gradients are kept for `finish` instead of being returned to autograd.
+        mutes: whether the gradients of the forward that runs are replaced by zeros (`autopar.runtime.muted`).
     """
 
     def __init__(self, residents: Sources, world: World) -> None:
         self.residents, self.world = residents, world
         self.groups: list[GatherGroup] = []
-        self.in_step = False
+        self.in_step = self.mutes = False
         self._ahead: tuple[int, Transfer] | None = None
         self._calls: list[_Call] = []
         self._saved: dict[
@@ -232,7 +233,7 @@ class _Call:
         self.owner, self.group, self.shards = owner, group, shards
         self.run = run  # all gathers of the same forward, of which several may be in flight
         self.saved: set[int] = set()
-        self.is_behind, self.in_step = False, owner.in_step
+        self.is_behind, self.in_step, self.mutes = False, owner.in_step, owner.mutes
         self._ahead = ahead
         self._again: tuple[list[int], Transfer] | None = None
         self._values: dict[int, Tensor] | None = None
@@ -308,6 +309,8 @@ class _Gather(torch.autograd.Function):
         call: _Call = ctx.call
         call.release()
         if call.in_step:
+            if call.mutes:
+                grads = tuple(None if g is None else torch.zeros_like(g) for g in grads)
             call.owner.submit(call, grads)
             return (None,) * (len(grads) + 1)
         present = [i for i, g in enumerate(grads) if g is not None]

@@ -26,9 +26,11 @@ from autopar.program.staying import staying_outputs
 from autopar.runtime.compiled import Executor
 from autopar.runtime.executor import Runner, sum_over
 from autopar.runtime.loss_scale import scaled
+from autopar.runtime.muted import share_of
 from autopar.runtime.parameters import ParameterStore
 from autopar.runtime.results import StepResults, joined, spec_of_batch
 from autopar.runtime.shared import SharedParameters
+from autopar.runtime.shares import refuse_divided_by_none
 from autopar.runtime.split_backward import SplitBackward, WholeBackward
 from autopar.runtime.versions import HeldOptimizer, StageVersions
 from autopar.runtime.world import Pipe
@@ -86,7 +88,9 @@ class BoundPipeline:
             self._versions = WeightVersions(self._pipeline, micro_batches)
         self._shares: Sequence[float] = ()
         self._scale = 1.0
-        self._extras: dict[int, list[Tensor]] = {}  # of every micro-batch, on the last stage's rank
+        self._pieces: dict[
+            int, list[Tensor]
+        ] = {}  # results of micro-batches, on the last stage's rank
         self._schedules: dict[bool, Any] = {}  # with a backward, and without: their buffers differ
 
     def _begin(self, batch: Sequence[list[Tensor]]) -> None:
@@ -106,11 +110,13 @@ class BoundPipeline:
     ) -> StepResults:
         """Runs forward and backward of all micro-batches. Gradients are left as `backward()` leaves them.
 
-        Returns the loss and the extra results of the whole batch. With autograd off there is no backward.
+        Returns the loss and the extra results of the whole batch. With autograd off there is no backward. Raises
+        StepError on all ranks if elements count in a micro-batch of weight 0.
 
         Args:
             batch: this rank's inputs, for every micro-batch.
-            shares: weight of each micro-batch in each result, the loss last.
+            shares: weight of each micro-batch in each result, the loss last. Where it is 0, neither loss nor gradients
+                come from the micro-batch.
             scale: number that backward begins with; gradients are left multiplied by it.
         """
         self._begin(batch)
@@ -118,7 +124,7 @@ class BoundPipeline:
         if self._versions is not None:
             every = self._pipeline.update_every
             own = self.program.objective.shares_of_groups(own, every)
-        self._shares, self._scale, self._extras = own, scale, {}
+        self._shares, self._scale, self._pieces = own, scale, {}
         for runner in self._runners.values():
             runner.begin()
         with self._versions_of_step():
@@ -127,7 +133,11 @@ class BoundPipeline:
             runner.end()
         if self._versions is not None:
             losses = [x * (y / z) for x, y, z in zip(losses, shares[-1], own, strict=False)]
-        return StepResults(self._loss(losses), self._joined(len(batch), shares))
+        loss, groups = self._loss(losses), (*self.world.covering, self._pipe.group)
+        pieces = [self._pieces[i] for i in range(len(batch)) if self._pieces]
+        refuse_divided_by_none(pieces, shares, groups, self.world.device)
+        results, self._pieces = self._joined(len(batch), shares), {}
+        return StepResults(loss, results)
 
     @contextlib.contextmanager
     def _versions_of_step(self) -> Iterator[None]:
@@ -190,8 +200,8 @@ class BoundPipeline:
     def run(self, stage: int, micro_batch: int, received: Sequence[Tensor]) -> list[Tensor]:
         """The forward."""
         self._use_version(stage, micro_batch)
-        runner = self._runners[stage]
-        return runner.run([*self.inputs(runner, micro_batch), *received])
+        runner, mutes = self._runners[stage], not self._shares[micro_batch]
+        return runner.run([*self.inputs(runner, micro_batch), *received], mutes=mutes)
 
     def _begin_backward(self, stage: int, micro_batch: int, *, last: bool) -> None:
         self._use_version(stage, micro_batch)
@@ -209,7 +219,7 @@ class BoundPipeline:
 
     def _share_of_loss(self, loss: Tensor, number: Tensor) -> Tensor:
         """The term that a micro-batch contributes to the loss of the batch."""
-        return scaled(loss * self._shares[int(number)], self._scale)
+        return scaled(share_of(loss, self._shares[int(number)]), self._scale)
 
     def _loss(self, shares: Sequence[Tensor]) -> Tensor:
         """The loss of the batch, computed on the ranks of the last stage and broadcast to all pipeline ranks."""
@@ -230,8 +240,7 @@ class BoundPipeline:
             return []
         results: list[Tensor] = []
         if self._pipe.rank == self._pipeline.rank_of(self._pipeline.stages - 1):
-            results = joined(self.program, [self._extras[i] for i in range(count)], shares)
-        self._extras = {}
+            results = joined(self.program, [self._pieces[i] for i in range(count)], shares)
         specs = [
             spec_of_batch(spec, extra.rows, count)
             for spec, extra in zip(self.program.outputs, self.program.extras, strict=False)
@@ -244,9 +253,9 @@ class BoundPipeline:
         parts = self._batch[number]
         return [parts[self._positions[spec.name]] for spec in runner.program.inputs]
 
-    def keep_extras(self, number: int, extras: Sequence[Tensor]) -> None:
-        """Keeps the extra results of a micro-batch to the end of the step."""
-        self._extras[number] = [x.detach() for x in extras]
+    def keep(self, number: int, results: Sequence[Tensor]) -> None:
+        """Keeps the results of a micro-batch, the loss last, to the end of the step."""
+        self._pieces[number] = [x.detach() for x in results]
 
     # --- a forward
 
@@ -348,9 +357,8 @@ class _StageModule(nn.Module):
     def forward(self, *received: Tensor, number: Tensor) -> Any:
         results = self._owner.run(self._stage, int(number), received)
         if self._runner.program.is_step:
-            *extras, loss = results
-            self._owner.keep_extras(int(number), extras)
-            return _torch.handed_on(loss)
+            self._owner.keep(int(number), results)
+            return _torch.handed_on(results[-1])
         return tuple(_torch.handed_on(x) for x in results)
 
 

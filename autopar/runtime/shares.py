@@ -48,7 +48,7 @@ def _shares(
         model: the model with its buffers.
         world: the mesh of the ranks.
 
-    Raises StepError for a micro-batch in which no element counts, through pipeline stages.
+    Raises StepError for a micro-batch in which no element counts, under a schedule that updates parameters after it.
     """
     read = set(objective.reads)
     replicated = (R,) * len(world.mesh.axes)
@@ -65,13 +65,17 @@ def _shares(
             if spec.name in read
         }
 
-    skips_empty = program.plan.pipeline is None
+    pipeline = program.plan.pipeline
+    skips_empty = pipeline is None or not pipeline.update_every
     return objective.shares([whole(inputs) for inputs in parts], skips_empty=skips_empty)
 
 
 @torch.no_grad()
 def refuse_divided_by_none(
-    pieces: Sequence[Sequence[Tensor]], shares: Sequence[Sequence[float]], world: World
+    pieces: Sequence[Sequence[Tensor]],
+    shares: Sequence[Sequence[float]],
+    groups: Sequence[dist.ProcessGroup | None],
+    device: torch.device,
 ) -> None:
     """Raises StepError on all ranks if a result of a micro-batch without a share is infinite on any.
 
@@ -80,25 +84,26 @@ def refuse_divided_by_none(
     and cannot be had from its quotient by 0.
 
     Args:
-        pieces: for every micro-batch this rank's part of each result.
+        pieces: for every micro-batch this rank's part of each result; empty where another stage has the results.
         shares: for every result the share of each micro-batch; empty for one without shares.
-        world: the mesh of the ranks.
+        groups: groups along which a sum, one after the other, is over all ranks.
+        device: device of the ranks' collectives.
     """
+    if all(share for own in shares for share in own):
+        return
     found = [
         x.isinf().any()
-        for column, own in zip(zip(*pieces, strict=True), shares, strict=True)
+        for column, own in zip(zip(*pieces, strict=True), shares, strict=False)
         for x, share in zip(column, own, strict=False)
         if share == 0
     ]
-    if not found:
-        return
-    count = torch.stack(found).any().float()
-    for group in filter(None, world.covering):
+    count = torch.stack(found).any().float() if found else torch.zeros((), device=device)
+    for group in filter(None, groups):
         with naming_failures("all_reduce", group_name(group)):
             dist.all_reduce(count, group=group)
     if count.item():
         raise StepError(
-            f"One of {len(pieces)} micro-batches has a denominator of 0 and a numerator that is not 0, so that its "
+            f"One of {len(shares[-1])} micro-batches has a denominator of 0 and a numerator that is not 0, so that its "
             "part of the loss is lost (a sum over all elements, say, divided by the number of some). Take fewer "
             "micro-batches (micro_batches=1), or divide by a number that is never 0, such as number.clamp(min=1)."
         )
