@@ -7,6 +7,8 @@ AutoparError (ValueError)
  +-- PlanError        a plan that is damaged, of another version, or of another model
  +-- RecipeError      an unknown recipe, or a pin that cannot hold
  +-- SearchError      no plan satisfies the constraints (memory, pins)
+ |    +-- MemoryBoundError    no plan fits into the memory of a rank
+ |         +-- StateError     nor do parameters and what training keeps of them, by themselves
  +-- StepError        a batch, a loss function or a loss that `step` cannot use
       +-- NoLossError a model that returns no loss, without a loss function
 
@@ -21,7 +23,7 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Callable, Iterable
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, Self, TypeVar
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -55,7 +57,47 @@ class SearchError(AutoparError):
     """No plan satisfies the constraints."""
 
 
-class StateError(SearchError):
+class MemoryBoundError(SearchError):
+    """No plan fits into the memory of a rank.
+
+    Attributes:
+        finding: what was found, without what would help.
+        remedies: what would help besides memory.
+        needed_bytes: memory of a rank that the smallest plan takes, reserved memory included; 0 where it is not known.
+    """
+
+    finding: str = ""
+    remedies: tuple[str, ...] = ()
+    needed_bytes: int = 0
+
+    @classmethod
+    def of(cls, finding: str, remedies: Iterable[str], needed_bytes: int) -> Self:
+        """The error that ends with what would help."""
+        words = (*remedies, f"or memory_bytes={needed_bytes} if a rank has that much")
+        space = "\n" if "\n" in finding else " "
+        made = cls(f"{finding}{space}What would help: {', '.join(words)}.")
+        made.finding, made.remedies, made.needed_bytes = finding, words[:-1], needed_bytes
+        return made
+
+    def beside(self, other: MemoryBoundError, how: str) -> Self:
+        """This error with what was found in another way, `how`, and with the remedies of both once."""
+        remedies = dict.fromkeys((*self.remedies, *other.remedies))
+        finding = f"{self.finding}\nNor does it {how}: {other.finding}"
+        return self.of(finding, remedies, min(self.needed_bytes, other.needed_bytes))
+
+
+def both(first: SearchError, second: SearchError, how: str) -> SearchError:
+    """The error of a search, and that of another one, which searched in another way, `how`."""
+    if str(first) == str(second):
+        return first
+    known = (isinstance(each, MemoryBoundError) and each.needed_bytes for each in (first, second))
+    if all(known):
+        assert isinstance(first, MemoryBoundError) and isinstance(second, MemoryBoundError)
+        return first.beside(second, how)
+    return type(first)(f"{first}\nNor does it {how}: {second}")
+
+
+class StateError(MemoryBoundError):
     """Parameters and what training keeps of them do not fit into memory, however a step is run."""
 
 

@@ -31,7 +31,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autopar.errors import SearchError
+from autopar.errors import MemoryBoundError, SearchError
 from autopar.ir.pipeline import PLACEMENTS
 from autopar.pipeline.schedules import actions, splits_backward, waits_for_sends
 from autopar.pipeline.stage_table import StageTable
@@ -69,7 +69,12 @@ class Balance:
 
 
 def balance(
-    table: StageTable, shape: Shape, *, memory_bytes: float, executed: bool = False
+    table: StageTable,
+    shape: Shape,
+    *,
+    memory_bytes: float,
+    executed: bool = False,
+    reserved_bytes: int = 0,
 ) -> Balance:
     """The best cuts for a pipeline; with several stages on a rank, a local optimum.
 
@@ -78,6 +83,7 @@ def balance(
         shape: pipeline ranks, stages of each rank, schedule, and micro-batches of a step.
         memory_bytes: memory that a rank may use.
         executed: whether ranks with several stages are balanced by simulating the schedule.
+        reserved_bytes: memory beside it that tensors cannot use, which the error counts.
 
     Raises SearchError if there are fewer blocks than stages, or if no cuts fit; the message names the fullest rank and
     by how much it exceeds its memory, under the cuts for which this is least. Raises PlanError if the schedule does not
@@ -85,7 +91,7 @@ def balance(
     """
     found = least_overfull(table, shape, memory_bytes=memory_bytes, executed=executed)
     if max(found.rank_bytes) > memory_bytes:
-        raise _Problem(table, shape, memory_bytes).does_not_fit(found)
+        raise _Problem(table, shape, memory_bytes).does_not_fit(found, reserved_bytes)
     return found
 
 
@@ -328,24 +334,26 @@ class _Problem:
         """The stages of every rank, of shape `(ranks, chunks)`."""
         return np.array(self.shape.stages_of)
 
-    def does_not_fit(self, least: Balance) -> SearchError:
+    def does_not_fit(self, least: Balance, reserved_bytes: int) -> MemoryBoundError:
         """The error that says which rank of the least overfull cuts is too full, and with what."""
         rank = int(np.argmax(least.rank_bytes))
         edges = list(itertools.pairwise((0, *least.cuts, self.table.blocks)))
         stages = self.shape.blank.stages_of(rank)
         words = "; ".join(self._held_words(stage, edges[stage]) for stage in stages)
-        again = "" if self.table.recompute == "full" else "recompute='full', "
-        taken = least.rank_bytes[rank]
-        whole = f"It does not fit into {_bytes(self.memory_bytes)}: a rank takes "
+        held = f"; {_bytes(reserved_bytes)} reserved" if reserved_bytes else ""
+        again = ["recompute='full'"] if self.table.recompute != "full" else []
+        taken, bound = (x + reserved_bytes for x in (least.rank_bytes[rank], self.memory_bytes))
+        whole = f"It does not fit into {_bytes(bound)}: a rank takes "
         cut = (
-            f"No cuts into {self.shape.stages} stages fit into {_bytes(self.memory_bytes)} under "
+            f"No cuts into {self.shape.stages} stages fit into {_bytes(bound)} under "
             f"{self.shape.schedule}: in the smallest found pipeline rank {rank} takes "
         )
-        return SearchError(
+        more = "more ranks along pp or inside a stage" if self.shape.stages > 1 else "more ranks"
+        return MemoryBoundError.of(
             f"{cut if self.shape.stages > 1 else whole}"
-            f"{_bytes(taken)}, {_bytes(taken - self.memory_bytes)} too much ({words}). "
-            f"What would help: {_remedies(self.shape)}more ranks along pp or inside a stage, a smaller "
-            f"micro-batch, {again}or memory_bytes={math.ceil(taken)} if a rank has that much."
+            f"{_bytes(taken)}, {_bytes(taken - bound)} too much ({words}{held}).",
+            [*_remedies(self.shape), more, "a smaller micro-batch", *again],
+            math.ceil(taken),
         )
 
     def _held_words(self, stage: int, edge: tuple[int, int]) -> str:
@@ -367,10 +375,10 @@ class _Problem:
         )
 
 
-def _remedies(shape: Shape) -> str:
+def _remedies(shape: Shape) -> list[str]:
     if shape.schedule == "gpipe" and shape.micro_batches > shape.ranks:
-        return f"schedule='1f1b', which holds at most {shape.ranks} of them at once, "
-    return "schedule='1f1b', " if PLACEMENTS[shape.schedule] != "one" else ""
+        return [f"schedule='1f1b', which holds at most {shape.ranks} of them at once"]
+    return ["schedule='1f1b'"] if PLACEMENTS[shape.schedule] != "one" else []
 
 
 def _bytes(size: float) -> str:

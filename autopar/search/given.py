@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from autopar.errors import MeshError, PlanError, RecipeError, SearchError, StateError
+from autopar.errors import MeshError, PlanError, RecipeError, SearchError, StateError, both
 from autopar.ir import Graph, ParameterPlan, Plan, Tier, with_pipeline
 from autopar.ir.batches import captured_batch, with_batch
 from autopar.ir.recompute import SAVED_TIERS, Recompute, RecomputeWish, is_saved_wish
@@ -331,7 +331,7 @@ class GivenMesh:
             found += self._that_fit_beside_activations()
         if not found:
             assert again is not None, "recomputation has found no plan"
-            raise _neither(self._refusal(), again)
+            raise both(self._refusal(), again, "with blocks run again")
         return min(found, key=lambda each: each.price.step_seconds)
 
     @property
@@ -353,13 +353,6 @@ class GivenMesh:
         except SearchError as error:
             return error
         raise AssertionError("a plan fits without recomputation")
-
-
-def _neither(kept: SearchError, again: SearchError) -> SearchError:
-    """The error if no plan fits, neither without recomputation (`kept`) nor with it (`again`)."""
-    if str(again) == str(kept):
-        return kept
-    return type(kept)(f"{kept} Nor does it with blocks run again: {again}")
 
 
 def _refuse_no_blocks(graph: Graph, recompute: RecomputeWish | None) -> None:

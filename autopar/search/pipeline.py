@@ -432,7 +432,10 @@ class _Search:
         if found.overfull:
             least = min(found.overfull, key=lambda each: each.excess_bytes)
             try:
-                balance(least.table, least.shape, memory_bytes=self.bound)
+                balance(
+                    least.table, least.shape, memory_bytes=self.bound,
+                    reserved_bytes=self.request.hardware.reserved_bytes,
+                )  # fmt: skip
             except SearchError as error:
                 return error
         if not found.refused:

@@ -19,7 +19,7 @@ from autopar.cost_model.compute import op_seconds
 from autopar.cost_model.items import FULL, TrainingState
 from autopar.cost_model.sizes import Sizes
 from autopar.cost_model.software import AUTOPAR, Software
-from autopar.errors import MeshError, SearchError, StateError
+from autopar.errors import MemoryBoundError, MeshError, SearchError, StateError
 from autopar.ir import PIPELINE_AXIS, UNSPLIT, Graph, Layout, Mesh, Op, ParameterPlan, Plan
 from autopar.pipeline.composed import StepCost, cost_of
 from autopar.search.checks import check_axes, check_used
@@ -378,19 +378,19 @@ def _state_bytes(problem: Problem) -> int:
     return math.ceil(problem.least_state_bytes)
 
 
-def _does_not_fit(found: Descent, bound: int, problem: Problem, recipe: str) -> SearchError:
+def _does_not_fit(found: Descent, bound: int, problem: Problem, recipe: str) -> MemoryBoundError:
     needed, state_bytes = math.ceil(found.bytes), _state_bytes(problem)
-    free = "" if recipe == "auto" else f' recipe="auto" instead of {recipe!r},'
-    batch = " a smaller batch (or more micro-batches of a smaller one),"
-    state = ""
+    free = [] if recipe == "auto" else [f'recipe="auto" instead of {recipe!r}']
+    batch, state = ["a smaller batch (or more micro-batches of a smaller one)"], ""
     if state_bytes > bound:
-        batch = ""
+        batch = []
         state = (
             "; parameters, gradients, optimizer states and buffers alone take "
             f"{format_bytes(state_bytes)}"
         )
-    return (StateError if state else SearchError)(
+    return (StateError if state else MemoryBoundError).of(
         f"No plan for the mesh {problem.mesh} fits into {format_bytes(bound)}: the smallest found takes "
-        f"{format_bytes(needed)} of a rank, {format_bytes(needed - bound)} too much{state}. "
-        f"What would help:{free} more ranks,{batch} or memory_bytes={needed} if a rank has that much."
+        f"{format_bytes(needed)} of a rank, {format_bytes(needed - bound)} too much{state}.",
+        [*free, "more ranks", *batch],
+        needed,
     )
