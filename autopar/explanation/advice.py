@@ -33,7 +33,7 @@ from autopar.models.presets import Preset
 from autopar.models.targets import Target, resolve_target
 from autopar.pipeline.composed import step_of
 from autopar.planning.layers import spoken_of_all_layers
-from autopar.planning.planning import Prepared, search_step
+from autopar.planning.planning import Prepared, part_of, search_step
 from autopar.search.candidates import Space
 from autopar.search.comparison import compared, smallest
 from autopar.search.given import Planned
@@ -186,9 +186,8 @@ class Question:
         size, count = captured_batch(graph), request.micro_batches
         if request.batch is not None:
             count = self._own_batches(size)
-        return with_graph(prepared, graph), request.but(
-            batch=size * (count or 1), micro_batches=count
-        ).of_replica()
+        asked = request.but(batch=size * (count or 1), micro_batches=count, cuts_batch=True)
+        return with_graph(prepared, graph), asked.of_replica()
 
     def _own_batches(self, own: int) -> int:
         """Number of micro-batches of a step, if each micro-batch has the `own` rows of the target's example."""
@@ -218,6 +217,8 @@ class Question:
         self.progress("searching the plan")
         try:
             found = search_step(prepared, request)
+            if self._needs_whole(found.best.plan):
+                found = search_step(prepared, request.of_micro_batches(1))
         except SearchError:
             if self.request.mesh is None and has_closed_form(request):
                 raise SearchError(self.why_nothing_fits()) from None
@@ -297,6 +298,16 @@ class Question:
         assert batch is not None, "the batch of a step is known"
         prepared, graph = self._captured_rows(batch // plan.micro_batches)
         return spoken_of_all_layers(plan, graph, prepared.captured)
+
+    def _needs_whole(self, plan: Plan) -> bool:
+        """Whether a plan cuts the target's own batch into micro-batches on which the model does not run alike."""
+        prepared, request = self._posed
+        count = plan.micro_batches
+        if not self.model.own_batch or request.micro_batches is not None or count == 1:
+            return False
+        assert request.batch is not None, "the batch of a step is known"
+        rows = request.batch // count
+        return part_of(prepared, lambda: self._captured_rows(rows)[0]) is None
 
     def _captured_rows(self, rows: int) -> tuple[Prepared, Graph]:
         """The step captured with a micro-batch of this number of rows."""

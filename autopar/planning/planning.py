@@ -298,7 +298,7 @@ def in_parts(
         return batch, plan
     part = batch
     if plan.micro_batches > 1:
-        found = _part_of(batch, lambda: capture(plan.micro_batches))
+        found = part_of(batch, lambda: capture(plan.micro_batches))
         if found is None:
             return batch, search(batch, 1)
         part = found
@@ -314,11 +314,16 @@ def part_that_keeps_results(batch: Prepared, capture: Callable[[], Prepared]) ->
         batch: the step, captured for the batch.
         capture: function that captures the step for a micro-batch; every exception is caught.
     """
-    return _part_of(batch, capture) if _may_cut(batch) else None
+    return part_of(batch, capture) if _may_cut(batch) else None
 
 
-def _part_of(batch: Prepared, capture: Callable[[], Prepared]) -> Prepared | None:
-    """The step for a micro-batch; None where micro-batches do not give the results of the batch."""
+def part_of(batch: Prepared, capture: Callable[[], Prepared]) -> Prepared | None:
+    """The step for a micro-batch; None where micro-batches do not give the results of the batch.
+
+    Args:
+        batch: the step, captured for the batch.
+        capture: function that captures the step for a micro-batch; every exception is caught.
+    """
     try:
         part = capture()
     except Exception as error:  # whatever the model's own code raises at that size

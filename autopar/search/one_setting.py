@@ -105,24 +105,31 @@ class SettingSearch:
         )  # fmt: skip
 
     def on_mesh(self, mesh: Mesh, faster_than_seconds: float) -> Searched:
-        """The plan for the mesh that the user names.
+        """The plan for the mesh that the user names. With stages it must be faster than `faster_than_seconds`."""
+        if not self.request.has_stages:
+            faster_than_seconds = math.inf
+        trial = Trial(mesh, self.request.micro_batches, self.request.recipe)
+        trial, best = self.in_parts(trial, faster_than_seconds)
+        return Searched(best, trial)
+
+    def in_parts(
+        self, trial: Trial, faster_than_seconds: float = math.inf, *, gives_up: bool = False
+    ) -> tuple[Trial, Planned]:
+        """The plan of a setting as `plan` finds it, with the best number of micro-batches where that is open.
 
         On a mesh without stages, an open number of micro-batches starts at one and is doubled as long as no plan fits,
         or the step gets shorter. More micro-batches take less memory, but launch more kernels, so that no more are
         tried after a plan that the bound on memory does not slow down. If parameters and optimizer states alone do not
         fit, only the largest number is tried, whose error says how much memory is missing.
         """
-        trials = [Trial(mesh, count, self.request.recipe) for count in self._counts()]
+        trials = [trial._replace(micro_batches=count) for count in self._counts(trial)]
         found: list[tuple[Trial, Planned]] = []
         while trials:
-            trial = trials.pop(0)
+            each = trials.pop(0)
             if found and not found[-1][1].is_tight:
                 break
             try:
-                planned = self.plan(
-                    trial, faster_than_seconds if self.request.has_stages else math.inf,
-                    gives_up=bool(trials),
-                )  # fmt: skip
+                planned = self.plan(each, faster_than_seconds, gives_up=gives_up or bool(trials))
             except SearchError as error:
                 trials = trials[-1:] if isinstance(error, StateError) else trials
                 if not found and not trials:
@@ -130,17 +137,17 @@ class SettingSearch:
                 continue
             if found and planned.key >= found[-1][1].key:
                 break
-            found.append((trial, planned))
-        trial, best = found[-1]
-        if trial.micro_batches not in (None, 1, self.request.micro_batches):
+            found.append((each, planned))
+        best_trial, best = found[-1]
+        if best_trial.micro_batches not in (None, 1, trial.micro_batches):
             best = best.noted(note_of_parts([each for _, each in found], is_given=True))
-        return Searched(best, trial)
+        return best_trial, best
 
-    def _counts(self) -> Iterator[int | None]:
-        """Numbers of micro-batches to try on the mesh that the user names; None lets the search of stages choose."""
-        request = self.request
-        if request.micro_batches is not None or request.has_stages or not request.cuts_batch:
-            yield request.micro_batches
+    def _counts(self, trial: Trial) -> Iterator[int | None]:
+        """Numbers of micro-batches to try for a setting; None lets the search of stages choose."""
+        is_staged = PIPELINE_AXIS in trial.mesh.names
+        if trial.micro_batches is not None or is_staged or not self.request.cuts_batch:
+            yield trial.micro_batches
             return
         count = 1
         while count <= self.rows and self.rows % count == 0:

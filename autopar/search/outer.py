@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from autopar.errors import MeshError, PlanError, RecipeError, SearchError
+from autopar.errors import MeshError, PlanError, RecipeError, SearchError, both
 from autopar.ir import Graph, Mesh, ParameterPlan
 from autopar.ir.note import kind_of
 from autopar.pipeline.composed import state_bytes
@@ -178,9 +178,10 @@ class _Outer:
     def _noted(self, best: Planned) -> Planned:
         """The plan with a note on a number of micro-batches that nobody asked for, on a mesh without stages."""
         is_open = self.request.chosen_micro_batches is None and best.plan.pipeline is None
-        return (
-            best.noted(note_of_parts([best])) if is_open and best.plan.micro_batches > 1 else best
-        )
+        is_noted = any(kind_of(note) == "micro-batches" for note in best.plan.notes)
+        if best.plan.micro_batches == 1 or not is_open or is_noted:
+            return best
+        return best.noted(note_of_parts([best]))
 
     def _try_best_without_recipe(self, tried: Tried) -> None:
         """Searches the best setting of one or two axes without its recipe; three have too many combinations."""
@@ -213,21 +214,20 @@ class _Outer:
         try:
             return self.with_or_without_streaming()
         except SearchError as other:
-            if str(other) == str(error):
-                raise error from None
-            raise type(error)(f"{error} Nor does it with parameters on the host: {other}") from None
+            raise both(error, other, "with parameters on the host") from None
 
     def if_faster(self, found: Searched) -> Searched:
         """The faster one of a known plan and this search's plan: see `_beyond`.
 
-        This search is skipped if parameters, gradients and optimizer states take less than `WORTH_MOVING` of the
-        bound, because storing them on the host would then free little memory. It is not where even activations have
-        left the device.
+        This search is skipped if parameters, gradients and optimizer states take less than `WORTH_MOVING` of what the
+        bound leaves to tensors, because storing them on the host would then free little memory. It is not where even
+        activations have left the device.
         """
         request, best = self.request, found.best
         held = state_bytes(best.graph, best.plan, request.hardware, request.training_state)
         is_short = any(how.tier == "host" for how in best.plan.saved.values())
-        if held < WORTH_MOVING * request.bound_bytes and not is_short:
+        room_bytes = request.bound_bytes - request.hardware.reserved_bytes
+        if held < WORTH_MOVING * room_bytes and not is_short:
             return found
         try:
             other = self._beyond(found)
@@ -243,10 +243,17 @@ class _Outer:
             faster_than_seconds = MOST_SHOWN * found.best.price.step_seconds
             return replace(self, faster_than_seconds=faster_than_seconds).run()
         tried = Tried([(found.trial, found.best)], most_shown=1.0)
-        self._try([found.trial._replace(promise_seconds=0.0, known=None)], tried)
+        self._try([self._again(found)], tried)
         overfull = overfull_trials_of(self.graph, self.request, found.explored)
         self._try((each for each in overfull if each[:3] != found.trial[:3]), tried)
         return self._settled(tried, found.explored)
+
+    def _again(self, found: Searched) -> Trial:
+        """The setting of a plan, to be searched again; without estimates its number of micro-batches is open again."""
+        trial = found.trial._replace(promise_seconds=0.0, known=None)
+        if found.explored is not None:
+            return trial
+        return trial._replace(micro_batches=self.request.chosen_micro_batches)
 
     def _recounted(self, tried: Tried, explored: Explored | None) -> list[Trial]:
         """Settings of the best mesh with numbers of micro-batches that were not tried on it.
@@ -329,8 +336,10 @@ class _Outer:
             tried.searched.add((trial.mesh, trial.micro_batches))
             try:
                 faster_than_seconds = tried.most_shown * best_seconds
-                found = self._inside.plan(trial, faster_than_seconds, gives_up=bool(tried.found))
-                tried.found.append((trial, found))
+                found = self._inside.in_parts(
+                    trial, faster_than_seconds, gives_up=bool(tried.found)
+                )
+                tried.found.append(found)
                 count += 1
             except (MeshError, PlanError, RecipeError, SearchError) as error:
                 tried.reasons.append(type(error)(f"{trial.mesh}: {error}"))

@@ -25,7 +25,9 @@ from autopar.search.settings import PricedCandidate
 
 MOST_EXACT = 4  # number of settings whose plans are searched
 MOST_OPENED = 2  # number of settings that are searched without the recipe of their estimate, which had no plan
-WORTH_MOVING = 0.25  # smallest state of training that is worth moving to the host, as a part of the memory bound
+WORTH_MOVING = (
+    0.25  # smallest state of training worth moving to the host, as a part of the memory for tensors
+)
 _SAME_MESH = 2  # numbers of micro-batches to try on one mesh, and again on the best mesh
 _FULL = 0.8  # smallest part of the bound on memory that a plan takes if memory is tight
 # Plans of other settings are kept for display if their steps are at most this many times as long as the best one.

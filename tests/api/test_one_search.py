@@ -17,6 +17,7 @@ from autopar.api.announcing import start_line
 from autopar.api.planner import Planner
 from autopar.cli import main
 from autopar.ir import Plan
+from autopar.ir.note import kind_of
 from autopar.models.targets import resolve_target
 from tests.support.wide_blocks import Block
 
@@ -88,6 +89,11 @@ def built(kind: type[Wide], batch: int) -> Built:
 
 def wide(batch: int = 64) -> Built:
     return built(Wide, batch)
+
+
+def wide_own() -> Built:
+    """Without a parameter for the batch, so that the batch is the function's own."""
+    return wide()
 
 
 def by_command_line(target: str, folder: Path, *options: str) -> Plan:
@@ -169,31 +175,34 @@ def test_all_doors_give_the_same_plan(
     assert len({text_of(plan) for plan in plans}) == 1
 
 
-@pytest.mark.parametrize("options", [{"mesh": "dp=4", "recipe": "ddp"}, {}])
-@pytest.mark.parametrize(("memory", "count"), [(3_400_000_000, 1), (2_400_000_000, 2)])
+DDP = {"mesh": "dp=4", "recipe": "ddp"}
+
+
+@pytest.mark.parametrize(
+    ("options", "memory", "count", "batch"),
+    [
+        (DDP, 3_400_000_000, 1, ["--batch", "64"]),
+        (DDP, 2_400_000_000, 2, ["--batch", "64"]),
+        (DDP, 2_400_000_000, 2, []),
+        ({}, 3_400_000_000, 1, ["--batch", "64"]),
+        ({}, 2_400_000_000, 2, ["--batch", "64"]),
+    ],
+)
 def test_all_doors_cut_a_batch_that_is_faster_in_parts(
     options: dict[str, str],
     memory: int,
     count: int,
+    batch: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where little memory is left, two micro-batches are faster than blocks that run again."""
-    target = f"{__name__}:wide"
+    target = f"{__name__}:{'wide' if batch else 'wide_own'}"
     named = [part for name, value in options.items() for part in (f"--{name}", value)]
+    asked = ["--cluster", "h100x4", "--max-memory", str(memory), *batch, *named]
     plans = [
-        by_command_line(
-            target,
-            tmp_path,
-            "--cluster",
-            "h100x4",
-            "--batch",
-            "64",
-            "--max-memory",
-            str(memory),
-            *named,
-        ),
-        by_compile(target, monkeypatch, ranks=4, memory_bytes=memory, **options),
+        by_command_line(target, tmp_path, *asked),
+        by_compile(f"{__name__}:wide", monkeypatch, ranks=4, memory_bytes=memory, **options),
     ]
     if options:
         plans.append(by_explain(target, "h100x4", memory_bytes=memory, **options))
@@ -201,6 +210,16 @@ def test_all_doors_cut_a_batch_that_is_faster_in_parts(
     if options:
         assert [plan.micro_batches for plan in plans] == [count] * 3
         assert plans[0].recompute == "none"
+
+
+def test_one_rank_without_a_mesh_cuts_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, memory = f"{__name__}:wide", 5_200_000_000
+    given = by_explain(target, "h100x1", mesh="dp=1", memory_bytes=memory)
+    found = by_compile(target, monkeypatch, ranks=1, memory_bytes=memory)
+    assert found.micro_batches == given.micro_batches == 2
+    assert text_of(found) == text_of(given)
+    said = [note for note in found.notes if kind_of(note) == "micro-batches"]
+    assert len(said) == 1 and said[0].startswith("2 micro-batches, because")
 
 
 @pytest.mark.parametrize("kind", [Contrastive, Normalized, Counting, Sized])
