@@ -75,6 +75,9 @@ class NodeItems:
         self.modules |= {tensor: name for name, tensor in graph.parameters.items()}
         self._regions = regions_of(graph)
         self._parameters = frozenset(graph.parameters.values())
+        self._collectives: dict[
+            tuple[str, int, Quantity, Quantity, bool], tuple[Quantity, Quantity]
+        ] = {}
 
     def place(self, name: str, module: str) -> tuple[Region, Quantity]:
         """The region of an op or tensor, and the number of layers of the whole model for which it stands."""
@@ -110,12 +113,7 @@ class NodeItems:
         moves: str = "", places: Places = (),
     ) -> Item:  # fmt: skip
         ranks = self.sizes.axis(axis)
-        seconds = collective_seconds(
-            name, before_bytes=before, after_bytes=after, ranks=ranks, link=self.links[axis],
-            hardware=self.hardware, bucketed=carries != "activation",
-            bucket_bytes=self.bucket_bytes,
-        )  # fmt: skip
-        sent = traffic_bytes(name, before_bytes=before, after_bytes=after, ranks=ranks)
+        seconds, sent = self._collective(name, axis, before, after, carries != "activation")
         sent = sent * self._share_of_ranks(places, axis)
         local = not sends(name)
         if local:  # no op is run along an axis of one rank
@@ -127,6 +125,21 @@ class NodeItems:
             every_micro_batch=every_micro_batch, ranks=1 if local else ranks, of=of, moves=moves,
             recomputed=self._recomputed(of, phase) if recomputed is None else recomputed, places=places,
         )  # fmt: skip
+
+    def _collective(
+        self, name: str, axis: int, before: Quantity, after: Quantity, bucketed: bool
+    ) -> tuple[Quantity, Quantity]:
+        """Seconds of a collective, and bytes that a rank sends; those of alike layers are computed once."""
+        key = name, axis, before, after, bucketed
+        if key not in self._collectives:
+            ranks = self.sizes.axis(axis)
+            seconds = collective_seconds(
+                name, before_bytes=before, after_bytes=after, ranks=ranks, link=self.links[axis],
+                hardware=self.hardware, bucketed=bucketed, bucket_bytes=self.bucket_bytes,
+            )  # fmt: skip
+            sent = traffic_bytes(name, before_bytes=before, after_bytes=after, ranks=ranks)
+            self._collectives[key] = seconds, sent
+        return self._collectives[key]
 
     def _share_of_ranks(self, places: Places, axis: int) -> Quantity:
         """Fraction of all ranks that take part in a collective along an axis, as the axis's other ranks do."""

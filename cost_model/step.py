@@ -180,6 +180,9 @@ class Step(StepMemory):
 
         Where the runtime or the plan sends activations piece by piece, or micro-batches take turns, those overlap, too.
         """
+        return self._once(("hidden", region), lambda: self._overlap(region))
+
+    def _overlap(self, region: Region) -> Quantity:
         compute = sum(
             (times * i.count * i.seconds for i, times in self.runs(region, COMPUTE)), start=0
         )

@@ -228,8 +228,8 @@ class Question:
         if chosen is not None and found.explored is not None:
             scale = answer.step_seconds / chosen.seconds
             changes = self._changes(found.explored, chosen, scale)
-            answer = replace(answer, setting=chosen.setting, changes=changes)
-        return replace(answer, candidates=tuple(self._rows(found, answer)))
+            answer = answer.but(setting=chosen.setting, changes=changes)
+        return answer.but(candidates=tuple(self._rows(found, answer)))
 
     def _rows(self, found: Searched, answer: Advice) -> Iterator[Candidate]:
         """Rows of the comparison: the chosen plan, other searched plans, and estimates of other settings."""

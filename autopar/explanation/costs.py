@@ -89,6 +89,10 @@ class PlanCost:
             selected=blocks.selected, slices=blocks.slices,
         )  # fmt: skip
 
+    def but(self, **changes: Any) -> Self:
+        """The same costs with other fields, which change no formula; formulas that are made already are kept."""
+        return replace(self, built=self.__dict__.get("expressions", self.built), **changes)
+
     @cached_property
     def values(self) -> Mapping[str, float]:
         """The value of every symbol."""
