@@ -38,6 +38,9 @@ from autopar.search.recipe_rows import RECIPES, Recipe
 _MAX_ROUNDS = 8  # rounds over all axes; all descents seen so far ended after two or three
 _FOLLOWED = 3  # descents without recipes start at the plans of so many of the best combinations
 _MAX_EXPOSURES = 3  # number of times that programs are solved again with another exposure
+_PROVEN = (
+    1 + 2e-4
+)  # step of a plan that counts as the fastest, as a multiple of a lower bound on all steps
 _TIGHTER = 0.8  # bound on memory of a second search, as a fraction of the best plan's memory
 
 # One recipe for each way to split ops, which allows every way to store parameters. Its best plan is at least as fast
@@ -90,6 +93,8 @@ class _Combination(NamedTuple):
 def descents(problem: Problem, bound: int | None) -> list[Descent]:
     """The results of the descents from all starts, under a bound on the bytes of a rank; None for no bound."""
     found = [_descend(problem, order, bound) for order in _orders(problem.mesh)]
+    if _is_proven(problem, found, bound):
+        return found  # no other start leads to a faster plan
     if bound is not None and problem.least_bytes > bound:
         return found  # nothing fits; the smallest plan of these shows how much is missing
     if bound is not None:
@@ -111,6 +116,42 @@ def descents(problem: Problem, bound: int | None) -> list[Descent]:
         combinations = _again(problem, combinations, best_of(found, bound), bound)
         found += _from_recipes(problem, combinations, bound)
     return found
+
+
+def _is_proven(problem: Problem, found: Sequence[Descent], bound: int | None) -> bool:
+    """Whether the plan of the first descent is known to be the fastest, but for the solver's tolerance.
+
+    On a mesh of one axis a descent solves a single program. If everything hides in its plan that the program lets
+    hide, the solver's bound on the program is one for every plan, whatever its slopes.
+    """
+    first, *others = found
+    is_near = first.weighed_seconds <= _PROVEN * first.least_seconds
+    return not others and _axis_of(problem.mesh) is not None and is_near and fits(first, bound)
+
+
+def least_seconds(problem: Problem, bound: int) -> float:
+    """A lower bound on the weighed seconds of all plans within a bound on memory; 0 where none is known.
+
+    It is known on meshes of one axis, and takes much less time than the search of a plan. It is infinite where it
+    shows that no plan fits.
+    """
+    axis = _axis_of(problem.mesh)
+    if axis is None:
+        return 0.0
+    return AxisSolutions.of(problem, axis, _unsplit(problem)).least_seconds(bound)
+
+
+def may_fit(problem: Problem, bound: int) -> bool:
+    """Whether the plan of least memory fits, on a mesh of one axis."""
+    axis = _axis_of(problem.mesh)
+    assert axis is not None, "several axes have no plan that is known to be the smallest"
+    return fits(AxisSolutions.of(problem, axis, _unsplit(problem)).smallest, bound)
+
+
+def _axis_of(mesh: Mesh) -> int | None:
+    """The only axis of a mesh that has more than one rank; None if there are several such axes."""
+    (axis, *_), *others = _orders(mesh)
+    return None if others else axis
 
 
 def best_of(descents: Sequence[Descent], bound: int | None) -> Descent:

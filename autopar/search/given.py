@@ -24,6 +24,7 @@ from autopar.search.recipes import is_open, resolve
 from autopar.search.request import Request
 from autopar.search.search import Found, MeshSearch
 from autopar.search.searches import Searches
+from autopar.search.staged import SlowerError
 
 _NEARER = 4  # searches for parameters beside activations on the host
 
@@ -65,7 +66,8 @@ class GivenMesh:
         fingerprint: hash of the captured graph, which the plan records.
         captured: number of captured batches that make a step.
         fixed_storage: layouts of parameters that are placed already; None where they are open.
-        faster_than_seconds: duration of a known step; with stages only a shorter one counts.
+        faster_than_seconds: duration of a known step. With stages only a shorter one counts; without them a longer one
+            is not searched where it is known to be.
         searches: searches of layouts, with and without recomputation.
     """
 
@@ -311,10 +313,16 @@ class GivenMesh:
         """The fastest plan that fits: without recomputation, with recomputed blocks, or with activations saved in
         slices or on the host.
 
-        The latter two are searched only if the fastest plan does not fit into memory.
+        The latter two are searched only if the fastest plan does not fit into memory. Raises SlowerError where plans
+        fit, but none is faster than the known step.
         """
-        found, again = list[Planned](), None
-        if self._may_keep_all:
+        found, keeps_slower = list[Planned](), self._keeps_slower
+        again: SearchError | None = None
+        if keeps_slower:
+            again = SlowerError(
+                f"No plan on the mesh {self.request.mesh} is faster than {self.faster_than_seconds:.6g} s."
+            )
+        elif self._may_keep_all:
             with suppress(SearchError):
                 flat = self._flat()
                 found.append(self._kept(flat))
@@ -323,10 +331,14 @@ class GivenMesh:
         try:
             found.append(self._recomputing())
         except SearchError as error:
-            again = error
+            again = again or error
         if self._may_hold_state:
             found += self._that_fit_in_slices()
-            found += self._in_dims(min((each.price.step_seconds for each in found), default=None))
+            known = self.faster_than_seconds if keeps_slower else None
+            found += self._in_dims(min((each.price.step_seconds for each in found), default=known))
+        if not found and keeps_slower:
+            assert again is not None, "it says that all plans are slower"
+            raise again
         if not found and self.request.offload and is_whole(self.graph):
             found += self._that_fit_beside_activations()
         if not found:
@@ -341,13 +353,27 @@ class GivenMesh:
         return bound is None or not self._layouts.exceeds(bound)
 
     @property
+    def _keeps_slower(self) -> bool:
+        """Whether plans without recomputation fit, and it is known without a search that none is faster."""
+        bound = self.request.search_bound_bytes
+        if bound is None or self.request.is_priced_again:
+            return False
+        return self._layouts.has_only_slower(bound, self.faster_than_seconds)
+
+    @property
     def _may_hold_state(self) -> bool:
         """Whether parameters, gradients, optimizer states and buffers alone may fit."""
         bound = self.request.search_bound_bytes
         return bound is None or not self._layouts.state_exceeds(bound)
 
     def _refusal(self) -> SearchError:
-        """The error of the search without recomputation, where no plan fits."""
+        """The error of the search without recomputation, where no plan fits.
+
+        It is searched for its words, which say what would help; nobody reads them beside a known step.
+        """
+        if math.isfinite(self.faster_than_seconds) and not self._may_keep_all:
+            kind = SearchError if self._may_hold_state else StateError
+            return kind(f"No plan for the mesh {self.request.mesh} keeps all activations.")
         try:
             self._flat()
         except SearchError as error:

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import cached_property
 
 from autopar.ir import Labels, Layout, ParameterPlan, R, State, TieredLayout
 from autopar.search.assignment_parts import composed
@@ -102,15 +103,38 @@ class AxisProgram:
         return Outcome(
             assignment, seconds, bytes, seconds + price * bytes, solution.gap, self.program.shape,
             self._saves_memory, self._least_bytes(solution) if minimize == "bytes" else 0.0,
-            self._least_seconds(solution) if minimize == "seconds" and max_bytes is None else 0.0,
+            self._least_seconds(solution) if minimize == "seconds" else 0.0,
         )  # fmt: skip
 
+    def least_seconds(self, max_bytes: float) -> float:
+        """A lower bound on the weighed seconds of all assignments within `max_bytes`, by the linear relaxation.
+
+        It is 0 if the program's slopes are not those of a step in which everything hides that can, and infinite if
+        there is no assignment.
+        """
+        if not self.problem.hides_most:
+            return 0.0
+        price = self.problem.byte_seconds
+        least = self.program.least_seconds(max_bytes=max_bytes, byte_seconds=price)
+        return (1 - _FEASIBLE) * least + self._views_seconds
+
     def _least_seconds(self, solution: Solution) -> float:
-        """A lower bound on the weighed seconds of all solutions, given the best one if everything hides that can."""
+        """A lower bound on the weighed seconds of all solutions, given the best one if everything hides that can.
+
+        Under a bound on memory, it is one for all solutions within it.
+        """
         if not self.problem.hides_most:
             return 0.0
         weighed = solution.seconds + self.problem.byte_seconds * solution.bytes
-        return (1 - solution.gap - _FEASIBLE) * weighed
+        return (1 - solution.gap - _FEASIBLE) * weighed + self._views_seconds
+
+    @cached_property
+    def _views_seconds(self) -> float:
+        """The least seconds of collapsed views, which the program leaves out because they follow other ops."""
+        return sum(
+            min(self.problem.op_seconds(index, labels) for _, labels in self._labels(index))
+            for index in self.problem.collapsed
+        )
 
     def _least_bytes(self, solution: Solution) -> float:
         """A lower bound on the bytes of all solutions, given the one of least bytes and the solver's tolerances."""

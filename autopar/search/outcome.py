@@ -20,7 +20,8 @@ class Outcome:
         shape: numbers of rows, columns and binary variables of the program.
         saves_memory: whether the program had slower strategies that save memory.
         least_bytes: bytes that every assignment takes as the program counts them; 0 if they were not minimized.
-        least_seconds: weighed seconds that no assignment falls below, whatever its slopes; 0 if they are not known.
+        least_seconds: weighed seconds that no assignment within the program's bound on memory falls below, whatever
+            its slopes; 0 if they are not known.
     """
 
     assignment: Assignment

@@ -159,6 +159,7 @@ class _Search:
         self.graphs: dict[int, Graph] = {}
         self.inside: dict[int, MeshSearch] = {}
         self.choices: list[Plan] = []
+        self.tables: dict[int, tuple[Plan, StageTables]] = {}
 
     def run(self) -> PipelineFound:
         if self._host_gains_nothing():
@@ -333,7 +334,7 @@ class _Search:
             staged.price(each.setting, executed=True)
 
     def _stage_plan(self, share: float, inside: MeshSearch) -> _Inner | None:
-        """The fastest plan of layouts under a bound; None if no plan fits.
+        """The fastest plan of layouts under a bound; None if no plan fits, or none promises a faster step.
 
         If none fits under the memory of all pipeline ranks (`share` 1), the bound is widened until one does, because it
         may fit with recomputation.
@@ -343,12 +344,24 @@ class _Search:
             bound = int(relaxed) if math.isfinite(relaxed) else None
             if bound is not None and inside.exceeds(bound):
                 continue
+            if bound is not None and self._has_only_slower(inside, bound):
+                self.found.has_slower = True
+                return None
             try:
                 return _Inner(inside.within(bound).plan, share)
             except SearchError:
                 if math.isinf(relaxed):
                     raise
         return None
+
+    def _has_only_slower(self, inside: MeshSearch, bound: int) -> bool:
+        """Whether all layouts within a bound take as long as the best step, even if every rank is always busy.
+
+        Recomputation only adds to their seconds. Layouts for another number of micro-batches have other bounds.
+        """
+        if self.asked_micro_batches is None or self.request.is_priced_again:
+            return False
+        return inside.has_only_slower(bound, self.ranks * self.found.best_seconds)
 
     def _inside(self, micro_batches: int) -> MeshSearch:
         """The search on the mesh of one stage."""
@@ -401,11 +414,18 @@ class _Search:
                 self.found.refuse(name, error)
 
     def _tables(self, plan: Plan, micro_batches: int) -> StageTables:
-        """The costs of all possible stages of a plan, with a number of micro-batches."""
-        return StageTables(
-            self._graph(micro_batches), replace(plan, micro_batches=micro_batches), self.hardware, world=self.mesh,
-            training_state=self.request.training_state, software=self.request.software,
-        )  # fmt: skip
+        """The costs of all possible stages of a plan, with a number of micro-batches; the last ones are kept.
+
+        The fastest layouts are priced, and tell what recomputation frees, one after the other.
+        """
+        known, tables = self.tables.get(micro_batches, (None, None))
+        if tables is None or known is not plan:
+            tables = StageTables(
+                self._graph(micro_batches), replace(plan, micro_batches=micro_batches), self.hardware, world=self.mesh,
+                training_state=self.request.training_state, software=self.request.software,
+            )  # fmt: skip
+            self.tables[micro_batches] = plan, tables
+        return tables
 
     def _best_micro_batches(self) -> int:
         """The number of micro-batches of the best plan so far; the captured one where nothing is found."""

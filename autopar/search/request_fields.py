@@ -169,6 +169,12 @@ class RequestFields:
         return self.leaves_axes_open and 1 in (self.depths or (1,))
 
     @property
+    def is_priced_again(self) -> bool:
+        """Whether found plans get owners, or overlap, that their search did not price, so that they may get faster."""
+        overlaps = bool(self.decompose) or self.overlap_batches > 1
+        return overlaps or self.has_owners or self.has_lone_ops
+
+    @property
     def has_stages(self) -> bool:
         """Whether the mesh has an axis of pipeline stages."""
         return self.mesh is not None and PIPELINE_AXIS in self.mesh.names

@@ -24,7 +24,15 @@ from autopar.ir import PIPELINE_AXIS, UNSPLIT, Graph, Layout, Mesh, Op, Paramete
 from autopar.pipeline.composed import StepCost, cost_of
 from autopar.search.checks import check_axes, check_used
 from autopar.search.decisions import Assignment
-from autopar.search.descent import Descent, best_of, descents, fits, named_recipes
+from autopar.search.descent import (
+    Descent,
+    best_of,
+    descents,
+    fits,
+    least_seconds,
+    may_fit,
+    named_recipes,
+)
 from autopar.search.lone_ops import (
     LonePins,
     lone_notes,
@@ -151,6 +159,7 @@ class MeshSearch:
     lone: LonePins
     mesh: Mesh
     _costs: dict[object, StepCost] = field(default_factory=dict, compare=False)
+    _plans: dict[object, Found] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(
@@ -202,6 +211,16 @@ class MeshSearch:
 
     def within(self, memory_bytes: int | None) -> Found:
         """The fastest plan within a memory bound. Raises SearchError if no plan fits."""
+        return self._once(("within", memory_bytes), lambda: self._within(memory_bytes))
+
+    def _once(self, asked: object, find: Callable[[], Found]) -> Found:
+        """The plan that answers a question, found once; searches under other recipes share what is known."""
+        key = self.problem, format_recipe(self.recipe), asked
+        if key not in self._plans:
+            self._plans[key] = find()
+        return self._plans[key]
+
+    def _within(self, memory_bytes: int | None) -> Found:
         problem, recipe = self.problem, format_recipe(self.recipe)
         found = descents(problem, memory_bytes)
         best = best_of(found, memory_bytes)
@@ -218,6 +237,13 @@ class MeshSearch:
         """Whether every plan takes more memory than this, so that `within` would raise SearchError."""
         return self.problem.least_bytes > memory_bytes
 
+    def has_only_slower(self, memory_bytes: int, than_seconds: float) -> bool:
+        """Whether plans fit into memory, but it is known without a search that all take as long as `than_seconds`."""
+        if math.isinf(than_seconds) or self.exceeds(memory_bytes):
+            return False
+        is_slower = least_seconds(self.problem, memory_bytes) >= than_seconds
+        return is_slower and may_fit(self.problem, memory_bytes)
+
     def state_exceeds(self, memory_bytes: int) -> bool:
         """Whether parameters, gradients, optimizer states and buffers alone take more memory than this.
 
@@ -227,6 +253,9 @@ class MeshSearch:
 
     def at_price(self, byte_seconds: float) -> Found:
         """The plan with the least seconds, where every byte of a rank's peak memory counts as so many more."""
+        return self._once(("price", byte_seconds), lambda: self._at_price(byte_seconds))
+
+    def _at_price(self, byte_seconds: float) -> Found:
         found = descents(self.problem.weighed(byte_seconds), None)
         return self._found(best_of(found, None), found, None)
 

@@ -8,6 +8,7 @@ limit on time.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
@@ -24,6 +25,9 @@ _SCALE = 1e6  # the objective is scaled to about this size, far above HiGHS' abs
 _RELATIVE_GAP = 1e-4
 _MAX_NODES = 1_000
 _MAX_SECONDS = 120.0
+_PREFERRED = (
+    1e-6  # what all preferences together add to the objective, as a part of the largest price
+)
 _INTEGRAL = 1e-9  # how far from 0 or 1 a value of the relaxation may be
 _INFEASIBLE = (
     highspy.HighsModelStatus.kInfeasible,
@@ -58,6 +62,7 @@ class Solved:
     """
 
     _found: dict[bytes, tuple[np.ndarray, float] | None] = field(default_factory=dict)
+    _least: dict[bytes, float] = field(default_factory=dict)
 
     def solve(self, lp: highspy.HighsLp, binary: np.ndarray) -> tuple[np.ndarray, float] | None:
         """The values of a program's columns with the relative gap, or None if the program is infeasible.
@@ -72,6 +77,18 @@ class Solved:
         if key not in self._found:
             self._found[key] = _run(lp, binary)
         return self._found[key]
+
+    def least(self, lp: highspy.HighsLp, binary: np.ndarray) -> float:
+        """A lower bound on a program's objective: that of its linear relaxation, which is infinite if infeasible."""
+        key = _digest(lp, binary)
+        if key not in self._least:
+            solver = _relaxed(lp)
+            self._least[key] = (
+                math.inf
+                if solver.getModelStatus() in _INFEASIBLE
+                else solver.getInfo().objective_function_value
+            )
+        return self._least[key]
 
 
 class MixedIntegerProgram:
@@ -164,6 +181,16 @@ class MixedIntegerProgram:
         values, gap = found
         return Solution(values, float(values @ self.seconds), float(values @ self.bytes), gap)
 
+    def least_seconds(self, *, max_bytes: float | None = None, byte_seconds: float = 0.0) -> float:
+        """A lower bound on the seconds of all solutions, which takes a small part of the time of `solve`.
+
+        The result is infinite if there is no solution. Arguments are those of `solve`.
+        """
+        costs = self._costs("seconds", byte_seconds)
+        least = self._solved.least(self._model(costs, max_bytes), np.array(self._binary))
+        size = costs.max(initial=0.0) or 1.0
+        return (least / _SCALE - _PREFERRED) * size
+
     def _model(self, costs: np.ndarray, max_bytes: float | None) -> highspy.HighsLp:
         starts, indices, values = self._starts, self._indices, self._values
         lower, upper = self._row_lower, self._row_upper
@@ -196,7 +223,7 @@ class MixedIntegerProgram:
     def _objective(self, costs: np.ndarray) -> np.ndarray:
         size = costs.max(initial=0.0) or 1.0
         preference = np.array(self._preference)
-        tie_break = preference / (preference.sum() or 1.0) * 1e-6
+        tie_break = preference / (preference.sum() or 1.0) * _PREFERRED
         return _SCALE * (costs / size + tie_break)
 
 
@@ -238,13 +265,7 @@ def _run(lp: highspy.HighsLp, binary: np.ndarray) -> tuple[np.ndarray, float] | 
     The linear relaxation is solved first. It is often integral, and is then the solution. Presolving it took two to
     three times as long as its simplex iterations (programs of Llama, GPT-2, Mixtral and T5).
     """
-    solver = highspy.Highs()
-    for option, value in _OPTIONS.items():
-        solver.setOptionValue(option, value)
-    solver.passModel(lp)
-    solver.setOptionValue("solve_relaxation", True)
-    solver.setOptionValue("presolve", "off")
-    solver.run()
+    solver = _relaxed(lp)
     if solver.getModelStatus() in _INFEASIBLE:
         return None
     if _is_integral(solver, binary):
@@ -253,6 +274,18 @@ def _run(lp: highspy.HighsLp, binary: np.ndarray) -> tuple[np.ndarray, float] | 
     solver.setOptionValue("presolve", "choose")
     solver.run()
     return _searched(solver)
+
+
+def _relaxed(lp: highspy.HighsLp) -> highspy.Highs:
+    """A solver that has solved the linear relaxation of a program."""
+    solver = highspy.Highs()
+    for option, value in _OPTIONS.items():
+        solver.setOptionValue(option, value)
+    solver.passModel(lp)
+    solver.setOptionValue("solve_relaxation", True)
+    solver.setOptionValue("presolve", "off")
+    solver.run()
+    return solver
 
 
 def _searched(solver: highspy.Highs) -> tuple[np.ndarray, float] | None:

@@ -296,7 +296,9 @@ class StagedPlan:
     def _fits(self, shape: Shape, recompute: Recompute) -> bool:
         """Whether a setting fits; False if it is impossible, and the reason is recorded."""
         setting = Setting(shape, recompute)
-        if recompute == "full" and self._cannot_fit(shape, recompute):
+        # All blocks together are the only stage, or recompute as much as they do in any stages.
+        is_bound = recompute == "full" or (shape.stages == 1 and isinstance(recompute, int))
+        if is_bound and self._cannot_fit(shape, recompute):
             return False
         try:
             return can_fit(self.tables.at(recompute), shape, memory_bytes=self.bound)
