@@ -52,8 +52,12 @@ class Closures:
             gc.unfreeze()
         found: dict[types.CodeType, list[types.FunctionType]] = {}
         for function in gc.get_objects():
-            if type(function) is types.FunctionType and has_closure(function.__code__):
-                found.setdefault(function.__code__, []).append(function)
+            # Most functions have no closure, and most others are not the user's: codes are slow to look up in a table.
+            if type(function) is not types.FunctionType or function.__closure__ is None:
+                continue
+            code = function.__code__
+            if is_users(code.co_filename) and has_closure(code):
+                found.setdefault(code, []).append(function)
         return found
 
 

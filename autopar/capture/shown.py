@@ -80,15 +80,43 @@ def kept_by(cached: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def all_cached() -> list[Any]:
-    """All functions of the process with a cache of `functools`.
+    """All functions of the process with a cache of `functools`."""
+    return _CACHED.functions()
 
-    Each refers to its class, and the garbage collector finds what does in half the time of a list of all objects. It
-    does not see what `gc.freeze` has put aside. That stays as it is, and modules are asked instead.
+
+class _AllCached:
+    """The functions with a cache, looked for anew only where there may be others than the known ones.
+
+    Each refers to its class, so the class has a reference more for every function that was made. References from
+    elsewhere hardly change in number: they are those of modules that name the class. A look through all objects takes
+    as long as the capture of a small model.
     """
-    found = gc.get_referrers(Cached, _FROZEN)
-    return list(
-        {id(x): x for x in (*_FROZEN.functions(found), *found) if type(x) is Cached}.values()
-    )
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+        # Negative before the first look, and in an interpreter that does not count references to classes.
+        self._references_from_elsewhere = -1
+        self._frozen = _Frozen()
+
+    def functions(self) -> list[Any]:
+        """These functions."""
+        known = list(self._known)
+        if sys.getrefcount(Cached) - len(known) == self._references_from_elsewhere >= 0:
+            return known
+        found = self._looked_for()
+        self._known = weakref.WeakSet(found)
+        self._references_from_elsewhere = sys.getrefcount(Cached) - len(found)
+        return found
+
+    def _looked_for(self) -> list[Any]:
+        """All functions with a cache.
+
+        The garbage collector finds what refers to a class in half the time of a list of all objects. It does not see
+        what `gc.freeze` has put aside. That stays as it is, and modules are asked instead.
+        """
+        found = gc.get_referrers(Cached, self._frozen)
+        all_found = (*self._known, *self._frozen.functions(found), *found)
+        return list({id(x): x for x in all_found if type(x) is Cached}.values())
 
 
 class _Frozen:
@@ -115,7 +143,7 @@ class _Frozen:
         return list(self._functions)
 
 
-_FROZEN = _Frozen()
+_CACHED = _AllCached()
 
 
 def _cached_in_modules() -> Iterator[Any]:

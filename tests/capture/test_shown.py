@@ -52,7 +52,8 @@ def test_a_cache_that_tells_types_apart_is_not_asked() -> None:
 
 def test_modules_are_asked_once_for_every_freeze() -> None:
     gc.freeze()
-    all_cached()
+    one_more = functools.cache(lambda x: x)
+    assert id(one_more) in set(map(id, all_cached()))
     later = functools.cache(lambda x: x)
     with mock.patch.object(gc, "get_freeze_count") as counted:
         assert {id(of_a_module), id(later)} <= set(map(id, all_cached()))
@@ -63,3 +64,21 @@ def test_modules_are_asked_once_for_every_freeze() -> None:
         assert id(later) in set(map(id, all_cached()))
     finally:
         del globals()["_later"]
+
+
+def test_objects_are_looked_through_only_where_a_function_was_made() -> None:
+    made = [functools.cache(lambda x: x)]
+    before = set(map(id, all_cached()))
+    with mock.patch.object(gc, "get_referrers") as look:
+        assert set(map(id, all_cached())) == before >= set(map(id, made))
+    look.assert_not_called()
+    made.append(functools.lru_cache(abs))
+    assert set(map(id, all_cached())) == before | set(map(id, made))
+
+
+def test_one_function_made_for_one_that_went_is_found() -> None:
+    gone = functools.cache(lambda x: x)
+    all_cached()
+    del gone
+    made = functools.cache(lambda x: x)
+    assert any(x is made for x in all_cached())
