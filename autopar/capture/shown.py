@@ -159,5 +159,17 @@ def _cached_in_modules() -> Iterator[Any]:
 
 def tensors_cached_by(value: Any) -> list[Tensor]:
     """The tensors that a function's cache holds, by themselves or in containers."""
-    held = pytree.tree_leaves([x for x in gc.get_referents(value) if not callable(x)])
-    return [x for x in held if isinstance(x, Tensor)]
+    found: list[Tensor] = []
+    waiting = [x for x in gc.get_referents(value) if not callable(x)]
+    seen: set[int] = set()
+    while waiting:
+        x = waiting.pop()
+        # A tensor is tracked by the garbage collector, and a table of texts is not.
+        if not gc.is_tracked(x) or id(x) in seen:
+            continue
+        seen.add(id(x))
+        if type(x) in (dict, list, tuple):
+            waiting.extend(x.values() if type(x) is dict else x)
+        elif type(x) not in (set, frozenset):
+            found.extend(leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor))
+    return found

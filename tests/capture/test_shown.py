@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import gc
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
-from autopar.capture.shown import all_cached, kept_by
+from autopar.capture.shown import all_cached, kept_by, tensors_cached_by
 
 
 @functools.cache
@@ -82,3 +84,17 @@ def test_one_function_made_for_one_that_went_is_found() -> None:
     del gone
     made = functools.cache(lambda x: x)
     assert any(x is made for x in all_cached())
+
+
+@pytest.mark.parametrize("wrap", [functools.cache, functools.lru_cache(maxsize=2)])
+def test_tensors_are_found_in_what_containers_a_cache_holds(wrap: Callable[..., Any]) -> None:
+    x = torch.ones(1)
+    around: list[Any] = [[x], {"a": "b"}, {"set"}]
+    around.append(around)
+    held = {1: x, 2: (2, [x]), 3: {"a": OrderedDict(b=x)}, 4: around, 5: "text", 6: {7: 8}}
+    function = wrap(held.__getitem__)
+    for key in held:
+        function(key)
+        is_there = bool(tensors_cached_by(function))
+        assert is_there or key > 4
+    assert all(each is x for each in tensors_cached_by(function))

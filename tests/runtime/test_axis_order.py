@@ -17,6 +17,7 @@ from autopar.runtime.processes import axes_of_device_mesh, make_world
 from tests.runtime.models import make_on
 from tests.runtime.ranks import Ranks
 from tests.runtime.training import difference, single, train
+from tests.support.staged import captured_once
 
 pytestmark = pytest.mark.multiprocess
 
@@ -24,6 +25,7 @@ ORDERED = "dp=2,tp=2 order tp,dp"
 RECIPE = {"dp": "zero3", "tp": "tp"}
 
 
+@captured_once()
 def on_ranks(mesh: Any, pins: dict[str, str]) -> tuple[str, tuple[int, ...], dict[str, Any]]:
     """The plan, the place of this rank in its device mesh, and what training gets."""
     model, batch, loss_fn = make_on("cpu", "mlp")

@@ -10,6 +10,7 @@ from autopar.capture.export import run_with_loss
 from autopar.proof.verdict import nan_last
 from tests.runtime.models import make
 from tests.runtime.ranks import Ranks
+from tests.support.staged import captured_once
 from tests.support.tolerances import TOLERANCE_HALF
 
 pytestmark = pytest.mark.multiprocess
@@ -31,6 +32,7 @@ def errors(recipe: str | dict[str, str]) -> dict[str, float]:
     return {n: float((found[n] - x).abs().max() / x.abs().max()) for n, x in wanted.items()}
 
 
+@captured_once()
 def all_ways() -> list[dict[str, float]]:
     return [errors(recipe) for recipe in RECIPES]
 

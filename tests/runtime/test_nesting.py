@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 import autopar
+from autopar.api import front_door
 from autopar.errors import PlanError
 from autopar.ir import Plan, S, nested_labels
 from tests.runtime.models import make, make_on
 from tests.runtime.ranks import Ranks
 from tests.runtime.training import difference, single, train
+from tests.support.staged import captured_once
 
 pytestmark = pytest.mark.multiprocess
 
@@ -20,6 +22,7 @@ SHARDED_ROWS = {"tp": "tp+sp", "tq": "tp+sp"}
 SHARDED_BATCH = {"tp": "zero3", "tq": "zero3"}
 
 
+@captured_once(front_door)
 def turned(recipe: Any, **asked: Any) -> Plan:
     """The plan of a small GPT on two axes of two, all of whose ops nest in the order tq, tp."""
     model, batch, loss_fn = make("gpt")
@@ -33,6 +36,7 @@ def turned(recipe: Any, **asked: Any) -> Plan:
     return replace(plan, ops=ops)
 
 
+@captured_once()
 def trained(text: str) -> dict[str, Any]:
     model, batch, loss_fn = make_on("cpu", "gpt")
     made = autopar.compile(model, loss_fn=loss_fn, plan=Plan.parse(text), example_inputs=batch)

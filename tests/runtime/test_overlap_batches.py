@@ -17,6 +17,7 @@ from autopar.runtime import started
 from tests.runtime.models import make
 from tests.runtime.ranks import Ranks
 from tests.runtime.training import compiled, difference, plan_of_part, single, train
+from tests.support.staged import captured_once
 from tests.support.tables import often
 
 pytestmark = pytest.mark.multiprocess
@@ -71,6 +72,7 @@ def test_random_plans_train_as_one_process(four_ranks: Ranks, seed: int) -> None
         assert difference(found, expected) < 1e-9
 
 
+@captured_once()
 def randomly_in_turns(seed: int) -> dict[str, Any]:
     model, batch, loss_fn = make("gpt")
     plan = replace(
@@ -92,6 +94,7 @@ def test_a_collective_starts_before_the_other_micro_batch_computes(two_ranks: Ra
             )  # while a message of the other micro-batch is under way
 
 
+@captured_once()
 def order_of_messages() -> str:
     """The starts (s) and ends (e) of messages of activations in a step, in their order."""
     events: list[str] = []

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autopar
 from tests.runtime.ranks import Ranks
 from tests.runtime.training import difference, train
+from tests.support.staged import captured_once
 
 pytestmark = pytest.mark.multiprocess
 
@@ -53,6 +54,7 @@ class Sent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@captured_once()
 def trained(recipe: str, ranks: int, whole: bool = False) -> dict[str, Any]:
     """Ten steps, the gradient of the table, and the bytes that this rank sends to single ranks in a step."""
     model, batch = made()

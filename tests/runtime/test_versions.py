@@ -137,9 +137,9 @@ def test_the_delays_matter() -> None:
 @captured_once()
 def counted(schedule: str, stages: int) -> int:
     """The most tensors with values of this rank's `up` that there were at once, looked for after every update."""
-    earlier = {
-        id(x) for x in gc.get_objects() if type(x) is Tensor
-    }  # of other tests in this process
+    # What other tests in this process have left: to look through all of it at every update takes most of the time.
+    earlier = {id(x) for x in gc.get_objects() if type(x) is Tensor}
+    gc.freeze()
     model, batches = make(stages, 4 * 4 * stages)
     plan = plan_for(model, batches[0], mean_square, schedule, stages, 4 * stages)
     made = autopar.compile(model, loss_fn=mean_square, plan=plan)
