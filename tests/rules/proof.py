@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -42,15 +43,16 @@ class Alone(nn.Module):
 
 def labels_of(op: Callable[..., object], *tensors: Tensor, kind: str) -> set[str]:
     """The choices that the rule of the op called `kind` offers (any op of parameters may also run in V)."""
-    graph = _analyzed(Alone(op, tensors))[1].graph
+    graph = analyze(_captured(op, tensors)[1]).graph
     return {c.label for o in graph.ops if o.kind == kind for c in o.choices} - {VARIED}
 
 
 def prove(op: Callable[..., object], *tensors: Tensor, kind: str) -> int:
     """Compares every choice of every op called `kind` with the unsplit op; returns how many there were."""
-    module = Alone(op, tensors)
+    module, captured = _captured(op, tensors)
+    module.zero_grad()
     module().backward()
-    captured, analysis = _analyzed(module)
+    analysis = analyze(captured)
     graph = analysis.graph
     tried = 0
     for node in (o for o in graph.ops if o.kind == kind):
@@ -63,10 +65,12 @@ def prove(op: Callable[..., object], *tensors: Tensor, kind: str) -> int:
     return tried
 
 
-def _analyzed(module):
+@functools.lru_cache(maxsize=1)  # a test asks for the labels of an op, and then proves them
+def _captured(op, tensors):
+    module = Alone(op, tensors)
     captured = capture_step(module, (), {}, None)
     clean_up(captured.module)
-    return captured, analyze(captured)
+    return module, captured
 
 
 def _compare(module, captured, analysis, name, label):

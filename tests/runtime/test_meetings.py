@@ -177,15 +177,17 @@ def test_ranks_may_give_rows_of_their_own(four_ranks: Ranks) -> None:
         assert difference(found, reference) < 1e-9
 
 
+def mean_product(y: Tensor, t: Tensor) -> Tensor:
+    return (y * t).mean()
+
+
 @captured_once()
 def seen() -> dict[str, Any]:
     """The rank's replica between meetings: masks of dropout, evaluation, and what is refused."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
     x = torch.ones(8, 4)
-    made = autopar.compile(
-        model, loss_fn=lambda y, t: (y * t).mean(), mesh={"dp": 2}, recipe="local:4"
-    )
+    made = autopar.compile(model, loss_fn=mean_product, mesh={"dp": 2}, recipe="local:4")
     made.step(x, x)
     mask = model[0].bias.grad.clone()
     with pytest.raises(autopar.StepError, match=r"train with model\.step"):

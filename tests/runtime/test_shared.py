@@ -90,6 +90,10 @@ class Living(TorchDispatchMode):
         return result
 
 
+def total(y: Tensor) -> Tensor:
+    return y.sum()
+
+
 @captured_once()
 def alive(schedule: str, micro_batches: int) -> tuple[int, int]:
     """Activations alive in a step at most, and after it."""
@@ -97,7 +101,7 @@ def alive(schedule: str, micro_batches: int) -> tuple[int, int]:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(24, 24), nn.Tanh()) for _ in range(4)))
     batch = torch.randn(5 * micro_batches, 24)
     made = autopar.compile(
-        model, loss_fn=lambda y: y.sum(), mesh={"pp": 2}, schedule=schedule, micro_batches=micro_batches
+        model, loss_fn=total, mesh={"pp": 2}, schedule=schedule, micro_batches=micro_batches
     )  # fmt: skip
     made.step(batch)
     with Living(5 * 24) as living:
@@ -124,7 +128,7 @@ def loaded(mesh: dict[str, int]) -> float:
     batch = torch.randn(8, 8)
     recipe = {"dp": "zero3"} if "dp" in mesh else "gpipe"
     made = autopar.compile(
-        model, loss_fn=lambda y: y.sum(), mesh=mesh, recipe=recipe, example_inputs=(batch,)
+        model, loss_fn=total, mesh=mesh, recipe=recipe, example_inputs=(batch,)
     )  # fmt: skip
     made.load_state_dict(plain.state_dict())
     own = {
