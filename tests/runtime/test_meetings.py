@@ -177,7 +177,7 @@ def test_ranks_may_give_rows_of_their_own(four_ranks: Ranks) -> None:
         assert difference(found, reference) < 1e-9
 
 
-def mean_product(y: Tensor, t: Tensor) -> Tensor:
+def mean_product(y: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
     return (y * t).mean()
 
 
