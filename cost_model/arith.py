@@ -7,6 +7,7 @@ module has the few functions that need different code for the three types.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -37,6 +38,11 @@ def _extreme(a: Quantity, b: Quantity, symbolic: Any, arrays: Any, numbers: Any)
 
 def _has_symbols(a: Quantity) -> bool:
     return isinstance(a, sympy.Basic) and bool(a.free_symbols)
+
+
+def hashable(a: Quantity) -> Hashable:
+    """A key for a quantity, equal for equal ones; that of an array has its bytes."""
+    return (a.shape, a.dtype.str, a.tobytes()) if isinstance(a, np.ndarray) else a
 
 
 def where(condition: Quantity, a: Quantity, b: Quantity) -> Quantity:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 
-from autopar.cost_model.arith import Quantity, smaller
+from autopar.cost_model.arith import Quantity, hashable, smaller
 from autopar.cost_model.collectives import BUCKET_BYTES, collective_seconds, overlapping_bytes
 from autopar.cost_model.compute import inner_tensors
 from autopar.cost_model.hardware import Hardware, Link
@@ -75,9 +75,7 @@ class NodeItems:
         self.modules |= {tensor: name for name, tensor in graph.parameters.items()}
         self._regions = regions_of(graph)
         self._parameters = frozenset(graph.parameters.values())
-        self._collectives: dict[
-            tuple[str, int, Quantity, Quantity, bool], tuple[Quantity, Quantity]
-        ] = {}
+        self._collectives: dict[Hashable, tuple[Quantity, Quantity]] = {}
 
     def place(self, name: str, module: str) -> tuple[Region, Quantity]:
         """The region of an op or tensor, and the number of layers of the whole model for which it stands."""
@@ -130,7 +128,7 @@ class NodeItems:
         self, name: str, axis: int, before: Quantity, after: Quantity, bucketed: bool
     ) -> tuple[Quantity, Quantity]:
         """Seconds of a collective, and bytes that a rank sends; those of alike layers are computed once."""
-        key = name, axis, before, after, bucketed
+        key = name, axis, hashable(before), hashable(after), bucketed
         if key not in self._collectives:
             ranks = self.sizes.axis(axis)
             seconds = collective_seconds(
