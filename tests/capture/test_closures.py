@@ -1,6 +1,9 @@
 """Of functions that one function has made, which have equal code, every one that runs is guarded."""
 
 import functools
+import gc
+import types
+from unittest import mock
 
 import pytest
 import torch
@@ -161,7 +164,24 @@ def test_what_the_forward_makes_for_itself_may_change():
 
 def test_a_method_that_calls_super_asks_for_no_search():
     closures = Closures()
-    closures.look(Both.__init__.__code__)  # its one free variable is __class__
-    assert "_found" not in vars(closures)
-    closures.look(scaled_by.__code__)
-    assert "_found" in vars(closures)
+    with mock.patch.object(gc, "get_referrers", return_value=[]) as search:
+        closures.look(Both.__init__.__code__)  # its one free variable is __class__
+        assert search.call_count == 0
+        closures.look(scaled_by.__code__)
+        closures.look(scaled_by.__code__)
+    assert search.call_count == 1
+
+
+def test_each_code_is_looked_for_before_it_runs_and_then_all_at_once():
+    makers = (scaled_by, repeated, scaled_by_first, Counting._counter)
+    made = [maker(1.0) for maker in makers]
+    functions = [x if isinstance(x, types.FunctionType) else x[0] for x in made]
+    closures = Closures()
+    for maker in makers:
+        closures.look(maker.__code__)
+    late = [maker(1.0) for maker in makers]
+    for function in functions:
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
+        values = {name: cell.cell_contents for name, cell in cells.items()}
+        found = closures.running(function.__code__, values)
+        assert any(x is function for x in found) and not any(x in found for x in late)
