@@ -109,10 +109,10 @@ class SettingSearch:
         if not self.request.has_stages:
             faster_than_seconds = math.inf
         trial = Trial(mesh, self.request.micro_batches, self.request.recipe)
-        trial, best = self.in_parts(trial, faster_than_seconds)
+        trial, best = self.search(trial, faster_than_seconds)
         return Searched(best, trial)
 
-    def in_parts(
+    def search(
         self, trial: Trial, faster_than_seconds: float = math.inf, *, gives_up: bool = False
     ) -> tuple[Trial, Planned]:
         """The plan of a setting as `plan` finds it, with the best number of micro-batches where that is open.

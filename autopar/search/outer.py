@@ -336,9 +336,7 @@ class _Outer:
             tried.searched.add((trial.mesh, trial.micro_batches))
             try:
                 faster_than_seconds = tried.most_shown * best_seconds
-                found = self._inside.in_parts(
-                    trial, faster_than_seconds, gives_up=bool(tried.found)
-                )
+                found = self._inside.search(trial, faster_than_seconds, gives_up=bool(tried.found))
                 tried.found.append(found)
                 count += 1
             except (MeshError, PlanError, RecipeError, SearchError) as error:
