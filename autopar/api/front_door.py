@@ -50,7 +50,7 @@ from autopar.runtime.processes import (
 from autopar.runtime.settings import Batch, Outputs, Settings
 from autopar.runtime.weights import WeightFiles
 from autopar.search import RecipeLike
-from autopar.search.request import Request, named_axes
+from autopar.search.request import Request, listed_depths, listed_names
 from autopar.search.request_fields import HEADROOM
 
 
@@ -68,6 +68,10 @@ def compile(
     schedule: str | None = None,
     chunks: int | None = None,
     recompute: RecomputeWish | None = None,
+    stages: int | Sequence[int] | None = None,
+    offload: bool = False,
+    without: str | Sequence[str] = (),
+    inside_node: str | Sequence[str] = (),
     decompose: str | Sequence[str] = (),
     overlap_batches: int | None = None,
     precision: MixedPrecision | str | None = None,
@@ -124,6 +128,12 @@ def compile(
             keeps at most half of what recomputation can save. By default nothing is recomputed if the step
             fits into memory; else blocks or single ops, whichever is faster within the memory, unless
             sharding more is.
+        stages: numbers of pipeline ranks to choose among, such as 4 or (1, 2); by default any, and where the recipe
+            names no schedule, more than one only if the search finds them best.
+        offload: whether parameters may be stored in the host's memory also where a plan fits without; by default only
+            where that is needed, or promises a faster step (docs/tiers.md).
+        without: what the plan must not use: recompute, offload, dp, tp, sp, ddp, zero1, zero2 or zero3.
+        inside_node: axes, dp or tp, whose ranks must share a node.
         decompose: mesh axes, such as "tp", along which an all-gather before linear layers, or a reduce-scatter after
             one, runs piece by piece while the pieces that are there are multiplied (docs/overlap.md); "auto" for the
             axes along which that makes the priced step shorter. By default none.
@@ -183,7 +193,7 @@ def compile(
     a plan of another model, and CaptureError, RecipeError or SearchError where no plan can be made.
     """
     show_failures()
-    decomposed = named_axes(decompose)
+    decomposed = listed_names(decompose)
     loaded = _loaded(plan, {
         "schedule": schedule, "chunks": chunks, "recompute": recompute, "decompose": decomposed or None,
         "overlap_batches": overlap_batches,
@@ -197,7 +207,9 @@ def compile(
         priced, ranks=world_size(), mesh=_checked(axes_of(mesh, loaded)), recipe=recipe,
         pins=pins or {}, memory_bytes=memory_bytes, headroom=headroom,
         micro_batches=_micro_batches(micro_batches, loaded), schedule=schedule, chunks=chunks,
-        recompute=recompute, decompose=decomposed, precision=policy, cuts_batch=True,
+        recompute=recompute, stages=listed_depths(stages), offload=offload or None,
+        without=frozenset(listed_names(without)), inside_node=listed_names(inside_node),
+        decompose=decomposed, precision=policy, cuts_batch=True,
         overlap_batches=1 if overlap_batches is None else overlap_batches,
         training_state=TrainingState.of(training_state),
         splits_backward=not Executor(executor).compiles,
@@ -324,7 +336,7 @@ def explain(
     model: nn.Module,
     example_inputs: Any,
     *,
-    mesh: MeshLike,
+    mesh: MeshLike | None = None,
     cluster: Cluster | Hardware | str | os.PathLike[str] = "h100",
     loss_fn: LossFunction | None = None,
     recipe: RecipeLike = "auto",
@@ -335,6 +347,10 @@ def explain(
     schedule: str | None = None,
     chunks: int | None = None,
     recompute: RecomputeWish | None = None,
+    stages: int | Sequence[int] | None = None,
+    offload: bool = False,
+    without: str | Sequence[str] = (),
+    inside_node: str | Sequence[str] = (),
     decompose: str | Sequence[str] = (),
     overlap_batches: int = 1,
     precision: MixedPrecision | str | None = None,
@@ -346,10 +362,10 @@ def explain(
         model: plain PyTorch, on any device; on the meta device it takes no memory.
         example_inputs: one micro-batch of all ranks, or the whole batch if `micro_batches` is left
             out: a tuple of arguments, a dict of keyword arguments, or one tensor.
-        mesh: the axes and their sizes.
+        mesh: the axes and their sizes; without it they are searched for all ranks of the cluster.
         cluster: a name such as `h100x8x16`, the path of a TOML file, or figures.
-        loss_fn, recipe, pins, memory_bytes, headroom, schedule, chunks, recompute, decompose, overlap_batches: the same
-            as in `compile`.
+        loss_fn, recipe, pins, memory_bytes, headroom, schedule, chunks, recompute, stages, offload, without,
+            inside_node, decompose, overlap_batches: the same as in `compile`.
         micro_batches: number of micro-batches in a step; by default as in `compile`.
         precision: the same as in `compile`. Gradients are priced in the format that they are reduced in, and
             parameters at rest in their own.
@@ -367,10 +383,12 @@ def explain(
     """
     found, axes = _cluster_with(cluster, mesh)
     request = Request(
-        found.hardware, mesh=axes, recipe=recipe, pins=pins or {}, memory_bytes=memory_bytes,
+        found.hardware, ranks=found.ranks if axes is None else None, mesh=axes, recipe=recipe,
+        pins=pins or {}, memory_bytes=memory_bytes,
         headroom=headroom, micro_batches=micro_batches, schedule=schedule, chunks=chunks,
-        recompute=recompute, decompose=named_axes(decompose), precision=MixedPrecision.of(precision),
-        overlap_batches=overlap_batches,
+        recompute=recompute, stages=listed_depths(stages), offload=offload or None,
+        without=frozenset(listed_names(without)), inside_node=listed_names(inside_node),
+        decompose=listed_names(decompose), precision=MixedPrecision.of(precision), overlap_batches=overlap_batches,
         training_state=TrainingState.of(training_state), refines=True, cuts_batch=True,
     )  # fmt: skip
     args, kwargs = split_example(example_inputs)
@@ -402,14 +420,13 @@ def explain(
 
 
 def _cluster_with(
-    cluster: Cluster | Hardware | str | os.PathLike[str], mesh: MeshLike
-) -> tuple[Cluster, Mesh]:
-    """A cluster and the mesh on it; MeshError where the mesh has more ranks."""
+    cluster: Cluster | Hardware | str | os.PathLike[str], mesh: MeshLike | None
+) -> tuple[Cluster, Mesh | None]:
+    """A cluster and the mesh on it, if one is named; MeshError where the mesh has more ranks."""
     found = find_cluster(cluster)
     if isinstance(cluster, (str, os.PathLike)):
         found = with_eager_runs(found)
     axes = axes_of(mesh, None)
-    assert axes is not None, "a mesh was given"
-    if axes.ranks > found.ranks:
+    if axes is not None and axes.ranks > found.ranks:
         raise MeshError(f"The mesh {axes} has {axes.ranks} ranks, and {found} has {found.ranks}.")
     return found, axes

@@ -20,7 +20,7 @@ from autopar.ir import PIPELINE_AXIS, PLACEMENTS, Mesh, MixedPrecision
 from autopar.ir.recompute import RecomputeWish, parse_wish
 from autopar.search.intents import is_intent
 from autopar.search.recipe_rows import MEETING_RECIPES, PIPELINE_RECIPES, RECIPES
-from autopar.search.request import AXES, REFUSALS, Request, named_axes
+from autopar.search.request import AXES, REFUSALS, Request, listed_names
 from autopar.search.request_fields import HEADROOM
 from autopar.search.several_axes import SEVERAL_AXES
 
@@ -222,7 +222,7 @@ def question(
         recipe=given["recipe"], pins=dict(given["pins"]), memory_bytes=memory,
         headroom=given["headroom"], micro_batches=given["micro_batches"],
         stages=_depths(given["stages"], mesh), schedule=given["schedule"], chunks=given["chunks"],
-        recompute=given["recompute"], decompose=named_axes(given["decompose"]),
+        recompute=given["recompute"], decompose=listed_names(given["decompose"]),
         overlap_batches=given["overlap_batches"],
         precision=MixedPrecision.of(given["precision"]),
         offload=given["offload"] or None, without=frozenset(given["without"]), inside_node=given["inside_node"],

@@ -47,13 +47,24 @@ AXES = ("dp", "tp")
 REFUSALS = ("recompute", "offload", "dp", "tp", "sp", "ddp", "zero1", "zero2", "zero3")
 
 
-def named_axes(given: str | Sequence[str]) -> tuple[str, ...]:
-    """Names of axes, which may be given as one text with commas.
+def listed_names(given: str | Sequence[str]) -> tuple[str, ...]:
+    """Names, such as those of axes, which may be given as one text with commas.
 
-    >>> named_axes("dp,tp"), named_axes(("tp",)), named_axes("")
+    >>> listed_names("dp,tp"), listed_names(("tp",)), listed_names("")
     (('dp', 'tp'), ('tp',), ())
     """
     return tuple(filter(None, given.split(",") if isinstance(given, str) else given))
+
+
+def listed_depths(given: int | Sequence[int] | None) -> tuple[int, ...] | None:
+    """Numbers of pipeline ranks, of which one may be given by itself; None for any.
+
+    >>> listed_depths(4), listed_depths([1, 2]), listed_depths(None)
+    ((4,), (1, 2), None)
+    """
+    if given is None:
+        return None
+    return (given,) if isinstance(given, int) else tuple(given)
 
 
 @dataclass(frozen=True)
@@ -133,10 +144,9 @@ class Request(RequestFields):
         become("training_state", TrainingState.of(self.training_state))
         become("without", frozenset(self.without))
         become("inside_node", tuple(self.inside_node))
-        become("decompose", named_axes(self.decompose))
-        stages: Any = self.stages
-        if stages is not None:
-            become("stages", tuple(sorted({*([stages] if isinstance(stages, int) else stages)})))
+        become("decompose", listed_names(self.decompose))
+        depths = listed_depths(self.stages)
+        become("stages", None if depths is None else tuple(sorted({*depths})))
         if self.mesh is None:
             return
         become("mesh", Mesh.of(self.mesh))

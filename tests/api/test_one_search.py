@@ -151,6 +151,7 @@ def text_of(plan: Plan) -> str:
         (2, ["--cluster", "h100x2"], {}),
         (4, ["--ranks", "4", "--recipe", "zero3"], {"recipe": "zero3"}),
         (4, ["--mesh", "dp=2,tp=2"], {"mesh": "dp=2,tp=2"}),
+        (4, ["--ranks", "4", "--no", "dp", "--stages", "2"], {"without": "dp", "stages": (1, 2)}),
         (
             4,
             ["--mesh", "pp=2,dp=2", "--schedule", "1f1b"],
@@ -170,8 +171,7 @@ def test_all_doors_give_the_same_plan(
         by_command_line(TARGET, tmp_path, *given),
         by_compile(TARGET, monkeypatch, ranks=ranks, **options),
     ]
-    if "mesh" in options:
-        plans.append(by_explain(TARGET, f"h100x{ranks}", **options))
+    plans.append(by_explain(TARGET, f"h100x{ranks}", **options))
     assert len({text_of(plan) for plan in plans}) == 1
 
 
@@ -204,8 +204,7 @@ def test_all_doors_cut_a_batch_that_is_faster_in_parts(
         by_command_line(target, tmp_path, *asked),
         by_compile(f"{__name__}:wide", monkeypatch, ranks=4, memory_bytes=memory, **options),
     ]
-    if options:
-        plans.append(by_explain(target, "h100x4", memory_bytes=memory, **options))
+    plans.append(by_explain(target, "h100x4", memory_bytes=memory, **options))
     assert len({text_of(plan) for plan in plans}) == 1
     if options:
         assert [plan.micro_batches for plan in plans] == [count] * 3
