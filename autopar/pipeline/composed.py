@@ -61,7 +61,12 @@ def composed(
     if plan.pipeline is not None:
         executed = ExecutedStep(graph, plan, hardware, training_state, software)
         return Composed(executed.seconds, executed.memory_bytes)
-    step = step_of(graph, plan, hardware, software=software, training_state=training_state)
+    return _price_of(
+        step_of(graph, plan, hardware, software=software, training_state=training_state)
+    )
+
+
+def _price_of(step: Step) -> Composed:
     return Composed(float(step.seconds()), float(step.peak_bytes()))
 
 
@@ -77,7 +82,9 @@ def stored_bytes(
     """Bytes that the fullest rank stores in the tier host or nvme; other arguments as in `composed`."""
     if plan.pipeline is not None:
         return ExecutedStep(graph, plan, hardware, training_state, software).stored_bytes(tier)
-    step = step_of(graph, plan, hardware, software=software, training_state=training_state)
+    step = step_of(
+        graph, plan, hardware, software=software, training_state=training_state, with_items=False
+    )
     return float(total(step.stored(tier)))
 
 
@@ -86,7 +93,7 @@ def state_bytes(
 ) -> float:
     """Bytes of parameters, gradients and optimizer states on a device, as the mean over stages."""
     whole = replace(plan, pipeline=None)
-    step = step_of(graph, whole, hardware, training_state=training_state)
+    step = step_of(graph, whole, hardware, training_state=training_state, with_items=False)
     stages = plan.pipeline.ranks if plan.pipeline else 1
     return sum(float(step.held(kind, "first")) for kind in TOUCHED) / stages
 
@@ -146,6 +153,7 @@ class StepCost:
         transient_bytes: memory that exists only while one block runs.
         reserved_bytes: memory that tensors cannot use.
         axis_seconds: pairs of a mesh axis along which something is sent, and the time that this takes.
+        price: time and memory of the step as `composed` gives them, without the rounding of kinds.
     """
 
     compute_seconds: float
@@ -160,6 +168,7 @@ class StepCost:
     transient_bytes: int
     reserved_bytes: int
     axis_seconds: tuple[tuple[str, float], ...]
+    price: Composed
 
     @classmethod
     def of(cls, step: Step) -> StepCost:
@@ -179,6 +188,7 @@ class StepCost:
             float(step.seconds()) - sum(sums.values()),
             held["parameters"], held["gradients"], held["optimizer"], held["saved activations"],
             held["buffers"], held["transient peak"], held["reserved"], tuple(along.items()),
+            _price_of(step),
         )  # fmt: skip
 
     @property

@@ -157,7 +157,7 @@ class GivenMesh:
 
     def _kept(self, flat: Found) -> Planned:
         """A plan without recomputation, with its time and memory."""
-        return self._priced(flat.plan)._replace(is_tight=flat.is_tight)
+        return Planned(flat.plan, self.graph, flat.cost.price, is_tight=flat.is_tight)
 
     def _priced(self, plan: Plan) -> Planned:
         """A plan without stages, with the time and memory of its step."""

@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from autopar.errors import MeshError, PlanError, RecipeError, SearchError, both
+from autopar.errors import MeshError, PlanError, RecipeError, SearchError, StateError, both
 from autopar.ir import Graph, Mesh, ParameterPlan
 from autopar.ir.note import kind_of
 from autopar.pipeline.composed import state_bytes
@@ -342,7 +342,10 @@ class _Outer:
             except (MeshError, PlanError, RecipeError, SearchError) as error:
                 tried.reasons.append(type(error)(f"{trial.mesh}: {error}"))
                 count += isinstance(error, SlowerError)
-                if type(error) is SearchError and not is_open(trial.recipe):
+                may_fit = isinstance(error, SearchError) and not isinstance(
+                    error, (SlowerError, StateError)
+                )
+                if may_fit and not is_open(trial.recipe):
                     tried.failed.append(trial)
 
     def _refined(self, mesh: Mesh) -> Searched:
