@@ -186,7 +186,7 @@ class Question:
         size, count = captured_batch(graph), request.micro_batches
         if request.batch is not None:
             count = self._own_batches(size)
-        asked = request.but(batch=size * (count or 1), micro_batches=count, cuts_batch=True)
+        asked = request.but(batch=size * (count or 1), micro_batches=count)
         return with_graph(prepared, graph), asked.of_replica()
 
     def _own_batches(self, own: int) -> int:
@@ -216,7 +216,8 @@ class Question:
         prepared, request = self._posed
         self.progress("searching the plan")
         try:
-            found = search_step(prepared, request)
+            # The batch of the target's own may be cut, too; whether the model runs on a part of it is seen in the end.
+            found = search_step(prepared, request.but(cuts_batch=True))
             if self._needs_whole(found.best.plan):
                 found = search_step(prepared, request.of_micro_batches(1))
         except SearchError:

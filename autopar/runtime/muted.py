@@ -26,6 +26,18 @@ class _Muted(torch.autograd.Function):
         return None if gradient is None else torch.zeros_like(gradient)
 
 
+class _Nothing(torch.autograd.Function):
+    """0 in forward; a gradient of zeros in backward, for which nothing is saved: the schedule detaches losses."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor) -> Tensor:
+        return torch.zeros_like(loss)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return torch.zeros_like(gradient)
+
+
 def muted(tensors: list[Tensor]) -> list[Tensor]:
     """The same tensors, to which gradients of zeros come, whatever the gradients of their results are."""
     return [_Muted.apply(x) if x.requires_grad else x for x in tensors]
@@ -33,4 +45,5 @@ def muted(tensors: list[Tensor]) -> list[Tensor]:
 
 def share_of(loss: Tensor, share: float) -> Tensor:
     """The part of the batch's loss that a micro-batch gives; 0 for a loss of 0 / 0 without a share."""
-    return loss * share if share else loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
+    found: Tensor = loss * share if share else _Nothing.apply(loss)
+    return found

@@ -19,10 +19,12 @@ from autopar.search.delayed import with_delays
 from autopar.search.given import GivenMesh, Planned
 from autopar.search.nesting import with_nesting
 from autopar.search.overlapped import with_overlap
+from autopar.search.pipeline_settings import divisors
 from autopar.search.replicas import with_meeting
 from autopar.search.request import Request
 from autopar.search.request_fields import AUTO_AXES
 from autopar.search.searches import Searches
+from autopar.search.staged import SlowerError
 from autopar.search.stored import with_stores
 from autopar.search.trials import Searched, Trial
 from autopar.units import counted, format_seconds
@@ -117,13 +119,14 @@ class SettingSearch:
     ) -> tuple[Trial, Planned]:
         """The plan of a setting as `plan` finds it, with the best number of micro-batches where that is open.
 
-        On a mesh without stages, an open number of micro-batches starts at one and is doubled as long as no plan fits,
-        or the step gets shorter. More micro-batches take less memory, but launch more kernels, so that no more are
-        tried after a plan that the bound on memory does not slow down. If parameters and optimizer states alone do not
-        fit, only the largest number is tried, whose error says how much memory is missing.
+        On a mesh without stages an open number of micro-batches starts at one. It grows as long as no plan fits, or the
+        step gets shorter. More micro-batches take less memory, but launch more kernels, so that no more are tried after
+        a plan that the bound on memory does not slow down. If parameters and optimizer states alone do not fit, only
+        the largest number is tried, whose error says how much memory is missing.
         """
         trials = [trial._replace(micro_batches=count) for count in self._counts(trial)]
         found: list[tuple[Trial, Planned]] = []
+        has_slower = False
         while trials:
             each = trials.pop(0)
             if found and not found[-1][1].is_tight:
@@ -132,6 +135,7 @@ class SettingSearch:
                 planned = self.plan(each, faster_than_seconds, gives_up=gives_up or bool(trials))
             except SearchError as error:
                 trials = trials[-1:] if isinstance(error, StateError) else trials
+                has_slower = has_slower or isinstance(error, SlowerError)
                 if not found and not trials:
                     raise
                 continue
@@ -140,7 +144,7 @@ class SettingSearch:
             found.append((each, planned))
         best_trial, best = found[-1]
         if best_trial.micro_batches not in (None, 1, trial.micro_batches):
-            best = best.noted(note_of_parts([each for _, each in found], is_given=True))
+            best = best.noted(note_of_parts([each for _, each in found], is_given=not has_slower))
         return best_trial, best
 
     def _counts(self, trial: Trial) -> Iterator[int | None]:
@@ -149,10 +153,7 @@ class SettingSearch:
         if trial.micro_batches is not None or is_staged or not self.request.cuts_batch:
             yield trial.micro_batches
             return
-        count = 1
-        while count <= self.rows and self.rows % count == 0:
-            yield count
-            count *= 2
+        yield from divisors(self.rows)
 
     def unbounded_seconds(self, count: int) -> float:
         """Seconds of a step of `count` micro-batches on the request's mesh without stages or a bound on memory.

@@ -221,6 +221,14 @@ def test_one_rank_without_a_mesh_cuts_its_batch(monkeypatch: pytest.MonkeyPatch)
     assert len(said) == 1 and said[0].startswith("2 micro-batches, because")
 
 
+def test_numbers_that_are_no_power_of_two_are_tried() -> None:
+    """Three micro-batches fit without recomputation, and two do not; powers of two alone were tried."""
+    given: dict[str, Any] = {"mesh": "dp=1", "cluster": "h100x1"}
+    three = autopar.explain(*wide(16), micro_batches=3, recompute="none", **given).memory_bytes
+    found = autopar.explain(*wide(48), memory_bytes=int(three) + 1000, **given)
+    assert found.plan.micro_batches == 3 and found.plan.recompute == "none"
+
+
 @pytest.mark.parametrize("kind", [Contrastive, Normalized, Counting, Sized])
 def test_a_batch_whose_parts_have_other_results_is_not_cut(kind: type[Wide]) -> None:
     model, args = built(kind, 64)

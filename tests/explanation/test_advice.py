@@ -146,8 +146,8 @@ def test_notes_speak_of_the_whole_model_and_no_other_price(answer):
 
 
 def test_a_function_keeps_its_own_batch():
-    settings = [p.setting for p in ask(TARGET, "h100x4", batch=None, seq=None).settings]
-    assert {s.dp * s.micro_batch * s.micro_batches for s in settings} == {8}
+    found = ask(TARGET, "h100x4", batch=None, seq=None)
+    assert {p.setting.dp * p.setting.micro_batch for p in found.settings} == {8}
     assert ask(TARGET, batch=16, seq=None).settings[0].setting.micro_batches == 2
     said = " ".join(ask(TARGET, batch=16, seq=None).answer().plan.notes)
     assert "has 8 rows, which are one micro-batch, so that a batch of 16 is 2 of them" in said

@@ -85,7 +85,11 @@ def distances(kind: type[Labelled], mesh: str, recipe: str, schedule: str) -> li
         (loss, scores), (expected, own) = made.step(*_batch(empty)), plain(*_batch(empty))
         expected.backward()
         gradients = {name: p.grad for name, p in plain.named_parameters()}
-        whole = {name: p.grad.full_tensor() for name, p in made.named_parameters() if p.numel()}
+        whole = {
+            name: p.grad.full_tensor()
+            for name, p in made.named_parameters()
+            if p.numel() and p.grad is not None
+        }
         far.append(difference(whole, {name: gradients[name] for name in whole}))
         far += [abs((loss - expected).item()), (scores - own).abs().max().item()]
         made.zero_grad()
@@ -100,6 +104,20 @@ def test_a_pipeline_leaves_out_a_micro_batch_without_targets(
     two_ranks: Ranks, kind: type[Labelled], schedule: str
 ) -> None:
     for far in two_ranks.run(distances, kind, "pp=2", "auto", schedule):
+        assert max(far) < 1e-12
+
+
+class Frozen(Labelled):
+    """Without a gradient before the last stage, whose backward is then its second half alone under `zb`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.requires_grad_(False)
+
+
+@pytest.mark.multiprocess
+def test_a_last_stage_that_sends_no_gradient_leaves_it_out(two_ranks: Ranks) -> None:
+    for far in two_ranks.run(distances, Frozen, "pp=2", "auto", "zb"):
         assert max(far) < 1e-12
 
 
