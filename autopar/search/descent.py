@@ -38,9 +38,8 @@ from autopar.search.recipe_rows import RECIPES, Recipe
 _MAX_ROUNDS = 8  # rounds over all axes; all descents seen so far ended after two or three
 _FOLLOWED = 3  # descents without recipes start at the plans of so many of the best combinations
 _MAX_EXPOSURES = 3  # number of times that programs are solved again with another exposure
-_PROVEN = (
-    1 + 2e-4
-)  # step of a plan that counts as the fastest, as a multiple of a lower bound on all steps
+# Step of a plan that counts as the fastest, as a multiple of a lower bound on all steps: twice the solver's tolerance.
+_PROVEN = 1 + 2e-4
 _TIGHTER = 0.8  # bound on memory of a second search, as a fraction of the best plan's memory
 
 # One recipe for each way to split ops, which allows every way to store parameters. Its best plan is at least as fast
