@@ -79,15 +79,13 @@ class Solved:
         return self._found[key]
 
     def least(self, lp: highspy.HighsLp, binary: np.ndarray) -> float:
-        """A lower bound on a program's objective: that of its linear relaxation, which is infinite if infeasible."""
+        """A lower bound on a program's objective, by its linear relaxation.
+
+        It is infinite for an infeasible program, and minus infinity where the relaxation was not solved in time.
+        """
         key = _digest(lp, binary)
         if key not in self._least:
-            solver = _relaxed(lp)
-            self._least[key] = (
-                math.inf
-                if solver.getModelStatus() in _INFEASIBLE
-                else solver.getInfo().objective_function_value
-            )
+            self._least[key] = _bound_of(_relaxed(lp))
         return self._least[key]
 
 
@@ -274,6 +272,14 @@ def _run(lp: highspy.HighsLp, binary: np.ndarray) -> tuple[np.ndarray, float] | 
     solver.setOptionValue("presolve", "choose")
     solver.run()
     return _searched(solver)
+
+
+def _bound_of(relaxed: highspy.Highs) -> float:
+    status = relaxed.getModelStatus()
+    if status in _INFEASIBLE:
+        return math.inf
+    is_solved = status == highspy.HighsModelStatus.kOptimal
+    return float(relaxed.getInfo().objective_function_value) if is_solved else -math.inf
 
 
 def _relaxed(lp: highspy.HighsLp) -> highspy.Highs:

@@ -120,7 +120,7 @@ def test_a_bound_that_tensors_cannot_use_is_too_small() -> None:
     request = Request(
         h100, mesh={"tp": 2}, memory_bytes=h100.reserved_bytes, offload=True, micro_batches=1
     )
-    with pytest.raises(SearchError, match="1.00 GB reserved"):
+    with pytest.raises(SearchError, match=r"1\.00 GB reserved"):
         search_step(prepare_step(model, batch, loss_fn=loss_fn), request)
 
 
