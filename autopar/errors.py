@@ -87,7 +87,7 @@ class MemoryBoundError(SearchError):
 
 
 def both(first: SearchError, second: SearchError, how: str) -> SearchError:
-    """The error of a search, and that of another one, which searched in another way, `how`."""
+    """Joins the errors of two searches; `how` says how the second one searched, such as "with blocks run again"."""
     if str(first) == str(second):
         return first
     known = (isinstance(each, MemoryBoundError) and each.needed_bytes for each in (first, second))

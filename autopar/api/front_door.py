@@ -128,8 +128,8 @@ def compile(
             keeps at most half of what recomputation can save. By default nothing is recomputed if the step
             fits into memory; else blocks or single ops, whichever is faster within the memory, unless
             sharding more is.
-        stages: numbers of pipeline ranks to choose among, such as 4 or (1, 2); by default any, and where the recipe
-            names no schedule, more than one only if the search finds them best.
+        stages: numbers of pipeline ranks to choose among, such as 4 or (1, 2). By default any; under a recipe that does
+            not name `pp`, several only where no plan with one fits.
         offload: whether parameters may be stored in the host's memory also where a plan fits without; by default only
             where that is needed, or promises a faster step (docs/tiers.md).
         without: what the plan must not use: recompute, offload, dp, tp, sp, ddp, zero1, zero2 or zero3.

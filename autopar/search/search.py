@@ -29,9 +29,9 @@ from autopar.search.descent import (
     best_of,
     descents,
     fits,
-    least_seconds,
-    may_fit,
+    least_seconds_within,
     named_recipes,
+    smallest_fits,
 )
 from autopar.search.lone_ops import (
     LonePins,
@@ -241,8 +241,8 @@ class MeshSearch:
         """Whether plans fit into memory, but it is known without a search that all take as long as `than_seconds`."""
         if math.isinf(than_seconds) or self.exceeds(memory_bytes):
             return False
-        is_slower = least_seconds(self.problem, memory_bytes) >= than_seconds
-        return is_slower and may_fit(self.problem, memory_bytes)
+        is_slower = least_seconds_within(self.problem, memory_bytes) >= than_seconds
+        return is_slower and smallest_fits(self.problem, memory_bytes)
 
     def state_exceeds(self, memory_bytes: int) -> bool:
         """Whether parameters, gradients, optimizer states and buffers alone take more memory than this.

@@ -25,9 +25,8 @@ _SCALE = 1e6  # the objective is scaled to about this size, far above HiGHS' abs
 _RELATIVE_GAP = 1e-4
 _MAX_NODES = 1_000
 _MAX_SECONDS = 120.0
-_PREFERRED = (
-    1e-6  # what all preferences together add to the objective, as a part of the largest price
-)
+# What all preferences together add to the objective, as a part of the largest price.
+_PREFERRED = 1e-6
 _INTEGRAL = 1e-9  # how far from 0 or 1 a value of the relaxation may be
 _INFEASIBLE = (
     highspy.HighsModelStatus.kInfeasible,

@@ -11,7 +11,7 @@ import pytest
 from autopar.cost_model.hardware import Host
 from autopar.errors import SearchError
 from autopar.ir import Graph
-from autopar.search.descent import least_seconds, may_fit
+from autopar.search.descent import least_seconds_within, smallest_fits
 from autopar.search.given import GivenMesh
 from autopar.search.pipeline import _Search
 from autopar.search.request import Request
@@ -52,8 +52,8 @@ def test_no_plan_within_a_bound_falls_below_the_least_seconds(graph: Graph) -> N
     least = []
     for bound in bounds(of_mesh):
         found = seconds(of_mesh, bound)
-        least.append(least_seconds(of_mesh.problem, bound))
-        assert may_fit(of_mesh.problem, bound) == (found is not None)
+        least.append(least_seconds_within(of_mesh.problem, bound))
+        assert smallest_fits(of_mesh.problem, bound) == (found is not None)
         assert found is None or 0 < least[-1] <= found * (1 + 1e-9)
     assert least == sorted(least)
 
@@ -63,7 +63,7 @@ def test_only_slower_plans_are_known_between_the_least_seconds_and_a_plan(graph:
     of_mesh = MeshSearch.of(graph, {"x": 2}, hardware=TOY)
     *some, nothing = bounds(of_mesh)
     tight = min(bound for bound in some if seconds(of_mesh, bound))
-    least = least_seconds(of_mesh.problem, tight)
+    least = least_seconds_within(of_mesh.problem, tight)
     assert of_mesh.has_only_slower(tight, 0.999 * least)
     assert not of_mesh.has_only_slower(tight, 1.001 * least)
     assert not of_mesh.has_only_slower(nothing, 0.0)  # nothing fits, which is another answer
@@ -71,7 +71,7 @@ def test_only_slower_plans_are_known_between_the_least_seconds_and_a_plan(graph:
 
 def test_on_several_axes_nothing_is_known_beforehand() -> None:
     of_mesh = MeshSearch.of(mlp(layers=2, batch=64), {"x": 2, "y": 2}, hardware=TOY)
-    assert least_seconds(of_mesh.problem, 10**9) == 0.0
+    assert least_seconds_within(of_mesh.problem, 10**9) == 0.0
 
 
 @pytest.mark.parametrize("graph", GRAPHS)
