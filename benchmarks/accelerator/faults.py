@@ -112,13 +112,14 @@ def _little_memory(context: Context, free_bytes: int) -> Iterator[None]:
             del ballast
             torch.accelerator.empty_cache()
         return
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + free_bytes, before[1]))
+    # Of data, not of addresses: the allocator reserves 64 MiB of addresses for a new thread.
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_DATA, (used + free_bytes, before[1]))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
+        resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
 def killed_rank(context: Context, joined: Join, name: str) -> Iterator[Found]:
