@@ -28,6 +28,7 @@ from autopar import _torch
 from autopar.backend.comparing import comparison_of
 from autopar.backend.graphs import SplitGraph
 from autopar.backend.lifting import argument_names
+from autopar.backend.plans import meshes
 from autopar.backend.sharding import (
     device_of,
     hardware_of,
@@ -45,7 +46,7 @@ from autopar.ir import Mesh
 from autopar.runtime.compiled import Executor
 from autopar.runtime.failures import show_failures
 from autopar.runtime.processes import check_world, join_process_group, world_size
-from autopar.runtime.world import set_timeout
+from autopar.runtime.world import World, set_timeout
 from autopar.search.recipes import split_recipe
 from autopar.search.request import Request
 
@@ -71,8 +72,8 @@ def autopar(
     Args:
         module: the graph that dynamo found.
         example_inputs: its arguments.
-        options: what is asked, by name. `mesh` maps an axis to its number of ranks; by default one axis
-            `dp` of all ranks, or the mesh of `autopar.shard_`. `recipe` constrains the split, as in
+        options: what is asked, by name. `mesh` maps an axis to its number of ranks; by default it is the mesh
+            of `autopar.shard_`, or is searched for each graph. `recipe` constrains the split, as in
             `autopar.compile`; parameters stay stored as they lie. `hardware` is what is priced: a name,
             the path of a file or figures; by default a guess from the device. `executor` runs the graph
             of a rank, as in `autopar.compile`: "eager", "aot_eager" or "inductor". `timeout_seconds` is how
@@ -117,16 +118,19 @@ def _opened(
     join_process_group(device)
     stored = [mesh_of(x) for x in example_inputs if isinstance(x, DTensor)]
     request = _request(given, stored[0] if stored else None, device)
-    assert request.mesh is not None, "a request of the backend has a mesh"
-    world = world_of(request.mesh, device)
     limit = given.get("timeout_seconds")
-    if limit is not None:
-        set_timeout(world, limit)
+
+    def world_on(mesh: Mesh) -> World:
+        world = world_of(mesh, device)
+        if limit is not None:
+            set_timeout(world, limit)
+        return world
+
     return SplitGraph(
         module,
         names,
         request,
-        world,
+        world_on,
         Executor(given.get("executor", "eager")),
         comparison_of(limit),
         (Methods(module.graph), CachedCalls(module.graph)),
@@ -150,26 +154,33 @@ def _request(options: Mapping[str, Any], stored: Mesh | None, device: torch.devi
 
     Raises MeshError unless the mesh is that one and has as many ranks as run, and RecipeError.
     """
-    given, recipe = options.get("mesh"), options.get("recipe", "auto")
-    mesh = stored or Mesh((("dp", world_size()),))
-    if given is not None:
-        mesh = Mesh.of(given)
+    mesh, recipe = _mesh(options.get("mesh"), stored), options.get("recipe", "auto")
+    if split_recipe(recipe)[0]:
+        raise RecipeError(
+            f"The recipe {recipe!r} is one of pipeline stages, and those need the whole step: use "
+            "autopar.compile and its `step`, or another recipe."
+        )
+    hardware = hardware_of(options.get("hardware"), device)
+    ranks = world_size() if mesh is None else None
+    request = Request(hardware, mesh=mesh, ranks=ranks, recipe=recipe, offload=False)
+    for each in meshes(request)[:1]:
+        refuse_places(recipe, each)
+    return request
+
+
+def _mesh(given: Any, stored: Mesh | None) -> Mesh | None:
+    """The mesh on which parameters are stored, or the one of the options; None leaves it open."""
+    mesh = stored if given is None else Mesh.of(given)
+    if mesh is None:
+        return None
     refuse_stages(mesh)
     if stored is not None and not mesh.admits(stored):
         raise MeshError(
             f"autopar.shard_ has cut the parameters over the mesh {stored}, and the backend is given "
             f"{mesh}; leave the option out, or shard over the same."
         )
-    mesh = stored or mesh
-    if split_recipe(recipe)[0]:
-        raise RecipeError(
-            f"The recipe {recipe!r} is one of pipeline stages, and those need the whole step: use "
-            "autopar.compile and its `step`, or another recipe."
-        )
-    refuse_places(recipe, mesh)
-    check_world(mesh)
-    hardware = hardware_of(options.get("hardware"), device)
-    return Request(hardware, mesh=mesh, recipe=recipe, offload=False)
+    check_world(stored or mesh)
+    return stored or mesh
 
 
 def _refuse_own_generators(module: fx.GraphModule) -> None:

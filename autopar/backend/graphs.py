@@ -17,13 +17,13 @@ from autopar import _torch
 from autopar.backend.comparing import check_alike, check_calls
 from autopar.backend.interpreter import place_of
 from autopar.backend.lifting import lift
-from autopar.backend.plans import local_graph, plan_of, prepare, stand_in
+from autopar.backend.plans import local_graph, meshes, plan_of, prepare, stand_in
 from autopar.backend.recurrence import Recurrence
 from autopar.backend.running import LocalGraph, WholeGraph
 from autopar.backend.summary import summary
 from autopar.backend.unwatched import CachedCalls, Methods
 from autopar.errors import AutoparError, CaptureError
-from autopar.ir import Graph, Plan
+from autopar.ir import Graph, Mesh, Plan
 from autopar.runtime.comparison import Comparison
 from autopar.runtime.compiled import Executor
 from autopar.runtime.kept_programs import KEPT_PROGRAMS
@@ -45,22 +45,24 @@ class SplitGraph:
         module: the graph.
         names: readable names of its arguments.
         request: what is asked of its plans.
-        world: this rank's view of the mesh.
+        world_on: this rank's view of a mesh.
         executor: what runs its local graphs.
         comparison: compares texts of all ranks.
         unwatched: the methods of classes that the graph was made from, and its calls of functions with a cache.
     """
 
     def __init__(
-        self, module: fx.GraphModule, names: Sequence[str], request: Request, world: World,
-        executor: Executor, comparison: Comparison, unwatched: Sequence[Methods | CachedCalls],
+        self, module: fx.GraphModule, names: Sequence[str], request: Request,
+        world_on: Callable[[Mesh], World], executor: Executor, comparison: Comparison,
+        unwatched: Sequence[Methods | CachedCalls],
     ) -> None:  # fmt: skip
         self._module, self._names, self._comparison = module, names, comparison
-        self._request, self._world, self._executor = request, world, executor
+        self._request, self._world_on, self._executor = request, world_on, executor
+        self._world = world_on(meshes(request)[0])  # all ranks, on whichever mesh a plan is
         self._unwatched = unwatched
         self._runs: dict[Any, Run] = {}
         self._recurrence = Recurrence()
-        self._whole = WholeGraph(module, world)
+        self._whole = WholeGraph(module, self._world)
         self._has_warned = False
         self._with_offsets = _reads_memory(module)
 
@@ -93,13 +95,14 @@ class SplitGraph:
             lifted = lift(self._module, self._names, given, frozenset(sharded))
             prepared = prepare(lifted, tuple(arguments[i] for i in lifted.inputs))
             stored = {n: sharded[i] for n, i in lifted.parameters.items() if i in sharded}
-            plan = plan_of(prepared, self._world.mesh, self._request, stored)
+            plan = plan_of(prepared, self._request, stored)
             local = local_graph(prepared, plan)
         except AutoparError as error:
             self._warn(str(error))
             return self._whole
         self._tell(prepared.analysis.graph, plan, local, time.perf_counter() - start)
-        return LocalGraph(lifted, prepared.captured, local, self._world, self._executor, arguments)
+        world = self._world_on(plan.mesh)
+        return LocalGraph(lifted, prepared.captured, local, world, self._executor, arguments)
 
     def _refuse_offsets(self, arguments: Sequence[Any]) -> None:
         """Raises CaptureError if the graph uses as_strided on an argument with a storage offset."""

@@ -16,15 +16,17 @@ from autopar.backend.lifting import Lifted
 from autopar.backend.sharding import layout_of
 from autopar.capture.export import capture_forward
 from autopar.errors import AutoparError, CaptureError
-from autopar.ir import Mesh, ParameterPlan, Plan, R
+from autopar.ir import Graph, Mesh, ParameterPlan, Plan, R
 from autopar.passes import clean_up, partition, verify_graph
-from autopar.planning.planning import Prepared, make_plan
+from autopar.planning.planning import Prepared, search_step
 from autopar.program.checks import check_plan
 from autopar.program.recomputation import mark_blocks
 from autopar.runtime.processes import agreed
 from autopar.search import RecipeLike
-from autopar.search.recipes import format_recipe, resolve
+from autopar.search.given import Planned
+from autopar.search.recipes import format_recipe, is_open, recipe_axes, resolve
 from autopar.search.request import Request
+from autopar.search.search import meshes_of
 
 log = logging.getLogger("autopar")
 
@@ -51,40 +53,67 @@ def prepare(lifted: Lifted, inputs: tuple[Tensor, ...]) -> Prepared:
     return Prepared(captured, analyze(captured))
 
 
-def plan_of(
-    prepared: Prepared, mesh: Mesh, request: Request, stored: Mapping[str, DTensor]
-) -> Plan:
+def plan_of(prepared: Prepared, request: Request, stored: Mapping[str, DTensor]) -> Plan:
     """A plan, the same on all ranks, whose inputs and results are whole on every rank.
 
     A parameter in `stored` keeps its layout; all other parameters are whole. So are saved tensors, as the graph of
     torch.compile has no marks where a rank would take its slice.
+    Without a mesh in the request, the plan is the fastest on any mesh of its ranks.
     A recipe that the graph leaves no room for, as a fragment between two graph breaks or an uneven batch
     may, gives way to "auto": first on one axis, then on all.
     """
-    replicated = (R,) * len(mesh.axes)
-    graph = prepared.analysis.graph
+
+    def fastest() -> Plan:
+        found = [_on_mesh(mesh, prepared, request, stored) for mesh in meshes(request)]
+        return min(found, key=lambda each: (each[0], each[1].price.step_seconds))[1].plan
+
+    plan = agreed(fastest)
+    replicated = (R,) * len(plan.mesh.axes)
+    return replace(plan, inputs=dict.fromkeys(plan.inputs, replicated), saved={})
+
+
+def meshes(request: Request) -> list[Mesh]:
+    """The meshes on which a graph is planned; the first is of one axis, unless the recipe names two.
+
+    They are the mesh of the request, or one axis for a recipe without names of axes, or else all meshes of these axes.
+    """
+    assert request.ranks is not None, "a request of the backend has ranks"
+    named = recipe_axes(request.recipe)
+    if request.mesh is not None:
+        return [request.mesh]
+    if not named and not is_open(request.recipe):
+        return [Mesh((("dp", request.ranks),))]
+    return sorted(meshes_of(request.ranks, named), key=lambda mesh: len(mesh.axes))
+
+
+def _on_mesh(
+    mesh: Mesh, prepared: Prepared, request: Request, stored: Mapping[str, DTensor]
+) -> tuple[int, Planned]:
+    """The number of recipes that gave way on a mesh, and the plan on it."""
+    lying = _lying(prepared.analysis.graph, mesh, stored)
+
+    def search(recipe: RecipeLike) -> Planned:
+        asked = request.but(mesh=mesh, recipe=recipe)
+        return search_step(prepared, asked, fixed_storage=lying).best
+
+    relaxed = list(_relaxed(request.recipe, mesh))
+    for count, recipe in enumerate(relaxed):
+        try:
+            return count, search(recipe)
+        except AutoparError as error:
+            log.info("recipe %s gives way for a graph: %s", format_recipe(recipe), error)
+    return len(relaxed), search("auto")
+
+
+def _lying(graph: Graph, mesh: Mesh, stored: Mapping[str, DTensor]) -> dict[str, ParameterPlan]:
+    """The layouts of all parameters of a graph: those of `stored`, and the others whole."""
     layouts = {
         name: layout_of(stored[name], graph.tensors[tensor].dims, mesh)
         if name in stored
-        else replicated
+        else (R,) * len(mesh.axes)
         for name, tensor in graph.parameters.items()
     }
-
-    lying = {name: ParameterPlan(at, at) for name, at in layouts.items()}
-
-    def search(recipe: RecipeLike) -> Plan:
-        return make_plan(prepared, request.but(recipe=recipe), fixed_storage=lying)
-
-    def search_any() -> Plan:
-        for recipe in _relaxed(request.recipe, mesh):
-            try:
-                return search(recipe)
-            except AutoparError as error:
-                log.info("recipe %s gives way for a graph: %s", format_recipe(recipe), error)
-        return search("auto")
-
-    plan = agreed(search_any)
-    return replace(plan, inputs=dict.fromkeys(plan.inputs, replicated), saved={})
+    return {name: ParameterPlan(at, at) for name, at in layouts.items()}
 
 
 def _relaxed(recipe: RecipeLike, mesh: Mesh) -> Iterator[RecipeLike]:

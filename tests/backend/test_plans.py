@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
-from autopar.backend.plans import plan_of
+from autopar.backend.plans import meshes, plan_of
 from autopar.cost_model import find_hardware
-from autopar.ir import Mesh
-from autopar.planning.planning import make_plan, prepare_step
+from autopar.ir import Mesh, Plan
+from autopar.pipeline.composed import composed
+from autopar.planning.planning import Prepared, make_plan, prepare_step
+from autopar.search import RecipeLike
 from autopar.search.request import Request
 
 
@@ -18,5 +21,39 @@ def test_a_plan_has_no_slices_of_saved_tensors_which_no_graph_makes() -> None:
     prepared = prepare_step(model, (torch.randn(4, 8, 16),), {}, loss_fn=torch.mean)
     request = Request(find_hardware("cpu-gloo"), mesh=mesh, recipe="2d", recompute="none")
     assert make_plan(prepared, request).saved
-    plan = plan_of(prepared, mesh, request, {})
+    plan = plan_of(prepared, request, {})
     assert plan.saved == {} and plan.recipe == "2d"
+
+
+def _wide() -> Prepared:
+    layers = [nn.Linear(2048, 8192), nn.GELU(), nn.Linear(8192, 2048)]
+    model, x = nn.Sequential(*layers).to("meta"), torch.empty(8, 2048, 2048, device="meta")
+    return prepare_step(model, (x,), {}, loss_fn=torch.mean)
+
+
+def test_an_open_mesh_is_the_fastest_of_all() -> None:
+    prepared, hardware = _wide(), find_hardware("cpu-gloo")
+    asked = Request(hardware, ranks=16, offload=False)
+    plan = plan_of(prepared, asked, {})
+    # 8 samples do not divide into 16 parts, so that one axis of 16 ranks is not the best.
+    assert len(plan.mesh.axes) == 2
+
+    def seconds(plan: Plan) -> float:
+        return composed(prepared.analysis.graph, plan, hardware).step_seconds
+
+    named = [plan_of(prepared, asked.but(mesh=mesh), {}) for mesh in meshes(asked)]
+    assert seconds(plan) == min(map(seconds, named))
+
+
+@pytest.mark.parametrize(
+    "recipe, expected",
+    [
+        ("auto", ["dp=4", "dp=2,tp=2"]),
+        ("tp", ["dp=4"]),
+        ("tp:tp", ["tp=4", "dp=2,tp=2"]),
+        ("dp:ddp,tp:tp", ["dp=1,tp=4", "dp=2,tp=2", "dp=4,tp=1"]),
+    ],
+)
+def test_meshes_that_a_recipe_leaves_open(recipe: RecipeLike, expected: list[str]) -> None:
+    asked = Request(find_hardware("cpu-gloo"), ranks=4, recipe=recipe, offload=False)
+    assert [str(mesh) for mesh in meshes(asked)] == expected

@@ -46,6 +46,20 @@ def test_on_four_ranks(four_ranks: Ranks, name: str) -> None:
     assert _distance(found, name) < BOUND.get(name, 1e-9)
 
 
+def _open_mesh(recipe: Any) -> tuple[list[str], scripts.Result]:
+    found = []
+    told = _told(lambda: found.append(scripts.run_compiled("graph_break", {"recipe": recipe})))
+    return told, found[0]
+
+
+@pytest.mark.multiprocess
+def test_a_mesh_that_nobody_names_is_searched(four_ranks: Ranks) -> None:
+    found = four_ranks.run(_open_mesh, {"dp": "ddp", "tp": "tp"})
+    assert _distance([result for _, result in found], "graph_break") < 1e-9
+    told, _ = found[0]
+    assert any(re.search(r"ops on dp=\d,tp=\d .*splits [^;]+ in", line) for line in told)
+
+
 def _distance(found: list[dict[str, Any]], name: str) -> float:
     """The largest difference of a rank from what the script gives on one device."""
     expected = scripts.run(name)
