@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -210,15 +211,21 @@ class _Search:
             return
         for seconds, under in inside.named():
             if seconds < self.ranks * self.found.best_seconds and self._may_hold_state(under):
-                try:
-                    inner = self._stage_plan(1.0, under)
-                except (RecipeError, SearchError):
-                    continue  # the recipe contradicts the pins, or no plan under it fits
-                if inner is not None and self._is_new(inner):
-                    self._price_plan(inner)
-                has_none = math.isinf(self.found.best_seconds)
-                if self.request.streams or (self.request.offload and has_none):
-                    self._price_smallest(under)
+                # A recipe may contradict the pins, or split nothing, and then no plan is one under it.
+                with suppress(RecipeError, SearchError):
+                    self._price_under(under)
+
+    def _price_under(self, recipe: MeshSearch) -> None:
+        """Prices the fastest plan of layouts under a recipe, and the smallest where the host may have to help.
+
+        Raises RecipeError or SearchError where the recipe has no plan.
+        """
+        inner = self._stage_plan(1.0, recipe)
+        if inner is not None and self._is_new(inner):
+            self._price_plan(inner)
+        has_none = math.isinf(self.found.best_seconds)
+        if self.request.streams or (self.request.offload and has_none):
+            self._price_smallest(recipe)
 
     def _price_smallest(self, inside: MeshSearch) -> None:
         """Prices the plan of layouts that takes least memory."""

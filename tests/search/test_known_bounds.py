@@ -15,7 +15,7 @@ from autopar.search.descent import least_seconds_within, smallest_fits
 from autopar.search.given import GivenMesh
 from autopar.search.pipeline import _Search
 from autopar.search.request import Request
-from autopar.search.search import MeshSearch
+from autopar.search.search import Found, MeshSearch
 from autopar.search.searches import Searches
 from autopar.search.staged import SlowerError
 from tests.search.graphs import LlamaSizes, llama, mlp
@@ -113,6 +113,25 @@ def test_layouts_that_are_known_to_be_slower_change_no_plan(
                 is_slower = expected is None or expected >= given.faster_than_seconds
                 assert found == expected or (found is None and is_slower)
     assert any(left_out)
+
+
+def test_a_recipe_that_splits_nothing_ends_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts of a mixture that the ranks do not divide, say: other recipes have plans."""
+    graph = residual(6, Sizes(batch=16, width=64, hidden=256, vocab=64))
+    asked = Request(WITH_HOST, mesh={"x": 2}, micro_batches=1, offload=True, streams=True)
+    size = GivenMesh(graph, asked).search().price.peak_bytes
+    given = GivenMesh(graph, asked.but(recompute="full", memory_bytes=int(0.3 * size)))
+    expected, smallest, refused = planned(given), MeshSearch.smallest, []
+
+    def refusing(search: MeshSearch) -> Found:
+        if all(recipe.may is not None for recipe in search.problem.recipes):
+            refused.append(search.problem.recipes)
+            raise SearchError("The recipe splits nothing along x=2")
+        return smallest(search)
+
+    monkeypatch.setattr(MeshSearch, "smallest", refusing)
+    assert planned(given) == expected and expected is not None
+    assert refused
 
 
 def planned(given: GivenMesh) -> float | None:
