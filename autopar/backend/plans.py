@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -65,7 +66,10 @@ def plan_of(prepared: Prepared, request: Request, stored: Mapping[str, DTensor])
 
     def fastest() -> Plan:
         found = [_on_mesh(mesh, prepared, request, stored) for mesh in meshes(request)]
-        return min(found, key=lambda each: (each[0], each[1].price.step_seconds))[1].plan
+        best = min(found, key=lambda each: (len(each.refused), each.planned.price.step_seconds))
+        for line in best.refused:
+            log.info(line)
+        return best.planned.plan
 
     plan = agreed(fastest)
     replicated = (R,) * len(plan.mesh.axes)
@@ -86,23 +90,30 @@ def meshes(request: Request) -> list[Mesh]:
     return sorted(meshes_of(request.ranks, named), key=lambda mesh: len(mesh.axes))
 
 
+class _OnMesh(NamedTuple):
+    """The plan on a mesh, with a line for each recipe that gave way."""
+
+    planned: Planned
+    refused: tuple[str, ...]
+
+
 def _on_mesh(
     mesh: Mesh, prepared: Prepared, request: Request, stored: Mapping[str, DTensor]
-) -> tuple[int, Planned]:
-    """The number of recipes that gave way on a mesh, and the plan on it."""
+) -> _OnMesh:
     lying = _lying(prepared.analysis.graph, mesh, stored)
+    refused: list[str] = []
 
-    def search(recipe: RecipeLike) -> Planned:
+    def search(recipe: RecipeLike) -> _OnMesh:
         asked = request.but(mesh=mesh, recipe=recipe)
-        return search_step(prepared, asked, fixed_storage=lying).best
+        best = search_step(prepared, asked, fixed_storage=lying).best
+        return _OnMesh(best, tuple(refused))
 
-    relaxed = list(_relaxed(request.recipe, mesh))
-    for count, recipe in enumerate(relaxed):
+    for recipe in _relaxed(request.recipe, mesh):
         try:
-            return count, search(recipe)
+            return search(recipe)
         except AutoparError as error:
-            log.info("recipe %s gives way for a graph: %s", format_recipe(recipe), error)
-    return len(relaxed), search("auto")
+            refused.append(f"recipe {format_recipe(recipe)} gives way for a graph: {error}")
+    return search("auto")
 
 
 def _lying(graph: Graph, mesh: Mesh, stored: Mapping[str, DTensor]) -> dict[str, ParameterPlan]:
