@@ -65,8 +65,10 @@ def plan_of(prepared: Prepared, request: Request, stored: Mapping[str, DTensor])
     """
 
     def fastest() -> Plan:
-        found = [_on_mesh(mesh, prepared, request, stored) for mesh in meshes(request)]
-        best = min(found, key=lambda each: (len(each.refused), each.planned.price.step_seconds))
+        best = min(
+            _on_meshes(prepared, request, stored),
+            key=lambda each: (len(each.refused), each.planned.price.step_seconds),
+        )
         for line in best.refused:
             log.info(line)
         return best.planned.plan
@@ -95,6 +97,21 @@ class _OnMesh(NamedTuple):
 
     planned: Planned
     refused: tuple[str, ...]
+
+
+def _on_meshes(
+    prepared: Prepared, request: Request, stored: Mapping[str, DTensor]
+) -> list[_OnMesh]:
+    """The plans on all meshes that have one; raises the error of the first mesh if none has."""
+    found, errors = list[_OnMesh](), list[AutoparError]()
+    for mesh in meshes(request):
+        try:
+            found.append(_on_mesh(mesh, prepared, request, stored))
+        except AutoparError as error:
+            errors.append(error)
+    if not found:
+        raise errors[0]
+    return found
 
 
 def _on_mesh(

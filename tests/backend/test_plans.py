@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
+from autopar.backend import plans
 from autopar.backend.plans import meshes, plan_of
 from autopar.cost_model import find_hardware
+from autopar.errors import SearchError
 from autopar.ir import Mesh, Plan
 from autopar.pipeline.composed import composed
-from autopar.planning.planning import Prepared, make_plan, prepare_step
+from autopar.planning.planning import Prepared, make_plan, prepare_step, search_step
 from autopar.search import RecipeLike
 from autopar.search.request import Request
+from autopar.search.trials import Searched
 
 
 def test_a_plan_has_no_slices_of_saved_tensors_which_no_graph_makes() -> None:
@@ -57,3 +63,23 @@ def test_an_open_mesh_is_the_fastest_of_all() -> None:
 def test_meshes_that_a_recipe_leaves_open(recipe: RecipeLike, expected: list[str]) -> None:
     asked = Request(find_hardware("cpu-gloo"), ranks=4, recipe=recipe, offload=False)
     assert [str(mesh) for mesh in meshes(asked)] == expected
+
+
+def test_meshes_without_a_plan_are_passed_over_unless_all_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def failing(sizes: set[int]) -> Callable[..., Searched]:
+        def search(prepared: Prepared, asked: Request, **given: Any) -> Searched:
+            if asked.mesh is not None and len(asked.mesh.axes) in sizes:
+                raise SearchError(f"No plan on {asked.mesh} fits.")
+            return search_step(prepared, asked, **given)
+
+        return search
+
+    prepared = _wide()
+    asked = Request(find_hardware("cpu-gloo"), ranks=4, offload=False)
+    monkeypatch.setattr(plans, "search_step", failing({2}))
+    assert str(plan_of(prepared, asked, {}).mesh) == "dp=4"
+    monkeypatch.setattr(plans, "search_step", failing({1, 2}))
+    with pytest.raises(SearchError, match="No plan on dp=4 fits"):
+        plan_of(prepared, asked, {})
