@@ -3,8 +3,16 @@
 import gc
 import logging
 
+import pytest
+
+from tests.support.session import begin_session
+
 # Nothing that is made while modules are imported is garbage.
 gc.disable()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.add_cleanup(begin_session())
 
 
 def pytest_collection_finish() -> None:

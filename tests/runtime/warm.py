@@ -21,6 +21,8 @@ import autopar.proof.verify  # noqa: F401
 from autopar.cost_model import find_hardware
 from autopar.planning.planning import make_plan, prepare_step
 from autopar.search.request import Request
+from tests.support.shared_captures import share_captures
+from tests.support.staged import prepared_once
 
 with contextlib.suppress(ImportError):  # an extra, in seconds that six ranks would spend each
     from transformers import LlamaForCausalLM  # noqa: F401
@@ -31,4 +33,6 @@ torch.set_num_threads(1)
 
 _MODEL = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
 _PREPARED = prepare_step(_MODEL, (torch.ones(2, 2),), loss_fn=torch.mean)
+prepared_once(_MODEL, (torch.ones(2, 2),), torch.mean)
 make_plan(_PREPARED, Request(find_hardware("cpu-gloo"), mesh={"dp": 2}, recipe="ddp"))
+share_captures()

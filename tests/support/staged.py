@@ -22,17 +22,14 @@ from autopar.cost_model import find_hardware
 from autopar.ir import PLACEMENTS, Graph, MixedPrecision, Pipeline, Plan
 from autopar.passes import clean_up
 from autopar.pipeline.parts import block_starts
-from autopar.planning.planning import (
-    Prepared,
-    make_plan,
-    prepare_forward,
-    prepare_step,
-    prepared_of,
-)
+from autopar.planning.garbage import collecting_rarely
+from autopar.planning.planning import Prepared, make_plan, prepare_step, prepared_of
+from autopar.planning.stored_captures import CaptureQuestion, StoredCaptures
 from autopar.program import captures
 from autopar.runtime.adoption import refuse_plain
 from autopar.search import RecipeLike
 from autopar.search.request import Request
+from tests.support.shared_captures import SharedCaptures
 
 
 def block_cuts(graph: Graph, stages: int) -> tuple[str, ...]:
@@ -145,15 +142,39 @@ def _attribute(key: str, value: Any) -> Hashable:
     return type(value), value
 
 
+def _captured(question: CaptureQuestion) -> Captured:
+    """The capture that answers a question, made by any process of the session."""
+    model, args, kwargs = question.model, question.args, dict(question.kwargs)
+    options = {"precision": question.precision, "open_dims": question.open_dims}
+
+    def capture() -> Captured:
+        if question.is_step:
+            return capture_step(model, args, kwargs, question.loss_fn, **options)
+        return capture_forward(model, args, kwargs, **options)
+
+    return SharedCaptures.of_session().captured(question, capture)
+
+
+@collecting_rarely()
+def _analyzed(question: CaptureQuestion) -> Prepared:
+    """The same, cleaned and analyzed."""
+    found = _captured(question)
+    if not found.is_clean:
+        clean_up(found.module)
+    return prepared_of(found)
+
+
 def prepared_once(model: nn.Module, batch: Sequence[Any], loss_fn: Any) -> Prepared:
-    """The analyzed step, captured once in a process for all models of this text, parameters and shapes.
+    """The analyzed step, read or captured once in a process for all models of this text, parameters and shapes.
 
     For plans alone: were two models wrongly taken for one, `compile` would refuse the plan by its fingerprint.
     """
 
     def capture() -> Prepared:
         # A copy: a capture leaves weak references on what it saw.
-        return prepare_step(copy.deepcopy(model), tuple(batch), loss_fn=loss_fn)
+        return _analyzed(
+            CaptureQuestion(copy.deepcopy(model), tuple(batch), {}, loss_fn, True, None, ())
+        )
 
     return _prepared(_Step(_key(model, batch, loss_fn, None), capture))
 
@@ -174,19 +195,23 @@ def captured_once(caller: types.ModuleType = planner) -> Iterator[None]:
         precision: MixedPrecision | None, numbers: Sequence[Any] = (),
     ) -> Prepared:  # fmt: skip
         def capture() -> Prepared:
-            return prepare_step(
-                model, args, kwargs, loss_fn=loss_fn, precision=precision, numbers=numbers
-            )
+            return _analyzed(CaptureQuestion(model, args, kwargs, loss_fn, True, precision, ()))
 
         inputs = (*args, *kwargs.values())
         if numbers or not all(isinstance(x, (Tensor, *_PLAIN)) for x in inputs):
-            return capture()
+            return prepare_step(
+                model, args, kwargs, loss_fn=loss_fn, precision=precision, numbers=numbers
+            )
         return _prepared(_Step(_key(model, args, loss_fn, precision, kwargs), capture))
 
     def captured(
         model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: Any,
         precision: MixedPrecision | None, numbers: Sequence[Any] = (), open_dims: OpenDims = (),
     ) -> Captured:  # fmt: skip
+        if any(open_dims) and not numbers:
+            return _captured(
+                CaptureQuestion(model, args, kwargs, loss_fn, True, precision, open_dims)
+            )
         if any(open_dims):
             return capture_step(model, args, kwargs, loss_fn, precision, numbers, open_dims)
         options = {"loss_fn": loss_fn, "precision": precision, "numbers": numbers}
@@ -200,7 +225,7 @@ def captured_once(caller: types.ModuleType = planner) -> Iterator[None]:
             return capture_forward(model, args, kwargs, precision, numbers, open_dims)
 
         def capture() -> Prepared:
-            return prepare_forward(model, args, precision=precision)
+            return _analyzed(CaptureQuestion(model, args, {}, None, False, precision, ()))
 
         return copied(_prepared(_Step(_key(model, args, "forward", precision), capture)))
 
@@ -212,6 +237,7 @@ def captured_once(caller: types.ModuleType = planner) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if caller is planner:
             replaced: list[tuple[types.ModuleType, str, Any]] = [
+                (planner, "StoredCaptures", StoredCaptures),
                 (planner, "capture_step", captured),
                 (planner, "capture_forward", captured_forward),
                 (planner, "prepared_of", _prepared_of),
