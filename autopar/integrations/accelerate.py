@@ -58,7 +58,7 @@ class AutoparAccelerator(Accelerator):
 
         Args:
             args: positional arguments of `Accelerator`.
-            mesh: the axes and their sizes, without `pp`; by default they are searched.
+            mesh: the axes and their sizes; by default one axis `dp` of all ranks.
             recipe: constraints on the plan, as `autopar.compile` takes them.
             options: further options of `autopar.compile`, such as `{"precision": "bf16"}`.
             loss_outside: whether the script computes its loss from other results of the model, such as logits, even

@@ -18,6 +18,7 @@ from autopar.runtime.checkpoint import load_checkpoint, save_checkpoint
 from autopar.runtime.deferred import with_deferred_gradients
 from autopar.runtime.module import CompiledModule
 from autopar.runtime.part import as_stored
+from autopar.runtime.processes import world_size
 
 # What the frameworks decide themselves, and what a prepared model decides for them.
 _DECIDED = {
@@ -26,7 +27,6 @@ _DECIDED = {
     "loss_fn": "the model returns its loss, or the script computes it from the model's results",
     "outputs": "results are whole when they are read",
     "batch": "every rank reads the batch of all ranks",
-    "stages": "the frameworks' loops do not run pipeline stages",
 }
 
 
@@ -56,7 +56,7 @@ class PreparedModel(nn.Module):
 
         Args:
             model: plain PyTorch; it stays usable for its configuration, for saving and for loading.
-            options: options of `autopar.compile`; without `mesh` it is searched, without pipeline stages.
+            options: options of `autopar.compile`; without `mesh` all ranks are one axis `dp`.
             autocast: context that calls run in, whose results are then cast to float32; None for no context.
             loss_outside: whether the script computes its loss from the model's results, also where these have a loss.
 
@@ -66,7 +66,7 @@ class PreparedModel(nn.Module):
         _refuse_decided(options)
         chosen = dict(options)
         if chosen.get("plan") is None and chosen.get("mesh") is None:
-            chosen["stages"] = 1
+            chosen["mesh"] = {"dp": world_size()}
         compiled = compile(model, loss_fn=loss_and_rest, outputs="dtensor", **chosen)
         _refuse_stages(compiled)
         self.module = compiled

@@ -91,7 +91,7 @@ class AutoparMixin:
 
         Args:
             positional: positional arguments of the trainer.
-            mesh: the axes and their sizes, without `pp`; by default they are searched.
+            mesh: the axes and their sizes; by default one axis `dp` of all ranks.
             recipe: constraints on the plan, as `autopar.compile` takes them.
             options: further options of `autopar.compile`, such as `{"precision": "bf16"}`.
             loss_outside: whether the trainer computes its loss from other results of the model than its loss, as an
