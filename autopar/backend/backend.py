@@ -28,7 +28,7 @@ from autopar import _torch
 from autopar.backend.comparing import comparison_of
 from autopar.backend.graphs import SplitGraph
 from autopar.backend.lifting import argument_names
-from autopar.backend.plans import meshes
+from autopar.backend.plans import leaves_mesh_open, meshes
 from autopar.backend.sharding import (
     device_of,
     hardware_of,
@@ -160,11 +160,12 @@ def _request(options: Mapping[str, Any], stored: Mesh | None, device: torch.devi
             f"The recipe {recipe!r} is one of pipeline stages, and those need the whole step: use "
             "autopar.compile and its `step`, or another recipe."
         )
+    ranks = world_size()
+    if mesh is None and not leaves_mesh_open(recipe):
+        mesh = Mesh((("dp", ranks),))
     hardware = hardware_of(options.get("hardware"), device)
-    ranks = world_size() if mesh is None else None
     request = Request(hardware, mesh=mesh, ranks=ranks, recipe=recipe, offload=False)
-    for each in meshes(request)[:1]:
-        refuse_places(recipe, each)
+    refuse_places(recipe, meshes(request)[0])
     return request
 
 

@@ -79,17 +79,18 @@ def plan_of(prepared: Prepared, request: Request, stored: Mapping[str, DTensor])
 
 
 def meshes(request: Request) -> list[Mesh]:
-    """The meshes on which a graph is planned; the first is of one axis, unless the recipe names two.
-
-    They are the mesh of the request, or one axis for a recipe without names of axes, or else all meshes of these axes.
-    """
-    assert request.ranks is not None, "a request of the backend has ranks"
-    named = recipe_axes(request.recipe)
+    """The mesh of a request, or else all meshes that its recipe leaves open, those of one axis first."""
     if request.mesh is not None:
         return [request.mesh]
-    if not named and not is_open(request.recipe):
-        return [Mesh((("dp", request.ranks),))]
-    return sorted(meshes_of(request.ranks, named), key=lambda mesh: len(mesh.axes))
+    assert request.ranks is not None, "a request without a mesh has ranks"
+    found = meshes_of(request.ranks, recipe_axes(request.recipe))
+    return sorted(found, key=lambda mesh: len(mesh.axes))
+
+
+def leaves_mesh_open(recipe: RecipeLike) -> bool:
+    """Whether a recipe may be one on any mesh that is searched: it names dp or tp, or no axis and no split."""
+    named = recipe_axes(recipe)
+    return is_open(recipe) if not named else {*named} <= {"dp", "tp"}
 
 
 class _OnMesh(NamedTuple):

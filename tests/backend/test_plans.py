@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autopar.backend import plans
-from autopar.backend.plans import meshes, plan_of
+from autopar.backend.plans import leaves_mesh_open, meshes, plan_of
 from autopar.cost_model import find_hardware
 from autopar.errors import SearchError
 from autopar.ir import Mesh, Plan
@@ -55,7 +55,6 @@ def test_an_open_mesh_is_the_fastest_of_all() -> None:
     "recipe, expected",
     [
         ("auto", ["dp=4", "dp=2,tp=2"]),
-        ("tp", ["dp=4"]),
         ("tp:tp", ["tp=4", "dp=2,tp=2"]),
         ("dp:ddp,tp:tp", ["dp=1,tp=4", "dp=2,tp=2", "dp=4,tp=1"]),
     ],
@@ -63,6 +62,13 @@ def test_an_open_mesh_is_the_fastest_of_all() -> None:
 def test_meshes_that_a_recipe_leaves_open(recipe: RecipeLike, expected: list[str]) -> None:
     asked = Request(find_hardware("cpu-gloo"), ranks=4, recipe=recipe, offload=False)
     assert [str(mesh) for mesh in meshes(asked)] == expected
+
+
+@pytest.mark.parametrize(
+    "recipe", ["ddp", "serve", {"x": "ddp"}, {"pp": "auto"}, {"dp": "ddp", "x": "tp"}]
+)
+def test_other_recipes_are_for_one_axis(recipe: RecipeLike) -> None:
+    assert not leaves_mesh_open(recipe)
 
 
 def test_meshes_without_a_plan_are_passed_over_unless_all_are(
