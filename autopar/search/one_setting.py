@@ -10,7 +10,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.errors import MeshError, PlanError, RecipeError, SearchError, StateError
+from autopar.errors import (
+    MemoryBoundError,
+    MeshError,
+    PlanError,
+    RecipeError,
+    SearchError,
+    StateError,
+)
 from autopar.ir import PIPELINE_AXIS, Graph, Mesh, ParameterPlan
 from autopar.ir.batches import captured_batch
 from autopar.ir.note import Note
@@ -122,10 +129,12 @@ class SettingSearch:
         On a mesh without stages an open number of micro-batches starts at one. It grows as long as no plan fits, or the
         step gets shorter. More micro-batches take less memory, but launch more kernels, so that no more are tried after
         a plan that the bound on memory does not slow down. If parameters and optimizer states alone do not fit, only
-        the largest number is tried, whose error says how much memory is missing.
+        the largest number is tried, whose error says how much memory is missing. Where memory is not what is missing,
+        the error is that of the smallest number, which has the batch that was asked for.
         """
         trials = [trial._replace(micro_batches=count) for count in self._counts(trial)]
         found: list[tuple[Trial, Planned]] = []
+        errors: list[SearchError] = []
         has_slower = False
         while trials:
             each = trials.pop(0)
@@ -134,10 +143,11 @@ class SettingSearch:
             try:
                 planned = self.plan(each, faster_than_seconds, gives_up=gives_up or bool(trials))
             except SearchError as error:
+                errors.append(error)
                 trials = trials[-1:] if isinstance(error, StateError) else trials
                 has_slower = has_slower or isinstance(error, SlowerError)
                 if not found and not trials:
-                    raise
+                    raise error if isinstance(error, MemoryBoundError) else errors[0]
                 continue
             if found and planned.key >= found[-1][1].key:
                 break

@@ -16,6 +16,7 @@ import autopar
 from autopar.api.announcing import start_line
 from autopar.api.planner import Planner
 from autopar.cli import main
+from autopar.errors import SearchError
 from autopar.ir import Plan
 from autopar.ir.note import kind_of
 from autopar.models.targets import resolve_target
@@ -227,6 +228,12 @@ def test_numbers_that_are_no_power_of_two_are_tried() -> None:
     three = autopar.explain(*wide(16), micro_batches=3, recompute="none", **given).memory_bytes
     found = autopar.explain(*wide(48), memory_bytes=int(three) + 1000, **given)
     assert found.plan.micro_batches == 3 and found.plan.recompute == "none"
+
+
+def test_a_batch_that_no_rank_divides_is_named_whole() -> None:
+    """Six micro-batches of one sample were tried last, and the error spoke of a batch of 1."""
+    with pytest.raises(SearchError, match=r"splits nothing along dp=4.*\(size 6\)"):
+        autopar.explain(*wide(6), mesh="dp=4", recipe="ddp", cluster="h100x4")
 
 
 @pytest.mark.parametrize("kind", [Contrastive, Normalized, Counting, Sized])
