@@ -147,7 +147,7 @@ class SettingSearch:
                 trials = trials[-1:] if isinstance(error, StateError) else trials
                 has_slower = has_slower or isinstance(error, SlowerError)
                 if not found and not trials:
-                    raise error if isinstance(error, MemoryBoundError) else errors[0]
+                    raise (error if isinstance(error, MemoryBoundError) else errors[0]) from None
                 continue
             if found and planned.key >= found[-1][1].key:
                 break
