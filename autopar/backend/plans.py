@@ -88,7 +88,7 @@ def meshes(request: Request) -> list[Mesh]:
 
 
 def leaves_mesh_open(recipe: RecipeLike) -> bool:
-    """Whether a recipe may be one on any mesh that is searched: it names dp or tp, or no axis and no split."""
+    """Whether the mesh is searched under a recipe: one that names no axes but dp and tp, or leaves everything open."""
     named = recipe_axes(recipe)
     return is_open(recipe) if not named else {*named} <= {"dp", "tp"}
 
