@@ -105,5 +105,5 @@ def _loss_only(name: str) -> StepError:
     return StepError(
         f"The result of model(...) has its loss alone, and no {name}: through pipeline stages or micro-batches a step "
         "gives its loss, and what else is returned as (loss, extras) (docs/training.md). Call model(...) under "
-        "torch.no_grad() for the whole result."
+        "torch.no_grad() for the whole result, on a batch that fits at once."
     )

@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.capture.results import loss_first
-from autopar.errors import NoLossError, PlanError, StepError
+from autopar.errors import MemoryBoundError, NoLossError, PlanError, StepError
 from autopar.ir import Pipeline, Plan
 from autopar.ir.order import Order
 from autopar.runtime.examples import Examples
 from autopar.runtime.executor import unflatten_outputs
 from autopar.runtime.generation import generate
 from autopar.runtime.heard import heard, say
-from autopar.runtime.inputs import Arguments, shape_words
+from autopar.runtime.inputs import Arguments, Shape, shape_words
 from autopar.runtime.kept_programs import ReadyProgram, release
 from autopar.runtime.maker import ProgramMaker
 from autopar.runtime.meetings import Meetings
@@ -53,6 +53,7 @@ class CompiledModule(nn.Module):
         self._runs = ModuleRuns(model, planner, self._programs, settings)
         self._placement, self._kept = self._programs.placement, self._programs.kept
         self._returns_loss = settings.returns_loss  # until a capture shows otherwise
+        self._too_large: set[tuple[Shape, ...]] = set()  # batches whose whole forward fits no plan
         self._skipping = Skipping(model, settings.skip_nonfinite)
         self._first_weights = settings.weights  # to read with the first program; None after that
         self._unread = ""  # why parameters have no values
@@ -119,7 +120,7 @@ class CompiledModule(nn.Module):
         Inputs are as in `step`. With autograd on, the result is differentiable: if the model returns its loss,
         `model(x, y).backward()` leaves the gradients that `step(x, y)` leaves. With pipeline stages or several
         micro-batches the call then runs backward at once, as `step` does, and returns only the loss (and extra
-        results).
+        results). With autograd off, a batch that does not fit whole is evaluated in the micro-batches of a step.
 
         Raises StepError with autograd on where there are pipeline stages and the model does not return its loss.
         """
@@ -134,7 +135,29 @@ class CompiledModule(nn.Module):
                 return self._differentiable_step(arguments)
             except NoLossError:
                 self._returns_loss = False
-        return self._forward(arguments, self._settings.outputs)
+        if torch.is_grad_enabled() or self.has_stages or not self._trains_in_micro_batches:
+            return self._forward(arguments, self._settings.outputs)
+        return self._evaluation(arguments)
+
+    def _evaluation(self, arguments: Arguments) -> Any:
+        """The results of a forward without autograd; in the micro-batches of a step where the batch does not fit whole.
+
+        Raises MemoryBoundError if it does not, and the model returns no loss, or micro-batches would change results.
+        """
+        shapes = arguments.shapes
+        if shapes in self._too_large:
+            return self._runs.evaluation(self._program(arguments, is_step=True), arguments)
+        try:
+            return self._forward(arguments, self._settings.outputs)
+        except MemoryBoundError as error:
+            if not self._returns_loss:
+                raise
+            try:
+                ready = self._program(arguments, is_step=True)
+            except (MemoryBoundError, NoLossError):
+                raise error from None
+        self._too_large.add(shapes)
+        return self._runs.evaluation(ready, arguments)
 
     def _forward(self, arguments: Arguments, outputs: Outputs) -> Any:
         """The results of a forward."""
@@ -151,8 +174,13 @@ class CompiledModule(nn.Module):
 
     def _trains_in_parts(self) -> bool:
         """Whether `model(...)` runs a whole step: with autograd, a returned loss, and stages or micro-batches."""
-        in_parts = self.has_stages or (self._programs.micro_batches or 1) > 1
+        in_parts = self.has_stages or self._trains_in_micro_batches
         return in_parts and self._returns_loss and torch.is_grad_enabled()
+
+    @property
+    def _trains_in_micro_batches(self) -> bool:
+        """Whether steps cut their batch."""
+        return (self._programs.micro_batches or 1) > 1
 
     def _differentiable_step(self, arguments: Arguments) -> Any:
         return self._runs.differentiable_step(self._program(arguments, is_step=True), arguments)

@@ -153,6 +153,14 @@ class ModuleRuns:
         """The results of a step whose gradients get into `.grad` when the caller runs backward of the loss."""
         refuse_gradients(ready.bound.program.plan.pipeline, "model(...) with autograd on")
         results = with_deferred_gradients(lambda: self.step(ready, arguments), self.trained())
+        return self._with_loss(ready, results)
+
+    def evaluation(self, ready: ReadyProgram, arguments: Arguments) -> Any:
+        """The results of a step's forward in its micro-batches, with autograd off."""
+        return self._with_loss(ready, self.step(ready, arguments))
+
+    def _with_loss(self, ready: ReadyProgram, results: list[Tensor]) -> Any:
+        """The results of a step as the model returns them; its loss alone if a step leaves others out."""
         if ready.bound.program.has_more:
             return LossAlone(results[-1])
         return loss_first(unflatten_outputs(ready.bound.program, results))

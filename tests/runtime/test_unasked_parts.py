@@ -334,3 +334,76 @@ def test_a_later_step_that_cannot_be_cut_runs_whole(two_ranks: Ranks) -> None:
     for count, first, far in two_ranks.run(changed_after_a_cut):
         assert count == 2 and first < 1e-12
         assert all(each[0] == 1 and each[1] < 1e-12 and each[2] == 0 for each in far), far
+
+
+class Telling(Long):
+    """Returns its loss with the most likely class of every position."""
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        found = self.head(self.map(x).sigmoid())
+        loss = F.cross_entropy(found.flatten(0, 1), y.flatten(), ignore_index=-1)
+        return loss, found.argmax(-1)
+
+
+@captured_once()
+def evaluated(kind: type[Long], rows: int) -> tuple[int, float, list[bool]] | str:
+    """Micro-batches of a training, and an evaluation under its bound against one process: loss and other results."""
+    torch.manual_seed(0)
+    model = kind().double()
+    plain = copy.deepcopy(model)
+    bound = int(_made(copy.deepcopy(model), micro_batches=8).explain().memory_bytes)
+    made = _made(model, memory_bytes=bound, micro_batches=8)
+    made.step(*_batch())
+    gradients = [p.grad.clone() for p in made.parameters()]
+    far, are_equal = 0.0, [True]
+    x, y = (each[:rows] for each in _batch())
+    for training in (True, False, False):
+        made.train(training), plain.train(training)
+        with torch.no_grad():
+            try:
+                found, expected = made(x, y), plain(x, y)
+            except autopar.SearchError as error:
+                return str(error)
+        if isinstance(expected, tuple):
+            (found, told), (expected, classes) = found, expected
+            are_equal.append(torch.equal(told, classes))
+        far = max(far, abs(found.item() - expected.item()))
+    same = zip(gradients, made.parameters(), strict=True)
+    are_equal += [torch.equal(a, p.grad) for a, p in same]
+    return made.plan.micro_batches, far, are_equal
+
+
+@pytest.mark.parametrize(("kind", "rows"), [(Long, 16), (Telling, 16), (Telling, 8)])
+def test_an_evaluation_that_does_not_fit_whole_runs_in_parts(
+    two_ranks: Ranks, kind: type[Long], rows: int
+) -> None:
+    for found in two_ranks.run(evaluated, kind, rows):
+        assert not isinstance(found, str), found
+        count, far, are_equal = found
+        assert count == 8 and far < 1e-12 and all(are_equal)
+
+
+@captured_once()
+def evaluated_without_loss() -> str:
+    """Why a batch that trains in parts is not evaluated by a model that returns no loss."""
+    model, (x, y) = (
+        nn.Sequential(nn.Linear(8, 64), nn.Sigmoid(), nn.Linear(64, 5)).double(),
+        _batch(),
+    )
+    given: dict[str, Any] = {"mesh": DP, "recipe": "ddp", "recompute": "none", "headroom": 0.0}
+    given |= {"loss_fn": _cross_entropy, "micro_batches": 8, "example_inputs": (x, y)}
+    bound = int(autopar.compile(copy.deepcopy(model), **given).explain().memory_bytes)
+    made = autopar.compile(model, memory_bytes=bound, **given)
+    made.step(x, y)
+    with torch.no_grad(), pytest.raises(autopar.SearchError) as error:
+        made(x)
+    return str(error.value)
+
+
+def _cross_entropy(found: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(found.flatten(0, 1), y.flatten(), ignore_index=-1)
+
+
+def test_without_a_loss_the_evaluation_says_what_is_missing(two_ranks: Ranks) -> None:
+    for found in two_ranks.run(evaluated_without_loss):
+        assert "fits into" in found and "smaller batch" in found
