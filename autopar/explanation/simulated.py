@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -52,7 +53,10 @@ class SimulatedStep(ExecutedStep):
     @property
     def slowest_stage(self) -> int:
         """The one whose micro-batch takes longest, forward and backward."""
-        seconds = [cost.forward_seconds + cost.backward_seconds for cost in self.costs]
+        seconds = [
+            cost.forward_seconds + self._backward_seconds(stage)
+            for stage, cost in enumerate(self.costs)
+        ]
         return seconds.index(max(seconds))
 
     @property
@@ -102,7 +106,7 @@ class SimulatedStep(ExecutedStep):
             parameters=sum(
                 self._numel(name) * self._copies(name, stage) for name in self.graph.parameters
             ),
-            forward_seconds=cost.forward_seconds, backward_seconds=cost.backward_seconds,
+            forward_seconds=cost.forward_seconds, backward_seconds=self._backward_seconds(stage),
             send_seconds=cost.send_forward_seconds if self._leaves(stage, stage + 1) else 0.0,
             gradient_seconds=cost.send_backward_seconds if self._leaves(stage, stage - 1) else 0.0,
             in_flight=flight, saved_bytes=cost.saved_bytes, kept_bytes=cost.kept_bytes,
@@ -176,7 +180,9 @@ class SimulatedStep(ExecutedStep):
         """All forwards or backwards of a rank by what they go to; the rest is of the host, or hidden."""
         m, stages = self.plan.micro_batches, self.pipeline.stages_of(rank)
         whole = m * sum(getattr(self.costs[s], f"{direction}_seconds") for s in stages)
-        sums = self._again_in_second_half(stages) if direction == "backward" else {}
+        sums = dict[str, float]()
+        if direction == "backward" and (extra := sum(map(self._split_seconds, stages))):
+            sums, whole = {"split in two halves": extra}, whole + extra
         for item in self.tables.blocks.items:
             times = m * self._times(item, direction, stages)
             if times:
@@ -192,12 +198,20 @@ class SimulatedStep(ExecutedStep):
         parts = [_leaf(name, "seconds", value) for name, value in sums.items()]
         return _sum(direction, "seconds", parts, f"{_batches(m)} on rank {rank}, the busiest")
 
-    def _again_in_second_half(self, stages: Sequence[int]) -> dict[str, float]:
-        """Seconds that a backward in two halves takes beyond a whole one, under their name; {} for no seconds."""
-        if not splits_backward(self.pipeline):
-            return {}
-        extra = sum(float(self._table.split_seconds[self._edges[s]]) for s in stages)
-        return {"split in two halves": self.plan.micro_batches * extra} if extra else {}
+    def _backward_seconds(self, stage: int) -> float:
+        """Mean duration of a micro-batch's backward on a stage, in halves or whole."""
+        whole = self.costs[stage].backward_seconds
+        return whole + self._split_seconds(stage) / self.plan.micro_batches
+
+    def _split_seconds(self, stage: int) -> float:
+        """Seconds of a step that the backwards of a stage take beyond whole ones, where the schedule splits them."""
+        return self._splits[stage] * self.costs[stage].split_seconds
+
+    @cached_property
+    def _splits(self) -> Counter[int]:
+        """Number of micro-batches whose backward runs in two halves, by stage; DualPipeV splits some of them."""
+        timed = self.simulation.timed
+        return Counter(each.action.stage for each in timed if each.action.kind == "I")
 
     def _times(self, item: Item, direction: Direction, stages: Sequence[int]) -> float:
         """Executions of an item in one direction of a micro-batch, as a part of those of the whole model.

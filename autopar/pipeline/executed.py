@@ -18,7 +18,7 @@ from autopar.cost_model.items import FULL, TOUCHED, TrainingState
 from autopar.cost_model.software import AUTOPAR, Software
 from autopar.ir import Graph, Pipeline, Plan, Tier
 from autopar.pipeline.parts import block_starts
-from autopar.pipeline.schedules import actions, splits_backward, waits_for_sends
+from autopar.pipeline.schedules import actions, waits_for_sends
 from autopar.pipeline.simulation import Simulation, StageCosts, simulate
 from autopar.pipeline.stage_costs import StageTables
 from autopar.pipeline.stage_table import StageTable
@@ -76,8 +76,6 @@ class ExecutedStep:
     def costs(self) -> tuple[StageCosts, ...]:
         """Costs of every stage for one micro-batch."""
         costs = self.tables.costs(self.plan.recompute, [first for first, _ in self._edges[1:]])
-        if splits_backward(self.pipeline):
-            costs = tuple(each.in_halves for each in costs)
         return with_versions(costs, self.pipeline, self.plan.micro_batches)
 
     @cached_property

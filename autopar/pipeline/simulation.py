@@ -9,7 +9,7 @@ backward, a stage holds what the second half needs: activations, and gradients o
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -53,12 +53,6 @@ class StageCosts:
         assert self.weight_seconds <= halves, (
             f"one half of the backward takes {self.weight_seconds} s, and both together {halves} s"
         )
-
-    @property
-    def in_halves(self) -> StageCosts:
-        """The same costs, with the duration of both halves as that of the backward."""
-        both = self.backward_seconds + self.split_seconds
-        return replace(self, backward_seconds=both, split_seconds=0.0)
 
     @property
     def seconds(self) -> Mapping[Kind, float]:

@@ -17,7 +17,7 @@ from autopar.explanation.simulated import SimulatedStep
 from autopar.ir import Graph, Pipeline, Plan
 from autopar.search import search
 from autopar.search.pipeline import search_pipeline
-from autopar.search.pipeline_settings import PipelineFound
+from autopar.search.pipeline_settings import SEARCHED_SCHEDULES, ZERO_BUBBLE, PipelineFound
 from autopar.search.request import Request
 from tests.search.stacked import Sizes, in_a_row, residual
 from tests.search.toy import TOY
@@ -100,6 +100,17 @@ def test_time_of_a_backward_in_halves_adds_up(schedule: str) -> None:
         step.time.part("forward").value
     )
     assert sum(row.backward_seconds for row in rows) * 8 == pytest.approx(backward.value)
+
+
+@pytest.mark.parametrize("schedule", [*SEARCHED_SCHEDULES, *ZERO_BUBBLE])
+def test_the_price_is_that_of_the_search(schedule: str) -> None:
+    """DualPipeV splits some backwards and runs the others whole."""
+    machine = replace(MACHINE, host_seconds=1e-3)
+    mesh, count = {"pp": 2, "dp": 1}, {"micro_batches": 8}
+    request = Request(machine, mesh=mesh, recompute="none", schedule=schedule, **count)
+    found = search_pipeline(GRAPH, request, captured_micro_batches=8)
+    step = SimulatedStep(GRAPH, found.plan, machine)
+    assert step.seconds == pytest.approx(found.best.seconds, rel=1e-12)
 
 
 def test_micro_batches_in_flight() -> None:
