@@ -19,7 +19,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from autopar.errors import PlanError
 from autopar.ir.tier import Tier
@@ -110,14 +110,25 @@ def check_wish(wish: object) -> None:
     would be the memory that "none" keeps, 0.0 the memory that "full" keeps, and the bound is linear between them. The
     search takes the fastest recomputation within this bound on every pipeline stage.
     """
-    if wish is None or is_saved_wish(wish) or (isinstance(wish, float) and 0 < wish < 1):
+    if wish in (None, "none", "full", *SAVED_TIERS) or isinstance(wish, Selection):
         return
     if isinstance(wish, float):
+        _check_part(wish)
+    elif type(wish) is not int or wish < 1:  # a bool is an int to isinstance
+        words = ", ".join(map(repr, ("none", "full", *SAVED_TIERS)))
         raise PlanError(
-            f"recompute={wish!r} as a part of the memory for activations is between 0 and 1, such as 0.5; "
+            f"There is no recompute={wish!r}: it is {words}, a whole number of blocks such as 3, a part of the memory "
+            "for activations such as 0.5, or names of ops, as Selection.of("
+            '{"layers.*": ["mlp.act/gelu"]}) or, on a command line, this JSON.'
+        )
+
+
+def _check_part(part: float) -> None:
+    if not 0 < part < 1:
+        raise PlanError(
+            f"recompute={part!r} as a part of the memory for activations is between 0 and 1, such as 0.5; "
             "take 'none' to keep all, 'full' to keep least, and a whole number for so many blocks."
         )
-    check_recompute(wish)
 
 
 def is_saved_wish(wish: object) -> TypeIs[SavedWish]:
@@ -143,14 +154,17 @@ def format_recompute(recompute: Recompute) -> str:
 
 def parse_recompute(text: str) -> Recompute:
     """The inverse of `format_recompute`; also reads `3` as 3 blocks. Raises PlanError."""
+    recompute = _read(text)
+    check_recompute(recompute)
+    return cast(Recompute, recompute)
+
+
+def _read(text: str) -> Selection | int | str:
+    """A selection or a number of blocks, where the text is one; else the text."""
     if text.startswith("{"):
         return Selection.of(_json(text))
     number = text.removesuffix(" blocks").removesuffix(" block")
-    if not (number.isascii() and number.isdigit()):
-        check_recompute(text)
-        return "full" if text == "full" else "none"
-    check_recompute(int(number))
-    return int(number)
+    return int(number) if number.isascii() and number.isdigit() else text
 
 
 def _json(text: str) -> Any:
@@ -161,17 +175,14 @@ def _json(text: str) -> Any:
 
 
 def parse_wish(text: str) -> RecomputeWish:
-    """Reads a user's `none`, `full`, `partitioned`, `offloaded`, number of blocks such as `3`, or part such as `0.5`.
+    """Reads what a user asks of a search: a word such as `full`, blocks such as `3`, a part such as `0.5`, or JSON.
 
-    Raises PlanError for any other text.
+    Raises PlanError for a text that is no wish, see `check_wish`.
     """
-    if is_saved_wish(text):
-        return text
     whole, point, part = text.partition(".")
-    if point and (whole + part).isdigit():
-        check_wish(float(text))
-        return float(text)
-    return parse_recompute(text)
+    wish = float(text) if point and (whole + part).isdigit() else _read(text)
+    check_wish(wish)
+    return cast(RecomputeWish, wish)
 
 
 def recomputed_blocks(recompute: Recompute, blocks: int) -> int:

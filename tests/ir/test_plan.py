@@ -254,6 +254,12 @@ def test_damaged_selections_are_named(wrong):
         parse_wish(wrong)
 
 
+@pytest.mark.parametrize("wrong", ["some", "0", "-1", "3.x"])
+def test_a_text_that_is_no_wish_lists_what_may_be_asked(wrong):
+    with pytest.raises(PlanError, match=f"no recompute='?{wrong}'?: it is 'none', .*'offloaded'"):
+        parse_wish(wrong)
+
+
 @pytest.mark.parametrize(("recompute", "text"), [(1, "1 block"), (3, "3 blocks"), ("full", "full")])
 def test_recomputed_blocks_are_text_and_json_and_back(recompute, text):
     plan = dataclasses.replace(PLAN, recompute=recompute)

@@ -70,6 +70,8 @@ def test_constraints_are_written_as_a_command_line() -> None:
         ({"without": {"zero4"}}, AutoparError, "without names 'zero4' .did you mean zero3 or .*; choose"),
         ({"inside_node": ("pp",)}, AutoparError, "inside_node names 'pp'; choose among dp, tp"),
         ({"recompute": 1.5}, PlanError, "between 0 and 1"),
+        ({"recompute": "some"}, PlanError, "'full', 'partitioned', 'offloaded', .* 3, .* 0.5, or .*Selection.of"),
+        ({"recompute": True}, PlanError, "no recompute=True: it is 'none'"),
         ({"batch": 10, "micro_batches": 4}, AutoparError, "4 micro-batches do not divide a batch of 10"),
         ({"micro_batches": 0}, AutoparError, "micro_batches=0 is less than 1"),
         ({"micro_batches": "4"}, AutoparError, "micro_batches='4' is no whole number"),
