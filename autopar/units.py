@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 
+from autopar.errors import AutoparError
+
+_SIZES = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
+_SMALLEST_BYTES = 1e6  # less is a number whose unit was forgotten
 _LARGE = ("", "k", "M", "G", "T", "P", "E")
 _SMALL = ("", "m", "µ", "n")
 
@@ -18,6 +23,24 @@ def format_bytes(size_bytes: float) -> str:
     if not prefix and math.isfinite(value):
         return f"{round(value)} bytes"
     return f"{_digits(value)} {prefix}B"
+
+
+def parse_bytes(text: str) -> int:
+    """The size of a memory that a person writes as a number with or without a unit; GB is 1e9 bytes.
+
+    >>> parse_bytes("70GB"), parse_bytes("640 MB"), parse_bytes("70e9")
+    (70000000000, 640000000, 70000000000)
+
+    Raises AutoparError for another text, and for less than a megabyte.
+    """
+    found = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*([kmgt]?b)?\s*", text, re.IGNORECASE)
+    try:
+        size = float(found[1]) * _SIZES[(found[2] or "b").lower()] if found else 0.0
+    except ValueError:
+        size = 0.0
+    if not _SMALLEST_BYTES <= size < math.inf:
+        raise AutoparError(f"{text!r} is no size of a memory; write 70GB.")
+    return int(size)
 
 
 def format_seconds(seconds: float) -> str:

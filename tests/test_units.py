@@ -3,6 +3,7 @@ import math
 import pytest
 
 from autopar import units
+from autopar.errors import AutoparError
 
 
 @pytest.mark.parametrize(
@@ -15,6 +16,20 @@ from autopar import units
 )  # fmt: skip
 def test_bytes(size, text):
     assert units.format_bytes(size) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("70GB", 70 * 10**9), (" 1.5 tb ", 1_500 * 10**9), ("70e9", 70 * 10**9), ("640 MB", 640 * 10**6)],
+)  # fmt: skip
+def test_sizes_are_read(text, size):
+    assert units.parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "70", "-7GB", "70 GiB", "1.2.3GB", "1e999GB", "inf"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(AutoparError, match=f"'{text}' is no size of a memory; write 70GB"):
+        units.parse_bytes(text)
 
 
 @pytest.mark.parametrize(

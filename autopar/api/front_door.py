@@ -50,7 +50,7 @@ from autopar.runtime.processes import (
 from autopar.runtime.settings import Batch, Outputs, Settings
 from autopar.runtime.weights import WeightFiles
 from autopar.search import RecipeLike
-from autopar.search.request import Request, listed_depths, listed_names
+from autopar.search.request import Request, in_bytes, listed_depths, listed_names
 from autopar.search.request_fields import HEADROOM
 
 
@@ -77,7 +77,7 @@ def compile(
     precision: MixedPrecision | str | None = None,
     training_state: TrainingState | str | None = None,
     hardware: Hardware | str | os.PathLike[str] | None = None,
-    memory_bytes: int | None = None,
+    memory_bytes: int | str | None = None,
     headroom: float = HEADROOM,
     device: torch.device | str | None = None,
     init_fn: InitFunction | None = None,
@@ -148,9 +148,9 @@ def compile(
             moments in the parameters' own formats.
         hardware: machine to price for: a catalogue name, the path of a TOML file such as `autopar
             calibrate` writes, or figures; by default a guess from the kind of the device.
-        memory_bytes: bound on the memory of a rank, in bytes; by default the memory of the hardware less
-            the headroom. Where nothing fits on the devices, or where that is faster, parameters are stored in the
-            host's memory (docs/tiers.md).
+        memory_bytes: bound on the memory of a rank, in bytes or as text such as "70GB" (GB is 1e9 bytes); by default
+            the memory of the hardware less the headroom. Where nothing fits on the devices, or where that is faster,
+            parameters are stored in the host's memory (docs/tiers.md).
         headroom: fraction of the hardware's memory that the plan leaves free.
         device: where this rank computes; by default the model's own device, or the mesh's kind for a
             model on the meta device.
@@ -205,7 +205,7 @@ def compile(
     join_process_group(device)
     request = Request(
         priced, ranks=world_size(), mesh=_checked(axes_of(mesh, loaded)), recipe=recipe,
-        pins=pins or {}, memory_bytes=memory_bytes, headroom=headroom,
+        pins=pins or {}, memory_bytes=in_bytes(memory_bytes), headroom=headroom,
         micro_batches=_micro_batches(micro_batches, loaded), schedule=schedule, chunks=chunks,
         recompute=recompute, stages=listed_depths(stages), offload=offload or None,
         without=frozenset(listed_names(without)), inside_node=listed_names(inside_node),
@@ -341,7 +341,7 @@ def explain(
     loss_fn: LossFunction | None = None,
     recipe: RecipeLike = "auto",
     pins: Mapping[str, str] | None = None,
-    memory_bytes: int | None = None,
+    memory_bytes: int | str | None = None,
     headroom: float = HEADROOM,
     micro_batches: int | None = None,
     schedule: str | None = None,
@@ -384,7 +384,7 @@ def explain(
     found, axes = _cluster_with(cluster, mesh)
     request = Request(
         found.hardware, ranks=found.ranks if axes is None else None, mesh=axes, recipe=recipe,
-        pins=pins or {}, memory_bytes=memory_bytes,
+        pins=pins or {}, memory_bytes=in_bytes(memory_bytes),
         headroom=headroom, micro_batches=micro_batches, schedule=schedule, chunks=chunks,
         recompute=recompute, stages=listed_depths(stages), offload=offload or None,
         without=frozenset(listed_names(without)), inside_node=listed_names(inside_node),

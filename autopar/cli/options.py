@@ -13,7 +13,7 @@ from autopar.cost_model.cluster import Cluster, find_cluster
 from autopar.cost_model.items import TrainingState
 from autopar.cost_model.optimizers import OPTIMIZERS
 from autopar.cost_model.software import with_eager_runs
-from autopar.errors import MeshError, PlanError
+from autopar.errors import AutoparError, MeshError, PlanError
 from autopar.explanation.advice import Question
 from autopar.explanation.answers import Progress
 from autopar.ir import PIPELINE_AXIS, PLACEMENTS, Mesh, MixedPrecision
@@ -23,6 +23,7 @@ from autopar.search.recipe_rows import MEETING_RECIPES, PIPELINE_RECIPES, RECIPE
 from autopar.search.request import AXES, REFUSALS, Request, listed_names
 from autopar.search.request_fields import HEADROOM
 from autopar.search.several_axes import SEVERAL_AXES
+from autopar.units import parse_bytes
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -32,11 +33,6 @@ returns (model, example_inputs) or (model, example_inputs, loss_fn)."""
 
 AUTO = "auto"  # value of --batch
 
-_SIZES = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
-
-
-_SMALLEST_BYTES = 1e6  # less is a number whose unit was forgotten
-
 
 class Bytes(click.ParamType):
     """A size such as 70GB, 70e9 or 640 MB; GB is 1e9 bytes."""
@@ -44,14 +40,10 @@ class Bytes(click.ParamType):
     name = "SIZE"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> int:
-        found = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*([kmgt]?b)?\s*", str(value), re.IGNORECASE)
         try:
-            size = float(found[1]) * _SIZES[(found[2] or "b").lower()] if found else 0.0
-        except ValueError:
-            size = 0.0
-        if size < _SMALLEST_BYTES:
-            self.fail(f"{value!r} is no size of a memory; write 70GB.", param, ctx)
-        return int(size)
+            return parse_bytes(str(value))
+        except AutoparError as error:
+            self.fail(str(error), param, ctx)
 
 
 class BatchSize(click.ParamType):

@@ -42,6 +42,7 @@ from autopar.search.recipes import (
     split_recipe,
 )
 from autopar.search.request_fields import AUTO_AXES, HEADROOM, RequestFields
+from autopar.units import parse_bytes
 
 AXES = ("dp", "tp")
 REFUSALS = ("recompute", "offload", "dp", "tp", "sp", "ddp", "zero1", "zero2", "zero3")
@@ -65,6 +66,15 @@ def listed_depths(given: int | Sequence[int] | None) -> tuple[int, ...] | None:
     if given is None:
         return None
     return (given,) if isinstance(given, int) else tuple(given)
+
+
+def in_bytes(given: int | str | None) -> int | None:
+    """A size of memory in bytes, which may be given as text; None where none is given.
+
+    >>> in_bytes(80), in_bytes("70GB"), in_bytes(None)
+    (80, 70000000000, None)
+    """
+    return parse_bytes(given) if isinstance(given, str) else given
 
 
 @dataclass(frozen=True)
@@ -136,9 +146,10 @@ class Request(RequestFields):
         def become(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        memory: Any = self.memory_bytes
+        memory: Any = in_bytes(self.memory_bytes)
         if isinstance(memory, float) and memory.is_integer():
-            become("memory_bytes", int(memory))  # people write 80e9
+            memory = int(memory)  # people write 80e9
+        become("memory_bytes", memory)
         become("pins", dict(self.pins or {}))
         become("precision", MixedPrecision.of(self.precision))
         become("training_state", TrainingState.of(self.training_state))

@@ -39,9 +39,9 @@ def test_a_recipe_names_the_schedule() -> None:
 
 
 def test_text_is_read() -> None:
-    asked = Request(H100, precision="bf16 reduce=fp32", stages=(4, 1, 4))
+    asked = Request(H100, precision="bf16 reduce=fp32", stages=(4, 1, 4), memory_bytes="70GB")
     assert asked.precision == MixedPrecision("bfloat16", "float32")
-    assert asked.stages == (1, 4)
+    assert asked.stages == (1, 4) and asked.bound_bytes == 70 * 10**9
 
 
 def test_constraints_are_written_as_a_command_line() -> None:
@@ -80,6 +80,7 @@ def test_constraints_are_written_as_a_command_line() -> None:
         ({"stages": ()}, AutoparError, "leaves no number of stages"),
         ({"stages": (0, 2)}, AutoparError, r"stages\[0\]=0 is less than 1"),
         ({"headroom": "x"}, AutoparError, "headroom='x' is a fraction"),
+        ({"memory_bytes": "70 apples"}, AutoparError, "'70 apples' is no size of a memory; write 70GB"),
         ({"memory_bytes": 0}, AutoparError, "memory_bytes=0 is less than 1"),
         ({"headroom": 1.0}, AutoparError, "headroom=1.0 is a fraction"),
         ({"precision": "bf16 reduce=fp32 reduce=bf16"}, AutoparError, "names a field twice"),
