@@ -6,14 +6,7 @@ whole step. `symbols` does the same with symbols in place of numbers. `price` is
 the search.
 """
 
-from autopar.cost_model.catalogue import (
-    A100,
-    CPU_GLOO,
-    H100,
-    HARDWARE,
-    canonical_gpu,
-    find_hardware,
-)
+from autopar.cost_model.catalogue import A100, CPU_GLOO, H100, HARDWARE, find_hardware
 from autopar.cost_model.cluster import Cluster, find_cluster
 from autopar.cost_model.collectives import (
     Seconds,
@@ -22,6 +15,7 @@ from autopar.cost_model.collectives import (
     own_seconds,
 )
 from autopar.cost_model.compute import op_seconds
+from autopar.cost_model.gpu_names import canonical_gpu
 from autopar.cost_model.hardware import Hardware, Source
 from autopar.cost_model.hardware_toml import read_hardware
 from autopar.cost_model.hardware_writing import save_hardware

@@ -1,7 +1,7 @@
 """Hardware as a TOML file: the files of the catalogue, of users, and those that `autopar calibrate` writes.
 
     name = "my-cluster"
-    like = "h100"                      # optional: start from a machine of the catalogue
+    like = "h100"                      # optional: start from a machine of the catalogue, by any of its names
     nodes = {value = 16, kind = "guess", source = "the order"}
     launch_seconds = {value = 3.5e-6, kind = "measured", source = "torch 2.13, x + 1 on 8 elements"}
 
@@ -31,13 +31,13 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from importlib import resources
 from math import isfinite
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
+from autopar.cost_model.gpu_names import ALIASES, canonical_gpu, catalogue_names
 from autopar.cost_model.hardware import DTYPE_BYTES, KINDS, Disk, Hardware, Host, Link, Source
 from autopar.cost_model.hardware_fields import (
     CURVES,
@@ -88,13 +88,6 @@ def named_hardware(name: str) -> HardwareFile:
     return parse_hardware(_catalogue_text(name), f"{name}.toml")
 
 
-@cache
-def catalogue_names() -> tuple[str, ...]:
-    """Names of the machines in the catalogue, sorted."""
-    files = resources.files("autopar.cost_model").joinpath("catalogue").iterdir()
-    return tuple(sorted(f.name.removesuffix(".toml") for f in files if f.name.endswith(".toml")))
-
-
 def _catalogue_text(name: str) -> str:
     file = resources.files("autopar.cost_model").joinpath("catalogue", f"{name}.toml")
     return file.read_text(encoding="utf-8")
@@ -127,12 +120,14 @@ class _File:
         if "like" not in self.document:
             return {}
         name = self._text("like")
-        if name not in catalogue_names():
+        try:
+            known = canonical_gpu(name)
+        except AutoparError:
             self._fail(
-                f"there is no {name!r} in the catalogue{_suggest(name, catalogue_names())}",
+                f"there is no {name!r} in the catalogue{_suggest(name, (*catalogue_names(), *ALIASES))}",
                 ("like",),
             )
-        base = _File(_catalogue_text(name), f"{name}.toml")
+        base = _File(_catalogue_text(known), f"{known}.toml")
         return base._base() | dict(base._figures())
 
     def _figures(self) -> Iterator[tuple[str, tuple[float, Source]]]:

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import click
 
-from autopar.cost_model.catalogue import canonical_gpu
 from autopar.cost_model.cluster import Cluster, find_cluster
+from autopar.cost_model.gpu_names import canonical_gpu
 from autopar.cost_model.items import TrainingState
 from autopar.cost_model.optimizers import OPTIMIZERS
 from autopar.cost_model.software import with_eager_runs

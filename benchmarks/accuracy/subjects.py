@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from autopar.cost_model import Hardware, find_hardware
-from autopar.cost_model.catalogue import canonical_gpu
 from autopar.cost_model.collectives import BUCKET_BYTES
+from autopar.cost_model.gpu_names import canonical_gpu
 from autopar.cost_model.items import (
     MIXED,
     MIXED_BOTH_GRADIENTS,

@@ -181,6 +181,12 @@ def test_a_file_may_start_from_a_machine_of_the_catalogue() -> None:
     assert [name for name, _ in file.hardware.sources] == [name for name, _ in H100.sources]
 
 
+@pytest.mark.parametrize("like", ["cpu", "CPU", "cpu-gloo", "A100-40GB SXM", "rtx4090"])
+def test_a_file_may_start_from_every_name_that_finds_a_machine(like: str) -> None:
+    found = parse_hardware(f'name = "ours"\nlike = "{like}"', "ours.toml").hardware
+    assert dataclasses.replace(found, name=find_hardware(like).name) == find_hardware(like)
+
+
 @pytest.mark.parametrize("hardware", HARDWARE.values(), ids=HARDWARE)
 def test_what_is_saved_is_read_back(hardware: Hardware, tmp_path: Path) -> None:
     path = tmp_path / "saved.toml"
