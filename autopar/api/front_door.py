@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -198,7 +198,8 @@ def compile(
         "schedule": schedule, "chunks": chunks, "recompute": recompute, "decompose": decomposed or None,
         "overlap_batches": overlap_batches,
     })  # fmt: skip
-    _refuse_unknown_batch(batch)
+    _refuse_unknown("batch", batch, get_args(Batch))
+    _refuse_unknown("outputs", outputs, get_args(Outputs))
     policy = policy_of(precision, loaded)
     device = _device(model, mesh, device)
     priced, assumed = hardware_of(hardware, device)
@@ -257,9 +258,11 @@ def _weights_of(model: nn.Module, weights: str | os.PathLike[str] | None) -> Wei
     return files
 
 
-def _refuse_unknown_batch(batch: str) -> None:
-    if batch not in ("global", "local"):
-        raise AutoparError(f"batch={batch!r} is neither 'global' nor 'local'.")
+def _refuse_unknown(name: str, asked: object, known: Sequence[str]) -> None:
+    """Raises AutoparError where an argument is none of the words that it can be."""
+    if asked not in known:
+        *words, last = map(repr, known)
+        raise AutoparError(f"{name}={asked!r} is neither {', '.join(words)} nor {last}.")
 
 
 def _prepared(compiled: CompiledModule, example_inputs: Any) -> CompiledModule:

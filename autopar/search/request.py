@@ -270,10 +270,12 @@ class Request(RequestFields):
         if meeting is not None:
             check_recipe_axes(self.recipe, mesh)
         resolve(self.inside if meeting else self.recipe, inside)
-        if self.schedule is not None or self.chunks is not None:
+        fields = {"schedule": self.schedule, "chunks": self.chunks}
+        asked = [f"{name}={value!r}" for name, value in fields.items() if value is not None]
+        if asked:
             raise MeshError(
-                f"schedule={self.schedule!r} and chunks={self.chunks} are of pipeline stages, and the mesh "
-                f"{mesh} has no axis {PIPELINE_AXIS!r}: add one, such as {PIPELINE_AXIS}=2, or leave them out."
+                f"{' and '.join(asked)} can be had with pipeline stages alone, and the mesh {mesh} has no axis "
+                f"{PIPELINE_AXIS!r}: add one, such as {PIPELINE_AXIS}=2, or leave out {' and '.join(fields)}."
             )
 
     def _check_versions(self) -> None:

@@ -15,7 +15,7 @@ from accelerate.utils import DataLoaderConfiguration
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from autopar.errors import AutoparError, StepError
+from autopar.errors import AutoparError, MeshError, StepError
 from autopar.integrations import AutoparAccelerator
 from autopar.integrations.batches import JoinedBatches
 from autopar.runtime.checkpoint import read_extra, save_checkpoint
@@ -199,6 +199,12 @@ def test_clipping_a_part_of_the_model_is_refused() -> None:
 def test_options_that_the_loop_decides_are_refused() -> None:
     accelerator = AutoparAccelerator(cpu=True, options={"outputs": "local"})
     with pytest.raises(AutoparError, match=r"outputs=\.\.\. cannot be given here"):
+        accelerator.prepare(Outside())
+
+
+def test_what_needs_stages_is_refused_as_by_compile() -> None:
+    accelerator = AutoparAccelerator(cpu=True, options={"chunks": 2})
+    with pytest.raises(MeshError, match="chunks=2 can be had with pipeline stages alone"):
         accelerator.prepare(Outside())
 
 

@@ -132,6 +132,10 @@ def test_parts_without_a_word_are_refused(two_ranks: Ranks) -> None:
 def test_another_word_is_refused() -> None:
     with pytest.raises(autopar.AutoparError, match="'mine' is neither 'global' nor 'local'"):
         autopar.compile(reader(), batch="mine")  # type: ignore[arg-type]
+    with pytest.raises(
+        autopar.AutoparError, match="'logits' is neither 'local', 'whole' nor 'dtensor'"
+    ):
+        autopar.compile(reader(), outputs="logits")  # type: ignore[arg-type]
 
 
 def test_on_one_rank_the_part_is_the_batch() -> None:

@@ -59,6 +59,7 @@ def test_constraints_are_written_as_a_command_line() -> None:
         ({"schedule": "1f1b", "chunks": 2}, PlanError, "1 stage on each pipeline rank.*chunks=2"),
         ({"schedule": "zbv", "chunks": 4}, PlanError, "2 stages on each pipeline rank"),
         ({"mesh": {"dp": 2}, "schedule": "1f1b"}, MeshError, "has no axis 'pp'"),
+        ({"mesh": {"dp": 2}, "chunks": 2}, MeshError, "^chunks=2 can be had with .*dp=2 has no axis 'pp'"),
         ({"mesh": {"dp": 2}, "recipe": "tp:tp"}, RecipeError, "names the axis 'tp'"),
         ({"mesh": {"pp": 2, "dp": 2}, "recipe": "tp:tp"}, RecipeError, "names the axis 'tp'"),
         ({"mesh": {"dp": 2}, "ranks": 4}, MeshError, "dp=2 has 2 ranks, and h100x8x1 has 4"),
