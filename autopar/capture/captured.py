@@ -90,6 +90,19 @@ class Captured:
         return self.stored.get(name, used) if asked is None else dtype_of(asked)
 
     @property
+    def edge_dtypes(self) -> dict[str, str]:
+        """Dtypes of inputs, and those in which parameters are stored, by keys as those of `Graph.edge_shapes`."""
+        found = {
+            x.name: x.meta["val"].dtype for x in self.module.graph.nodes if x.op == "placeholder"
+        }
+        dtypes = {f"input {name}": found[x] for x, name in self.inputs.items()}
+        dtypes |= {
+            f"parameter {name}": self.stored.get(name, found[x])
+            for x, name in self.parameters.items()
+        }
+        return {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
+
+    @property
     def fingerprint(self) -> str:
         """A hash of the program: ops with their arguments, shapes, dtypes, names of parameters and inputs, precision.
 

@@ -88,6 +88,7 @@ from autopar.ir.plan_reading import (
     note_word,
     read_count,
     read_document,
+    read_dtypes,
     read_labels,
     read_line,
     read_meeting,
@@ -129,6 +130,7 @@ class Plan:
         precision: mixed-precision policy of the captured graph; None where ops use parameters in their stored dtype.
         shapes: global shapes of inputs and parameters, by keys such as `input tokens` and `parameter up.weight`. Errors
             about a plan for another model compare them. Empty where the plan does not record shapes.
+        dtypes: names such as `float32` of the dtypes in which these inputs and parameters are stored, by the same keys.
         meeting: replicas that meet every K steps; None where all ranks train one model synchronously.
         decomposed: axes along which all-gathers before products, and reduce-scatters after them, run piece by piece
             while the products are computed; see `autopar.ops.decomposed`.
@@ -153,6 +155,7 @@ class Plan:
     meeting: Meeting | None = None
     decomposed: tuple[str, ...] = ()
     overlap_batches: int = 1
+    dtypes: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_recompute(self.recompute)
@@ -301,7 +304,7 @@ class Plan:
         lines += [f"input {name}: {text(layout)}" for name, layout in self.inputs.items()]
         lines += [f"op {name}: {' '.join(labels)}" for name, labels in self.ops.items()]
         lines += [
-            f"shape {name}: {' '.join(map(str, shape)) or SCALAR}"
+            f"shape {name}: {' '.join(map(str, shape)) or SCALAR} {self.dtypes.get(name, '')}".rstrip()
             for name, shape in self.shapes.items()
         ]
         return lines + [f"{note_word(note)} {note}" for note in self.notes]
@@ -374,6 +377,8 @@ class Plan:
             fields["overlap"] = self.overlap_batches
         if self.shapes:
             fields["shapes"] = {name: list(shape) for name, shape in self.shapes.items()}
+        if self.dtypes:
+            fields["dtypes"] = dict(self.dtypes)
         return fields
 
     @classmethod
@@ -407,6 +412,7 @@ class Plan:
                 recompute=read_recompute(document.get("recompute", "none")),
                 precision=read_precision(document.get("precision")),
                 shapes=read_shapes(document.get("shapes", {})),
+                dtypes=read_dtypes(document.get("dtypes", {}), document.get("shapes", {})),
                 saved=parse_saved(document.get("saved", {}), mesh),
                 meeting=meeting,
                 decomposed=tuple(document.get("decomposed", "").split()),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -26,6 +28,7 @@ from autopar.ir.tier import parse_place
 VERSION = 1
 SCALAR = "scalar"
 _BY_ROWS = " by rows"
+_DTYPE = re.compile(r"bool|(?:u?int|b?float|complex)\d\w*")
 
 
 def read_document(path: str | os.PathLike[str]) -> Any:
@@ -182,6 +185,18 @@ def read_shapes(document: object) -> dict[str, tuple[int, ...]]:
     return {name: tuple(sizes) for name, sizes in document.items()}
 
 
+def read_dtypes(document: object, shapes: Mapping[str, object]) -> dict[str, str]:
+    """The dtypes of a plan, which only tensors with a shape have."""
+    if not isinstance(document, dict):
+        raise PlanError(f"The dtypes of a plan are texts by name, not {document!r}.")
+    for name, dtype in document.items():
+        if name not in shapes or not isinstance(dtype, str) or not _DTYPE.fullmatch(dtype):
+            raise PlanError(
+                f"The dtype of {name} is a text such as float32 beside its shape, not {dtype!r}."
+            )
+    return dict(document)
+
+
 def read_labels(text: str, name: str, mesh: Mesh) -> Labels:
     labels = tuple(text.split())
     if len(labels) != len(mesh.axes):
@@ -224,6 +239,10 @@ def read_line(line: str, number: int, document: dict[str, Any]) -> None:
     if not colon or word not in ("parameter", "saved", "input", "op", "shape", "replicas"):
         raise PlanError(f"Cannot read line {number} of the plan: {line!r}.")
     if word == "shape":
+        sizes, _, dtype = value.rpartition(" ")
+        if _DTYPE.fullmatch(dtype):
+            document.setdefault("dtypes", {})[name] = dtype
+            value = sizes
         document.setdefault("shapes", {})[name] = _sizes(value, number)
         return
     if word == "replicas":

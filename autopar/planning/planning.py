@@ -216,7 +216,13 @@ def _finished(plan: Plan, graph: Graph, prepared: Prepared) -> Plan:
         _check_batch_first(graph, 1)
     plan = take_parts(plan, graph)
     said = (*plan.notes, *undivided_lines(graph, plan), *prepared.captured.forms)
-    return replace(plan, notes=said, shapes=graph.edge_shapes)
+    return replace(plan, notes=said, shapes=graph.edge_shapes, dtypes=_edge_dtypes(prepared))
+
+
+def _edge_dtypes(prepared: Prepared) -> dict[str, str]:
+    """Dtypes of the inputs and parameters of a graph, in which a few layers may stand for all that were captured."""
+    dtypes = prepared.captured.edge_dtypes
+    return {name: dtypes[name] for name in prepared.analysis.graph.edge_shapes}
 
 
 def _check_batch_first(graph: Graph, micro_batches: int) -> None:
@@ -340,7 +346,7 @@ def _plan_of_part(plan: Plan, part: Prepared) -> Plan | None:
     graph = part.analysis.graph
     return replace(
         plan, fingerprint=part.captured.fingerprint, shapes=graph.edge_shapes,
-        saved=possible_lines(graph, plan),
+        dtypes=_edge_dtypes(part), saved=possible_lines(graph, plan),
     )  # fmt: skip
 
 
@@ -403,7 +409,7 @@ def plan_again(plan: Plan, prepared: Prepared, micro_batches: int) -> Plan | Non
         plan, fingerprint=prepared.captured.fingerprint, micro_batches=micro_batches,
         overlap_batches=math.gcd(plan.overlap_batches, micro_batches),
         notes=("the choices of the plan for other shapes",),
-        shapes=prepared.analysis.graph.edge_shapes,
+        shapes=prepared.analysis.graph.edge_shapes, dtypes=_edge_dtypes(prepared),
         saved=possible_lines(prepared.analysis.graph, plan),
     )  # fmt: skip
 

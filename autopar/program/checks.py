@@ -283,7 +283,11 @@ def _check_cuts(cuts: tuple[str, ...], analysis: Analysis) -> None:
 
 def _difference(captured: Captured, graph: Graph, plan: Plan) -> str:
     """Words for the first difference between a graph and the graph for which a plan was made."""
-    found = _name_difference(graph, plan) or _shape_difference(graph, plan)
+    found = (
+        _name_difference(graph, plan)
+        or _shape_difference(graph, plan)
+        or _dtype_difference(captured, plan)
+    )
     if found:
         return found
     remedy = remedy_of_other_graph(captured.guards)
@@ -310,6 +314,14 @@ def _shape_difference(graph: Graph, plan: Plan) -> str:
             return (
                 f"its {name} has the shape {list(shape)}, and the plan takes {list(planned)}{part}"
             )
+    return ""
+
+
+def _dtype_difference(captured: Captured, plan: Plan) -> str:
+    for name, dtype in captured.edge_dtypes.items():
+        planned = plan.dtypes.get(name, dtype)
+        if planned != dtype:
+            return f"its {name} has the dtype {dtype}, and the plan takes {planned}"
     return ""
 
 

@@ -48,6 +48,18 @@ def test_shapes_are_lines_of_their_own():
         Plan.parse(text.replace("8 64", "8 x"))
 
 
+def test_dtypes_are_words_of_the_lines_of_shapes():
+    shapes = {"input tokens": (8, 64), "parameter scale": (), "parameter up": (4,)}
+    dtypes = {"input tokens": "int64", "parameter scale": "bfloat16"}
+    plan = dataclasses.replace(PLAN, shapes=shapes, dtypes=dtypes)
+    text = str(plan)
+    assert "\nshape input tokens: 8 64 int64\nshape parameter scale: scalar bfloat16\n" in text
+    assert Plan.parse(text) == plan == Plan.from_json(json.loads(json.dumps(plan.to_json())))
+    for wrong in ({"input tokens": "wide"}, {"input other": "int64"}, {"input tokens": 64}):
+        with pytest.raises(PlanError, match=f"dtype of {next(iter(wrong))} is a text such as"):
+            Plan.from_json(plan.to_json() | {"dtypes": wrong})
+
+
 def test_micro_batches_that_take_turns_are_a_line():
     plan = dataclasses.replace(PLAN, micro_batches=4, overlap_batches=2)
     text = str(plan)

@@ -88,6 +88,11 @@ def test_the_first_difference_is_named(mlp):
     narrow = changed(batch, "shapes", **{"input x": (6, 4), "parameter up.weight": (1, 4)})
     told = f"its parameter up.weight has the shape [{width}, 4], and the plan takes [1, 4]"
     assert told in refusal(mlp, narrow)
+    dtypes = mlp[0].edge_dtypes
+    same = dataclasses.replace(plan, shapes=own, dtypes=dtypes)
+    double = changed(same, "dtypes", **{"parameter up.weight": "float64"})
+    told = f"its parameter up.weight has the dtype {dtypes['parameter up.weight']}, and the plan takes float64"
+    assert told in refusal(mlp, double)
     first, *others = plan.ops
     other = dataclasses.replace(plan, ops={"gelu": plan.ops[first], **plan.ops})
     assert f"where the plan has gelu, it runs {first}" in refusal(mlp, other)
