@@ -8,7 +8,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from autopar.errors import MeshError, PlanError, RecipeError, SearchError, StateError, both
+from autopar.errors import (
+    MemoryBoundError,
+    MeshError,
+    PlanError,
+    RecipeError,
+    SearchError,
+    StateError,
+    both,
+)
 from autopar.ir import Graph, ParameterPlan, Plan, Tier, with_pipeline
 from autopar.ir.batches import captured_batch, with_batch
 from autopar.ir.recompute import SAVED_TIERS, Recompute, RecomputeWish, is_saved_wish
@@ -372,7 +380,7 @@ class GivenMesh:
         It is searched for its words, which say what would help; nobody reads them beside a known step.
         """
         if math.isfinite(self.faster_than_seconds) and not self._may_keep_all:
-            kind = SearchError if self._may_hold_state else StateError
+            kind = MemoryBoundError if self._may_hold_state else StateError
             return kind(f"No plan for the mesh {self.request.mesh} keeps all activations.")
         try:
             self._flat()

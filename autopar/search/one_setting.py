@@ -37,6 +37,10 @@ from autopar.search.trials import Searched, Trial
 from autopar.units import counted, format_seconds
 
 
+class UnsearchedError(MemoryBoundError):
+    """It is known without a search that no plan fits into the memory of a rank; it says no more than that."""
+
+
 @dataclass(frozen=True)
 class SettingSearch:
     """The search for the plan of one setting.
@@ -67,7 +71,8 @@ class SettingSearch:
     ) -> Planned:
         """The plan of a setting. With stages it must be faster than `faster_than_seconds`, or SlowerError is raised.
 
-        With `gives_up`, an error comes without a search, and with fewer words, where no plan can fit.
+        With `gives_up`, UnsearchedError is raised where no plan can fit, in place of a search for an error that says
+        how much memory is missing.
         """
         asked = self._asked(trial)
         count = trial.micro_batches or self.captured
@@ -88,7 +93,7 @@ class SettingSearch:
             self.searches,
         )  # fmt: skip
         if gives_up and given.cannot_fit:
-            raise SearchError(f"No plan with {count} micro-batches fits.")
+            raise UnsearchedError(f"No plan with {counted(count, 'micro-batch')} fits.")
         found = given.search()
         found = with_nesting(with_stores(found, request=asked), asked)
         found = with_decomposed(found, asked)
@@ -129,12 +134,11 @@ class SettingSearch:
         On a mesh without stages an open number of micro-batches starts at one. It grows as long as no plan fits, or the
         step gets shorter. More micro-batches take less memory, but launch more kernels, so that no more are tried after
         a plan that the bound on memory does not slow down. If parameters and optimizer states alone do not fit, only
-        the largest number is tried, whose error says how much memory is missing. Where memory is not what is missing,
-        the error is that of the smallest number, which has the batch that was asked for.
+        the largest number is tried, whose error says how much memory is missing. See `_told` for other errors.
         """
         trials = [trial._replace(micro_batches=count) for count in self._counts(trial)]
         found: list[tuple[Trial, Planned]] = []
-        errors: list[SearchError] = []
+        failed: list[tuple[Trial, SearchError]] = []
         has_slower = False
         while trials:
             each = trials.pop(0)
@@ -143,11 +147,11 @@ class SettingSearch:
             try:
                 planned = self.plan(each, faster_than_seconds, gives_up=gives_up or bool(trials))
             except SearchError as error:
-                errors.append(error)
+                failed.append((each, error))
                 trials = trials[-1:] if isinstance(error, StateError) else trials
                 has_slower = has_slower or isinstance(error, SlowerError)
                 if not found and not trials:
-                    raise (error if isinstance(error, MemoryBoundError) else errors[0]) from None
+                    raise self._told(failed, faster_than_seconds, gives_up) from None
                 continue
             if found and planned.key >= found[-1][1].key:
                 break
@@ -156,6 +160,27 @@ class SettingSearch:
         if best_trial.micro_batches not in (None, 1, trial.micro_batches):
             best = best.noted(note_of_parts([each for _, each in found], is_given=not has_slower))
         return best_trial, best
+
+    def _told(
+        self,
+        failed: Sequence[tuple[Trial, SearchError]],
+        faster_than_seconds: float,
+        gives_up: bool,
+    ) -> SearchError:
+        """The error of a setting without a plan, of those of all numbers of micro-batches that were tried.
+
+        If memory is missing for some of them, it is the error of the largest one of these, in full unless the caller
+        gives up. Otherwise it is that of the smallest number, which has the batch that was asked for.
+        """
+        too_large = [each for each in failed if isinstance(each[1], MemoryBoundError)]
+        trial, error = too_large[-1] if too_large else failed[0]
+        if gives_up or not isinstance(error, UnsearchedError):
+            return error
+        try:
+            self.plan(trial, faster_than_seconds)
+        except SearchError as full:
+            return full
+        raise AssertionError(f"a plan was found that cannot fit: {error}")
 
     def _counts(self, trial: Trial) -> Iterator[int | None]:
         """Numbers of micro-batches to try for a setting; None lets the search of stages choose."""
