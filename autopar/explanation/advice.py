@@ -40,6 +40,7 @@ from autopar.search.given import Planned
 from autopar.search.intents import check_closed_form, expand_pins, has_closed_form
 from autopar.search.notes import undivided_lines
 from autopar.search.pipeline_settings import Priced as PricedPipeline
+from autopar.search.refusals import words_of_reserved
 from autopar.search.request import Request
 from autopar.search.settings import PricedCandidate
 from autopar.search.trials import Explored, Searched, closed_forms, space_of
@@ -391,9 +392,12 @@ class Question:
 
     def why_nothing_fits(self) -> str:
         """Sentences on how much memory the smallest setting lacks, and on what would help."""
+        if words := words_of_reserved(self.request):
+            return words
         least, bound = smallest(self.settings), self.bound_bytes
-        over = least.memory_bytes - bound
-        ranks = -(-least.memory_bytes * self.cluster.ranks // bound) if bound else 0
+        over, reserved_bytes = least.memory_bytes - bound, self.cluster.hardware.reserved_bytes
+        held_bytes = (least.memory_bytes - reserved_bytes) * self.cluster.ranks
+        ranks = -(-held_bytes // (bound - reserved_bytes))
         return (
             f"{self.target} does not fit on {self.cluster}: the smallest way found, "
             f"{least.setting.name}, takes {least.memory_bytes / 1e9:.1f} GB of a rank, "

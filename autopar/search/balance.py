@@ -46,7 +46,7 @@ from autopar.search.cut_bounds import (
 )
 from autopar.search.pipeline_bounds import least_seconds, may_have_cuts
 from autopar.search.shape import Shape
-from autopar.units import format_bytes
+from autopar.units import counted, format_bytes
 
 
 @dataclass(frozen=True)
@@ -357,10 +357,10 @@ class _Problem:
         )
 
     def _held_words(self, stage: int, edge: tuple[int, int]) -> str:
-        table, blocks = self.table, edge[1] - edge[0]
+        table, parts = self.table, edge[1] - edge[0]  # blocks, and what comes before or after these
         flights = self.shape.in_flight()[stage]
         return (
-            f"stage {stage} from {table.starts[edge[0]]}, {blocks} block{'s' * (blocks > 1)}: "
+            f"stage {stage} from {table.starts[edge[0]]}, {parts} of {counted(table.blocks, 'part')}: "
             f"{_bytes(table.kept_bytes[edge])} kept, {self._version_words(stage, edge)}{flights} x "
             f"{_bytes(table.saved_bytes[edge])} of micro-batches in flight, "
             f"{_bytes(table.transient_bytes[edge])} for a moment"

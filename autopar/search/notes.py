@@ -10,13 +10,13 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from autopar.cost_model import Hardware, unruled
 from autopar.cost_model.compute import FUSED_ATTENTION
-from autopar.errors import AutoparError
 from autopar.ir import EXCHANGED, Graph, Op, ParameterPlan, Plan, R, State
 from autopar.ir.meeting import ALONE
 from autopar.ir.note import Note
 from autopar.pipeline.composed import StepCost
 from autopar.search.recipe_rows import is_model
 from autopar.search.recipes import format_recipe, resolve, split_recipe
+from autopar.search.refusals import Refusal
 from autopar.search.request import Request
 from autopar.units import counted, format_bytes
 
@@ -318,17 +318,20 @@ def idle_axes(plan: Plan) -> list[str]:
     ]
 
 
-def note_of_unasked_stages(request: Request, rows: int, reasons: Sequence[AutoparError]) -> Note:
+def note_of_unasked_stages(request: Request, rows: int, refusals: Sequence[Refusal]) -> Note:
     """Says why a plan has pipeline stages under a recipe that names no schedule.
 
     Args:
         request: what the user asks for, with an open mesh.
         rows: number of samples of a step.
-        reasons: errors of the meshes without stages; none where every such mesh was ruled out by its sizes.
+        refusals: errors of the meshes without stages; none where every such mesh was ruled out by its sizes.
     """
-    sizes = f"it splits a batch of {rows} over no mesh of {request.ranks} ranks."
+    reason = f"it splits a batch of {rows} over no mesh of {request.ranks} ranks."
+    if refusals:
+        mesh, error = refusals[0]
+        reason = f"{mesh}: {error}"
     return Note(
         f"pipeline stages, which the recipe {format_recipe(request.recipe)} does not name, because there is no plan "
-        f"without them: {reasons[0] if reasons else sizes}",
+        f"without them: {reason}",
         "unasked",
     )

@@ -21,7 +21,15 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from autopar.errors import MeshError, PlanError, RecipeError, SearchError, StateError, both
+from autopar.errors import (
+    MemoryBoundError,
+    MeshError,
+    PlanError,
+    RecipeError,
+    SearchError,
+    StateError,
+    both,
+)
 from autopar.ir import Graph, Mesh, ParameterPlan
 from autopar.ir.note import kind_of
 from autopar.pipeline.composed import state_bytes
@@ -34,6 +42,7 @@ from autopar.search.one_setting import SettingSearch, note_of_parts
 from autopar.search.orders import best_order, words_of_order
 from autopar.search.recipes import format_recipe, is_open
 from autopar.search.refined import Finer, of_given_mesh, words_of_heads
+from autopar.search.refusals import refusal_of_all, with_recipe_open, words_of_reserved
 from autopar.search.request import Request
 from autopar.search.searches import Searches
 from autopar.search.staged import SlowerError
@@ -87,17 +96,13 @@ def search_plan(
 
     Raises MeshError, PlanError, RecipeError or SearchError where there is no plan.
     """
+    if words := words_of_reserved(request):
+        raise StateError(words)
     outer = _Outer(graph, request, captured_micro_batches, fingerprint, fixed_storage)
-    if fixed_storage is not None or not (request.may_offload or request.offload):
-        return outer.run()
-    if request.offload:
-        return outer.with_or_without_streaming()
-    far = replace(outer, request=request.but(offload=True))
     try:
-        found = outer.run()
-    except SearchError as error:
-        return far.instead_of(error)
-    return far.if_faster(found)
+        return outer.with_or_without_host()
+    except MemoryBoundError as error:
+        raise with_recipe_open(error, request.recipe) from None
 
 
 @dataclass(frozen=True)
@@ -126,6 +131,20 @@ class _Outer:
             self.searches,
         )  # fmt: skip
 
+    def with_or_without_host(self) -> Searched:
+        """The best plan; parameters may be in the host's memory where the request leaves it open, or asks for it."""
+        request = self.request
+        if self.fixed_storage is not None or not (request.may_offload or request.offload):
+            return self.run()
+        if request.offload:
+            return self.with_or_without_streaming()
+        far = replace(self, request=request.but(offload=True))
+        try:
+            found = self.run()
+        except SearchError as error:
+            return far.instead_of(error)
+        return far.if_faster(found)
+
     def run(self) -> Searched:
         found = self._found()
         return found if self.fixed_storage else self._in_best_order(found)
@@ -141,7 +160,7 @@ class _Outer:
         self._try(self._opened(tried), tried)
         unasked = None
         if not tried.found and if_none_fits:
-            unasked = note_of_unasked_stages(self.request, self._inside.rows, tried.reasons)
+            unasked = note_of_unasked_stages(self.request, self._inside.rows, tried.refusals)
             self._try(if_none_fits, tried)
         self._try(refined_trials_of(self.graph, self.request, explored), tried)
         self._try_in_dims(tried)
@@ -149,9 +168,7 @@ class _Outer:
         self._try(unsplit_trials_of(self.graph, self.request, explored, tried.best_seconds), tried)
         self._try_without_recipes(explored, tried)
         if not tried.found:
-            lines = [str(error) for error in tried.reasons]
-            lines = lines or [f"{self.request.text} rule out every mesh. Drop one of them."]
-            raise SearchError("\n".join([f"No plan on {self.request.ranks} ranks.", *lines]))
+            raise refusal_of_all(self.request, tried.refusals)
         found = self._settled(tried, explored)
         if unasked is None or found.best.plan.pipeline is None:
             return found
@@ -340,7 +357,7 @@ class _Outer:
                 tried.found.append(found)
                 count += 1
             except (MeshError, PlanError, RecipeError, SearchError) as error:
-                tried.reasons.append(type(error)(f"{trial.mesh}: {error}"))
+                tried.refusals.append((trial.mesh, error))
                 count += isinstance(error, SlowerError)
                 may_fit = isinstance(error, SearchError) and not isinstance(
                     error, (SlowerError, StateError)

@@ -47,6 +47,7 @@ from autopar.search.pins import resolve_pins
 from autopar.search.problem import Problem
 from autopar.search.recipe_rows import ON_DEVICE, RecipeLike, Tiering
 from autopar.search.recipes import format_recipe, resolve
+from autopar.search.refusals import with_recipe_open
 from autopar.search.rows import row_notes, with_rows
 from autopar.units import format_bytes
 
@@ -134,7 +135,11 @@ def search_with_cost(
     **choices: Unpack[Choices],
 ) -> Found:
     """The same search as `search`, with the cost of the plan and figures of the search."""
-    return MeshSearch.of(graph, mesh, hardware=hardware, **choices).within(memory_bytes)
+    found = MeshSearch.of(graph, mesh, hardware=hardware, **choices)
+    try:
+        return found.within(memory_bytes)
+    except MemoryBoundError as error:
+        raise with_recipe_open(error, found.recipe) from None
 
 
 @dataclass(frozen=True)
@@ -221,12 +226,12 @@ class MeshSearch:
         return self._plans[key]
 
     def _within(self, memory_bytes: int | None) -> Found:
-        problem, recipe = self.problem, format_recipe(self.recipe)
+        problem = self.problem
         found = descents(problem, memory_bytes)
         best = best_of(found, memory_bytes)
         if not fits(best, memory_bytes):
             assert memory_bytes is not None, "without a bound everything fits"
-            raise _does_not_fit(best, memory_bytes, problem, recipe)
+            raise _does_not_fit(best, memory_bytes, problem)
         spread = self._found(best, found, memory_bytes)
         needed = spread.cost.memory_bytes
         if memory_bytes is not None and needed > memory_bytes >= best.bytes:
@@ -407,9 +412,8 @@ def _state_bytes(problem: Problem) -> int:
     return math.ceil(problem.least_state_bytes)
 
 
-def _does_not_fit(found: Descent, bound: int, problem: Problem, recipe: str) -> MemoryBoundError:
+def _does_not_fit(found: Descent, bound: int, problem: Problem) -> MemoryBoundError:
     needed, state_bytes = math.ceil(found.bytes), _state_bytes(problem)
-    free = [] if recipe == "auto" else [f'recipe="auto" instead of {recipe!r}']
     batch, state = ["a smaller batch (or more micro-batches of a smaller one)"], ""
     if state_bytes > bound:
         batch = []
@@ -420,6 +424,6 @@ def _does_not_fit(found: Descent, bound: int, problem: Problem, recipe: str) -> 
     return (StateError if state else MemoryBoundError).of(
         f"No plan for the mesh {problem.mesh} fits into {format_bytes(bound)}: the smallest found takes "
         f"{format_bytes(needed)} of a rank, {format_bytes(needed - bound)} too much{state}.",
-        [*free, "more ranks", *batch],
+        ["more ranks", *batch],
         needed,
     )

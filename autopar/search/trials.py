@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.hardware import Hardware
-from autopar.errors import AutoparError, SearchError
+from autopar.errors import SearchError
 from autopar.ir import PIPELINE_AXIS, Graph, Mesh, with_pipeline
 from autopar.pipeline.blocks import has_blocks
 from autopar.pipeline.parts import block_starts
@@ -19,6 +19,7 @@ from autopar.search.intents import allows, has_closed_form, recomputations
 from autopar.search.pipeline_settings import divisors, searched_chunks
 from autopar.search.recipe_rows import RecipeLike
 from autopar.search.recipes import is_open, recipe_axes
+from autopar.search.refusals import Refusal
 from autopar.search.request import Request
 from autopar.search.search import meshes_of
 from autopar.search.settings import PricedCandidate
@@ -88,14 +89,14 @@ class Tried:
 
     Attributes:
         found: settings with their plans.
-        reasons: errors of the settings without a plan.
+        refusals: meshes of the settings without a plan, with their errors.
         failed: settings that no plan of their recipe fits.
         searched: mesh and number of micro-batches of every setting.
         most_shown: largest step of a plan that is kept, as a multiple of the best one.
     """
 
     found: list[tuple[Trial, Planned]] = field(default_factory=list)
-    reasons: list[AutoparError] = field(default_factory=list)
+    refusals: list[Refusal] = field(default_factory=list)
     failed: list[Trial] = field(default_factory=list)
     searched: set[tuple[Mesh, int | None]] = field(default_factory=set)
     most_shown: float = MOST_SHOWN

@@ -190,7 +190,14 @@ def test_what_has_no_closed_form_is_refused_before_capture(mesh, recipe, says):
 
 def test_what_does_not_fit_says_by_how_much_and_what_would_help():
     with pytest.raises(
-        SearchError, match=r"\([\d,]+ bytes\) more than the 0.5 GB .*about \d+ ranks"
+        SearchError, match=r"\([\d,]+ bytes\) more than the 1.5 GB .*about \d+ ranks"
+    ):
+        ask(memory_bytes=15 * 10**8, without={"offload"}).answer()
+
+
+def test_no_number_of_ranks_helps_where_all_of_the_bound_is_reserved():
+    with pytest.raises(
+        SearchError, match=r"1\.00 GB reserved before .*would help: memory_bytes above"
     ):
         ask(memory_bytes=5 * 10**8).answer()
 

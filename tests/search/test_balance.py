@@ -278,7 +278,8 @@ def test_says_which_stage_does_not_fit_and_by_how_much() -> None:
     assert "No cuts into 2 stages fit into 7.00 kB under gpipe" in text
     assert "pipeline rank 0 takes 10.0 kB, 3.00 kB too much" in text
     assert (
-        "stage 0 from op0, 2 blocks: 2.00 kB kept, 4 x 2.00 kB of micro-batches in flight" in text
+        "stage 0 from op0, 2 of 4 parts: 2.00 kB kept, 4 x 2.00 kB of micro-batches in flight"
+        in text
     )
     assert "schedule='1f1b', which holds at most 2 of them at once" in text
     assert "memory_bytes=10000" in text
