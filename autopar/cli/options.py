@@ -15,10 +15,10 @@ from autopar.cost_model.optimizers import OPTIMIZERS
 from autopar.cost_model.software import with_eager_runs
 from autopar.errors import AutoparError, MeshError, PlanError
 from autopar.explanation.advice import Question
-from autopar.explanation.answers import Progress
 from autopar.ir import PIPELINE_AXIS, PLACEMENTS, Mesh, MixedPrecision
 from autopar.ir.recompute import RecomputeWish, parse_wish
 from autopar.search.intents import is_intent
+from autopar.search.progress import Progress
 from autopar.search.recipe_rows import MEETING_RECIPES, PIPELINE_RECIPES, RECIPES
 from autopar.search.request import AXES, REFUSALS, Request, listed_names
 from autopar.search.request_fields import HEADROOM

@@ -11,9 +11,11 @@ from typing import Any
 
 import click
 from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
 
 from autopar.errors import AutoparError
-from autopar.explanation.answers import Progress, silent
+from autopar.search.progress import Progress, silent
 from autopar.views import Page, gantt, write_html, write_trace
 
 
@@ -24,13 +26,14 @@ def console() -> Console:
 
 @contextlib.contextmanager
 def working() -> Iterator[Progress]:
-    """A spinner with what is being done, on a terminal's stderr; nothing elsewhere."""
-    errors = Console(stderr=True)
-    if not errors.is_terminal:
+    """A moving bar with what is being done and for how long, on a terminal's stderr; nothing elsewhere."""
+    if not sys.stderr.isatty():
         yield silent
         return
-    with errors.status("reading the model") as status:
-        yield lambda message: status.update(message)
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("reading the model", total=None)
+        yield lambda message: bar.update(task, description=message)
 
 
 def print_json(document: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.items import TrainingState
 from autopar.cost_model.run import total
 from autopar.errors import AutoparError, SearchError
-from autopar.explanation.answers import Advice, Progress, silent, words_of_factors
+from autopar.explanation.answers import Advice, words_of_factors
 from autopar.explanation.candidate_rows import (
     idle,
     kept_notes,
@@ -40,6 +40,7 @@ from autopar.search.given import Planned
 from autopar.search.intents import check_closed_form, expand_pins, has_closed_form
 from autopar.search.notes import undivided_lines
 from autopar.search.pipeline_settings import Priced as PricedPipeline
+from autopar.search.progress import Progress, silent
 from autopar.search.refusals import words_of_reserved
 from autopar.search.request import Request
 from autopar.search.settings import PricedCandidate
@@ -218,9 +219,9 @@ class Question:
         self.progress("searching the plan")
         try:
             # The batch of the target's own may be cut, too; whether the model runs on a part of it is seen in the end.
-            found = search_step(prepared, request.but(cuts_batch=True))
+            found = search_step(prepared, request.but(cuts_batch=True), progress=self.progress)
             if self._needs_whole(found.best.plan):
-                found = search_step(prepared, request.of_micro_batches(1))
+                found = search_step(prepared, request.of_micro_batches(1), progress=self.progress)
         except SearchError:
             if self.request.mesh is None and has_closed_form(request):
                 raise SearchError(self.why_nothing_fits()) from None

@@ -20,11 +20,6 @@ from autopar.search.settings import ClusterSetting
 from autopar.views import BatchRow
 
 _DUST = 1e-12  # of a cost
-Progress = Callable[[str], None]
-
-
-def silent(message: str) -> None:
-    """Shows nothing."""
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ from autopar.pipeline.saved_values import possible_lines
 from autopar.planning.garbage import collecting_rarely
 from autopar.search.notes import undivided_lines
 from autopar.search.outer import search_plan
+from autopar.search.progress import Progress, silent
 from autopar.search.request import Request
 from autopar.search.trials import Searched
 from autopar.units import counted
@@ -184,8 +185,12 @@ def search_step(
     *,
     captured_micro_batches: int | None = None,
     fixed_storage: Mapping[str, ParameterPlan] | None = None,
+    progress: Progress = silent,
 ) -> Searched:
-    """The search of `make_plan`; returns the plan with its price, and the other plans that were found."""
+    """The search of `make_plan`; returns the plan with its price, and the other plans that were found.
+
+    It calls `progress` with a line of text for every setting that it begins to search.
+    """
     graph = prepared.analysis.graph
     request = _that_keeps_results(prepared, request, captured_micro_batches or 1)
     if fixed_storage is None:
@@ -193,6 +198,7 @@ def search_step(
     found = search_plan(
         graph, request, fingerprint=prepared.captured.fingerprint, fixed_storage=fixed_storage,
         captured_micro_batches=captured_micro_batches or request.micro_batches or 1,
+        progress=progress,
     )  # fmt: skip
     best = found.best
     return found._replace(best=best._replace(plan=_finished(best.plan, best.graph, prepared)))

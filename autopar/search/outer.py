@@ -40,6 +40,7 @@ from autopar.search.given import Planned
 from autopar.search.notes import note_of_unasked_stages
 from autopar.search.one_setting import SettingSearch, note_of_parts
 from autopar.search.orders import best_order, words_of_order
+from autopar.search.progress import Progress, silent
 from autopar.search.recipes import format_recipe, is_open
 from autopar.search.refined import Finer, of_given_mesh, words_of_heads
 from autopar.search.refusals import refusal_of_all, with_recipe_open, words_of_reserved
@@ -80,6 +81,7 @@ def search_plan(
     captured_micro_batches: int = 1,
     fingerprint: str = "",
     fixed_storage: Mapping[str, ParameterPlan] | None = None,
+    progress: Progress = silent,
 ) -> Searched:
     """Finds the fastest plan that a request allows.
 
@@ -89,6 +91,7 @@ def search_plan(
         captured_micro_batches: number of captured batches that make up a step, if the request names no batch.
         fingerprint: hash of the captured graph, which the plan records.
         fixed_storage: layouts of parameters that are placed already, by name.
+        progress: function that is called with a line of text before each setting is searched.
 
     Unless the request forbids it, parameters may be stored in the host's memory: if no plan fits otherwise, or if the
     plan is then faster (for example because less is recomputed). They stay in the host's memory even during a step if
@@ -98,7 +101,9 @@ def search_plan(
     """
     if words := words_of_reserved(request):
         raise StateError(words)
-    outer = _Outer(graph, request, captured_micro_batches, fingerprint, fixed_storage)
+    outer = _Outer(
+        graph, request, captured_micro_batches, fingerprint, fixed_storage, progress=progress
+    )
     try:
         return outer.with_or_without_host()
     except MemoryBoundError as error:
@@ -112,6 +117,7 @@ class _Outer:
     Attributes:
         promises: seconds without a bound on memory.
         searches: searches of layouts, which all settings share.
+        progress: function that is called with a line of text before each setting is searched.
     """
 
     graph: Graph
@@ -122,6 +128,7 @@ class _Outer:
     faster_than_seconds: float = math.inf
     promises: dict[Promised, float] = field(default_factory=dict)
     searches: Searches = field(default_factory=Searches)
+    progress: Progress = silent
 
     @property
     def _inside(self) -> SettingSearch:
@@ -351,6 +358,7 @@ class _Outer:
             if trial.promise_seconds >= best_seconds:
                 continue
             tried.searched.add((trial.mesh, trial.micro_batches))
+            self.progress(f"searching the plan: {tried.words_before(trial)}")
             try:
                 faster_than_seconds = tried.most_shown * best_seconds
                 found = self._inside.search(trial, faster_than_seconds, gives_up=bool(tried.found))

@@ -23,6 +23,7 @@ from autopar.search.refusals import Refusal
 from autopar.search.request import Request
 from autopar.search.search import meshes_of
 from autopar.search.settings import PricedCandidate
+from autopar.units import format_seconds
 
 MOST_EXACT = 4  # number of settings whose plans are searched
 MOST_OPENED = 2  # number of settings that are searched without the recipe of their estimate, which had no plan
@@ -110,6 +111,12 @@ class Tried:
     def best_seconds(self) -> float:
         """Seconds of a step of the fastest plan; infinite without a plan."""
         return min((each.price.step_seconds for _, each in self.found), default=math.inf)
+
+    def words_before(self, trial: Trial) -> str:
+        """A line for the person who waits while a setting is searched: which one it is, and what is known so far."""
+        number = len(self.found) + len(self.refusals) + 1
+        fastest = f"; fastest so far {format_seconds(self.best_seconds)}" if self.found else ""
+        return f"setting {number}, {trial.mesh}{fastest}"
 
 
 def explore(graph: Graph, request: Request, rows: int) -> Explored | None:

@@ -118,6 +118,13 @@ def test_stages_beneath_a_recipe_where_nothing_fits_without() -> None:
     assert "pp=2,dp=2" in str(error.value) and "pp=4" in str(error.value)
 
 
+def test_each_setting_is_said_before_it_is_searched() -> None:
+    lines: list[str] = []
+    search_plan(GRAPH, Request(TOY, ranks=4), progress=lines.append)
+    assert lines[0].startswith("searching the plan: setting 1, ") and len(lines) > 1
+    assert "; fastest so far " not in lines[0] and "; fastest so far " in lines[-1]
+
+
 def test_one_rank_has_no_pipeline_and_one_axis() -> None:
     plan = found(2, ranks=1).best.plan
     assert plan.pipeline is None and plan.world_mesh == Mesh.of({"dp": 1})
