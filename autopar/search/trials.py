@@ -263,10 +263,10 @@ def promising(
         return is_lost, each.memory_bytes if is_lost else each.seconds + moved, each.setting.name
 
     def promise(each: PricedCandidate) -> float:
-        """The estimate with the smaller bubble that the largest searched number of chunks gives."""
-        chunks = max(searched_chunks(blocks, depth_of(each.setting.world_mesh)), default=1)
+        """The estimate with the smallest bubble of a searched number of chunks; see `_least_bubble`."""
         moved = moved_seconds(each, request)
-        seconds = each.seconds - (1 - 1 / chunks) * each.parts.get("bubble", 0.0)
+        hidden = 1 - _least_bubble(each, blocks)
+        seconds = each.seconds - hidden * each.parts.get("bubble", 0.0)
         return seconds if math.isinf(moved) else seconds + moved
 
     counts: dict[Mesh, set[int]] = {}
@@ -276,6 +276,20 @@ def promising(
         if count not in known and len(known) < _SAME_MESH:
             known.add(count)
             yield Trial(mesh, count, each.setting.recipe, promise(each), each)
+
+
+def _least_bubble(each: PricedCandidate, blocks: int) -> float:
+    """The least bubble of any searched number of chunks, as a part of the estimate's.
+
+    With v chunks it is 1/v of the estimate's (p - 1) w, where a rank takes w for a micro-batch and there are p ranks. But
+    no micro-batch passes all stages in less than p w, of which m w are busy with m micro-batches: p - m of the p - 1
+    remain, however many chunks there are.
+    """
+    ranks, count = depth_of(each.setting.world_mesh), each.setting.micro_batches
+    if ranks == 1:
+        return 1.0
+    chunks = max(searched_chunks(blocks, ranks), default=1)
+    return max(1 / chunks, (ranks - count) / (ranks - 1))
 
 
 def moved_seconds(each: PricedCandidate, request: Request) -> float:
