@@ -122,8 +122,9 @@ _WHERE = (
     click.option("--cluster", metavar="NAME",
                  help="GPU x ranks in a node x nodes: h100x8x16, a100x4; or a TOML file."),
     click.option("--batch", type=BatchSize(), metavar="N|auto",
-                 help="Sequences of a step on all ranks; by default one per rank. With auto, explain tries several, "
-                      "and explains the one with the least time per token."),
+                 help="Sequences of a step on all ranks; by default one per rank. With auto, explain tries some "
+                      "twenty, explains the smallest within 1 % of the least time per token, and names the fastest "
+                      "and the largest that fits at once."),
     click.option("--seq", type=POSITIVE, metavar="N", help="Tokens of a sequence."),
     click.option("--mesh", metavar="AXES",
                  help="Axes to use, such as dp=8,tp=8 or pp=2,dp=2,tp=2 with pipeline stages; else "

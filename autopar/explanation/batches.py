@@ -1,12 +1,19 @@
-"""Which batch a step should have: the one with the least time per sample, and the largest that fits at once.
+"""Which batch a step should have: the smallest that is nearly the fastest per sample, the fastest, the largest at once.
 
 Any batch fits where enough micro-batches make it up. The largest one is therefore asked of as few micro-batches as the
-request allows, which is one unless it names a number or a schedule that needs more.
+request allows, which is one unless it names a number or a schedule that needs more. A batch is *roomy* where its
+fastest plan takes so few micro-batches and recomputes nothing. Time per sample falls up to the largest roomy batch;
+beyond it a step recomputes, or takes micro-batches of other sizes.
 
-Batches are doubled from one sample per rank until the largest is passed and another doubling gains little; a bisection
-then narrows the largest down to a quarter. Closed forms price all of them, and a search finds the plans of few: of the
-fastest one, until no other batch has a better price, and of the largest. Where a request has no closed forms, every
-plan is searched.
+    double one sample per rank        until the largest is passed and another doubling gains little
+    bisect for the largest roomy one  then double that one while it gains
+    bisect for the largest at once
+    bisect for the smallest that is nearly as fast as the fastest
+
+Bisections end at a part of a batch (`_PARTS`), so that their number of batches is bounded, and they try multiples of
+the number of ranks. Closed forms price all of these batches, and a search finds the plans of few: of the fastest one,
+until no other batch has a better price, of the smallest that is nearly as fast, and of the largest. Where a request has
+no closed forms, every plan is searched.
 """
 
 from __future__ import annotations
@@ -28,8 +35,12 @@ from autopar.units import counted, format_bytes
 from autopar.views import BatchRow
 
 GAIN = 0.02  # the least gain of a doubling after which a still larger batch is tried
+NEAR = (
+    0.01  # largest loss of throughput for which a smaller batch is better advice than the fastest
+)
 MOST_DOUBLINGS = 20
-_PARTS = 4  # the largest batch is found up to this part of a doubling
+_PARTS = 16  # a bisection ends at this part of a batch
+_MOST_SEARCHED = 4  # batches whose plans are searched to find the smallest that is nearly as fast
 
 
 @dataclass(frozen=True)
@@ -42,6 +53,8 @@ class TriedBatch:
         memory_bytes: peak memory of a rank.
         plan: the plan in words.
         at_once: the fastest way to run it in as few micro-batches as the request allows; None if none fits.
+        is_roomy: whether the fastest plan takes so few micro-batches and recomputes nothing.
+        promised_seconds: duration of a step at the first price, which a search may have replaced.
         advice: the searched plan; None where the price is that of the closed form.
     """
 
@@ -50,6 +63,8 @@ class TriedBatch:
     memory_bytes: float
     plan: str
     at_once: PricedCandidate | Advice | None
+    is_roomy: bool
+    promised_seconds: float
     advice: Advice | None = None
 
     @property
@@ -63,6 +78,13 @@ class TriedBatch:
     def rate(self) -> float:
         """Samples per second."""
         return self.batch / self.seconds
+
+    def is_near(self, fastest: TriedBatch) -> bool:
+        """Whether it has nearly the throughput of the fastest batch, at the same kind of price."""
+        if self.advice is not None:
+            return self.rate >= (1 - NEAR) * fastest.rate
+        promised, most = (each.batch / each.promised_seconds for each in (self, fastest))
+        return promised >= (1 - NEAR) * most
 
     def searched(self) -> TriedBatch:
         """The same batch with the plan that the search finds. Raises SearchError if it finds none."""
@@ -79,7 +101,7 @@ class TriedBatch:
 
 
 def best_batch(question: Question) -> Advice:
-    """The answer for the batch with the least time per sample, with a table of the batches that were tried.
+    """The answer for the smallest batch that is nearly the fastest per sample, with a table of the batches tried.
 
     Args:
         question: the model and the request, whose own batch is ignored.
@@ -92,12 +114,13 @@ def best_batch(question: Question) -> Advice:
             "own; give the function a parameter named batch, or --batch a number."
         )
     trials = _trials(question)
-    fastest, largest = trials.fastest(), trials.largest()
-    assert fastest.advice is not None, "the fastest batch has a searched plan"
+    chosen, fastest = trials.smallest_near()
+    largest = trials.largest()
+    assert chosen.advice is not None, "the chosen batch has a searched plan"
     return replace(
-        fastest.advice,
-        batches=tuple(trials.rows(fastest, largest)),
-        batch_lines=tuple(trials.lines(fastest, largest)),
+        chosen.advice,
+        batches=tuple(trials.rows(chosen, fastest, largest)),
+        batch_lines=tuple(trials.lines(chosen, fastest, largest)),
     )
 
 
@@ -118,6 +141,7 @@ def _estimated(question: Question) -> TriedBatch | None:
     return TriedBatch(
         question, best.seconds, best.memory_bytes, best.setting.name,
         best_that_fits(at_once, question.bound_bytes),
+        best.setting.micro_batches == fewest and best.setting.recompute == "none", best.seconds,
     )  # fmt: skip
 
 
@@ -127,7 +151,9 @@ def _searched(question: Question) -> TriedBatch:
     fewest = request.chosen_micro_batches or 1
     is_at_once = advice.plan.micro_batches == fewest
     at_once = advice if is_at_once else _answer(question.on(request.but(micro_batches=fewest)))
-    return _with(TriedBatch(question, 0.0, 0.0, "", at_once), advice)
+    is_roomy = is_at_once and advice.plan.recompute == "none"
+    seconds = advice.step_seconds
+    return _with(TriedBatch(question, seconds, 0.0, "", at_once, is_roomy, seconds), advice)
 
 
 def _with(tried: TriedBatch, advice: Advice) -> TriedBatch:
@@ -230,14 +256,35 @@ class _Trials:
         found = self.at(batch)
         return found is not None and found.at_once is not None
 
+    def is_roomy(self, batch: int) -> bool:
+        """Whether the fastest plan of a batch takes as few micro-batches as may be, and recomputes nothing."""
+        found = self.at(batch)
+        return found is not None and found.is_roomy
+
+    def is_near(self, batch: int) -> bool:
+        """Whether a batch has nearly the throughput of the fastest one that was tried."""
+        found = self.at(batch)
+        return found is not None and found.is_near(self._best)
+
+    @property
+    def _best(self) -> TriedBatch:
+        """The fastest of the batches at the prices that are known; of equals the smallest."""
+        return max(self.found, key=lambda each: each.rate)
+
     def try_around(self, start: int) -> None:
-        """Tries halves of `start` until one fits at once, then doubles of it, then what is near the largest."""
+        """Tries halves of `start` until one fits at once, its doubles, and what lies between these."""
         next(filter(self.fits_at_once, _halves(start, self._granule)), None)
-        if self.at(start) is not None:
-            self._double(start)
-        low = max((each.batch for each in self.found if each.at_once is not None), default=0)
-        if 2 * low in self.tried:
-            self._narrow(low)
+        if self.at(start) is None:
+            return
+        self._double(start)
+        if roomy := [each.batch for each in self.found if each.is_roomy]:
+            self._double(self._largest_that(self.is_roomy, roomy[-1]))
+        if at_once := [each.batch for each in self.found if each.at_once is not None]:
+            self._largest_that(self.fits_at_once, at_once[-1])
+        near = next(each.batch for each in self.found if each.is_near(self._best))
+        slower = [each for each in self.tried if each < near]
+        if slower:
+            self._bisect(max(slower), near, lambda batch: not self.is_near(batch))
 
     @property
     def _granule(self) -> int:
@@ -248,21 +295,33 @@ class _Trials:
         return replicas * (request.chosen_micro_batches or 1)
 
     def _double(self, batch: int) -> None:
-        """Tries doubles of a batch while they fit at once or gain throughput."""
+        """Tries doubles of a batch while all that were tried fit at once, or while they gain throughput."""
         for _ in range(MOST_DOUBLINGS):
-            best = max(each.rate for each in self.found)
-            batch *= 2
+            best_rate, batch = self._best.rate, batch * 2
             found = self.at(batch)
-            if found is None or (found.rate < (1 + GAIN) * best and found.at_once is None):
+            if found is None or (found.rate < (1 + GAIN) * best_rate and not self._all_fit_at_once):
                 return
 
-    def _narrow(self, low: int) -> None:
-        """Tries batches between one that fits at once and its double, by bisection."""
-        high, start = 2 * low, _one_per_rank(self.question)
-        step = max(low // _PARTS, start)
-        while high - low > step:
-            middle = low + (high - low) // step // 2 * step
-            low, high = (middle, high) if self.fits_at_once(middle) else (low, middle)
+    @property
+    def _all_fit_at_once(self) -> bool:
+        """Whether no tried batch is too large to fit at once, so that a larger one may."""
+        return all(self.fits_at_once(each) for each in self.tried)
+
+    def _largest_that(self, holds: Callable[[int], bool], low: int) -> int:
+        """The largest batch found for which something holds, by bisection from the largest tried one on."""
+        larger = [each for each in self.tried if each > low]
+        return self._bisect(low, min(larger), holds) if larger else low
+
+    def _bisect(self, low: int, high: int, holds: Callable[[int], bool]) -> int:
+        """The largest batch tried for which something holds, which does for `low` and not for `high`.
+
+        Those between are multiples of the smallest batch of all ranks away from `low`.
+        """
+        one = _one_per_rank(self.question)
+        while high - low > max(low // _PARTS, one):
+            middle = low + max((high - low) // 2 // one, 1) * one
+            low, high = (middle, high) if holds(middle) else (low, middle)
+        return low
 
     def fastest(self) -> TriedBatch:
         """The batch with the least time per sample, whose plan is searched; of equals the smallest.
@@ -277,6 +336,18 @@ class _Trials:
             self._try(best.batch, best.searched)
         raise _nothing_fits(self)
 
+    def smallest_near(self) -> tuple[TriedBatch, TriedBatch]:
+        """The smallest batch of nearly the least time per sample, and the batch of the least; both are searched."""
+        for _ in range(_MOST_SEARCHED):
+            fastest = self.fastest()
+            near = next(each for each in self.found if each.is_near(fastest))
+            if near.advice is not None:
+                return near, fastest
+            self._try(near.batch, near.searched)
+        fastest = self.fastest()
+        searched = [each for each in self.found if each.advice is not None]
+        return next(each for each in searched if each.is_near(fastest)), fastest
+
     def largest(self) -> Advice | None:
         """The searched plan of the largest batch that fits at once; None if none does."""
         ways = (each.searched_at_once() for each in reversed(self.found))
@@ -284,13 +355,15 @@ class _Trials:
 
     # --- what is said of them
 
-    def rows(self, fastest: TriedBatch, largest: Advice | None) -> Iterator[BatchRow]:
+    def rows(
+        self, chosen: TriedBatch, fastest: TriedBatch, largest: Advice | None
+    ) -> Iterator[BatchRow]:
         """A row of the table for every batch that fits."""
         tokens = self._tokens
         for each in self.found:
             yield BatchRow(
                 each.batch, each.seconds, each.rate, None if tokens is None else tokens * each.rate,
-                each.memory_bytes, each.plan, each.advice is not None, each is fastest,
+                each.memory_bytes, each.plan, each.advice is not None, each is chosen, each is fastest,
                 largest is not None and each.batch == _batch(largest),
             )  # fmt: skip
 
@@ -301,26 +374,35 @@ class _Trials:
         tokens = tokens_of(graph)
         return None if tokens is None else tokens / captured_batch(graph)
 
-    def lines(self, fastest: TriedBatch, largest: Advice | None) -> Iterator[str]:
+    def lines(
+        self, chosen: TriedBatch, fastest: TriedBatch, largest: Advice | None
+    ) -> Iterator[str]:
         """Sentences on the fastest batch, the smallest that is nearly as fast, and the largest."""
         word = "sample" if self._tokens is None else "token"
         yield (
             f"Of the {counted(len(self.tried), 'batch')} tried, {fastest.batch:,} has the least time per {word}: "
-            f"{fastest.rate * (self._tokens or 1):,.0f} {word}s per second."
+            f"{self._throughput(fastest)}."
         )
-        near = next(each for each in self.found if each.rate * (1 + GAIN) >= fastest.rate)
-        if near is not fastest:
-            yield f"{near.batch:,} is the smallest within {100 * GAIN:g} % of that."
+        if chosen is not fastest:
+            yield (
+                f"{chosen.batch:,} is the smallest within {100 * NEAR:g} % of that, and the one of this report: "
+                f"{self._throughput(chosen)}."
+            )
         yield self._of_largest(largest)
+
+    def _throughput(self, tried: TriedBatch) -> str:
+        """Words such as `1,495 samples per second`."""
+        word = "samples" if self._tokens is None else "tokens"
+        return f"{tried.rate * (self._tokens or 1):,.0f} {word} per second"
 
     def _of_largest(self, largest: Advice | None) -> str:
         if largest is None:
             return "Each of them takes more micro-batches than the fewest that the request allows."
         batch, count = _batch(largest), counted(largest.plan.micro_batches, "micro-batch")
-        has_larger = self.found[-1].batch > batch
-        beyond = "larger ones take more micro-batches" if has_larger else "no larger one was found"
+        larger = min((each.batch for each in self.found if each.batch > batch), default=None)
+        beyond = "no larger one was found" if larger is None else f"{larger:,} takes more"
         return (
-            f"{batch:,} is the largest that fits in {count}: {format_bytes(largest.memory_bytes)} of "
+            f"{batch:,} is the largest found that fits in {count}: {format_bytes(largest.memory_bytes)} of "
             f"{format_bytes(largest.bound_bytes)}, as {name_of(largest.plan)}; {beyond}."
         )
 

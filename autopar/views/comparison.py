@@ -168,8 +168,8 @@ def batch_table(batches: Sequence[BatchRow]) -> Markup:
 
 def _batch_row(each: BatchRow) -> Markup:
     badges = [
-        ("fastest per sample", each.is_fastest), ("largest at once", each.is_largest),
-        ("estimate", not each.is_searched),
+        ("of this report", each.is_chosen), ("fastest per sample", each.is_fastest),
+        ("largest at once", each.is_largest), ("estimate", not each.is_searched),
     ]  # fmt: skip
     shown = (tag("span", words, class_="badge") for words, holds in badges if holds)
     _, *figures, plan = tables.batch_cells(each)
@@ -177,7 +177,7 @@ def _batch_row(each: BatchRow) -> Markup:
         "tr",
         *(tag("td", words, class_="number") for words in figures),
         tag("td", plan, " ", *shown),
-        class_="chosen" if each.is_fastest else None,
+        class_="chosen" if each.is_chosen else None,
     )
 
 

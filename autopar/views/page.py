@@ -125,6 +125,7 @@ class BatchRow(NamedTuple):
         memory_bytes: peak memory of a rank.
         plan: the plan in words.
         is_searched: whether the plan was searched; otherwise its price is that of the closed form.
+        is_chosen: whether it is the batch of the report.
         is_fastest: whether no other batch takes less time per sample.
         is_largest: whether it is the largest that fits in as few micro-batches as the request allows.
     """
@@ -136,6 +137,7 @@ class BatchRow(NamedTuple):
     memory_bytes: float
     plan: str
     is_searched: bool
+    is_chosen: bool
     is_fastest: bool
     is_largest: bool
 

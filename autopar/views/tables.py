@@ -145,7 +145,7 @@ class BatchTable:
     batches: tuple[BatchRow, ...]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        title = "Batches  (* fastest per sample, ^ largest at once, ~ estimate)"
+        title = "Batches  (* of this report, + fastest per sample, ^ largest at once, ~ estimate)"
         table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
         table.add_column("", no_wrap=True)
         for name in ("batch", "step", f"{throughput_of(self.batches[0])[0]} per second", "memory"):
@@ -153,13 +153,19 @@ class BatchTable:
         table.add_column("plan", overflow="fold")
         for each in self.batches:
             cells = map(Text, batch_cells(each))
-            table.add_row(*cells, style="bold" if each.is_fastest else "")
+            table.add_row(*cells, style="bold" if each.is_chosen else "")
         yield table
 
 
 def batch_cells(each: BatchRow) -> tuple[str, ...]:
     """The cells of a row: marks, batch, seconds, throughput, memory, plan."""
-    marks = "*" * each.is_fastest + "^" * each.is_largest + "~" * (not each.is_searched)
+    held = {
+        "*": each.is_chosen,
+        "+": each.is_fastest,
+        "^": each.is_largest,
+        "~": not each.is_searched,
+    }
+    marks = "".join(mark for mark, holds in held.items() if holds)
     return (
         marks, f"{each.batch:,}", units.format_seconds(each.step_seconds), f"{throughput_of(each)[1]:,.0f}",
         units.format_bytes(each.memory_bytes), each.plan,

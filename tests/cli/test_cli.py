@@ -97,7 +97,7 @@ def test_explain_finds_the_batch(tmp_path):
     path = tmp_path / "plan.json"
     found = document("explain", "gpt2", "--cluster", "h100x4", "--seq", "64", "--mesh", "dp=4", "--recipe", "zero1",
                      "--max-memory", "4GB", "--batch", "auto", "--save", str(path))  # fmt: skip
-    best = next(row for row in found["batches"] if row["is_fastest"])
+    best = next(row for row in found["batches"] if row["is_chosen"])
     assert found["asked"]["batch"].startswith(f"{best['batch']:,} samples")
     assert f"--batch {best['batch']} " in found["launch"][0]
     assert best["step_seconds"] == found["step_seconds"]

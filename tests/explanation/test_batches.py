@@ -61,7 +61,7 @@ class Posed:
 def priced(question):
     batch = question.request.batch
     at_once = SimpleNamespace(fits=True, batch=batch) if batch <= 13 else None
-    return TriedBatch(question, 1.0 + batch, 1.0, "", at_once)
+    return TriedBatch(question, 1.0 + batch, 1.0, "", at_once, at_once is not None, 1.0 + batch)
 
 
 def tried_by_hand(promised=0):
@@ -70,27 +70,38 @@ def tried_by_hand(promised=0):
     return trials
 
 
-def test_doubles_are_tried_until_they_gain_little_and_the_largest_is_narrowed_down():
+def test_doubles_are_tried_until_they_gain_little_and_what_is_between_is_narrowed_down():
     """b / (1 + b) samples per second: 16/17 to 32/33 gains 3.0 %, and 32/33 to 64/65 gains 1.5 %, less than 2 %.
 
-    8 fits and 16 does not: steps of 8 / 4 = 2 lie between them, of which 12 fits and 14 does not.
+    8 fits at once without recomputation, and 16 does not: of the multiples of one rank between them 12 does, 14 does
+    not, and 13 does. Its double gains nothing. 0.99 x 64/65 = 0.9748 lies between 38/39 = 0.9744 and 40/41 = 0.9756.
     """
     trials = tried_by_hand()
-    assert [*trials.tried] == [1, 2, 4, 8, 16, 32, 64, 12, 14]
-    assert trials.fastest().batch == 64 and trials.largest().batch == 12
+    doubles, roomy, near = [1, 2, 4, 8, 16, 32, 64], [12, 14, 13, 26], [48, 40, 36, 38]
+    assert [*trials.tried] == doubles + roomy + near
+    chosen, fastest = trials.smallest_near()
+    assert (chosen.batch, fastest.batch, trials.largest().batch) == (40, 64, 13)
 
 
 def test_an_estimate_that_promised_too_much_gives_way_to_the_next_best():
-    """The plan of 64 takes 130 s, 0.49 samples per second; 32 in 33 s is the next best."""
+    """The plan of 64 takes 130 s, 0.49 samples per second; 48 takes 49 s, and 36 promises 99.3 % of its rate."""
     trials = tried_by_hand(promised=64)
-    assert trials.fastest().batch == 32
-    assert [b for b, each in trials.tried.items() if each.advice is not None] == [32, 64]
+    chosen, fastest = trials.smallest_near()
+    assert (chosen.batch, fastest.batch) == (36, 48)
+    assert [b for b, each in sorted(trials.tried.items()) if each.advice] == [36, 48, 64]
+
+
+def test_a_smaller_batch_whose_plan_is_slower_than_promised_is_not_the_answer():
+    """40 promises to be nearly as fast as 64, and its plan takes twice as long; 48 is the next smallest."""
+    trials = tried_by_hand(promised=40)
+    chosen, fastest = trials.smallest_near()
+    assert (chosen.batch, fastest.batch) == (48, 64)
 
 
 def test_halves_are_tried_until_one_fits_at_once():
     trials = _Trials(Posed(), priced)
     trials.try_around(48)
-    assert [*trials.tried][:3] == [48, 24, 12] and trials.largest().batch == 12
+    assert [*trials.tried][:3] == [48, 24, 12] and trials.largest().batch == 13
 
 
 def test_what_no_search_finds_is_out():
@@ -105,22 +116,27 @@ def test_what_no_search_finds_is_out():
 # --- laws
 
 
-def test_no_batch_is_faster_than_the_one_found(found):
+def test_the_answer_is_the_smallest_batch_within_one_percent_of_the_fastest(found):
+    chosen = next(row for row in found.batches if row.is_chosen)
     best = next(row for row in found.batches if row.is_fastest)
-    assert best.is_searched and found.fits
+    assert chosen.is_searched and best.is_searched and found.fits
     assert all(row.samples_per_second <= best.samples_per_second for row in found.batches)
-    assert best.step_seconds == found.step_seconds
-    assert best.tokens_per_second == pytest.approx(64 * best.samples_per_second)
+    assert chosen.samples_per_second >= 0.99 * best.samples_per_second
+    smaller = [row for row in found.batches if row.batch < chosen.batch]
+    assert all(row.samples_per_second < 0.99 * best.samples_per_second for row in smaller)
+    assert chosen.step_seconds == found.step_seconds
+    assert chosen.tokens_per_second == pytest.approx(64 * chosen.samples_per_second)
 
 
-def test_the_largest_fits_at_once_and_twice_of_it_does_not(asked, found):
+def test_the_largest_fits_at_once_and_a_sixteenth_more_does_not(asked, found):
     largest = next(row.batch for row in found.batches if row.is_largest)
 
     def fits(batch):
         request = asked.request.but(batch=batch, micro_batches=1)
         return any(p.memory_bytes <= asked.bound_bytes for p in asked.on(request).settings)
 
-    assert fits(largest) and not fits(2 * largest)
+    more = largest + max(largest // 16 // 4, 1) * 4
+    assert fits(largest) and not fits(more)
     assert largest % 4 == 0
 
 
@@ -143,8 +159,9 @@ def test_a_fixed_number_of_micro_batches_is_kept():
 def test_sentences_and_tables_name_both(found):
     page = page_of(found, "gpt2")
     fastest, largest = found.batch_lines[0], found.batch_lines[-1]
-    assert f"{found.request.batch:,} has the least time per token" in fastest
-    assert "is the largest that fits in 1 micro-batch" in largest
+    best = next(row for row in found.batches if row.is_fastest)
+    assert f"{best.batch:,} has the least time per token" in fastest
+    assert "is the largest found that fits in 1 micro-batch" in largest
     assert page.notes[0] == fastest and len(page.document["batches"]) == len(found.batches)
     assert f"--batch {found.request.batch} " in page.launch[0]
     assert "fastest per sample" in to_html(page) and "largest at once" in to_html(page)
