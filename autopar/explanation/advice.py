@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -23,7 +24,14 @@ from autopar.explanation.candidate_rows import (
     slower,
 )
 from autopar.explanation.costs import run_of
-from autopar.explanation.elsewhere import Change, change_of, memories, near, variants
+from autopar.explanation.elsewhere import (
+    Change,
+    Promise,
+    faster_clusters,
+    larger_memories,
+    near,
+    promised_first,
+)
 from autopar.explanation.few_layers import capture_target, tokens_of, training_state_of, with_graph
 from autopar.explanation.report import axis_lines
 from autopar.explanation.simulated import SimulatedStep
@@ -31,7 +39,7 @@ from autopar.ir import Graph, Plan
 from autopar.ir.batches import captured_batch, with_batch
 from autopar.models.presets import Preset
 from autopar.models.targets import Target, resolve_target
-from autopar.pipeline.composed import step_of
+from autopar.pipeline.composed import composed, step_of
 from autopar.planning.layers import spoken_of_all_layers
 from autopar.planning.planning import Prepared, part_of, search_step
 from autopar.search.candidates import Space
@@ -43,7 +51,7 @@ from autopar.search.pipeline_settings import Priced as PricedPipeline
 from autopar.search.progress import Progress, silent
 from autopar.search.refusals import words_of_reserved
 from autopar.search.request import Request
-from autopar.search.settings import PricedCandidate
+from autopar.search.settings import ClusterSetting, PricedCandidate
 from autopar.search.trials import Explored, Searched, closed_forms, space_of
 from autopar.units import counted
 
@@ -229,9 +237,9 @@ class Question:
         answer = self._advice(found.best.graph, found.best.plan)
         chosen = found.trial.priced
         if chosen is not None and found.explored is not None:
-            scale = answer.step_seconds / chosen.seconds
-            changes = self._changes(found.explored, chosen, scale)
-            answer = answer.but(setting=chosen.setting, changes=changes)
+            answer = answer.but(setting=chosen.setting)
+            changes = tuple(self._changes(found.explored, chosen, answer))
+            answer = answer.but(changes=changes)
         return answer.but(candidates=tuple(self._rows(found, answer)))
 
     def _rows(self, found: Searched, answer: Advice) -> Iterator[Candidate]:
@@ -279,18 +287,32 @@ class Question:
 
     def explain(self, priced: PricedCandidate) -> Advice:
         """The explanation of the best plan for a setting, whether or not it fits."""
-        setting, (prepared, request) = priced.setting, self._posed
+        setting = priced.setting
         self.progress(f"searching the plan for {setting.name}")
-        # The setting already satisfies the request's `without`, which is therefore not checked again.
-        found = search_step(
+        found = self._searched_in(setting, must_fit=False).best
+        return replace(self._advice(found.graph, found.plan), setting=setting)
+
+    def _searched_in(self, setting: ClusterSetting, *, must_fit: bool) -> Searched:
+        """The search of a setting, which already satisfies the request's `without`: that is not checked again."""
+        prepared, request = self._posed
+        return search_step(
             prepared,
             request.but(
                 mesh=setting.world_mesh, recipe=setting.recipe, micro_batches=setting.micro_batches,
                 stages=None, schedule=setting.schedule or None, chunks=None,
-                recompute=setting.recompute, must_fit=False, without=frozenset(),
+                recompute=setting.recompute, must_fit=must_fit, without=frozenset(),
             ),
         )  # fmt: skip
-        return replace(self._advice(found.best.graph, found.best.plan), setting=setting)
+
+    def _searched_again(self, plan: Plan) -> Searched:
+        """The search on the mesh of a plan, with as many micro-batches."""
+        prepared, request = self._posed
+        return search_step(
+            prepared,
+            request.but(
+                mesh=plan.world_mesh, micro_batches=plan.micro_batches, stages=None, without=frozenset()
+            ),
+        )  # fmt: skip
 
     def whole_plan(self, plan: Plan) -> Plan:
         """The plan of an answer with the ops and parameters of all layers, not only of the captured ones.
@@ -365,31 +387,76 @@ class Question:
             )
 
     def _changes(
-        self, explored: Explored, best: PricedCandidate, scale: float
-    ) -> tuple[Change, ...]:
-        """The best settings on clusters with other figures (such as more memory), among the nearly best settings here.
+        self, explored: Explored, chosen: PricedCandidate, answer: Advice
+    ) -> Iterator[Change]:
+        """What the answer would be on clusters with other figures, such as more memory.
 
         Args:
             explored: all settings of the request.
-            best: estimate of the chosen setting.
-            scale: seconds of the chosen plan's step, divided by the estimate.
+            chosen: estimate of the chosen setting.
+            answer: the chosen plan.
         """
-        nearest = near(explored.settings, best)
         self.progress("asking what would change the choice")
-        found = []
-        for what, hardware in variants(self.cluster):
-            space = explored.space.on(Cluster(hardware, self.cluster.nodes))
-            priced = sorted(space.price_of(nearest), key=lambda each: each.seconds)
-            found.append(change_of(what, priced, best, self.bound_bytes, scale))
-        for size_bytes in memories(self.bound_bytes):
-            what = f"{size_bytes / 1e9:.0f} GB of memory"
-            hardware = replace(self.cluster.hardware, memory_bytes=size_bytes)
-            bound = self.request.but(hardware=hardware, memory_bytes=None).bound_bytes
-            # a setting that fits today is no news of more memory, even where its estimate is lower
-            news = [best, *(p for p in explored.settings if p.memory_bytes > self.bound_bytes)]
-            change = change_of(what, news, best, bound, scale)
-            found.append(change if change and change.best != best.setting.name else None)
-        return tuple(each for each in found if each is not None)
+        nearest = near(explored.settings, chosen)
+        for what, request in faster_clusters(self.request):
+            asked = self._with_host(request, answer)
+            priced = explored.space.on(asked.cluster).price_of(nearest)
+            yield self._on_faster(what, request, answer, chosen, promised_first(priced, asked))
+        yield from self._in_larger(explored, chosen, answer)
+
+    @staticmethod
+    def _with_host(request: Request, answer: Advice) -> Request:
+        """The request, whose estimates count what the host stores where the plan in hand has something there."""
+        return request.but(offload=True) if "host" in answer.stored_bytes else request
+
+    def _on_faster(
+        self, what: str, request: Request, answer: Advice, chosen: PricedCandidate, first: Promise
+    ) -> Change:
+        """What a faster cluster would choose: this plan, or one of the setting that estimates put first there.
+
+        Where the latter is faster, this plan's mesh is searched again, too: on other figures it may have a better plan.
+        """
+        same_seconds = composed(
+            answer.graph, answer.plan, request.hardware, software=request.software,
+            training_state=self._state_of(answer.graph),
+        ).step_seconds  # fmt: skip
+        kept = Change(what, same_seconds, chosen.setting.name, same_seconds)
+        if first.priced is None or first.priced.setting == chosen.setting:
+            return kept
+        there = self.on(request)
+        other_seconds = there._seconds_of(first, same_seconds)
+        if other_seconds == math.inf:
+            return kept
+        again_seconds = _step_seconds(lambda: there._searched_again(answer.plan))
+        if again_seconds <= other_seconds:
+            return replace(kept, best_seconds=again_seconds)
+        return replace(kept, best=first.priced.setting.name, best_seconds=other_seconds)
+
+    def _in_larger(
+        self, explored: Explored, chosen: PricedCandidate, answer: Advice
+    ) -> Iterator[Change]:
+        """The larger memories with which a setting is faster that does not fit today.
+
+        A setting that fits today is no news of more memory, even where its estimate is lower.
+        """
+        overfull = [each for each in explored.settings if each.memory_bytes > self.bound_bytes]
+        best, best_seconds = chosen.setting, answer.step_seconds
+        for what, request in larger_memories(self.request):
+            first = promised_first(overfull, self._with_host(request, answer))
+            if first.priced is not None and first.priced.setting != best:
+                seconds = self.on(request)._seconds_of(first, best_seconds)
+                if seconds < best_seconds:
+                    best, best_seconds = first.priced.setting, seconds
+            if best_seconds < answer.step_seconds:  # what fits into less fits into more
+                yield Change(what, answer.step_seconds, best.name, best_seconds)
+
+    def _seconds_of(self, first: Promise, known_seconds: float) -> float:
+        """Seconds of the best plan for a setting; infinite where none fits and takes less than is known."""
+        if first.priced is None or first.seconds >= known_seconds:
+            return math.inf
+        setting = first.priced.setting
+        found = _step_seconds(lambda: self._searched_in(setting, must_fit=True))
+        return found if found < known_seconds else math.inf
 
     def why_nothing_fits(self) -> str:
         """Sentences on how much memory the smallest setting lacks, and on what would help."""
@@ -406,3 +473,11 @@ class Question:
             f"What would help: about {ranks:.0f} ranks, a smaller batch or shorter sequences, or devices "
             "with more memory (`autopar fit` prices them)."
         )
+
+
+def _step_seconds(search: Callable[[], Searched]) -> float:
+    """Seconds of a step of the plan that a search finds; infinite where it finds none."""
+    try:
+        return search().best.price.step_seconds
+    except AutoparError:  # the estimate was too low, or its recipe contradicts something else
+        return math.inf

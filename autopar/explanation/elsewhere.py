@@ -1,14 +1,20 @@
-"""What other figures of a cluster would lead to: the changes that are asked, and what each would choose."""
+"""What other figures of a cluster would lead to: the changes that are asked, and what each would choose.
+
+A change is the same request with one figure changed. To search all of it takes as long as the request itself. Two plans
+are therefore priced there: the plan in hand, and the plan of the setting that estimates then put first, if it promises
+a shorter step. The faster of the two is a bound: the answer to the changed request is at least as fast.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.hardware import Hardware
-from autopar.search.comparison import best_that_fits
+from autopar.search.request import Request
 from autopar.search.settings import ClusterSetting, PricedCandidate
+from autopar.search.trials import moved_seconds
 
 
 @dataclass(frozen=True)
@@ -17,61 +23,78 @@ class Change:
 
     Attributes:
         what: such as "twice the bandwidth between nodes".
-        same_seconds: a step of the chosen setting then; None if it cannot run.
-        best: the setting that would be chosen then, in words.
-        best_seconds: a step of that.
+        same_seconds: duration of a step of the chosen plan then.
+        best: the setting of the fastest plan that was priced there, in words.
+        best_seconds: duration of a step of this plan; the whole search finds one that is at least as fast.
     """
 
     what: str
-    same_seconds: float | None
+    same_seconds: float
     best: str
     best_seconds: float
 
 
 def near(
-    settings: Sequence[PricedCandidate], best: PricedCandidate, count: int = 24
+    settings: Sequence[PricedCandidate], best: PricedCandidate, count: int = 16
 ) -> list[ClusterSetting]:
     """The settings whose turn it could be on another cluster: the fastest of those that fit as well."""
     fitting = [each for each in settings if each.memory_bytes <= max(best.memory_bytes, 1) * 1.5]
     return list(dict.fromkeys([best.setting, *(each.setting for each in fitting[:count])]))
 
 
-def variants(cluster: Cluster) -> list[tuple[str, Hardware]]:
-    """The cluster with one figure doubled."""
-    hardware = cluster.hardware
+class Promise(NamedTuple):
+    """The setting that estimates put first.
 
-    def faster(name: str) -> Hardware:
+    Attributes:
+        priced: its estimate; None where no setting fits, not even with what the host may store.
+        seconds: estimated duration of a step, with the seconds that the host adds.
+    """
+
+    priced: PricedCandidate | None
+    seconds: float
+
+
+def promised_first(priced: Sequence[PricedCandidate], request: Request) -> Promise:
+    """The setting with the least estimate under a request; with `offload` also of those that fit only with the host."""
+    promises = [Promise(each, each.seconds + moved_seconds(each, request)) for each in priced]
+    best = min(promises, key=lambda each: each.seconds, default=Promise(None, math.inf))
+    return best if best.seconds < math.inf else Promise(None, math.inf)
+
+
+def faster_clusters(request: Request) -> Iterator[tuple[str, Request]]:
+    """The request with one figure of its cluster doubled."""
+    hardware, cluster = request.hardware, request.cluster
+
+    def faster(name: str) -> Request:
         link = getattr(hardware, name)
         doubled = replace(link, bandwidth_bytes_per_second=2 * link.bandwidth_bytes_per_second)
-        return replace(hardware, **{name: doubled})
+        return request.but(hardware=replace(hardware, **{name: doubled}))
 
     peaks = tuple((size, 2 * flops) for size, flops in hardware.peak_flops)
     memory = 2 * hardware.memory_bytes_per_second
-    found = [
-        ("twice the arithmetic", replace(hardware, peak_flops=peaks)),
-        ("twice the memory bandwidth", replace(hardware, memory_bytes_per_second=memory)),
-    ]
+    yield "twice the arithmetic", request.but(hardware=replace(hardware, peak_flops=peaks))
+    yield (
+        "twice the memory bandwidth",
+        request.but(hardware=replace(hardware, memory_bytes_per_second=memory)),
+    )
     if cluster.devices_per_node > 1:
-        found.append(("twice the bandwidth inside a node", faster("inside_node")))
+        yield "twice the bandwidth inside a node", faster("inside_node")
     if cluster.nodes > 1:
-        found.append(("twice the bandwidth between nodes", faster("across_nodes")))
-    return found
+        yield "twice the bandwidth between nodes", faster("across_nodes")
 
 
 _MEMORIES = (24, 40, 80, 141, 192)  # GB of devices one can rent
 
 
-def memories(bound_bytes: int) -> list[int]:
-    """The next larger memories."""
-    return [int(size * 1e9) for size in _MEMORIES if size * 1e9 > 1.01 * bound_bytes][:2]
+def larger_memories(request: Request) -> list[tuple[str, Request]]:
+    """The request with the next larger bounds on memory: those that a user names, or those of larger devices."""
 
+    def of(size_bytes: int) -> tuple[str, Request]:
+        words = f"{size_bytes / 1e9:.0f} GB"
+        if request.memory_bytes is not None:
+            return f"a bound of {words}", request.but(memory_bytes=size_bytes)
+        hardware = replace(request.hardware, memory_bytes=size_bytes)
+        return f"{words} of memory", request.but(hardware=hardware)
 
-def change_of(
-    what: str, priced: Sequence[PricedCandidate], best: PricedCandidate, bound_bytes: float,
-    scale: float,
-) -> Change | None:  # fmt: skip
-    then = best_that_fits(priced, bound_bytes)
-    if then is None:
-        return None
-    same = next((scale * p.seconds for p in priced if p.setting == best.setting), None)
-    return Change(what, same, then.setting.name, scale * then.seconds)
+    found = [of(int(size * 1e9)) for size in _MEMORIES]
+    return [each for each in found if each[1].bound_bytes > 1.01 * request.bound_bytes][:2]
