@@ -16,6 +16,7 @@ from autopar.cost_model.run import total
 from autopar.errors import AutoparError, SearchError
 from autopar.explanation.answers import Advice, words_of_factors
 from autopar.explanation.candidate_rows import (
+    AS_FAST,
     idle,
     kept_notes,
     largest_cause,
@@ -250,21 +251,31 @@ class Question:
             yield self._other(each, found.best.graph, answer)
         for planned in found.others:
             yield self._planned(planned, answer)
-        priced, explored = found.trial.priced, found.explored
-        if priced is not None and explored is not None:
-            searched = {
-                str(answer.plan.world_mesh),
-                *(str(p.plan.world_mesh) for p in found.others),
-            }
-            rows = compared(
-                explored.settings, priced, self.bound_bytes, chosen_seconds=answer.step_seconds
-            )
-            unsearched = {
-                each.setting.name
-                for each in explored.settings
-                if str(each.setting.world_mesh) not in searched
-            }
-            yield from (row for row in rows if row.name in unsearched)
+        yield from self._estimated(found, answer)
+
+    def _estimated(self, found: Searched, answer: Advice) -> Iterator[Candidate]:
+        """Estimates of settings, the best of every mesh, recipe and recomputation.
+
+        On a mesh whose plan was searched those are left out that promise a step as short: the search has not found it.
+        The setting of the chosen plan is listed where the search has found a better plan than under its recipes.
+        """
+        chosen, explored = found.trial.priced, found.explored
+        if chosen is None or explored is None:
+            return
+        known_seconds = {
+            str(each.plan.world_mesh): each.price.step_seconds
+            for each in (*reversed(found.others), found.best)
+        }
+        priced = (*explored.settings, chosen)
+        meshes = {each.setting.name: str(each.setting.world_mesh) for each in priced}
+        rows = compared(
+            explored.settings, chosen, self.bound_bytes, chosen_seconds=answer.step_seconds
+        )
+        for row in rows:
+            least_seconds = known_seconds.get(meshes[row.name], 0.0) * (1 + AS_FAST)
+            if row.step_seconds > least_seconds or not (row.fits or row.chosen):
+                why_not = row.why_not or slower(row.step_seconds, answer.step_seconds)
+                yield replace(row, chosen=False, why_not=why_not)
 
     def _planned(self, planned: Planned, best: Advice) -> Candidate:
         """A plan on another mesh as a row of the comparison."""

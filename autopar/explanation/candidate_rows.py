@@ -14,6 +14,8 @@ from autopar.pipeline.simulation import Simulation
 from autopar.search.causes import where_time_goes
 from autopar.units import counted
 
+AS_FAST = 5e-5  # difference of two steps, as a part of one, that is not told
+
 _KEPT_NOTES = (
     "axes",
     "runner-up",
@@ -52,7 +54,7 @@ def idle(simulation: Simulation | None) -> str:
 
 def slower(seconds: float, best_seconds: float) -> str:
     change = seconds / best_seconds - 1
-    if abs(change) < 5e-5:
+    if abs(change) < AS_FAST:
         return "as fast"
     return f"{100 * abs(change):.1f} % {'slower' if change > 0 else 'faster'}"
 

@@ -14,6 +14,7 @@ from autopar.cost_model.software import with_eager_runs
 from autopar.cost_model.symbols import Expressions
 from autopar.errors import AutoparError, RecipeError, SearchError
 from autopar.explanation.advice import Question
+from autopar.explanation.candidate_rows import AS_FAST
 from autopar.explanation.elsewhere import faster_clusters, larger_memories
 from autopar.explanation.few_layers import first_rows
 from autopar.explanation.fitting import will_it_fit
@@ -21,7 +22,7 @@ from autopar.explanation.pages import page_of
 from autopar.explanation.remedies import _clusters, _offloaded
 from autopar.ir import Mesh
 from autopar.planning.planning import are_given_by_micro_batches
-from autopar.search.comparison import best_that_fits, smallest
+from autopar.search.comparison import best_that_fits, compared, smallest
 from autopar.search.intents import expand_pins
 from autopar.search.request import Request
 from tests.support.tables import often
@@ -187,6 +188,24 @@ def test_more_memory_is_no_news_where_memory_binds_nothing(question, answer):
     assert question.settings[0].seconds < question.settings[chosen].seconds
     changes = [*question._changes(explored, question.settings[chosen], answer)]
     assert changes and not [each for each in changes if "GB of memory" in each.what]
+
+
+def test_the_next_best_is_the_best_of_all_candidates(question, answer):
+    """Other recipes on the chosen mesh lose by less than other meshes do."""
+    best = best_that_fits(question.settings, question.bound_bytes)
+    slower = [
+        each
+        for each in compared(question.settings, best, question.bound_bytes)
+        if each.fits and each.step_seconds > answer.step_seconds * (1 + AS_FAST)
+    ]
+    next_best, *_ = sorted(
+        (each for each in answer.candidates if each.fits and not each.chosen),
+        key=lambda each: each.step_seconds,
+    )
+    assert next_best.step_seconds <= min(each.step_seconds for each in slower)
+    assert next_best.step_seconds >= answer.step_seconds
+    names = [each.name for each in answer.candidates]
+    assert len(names) == len({*names}) and {each.name for each in slower[:8]} <= {*names}
 
 
 def test_the_question_in_a_line(question):
