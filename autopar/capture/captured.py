@@ -92,9 +92,8 @@ class Captured:
     @property
     def edge_dtypes(self) -> dict[str, str]:
         """Dtypes of inputs, and those in which parameters are stored, by keys as those of `Graph.edge_shapes`."""
-        found = {
-            x.name: x.meta["val"].dtype for x in self.module.graph.nodes if x.op == "placeholder"
-        }
+        values = {x.name: x.meta["val"] for x in self.module.graph.nodes if x.op == "placeholder"}
+        found = {name: x.dtype for name, x in values.items() if isinstance(x, Tensor)}
         dtypes = {f"input {name}": found[x] for x, name in self.inputs.items()}
         dtypes |= {
             f"parameter {name}": self.stored.get(name, found[x])

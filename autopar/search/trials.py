@@ -281,9 +281,9 @@ def promising(
 def _least_bubble(each: PricedCandidate, blocks: int) -> float:
     """The least bubble of any searched number of chunks, as a part of the estimate's.
 
-    With v chunks it is 1/v of the estimate's (p - 1) w, where a rank takes w for a micro-batch and there are p ranks. But
-    no micro-batch passes all stages in less than p w, of which m w are busy with m micro-batches: p - m of the p - 1
-    remain, however many chunks there are.
+    With v chunks it is 1/v of the estimate's (p - 1) w, where a rank takes w for a micro-batch and there are p ranks.
+    But no micro-batch passes all stages in less than p w, of which m w are busy with m micro-batches: p - m of the
+    p - 1 remain, however many chunks there are.
     """
     ranks, count = depth_of(each.setting.world_mesh), each.setting.micro_batches
     if ranks == 1:

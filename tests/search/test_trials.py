@@ -40,6 +40,7 @@ def test_no_chunks_make_one_micro_batch_pass_faster(
 ) -> None:
     """53 stages a rank promised 37.7 s of the 72.6 that two ranks take for one micro-batch of 530B parameters.
 
-    Three such settings were searched in place of the best one, and the plan took 41.6 s a step, where 38.5 are possible.
+    Three such settings were searched in place of the best one, and the plan took 41.6 s a step, where 38.5 are
+    possible.
     """
     assert promised(stages, micro_batches, blocks=16) == pytest.approx(seconds)
