@@ -22,7 +22,7 @@ from autopar.runtime.examples import Examples
 from autopar.runtime.executor import unflatten_outputs
 from autopar.runtime.generation import generate
 from autopar.runtime.heard import heard, say
-from autopar.runtime.inputs import Arguments, Shape, shape_words
+from autopar.runtime.inputs import Arguments, shape_words
 from autopar.runtime.kept_programs import ReadyProgram, release
 from autopar.runtime.maker import ProgramMaker
 from autopar.runtime.meetings import Meetings
@@ -53,7 +53,7 @@ class CompiledModule(nn.Module):
         self._runs = ModuleRuns(model, planner, self._programs, settings)
         self._placement, self._kept = self._programs.placement, self._programs.kept
         self._returns_loss = settings.returns_loss  # until a capture shows otherwise
-        self._too_large: set[tuple[Shape, ...]] = set()  # batches whose whole forward fits no plan
+        self._too_large: set[tuple[object, ...]] = set()  # calls whose whole forward fits no plan
         self._skipping = Skipping(model, settings.skip_nonfinite)
         self._first_weights = settings.weights  # to read with the first program; None after that
         self._unread = ""  # why parameters have no values
@@ -120,7 +120,8 @@ class CompiledModule(nn.Module):
         Inputs are as in `step`. With autograd on, the result is differentiable: if the model returns its loss,
         `model(x, y).backward()` leaves the gradients that `step(x, y)` leaves. With pipeline stages or several
         micro-batches the call then runs backward at once, as `step` does, and returns only the loss (and extra
-        results). With autograd off, a batch that does not fit whole is evaluated in the micro-batches of a step.
+        results). With autograd off, a batch that does not fit whole is evaluated in the micro-batches that nobody
+        asked for.
 
         Raises StepError with autograd on where there are pipeline stages and the model does not return its loss.
         """
@@ -135,7 +136,9 @@ class CompiledModule(nn.Module):
                 return self._differentiable_step(arguments)
             except NoLossError:
                 self._returns_loss = False
-        if torch.is_grad_enabled() or self.has_stages or not self._trains_in_micro_batches:
+        # A number that a user asks for may change results (docs/training.md), and an evaluation must not.
+        is_unasked = self._trains_in_micro_batches and self._settings.micro_batches is None
+        if torch.is_grad_enabled() or self.has_stages or not is_unasked:
             return self._forward(arguments, self._settings.outputs)
         return self._evaluation(arguments)
 
@@ -144,8 +147,8 @@ class CompiledModule(nn.Module):
 
         Raises MemoryBoundError if it does not, and the model returns no loss, or micro-batches would change results.
         """
-        shapes = arguments.shapes
-        if shapes in self._too_large:
+        call = (arguments.shapes, arguments.spec, repr(arguments.literals), self._original.training)
+        if call in self._too_large:
             return self._runs.evaluation(self._program(arguments, is_step=True), arguments)
         try:
             return self._forward(arguments, self._settings.outputs)
@@ -156,7 +159,7 @@ class CompiledModule(nn.Module):
                 ready = self._program(arguments, is_step=True)
             except (MemoryBoundError, NoLossError):
                 raise error from None
-        self._too_large.add(shapes)
+        self._too_large.add(call)
         return self._runs.evaluation(ready, arguments)
 
     def _forward(self, arguments: Arguments, outputs: Outputs) -> Any:

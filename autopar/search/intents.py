@@ -130,7 +130,9 @@ def stays_inside(request: Request, mesh: Mesh, devices_per_node: int) -> bool:
 
 
 def _pinned_axes(request: Request) -> set[str]:
-    return {choice for choice in request.pins.values() if choice in AXES}
+    """The axes along which pins split something: those of `tp`, of `S(0)@tp` and of `b@dp j@tp`."""
+    parts = [part.rpartition("@") for text in request.pins.values() for part in text.split()]
+    return {axis for choice, _, axis in parts if axis in AXES and choice not in ("R", "-")}
 
 
 def _size(setting: ClusterSetting, axis: str) -> int:

@@ -7,10 +7,10 @@ A *setting* is one mesh with its stages and a number of micro-batches. The searc
                                                      recomputation
 
 An estimate assumes equal stages and the schedule 1F1B. A setting's *promise* is this estimate with the smallest bubble
-that interleaved stages may have, so that it is optimistic. The search takes settings in the order of their promises
-and finds their plans. It stops when no promise is better than the best plan, or after `MOST_EXACT` plans. Then it
-tries other numbers of micro-batches on the best mesh. If the user names no recipe, each setting is searched under the
-recipe of its estimate, and without a recipe where no plan of it fits; so is the best mesh.
+that any schedule may have, so that it is optimistic. The search takes settings in the order of the means of estimate
+and promise, and finds their plans. It stops when no promise is better than the best plan, or after `MOST_EXACT` plans.
+Then it tries other numbers of micro-batches on the best mesh. If the user names no recipe, each setting is searched
+under the recipe of its estimate, and without a recipe where no plan of it fits; so is the best mesh.
 
 If a graph or a recipe has no closed form, every mesh is searched.
 """
@@ -172,7 +172,7 @@ class _Outer:
         self._try(refined_trials_of(self.graph, self.request, explored), tried)
         self._try_in_dims(tried)
         self._try_over_sequences(explored, tried)
-        self._try(unsplit_trials_of(self.graph, self.request, explored, tried.best_seconds), tried)
+        self._try(unsplit_trials_of(self.graph, self.request, explored, tried.worth_seconds), tried)
         self._try_without_recipes(explored, tried)
         if not tried.found:
             raise refusal_of_all(self.request, tried.refusals)

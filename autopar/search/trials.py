@@ -32,7 +32,7 @@ WORTH_MOVING = (
 )
 _SAME_MESH = 2  # numbers of micro-batches to try on one mesh, and again on the best mesh
 _FULL = 0.8  # smallest part of the bound on memory that a plan takes if memory is tight
-# Least promise of a setting that is not searched, as a multiple of the best step: estimates are above the price of a
+# Least estimate of a step that is surely slower than the best one, as its multiple: estimates are above the price of a
 # plan by up to 1.6 % (bert-large, eight H100, dp=4,tp=2).
 _SURELY_SLOWER = 1.02
 # Plans of other settings are kept for display if their steps are at most this many times as long as the best one.
@@ -115,9 +115,10 @@ class Tried:
         """Seconds of a step of the fastest plan; infinite without a plan."""
         return min((each.price.step_seconds for _, each in self.found), default=math.inf)
 
-    def is_worse(self, trial: Trial) -> bool:
-        """Whether a setting promises too slow a step for any plan of it to be the best."""
-        return trial.promise_seconds >= _SURELY_SLOWER * self.best_seconds
+    @property
+    def worth_seconds(self) -> float:
+        """Estimated seconds of a step from which on no plan is the best."""
+        return _SURELY_SLOWER * self.best_seconds
 
     def words_before(self, trial: Trial) -> str:
         """A line for the person who waits while a setting is searched: which one it is, and what is known so far."""
@@ -257,15 +258,16 @@ def promising(
 ) -> Iterator[Trial]:
     """Settings in the order in which they are searched. Every mesh occurs with at most `_SAME_MESH` micro-batches.
 
-    First come those whose estimated memory fits, fastest promise first; then the others, least memory first. Where the
-    host may store what does not fit, settings that do not fit are not put last: they come by their estimated seconds
-    and those of the host.
+    First come those whose estimated memory fits, by the mean of estimate and promise: the best promises alone would
+    all be pipelines of many ranks and few micro-batches, which seldom keep them. Then come the others, least memory
+    first. Where the host may store what does not fit, settings that do not fit are not put last: they come by their
+    estimated seconds and those of the host.
     """
 
     def order(each: PricedCandidate) -> tuple[bool, float, str]:
         moved = moved_seconds(each, request)
         if moved == 0:
-            return False, promise(each), each.setting.name
+            return False, (each.seconds + promise(each)) / 2, each.setting.name
         is_lost = math.isinf(moved)
         return is_lost, each.memory_bytes if is_lost else each.seconds + moved, each.setting.name
 

@@ -34,11 +34,11 @@ from autopar.search.trials import (
 
 
 def unsplit_trials_of(
-    graph: Graph, request: Request, explored: Explored | None, best_seconds: float
+    graph: Graph, request: Request, explored: Explored | None, worth_seconds: float
 ) -> Iterator[Trial]:
     """Settings with an axis that splits nothing, in the order of their search.
 
-    Numbers of ranks that share the work are left out if they take longer than `best_seconds` in any case: k ranks take
+    Numbers of ranks that share the work are left out if they take longer than `worth_seconds` in any case: k ranks take
     at least a k-th of the seconds of one rank, which sends nothing.
     """
     if explored is None or request.ranks is None:
@@ -48,7 +48,7 @@ def unsplit_trials_of(
     found = [
         each
         for ranks in divisors(request.ranks)[:-1]
-        if alone_seconds < ranks * best_seconds
+        if alone_seconds < ranks * worth_seconds
         for each in (one if ranks == 1 else _estimates(explored, request, ranks))
         if each.setting.inner == 1 and _on_all_ranks(each.setting, request) is not None
     ]

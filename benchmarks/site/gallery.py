@@ -20,9 +20,10 @@ import click
 from autopar import units
 from autopar.cli.explain import explain_command
 from autopar.cli.options import question
-from autopar.explanation.answers import Advice, silent
+from autopar.explanation.answers import Advice
 from autopar.explanation.pages import page_of
 from autopar.ir import Mesh
+from autopar.search.progress import silent
 from autopar.views import write_html
 from benchmarks.tables import markdown_table
 

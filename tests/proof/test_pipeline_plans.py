@@ -138,7 +138,7 @@ def test_a_stage_that_does_not_fit() -> None:
     with pytest.raises(
         autopar.SearchError, match=r"rank \d takes .*, .* too much \(stage \d from "
     ):
-        explained({"pp": 2}, memory_bytes=20_000)
+        explained({"pp": 2}, memory_bytes=1_000_020_000)  # 1 GB is reserved on an H100
 
 
 def test_control_flow_between_stages() -> None:

@@ -346,13 +346,15 @@ class Telling(Long):
 
 
 @captured_once()
-def evaluated(kind: type[Long], rows: int) -> tuple[int, float, list[bool]] | str:
+def evaluated(
+    kind: type[Long], rows: int, is_asked: bool = False
+) -> tuple[int, float, list[bool]] | str:
     """Micro-batches of a training, and an evaluation under its bound against one process: loss and other results."""
     torch.manual_seed(0)
     model = kind().double()
     plain = copy.deepcopy(model)
     bound = int(_made(copy.deepcopy(model), micro_batches=8).explain().memory_bytes)
-    made = _made(model, memory_bytes=bound, micro_batches=8)
+    made = _made(model, memory_bytes=bound, **({"micro_batches": 8} if is_asked else {}))
     made.step(*_batch())
     gradients = [p.grad.clone() for p in made.parameters()]
     far, are_equal = 0.0, [True]
@@ -402,6 +404,23 @@ def evaluated_without_loss() -> str:
 
 def _cross_entropy(found: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(found.flatten(0, 1), y.flatten(), ignore_index=-1)
+
+
+class Largest(Long):
+    """Returns the largest score in an evaluation, which is not the mean of the largest of its parts."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.training:
+            return super().forward(x, y)
+        return self.head(self.map(x).sigmoid()).max()
+
+
+@pytest.mark.parametrize(("kind", "is_asked"), [(Largest, False), (Long, True)])
+def test_parts_that_change_results_or_were_asked_for_evaluate_nothing(
+    two_ranks: Ranks, kind: type[Long], is_asked: bool
+) -> None:
+    for found in two_ranks.run(evaluated, kind, 16, is_asked):
+        assert isinstance(found, str) and "fits into" in found
 
 
 def test_without_a_loss_the_evaluation_says_what_is_missing(two_ranks: Ranks) -> None:
