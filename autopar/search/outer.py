@@ -355,7 +355,7 @@ class _Outer:
             if count >= MOST_EXACT and trial.priced is not None:
                 break
             best_seconds = tried.best_seconds
-            if trial.promise_seconds >= best_seconds:
+            if trial.promise_seconds >= tried.worth_seconds:
                 continue
             tried.searched.add((trial.mesh, trial.micro_batches))
             self.progress(f"searching the plan: {tried.words_before(trial)}")
