@@ -137,8 +137,8 @@ class CompiledModule(nn.Module):
             except NoLossError:
                 self._returns_loss = False
         # A number that a user asks for may change results (docs/training.md), and an evaluation must not.
-        is_unasked = self._trains_in_micro_batches and self._settings.micro_batches is None
-        if torch.is_grad_enabled() or self.has_stages or not is_unasked:
+        is_asked = self._settings.micro_batches is not None
+        if torch.is_grad_enabled() or self.has_stages or is_asked:
             return self._forward(arguments, self._settings.outputs)
         return self._evaluation(arguments)
 
