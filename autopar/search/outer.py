@@ -8,7 +8,7 @@ A *setting* is one mesh with its stages and a number of micro-batches. The searc
 
 An estimate assumes equal stages and the schedule 1F1B. A setting's *promise* is this estimate with the smallest bubble
 that any schedule may have, so that it is optimistic. The search takes settings in the order of the means of estimate
-and promise, and finds their plans. It stops when no promise is better than the best plan, or after `MOST_EXACT` plans.
+and promise, leaves out those that promise a surely slower step than the best plan, and stops after `MOST_EXACT` plans.
 Then it tries other numbers of micro-batches on the best mesh. If the user names no recipe, each setting is searched
 under the recipe of its estimate, and without a recipe where no plan of it fits; so is the best mesh.
 
@@ -349,7 +349,7 @@ class _Outer:
         self._try(sorted(promised, key=lambda each: each.promise_seconds), tried)
 
     def _try(self, trials: Iterable[Trial], tried: Tried) -> None:
-        """Searches the plans of settings in order, skipping those that promise no faster step than the best plan."""
+        """Searches the plans of settings in order, but for those that promise a surely slower step than the best."""
         count = 0
         for trial in trials:
             if count >= MOST_EXACT and trial.priced is not None:
