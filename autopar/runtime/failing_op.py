@@ -25,6 +25,11 @@ _NAMES = 3  # of the tensors of a collective that a message has
 _NO_MEMORY = (
     "can't allocate memory"  # of PyTorch's allocator for the CPU, which raises a RuntimeError
 )
+_REMEDY = (
+    "remedy: ask for a plan that takes less memory of a rank: a bound (memory_bytes=...), more micro_batches, "
+    "recompute='full', a recipe that stores parameters in shards (recipe='zero3'), or a smaller batch. "
+    "model.explain() shows the peak that was priced."
+)
 
 
 @contextlib.contextmanager
@@ -45,12 +50,7 @@ def naming_line() -> Iterator[None]:
             error.add_note(f"where:  {traced_line(node)}")
             if path := module_path(node):
                 error.add_note(f"module: {path}")
-        if is_out_of_memory(error):
-            error.add_note(
-                "remedy: ask for a plan that takes less memory of a rank: a bound (memory_bytes=...), more "
-                "micro_batches, recompute='full', a recipe that stores parameters in shards (recipe='zero3'), or a "
-                "smaller batch. model.explain() shows the peak that was priced."
-            )
+        _add_remedy(error)
         raise
 
 
@@ -77,7 +77,9 @@ def naming_tensors(what: str, names: Sequence[str]) -> AbstractContextManager[No
 
 @contextlib.contextmanager
 def naming_plan(predicted: Callable[[], tuple[float, float]]) -> Iterator[None]:
-    """Adds to an error of a step without memory how many bytes of a rank the plan was priced to take.
+    """Adds to an error of a step without memory what the plan was priced to take of a rank, and what to change.
+
+    Memory also runs out where no op of a graph runs: in backward, in the gradients' buckets, in the optimizer.
 
     Args:
         predicted: predicted seconds of a step and peak bytes of a rank, asked for after an error alone.
@@ -90,12 +92,19 @@ def naming_plan(predicted: Callable[[], tuple[float, float]]) -> Iterator[None]:
             error.add_note(
                 f"planned: a peak of {size} of a rank's memory, optimizer states included"
             )
+        _add_remedy(error)
         raise
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device's memory did not suffice."""
-    return isinstance(error, torch.OutOfMemoryError) or _NO_MEMORY in str(error)
+    """Whether the memory of a device or of the host did not suffice."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or _NO_MEMORY in str(error)
+
+
+def _add_remedy(error: Exception) -> None:
+    """Says once in an error of memory that ran out what to change."""
+    if is_out_of_memory(error) and _REMEDY not in getattr(error, "__notes__", ()):
+        error.add_note(_REMEDY)
 
 
 def _op_words(node: fx.Node) -> str:

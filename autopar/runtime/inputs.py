@@ -91,7 +91,7 @@ class Arguments:
             if isinstance(x, DTensor):
                 continue
             data = x.detach().cpu().contiguous().reshape(-1)
-            found.update(data.view(torch.uint8).numpy().tobytes() if data.numel() else b"")
+            found.update(data.view(torch.uint8).numpy().data if data.numel() else b"")
         return found.hexdigest()
 
     def of_shapes(self, shapes: Sequence[Shape]) -> Arguments:

@@ -11,7 +11,7 @@ from autopar.errors import PeerError
 from autopar.runtime.failing_op import naming_line, naming_plan, naming_tensors
 
 
-def test_a_step_without_memory_names_the_priced_peak() -> None:
+def test_a_backward_without_memory_names_the_priced_peak_and_what_to_change() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     made = autopar.compile(model, loss_fn=nn.functional.mse_loss, mesh={"dp": 1})
     x = torch.randn(2, 4)
@@ -21,10 +21,18 @@ def test_a_step_without_memory_names_the_priced_peak() -> None:
     leaf.register_hook(lambda grad: torch.empty(2**60, dtype=torch.uint8))
     with pytest.raises(RuntimeError, match="tried to allocate 1152921504606846976 bytes") as raised:
         made.step(x, x)
-    (planned,) = [note for note in raised.value.__notes__ if note.startswith("planned:")]
+    planned, remedy = raised.value.__notes__
     assert planned.startswith("planned: a peak of ") and planned.endswith(
         " of a rank's memory, optimizer states included"
     )
+    assert remedy.startswith("remedy: ask for a plan that takes less memory")
+
+
+def test_a_forward_without_memory_says_what_to_change_once() -> None:
+    with pytest.raises(MemoryError) as raised, naming_plan(lambda: (1.0, 2e9)), naming_line():
+        raise MemoryError
+    remedies = [note for note in raised.value.__notes__ if note.startswith("remedy:")]
+    assert len(remedies) == 1
 
 
 def broken(x: torch.Tensor) -> torch.Tensor:
