@@ -55,6 +55,8 @@ def _variant(text: str, chip: str, rest: str) -> str:
     """The machine with this chip that the rest of a name describes."""
     if "pcie" in rest:
         name = f"{chip}-pcie"
+    elif variant := re.fullmatch(r"-(\d+)", rest):  # a name of the catalogue's kind, as `a100-40`
+        name = _BY_MEMORY.get(chip, {}).get(int(variant[1]), f"{chip}-{variant[1]}")
     elif chip in _BY_MEMORY and (memory := re.search(r"(\d+)\s*gi?b(?![/\w])", rest)):
         name = _BY_MEMORY[chip].get(int(memory[1]), f"{chip}-{memory[1]}")
     else:

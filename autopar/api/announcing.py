@@ -135,6 +135,7 @@ def warn_of_shape(first: Plan, plan: Plan, prepared: Prepared) -> None:
     reason = why_not_again(first, prepared) or "it would not fit into memory"
     warnings.warn(
         f"This batch cannot be split as the first was: {reason}. It has a plan of "
-        f"its own, where {axes}. To avoid it drop a last, smaller batch (drop_last=True), or pad.",
+        f"its own, where {axes}. To avoid it give batches of the first one's size (drop_last=True leaves out a "
+        "last, smaller one), or pad.",
         stacklevel=2,
     )

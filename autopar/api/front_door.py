@@ -198,6 +198,10 @@ def compile(
         "schedule": schedule, "chunks": chunks, "recompute": recompute, "decompose": decomposed or None,
         "overlap_batches": overlap_batches,
     })  # fmt: skip
+    _refuse_search(loaded, {
+        "recipe": recipe, "pins": pins, "stages": stages, "offload": offload, "without": without,
+        "inside_node": inside_node, "memory_bytes": memory_bytes,
+    })  # fmt: skip
     _refuse_unknown("batch", batch, get_args(Batch))
     _refuse_unknown("outputs", outputs, get_args(Outputs))
     policy = policy_of(precision, loaded)
@@ -316,6 +320,20 @@ def _refuse_other_choices(plan: Plan | None, choices: Mapping[str, object]) -> N
                 f"The plan has {name}={found[name]!r}, and compile was given {name}={asked!r}; leave it "
                 "out, or make another plan."
             )
+
+
+def _refuse_search(plan: Plan | None, wishes: Mapping[str, object]) -> None:
+    """Raises AutoparError where a plan is given and an argument is a wish for the search of another one."""
+    if plan is None:
+        return
+    own = {"recipe": ("auto", plan.recipe)}
+    beside = [name for name, wish in wishes.items() if wish and wish not in own.get(name, ())]
+    if beside:
+        words = ", ".join(f"{name}={wishes[name]!r}" for name in beside)
+        raise AutoparError(
+            f"A plan is given, so that nothing is searched, and {words} would have no effect: leave out "
+            f"{', '.join(f'{name}=' for name in beside)}, or plan= to search with it."
+        )
 
 
 def _device(

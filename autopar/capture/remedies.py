@@ -212,11 +212,16 @@ _OPERANDS = (
         "move both to one device: make tensors inside forward with device=x.device, keep others as buffers "
         "(register_buffer), and move batch and model by .to(device)",
     ),
+    (
+        r"in-place operations that require placement changes are not supported",
+        "an optimizer that takes norms over whole parameters has to take them over all ranks: in place of "
+        "torch.optim.Adafactor take autopar.runtime.adafactor.Adafactor; docs/optimizers.md lists what is right",
+    ),
 )
 
 
 def remedy_of_operands(error: BaseException) -> str | None:
-    """What to change where operands differ in shape, dtype or device; None for any other error.
+    """What to change where operands differ in shape, dtype, device or layout; None for any other error.
 
     >>> remedy_of_operands(RuntimeError("mat1 and mat2 shapes cannot be multiplied (8x12 and 16x32)"))
     'give this layer 16 features, or make it for 12 (in_features=12)'

@@ -65,14 +65,16 @@ class ModuleRuns:
         self._has_said_split = False
 
     def step(self, ready: ReadyProgram, arguments: Arguments) -> list[Tensor]:
-        """Runs a step of a program; returns its results, with the loss as the last."""
+        """Runs a step of a program; returns its results, with the loss as the last.
+
+        With autograd off it evaluates a batch, and is not counted as a step.
+        """
         bound = ready.bound
         arguments = self._as_cut(ready, arguments)
         parts = cut_inputs(bound.program, arguments, ready.count, bound.world)
-        self.steps += 1
-        if self._clock.tick() and bound.world.rank == 0 and log.isEnabledFor(logging.INFO):
-            predicted = self._predicted()
-            log.info("%s", self._clock.against(predicted, self._settings.device))
+        trains = torch.is_grad_enabled()
+        if trains:
+            self._count(bound.world)
         try:
             with (
                 without_autocast(self._settings.device),
@@ -93,10 +95,18 @@ class ModuleRuns:
                 )  # fmt: skip
         except PeerError as error:
             waiting = self._programs.comparison.waiting()
-            raise bound.world.explain(error, f"Step {self.steps}", waiting) from error
+            doing = f"Step {self.steps}" if trains else "The evaluation"
+            raise bound.world.explain(error, doing, waiting) from error
         ready.finish()
-        self._warn_of_loss(bound, found.loss, arguments)
+        if trains:
+            self._warn_of_loss(bound, found.loss, arguments)
         return results
+
+    def _count(self, world: World) -> None:
+        """Counts a step, and says once how long steps take against what was predicted."""
+        self.steps += 1
+        if self._clock.tick() and world.rank == 0 and log.isEnabledFor(logging.INFO):
+            log.info("%s", self._clock.against(self._predicted(), self._settings.device))
 
     def _warn_of_loss(
         self, bound: BoundProgram | BoundPipeline, loss: Tensor, arguments: Arguments

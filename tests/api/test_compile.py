@@ -152,6 +152,26 @@ def test_micro_batches_of_a_plan() -> None:
         compiled(plan=plan, micro_batches=4)
 
 
+@pytest.mark.parametrize(
+    ("wishes", "words"),
+    [
+        ({"recipe": "zero3", "memory_bytes": "1GB"}, "recipe='zero3', memory_bytes='1GB' would have no effect"),
+        ({"pins": {"0.weight": "dp"}, "stages": 2}, "leave out pins=, stages=, or plan= to search"),
+        ({"offload": True, "without": "dp", "inside_node": "dp"}, "offload=True, without='dp', inside_node='dp'"),
+    ],
+)  # fmt: skip
+def test_wishes_for_a_search_are_refused_beside_a_plan(
+    wishes: dict[str, object], words: str
+) -> None:
+    with pytest.raises(autopar.AutoparError, match=words):
+        compiled(plan=compiled().plan, **wishes)
+
+
+def test_a_recipe_beside_its_own_plan_is_taken() -> None:
+    plan = compiled(recipe="ddp").plan
+    assert compiled(plan=plan, recipe="ddp").plan == plan
+
+
 def test_wishes_of_another_plan_are_refused() -> None:
     plan = compiled().plan
     assert compiled(plan=plan, recompute="none").plan == plan

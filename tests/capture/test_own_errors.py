@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autopar
 from autopar.capture.export import capture_step
@@ -133,6 +137,18 @@ def test_a_dtype_bug_is_met_in_the_step_and_names_its_line() -> None:
     assert caught.value.__notes__[1] == "module: up"
 
 
+def torch_adafactor_of_shards() -> None:
+    """A step of torch's own optimizer for a parameter of which this rank has a part."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        weight = nn.Parameter(DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)]))
+        weight.grad = weight.detach()
+        torch.optim.Adafactor([weight]).step()
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize(
     ("call", "remedy"),
     [
@@ -142,6 +158,7 @@ def test_a_dtype_bug_is_met_in_the_step_and_names_its_line() -> None:
         ),
         (lambda: torch.ones(2, 4).double() @ torch.ones(4, 6), "convert one to the other's dtype"),
         (lambda: torch.ones(4, device="meta") + torch.ones(4), "move both to one device"),
+        (torch_adafactor_of_shards, "take autopar.runtime.adafactor.Adafactor"),
     ],
 )
 def test_operands_that_do_not_fit_have_a_remedy(call: Any, remedy: str) -> None:

@@ -272,7 +272,8 @@ def test_what_does_not_fit_says_by_how_much_and_what_would_help():
 
 def test_no_number_of_ranks_helps_where_all_of_the_bound_is_reserved():
     with pytest.raises(
-        SearchError, match=r"1\.00 GB reserved before .*would help: memory_bytes above"
+        SearchError,
+        match=r"1\.00 GB reserved before .*would help: memory_bytes \(--max-memory\) above",
     ):
         ask(memory_bytes=5 * 10**8).answer()
 

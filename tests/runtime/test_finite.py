@@ -56,6 +56,17 @@ def test_a_step_warns_at_the_line_of_the_script() -> None:
         made.step(-torch.ones(4, 3))
 
 
+def test_an_evaluation_is_no_step() -> None:
+    made = autopar.compile(Root())
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made.up.weight.fill_(1.0)
+        made.up.bias.zero_()
+        assert made.step(-torch.ones(4, 3)).isnan()
+    with pytest.warns(UserWarning, match="The loss of step 1 is NaN"):
+        made.step(-torch.ones(4, 3))
+
+
 def test_inputs_that_were_not_looked_at_are_not_called_finite() -> None:
     """On an accelerator a loss arrives during a later step, whose batch is another."""
     said = about_loss(3, None, [("weight", torch.ones(2))])

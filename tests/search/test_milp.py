@@ -118,5 +118,7 @@ def test_the_optimum_with_a_price_of_memory_is_that_of_brute_force(name: str) ->
 def test_below_the_smallest_plan_the_error_names_it(name: str) -> None:
     graph = GRAPHS[name]()
     smallest = min(cost.memory_bytes for _, cost in all_priced(name, 3))
-    with pytest.raises(SearchError, match=rf"memory_bytes={smallest} if a rank has that much"):
+    with pytest.raises(
+        SearchError, match=rf"memory_bytes={smallest} \(--max-memory\) if a rank has"
+    ):
         search_with_cost(graph, {"x": 2}, hardware=TOY, micro_batches=3, memory_bytes=smallest - 1)

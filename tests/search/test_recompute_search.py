@@ -236,7 +236,9 @@ def test_a_plan_without_stages_has_the_fewest_blocks_that_fit() -> None:
         plan_of({"dp": 1}, memory_bytes=10_000)
     said, (*_, last) = str(refused.value), str(refused.value).splitlines()
     assert "Nor does it with blocks run again" in said and said.count("What would help") == 1
-    needed = re.fullmatch(r"What would help: .*memory_bytes=(\d+) if a rank has .*", last)
+    needed = re.fullmatch(
+        r"What would help: .*memory_bytes=(\d+) \(--max-memory\) if a rank has .*", last
+    )
     assert needed and plan_of({"dp": 1}, memory_bytes=int(needed[1]))
     with pytest.raises(SearchError, match="No plan for the mesh dp=1 fits"):
         plan_of({"dp": 1}, recompute="none", memory_bytes=int(held[2]))
