@@ -23,7 +23,7 @@ from autopar.search.refusals import Refusal
 from autopar.search.request import Request
 from autopar.search.search import meshes_of
 from autopar.search.settings import PricedCandidate
-from autopar.units import format_seconds
+from autopar.units import counted, format_seconds
 
 MOST_EXACT = 4  # number of settings whose plans are searched
 MOST_OPENED = 2  # number of settings that are searched without the recipe of their estimate, which had no plan
@@ -179,16 +179,29 @@ def depths_of(graph: Graph, request: Request) -> tuple[Sequence[int], Sequence[i
     """Numbers of pipeline ranks to try first, and those to try if no plan with the first ones fits.
 
     If the user names a recipe without a schedule, pipeline stages are tried only if nothing fits without them.
+    Raises SearchError for a number that the user names and no mesh of these ranks can have.
     """
     assert request.ranks is not None, "a searched mesh needs a number of ranks"
     depths = [depth for depth in divisors(request.ranks) if depth <= blocks_of(graph)]
     if request.depths is not None:
+        _refuse_depths(
+            [depth for depth in request.depths if depth not in depths], depths, request.ranks
+        )
         return [depth for depth in depths if depth in request.depths], ()
     if request.chosen_schedule or request.chunks:
         return depths[1:] or depths, ()
     if PIPELINE_AXIS in recipe_axes(request.recipe) or is_open(request.inside):
         return depths, ()
     return depths[:1], depths[1:]
+
+
+def _refuse_depths(asked: Sequence[int], known: Sequence[int], ranks: int) -> None:
+    """Raises SearchError if numbers of stages were asked for that are not among those that are known."""
+    if asked:
+        raise SearchError(
+            f"stages={', '.join(map(str, asked))}: with {counted(ranks, 'rank')} this model can have {' or '.join(map(str, known))} "
+            "stages, numbers that divide the ranks and leave each stage a block."
+        )
 
 
 def blocks_of(graph: Graph) -> int:

@@ -150,6 +150,10 @@ def test_depths_are_those_of_the_request_and_no_more_than_the_blocks() -> None:
     assert depths_of(GRAPH, Request(TOY, ranks=12)) == ([1, 2, 3, 4, 6], ())
     assert depths_of(GRAPH, Request(TOY, ranks=4, stages=(1, 2))) == ([1, 2], ())
     assert depths_of(GRAPH, Request(TOY, ranks=4, recipe="zero3")) == ([1], [2, 4])
+    with pytest.raises(
+        SearchError, match=r"stages=3: with 4 ranks this model can have 1 or 2 or 4 stages"
+    ):
+        depths_of(GRAPH, Request(TOY, ranks=4, stages=(1, 2, 3)))
 
 
 def test_stages_that_a_recipe_does_not_name_say_why() -> None:
