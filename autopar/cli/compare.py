@@ -48,7 +48,7 @@ def compare_command(target: str, top: int, html: Path | None, as_json: bool, **g
         print_json(_document(rows, len(asked.settings), bound))
         return
     console().print(asked.text, highlight=False)
-    console().print(CandidateTable(rows))
+    console().print(CandidateTable(rows, "fastest"))
     console().print(
         f"{len(rows)} of {len(asked.settings)} priced; bound {bound / 1e9:.1f} GB a rank"
     )

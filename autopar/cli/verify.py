@@ -18,7 +18,7 @@ from autopar.errors import AutoparError
 from autopar.explanation.few_layers import first_rows
 from autopar.ir import PLACEMENTS, Mesh, Plan
 from autopar.ir.batches import captured_batch
-from autopar.models.targets import resolve_target
+from autopar.models.targets import Target, resolve_target
 from autopar.planning.planning import prepare_step
 from autopar.proof.verify import verify
 
@@ -28,9 +28,9 @@ from autopar.proof.verify import verify
     help="""Prove a plan for TARGET: simulate all ranks in this process, and compare
 loss and every gradient with the single-device model.
 
-TARGET is package.module:function; the function takes no arguments and returns
-(model, example_inputs) or (model, example_inputs, loss_fn). The plan is searched, or drawn with
---random, or read with --plan; with an axis pp it has pipeline stages, run in the order of their schedule.
+TARGET is package.module:function; the function returns (model, example_inputs) or
+(model, example_inputs, loss_fn), and may take a batch, which is then that of a plan
+that is read. The plan is searched, or drawn with --random, or read with --plan; with an axis pp it has pipeline stages, run in the order of their schedule.
 
 \b
 Examples:
@@ -72,7 +72,7 @@ def verify_command(
     axes = plan.world_mesh if isinstance(plan, Plan) else Mesh.parse(mesh) if mesh else None
     if axes is None:
         raise click.UsageError("Give --mesh, such as --mesh dp=2,tp=2, or a saved --plan.")
-    model, args, kwargs, loss_fn = resolve_target(target).build(None)
+    model, args, kwargs, loss_fn = _target(target, plan).build(None)
     if isinstance(plan, Plan):
         args, kwargs = _micro_batch(plan, model, args, kwargs, loss_fn)
     result = verify(
@@ -81,6 +81,22 @@ def verify_command(
     )  # fmt: skip
     console().print(result)
     sys.exit(0 if result.passed else 1)
+
+
+def _target(text: str, plan: Plan | str | None) -> Target:
+    """The model, with the batch of a plan that was loaded if its function takes a batch."""
+    target = resolve_target(text)
+    if not isinstance(plan, Plan) or target.own_batch:
+        return target
+    rows = next(
+        (shape[0] for name, shape in plan.shapes.items() if name in _inputs(plan) and shape), None
+    )
+    return target if rows is None else resolve_target(text, batch=rows)
+
+
+def _inputs(plan: Plan) -> set[str]:
+    """The names of the inputs among the shapes of a plan."""
+    return {f"input {name}" for name in plan.inputs}
 
 
 def _refuse(what: str, does: str, given: Mapping[str, object]) -> None:

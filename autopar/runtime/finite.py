@@ -64,7 +64,7 @@ def about_loss(
     remedy = (
         "Mend the data, or leave such batches out."
         if cause.startswith("input")
-        else "An earlier update made it so: lower the learning rate, or clip (model.clip_grad_norm_)."
+        else _cause_of_parameter(step)
         if cause
         else f"{_finite_words(step, inputs is not None)}: look for a division by zero, the "
         "logarithm or root of zero, or an overflow in half precision (autopar.find_nan(model, *batch) names "
@@ -72,6 +72,12 @@ def about_loss(
     )
     said = f"{cause[:1].upper()}{cause[1:]}{remedy}"
     return f"The loss of step {step} is NaN or infinite, and so are its gradients. {said}"
+
+
+def _cause_of_parameter(step: int) -> str:
+    if step == 1:
+        return "It was so before the first step: look at how it is initialized, or at the file that it was read from."
+    return "An earlier update made it so: lower the learning rate, or clip (model.clip_grad_norm_)."
 
 
 def _finite_words(step: int, are_known: bool) -> str:

@@ -197,6 +197,7 @@ class RequestFields:
             "--chunks": self.chunks, "--recompute": self.recompute,
         }  # fmt: skip
         yield from (f"{name} {value}" for name, value in options.items() if value is not None)
+        yield from (f"--stages {depth}" for depth in self.stages or ())
         if self.recipe != "auto":
             yield f"--recipe {format_recipe(self.recipe)}"
         yield from (f"--pin {name}={choice}" for name, choice in self.pins.items())

@@ -198,9 +198,10 @@ def depths_of(graph: Graph, request: Request) -> tuple[Sequence[int], Sequence[i
 def _refuse_depths(asked: Sequence[int], known: Sequence[int], ranks: int) -> None:
     """Raises SearchError if numbers of stages were asked for that are not among those that are known."""
     if asked:
+        able = " or ".join(map(str, known))
         raise SearchError(
-            f"stages={', '.join(map(str, asked))}: with {counted(ranks, 'rank')} this model can have {' or '.join(map(str, known))} "
-            "stages, numbers that divide the ranks and leave each stage a block."
+            f"stages={', '.join(map(str, asked))}: with {counted(ranks, 'rank')} this model can have {able} stages, "
+            "numbers that divide the ranks and leave each stage a block."
         )
 
 

@@ -87,13 +87,19 @@ def _branches(
 
 @dataclass(frozen=True)
 class CandidateTable:
-    """Ways to run the model, fastest first; where columns are few, the reasons stand under the names."""
+    """Ways to run the model, fastest first; where columns are few, the reasons stand under the names.
+
+    Attributes:
+        candidates: the ways.
+        first: what the marked one is: "chosen", or "fastest" where nothing was chosen.
+    """
 
     candidates: tuple[Candidate, ...]
+    first: str = "chosen"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         roomy = options.max_width >= ROOMY
-        title = "Candidates  (* chosen, + no other is better in both time and memory)"
+        title = f"Candidates  (* {self.first}, + no other is better in both time and memory)"
         table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
         table.add_column("", no_wrap=True)
         table.add_column("plan", overflow="fold")
@@ -104,7 +110,9 @@ class CandidateTable:
             table.add_column("why not", overflow="fold")
         front = pareto(tuple(c for c in self.candidates if c.fits))
         for each in ranked(self.candidates):
-            table.add_row(*_cells(each, each in front, roomy), style="bold" if each.chosen else "")
+            table.add_row(
+                *_cells(each, each in front, roomy, self.first), style="bold" if each.chosen else ""
+            )
         yield table
 
 
@@ -118,16 +126,16 @@ def marks(candidate: Candidate, on_front: bool) -> str:
     return f"{CHOSEN if candidate.chosen else ''}{FRONT if on_front else ''}"
 
 
-def verdict(candidate: Candidate) -> str:
-    """Why it is not the chosen one, in words."""
+def verdict(candidate: Candidate, first: str = "chosen") -> str:
+    """Why it is not the first one, in words; what the first one is, of itself."""
     if candidate.chosen:
-        return candidate.why_not or "chosen"
+        return candidate.why_not or first
     return candidate.why_not or ("" if candidate.fits else "does not fit")
 
 
-def _cells(candidate: Candidate, on_front: bool, roomy: bool) -> tuple[Text | str, ...]:
+def _cells(candidate: Candidate, on_front: bool, roomy: bool, first: str) -> tuple[Text | str, ...]:
     name = Text(candidate.name)
-    why = verdict(candidate)
+    why = verdict(candidate, first)
     if not roomy and why:
         name.append(f"\n{why}", style="not bold dim")
     memory = units.format_bytes(candidate.memory_bytes) + ("" if candidate.fits else " !")

@@ -252,6 +252,24 @@ def test_verify_proves_a_saved_plan(tmp_path):
     assert "PASSED" in result.output
 
 
+@pytest.mark.parametrize("mesh", [("dp=2",), ("pp=2,dp=2", "--micro-batches", "4")])
+def test_verify_takes_the_batch_of_a_saved_plan(tmp_path, mesh):
+    path = tmp_path / "plan.json"
+    saved = run(
+        "explain",
+        "tests.cli.batched:example",
+        "--mesh",
+        *mesh,
+        "--batch",
+        "64",
+        "--save",
+        str(path),
+    )
+    assert saved.exit_code == 0, saved.output
+    result = run("verify", "tests.cli.batched:example", "--plan", str(path))
+    assert result.exit_code == 0 and "PASSED" in result.output, result.output
+
+
 def test_verify_at_random():
     result = run("verify", TARGET, "--mesh", "dp=2", "--random", "--seed", "3")
     assert result.exit_code == 0 and "recipe random 3" in result.output

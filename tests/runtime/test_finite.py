@@ -26,6 +26,8 @@ def test_the_cause_is_the_first_tensor_that_is_not_finite() -> None:
     )
     assert "2 values that are NaN or infinite, the first at [1, 0]. Mend the data" in named
     assert "Parameter w of shape [2, 2]" in about_loss(7, [("x", good)], [("w", bad)])
+    assert "An earlier update made it so" in about_loss(2, [], [("w", bad)])
+    assert "It was so before the first step" in about_loss(1, [], [("w", bad)])
     assert "so that the forward makes it" in about_loss(7, [("x", good)], [("w", good)])
 
 

@@ -61,6 +61,11 @@ def test_candidates_are_ranked_and_marked():
     ]  # fmt: skip
 
 
+def test_where_nothing_was_chosen_the_first_is_the_fastest():
+    found = lines(CandidateTable(CANDIDATES, "fastest"), 120)
+    assert found[0].startswith("Candidates  (* fastest, ") and found[3].split()[-1] == "fastest"
+
+
 def test_reasons_stand_below_where_columns_are_few():
     text = as_text(CandidateTable(CANDIDATES), width=80)
     assert "why not" not in text and "twice as slow" in text and "90.0 GB !" in text
