@@ -122,8 +122,8 @@ _WHERE = (
     click.option("--cluster", metavar="NAME",
                  help="GPU x ranks in a node x nodes: h100x8x16, a100x4; or a TOML file."),
     click.option("--batch", type=BatchSize(), metavar="N|auto",
-                 help="Sequences of a step on all ranks; by default one per rank. With auto, explain tries some "
-                      "twenty, explains the smallest within 1 % of the least time per token, and names the fastest "
+                 help="Sequences of a step on all ranks; by default one per rank. With auto, explain tries twenty "
+                      "to thirty, explains the smallest within 1 % of the least time per token, and names the fastest "
                       "and the largest that fits at once."),
     click.option("--seq", type=POSITIVE, metavar="N", help="Tokens of a sequence."),
     click.option("--mesh", metavar="AXES",
