@@ -203,7 +203,8 @@ class Planner:
             if fixed is None:
                 return self._beside(given, prepared, is_step)
         if fixed is not None:
-            return self._following(prepared, fixed, count, is_step=is_step)
+            is_open = is_step and self._request.micro_batches is None
+            return self._following(prepared, fixed, count, is_step=is_step, is_open=is_open)
         return self._search(prepared, micro_batches if is_step else None, captured=count)
 
     def _beside(self, given: Plan, prepared: Prepared, is_step: bool) -> Plan:
@@ -220,7 +221,7 @@ class Planner:
                 "first."
             )
         fixed = Fixed(given.parameters, None, given.recompute, {}, given.saved)
-        return self._following(prepared, fixed, 1, is_step=False)
+        return self._following(prepared, fixed, 1, is_step=False, is_open=False)
 
     def _programs(self, prepared: Prepared, plan: Plan, batch: Prepared) -> Programs:
         is_step = prepared.captured.is_step
@@ -280,7 +281,9 @@ class Planner:
     def _searched(self, prepared: Prepared, count: int, *, fixed: Fixed | None) -> Plan:
         """A plan for a step of so many micro-batches, of which `prepared` is one; the same on all ranks."""
         if fixed is not None:
-            return agreed(lambda: self._following(prepared, fixed, count, is_step=True))
+            return agreed(
+                lambda: self._following(prepared, fixed, count, is_step=True, is_open=False)
+            )
         return agreed(lambda: self._search(prepared, count, captured=count))
 
     def _search(self, prepared: Prepared, micro_batches: int | None, *, captured: int) -> Plan:
@@ -295,11 +298,18 @@ class Planner:
         return replace(plan, notes=(*plan.notes, *self._assumed))
 
     def _following(
-        self, prepared: Prepared, fixed: Fixed, micro_batches: int, *, is_step: bool
+        self,
+        prepared: Prepared,
+        fixed: Fixed,
+        micro_batches: int,
+        *,
+        is_step: bool,
+        is_open: bool,
     ) -> Plan:
         """A plan for another graph of the model, or other shapes; its parameters stay where they lie.
 
-        The choices of an earlier plan are taken again where they are legal, so that nothing is searched.
+        The choices of an earlier plan are taken again where they are legal, so that nothing is searched. Where one has
+        to be searched and `is_open`, it may have another number of micro-batches.
         """
         earlier = self._made[is_step]
         plan = next(
@@ -307,7 +317,7 @@ class Planner:
              and self._has_room(again, prepared)), None,
         )  # fmt: skip
         if plan is None:
-            plan = self._search_anew(prepared, fixed, micro_batches, is_step=is_step)
+            plan = self._search_anew(prepared, fixed, micro_batches, is_open=is_open)
             alike = [p for p in earlier if has_same_ops(p, prepared)]
             if alike:
                 warn_of_shape(alike[0], plan, prepared)
@@ -339,14 +349,13 @@ class Planner:
         return step.peak_bytes() <= request.bound_bytes
 
     def _search_anew(
-        self, prepared: Prepared, fixed: Fixed, micro_batches: int, *, is_step: bool
+        self, prepared: Prepared, fixed: Fixed, micro_batches: int, *, is_open: bool
     ) -> Plan:
-        """A plan with the parameters where they lie; an open number of micro-batches of a step is searched again."""
+        """A plan with the parameters where they lie; an open number of micro-batches is searched, without stages."""
         assert self._mesh is not None, "there was a first program"
         mesh, graph = without_pipeline(self._mesh), prepared.analysis.graph
         parameters = with_unused(fixed.parameters, prepared, mesh)
-        is_open = is_step and self._request.micro_batches is None and fixed.pipeline is None
-        count = None if is_open else micro_batches
+        count = None if is_open and fixed.pipeline is None else micro_batches
         request = self._request.of_micro_batches(count).but(
             mesh=mesh, recipe=with_inner_axes(self._request.inside, mesh, self._request.mesh),
             pins={}, schedule=None, chunks=None, recompute=None,
