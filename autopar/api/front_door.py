@@ -50,6 +50,7 @@ from autopar.runtime.processes import (
 from autopar.runtime.settings import Batch, Outputs, Settings
 from autopar.runtime.weights import WeightFiles
 from autopar.search import RecipeLike
+from autopar.search.recipes import format_recipe, is_open
 from autopar.search.request import Request, in_bytes, listed_depths, listed_names
 from autopar.search.request_fields import HEADROOM
 
@@ -326,8 +327,10 @@ def _refuse_search(plan: Plan | None, wishes: Mapping[str, object]) -> None:
     """Raises AutoparError where a plan is given and an argument is a wish for the search of another one."""
     if plan is None:
         return
-    own = {"recipe": ("auto", plan.recipe)}
-    beside = [name for name, wish in wishes.items() if wish and wish not in own.get(name, ())]
+    beside = [name for name, wish in wishes.items() if wish]
+    recipe: Any = wishes.get("recipe")
+    if beside and recipe and (is_open(recipe) or format_recipe(recipe) == plan.recipe):
+        beside.remove("recipe")
     if beside:
         words = ", ".join(f"{name}={wishes[name]!r}" for name in beside)
         raise AutoparError(

@@ -167,9 +167,10 @@ def test_wishes_for_a_search_are_refused_beside_a_plan(
         compiled(plan=compiled().plan, **wishes)
 
 
-def test_a_recipe_beside_its_own_plan_is_taken() -> None:
-    plan = compiled(recipe="ddp").plan
-    assert compiled(plan=plan, recipe="ddp").plan == plan
+@pytest.mark.parametrize("recipe", ["zero3", "fsdp", {"dp": "zero3"}, " dp: fsdp", {"dp": "auto"}])
+def test_a_recipe_beside_its_own_plan_is_taken_however_it_is_written(recipe: Any) -> None:
+    plan = compiled(recipe=recipe).plan
+    assert compiled(plan=plan, recipe=recipe).plan == plan
 
 
 def test_wishes_of_another_plan_are_refused() -> None:
