@@ -283,7 +283,7 @@ class _Outer:
         """Settings of the best mesh with numbers of micro-batches that were not tried on it.
 
         Half and twice the best number come first, because the promises on one mesh hardly differ. Then come the others
-        in the order of their promises.
+        in the order of their promises. Where a plan of the mesh is faster than promised, the others may be so, too.
         """
         if explored is None:
             return []
@@ -297,7 +297,9 @@ class _Outer:
         near = [each for each in others if each.setting.micro_batches in (best // 2, 2 * best)]
         far = [each for each in others if each not in near]
         request, blocks = self.request, blocks_of(self.graph)
-        return [*promising(near, request, blocks), *promising(far, request, blocks)]
+        trials = *promising(near, request, blocks), *promising(far, request, blocks)
+        kept = tried.least_of_promise(mesh)
+        return [each._replace(promise_seconds=kept * each.promise_seconds) for each in trials]
 
     def _try_in_dims(self, tried: Tried) -> None:
         """Searches tensor parallelism in two and three dims (`autopar.search.dims`) where memory is tight."""

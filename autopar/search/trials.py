@@ -120,6 +120,19 @@ class Tried:
         """Estimated seconds of a step from which on no plan is the best."""
         return _SURELY_SLOWER * self.best_seconds
 
+    def least_of_promise(self, mesh: Mesh) -> float:
+        """The seconds of a plan on a mesh as the least part of what its setting promised; 1 where none took less.
+
+        Promises assume that all stages have as many blocks. Where the last one also has a large head, stages that are
+        cut with fewer blocks there take less (5.6 % for gpt2-xl in four stages on L4s of twice the memory bandwidth).
+        """
+        parts = (
+            each.price.step_seconds / trial.promise_seconds
+            for trial, each in self.found
+            if trial.mesh == mesh and trial.promise_seconds > 0
+        )
+        return min([1.0, *parts])
+
     def words_before(self, trial: Trial) -> str:
         """A line for the person who waits while a setting is searched: which one it is, and what is known so far."""
         number = len(self.found) + len(self.refusals) + 1
