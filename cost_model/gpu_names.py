@@ -14,15 +14,23 @@ from autopar.errors import AutoparError
 ALIASES: Mapping[str, str] = MappingProxyType(
     {"a100-80": "a100", "h100-80": "h100", "v100-32": "v100", "cpu": "cpu-gloo", "4090": "rtx4090"}
 )
-# Chips that exist with several sizes of memory: chip -> GB of memory -> name in the catalogue.
+# Chip -> GB of memory -> name in the catalogue.
 _BY_MEMORY: Mapping[str, Mapping[int, str]] = MappingProxyType(
     {
         "v100": {16: "v100-16", 32: "v100"},
         "a100": {40: "a100-40", 80: "a100"},
         "h100": {80: "h100", 96: "h100-96"},
+        "h200": {141: "h200"},
+        "b200": {180: "b200", 192: "b200"},
+        "gb200": {186: "gb200", 192: "gb200"},
+        "mi300x": {192: "mi300x"},
+        "l4": {24: "l4"},
+        "rtx4090": {24: "rtx4090"},
     }
 )
 _CHIP = re.compile(r"(?:gb|gh|rtx|mi|[a-z])\d{1,4}[a-z]*|\d{4}")
+# `A100-40GB SXM`, `a100 40` and `a100-sxm4-40`
+_MEMORY = re.compile(r"\d+\s*gi?b?(?![/\w])|^[\s_-]+\d+$|[-_]\d{2,}$")
 _VENDOR = re.compile(r"^(?:nvidia|amd|instinct|geforce|tesla|\s|-|_)+")
 
 
@@ -55,10 +63,9 @@ def _variant(text: str, chip: str, rest: str) -> str:
     """The machine with this chip that the rest of a name describes."""
     if "pcie" in rest:
         name = f"{chip}-pcie"
-    elif variant := re.fullmatch(r"-(\d+)", rest):  # a name of the catalogue's kind, as `a100-40`
-        name = _BY_MEMORY.get(chip, {}).get(int(variant[1]), f"{chip}-{variant[1]}")
-    elif chip in _BY_MEMORY and (memory := re.search(r"(\d+)\s*gi?b(?![/\w])", rest)):
-        name = _BY_MEMORY[chip].get(int(memory[1]), f"{chip}-{memory[1]}")
+    elif memory := _MEMORY.search(rest):
+        size = int(re.sub(r"\D", "", memory[0]))
+        name = _BY_MEMORY.get(chip, {}).get(size, f"{chip}-{size}")
     else:
         name = chip
     if name not in catalogue_names():
