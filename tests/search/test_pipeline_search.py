@@ -211,7 +211,7 @@ def test_a_schedule_in_rounds_may_have_one_stage_a_rank(schedule: str) -> None:
     """It is searched where the schedule is named, and every rank then runs one stage."""
     result = found({"pp": 2}, recipe=schedule)
     shapes = {each.setting.shape.chunks for each in (result.best, *result.others)}
-    assert {1} < shapes <= {1, 2, 4}  # what cannot be faster than the best is left out
+    assert {1} < shapes <= {1, 2, 3, 4, 6}  # what cannot be faster than the best is left out
     (one,) = (
         each
         for each in (result.best, *result.others)
