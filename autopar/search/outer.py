@@ -10,7 +10,8 @@ An estimate assumes equal stages and the schedule 1F1B. A setting's *promise* is
 that any schedule may have, so that it is optimistic. The search takes settings in the order of the means of estimate
 and promise, leaves out those that promise a surely slower step than the best plan, and stops after `MOST_EXACT` plans.
 Then it tries other numbers of micro-batches on the best mesh. If the user names no recipe, each setting is searched
-under the recipe of its estimate, and without a recipe where no plan of it fits; so is the best mesh.
+under the recipe of its estimate, and without a recipe where no plan of it fits; so are the best meshes with stages and
+without.
 
 If a graph or a recipe has no closed form, every mesh is searched.
 """
@@ -63,6 +64,7 @@ from autopar.search.trials import (
     promising,
     refined_trials_of,
     trials_of,
+    with_and_without_stages,
 )
 from autopar.search.unsplit_axis import (
     open_trials_of,
@@ -208,18 +210,20 @@ class _Outer:
         return best.noted(note_of_parts([best]))
 
     def _try_best_without_recipe(self, tried: Tried) -> None:
-        """Searches the best setting of one or two axes without its recipe; three have too many combinations."""
-        few = [each for each in tried.ranked if len(parts_of(each[0].mesh)[1]) < 3]
-        trial, plan = (few or tried.ranked)[0]
-        if not is_open(self.request.inside) or is_open(trial.recipe):
+        """Searches the best settings of one or two axes without their recipes; three have too many combinations."""
+        if not is_open(self.request.inside):
             return
-        mesh = trial.mesh if few else without_context(trial)
-        if mesh is not None and plan.price.step_seconds <= MOST_SHOWN * tried.best_seconds:
-            known = plan if few and trial is tried.ranked[0][0] else None
-            free = trial._replace(
-                mesh=mesh, recipe=self.request.inside, promise_seconds=0.0, known=known
-            )
-            self._try([free], tried)
+        few = [each for each in tried.ranked if len(parts_of(each[0].mesh)[1]) < 3]
+        best, best_seconds = tried.ranked[0], tried.best_seconds
+        for trial, plan in with_and_without_stages(few or [best]):
+            mesh = trial.mesh if few else without_context(trial)
+            is_near = plan.price.step_seconds <= MOST_SHOWN * best_seconds
+            if mesh is not None and is_near and not is_open(trial.recipe):
+                known = plan if few and trial is best[0] else None
+                free = trial._replace(
+                    mesh=mesh, recipe=self.request.inside, promise_seconds=0.0, known=known
+                )
+                self._try([free], tried)
 
     def with_or_without_streaming(self) -> Searched:
         """The faster one of two plans: parameters on the device during the whole step, or only for each use."""
