@@ -210,8 +210,7 @@ def test_the_next_best_is_the_best_of_all_candidates(question, answer):
 
 def test_the_question_in_a_line(question):
     assert (
-        question.text
-        == "gpt2 on h100x4x1, 4 ranks: batch of 16, 64 tokens a sequence, --stages 1"
+        question.text == "gpt2 on h100x4x1, 4 ranks: batch of 16, 64 tokens a sequence, --stages 1"
     )
 
 
