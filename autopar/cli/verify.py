@@ -89,15 +89,10 @@ def _target(text: str, plan: Plan | str | None) -> Target:
     target = resolve_target(text)
     if not isinstance(plan, Plan) or target.own_batch:
         return target
-    rows = next(
-        (shape[0] for name, shape in plan.shapes.items() if name in _inputs(plan) and shape), None
-    )
-    return target if rows is None else resolve_target(text, batch=rows)
-
-
-def _inputs(plan: Plan) -> set[str]:
-    """The names of the inputs among the shapes of a plan."""
-    return {f"input {name}" for name in plan.inputs}
+    shapes = (plan.shapes.get(f"input {name}") for name in plan.inputs)
+    rows = next((shape[0] for shape in shapes if shape), None)
+    replicas = plan.meeting.replicas if plan.meeting else 1  # a plan has the rows of one of them
+    return target if rows is None else resolve_target(text, batch=rows * replicas)
 
 
 def _refuse(what: str, does: str, given: Mapping[str, object]) -> None:
