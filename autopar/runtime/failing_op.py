@@ -79,7 +79,7 @@ def naming_tensors(what: str, names: Sequence[str]) -> AbstractContextManager[No
 def naming_plan(predicted: Callable[[], tuple[float, float]]) -> Iterator[None]:
     """Adds to an error of a step without memory what the plan was priced to take of a rank, and what to change.
 
-    Memory also runs out where no op of a graph runs: in backward, in the gradients' buckets, in the optimizer.
+    A step also runs out of memory while no op of a graph runs: in backward, or in the buckets of gradients.
 
     Args:
         predicted: predicted seconds of a step and peak bytes of a rank, asked for after an error alone.

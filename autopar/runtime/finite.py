@@ -64,7 +64,7 @@ def about_loss(
     remedy = (
         "Mend the data, or leave such batches out."
         if cause.startswith("input")
-        else _cause_of_parameter(step)
+        else _cause_of_parameter(step, inputs is not None)
         if cause
         else f"{_finite_words(step, inputs is not None)}: look for a division by zero, the "
         "logarithm or root of zero, or an overflow in half precision (autopar.find_nan(model, *batch) names "
@@ -74,8 +74,9 @@ def about_loss(
     return f"The loss of step {step} is NaN or infinite, and so are its gradients. {said}"
 
 
-def _cause_of_parameter(step: int) -> str:
-    if step == 1:
+def _cause_of_parameter(step: int, is_latest: bool) -> str:
+    """What made a parameter not finite; the update of a step that is not the latest may have."""
+    if step == 1 and is_latest:
         return "It was so before the first step: look at how it is initialized, or at the file that it was read from."
     return "An earlier update made it so: lower the learning rate, or clip (model.clip_grad_norm_)."
 

@@ -28,6 +28,9 @@ def test_the_cause_is_the_first_tensor_that_is_not_finite() -> None:
     assert "Parameter w of shape [2, 2]" in about_loss(7, [("x", good)], [("w", bad)])
     assert "An earlier update made it so" in about_loss(2, [], [("w", bad)])
     assert "It was so before the first step" in about_loss(1, [], [("w", bad)])
+    assert "An earlier update made it so" in about_loss(
+        1, None, [("w", bad)]
+    )  # told after its update
     assert "so that the forward makes it" in about_loss(7, [("x", good)], [("w", good)])
 
 
