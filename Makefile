@@ -17,7 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint slow bench docs clean
+.PHONY: help env demo test suite lint slow bench docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' Makefile
@@ -27,14 +27,16 @@ env: $(FOR_DEMO)  ## make .venv with autopar, in the versions of constraints.txt
 demo: $(FOR_DEMO)  ## train a byte-level GPT on four CPU processes (ARGS="--steps 100" to change it)
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
 
-test: lint  ## lint, then run the tests that are not slow
+test: $(FOR_TESTS)  ## lint, and beside it run the tests that are not slow
+	@$(MAKE) --no-print-directory -k -j 2 lint suite
+
+suite: $(FOR_TESTS)  ## run the tests that are not slow
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
 lint: $(FOR_TESTS)  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy -p autopar
-	$(BIN)/mypy examples
+	$(BIN)/mypy autopar examples
 
 slow: $(FOR_TESTS)  ## run the slow tests too: whole zoo, all recipes, whole tables
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "slow or not slow"

@@ -2,10 +2,14 @@
 
 import gc
 import logging
+from pathlib import Path
 
 import pytest
 
 from tests.support.session import begin_session
+
+# Tests that are slow beside those that say so themselves; `benchmarks/suite/slow_tests.py` has chosen them.
+SLOW = frozenset((Path(__file__).parent / "slow.txt").read_text().splitlines())
 
 # Nothing that is made while modules are imported is garbage.
 gc.disable()
@@ -15,9 +19,21 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(begin_session())
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if item.nodeid in SLOW:
+        item.add_marker("slow")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the tests of four ranks first: pytest-xdist gives them to one worker, and the others steal from the end.
+
+    Two workers with four ranks each would be eight processes that wait for each other.
+    """
+    items.sort(key=lambda item: "four_ranks" not in getattr(item, "fixturenames", ()))
+
+
 def pytest_collection_finish() -> None:
     """Takes what is imported by now out of garbage collection, which would walk through it at every run."""
-    gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
     gc.enable()

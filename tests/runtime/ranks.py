@@ -33,6 +33,9 @@ CONTEXT.set_forkserver_preload(["tests.runtime.warm"])
 TIMEOUT_SECONDS = 120  # of a task on all ranks
 GLOO_SECONDS = 60  # that a rank waits for another
 STACK_SECONDS = 2  # that a rank which hangs takes to write where it is
+# After so many tasks ranks start anew. Groups of earlier tasks cannot be ended, because DTensor's caches hold them, and
+# each has three threads in every rank, of which one wakes a hundred times a second.
+TASKS_OF_A_START = 16
 
 Join = Callable[[int, int, str], None]  # rank, number of ranks, file where they meet
 
@@ -62,6 +65,7 @@ class Ranks:
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._tasks = 0
 
     def run(self, task: Callable[..., Any], *args: Any) -> list[Any]:
         """Calls `task(*args)` on every rank; returns the results by rank.
@@ -69,8 +73,11 @@ class Ranks:
         Tasks are functions of a module's top level. A task that fails or takes too long ends all ranks;
         the next one starts new ones.
         """
+        if self._tasks == TASKS_OF_A_START:
+            self.stop()
         if not self._processes:
             self._start()
+        self._tasks += 1
         for pipe in self._pipes:
             pipe.send((task, args))
         try:
@@ -130,10 +137,11 @@ class Ranks:
         """Ends the processes."""
         for process in self._processes:
             process.kill()
+        for process in self._processes:
             process.join(10)
         for pipe in self._pipes:
             pipe.close()
-        self._processes, self._pipes = [], []
+        self._processes, self._pipes, self._tasks = [], [], 0
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None

@@ -1,0 +1,240 @@
+"""Which planted faults the tests find: the fast suite beside the whole suite of another version.
+
+Each fault changes one line of a copy of this repository. The tests that reach the line run there, the quickest first,
+until one fails. Tests by line come from a run under coverage whose contexts are tests:
+
+    COVERAGE_PROCESS_START=benchmarks/suite/coverage.ini .venv/bin/python -m pytest -n 2 --durations=0 > suite.log
+    coverage combine --data-file=reach.sqlite
+
+    python -m benchmarks.suite.planted_faults --reach reach.sqlite --log suite.log --count 150 --results faults.jsonl
+
+A fault that the fast suite misses is tried with the tests of `--also`, too: a file with one test a line, those that
+were taken out of the fast suite.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import click
+from coverage.numbits import numbits_to_nums
+
+from benchmarks.stored import store, stored
+from benchmarks.suite.faults import Fault, drawn
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass
+class Reach:
+    """Which tests reach which lines.
+
+    Attributes:
+        tests: functions of tests as `tests/x/test_y.py::test_z`, by path below the root and by line.
+    """
+
+    tests: dict[str, dict[int, set[str]]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, data: Path) -> Reach:
+        """Reads a data file of coverage, whose paths may be of any clone."""
+        found = cls()
+        query = (
+            "select file.path, context.context, line_bits.numbits from line_bits "
+            "join file on file.id = file_id join context on context.id = context_id"
+        )
+        with sqlite3.connect(data) as base:
+            for path, context, bits in base.execute(query):
+                test = function_of(context)
+                if test is not None:
+                    lines = found.tests.setdefault(_below_root(path), {})
+                    for line in numbits_to_nums(bits):
+                        lines.setdefault(line, set()).add(test)
+        return found
+
+
+def _below_root(path: str) -> str:
+    places = re.split(r"/(?=(?:autopar|passes|cost_model)/)", path)
+    return "/".join(places[1:])
+
+
+def function_of(context: str) -> str | None:
+    """The test function of a context of coverage: a dotted name in pytest's process, a test's id in a rank.
+
+    >>> function_of("tests.ir.test_mesh.test_size")
+    'tests/ir/test_mesh.py::test_size'
+    >>> function_of("tests/ir/test_mesh.py::test_size[2] (call)")
+    'tests/ir/test_mesh.py::test_size'
+    """
+    # What a process was started for stands before what it was asked for later.
+    context = context.split("|")[-1]
+    if "::" in context:
+        return context.split(" ")[0].split("[")[0]
+    module, _, name = context.rpartition(".")
+    return f"{module.replace('.', '/')}.py::{name}" if name.startswith("test_") else None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a fault.
+
+    Attributes:
+        name: the fault.
+        area: the fault's area.
+        kind: the fault's kind.
+        reaching: number of test functions that reach its line.
+        found_by: the test that failed, or how the run ended; "" where all passed.
+        is_fast: whether the fast suite found it.
+        seconds: duration of the runs.
+    """
+
+    name: str
+    area: str
+    kind: str
+    reaching: int
+    found_by: str
+    is_fast: bool
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Clone:
+    """A copy of the repository in which faults are planted.
+
+    Attributes:
+        root: folder of the copy.
+        limit_seconds: limit of a run of tests; a run that takes longer has found the fault.
+    """
+
+    root: Path
+    limit_seconds: float
+
+    def failing(self, tests: Sequence[str], marks: str) -> str:
+        """The first test that fails, or how the run ended without one; "" if all pass or there are none."""
+        if not tests:
+            return ""
+        command = [
+            sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no", "--timeout=90",
+            "-m", marks, *tests,
+        ]  # fmt: skip
+        environment = {
+            "PYTHONPATH": str(self.root),
+            "OMP_NUM_THREADS": "1",
+            "PATH": "/usr/bin:/bin",
+        }
+        try:
+            run = subprocess.run(
+                command, cwd=self.root, env=environment, capture_output=True, text=True, timeout=self.limit_seconds
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return "over the limit of time"
+        failed = re.search(r"^(?:FAILED|ERROR) (\S+)", run.stdout, re.MULTILINE)
+        if failed:
+            return failed[1]
+        # 5: every test was deselected.
+        return (
+            "" if run.returncode in (0, 5) else f"exit code {run.returncode}: {run.stdout[-200:]}"
+        )
+
+
+def verdict_of(
+    fault: Fault, reach: Reach, seconds: dict[str, float], also: set[str], clone: Clone
+) -> Verdict:
+    """Plants a fault, runs the tests that reach it, and takes the fault back."""
+    path = clone.root / fault.path
+    before, start = path.read_text(), time.monotonic()
+    reaching = sorted(reach.tests[fault.path][fault.line], key=lambda test: seconds.get(test, 0.0))
+    fault.plant(clone.root)
+    try:
+        found = clone.failing([t for t in reaching if t not in also], "not slow")
+        is_fast = bool(found)
+        if not found:
+            found = clone.failing([t for t in reaching if t in also], "slow or not slow")
+    finally:
+        path.write_text(before)
+    return Verdict(
+        fault.name, fault.area, fault.kind, len(reaching), found, is_fast, round(time.monotonic() - start, 1)
+    )  # fmt: skip
+
+
+def seconds_of(log: str) -> dict[str, float]:
+    """Seconds of every test function by a log of `pytest --durations=0`.
+
+    >>> seconds_of("0.50s call     tests/a.py::test_b[1]\\n0.25s setup    tests/a.py::test_b[1]")
+    {'tests/a.py::test_b': 0.75}
+    """
+    found: dict[str, float] = {}
+    for seconds, test in re.findall(
+        r"^([\d.]+)s (?:call|setup|teardown) +(\S+?)(?:\[.*)?$", log, re.MULTILINE
+    ):
+        found[test] = found.get(test, 0.0) + float(seconds)
+    return found
+
+
+@click.command()
+@click.option("--reach", type=Path, required=True, help="Data file of coverage.")
+@click.option("--log", type=Path, required=True, help="Log of the suite with --durations=0.")
+@click.option("--also", type=Path, help="Tests that are not in the fast suite, one a line.")
+@click.option("--count", default=150, help="Number of faults.")
+@click.option("--seed", default=0, help="Seed of the draw.")
+@click.option("--jobs", default=2, help="Clones that run side by side.")
+@click.option("--limit-seconds", default=240.0, help="Limit of one run of tests.")
+@click.option("--results", type=Path, required=True, help="File that verdicts are added to.")
+def main(
+    reach: Path,
+    log: Path,
+    also: Path | None,
+    count: int,
+    seed: int,
+    jobs: int,
+    limit_seconds: float,
+    results: Path,
+) -> None:
+    """Plants faults and tells which of them the tests find."""
+    by_line, seconds = Reach.read(reach), seconds_of(log.read_text())
+    others = set(also.read_text().split()) if also else set()
+    done = stored(results, Verdict)
+    faults = [f for f in drawn(ROOT, by_line.tests, count, seed) if f.name not in done]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
+        clones = [Clone(_copy(Path(folder) / str(i)), limit_seconds) for i in range(jobs)]
+
+        def judge(job: int) -> None:
+            for fault in faults[job::jobs]:
+                store(results, verdict_of(fault, by_line, seconds, others, clones[job]))
+
+        list(pool.map(judge, range(jobs)))
+    print("\n".join(summary(stored(results, Verdict).values())))
+
+
+def _copy(folder: Path) -> Path:
+    ignored = shutil.ignore_patterns(
+        ".venv*", ".git", "__pycache__", "runs", "build", ".mypy_cache"
+    )
+    shutil.copytree(ROOT, folder, symlinks=True, ignore=ignored)
+    return folder
+
+
+def summary(verdicts: Iterable[Verdict]) -> list[str]:
+    """Lines that say how many faults of each area were found."""
+    rows, found = [], list(verdicts)
+    for area in [*dict.fromkeys(v.area for v in found), "all"]:
+        of_area = [v for v in found if area in (v.area, "all")]
+        whole, fast = sum(bool(v.found_by) for v in of_area), sum(v.is_fast for v in of_area)
+        rows.append(
+            f"{area}: {len(of_area)} planted, {whole} found by the whole suite, {fast} by the fast one"
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    main()
