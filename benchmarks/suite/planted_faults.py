@@ -8,80 +8,30 @@ until one fails. Tests by line come from a run under coverage whose contexts are
 
     python -m benchmarks.suite.planted_faults --reach reach.sqlite --log suite.log --count 150 --results faults.jsonl
 
-A fault that the fast suite misses is tried with the tests of `--also`, too: a file with one test a line, those that
-were taken out of the fast suite.
+A fault that the fast suite misses is tried with the cases of `tests/slow.txt`, too.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
-import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
-from coverage.numbits import numbits_to_nums
 
 from benchmarks.stored import store, stored
 from benchmarks.suite.faults import Fault, drawn
+from benchmarks.suite.reach import SLOW_TESTS, Reach, seconds_of_cases, seconds_of_functions
 
 ROOT = Path(__file__).parents[2]
-
-
-@dataclass
-class Reach:
-    """Which tests reach which lines.
-
-    Attributes:
-        tests: functions of tests as `tests/x/test_y.py::test_z`, by path below the root and by line.
-    """
-
-    tests: dict[str, dict[int, set[str]]] = field(default_factory=dict)
-
-    @classmethod
-    def read(cls, data: Path) -> Reach:
-        """Reads a data file of coverage, whose paths may be of any clone."""
-        found = cls()
-        query = (
-            "select file.path, context.context, line_bits.numbits from line_bits "
-            "join file on file.id = file_id join context on context.id = context_id"
-        )
-        with sqlite3.connect(data) as base:
-            for path, context, bits in base.execute(query):
-                test = function_of(context)
-                if test is not None:
-                    lines = found.tests.setdefault(_below_root(path), {})
-                    for line in numbits_to_nums(bits):
-                        lines.setdefault(line, set()).add(test)
-        return found
-
-
-def _below_root(path: str) -> str:
-    places = re.split(r"/(?=(?:autopar|passes|cost_model)/)", path)
-    return "/".join(places[1:])
-
-
-def function_of(context: str) -> str | None:
-    """The test function of a context of coverage: a dotted name in pytest's process, a test's id in a rank.
-
-    >>> function_of("tests.ir.test_mesh.test_size")
-    'tests/ir/test_mesh.py::test_size'
-    >>> function_of("tests/ir/test_mesh.py::test_size[2] (call)")
-    'tests/ir/test_mesh.py::test_size'
-    """
-    # What a process was started for stands before what it was asked for later.
-    context = context.split("|")[-1]
-    if "::" in context:
-        return context.split(" ")[0].split("[")[0]
-    module, _, name = context.rpartition(".")
-    return f"{module.replace('.', '/')}.py::{name}" if name.startswith("test_") else None
 
 
 @dataclass(frozen=True)
@@ -113,7 +63,7 @@ class Clone:
 
     Attributes:
         root: folder of the copy.
-        limit_seconds: limit of a run of tests; a run that takes longer has found the fault.
+        limit_seconds: limit of a run of tests; a run that is over it has found nothing.
     """
 
     root: Path
@@ -127,17 +77,13 @@ class Clone:
             sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no", "--timeout=90",
             "-m", marks, *tests,
         ]  # fmt: skip
-        environment = {
-            "PYTHONPATH": str(self.root),
-            "OMP_NUM_THREADS": "1",
-            "PATH": "/usr/bin:/bin",
-        }
+        environment = os.environ | {"PYTHONPATH": str(self.root), "OMP_NUM_THREADS": "1"}
         try:
             run = subprocess.run(
                 command, cwd=self.root, env=environment, capture_output=True, text=True, timeout=self.limit_seconds
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            return "over the limit of time"
+            return ""
         failed = re.search(r"^(?:FAILED|ERROR) (\S+)", run.stdout, re.MULTILINE)
         if failed:
             return failed[1]
@@ -148,7 +94,7 @@ class Clone:
 
 
 def verdict_of(
-    fault: Fault, reach: Reach, seconds: dict[str, float], also: set[str], clone: Clone
+    fault: Fault, reach: Reach, seconds: dict[str, float], slow: Sequence[str], clone: Clone
 ) -> Verdict:
     """Plants a fault, runs the tests that reach it, and takes the fault back."""
     path = clone.root / fault.path
@@ -156,10 +102,11 @@ def verdict_of(
     reaching = sorted(reach.tests[fault.path][fault.line], key=lambda test: seconds.get(test, 0.0))
     fault.plant(clone.root)
     try:
-        found = clone.failing([t for t in reaching if t not in also], "not slow")
+        found = clone.failing(reaching, "not slow")
         is_fast = bool(found)
         if not found:
-            found = clone.failing([t for t in reaching if t in also], "slow or not slow")
+            cases = [case for case in slow if case.partition("[")[0] in reaching]
+            found = clone.failing(cases, "slow or not slow")
     finally:
         path.write_text(before)
     return Verdict(
@@ -167,24 +114,9 @@ def verdict_of(
     )  # fmt: skip
 
 
-def seconds_of(log: str) -> dict[str, float]:
-    """Seconds of every test function by a log of `pytest --durations=0`.
-
-    >>> seconds_of("0.50s call     tests/a.py::test_b[1]\\n0.25s setup    tests/a.py::test_b[1]")
-    {'tests/a.py::test_b': 0.75}
-    """
-    found: dict[str, float] = {}
-    for seconds, test in re.findall(
-        r"^([\d.]+)s (?:call|setup|teardown) +(\S+?)(?:\[.*)?$", log, re.MULTILINE
-    ):
-        found[test] = found.get(test, 0.0) + float(seconds)
-    return found
-
-
 @click.command()
 @click.option("--reach", type=Path, required=True, help="Data file of coverage.")
 @click.option("--log", type=Path, required=True, help="Log of the suite with --durations=0.")
-@click.option("--also", type=Path, help="Tests that are not in the fast suite, one a line.")
 @click.option("--count", default=150, help="Number of faults.")
 @click.option("--seed", default=0, help="Seed of the draw.")
 @click.option("--jobs", default=2, help="Clones that run side by side.")
@@ -193,7 +125,6 @@ def seconds_of(log: str) -> dict[str, float]:
 def main(
     reach: Path,
     log: Path,
-    also: Path | None,
     count: int,
     seed: int,
     jobs: int,
@@ -201,8 +132,9 @@ def main(
     results: Path,
 ) -> None:
     """Plants faults and tells which of them the tests find."""
-    by_line, seconds = Reach.read(reach), seconds_of(log.read_text())
-    others = set(also.read_text().split()) if also else set()
+    by_line = Reach.read(reach)
+    seconds = seconds_of_functions(seconds_of_cases(log.read_text()))
+    slow = SLOW_TESTS.read_text().splitlines()
     done = stored(results, Verdict)
     faults = [f for f in drawn(ROOT, by_line.tests, count, seed) if f.name not in done]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
@@ -210,7 +142,7 @@ def main(
 
         def judge(job: int) -> None:
             for fault in faults[job::jobs]:
-                store(results, verdict_of(fault, by_line, seconds, others, clones[job]))
+                store(results, verdict_of(fault, by_line, seconds, slow, clones[job]))
 
         list(pool.map(judge, range(jobs)))
     print("\n".join(summary(stored(results, Verdict).values())))

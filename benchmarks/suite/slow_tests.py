@@ -11,14 +11,13 @@ one; a function with one case stays if it is cheap. What may be lost so is measu
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import click
 
-from benchmarks.suite.planted_faults import ROOT, Reach
+from benchmarks.suite.reach import SLOW_TESTS, Reach, seconds_of_cases
 
 FEW = 5  # tests by which a line is well tested
 SPARSE = 15  # lines of a redundant function that fewer tests reach
@@ -27,21 +26,6 @@ CHEAP_SECONDS = 5.0  # of a redundant function with one case that stays
 
 # They are what the product promises: every schedule and every recipe on real ranks.
 KEPT = ("test_every_schedule", "test_one_axis")
-
-
-def seconds_of_cases(log: str) -> dict[str, dict[str, float]]:
-    """Seconds of every case of every test function, by a log of `pytest --durations=0`.
-
-    >>> seconds_of_cases("0.50s call     tests/a.py::test_b[1]\\n0.25s setup    tests/a.py::test_b[1]")
-    {'tests/a.py::test_b': {'tests/a.py::test_b[1]': 0.75}}
-    """
-    found: dict[str, dict[str, float]] = {}
-    for seconds, case in re.findall(
-        r"^([\d.]+)s (?:call|setup|teardown) +(\S.*)$", log, re.MULTILINE
-    ):
-        of_function = found.setdefault(case.partition("[")[0], {})
-        of_function[case] = of_function.get(case, 0.0) + float(seconds)
-    return found
 
 
 def redundant(reach: Reach, seconds: Mapping[str, float]) -> Iterator[str]:
@@ -78,7 +62,7 @@ def main(reach: Path, log: Path) -> None:
     slow = [
         case for test in redundant(Reach.read(reach), seconds) for case in slow_cases(cases[test])
     ]
-    (ROOT / "tests" / "slow.txt").write_text("".join(f"{case}\n" for case in sorted(slow)))
+    SLOW_TESTS.write_text("".join(f"{case}\n" for case in sorted(slow)))
     click.echo(
         f"{len(slow)} tests with {sum(cases[c.partition('[')[0]][c] for c in slow):.0f} s are slow."
     )
