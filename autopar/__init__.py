@@ -22,6 +22,7 @@ from autopar.errors import (
     StepError,
 )
 from autopar.ir import Mesh, MixedPrecision, ParameterPlan, Plan
+from autopar.versions import check_torch as _check_torch
 
 if TYPE_CHECKING:
     from autopar.api import compile, explain
@@ -67,6 +68,7 @@ def __getattr__(name: str) -> _Any:
     """Imports a public name at its first use; see [Note: lazy names]."""
     if name not in _HOMES:
         raise AttributeError(f"module 'autopar' has no attribute {name!r}")
+    _check_torch()
     home = _importlib.import_module(_HOMES[name])
     value = home if name == "checkpoint" else getattr(home, name)
     globals()[name] = value

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 # A room imports itself and what stands before it.
 ORDER = """
-    errors < units < _torch < ir < ops < rules < capture < analysis < cost_model < pipeline < search < passes
+    errors < units < versions < _torch < ir < ops < rules < capture < analysis < cost_model < pipeline < search < passes
     < program < planning < runtime < proof < views < models < explanation < backend < calibrate < api
     < integrations < cli < __init__ < __main__
 """

@@ -137,8 +137,6 @@ from autopar._torch.owned import Owned, copied, cut_like, owned_as, whole_of
 from autopar._torch.pipelining import (
     pipeline_actions,
     pipeline_computations,
-    pipeline_stage,
-    runs_one_stage,
 )
 from autopar._torch.product_nodes import operand_gradients
 from autopar._torch.shortcuts import (
@@ -186,10 +184,10 @@ __all__ = [
     "multiplies_tiles", "noting_forward", "on_second_derivative", "operand_gradients", "operator_named",
     "outside_of_traces",
     "own_generators", "own_gradients", "owned_as", "peak_allocated_bytes", "pipeline_actions",
-    "pipeline_computations", "pipeline_stage", "plain_checkpoints", "product_of_tiles", "quick_decompositions",
+    "pipeline_computations", "plain_checkpoints", "product_of_tiles", "quick_decompositions",
     "quick_examples", "quick_lines", "quick_notes", "quiet_export", "quiet_fake_failures", "quiet_torchao",
     "random_states", "ranks_of",
-    "reduce_scatter", "replicates_implicitly", "required_arguments", "resolve_group", "run_node", "runs_one_stage",
+    "reduce_scatter", "replicates_implicitly", "required_arguments", "resolve_group", "run_node",
     "saved_tensor_hooks", "schema", "set_group_timeout", "set_local_tensor", "start_all_gather", "start_all_reduce",
     "start_all_to_all",
     "start_exchange_rows", "start_reduce_scatter", "storage_key", "storage_reference", "store_host",

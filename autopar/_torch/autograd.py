@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
@@ -192,26 +193,114 @@ def applying_functions_by(take: Callable[[Apply, Function, Any, Any], Any]) -> I
         take: function that replaces the application. Its first argument is torch's own `apply`, which it calls as
             `apply(function, *args, **kwargs)`.
     """
-    # A user may hold Function.apply already, but the functions that it calls are looked up at each call.
     functions: Any = torch.autograd.function
-    base, transformed = functions._SingleLevelFunction, functions.custom_function_call
+    transformed, expected = functions.custom_function_call, list[Any]()
+    meets_forward = isinstance(
+        vars(torch.autograd.Function).get("apply"), types.ClassMethodDescriptorType
+    )
 
-    def plainly(function: Function, *args: Any, **kwargs: Any) -> Any:
-        return super(base, function).apply(*args, **kwargs)
-
-    def apply(function: Function, *args: Any, **kwargs: Any) -> Any:
-        return take(plainly, function, args, kwargs)
+    def plainly(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if meets_forward:
+            expected.append(function)
+        return super(functions._SingleLevelFunction, function).apply(*args, **kwargs)
 
     def apply_transformed(function: Function, *args: Any, **kwargs: Any) -> Any:
         return take(transformed, function, args, kwargs)
 
-    base.apply = classmethod(apply)
+    # A user may hold Function.apply already. Up to torch 2.13 it is written in Python, and looks for another `apply` at
+    # each call; that way goes with 2.13. Since 2.14 the first that it looks for at each call is the function's forward.
+    if meets_forward:
+        taking = _forwards_by(
+            lambda function, args, kwargs: take(plainly, function, args, kwargs), expected
+        )
+    else:
+        taking = _inner_apply_by(
+            lambda function, args, kwargs: take(plainly, function, args, kwargs)
+        )
     functions.custom_function_call = apply_transformed
+    try:
+        with taking:
+            yield
+    finally:
+        functions.custom_function_call = transformed
+
+
+_Taking = Callable[[Any, Any, Any], Any]
+
+
+@contextmanager
+def _inner_apply_by(take: _Taking) -> Iterator[None]:
+    """Context in which the `apply` that `Function.apply` of torch up to 2.13 looks for is `take`."""
+    base: Any = torch.autograd.function._SingleLevelFunction  # type: ignore[attr-defined]
+    base.apply = classmethod(lambda function, *args, **kwargs: take(function, args, kwargs))
     try:
         yield
     finally:
         del base.apply
-        functions.custom_function_call = transformed
+
+
+@contextmanager
+def _forwards_by(take: _Taking, expected: list[Any]) -> Iterator[None]:
+    """Context in which `take` is called where an autograd.Function is about to run its forward.
+
+    Args:
+        take: function of the Function and the arguments of its application.
+        expected: the Functions whose own forward is what runs next, the next one last.
+    """
+
+    def found(function: Any, name: str) -> Any:
+        value = type.__getattribute__(function, name)
+        return _Forward(function, value, take, expected) if name == "forward" else value
+
+    kind: Any = torch.autograd.function.FunctionMeta
+    kind.__getattribute__ = found
+    try:
+        yield
+    finally:
+        del kind.__getattribute__
+
+
+@contextmanager
+def _untraced_grad_mode() -> Iterator[None]:
+    """Context in which autograd is on, as it is where a Function is applied, though not in its forward.
+
+    No trace has the two changes of the mode.
+    """
+    with torch._C.DisableTorchFunction():
+        torch._C._set_grad_enabled(True)
+    try:
+        yield
+    finally:
+        with torch._C.DisableTorchFunction():
+            torch._C._set_grad_enabled(False)
+
+
+class _Forward:
+    """The forward of an autograd.Function, which gives way to `take`; its attributes are those of the forward."""
+
+    def __init__(
+        self, function: Any, forward: Callable[..., Any], take: _Taking, expected: list[Any]
+    ) -> None:
+        self._function, self._forward = function, forward
+        self._take, self._expected = take, expected
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._expected and self._expected[-1] is self._function:
+            self._expected.pop()
+            return self._forward(*args, **kwargs)
+        # A forward without a `setup_context` of its own has the context as its first argument.
+        has_setup = self._function.setup_context is not torch.autograd.Function.setup_context
+        context, given = (None, args) if has_setup else (args[0], args[1:])
+        with _untraced_grad_mode():
+            result = self._take(self._function, given, kwargs)
+        if context is not None:
+            leaves = torch.utils._pytree.tree_leaves(result)
+            plain = [x for x in leaves if isinstance(x, Tensor) and not x.requires_grad]
+            context.mark_non_differentiable(*plain)
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._forward, name)
 
 
 @contextmanager

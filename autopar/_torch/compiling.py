@@ -118,7 +118,8 @@ def dynamo_source(node: fx.Node) -> str:
 def own_generators() -> list[str]:
     """The sources of generators `random.Random` that the frame being compiled has used, such as `L['self'].own`.
 
-    Dynamo compiles the generator's state in: each call of the frame begins with the state of the first call. Python's
+    Dynamo compiles the generator's state in: each call of the frame begins with the state of the first call. Since
+    torch 2.15 it does so only where the frame sets that state (`seed`, `shuffle`), and makes every draw anew. Python's
     own generator, and one that the frame makes itself, are not among them. Meant for a backend, which Dynamo calls at
     the end of a frame; empty elsewhere.
     """

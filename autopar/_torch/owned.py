@@ -96,6 +96,41 @@ class Owned(Shard):
         return whole
 
 
+def _keep_owners() -> None:
+    """Lets results of operators on tensors of one owner have that owner, where torch (2.14) makes placements anew.
+
+    torch then has rows of placements, of operands and results, in which a shard of any kind may stand for a shard
+    along a dim, and fills in those kinds that it knows. A row of shards along dim 0 holds for owners, too.
+    """
+    from torch.distributed.tensor._ops import single_dim_strategy
+
+    fill = single_dim_strategy._fill_single_dim_strategy_placeholders
+
+    def filled(found: Any, rows: Any) -> Any:
+        owners = {each.owner for each in found if isinstance(each, Owned)}
+        return fill(found, rows) + [
+            [
+                Owned(owner) if isinstance(x, single_dim_strategy._ShardingPlaceholder) else x
+                for x in row
+            ]
+            for row in rows
+            for owner in owners
+            if _along_rows(row, single_dim_strategy._ShardingPlaceholder)
+        ]
+
+    single_dim_strategy._fill_single_dim_strategy_placeholders = filled
+
+
+def _along_rows(row: Sequence[Any], shard: type[Any]) -> bool:
+    """Whether a row of placements has open shards, all of them along dim 0."""
+    return {x.dim for x in row if isinstance(x, shard)} == {0}
+
+
+# Before 2.14 the operators that optimizers use hand a placement on as it is.
+if torch.__version__ >= "2.14":
+    _keep_owners()
+
+
 def cut_like(whole: Tensor, present: DTensor) -> DTensor:
     """Cuts a tensor that is whole on every rank by the placements of `present`, without communication."""
     mesh = present.device_mesh

@@ -9,9 +9,10 @@ micro-batch 0 on stage 2. The kinds are
     SEND_B, RECV_B send the gradient of its input to the previous stage, receive that of its output
     U              an update of the stage's parameters, after the backward of this micro-batch
 
-Neighbouring stages on one rank send nothing. The classes of torch.distributed.pipelining give their own lists
-(`_torch.pipeline_actions`), so that the simulation and the run use the same actions. Schedules without a flush are
-1F1B with updates between backwards (`autopar.pipeline.versions`).
+Neighbouring stages on one rank send nothing. The simulation and the run use the same lists. Those of one stage a rank
+are made here, as `ScheduleGPipe` and `Schedule1F1B` of torch.distributed.pipelining run them; for several stages a rank
+torch's classes make them (`_torch.pipeline_actions`). Schedules without a flush are 1F1B with updates between backwards
+(`autopar.pipeline.versions`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from autopar import _torch
 from autopar.errors import PlanError
@@ -158,11 +159,20 @@ def _whole_groups(pipeline: Pipeline, micro_batches: int) -> str:
 
 
 class _Row(NamedTuple):
-    """A schedule: its class in torch, and a function naming the rule that a number of micro-batches breaks."""
+    """A schedule: its class in torch, and a function naming the rule that a number of micro-batches breaks.
+
+    A class of `_AHEAD` has one stage a rank.
+    """
 
     torch_class: str
     broken: Callable[[Pipeline, int], str]
 
+
+# Forwards of a stage before its first backward, by the stages from it to the last, and the number of micro-batches.
+_AHEAD: Mapping[str, Callable[[int, int], int]] = {
+    "ScheduleGPipe": lambda stages, micro_batches: micro_batches,
+    "Schedule1F1B": lambda stages, micro_batches: stages,
+}
 
 _ROWS = {
     "gpipe": _Row("ScheduleGPipe", _any_number),
@@ -184,15 +194,11 @@ def splits_backward(pipeline: Pipeline) -> bool:
 
 
 def waits_for_sends(schedule: str) -> bool:
-    """Whether a rank waits until a tensor that it sends has arrived: torch's 1F1B batches a send with a receive."""
+    """Whether a rank waits until a tensor that it sends has arrived: 1F1B exchanges a tensor and a gradient at once.
+
+    Of two neighbours each sends while the other one does. NCCL would wait for ever in two sends one after the other.
+    """
     return _ROWS[schedule].torch_class == "Schedule1F1B"
-
-
-def schedule_class(name: str) -> type[Any]:
-    """The class of torch.distributed.pipelining that runs a schedule of `ir.pipeline.PLACEMENTS`."""
-    from torch.distributed import pipelining  # half a second, which only pipelines need
-
-    return getattr(pipelining, _ROWS[name].torch_class)
 
 
 def check_micro_batches(pipeline: Pipeline, micro_batches: int) -> None:
@@ -251,10 +257,10 @@ def computations(pipeline: Pipeline, micro_batches: int) -> Actions:
     PlanError if the schedule cannot run this number of micro-batches.
     """
     check_micro_batches(pipeline, micro_batches)
-    found, placement = schedule_class(pipeline.schedule), _placement(pipeline)
-    if _torch.runs_one_stage(found):
+    name = _ROWS[pipeline.schedule].torch_class
+    if name in _AHEAD:
         return actions(pipeline, micro_batches)
-    lists = _torch.pipeline_computations(found, placement, micro_batches)
+    lists = _torch.pipeline_computations(name, _placement(pipeline), micro_batches)
     return [list(itertools.starmap(Action, own)) for own in lists]
 
 
@@ -268,9 +274,28 @@ def _placement(pipeline: Pipeline) -> tuple[tuple[int, ...], ...]:
 def _actions(
     schedule: str, placement: tuple[tuple[int, ...], ...], micro_batches: int, update_every: int
 ) -> ActionLists:
-    found = _torch.pipeline_actions(schedule_class(schedule), placement, micro_batches)
-    lists = (itertools.starmap(Action, each) for each in found)
+    lists: Iterable[Iterable[Action]]
+    name, ranks = _ROWS[schedule].torch_class, len(placement)
+    if name in _AHEAD:
+        ahead = [_AHEAD[name](ranks - stage, micro_batches) for stage in range(ranks)]
+        lists = (_alternating(stage, ranks, micro_batches, ahead[stage]) for stage in range(ranks))
+    else:
+        found = _torch.pipeline_actions(name, placement, micro_batches)
+        lists = (itertools.starmap(Action, each) for each in found)
     return ActionLists(tuple(_with_updates(each, update_every)) for each in lists)
+
+
+def _alternating(stage: int, stages: int, micro_batches: int, ahead: int) -> Iterator[Action]:
+    """The actions of a stage: so many forwards, then a backward and a forward in turn, then the other backwards."""
+    # Whether there is a stage before this one, and one after it.
+    before, after = stage > 0, stage < stages - 1
+    forward: tuple[Kind, ...] = (*["RECV_F"] * before, "F", *["SEND_F"] * after)
+    backward: tuple[Kind, ...] = (*["RECV_B"] * after, "B", *["SEND_B"] * before)
+    yield from (Action(kind, stage, i) for i in range(ahead) for kind in forward)
+    for i in range(micro_batches):
+        yield from (Action(kind, stage, i) for kind in backward)
+        if i + ahead < micro_batches:
+            yield from (Action(kind, stage, i + ahead) for kind in forward)
 
 
 def _with_updates(own: Iterable[Action], every: int) -> Iterator[Action]:

@@ -1,16 +1,14 @@
-"""A plan with pipeline stages on this rank: its stages, run by a schedule of torch.distributed.pipelining.
+"""A plan with pipeline stages on this rank: its stages, run in the order of the plan's schedule.
 
-torch's schedule decides what runs when, and sends and receives; a stage is a `PipelineStage` around the
-`Runner` of its program. What torch cuts into micro-batches are their numbers alone: every stage looks up
-its own part of the batch.
+A stage is the `Runner` of its program. What passes through the schedule is the numbers of micro-batches: every stage
+looks up its own part of the batch.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -19,7 +17,7 @@ from torch import Tensor, nn
 from autopar import _torch
 from autopar.errors import PeerError
 from autopar.ir import Pipeline, local_shape
-from autopar.pipeline.schedules import schedule_class
+from autopar.pipeline.schedules import actions, waits_for_sends
 from autopar.pipeline.versions import WeightVersions
 from autopar.program.program import Program, TensorSpec, Wire
 from autopar.program.staying import staying_outputs
@@ -32,6 +30,7 @@ from autopar.runtime.results import StepResults, joined, spec_of_batch
 from autopar.runtime.shared import SharedParameters
 from autopar.runtime.shares import refuse_divided_by_none
 from autopar.runtime.split_backward import SplitBackward, WholeBackward
+from autopar.runtime.stage_actions import StageActions, StageRun, greet
 from autopar.runtime.versions import HeldOptimizer, StageVersions
 from autopar.runtime.world import Pipe
 
@@ -91,7 +90,9 @@ class BoundPipeline:
         self._pieces: dict[
             int, list[Tensor]
         ] = {}  # results of micro-batches, on the last stage's rank
-        self._schedules: dict[bool, Any] = {}  # with a backward, and without: their buffers differ
+        self._losses: list[Tensor] = []  # terms of the loss, on the last stage's rank
+        # The stages and their order, made for the first step.
+        self._stages: Mapping[int, StageRun] = {}
 
     def _begin(self, batch: Sequence[list[Tensor]]) -> None:
         """Takes the batch, and seeds for the stages: with equal ones they would draw equal masks."""
@@ -128,7 +129,7 @@ class BoundPipeline:
         for runner in self._runners.values():
             runner.begin()
         with self._versions_of_step():
-            losses = self._run_schedule(batch)
+            losses = self._run_schedule()
         for runner in self._runners.values():
             runner.end()
         if self._versions is not None:
@@ -152,40 +153,29 @@ class BoundPipeline:
                 each.end()
             self._stage_versions = {}
 
-    def _run_schedule(self, batch: Sequence[list[Tensor]]) -> list[Tensor]:
-        trains = torch.is_grad_enabled()
-        if trains not in self._schedules:
-            self._schedules[trains] = self._make_schedule()
-        schedule = self._schedules[trains]
-        numbers, losses = torch.arange(len(batch)), list[Tensor]()
+    def _run_schedule(self) -> list[Tensor]:
+        """Runs the schedule; returns every micro-batch's term of the loss, on the last stage's rank."""
+        trains, self._losses = torch.is_grad_enabled(), []
         with self._naming_failures():
-            if trains:
-                with self._shared.summed(self._used):
-                    schedule.step(
-                        number=numbers, target=numbers, losses=losses, return_outputs=False
-                    )
-            else:
-                schedule.eval(number=numbers, target=numbers, losses=losses, return_outputs=False)
-        self._batch = []
-        return [loss.detach() for loss in losses]
-
-    def _make_schedule(self) -> Any:
-        stages = [
-            _torch.pipeline_stage(
-                _StageModule(self, runner, number), number, self._pipeline.stages,
-                device=self.world.device, group=self._pipe.group,
-                received=self._examples(runner.program.received),
-                sent=self._examples(runner.program.sent) or _loss_example(runner.program),
-                split_backward=WholeBackward if runner.runs_backward_whole else SplitBackward,
-                before_backward=partial(self._begin_backward, number),
-                after_backward=partial(self._end_backward, number),
+            if not self._stages:
+                greet(self._pipeline, self._pipe, self.world.device)
+                self._stages = {number: self._stage(number) for number in self._runners}
+            run = StageActions(
+                self._stages, self._pipeline, self._pipe, self.world.device, trains=trains
             )
-            for number, runner in self._runners.items()
-        ]  # fmt: skip
-        made = schedule_class(self._pipeline.schedule)
-        return made(
-            stages[0] if self._pipeline.chunks == 1 and _torch.runs_one_stage(made) else stages,
-            self._count, loss_fn=self._share_of_loss, scale_grads=False,
+            own = actions(self._pipeline, self._count)[self._pipe.rank]
+            with self._shared.summed(self._used) if trains else contextlib.nullcontext():
+                run.run(own, exchanges=waits_for_sends(self._pipeline.schedule))
+        self._batch = []
+        return self._losses
+
+    def _stage(self, number: int) -> _Stage:
+        runner = self._runners[number]
+        return _Stage(
+            self, number,
+            received=self._examples(runner.program.received),
+            sent=self._examples(runner.program.sent),
+            first_half=WholeBackward if runner.runs_backward_whole else SplitBackward,
         )  # fmt: skip
 
     def _examples(self, wires: Sequence[Wire]) -> tuple[Tensor, ...]:
@@ -198,28 +188,34 @@ class BoundPipeline:
     # --- what happens at a stage around the forward and the backward of a micro-batch
 
     def run(self, stage: int, micro_batch: int, received: Sequence[Tensor]) -> list[Tensor]:
-        """The forward."""
+        """The forward: what the stage sends, or the term that the micro-batch contributes to the loss."""
         self._use_version(stage, micro_batch)
-        runner, mutes = self._runners[stage], not self._shares[micro_batch]
-        return runner.run([*self.inputs(runner, micro_batch), *received], mutes=mutes)
+        runner, share = self._runners[stage], self._shares[micro_batch]
+        results = runner.run([*self.inputs(runner, micro_batch), *received], mutes=not share)
+        if not runner.program.is_step:
+            return [_torch.handed_on(x) for x in results]
+        self._pieces[micro_batch] = [x.detach() for x in results]
+        term = scaled(share_of(_torch.handed_on(results[-1]), share), self._scale)
+        self._losses.append(term.detach())
+        return [term]
 
-    def _begin_backward(self, stage: int, micro_batch: int, *, last: bool) -> None:
+    def begin_backward(self, stage: int, micro_batch: int, *, last: bool) -> None:
+        """Prepares the stage for gradients of a micro-batch; `last` for the last one of the step."""
         self._use_version(stage, micro_batch)
         last = last or (self._versions is not None and self._versions.is_update(micro_batch))
         self._runners[stage].begin_backward(last=last)
 
-    def _end_backward(self, stage: int, micro_batch: int) -> None:
+    def end_backward(self, stage: int) -> None:
+        """Takes note that the gradients of a micro-batch have accumulated."""
         self._runners[stage].end_backward()
-        if self._versions is not None and self._versions.is_update(micro_batch):
-            self._stage_versions[stage].update(micro_batch, self._optimizer)
+
+    def update(self, stage: int, micro_batch: int) -> None:
+        """Updates the stage's parameters inside of the step."""
+        self._stage_versions[stage].update(micro_batch, self._optimizer)
 
     def _use_version(self, stage: int, micro_batch: int) -> None:
         if stage in self._stage_versions:
             self._stage_versions[stage].use(micro_batch)
-
-    def _share_of_loss(self, loss: Tensor, number: Tensor) -> Tensor:
-        """The term that a micro-batch contributes to the loss of the batch."""
-        return scaled(share_of(loss, self._shares[int(number)]), self._scale)
 
     def _loss(self, shares: Sequence[Tensor]) -> Tensor:
         """The loss of the batch, computed on the ranks of the last stage and broadcast to all pipeline ranks."""
@@ -252,10 +248,6 @@ class BoundPipeline:
         """The inputs of a micro-batch that a stage takes."""
         parts = self._batch[number]
         return [parts[self._positions[spec.name]] for spec in runner.program.inputs]
-
-    def keep(self, number: int, results: Sequence[Tensor]) -> None:
-        """Keeps the results of a micro-batch, the loss last, to the end of the step."""
-        self._pieces[number] = [x.detach() for x in results]
 
     # --- a forward
 
@@ -330,47 +322,36 @@ class BoundPipeline:
 
     @contextlib.contextmanager
     def _naming_failures(self) -> Iterator[None]:
-        """Raises what a stage raised, without torch's wrapping, and PeerError for a lost neighbour."""
+        """Raises PeerError for a lost neighbour."""
         try:
             yield
         except RuntimeError as error:
-            cause = _root(error)
-            if isinstance(cause, PeerError) or not _torch.broke_in_communication(cause):
-                raise cause from None
+            if isinstance(error, PeerError) or not _torch.broke_in_communication(error):
+                raise
             raise PeerError(
-                str(cause).strip().partition("\n")[0], collective="send or receive",
+                str(error).strip().partition("\n")[0], collective="send or receive",
                 group=self._pipe.group_name, op=f"stage {', '.join(map(str, self._runners))}",
             ) from error  # fmt: skip
 
 
-class _StageModule(nn.Module):
-    """A stage as torch.distributed.pipelining wants it: a module that is called with a micro-batch's number."""
+@dataclass
+class _Stage:
+    """A stage of this rank, as a run of actions wants it; see `StageRun` for the attributes."""
 
-    def __init__(self, owner: BoundPipeline, runner: Runner, stage: int) -> None:
-        super().__init__()
-        self._owner, self._runner, self._stage = owner, runner, stage
+    owner: BoundPipeline
+    number: int
+    received: Sequence[Tensor]
+    sent: Sequence[Tensor]
+    first_half: type[SplitBackward] | type[WholeBackward]
 
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The leaves in which gradients accumulate."""
-        return (x for x in self._runner.leaves if x.requires_grad)  # type: ignore[misc]
+    def forward(self, micro_batch: int, received: Sequence[Tensor]) -> list[Tensor]:
+        return self.owner.run(self.number, micro_batch, received)
 
-    def forward(self, *received: Tensor, number: Tensor) -> Any:
-        results = self._owner.run(self._stage, int(number), received)
-        if self._runner.program.is_step:
-            self._owner.keep(int(number), results)
-            return _torch.handed_on(results[-1])
-        return tuple(_torch.handed_on(x) for x in results)
+    def begin_backward(self, micro_batch: int, *, last: bool) -> None:
+        self.owner.begin_backward(self.number, micro_batch, last=last)
 
+    def end_backward(self, micro_batch: int) -> None:
+        self.owner.end_backward(self.number)
 
-def _loss_example(program: Program) -> tuple[Tensor, ...]:
-    return tuple(
-        torch.empty(s.shape, dtype=s.dtype, device="meta", requires_grad=True)
-        for s in program.outputs[-1:]
-    )
-
-
-def _root(error: BaseException) -> BaseException:
-    """The error that torch has wrapped in others."""
-    while error.__cause__ is not None and not isinstance(error, PeerError):
-        error = error.__cause__
-    return error
+    def update(self, micro_batch: int) -> None:
+        self.owner.update(self.number, micro_batch)

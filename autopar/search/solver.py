@@ -224,6 +224,17 @@ class MixedIntegerProgram:
         return _SCALE * (costs / size + tie_break)
 
 
+class _SilentHighs(highspy.Highs):
+    """A solver that writes nothing to stdout, which is a command's or a script's; no other class makes solvers here.
+
+    HiGHS 1.16 writes its version when callbacks are set, which the constructor does before one can set an option.
+    """
+
+    def enableCallbacks(self) -> None:  # its name in highspy
+        self.setOptionValue("output_flag", False)
+        super().enableCallbacks()
+
+
 _OPTIONS = {
     "output_flag": False,
     "threads": 1,
@@ -283,7 +294,7 @@ def _bound_of(relaxed: highspy.Highs) -> float:
 
 def _relaxed(lp: highspy.HighsLp) -> highspy.Highs:
     """A solver that has solved the linear relaxation of a program."""
-    solver = highspy.Highs()
+    solver = _SilentHighs()
     for option, value in _OPTIONS.items():
         solver.setOptionValue(option, value)
     solver.passModel(lp)

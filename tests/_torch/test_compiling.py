@@ -105,13 +105,18 @@ def test_generators_that_a_frame_draws_from_are_named():
     def drawn(x):
         return x * own.random()
 
+    def seeded(x):
+        own.seed(3)
+        return x * own.random()
+
     def made_inside(x):
         return x * random.Random(0).random()
 
     torch.compile(made_inside, backend=backend)(X)
     torch.compile(lambda x: 2 * x, backend=backend)(X)
     assert found == []
-    torch.compile(drawn, backend=backend)(X)
+    # Since 2.15 a draw is of the generator itself at every call; what sets its state is still compiled in.
+    torch.compile(drawn if torch.__version__ < "2.15" else seeded, backend=backend)(X)
     assert len(found) == 1 and "own" in found[0]
     assert _torch.own_generators() == []
 

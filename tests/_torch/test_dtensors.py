@@ -1,6 +1,7 @@
 """DTensors made of local shards, and the local shards of DTensors."""
 
 import copy
+import importlib
 
 import pytest
 import torch
@@ -87,8 +88,10 @@ def test_a_gradient_through_a_local_shard_has_a_gradient(parameter):
 
 
 @pytest.fixture
-def stored_on_host(parameter):
+def stored_on_host(parameter, monkeypatch):
     """A parameter whose shard lies on another device than that of its mesh, as one on the host of a GPU does."""
+    resources = importlib.import_module("torch.distributed.device_mesh")._mesh_resources
+    monkeypatch.setattr(resources, "num_devices_per_host", lambda _: 1)
     mesh = init_device_mesh("meta", (1,), mesh_dim_names=("x",))
     return nn.Parameter(_torch.dtensor(torch.arange(4.0), mesh, [Shard(0)], (4,)))
 

@@ -5,15 +5,16 @@ from collections import Counter
 
 import pytest
 
+from autopar._torch.pipelining import _places, schedule_class
 from autopar.errors import PlanError
 from autopar.ir.pipeline import SCHEDULES, Pipeline
+from autopar.pipeline import schedules
 from autopar.pipeline.schedules import (
     Action,
     ActionLists,
     actions,
     check_micro_batches,
     fewest_micro_batches,
-    schedule_class,
 )
 
 CHUNKS = {"one": (1,), "rounds": (1, 2, 3), "v": (2,)}
@@ -156,11 +157,10 @@ def _is_taken(found: Pipeline, micro_batches: int) -> bool:
 
 
 def _is_taken_by_torch(found: Pipeline, micro_batches: int) -> bool:
-    from autopar import _torch
-
-    placement = [found.stages_of(rank) for rank in range(found.ranks)]
+    name = schedules._ROWS[found.schedule].torch_class
+    stages = _places([found.stages_of(rank) for rank in range(found.ranks)])
     try:
-        _torch.pipeline_actions(schedule_class(found.schedule), placement, micro_batches)
+        schedule_class(name)(stages[0] if name in schedules._AHEAD else stages, micro_batches)
     except ValueError:
         return False
     return True
