@@ -5,6 +5,10 @@ RANKS ?= 4
 ARGS ?=
 
 BIN := .venv/bin
+# Environments with other versions than those of constraints.txt.
+LATEST ?= .venv-latest
+MATRIX ?= .venv-matrix
+ROWS ?=
 # What was installed into .venv: for the demo, for the tests as well, for the site.
 FOR_DEMO := .venv/.demo
 FOR_TESTS := .venv/.installed
@@ -17,12 +21,16 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test suite lint slow bench docs clean
+.PHONY: help env latest demo test suite lint slow matrix bench docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' Makefile
 
 env: $(FOR_DEMO)  ## make .venv with autopar, in the versions of constraints.txt
+
+latest:  ## make .venv-latest with what a newcomer gets: no constraints
+	test -x $(LATEST)/bin/python || $(PYTHON) -m venv $(LATEST)
+	$(LATEST)/bin/python -m pip install -q --upgrade -e '.[demo]'
 
 demo: $(FOR_DEMO)  ## train a byte-level GPT on four CPU processes (ARGS="--steps 100" to change it)
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
@@ -40,6 +48,9 @@ lint: $(FOR_TESTS)  ## ruff and mypy
 
 slow: $(FOR_TESTS)  ## run the slow tests too: whole zoo, all recipes, whole tables
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "slow or not slow"
+
+matrix: $(FOR_TESTS)  ## test a part with the oldest, the pinned and the newest torch (ROWS="oldest" for one of them)
+	$(BIN)/python -m benchmarks.matrix --environments $(MATRIX) $(ROWS)
 
 bench: $(FOR_TESTS)  ## run the benchmarks, one after the other
 	@set -e; for script in $(sort $(wildcard benchmarks/speed/bench_*.py)); do \

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
@@ -194,45 +193,33 @@ def applying_functions_by(take: Callable[[Apply, Function, Any, Any], Any]) -> I
             `apply(function, *args, **kwargs)`.
     """
     functions: Any = torch.autograd.function
-    transformed, expected = functions.custom_function_call, list[Any]()
-    meets_forward = isinstance(
-        vars(torch.autograd.Function).get("apply"), types.ClassMethodDescriptorType
-    )
-
-    def plainly(function: Any, *args: Any, **kwargs: Any) -> Any:
-        if meets_forward:
-            expected.append(function)
-        return super(functions._SingleLevelFunction, function).apply(*args, **kwargs)
+    transformed = functions.custom_function_call
 
     def apply_transformed(function: Function, *args: Any, **kwargs: Any) -> Any:
         return take(transformed, function, args, kwargs)
 
     # A user may hold Function.apply already. Up to torch 2.13 it is written in Python, and looks for another `apply` at
     # each call; that way goes with 2.13. Since 2.14 the first that it looks for at each call is the function's forward.
-    if meets_forward:
-        taking = _forwards_by(
-            lambda function, args, kwargs: take(plainly, function, args, kwargs), expected
-        )
-    else:
-        taking = _inner_apply_by(
-            lambda function, args, kwargs: take(plainly, function, args, kwargs)
-        )
+    is_python = hasattr(vars(torch.autograd.Function).get("apply"), "__func__")
     functions.custom_function_call = apply_transformed
     try:
-        with taking:
+        with _inner_apply_by(take) if is_python else _forwards_by(take):
             yield
     finally:
         functions.custom_function_call = transformed
 
 
-_Taking = Callable[[Any, Any, Any], Any]
+def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """The `apply` of torch, behind what its Python has before it."""
+    base: Any = torch.autograd.function._SingleLevelFunction  # type: ignore[attr-defined]
+    return super(base, function).apply(*args, **kwargs)
 
 
 @contextmanager
-def _inner_apply_by(take: _Taking) -> Iterator[None]:
+def _inner_apply_by(take: Callable[[Apply, Function, Any, Any], Any]) -> Iterator[None]:
     """Context in which the `apply` that `Function.apply` of torch up to 2.13 looks for is `take`."""
     base: Any = torch.autograd.function._SingleLevelFunction  # type: ignore[attr-defined]
-    base.apply = classmethod(lambda function, *args, **kwargs: take(function, args, kwargs))
+    base.apply = classmethod(lambda function, *args, **kwargs: take(_apply, function, args, kwargs))
     try:
         yield
     finally:
@@ -240,13 +227,9 @@ def _inner_apply_by(take: _Taking) -> Iterator[None]:
 
 
 @contextmanager
-def _forwards_by(take: _Taking, expected: list[Any]) -> Iterator[None]:
-    """Context in which `take` is called where an autograd.Function is about to run its forward.
-
-    Args:
-        take: function of the Function and the arguments of its application.
-        expected: the Functions whose own forward is what runs next, the next one last.
-    """
+def _forwards_by(take: Callable[[Apply, Function, Any, Any], Any]) -> Iterator[None]:
+    """Context in which `take` is called where an autograd.Function is about to run its forward."""
+    expected: list[Any] = []  # Functions whose own forward runs next, the next one last
 
     def found(function: Any, name: str) -> Any:
         value = type.__getattribute__(function, name)
@@ -260,27 +243,10 @@ def _forwards_by(take: _Taking, expected: list[Any]) -> Iterator[None]:
         del kind.__getattribute__
 
 
-@contextmanager
-def _untraced_grad_mode() -> Iterator[None]:
-    """Context in which autograd is on, as it is where a Function is applied, though not in its forward.
-
-    No trace has the two changes of the mode.
-    """
-    with torch._C.DisableTorchFunction():
-        torch._C._set_grad_enabled(True)
-    try:
-        yield
-    finally:
-        with torch._C.DisableTorchFunction():
-            torch._C._set_grad_enabled(False)
-
-
 class _Forward:
     """The forward of an autograd.Function, which gives way to `take`; its attributes are those of the forward."""
 
-    def __init__(
-        self, function: Any, forward: Callable[..., Any], take: _Taking, expected: list[Any]
-    ) -> None:
+    def __init__(self, function: Any, forward: Any, take: Any, expected: list[Any]) -> None:
         self._function, self._forward = function, forward
         self._take, self._expected = take, expected
 
@@ -290,17 +256,40 @@ class _Forward:
             return self._forward(*args, **kwargs)
         # A forward without a `setup_context` of its own has the context as its first argument.
         has_setup = self._function.setup_context is not torch.autograd.Function.setup_context
-        context, given = (None, args) if has_setup else (args[0], args[1:])
-        with _untraced_grad_mode():
-            result = self._take(self._function, given, kwargs)
-        if context is not None:
+        given, is_own = args[0 if has_setup else 1 :], False
+
+        def apply(function: Any, *others: Any, **named: Any) -> Any:
+            nonlocal is_own
+            if function is self._function and [*map(id, others)] == [*map(id, given)]:
+                is_own = True  # torch is about to apply it to them
+                with _untraced_grad_mode(False):
+                    return self._forward(*args, **named)
+            self._expected.append(function)
+            return _apply(function, *others, **named)
+
+        with _untraced_grad_mode(True):
+            result = self._take(apply, self._function, given, kwargs)
+        if not has_setup and not is_own:
             leaves = torch.utils._pytree.tree_leaves(result)
             plain = [x for x in leaves if isinstance(x, Tensor) and not x.requires_grad]
-            context.mark_non_differentiable(*plain)
+            args[0].mark_non_differentiable(*plain)
         return result
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._forward, name)
+
+
+@contextmanager
+def _untraced_grad_mode(is_on: bool) -> Iterator[None]:
+    """Context in which autograd is on or off, whose changes of the mode are in no trace."""
+    before = torch.is_grad_enabled()
+    with torch._C.DisableTorchFunction():
+        torch._C._set_grad_enabled(is_on)
+    try:
+        yield
+    finally:
+        with torch._C.DisableTorchFunction():
+            torch._C._set_grad_enabled(before)
 
 
 @contextmanager
