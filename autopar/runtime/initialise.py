@@ -4,6 +4,9 @@ All ranks must begin with the same values, whatever their random states are. A m
 gets those of the first rank, as in DDP. A model on the meta device is materialised module by module
 with one seed on all ranks, so that no rank ever holds more than one module's full tensors beyond its
 own part.
+
+Of a model with values a rank holds one full tensor on the device beyond its own part: no name here keeps a value while
+the next is made.
 """
 
 from __future__ import annotations
@@ -50,9 +53,15 @@ def initial_values(
         if name in read_later:
             yield name, torch.empty(parameter.shape, dtype=parameter.dtype, device=world.device)
         else:
-            value = _torch.local_tensor(parameter).to(world.device, copy=True).contiguous()
-            world.broadcast(value)
-            yield name, value
+            yield name, _first_ranks(parameter, world)
+
+
+def _first_ranks(parameter: nn.Parameter, world: World) -> Tensor:
+    """The first rank's full value of a parameter, as a new tensor on the device."""
+    own = _torch.local_tensor(parameter)
+    value = own.to(world.device, copy=True, memory_format=torch.contiguous_format)
+    world.broadcast(value)
+    return value
 
 
 def replaced_values(model: nn.Module, names: Sequence[str], world: World) -> Iterator[Named]:
@@ -63,9 +72,7 @@ def replaced_values(model: nn.Module, names: Sequence[str], world: World) -> Ite
             raise CaptureError(
                 f"Parameter {name} was replaced by one on the meta device, which has no values."
             )
-        value = _torch.local_tensor(parameters[name]).to(world.device, copy=True).contiguous()
-        world.broadcast(value)
-        yield name, value
+        yield name, _first_ranks(parameters[name], world)
 
 
 def place_buffers(model: nn.Module, world: World) -> None:

@@ -112,11 +112,13 @@ class ParameterStore:
         parameters = dict(model.named_parameters())
         replicated = (R,) * len(self.world.mesh.axes)
         for name, value in values:
-            if name not in held:
-                continue
-            spec = specs.get(name) or _unused(name, value, replicated)
-            how = program.storage(name) if name in specs else ParameterPlan(replicated, replicated)
-            self._keep(spec, how, parameters[name], value)
+            if name in held:
+                spec = specs.get(name) or _unused(name, value, replicated)
+                is_used = name in specs
+                how = program.storage(name) if is_used else ParameterPlan(replicated, replicated)
+                self._keep(spec, how, parameters[name], value)
+            # Else this name would hold the full value while the next one is made.
+            del value
 
     def replaced(self, model: nn.Module) -> list[str]:
         """The names of the model's parameters that are other objects than those at rest under their names."""
