@@ -83,6 +83,7 @@ def _part(name: str, module: str, share: float, question: str) -> Part:
 
 PARTS: tuple[Part, ...] = (
     _part("calibrate", "calibration", 0.08, "What can this machine do?"),
+    _part("start", "start", 0.03, "Does a model on the host go to its accelerators by itself?"),
     _part("one-rank", "one_rank", 0.2, "Does a compiled model cost what the plain model costs?"),
     _part("truth", "truth", 0.15, "Does the cost model tell the truth about this device?"),
     _part("recomputation", "recomputation", 0.1, "What does recomputation of ops cost here?"),

@@ -151,7 +151,7 @@ def test_an_unknown_part_is_refused_by_name(tmp_path: Path) -> None:
 
 
 # What the other three ask is asked by the slow row, and of more plans by tests/proof and tests/runtime.
-QUICK = ("calibrate", "overlap", "precision", "faults", "determinism")
+QUICK = ("calibrate", "start", "overlap", "precision", "faults", "determinism")
 EVERY = tuple(part.name for part in PARTS)
 
 
