@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.accelerators import first_script
+
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 
@@ -63,9 +65,7 @@ def test_a_question_from_deepspeed_is_answered_within_two_clicks(question: str) 
 
 
 def test_the_script_of_the_first_page_trains(capsys: pytest.CaptureFixture[str]) -> None:
-    script = re.search(r"```python\n# train.py\n(.*?)```", (DOCS / "start.md").read_text(), re.S)
-    assert script is not None
-    exec(script.group(1), {})
+    exec(first_script(), {})
     printed = float(capsys.readouterr().out)
 
     torch.manual_seed(0)

@@ -6,6 +6,8 @@ torch.accelerator serves CUDA, ROCm (which torch calls cuda), XPU and others ali
 from __future__ import annotations
 
 import contextlib
+import os
+import platform
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -36,6 +38,41 @@ def current_device(kind: str) -> torch.device:
     if kind == "cpu":
         return CPU
     return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def accelerator_of_rank() -> torch.device | None:
+    """The accelerator of this process under a launcher; None without a launcher or an accelerator.
+
+    It is the current device where the script has set another than device 0, and else that of LOCAL_RANK.
+    """
+    kind, number = accelerator_kind(), os.environ.get("LOCAL_RANK")
+    if kind is None or number is None:
+        return None
+    # A process may see its own device alone, as under `srun --gpus-per-task=1`.
+    own = int(number) % torch.accelerator.device_count()
+    return torch.device(kind, torch.accelerator.current_device_index() or own)
+
+
+def accelerator_count(kind: str) -> int:
+    """The number of accelerators of a kind that this process sees."""
+    return torch.accelerator.device_count() if accelerator_kind() == kind else 0
+
+
+def use_device(device: torch.device) -> None:
+    """Makes a device the current one of its kind, on which kernels and collectives run that name none."""
+    if is_accelerator(device):
+        torch.accelerator.set_device_index(device)
+
+
+def identity_of(device: torch.device) -> str:
+    """A text that two processes have in common only if they use one device; "" for a processor.
+
+    It is the UUID of an accelerator, and its machine and number where it has none.
+    """
+    if not is_accelerator(device):
+        return ""
+    properties: Any = torch.get_device_module(device).get_device_properties(device)
+    return str(getattr(properties, "uuid", f"{platform.node()} {device.index}"))
 
 
 def device_model(device: torch.device) -> str:
@@ -83,6 +120,17 @@ def backends_of(device: torch.device) -> str:
     """
     own = backend_of(device)
     return f"cpu:gloo,{device.type}:{own}" if is_accelerator(device) else own
+
+
+def backend_in_use(device: torch.device) -> str | None:
+    """The backend by which the default process group communicates tensors of a device; None if it has none."""
+    pairs = (part.partition(":") for part in dist.get_backend_config().split(","))
+    return {kind: backend for kind, _, backend in pairs}.get(device.type)
+
+
+def uses_own_backend(device: torch.device) -> bool:
+    """Whether the default process group communicates tensors of a device by the backend that torch has for its kind."""
+    return backend_in_use(device) == backend_of(device)
 
 
 def synchronize(device: torch.device) -> None:

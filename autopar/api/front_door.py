@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar import _torch
-from autopar.api.machine import MeshLike, axes_of, hardware_of
+from autopar.api.machine import MeshLike, axes_of, device_of, hardware_of
 from autopar.api.notebook import shown_planning
 from autopar.api.planner import Planner
 from autopar.capture.export import LossFunction
@@ -153,8 +152,9 @@ def compile(
             the memory of the hardware less the headroom. Where nothing fits on the devices, or where that is faster,
             parameters are stored in the host's memory (docs/tiers.md).
         headroom: fraction of the hardware's memory that the plan leaves free.
-        device: where this rank computes; by default the model's own device, or the mesh's kind for a
-            model on the meta device.
+        device: where this rank computes, such as "cpu" to insist on processors, or "cuda". By default a model that
+            lies on an accelerator stays there; under a launcher any other goes to this rank's accelerator, shard by
+            shard, if there is one (docs/start.md). Batches may lie anywhere.
         init_fn: called with each meta-device module that owns tensors, in place of its
             `reset_parameters()`.
         weights: folder or file of safetensors with initial values under the names of `state_dict()`, such
@@ -190,8 +190,9 @@ def compile(
     >>> loss.shape, model.plan.mesh.size
     (torch.Size([]), 1)
 
-    Raises AutoparError for an unknown executor, MeshError if the world does not match the mesh, PlanError for
-    a plan of another model, and CaptureError, RecipeError or SearchError where no plan can be made.
+    Raises AutoparError for an unknown executor and for a device that is not there, MeshError if the world does not
+    match the mesh or two ranks compute on one accelerator, PlanError for a plan of another model, and CaptureError,
+    RecipeError or SearchError where no plan can be made.
     """
     show_failures()
     decomposed = listed_names(decompose)
@@ -206,7 +207,7 @@ def compile(
     _refuse_unknown("batch", batch, get_args(Batch))
     _refuse_unknown("outputs", outputs, get_args(Outputs))
     policy = policy_of(precision, loaded)
-    device = _device(model, mesh, device)
+    device = device_of(model, mesh, device)
     priced, assumed = hardware_of(hardware, device)
     join_process_group(device)
     request = Request(
@@ -337,22 +338,6 @@ def _refuse_search(plan: Plan | None, wishes: Mapping[str, object]) -> None:
             f"A plan is given, so that nothing is searched, and {words} would have no effect: leave out "
             f"{', '.join(f'{name}=' for name in beside)}, or plan= to search with it."
         )
-
-
-def _device(
-    model: nn.Module, mesh: MeshLike | None, device: torch.device | str | None
-) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    own = {p.device for p in model.parameters() if not p.is_meta}
-    if len(own) > 1:
-        raise AutoparError(
-            f"The model lies on several devices ({', '.join(sorted(map(str, own)))}); move it to one, or "
-            "pass device=... to autopar.compile."
-        )
-    if own:
-        return own.pop()
-    return _torch.current_device(mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu")
 
 
 @names_its_arguments

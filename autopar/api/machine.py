@@ -1,4 +1,4 @@
-"""The machine and the mesh that a call of `compile` names."""
+"""The device, the machine and the mesh that a call of `compile` names or leaves open."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import os
 from collections.abc import Mapping
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import _torch
 from autopar.cost_model import Hardware
 from autopar.cost_model.software import named_hardware
-from autopar.errors import MeshError
+from autopar.errors import AutoparError, MeshError
 from autopar.ir import (
     PIPELINE_AXIS,
     Mesh,
@@ -20,9 +22,74 @@ from autopar.ir import (
     with_pipeline,
     without_pipeline,
 )
-from autopar.runtime.processes import axes_of_device_mesh
+from autopar.runtime.processes import axes_of_device_mesh, world_size
 
 MeshLike = DeviceMesh | Mesh | Mapping[str, int] | str
+
+
+def device_of(
+    model: nn.Module, mesh: MeshLike | None, device: torch.device | str | None
+) -> torch.device:
+    """The device that this rank computes on.
+
+    [Note: the device of a rank] A device that is given is taken, and a model that lies on an accelerator stays there.
+    A launcher starts a rank for every accelerator; so under one a model on the processor or the meta device goes to
+    this rank's. In a process without a launcher it stays, as `torch.compile` leaves it: nobody asked for a device. It
+    also stays where the script has made a mesh of processors, or a process group with Gloo alone.
+
+    Raises AutoparError for a model on several devices, and for a device that is not there.
+    """
+    if device is not None:
+        return _numbered(torch.device(device))
+    own = {p.device for p in model.parameters() if not p.is_meta} or {_torch.CPU}
+    if len(own) > 1:
+        raise AutoparError(
+            f"The model lies on several devices ({', '.join(sorted(map(str, own)))}); move it to one, or "
+            "pass device=... to autopar.compile."
+        )
+    (found,) = own
+    if _torch.is_accelerator(found):
+        return found
+    if isinstance(mesh, DeviceMesh):
+        return _numbered(torch.device(mesh.device_type))
+    offered = _torch.accelerator_of_rank()
+    if offered is None or not _serves(offered):
+        return found
+    return offered
+
+
+def _serves(device: torch.device) -> bool:
+    """Whether the process group communicates on a device by its own backend; so will one that is not made yet."""
+    return not dist.is_initialized() or _torch.uses_own_backend(device)
+
+
+def _numbered(device: torch.device) -> torch.device:
+    """The device with its number, which is this rank's where none was given.
+
+    Raises AutoparError for an accelerator that torch does not find.
+    """
+    if not _torch.is_accelerator(device):
+        return device
+    count = _torch.accelerator_count(device.type)
+    if (device.index or 0) >= count:
+        raise AutoparError(
+            f"device={str(device)!r} is not there: torch {torch.__version__} finds {count} devices of the kind "
+            f"{device.type} here. Pass device='cpu' to train on processors, or install a build of torch for your "
+            "accelerator."
+        )
+    if device.index is not None:
+        return device
+    return _torch.accelerator_of_rank() or _torch.current_device(device.type)
+
+
+def words_of_device(device: torch.device) -> str:
+    """The end of the start line: the device that ranks compute on and the backend by which they communicate."""
+    if world_size() > 1:
+        return f"on {device.type} over {_torch.backend_in_use(device)}"
+    offered = _torch.accelerator_kind()
+    if _torch.is_accelerator(device) or offered is None:
+        return f"on {device}"
+    return f"on {device}, beside an idle accelerator that device={offered!r} takes"
 
 
 def hardware_of(

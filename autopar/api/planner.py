@@ -22,6 +22,7 @@ from autopar.api.announcing import (
     warn_of_unasked_stages,
     warn_of_unused_folder,
 )
+from autopar.api.machine import words_of_device
 from autopar.api.placed import goes_on, with_unused
 from autopar.capture.captured import Captured
 from autopar.capture.export import LossFunction, capture_forward, capture_step
@@ -263,10 +264,13 @@ class Planner:
         together.each(lambda: check(files, disks))
 
     def _announce(self, plan: Plan) -> None:
-        """On the first rank: what was chosen, and what it is predicted to take."""
+        """On the first rank: what was chosen, what it is predicted to take, and where it runs."""
         if self.world().rank == 0:
-            request, is_given = self._request, self._plan is not None
-            announce(lambda: start_line(plan, request, is_given, self.predicted(plan)), plan.notes)
+            announce(lambda: self._start_line(plan), plan.notes)
+
+    def _start_line(self, plan: Plan) -> str:
+        line = start_line(plan, self._request, self._plan is not None, self.predicted(plan))
+        return f"{line}; {words_of_device(self.device)}"
 
     def predicted(self, plan: Plan) -> tuple[float, float]:
         """Predicted seconds of a step and peak bytes of a rank, of the plan of the first program."""

@@ -98,17 +98,19 @@ class AutoparAccelerator(Accelerator):
 
         Args:
             model: plain PyTorch model, or the result of an earlier call.
-            device_placement: whether the model is moved to this rank's device; by default as the accelerator decides.
+            device_placement: whether the model goes to this rank's device with the first batch; by default as the
+                accelerator decides.
             evaluation_mode: not used; a plan serves both.
         """
         prepared = self.prepared(model)
         if prepared is None:
-            if self.device_placement if device_placement is None else device_placement:
-                model.to(self.device)
             _settle_configurations(model)
             autocast = self.autocast if self.mixed_precision == "bf16" else None
+            placed = self.device_placement if device_placement is None else device_placement
+            # The first batch moves the model there, shard by shard.
+            device = {"device": self.device} if placed else {}
             prepared = self._known[model] = PreparedModel(
-                model, self._plan_options, autocast, loss_outside=self._loss_outside
+                model, device | self._plan_options, autocast, loss_outside=self._loss_outside
             )
         if all(prepared is not one for one in self._models):
             self._models.append(prepared)

@@ -6,7 +6,10 @@ import functools
 import itertools
 import json
 import os
-from collections.abc import Callable
+import platform
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -24,6 +27,7 @@ from autopar.ir import (
 )
 from autopar.runtime.failures import show_failures
 from autopar.runtime.world import World
+from autopar.units import counted
 
 BUCKET_BYTES = (
     25 * 2**20
@@ -33,13 +37,114 @@ _PLANNING_SECONDS = 1800.0  # that ranks wait for a plan, whatever limit they ha
 
 
 def join_process_group(device: torch.device) -> None:
-    """Under torchrun, makes the default process group if there is none yet."""
+    """Under torchrun, makes the default process group if there is none yet; with other ranks, takes the device.
+
+    Raises MeshError on every rank where two ranks compute on one accelerator, or on devices of different kinds.
+    """
     launched = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
     if launched and not dist.is_initialized():
         # torch reads it when a group is made. After a failure NCCL's watchdog sleeps for four times as long.
         os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
         dist.init_process_group(_torch.backends_of(device))
         show_failures()  # over torch's own hook, which the process group brings
+    if world_size() > 1:
+        _torch.use_device(device)
+        if dist.get_backend() != "fake":  # which imagines the other ranks
+            _refuse_shared(Seat.of(device))
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What a rank tells the others of the device that it computes on.
+
+    Attributes:
+        device: name of the device there, such as "cuda:0".
+        machine: name of the machine.
+        identity: text that another rank has too if it computes on the same device; "" for a device that ranks may
+            share.
+        count: number of devices of this kind that the rank sees.
+    """
+
+    device: str
+    machine: str
+    identity: str
+    count: int
+
+    @classmethod
+    def of(cls, device: torch.device) -> Seat:
+        """The seat of this rank."""
+        is_own = _torch.is_accelerator(device) and _torch.uses_own_backend(device)
+        # NCCL takes a process with another NCCL_HOSTID for one on another machine.
+        machine = os.environ.get("NCCL_HOSTID", platform.node())
+        identity = f"{machine} {_torch.identity_of(device)}" if is_own else ""
+        return cls(str(device), machine, identity, _torch.accelerator_count(device.type))
+
+    @property
+    def kind(self) -> str:
+        """The kind of the device, such as "cuda"."""
+        return self.device.partition(":")[0]
+
+
+_SEATED: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+
+
+def _refuse_shared(seat: Seat) -> None:
+    """Raises MeshError on every rank unless each has a device of its own; once for each kind in a process group.
+
+    The ranks tell each other through the store of the group, because a collective over NCCL would fail itself.
+    """
+    known = _SEATED.setdefault(dist.group.WORLD, set())
+    if seat.kind in known:
+        return
+    known.add(seat.kind)
+    store, rank, prefix = _torch.default_store(), dist.get_rank(), f"autopar/devices/{len(known)}"
+    store.set(f"{prefix}/{rank}", json.dumps(asdict(seat)))
+    if rank == 0:
+        said = [store.get(f"{prefix}/{other}") for other in range(world_size())]
+        store.set(f"{prefix}/verdict", why_not_together([Seat(**json.loads(x)) for x in said]))
+    verdict = store.get(f"{prefix}/verdict").decode()
+    if verdict:
+        raise MeshError(verdict)
+
+
+def why_not_together(seats: Sequence[Seat]) -> str:
+    """The reason why ranks cannot compute on these devices together, with a remedy; "" where they can.
+
+    Args:
+        seats: the device of each rank.
+    """
+    other = next((rank for rank, seat in enumerate(seats) if seat.kind != seats[0].kind), None)
+    if other is not None:
+        return (
+            f"Rank 0 computes on {seats[0].device} of {seats[0].machine}, and rank {other} on {seats[other].device} of "
+            f"{seats[other].machine}. Move the model alike on all ranks, or pass device='cpu' to compute on processors."
+        )
+    sharing = dict[str, list[int]]()
+    for rank, seat in enumerate(seats):
+        sharing.setdefault(seat.identity, []).append(rank)
+    for identity, ranks in sharing.items():
+        if identity and len(ranks) > 1:
+            beside = [seat for seat in seats if seat.machine == seats[ranks[0]].machine]
+            return _shared(ranks, seats[ranks[0]], len(beside))
+    return ""
+
+
+def _shared(ranks: Sequence[int], seat: Seat, beside: int) -> str:
+    """The error for ranks that compute on one device, on a machine that runs so many ranks."""
+    said = (
+        f"Ranks {' and '.join(map(str, ranks[:2]))}{' and others' if len(ranks) > 2 else ''} compute on one device, "
+        f"{seat.device} of {seat.machine}, and each rank needs one of its own. "
+    )
+    if beside > seat.count:
+        return said + (
+            f"{beside} ranks run on this machine, which has {counted(seat.count, f'{seat.kind} device')}: start "
+            f"{seat.count} (--nproc-per-node {seat.count}), or pass device='cpu' to train on processors."
+        )
+    line = 'torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))'
+    return said + (
+        f"Write {line} before the model is moved; or leave out device= and the line that moves it, and each rank moves "
+        "its part to the device of its LOCAL_RANK."
+    )
 
 
 def world_size() -> int:

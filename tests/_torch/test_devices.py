@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import ast
+import platform
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
+import pytest
 import torch
+import torch.distributed as dist
 
 from autopar import _torch
+from tests.support.accelerators import seeming_accelerators
 
 CUDA, CPU, META = torch.device("cuda", 1), torch.device("cpu"), torch.device("meta")
 
@@ -61,6 +67,37 @@ def test_a_processor_counts_no_allocated_bytes_and_needs_no_waiting() -> None:
     _torch.synchronize(CPU)
     assert _torch.peak_allocated_bytes(CPU) is None
     assert _torch.current_device("cpu") == CPU
+
+
+def test_the_accelerator_of_a_rank_is_that_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with seeming_accelerators(2) as taken:
+        assert _torch.accelerator_of_rank() is None  # nobody has launched this process
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        assert _torch.accelerator_of_rank() == torch.device("cuda:1")
+        assert [_torch.accelerator_count(kind) for kind in ("cuda", "xpu")] == [2, 0]
+        _torch.use_device(CUDA)
+        _torch.use_device(CPU)
+    assert taken == ["cuda:1"]
+
+
+def test_a_device_is_known_by_its_uuid_or_else_by_its_machine_and_number() -> None:
+    module = mock.Mock()
+    with mock.patch.object(torch, "get_device_module", lambda device: module):
+        module.get_device_properties.return_value = SimpleNamespace(uuid="GPU-1")
+        assert _torch.identity_of(CUDA) == "GPU-1"
+        module.get_device_properties.return_value = SimpleNamespace()
+        assert _torch.identity_of(CUDA) == f"{platform.node()} 1"
+    assert _torch.identity_of(CPU) == ""
+
+
+def test_the_backend_of_a_group_is_that_of_the_kind_of_a_device() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert _torch.backend_in_use(CPU) == "gloo" and _torch.uses_own_backend(CPU)
+        assert not _torch.uses_own_backend(CUDA)
+    finally:
+        dist.destroy_process_group()
 
 
 ROOT = Path(__file__).parents[2]

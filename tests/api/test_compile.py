@@ -293,7 +293,7 @@ def test_the_log_says_what_was_chosen_and_then_what_was_measured(
             made.step(*batch())
     chosen = [text for text in caplog.messages if text.startswith("nothing is split; recipe auto")]
     measured = [text for text in caplog.messages if text.startswith("measured ")]
-    assert len(chosen) == 1 and "a rank on cpu-gloo" in chosen[0]
+    assert len(chosen) == 1 and chosen[0].endswith("a rank on cpu-gloo; on cpu")
     assert len(measured) == 1 and "a step (median of 10), predicted" in measured[0]
 
 
