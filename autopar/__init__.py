@@ -22,9 +22,11 @@ from autopar.errors import (
     StepError,
 )
 from autopar.ir import Mesh, MixedPrecision, ParameterPlan, Plan
+from autopar.versions import VERSION as __version__  # noqa: F401
 from autopar.versions import check_torch as _check_torch
 
 if TYPE_CHECKING:
+    from autopar import checkpoint
     from autopar.api import compile, explain
     from autopar.backend.sharding import shard_
     from autopar.capture.forms import register_form
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
     from autopar.proof.verdict import VerifyReport
     from autopar.proof.verify import verify
     from autopar.rules.registered import register_rule
-    from autopar.runtime import checkpoint
     from autopar.runtime.launch import launch
     from autopar.runtime.loss_scale import LossScaling
     from autopar.runtime.module import CompiledModule
@@ -44,7 +45,7 @@ _HOMES = {
     "CompiledModule": "autopar.runtime.module",
     "LossScaling": "autopar.runtime.loss_scale",
     "VerifyReport": "autopar.proof.verdict",
-    "checkpoint": "autopar.runtime.checkpoint",
+    "checkpoint": "autopar.checkpoint",
     "compile": "autopar.api",
     "explain": "autopar.api",
     "find_nan": "autopar.runtime.nonfinite",

@@ -1,4 +1,4 @@
-"""The versions of torch that autopar is tested with: this is the one place that says them."""
+"""The version of the package, and the versions of torch that it is tested with: this is the one place that says them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import re
 import warnings
 
 from autopar.errors import AutoparError
+
+# pyproject.toml and the command line read it here.
+VERSION = "0.1.0"
 
 # Major and minor number.
 OLDEST_TORCH = (2, 11)
