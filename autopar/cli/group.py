@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -13,23 +15,53 @@ from autopar.cli.explain import explain_command
 from autopar.cli.fit import fit_command
 from autopar.cli.run import run_command
 from autopar.cli.verify import verify_command
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, did_you_mean
+from autopar.version import VERSION
+
+
+class _Misused(click.ClickException):
+    """A command line that cannot be read; the first line that is printed says what to change."""
+
+    exit_code = 2
 
 
 class _Commands(click.Group):
-    """Prints an error that people can mend as one sentence, without a traceback."""
+    """Prints an error that people can mend as one sentence, without a traceback or the usage before it."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in self.commands:
+            ctx.fail(_no_command(args[0], self.commands))
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except click.UsageError as error:
+            raise _Misused(_sentence(error, error.ctx or ctx)) from error
         except AutoparError as error:
             raise click.ClickException(str(error)) from error
+
+
+def _no_command(name: str, commands: Mapping[str, click.Command]) -> str:
+    """The error for a command that there is not."""
+    hint = did_you_mean(name, tuple(commands))
+    return f"There is no command {name!r}{hint}; there are {', '.join(commands)}."
+
+
+def _sentence(error: click.UsageError, ctx: click.Context) -> str:
+    """What is wrong with a command line, with an example where something is missing, and where the help is."""
+    example = re.search(r"^ +(autopar .*)", ctx.command.help or "", re.M)
+    is_missing = isinstance(error, click.MissingParameter) and example is not None
+    shown = f" Write for example: {example[1]}" if is_missing and example else ""
+    return f"{error.format_message()}{shown}\nTry '{ctx.command_path} --help' for help."
 
 
 @click.group(
     cls=_Commands, context_settings={"show_default": True, "help_option_names": ["-h", "--help"]}
 )
-@click.version_option(package_name="autopar")
+@click.version_option(VERSION)
 def main() -> None:
     """Parallelizes single-device PyTorch models over a cluster.
 

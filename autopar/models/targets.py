@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import nn
 
 from autopar import _torch
 from autopar.capture.export import LossFunction
-from autopar.errors import AutoparError, StepError
+from autopar.errors import AutoparError, StepError, did_you_mean
 from autopar.ir import Stack
 from autopar.models import (
     PRESETS,
@@ -34,6 +35,7 @@ from autopar.models import (
     repeated_layers,
 )
 from autopar.models.hugging_face import Pretrained, alike_stacks
+from autopar.models.importing import importing
 
 CAPTURED_LAYERS = 3  # a first, a middle and a last one
 DEFAULT_SEQ = 8192  # tokens, where a longer sequence would be the model's own
@@ -114,7 +116,10 @@ def resolve_target(
     if ":" in text:
         return _of_function(text, batch, seq)
     if path.suffix == ".json" or os.sep in text:
-        raise AutoparError(f"There is no file or directory {text}.")
+        raise AutoparError(
+            f"There is no file or directory {text}: give the path of a Hugging Face config.json, or of a "
+            "directory that has one."
+        )
     return _of_preset(find_preset(text), batch or 1, seq, dtype)
 
 
@@ -142,9 +147,15 @@ def _of_preset(preset: Preset, batch: int, seq: int | None, dtype: torch.dtype) 
 def _of_configuration(
     text: str, path: Path, batch: int, seq: int | None, dtype: torch.dtype
 ) -> Target:
-    pretrained = Pretrained.read(path, dtype=dtype)
-    length = _sequence_of(pretrained, seq)
-    found = alike_stacks(pretrained.build, pretrained.full, CAPTURED_LAYERS)
+    if path.suffix == ".py":
+        raise AutoparError(
+            f"{text} is a Python file: name a function in it, as {path.stem}:example."
+        )
+    # transformers imports what a model needs when the model is first named.
+    with importing(f"What transformers needs for {path}"):
+        pretrained = Pretrained.read(path, dtype=dtype)
+        length = _sequence_of(pretrained, seq)
+        found = alike_stacks(pretrained.build, pretrained.full, CAPTURED_LAYERS)
 
     def make(layers: int | None) -> Built:
         model = pretrained.build(layers if found else None)
@@ -195,19 +206,40 @@ def _function(text: str) -> Callable[..., Any]:
     if os.getcwd() not in sys.path:
         # as `python -m` does: users name modules of where they stand
         sys.path.insert(0, os.getcwd())
-    try:
-        with _torch.quiet_torchao():  # which models of transformers import
-            module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not module_name.startswith(error.name):
-            raise
-        raise AutoparError(
-            f"There is no module {module_name!r} here (tried {os.getcwd()})."
-        ) from None
+    # Models of transformers import torchao.
+    with importing(f"The module {module_name}"), _torch.quiet_torchao():
+        module = _imported(module_name, function_name)
     function = getattr(module, function_name, None)
     if function is None:
-        raise AutoparError(f"The module {module_name} has no function {function_name!r}.")
+        own = [
+            name
+            for name, x in vars(module).items()
+            if inspect.isfunction(x) and x.__module__ == module_name
+        ]
+        raise AutoparError(
+            f"The module {module_name} has no function {function_name!r}{did_you_mean(function_name, own)}; write one "
+            "that returns (model, example_inputs)."
+        )
     return function
+
+
+def _imported(module_name: str, function_name: str) -> ModuleType:
+    """The module of a function. Raises AutoparError where it is not in the current folder, nor on Python's path."""
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+    if module_name.endswith(".py"):
+        parts = Path(module_name).with_suffix("").parts
+        raise AutoparError(
+            f"{module_name!r} is a file: name its module, as {'.'.join(parts)}:{function_name}."
+        )
+    file = f"{module_name.replace('.', os.sep)}.py"
+    raise AutoparError(
+        f"There is no module {module_name!r} in {os.getcwd()} or on Python's path: start the command in the folder "
+        f"that has {file}, or name a function of a file here, such as train:example."
+    )
 
 
 def _unpack(made: Any, text: str) -> Built:

@@ -254,7 +254,8 @@ class Request(RequestFields):
             return
         if self.ranks != mesh.ranks:
             raise MeshError(
-                f"The mesh {mesh} has {mesh.ranks} ranks, and {self.cluster} has {self.ranks}."
+                f"The mesh {mesh} has {mesh.ranks} ranks, and {self.cluster} has {self.ranks}: name axes whose sizes "
+                f"multiply to {self.ranks}, or a cluster of {mesh.ranks}."
             )
         depth = dict(mesh.axes).get(PIPELINE_AXIS, 1)
         if self.stages is not None and depth not in self.stages:

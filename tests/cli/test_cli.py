@@ -6,6 +6,7 @@ import runpy
 import pytest
 from click.testing import CliRunner
 
+import autopar
 from autopar.cli import main
 from autopar.explanation import few_layers
 from autopar.ir import Plan
@@ -350,6 +351,41 @@ def test_a_searched_depth_of_a_function_is_a_plan_that_runs(tmp_path):
 
 
 # --- bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "first"),
+    [
+        (["explain"], "Missing argument 'TARGET'. Write for example: autopar explain llama3-8b --cluster h100x8x2"),
+        (["run", "--ranks", "2"], "Missing argument 'SCRIPT'. Write for example: autopar run train.py --ranks 4"),
+        (["run", "none.py", "--ranks", "2"], "'SCRIPT': File 'none.py' does not exist."),
+        (["run", __file__], "say how many processes share the CPUs, such as --ranks 4"),
+        (["explian", "gpt2"], "There is no command 'explian' (did you mean explain?); there are explain, fit,"),
+        (["fit", "lama3-8b", "--cluster", "h100x8"], "no model 'lama3-8b'; did you mean llama3-8b"),
+        (["fit", "gpt2"], "Say where: --cluster h100x8x16, or --ranks 8"),
+        (["explain", "gpt2", "--cluster", "v9000x8"], "no GPU 'v9000' in the catalogue; did you mean v100"),
+        (["explain", "gpt2", "--cluster", "h100x8", "--mesh", "dp=3"],
+         "has 3 ranks, and h100x8x1 has 8: name axes whose sizes multiply to 8, or a cluster of 3."),
+        (["compare", "gpt2", "--cluster", "h100x8", "--batch", "many"], "write a number such as 64, or auto"),
+        (["explain", "gpt2", "--clutser", "h100x8"], "No such option"),
+        (["verify", "nowhere.gpt:tiny", "--mesh", "dp=2"], "start the command in the folder that has nowhere"),
+        (["verify", "gpt.py:tiny", "--mesh", "dp=2"], "'gpt.py' is a file: name its module, as gpt:tiny."),
+        (["verify", TARGET], "Give --mesh, such as --mesh dp=2,tp=2, or a saved --plan."),
+        (["explain", "./setup.py", "--ranks", "2"], "There is no file or directory ./setup.py: give the path"),
+        (["explain", __file__, "--ranks", "2"], "is a Python file: name a function in it, as test_cli:example"),
+        (["diff", "none.json", "b.json"], "none.json"),
+    ],
+)  # fmt: skip
+def test_the_first_line_of_a_mistake_says_what_to_do(arguments, first):
+    result = run(*arguments)
+    assert result.exit_code in (1, 2)
+    line = result.output.splitlines()[0]
+    assert line.startswith("Error: ") and first in line, result.output
+
+
+def test_the_version_is_that_of_the_package():
+    assert run("--version").output == f"main, version {autopar.__version__}\n"
+    assert re.fullmatch(r"\d+\.\d+\.\d+", autopar.__version__)
 
 
 @pytest.mark.parametrize("command", ["explain", "fit", "compare", "diff", "verify", "calibrate"])

@@ -11,6 +11,7 @@ from autopar.analysis.factors import analyze
 from autopar.capture.export import capture_step
 from autopar.errors import AutoparError
 from autopar.models import PRESETS, parameter_count
+from autopar.models.importing import importing
 from autopar.models.targets import resolve_target, stack, weight_of
 
 LAYERS = 7
@@ -106,7 +107,9 @@ def test_preset_sequence_defaults_to_its_own():
         ("vit-h", {"seq": 128}, "is a sequence of 257, not 128"),
         ("there/is/none", {}, "no file or directory there/is/none"),
         ("none.json", {}, "no file or directory none.json"),
-        ("no_such_module:f", {}, "no module 'no_such_module' here"),
+        ("no_such_module:f", {}, "no module 'no_such_module' in .*: start the command in"),
+        ("no_such_module.py:f", {}, "is a file: name its module, as no_such_module:f"),
+        ("pyproject.py", {}, "There is no model 'pyproject.py'"),
         ("autopar.errors:f", {}, "autopar.errors has no function 'f'"),
         ("gpt:example", {"batch": 8}, "takes no batch: its example inputs are its own"),
     ],
@@ -305,3 +308,21 @@ def test_without_transformers_the_error_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(AutoparError, match=r"pip install 'autopar\[transformers\]'"):
         resolve_target(str(tmp_path))
+
+
+def test_an_import_that_fails_is_told_with_its_first_cause() -> None:
+    def transformers() -> None:
+        try:
+            raise RuntimeError("operator torchvision::nms does not exist")
+        except RuntimeError as cause:
+            raise ModuleNotFoundError("Could not import module 'LlamaConfig'.") from cause
+
+    with pytest.raises(AutoparError) as caught, importing("What transformers needs"):
+        transformers()
+    assert str(caught.value).startswith(
+        "What transformers needs cannot be imported: operator torchvision::nms does not exist. The torchvision that is "
+        "installed does not fit torch"
+    )
+    assert "pip uninstall torchvision" in str(caught.value)
+    with pytest.raises(AutoparError, match="Install it: pip install torchvision"), importing("It"):
+        raise ModuleNotFoundError("No module named 'torchvision'", name="torchvision")
