@@ -377,14 +377,13 @@ class CompiledModule(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The state dict of the model; with process groups its parameters are DTensors.
 
-        With pipeline stages it has the parameters of the stages on this rank; torch.distributed.checkpoint joins the
-        state dicts of all ranks. Raises StepError where replicas have run steps since their last meeting, because their
-        parameters then differ.
+        With pipeline stages it has the parameters of the stages on this rank, and all buffers;
+        torch.distributed.checkpoint joins the state dicts of all ranks. Raises StepError where replicas have run steps
+        since their last meeting, because their parameters then differ.
         """
         if self._meetings is not None:
             self._meetings.refuse_differences("A state dict")
-        state = with_rank(self._original.state_dict(*args, **kwargs), self._rank)
-        return self._placement.part.only_own(state, kwargs.get("prefix", ""))
+        return with_rank(self._original.state_dict(*args, **kwargs), self._rank)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Loads a state dict as `nn.Module.load_state_dict` does.
@@ -399,7 +398,7 @@ class CompiledModule(nn.Module):
         given, *rest = args or (kwargs.pop("state_dict"),)
         refuse_shards_of_others(given, self._rank)
         present = self._original.state_dict()
-        own = self._placement.part.completed(as_stored(given, present), present)
+        own = self._placement.part.own(as_stored(given, present), present)
         found = self._original.load_state_dict(own, *rest, **kwargs)
         if self._meetings is not None:
             self._meetings.begin_again()

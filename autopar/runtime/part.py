@@ -1,4 +1,4 @@
-"""The part of a model that one pipeline rank holds: the parameters of its stages and the buffers that it updates.
+"""The part of a model that one pipeline rank holds: the parameters of its stages, and all buffers.
 
 Parameters that lie elsewhere are None in their modules, as torch's own pipeline examples have it, so that
 `parameters()`, optimizers and checkpoints see what this rank holds.
@@ -33,7 +33,7 @@ class RankPart:
 
     Attributes:
         absent: the parameters of other ranks, and where they were.
-        elsewhere: entries of the model's state dict that other ranks give.
+        elsewhere: entries of the model's state dict that other ranks have.
         counted_elsewhere: parameters that an earlier rank of the pipeline holds too.
     """
 
@@ -41,18 +41,11 @@ class RankPart:
     elsewhere: Collection[str] = ()
     counted_elsewhere: Collection[str] = ()
 
-    def only_own(self, state: dict[str, Any], prefix: str) -> dict[str, Any]:
-        """A state dict without the entries that others give."""
-        for name in self.elsewhere:
-            state.pop(prefix + name, None)
-        return state
-
-    def completed(self, given: Mapping[str, Any], present: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The state dict to load: given entries that this rank holds, and present values of other ranks' buffers."""
+    def own(self, given: Mapping[str, Any], present: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The entries of a given state dict without those of other ranks."""
         if not self.elsewhere:
             return given
-        own = {k: v for k, v in given.items() if k in present or k not in self.elsewhere}
-        return own | {k: present[k] for k in self.elsewhere if k in present and k not in own}
+        return {k: v for k, v in given.items() if k in present or k not in self.elsewhere}
 
 
 def with_rank(state: dict[str, Any], rank: int) -> dict[str, Any]:
@@ -122,28 +115,13 @@ def take_part(
     before = list(model.state_dict(keep_vars=True))
     absent = _take_out(model, held_by(rank, users, pipeline), adoption, world.device_mesh)
     after = model.state_dict(keep_vars=True)
-    buffers = {
-        name for name, home in _buffer_homes(model, stages, pipeline).items() if home != rank
-    }
     return RankPart(
         absent=absent,
-        elsewhere=frozenset(n for n in before if n not in after or n in buffers),
+        elsewhere=frozenset(n for n in before if n not in after),
         counted_elsewhere=frozenset(
             name for name, own in users.items() if min(map(pipeline.rank_of, own)) < rank
         ),
     )
-
-
-def _buffer_homes(
-    model: nn.Module, stages: Sequence[Program], pipeline: Pipeline
-) -> dict[str, int]:
-    """Buffer name -> the pipeline rank whose values count: where it is changed, else where it is used."""
-    homes = {name: 0 for name, _ in model.named_buffers()}
-    for number in reversed(range(len(stages))):
-        homes |= {spec.name: pipeline.rank_of(number) for spec in stages[number].buffers}
-    for number, program in enumerate(stages):
-        homes |= {name: pipeline.rank_of(number) for name in program.mutated.values()}
-    return homes
 
 
 def _take_out(

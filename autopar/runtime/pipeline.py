@@ -27,7 +27,7 @@ from autopar.runtime.loss_scale import scaled
 from autopar.runtime.muted import share_of
 from autopar.runtime.parameters import ParameterStore
 from autopar.runtime.results import StepResults, joined, spec_of_batch
-from autopar.runtime.shared import SharedParameters
+from autopar.runtime.shared import ChangedBuffers, SharedParameters
 from autopar.runtime.shares import refuse_divided_by_none
 from autopar.runtime.split_backward import SplitBackward, WholeBackward
 from autopar.runtime.stage_actions import StageActions, StageRun, greet
@@ -80,6 +80,7 @@ class BoundPipeline:
             )
             for number in numbers
         }  # fmt: skip
+        self._changed = ChangedBuffers(stages, self._pipeline, self._pipe, model)
         self._shared, self._used = shared, {spec.name for spec in program.parameters}
         self._optimizer, self._stage_versions = optimizer, dict[int, StageVersions]()
         self._versions: WeightVersions | None = None
@@ -132,6 +133,8 @@ class BoundPipeline:
             losses = self._run_schedule()
         for runner in self._runners.values():
             runner.end()
+        with self._naming_failures():
+            self._changed.share()
         if self._versions is not None:
             losses = [x * (y / z) for x, y, z in zip(losses, shares[-1], own, strict=False)]
         loss, groups = self._loss(losses), (*self.world.covering, self._pipe.group)
@@ -263,7 +266,9 @@ class BoundPipeline:
         with self._naming_failures():
             for number in range(self._pipeline.stages):
                 sent = self._pass(number, sent, own)
-            return self._everywhere(own)
+            results = self._everywhere(own)
+            self._changed.share()
+            return results
 
     def _pass(self, number: int, results: list[Tensor], own: dict[int, Tensor]) -> list[Tensor]:
         """Runs a stage where it lies, adds its outputs to `own`, and hands the rest to the rank of the next stage."""

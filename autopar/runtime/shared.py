@@ -1,7 +1,10 @@
-"""Parameters that several pipeline stages use, such as an embedding that is tied to the head.
+"""What several pipeline stages use: parameters, such as an embedding that is tied to the head, and buffers.
 
-Every rank that needs one holds it whole or its shard, with equal values. What a step adds to its gradient
+Every rank that needs such a parameter holds it whole or its shard, with equal values. What a step adds to its gradient
 is added up over those ranks, so that their optimizers make the same of it.
+
+Buffers are whole on every rank. One stage of a program changes a buffer, and another program may read it on another
+stage: after each run every rank gets the new values.
 """
 
 from __future__ import annotations
@@ -16,8 +19,10 @@ from torch import Tensor, nn
 from autopar import _torch
 from autopar.ir import PIPELINE_AXIS, Pipeline
 from autopar.ops.collectives import group_name
+from autopar.program.program import Program
 from autopar.runtime.parameters import ParameterStore
 from autopar.runtime.part import Users
+from autopar.runtime.world import Pipe
 
 
 class SharedParameters:
@@ -83,6 +88,45 @@ class SharedParameters:
         dist.all_reduce(near, group=_torch.resolve_group(group))
         if near is not gradient:
             gradient.copy_(near)
+
+
+class ChangedBuffers:
+    """The buffers that the stages of a program change, which another program may read on other stages.
+
+    Args:
+        stages: programs of all stages.
+        pipeline: where they lie.
+        pipe: this rank's place along the pipeline.
+        model: the module that has the buffers.
+    """
+
+    def __init__(
+        self, stages: Sequence[Program], pipeline: Pipeline, pipe: Pipe, model: nn.Module
+    ) -> None:
+        self._pipe, self._model = pipe, model
+        self._names: dict[int, list[str]] = {}  # by the position that changes them
+        for number, stage in enumerate(stages):
+            self._names.setdefault(pipeline.rank_of(number), []).extend(stage.mutated.values())
+
+    @torch.no_grad()
+    def share(self) -> None:
+        """Gives every rank the new values after a run, in one message from each position that made some."""
+        for source, names in sorted(self._names.items()):
+            if names:
+                _broadcast([self._model.get_buffer(name) for name in names], source, self._pipe)
+
+
+def _broadcast(buffers: Sequence[Tensor], source: int, pipe: Pipe) -> None:
+    """Overwrites buffers of any formats, which lie on one device, by those of one position of the pipeline."""
+    sizes = [x.nbytes for x in buffers]
+    flat = torch.empty(sum(sizes), dtype=torch.uint8, device=buffers[0].device)
+    if pipe.rank == source:
+        torch.cat([x.reshape(-1).view(torch.uint8) for x in buffers], out=flat)
+    dist.broadcast(flat, pipe.peer(source), group=pipe.group)
+    if pipe.rank != source:
+        for x, part in zip(buffers, flat.split(sizes), strict=True):
+            # A copy begins where a value of any format may begin.
+            x.copy_(part.clone().view(x.dtype).view(x.shape))
 
 
 def _ranks(stages: Sequence[int], pipeline: Pipeline) -> tuple[int, ...]:
