@@ -1,4 +1,4 @@
-"""The version of the package, and the versions of torch that it is tested with: this is the one place that says them."""
+"""The version of the package, and the versions of torch that it is tested with. No other place says them."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from autopar.runtime.examples import Examples
 from autopar.runtime.executor import unflatten_outputs
 from autopar.runtime.generation import generate
 from autopar.runtime.heard import heard, say
+from autopar.runtime.initialise import make_room, refuse_without_values
 from autopar.runtime.inputs import Arguments, shape_words
 from autopar.runtime.kept_programs import ReadyProgram, release
 from autopar.runtime.maker import ProgramMaker
@@ -385,21 +386,27 @@ class CompiledModule(nn.Module):
             self._meetings.refuse_differences("A state dict")
         return with_rank(self._original.state_dict(*args, **kwargs), self._rank)
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Loads a state dict as `nn.Module.load_state_dict` does.
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Loads a state dict as `nn.Module.load_state_dict` does; before planning into a meta-device model, too.
 
         Raises StepError for `assign=True` after planning, and for the shards of another rank.
         """
-        if kwargs.get("assign") and self._placement.store is not None:
+        is_placed = self._placement.store is not None
+        if assign and is_placed:
             raise StepError(
                 "load_state_dict(assign=True) would replace the parameters that the plan has placed; "
                 "leave assign out, so that values are copied."
             )
-        given, *rest = args or (kwargs.pop("state_dict"),)
-        refuse_shards_of_others(given, self._rank)
+        refuse_shards_of_others(state_dict, self._rank)
+        if not is_placed:
+            make_room(self._original, state_dict, assign=assign)
         present = self._original.state_dict()
-        own = self._placement.part.own(as_stored(given, present), present)
-        found = self._original.load_state_dict(own, *rest, **kwargs)
+        own = self._placement.part.own(as_stored(state_dict, present), present)
+        found = self._original.load_state_dict(own, strict, assign)
+        if not is_placed:
+            refuse_without_values(self._original, found.missing_keys)
         if self._meetings is not None:
             self._meetings.begin_again()
         return found

@@ -160,6 +160,49 @@ def test_init_fn_takes_their_place(two_ranks: Ranks) -> None:
         assert found["linear.weight"].eq(0.5).all()
 
 
+@captured_once()
+def loaded_before_the_first_step(options: dict[str, Any]) -> list[float]:
+    """How far loaded values are from what the first step finds: copied, assigned, given by the first rank alone."""
+    _, batch, loss_fn = make("normed", torch.float32)
+    given = {name: torch.full_like(x, 2) for name, x in Normed().state_dict().items()}
+    gaps = []
+    for assign, from_all in ((False, True), (True, True), (False, False)):
+        with torch.device("meta"):
+            model = Normed()
+        made = autopar.compile(model, loss_fn=loss_fn, init_fn=constant, **options)  # type: ignore[arg-type]
+        if from_all or dist.get_rank() == 0:
+            made.load_state_dict(given, assign=assign)
+        with torch.no_grad():
+            made.eval().step(*batch)
+        gaps.append(
+            max((x - given[name]).abs().max().item() for name, x in full_state(made).items())
+        )
+    return gaps
+
+
+def loaded_in_part() -> tuple[dict[str, Tensor], str]:
+    """The state of a meta-device model of which one tensor was loaded; the error of an entry without values."""
+    _, batch, loss_fn = make("normed", torch.float32)
+    with torch.device("meta"):
+        model = Normed()
+    made = autopar.compile(model, loss_fn=loss_fn, mesh=DP, recipe="ddp", init_fn=constant)  # type: ignore[arg-type]
+    with pytest.raises(autopar.StepError) as refused:
+        made.load_state_dict({"first.weight": torch.empty(8, device="meta")}, strict=False)
+    made.load_state_dict({"first.weight": torch.arange(8.0)}, strict=False)
+    with torch.no_grad():
+        made.eval().step(*batch)
+    return full_state(made), str(refused.value)
+
+
+def test_a_state_dict_is_loaded_into_a_meta_model_before_the_first_step(two_ranks: Ranks) -> None:
+    for options in ({"mesh": DP, "recipe": "zero3"}, {"mesh": {"pp": 2}}):
+        assert two_ranks.run(loaded_before_the_first_step, options) == [[0, 0, 0]] * 2
+    for state, refused in two_ranks.run(loaded_in_part):
+        assert state["first.weight"].equal(torch.arange(8.0))
+        assert state["first.bias"].eq(0.5).all() and state["linear.weight"].eq(0.5).all()
+        assert refused.startswith("load_state_dict gave no values to first.weight (and 0 more)")
+
+
 # --- checkpoints
 
 
