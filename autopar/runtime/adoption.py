@@ -36,6 +36,7 @@ class Adoption:
     def __init__(self) -> None:
         self._successors: Successors = {}
         self._own: set[int] = set()  # ids of the DTensors that parameters have become
+        self._took_gradient: set[int] = set()  # ids of those that took a gradient over
         self._ends = (
             register_optimizer_step_pre_hook(self.follow).remove,
             _torch.update_by_shards(self._owns),
@@ -60,6 +61,16 @@ class Adoption:
         self._own.discard(id(old))
         if new is not None:
             self._own.add(id(new))
+            if new.grad is not None:
+                self._took_gradient.add(id(new))
+
+    def drop_cleared_gradients(self) -> None:
+        """Drops gradients that were taken over from parameters and that an optimizer of those has cleared since."""
+        for reference, new in self._successors.values():
+            old = reference()
+            is_cleared = old is not None and old.grad is None
+            if new is not None and new is not old and is_cleared and id(new) in self._took_gradient:
+                new.grad = None
 
     def _owns(self, parameter: Tensor) -> bool:
         return id(parameter) in self._own
@@ -94,6 +105,8 @@ def adopt(
                 whole = parameter
                 if earlier is not None and _lies_on(parameter, (device_mesh, planned)):
                     whole = nn.Parameter(_gathered(parameter), parameter.requires_grad)
+                    if isinstance(parameter.grad, DTensor):
+                        whole.grad = _gathered(parameter.grad)
                 _refuse_distributed(whole, f"{path}.{name}".lstrip("."))
                 successors[id(parameter)] = _replicated(whole, device_mesh)
                 adoption.replace(parameter, successors[id(parameter)])
@@ -146,9 +159,16 @@ def _refuse_distributed(parameter: nn.Parameter, name: str) -> None:
 
 
 def _replicated(parameter: nn.Parameter, device_mesh: DeviceMesh) -> nn.Parameter:
+    """A parameter of the same values and gradient on every rank."""
     placements = (Replicate(),) * device_mesh.ndim
-    stored = _torch.dtensor(parameter.detach(), device_mesh, placements, tuple(parameter.shape))
-    return nn.Parameter(stored, requires_grad=parameter.requires_grad)
+
+    def over(x: Tensor) -> DTensor:
+        return _torch.dtensor(x.detach(), device_mesh, placements, tuple(x.shape))
+
+    new = nn.Parameter(over(parameter), requires_grad=parameter.requires_grad)
+    if parameter.grad is not None:
+        new.grad = over(parameter.grad.to_dense())
+    return new
 
 
 def _replace_parameters(optimizer: Optimizer, successors: Successors) -> None:

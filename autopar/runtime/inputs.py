@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -84,15 +84,9 @@ class Arguments:
     @property
     def digest(self) -> str:
         """A digest of the values; "" where there are none, as on the meta device. DTensors need none."""
-        found = hashlib.blake2b(digest_size=16)
-        for x in self.tensors:
-            if x.is_meta:
-                return ""
-            if isinstance(x, DTensor):
-                continue
-            data = x.detach().cpu().contiguous().reshape(-1)
-            found.update(data.view(torch.uint8).numpy().data if data.numel() else b"")
-        return found.hexdigest()
+        if any(x.is_meta for x in self.tensors):
+            return ""
+        return digest_of(x for x in self.tensors if not isinstance(x, DTensor))
 
     def of_shapes(self, shapes: Sequence[Shape]) -> Arguments:
         """The same inputs with tensors of these shapes; other shapes than its own have no values."""
@@ -114,6 +108,15 @@ class Arguments:
             and _typed(self.literals) == _typed(program.literals)
             and [x.dtype for x in self.tensors] == [s.dtype for s in program.inputs]
         )
+
+
+def digest_of(tensors: Iterable[Tensor]) -> str:
+    """A digest of the values of plain tensors."""
+    found = hashlib.blake2b(digest_size=16)
+    for x in tensors:
+        data = x.detach().cpu().contiguous().reshape(-1)
+        found.update(data.view(torch.uint8).numpy().data if data.numel() else b"")
+    return found.hexdigest()
 
 
 def _typed(literals: Mapping[int, Any]) -> dict[int, tuple[type, Any]]:

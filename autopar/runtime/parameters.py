@@ -104,7 +104,7 @@ class ParameterStore:
         values: Iterable[tuple[str, Tensor]],
         held: Container[str],
     ) -> None:
-        """Cuts full values, one at a time, and swaps them into the model's parameters.
+        """Cuts full values, one at a time, and swaps them into the model's parameters; their gradients are cut alike.
 
         Parameters that the program does not use are stored replicated. Only those `held` are kept.
         """
@@ -145,7 +145,12 @@ class ParameterStore:
         local = part if part is not None else own.clone(memory_format=torch.contiguous_format)
         if how.tier != "device":
             local = self.world.tiers.keep(own, how.tier)
+        gradient, parameter.grad = parameter.grad, None
         self._swap(parameter, local, spec, how)
+        if gradient is not None:  # the step adds to it
+            whole = _torch.local_tensor(gradient).to(self.world.device)
+            part_of_it = shard(whole, spec.dims, storage, mesh, rank).to(local.device, copy=True)
+            _torch.accumulate_gradient(parameter, part_of_it.contiguous())
         self.kept[spec.name] = ParameterAtRest(
             spec, parameter, storage, how.tier, gathered, full, part
         )
@@ -158,7 +163,6 @@ class ParameterStore:
             stored = _torch.dtensor(
                 local, self.world.device_mesh, placements(how.storage, self.world.mesh), spec.shape
             )
-        parameter.grad = None
         if stored is local and parameter.device == local.device and parameter.dtype == local.dtype:
             # Unlike a swap, that is possible while something holds on to it, as an earlier capture does.
             parameter.data = local

@@ -8,15 +8,18 @@ from dataclasses import replace
 
 from torch import nn
 
+from autopar import _torch
 from autopar.errors import PlanError, StepError
 from autopar.program.program import Program
 from autopar.runtime.adoption import Adoption, adopt
 from autopar.runtime.initialise import initial_values, place_buffers, replaced_values
+from autopar.runtime.inputs import digest_of
 from autopar.runtime.maker import Fixed, Programs
 from autopar.runtime.parameters import ParameterStore
 from autopar.runtime.part import RankPart, held_by, take_part, users_of
 from autopar.runtime.settings import Settings
 from autopar.runtime.shared import SharedParameters
+from autopar.runtime.together import Together
 from autopar.runtime.world import World
 
 
@@ -62,6 +65,7 @@ class Placement:
             model, world, init_fn=settings.init_fn, seed=settings.seed,
             read_later=() if weights is None else weights.names(model),
         )  # fmt: skip
+        self._settle_gradients()
         self.store = ParameterStore(world)
         self.store.fill(programs.whole, model, values, held)
         place_buffers(model, world)
@@ -71,6 +75,13 @@ class Placement:
             assert self.adoption is not None and programs.pipeline is not None
             self.part = take_part(model, programs.stages, users, world, self.adoption)
             self.shared = SharedParameters(users, programs.pipeline, self.store)
+
+    def _settle_gradients(self) -> None:
+        """Looks at the gradients that parameters bring along."""
+        if self.adoption is not None:
+            self.adoption.drop_cleared_gradients()
+            if self.store is None:
+                _refuse_unlike_gradients(self._model)
 
     def forget_replaced(self) -> list[str]:
         """Names of the parameters that are other objects since they were placed; every program holds the old ones.
@@ -102,6 +113,7 @@ class Placement:
         model, world = self._model, self.store.world
         if self.adoption is not None and self._settings.device_mesh is not None:
             adopt(model, self._settings.device_mesh, self.adoption, world.device_mesh)
+        self._settle_gradients()
         values = replaced_values(model, names, world)
         self.store.fill(programs.whole, model, values, frozenset(names))
         planned = programs.whole.plan.parameters
@@ -118,4 +130,23 @@ class Placement:
                 raise PlanError(
                     f"Parameter {spec.name} lies split within dims of factors {kept.spec.dims}, and with "
                     f"these inputs the model uses it with {spec.dims}. Compile it again for these inputs."
+                )
+
+
+def _refuse_unlike_gradients(model: nn.Module) -> None:
+    """Raises StepError on all ranks for whole gradients, there before the first step, that differ between ranks."""
+    ranks = Together("Comparing the gradients before the first step")
+    own = {
+        name: digest_of([_torch.local_tensor(p.grad)])
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
+    first, *others = ranks.everyones(own)
+    for rank, found in enumerate(others, 1):
+        for name in first.keys() | found.keys():
+            if first.get(name) != found.get(name):
+                raise StepError(
+                    f"Before the first step the parameter {name} has another gradient on rank {rank} than on rank 0, "
+                    "and the step adds to it. All ranks have to have that of the whole batch: clear it "
+                    "(model.zero_grad()), or average it over the ranks (torch.distributed.all_reduce)."
                 )

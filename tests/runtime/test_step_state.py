@@ -119,6 +119,59 @@ def test_tied_parameters_stay_one(two_ranks: Ranks) -> None:
     assert equal_on_all(two_ranks.run(tied_parameters)) == (True, len(list(Tied().parameters())), 4)
 
 
+# --- gradients before the first step
+
+
+@captured_once()
+def gradients_with_earlier_ones(options: dict[str, Any]) -> list[dict[str, float]]:
+    """Gradients of the first step less those of a plain one, by what was there before: all ones, or nothing."""
+    _, batch, loss_fn = make("mlp")
+    found = []
+    for kind in ("before", "after", "cleared", "cleared by an early optimizer"):
+        plain, model = make("mlp")[0], make("mlp")[0]
+        loss_fn(plain(batch[0]), batch[1]).backward()  # type: ignore[operator]
+        early = torch.optim.SGD(model.parameters()) if "early" in kind else None
+        if kind != "after":
+            set_ones(model)
+        made = autopar.compile(model, loss_fn=loss_fn, **options)  # type: ignore[arg-type]
+        if kind == "after":
+            set_ones(made)
+        elif kind == "cleared":
+            made.zero_grad()
+        elif early is not None:
+            early.zero_grad()
+        made.step(*batch)
+        own = dict(plain.named_parameters())
+        left = [p.grad.full_tensor() - own[n].grad for n, p in made.named_parameters()]  # type: ignore[union-attr]
+        found.append(
+            {"least": min(x.min().item() for x in left), "most": max(x.max().item() for x in left)}
+        )
+    return found
+
+
+def set_ones(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+
+
+def gradient_of_one_rank() -> str:
+    made, batch = compile_mlp("ddp")
+    if dist.get_rank() == 1:
+        set_ones(made)
+    with pytest.raises(autopar.StepError) as refused:
+        made.step(*batch)
+    return str(refused.value)
+
+
+def test_the_first_step_adds_to_gradients_that_are_there(two_ranks: Ranks) -> None:
+    for options in ({"mesh": DP, "recipe": "zero3"}, {"mesh": {"pp": 2}}):
+        for found in two_ranks.run(gradients_with_earlier_ones, options):
+            for gaps, expected in zip(found, (1, 1, 0, 0), strict=True):
+                assert gaps == pytest.approx({"least": expected, "most": expected}, abs=1e-12)
+    message = equal_on_all(two_ranks.run(gradient_of_one_rank))
+    assert "has another gradient on rank 1 than on rank 0" in message
+
+
 # --- models without weights
 
 
