@@ -19,8 +19,9 @@ from torch.utils._pytree import (
 )
 
 __all__ = [
-    "TreeSpec", "are_inside", "keystr", "register_container", "tree_flatten", "tree_flatten_with_path", "tree_leaves",
-    "tree_map", "tree_map_only", "tree_unflatten", "treespec_dumps", "treespec_loads",
+    "TreeSpec", "are_inside", "keystr", "register_container", "register_pytree_node", "tree_flatten",
+    "tree_flatten_with_path", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten", "treespec_dumps",
+    "treespec_loads",
 ]  # fmt: skip
 
 

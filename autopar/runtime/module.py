@@ -29,7 +29,7 @@ from autopar.runtime.maker import ProgramMaker
 from autopar.runtime.meetings import Meetings
 from autopar.runtime.module_programs import ModulePrograms
 from autopar.runtime.module_runs import ModuleRuns
-from autopar.runtime.part import as_stored, refuse_shards_of_others, with_rank
+from autopar.runtime.part import as_stored, of_rank, refuse_shards_of_others
 from autopar.runtime.pipeline import BoundPipeline
 from autopar.runtime.seeds import draw_alike
 from autopar.runtime.settings import Outputs, Settings
@@ -379,12 +379,15 @@ class CompiledModule(nn.Module):
         """The state dict of the model; with process groups its parameters are DTensors.
 
         With pipeline stages it has the parameters of the stages on this rank, and all buffers;
-        torch.distributed.checkpoint joins the state dicts of all ranks. Raises StepError where replicas have run steps
-        since their last meeting, because their parameters then differ.
+        torch.distributed.checkpoint joins the state dicts of all ranks. `torch.save` takes it where this rank has whole
+        tensors, and raises StepError for shards; `state_dict().shards()` is what it takes all the same.
+
+        Raises StepError where replicas have run steps since their last meeting, because their parameters then differ.
         """
         if self._meetings is not None:
             self._meetings.refuse_differences("A state dict")
-        return with_rank(self._original.state_dict(*args, **kwargs), self._rank)
+        state = self._original.state_dict(*args, **kwargs)
+        return of_rank(state, self._rank, self._placement.part.elsewhere)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False

@@ -6,7 +6,9 @@ Parameters that lie elsewhere are None in their modules, as torch's own pipeline
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Container, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar import _torch
+from autopar._torch import pytree
 from autopar.errors import StepError
 from autopar.ir import Pipeline
 from autopar.program.program import Program
@@ -48,16 +51,82 @@ class RankPart:
         return {k: v for k, v in given.items() if k in present or k not in self.elsewhere}
 
 
-def with_rank(state: dict[str, Any], rank: int) -> dict[str, Any]:
-    """A state dict that notes which rank's shards it has, in its metadata, which torch.save keeps."""
-    if hasattr(state, "_metadata"):  # not where the caller gave a plain dict to fill
-        state._metadata.setdefault("", {})[_RANK] = rank
-    return state
+class RankState(OrderedDict[str, Any]):
+    """The state dict of a compiled module on one rank, which is no file of the model if it has shards.
+
+    `torch.save` writes replicated tensors as plain ones, and raises StepError for shards: a script that saves under one
+    name on every rank would overwrite those of the others. `shards()` may be saved, under a name for each rank.
+
+    Attributes:
+        lacks: entries of the model that other ranks have.
+    """
+
+    lacks: Collection[str] = ()
+    _metadata: dict[str, Any] | None = None  # as nn.Module.state_dict gives it, with the rank
+
+    def shards(self) -> OrderedDict[str, Any]:
+        """The same entries in a dict that `torch.save` writes as they are: this rank's shards."""
+        found = OrderedDict(self)
+        found._metadata = self._metadata  # type: ignore[attr-defined]
+        return found
+
+    def with_entries(self, entries: Mapping[str, Any]) -> RankState:
+        """Other entries of this rank."""
+        found = RankState(entries)
+        found.lacks, found._metadata = self.lacks, self._metadata
+        return found
+
+    def copy(self) -> RankState:
+        return self.with_entries(self)
+
+    __copy__ = copy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RankState:
+        return self.with_entries(deepcopy(dict(self), memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        shards = [k for k, x in self.items() if isinstance(x, DTensor) and _has_shards(x)]
+        if shards or self.lacks:
+            raise StepError(_not_whole(shards or list(self.lacks)))
+        found = self.shards()
+        found.update({k: _plain(x) for k, x in self.items() if isinstance(x, DTensor)})
+        return found.__reduce_ex__(protocol)
+
+
+pytree.register_pytree_node(
+    RankState,
+    lambda state: (list(state.values()), state),
+    lambda values, state: state.with_entries(dict(zip(state, values, strict=True))),
+)
+
+
+def _plain(x: DTensor) -> Tensor:
+    local = _torch.local_tensor(x)
+    return nn.Parameter(local, x.requires_grad) if isinstance(x, nn.Parameter) else local
+
+
+def _not_whole(names: Sequence[str]) -> str:
+    return (
+        f"A state dict is saved (or pickled) of which this rank has {names[0]} and {len(names) - 1} more entries in "
+        "shards or not at all: such a file is not the model, and ranks that save under one name overwrite each other. "
+        "Save with autopar.checkpoint.save_checkpoint(folder, model) or model.export(folder) on all ranks "
+        "(docs/checkpoints.md). For one file a rank: torch.save(model.state_dict().shards(), a name with the rank)."
+    )
+
+
+def of_rank(state: dict[str, Any], rank: int, lacks: Collection[str]) -> dict[str, Any]:
+    """A state dict that knows whose shards it has; `lacks` are the entries that other ranks have."""
+    if not hasattr(state, "_metadata"):  # the caller gave a plain dict to fill
+        return state
+    state._metadata.setdefault("", {})[_RANK] = rank
+    found = RankState(state)
+    found.lacks, found._metadata = lacks, state._metadata
+    return found
 
 
 def refuse_shards_of_others(given: Mapping[str, Any], rank: int) -> None:
     """Raises StepError for a state dict with shards of another rank, as one file for all ranks has them."""
-    source = getattr(given, "_metadata", {}).get("", {}).get(_RANK, rank)
+    source = (getattr(given, "_metadata", None) or {}).get("", {}).get(_RANK, rank)
     if source == rank:
         return
     shards = [k for k, v in given.items() if isinstance(v, DTensor) and _has_shards(v)]

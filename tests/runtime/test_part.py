@@ -1,12 +1,16 @@
-"""State dicts of parts of a model: a file with one rank's shards is not loaded into another rank."""
+"""State dicts of parts of a model: one rank's shards are not saved as the model, nor loaded into another rank."""
 
 from __future__ import annotations
 
+import copy
+import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map
 
 import autopar
 from tests.runtime.models import make, mean_square
@@ -27,7 +31,7 @@ def loaded_from_the_first(file: Path, recipe: str, whole: bool) -> tuple[str, fl
     if whole:
         state = {name: x.full_tensor() for name, x in state.items()}
     if dist.get_rank() == 0:
-        torch.save(state, file)
+        torch.save(state if whole or recipe == "ddp" else state.shards(), file)  # type: ignore[attr-defined]
     dist.barrier()
     before = {name: x.to_local().clone() for name, x in made.named_parameters()}
     try:
@@ -53,3 +57,30 @@ def test_whole_parameters_of_one_rank_are_loaded_by_all(
 ) -> None:
     found = two_ranks.run(loaded_from_the_first, tmp_path / "whole.pt", recipe, whole)
     assert found == [("", 0.0), ("", 0.0)]
+
+
+@captured_once()
+def saved_by_a_script(options: dict[str, Any]) -> tuple[str, bool, bool]:
+    """The error of `torch.save` on this rank; whether a plain model loads the file; whether copies are the state."""
+    model, batch, _ = make("mlp")
+    made = autopar.compile(model, loss_fn=mean_square, **options)
+    made.step(*batch)
+    state, file = made.state_dict(), io.BytesIO()
+    copies = copy.deepcopy(state), copy.copy(state), tree_map(torch.clone, state)
+    are_alike = all(list(each) == list(state) and type(each) is type(state) for each in copies)
+    try:
+        torch.save({"model": state, "step": 1}, file)
+    except autopar.StepError as error:
+        return str(error), False, are_alike
+    plain = make("mlp")[0]
+    plain.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True)["model"])
+    gaps = [made.get_parameter(n).full_tensor() - p for n, p in plain.named_parameters()]  # type: ignore[attr-defined]
+    return "", not any(gap.any() for gap in gaps), are_alike
+
+
+def test_torch_save_takes_whole_tensors_and_refuses_shards(two_ranks: Ranks) -> None:
+    assert two_ranks.run(saved_by_a_script, {"mesh": DP, "recipe": "ddp"}) == [("", True, True)] * 2
+    for options in ({"mesh": DP, "recipe": "zero3"}, {"mesh": {"pp": 2}}):
+        for message, _, are_alike in two_ranks.run(saved_by_a_script, options):
+            assert message.startswith("A state dict is saved (or pickled) of which this rank has ")
+            assert "save_checkpoint" in message and are_alike
