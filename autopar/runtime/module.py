@@ -58,8 +58,14 @@ class CompiledModule(nn.Module):
         self._skipping = Skipping(model, settings.skip_nonfinite)
         self._first_weights = settings.weights  # to read with the first program; None after that
         self._unread = ""  # why parameters have no values
-        # Both modules share these dicts, so that names need no prefix and a change to one changes the other.
-        for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+        # Both modules share these dicts, so that names need no prefix and a change to one changes the other. A hook of
+        # the compiled module is one of the model, which captures call, and saves and loads of its state.
+        hooks = (
+            name
+            for name, value in vars(model).items()
+            if "hook" in name and isinstance(value, dict)
+        )
+        for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *hooks):
             object.__setattr__(self, table, getattr(model, table))
         object.__setattr__(self, "_original", model)
         self.training = model.training
@@ -114,6 +120,10 @@ class CompiledModule(nn.Module):
             refuse_gradients(pipeline, "skip_nonfinite=True")
         if self._settings.loss_scaling is not None:
             refuse_gradients(pipeline, "A loss scale")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls `forward`; a program calls the forward hooks itself, as a part of its graph."""
+        return self.forward(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's result: this rank's part of it, or all of it with outputs="whole", or DTensors with "dtensor".

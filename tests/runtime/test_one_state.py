@@ -141,3 +141,35 @@ def whole(x: Any) -> Tensor:
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_program_reads_what_the_last_one_wrote(two_ranks: Ranks, mesh: str) -> None:
     assert two_ranks.run(pairs_that_differ, mesh) == [[], []]
+
+
+# --- hooks
+
+
+@captured_once()
+def losses_with_hooks() -> tuple[list[float], list[float], str, list[str]]:
+    """Losses of a compiled model and of a plain one with hooks put and removed; a refusal; entries by a state hook."""
+    made = autopar.compile(Centred(), mesh={"dp": 2}, recipe="ddp")
+    found = [hooked_losses(made), hooked_losses(Centred())]
+    made._register_state_dict_hook(lambda _, state, prefix, __: state.pop(prefix + "count"))
+    made.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(autopar.CaptureError) as refused:
+        step(made, "read first")
+    return found[0], found[1], str(refused.value), list(made.state_dict())
+
+
+def hooked_losses(model: Any) -> list[float]:
+    losses = [step(model, "read last")]
+    double = model.register_forward_pre_hook(lambda _, args: (args[0] * 2, args[1]))
+    losses += [step(model, "read last"), call(model, "read last")]
+    model.register_forward_hook(lambda _, __, out: out * 3)
+    losses += [step(model, "read last"), call(model, "read last")]
+    double.remove()
+    return [*losses, step(model, "read last"), call(model, "read last")]
+
+
+def test_hooks_of_the_compiled_module_are_those_of_the_model(two_ranks: Ranks) -> None:
+    for found, expected, refused, entries in two_ranks.run(losses_with_hooks):
+        assert found == pytest.approx(expected, rel=1e-12)
+        assert refused.startswith("There are backward hooks on the model itself")
+        assert entries == ["mean", "first.weight", "first.bias", "last.weight", "last.bias"]
