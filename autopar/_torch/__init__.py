@@ -138,7 +138,7 @@ from autopar._torch.imports import quiet_torchao
 from autopar._torch.limits import AskedLimits
 from autopar._torch.modules import BatchNormBase, DropoutBase
 from autopar._torch.operators import autopar_op, required_arguments, schema
-from autopar._torch.optimizers import update_by_shards
+from autopar._torch.optimizers import share_overflows, update_by_shards
 from autopar._torch.owned import Owned, copied, cut_like, owned_as, whole_of
 from autopar._torch.pipelining import (
     pipeline_actions,
@@ -196,7 +196,8 @@ __all__ = [
     "quick_examples", "quick_lines", "quick_notes", "quiet_export", "quiet_fake_failures", "quiet_torchao",
     "random_states", "ranks_of",
     "reduce_scatter", "replicates_implicitly", "required_arguments", "resolve_group", "run_node",
-    "saved_tensor_hooks", "schema", "set_group_timeout", "set_local_tensor", "start_all_gather", "start_all_reduce",
+    "saved_tensor_hooks", "schema", "set_group_timeout", "set_local_tensor", "share_overflows", "start_all_gather",
+    "start_all_reduce",
     "start_all_to_all",
     "start_exchange_rows", "start_reduce_scatter", "storage_key", "storage_reference", "store_host",
     "store_seconds", "switches", "synchronize", "trace_recurrent_layers", "traced_code", "traced_modules",

@@ -15,13 +15,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from autopar._torch.dtensors import dtensor
 
 Owns = Callable[[Tensor], bool]
+GroupOf = Callable[[torch.optim.Optimizer], dist.ProcessGroup | None]
 
 # AdamW is Adam with an option. Left out are those that compute norms or products of whole parameters.
 _ENTRY_BY_ENTRY = (
@@ -103,3 +106,41 @@ def _alike(made: Tensor, parameter: Tensor) -> Tensor:
         return made
     shape = tuple(parameter.shape)
     return dtensor(made, parameter.device_mesh, parameter.placements, shape)
+
+
+def share_overflows(group_of: GroupOf) -> Callable[[], None]:
+    """Makes all ranks of a group skip a step of `torch.amp.GradScaler` if a gradient of one of them is not finite.
+
+    A rank of a pipeline stage sees the gradients of its own stage alone.
+
+    Args:
+        group_of: function that returns the group of an optimizer's ranks, None where the rank has all gradients. It is
+            called before a scaler looks at the gradients.
+
+    Returns a function that restores the behaviour of torch.
+    """
+    _groups_of().append(group_of)
+    return lambda: _groups_of().remove(group_of)
+
+
+@functools.cache
+def _groups_of() -> list[GroupOf]:
+    """The registered `group_of` functions; the first call replaces the method by which scalers look at gradients."""
+    unscale = GradScaler._unscale_grads_
+
+    @functools.wraps(unscale)
+    def unscale_and_share(
+        self: GradScaler, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, Tensor]:  # fmt: skip
+        groups = [found for of in _groups_of() if (found := of(optimizer)) is not None]
+        own = unscale(self, optimizer, inv_scale, found_inf, allow_fp16)
+        for group in groups:
+            overflows = torch.stack([found_inf, *(x.to(found_inf.device) for x in own.values())])
+            most = overflows.max()
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+            own = {most.device: most}
+        return own
+
+    GradScaler._unscale_grads_ = unscale_and_share  # type: ignore[method-assign]
+    return []

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -25,22 +26,29 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from autopar import _torch
 from autopar._torch.pytree import tree_leaves
 from autopar.errors import CaptureError, StepError
+from autopar.runtime.world import Pipe
 
 # id of the old -> old, new; None for the new where the parameter now lies on other ranks
 Successors = dict[int, tuple["weakref.ref[nn.Parameter]", nn.Parameter | None]]
 
 
 class Adoption:
-    """The parameters of a model as DTensors, and the optimizers that must hold these DTensors."""
+    """The parameters of a model as DTensors, and the optimizers that must hold these DTensors.
+
+    Attributes:
+        pipe: this rank's place along the pipeline, once there are stages.
+    """
 
     def __init__(self) -> None:
         self._successors: Successors = {}
         self._own: set[int] = set()  # ids of the DTensors that parameters have become
         self._took_gradient: set[int] = set()  # ids of those that took a gradient over
-        self._ends = (
+        self._ends = [
             register_optimizer_step_pre_hook(self.follow).remove,
             _torch.update_by_shards(self._owns),
-        )
+            _torch.share_overflows(self._stages_of),
+        ]
+        self.pipe: Pipe | None = None
 
     def stop(self) -> None:
         """Stops the replacement of parameters in optimizers."""
@@ -74,6 +82,15 @@ class Adoption:
 
     def _owns(self, parameter: Tensor) -> bool:
         return id(parameter) in self._own
+
+    def _stages_of(self, optimizer: Optimizer) -> dist.ProcessGroup | None:
+        """The ranks that have an optimizer's other parameters, where there are stages."""
+        if self.pipe is None:
+            return None
+        self.follow(optimizer)
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        # One without parameters had those of other stages alone.
+        return self.pipe.group if not held or any(map(self._owns, held)) else None
 
     def follow(self, optimizer: Optimizer, *_: Any) -> None:
         """Replaces old parameters in an optimizer by their registered successors."""

@@ -73,6 +73,7 @@ class Placement:
         self.fixed = Fixed(plan.parameters, plan.pipeline, plan.recompute, users, plan.saved)
         if pipe is not None:
             assert self.adoption is not None and programs.pipeline is not None
+            self.adoption.pipe = pipe
             self.part = take_part(model, programs.stages, users, world, self.adoption)
             self.shared = SharedParameters(users, programs.pipeline, self.store)
 

@@ -207,3 +207,19 @@ def test_a_compiled_step_is_torch_s(own: list[nn.Parameter]) -> None:
     plain.grad = torch.ones(4)
     torch.compile(optimizer.step, backend="eager")()
     assert bool((plain < 1).all())
+
+
+def test_a_scaler_skips_a_step_that_overflows_on_another_rank(group) -> None:
+    p = nn.Parameter(torch.ones(2))
+    optimizer, scaler = optim.SGD([p], lr=1.0), torch.amp.GradScaler("cpu", init_scale=4.0)
+    seen: list[optim.Optimizer] = []
+    end = _torch.share_overflows(lambda asked: seen.append(asked) or torch.distributed.group.WORLD)
+    scaler.scale(p.sum() * torch.inf).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert seen == [optimizer] and p.tolist() == [1, 1] and scaler.get_scale() == 2.0
+    p.grad = None
+    scaler.scale(p.sum()).backward()
+    scaler.step(optimizer)
+    end()
+    assert p.tolist() == [0, 0] and len(seen) == 2

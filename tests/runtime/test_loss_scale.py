@@ -221,3 +221,58 @@ def test_what_is_no_scale_is_refused(given: Any, words: str) -> None:
 def test_a_scaling_out_of_range_is_refused(values: dict[str, Any]) -> None:
     with pytest.raises(AutoparError, match=f"{next(iter(values))}="):
         LossScaling(**values)
+
+
+# --- torch's scaler
+
+
+class Deep(nn.Module):
+    """Of its gradients one on the first layer alone overflows where the batch does, and the loss is finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4).double() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+def trained_with_a_scaler(model: nn.Module, run: Any, optimizer: torch.optim.Optimizer) -> Any:
+    x = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    bad = x.clone()
+    bad[0, 0] = torch.inf
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    for batch in (x, bad, x):
+        scaler.scale(run(batch)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    state = {n: getattr(p, "full_tensor", lambda p=p: p)() for n, p in model.named_parameters()}
+    return scaler.get_scale(), {n: p.detach().clone() for n, p in state.items()}
+
+
+@captured_once()
+def with_torchs_scaler(early: bool) -> Any:
+    """Stages under `torch.amp.GradScaler`, with an optimizer made before or after them."""
+    model = Deep()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    made = autopar.compile(model, mesh={"pp": 2})
+    if not early:
+        made.prepare(torch.randn(4, 4, dtype=torch.float64))
+        optimizer = torch.optim.SGD(made.parameters(), lr=0.5)
+    return trained_with_a_scaler(made, made, optimizer)
+
+
+@pytest.mark.multiprocess
+def test_all_stages_skip_a_step_that_overflows_on_one(two_ranks: Ranks) -> None:
+    plain = Deep()
+    scale, expected = trained_with_a_scaler(
+        plain, plain, torch.optim.SGD(plain.parameters(), lr=0.5)
+    )
+    for early in (False, True):
+        for found, state in two_ranks.run(with_torchs_scaler, early):
+            assert found == scale == 8.0 and 0 < len(state) < len(expected)
+            assert max((x - expected[n]).abs().max().item() for n, x in state.items()) < 1e-12
