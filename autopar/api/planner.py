@@ -57,7 +57,7 @@ from autopar.planning.stored_captures import CaptureQuestion, StoredCaptures
 from autopar.planning.stored_plans import StoredPlans
 from autopar.program.program import build_program
 from autopar.program.recomputation import known_recomputation
-from autopar.program.stages import cut_stages, cuts_where_parameters_lie
+from autopar.program.stages import cut_stages, cuts_where_parameters_lie, refuse_strays
 from autopar.runtime.files import Files
 from autopar.runtime.maker import Fixed, ProgramRequest, Programs, StandIns
 from autopar.runtime.processes import (
@@ -149,7 +149,7 @@ class Planner:
             prepared, plan = in_parts(
                 plan, batch, captured, functools.partial(self._searched, fixed=asked.fixed)
             )
-        return self._programs(prepared, plan, batch)
+        return self._programs(prepared, plan, batch, asked.fixed)
 
     def _keeps_open_number(self, asked: ProgramRequest) -> bool:
         """Whether a step without stages has the number of micro-batches of an earlier one, and nobody asked for it."""
@@ -224,7 +224,9 @@ class Planner:
         fixed = Fixed(given.parameters, None, given.recompute, {}, given.saved)
         return self._following(prepared, fixed, 1, is_step=False, is_open=False)
 
-    def _programs(self, prepared: Prepared, plan: Plan, batch: Prepared) -> Programs:
+    def _programs(
+        self, prepared: Prepared, plan: Plan, batch: Prepared, fixed: Fixed | None
+    ) -> Programs:
         is_step = prepared.captured.is_step
         if is_step and plan.pipeline is not None:
             check_micro_batches(plan.pipeline, plan.micro_batches)
@@ -232,6 +234,8 @@ class Planner:
         if is_step and not program.objective.is_known:
             warn_of_loss(program.objective.obstacle, plan.micro_batches)
         stages = cut_stages(program, prepared.analysis.graph)
+        if fixed is not None and fixed.pipeline is not None:
+            refuse_strays(stages, fixed.users)
         if self._first is None:
             self._check_files(prepared, plan)
             if plan.replica_mesh != self._mesh:

@@ -61,10 +61,14 @@ def cuts_where_parameters_lie(
     Raises PlanError if the ops of the graph use parameters in another order than the stages.
     """
     names = {tensor: name for name, tensor in graph.parameters.items()}
-    homes = [
-        [(names[x], users[names[x]]) for x in op.operands if names.get(x) in users]
-        for op in graph.ops
-    ]
+    homes = []
+    for op in graph.ops:
+        used = [names[x] for x in op.operands if x in names]
+        if len(set(op.operands)) == len(set(used)) == 1 and not op.draws:
+            # It is of one parameter alone, such as a cast, and runs wherever its results are used.
+            names.update(dict.fromkeys(op.results, used[0]))
+            used = []
+        homes.append([(name, users[name]) for name in used if name in users])
     early, stage = list[int](), 0
     for op, found in zip(graph.ops, homes, strict=True):
         stage = _nearest(stage, found, 1, op.name)
@@ -82,6 +86,19 @@ def cuts_where_parameters_lie(
                 "nothing for it to run: use step(*batch) only."
             )
     return tuple(graph.ops[place].name for place in places[1:])
+
+
+def refuse_strays(stages: Sequence[Program], users: Mapping[str, Sequence[int]]) -> None:
+    """Raises PlanError if a stage uses a parameter that lies on others; `users` are the stages that hold each."""
+    for number, stage in enumerate(stages):
+        for spec in stage.parameters:
+            own = users.get(spec.name, (number,))
+            if number not in own:
+                raise PlanError(
+                    f"{spec.name} lies on stage {' and '.join(map(str, own))} of the pipeline, and this graph of the "
+                    f"model, which is not that of the first step, uses it on stage {number}. Make the first step one "
+                    "that uses every parameter where this one does, or plan without stages."
+                )
 
 
 def _nearest(

@@ -11,7 +11,7 @@ from autopar.errors import PlanError
 from autopar.ir import Pipeline
 from autopar.planning.planning import prepare_forward, prepare_step
 from autopar.program.program import build_program
-from autopar.program.stages import cut_stages, cuts_where_parameters_lie
+from autopar.program.stages import cut_stages, cuts_where_parameters_lie, refuse_strays
 from tests.support.staged import with_stages
 
 
@@ -188,6 +188,19 @@ def test_a_matrix_on_several_stages_is_met_on_any_of_them():
     )
     everywhere = {name: (0, 1, 2) for name in HOMES}  # as layers that share their parameters
     assert not strays(graph_of(Line(), torch.randn(4, 8)), everywhere, 3)
+
+
+def test_casts_of_parameters_run_where_their_results_are_used():
+    with torch.autocast("cpu", torch.bfloat16):
+        prepared = prepare_step(Line(), (torch.randn(4, 8),), loss_fn=nothing)
+    cuts = cuts_where_parameters_lie(prepared.analysis.graph, HOMES, 3)
+    plan = with_stages(prepared, Pipeline(3, "gpipe", cuts), 1)
+    program = build_program(prepared.captured, prepared.analysis, plan)
+    stages = cut_stages(program, prepared.analysis.graph)
+    refuse_strays(stages, HOMES)
+    assert [spec.name for stage in stages for spec in stage.parameters] == list(HOMES)
+    with pytest.raises(PlanError, match=r"lies on stage 1 of the pipeline, .* uses it on stage 0"):
+        refuse_strays(stages, dict.fromkeys(HOMES, (1,)))
 
 
 def test_another_order_of_parameters_is_refused():
