@@ -7,7 +7,7 @@ checkpoints, `train()` and `eval()` work as they did before.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,12 @@ from autopar.runtime.maker import ProgramMaker
 from autopar.runtime.meetings import Meetings
 from autopar.runtime.module_programs import ModulePrograms
 from autopar.runtime.module_runs import ModuleRuns
-from autopar.runtime.part import as_stored, of_rank, refuse_shards_of_others
+from autopar.runtime.part import (
+    as_stored,
+    of_rank,
+    refuse_shards_of_others,
+    say_of_one_stage,
+)
 from autopar.runtime.pipeline import BoundPipeline
 from autopar.runtime.seeds import draw_alike
 from autopar.runtime.settings import Outputs, Settings
@@ -58,6 +63,7 @@ class CompiledModule(nn.Module):
         self._skipping = Skipping(model, settings.skip_nonfinite)
         self._first_weights = settings.weights  # to read with the first program; None after that
         self._unread = ""  # why parameters have no values
+        self._has_said_stage = False  # that parameters are those of one stage
         # Both modules share these dicts, so that names need no prefix and a change to one changes the other. A hook of
         # the compiled module is one of the model, which captures call, and saves and loads of its state.
         hooks = (
@@ -384,6 +390,12 @@ class CompiledModule(nn.Module):
         self.training = mode
         self._original.train(mode)
         return self
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of this rank, by name: with pipeline stages those of its stages, which a warning says once."""
+        if absent := len(self._placement.part.absent):
+            self._has_said_stage = say_of_one_stage(absent, has_said=self._has_said_stage)
+        return super().named_parameters(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The state dict of the model; with process groups its parameters are DTensors.

@@ -6,10 +6,12 @@ Parameters that lie elsewhere are None in their modules, as torch's own pipeline
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Collection, Container, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from autopar.ir import Pipeline
 from autopar.program.program import Program
 from autopar.runtime.adoption import Adoption
 from autopar.runtime.stand_ins import Absent
+from autopar.runtime.together import warn_together
 from autopar.runtime.world import World
 
 Users = Mapping[str, Sequence[int]]
@@ -49,6 +52,41 @@ class RankPart:
         if not self.elsewhere:
             return given
         return {k: v for k, v in given.items() if k in present or k not in self.elsewhere}
+
+
+_TORCH = str(Path(torch.__file__).parent)
+# Code that needs the parameters of one rank: modules that clear gradients, optimizers, and autopar.
+_OF_ONE_RANK = (f"{_TORCH}/nn/modules", f"{_TORCH}/optim", str(Path(__file__).parents[1]))
+
+
+def say_of_one_stage(absent: int, *, has_said: bool) -> bool:
+    """Warns whoever goes through `parameters()` that they are those of one stage; returns whether that was ever said.
+
+    Raises StepError for `torch.nn.utils.clip_grad_norm_`, which would clip every stage by a norm of its own.
+
+    Args:
+        absent: number of parameters of other ranks.
+        has_said: whether it was said before, and is not to be said again.
+    """
+    frame, depth = sys._getframe(1), 2
+    while frame.f_back and frame.f_code.co_name in ("parameters", "named_parameters"):
+        frame, depth = frame.f_back, depth + 1
+    file = frame.f_code.co_filename
+    if frame.f_code.co_name == "clip_grad_norm_" and file.startswith(_TORCH):
+        raise StepError(
+            "torch.nn.utils.clip_grad_norm_ was given model.parameters(), in which the "
+            f"{absent} parameters of other pipeline stages are missing: each stage would be scaled by another norm. "
+            "Call model.clip_grad_norm_(max_norm)."
+        )
+    if has_said or file.startswith(_OF_ONE_RANK):
+        return has_said
+    warn_together(
+        f"model.parameters() gives the parameters of this rank's pipeline stages; {absent} more lie on other ranks. An "
+        "optimizer needs no others, but a norm, a sum or a penalty over them is that of one stage. "
+        "model.clip_grad_norm_(math.inf) returns the norm of all gradients.",
+        stacklevel=depth,
+    )
+    return True
 
 
 class RankState(OrderedDict[str, Any]):

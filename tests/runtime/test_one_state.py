@@ -151,11 +151,15 @@ def losses_with_hooks() -> tuple[list[float], list[float], str, list[str]]:
     """Losses of a compiled model and of a plain one with hooks put and removed; a refusal; entries by a state hook."""
     made = autopar.compile(Centred(), mesh={"dp": 2}, recipe="ddp")
     found = [hooked_losses(made), hooked_losses(Centred())]
-    made._register_state_dict_hook(lambda _, state, prefix, __: state.pop(prefix + "count"))
+    made.register_state_dict_post_hook(without_count)
     made.register_full_backward_hook(lambda *_: None)
     with pytest.raises(autopar.CaptureError) as refused:
         step(made, "read first")
     return found[0], found[1], str(refused.value), list(made.state_dict())
+
+
+def without_count(_: nn.Module, state: dict[str, Tensor], prefix: str, *__: Any) -> None:
+    state.pop(prefix + "count")
 
 
 def hooked_losses(model: Any) -> list[float]:

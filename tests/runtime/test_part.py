@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -84,3 +85,40 @@ def test_torch_save_takes_whole_tensors_and_refuses_shards(two_ranks: Ranks) -> 
         for message, _, are_alike in two_ranks.run(saved_by_a_script, options):
             assert message.startswith("A state dict is saved (or pickled) of which this rank has ")
             assert "save_checkpoint" in message and are_alike
+
+
+@captured_once()
+def said_of_one_stage() -> tuple[list[str], list[str], str]:
+    """What is said while an optimizer and a step run, and of a norm over the parameters of one stage; a refusal."""
+    model, batch, _ = make("mlp")
+    made = autopar.compile(model, loss_fn=mean_square, mesh={"pp": 2}, example_inputs=batch)
+    with warnings.catch_warnings(record=True) as quiet:
+        warnings.simplefilter("always")
+        optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+        made.step(*batch)
+        optimizer.step()
+        made.zero_grad()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            torch.stack([p.to_local().norm() for p in made.parameters()])
+    with pytest.raises(autopar.StepError) as refused:
+        torch.nn.utils.clip_grad_norm_(made.parameters(), 1.0)
+    said = [f"{Path(each.filename).name}: {each.message}" for each in told]
+    return (
+        [str(each.message) for each in quiet if "stage" in str(each.message)],
+        said,
+        str(refused.value),
+    )
+
+
+def test_parameters_of_one_stage_are_said_to_be_that(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(said_of_one_stage)
+    assert first[0] == second[0] == second[1] == []  # every rank would say the same
+    (said,) = first[1]
+    assert said.startswith("test_part.py: model.parameters() gives the parameters of this rank's")
+    assert "2 more lie on other ranks" in said
+    assert (
+        "the 2 parameters of other pipeline stages are missing" in first[2]
+        and first[2] == second[2]
+    )
