@@ -85,7 +85,7 @@ def compile(
     nvme: str | os.PathLike[str] | None = None,
     cache: str | os.PathLike[str] | None = None,
     seed: int = 0,
-    outputs: Outputs = "local",
+    outputs: Outputs | None = None,
     batch: Batch = "global",
     timeout_seconds: float | None = None,
     skip_nonfinite: bool = False,
@@ -166,8 +166,10 @@ def compile(
             kept without it (docs/search.md). They are taken again only for the same model, Python code and values,
             sizes, request and versions.
         seed: seed for the initial values of a meta-device model.
-        outputs: what `model(...)` returns: "local", this rank's part in the layout of the plan; "whole", all of
-            it on every rank; or "dtensor".
+        outputs: what `model(...)` returns: "whole", all of it on every rank, of which all ranks compute the same loss;
+            "local", this rank's part in the layout of the plan, where the gradients are those of the mean of the
+            ranks' losses, as under DDP; or "dtensor". By default "whole", and "local" with batch="local"
+            (docs/training.md).
         batch: what every rank gives to `step` and `model(...)`: "global", the same whole batch, or "local",
             rows of its own, as DistributedSampler hands them out; `example_inputs` is given likewise.
         timeout_seconds: time that a collective may wait for the other ranks before the step ends with an
@@ -205,6 +207,7 @@ def compile(
         "inside_node": inside_node, "memory_bytes": memory_bytes,
     })  # fmt: skip
     _refuse_unknown("batch", batch, get_args(Batch))
+    outputs = outputs or ("whole" if batch == "global" else "local")
     _refuse_unknown("outputs", outputs, get_args(Outputs))
     policy = policy_of(precision, loaded)
     device = device_of(model, mesh, device)

@@ -16,7 +16,7 @@ from autopar.cli.fit import fit_command
 from autopar.cli.run import run_command
 from autopar.cli.verify import verify_command
 from autopar.errors import AutoparError, did_you_mean
-from autopar.version import VERSION
+from autopar.versions import VERSION
 
 
 class _Misused(click.ClickException):

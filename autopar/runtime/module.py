@@ -132,7 +132,7 @@ class CompiledModule(nn.Module):
         return self.forward(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's result: this rank's part of it, or all of it with outputs="whole", or DTensors with "dtensor".
+        """The model's result: all of it, or this rank's part with outputs="local", or DTensors with "dtensor".
 
         Inputs are as in `step`. With autograd on, the result is differentiable: if the model returns its loss,
         `model(x, y).backward()` leaves the gradients that `step(x, y)` leaves. With pipeline stages or several

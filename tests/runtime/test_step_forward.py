@@ -57,7 +57,7 @@ def test_batch_norm_trains_and_evaluates(two_ranks: Ranks) -> None:
 
 
 @captured_once()
-def forward_gradients(recipe: str, outputs: Outputs) -> list[float]:
+def forward_gradients(recipe: str, outputs: Outputs | None) -> list[float]:
     """The difference of gradients when the user runs backward on the forward's result, whole or a DTensor."""
     model, (x, y), _ = make("mlp")
     reference, _, _ = make("mlp")
@@ -73,11 +73,38 @@ def forward_gradients(recipe: str, outputs: Outputs) -> list[float]:
     return [(grads[n] - p.grad).abs().max().item() for n, p in reference.named_parameters()]  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("outputs", ["dtensor", "whole"])
+@pytest.mark.parametrize("outputs", ["dtensor", None])
 @pytest.mark.parametrize("recipe", often(["ddp", "zero1", "zero3", "tp"], ["zero3", "tp"]))
-def test_forward_is_differentiable(two_ranks: Ranks, recipe: str, outputs: Outputs) -> None:
+def test_forward_is_differentiable(two_ranks: Ranks, recipe: str, outputs: Outputs | None) -> None:
     for found in two_ranks.run(forward_gradients, recipe, outputs):
         assert max(found, key=nan_last) < 1e-12
+
+
+@captured_once()
+def losses_of_own() -> tuple[str, str, list[float]]:
+    """What is said of losses that differ between ranks; distances of gradients of own losses of parts."""
+    model, (x, y), _ = make("mlp")
+    reference, _, _ = make("mlp")
+    mean_square(reference(x), y).backward()
+    made, rank = autopar.compile(model, mesh=DP, recipe="ddp"), dist.get_rank()
+    rows = slice(rank * len(x) // 2, (rank + 1) * len(x) // 2)
+    with pytest.raises(autopar.StepError) as different:
+        mean_square(made(x)[rows], y[rows]).backward()
+    with pytest.raises(autopar.StepError) as infinite:
+        (made(x).sum() * (1.0 if rank else torch.inf)).backward()
+    model, _, _ = make("mlp")
+    made = autopar.compile(model, mesh=DP, recipe="ddp", outputs="local")
+    mean_square(made(x), y[rows]).backward()
+    grads = {n: p.grad.full_tensor() for n, p in made.named_parameters()}  # type: ignore[union-attr]
+    far = [(grads[n] - p.grad).abs().max().item() for n, p in reference.named_parameters()]  # type: ignore[operator]
+    return str(different.value), str(infinite.value), far
+
+
+def test_ranks_with_different_losses_are_refused_or_averaged(two_ranks: Ranks) -> None:
+    for different, infinite, far in two_ranks.run(losses_of_own):
+        assert "a result of model(...) of shape [8, 8]; its norm on this rank is" in different
+        assert 'autopar.compile(..., outputs="local")' in infinite
+        assert max(far, key=nan_last) < 1e-12
 
 
 @captured_once()

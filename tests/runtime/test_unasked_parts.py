@@ -234,7 +234,7 @@ def beside_own_rows() -> float:
     x = torch.randn(8, 8, dtype=torch.float64)
     made = autopar.compile(
         copy.deepcopy(plain), loss_fn=F.mse_loss, mesh=DP, recipe="ddp", micro_batches=2,
-        example_inputs=(x, torch.zeros(8, 4, dtype=torch.float64)),
+        example_inputs=(x, torch.zeros(8, 4, dtype=torch.float64)), outputs="local",
     )  # fmt: skip
     with torch.no_grad():
         targets, expected = made(x) * torch.arange(1.0, 5.0), plain(x) * torch.arange(1.0, 5.0)
