@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import copy
 import random
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
@@ -102,9 +101,8 @@ def _of_area(
     kinds: dict[str, list[Fault]] = {}
     for path in _files(root, area):
         name = str(path.relative_to(root))
-        for fault in faults_of(path.read_text(), area, name):
-            if fault.line in reached.get(name, ()):
-                kinds.setdefault(fault.kind, []).append(fault)
+        for fault in faults_of(path.read_text(), area, name, reached.get(name, ())):
+            kinds.setdefault(fault.kind, []).append(fault)
     return kinds
 
 
@@ -114,20 +112,24 @@ def _files(root: Path, area: str) -> Iterator[Path]:
         yield from [path] if path.suffix else sorted(path.rglob("*.py"))
 
 
-def faults_of(text: str, area: str, path: str) -> Iterator[Fault]:
-    """All faults that can be planted in the text of a module."""
+def faults_of(
+    text: str, area: str, path: str, reached: Container[int] = range(10**9)
+) -> Iterator[Fault]:
+    """All faults that can be planted in the reached lines of a module's text."""
     lines, tree = text.splitlines(), ast.parse(text)
     # Python 3.11 gives nodes inside of f-strings the places of other text.
     in_text = {id(n) for s in ast.walk(tree) if isinstance(s, ast.JoinedStr) for n in ast.walk(s)}
     for node in ast.walk(tree):
         if not isinstance(node, ast.expr) or node.lineno != node.end_lineno or id(node) in in_text:
             continue
+        if node.lineno not in reached:
+            continue
         # An offset of ast counts bytes.
         line = lines[node.lineno - 1].encode()
         start = len(line[: node.col_offset].decode())
         old = line[node.col_offset : node.end_col_offset].decode()
         for kind, change in KINDS.items():
-            changed = change(copy.deepcopy(node))
+            changed = change(node)
             if changed is not None:
                 new = f"({ast.unparse(changed)})"
                 yield Fault(area, kind, path, node.lineno, start, old, new)
@@ -151,8 +153,7 @@ def _swapped_operands(node: ast.expr) -> ast.expr | None:
     if isinstance(node, ast.BinOp) and isinstance(
         node.op, ast.Sub | ast.Div | ast.FloorDiv | ast.Mod
     ):
-        node.left, node.right = node.right, node.left
-        return node
+        return ast.BinOp(node.right, node.op, node.left)
     if (
         isinstance(node, ast.Call)
         and len(node.args) == 2
@@ -160,16 +161,14 @@ def _swapped_operands(node: ast.expr) -> ast.expr | None:
     ):
         if _called(node) in {"isinstance", "getattr", "hasattr", "zip", "cast", "field"}:
             return None
-        node.args = node.args[::-1]
-        return node
+        return ast.Call(node.func, node.args[::-1], node.keywords)
     return None
 
 
 def _other_operator(node: ast.expr) -> ast.expr | None:
     """`a + b` -> `a - b`, and the like."""
     if isinstance(node, ast.BinOp) and type(node.op) in _SWAPPED and not _is_text(node):
-        node.op = _SWAPPED[type(node.op)]()
-        return node
+        return ast.BinOp(node.left, _SWAPPED[type(node.op)](), node.right)
     return None
 
 
@@ -180,8 +179,7 @@ def _wrong_dim(node: ast.expr) -> ast.expr | None:
         and isinstance(node.slice, ast.Constant)
         and node.slice.value in (0, -1)
     ):
-        node.slice = ast.Constant(-1 - node.slice.value)
-        return node
+        return ast.Subscript(node.value, ast.Constant(-1 - node.slice.value), node.ctx)
     return None
 
 
@@ -195,8 +193,8 @@ def _off_by_one(node: ast.expr) -> ast.expr | None:
 def _other_comparison(node: ast.expr) -> ast.expr | None:
     """`a < b` -> `a <= b`, `a == b` -> `a != b`."""
     if isinstance(node, ast.Compare) and type(node.ops[0]) in _COMPARED:
-        node.ops[0] = _COMPARED[type(node.ops[0])]()
-        return node
+        ops = [_COMPARED[type(node.ops[0])](), *node.ops[1:]]
+        return ast.Compare(node.left, ops, node.comparators)
     return None
 
 
@@ -205,8 +203,7 @@ def _negated(node: ast.expr) -> ast.expr | None:
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         return node.operand
     if isinstance(node, ast.BoolOp):
-        node.op = ast.Or() if isinstance(node.op, ast.And) else ast.And()
-        return node
+        return ast.BoolOp(ast.Or() if isinstance(node.op, ast.And) else ast.And(), node.values)
     return None
 
 

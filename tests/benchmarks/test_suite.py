@@ -1,0 +1,115 @@
+"""What the benchmarks of the suite say of tests: what they reach, which are redundant, which faults they find."""
+
+from __future__ import annotations
+
+import ast
+import sqlite3
+from pathlib import Path
+
+import pytest
+from coverage.numbits import nums_to_numbits
+
+from benchmarks.suite.faults import KINDS, drawn, faults_of
+from benchmarks.suite.planted_faults import Clone, verdict_of
+from benchmarks.suite.reach import SLOW_TESTS, Reach, function_of
+from benchmarks.suite.slow_tests import redundant, slow_cases
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("before", "kind", "after"),
+    [
+        ("x = a - b\n", "swapped operands", "x = (b - a)\n"),
+        ("x = a - b\n", "other operator", "x = (a + b)\n"),
+        ("x = f(a, b)\n", "swapped operands", "x = (f(b, a))\n"),
+        ("x = a().sum(0)\n", "dropped reduction", "x = (a())\n"),
+        ("x = max(a)\n", "dropped reduction", "x = (a)\n"),
+        ("x = a[0]\n", "wrong dim", "x = (a[-1])\n"),
+        ("x = 'é' * 2\n", "off by one", "x = 'é' * (3)\n"),
+        ("x = a < b\n", "other comparison", "x = (a <= b)\n"),
+        ("x = a and b\n", "negated", "x = (a or b)\n"),
+        ("x = not a\n", "negated", "x = (a)\n"),
+        ("work.wait()\n", "skipped wait", "(None)\n"),
+    ],
+)
+def test_a_fault_changes_one_place(tmp_path: Path, before: str, kind: str, after: str) -> None:
+    (tmp_path / "a.py").write_text(before)
+    (fault,) = [f for f in faults_of(before, "passes", "a.py") if f.kind == kind]
+    fault.plant(tmp_path)
+    assert (tmp_path / "a.py").read_text() == after
+    ast.parse(after)
+
+
+def test_texts_in_braces_are_left_alone() -> None:
+    assert not list(faults_of("x = f'{a - 1}'\n", "passes", "a.py"))
+
+
+def test_a_draw_has_every_area_and_repeats() -> None:
+    lines = {str(path.relative_to(ROOT)): range(10_000) for path in (ROOT / "passes").glob("*.py")}
+    lines |= {name: range(10_000) for name in ("autopar/rules/shape.py", "autopar/ir/layout.py")}
+    lines |= {name: range(10_000) for name in ("cost_model/step.py", "autopar/runtime/flat.py")}
+    found = drawn(ROOT, lines, 10, seed=1)
+    assert found == drawn(ROOT, lines, 10, seed=1)
+    assert [fault.area for fault in found[:5]] == [
+        "rules",
+        "conversions",
+        "passes",
+        "prices",
+        "runtime",
+    ]
+    assert {fault.kind for fault in found} <= set(KINDS)
+
+
+def test_reach_is_read_from_any_clone(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "data") as base:
+        base.execute("create table file (id, path)")
+        base.execute("create table context (id, context)")
+        base.execute("create table line_bits (file_id, context_id, numbits)")
+        base.execute("insert into file values (1, '/else/where/passes/partition.py')")
+        contexts = ["", "tests.a.test_b.test_c", "tests/d.py::test_e (call)|tests/f.py::test_g[1]"]
+        for number, context in enumerate(contexts):
+            base.execute("insert into context values (?, ?)", (number, context))
+            base.execute(
+                "insert into line_bits values (1, ?, ?)", (number, nums_to_numbits([3, 7]))
+            )
+    tests = {"tests/a/test_b.py::test_c", "tests/f.py::test_g"}
+    assert Reach.read(tmp_path / "data").tests == {"passes/partition.py": {3: tests, 7: tests}}
+    assert function_of("tests.support.helper") is None
+
+
+def test_a_test_is_redundant_where_others_reach_its_lines() -> None:
+    others = {f"quick{i}" for i in range(6)}
+    reach = Reach({"a.py": {1: {"dear", "dearer", *others}, 2: {"alone", *others}, 3: {"alone"}}})
+    seconds = {"dear": 9.0, "dearer": 99.0, "alone": 50.0}
+    assert list(redundant(reach, seconds)) == ["dearer", "dear"]
+
+
+def test_the_cheapest_case_stays() -> None:
+    assert slow_cases({"a[1]": 3.0, "a[2]": 1.0, "a[3]": 2.0}) == ["a[3]", "a[1]"]
+    assert slow_cases({"a": 4.9}) == []
+    assert slow_cases({"a": 5.1}) == ["a"]
+
+
+def test_a_planted_fault_is_found_and_taken_back(tmp_path: Path) -> None:
+    text = "def difference(a, b):\n    return a - b\n"
+    (tmp_path / "a.py").write_text(text)
+    (tmp_path / "test_a.py").write_text(
+        "from a import difference\n\ndef test_zero():\n    assert difference(1, 1) == 0\n"
+        "\ndef test_one():\n    assert difference(2, 1) == 1\n"
+    )
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow\n")
+    (fault,) = [f for f in faults_of(text, "passes", "a.py") if f.kind == "swapped operands"]
+    tests = {"test_a.py::test_zero", "test_a.py::test_one"}
+    clone, reach = Clone(tmp_path, limit_seconds=60.0), Reach({"a.py": {2: tests}})
+    found = verdict_of(fault, reach, {}, [], clone)
+    assert (found.found_by, found.is_fast, found.reaching) == ("test_a.py::test_one", True, 2)
+    blind = verdict_of(fault, Reach({"a.py": {2: {"test_a.py::test_zero"}}}), {}, [], clone)
+    assert (blind.found_by, blind.is_fast) == ("", False)
+    assert (tmp_path / "a.py").read_text() == text
+
+
+def test_the_slow_tests_are_there() -> None:
+    for case in SLOW_TESTS.read_text().splitlines():
+        path, _, name = case.partition("::")
+        assert f"def {name.partition('[')[0]}(" in (ROOT / path).read_text(), case
