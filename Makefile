@@ -62,7 +62,7 @@ docs: $(FOR_SITE)  ## build the site into build/site, and fail on a broken link
 
 clean:  ## remove what was built and cached; the environment and runs/ stay
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
+	find . -path './.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 # torch goes in first and alone: what comes after finds its pin satisfied and fetches no other build.
 $(FOR_DEMO): pyproject.toml constraints.txt

@@ -233,7 +233,9 @@ def _forwards_by(take: Callable[[Apply, Function, Any, Any], Any]) -> Iterator[N
 
     def found(function: Any, name: str) -> Any:
         value = type.__getattribute__(function, name)
-        return _Forward(function, value, take, expected) if name == "forward" else value
+        if name == "forward":
+            return _Forward(function, value, take, expected)
+        return _Backward(value) if name == "backward" else value
 
     kind: Any = torch.autograd.function.FunctionMeta
     kind.__getattribute__ = found
@@ -271,12 +273,28 @@ class _Forward:
             result = self._take(apply, self._function, given, kwargs)
         if not has_setup and not is_own:
             leaves = torch.utils._pytree.tree_leaves(result)
-            plain = [x for x in leaves if isinstance(x, Tensor) and not x.requires_grad]
-            args[0].mark_non_differentiable(*plain)
+            results = [x for x in leaves if isinstance(x, Tensor)]
+            args[0].mark_non_differentiable(*[x for x in results if not x.requires_grad])
+            args[0].in_its_place = [x.grad_fn for x in results if x.requires_grad]
         return result
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._forward, name)
+
+
+class _Backward:
+    """The backward of an autograd.Function; where a forward gave way, it is that of the result's own nodes."""
+
+    def __init__(self, backward: Any) -> None:
+        self._backward = backward
+
+    def __call__(self, context: Any, *gradients: Any) -> Any:
+        for node in getattr(context, "in_its_place", ()):
+            run_node(node, gradients)
+        return self._backward(context, *gradients)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backward, name)
 
 
 @contextmanager

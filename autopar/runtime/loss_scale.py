@@ -178,7 +178,7 @@ class _Scaled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: Tensor, scale: float) -> Tensor:
         ctx.scale = scale
-        return loss.clone()  # a schedule detaches its losses in place, which views refuse
+        return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
