@@ -19,7 +19,10 @@ def resolve_group(name: str) -> dist.ProcessGroup:
 
 def set_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     """Sets the time after which a waiting collective of this group fails."""
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+    # The public function is there since torch 2.14; the other one goes with 2.13.
+    private = "_set_pg_timeout"
+    set_timeout = getattr(dist, "set_timeout", None) or getattr(dist.distributed_c10d, private)
+    set_timeout(timedelta(seconds=seconds), group)
 
 
 def group_seconds(group: dist.ProcessGroup) -> float | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -63,6 +63,14 @@ class _Flight:
     halves: SplitBackward | WholeBackward | None = None
 
 
+class _Arrival(NamedTuple):
+    """The work that a receive waits for, its tensors, and all tensors of its batch, which live as long."""
+
+    works: Sequence[dist.Work]
+    tensors: Sequence[Tensor]
+    batch: Mapping[Action, Sequence[Tensor]]
+
+
 @dataclass
 class StageActions:
     """One step of the stages of this rank; `run` runs it.
@@ -81,8 +89,7 @@ class StageActions:
     device: torch.device
     trains: bool
     _flights: dict[tuple[int, int], _Flight] = field(default_factory=dict)
-    # A receive -> the work that it waits for, and its tensors.
-    _arriving: dict[Action, tuple[list[dist.Work], list[Tensor]]] = field(default_factory=dict)
+    _arriving: dict[Action, _Arrival] = field(default_factory=dict)  # by the receive
     # A send that is still to be started -> its tensors.
     _leaving: dict[Action, list[Tensor]] = field(default_factory=dict)
     # A send that is on its way -> the work that says when it has arrived, and its tensors.
@@ -182,14 +189,15 @@ class StageActions:
         kind, offset = _ENDS[send.kind]
         passed = [x.detach() for x in tensors]
         if send.stage + offset in self.stages:
-            self._arriving[Action(kind, send.stage + offset, send.micro_batch)] = [], passed
+            receive = Action(kind, send.stage + offset, send.micro_batch)
+            self._arriving[receive] = _Arrival([], passed, {})
         else:
             self._leaving[send] = [x.contiguous() for x in passed]
 
-    def _arrived(self, receive: Action) -> list[Tensor]:
-        works, tensors = self._arriving.pop(receive)
-        _wait(works)
-        return tensors
+    def _arrived(self, receive: Action) -> Sequence[Tensor]:
+        arrival = self._arriving.pop(receive)
+        _wait(arrival.works)
+        return arrival.tensors
 
     def _transfer(self, group: Sequence[Action]) -> None:
         """Starts the sends and receives of a group."""
@@ -197,7 +205,7 @@ class StageActions:
         works = _started([op for each in group for op in self._operations(each, moved[each])])
         for action, tensors in moved.items():
             if action.kind in _SOURCES:
-                self._arriving[action] = works, tensors
+                self._arriving[action] = _Arrival(works, tensors, moved)
             elif len(group) == 1:  # else the receive beside it waits for both
                 self._left[action] = works, tensors
 

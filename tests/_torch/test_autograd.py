@@ -160,6 +160,24 @@ def test_applications_of_functions_are_taken():
     assert Twice.apply(torch.ones(1)) == 2 == before(torch.ones(1))
 
 
+def test_an_application_that_is_let_through_has_its_own_derivative():
+    held, x = Twice.apply, torch.ones(1, requires_grad=True)
+    expected = torch.autograd.grad(held(x), x)
+    with _torch.applying_functions_by(lambda apply, function, args, _: apply(function, *args)):
+        for apply in (held, Twice.apply):
+            assert torch.autograd.grad(apply(x), x) == expected
+
+
+def test_what_is_put_in_the_place_of_a_result_may_have_a_derivative():
+    def take(apply, function, args, kwargs):
+        return apply(function, args[0].detach()), args[0] * 5
+
+    held, x = Twice.apply, torch.ones(1, requires_grad=True)
+    with _torch.applying_functions_by(take):
+        plain, taken = held(x)
+    assert not plain.requires_grad and taken.requires_grad
+
+
 def test_what_runs_outside_of_a_trace_is_not_in_it():
     class Model(nn.Module):
         def forward(self, x):
