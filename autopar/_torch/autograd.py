@@ -186,7 +186,8 @@ def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tenso
 def applying_functions_by(take: Callable[[Apply, Function, Any, Any], Any]) -> Iterator[None]:
     """Context in which every application of an autograd.Function goes through `take(apply, function, args, kwargs)`.
 
-    This also catches `apply` methods that were looked up before the context began (`rounded = Round.apply`).
+    This also catches `apply` methods that were looked up before the context began (`rounded = Round.apply`). What
+    `take` puts in the place of a result is for a trace: ask it for no derivative.
 
     Args:
         take: function that replaces the application. Its first argument is torch's own `apply`, which it calls as
