@@ -98,8 +98,8 @@ class AutoparAccelerator(Accelerator):
 
         Args:
             model: plain PyTorch model, or the result of an earlier call.
-            device_placement: whether the model goes to this rank's device with the first batch; by default as the
-                accelerator decides.
+            device_placement: whether the model goes to this rank's device with the first batch, and does not stay where
+                it lies; by default as the accelerator decides.
             evaluation_mode: not used; a plan serves both.
         """
         prepared = self.prepared(model)
@@ -108,9 +108,12 @@ class AutoparAccelerator(Accelerator):
             autocast = self.autocast if self.mixed_precision == "bf16" else None
             placed = self.device_placement if device_placement is None else device_placement
             # The first batch moves the model there, shard by shard.
-            device = {"device": self.device} if placed else {}
+            where = self.device if placed else _device_of(model)
             prepared = self._known[model] = PreparedModel(
-                model, device | self._plan_options, autocast, loss_outside=self._loss_outside
+                model,
+                {"device": where} | self._plan_options,
+                autocast,
+                loss_outside=self._loss_outside,
             )
         if all(prepared is not one for one in self._models):
             self._models.append(prepared)
@@ -307,6 +310,12 @@ def _refuse_other_processes(found: int) -> None:
             f"{started} processes were started (WORLD_SIZE), and accelerate counts {found}. On a machine without GPUs "
             "say so before anything else asks: TrainingArguments(use_cpu=True), or Accelerator(cpu=True)."
         )
+
+
+def _device_of(model: nn.Module) -> torch.device | None:
+    """The device of a model's first parameter; None where that has no values yet."""
+    first = next(model.parameters(), None)
+    return None if first is None or first.is_meta else first.device
 
 
 def _settle_configurations(model: nn.Module) -> None:

@@ -31,6 +31,7 @@ from tests.integrations.small import (
     worst_difference,
 )
 from tests.runtime.ranks import Ranks, equal_on_all
+from tests.support.accelerators import seeming_accelerators
 
 pytestmark = pytest.mark.multiprocess
 RanksOf = Callable[[int], Ranks]
@@ -194,6 +195,15 @@ def test_clipping_a_part_of_the_model_is_refused() -> None:
     model = accelerator.prepare(Outside())
     with pytest.raises(AutoparError, match="was given 1 parameters"):
         accelerator.clip_grad_norm_([next(model.parameters())], 1.0)
+
+
+def test_a_model_goes_where_the_accelerator_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = AutoparAccelerator(cpu=True)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with seeming_accelerators(1):
+        placed = accelerator.prepare(Outside())
+        left = accelerator.prepare_model(Outside(), device_placement=False)
+    assert [each.module._settings.device.type for each in (placed, left)] == ["cpu", "cpu"]
 
 
 def test_options_that_the_loop_decides_are_refused() -> None:
