@@ -46,3 +46,11 @@ def test_errors_for_people_are_value_errors():
         getattr(autopar, n) for n in autopar.__all__ if n.endswith("Error") and n != "PeerError"
     ]
     assert people and all(issubclass(error, ValueError) for error in people)
+
+
+def test_checkpoints_are_imported_by_their_public_name():
+    from autopar.checkpoint import save_checkpoint
+    from autopar.runtime import checkpoint
+
+    assert save_checkpoint is autopar.checkpoint.save_checkpoint is checkpoint.save_checkpoint
+    assert autopar.checkpoint.__all__ == checkpoint.__all__
