@@ -77,9 +77,9 @@ def _numbered(device: torch.device) -> torch.device:
             f"{device.type} here. Pass device='cpu' to train on processors, or install a build of torch for your "
             "accelerator."
         )
-    if device.index is not None:
-        return device
-    return _torch.accelerator_of_rank() or _torch.current_device(device.type)
+    if device == torch.device(device.type):
+        return _torch.accelerator_of_rank() or _torch.current_device(device.type)
+    return device
 
 
 def words_of_device(device: torch.device) -> str:

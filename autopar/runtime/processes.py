@@ -86,6 +86,8 @@ class Seat:
 
 
 _SEATED: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+# Numbers of comparisons in this process. A later process group may have the same store, with the old keys in it.
+_NUMBERS = itertools.count(1)
 
 
 def _refuse_shared(seat: Seat) -> None:
@@ -97,7 +99,8 @@ def _refuse_shared(seat: Seat) -> None:
     if seat.kind in known:
         return
     known.add(seat.kind)
-    store, rank, prefix = _torch.default_store(), dist.get_rank(), f"autopar/devices/{len(known)}"
+    store, rank = _torch.default_store(), dist.get_rank()
+    prefix = f"autopar/devices/{next(_NUMBERS)}"
     store.set(f"{prefix}/{rank}", json.dumps(asdict(seat)))
     if rank == 0:
         said = [store.get(f"{prefix}/{other}") for other in range(world_size())]
