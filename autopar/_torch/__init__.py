@@ -86,6 +86,7 @@ from autopar._torch.dtensors import (
     local_addresses,
     local_gradient,
     local_tensor,
+    parameter_of,
     ranks_of,
     replicates_implicitly,
     set_local_tensor,
@@ -145,6 +146,7 @@ from autopar._torch.pipelining import (
     pipeline_computations,
 )
 from autopar._torch.product_nodes import operand_gradients
+from autopar._torch.random_fills import draw_whole_on_processors
 from autopar._torch.shortcuts import (
     code_when_called,
     quick_decompositions,
@@ -180,7 +182,8 @@ __all__ = [
     "backward_hooks_of",
     "below_autograd", "broke_in_communication", "cached_calls", "call_with", "catalogue_name", "code_when_called",
     "compile_graph", "computes_complex", "copied", "copy_to_host", "current_device", "cut_like", "default_store",
-    "depends_on_values", "device_copy", "device_model", "differentiable_local", "dtensor", "dynamo_source",
+    "depends_on_values", "device_copy", "device_model", "differentiable_local", "draw_whole_on_processors",
+    "dtensor", "dynamo_source",
     "example_tensor",
     "exchange_rows", "fake_mode", "flight_record", "forked_random_state", "forward_of_running_node",
     "fused_attention", "fused_attention_backward", "gradient_flags", "group_seconds", "guard_hooks", "handed_on",
@@ -191,7 +194,7 @@ __all__ = [
     "missing_cpp_compiler", "modes_above",
     "multiplies_tiles", "noting_forward", "on_second_derivative", "operand_gradients", "operator_named",
     "outside_of_traces",
-    "own_generators", "own_gradients", "owned_as", "peak_allocated_bytes", "pipeline_actions",
+    "own_generators", "own_gradients", "owned_as", "parameter_of", "peak_allocated_bytes", "pipeline_actions",
     "pipeline_computations", "plain_checkpoints", "product_of_tiles", "quick_decompositions",
     "quick_examples", "quick_lines", "quick_notes", "quiet_export", "quiet_fake_failures", "quiet_torchao",
     "random_states", "ranks_of",

@@ -86,6 +86,17 @@ def _over(local: Tensor, spec: DTensorSpec) -> DTensor:
     return made
 
 
+def parameter_of(stored: Tensor, *, requires_grad: bool) -> nn.Parameter:
+    """A Parameter of a tensor; of a DTensor over a part of a buffer one that can be copied, see `_over`."""
+    if not isinstance(stored, DTensor) or stored._local_tensor.storage_offset() == 0:
+        return nn.Parameter(stored, requires_grad)
+    local = stored._local_tensor
+    stored._local_tensor = local.as_strided(local.shape, local.stride(), 0)
+    made = nn.Parameter(stored, requires_grad)
+    made._local_tensor = stored._local_tensor = local  # type: ignore[attr-defined]
+    return made
+
+
 def replicates_implicitly() -> bool:
     """Whether DTensors now take plain tensors for replicated ones.
 

@@ -22,6 +22,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from autopar._torch.dtensors import dtensor
+from autopar._torch.owned import follow_assigned_data
 
 Owns = Callable[[Tensor], bool]
 GroupOf = Callable[[torch.optim.Optimizer], dist.ProcessGroup | None]
@@ -35,6 +36,8 @@ _ENTRY_BY_ENTRY = (
 def update_by_shards(owns: Owns) -> Callable[[], None]:
     """Makes the optimizers of torch update DTensors by their local shards, if `owns` returns True for the DTensor.
 
+    An assignment to `.data` of such a DTensor gives the shards their parts, see `follow_assigned_data`.
+
     Returns a function that restores the behaviour of torch.
     """
     _owners().append(owns)
@@ -44,10 +47,15 @@ def update_by_shards(owns: Owns) -> Callable[[], None]:
 @functools.cache
 def _owners() -> list[Owns]:
     """The registered `owns` functions; the first call replaces the update functions of torch."""
+    follow_assigned_data(_is_owned)
     for name in _ENTRY_BY_ENTRY:
         module = importlib.import_module(f"torch.optim.{name}")
         setattr(module, name, _by_shards(getattr(module, name)))
     return []
+
+
+def _is_owned(x: Tensor) -> bool:
+    return any(owns(x) for owns in _owners())
 
 
 def _by_shards(update: Callable[..., None]) -> Callable[..., None]:
@@ -71,7 +79,7 @@ def _can_be_cut(lists: Sequence[Any], options: Mapping[str, Any]) -> bool:
     if options.get("differentiable") or any(isinstance(x, DTensor) for x in options.values()):
         return False
     cut = [p for p in lists[0] if isinstance(p, DTensor)]
-    if not cut or not all(any(owns(p) for owns in _owners()) for p in cut):
+    if not cut or not all(map(_is_owned, cut)):
         return False
     return all(_lies_as(x, p) for each in lists[1:] for x, p in zip(each, lists[0], strict=False))
 

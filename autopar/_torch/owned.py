@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from autopar._torch.dtensors import dtensor
+from autopar.errors import StepError
 
 
 def _compares_specs() -> bool:
@@ -137,6 +138,39 @@ def cut_like(whole: Tensor, present: DTensor) -> DTensor:
     replicated = [Replicate()] * mesh.ndim
     given = dtensor(whole.detach().to(present.device), mesh, replicated, tuple(whole.shape))
     return given.redistribute(mesh, present.placements)
+
+
+def follow_assigned_data(is_followed: Callable[[Tensor], bool]) -> None:
+    """Makes `p.data = value` give each rank its part of the value, for DTensors for which `is_followed` returns True.
+
+    torch replaces the values of the wrapper alone, which nothing reads (2.13): the assignment would be lost. It is what
+    `torch.nn.utils.vector_to_parameters` does, too.
+    """
+    of_torch: Any = torch.Tensor.data
+
+    def assign(x: DTensor, value: Tensor) -> None:
+        if is_followed(x):
+            _assign_part(x, value)
+        else:
+            of_torch.__set__(x, value)
+
+    DTensor.data = property(of_torch.__get__, assign)  # type: ignore[assignment]
+
+
+@torch.no_grad()
+def _assign_part(x: DTensor, value: Tensor) -> None:
+    """Copies this rank's part of a whole tensor, or of a DTensor, to its shard. Raises StepError for another kind."""
+    if value.shape != x.shape or value.dtype != x.dtype or (x.is_meta and not value.is_meta):
+        raise StepError(
+            f"p.data = x was given x of shape {list(value.shape)}, {value.dtype} on {value.device}, and the parameter "
+            f"has the whole shape {list(x.shape)}, {x.dtype} on {x.device}. Assign a whole tensor of its kind on every "
+            "rank; load_state_dict fills a model on the meta device."
+        )
+    if isinstance(value, DTensor):
+        part = value.redistribute(x.device_mesh, x.placements)
+    else:
+        part = cut_like(value, x)
+    x._local_tensor.copy_(part._local_tensor)
 
 
 def whole_of(x: DTensor) -> Tensor:

@@ -100,6 +100,7 @@ def shard_(
     named = dict(model.named_parameters())
     device = device_of(named.values())
     join_process_group(device)
+    _torch.draw_whole_on_processors()
     axes = _axes(plan_or_recipe, mesh)
     world = world_of(axes, device)
     _refuse_held(model, named)

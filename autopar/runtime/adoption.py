@@ -49,6 +49,7 @@ class Adoption:
             _torch.share_overflows(self._stages_of),
         ]
         self.pipe: Pipe | None = None
+        _torch.draw_whole_on_processors()
 
     def stop(self) -> None:
         """Stops the replacement of parameters in optimizers."""

@@ -48,7 +48,7 @@ class CompiledModule(nn.Module):
 
     `step(*batch)` runs forward and backward of a global batch and leaves gradients in `.grad`. `model(*inputs)` runs
     only the forward. Parameters, buffers, the keys of `state_dict` and attributes have the names that they have in the
-    original model.
+    original model, and hooks are those of the model. It is an instance of the model's class, too.
     """
 
     def __init__(self, model: nn.Module, planner: ProgramMaker, settings: Settings) -> None:
@@ -66,11 +66,8 @@ class CompiledModule(nn.Module):
         self._has_said_stage = False  # that parameters are those of one stage
         # Both modules share these dicts, so that names need no prefix and a change to one changes the other. A hook of
         # the compiled module is one of the model, which captures call, and saves and loads of its state.
-        hooks = (
-            name
-            for name, value in vars(model).items()
-            if "hook" in name and isinstance(value, dict)
-        )
+        of_a_module = vars(nn.Module()).items()
+        hooks = [name for name, value in of_a_module if "hook" in name and isinstance(value, dict)]
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *hooks):
             object.__setattr__(self, table, getattr(model, table))
         object.__setattr__(self, "_original", model)
@@ -379,6 +376,22 @@ class CompiledModule(nn.Module):
         return self._planner.explain(self.plan)
 
     # --- the original model
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Called by copies and pickles: a module may be copied that has no plan yet, and will have no stages."""
+        if self.has_stages or self._placement.store is not None:
+            raise StepError(
+                "A compiled module is copied (copy.deepcopy, AveragedModel) or pickled (torch.save), and its programs "
+                "belong to this process and its process groups. Save its state_dict() or a checkpoint "
+                "(docs/checkpoints.md). After its plan is made, copy model.original: AveragedModel(model.original) "
+                "averages this rank's parameters by update_parameters(model)."
+            )
+        return super().__reduce_ex__(protocol)
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        """The class of the model, whose instance `isinstance` then takes this for, besides a CompiledModule."""
+        return type(self.__dict__.get("_original", self))
 
     @property
     def original(self) -> nn.Module:

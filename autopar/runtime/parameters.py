@@ -167,7 +167,7 @@ class ParameterStore:
             # Unlike a swap, that is possible while something holds on to it, as an earlier capture does.
             parameter.data = local
             return
-        new = nn.Parameter(stored, requires_grad=parameter.requires_grad)
+        new = _torch.parameter_of(stored, requires_grad=parameter.requires_grad)
         if how.tier == "nvme":
             _torch.make_states_by(self.world.tiers.empty_in_file, new)
         try:

@@ -119,7 +119,12 @@ class RankState(OrderedDict[str, Any]):
 
     __copy__ = copy
 
+    @torch.no_grad()
     def __deepcopy__(self, memo: dict[int, Any]) -> RankState:
+        for x in self.values():
+            # torch cannot copy a DTensor over a part of a buffer.
+            if isinstance(x, DTensor) and not isinstance(x, nn.Parameter):
+                memo[id(x)] = _torch.copied(x)
         return self.with_entries(deepcopy(dict(self), memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:

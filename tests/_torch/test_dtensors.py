@@ -40,6 +40,16 @@ def test_a_dtensor_over_a_part_of_a_buffer_can_be_copied(parameter):
     assert twin.full_tensor().tolist() == [[2, 4], [3, 5]]
 
 
+def test_a_parameter_over_a_part_of_a_buffer_can_be_copied(parameter):
+    buffer = torch.arange(6.0)
+    stored = _torch.dtensor(buffer[2:], parameter.device_mesh, [Replicate()], (4,))
+    made = _torch.parameter_of(stored, requires_grad=True)
+    twin = copy.deepcopy(made)
+    _torch.local_tensor(made).add_(1)
+    assert buffer.tolist() == [0, 1, 3, 4, 5, 6] and made.requires_grad
+    assert twin.full_tensor().tolist() == [2, 3, 4, 5] and isinstance(twin, torch.nn.Parameter)
+
+
 def test_a_dtensor_over_a_part_of_a_conjugated_buffer(parameter):
     buffer = torch.complex(torch.arange(6.0), torch.ones(6))
     for part in (buffer[2:].conj(), buffer[2:].conj().imag):

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar import _torch
+from autopar.errors import StepError
 
 Make = Callable[[list[nn.Parameter]], optim.Optimizer]
 
@@ -223,3 +224,20 @@ def test_a_scaler_skips_a_step_that_overflows_on_another_rank(group) -> None:
     scaler.step(optimizer)
     end()
     assert p.tolist() == [0, 0] and len(seen) == 2
+
+
+def test_data_that_is_assigned_gets_into_shards(own: list[nn.Parameter]) -> None:
+    cut, replicated, plain = own
+    shards = [p._local_tensor for p in (cut, replicated)]  # type: ignore[attr-defined]
+    x = torch.arange(8.0).view(2, 4)
+    cut.data, replicated.data, plain.data = x, cut.data * 2, x * 3
+    assert [p.tolist() for p in shards] == [x.tolist(), (x * 2).tolist()]
+    nn.utils.vector_to_parameters(torch.ones(24), own)
+    assert all(p.detach().eq(1).all() for p in (*shards, plain))
+    with pytest.raises(
+        StepError, match=r"shape \[3\], torch.float32 on cpu, and the parameter has"
+    ):
+        cut.data = torch.zeros(3)
+    other = distribute_tensor(torch.zeros(2, 4), cut.device_mesh, [Replicate()])  # type: ignore[attr-defined]
+    other.data = x  # it is of someone else, for whom torch goes on to lose it
+    assert other._local_tensor.eq(0).all()

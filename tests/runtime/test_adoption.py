@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.runtime.models import make
 from tests.runtime.ranks import Ranks
 from tests.runtime.training import compile_mlp
 from tests.support.odd_objects import OBJECTS
@@ -53,3 +55,25 @@ def test_a_deep_copy_of_a_layer_takes_its_place(two_ranks: Ranks, recipe: str) -
         outcome, script, by_compile, {"mesh": {"dp": 2}, "recipe": recipe}
     ):
         assert losses == pytest.approx(plain[0], rel=1e-9)
+
+
+@captured_once()
+def filled(recipe: str) -> tuple[list[Tensor], list[Tensor]]:
+    """What `nn.init` and noise make of a model in shards and of a plain one, from one seed."""
+    made, batch = compile_mlp(recipe)
+    made.step(*batch)
+    plain = make("mlp")[0]
+    for model in (made, plain):
+        torch.manual_seed(5)
+        with torch.no_grad():
+            for p in model.parameters():
+                nn.init.uniform_(p).add_(torch.randn_like(p))
+    return [p.detach().full_tensor() for p in made.parameters()], [
+        p.detach() for p in plain.parameters()
+    ]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("recipe", ["zero1", "zero3"])
+def test_one_seed_fills_shards_as_one_device_fills_the_whole(two_ranks: Ranks, recipe: str) -> None:
+    for found, expected in two_ranks.run(filled, recipe):
+        assert all(x.equal(y) for x, y in zip(found, expected, strict=True))

@@ -84,6 +84,12 @@ def load(model: Any) -> None:
     model.load_state_dict({name: x / 2 for name, x in Centred().state_dict().items()})
 
 
+def assign(model: Any) -> None:
+    values = Centred().state_dict()
+    for name, p in model.named_parameters():
+        p.data = values[name] / 3
+
+
 def shift(model: Any) -> None:
     model.mean.add_(0.25)
 
@@ -104,7 +110,7 @@ WRITERS: dict[str, Act] = {
     f"{door.__name__}: {part}": running(door, part)
     for door in (step, evaluation, call)
     for part in ("move first", "move last")
-} | {"update": update, "load": load, "shift": shift}
+} | {"update": update, "load": load, "assign": assign, "shift": shift}
 READERS: dict[str, Act] = {
     f"{door.__name__}: {part}": running(door, part)
     for door in (step, evaluation, call)
@@ -177,3 +183,9 @@ def test_hooks_of_the_compiled_module_are_those_of_the_model(two_ranks: Ranks) -
         assert found == pytest.approx(expected, rel=1e-12)
         assert refused.startswith("There are backward hooks on the model itself")
         assert entries == ["mean", "first.weight", "first.bias", "last.weight", "last.bias"]
+
+
+def test_a_compiled_module_is_an_instance_of_the_models_class() -> None:
+    made = autopar.compile(Centred())
+    assert isinstance(made, Centred) and isinstance(made, autopar.CompiledModule)
+    assert not isinstance(made.original, autopar.CompiledModule) and not isinstance(made, nn.Linear)

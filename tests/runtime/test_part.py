@@ -81,7 +81,11 @@ def saved_by_a_script(options: dict[str, Any]) -> tuple[str, bool, bool]:
 
 def test_torch_save_takes_whole_tensors_and_refuses_shards(two_ranks: Ranks) -> None:
     assert two_ranks.run(saved_by_a_script, {"mesh": DP, "recipe": "ddp"}) == [("", True, True)] * 2
-    for options in ({"mesh": DP, "recipe": "zero3"}, {"mesh": {"pp": 2}}):
+    for options in (
+        {"mesh": DP, "recipe": "zero3"},
+        {"mesh": DP, "recipe": "zero1"},
+        {"mesh": {"pp": 2}},
+    ):
         for message, _, are_alike in two_ranks.run(saved_by_a_script, options):
             assert message.startswith("A state dict is saved (or pickled) of which this rank has ")
             assert "save_checkpoint" in message and are_alike
@@ -122,3 +126,43 @@ def test_parameters_of_one_stage_are_said_to_be_that(two_ranks: Ranks) -> None:
         "the 2 parameters of other pipeline stages are missing" in first[2]
         and first[2] == second[2]
     )
+
+
+# --- copies
+
+
+@captured_once()
+def averaged(options: dict[str, Any]) -> tuple[str, list[float]]:
+    """The refusal of a copy of the compiled module; by how much averages differ from half of two states."""
+    model, batch, _ = make("mlp")
+    made = autopar.compile(model, loss_fn=mean_square, example_inputs=batch, **options)
+    with pytest.raises(autopar.StepError) as refused:
+        copy.deepcopy(made)
+    mean = torch.optim.swa_utils.AveragedModel(made.original, avg_fn=lambda a, p, _: (a + p) / 2)
+    mean.update_parameters(made)  # the first takes the values
+    before = [p.detach().clone() for p in made.parameters()]
+    with torch.no_grad():
+        for p in made.parameters():
+            p.mul_(3)
+    mean.update_parameters(made)
+    pairs = zip(mean.module.parameters(), before, strict=True)
+    return str(refused.value), [(p - q * 2).abs().max().full_tensor().item() for p, q in pairs]  # type: ignore[attr-defined]
+
+
+def test_a_model_in_shards_is_averaged_by_its_original(two_ranks: Ranks) -> None:
+    for options in ({"mesh": DP, "recipe": "zero1"}, {"mesh": {"pp": 2}}):
+        for refused, gaps in two_ranks.run(averaged, options):
+            assert "AveragedModel(model.original) averages" in refused
+            assert gaps == [0.0] * (4 if "recipe" in options else 2)
+
+
+def copied_before_the_plan() -> str:
+    with pytest.raises(autopar.StepError) as refused:
+        copy.deepcopy(autopar.compile(make("mlp")[0], loss_fn=mean_square, mesh={"pp": 2}))
+    twin = copy.deepcopy(autopar.compile(make("mlp")[0], loss_fn=mean_square, mesh=DP))
+    return f"{type(twin).__name__}: {refused.value}"
+
+
+def test_a_copy_that_would_have_all_stages_is_refused(two_ranks: Ranks) -> None:
+    for message in two_ranks.run(copied_before_the_plan):
+        assert message.startswith("CompiledModule: A compiled module is copied (copy.deepcopy,")
