@@ -212,14 +212,14 @@ def applying_functions_by(take: Callable[[Apply, Function, Any, Any], Any]) -> I
 
 def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
     """The `apply` of torch, behind what its Python has before it."""
-    base: Any = torch.autograd.function._SingleLevelFunction  # type: ignore[attr-defined]
+    base: Any = torch.autograd.function._SingleLevelFunction
     return super(base, function).apply(*args, **kwargs)
 
 
 @contextmanager
 def _inner_apply_by(take: Callable[[Apply, Function, Any, Any], Any]) -> Iterator[None]:
     """Context in which the `apply` that `Function.apply` of torch up to 2.13 looks for is `take`."""
-    base: Any = torch.autograd.function._SingleLevelFunction  # type: ignore[attr-defined]
+    base: Any = torch.autograd.function._SingleLevelFunction
     base.apply = classmethod(lambda function, *args, **kwargs: take(_apply, function, args, kwargs))
     try:
         yield

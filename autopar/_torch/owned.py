@@ -103,8 +103,9 @@ def _keep_owners() -> None:
     torch then has rows of placements, of operands and results, in which a shard of any kind may stand for a shard
     along a dim, and fills in those kinds that it knows. A row of shards along dim 0 holds for owners, too.
     """
-    from torch.distributed.tensor._ops import single_dim_strategy
+    from torch.distributed.tensor._ops import single_dim_strategy as found_there
 
+    single_dim_strategy: Any = found_there
     fill = single_dim_strategy._fill_single_dim_strategy_placeholders
 
     def filled(found: Any, rows: Any) -> Any:

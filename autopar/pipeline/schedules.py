@@ -287,10 +287,14 @@ def _actions(
 
 def _alternating(stage: int, stages: int, micro_batches: int, ahead: int) -> Iterator[Action]:
     """The actions of a stage: so many forwards, then a backward and a forward in turn, then the other backwards."""
-    # Whether there is a stage before this one, and one after it.
-    before, after = stage > 0, stage < stages - 1
-    forward: tuple[Kind, ...] = (*["RECV_F"] * before, "F", *["SEND_F"] * after)
-    backward: tuple[Kind, ...] = (*["RECV_B"] * after, "B", *["SEND_B"] * before)
+    forward: list[Kind] = ["RECV_F", "F", "SEND_F"]
+    backward: list[Kind] = ["RECV_B", "B", "SEND_B"]
+    if stage == 0:
+        forward.remove("RECV_F")
+        backward.remove("SEND_B")
+    if stage == stages - 1:
+        forward.remove("SEND_F")
+        backward.remove("RECV_B")
     yield from (Action(kind, stage, i) for i in range(ahead) for kind in forward)
     for i in range(micro_batches):
         yield from (Action(kind, stage, i) for kind in backward)

@@ -34,7 +34,7 @@ class StageRun(Protocol):
     Attributes:
         received: examples of received tensors on the meta device, which need a gradient where one is sent back.
         sent: examples of sent tensors on the meta device, which need a gradient where one comes back.
-        first_half: runs a backward, or its first half, at construction.
+        first_half: class of a backward, whose construction runs it, or its first half.
     """
 
     received: Sequence[Tensor]
@@ -76,7 +76,7 @@ class StageActions:
     """One step of the stages of this rank; `run` runs it.
 
     Args:
-        stages: what computes every stage of this rank, by its number.
+        stages: computations of every stage of this rank, by its number.
         pipeline: all stages, and which rank has them.
         pipe: this rank's place among the ranks of the pipeline.
         device: device of all tensors.

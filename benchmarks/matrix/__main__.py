@@ -30,9 +30,9 @@ BEGIN, END = "<!-- matrix: written by make matrix -->", "<!-- end of matrix -->"
 
 # Row -> what pip is asked for, torch first and alone: what comes after finds it there.
 ROWS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
-    "oldest": ([f"torch=={'.'.join(map(str, OLDEST_TORCH))}.*"], ["-e", ".[dev]"]),
-    "pinned": (["-c", "constraints.txt", "torch"], ["-c", "constraints.txt", "-e", ".[dev]"]),
-    "newest": (["--upgrade", "torch"], ["--upgrade", "-e", ".[dev]"]),
+    "oldest": ([f"torch=={'.'.join(map(str, OLDEST_TORCH))}.*"], ["-e", ".[dev,zoo]"]),
+    "pinned": (["-c", "constraints.txt", "torch"], ["-c", "constraints.txt", "-e", ".[dev,zoo]"]),
+    "newest": (["--upgrade", "torch"], ["--upgrade", "-e", ".[dev,zoo]"]),
 }
 
 # The slice: what is checked, and the tests that check it. All of it takes less than ten minutes on two idle cores.
