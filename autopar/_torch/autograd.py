@@ -235,8 +235,8 @@ def _forwards_by(take: Callable[[Apply, Function, Any, Any], Any]) -> Iterator[N
     def found(function: Any, name: str) -> Any:
         value = type.__getattribute__(function, name)
         if name == "forward":
-            return _Forward(function, value, take, expected)
-        return _Backward(value) if name == "backward" else value
+            return _ForwardInPlace(function, value, take, expected)
+        return _BackwardInPlace(value) if name == "backward" else value
 
     kind: Any = torch.autograd.function.FunctionMeta
     kind.__getattribute__ = found
@@ -246,7 +246,7 @@ def _forwards_by(take: Callable[[Apply, Function, Any, Any], Any]) -> Iterator[N
         del kind.__getattribute__
 
 
-class _Forward:
+class _ForwardInPlace:
     """The forward of an autograd.Function, which gives way to `take`; its attributes are those of the forward."""
 
     def __init__(self, function: Any, forward: Any, take: Any, expected: list[Any]) -> None:
@@ -283,7 +283,7 @@ class _Forward:
         return getattr(self._forward, name)
 
 
-class _Backward:
+class _BackwardInPlace:
     """The backward of an autograd.Function; where a forward gave way, it is that of the result's own nodes."""
 
     def __init__(self, backward: Any) -> None:

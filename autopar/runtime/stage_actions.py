@@ -55,7 +55,7 @@ class StageRun(Protocol):
 
 
 @dataclass
-class _Flight:
+class _StageFlight:
     """A micro-batch between the forward and the backward of one stage."""
 
     received: Sequence[Tensor]
@@ -88,7 +88,7 @@ class StageActions:
     pipe: Pipe
     device: torch.device
     trains: bool
-    _flights: dict[tuple[int, int], _Flight] = field(default_factory=dict)
+    _flights: dict[tuple[int, int], _StageFlight] = field(default_factory=dict)
     _arriving: dict[Action, _Arrival] = field(default_factory=dict)  # by the receive
     # A send that is still to be started -> its tensors.
     _leaving: dict[Action, list[Tensor]] = field(default_factory=dict)
@@ -143,7 +143,7 @@ class StageActions:
                 x.requires_grad_(example.requires_grad)
         results = run.forward(micro_batch, received)
         if self.trains:
-            self._flights[stage, micro_batch] = _Flight(received, results)
+            self._flights[stage, micro_batch] = _StageFlight(received, results)
         if stage + 1 < self.pipeline.stages:
             self._hand_on(Action("SEND_F", stage, micro_batch), results)
 
