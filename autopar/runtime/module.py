@@ -137,7 +137,8 @@ class CompiledModule(nn.Module):
         results). With autograd off, a batch that does not fit whole is evaluated in the micro-batches that nobody
         asked for.
 
-        Raises StepError with autograd on where there are pipeline stages and the model does not return its loss.
+        Raises StepError with autograd on where several pipeline stages use one parameter and the model does not return
+        its loss.
         """
         arguments = Arguments.of(args, kwargs)
         if self._settings.replicas is not None and torch.is_grad_enabled():
@@ -146,10 +147,7 @@ class CompiledModule(nn.Module):
                 "step. Call it under torch.no_grad(), or train with model.step(*batch)."
             )
         if self._trains_in_parts():
-            try:
-                return self._differentiable_step(arguments)
-            except NoLossError:
-                self._returns_loss = False
+            return self._trained_in_parts(arguments, self._settings.outputs)
         # A number that a user asks for may change results (docs/training.md), and an evaluation must not.
         is_asked = self._settings.micro_batches is not None
         if torch.is_grad_enabled() or self.has_stages or is_asked:
@@ -181,13 +179,17 @@ class CompiledModule(nn.Module):
         ready = self._program(arguments, is_step=False)
         if isinstance(ready.bound, BoundPipeline) and torch.is_grad_enabled():
             if self._returns_loss:
-                return self._differentiable_step(arguments)
-            raise StepError(
-                "model(...) was called with autograd on, and its graph ends where a pipeline stage sends "
-                "to the next. Call it under torch.no_grad(), or train with model.step(*batch); a model that "
-                "returns its loss, compiled without loss_fn, may be called."
-            )
+                return self._trained_in_parts(arguments, outputs)
+            refuse_gradients(ready.bound.program.plan.pipeline, "model(...) with autograd on")
         return self._runs.forward(ready, arguments, outputs)
+
+    def _trained_in_parts(self, arguments: Arguments, outputs: Outputs) -> Any:
+        """The results of a whole step; of a forward, if the model returns no loss."""
+        try:
+            return self._runs.differentiable_step(self._program(arguments, is_step=True), arguments)
+        except NoLossError:
+            self._returns_loss = False
+        return self._forward(arguments, outputs)
 
     def _trains_in_parts(self) -> bool:
         """Whether `model(...)` runs a whole step: with autograd, a returned loss, and stages or micro-batches."""
@@ -198,9 +200,6 @@ class CompiledModule(nn.Module):
     def _trains_in_micro_batches(self) -> bool:
         """Whether steps cut their batch."""
         return (self._programs.micro_batches or 1) > 1
-
-    def _differentiable_step(self, arguments: Arguments) -> Any:
-        return self._runs.differentiable_step(self._program(arguments, is_step=True), arguments)
 
     def _program(self, arguments: Arguments, *, is_step: bool) -> ReadyProgram:
         """The program for arguments of these shapes. The first one places the parameters, and then weights are read."""

@@ -31,6 +31,7 @@ from autopar.runtime.shared import ChangedBuffers, SharedParameters
 from autopar.runtime.shares import refuse_divided_by_none
 from autopar.runtime.split_backward import SplitBackward, WholeBackward
 from autopar.runtime.stage_actions import StageActions, StageRun, greet
+from autopar.runtime.stage_forward import Boundary, delivered_from, first_token, received, sent
 from autopar.runtime.versions import HeldOptimizer, StageVersions
 from autopar.runtime.world import Pipe
 
@@ -68,7 +69,7 @@ class BoundPipeline:
         self.program, self.world = program, store.world
         self._pipe: Pipe = store.world.pipe
         self._pipeline: Pipeline = program.plan.pipeline
-        self._count = micro_batches
+        self._count, self._store = micro_batches, store
         self._positions = {spec.name: i for i, spec in enumerate(program.inputs)}
         self._seeds, self._staying = seeds, staying_outputs(program)
         numbers = self._pipeline.stages_of(self._pipe.rank)
@@ -255,48 +256,64 @@ class BoundPipeline:
     # --- a forward
 
     def forward(self, inputs: list[Tensor]) -> list[Tensor]:
-        """The local outputs, on every rank of the pipeline; autograd must be off.
+        """The local outputs, on every rank of the pipeline, differentiable if autograd is on.
 
         One stage after the other, without micro-batches. Outputs that stay have values on the ranks of their own stage.
+        Raises StepError with autograd on if stages of several ranks use one parameter.
         """
-        assert not torch.is_grad_enabled(), "autograd ends where a stage sends"
+        if torch.is_grad_enabled():
+            self._shared.refuse_backward(self._used)
         self._begin([inputs])
-        sent: list[Tensor] = []
+        results: list[Tensor] = []
         own: dict[int, Tensor] = {}
         with self._naming_failures():
+            token = first_token(self._trained(), self.world.device)
             for number in range(self._pipeline.stages):
-                sent = self._pass(number, sent, own)
-            results = self._everywhere(own)
+                token, results = self._pass(number, token, results, own)
+            found = self._everywhere(token, own)
             self._changed.share()
-            return results
+            return found
 
-    def _pass(self, number: int, results: list[Tensor], own: dict[int, Tensor]) -> list[Tensor]:
+    def _trained(self) -> list[Tensor]:
+        """The trained parameters that stages of this rank use."""
+        every = (spec.name for run in self._runners.values() for spec in run.program.parameters)
+        parameters = [self._store.kept[name].parameter for name in dict.fromkeys(every)]
+        return [x for x in parameters if x.requires_grad]
+
+    def _pass(
+        self, number: int, token: Tensor, results: list[Tensor], own: dict[int, Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
         """Runs a stage where it lies, adds its outputs to `own`, and hands the rest to the rank of the next stage."""
         runner = self._runners.get(number)
         if runner is None:
-            return results
-        source = self._pipeline.rank_of(number - 1) if number else self._pipe.rank
-        if source != self._pipe.rank:
-            results = [self._receive(wire, source) for wire in runner.program.received]
+            return token, results
+        program, here = runner.program, self._pipe.rank
+        source = self._pipeline.rank_of(number - 1) if number else here
+        if source != here:
+            token, results = received(self._boundary(program.received, source), token)
         made = runner.forward([*self.inputs(runner, 0), *results])
-        places = runner.program.places
-        own.update(zip(places, made, strict=False))
-        results = made[len(places) :]
+        own.update(zip(program.places, made, strict=False))
+        results = made[len(program.places) :]
         ends = number == self._pipeline.stages - 1
-        target = self._pipe.rank if ends else self._pipeline.rank_of(number + 1)
-        if target != self._pipe.rank:
-            for x in results:
-                dist.send(x.contiguous(), self._pipe.peer(target), group=self._pipe.group)
-        return results
+        target = here if ends else self._pipeline.rank_of(number + 1)
+        if target != here:
+            token = sent(self._boundary(program.sent, target), token, results)
+        return token, results
 
-    def _everywhere(self, own: dict[int, Tensor]) -> list[Tensor]:
+    def _boundary(self, wires: Sequence[Wire], peer: int) -> Boundary:
+        return Boundary(wires, peer, self.world, self._naming_failures)
+
+    def _everywhere(self, token: Tensor, own: dict[int, Tensor]) -> list[Tensor]:
         """All outputs: those that stay as this rank has them, the others from the last stage."""
-        specs = self.program.outputs
-        shared = [i for i in range(len(specs)) if i not in self._staying]
-        last = self._pipe.rank == self._pipeline.rank_of(self._pipeline.stages - 1)
-        found = self._deliver([own[i] for i in shared] if last else [], [specs[i] for i in shared])
-        every = {**own, **dict(zip(shared, found, strict=True))}
-        return [every[i] if i in every else self._absent(spec) for i, spec in enumerate(specs)]
+        last = self._pipeline.rank_of(self._pipeline.stages - 1)
+        found = []
+        for i, spec in enumerate(self.program.outputs):
+            if i in self._staying:
+                found.append(own[i] if i in own else self._absent(spec))
+                continue
+            x = own[i] if self._pipe.rank == last else self._empty(spec)
+            found.append(delivered_from(last, token, x, self._pipe))
+        return found
 
     def _absent(self, spec: TensorSpec) -> Tensor:
         """An output of another rank's stage: its shape, in the memory of one element."""
@@ -306,20 +323,16 @@ class BoundPipeline:
     def _shape(self, wire: Wire) -> tuple[int, ...]:
         return wire.shape_on(self.world.rank, self.world.mesh)
 
-    def _receive(self, wire: Wire, source: int) -> Tensor:
-        x = torch.empty(self._shape(wire), dtype=wire.dtype, device=self.world.device)
-        dist.recv(x, self._pipe.peer(source), group=self._pipe.group)
-        return x
+    def _empty(self, spec: TensorSpec) -> Tensor:
+        """Memory for this rank's part of an output."""
+        shape = local_shape(spec.dims, spec.layout, self.world.mesh)
+        return torch.empty(shape, dtype=spec.dtype, device=self.world.device)
 
     def _deliver(self, results: list[Tensor], specs: Sequence[TensorSpec]) -> list[Tensor]:
         """Gives the last stage's results, of these specs, to all ranks of the pipeline."""
         last = self._pipeline.rank_of(self._pipeline.stages - 1)
         if self._pipe.rank != last:
-            shapes = [local_shape(spec.dims, spec.layout, self.world.mesh) for spec in specs]
-            results = [
-                torch.empty(shape, dtype=spec.dtype, device=self.world.device)
-                for shape, spec in zip(shapes, specs, strict=True)
-            ]
+            results = [self._empty(spec) for spec in specs]
         results = [x.contiguous() for x in results]
         for x in results:
             dist.broadcast(x, src=self._pipe.peer(last), group=self._pipe.group)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar import _torch
+from autopar.errors import StepError
 from autopar.ir import PIPELINE_AXIS, Pipeline
 from autopar.ops.collectives import group_name
 from autopar.program.program import Program
@@ -77,6 +78,17 @@ class SharedParameters:
                     parameter.grad = (
                         gradient if parameter.grad is None else gradient.add_(parameter.grad)
                     )
+
+    def refuse_backward(self, used: Container[str]) -> None:
+        """Raises StepError for parameters whose gradients a backward outside of a step would not add up."""
+        pairs = ((name, pair[0]) for name, pair in self._shared.items() if name in used)
+        shared = [name for name, parameter in pairs if parameter.requires_grad]
+        if shared:
+            raise StepError(
+                f"Several pipeline stages use the parameter {shared[0]}, and only model.step adds up its gradients "
+                "over them. Give autopar.compile the loss as loss_fn and train with model.step(*batch), untie the "
+                "parameter, or plan without stages."
+            )
 
     @staticmethod
     @torch.no_grad()

@@ -204,11 +204,11 @@ def test_the_owner_of_a_tied_matrix_is_one_rank_of_each_of_its_stages(four_ranks
     assert distance_of([found for found, _ in results], single_tied()) < 1e-9
 
 
-# --- without a backward
+# --- without a step
 
 
 @captured_once()
-def forwards() -> tuple[bool, float, str]:
+def forwards() -> tuple[bool, float]:
     model, batch, loss = make("gpt")
     reference, _, _ = make("gpt")
     made = compiled(model, batch, loss)
@@ -216,21 +216,103 @@ def forwards() -> tuple[bool, float, str]:
     with torch.no_grad():
         results = [made(batch[0]) for _ in range(2)]
         expected = reference(batch[0])
-    try:
-        made(batch[0])
-    except autopar.StepError as error:
-        message = str(error)
-    return torch.equal(*results), (results[0] - expected).abs().max().item(), message
+    return torch.equal(*results), (results[0] - expected).abs().max().item()
 
 
-def test_a_forward_gives_its_result_to_all_ranks_and_has_no_backward(two_ranks: Ranks) -> None:
-    for same, error, message in two_ranks.run(forwards):
+def test_a_forward_gives_its_result_to_all_ranks(two_ranks: Ranks) -> None:
+    for same, error in two_ranks.run(forwards):
         assert same and error < 1e-12
-        assert message == (
-            "model(...) was called with autograd on, and its graph ends where a pipeline stage sends "
-            "to the next. Call it under torch.no_grad(), or train with model.step(*batch); a model that "
-            "returns its loss, compiled without loss_fn, may be called."
-        )
+
+
+@captured_once()
+def losses_outside(schedule: str, mesh: Any, recipe: Any) -> tuple[float, float, str]:
+    """Distances of gradients from one process: of two backwards of one result, and of some by `autograd.grad`."""
+    model, (tokens, targets), _ = make("gpt")
+    reference, _, _ = make("gpt")
+    made = compiled(model, (tokens, targets), loss_fn, schedule=schedule, mesh=mesh, recipe=recipe)
+    made.step(tokens, targets)
+    made.zero_grad()
+    for each in (reference, made):
+        logits = each(tokens)
+        logits.square().mean().backward(retain_graph=True)
+        loss_fn(logits, targets).backward()
+    far = worst(gradients(made), gradients(reference))
+    own = dict(made.named_parameters())
+    found = torch.autograd.grad(loss_fn(made(tokens), targets), list(own.values()))
+    once = torch.autograd.grad(
+        loss_fn(reference(tokens), targets), [dict(reference.named_parameters())[n] for n in own]
+    )
+    pairs = zip((x.full_tensor() for x in found), once, strict=True)
+    with pytest.raises(autopar.StepError) as caught:
+        torch.autograd.grad(made(tokens).sum(), list(own.values()), create_graph=True)
+    return far, max((a - b).abs().max().item() for a, b in pairs), str(caught.value)
+
+
+@pytest.mark.parametrize("schedule", often(["1f1b", "interleaved", "zbv"], ["interleaved"]))
+def test_a_loss_outside_of_the_model_goes_back_through_the_stages(
+    two_ranks: Ranks, schedule: str
+) -> None:
+    for far, apart, message in two_ranks.run(losses_outside, schedule, None, "auto"):
+        assert max(far, apart) < 1e-12
+        assert message.startswith("A derivative is to be taken of a gradient")
+
+
+def test_a_loss_outside_of_stages_that_are_sharded(four_ranks: Ranks) -> None:
+    for far, apart, _ in four_ranks.run(losses_outside, "interleaved", {"dp": 2}, "zero3"):
+        assert max(far, apart) < 1e-12
+
+
+class TwoHeads(nn.Module):
+    """Two results; the second needs the first stage, and one of its own parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(8, 8).double() for _ in range(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.a(x).relu()
+        y = self.b(h).tanh()
+        return self.c(y.detach()), self.d(y)
+
+
+@captured_once()
+def of_one_head() -> tuple[float, float]:
+    """Distances of the gradients of each result alone; a parameter without a gradient has none."""
+    torch.manual_seed(0)
+    reference, x = TwoHeads(), torch.randn(8, 8, dtype=torch.float64)
+    model = TwoHeads()
+    model.load_state_dict(reference.state_dict())
+    made = autopar.compile(model, mesh={"pp": 2})
+    found = []
+    for number in range(2):
+        for each in (reference, made):
+            each.zero_grad()
+            each(x)[number].square().mean().backward()
+        own = dict(made.named_parameters())
+        want = {n: g for n, g in gradients(reference).items() if n in own}
+        assert gradients(made).keys() == want.keys()
+        found.append(worst(gradients(made), want) if want else 0.0)
+    return found[0], found[1]
+
+
+def test_only_what_a_loss_needs_has_a_gradient_behind_stages(two_ranks: Ranks) -> None:
+    for found in two_ranks.run(of_one_head):
+        assert max(found) < 1e-12
+
+
+@captured_once()
+def tied_outside() -> str:
+    model, (tokens, targets) = tied_gpt()
+    made = compiled(model, (tokens, targets), loss_fn)
+    made.step(tokens, targets)
+    with pytest.raises(autopar.StepError) as caught:
+        made(tokens)
+    return str(caught.value)
+
+
+def test_a_loss_outside_of_stages_that_share_a_parameter_is_refused(two_ranks: Ranks) -> None:
+    for message in two_ranks.run(tied_outside):
+        assert "Several pipeline stages use the parameter token_embedding.weight" in message
 
 
 @captured_once()
