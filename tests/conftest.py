@@ -25,11 +25,17 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the tests of four ranks first: pytest-xdist gives them to one worker, and the others steal from the end.
+    """Puts the tests of four ranks together, so that one worker of pytest-xdist has nearly all of them.
 
     Two workers with four ranks each would be eight processes that wait for each other.
     """
-    items.sort(key=lambda item: "four_ranks" not in getattr(item, "fixturenames", ()))
+    together = [
+        i for i, item in enumerate(items) if "four_ranks" in getattr(item, "fixturenames", ())
+    ]
+    if together:
+        own = set(together)
+        after = [items[i] for i in range(together[0], len(items)) if i not in own]
+        items[together[0] :] = [items[i] for i in together] + after
 
 
 def pytest_collection_finish() -> None:

@@ -52,7 +52,7 @@ class _GradientOfOutput:
     """
 
     def __init__(self, spec: TensorSpec, layout: Layout, world: World) -> None:
-        self._spec, self._layout, self._world = spec, layout, world
+        self._output, self._layout, self._world = spec, layout, world
 
     def __call__(self, gradient: Tensor) -> Tensor:
         self._refuse_differences(gradient.detach())
@@ -70,7 +70,7 @@ class _GradientOfOutput:
                 dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
         apart = extremes.view(2, 2).sum(0).max().item()
         if apart > math.sqrt(torch.finfo(gradient.dtype).eps) * extremes[1].item():
-            raise _different(self._spec, gradient)
+            raise _different(self._output, gradient)
 
     def _groups(self) -> list[dist.ProcessGroup]:
         """The groups that join, one after the other, the ranks to which the same output was handed out."""
