@@ -83,6 +83,7 @@ from autopar.ir.pipeline import Pipeline, with_pipeline, without_pipeline
 from autopar.ir.plan_reading import (
     SCALAR,
     VERSION,
+    check_fields,
     check_one_line,
     format_reduction,
     note_word,
@@ -385,12 +386,13 @@ class Plan:
     def from_json(cls, document: Any) -> Plan:
         """Makes a plan from JSON values, the inverse of `to_json`.
 
-        Raises PlanError for another version, and for a field that is missing or cannot be read.
+        Raises PlanError for another version, and for a field that is missing, unknown, or cannot be read.
         """
         if not isinstance(document, dict) or "version" not in document:
             raise PlanError("This is not a plan: it has no field 'version'.")
         if document["version"] != VERSION:
             raise wrong_version(document["version"])
+        check_fields(document)
         try:
             everyone = Mesh.parse(document["mesh"])
             meeting = read_meeting(document.get("replicas"), everyone)
@@ -418,8 +420,6 @@ class Plan:
                 decomposed=tuple(document.get("decomposed", "").split()),
                 overlap_batches=document.get("overlap", 1),
             )
-        except KeyError as error:
-            raise PlanError(f"The plan is incomplete: it has no field {error}.") from None
         except (TypeError, AttributeError) as error:
             raise PlanError(f"The plan is damaged: {error}.") from error
         except (LayoutError, MeshError) as error:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, get_args
 
 from autopar.errors import AutoparError, PlanError
 from autopar.ir.choice import Labels
+from autopar.ir.files import check_keys, parse_json, read_text
 from autopar.ir.meeting import Meeting
 from autopar.ir.mesh import PIPELINE_AXIS, Mesh
 from autopar.ir.note import NOTE_KINDS, Note, kind_of
@@ -26,15 +25,30 @@ from autopar.ir.recompute import (
 from autopar.ir.tier import parse_place
 
 VERSION = 1
+# The fields of a plan's JSON: those of every plan, and those that only some have.
+FIELDS = (
+    "version",
+    "mesh",
+    "model",
+    "recipe",
+    "micro_batches",
+    "parameters",
+    "inputs",
+    "ops",
+    "notes",
+)
+OPTIONAL_FIELDS = (
+    "replicas", "pipeline", "recompute", "saved", "precision", "decomposed", "overlap", "shapes", "dtypes",
+)  # fmt: skip
 SCALAR = "scalar"
 _BY_ROWS = " by rows"
 _DTYPE = re.compile(r"bool|(?:u?int|b?float|complex)\d\w*")
 
 
 def read_document(path: str | os.PathLike[str]) -> Any:
-    """Reads a JSON file. Raises PlanError if it is not JSON, or has a name twice in one object."""
+    """Reads a JSON file. Raises PlanError if it is not such JSON as `parse_json` reads."""
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_each_once)
+        return parse_json(read_text(path))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise PlanError(
             f"{path} is not a whole JSON file ({error}); was it cut short? Copy it again, or save the plan again "
@@ -46,16 +60,12 @@ def read_document(path: str | os.PathLike[str]) -> Any:
         raise PlanError(f"Cannot read the plan {path}: {error.strerror}.") from None
 
 
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Makes a dictionary from the pairs of a JSON object. Raises ValueError if a name occurs twice.
-
-    JSON does not say which of two equal names counts (RFC 8259, section 4).
-    """
-    document = dict(pairs)
-    if len(document) < len(pairs):
-        name, count = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"{name!r} stands {count} times in one place")
-    return document
+def check_fields(document: Mapping[str, Any]) -> None:
+    """Raises PlanError for a field that a plan must have and that is missing, and for one that no plan has."""
+    try:
+        check_keys(document, FIELDS, OPTIONAL_FIELDS)
+    except ValueError as error:
+        raise PlanError(f"The plan is incomplete or damaged: {error}.") from None
 
 
 def wrong_version(found: object) -> PlanError:
@@ -243,7 +253,9 @@ def read_line(line: str, number: int, document: dict[str, Any]) -> None:
         if _DTYPE.fullmatch(dtype):
             document.setdefault("dtypes", {})[name] = dtype
             value = sizes
-        document.setdefault("shapes", {})[name] = _sizes(value, number)
+        if name in document.setdefault("shapes", {}):
+            raise PlanError(f"Line {number} of the plan gives shape {name} again: {line!r}.")
+        document["shapes"][name] = _sizes(value, number)
         return
     if word == "replicas":
         _once(word, number, document)

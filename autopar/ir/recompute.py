@@ -22,6 +22,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from autopar.errors import PlanError
+from autopar.ir.files import parse_json
 from autopar.ir.tier import Tier
 
 if TYPE_CHECKING:
@@ -169,8 +170,8 @@ def _read(text: str) -> Selection | int | str:
 
 def _json(text: str) -> Any:
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
+        return parse_json(text)
+    except ValueError as error:
         raise PlanError(f"Cannot read the ops to recompute, {text!r}, as JSON: {error}.") from None
 
 

@@ -153,6 +153,17 @@ def test_a_missing_part_is_named():
 
 
 @pytest.mark.parametrize(
+    ("name", "meant"),
+    [("recompte", "recompute"), ("precison", "precision"), ("Replicas", "replicas")],
+)
+def test_an_unknown_field_is_refused_with_the_nearest_name(name, meant, tmp_path):
+    (tmp_path / "plan.json").write_text(json.dumps(PLAN.to_json() | {name: "full"}))
+    says = rf"plan.json: The plan is .*field '{name}' \(did you mean {meant}"
+    with pytest.raises(PlanError, match=says):
+        Plan.load(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize(
     ("old", "new", "says"),
     [
         ("op linear_1: b0 j", "op linear_1: b0", "Op linear_1 has 1 labels for the 2 axes"),
@@ -164,6 +175,7 @@ def test_a_missing_part_is_named():
         ("micro-batches 2", "micro-batches 0", "at least one micro-batch, not 0"),
         ("S(0)@dp\n", "S(0)@dp R@dp\n", r"two states for the axis dp, S\(0\) and R"),
         ("note", "op linear_1: - -\nnote", "Line 9 of the plan gives op linear_1 again"),
+        ("note", "shape a: 1\nshape a: 2\nnote", "Line 10 of the plan gives shape a again"),
         ("note", "input tokens: R\nnote", "Line 9 of the plan gives input tokens again"),
         ("note", "parameter up.weight: R | R | step\nnote", "gives parameter up.weight again"),
     ],
