@@ -9,7 +9,11 @@ from autopar.cost_model.hardware import DTYPE_BYTES
 
 Rows: TypeAlias = tuple[Mapping[str, str | float], ...]
 
-CURVES = ("matmul", "collective")
+# Tables of measurements, each with the columns of its rows.
+CURVES: Mapping[str, tuple[str, ...]] = {
+    "matmul": ("dtype", "rows", "columns", "inner", "seconds", "predicted_seconds"),
+    "collective": ("name", "link", "ranks", "bytes", "seconds", "predicted_seconds"),
+}
 
 LINKS = ("inside_node", "across_nodes")
 

@@ -51,6 +51,9 @@ from autopar.cost_model.hardware_fields import (
     Rows,
 )
 from autopar.errors import AutoparError
+from autopar.ir.files import read_text
+
+_MOST_BYTES = 8 * 2**20  # of a file; one that `autopar calibrate` writes has less than 100 KB
 
 
 @dataclass(frozen=True)
@@ -71,8 +74,8 @@ class HardwareFile:
 def read_hardware(path: str | Path) -> HardwareFile:
     """Reads a hardware file. Raises AutoparError with the name of the file and the line of the error."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(path, most_bytes=_MOST_BYTES)
+    except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise AutoparError(f"Cannot read the hardware of {path}: {reason}.") from error
     return parse_hardware(text, str(path))
@@ -104,6 +107,9 @@ class _File:
             message, _, position = str(error).partition(" (at ")
             line = re.search(r"line (\d+)", position)
             self._fail(message + ".", int(line[1]) if line else text.count("\n") + 1)
+        except (RecursionError, ValueError) as error:  # of a whole number with thousands of digits
+            deep = isinstance(error, RecursionError)
+            self._fail("lists or tables are nested too deeply." if deep else f"{error}.", 1)
 
     def parse(self) -> HardwareFile:
         figures = self._base()
@@ -207,7 +213,22 @@ class _File:
         rows = self.document[name]
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
             self._fail(f"[[{name}]] is a list of tables.", (name,))
+        for row in rows:
+            self._check_row(row, name)
         return tuple(MappingProxyType(row) for row in rows)
+
+    def _check_row(self, row: Mapping[str, object], name: str) -> None:
+        columns = CURVES[name]
+        for key, value in row.items():
+            if key not in columns:
+                self._fail(
+                    f"unknown key {key!r} in [[{name}]]{_suggest(key, columns)}", (name, key)
+                )
+            fits = (
+                isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+            )
+            if not fits and not isinstance(value, str):
+                self._fail(f"{key} is {value!r}; it must be a number or a text.", (name, key))
 
     def _text(self, key: str) -> str:
         found = self.document.get(key)

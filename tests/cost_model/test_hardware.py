@@ -268,6 +268,11 @@ def test_quotes_and_umlauts_survive(tmp_path: Path) -> None:
         ("[across_nodes]\n", "[across_nodes]\nreduce_gain = {value = 3, kind = 'guess', source = 'x'}\n",
          "line 15: reduce_gain is 3; it must be a number from 1 to 2"),
         ("launch_seconds", "matmul = 3\nlaunch_seconds", r"line 5: \[\[matmul\]\] is a list of tables"),
+        ("[peak_flops]", "[[matmul]]\nrowz = 8\n[peak_flops]",
+         r"line 8: unknown key 'rowz' in \[\[matmul\]\]; did you mean 'rows'"),
+        ("[peak_flops]", "[[matmul]]\nrows = nan\n[peak_flops]", "line 8: rows is nan; it must be a number"),
+        ('name = "mine"', "name = " + "[" * 10_000, "line 1: lists or tables are nested too deeply"),
+        ("value = 4,", f"value = {'9' * 10_000},", "line 1: Exceeds the limit"),
     ],
 )  # fmt: skip
 def test_a_bad_file_is_named_with_its_line(old: str, new: str, message: str) -> None:
