@@ -15,6 +15,7 @@ from autopar.cost_model.hardware_fields import (
     OPTIONAL,
     REQUIRED,
 )
+from autopar.ir.files import save_text
 
 
 def save_hardware(
@@ -33,8 +34,10 @@ def save_hardware(
         path: path of the file, which is replaced.
         nodes: number of nodes in the cluster.
         curves: rows of measurements by table, `matmul` or `collective`.
+
+    Raises AutoparError for a file that cannot be written.
     """
-    Path(path).write_text(format_hardware(hardware, nodes=nodes, curves=curves), encoding="utf-8")
+    save_text(format_hardware(hardware, nodes=nodes, curves=curves), path)
 
 
 def format_hardware(

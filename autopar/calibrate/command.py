@@ -12,10 +12,10 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from autopar.calibrate import measure
-from autopar.calibrate.document import check_output, to_hardware, to_toml
+from autopar.calibrate.document import check_hardware_output, to_hardware, to_toml
 from autopar.calibrate.run import calibrate, is_first_rank
 from autopar.cost_model import Hardware, Link
-from autopar.ir.files import write_whole
+from autopar.ir.files import save_text
 
 
 @click.command(
@@ -49,14 +49,14 @@ def calibrate_command(
 ) -> None:  # fmt: skip
     first = is_first_rank()
     if first:
-        check_output(output)
+        check_hardware_output(output)
     with _bar(first) as progress:
         found = calibrate(
             device=device, ranks=ranks, quick=quick, formats=dtypes, progress=progress
         )
     if first:
         name = name or output.stem
-        write_whole(to_toml(found, name), output)
+        save_text(to_toml(found, name), output)
         Console().print(summary(to_hardware(found, name)))
         Console().print(f"Wrote {output}", soft_wrap=True, highlight=False)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,6 +27,7 @@ from autopar.cost_model import Hardware, Link, Source, find_hardware
 from autopar.cost_model.hardware import Host
 from autopar.cost_model.hardware_writing import format_hardware
 from autopar.errors import AutoparError
+from autopar.ir.files import check_output
 
 DIGITS = 4  # of a figure in the file; noise begins before
 Row = Mapping[str, str | float]
@@ -267,14 +267,8 @@ def to_toml(found: Measurements, name: str) -> str:
 # --- the file
 
 
-def check_output(path: Path) -> None:
+def check_hardware_output(path: Path) -> None:
     """Raises AutoparError where the file could not be written, before anything is measured."""
     if path.suffix != ".toml":
         raise AutoparError(f"A hardware file is called NAME.toml, not {path.name!r}.")
-    if path.is_dir():
-        raise AutoparError(f"Cannot write {path}: it is a folder.")
-    try:
-        with tempfile.TemporaryFile(dir=path.parent):
-            return
-    except OSError as error:
-        raise AutoparError(f"Cannot write {path}: {error.strerror}.") from error
+    check_output(path)

@@ -9,9 +9,10 @@ from typing import Any
 import click
 
 from autopar.cli.options import TARGET_HELP, question, question_options
-from autopar.cli.output import check_folder, console, print_json, working, write_files
+from autopar.cli.output import console, print_json, working, write_files
 from autopar.cost_model.breakdown import Candidate, pareto
 from autopar.explanation.pages import page_of
+from autopar.ir.files import check_output
 from autopar.search.comparison import best_that_fits, compared
 from autopar.views import CandidateTable
 
@@ -35,7 +36,7 @@ Examples:
               help="Write a report with the picture of time against memory.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def compare_command(target: str, top: int, html: Path | None, as_json: bool, **given: Any) -> None:
-    check_folder(html)
+    check_output(html)
     with working() as progress:
         asked = question(target, progress, given)
         bound = asked.bound_bytes

@@ -8,10 +8,11 @@ from typing import Any
 import click
 
 from autopar.cli.options import AUTO, TARGET_HELP, question, question_options
-from autopar.cli.output import check_folder, console, print_json, working, write_files
+from autopar.cli.output import console, print_json, working, write_files
 from autopar.explanation.batches import best_batch
 from autopar.explanation.pages import page_of
 from autopar.explanation.sheet import Sheet
+from autopar.ir.files import check_output
 
 
 @click.command(
@@ -46,7 +47,7 @@ def explain_command(
     target: str, save: Path | None, html: Path | None, trace: Path | None, as_json: bool,
     **given: Any,
 ) -> None:  # fmt: skip
-    check_folder(save, html, trace)
+    check_output(save, html, trace)
     with working() as progress:
         asked = question(target, progress, given, tries_batches=True)
         found = best_batch(asked) if given["batch"] == AUTO else asked.answer()

@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from autopar.errors import AutoparError
 from autopar.search.progress import Progress, silent
 from autopar.views import Page, gantt, write_html, write_trace
 
@@ -43,13 +42,6 @@ def print_json(document: Mapping[str, Any]) -> None:
     a number that is not finite.
     """
     click.echo(json.dumps(document, indent=1, default=str, allow_nan=False))
-
-
-def check_folder(*paths: Path | None) -> None:
-    """Raises AutoparError for a file that could not be written, before any work is done."""
-    for path in paths:
-        if path is not None and not path.parent.is_dir():
-            raise AutoparError(f"Cannot write {path}: there is no folder {path.parent}.")
 
 
 def write_files(page: Page, html: Path | None, trace: Path | None) -> None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import itertools
 import json
 import math
 import operator
 import os
 import re
+import secrets
+import stat
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from autopar.errors import did_you_mean
+from autopar.errors import AutoparError, did_you_mean
 
 MOST_BYTES = (
     64 * 2**20
@@ -98,17 +102,73 @@ def check_keys(
             raise ValueError(f"it has no field {key!r}")
 
 
+def check_output(*paths: Path | None) -> None:
+    """Raises AutoparError for a file that `write_whole` could not write, before any work is done for it."""
+    for path in paths:
+        if path is not None:
+            with _naming(path):
+                target, _ = _target(path)
+                with tempfile.TemporaryFile(dir=target.parent):
+                    pass
+
+
+def save_text(text: str, path: str | os.PathLike[str]) -> None:
+    """Does what `write_whole` does; raises AutoparError with the file and the reason where that is not possible."""
+    with _naming(Path(path)):
+        write_whole(text, Path(path))
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Context in which an OSError becomes an AutoparError that says which file cannot be written, and why."""
+    try:
+        yield
+    except OSError as error:
+        raise AutoparError(f"Cannot write {path}: {error.strerror or error}.") from error
+
+
 def write_whole(text: str, path: Path) -> None:
-    """Replaces the file in one step: a reader sees the old one or the new one. Raises OSError."""
-    with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", dir=path.parent, prefix=f".{path.stem}-", delete=False
-    ) as file:
+    """Replaces the file in one step: a reader sees the old one or the new one.
+
+    A file that is there keeps its permissions; a new one has those that the umask allows. Where the path is a symbolic
+    link, the file to which it leads is written. Raises OSError, also for what is no regular file.
+    """
+    target, mode = _target(path)
+    # Not by `tempfile`, whose files are for their owner alone whatever the umask.
+    beside = target.with_name(f".{target.stem}-{secrets.token_hex(8)}")
+    with open(beside, "x", encoding="utf-8") as file:
         try:
             file.write(text)
             file.flush()
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
             os.fsync(file.fileno())
-            os.chmod(file.name, 0o644)  # that of temporary files is for their owner alone
-            os.replace(file.name, path)
+            os.replace(beside, target)
         except BaseException:
-            os.unlink(file.name)
+            beside.unlink()
             raise
+
+
+def _target(path: Path) -> tuple[Path, int | None]:
+    """The file to which a path leads, and its permissions; None for one that is not there yet."""
+    target = Path(os.path.realpath(path))
+    for folder in (path.parent, target.parent):
+        if not folder.is_dir():
+            raise FileNotFoundError(errno.ENOENT, f"there is no folder {folder}")
+    try:
+        mode = target.stat().st_mode
+    except FileNotFoundError:
+        return target, None
+    if not stat.S_ISREG(mode):
+        what = next((word for is_one, word in _KINDS if is_one(mode)), "no regular file")
+        raise OSError(errno.EINVAL, f"it is {what}")
+    return target, stat.S_IMODE(mode) & 0o777
+
+
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+)

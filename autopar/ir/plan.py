@@ -68,12 +68,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from html import escape
-from pathlib import Path
 from typing import Any
 
 from autopar.errors import LayoutError, MeshError, PlanError
 from autopar.ir.choice import Labels
-from autopar.ir.files import write_whole
+from autopar.ir.files import save_text
 from autopar.ir.layout import Layout, format_layout, parse_layout
 from autopar.ir.meeting import SERVER, Meeting, mesh_of_all, mesh_of_replica
 from autopar.ir.mesh import Mesh
@@ -426,11 +425,11 @@ class Plan:
             raise PlanError(f"The plan is damaged: {error}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as JSON. The file is replaced in one move, so that a crash leaves the old one."""
-        target = Path(path)
-        if not target.parent.is_dir():
-            raise PlanError(f"Cannot save the plan as {path}: there is no folder {target.parent}.")
-        write_whole(json.dumps(self.to_json(), indent=1) + "\n", target)
+        """Writes the plan as JSON. The file is replaced in one move, so that a crash leaves the old one.
+
+        Raises AutoparError where that is not possible, for a device, say.
+        """
+        save_text(json.dumps(self.to_json(), indent=1) + "\n", path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:

@@ -10,6 +10,7 @@ from typing import Any
 
 from autopar import units
 from autopar.cost_model.breakdown import Breakdown
+from autopar.ir.files import save_text
 from autopar.views import palette
 from autopar.views.bars import memory_headline, savings, shown, time_headline
 from autopar.views.block import block_graph
@@ -28,8 +29,8 @@ DEEPEST, SMALLEST = 4, 0.002  # of the trees: levels, and shares that are summed
 
 
 def write_html(page: Page, path: Path | str) -> None:
-    """Writes the report to `path`."""
-    Path(path).write_text(to_html(page), encoding="utf-8")
+    """Writes the report to `path`. Raises AutoparError for a file that cannot be written."""
+    save_text(to_html(page), path)
 
 
 _UNITS = Markup(

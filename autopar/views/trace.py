@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.cost_model.breakdown import Event
+from autopar.ir.files import parse_json, read_text, save_text
 from autopar.views.lanes import LaneRow, end, rows
 
 PROCESS = 0  # rank; one stands for all
@@ -20,11 +21,12 @@ _NANOSECONDS = 1e9
 
 
 def write_trace(events: Iterable[Event], path: Path | str) -> None:
-    """Writes the events to `path`. Details that JSON has no type for are written as text."""
-    document = to_trace(events)
-    Path(path).write_text(
-        json.dumps(document, default=str, allow_nan=False) + "\n", encoding="utf-8"
-    )
+    """Writes the events to `path`. Details that JSON has no type for are written as text.
+
+    Raises AutoparError for a file that cannot be written.
+    """
+    text = json.dumps(to_trace(events), default=str, allow_nan=False)
+    save_text(text + "\n", path)
 
 
 def to_trace(events: Iterable[Event]) -> dict[str, Any]:
@@ -40,7 +42,7 @@ def to_trace(events: Iterable[Event]) -> dict[str, Any]:
 
 def read_trace(path: Path | str) -> tuple[Event, ...]:
     """The events of a trace that `write_trace` wrote, by lane and start, to the nanosecond."""
-    document = json.loads(Path(path).read_text(encoding="utf-8"))
+    document = parse_json(read_text(path))
     return tuple(
         Event(each["cat"], each["name"], each["ts"] / 1e6, each["dur"] / 1e6, each["args"])
         for each in document["traceEvents"]

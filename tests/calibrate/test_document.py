@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from autopar.calibrate import to_hardware
-from autopar.calibrate.document import check_output, to_toml
+from autopar.calibrate.document import check_hardware_output, to_toml
 from autopar.cost_model import Link, find_cluster, read_hardware
 from autopar.errors import AutoparError
 from autopar.ir.files import write_whole
@@ -111,10 +111,10 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path):
 def test_a_file_that_cannot_be_written_is_said_first(tmp_path):
     (tmp_path / "folder.toml").mkdir()
     for path, says in (
-        (tmp_path / "nowhere" / "my.toml", "No such file or directory"),
+        (tmp_path / "nowhere" / "my.toml", "there is no folder"),
         (tmp_path / "folder.toml", "it is a folder"),
         (tmp_path / "my.json", "is called NAME.toml, not 'my.json'"),
     ):
         with pytest.raises(AutoparError, match=says):
-            check_output(path)
+            check_hardware_output(path)
     assert os.listdir(tmp_path) == ["folder.toml"]

@@ -1,11 +1,15 @@
 """What is read stays within bounds, and what is written is whole."""
 
 import json
+import os
+import socket
+import stat
+from pathlib import Path
 
 import pytest
 
-from autopar.errors import PlanError
-from autopar.ir.files import check_nesting, parse_json, read_text
+from autopar.errors import AutoparError, PlanError
+from autopar.ir.files import check_nesting, check_output, parse_json, read_text, save_text
 from autopar.ir.plan_reading import read_document
 from autopar.ir.recompute import parse_wish
 
@@ -39,3 +43,51 @@ def test_numbers_are_finite(number):
 def test_a_long_file_is_not_read():
     with pytest.raises(ValueError, match="more than 1000 bytes"):
         read_text("/dev/zero", most_bytes=1000)
+
+
+def test_permissions_stay_and_new_files_have_those_of_the_umask(tmp_path):
+    secret, new = tmp_path / "secret.json", tmp_path / "new.json"
+    secret.write_text("old")
+    secret.chmod(0o600)
+    before = os.umask(0o027)
+    try:
+        save_text("a", secret)
+        save_text("b", new)
+    finally:
+        os.umask(before)
+    assert [oct(file.stat().st_mode & 0o777) for file in (secret, new)] == ["0o600", "0o640"]
+    assert (secret.read_text(), new.read_text()) == ("a", "b")
+
+
+def test_a_link_stays_and_its_file_is_written(tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "plan.json").write_text("old")
+    (tmp_path / "link.json").symlink_to(tmp_path / "there" / "plan.json")
+    save_text("new", tmp_path / "link.json")
+    assert (tmp_path / "link.json").is_symlink()
+    assert (tmp_path / "there" / "plan.json").read_text() == "new"
+    assert os.listdir(tmp_path / "there") == ["plan.json"]
+
+
+def test_only_regular_files_are_replaced(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the path of a socket is at most 107 characters long
+    os.mkfifo("pipe")
+    os.mkdir("folder")
+    os.symlink("loop", "loop")
+    os.symlink("/dev/full", "to_device")
+    with socket.socket(socket.AF_UNIX) as door:
+        door.bind("door")
+        for path, says in (
+            ("pipe", "it is a pipe"),
+            ("folder", "it is a folder"),
+            ("door", "it is a socket"),
+            ("to_device", "it is a device"),
+            ("/dev/full", "it is a device"),
+            ("loop", "Too many levels of symbolic links"),
+            ("none/plan.json", "there is no folder none"),
+        ):
+            for attempt in (lambda p=path: save_text("x", p), lambda p=path: check_output(Path(p))):
+                with pytest.raises(AutoparError, match=f"Cannot write {path}: {says}"):
+                    attempt()
+    assert sorted(os.listdir()) == ["door", "folder", "loop", "pipe", "to_device"]
+    assert stat.S_ISCHR(os.stat("/dev/full").st_mode)
