@@ -106,6 +106,7 @@ from autopar._torch.exporting import (
     without_values,
 )
 from autopar._torch.fakes import (
+    argument_names,
     example_tensor,
     is_torchs_operator,
     modes_above,
@@ -208,5 +209,5 @@ __all__ = [
     "validates_distribution", "waiting_longer",
     "warn_once_of_redistribution",
     "watch_cached_calls", "whole_of", "widened_dtype", "without_memory", "without_value_checks", "without_values",
-    "write_size", "write_sizes",
+    "write_size", "write_sizes", "argument_names",
 ]  # fmt: skip

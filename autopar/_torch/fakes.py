@@ -11,6 +11,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 _TORCHS = ("aten", "prims")
+_OF_FILES = ("from_file",)
 
 
 def example_tensor(
@@ -31,13 +32,21 @@ def is_torchs_operator(operator: OpOverload) -> bool:
 
 
 def operator_named(name: str) -> OpOverload | None:
-    """The overload of torch's own with a name such as `aten.add.Tensor`; None where there is none."""
+    """The overload of torch's own with a name such as `aten.add.Tensor`; None where there is none.
+
+    An operator that reads or writes files is not among them.
+    """
     namespace, _, rest = name.partition(".")
     packet, _, overload = rest.partition(".")
-    if namespace not in _TORCHS:
+    if namespace not in _TORCHS or packet in _OF_FILES:
         return None
-    found: Any = getattr(getattr(torch.ops, namespace), packet, None)
-    return getattr(found, overload, None)
+    found: Any = getattr(getattr(getattr(torch.ops, namespace), packet, None), overload, None)
+    return found if isinstance(found, OpOverload) else None
+
+
+def argument_names(operator: OpOverload) -> frozenset[str]:
+    """Names of the arguments that an operator takes."""
+    return frozenset(argument.name for argument in operator._schema.arguments)
 
 
 def modes_above() -> int:

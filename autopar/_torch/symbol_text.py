@@ -90,6 +90,8 @@ class ReadSizes:
         self.mode = FakeTensorMode(shape_env=env)
         self._symbols: dict[str, sympy.Symbol] = {}
         for name, (value, lower, upper, positive) in document["symbols"].items():
+            if not name.isidentifier():  # torch puts it into the source of its conditions
+                raise ValueError(f"{name!r} is no name of a size")
             symbol = sympy.Symbol(name, positive=positive or None, integer=True)
             self._symbols[name] = symbol
             if value is not None:

@@ -11,6 +11,7 @@ model holds is such an object, too; one that the capture has made itself is writ
 from __future__ import annotations
 
 import base64
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,7 +62,7 @@ def read_captured(
 ) -> Captured:
     """The capture that `write_captured` has written.
 
-    Raises KeyError, TypeError, ValueError, IndexError, AttributeError or NoText for another document.
+    What it raises for another document may be any exception. No text of the document is run as code.
 
     Args:
         document: the JSON.
@@ -77,7 +78,7 @@ def read_captured(
         constants={name: _read_constant(x, state) for name, x in document["constants"].items()},
         in_spec=in_spec,
         literals={i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)},
-        out_spec=pytree.treespec_loads(document["result"]),
+        out_spec=pytree.read_tree(document["result"]),
         mutated=dict(document["mutated"]),
         precision=precision,
         stored={
@@ -94,10 +95,10 @@ def _list(value: Any) -> Json:
     return sorted(value) if isinstance(value, frozenset) else value
 
 
-def _spec(spec: pytree.TreeSpec) -> str:
+def _spec(spec: pytree.TreeSpec) -> Json:
     try:
-        return str(pytree.treespec_dumps(spec))
-    except (NotImplementedError, TypeError) as error:
+        return pytree.write_tree(spec)
+    except ValueError as error:
         raise NoText(f"the results have a form without a text ({error})") from None
 
 
@@ -127,9 +128,9 @@ def _read_constant(document: Json, state: PythonState) -> Tensor:
         return found
     dtype = dtype_of(document["dtype"].removeprefix("torch."))
     values = bytearray(base64.b64decode(document["bytes"], validate=True))
-    made = torch.empty(document["shape"], dtype=dtype)
-    if made.numel() * made.element_size() != len(values):
+    if math.prod(document["shape"]) * dtype.itemsize != len(values):
         raise NoText("a constant has another number of values")
+    made = torch.empty(document["shape"], dtype=dtype)
     if values:
         made = torch.frombuffer(values, dtype=dtype).reshape(document["shape"])
     return made.to(document["device"])

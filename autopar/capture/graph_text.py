@@ -7,11 +7,14 @@
 A node has its kind, name, target, arguments, its result, and where it was called. Its result is the index of a row of
 `tensors` (shape, strides, dtype, device, whether it takes a gradient, whether it is a parameter), a list of these, a
 number, or an open size (`autopar/_torch/symbol_text.py`). What is neither an operator of torch nor plain data, such as
-a function with a backward of its own, has no text.
+a function with a backward of its own, has no text. Nodes are made by calls. The words of a file that fx puts into its
+source as they stand are checked to be names: those of nodes, placeholders and keyword arguments.
 """
 
 from __future__ import annotations
 
+import keyword
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -71,9 +74,9 @@ def read_graph(document: Json) -> fx.GraphModule:
     texts, graph = document["texts"], fx.Graph()
     nodes: list[fx.Node] = []
     for kind, name, target, args, kwargs, result, stack, line in document["nodes"]:
-        made = graph.create_node(
-            kind, _target(kind, target), _read(args, nodes), _read(kwargs, nodes), name=name
-        )
+        found, named = _target(kind, target), _read(kwargs, nodes)
+        _check_words(name, found, named)
+        made = graph.create_node(kind, found, _read(args, nodes), named, name=name)
         if kind != "output":
             made.meta["val"] = _result(result, examples, size)
         if stack is not None:
@@ -122,9 +125,21 @@ def _name(node: fx.Node) -> str:
     return name
 
 
+def _check_words(name: str, target: Any, named: dict[str, Any]) -> None:
+    """Raises NoText for a word that is no name; fx would put it into Python source as it stands."""
+    takes = _torch.argument_names(target) if isinstance(target, OpOverload) else frozenset[str]()
+    words = [name, *([target] if isinstance(target, str) else [])]
+    if not all(word.isidentifier() and not keyword.iskeyword(word) for word in words):
+        raise NoText(f"{words} are no names")
+    if not named.keys() <= takes:
+        raise NoText(f"{target} takes no {', '.join(map(str, named.keys() - takes))}")
+
+
 def _target(kind: str, name: str) -> Any:
-    if kind != "call_function":
+    if kind == "placeholder" or (kind, name) == ("output", "output"):
         return name
+    if kind != "call_function":
+        raise NoText(f"there is no node of the kind {kind}")
     found = _FUNCTIONS.get(name) or _torch.operator_named(name)
     if found is None:
         raise NoText(f"there is no operator {name}")
@@ -133,6 +148,8 @@ def _target(kind: str, name: str) -> Any:
 
 def _write(x: Any, numbers: dict[fx.Node, int]) -> Json:
     """An argument of a node as JSON."""
+    if type(x) is float and not math.isfinite(x):
+        return {"float": repr(x)}
     if type(x) in SCALARS:
         return x
     if isinstance(x, fx.Node):
@@ -171,7 +188,9 @@ def _read(x: Json, nodes: list[fx.Node]) -> Any:
         return torch.device(value)
     if kind == "complex":
         return complex(*value)
-    found = getattr(torch, value) if kind == "torch" else None
+    if kind == "float" and value in ("inf", "-inf", "nan"):
+        return float(value)
+    found = vars(torch).get(value) if kind == "torch" else None
     if not isinstance(found, _BY_NAME):
         raise NoText(f"{x} is no argument")
     return found

@@ -25,19 +25,35 @@ MOST_BYTES = (
 )  # of a file that is read whole; plans of the largest models have a few megabytes
 # Our own files have about ten levels; Python itself gives up at a thousand.
 MOST_LEVELS = 100
+OTHERS_WRITE = 0o022  # permissions by which the group and everyone else write a file
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
 _OTHER = bytes(sorted({*range(256)} - set(b"[]{}")))
 # An opening bracket adds 2 and every bracket takes 1 away, so that the sum is the level.
 _STEPS = bytes.maketrans(b"[{]}", bytes([2, 2, 0, 0]))
 
 
-def read_text(path: str | os.PathLike[str], *, most_bytes: int = MOST_BYTES) -> str:
-    """The text of a file. Raises OSError, and ValueError for a longer file or one that is no UTF-8."""
+def read_text(
+    path: str | os.PathLike[str], *, most_bytes: int = MOST_BYTES, only_own: bool = False
+) -> str:
+    """The text of a file. Raises OSError, and ValueError for a longer file or one that is no UTF-8.
+
+    With `only_own` a file that another user could have written raises ValueError, too.
+    """
     with Path(path).open("rb") as file:
+        if only_own:
+            _refuse_of_others(os.fstat(file.fileno()))
         found = file.read(most_bytes + 1)
     if len(found) > most_bytes:
         raise ValueError(f"it has more than {most_bytes} bytes, which is the most that is read")
     return found.decode()
+
+
+def _refuse_of_others(found: os.stat_result) -> None:
+    if found.st_uid != os.geteuid():
+        raise ValueError(f"it is a file of user {found.st_uid}, and this is user {os.geteuid()}")
+    if found.st_mode & OTHERS_WRITE:
+        mode = stat.S_IMODE(found.st_mode)
+        raise ValueError(f"its permissions are {mode:o}, so that other users can write it")
 
 
 def check_nesting(text: str) -> None:
@@ -127,11 +143,16 @@ def _naming(path: Path) -> Iterator[None]:
         raise AutoparError(f"Cannot write {path}: {error.strerror or error}.") from error
 
 
-def write_whole(text: str, path: Path) -> None:
+def write_whole(text: str, path: Path, *, without: int = 0) -> None:
     """Replaces the file in one step: a reader sees the old one or the new one.
 
     A file that is there keeps its permissions; a new one has those that the umask allows. Where the path is a symbolic
     link, the file to which it leads is written. Raises OSError, also for what is no regular file.
+
+    Args:
+        text: contents of the file.
+        path: path of the file.
+        without: permissions that the file does not get whatever the umask, such as `OTHERS_WRITE`.
     """
     target, mode = _target(path)
     # Not by `tempfile`, whose files are for their owner alone whatever the umask.
@@ -140,8 +161,8 @@ def write_whole(text: str, path: Path) -> None:
         try:
             file.write(text)
             file.flush()
-            if mode is not None:
-                os.fchmod(file.fileno(), mode)
+            own = os.fstat(file.fileno()).st_mode if mode is None else mode
+            os.fchmod(file.fileno(), stat.S_IMODE(own) & ~without)
             os.fsync(file.fileno())
             os.replace(beside, target)
         except BaseException:

@@ -3,7 +3,7 @@
 A capture is stored under a hash of all that it depends on: the Python of the model in reach, code and values
 (`autopar.capture.python_state`); the arguments; the precision; the switches of torch; the code of autopar and the
 version of torch. A capture that may depend on anything else is not stored (`autopar.capture.portable`), and a file
-that is damaged, or of somebody else, is not used.
+that is damaged, or that another user owns or can write, is not used.
 """
 
 from __future__ import annotations
@@ -32,16 +32,19 @@ from autopar.capture.open_sizes import OpenDims
 from autopar.capture.portable import refuse_unportable
 from autopar.capture.python_state import NoText, PythonState
 from autopar.ir import MixedPrecision
-from autopar.ir.files import write_whole
+from autopar.ir.files import (
+    MOST_BYTES,
+    OTHERS_WRITE,
+    check_nesting,
+    parse_json,
+    read_text,
+    write_whole,
+)
 from autopar.passes import clean_up
 from autopar.planning.stored_plans import code_version, text_of
 
 log = logging.getLogger("autopar")
 
-# What reading a file of somebody else's may raise.
-_UNREADABLE = (
-    NoText, ValueError, KeyError, TypeError, IndexError, AttributeError, OSError, RuntimeError, NotImplementedError,
-)  # fmt: skip
 _ENDING = ".capture"
 
 
@@ -138,12 +141,14 @@ class StoredCaptures:
         if not path.is_file():
             return None
         try:
-            head, _, body = path.read_text(encoding="utf-8").partition("\n")
-            if json.loads(head) != _head(key, body):
+            head, _, body = read_text(path, only_own=True).partition("\n")
+            if parse_json(head) != _head(key, body):
                 raise NoText("it is not whole, or not the answer to the question of its name")
             arguments = question.args, question.kwargs
-            found = read_captured(json.loads(body), state, arguments, question.precision)
-        except _UNREADABLE as error:
+            found = read_captured(parse_json(body), state, arguments, question.precision)
+        except (
+            Exception
+        ) as error:  # whatever torch raises for a graph that somebody else has written
             log.info("The stored capture %s is not used, and made again: %s", path, error)
             return None
         log.info("The capture was stored by an earlier start (%s).", path)
@@ -162,13 +167,13 @@ class StoredCaptures:
             refuse_unportable(captured, state)
             if question.state().digest != state.digest:
                 raise NoText("the capture has changed what Python holds")
-            body = json.dumps(write_captured(captured, state), separators=(",", ":"))
+            body = _text(write_captured(captured, state))
             arguments = question.args, question.kwargs
-            again = read_captured(json.loads(body), state, arguments, question.precision)
+            again = read_captured(parse_json(body), state, arguments, question.precision)
             if not is_same_capture(captured, again):
                 raise NoText("its text does not say all of it")
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(f"{json.dumps(_head(key, body))}\n{body}", path)
+            write_whole(f"{json.dumps(_head(key, body))}\n{body}", path, without=OTHERS_WRITE)
         except NoText as error:
             log.info("The capture is not stored: %s.", error)
         except OSError as error:
@@ -224,5 +229,20 @@ def _likeness(x: Tensor) -> list[str]:
     return list(map(str, said))
 
 
+def _text(document: Any) -> str:
+    """The JSON of a capture. Raises NoText for one that `parse_json` would refuse."""
+    try:
+        text = json.dumps(document, separators=(",", ":"), allow_nan=False)
+        check_nesting(text)
+    except ValueError as error:
+        raise NoText(f"the capture has no text that is read again ({error})") from None
+    if (
+        len(text) > MOST_BYTES // 2
+    ):  # a character may take more than one byte, and the head comes before
+        raise NoText(f"its text has {len(text)} characters")
+    return text
+
+
 def _head(key: str, body: str) -> dict[str, str]:
-    return {"question": key, "sha256": hashlib.sha256(body.encode()).hexdigest()}
+    """The first line of a file: the question, and a digest of question and answer together."""
+    return {"question": key, "sha256": hashlib.sha256(f"{key}\n{body}".encode()).hexdigest()}

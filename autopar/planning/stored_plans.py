@@ -21,7 +21,7 @@ import torch
 
 from autopar.errors import PlanError
 from autopar.ir import Plan
-from autopar.ir.files import write_whole
+from autopar.ir.files import OTHERS_WRITE, write_whole
 from autopar.ir.plan_reading import read_document
 from autopar.planning.planning import Prepared, why_not_again
 from autopar.search.request import Request
@@ -78,8 +78,10 @@ class StoredPlans:
         if not path.is_file():
             return None
         try:
-            document = read_document(path)
-            if not isinstance(document, dict) or document.get("question") != key:
+            document = read_document(path, only_own=True)
+            if not isinstance(document, dict) or document.keys() != {"question", "plan"}:
+                raise PlanError("it has other fields than a question and a plan")
+            if document["question"] != key:
                 raise PlanError("it is not the answer to the question of its name")
             plan = Plan.from_json(document.get("plan"))
             wrong = why_not_again(plan, prepared)
@@ -99,7 +101,8 @@ class StoredPlans:
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(json.dumps({"question": key, "plan": document}, indent=1) + "\n", path)
+            text = json.dumps({"question": key, "plan": document}, indent=1) + "\n"
+            write_whole(text, path, without=OTHERS_WRITE)
         except OSError as error:
             log.warning("The plan is not stored in %s: %s.", path.parent, error.strerror)
 

@@ -31,6 +31,9 @@ def test_operators_are_found_by_their_names():
     assert _torch.operator_named("aten.add.none_of_it") is None
     assert _torch.operator_named("aten.none_of_it.default") is None
     assert _torch.operator_named("os.system") is None
+    assert _torch.operator_named("aten.__class__.mro") is None
+    assert _torch.operator_named("aten.from_file.default") is None
+    assert _torch.argument_names(torch.ops.aten.add.Tensor) == {"self", "other", "alpha"}
 
 
 def test_modes_and_hooks_of_all_modules_are_counted():

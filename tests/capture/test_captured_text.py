@@ -1,5 +1,6 @@
 """Captures as text: what is read back is the capture that was written."""
 
+import collections
 import json
 import logging
 import sys
@@ -234,3 +235,62 @@ def test_examples_of_a_read_graph_are_of_one_fake_mode():
     assert len(modes) == 1 and isinstance(
         next(iter(read.module.graph.nodes)).meta["val"].fake_mode, FakeTensorMode
     )
+
+
+RAN = []  # what a forged capture would add to, if text of it were run
+
+
+def forged(document, *, node="linear", **changes):
+    """A capture whose first node of such a name has other words; a change is a position and a value."""
+    other = json.loads(json.dumps(document))
+    row = next(row for row in other["graph"]["nodes"] if row[1].startswith(node))
+    for place, value in changes.items():
+        row[int(place.removeprefix("at"))] = value
+    return other
+
+
+CODE = "__import__('tests.capture.test_captured_text').RAN.append(1)"
+FORGERIES = {
+    "a keyword": {"at4": {"dict": [[f"bias=None, x={CODE}, y", None]]}},
+    "a keyword that the op does not take": {"at4": {"dict": [["alpha", 2]]}},
+    "a name": {"at1": f"x = {CODE}\n"},
+    "a placeholder": {"node": "p_", "at2": f"x={CODE}"},
+    "a function of Python": {"at2": "eval"},
+    "a class of Python": {"at2": "aten.__class__.mro"},
+    "a file": {"at2": "aten.from_file.default"},
+    "an attribute": {"at0": "get_attr", "at2": f"x[{CODE}]"},
+    "a method": {"at0": "call_method", "at2": "share_memory_"},
+}
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_a_forged_graph_is_refused_and_none_of_it_is_run(name):
+    question = asked(nn.Linear(4, 4), (X, X), loss=F.mse_loss)
+    document = write_captured(captured(question), question.state())
+    with pytest.raises(NoText, match=r"no name|takes no|no operator|no node of the kind"):
+        read_captured(
+            forged(document, **FORGERIES[name]), question.state(), (question.args, {}), None
+        )
+    assert not RAN
+
+
+def test_results_in_containers_of_a_class_that_imports_what_it_reads_are_not_stored():
+    class Counted(nn.Linear):
+        def forward(self, x):
+            return collections.defaultdict(list, y=super().forward(x))
+
+    question = asked(Counted(4, 4), (X,))
+    with pytest.raises(NoText, match="defaultdict has no text"):
+        write_captured(captured(question), question.state())
+
+
+def test_numbers_that_are_not_finite_have_a_text_of_their_own():
+    class Masked(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).masked_fill(x > 0, float("-inf"))
+
+    question = asked(Masked(4, 4), (X,))
+    made = captured(question)
+    text = json.dumps(write_captured(made, question.state()), allow_nan=False)
+    read = read_captured(json.loads(text), question.state(), (question.args, {}), None)
+    assert is_same_capture(made, read) and "-inf" in text

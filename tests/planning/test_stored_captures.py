@@ -299,6 +299,41 @@ def test_a_file_that_cannot_be_used_is_made_again(starts, caplog, kind):
     assert path.read_text() == text and starts.files == [path]
 
 
+@pytest.mark.parametrize("how", ["other users can write it", "it is a file of user"])
+def test_a_file_of_others_is_not_used_and_replaced(starts, caplog, how, monkeypatch):
+    starts.start()
+    (path,) = starts.files
+    if how == "it is a file of user":
+        monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+    else:
+        path.chmod(0o666)
+    with caplog.at_level(logging.INFO, "autopar"):
+        starts.start()
+    (said,) = [r.getMessage() for r in caplog.records if "is not used" in r.getMessage()]
+    assert str(path) in said and how in said
+    assert starts.count == 2 and path.stat().st_mode & 0o022 == 0
+
+
+@pytest.mark.parametrize(
+    "raised", [AssertionError("a shape"), RecursionError("too deep"), MemoryError("too long")]
+)
+def test_whatever_reading_raises_means_that_the_file_is_not_used(
+    starts, caplog, raised, monkeypatch
+):
+    starts.start()
+    read, left = stored_captures.read_captured, [raised]
+
+    def fails_once(*args):
+        if left:
+            raise left.pop()
+        return read(*args)
+
+    monkeypatch.setattr(stored_captures, "read_captured", fails_once)
+    with caplog.at_level(logging.INFO, "autopar"):
+        starts.start()
+    assert starts.count == 2 and caplog.text.count("is not used") == 1
+
+
 SCRIPT = """
     import sys, logging
     logging.basicConfig(level=logging.INFO)
