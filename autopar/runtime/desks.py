@@ -25,6 +25,9 @@ from autopar.runtime.server_lines import LATER_SECONDS, Line, ServerMessage
 
 log = logging.getLogger("autopar")
 
+_MOST_TEXT_BYTES = (
+    64 * 2**20
+)  # of an order, which names the replica of every push since the last meeting
 _PUSH, _MEET, _BEGIN, _END, _VALUES, _ORDER, _ERROR = b"p", b"m", b"b", b"q", b"v", b"o", b"e"
 
 
@@ -172,12 +175,13 @@ class FarDesk:
 
     def _answer(self, kind: bytes) -> str:
         try:
-            found = self._line.receive(_VALUES)
+            found = self._line.receive(_VALUES, most_text_bytes=_MOST_TEXT_BYTES)
+            if found.kind not in (kind, _ERROR):
+                raise ConnectionAbortedError(f"it sent {found.kind!r} in place of {kind!r}")
         except OSError as error:
             raise self._gone(error) from error
         if found.kind == _ERROR:
             raise _lost(found.text)
-        assert found.kind == kind, found
         return found.text
 
     def _gone(self, error: OSError) -> PeerError:
@@ -211,6 +215,8 @@ def _answered(server: Server, replica: int, line: Line) -> bool:
     asked = line.receive(_PUSH + _MEET + _BEGIN)
     if asked.kind == _END:
         return False
+    if asked.kind not in (_PUSH, _MEET, _BEGIN):
+        raise ConnectionAbortedError(f"it asked for {asked.kind!r}, which there is not")
     try:
         _answer(server, replica, asked, line)
     finally:

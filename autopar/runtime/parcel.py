@@ -75,7 +75,7 @@ class Parcel:
                 yield self._piece(name)
 
     def fill(self, read: Callable[[bytearray | memoryview], object]) -> None:
-        """Takes what another parcel of these tensors sends.
+        """Takes what another parcel of these tensors sends. Raises ConnectionError for rows that there are not.
 
         Args:
             read: function that fills a buffer with the bytes that come next.
@@ -86,12 +86,24 @@ class Parcel:
             if count == _WHOLE:
                 read(self._piece(name))
             else:
-                self.rows[name] = _read(read, torch.empty(count, dtype=_INDEX))
+                self.rows[name] = _rows(read, count, len(x) if x.ndim else 0)
                 x[self.rows[name]] = _read(read, x.new_empty((count, *x.shape[1:])))
 
     def _piece(self, name: str) -> memoryview:
         at = self._places[name]
         return memoryview(self._data)[at : at + self.tensors[name].nbytes]
+
+
+def _rows(read: Callable[[bytearray | memoryview], object], count: int, rows: int) -> Tensor:
+    """So many numbers of rows from the bytes that come next, of a tensor that has `rows` rows."""
+    if not 0 <= count <= rows:
+        raise ConnectionAbortedError(f"the other end announced {count} rows of a tensor of {rows}")
+    found = _read(read, torch.empty(count, dtype=_INDEX))
+    if count and not 0 <= int(found.min()) <= int(found.max()) < rows:
+        raise ConnectionAbortedError(
+            f"the other end sent rows that a tensor of {rows} does not have"
+        )
+    return found
 
 
 def _bytes_of(x: Tensor) -> bytearray:

@@ -12,6 +12,10 @@ direction has a word of its own in the HMAC, so that an answer cannot be sent ba
     owner      HMAC("owner", number, both random bytes)
 
 What follows is neither encrypted nor signed.
+
+[Note: strangers at the door] Anyone who reaches the port may connect. The owner hears all connections side by side and
+reads no more from one than a greeting has. One that does not greet in time is closed; where too many wait, so is the
+one that has waited longest, since a replica greets at once. So a stranger delays no replica.
 """
 
 from __future__ import annotations
@@ -20,12 +24,13 @@ import contextlib
 import hmac
 import os
 import secrets
+import selectors
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from autopar.runtime.server_lines import prepare, read
 
@@ -35,7 +40,8 @@ _DIGEST = "sha256"
 _DIGEST_BYTES = 32
 _GREETING = struct.Struct(f"!I{_RANDOM_BYTES}s{_DIGEST_BYTES}s")  # see [Note: greeting]
 _NUMBER = struct.Struct("!I")
-_TRY_SECONDS = 5.0  # that a greeting may take, so that a stranger cannot hold up the replicas
+_TRY_SECONDS = 5.0  # from the connection to the end of its greeting
+_MOST_WAITING = 64  # connections that have not greeted, besides one for each replica
 _ANY_PORT = 9  # a datagram socket is connected to it, and sends nothing
 _ELSEWHERE = "192.0.2.1"  # an address of no machine (RFC 5737); the way to it is the default route
 
@@ -127,41 +133,129 @@ class Listener:
         """The connections of these replicas; raises TimeoutError where one does not come in time."""
         found: dict[int, socket.socket] = {}
         end = time.monotonic() + seconds
-        with self._socket:
+        with self._socket, _Waiting(self._socket, len(replicas) + _MOST_WAITING) as waiting:
             while missing := set(replicas) - set(found):
-                self._socket.settimeout(max(end - time.monotonic(), 1e-3))
-                try:
-                    connection, _ = self._socket.accept()
-                except TimeoutError:
+                if time.monotonic() >= end:
                     raise TimeoutError(
                         f"replicas {sorted(missing)} did not connect within {seconds:g} s"
-                    ) from None
-                left = max(end - time.monotonic(), 1e-3)
-                replica = self._greeted(connection, min(left, _TRY_SECONDS))
-                if replica not in replicas:
-                    connection.close()
-                    continue
-                if replica in found:  # it has given up the earlier one
-                    found[replica].close()
-                found[replica] = connection
+                    )
+                for guest in waiting.greeted(end):
+                    replica = self._admitted(guest, replicas)
+                    if replica in found:  # it has given up the earlier one
+                        found[replica].close()
+                    if replica is not None:
+                        found[replica] = guest.connection
         return found
 
-    def _greeted(self, connection: socket.socket, seconds: float) -> int:
-        """The number of the replica; -1 for a connection that is lost or does not know the secret."""
-        connection.settimeout(seconds)
-        own = secrets.token_bytes(_RANDOM_BYTES)
+    def _admitted(self, guest: _Guest, replicas: Sequence[int]) -> int | None:
+        """The number of the replica; None, and a closed connection, for one that does not know the secret."""
+        replica, other, proof = _GREETING.unpack(guest.heard)
+        wanted = _proof(self.address, b"replica", replica, guest.own + other)
+        with contextlib.suppress(OSError):  # it is gone again
+            if hmac.compare_digest(proof, wanted) and replica in replicas:
+                guest.connection.sendall(_proof(self.address, b"owner", replica, guest.own + other))
+                prepare(guest.connection, None)
+                return int(replica)
+        guest.connection.close()
+        return None
+
+
+class _Guest:
+    """A connection that has not said all of its greeting; raises OSError where it is gone.
+
+    Args:
+        connection: the connection, which never makes this thread wait.
+
+    Attributes:
+        own: random bytes that were sent to it.
+        heard: bytes of its greeting so far.
+        end: time at which it is closed.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection, self.heard = connection, bytearray()
+        self.own, self.end = secrets.token_bytes(_RANDOM_BYTES), time.monotonic() + _TRY_SECONDS
+        connection.setblocking(False)
+        connection.sendall(self.own)
+
+    def has_greeted(self) -> bool:
+        """Takes what has come, and returns whether that is a whole greeting."""
+        piece = self.connection.recv(_GREETING.size - len(self.heard))
+        if not piece:
+            raise ConnectionResetError("the connection was closed by its other end")
+        self.heard += piece
+        return len(self.heard) == _GREETING.size
+
+
+class _Waiting:
+    """Connections that have not greeted, see [Note: strangers at the door].
+
+    Args:
+        door: the listening socket.
+        most: number of connections that may wait.
+    """
+
+    def __init__(self, door: socket.socket, most: int) -> None:
+        self._door, self._most = door, most
+        self._guests: dict[socket.socket, _Guest] = {}  # the first has waited longest
+        self._selector = selectors.DefaultSelector()
+        door.setblocking(False)
+        self._selector.register(door, selectors.EVENT_READ)
+
+    def __enter__(self) -> _Waiting:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for connection in list(self._guests):
+            self._close(connection)
+        self._selector.close()
+
+    def greeted(self, end: float) -> Iterator[_Guest]:
+        """Waits for connections or bytes, until a time at most; yields those that have greeted."""
+        ends = (guest.end for guest in self._guests.values())
+        ready = self._selector.select(max(min([end, *ends]) - time.monotonic(), 0))
+        for key, _ in ready:
+            if key.fileobj is self._door:
+                self._admit()
+            elif (guest := self._heard(key.fileobj)) is not None:
+                yield guest
+        now = time.monotonic()
+        for connection in [c for c, guest in self._guests.items() if guest.end <= now]:
+            self._close(connection)
+
+    def _admit(self) -> None:
+        with contextlib.suppress(OSError):  # it is gone again, or no descriptor is left for it
+            connection, _ = self._door.accept()
+            try:
+                self._guests[connection] = _Guest(connection)
+                self._selector.register(connection, selectors.EVENT_READ)
+            except OSError:
+                connection.close()
+                raise
+        if len(self._guests) > self._most:
+            self._close(next(iter(self._guests)))
+
+    def _heard(self, connection: Any) -> _Guest | None:
+        """The guest, if it has said a whole greeting, which then waits no longer."""
+        guest = self._guests.get(connection)
+        if guest is None:  # it was closed since it was found to be ready
+            return None
         try:
-            connection.sendall(own)
-            replica, other, proof = _GREETING.unpack(read(connection, bytearray(_GREETING.size)))
-            if not hmac.compare_digest(
-                proof, _proof(self.address, b"replica", replica, own + other)
-            ):
-                return -1
-            connection.sendall(_proof(self.address, b"owner", replica, own + other))
-            prepare(connection, None)
+            if not guest.has_greeted():
+                return None
+        except BlockingIOError:
+            return None
         except OSError:
-            return -1
-        return int(replica)
+            self._close(connection)
+            return None
+        self._selector.unregister(connection)
+        del self._guests[connection]
+        return guest
+
+    def _close(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        del self._guests[connection]
+        connection.close()
 
 
 def connect(address: Address, replica: int, seconds: float) -> socket.socket:
@@ -170,7 +264,7 @@ def connect(address: Address, replica: int, seconds: float) -> socket.socket:
     Args:
         address: where the owner listens.
         replica: number of this replica.
-        seconds: time that a message may take, the owner's greeting too, which greets one replica after another.
+        seconds: time that a message may take, the owner's greeting too.
     """
     place = f"The owner at {address.host}, port {address.port},"
     try:

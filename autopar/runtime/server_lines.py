@@ -61,10 +61,18 @@ class Line:
         for piece in self.parcel.pieces() if text is None else ():
             self._write(piece)
 
-    def receive(self, with_tensors: bytes) -> ServerMessage:
-        """The next message; the tensors of those whose kind is in `with_tensors` are put into the parcel."""
+    def receive(self, with_tensors: bytes, *, most_text_bytes: int = 0) -> ServerMessage:
+        """The next message; the tensors of those whose kind is in `with_tensors` are put into the parcel.
+
+        Raises ConnectionError for a message that the other end cannot have meant, such as one with a longer text.
+        """
         kind, number, size = _HEAD.unpack(read(self._socket, bytearray(_HEAD.size)))
-        text = read(self._socket, bytearray(size)).decode()
+        if size > most_text_bytes or number < 0:
+            raise ConnectionAbortedError(
+                f"the other end sent no message of a server: number {number}, and a text of {size} bytes where "
+                f"{most_text_bytes} are the most"
+            )
+        text = read(self._socket, bytearray(size)).decode(errors="replace")
         if kind in with_tensors:
             self.parcel.fill(lambda into: read(self._socket, into))
         return ServerMessage(kind, number, text)

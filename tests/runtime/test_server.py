@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -362,6 +363,71 @@ def test_a_replica_may_connect_again() -> None:
     assert again.recv(1) == b"x"
     for each in (first, again, other, *found.result.values()):
         each.close()
+
+
+def stranger(address: Address) -> socket.socket:
+    return socket.create_connection((address.host, address.port), WAIT_SECONDS)
+
+
+def test_strangers_who_wait_or_drip_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than may wait; of one that says a byte now and then the greeting ends in time, too."""
+    monkeypatch.setattr(server_door, "_TRY_SECONDS", 0.5)
+    monkeypatch.setattr(server_door, "_MOST_WAITING", 8)
+    listener = Listener()
+    begin = time.monotonic()
+    found = Later(listener.accept, [1, 2], WAIT_SECONDS)
+    idle = [stranger(listener.address) for _ in range(20)]
+    first = connect(listener.address, 1, WAIT_SECONDS)
+    dripping = stranger(listener.address)
+    with pytest.raises(OSError):
+        for _ in range(60):
+            dripping.sendall(b"x")
+            time.sleep(0.05)
+    last = connect(listener.address, 2, WAIT_SECONDS)
+    assert found.is_done(WAIT_SECONDS) and sorted(found.result) == [1, 2]
+    assert time.monotonic() - begin < 5
+    for each in (*idle, dripping, first, last, *found.result.values()):
+        each.close()
+
+
+def test_a_stranger_does_not_delay_what_is_waited_for() -> None:
+    listener = Listener()
+    begin = time.monotonic()
+    found = Later(listener.accept, [3], 0.5)
+    others = [stranger(listener.address) for _ in range(5)]
+    others[0].sendall(bytes(40))
+    assert found.is_done(WAIT_SECONDS) and "did not connect within 0.5 s" in str(found.result)
+    assert time.monotonic() - begin < 3
+    for each in others:
+        each.close()
+
+
+def wild(kind: bytes, number: int, size: int, rest: bytes = b"") -> bytes:
+    return struct.pack("!cqQ", kind, number, size) + rest
+
+
+WILD = {
+    "a long text": wild(b"p", 1, 2**63),
+    "a text that it does not need": wild(b"p", 1, 2**40),
+    "steps below zero": wild(b"p", -1, 0),
+    "an unknown kind": wild(b"?", 1, 0),
+    "rows below zero": wild(b"p", 1, 0, struct.pack("=q", -5)),
+    "more rows than there are": wild(b"p", 1, 0, struct.pack("=q", 2**60)),
+    "a row that is not there": wild(b"p", 1, 0, struct.pack("=qqf", 1, 7, 1.0)),
+}
+
+
+@pytest.mark.parametrize("name", WILD)
+def test_a_wild_message_ends_its_connection_alone(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    here, there = socket.socketpair()
+    here.settimeout(WAIT_SECONDS)
+    there.settimeout(WAIT_SECONDS)
+    here.sendall(WILD[name])
+    desks._serve(server(), 1, Line(there, parcel(0.0)))
+    assert "Replica 1 was lost" in caplog.text and there.fileno() == -1
+    here.close()
 
 
 def test_a_replica_that_does_not_connect_is_named() -> None:
