@@ -227,9 +227,11 @@ def _require_scalar_loss(captured: Captured, loss_fn: LossFunction | None) -> No
             "from, such as labels=..., or pass loss_fn=... to autopar.compile."
         )
     if loss_fn is None:
+        if has_extras:  # the first was put last, as a loss is
+            shapes = [*shapes[-1:], *shapes[:-1]]
         raise NoLossError(
-            f"`step` needs a loss: the model returns tensors of shapes {shapes}, not one scalar, and "
-            "no loss function was given. Pass loss_fn=... to autopar.compile, or return the loss first: "
+            f"`step` needs a loss: the model returns tensors of shapes {shapes}, the first of which is not one scalar, "
+            "and no loss function was given. Pass loss_fn=... to autopar.compile, or return the loss first: "
             "(loss, {'logits': logits})."
         )
     if kind in (list, dict):

@@ -235,6 +235,8 @@ class CompiledModule(nn.Module):
     def prepare(self, *batch: Any, shapes: Sequence[Any] | None = None, **kwargs: Any) -> None:
         """Captures and plans in advance for batches of some shapes; every rank calls it.
 
+        It prepares steps; forwards if there is no loss function and the model returns no loss.
+
         Values do not matter, and tensors may be on the meta device. A shape that is known takes no time. What is done
         for each entry of a list is said on the first rank.
 
@@ -258,7 +260,11 @@ class CompiledModule(nn.Module):
                 self._prepare(each)
 
     def _prepare(self, arguments: Arguments) -> None:
-        self._programs.prepare(arguments)
+        try:
+            self._programs.prepare(arguments, is_step=True)
+        except NoLossError:  # the loss is outside of the model
+            self._returns_loss = False
+            self._programs.prepare(arguments, is_step=False)
         self._read_first_weights()
 
     def meet(self) -> Order | None:

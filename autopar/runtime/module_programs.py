@@ -151,14 +151,15 @@ class ModulePrograms:
             numbers=self._recaptures.numbers,
         )
 
-    def prepare(self, arguments: Arguments) -> None:
-        """Makes the program of a step for arguments of these shapes if there is none; values do not matter."""
+    def prepare(self, arguments: Arguments, *, is_step: bool) -> None:
+        """Makes a program for arguments of these shapes if there is none; values do not matter."""
         self._shapes.compare(arguments, "")
         if self._settings.batch == "local":
             arguments = arguments.of_shapes(shapes_of_whole(arguments, self._settings.batch_ranks))
-        arguments = self.rows_of_step(arguments)
-        if self.kept.fit_for(arguments, self._state(), is_step=True) is None:
-            self._add(arguments, is_step=True)
+        if is_step:
+            arguments = self.rows_of_step(arguments)
+        if self.kept.fit_for(arguments, self._state(), is_step=is_step) is None:
+            self._add(arguments, is_step=is_step)
 
     def rows_of_step(self, arguments: Arguments) -> Arguments:
         """The arguments with the rows that this rank's replica trains on; all rows where there are no replicas."""

@@ -127,6 +127,19 @@ def test_no_loss_function():
         capture_step(nn.Linear(4, 4), (torch.zeros(2, 4),), {}, None)
 
 
+class LossBehind(nn.Linear):
+    """Logits, and then the loss, as nanoGPT returns them."""
+
+    def forward(self, x):
+        logits = super().forward(x)
+        return logits, logits.square().mean()
+
+
+def test_a_loss_behind_other_results_is_named_in_the_order_of_the_model():
+    with pytest.raises(StepError, match=r"shapes \[\[2, 4\], \[\]\], the first of which is not"):
+        capture_step(LossBehind(4, 4), (torch.zeros(2, 4),), {}, None)
+
+
 def test_a_loss_of_none_is_named():
     class Labelled(nn.Module):
         def __init__(self):

@@ -86,10 +86,12 @@ def losses_of_own() -> tuple[str, str, list[float]]:
     model, (x, y), _ = make("mlp")
     reference, _, _ = make("mlp")
     mean_square(reference(x), y).backward()
-    made, rank = autopar.compile(model, mesh=DP, recipe="ddp"), dist.get_rank()
+    made = autopar.compile(model, mesh=DP, recipe="ddp", example_inputs=(x,))
+    rank, planned = dist.get_rank(), made.plan
     rows = slice(rank * len(x) // 2, (rank + 1) * len(x) // 2)
     with pytest.raises(autopar.StepError) as different:
         mean_square(made(x)[rows], y[rows]).backward()
+    assert made.plan is planned
     with pytest.raises(autopar.StepError) as infinite:
         (made(x).sum() * (1.0 if rank else torch.inf)).backward()
     model, _, _ = make("mlp")
