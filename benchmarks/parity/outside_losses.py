@@ -33,6 +33,9 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks.stored import stored
+
 RECIPES = ("ddp", "zero3", "tp", "tp+sp", "cp", "pp")
 RESULTS = Path(__file__).with_suffix(".jsonl")
 STEPS, TOLERANCE = 10, 1e-9
@@ -348,6 +351,12 @@ def worst(rows: Sequence[Row]) -> Row:
     return Row(rows[0].name, *(max(getattr(each, n) for each in rows) for n in numbers))
 
 
+def write(rows: Sequence[Row]) -> None:
+    """Puts rows into the file of results, in place of earlier ones of the same cases."""
+    known = {**stored(RESULTS, Row), **{each.name: each for each in rows}}
+    RESULTS.write_text("".join(json.dumps(asdict(each)) + "\n" for each in known.values()))
+
+
 @click.command()
 @click.option("--only", default="", help="Losses and recipes, separated by commas.")
 @click.option("--ranks", default="2,4", help="Numbers of ranks, separated by commas.")
@@ -361,11 +370,12 @@ def main(only: str, ranks: str) -> None:
         for count in map(int, ranks.split(",")):
             path = Path(folder) / f"{count}.json"
             mp.spawn(work, (count, get_free_port(), str(path), losses, recipes), count)
-            rows += [Row(**each) for each in json.loads(path.read_text())]
+            found = [Row(**each) for each in json.loads(path.read_text())]
+            if not only:
+                write(found)
+            rows += found
     for each in rows:
         click.echo(each.words)
-    if not only:
-        RESULTS.write_text("".join(json.dumps(asdict(each)) + "\n" for each in rows))
     sys.exit(0 if all(each.passes or each.refused for each in rows) else 1)
 
 
