@@ -149,7 +149,10 @@ class Planner:
             prepared, plan = in_parts(
                 plan, batch, captured, functools.partial(self._searched, fixed=asked.fixed)
             )
-        return self._programs(prepared, plan, batch, asked.fixed)
+        programs = self._programs(prepared, plan, batch)
+        if asked.fixed is not None and asked.fixed.pipeline is not None:
+            refuse_strays(programs.stages, asked.fixed.users)
+        return programs
 
     def _keeps_open_number(self, asked: ProgramRequest) -> bool:
         """Whether a step without stages has the number of micro-batches of an earlier one, and nobody asked for it."""
@@ -224,9 +227,7 @@ class Planner:
         fixed = Fixed(given.parameters, None, given.recompute, {}, given.saved)
         return self._following(prepared, fixed, 1, is_step=False, is_open=False)
 
-    def _programs(
-        self, prepared: Prepared, plan: Plan, batch: Prepared, fixed: Fixed | None
-    ) -> Programs:
+    def _programs(self, prepared: Prepared, plan: Plan, batch: Prepared) -> Programs:
         is_step = prepared.captured.is_step
         if is_step and plan.pipeline is not None:
             check_micro_batches(plan.pipeline, plan.micro_batches)
@@ -234,8 +235,6 @@ class Planner:
         if is_step and not program.objective.is_known:
             warn_of_loss(program.objective.obstacle, plan.micro_batches)
         stages = cut_stages(program, prepared.analysis.graph)
-        if fixed is not None and fixed.pipeline is not None:
-            refuse_strays(stages, fixed.users)
         if self._first is None:
             self._check_files(prepared, plan)
             if plan.replica_mesh != self._mesh:

@@ -393,8 +393,8 @@ class CompiledModule(nn.Module):
             )
         return super().__reduce_ex__(protocol)
 
-    @property
-    def __class__(self) -> type:  # type: ignore[override]
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
         """The class of the model, whose instance `isinstance` then takes this for, besides a CompiledModule."""
         return type(self.__dict__.get("_original", self))
 
