@@ -33,7 +33,7 @@ def parse_bytes(text: str) -> int:
 
     Raises AutoparError for another text, and for less than a megabyte.
     """
-    found = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*([kmgt]?b)?\s*", text, re.IGNORECASE)
+    found = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*([kmgt]?b)?\s*", text, re.IGNORECASE | re.ASCII)
     try:
         size = float(found[1]) * _SIZES[(found[2] or "b").lower()] if found else 0.0
     except ValueError:

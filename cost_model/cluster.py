@@ -13,6 +13,8 @@ from autopar.cost_model.hardware import Hardware
 from autopar.cost_model.hardware_toml import read_hardware
 from autopar.errors import AutoparError
 
+MOST_RANKS = 131_072  # more than the largest machine that trains one model; a search lists ranks
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -30,6 +32,12 @@ class Cluster:
         for what, size in (("nodes", self.nodes), ("ranks in a node", self.devices_per_node)):
             if not isinstance(size, int) or size < 1:
                 raise AutoparError(f"A cluster has a positive number of {what}, not {size!r}.")
+        if self.ranks > MOST_RANKS:
+            most = max(MOST_RANKS // self.devices_per_node, 1)
+            raise AutoparError(
+                f"A cluster of {self.ranks} ranks cannot be planned: the most are {MOST_RANKS}; write "
+                f"{self.hardware.name}x{self.devices_per_node}x{most}."
+            )
 
     @property
     def devices_per_node(self) -> int:
@@ -99,12 +107,11 @@ def _split(text: str) -> tuple[str, str | None, str | None]:
 
 
 def _size(word: str, text: str, what: str) -> int:
-    try:
-        size = int(word)
-    except ValueError:
+    if not re.fullmatch(r"[-+]?[0-9]{1,20}", word.strip()):
         raise AutoparError(
             f"Cannot read the cluster {text!r}: {word!r} is no number of {what}; write h100x8x16."
-        ) from None
+        )
+    size = int(word)
     if size < 1:
         raise AutoparError(f"The cluster {text!r} has {size} {what}; it needs at least 1.")
     return size

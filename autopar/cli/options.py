@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from math import isfinite
 from typing import Any, TypeVar
 
 import click
 
-from autopar.cost_model.cluster import Cluster, find_cluster
+from autopar.cost_model.cluster import MOST_RANKS, Cluster, find_cluster
 from autopar.cost_model.gpu_names import canonical_gpu
 from autopar.cost_model.items import TrainingState
 from autopar.cost_model.optimizers import OPTIMIZERS
@@ -46,6 +47,29 @@ class Bytes(click.ParamType):
             self.fail(str(error), param, ctx)
 
 
+class Count(click.IntRange):
+    """A whole number of at least 1, in the digits 0 to 9; Python's `int` would take those of other scripts, too."""
+
+    def __init__(self, most: int = 10**9) -> None:
+        super().__init__(min=1, max=most)
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int:
+        if not re.fullmatch(r"[-+]?[0-9]{1,100}", str(value)):
+            self.fail(f"{value!r} is no whole number; write one such as 8.", param, ctx)
+        found: int = super().convert(value, param, ctx)
+        return found
+
+
+class Real(click.FloatRange):
+    """A finite number; nan is inside of every range of click."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> float:
+        found: float = super().convert(value, param, ctx)
+        if not isfinite(found):
+            self.fail(f"{value!r} is no finite number.", param, ctx)
+        return found
+
+
 class BatchSize(click.ParamType):
     """A number of sequences, or the word auto."""
 
@@ -54,7 +78,7 @@ class BatchSize(click.ParamType):
     def convert(self, value: Any, param: Any, ctx: Any) -> int | str:
         if value == AUTO:
             return AUTO
-        if not re.fullmatch(r"-?\d+", str(value)):
+        if not re.fullmatch(r"-?[0-9]+", str(value)):
             self.fail(f"{value!r} is no batch; write a number such as 64, or auto.", param, ctx)
         return POSITIVE.convert(value, param, ctx)
 
@@ -116,7 +140,7 @@ RECIPE_NAMES = (
     f"{', '.join(MEETING_RECIPES)}, where replicas meet every K steps or are at most S exchanges ahead)"
 )
 
-POSITIVE = click.IntRange(min=1)
+POSITIVE = Count()
 
 _WHERE = (
     click.option("--cluster", metavar="NAME",
@@ -129,7 +153,7 @@ _WHERE = (
     click.option("--mesh", metavar="AXES",
                  help="Axes to use, such as dp=8,tp=8 or pp=2,dp=2,tp=2 with pipeline stages; else "
                       "searched. 'dp=8,tp=8 order tp,dp' also names how they nest where both split one dim."),
-    click.option("--ranks", type=POSITIVE, metavar="N",
+    click.option("--ranks", type=Count(MOST_RANKS), metavar="N",
                  help="Number of ranks, where --cluster names one GPU or none."),
     click.option("--hardware", metavar="GPU", help="The GPU of --mesh or --ranks; by default h100."),
     click.option("--recipe", default="auto", metavar="R",
@@ -140,10 +164,10 @@ _WHERE = (
 _INTENTS = (
     click.option("--max-memory", "--memory", "max_memory", type=Bytes(),
                  help="Bound on the memory of a rank, such as 70GB."),
-    click.option("--headroom", type=click.FloatRange(0, 1, max_open=True), default=HEADROOM,
+    click.option("--headroom", type=Real(0, 1, max_open=True), default=HEADROOM,
                  metavar="PART",
                  help="Part of a rank's memory that stays free, where --max-memory does not say."),
-    click.option("--memory-gb", type=click.FloatRange(min=0, min_open=True), hidden=True),
+    click.option("--memory-gb", type=Real(min=0, min_open=True), hidden=True),
     click.option("--keep-inside-node", "inside_node", multiple=True, type=click.Choice(AXES),
                  help="An axis whose ranks must share a node; may be repeated."),
     click.option("--no", "without", multiple=True, type=click.Choice(REFUSALS),

@@ -20,12 +20,16 @@ from torch import Tensor, nn
 
 from autopar import _torch
 from autopar.errors import AutoparError
+from autopar.ir.files import check_nesting, read_text
 
 # Keys of a configuration that count layers, in all of transformers' spellings.
 LAYER_COUNTS = (
     "num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth",
     "encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers",
 )  # fmt: skip
+MOST_LAYERS = (
+    2_000  # the deepest models have about 130; every layer is built once, on the meta device
+)
 _NUMBERED = ("idx", "index", "layer_id", "layer_number")  # in names of attributes that count layers
 
 Inputs = dict[str, Tensor]
@@ -147,7 +151,9 @@ def _transformers(path: Path) -> Any:
 
 def _read_config(path: Path) -> Any:
     try:
-        values = json.loads(path.read_text())
+        text = read_text(path)
+        check_nesting(text)
+        values = json.loads(text)
     except OSError as error:
         raise AutoparError(f"Cannot read {path}: {error.strerror}.") from error
     except ValueError as error:
@@ -155,6 +161,7 @@ def _read_config(path: Path) -> Any:
     kind = values.get("model_type") if isinstance(values, dict) else None
     if not isinstance(kind, str):
         raise AutoparError(f"{path} has no model_type, as a config.json of Hugging Face has.")
+    _check_values(values, path)
     known = _transformers(path).CONFIG_MAPPING
     if kind not in known:
         near = difflib.get_close_matches(kind, list(known.keys()), n=3)
@@ -167,6 +174,29 @@ def _read_config(path: Path) -> Any:
     for each in (config, config.get_text_config()):
         each.use_cache = False
     return config
+
+
+def _check_values(values: Mapping[str, Any], path: Path) -> None:
+    """Raises AutoparError for numbers of layers that cannot be built, and architectures that are no names."""
+    for name, value in values.items():
+        if isinstance(value, dict) and name.endswith("config"):
+            _check_values(value, path)
+        # Some models have a number of layers for each of their parts, and leave others out.
+        elif name in LAYER_COUNTS and not isinstance(value, (list, type(None))):
+            _check_layers(name, value, path)
+    named = values.get("architectures") or []
+    if not isinstance(named, list) or not all(isinstance(each, str) for each in named):
+        raise AutoparError(
+            f'{path} has architectures {named!r}; they are a list of names such as ["LlamaForCausalLM"].'
+        )
+
+
+def _check_layers(name: str, value: object, path: Path) -> None:
+    if type(value) is not int or not 1 <= value <= MOST_LAYERS:
+        raise AutoparError(
+            f"{path} has {name} {value!r}; it is a whole number of layers from 1 to {MOST_LAYERS}, which is the most "
+            "that autopar builds."
+        )
 
 
 def _task_of(config: Any, path: Path) -> Task:

@@ -2,8 +2,10 @@
 
 import io
 
+import click
 import pytest
 
+from autopar.cli.options import POSITIVE, Real
 from autopar.cli.output import working
 
 
@@ -29,3 +31,16 @@ def test_a_bar_is_shown_on_a_terminal_alone(
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert shown(io.StringIO(), monkeypatch) == ""
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf"])
+def test_numbers_of_options_are_finite(text: str) -> None:
+    with pytest.raises(click.BadParameter):
+        Real(min=0).convert(text, None, None)
+
+
+@pytest.mark.parametrize("text", ["\u0663", "9" * 5000, "1_000", "2.5", "0"])
+def test_counts_are_written_in_plain_digits(text: str) -> None:
+    with pytest.raises(click.BadParameter):
+        POSITIVE.convert(text, None, None)
+    assert POSITIVE.convert("12", None, None) == 12

@@ -326,3 +326,26 @@ def test_an_import_that_fails_is_told_with_its_first_cause() -> None:
     assert "pip uninstall torchvision" in str(caught.value)
     with pytest.raises(AutoparError, match="Install it: pip install torchvision"), importing("It"):
         raise ModuleNotFoundError("No module named 'torchvision'", name="torchvision")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"num_hidden_layers": 10**9}, "1000000000; it is a whole number of layers from 1 to 2000"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers 0; it is a whole number"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers -1; it is a whole number"),
+        ({"num_hidden_layers": "\u0663"}, "num_hidden_layers '\u0663'; it is a whole number"),
+        ({"text_config": {"num_layers": True}}, "num_layers True; it is a whole number"),
+        ({"architectures": [5]}, r"has architectures \[5\]; they are a list of names"),
+    ],
+)
+def test_a_configuration_that_cannot_be_built_is_refused_at_once(tmp_path, change, says):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | change))
+    with pytest.raises(AutoparError, match=says):
+        resolve_target(str(tmp_path))
+
+
+def test_a_configuration_that_is_nested_deeply_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"a":' * 100_000)
+    with pytest.raises(AutoparError, match="is not JSON: it is nested more than 100 levels deep"):
+        resolve_target(str(tmp_path))
