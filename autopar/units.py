@@ -43,6 +43,20 @@ def parse_bytes(text: str) -> int:
     return int(size)
 
 
+# Characters that a terminal obeys, but for the line break; also those that turn the direction of reading.
+_OBEYED = {*range(32), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)} - {10}
+_SHOWN = {code: ascii(chr(code))[1:-1] for code in _OBEYED}
+
+
+def printable(text: str) -> str:
+    """A text in which characters that a terminal would obey are shown as Python writes them.
+
+    >>> printable("a name\x1b[31m")
+    'a name\\x1b[31m'
+    """
+    return text.translate(_SHOWN)
+
+
 def format_seconds(seconds: float) -> str:
     """Seconds with a prefix.
 

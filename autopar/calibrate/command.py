@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -16,6 +15,7 @@ from autopar.calibrate.document import check_hardware_output, to_hardware, to_to
 from autopar.calibrate.run import calibrate, is_first_rank
 from autopar.cost_model import Hardware, Link
 from autopar.ir.files import save_text
+from autopar.views.terminal import Screen
 
 
 @click.command(
@@ -57,14 +57,14 @@ def calibrate_command(
     if first:
         name = name or output.stem
         save_text(to_toml(found, name), output)
-        Console().print(summary(to_hardware(found, name)))
-        Console().print(f"Wrote {output}", soft_wrap=True, highlight=False)
+        Screen().print(summary(to_hardware(found, name)))
+        Screen().print(f"Wrote {output}", soft_wrap=True, highlight=False)
 
 
 @contextlib.contextmanager
 def _bar(shown: bool) -> Iterator[measure.Progress]:
     """A progress bar on a terminal; nothing if the output is a file, or on other ranks."""
-    console = Console(stderr=True)
+    console = Screen(stderr=True)
     columns = (
         TextColumn("{task.description:<46}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
     )  # fmt: skip

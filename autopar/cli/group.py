@@ -16,6 +16,7 @@ from autopar.cli.fit import fit_command
 from autopar.cli.run import run_command
 from autopar.cli.verify import verify_command
 from autopar.errors import AutoparError, did_you_mean
+from autopar.units import printable
 from autopar.versions import VERSION
 
 
@@ -39,9 +40,9 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except click.UsageError as error:
-            raise _Misused(_sentence(error, error.ctx or ctx)) from error
+            raise _Misused(printable(_sentence(error, error.ctx or ctx))) from error
         except AutoparError as error:
-            raise click.ClickException(str(error)) from error
+            raise click.ClickException(printable(str(error))) from error
 
 
 def _no_command(name: str, commands: Mapping[str, click.Command]) -> str:

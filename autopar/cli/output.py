@@ -10,17 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
 from autopar.search.progress import Progress, silent
+from autopar.units import printable
 from autopar.views import Page, gantt, write_html, write_trace
+from autopar.views.terminal import Screen
 
 
-def console() -> Console:
+def console() -> Screen:
     """The terminal; a file or a pipe gets wide lines rather than the 80 columns rich assumes."""
-    return Console() if sys.stdout.isatty() else Console(width=140)
+    return Screen() if sys.stdout.isatty() else Screen(width=140)
 
 
 @contextlib.contextmanager
@@ -29,8 +30,8 @@ def working() -> Iterator[Progress]:
     if not sys.stderr.isatty():
         yield silent
         return
-    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn()
+    with Bar(*columns, console=Screen(stderr=True), transient=True) as bar:
         task = bar.add_task("reading the model", total=None)
         yield lambda message: bar.update(task, description=message)
 
@@ -56,4 +57,4 @@ def write_files(page: Page, html: Path | None, trace: Path | None) -> None:
 
 
 def _wrote(path: Path) -> None:
-    click.echo(f"Wrote {path}", err=True)
+    click.echo(f"Wrote {printable(str(path))}", err=True)

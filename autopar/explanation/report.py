@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TypeVar
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -19,6 +19,7 @@ from autopar.ir import EXCHANGED, Graph, Mesh, Op, Plan, owner_of
 from autopar.ir.recompute import words_of_recompute
 from autopar.ir.saved import words_of_saved
 from autopar.units import format_bytes, format_seconds
+from autopar.views.terminal import Screen
 
 _T = TypeVar("_T")
 
@@ -56,7 +57,7 @@ def headline(plan: Plan) -> Text:
 
 def as_text(renderable: RenderableType, *, width: int = 120) -> str:
     """What a renderable looks like without colours, for files and tests."""
-    console = Console(width=width, color_system=None, force_terminal=False)
+    console = Screen(width=width, color_system=None, force_terminal=False)
     with console.capture() as capture:
         console.print(renderable)
     return capture.get()

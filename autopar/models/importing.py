@@ -23,6 +23,22 @@ def importing(what: str) -> Iterator[None]:
         raise AutoparError(f"{what} cannot be imported: {reason(error)}") from error
 
 
+@contextlib.contextmanager
+def staying(what: str) -> Iterator[None]:
+    """Context in which a SystemExit becomes an AutoparError, so that no command ends as if it had answered.
+
+    Args:
+        what: what is run, as the subject of a sentence.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        raise AutoparError(
+            f"{what} ends the program (sys.exit({error.code!r})) before there is a model: put what a script does below "
+            'if __name__ == "__main__": and return (model, example_inputs) from the function.'
+        ) from error
+
+
 def reason(error: ImportError) -> str:
     """The first error of those that led to this one, and what to do about it.
 

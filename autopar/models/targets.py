@@ -35,7 +35,7 @@ from autopar.models import (
     repeated_layers,
 )
 from autopar.models.hugging_face import Pretrained, alike_stacks
-from autopar.models.importing import importing
+from autopar.models.importing import importing, staying
 
 CAPTURED_LAYERS = 3  # a first, a middle and a last one
 DEFAULT_SEQ = 8192  # tokens, where a longer sequence would be the model's own
@@ -195,7 +195,8 @@ def _of_function(text: str, batch: int | None, seq: int | None) -> Target:
         )
 
     def make(layers: int | None) -> Built:
-        return _unpack(function(**given), text)
+        with staying(f"The function {text}"):
+            return _unpack(function(**given), text)
 
     own = "batch" not in inspect.signature(function).parameters
     return Target(text, make, (), text, own_batch=own, is_function=True)
@@ -207,7 +208,8 @@ def _function(text: str) -> Callable[..., Any]:
         # as `python -m` does: users name modules of where they stand
         sys.path.insert(0, os.getcwd())
     # Models of transformers import torchao.
-    with importing(f"The module {module_name}"), _torch.quiet_torchao():
+    what = f"The module {module_name}"
+    with importing(what), staying(what), _torch.quiet_torchao():
         module = _imported(module_name, function_name)
     function = getattr(module, function_name, None)
     if function is None:

@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.segment import Segment
 from rich.text import Text
 
+from autopar.units import printable
 from autopar.views.bars import headline, memory_bar, time_bar
 from autopar.views.gantt import Gantt
 from autopar.views.page import Page
 from autopar.views.stages import StageSummary
 from autopar.views.tables import BatchTable, CandidateTable, SensitivityTable, Tree
+
+
+class Screen(Console):
+    """A console on which names are shown as they are: without rich's markup, and with escapes that can be read."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, **options)
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterator[Segment]:
+        """The pieces of what is printed."""
+        for piece in super().render(renderable, options):
+            yield piece if piece.control else piece._replace(text=printable(piece.text))
 
 
 def show(page: Page) -> RenderableType:

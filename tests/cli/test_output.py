@@ -4,9 +4,12 @@ import io
 
 import click
 import pytest
+from click.testing import CliRunner
+from rich.table import Table
 
+from autopar.cli.group import main
 from autopar.cli.options import POSITIVE, Real
-from autopar.cli.output import working
+from autopar.cli.output import console, working
 
 
 class Terminal(io.StringIO):
@@ -44,3 +47,19 @@ def test_counts_are_written_in_plain_digits(text: str) -> None:
     with pytest.raises(click.BadParameter):
         POSITIVE.convert(text, None, None)
     assert POSITIVE.convert("12", None, None) == 12
+
+
+def test_names_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither rich nor the terminal obeys them."""
+    table = Table("name")
+    table.add_row("[bold]x[/nope] :smile: \x1b[31m\x9b\u202e")
+    console().print(table)
+    said = capsys.readouterr().out
+    assert r"[bold]x[/nope] :smile: \x1b" in said  # the rest is cut off, since rich measures before
+    assert not {"\x1b", "\x9b", "\u202e"} & {*said}
+
+
+def test_names_in_errors_are_shown_as_they_are() -> None:
+    for arguments in (["explain", "\x1b[31mgpt", "--ranks", "2"], ["\x1b[31m"]):
+        result = CliRunner().invoke(main, arguments)
+        assert result.exit_code and "\x1b" not in result.output and r"\x1b[31m" in result.output

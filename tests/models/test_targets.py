@@ -349,3 +349,14 @@ def test_a_configuration_that_is_nested_deeply_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"a":' * 100_000)
     with pytest.raises(AutoparError, match="is not JSON: it is nested more than 100 levels deep"):
         resolve_target(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "text", ["import sys; sys.exit(0)", "import sys\ndef example():\n    sys.exit(0)"]
+)
+def test_a_target_that_ends_the_program_is_an_error(tmp_path, monkeypatch, text):
+    (tmp_path / "ends_here.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "ends_here", raising=False)
+    with pytest.raises(AutoparError, match=r"ends_here.* ends the program \(sys.exit\(0\)\)"):
+        resolve_target("ends_here:example").build_few()
