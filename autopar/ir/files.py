@@ -64,6 +64,13 @@ def check_nesting(text: str) -> None:
         raise ValueError(f"it is nested more than {MOST_LEVELS} levels deep")
 
 
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """The values of a JSON file that another program has written. Raises OSError, and ValueError as `check_nesting`."""
+    text = read_text(path)
+    check_nesting(text)
+    return json.loads(text)
+
+
 def parse_json(text: str) -> Any:
     """The values of a JSON text of our own.
 

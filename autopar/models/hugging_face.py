@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import difflib
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 
 from autopar import _torch
 from autopar.errors import AutoparError
-from autopar.ir.files import check_nesting, read_text
+from autopar.ir.files import read_json
 
 # Keys of a configuration that count layers, in all of transformers' spellings.
 LAYER_COUNTS = (
@@ -151,9 +150,7 @@ def _transformers(path: Path) -> Any:
 
 def _read_config(path: Path) -> Any:
     try:
-        text = read_text(path)
-        check_nesting(text)
-        values = json.loads(text)
+        values = read_json(path)
     except OSError as error:
         raise AutoparError(f"Cannot read {path}: {error.strerror}.") from error
     except ValueError as error:

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar import _torch
 from autopar.errors import AutoparError
+from autopar.ir.files import read_json
 from autopar.runtime.optimizer_state import ties
 from autopar.runtime.together import Together
 
@@ -115,7 +116,7 @@ class WeightFiles:
             )
 
     def problems(self, model: nn.Module) -> list[str]:
-        """The tensors of the model's state dict that the files lack or have in another shape, one phrase for each."""
+        """Phrases for the tensors of the model that the files lack, or have in another shape or kind of number."""
         state = {k: v for k, v in model.state_dict(keep_vars=True).items() if isinstance(v, Tensor)}
         names = self.names(model)
         found = [f"{name} is not there" for name in state if name not in names]
@@ -123,6 +124,12 @@ class WeightFiles:
             shape, wanted = self.saved[source].size, state[name].shape
             if shape != wanted:
                 found.append(f"{source} has shape {list(shape)} there and {list(wanted)} here")
+            dtype, own = self.saved[source].properties.dtype, state[name].dtype
+            if (dtype.is_floating_point, dtype.is_complex) != (
+                own.is_floating_point,
+                own.is_complex,
+            ):
+                found.append(f"{source} has numbers of another kind, {dtype} there and {own} here")
         return found
 
     def readable(self, model: nn.Module) -> set[str]:
@@ -138,8 +145,12 @@ def _files_at(given: Path) -> list[Path]:
     if (given / _ONE_FILE).is_file():
         return [given / _ONE_FILE]
     if (given / _INDEX).is_file():
-        named = json.loads((given / _INDEX).read_text())["weight_map"].values()
-        files = [given / name for name in sorted(set(named))]
+        named = sorted(set(read_json(given / _INDEX)["weight_map"].values()))
+        if outside := [name for name in named if Path(name).name != name]:
+            raise AutoparError(
+                f"{given / _INDEX} names {few(outside)}, which is no file of its own folder."
+            )
+        files = [given / name for name in named]
         missing = [file.name for file in files if not file.is_file()]
         if missing:
             raise AutoparError(

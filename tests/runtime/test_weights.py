@@ -240,6 +240,29 @@ def test_a_file_that_the_index_names_is_missing(tmp_path: Path) -> None:
         autopar.compile(MLP(), loss_fn=F.mse_loss, weights=tmp_path)
 
 
+@pytest.mark.parametrize(
+    "name", ["../secret.safetensors", "/secret.safetensors", "a/b.safetensors"]
+)
+def test_an_index_names_files_of_its_folder_alone(tmp_path: Path, name: str) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    save_file(seeded(MLP, 1).state_dict(), tmp_path / "secret.safetensors")
+    index = {"weight_map": dict.fromkeys(MLP().state_dict(), name)}
+    (there / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(AutoparError, match=r"names .*, which is no file of its own folder"):
+        on_one_rank(MLP()).load_weights(there)
+
+
+def test_integers_in_place_of_weights_are_refused(tmp_path: Path) -> None:
+    """As where the format of a tensor is forged in the header of a file."""
+    there = seeded(MLP, 1)
+    name, value = next(iter(there.state_dict().items()))
+    folder = saved(tmp_path, there, **{name: value.view(torch.int32)})
+    says = f"{name} has numbers of another kind, torch.int32 there and torch.float32 here"
+    with pytest.raises(AutoparError, match=says):
+        on_one_rank(MLP()).load_weights(folder)
+
+
 def test_a_truncated_file(tmp_path: Path) -> None:
     file = saved(tmp_path, MLP()) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
