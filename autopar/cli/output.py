@@ -13,6 +13,7 @@ import click
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
+from autopar.models.importing import staying
 from autopar.search.progress import Progress, silent
 from autopar.units import printable
 from autopar.views import Page, gantt, write_html, write_trace
@@ -26,14 +27,20 @@ def console() -> Screen:
 
 @contextlib.contextmanager
 def working() -> Iterator[Progress]:
-    """A moving bar with what is being done and for how long, on a terminal's stderr; nothing elsewhere."""
-    if not sys.stderr.isatty():
-        yield silent
-        return
-    columns = TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn()
-    with Bar(*columns, console=Screen(stderr=True), transient=True) as bar:
-        task = bar.add_task("reading the model", total=None)
-        yield lambda message: bar.update(task, description=message)
+    """A moving bar with what is being done and for how long, on a terminal's stderr; nothing elsewhere.
+
+    A model that ends the program meanwhile is an AutoparError.
+    """
+    with staying("The model"):
+        if not sys.stderr.isatty():
+            yield silent
+            return
+        columns = (
+            TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn(),
+        )  # fmt: skip
+        with Bar(*columns, console=Screen(stderr=True), transient=True) as bar:
+            task = bar.add_task("reading the model", total=None)
+            yield lambda message: bar.update(task, description=message)
 
 
 def print_json(document: Mapping[str, Any]) -> None:

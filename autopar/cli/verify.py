@@ -18,6 +18,7 @@ from autopar.errors import AutoparError
 from autopar.explanation.few_layers import first_rows
 from autopar.ir import PLACEMENTS, Mesh, Plan
 from autopar.ir.batches import captured_batch
+from autopar.models.importing import staying
 from autopar.models.targets import Target, resolve_target
 from autopar.planning.planning import prepare_step
 from autopar.proof.verify import verify
@@ -73,13 +74,14 @@ def verify_command(
     axes = plan.world_mesh if isinstance(plan, Plan) else Mesh.parse(mesh) if mesh else None
     if axes is None:
         raise click.UsageError("Give --mesh, such as --mesh dp=2,tp=2, or a saved --plan.")
-    model, args, kwargs, loss_fn = _target(target, plan).build(None)
-    if isinstance(plan, Plan):
-        args, kwargs = _micro_batch(plan, model, args, kwargs, loss_fn)
-    result = verify(
-        model, kwargs or args, mesh=axes, plan=plan, recipe=recipe or "auto", seed=seed or 0,
-        loss_fn=loss_fn, schedule=schedule, micro_batches=micro_batches, precision=precision,
-    )  # fmt: skip
+    with staying(f"The model of {target}"):
+        model, args, kwargs, loss_fn = _target(target, plan).build(None)
+        if isinstance(plan, Plan):
+            args, kwargs = _micro_batch(plan, model, args, kwargs, loss_fn)
+        result = verify(
+            model, kwargs or args, mesh=axes, plan=plan, recipe=recipe or "auto", seed=seed or 0,
+            loss_fn=loss_fn, schedule=schedule, micro_batches=micro_batches, precision=precision,
+        )  # fmt: skip
     console().print(result)
     sys.exit(0 if result.passed else 1)
 

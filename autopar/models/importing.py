@@ -34,8 +34,8 @@ def staying(what: str) -> Iterator[None]:
         yield
     except SystemExit as error:
         raise AutoparError(
-            f"{what} ends the program (sys.exit({error.code!r})) before there is a model: put what a script does below "
-            'if __name__ == "__main__": and return (model, example_inputs) from the function.'
+            f"{what} ends the program (sys.exit({error.code!r})), so that there is no answer: leave that out, "
+            'or put it below if __name__ == "__main__":.'
         ) from error
 
 

@@ -10,6 +10,7 @@ from rich.table import Table
 from autopar.cli.group import main
 from autopar.cli.options import POSITIVE, Real
 from autopar.cli.output import console, working
+from autopar.errors import AutoparError
 
 
 class Terminal(io.StringIO):
@@ -63,3 +64,11 @@ def test_names_in_errors_are_shown_as_they_are() -> None:
     for arguments in (["explain", "\x1b[31mgpt", "--ranks", "2"], ["\x1b[31m"]):
         result = CliRunner().invoke(main, arguments)
         assert result.exit_code and "\x1b" not in result.output and r"\x1b[31m" in result.output
+
+
+def test_a_model_that_ends_the_program_is_an_error() -> None:
+    with (
+        pytest.raises(AutoparError, match=r"The model ends the program \(sys.exit\(0\)\)"),
+        working(),
+    ):
+        raise SystemExit(0)

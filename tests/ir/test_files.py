@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import AutoparError, PlanError
-from autopar.ir.files import check_nesting, check_output, parse_json, read_text, save_text
+from autopar.ir.files import (
+    OTHERS_WRITE,
+    check_nesting,
+    check_output,
+    parse_json,
+    read_text,
+    save_text,
+    write_whole,
+)
 from autopar.ir.plan_reading import read_document
 from autopar.ir.recompute import parse_wish
 
@@ -91,3 +99,19 @@ def test_only_regular_files_are_replaced(tmp_path, monkeypatch):
                     attempt()
     assert sorted(os.listdir()) == ["door", "folder", "loop", "pipe", "to_device"]
     assert stat.S_ISCHR(os.stat("/dev/full").st_mode)
+
+
+def test_a_file_that_others_own_or_can_write_is_not_own(tmp_path, monkeypatch):
+    path = tmp_path / "own.json"
+    write_whole("{}", path, without=OTHERS_WRITE)
+    assert read_text(path, only_own=True) == "{}" and read_document(path, only_own=True) == {}
+    path.chmod(0o664)
+    with pytest.raises(
+        PlanError, match="its permissions are 664, so that other users can write it"
+    ):
+        read_document(path, only_own=True)
+    write_whole("{}", path, without=OTHERS_WRITE)
+    assert path.stat().st_mode & 0o777 == 0o644
+    monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+    with pytest.raises(ValueError, match=r"it is a file of user \d+, and this is user \d+"):
+        read_text(path, only_own=True)
