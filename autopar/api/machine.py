@@ -22,7 +22,7 @@ from autopar.ir import (
     with_pipeline,
     without_pipeline,
 )
-from autopar.runtime.processes import axes_of_device_mesh, world_size
+from autopar.runtime.processes import axes_of_device_mesh
 
 MeshLike = DeviceMesh | Mesh | Mapping[str, int] | str
 
@@ -84,7 +84,7 @@ def _numbered(device: torch.device) -> torch.device:
 
 def words_of_device(device: torch.device) -> str:
     """The end of the start line: the device that ranks compute on and the backend by which they communicate."""
-    if world_size() > 1:
+    if dist.is_initialized() and dist.get_world_size() > 1:
         return f"on {device.type} over {_torch.backend_in_use(device)}"
     offered = _torch.accelerator_kind()
     if _torch.is_accelerator(device) or offered is None:
