@@ -47,7 +47,7 @@ def join_process_group(device: torch.device) -> None:
         os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
         dist.init_process_group(_torch.backends_of(device))
         show_failures()  # over torch's own hook, which the process group brings
-    if world_size() > 1:
+    if dist.is_initialized() and dist.get_world_size() > 1:
         _torch.use_device(device)
         if dist.get_backend() != "fake":  # which imagines the other ranks
             _refuse_shared(Seat.of(device))
