@@ -134,6 +134,7 @@ from autopar._torch.groups import (
     start_reduce_scatter,
     store_host,
     store_seconds,
+    wait_for_all,
     waiting_longer,
 )
 from autopar._torch.imports import quiet_torchao
@@ -206,7 +207,7 @@ __all__ = [
     "start_exchange_rows", "start_reduce_scatter", "storage_key", "storage_reference", "store_host",
     "store_seconds", "switches", "synchronize", "trace_recurrent_layers", "traced_code", "traced_modules",
     "traced_ops", "uncompiled", "update_by_shards", "use_device", "user_line", "uses_own_backend",
-    "validates_distribution", "waiting_longer",
+    "validates_distribution", "wait_for_all", "waiting_longer",
     "warn_once_of_redistribution",
     "watch_cached_calls", "whole_of", "widened_dtype", "without_memory", "without_value_checks", "without_values",
     "write_size", "write_sizes", "argument_names",

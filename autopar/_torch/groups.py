@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -109,10 +109,17 @@ def start_all_to_all(result: Tensor, x: Tensor, group: dist.ProcessGroup) -> dis
     return group.alltoall_base(result, x, [], [])
 
 
+def wait_for_all(works: Sequence[dist.Work]) -> None:
+    """Waits for messages; what is raised here broke in communication."""
+    for work in works:
+        work.wait()
+
+
 def broke_in_communication(error: BaseException) -> bool:
     """Whether an error was raised while a rank sent, received or waited for a message."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return frame.filename.endswith("distributed_c10d.py") or frame.name == "_wait_batch_p2p"
+    frames = traceback.extract_tb(error.__traceback__)
+    is_waiting = any(frame.name == wait_for_all.__name__ for frame in frames)
+    return is_waiting or frames[-1].filename.endswith("distributed_c10d.py")
 
 
 def flight_record() -> bytes:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopar import _torch
 from autopar.ir import Pipeline
 from autopar.pipeline.schedules import Action, Kind
 from autopar.runtime.split_backward import SplitBackward, WholeBackward
@@ -113,7 +114,7 @@ class StageActions:
             with torch.profiler.record_function(str(action)):
                 self._compute(action, is_last=action in last.values())
         for works, _ in self._left.values():
-            _wait(works)
+            _torch.wait_for_all(works)
         missed = [*self._arriving, *self._leaving]
         assert not missed, f"the schedule leaves {missed} without an end"
 
@@ -179,7 +180,7 @@ class StageActions:
         gradients = self._arrived(Action("RECV_B", stage, micro_batch))
         sent = self._left.pop(Action("SEND_F", stage, micro_batch), None) if gradients else None
         if sent is not None:  # and it has arrived, since its gradient has come back
-            _wait(sent[0])
+            _torch.wait_for_all(sent[0])
         return roots, [*gradients]
 
     # --- what passes from stage to stage
@@ -196,7 +197,7 @@ class StageActions:
 
     def _arrived(self, receive: Action) -> Sequence[Tensor]:
         arrival = self._arriving.pop(receive)
-        _wait(arrival.works)
+        _torch.wait_for_all(arrival.works)
         return arrival.tensors
 
     def _transfer(self, group: Sequence[Action]) -> None:
@@ -266,8 +267,3 @@ def _started(operations: Sequence[dist.P2POp]) -> list[dist.Work]:
     if len({each.op for each in operations}) > 1:
         return dist.batch_isend_irecv([*operations])
     return [each.op(each.tensor, each.peer, group=each.group) for each in operations]
-
-
-def _wait(works: Sequence[dist.Work]) -> None:
-    for each in works:
-        each.wait()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -88,3 +89,17 @@ def test_waiting_longer_leaves_the_timeout_as_it_was(group):
         with _torch.waiting_longer(group, 7):
             assert options._timeout.total_seconds() == 60
     assert options._timeout.total_seconds() == 5
+
+
+class _Lost:
+    def wait(self) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+
+def test_what_is_raised_while_a_rank_waits_broke_in_communication() -> None:
+    with pytest.raises(RuntimeError) as waiting:
+        _torch.wait_for_all([_Lost()])  # type: ignore[list-item]
+    assert _torch.broke_in_communication(waiting.value)
+    with pytest.raises(RuntimeError) as alone:
+        _Lost().wait()
+    assert not _torch.broke_in_communication(alone.value)

@@ -27,13 +27,14 @@ for command in (
 
 SCRIPT = """
 import os
+import sys
 import torch
 import autopar
 
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
 compiled = autopar.compile(model, loss_fn=torch.nn.functional.mse_loss)
 loss = compiled.step(torch.ones(8, 4), torch.zeros(8, 4))
-print(f"rank {os.environ['RANK']} has a loss of one number: {loss.numel() == 1}")
+sys.stdout.write(f"rank {os.environ['RANK']} has a loss of one number: {loss.numel() == 1}\\n")
 """
 
 

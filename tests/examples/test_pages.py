@@ -197,6 +197,7 @@ ELSEWHERE = {  # example -> the test that runs it
     ("start", 0): "tests/test_site.py",
     ("training", 0): "tests/examples/test_training_page.py",
     ("training", 1): "tests/examples/test_training_page.py",
+    ("training", 2): "tests/examples/test_training_page.py",
 }
 
 

@@ -18,4 +18,4 @@ def test_the_page_prints_what_it_says() -> None:
         exec("\n".join(blocks), {"__name__": "page"})
     shown = re.findall(r"^    (\d\.\d+  .*)$", text, re.M)
     assert printed.getvalue().splitlines() == shown
-    assert len(blocks) == 2
+    assert len(blocks) == 3
