@@ -49,7 +49,7 @@ _SHOWN = {code: ascii(chr(code))[1:-1] for code in _OBEYED}
 
 
 def printable(text: str) -> str:
-    """A text in which characters that a terminal would obey are shown as Python writes them.
+    r"""A text in which characters that a terminal would obey are shown as Python writes them.
 
     >>> printable("a name\x1b[31m")
     'a name\\x1b[31m'
