@@ -169,6 +169,11 @@ def test_softmax_keeps_its_dim_whole():
     }
 
 
+def test_repeat_splits_what_is_not_repeated_and_rows():
+    found = labels_of(lambda x: x.repeat(3, 2, 1), rand(2, 4, 6), kind="aten.repeat")
+    assert found == {"-", "d0", "d2", "+0"}
+
+
 def test_gradients_pass_through_complex_numbers():
     def rotated(x):
         return torch.view_as_real(torch.view_as_complex(x * 1) * 2)
