@@ -64,12 +64,12 @@ def _serves(device: torch.device) -> bool:
 
 
 def _numbered(device: torch.device) -> torch.device:
-    """The device with its number, which is this rank's where none was given.
+    """The device with its number, which is this rank's where none was given; processors have none.
 
     Raises AutoparError for an accelerator that torch does not find.
     """
     if not _torch.is_accelerator(device):
-        return device
+        return torch.device(device.type)
     count = _torch.accelerator_count(device.type)
     if (device.index or 0) >= count:
         raise AutoparError(

@@ -75,6 +75,8 @@ def test_under_a_launcher_a_rank_takes_the_accelerator_of_its_number(lies: str) 
         assert device_of(model_on(lies), None, None) == torch.device("cuda:1")
         assert device_of(model_on(lies), None, "cuda") == torch.device("cuda:1")
         assert device_of(model_on(lies), None, "cpu") == torch.device("cpu")
+        # As accelerate names it.
+        assert device_of(model_on(lies), None, "cpu:0") == torch.device("cpu")
     with seeming_accelerators(4, current=3):  # the script has set it
         assert device_of(model_on(lies), None, None) == torch.device("cuda:3")
     with seeming_accelerators(1):  # of its own, where each process sees one
