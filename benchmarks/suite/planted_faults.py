@@ -6,6 +6,10 @@ until one fails. Tests by line come from a run under coverage whose contexts are
     COVERAGE_PROCESS_START=benchmarks/suite/coverage.ini .venv/bin/python -m pytest -n 2 --durations=0 > suite.log
     coverage combine --data-file=reach.sqlite
 
+Two things for this are not in the repository. Every process has to call `coverage.process_startup()` at its start, as a
+line in a .pth file does. And the ranks of `tests/runtime/ranks.py` are killed in the end: each has to make a Coverage
+of its own, switch its context to the test that asked, and save after every task.
+
     python -m benchmarks.suite.planted_faults --reach reach.sqlite --log suite.log --count 150 --results faults.jsonl
 
 A fault that the fast suite misses is tried with the cases of `tests/slow.txt`, too.

@@ -56,7 +56,7 @@ def slow_cases(cases: Mapping[str, float]) -> list[str]:
 @click.option("--reach", type=Path, required=True, help="Data file of coverage.")
 @click.option("--log", type=Path, required=True, help="Log of the suite with --durations=0.")
 def main(reach: Path, log: Path) -> None:
-    """Writes the list of slow tests, in place of the one that is there."""
+    """Writes the list of slow tests, in place of the one that is there: the log has to be of all tests."""
     cases = seconds_of_cases(log.read_text())
     seconds = {test: sum(of_test.values()) for test, of_test in cases.items()}
     slow = [
