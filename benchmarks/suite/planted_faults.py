@@ -1,16 +1,10 @@
 """Which planted faults the tests find: the fast suite beside the whole suite of another version.
 
 Each fault changes one line of a copy of this repository. The tests that reach the line run there, the quickest first,
-until one fails. Tests by line come from a run under coverage whose contexts are tests:
+until one fails. `benchmarks.suite.probes` tells which tests these are and how long they take:
 
-    COVERAGE_PROCESS_START=benchmarks/suite/coverage.ini .venv/bin/python -m pytest -n 2 --durations=0 > suite.log
-    coverage combine --data-file=reach.sqlite
-
-Two things for this are not in the repository. Every process has to call `coverage.process_startup()` at its start, as a
-line in a .pth file does. And the ranks of `tests/runtime/ranks.py` are killed in the end: each has to make a Coverage
-of its own, switch its context to the test that asked, and save after every task.
-
-    python -m benchmarks.suite.planted_faults --reach reach.sqlite --log suite.log --count 150 --results faults.jsonl
+    python -m benchmarks.suite.probes --into /tmp/probed --hits hits.txt > suite.log
+    python -m benchmarks.suite.planted_faults --hits hits.txt --log suite.log --count 150 --results faults.jsonl
 
 A fault that the fast suite misses is tried with the cases of `tests/slow.txt`, too.
 """
@@ -19,7 +13,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -32,10 +25,9 @@ from pathlib import Path
 import click
 
 from benchmarks.stored import store, stored
+from benchmarks.suite.copies import ROOT, copied
 from benchmarks.suite.faults import Fault, drawn
 from benchmarks.suite.reach import SLOW_TESTS, Reach, seconds_of_cases, seconds_of_functions
-
-ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -119,7 +111,7 @@ def verdict_of(
 
 
 @click.command()
-@click.option("--reach", type=Path, required=True, help="Data file of coverage.")
+@click.option("--hits", type=Path, required=True, help="File that probes wrote.")
 @click.option("--log", type=Path, required=True, help="Log of the suite with --durations=0.")
 @click.option("--count", default=150, help="Number of faults.")
 @click.option("--seed", default=0, help="Seed of the draw.")
@@ -127,7 +119,7 @@ def verdict_of(
 @click.option("--limit-seconds", default=240.0, help="Limit of one run of tests.")
 @click.option("--results", type=Path, required=True, help="File that verdicts are added to.")
 def main(
-    reach: Path,
+    hits: Path,
     log: Path,
     count: int,
     seed: int,
@@ -136,13 +128,13 @@ def main(
     results: Path,
 ) -> None:
     """Plants faults and tells which of them the tests find."""
-    by_line = Reach.read(reach)
+    by_line = Reach.read(hits)
     seconds = seconds_of_functions(seconds_of_cases(log.read_text()))
     slow = SLOW_TESTS.read_text().splitlines()
     done = stored(results, Verdict)
     faults = [f for f in drawn(ROOT, by_line.tests, count, seed) if f.name not in done]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
-        clones = [Clone(_copy(Path(folder) / str(i)), limit_seconds) for i in range(jobs)]
+        clones = [Clone(copied(Path(folder) / str(i)), limit_seconds) for i in range(jobs)]
 
         def judge(job: int) -> None:
             for fault in faults[job::jobs]:
@@ -150,14 +142,6 @@ def main(
 
         list(pool.map(judge, range(jobs)))
     print("\n".join(summary(stored(results, Verdict).values())))
-
-
-def _copy(folder: Path) -> Path:
-    ignored = shutil.ignore_patterns(
-        ".venv*", ".git", "__pycache__", "runs", "build", ".mypy_cache"
-    )
-    shutil.copytree(ROOT, folder, symlinks=True, ignore=ignored)
-    return folder
 
 
 def summary(verdicts: Iterable[Verdict]) -> list[str]:

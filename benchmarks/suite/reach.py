@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-import sqlite3
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from coverage.numbits import numbits_to_nums
+from benchmarks.suite.copies import ROOT
+from benchmarks.suite.probes import runs
 
-SLOW_TESTS = Path(__file__).parents[2] / "tests" / "slow.txt"
+SLOW_TESTS = ROOT / "tests" / "slow.txt"
 
 
 @dataclass
@@ -24,42 +24,17 @@ class Reach:
     tests: dict[str, dict[int, set[str]]] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, data: Path) -> Reach:
-        """Reads a data file of coverage, whose paths may be of any clone."""
-        found = cls()
-        query = (
-            "select file.path, context.context, line_bits.numbits from line_bits "
-            "join file on file.id = file_id join context on context.id = context_id"
-        )
-        with sqlite3.connect(data) as base:
-            for path, context, bits in base.execute(query):
-                test = function_of(context)
-                if test is not None:
-                    lines = found.tests.setdefault(_below_root(path), {})
-                    for line in numbits_to_nums(bits):
-                        lines.setdefault(line, set()).add(test)
-        return found
+    def read(cls, hits: Path, root: Path = ROOT) -> Reach:
+        """Reads what probes wrote (`benchmarks.suite.probes`) in a copy of the product below `root`."""
+        found: dict[str, dict[int, set[str]]] = {}
+        for hit in hits.read_text().splitlines():
+            path, line, test = hit.split(":", 2)
+            found.setdefault(path, {}).setdefault(int(line), set()).add(test)
+        return cls({path: _by_line(found[path], (root / path).read_text()) for path in found})
 
 
-def _below_root(path: str) -> str:
-    places = re.split(r"/(?=(?:autopar|passes|cost_model)/)", path)
-    return "/".join(places[1:])
-
-
-def function_of(context: str) -> str | None:
-    """The test function of a context of coverage: a dotted name in pytest's process, a test's id in a rank.
-
-    >>> function_of("tests.ir.test_mesh.test_size")
-    'tests/ir/test_mesh.py::test_size'
-    >>> function_of("tests/ir/test_mesh.py::test_size[2] (call)")
-    'tests/ir/test_mesh.py::test_size'
-    """
-    # What a process was started for stands before what it was asked for later.
-    context = context.split("|")[-1]
-    if "::" in context:
-        return context.split(" ")[0].split("[")[0]
-    module, _, name = context.rpartition(".")
-    return f"{module.replace('.', '/')}.py::{name}" if name.startswith("test_") else None
+def _by_line(by_run: Mapping[int, set[str]], text: str) -> dict[int, set[str]]:
+    return {line: by_run[run.start] for run in runs(text) if run.start in by_run for line in run}
 
 
 def seconds_of_cases(log: str) -> dict[str, dict[str, float]]:

@@ -4,9 +4,9 @@ A test function is redundant where at least FEW other tests reach each of its li
 other test reaches those. The most expensive functions are asked first, and what is taken out no longer counts as
 another test. Of a redundant function with several cases the cheapest quarter stays in the fast suite, and at least
 one; a function with one case stays if it is cheap. What may be lost so is measured by
-`benchmarks.suite.planted_faults`, from whose module come the two files that this one reads.
+`benchmarks.suite.planted_faults`, and `benchmarks.suite.probes` writes the two files that this one reads.
 
-    python -m benchmarks.suite.slow_tests --reach reach.sqlite --log suite.log
+    python -m benchmarks.suite.slow_tests --hits hits.txt --log suite.log
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ def slow_cases(cases: Mapping[str, float]) -> list[str]:
 
 
 @click.command()
-@click.option("--reach", type=Path, required=True, help="Data file of coverage.")
+@click.option("--hits", type=Path, required=True, help="File that probes wrote.")
 @click.option("--log", type=Path, required=True, help="Log of the suite with --durations=0.")
-def main(reach: Path, log: Path) -> None:
+def main(hits: Path, log: Path) -> None:
     """Writes the list of slow tests, in place of the one that is there: the log has to be of all tests."""
     cases = seconds_of_cases(log.read_text())
     seconds = {test: sum(of_test.values()) for test, of_test in cases.items()}
     slow = [
-        case for test in redundant(Reach.read(reach), seconds) for case in slow_cases(cases[test])
+        case for test in redundant(Reach.read(hits), seconds) for case in slow_cases(cases[test])
     ]
     SLOW_TESTS.write_text("".join(f"{case}\n" for case in sorted(slow)))
     click.echo(

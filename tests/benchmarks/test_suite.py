@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ast
-import sqlite3
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from coverage.numbits import nums_to_numbits
 
 from benchmarks.suite.faults import KINDS, drawn, faults_of
 from benchmarks.suite.planted_faults import Clone, verdict_of
-from benchmarks.suite.reach import SLOW_TESTS, Reach, function_of
+from benchmarks.suite.probes import plant
+from benchmarks.suite.reach import SLOW_TESTS, Reach
 from benchmarks.suite.slow_tests import redundant, slow_cases
 
 ROOT = Path(__file__).parents[2]
@@ -61,21 +63,37 @@ def test_a_draw_has_every_area_and_repeats() -> None:
     assert {fault.kind for fault in found} <= set(KINDS)
 
 
-def test_reach_is_read_from_any_clone(tmp_path: Path) -> None:
-    with sqlite3.connect(tmp_path / "data") as base:
-        base.execute("create table file (id, path)")
-        base.execute("create table context (id, context)")
-        base.execute("create table line_bits (file_id, context_id, numbits)")
-        base.execute("insert into file values (1, '/else/where/passes/partition.py')")
-        contexts = ["", "tests.a.test_b.test_c", "tests/d.py::test_e (call)|tests/f.py::test_g[1]"]
-        for number, context in enumerate(contexts):
-            base.execute("insert into context values (?, ?)", (number, context))
-            base.execute(
-                "insert into line_bits values (1, ?, ?)", (number, nums_to_numbits([3, 7]))
-            )
-    tests = {"tests/a/test_b.py::test_c", "tests/f.py::test_g"}
-    assert Reach.read(tmp_path / "data").tests == {"passes/partition.py": {3: tests, 7: tests}}
-    assert function_of("tests.support.helper") is None
+def test_reach_is_read_by_runs(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("def f(x):\n    y = 1\n    if x:\n        y = 2\n    return y\n")
+    (tmp_path / "hits").write_text(
+        "a.py:2:tests/t.py::test_u\na.py:2:tests/t.py::test_v\na.py:4:tests/t.py::test_v\n"
+    )
+    both, one = {"tests/t.py::test_u", "tests/t.py::test_v"}, {"tests/t.py::test_v"}
+    assert Reach.read(tmp_path / "hits", tmp_path).tests == {"a.py": {2: both, 3: both, 4: one}}
+
+
+def test_a_probe_tells_each_test_that_comes_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "def f(x):\n    'Doc.'\n    if x:\n        return 1\n    elif x is None:\n        return 2\n"
+    (tmp_path / "autopar").mkdir()
+    (tmp_path / "autopar" / "probed_here.py").write_text(text)
+    plant(tmp_path)
+    monkeypatch.setenv("AUTOPAR_HITS", str(tmp_path / "hits"))
+    asking = (
+        "import os; from autopar.probed_here import f; "
+        "os.environ['PYTEST_CURRENT_TEST'] = 't.py::a[1] (call)'; f(1); f(1); assert f.__doc__"
+    )
+    subprocess.run(
+        [sys.executable, "-c", asking],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        check=True,
+    )
+    assert (tmp_path / "hits").read_text().split() == [
+        "autopar/probed_here.py:3:t.py::a",
+        "autopar/probed_here.py:4:t.py::a",
+    ]
 
 
 def test_a_test_is_redundant_where_others_reach_its_lines() -> None:

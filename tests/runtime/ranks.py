@@ -79,7 +79,7 @@ class Ranks:
             self._start()
         self._tasks += 1
         for pipe in self._pipes:
-            pipe.send((task, args))
+            pipe.send((os.environ.get("PYTEST_CURRENT_TEST", ""), task, args))
         try:
             return self._results()
         except BaseException:
@@ -163,7 +163,8 @@ def _serve(rank: int, count: int, store: str, pipe: Connection, joined: Join) ->
     has_joined = False
     while True:
         try:
-            task, args = pipe.recv()
+            # Processes that a rank starts, and probes in it, can tell which test asked.
+            os.environ["PYTEST_CURRENT_TEST"], task, args = pipe.recv()
         except EOFError:
             return
         try:
