@@ -86,7 +86,9 @@ def probed(text: str, path: str) -> str:
     for run in sorted(runs(text), key=lambda run: -run.start):
         line = lines[run.start - 1]
         indent = line[: len(line) - len(line.lstrip())]
-        probe = f'{indent}__import__("planted_probe").hit("{path}:{run.start}")\n'
+        probe = (
+            f'{indent}__import__("autopar.planted_probe").planted_probe.hit("{path}:{run.start}")\n'
+        )
         lines.insert(run.start - 1, probe)
     return "".join(lines)
 
@@ -96,7 +98,7 @@ def plant(root: Path) -> None:
     for path in [p for folder in PRODUCT for p in sorted((root / folder).rglob("*.py"))]:
         if not any(parent.is_symlink() for parent in path.parents):
             path.write_text(probed(path.read_text(), str(path.relative_to(root))))
-    (root / "planted_probe.py").write_text(_PROBE)
+    (root / "autopar" / "planted_probe.py").write_text(_PROBE)
 
 
 @click.command()

@@ -77,6 +77,7 @@ def test_a_probe_tells_each_test_that_comes_by(
 ) -> None:
     text = "def f(x):\n    'Doc.'\n    if x:\n        return 1\n    elif x is None:\n        return 2\n"
     (tmp_path / "autopar").mkdir()
+    (tmp_path / "autopar" / "__init__.py").touch()
     (tmp_path / "autopar" / "probed_here.py").write_text(text)
     plant(tmp_path)
     monkeypatch.setenv("AUTOPAR_HITS", str(tmp_path / "hits"))
