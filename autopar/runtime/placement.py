@@ -112,7 +112,8 @@ class Placement:
         """Puts parameters to rest that took the place of others."""
         assert self.store is not None and self.fixed is not None
         model, world = self._model, self.store.world
-        if self.adoption is not None and self._settings.device_mesh is not None:
+        if self.adoption is not None:
+            assert self._settings.device_mesh is not None, "DTensors lie on a mesh"
             adopt(model, self._settings.device_mesh, self.adoption, world.device_mesh)
         self._settle_gradients()
         values = replaced_values(model, names, world)

@@ -201,3 +201,12 @@ def test_an_operand_with_more_dims_than_the_result_runs_whole():
     node.meta["val"] = torch.zeros(4)
     found, has_rule = spec(node)
     assert not has_rule and found.whole == frozenset(found.sizes)
+
+
+def test_renorm_squares_adds_and_multiplies_each_element():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    node = graph.call_function(torch.ops.aten.renorm.default, (x, 2, 0, 1.0))
+    x.meta["val"] = node.meta["val"] = torch.empty(4, 6, device="meta")
+    found, has_rule = spec(node)
+    assert has_rule and found.flops == 3 * 4 * 6
