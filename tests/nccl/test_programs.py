@@ -1,0 +1,133 @@
+"""What compiled models ask of NCCL is legal and within budgets: every recipe and schedule, played in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from autopar.api import planner
+from autopar.ir.pipeline import PLACEMENTS
+from autopar.search import RECIPES
+from tests.support import shared_captures
+from tests.support.experts import Routed, routes
+from tests.support.nccl.launches import MODES, launches_of
+from tests.support.nccl.programs import Model, Program
+from tests.support.nccl.rules import unlike_orders, violations
+from tests.support.nccl.traces import NewGroup, Sync, Traces, between, calls_of
+
+_SMALL_BYTES = 1024
+# They read what lies on the host, whatever the device is: a loss that has arrived, shares and seeds.
+_ON_HOST = ("runtime/finite.py", "analysis/objective.py", "runtime/pipeline.py")
+_STEPS = {"micro_batches": 4}
+
+
+class Budget(NamedTuple):
+    """The most that one rank may ask for.
+
+    Attributes:
+        new_groups: calls of `new_group`.
+        communicators: communicators that are made when they are first used.
+        syncs: places of a step where the host waits for the device.
+        small: messages of a step below 1 kB.
+    """
+
+    new_groups: int = 0
+    communicators: int = 1
+    syncs: int = 0
+    small: int = 2
+
+
+def _experts() -> tuple[torch.Tensor, ...]:
+    return torch.randn(32, 8), routes("even", 32), torch.randn(32, 8)
+
+
+def _squared(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (y - target).pow(2).mean()
+
+
+def _one_axis() -> Iterator[tuple[str, Program, Budget]]:
+    """Every recipe of one axis; the more messages below 1 kB are this tiny model's activations."""
+    own = {"serve": Budget(communicators=2), "columns": Budget(small=4)}
+    for name in RECIPES.keys() - {"auto", "ep"}:
+        yield name, Program({"x": 2}, name), own.get(name, Budget())
+    yield "local:2", Program({"x": 2}, "local:2"), Budget()
+    yield "geo:2", Program({"x": 2}, "geo:2"), Budget()
+    experts = Program({"x": 2}, "ep", Routed, _experts, _squared)
+    yield "ep", experts, Budget(syncs=2, small=5)
+
+
+def _pipelines() -> Iterator[tuple[str, Program, Budget]]:
+    """Every schedule: a group and a communicator of two ranks; one sync a micro-batch for masked labels."""
+    budget = Budget(new_groups=2, communicators=2, syncs=4, small=1)
+    for name, placement in PLACEMENTS.items():
+        options = _STEPS | ({"chunks": 2} if placement == "rounds" else {})
+        model = partial(Model, blocks=1 if placement == "one" else 2)
+        yield name, Program({"pp": 2}, {"pp": name}, model, options=options), budget
+    tied = Program({"pp": 2}, {"pp": "1f1b"}, partial(Model, tied=True), options=_STEPS)
+    yield "1f1b, tied weights", tied, budget
+    frozen = Program(
+        {"pp": 2}, {"pp": "zb"}, partial(Model, 2, frozen=True), options=_STEPS | {"chunks": 2}
+    )
+    yield "zb, frozen weights", frozen, budget
+
+
+def _others() -> Iterator[tuple[str, Program, Budget]]:
+    yield (
+        "ddp, dropout",
+        Program({"dp": 2}, "ddp", partial(Model, dropout=0.1)),
+        Budget(syncs=4, small=3),
+    )
+    yield "zero3 on 4", Program({"dp": 4}, "zero3"), Budget()
+    mixed = {"dp": "zero3", "tp": "tp+sp"}
+    yield "zero3 x tp+sp", Program({"dp": 2, "tp": 2}, mixed), Budget(8, 3, small=20)
+    of_eight = Program(
+        {"pp": 2, "dp": 2, "tp": 2}, {"pp": "1f1b", **mixed}, options={"micro_batches": 2}
+    )
+    yield "1f1b x zero3 x tp+sp", of_eight, Budget(24, 5, 2, 60)
+
+
+_CASES = (*_one_axis(), *_pipelines(), *_others())
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks read one capture."""
+    monkeypatch.setattr(planner, "StoredCaptures", shared_captures._shared_unless_named)
+
+
+@pytest.mark.filterwarnings("ignore:The loss of step")  # whose values are made up
+@pytest.mark.usefixtures("shared")
+@pytest.mark.parametrize(("name", "program", "budget"), _CASES, ids=[case[0] for case in _CASES])
+def test_a_program_is_legal_and_within_its_budget(
+    name: str, program: Program, budget: Budget, tmp_path: Path
+) -> None:
+    if "nvme" in name:
+        program.options = {"nvme": tmp_path}
+    traces = program.play()
+    for mode in MODES:
+        assert not violations(traces, mode)
+    assert "pp" in program.mesh or "serve" in name or not unlike_orders(traces)
+    spent = _spent(traces)
+    assert all(x <= most for x, most in zip(spent, budget, strict=True)), (spent, budget)
+
+
+def _spent(traces: Traces) -> Budget:
+    """What the rank asks for that asks for the most."""
+    every = [_of_rank(traces, rank) for rank in traces]
+    return Budget(*map(max, zip(*every, strict=True)))
+
+
+def _of_rank(traces: Traces, rank: int) -> Budget:
+    step = between(traces[rank], "begin 3", "end 3")
+    calls = [call for event in step for call in calls_of(event)]
+    return Budget(
+        sum(isinstance(event, NewGroup) for event in traces[rank]),
+        len({each.communicator for each in launches_of(traces, "lazy")[rank].values()}),
+        sum(isinstance(event, Sync) and not event.where.startswith(_ON_HOST) for event in step),
+        sum(call.bytes < _SMALL_BYTES for call in calls),
+    )
