@@ -3,13 +3,19 @@
 Ranks compare what they were given where it is new to them, and so at times when another rank may be in the
 middle of a step. A collective would then wait for it, or meet one of that step and mix the two up; through
 the store those who wait can say whom they wait for.
+
+[Note: one verdict] Each rank writes its text. The first rank waits for all texts and writes a verdict, for which the
+others wait: of N ranks a comparison asks the store for about 4 N things, where each rank reading all texts would ask
+for N * N. A verdict has every different text once, and which of them each rank gave.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -22,7 +28,10 @@ log = logging.getLogger("autopar")
 _PATIENCE_SECONDS = 30.0  # before those who wait say so
 # Pauses between two looks into the store: short at first, as ranks come within milliseconds of each other.
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.0002, 0.05
-_WHY = "/why"  # ends the key of the reason for which a rank compares
+_VERDICT = "verdict"  # ends the key of what the first rank says of all texts
+_GRACE_SECONDS = (
+    1.0  # that the others wait longer than the first rank, which names those that are missing
+)
 SAME_SHAPES = (
     "Give all ranks batches of the same shapes, and as many (DistributedSampler(..., drop_last=True) and "
     "DataLoader(..., drop_last=True))."
@@ -65,18 +74,21 @@ class Comparison:
             self._name = _new_name()
         store = self._store()
         self._times += 1
-        keys = self._keys(self._times)
-        own = dist.get_rank()
-        store.set(keys[own] + _WHY, f"{why} {remedy}")
-        store.set(keys[own], f"{kind}\n{text}")
-        self._wait(store, keys, why, remedy)
-        # Whoever is here has been given all texts of the time before.
-        for ending in ("", _WHY):
-            store.delete_key(self._keys(self._times - 1)[own] + ending)
-        said = [store.get(key).decode().partition("\n") for key in keys.values()]
+        keys, own = self._keys(self._times), dist.get_rank()
+        store.set(keys[own], json.dumps([kind, f"{why} {remedy}", text]))
+        if own == self._first:
+            self._wait(store, keys, why, remedy)
+            store.set(
+                self._key(_VERDICT), _summary([store.get(key).decode() for key in keys.values()])
+            )
+            store.delete_key(self._key(_VERDICT, self._times - 1))
+        verdict = self._hear(store, keys, why, remedy)
+        # All ranks are here, and so have read the verdict of the time before.
+        store.delete_key(self._keys(self._times - 1)[own])
+        said = [json.loads(verdict["texts"][i]) for i in verdict["given"]]
         if len({found for found, _, _ in said}) > 1:
             whys = "; ".join(
-                f"rank {rank}: {store.get(key + _WHY).decode()}" for rank, key in keys.items()
+                f"rank {rank}: {reason}" for rank, (_, reason, _) in zip(keys, said, strict=True)
             )
             raise StepError(f"The ranks are at different places of the program. {whys}")
         return [found for _, _, found in said]
@@ -91,7 +103,7 @@ class Comparison:
         try:
             store, keys = self._store(), self._keys(self._times + 1)
             found = [rank for rank, key in keys.items() if store.check([key])]
-            return {rank: store.get(keys[rank] + _WHY).decode() for rank in found}
+            return {rank: json.loads(store.get(keys[rank]))[1] for rank in found}
         except RuntimeError as error:
             log.debug("The store of the process group does not answer: %s", error)
             return {}
@@ -103,29 +115,71 @@ class Comparison:
         """The ranks that compare, this one among them."""
         return self._ranks or range(dist.get_world_size())
 
+    @property
+    def _first(self) -> int:
+        """The rank that gives the verdict."""
+        return self._others()[0]
+
+    def _key(self, what: object, times: int | None = None) -> str:
+        """A key of a comparison, counted from one; by default of the present one."""
+        return f"{self._times if times is None else times}/{what}"
+
     def _keys(self, times: int) -> dict[int, str]:
-        """Rank -> the key of its text in a comparison, counted from one."""
-        return {rank: f"{times}/{rank}" for rank in self._others()}
+        """Rank -> the key of its text in a comparison."""
+        return {rank: self._key(rank, times) for rank in self._others()}
+
+    @property
+    def _limit_seconds(self) -> float:
+        return self._timeout_seconds or _torch.store_seconds(_torch.default_store())
 
     def _wait(self, store: dist.Store, keys: Mapping[int, str], why: str, remedy: str) -> None:
-        limit = self._timeout_seconds or _torch.store_seconds(_torch.default_store())
+        """Waits for the texts of all ranks; the others are told where it is in vain."""
+        limit = self._limit_seconds
         patience = min(_PATIENCE_SECONDS, limit)
         with told_to_end() as signals:
             missing = _missing(store, keys, patience, signals)
             if missing and patience < limit and not signals:
                 log.warning("%s Waiting for ranks %s since %g s.", why, missing, patience)
                 missing = _missing(store, keys, limit - patience, signals)
-        if missing and signals:
+        if missing:
+            store.set(self._key(_VERDICT), json.dumps({"missing": missing, "signals": signals}))
+            self._refuse(missing, signals, why, remedy)
+
+    def _hear(
+        self, store: dist.Store, keys: Mapping[int, str], why: str, remedy: str
+    ) -> dict[str, Any]:
+        """The verdict of the first rank; where it does not come, each rank looks who is missing."""
+        key = self._key(_VERDICT)
+        with told_to_end() as signals:
+            if _missing(store, {self._first: key}, self._limit_seconds + _GRACE_SECONDS, signals):
+                missing = [rank for rank, each in keys.items() if not store.check([each])]
+                self._refuse(missing or [self._first], signals, why, remedy)
+        verdict: dict[str, Any] = json.loads(store.get(key))
+        if "missing" in verdict:
+            self._refuse(verdict["missing"], signals or verdict["signals"], why, remedy)
+        return verdict
+
+    def _refuse(
+        self, missing: Sequence[int], signals: Sequence[int], why: str, remedy: str
+    ) -> NoReturn:
+        """Raises the error of a wait in vain."""
+        if signals:
             raise PeerError(
                 f"This rank was told to end while it waited for ranks {missing}: another rank has died or was ended. "
                 f"What it waited with: {why}",
                 collective="comparison", group=self._name, reason="SIGTERM",
             )  # fmt: skip
-        if missing:
-            raise StepError(
-                f"{why} Ranks {missing} did not come within {limit:g} s: this is not new to them, or they have no "
-                f"batch left, or died. {remedy}"
-            )
+        raise StepError(
+            f"{why} Ranks {missing} did not come within {self._limit_seconds:g} s: this is not new to them, or they "
+            f"have no batch left, or died. {remedy}"
+        )
+
+
+def _summary(texts: Sequence[str]) -> str:
+    """The verdict: the different texts, and for every rank the number of its own."""
+    numbers = dict[str, int]()
+    given = [numbers.setdefault(text, len(numbers)) for text in texts]
+    return json.dumps({"texts": [*numbers], "given": given})
 
 
 def _is_alone() -> bool:

@@ -203,9 +203,10 @@ class _Reports:
     def exchange(
         self, received: Sequence[int] = (), *, knows: bool, headline: str = ""
     ) -> dict[int, bool]:
-        """Reports whether this rank knows the cause; gives what it needs to know of the others.
+        """Reports whether this rank knows the cause; gives what is known of the others.
 
-        A rank that knows waits for the ranks below it alone, and for a short time.
+        A rank that knows waits for the ranks below it alone, and for a short time. Reports are numbered as they come,
+        so that a look is for one key, the next one's, however many ranks there are.
 
         Args:
             received: signals so far; more may come.
@@ -217,15 +218,17 @@ class _Reports:
             return found
         with contextlib.suppress(RuntimeError, dist.DistError):  # the store has died with its host
             self._store.set(str(self.rank), f"{int(knows)}{headline}")
-            awaited = range(self.rank if knows else self._size)
+            self._store.set(f"report/{self._store.add('reports', 1)}", f"{self.rank} {int(knows)}")
+            awaited, heard = set(range(self.rank if knows else self._size)), 0
             deadline = time.monotonic() + (_PATIENCE_SECONDS if knows else _LONG_PATIENCE_SECONDS)
             while time.monotonic() < deadline:
-                for rank in awaited:
-                    if rank not in found and self._store.check([str(rank)]):
-                        found[rank] = self._store.get(str(rank)).startswith(b"1")
+                while self._store.check([f"report/{heard + 1}"]):
+                    heard += 1
+                    rank, its = map(int, self._store.get(f"report/{heard}").split())
+                    found[rank] = bool(its)
                 if any(found.values()) and not knows:
                     break
-                if _speaker(found) < self.rank or len(found) >= len(awaited) + knows:
+                if _speaker(found) < self.rank or awaited <= found.keys():
                     break
                 if received:
                     deadline = min(deadline, time.monotonic() + _PATIENCE_SECONDS)

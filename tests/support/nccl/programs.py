@@ -77,7 +77,7 @@ class Program:
         model: makes the model.
         batch: makes the batch.
         loss_fn: loss of the model's results.
-        options: further arguments of `autopar.compile`.
+        options: further arguments of `autopar.compile`; a plan stands for mesh and recipe.
     """
 
     mesh: Mapping[str, int]
@@ -98,10 +98,12 @@ class Program:
         with world.rank(rank) as recorder:
             torch.manual_seed(0)
             batch = self.batch()
+            options: dict[str, Any] = {"mesh": dict(self.mesh), "recipe": self.recipe}
+            if "plan" in self.options:
+                options = {}
             model = autopar.compile(
-                self.model(), example_inputs=batch, loss_fn=self.loss_fn, mesh=dict(self.mesh),
-                recipe=self.recipe, **self.options,
-            )  # fmt: skip
+                self.model(), example_inputs=batch, loss_fn=self.loss_fn, **options, **self.options
+            )
             optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
             if model.plan.pipeline is not None and model.plan.pipeline.update_every:
                 model.attach_optimizer(optimizer)

@@ -139,7 +139,7 @@ class _Group(dist.ProcessGroup):
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> _Done:
         for x in tensors:
-            x.detach().fill_(1)
+            x.detach().fill_(0.01 if x.is_floating_point() else 0)
         return self._note("recv", tensors, peer=src)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> _Done:
@@ -194,6 +194,7 @@ class _Group(dist.ProcessGroup):
         self, result: Tensor, x: Tensor, received: Any = None, sent: Any = None, opts: Any = None
     ) -> _Done:
         count = min(result.numel(), x.numel())
+        result.zero_()
         result.view(-1)[:count].copy_(x.reshape(-1)[:count])
         rows = (tuple(sent), tuple(received)) if sent else None
         return self._note("all_to_all", [x], rows)
