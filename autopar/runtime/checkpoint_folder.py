@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import zipfile
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from autopar.errors import AutoparError
+from autopar.ir.files import check_keys
+from autopar.runtime.shard_file import check_shard
 
 VERSION = 1
 _STATE = "state.pt"
+# The fields of `state.pt`: those of every checkpoint, and those that came later or only a loop's have.
+_FIELDS = ("version", "extra", "has_model", "progress", "ties", "objects", "values", "groups")
+_LATER_FIELDS = ("shapes", "loops", "blocks", "step", "files", "checksums")
 
 
 def beside(folder: Path, what: str) -> Path:
@@ -51,8 +58,10 @@ def commit(partial: Path, folder: Path, planned: Metadata, notes: dict[str, Any]
     """Gives a complete checkpoint its name, see [Note: a save is all or nothing]."""
     _refuse_incomplete(partial, planned)
     files = {file.name: file.stat().st_size for file in partial.glob("*.safetensors")}
+    # A user may have turned the checksums of torch.save off, for its speed.
+    checksums = torch.serialization.get_crc32_options()
     with (partial / _STATE).open("wb") as file:
-        torch.save({**notes, "files": files}, file)
+        torch.save({**notes, "files": files, "checksums": checksums}, file)
         file.flush()
         os.fsync(file.fileno())  # as the shards were
     previous = beside(folder, "previous")
@@ -102,14 +111,8 @@ def located(folder: Path) -> Path:
 def opened(folder: Path) -> tuple[dict[str, Any], dict[str, TensorStorageMetadata]]:
     """The contents of `state.pt`, and the tensors on disk. Raises AutoparError for a damaged checkpoint."""
     try:
-        notes = torch.load(folder / _STATE, map_location="cpu", weights_only=True)
-        version, files = notes["version"], notes.get("files", {})
-        if version != VERSION:
-            raise OtherVersionError(
-                f"{folder} is of version {version}, and this autopar reads version {VERSION}."
-            )
-        for name, wanted_bytes in files.items():
-            _refuse_other_size(folder / name, wanted_bytes)
+        notes = _state(folder / _STATE)
+        _refuse_other_files(folder, notes.get("files", {}))
         return notes, _saved_tensors(folder)
     except AutoparError:
         raise
@@ -117,10 +120,55 @@ def opened(folder: Path) -> tuple[dict[str, Any], dict[str, TensorStorageMetadat
         raise AutoparError(f"{folder} is damaged. {type(error).__name__}: {error}") from error
 
 
+def check_bytes(folder: Path, notes: Mapping[str, Any], own: Collection[str]) -> None:
+    """Raises AutoparError for bytes of tensors that are not those that were saved, see [Note: checksums of parts].
+
+    Args:
+        folder: folder of the checkpoint.
+        notes: contents of its `state.pt`; a checkpoint of an earlier autopar has no checksums, and is taken as it is.
+        own: names of the tensors whose bytes this rank looks at. It looks at what the headers say of all.
+    """
+    for name in notes["files"] if notes.get("checksums") else ():
+        try:
+            check_shard(folder / name, own)
+        except Exception as error:  # whatever a damaged header makes of reading it
+            raise AutoparError(f"{folder} is damaged: {name}: {error} {_REMEDY}") from error
+
+
+def _state(path: Path) -> dict[str, Any]:
+    """The contents of `state.pt`. Raises AutoparError for another version; other errors for what is damaged."""
+    notes = torch.load(path, map_location="cpu", weights_only=True)
+    if notes["version"] != VERSION:
+        raise OtherVersionError(
+            f"{path.parent} is of version {notes['version']}, and this autopar reads version {VERSION}."
+        )
+    check_keys(notes, _FIELDS, _LATER_FIELDS)
+    if notes.get("checksums"):
+        with zipfile.ZipFile(path) as records:
+            if bad := records.testzip():  # torch.load does not compare them
+                raise ValueError(f"{path.name} has other bytes than were saved (in {bad})")
+    return dict(notes)
+
+
+def _refuse_other_files(folder: Path, files: dict[str, int]) -> None:
+    """Raises AutoparError unless the folder has the shards that were saved, of their sizes; no others are read."""
+    there = {file.name for file in folder.glob("*.safetensors")}
+    for name, wanted_bytes in files.items():
+        if Path(name).name != name:
+            raise AutoparError(f"{folder} is damaged: it names {name!r}, no file of its own.")
+        _refuse_other_size(folder / name, wanted_bytes)
+    if files and (strangers := sorted(there - files.keys())):
+        raise AutoparError(
+            f"{folder} is damaged: {strangers[0]} is in it, and was not saved with it. Move it elsewhere."
+        )
+
+
+_REMEDY = "Copy it again, or load an earlier checkpoint."
+
+
 def _refuse_other_size(file: Path, wanted_bytes: int) -> None:
     found = f"{file.stat().st_size} bytes" if file.is_file() else "missing"
     if found != f"{wanted_bytes} bytes":
         raise AutoparError(
-            f"{file.parent} is damaged: {file.name} is {found}, of {wanted_bytes} bytes. Copy it again, or load "
-            "an earlier checkpoint."
+            f"{file.parent} is damaged: {file.name} is {found}, of {wanted_bytes} bytes. {_REMEDY}"
         )

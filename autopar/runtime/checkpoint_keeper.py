@@ -30,7 +30,13 @@ from torch.optim import Optimizer
 from autopar import _torch
 from autopar.errors import AutoparError
 from autopar.runtime.background_save import BackgroundSave
-from autopar.runtime.checkpoint_folder import OtherVersionError, beside, located, opened
+from autopar.runtime.checkpoint_folder import (
+    OtherVersionError,
+    beside,
+    check_bytes,
+    located,
+    opened,
+)
 from autopar.runtime.checkpoint_loading import load
 from autopar.runtime.checkpoint_saving import Host, Save, collect
 from autopar.runtime.random_states import random_states, set_random_states
@@ -180,7 +186,7 @@ class Checkpoints:
         folder = self._newest_whole(ranks)
         if folder is None:
             return LastCheckpoint()
-        notes = load(folder, _torch.uncompiled(model), optimizer)
+        notes = load(folder, _torch.uncompiled(model), optimizer, checked=True)
         ranks.each(lambda: _restore_loop(folder, notes["loops"], ranks, loader))
         return LastCheckpoint(notes["step"], notes["extra"], folder)
 
@@ -221,7 +227,7 @@ class Checkpoints:
         candidates = ranks.everyones(candidates)[0]
         damages: dict[Path, str] = {}
         for folder in candidates:
-            own = ranks.each(partial(_damage, folder))
+            own = ranks.each(partial(_damage, folder, ranks))
             problems = [x for x in ranks.everyones(own) if x]
             if not problems:
                 _set_all_aside(damages, ranks)
@@ -263,13 +269,15 @@ def _set_all_aside(damages: Mapping[Path, str], ranks: Together) -> None:
         )
 
 
-def _damage(folder: Path) -> str:
+def _damage(folder: Path, ranks: Together) -> str:
     """The problem that this rank finds with a checkpoint; "" if it finds none.
 
     Raises OtherVersionError for one of another version, which is not damaged.
     """
     try:
-        opened(located(folder))
+        place = located(folder)
+        notes, saved = opened(place)
+        check_bytes(place, notes, ranks.share(sorted(saved)))
     except OtherVersionError:
         raise
     except AutoparError as error:

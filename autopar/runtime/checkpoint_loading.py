@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from autopar.errors import AutoparError
 from autopar.runtime.block_states import cut_of, fill_states, in_blocks, parts_of, set_values
-from autopar.runtime.checkpoint_folder import located, opened
+from autopar.runtime.checkpoint_folder import check_bytes, located, opened
 from autopar.runtime.checkpoint_saving import MOMENTUM, catch_up, meetings_of, progress
 from autopar.runtime.module import CompiledModule
 from autopar.runtime.optimizer_state import Restorer, empty_like
@@ -23,11 +23,23 @@ from autopar.runtime.together import Together
 from autopar.runtime.weights import few
 
 
-def load(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> Mapping[str, Any]:
-    """Loads a checkpoint and returns its `state.pt`; every rank calls it."""
+def load(
+    folder: Path, model: nn.Module, optimizer: Optimizer | None, *, checked: bool = False
+) -> Mapping[str, Any]:
+    """Loads a checkpoint and returns its `state.pt`; every rank calls it.
+
+    Args:
+        folder: folder of the checkpoint.
+        model: what it is loaded into; a checkpoint that is refused leaves it as it was.
+        optimizer: optimizer of the model's parameters, if its state is to be loaded.
+        checked: whether `check_bytes` has found no damage already.
+    """
     ranks = Together(f"Loading {folder}")
     loading = ranks.each(lambda: Loading.begin(folder, model, optimizer))
     _refuse_unknown(ranks.everyones(loading.unknown()), folder)
+    if not checked:
+        own = ranks.share(sorted(loading.saved))
+        ranks.each(lambda: check_bytes(loading.folder, loading.notes, own))
     reader = dcp.HuggingFaceStorageReader(str(loading.folder))
     with ranks.naming_failures():
         dcp.load(loading.room_on_disk, storage_reader=reader, no_dist=ranks.alone)
@@ -152,8 +164,17 @@ def _refuse_other_model(
             problems.append(
                 f"{own} has shape {list(saved[name].size)} in it and {list(tensor.shape)} in the model"
             )
+        elif _kind(saved[name].properties.dtype) != _kind(tensor.dtype):
+            problems.append(
+                f"{own} has numbers of another kind, {saved[name].properties.dtype} in it and {tensor.dtype} in the "
+                "model"
+            )
     if problems:
         raise AutoparError(f"The checkpoint {folder} is of another model: {few(problems)}.")
+
+
+def _kind(dtype: torch.dtype) -> tuple[bool, bool]:
+    return dtype.is_floating_point, dtype.is_complex
 
 
 def _refuse_unknown(every: Sequence[list[str]], folder: Path) -> None:

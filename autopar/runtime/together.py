@@ -63,6 +63,10 @@ class Together:
         """The number of ranks."""
         return 1 if self.alone else dist.get_world_size()
 
+    def share(self, works: Sequence[T]) -> Sequence[T]:
+        """This rank's share of works, which all ranks know in the same order."""
+        return works[self.rank :: self.count]
+
     def everyones(self, value: T) -> list[T]:
         """The values of all ranks, on every rank."""
         if self.alone:

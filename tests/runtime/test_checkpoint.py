@@ -296,6 +296,78 @@ def test_damage_is_named(saved: Path, accident: Callable[[Path], None]) -> None:
         assert "shard-00001.safetensors is missing" in str(raised.value)
 
 
+def flip(file: Path, bit: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["shard-00001.safetensors", "state.pt"])
+def test_a_flipped_bit_is_found_or_changes_nothing(saved: Path, name: str) -> None:
+    """Every value is loaded as it was, or none is."""
+    expected, file = make(), saved / name
+    load_checkpoint(saved, expected, adamw(expected))
+    bits, random = 8 * file.stat().st_size, torch.Generator().manual_seed(3)
+    found = 0
+    for bit in torch.randint(bits, (40,), generator=random).tolist():
+        flip(file, bit)
+        model = make()
+        before = {k: v.clone() for k, v in model.state_dict().items()}
+        try:
+            load_checkpoint(saved, model, adamw(model))
+            before = expected.state_dict()
+        except autopar.AutoparError as error:
+            assert "c is damaged" in str(error)
+            found += 1
+        assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()), bit
+        flip(file, bit)
+    assert found > 20, "most bits are bytes of tensors, or of zip records"
+
+
+def test_a_checkpoint_without_checksums_loads(saved: Path) -> None:
+    """Those of before have none."""
+    notes = torch.load(saved / "state.pt", weights_only=True)
+    del notes["checksums"]
+    torch.save(notes, saved / "state.pt")
+    flip(
+        saved / "shard-00001.safetensors",
+        8 * ((saved / "shard-00001.safetensors").stat().st_size - 1),
+    )
+    assert loads(saved) == 3
+
+
+def test_a_field_that_no_checkpoint_has_is_refused(saved: Path) -> None:
+    notes = torch.load(saved / "state.pt", weights_only=True)
+    torch.save({**notes, "progres": None}, saved / "state.pt")
+    with pytest.raises(autopar.AutoparError, match=r"'progres' \(did you mean progress\?\)"):
+        loads(saved)
+
+
+@pytest.mark.parametrize("name", ["../other.safetensors", "/etc/passwd"])
+def test_a_checkpoint_reads_files_of_its_own_folder_alone(saved: Path, name: str) -> None:
+    notes = torch.load(saved / "state.pt", weights_only=True)
+    torch.save({**notes, "files": {name: 8}}, saved / "state.pt")
+    with pytest.raises(autopar.AutoparError, match="no file of its own"):
+        loads(saved)
+
+
+def test_a_file_that_was_not_saved_with_it_is_no_part_of_a_checkpoint(saved: Path) -> None:
+    (saved / "shard-00002.safetensors").write_bytes(
+        (saved / "shard-00001.safetensors").read_bytes()
+    )
+    with pytest.raises(autopar.AutoparError, match=r"shard-00002\.safetensors is in it"):
+        loads(saved)
+
+
+def test_whole_numbers_are_no_weights(saved: Path, tmp_path: Path) -> None:
+    model = nn.Module()
+    model.register_buffer("table", torch.zeros(4, dtype=torch.int64))
+    save_checkpoint(tmp_path / "whole", model)
+    model.register_buffer("table", torch.zeros(4))
+    with pytest.raises(autopar.AutoparError, match=r"of another kind, torch\.int64 in it"):
+        load_checkpoint(tmp_path / "whole", model)
+
+
 class Trap:
     """Runs code when it is unpickled."""
 

@@ -124,7 +124,14 @@ def empty(folder: Path) -> None:
     (folder / "state.pt").write_bytes(b"")
 
 
-@pytest.mark.parametrize("accident", [shorten, empty])
+def flip(folder: Path) -> None:
+    (file,) = folder.glob("shard-*")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("accident", [shorten, empty, flip])
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(
     tmp_path: Path, accident: Callable[[Path], None]
 ) -> None:
