@@ -98,6 +98,7 @@ from autopar.ir.plan_reading import (
     read_precision,
     read_recompute,
     read_shapes,
+    with_digest,
     wrong_version,
 )
 from autopar.ir.precision import MixedPrecision
@@ -425,11 +426,12 @@ class Plan:
             raise PlanError(f"The plan is damaged: {error}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as JSON. The file is replaced in one move, so that a crash leaves the old one.
+        """Writes the plan as JSON, with a digest of its fields. The file is replaced in one move, so that a crash
+        leaves the old one.
 
         Raises AutoparError where that is not possible, for a device, say.
         """
-        save_text(json.dumps(self.to_json(), indent=1) + "\n", path)
+        save_text(json.dumps(with_digest(self.to_json()), indent=1) + "\n", path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -38,7 +39,7 @@ FIELDS = (
     "notes",
 )
 OPTIONAL_FIELDS = (
-    "replicas", "pipeline", "recompute", "saved", "precision", "decomposed", "overlap", "shapes", "dtypes",
+    "replicas", "pipeline", "recompute", "saved", "precision", "decomposed", "overlap", "shapes", "dtypes", "digest",
 )  # fmt: skip
 SCALAR = "scalar"
 _BY_ROWS = " by rows"
@@ -64,11 +65,30 @@ def read_document(path: str | os.PathLike[str], *, only_own: bool = False) -> An
 
 
 def check_fields(document: Mapping[str, Any]) -> None:
-    """Raises PlanError for a field that a plan must have and that is missing, and for one that no plan has."""
+    """Raises PlanError for a field that is missing or that no plan has, and for fields that do not fit their digest.
+
+    A plan that a person writes needs no digest.
+    """
     try:
         check_keys(document, FIELDS, OPTIONAL_FIELDS)
     except ValueError as error:
         raise PlanError(f"The plan is incomplete or damaged: {error}.") from None
+    fields = {key: value for key, value in document.items() if key != "digest"}
+    if "digest" in document and document["digest"] != digest_of(fields):
+        raise PlanError(
+            f"The plan is not as it was saved: its fields have the digest {digest_of(fields)}, and it gives "
+            f"{document['digest']!r}. If you changed it, remove the field 'digest'; otherwise copy or save it again."
+        )
+
+
+def digest_of(fields: Mapping[str, Any]) -> str:
+    """A hash of the fields of a plan's JSON, which shows that a file was changed after it was saved."""
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def with_digest(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a plan's JSON and their digest, as they are saved."""
+    return {**fields, "digest": digest_of(fields)}
 
 
 def wrong_version(found: object) -> PlanError:

@@ -22,7 +22,7 @@ import torch
 from autopar.errors import PlanError
 from autopar.ir import Plan
 from autopar.ir.files import OTHERS_WRITE, write_whole
-from autopar.ir.plan_reading import read_document
+from autopar.ir.plan_reading import read_document, with_digest
 from autopar.planning.planning import Prepared, why_not_again
 from autopar.search.request import Request
 
@@ -101,7 +101,7 @@ class StoredPlans:
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            text = json.dumps({"question": key, "plan": document}, indent=1) + "\n"
+            text = json.dumps({"question": key, "plan": with_digest(document)}, indent=1) + "\n"
             write_whole(text, path, without=OTHERS_WRITE)
         except OSError as error:
             log.warning("The plan is not stored in %s: %s.", path.parent, error.strerror)

@@ -1,6 +1,8 @@
+import contextlib
 import dataclasses
 import json
 import pickle
+import random
 
 import pytest
 
@@ -105,6 +107,35 @@ def test_json_and_back(tmp_path):
     PLAN.save(path)
     assert Plan.load(path) == PLAN
     assert json.loads(path.read_text())["version"] == 1
+
+
+def test_a_saved_plan_that_was_changed_since_is_refused(tmp_path):
+    path = tmp_path / "plan.json"
+    PLAN.save(path)
+    path.write_text(path.read_text().replace('"micro_batches": 2', '"micro_batches": 3'))
+    with pytest.raises(PlanError, match=r"not as it was saved.*remove the field 'digest'"):
+        Plan.load(path)
+
+
+def test_a_plan_that_a_person_changed_needs_no_digest(tmp_path):
+    path = tmp_path / "plan.json"
+    PLAN.save(path)
+    document = json.loads(path.read_text()) | {"micro_batches": 3}
+    del document["digest"]
+    path.write_text(json.dumps(document))
+    assert Plan.load(path).micro_batches == 3
+
+
+def test_a_flipped_bit_of_a_saved_plan_is_found_or_changes_nothing(tmp_path):
+    path = tmp_path / "plan.json"
+    PLAN.save(path)
+    saved, bits = path.read_bytes(), random.Random(5)
+    for bit in bits.sample(range(8 * len(saved)), 200):
+        content = bytearray(saved)
+        content[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(content)
+        with contextlib.suppress(PlanError):
+            assert Plan.load(path) == PLAN, bit
 
 
 def test_a_plan_is_frozen():
