@@ -40,6 +40,7 @@ from autopar.ir import (
 from autopar.pipeline.composed import composed, step_of, stored_bytes
 from autopar.pipeline.saved_values import possible_lines
 from autopar.pipeline.schedules import check_micro_batches, takes, unbounded
+from autopar.planning.likeness import likeness, model_lines
 from autopar.planning.planning import (
     Prepared,
     are_given_by_micro_batches,
@@ -63,6 +64,7 @@ from autopar.runtime.maker import Fixed, ProgramRequest, Programs, StandIns
 from autopar.runtime.processes import (
     agreed,
     make_world,
+    refuse_unlike,
     world_size,
 )
 from autopar.runtime.tiers import Tiers
@@ -144,6 +146,7 @@ class Planner:
             prepared, batch = self._part_and_batch(captured, count)
         if self._request.meeting is not None and is_step and self._first is None:
             refuse_sum(prepared, self._request.meeting, lambda: captured(2 * count))
+        refuse_unlike(likeness(prepared), functools.partial(model_lines, prepared))
         plan = agreed(lambda: self._chosen(prepared, micro_batches, asked.fixed, is_step))
         if is_step and self._request.micro_batches is None and plan.micro_batches != count:
             prepared, plan = in_parts(

@@ -8,7 +8,7 @@ import json
 import os
 import platform
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from autopar.ir import (
     mesh_of_all,
 )
 from autopar.runtime.failures import show_failures
+from autopar.runtime.together import Together
 from autopar.runtime.world import World
 from autopar.units import counted
 
@@ -234,6 +235,40 @@ def _numbers(mesh: Mesh) -> torch.Tensor:
     placed = mesh.placed
     ranks = torch.arange(mesh.size).view(placed.sizes)
     return ranks.permute([placed.index(name) for name in mesh.names])
+
+
+def refuse_unlike(own: Mapping[str, str], parts: Callable[[], Sequence[str]]) -> None:
+    """Raises MeshError, on all ranks with one sentence, where a rank says another thing than the first one.
+
+    Every rank calls it. A rank that dies before it comes is a PeerError on the others.
+
+    Args:
+        own: subject -> what this rank says of it, such as `{"torch": "2.13.0"}`; subjects alike on all ranks.
+        parts: lines of what the subject `model` stands for, which are compared where the subject differs.
+    """
+    if world_size() == 1 or dist.get_backend() == "fake":  # which imagines the other ranks
+        return
+    ranks = Together("Comparing the ranks")
+    found = ranks.everyones(dict(own))
+    unlike = [
+        (rank, subject)
+        for rank, said in enumerate(found)
+        for subject in own
+        if said[subject] != found[0][subject]
+    ]
+    if not unlike:
+        return
+    rank, subject = unlike[0]
+    first, other = found[0][subject], found[rank][subject]
+    if subject == "model":
+        lines = ranks.everyones(list(parts()))
+        pairs = itertools.zip_longest(lines[0], lines[rank], fillvalue="nothing more")
+        first, other = next((pair for pair in pairs if pair[0] != pair[1]), (first, other))
+    raise MeshError(
+        f"Rank {rank} differs from rank 0 in its {subject}: it has {other}, and rank 0 has {first}"
+        f"{f' ({len({r for r, _ in unlike})} ranks differ)' if len(unlike) > 1 else ''}. Start all ranks with the same "
+        "code, versions, environment and model; what depends on the rank must not change them."
+    )
 
 
 def agreed(make: Callable[[], Plan]) -> Plan:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.cost_model.breakdown import Event
+from autopar.errors import AutoparError
 from autopar.ir.files import parse_json, read_text, save_text
 from autopar.views.lanes import LaneRow, end, rows
 
@@ -41,13 +42,21 @@ def to_trace(events: Iterable[Event]) -> dict[str, Any]:
 
 
 def read_trace(path: Path | str) -> tuple[Event, ...]:
-    """The events of a trace that `write_trace` wrote, by lane and start, to the nanosecond."""
-    document = parse_json(read_text(path))
-    return tuple(
-        Event(each["cat"], each["name"], each["ts"] / 1e6, each["dur"] / 1e6, each["args"])
-        for each in document["traceEvents"]
-        if each["ph"] == "X"
-    )
+    """The events of a trace that `write_trace` wrote, by lane and start, to the nanosecond.
+
+    Raises AutoparError for another file.
+    """
+    try:
+        document = parse_json(read_text(path))
+        return tuple(
+            Event(each["cat"], each["name"], each["ts"] / 1e6, each["dur"] / 1e6, each["args"])
+            for each in document["traceEvents"]
+            if each["ph"] == "X"
+        )
+    except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
+        raise AutoparError(
+            f"{path} is no trace that autopar wrote (autopar explain --trace). {type(error).__name__}: {error}"
+        ) from error
 
 
 def _metadata(kind: str, tid: int, **args: Any) -> dict[str, Any]:

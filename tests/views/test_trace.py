@@ -3,6 +3,7 @@ import json
 import pytest
 
 from autopar.cost_model.breakdown import Event
+from autopar.errors import AutoparError
 from autopar.views import read_trace, to_trace, write_trace
 from tests.views import sample
 
@@ -71,3 +72,10 @@ def test_what_overlaps_on_a_lane_goes_to_another_thread():
     document = to_trace([Event("dp", "a", 0, 4), Event("dp", "b", 1, 4)])
     names = [e["args"]["name"] for e in document["traceEvents"] if e["name"] == "thread_name"]
     assert names == ["dp", "dp (2)"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"traceEvents": [{"ph": "X"}]}', "[" * 300])
+def test_another_file_is_no_trace(text, tmp_path):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(AutoparError, match=r"x\.json is no trace"):
+        read_trace(tmp_path / "x.json")

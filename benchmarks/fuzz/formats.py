@@ -1,0 +1,289 @@
+"""All formats that are read: a sample of each, its reader, and what a changed file may mean.
+
+`meaning` tells a change that counts from one that does not. Where the format has a digest or checksums (`is_sealed`), a
+changed file must be refused or mean the same. Elsewhere a person may have written it: it must be refused, or be read so
+that writing it out and reading it back gives the same again, and no unknown field may be passed over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import logging
+import tomllib
+import warnings
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from autopar.capture.export import capture_step
+from autopar.cost_model import find_hardware
+from autopar.cost_model.hardware_toml import HardwareFile, parse_hardware, read_hardware
+from autopar.cost_model.hardware_writing import format_hardware
+from autopar.errors import AutoparError
+from autopar.explanation.differences import Side
+from autopar.ir import Mesh, Plan
+from autopar.ir.recompute import format_recompute, parse_recompute
+from autopar.models.hugging_face import _read_config
+from autopar.planning.planning import make_plan, prepare_step
+from autopar.planning.stored_captures import CaptureQuestion, StoredCaptures, is_same_capture
+from autopar.planning.stored_plans import StoredPlans
+from autopar.runtime.checkpoint import load_checkpoint, save_checkpoint
+from autopar.runtime.weights import read_weights
+from autopar.search.request import Request
+from autopar.views.trace import read_trace
+
+X = torch.arange(32.0).reshape(8, 4)
+
+
+@dataclass(frozen=True)
+class Format:
+    """A kind of file.
+
+    Attributes:
+        name: name for the table.
+        content: the sample.
+        read: reads the file at a path and returns what it means, which compares by `==`.
+        ending: of the file's name.
+        is_sealed: whether each change has to be found.
+        again: what a meaning means after it was written and read back; None where nothing writes it.
+        values: the values of a text, all of which the reader has to take; None where it may pass over some.
+    """
+
+    name: str
+    content: bytes
+    read: Callable[[Path], Any]
+    ending: str = ".json"
+    is_sealed: bool = False
+    again: Callable[[Any], Any] | None = None
+    values: Callable[[str], Any] | None = None
+
+    @property
+    def is_json(self) -> bool:
+        """Whether the sample is one JSON text."""
+        return self.content[:1] in (b"{", b"[")
+
+
+def model() -> nn.Module:
+    """The model of all samples."""
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def _state(found: nn.Module) -> dict[str, bytes]:
+    return {name: x.numpy().tobytes() for name, x in found.state_dict().items()}
+
+
+def formats(folder: Path) -> list[Format]:
+    """The formats, with samples that are made in a folder."""
+    # Where a cache is not used is a line of its log.
+    logging.getLogger("autopar").setLevel(logging.CRITICAL)
+    folder.mkdir(parents=True, exist_ok=True)
+    return [
+        *_plans(folder), *_hardware(), _config(), _trace(), *_checkpoints(folder), *_weights(folder),
+        _stored_plan(folder), _stored_capture(folder), *_texts(),
+    ]  # fmt: skip
+
+
+def _plan() -> Plan:
+    prepared = prepare_step(model(), (X, X), loss_fn=nn.functional.mse_loss)
+    return make_plan(prepared, Request(find_hardware("h100"), mesh={"dp": 2, "tp": 2}))
+
+
+def _plans(folder: Path) -> list[Format]:
+    plan = _plan()
+    plan.save(folder / "saved.json")
+    own = json.dumps(plan.to_json()).encode()
+    return [
+        Format("saved plan", (folder / "saved.json").read_bytes(), Plan.load, is_sealed=True),
+        Format("plan of a person", own, Plan.load, again=lambda x: Plan.from_json(x.to_json()),
+               values=json.loads),
+        Format(
+            "text of a plan", str(plan).encode(), lambda p: Plan.parse(_text(p)), ".txt",
+            again=lambda x: Plan.parse(str(x)),
+        ),
+        Format("answer of explain", b'{"plan": ' + own + b"}", lambda p: Side.load(p).plan),
+    ]  # fmt: skip
+
+
+def _text(path: Path) -> str:
+    """Text that a caller has: of a string, bytes that are no UTF-8 cannot come."""
+    return path.read_bytes().decode("utf-8", "replace")
+
+
+def _hardware() -> list[Format]:
+    def again(found: HardwareFile) -> HardwareFile:
+        text = format_hardware(found.hardware, nodes=found.nodes, curves=found.curves)
+        return dataclasses.replace(found, hardware=parse_hardware(text, "again").hardware)
+
+    def values(text: str) -> Any:
+        found = tomllib.loads(text)
+        found.get("nodes", {}).pop("source", None)  # a text for people, which is not kept
+        return found
+
+    whole = resources.files("autopar.cost_model").joinpath("catalogue", "h100.toml").read_bytes()
+    small = b"""name = "mine"
+like = "h100"
+nodes = {value = 2, kind = "guess", source = "as rented"}
+devices_per_node = {value = 4, kind = "guess", source = "as rented"}
+"""
+    return [
+        Format(
+            name,
+            content,
+            lambda p: meaning(read_hardware(p)),
+            ".toml",
+            again=again,
+            values=values,
+        )
+        for name, content in (("hardware", whole), ("hardware like another", small))
+    ]
+
+
+def _config() -> Format:
+    values = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 4, "hidden_size": 64,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 256,
+        "rope_theta": 10000.0, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+
+    def read(path: Path) -> Any:
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            return _read_config(path).to_json_string()
+
+    return Format("config.json", json.dumps(values).encode(), read)
+
+
+def _trace() -> Format:
+    event = {
+        "ph": "X",
+        "cat": "compute",
+        "name": "linear",
+        "ts": 1.0,
+        "dur": 2.0,
+        "pid": 1,
+        "tid": 0,
+        "args": {},
+    }
+    return Format("trace", json.dumps({"traceEvents": [event]}).encode(), read_trace)
+
+
+def _checkpoints(folder: Path) -> list[Format]:
+    saved = folder / "checkpoint"
+    trained = model()
+    optimizer = torch.optim.AdamW(trained.parameters())
+    nn.functional.mse_loss(trained(X), X).backward()
+    optimizer.step()
+    save_checkpoint(saved, trained, optimizer, step=3)
+    samples = {
+        name: (saved / name).read_bytes() for name in ("shard-00001.safetensors", "state.pt")
+    }
+
+    def reader(name: str) -> Callable[[Path], Any]:
+        def read(path: Path) -> Any:
+            for each, content in samples.items():
+                (saved / each).write_bytes(path.read_bytes() if each == name else content)
+            fresh = model()
+            adam = torch.optim.AdamW(fresh.parameters())
+            before = _state(fresh)
+            try:
+                extra = load_checkpoint(saved, fresh, adam)
+            except AutoparError:
+                assert _state(fresh) == before, "a refused load leaves the model as it was"
+                raise
+            moments = [x.numpy().tobytes() for s in adam.state.values() for x in s.values()]
+            return _state(fresh), moments, dict(extra), adam.param_groups[0]["lr"]
+
+        return read
+
+    return [
+        Format(f"checkpoint: {name}", content, reader(name), ".bin", is_sealed=True)
+        for name, content in samples.items()
+    ]
+
+
+def _weights(folder: Path) -> list[Format]:
+    """The bytes of tensors have no checksum in this format of others: their headers are mutated alone."""
+    place = folder / "weights"
+    place.mkdir()
+    save_file(model().state_dict(), place / "model-1.safetensors")
+    content = (place / "model-1.safetensors").read_bytes()
+    begin = 8 + int.from_bytes(content[:8], "little")
+    names = dict.fromkeys(model().state_dict(), "model-1.safetensors")
+    index = json.dumps({"metadata": {"total_size": 1}, "weight_map": names}).encode()
+
+    def read(path: Path, *, as_index: bool) -> Any:
+        own = path.read_bytes()
+        (place / "model.safetensors.index.json").write_bytes(own if as_index else index)
+        whole = content if as_index else own + content[begin:]
+        (place / "model-1.safetensors").write_bytes(whole)
+        fresh = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 4))
+        read_weights(fresh, place)
+        return _state(fresh)
+
+    return [
+        Format("safetensors header", content[:begin], lambda p: read(p, as_index=False), ".bin"),
+        Format("weights index", index, lambda p: read(p, as_index=True)),
+    ]
+
+
+def _stored_plan(folder: Path) -> Format:
+    prepared = prepare_step(model(), (X, X), loss_fn=nn.functional.mse_loss)
+    request = Request(find_hardware("h100"), mesh={"dp": 2})
+    stored, place = StoredPlans(folder / "plans"), folder / "plans"
+    plan = stored.plan(make_plan, prepared, request)
+    (path,) = place.iterdir()
+
+    def read(given: Path) -> Any:
+        path.write_bytes(given.read_bytes())
+        return stored.plan(lambda *_, **__: plan, prepared, request)
+
+    return Format("stored plan", path.read_bytes(), read, is_sealed=True)
+
+
+def _stored_capture(folder: Path) -> Format:
+    own, place = model(), folder / "captures"
+    stored = StoredCaptures(place)
+    question = CaptureQuestion(own, (X, X), {}, nn.functional.mse_loss, True, None, ())
+
+    def capture() -> Any:
+        return capture_step(own, (X, X), {}, loss_fn=nn.functional.mse_loss)
+
+    first = stored.captured(question, capture)
+    (path,) = place.iterdir()
+
+    class Same:
+        """Equal to every capture that is the first one again."""
+
+        def __init__(self, found: Any) -> None:
+            self.found = found
+
+        def __eq__(self, other: object) -> bool:
+            assert isinstance(other, Same)
+            return is_same_capture(self.found, other.found)
+
+        __hash__ = None  # type: ignore[assignment]
+
+    def read(given: Path) -> Any:
+        path.write_bytes(given.read_bytes())
+        return Same(stored.captured(question, lambda: first))
+
+    return Format("stored capture", path.read_bytes(), read, ".capture", is_sealed=True)
+
+
+def _texts() -> list[Format]:
+    return [
+        Format("text of a mesh", b"dp=2,tp=4", lambda p: Mesh.parse(_text(p)), ".txt",
+               again=lambda x: Mesh.parse(str(x))),
+        Format("text of recomputation", b'{"layers.*": ["mlp.act/gelu"]}', lambda p: parse_recompute(_text(p)),
+               again=lambda x: parse_recompute(format_recompute(x))),
+    ]  # fmt: skip

@@ -1,0 +1,167 @@
+"""Gives mutated files to every reader, and mutated arguments to the command line, and counts what may not happen.
+
+OMP_NUM_THREADS=1 python benchmarks/fuzz/run.py --markdown benchmarks/fuzz/results.md
+
+A fault is printed with the seed of its try; `--files 1 --seed N --format NAME` does it again.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import click
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from autopar.errors import AutoparError
+from benchmarks.fuzz.calls import call, calls
+from benchmarks.fuzz.formats import Format, formats
+from benchmarks.fuzz.mutations import mutated
+from benchmarks.fuzz.watch import KINDS, LIMIT_SECONDS, Seen, Watch
+from benchmarks.tables import markdown_table
+
+
+@dataclass
+class Count:
+    """What was counted of one kind of file, or of the calls.
+
+    Attributes:
+        name: the kind.
+        tries: number of tries.
+        refused: number that ended with an error for people.
+        faults: number of each of `KINDS`.
+        slowest_seconds: duration of the slowest try.
+        examples: seed and error of some faults.
+    """
+
+    name: str
+    tries: int = 0
+    refused: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    slowest_seconds: float = 0.0
+    examples: list[str] = field(default_factory=list)
+
+    def add(self, seed: str, seen: Seen, faults: Sequence[str]) -> None:
+        """Counts a try."""
+        self.tries += 1
+        self.refused += seen.error is not None
+        self.slowest_seconds = max(self.slowest_seconds, seen.seconds)
+        self.faults.update(faults)
+        if faults and len(self.examples) < 20:
+            self.examples.append(f"{seed}: {', '.join(faults)}: {seen.where}")
+
+
+def try_file(kind: Format, path: Path, seed: str, watch: Watch) -> tuple[Seen, list[str]]:
+    """Reads one mutated file; what was seen, and the faults."""
+    path.write_bytes(kind.content)
+    meant = kind.read(path)
+    content = mutated(kind.content, random.Random(seed), is_json=kind.is_json)
+    path.write_bytes(content)
+    seen = watch.call(lambda: kind.read(path))
+    faults = seen.faults((AutoparError,))
+    if seen.error is None and not _means_what_it_says(kind, content, seen.value, meant):
+        faults.append("silent change")
+    return seen, faults
+
+
+def _means_what_it_says(kind: Format, content: bytes, found: object, meant: object) -> bool:
+    """Whether a changed file that was read means what stands in it: see `formats`."""
+    if kind.is_sealed:
+        return bool(found == meant)
+    if kind.again is not None and kind.again(found) != found:
+        return False
+    # Other values with the same meaning: the reader has passed over some.
+    values = kind.values
+    return (
+        values is None
+        or bool(found != meant)
+        or values(content.decode()) == values(kind.content.decode())
+    )
+
+
+def fuzz_files(kinds: Sequence[Format], count: int, seed: int, watch: Watch) -> Iterator[Count]:
+    """Gives so many files to the readers, as many to each."""
+    with tempfile.TemporaryDirectory() as folder:
+        for number, kind in enumerate(kinds):
+            found = Count(kind.name)
+            path = Path(folder, f"file{kind.ending}")
+            for each in range(count // len(kinds) + (number < count % len(kinds))):
+                name = f"{seed}/{kind.name}/{each}"
+                found.add(name, *try_file(kind, path, name, watch))
+            yield found
+
+
+def fuzz_calls(count: int, seed: int, watch: Watch) -> Count:
+    """Calls the command line so often."""
+    found = Count("calls of the command line")
+    with tempfile.TemporaryDirectory() as folder:
+        for number, arguments in enumerate(calls(count, seed, Path(folder))):
+            seen = watch.call(lambda given=arguments: call(given))  # type: ignore[misc]
+            faults = seen.faults(())
+            if seen.error is None and seen.value is not None:
+                faults.append(seen.value)
+            found.add(f"{seed}/call/{number} {arguments}", seen, faults)
+    return found
+
+
+def page(counts: Sequence[Count], seed: int, seconds: float) -> str:
+    """The counts as a page of Markdown."""
+    heads = ("what", "tries", "refused", *KINDS, "slowest, s")
+    rows = [
+        (
+            c.name, f"{c.tries:,}", f"{c.refused:,}", *(str(c.faults[kind]) for kind in KINDS),
+            f"{c.slowest_seconds:.2f}",
+        )
+        for c in counts
+    ]  # fmt: skip
+    files = [c for c in counts if c.name != "calls of the command line"]
+    lines = [
+        "# Bad inputs", "",
+        f"Written by `benchmarks/fuzz/run.py --seed {seed}` in {seconds / 60:.0f} minutes: "
+        f"{sum(c.tries for c in files):,} mutated files over all formats that are read, and "
+        f"{sum(c.tries for c in counts) - sum(c.tries for c in files):,} calls of the command line with odd arguments, "
+        f"in one process. No answer is one after {LIMIT_SECONDS:g} s; memory, growth by more than 1 GB in one try.", "",
+        *markdown_table(heads, rows, text_columns=1), "",
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+@click.command()
+@click.option("--files", default=10_000, help="Number of mutated files.")
+@click.option("--calls", "call_count", default=1_000, help="Number of calls of the command line.")
+@click.option("--seed", default=0)
+@click.option("--format", "only", default="", help="Only formats with this word in their name.")
+@click.option("--markdown", type=click.Path(path_type=Path), help="Page to write.")
+def main(files: int, call_count: int, seed: int, only: str, markdown: Path | None) -> None:
+    """Counts what bad inputs do."""
+    start, watch = time.monotonic(), Watch()
+    with tempfile.TemporaryDirectory() as folder:
+        kinds = [kind for kind in formats(Path(folder) / "samples") if only in kind.name]
+        counts = []
+        for count in fuzz_files(kinds, files, seed, watch):
+            counts.append(count)
+            print(
+                count.name, count.tries, dict(count.faults), *count.examples, sep="\n  ", flush=True
+            )
+    if call_count:
+        counts.append(fuzz_calls(call_count, seed, watch))
+        print(counts[-1].name, dict(counts[-1].faults), *counts[-1].examples, sep="\n  ")
+    if markdown:
+        markdown.write_text(page(counts, seed, time.monotonic() - start) + _kept(markdown))
+
+
+def _kept(markdown: Path) -> str:
+    """What stands on the page from its second title on, which other benchmarks have written."""
+    text = markdown.read_text() if markdown.exists() else ""
+    _, mark, rest = text.partition("\n## ")
+    return mark + rest
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""A rank that differs: every rank ends with one sentence, which names the rank and the difference."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import autopar
+from autopar.errors import AutoparError
+from tests.runtime.ranks import Ranks
+
+
+def differing(how: str) -> str:
+    """What a rank is told where rank 1 has another model, version or setting."""
+    differs = dist.get_rank() == 1
+    width = 5 if differs and how == "width" else 4
+    model = nn.Sequential(nn.Linear(4, width), nn.ReLU() if differs and how == "op" else nn.Tanh())
+    model.append(nn.Linear(width, 4))
+    torch.manual_seed(dist.get_rank() if how == "seed" else 0)
+    if differs and how == "environment":
+        os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
+    if differs and how == "settings":
+        torch.set_float32_matmul_precision("medium")
+    x = torch.ones(4, 4)
+    try:
+        compiled = autopar.compile(
+            model, loss_fn=nn.functional.mse_loss, mesh={"dp": 2}, example_inputs=(x, x)
+        )
+        return str(float(compiled.step(x, x)) >= 0)
+    except (AutoparError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        os.environ.pop("NVIDIA_TF32_OVERRIDE", None)
+        torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("width", "differs from rank 0 in its model: it has parameter 0.weight of shape [5, 4], and rank 0 has "
+                  "parameter 0.weight of shape [4, 4]"),
+        ("op", "in its model: it has op relu, and rank 0 has op tanh"),
+        ("environment", "in its environment: it has "),
+        ("settings", "in its settings of torch: it has "),
+    ],
+)  # fmt: skip
+def test_one_rank_that_differs_is_named_on_all(two_ranks: Ranks, how: str, says: str) -> None:
+    first, second = two_ranks.run(differing, how)
+    assert first == second and first.startswith("MeshError: Rank 1 differs from rank 0")
+    assert says in first
+
+
+def test_ranks_of_other_seeds_train_alike(two_ranks: Ranks) -> None:
+    assert two_ranks.run(differing, "seed") == ["True", "True"]
