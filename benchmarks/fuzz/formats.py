@@ -139,7 +139,7 @@ devices_per_node = {value = 4, kind = "guess", source = "as rented"}
         Format(
             name,
             content,
-            lambda p: meaning(read_hardware(p)),
+            read_hardware,
             ".toml",
             again=again,
             values=values,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from autopar.errors import AutoparError
 from benchmarks.fuzz.calls import call, calls
 from benchmarks.fuzz.formats import Format, formats
 from benchmarks.fuzz.mutations import mutated
+from benchmarks.fuzz.page import replace_part
 from benchmarks.fuzz.watch import KINDS, LIMIT_SECONDS, Seen, Watch
 from benchmarks.tables import markdown_table
 
@@ -81,7 +81,7 @@ def _means_what_it_says(kind: Format, content: bytes, found: object, meant: obje
     return (
         values is None
         or bool(found != meant)
-        or values(content.decode()) == values(kind.content.decode())
+        or values(content.decode("utf-8", "replace")) == values(kind.content.decode())
     )
 
 
@@ -110,8 +110,8 @@ def fuzz_calls(count: int, seed: int, watch: Watch) -> Count:
     return found
 
 
-def page(counts: Sequence[Count], seed: int, seconds: float) -> str:
-    """The counts as a page of Markdown."""
+def table(counts: Sequence[Count]) -> list[str]:
+    """The counts as lines of Markdown."""
     heads = ("what", "tries", "refused", *KINDS, "slowest, s")
     rows = [
         (
@@ -120,16 +120,11 @@ def page(counts: Sequence[Count], seed: int, seconds: float) -> str:
         )
         for c in counts
     ]  # fmt: skip
-    files = [c for c in counts if c.name != "calls of the command line"]
-    lines = [
-        "# Bad inputs", "",
-        f"Written by `benchmarks/fuzz/run.py --seed {seed}` in {seconds / 60:.0f} minutes: "
-        f"{sum(c.tries for c in files):,} mutated files over all formats that are read, and "
-        f"{sum(c.tries for c in counts) - sum(c.tries for c in files):,} calls of the command line with odd arguments, "
-        f"in one process. No answer is one after {LIMIT_SECONDS:g} s; memory, growth by more than 1 GB in one try.", "",
-        *markdown_table(heads, rows, text_columns=1), "",
+    return [
+        f"{sum(c.tries for c in counts):,} files and calls with odd arguments, in one process. No answer is one after "
+        f"{LIMIT_SECONDS:g} s; memory, growth by more than 1 GB in one try.", "",
+        *markdown_table(heads, rows, text_columns=1),
     ]  # fmt: skip
-    return "\n".join(lines)
 
 
 @click.command()
@@ -140,7 +135,7 @@ def page(counts: Sequence[Count], seed: int, seconds: float) -> str:
 @click.option("--markdown", type=click.Path(path_type=Path), help="Page to write.")
 def main(files: int, call_count: int, seed: int, only: str, markdown: Path | None) -> None:
     """Counts what bad inputs do."""
-    start, watch = time.monotonic(), Watch()
+    watch = Watch()
     with tempfile.TemporaryDirectory() as folder:
         kinds = [kind for kind in formats(Path(folder) / "samples") if only in kind.name]
         counts = []
@@ -153,14 +148,10 @@ def main(files: int, call_count: int, seed: int, only: str, markdown: Path | Non
         counts.append(fuzz_calls(call_count, seed, watch))
         print(counts[-1].name, dict(counts[-1].faults), *counts[-1].examples, sep="\n  ")
     if markdown:
-        markdown.write_text(page(counts, seed, time.monotonic() - start) + _kept(markdown))
-
-
-def _kept(markdown: Path) -> str:
-    """What stands on the page from its second title on, which other benchmarks have written."""
-    text = markdown.read_text() if markdown.exists() else ""
-    _, mark, rest = text.partition("\n## ")
-    return mark + rest
+        replace_part(
+            markdown, "Files and calls", table(counts), f"benchmarks/fuzz/run.py --seed {seed}"
+        )
+    sys.exit(any(count.faults for count in counts))
 
 
 if __name__ == "__main__":

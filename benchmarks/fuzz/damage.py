@@ -1,0 +1,275 @@
+"""Flipped bits in everything that is saved, places that cannot be written, and the cost of checksums.
+
+OMP_NUM_THREADS=1 python -m benchmarks.fuzz.damage flips     200 bits of each file
+OMP_NUM_THREADS=1 python -m benchmarks.fuzz.damage places    as root, which can make a small disk
+OMP_NUM_THREADS=1 python -m benchmarks.fuzz.damage cost      of a save and of a load
+
+With `--markdown benchmarks/fuzz/results.md` each writes its part of the page.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import multiprocessing
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import click
+import torch
+from torch import nn
+
+from autopar.cost_model import find_hardware
+from autopar.errors import AutoparError
+from autopar.ir import Mesh, Plan
+from autopar.planning.planning import make_plan, prepare_step
+from autopar.planning.stored_plans import StoredPlans
+from autopar.runtime import checkpoint_loading, shard_file
+from autopar.runtime.checkpoint import load_checkpoint, save_checkpoint
+from autopar.search.request import Request
+from benchmarks.fuzz.formats import X, formats, model
+from benchmarks.fuzz.mutations import flip
+from benchmarks.fuzz.page import replace_part
+from benchmarks.tables import markdown_table
+
+FLIPS = 200
+PLAN = Plan(Mesh.parse("dp=2"), "0" * 16, "ddp", 1, {}, {}, {})
+
+
+@click.group()
+def main() -> None:
+    """Measures what damage does."""
+
+
+def _write(markdown: Path | None, title: str, lines: Sequence[str], name: str) -> None:
+    print(*lines, sep="\n")
+    if markdown:
+        replace_part(markdown, title, lines, f"python -m benchmarks.fuzz.damage {name}")
+
+
+_PAGE = click.option("--markdown", type=click.Path(path_type=Path), help="Page to write a part of.")
+
+
+# --- flipped bits
+
+
+@main.command()
+@_PAGE
+def flips(markdown: Path | None) -> None:
+    """Turns single bits of every saved file."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for kind in formats(Path(folder) / "samples"):
+            if not (kind.is_sealed or kind.name == "safetensors header"):
+                continue
+            path = Path(folder, f"file{kind.ending}")
+            path.write_bytes(kind.content)
+            meant, found = kind.read(path), {"refused": 0, "same": 0, "other": 0}
+            for number in range(FLIPS):
+                path.write_bytes(flip(kind.content, random.Random(f"{kind.name}/{number}")))
+                try:
+                    found["same" if kind.read(path) == meant else "other"] += 1
+                except AutoparError:
+                    found["refused"] += 1
+            rows.append((kind.name, f"{8 * len(kind.content):,}", *map(str, found.values())))
+    heads = ("file", "bits", "refused", "read as it was, or made again", "read as another")
+    _write(markdown, f"{FLIPS} flipped bits", markdown_table(heads, rows, text_columns=1), "flips")
+
+
+# --- places
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, *options: str) -> Iterator[Path]:
+    """A disk in memory; needs root."""
+    place = folder / "disk"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", *options, "tmpfs", str(place)], check=True)
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def said(work: Callable[[], Any]) -> str:
+    """What is said where some work is done: the error, or what it returns."""
+    try:
+        return str(work() or "written")
+    except AutoparError as error:
+        return f"AutoparError: {error}"
+
+
+def on_a_full_disk(folder: Path) -> str:
+    """Saves a checkpoint of 400 kB on a disk of 1 MB until it is full, and loads the last good one."""
+    small = nn.Linear(316, 316)
+    with small_disk(folder, "-o", "size=1m") as disk:
+        save_checkpoint(disk / "c", small, step=1)
+        (disk / "rest").write_bytes(bytes(300_000))
+        error = said(lambda: save_checkpoint(disk / "c", small, step=2))
+        return f"{error} Then step {load_checkpoint(disk / 'c', small)['step']} loads."
+
+
+def plan_on_a_full_disk(folder: Path) -> str:
+    """Replaces a plan on a full disk."""
+    with small_disk(folder, "-o", "size=64k") as disk:
+        PLAN.save(disk / "plan.json")
+        with contextlib.suppress(OSError):
+            (disk / "rest").write_bytes(bytes(10**6))
+        error = said(lambda: PLAN.save(disk / "plan.json"))
+        return f"{error} Then {'the old plan loads' if Plan.load(disk / 'plan.json') == PLAN else 'it is lost'}."
+
+
+def on_a_read_only_disk(folder: Path) -> str:
+    """A plan and a checkpoint in a folder that cannot be written."""
+    with small_disk(folder, "-o", "ro") as disk:
+        first = said(lambda: PLAN.save(disk / "plan.json"))
+        return f"{first} {said(lambda: save_checkpoint(disk / 'c', nn.Linear(2, 2)))}"
+
+
+def through_links(folder: Path) -> str:
+    """A plan under a symbolic link: the file to which it leads is written, and the link stays."""
+    (folder / "link").symlink_to(folder / "target")
+    PLAN.save(folder / "link")
+    stays = (folder / "link").is_symlink() and Plan.load(folder / "target") == PLAN
+    return "written to the file to which it leads; the link stays" if stays else "the link is gone"
+
+
+def under_a_umask(folder: Path) -> str:
+    """New files under another umask, and one that is there with permissions of its own."""
+    before = os.umask(0o027)
+    try:
+        PLAN.save(folder / "new")
+        (folder / "old").write_text("")
+        (folder / "old").chmod(0o604)
+        PLAN.save(folder / "old")
+    finally:
+        os.umask(before)
+    modes = [f"{(folder / name).stat().st_mode & 0o777:o}" for name in ("new", "old")]
+    return f"a new file has {modes[0]}, one of 604 keeps {modes[1]}"
+
+
+def _one_job(folder: str) -> str:
+    prepared = prepare_step(model(), (X, X), loss_fn=nn.functional.mse_loss)
+    request = Request(find_hardware("h100"), mesh={"dp": 2})
+    return "".join(
+        str(StoredPlans(Path(folder)).plan(make_plan, prepared, request)) for _ in range(20)
+    )
+
+
+def two_jobs(folder: Path) -> str:
+    """Two processes that read and write one cache."""
+    with multiprocessing.get_context("spawn").Pool(2) as jobs:
+        first, second = jobs.map(_one_job, [str(folder)] * 2)
+    names = sorted(path.suffix for path in folder.iterdir())
+    return f"both have {'the same plan' if first == second else 'other plans'}; the folder has {' '.join(names)}"
+
+
+def a_file_of_others(folder: Path) -> str:
+    """A stored plan that the group may write is not read, but searched again and replaced."""
+    _one_job(str(folder))
+    (path,) = folder.iterdir()
+    path.chmod(0o664)
+    _one_job(str(folder))  # a file that is read is not written anew
+    return f"not read; replaced by one of {path.stat().st_mode & 0o777:o}"
+
+
+PLACES: dict[str, Callable[[Path], str]] = {
+    "a checkpoint on a full disk": on_a_full_disk,
+    "a plan on a full disk": plan_on_a_full_disk,
+    "a disk that is read-only": on_a_read_only_disk,
+    "a device": lambda folder: said(lambda: PLAN.save("/dev/full")),
+    "a folder": lambda folder: said(lambda: PLAN.save(folder)),
+    "a folder that is not there": lambda folder: said(lambda: PLAN.save(folder / "no" / "plan.json")),
+    "a symbolic link": through_links,
+    "a umask of 027": under_a_umask,
+    "two jobs in one cache": two_jobs,
+    "a cached file that others may write": a_file_of_others,
+}  # fmt: skip
+
+
+@main.command()
+@_PAGE
+def places(markdown: Path | None) -> None:
+    """Writes to where that does not go."""
+    rows = []
+    for name, work in PLACES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            rows.append(
+                (name, work(Path(folder)).replace(f"{folder}/", "").replace(folder, "folder"))
+            )
+    lines = markdown_table(("where", "what is said, and what is there"), rows)
+    _write(markdown, "Places that cannot be written, and others", lines, "places")
+
+
+# --- what checksums cost
+
+
+def _seconds(work: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+@main.command()
+@click.option("--megabytes", default=256)
+@click.option("--pairs", default=7)
+@_PAGE
+def cost(megabytes: int, pairs: int, markdown: Path | None) -> None:
+    """Saves and loads with checksums and without, in turns."""
+    torch.manual_seed(0)
+    width = int((megabytes * 1e6 / 16 / 4) ** 0.5)
+    big = nn.Sequential(*(nn.Linear(width, width) for _ in range(16)))
+    data = memoryview(torch.randn(16 * 2**20).numpy()).cast("B")
+    rates = {
+        "sums of rows, here": lambda: shard_file._checksum("x", {"dtype": "F32", "shape": [1]}, {}, data),
+        "zlib.crc32": lambda: zlib.crc32(data),
+        "zlib.adler32": lambda: zlib.adler32(data),
+        "hashlib.sha1": lambda: hashlib.sha1(data).digest(),
+        "hashlib.blake2b": lambda: hashlib.blake2b(data).digest(),
+    }  # fmt: skip
+    rows = [
+        (name, f"{len(data) / min(_seconds(work) for _ in range(4)) / 1e9:.2f} GB/s")
+        for name, work in rates.items()
+    ]
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        place = Path(folder, "c")
+        none = mock.patch.object(shard_file, "_checksum", return_value=0)
+        unchecked = mock.patch.object(checkpoint_loading, "check_bytes")
+        for what, off, work in (
+            ("save", none, lambda: save_checkpoint(place, big)),
+            ("load", unchecked, lambda: load_checkpoint(place, big)),
+        ):
+            save_checkpoint(place, big)
+            work()
+            found: dict[bool, list[float]] = {True: [], False: []}
+            for _ in range(pairs):
+                found[True].append(_seconds(work))
+                with off:
+                    found[False].append(_seconds(work))
+            plain, checked = (statistics.median(found[x]) for x in (False, True))
+            share = statistics.median(a / b - 1 for a, b in zip(*found.values(), strict=True))
+            rows.append(
+                (
+                    f"{what} of {megabytes} MB",
+                    f"{plain:.3f} s without, {checked:.3f} s with: {share:+.1%} (median of {pairs} pairs)",
+                )
+            )
+        shutil.rmtree(place)
+    lines = markdown_table(
+        ("checksum of 67 MB in memory, one thread; or what was done", "measured"), rows
+    )
+    _write(markdown, "What checksums cost", lines, "cost")
+
+
+if __name__ == "__main__":
+    main()
