@@ -21,7 +21,7 @@ import json
 import mmap
 import os
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,7 @@ from torch import Tensor
 from autopar.errors import AutoparError
 from autopar.ir.files import check_nesting
 
-_PIECE_BYTES = 16 * 2**20  # of one system call
-_PACED_BYTES = 2**20  # the same where a rest follows; about a millisecond of a core
+_PIECE_BYTES = 2**20  # of one system call; about a millisecond of a core, and it stays in its cache
 _ROW_BYTES = 4096  # that become one sum, see [Note: checksums of parts]
 _CHECKSUMS = "autopar_checksums"
 _OFFSETS = "DCP_SHARDING_INFO"
@@ -69,13 +68,19 @@ def write_shard(
     offsets = {name: {"saved_offsets": list(parts[name].offsets)} for name in order}
     sums = dict.fromkeys(order, 0)
     with path.open("wb", buffering=0) as file:
-        _write(file.fileno(), _header(entries, offsets, sums), rest)
+        _write(file.fileno(), _header(entries, offsets, sums))
         for name in order:
-            data = _bytes_of(parts[name].value)
-            sums[name] = _checksum(name, entries[name], offsets[name], data)
-            _write(file.fileno(), data, rest)
+            found = _begun(name, entries[name], offsets[name])
+            for piece in _pieces(_bytes_of(parts[name].value)):
+                # Summed just before it is written, while it is on its way through the processor's cache.
+                found = _summed(piece, found)
+                _write(file.fileno(), piece)
+                if rest is not None:
+                    rest()
+            sums[name] = found
         # All checksums have one length, so that this header is as long as the first.
-        os.pwrite(file.fileno(), _header(entries, offsets, sums), 0)
+        file.seek(0)
+        _write(file.fileno(), _header(entries, offsets, sums))
         os.fsync(file.fileno())
 
 
@@ -103,16 +108,32 @@ def _header(
     return memoryview(len(text).to_bytes(8, "little") + text)
 
 
+def _begun(name: str, entry: Mapping[str, Any], offsets: Mapping[str, Any]) -> int:
+    """The checksum of what the header says of a part, see [Note: checksums of parts]."""
+    return zlib.crc32(json.dumps([name, entry["dtype"], entry["shape"], offsets]).encode())
+
+
+def _pieces(data: memoryview) -> Iterator[memoryview]:
+    """The bytes in pieces, of which all but the last are whole rows."""
+    return (data[begin : begin + _PIECE_BYTES] for begin in range(0, len(data), _PIECE_BYTES))
+
+
+def _summed(piece: memoryview, before: int) -> int:
+    """The checksum after one more piece."""
+    rows = len(piece) // _ROW_BYTES
+    if rows:
+        words = torch.frombuffer(piece, dtype=torch.int64, count=rows * _ROW_BYTES // 8)
+        before = zlib.crc32(words.view(rows, -1).sum(1).numpy().data, before)
+    return zlib.crc32(piece[rows * _ROW_BYTES :], before)
+
+
 def _checksum(
     name: str, entry: Mapping[str, Any], offsets: Mapping[str, Any], data: memoryview
 ) -> int:
-    """See [Note: checksums of parts]."""
-    found = zlib.crc32(json.dumps([name, entry["dtype"], entry["shape"], offsets]).encode())
-    rows = len(data) // _ROW_BYTES
-    if rows:
-        words = torch.frombuffer(data, dtype=torch.int64, count=rows * _ROW_BYTES // 8)
-        found = zlib.crc32(words.view(rows, -1).sum(1).numpy().data, found)
-    return zlib.crc32(data[rows * _ROW_BYTES :], found)
+    found = _begun(name, entry, offsets)
+    for piece in _pieces(data):
+        found = _summed(piece, found)
+    return found
 
 
 def check_shard(path: Path, own: Collection[str]) -> None:
@@ -133,8 +154,9 @@ def check_shard(path: Path, own: Collection[str]) -> None:
             entry = header[name]
             first, last = entry["data_offsets"]
             with memoryview(whole)[begin + first : begin + last] as data:
-                if f"{_checksum(name, entry, offsets[name], data):08x}" != sums[name]:
-                    raise AutoparError(f"{name} has other bytes than were saved (its checksum).")
+                found = _checksum(name, entry, offsets[name], data)
+            if f"{found:08x}" != sums[name]:
+                raise AutoparError(f"{name} has other bytes than were saved (its checksum).")
 
 
 def _parsed(text: str | bytes) -> Any:
@@ -154,10 +176,7 @@ def _bytes_of(x: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
-def _write(file: int, data: memoryview, rest: Callable[[], None] | None) -> None:
+def _write(file: int, data: memoryview) -> None:
     """Writes all bytes, however many a system call takes."""
-    piece_bytes = _PIECE_BYTES if rest is None else _PACED_BYTES
     while data:
-        data = data[os.write(file, data[:piece_bytes]) :]
-        if rest is not None:
-            rest()
+        data = data[os.write(file, data) :]

@@ -31,7 +31,7 @@ from autopar import _torch
 from autopar.errors import AutoparError
 from autopar.ir.files import read_json
 from autopar.runtime.optimizer_state import ties
-from autopar.runtime.together import Together
+from autopar.runtime.together import Together, warn_together
 
 FILE_BYTES = 5 * 10**9  # size at which save_pretrained of transformers begins the next file
 _INDEX = "model.safetensors.index.json"
@@ -132,6 +132,15 @@ class WeightFiles:
                 found.append(f"{source} has numbers of another kind, {dtype} there and {own} here")
         return found
 
+    def casts(self, model: nn.Module) -> list[str]:
+        """Phrases for tensors whose format is as wide as the model's and another one, so that a cast loses values."""
+        found, state = [], model.state_dict(keep_vars=True)
+        for name, source in self.names(model).items():
+            dtype, own = self.saved[source].properties.dtype, state[name].dtype
+            if dtype != own and dtype.itemsize == own.itemsize:
+                found.append(f"{source} is {dtype} there and {own} here")
+        return found
+
     def readable(self, model: nn.Module) -> set[str]:
         """Names of the tensors that both the model and the files have: those in the model and those in the files."""
         names = self.names(model)
@@ -188,7 +197,7 @@ def _reader(files: Sequence[str]) -> dcp.HuggingFaceStorageReader:
 def read_weights(model: nn.Module, path: PathLike) -> None:
     """Copies weights from safetensors files into a model, whose parameters may be DTensors.
 
-    Every rank calls this; values are cast to the model's dtypes.
+    Every rank calls this; values are cast to the model's dtypes, with a warning where that loses some of them.
 
     Raises AutoparError on every rank for files that are missing, damaged or of another model, which names
     the differences; PeerError if another rank died or hangs.
@@ -198,6 +207,12 @@ def read_weights(model: nn.Module, path: PathLike) -> None:
     strangers = set.intersection(*map(set, ranks.everyones(sorted(set(files.saved) - own))))
     files.refuse([f"{name}, which the model lacks" for name in sorted(strangers)])
     _refuse_torn_ties(files, model, ranks)
+    if casts := files.casts(model):
+        warn_together(
+            f"The weights at {files.path} have another format of the same width: {few(casts)}. The cast rounds them, "
+            "or makes large ones infinite. Build the model in the format of the file, and convert it after.",
+            stacklevel=2,
+        )
     with ranks.naming_failures():
         dcp.load(room, storage_reader=_reader(files.files), no_dist=ranks.alone)
 

@@ -243,7 +243,7 @@ def cost(megabytes: int, pairs: int, markdown: Path | None) -> None:
     ]
     with tempfile.TemporaryDirectory(dir=".") as folder:
         place = Path(folder, "c")
-        none = mock.patch.object(shard_file, "_checksum", return_value=0)
+        none = mock.patch.object(shard_file, "_summed", return_value=0)
         unchecked = mock.patch.object(checkpoint_loading, "check_bytes")
         for what, off, work in (
             ("save", none, lambda: save_checkpoint(place, big)),

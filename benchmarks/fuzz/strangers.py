@@ -139,8 +139,11 @@ def with_strangers(kind: str | None, seed: int) -> tuple[Any, float]:
         def __init__(self, host: str) -> None:
             super().__init__(host)
             if kind is not None:
-                with contextlib.suppress(OSError):
-                    strangers.extend(KINDS[kind](self.address))
+                threading.Thread(target=come, args=(kind, self.address), daemon=True).start()
+
+    def come(kind: str, address: Address) -> None:
+        with contextlib.suppress(OSError):  # the door has closed the connection
+            strangers.extend(KINDS[kind](address))
 
     from autopar.runtime import served
 

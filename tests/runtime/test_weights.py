@@ -263,6 +263,13 @@ def test_integers_in_place_of_weights_are_refused(tmp_path: Path) -> None:
         on_one_rank(MLP()).load_weights(folder)
 
 
+def test_a_cast_that_loses_values_is_said(tmp_path: Path) -> None:
+    folder = saved(tmp_path, MLP().half())
+    says = r"up\.weight is torch\.float16 there and torch\.bfloat16 here"
+    with pytest.warns(UserWarning, match=says):
+        on_one_rank(MLP().bfloat16()).load_weights(folder)
+
+
 def test_a_truncated_file(tmp_path: Path) -> None:
     file = saved(tmp_path, MLP()) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
