@@ -8,12 +8,23 @@ the batch is then not the mean of the losses L_i of its parts, but
 with D_i the denominator of part i and D that of the whole batch, both known from the inputs before any part is run. So
 every loss of these kinds is a sum of the parts' losses with known shares, and so are its gradients.
 `autopar.analysis.parts` finds the kind of a loss.
+
+[Note: a loss of several terms] A sum of such losses, each over a mask or rows of its own, has no such shares: the terms
+have theirs, f_t,i = D_t,i / D_t. Every micro-batch then computes
+
+    L = sum_i sum_t f_t,i L_t,i
+
+with the shares as inputs of its program, by which `autopar.program.term_shares` multiplies the terms where they are
+added. `_TermFinder` finds them.
+
+[Note: batch statistics] A batch norm sees one micro-batch at a time, as it does where a loop accumulates gradients. The
+loss is then not that of the batch, and a warning says so; a loss that is no mean besides is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -31,19 +42,23 @@ class Objective:
     """The loss of a batch as a sum of its parts' losses with shares.
 
     Attributes:
-        kind: `mean`, `sum` or `ratio` of rows, or `unknown`.
+        kind: `mean`, `sum` or `ratio` of rows, a sum of several such `terms`, or `unknown`.
         base: kind of a ratio's numerator.
         denominator: for a ratio, the graph from inputs and buffers to the denominator and to the sums or means that
             it is a function of. Its placeholders are the names of inputs, and `buffers.` and the names of buffers.
         bases: kind of each of those, `sum` or `mean`.
         obstacle: for an unknown kind, the op because of which it is unknown, and its line.
+        terms: the terms of a sum, each with an objective of its own.
+        normalizes: whether the kind is unknown because of batch norms alone, see [Note: batch statistics].
     """
 
-    kind: Literal["mean", "sum", "ratio", "unknown"] = "mean"
+    kind: Literal["mean", "sum", "ratio", "terms", "unknown"] = "mean"
     base: Base = "sum"
     denominator: fx.GraphModule | None = field(default=None, compare=False)
     bases: tuple[Base, ...] = ()
     obstacle: str = ""
+    terms: tuple[LossTerm, ...] = ()
+    normalizes: bool = False
 
     @property
     def is_known(self) -> bool:
@@ -51,10 +66,17 @@ class Objective:
         return self.kind != "unknown"
 
     @property
+    def counts(self) -> bool:
+        """Whether shares depend on what the micro-batches contain, so that they are those of one batch alone."""
+        return self.kind in ("sum", "ratio", "terms")
+
+    @property
     def reads(self) -> tuple[str, ...]:
-        """Names of the inputs and buffers from which the denominator is computed."""
+        """Names of the inputs and buffers from which the denominators are computed."""
         if self.denominator is None:
-            return ()
+            return tuple(
+                dict.fromkeys(name for term in self.terms for name in term.objective.reads)
+            )
         return tuple(str(n.target) for n in self.denominator.graph.find_nodes(op="placeholder"))
 
     @torch.no_grad()
@@ -73,6 +95,8 @@ class Objective:
         If none of the whole batch counts, the shares are nan, like the loss on a single device.
         """
         count = len(parts)
+        if self.terms and count > 1:
+            return self._shares_of_terms(parts, skips_empty=skips_empty)
         if self.denominator is None or count == 1:
             return [1.0 if self.kind == "sum" or count == 1 else 1 / count] * count
         inputs = [[part[name] for name in self.reads] for part in parts]
@@ -87,12 +111,24 @@ class Objective:
         empty = [i for i, each in enumerate(found) if not each[0].item()]
         skips_empty = skips_empty and len(empty) < count
         if empty and denominator.item() and not skips_empty:
-            raise StepError(
-                f"Micro-batch {empty[0] + 1} of {count} has no element that counts (all of its targets are "
-                "ignored or masked), and its loss is 0 / 0. Take fewer micro-batches, or shuffle the batch."
-            )
+            raise _nothing_counts(empty[0], count)
         scale = count if self.base == "mean" else 1
         return [(each[0].double() / (scale * denominator.double())).item() for each in found]
+
+    def term_shares(self, parts: Sequence[Mapping[str, Tensor]]) -> list[list[float]]:
+        """For every micro-batch the share of each of its terms in that of the batch; 0 where nothing counts."""
+        found = [term.objective.shares(parts, skips_empty=True) for term in self.terms]
+        return [list(own) for own in zip(*found, strict=True)]
+
+    def _shares_of_terms(
+        self, parts: Sequence[Mapping[str, Tensor]], *, skips_empty: bool
+    ) -> list[float]:
+        """1 for a micro-batch, whose terms have shares of their own; 0 for one that has no share in any."""
+        found = self.term_shares(parts)
+        for number, own in enumerate(found):
+            if not all(own) and (any(own) or not skips_empty):
+                raise _nothing_counts(number, len(parts))
+        return [float(any(own)) for own in found]
 
     def shares_of_groups(self, shares: Sequence[float], size: int) -> list[float]:
         """The share of each micro-batch in the loss of its group.
@@ -104,7 +140,7 @@ class Objective:
         >>> Objective("mean").shares_of_groups([0.25, 0.25, 0.25, 0.25], 2)
         [0.5, 0.5, 0.5, 0.5]
         """
-        if self.kind == "sum":
+        if self.kind in ("sum", "terms"):
             return list(shares)
         totals = [sum(shares[i : i + size]) for i in range(0, len(shares), size)]
         return [share / totals[i // size] for i, share in enumerate(shares)]
@@ -122,6 +158,28 @@ class Objective:
             *inputs, initial_env=dict(known)
         )
         return result
+
+
+@dataclass(frozen=True)
+class LossTerm:
+    """A term of a loss, see [Note: a loss of several terms].
+
+    Attributes:
+        name: node of the term, in the capture for a micro-batch.
+        user: node of the op that adds it, or an op that is linear in it.
+        objective: how the term of the batch comes from those of its micro-batches.
+    """
+
+    name: str
+    user: str
+    objective: Objective
+
+
+def _nothing_counts(number: int, count: int) -> StepError:
+    return StepError(
+        f"Micro-batch {number + 1} of {count} has no element that counts (all of its targets are ignored or masked), "
+        "and its loss, or a term of it, is 0 / 0. Take fewer micro-batches, or shuffle the batch."
+    )
 
 
 @dataclass(frozen=True)
@@ -149,7 +207,14 @@ def objective_of(part: Captured, batch: BatchCapture) -> Objective:
     if not part.is_step or not graph.outputs or not graph.ops:
         return Objective("unknown", obstacle="the step computes nothing")
     finder = PartFinder(batch.captured, graph, part)
-    return objective_in(part, finder, graph.outputs[-1])
+    found = objective_in(part, finder, graph.outputs[-1])
+    if found.is_known:
+        return found
+    terms = _TermFinder(part, finder).of(graph.outputs[-1])
+    if terms:
+        return Objective("terms", terms=terms)
+    finder = PartFinder(batch.captured, graph, part, normalizes=True)
+    return replace(found, normalizes=objective_in(part, finder, graph.outputs[-1]).kind == "mean")
 
 
 def objective_in(part: Captured, finder: PartFinder, tensor: str) -> Objective:
@@ -168,3 +233,39 @@ def objective_in(part: Captured, finder: PartFinder, tensor: str) -> Objective:
     if denominator is None or base is None:
         return Objective("unknown", obstacle=finder.obstacle(tensor))
     return Objective("ratio", base, denominator.module, denominator.bases)
+
+
+class _TermFinder:
+    """Finds the terms of a loss, see [Note: a loss of several terms].
+
+    Args:
+        part: the step as captured for a micro-batch.
+        finder: the parts of the step.
+    """
+
+    def __init__(self, part: Captured, finder: PartFinder) -> None:
+        self._part, self._finder = part, finder
+
+    def of(self, tensor: str) -> tuple[LossTerm, ...]:
+        """The terms of a loss; none if it is no sum of such, or nothing is known of one of them."""
+        found: list[LossTerm] = []
+        waiting = [tensor]
+        while waiting:
+            op = self._finder.graph.producer.get(waiting.pop())
+            addends = None if op is None else self._finder.addends(op)
+            if op is None or not addends:
+                return ()
+            user = self._finder.counts.node(self._finder.nodes[op.name].name).name
+            for addend in addends:
+                objective = objective_in(self._part, self._finder, addend)
+                if objective.is_known:
+                    found.append(LossTerm(self._node(addend), user, objective))
+                else:
+                    waiting.append(addend)
+        return tuple(dict.fromkeys(found))
+
+    def _node(self, tensor: str) -> str:
+        """The node of a tensor of one element in the capture for a micro-batch."""
+        op = self._finder.graph.producer.get(tensor)
+        name = tensor if op is None else self._finder.nodes[op.name].name
+        return self._finder.counts.node(name).name

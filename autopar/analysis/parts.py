@@ -81,6 +81,7 @@ class PartFinder:
         graph: its analysis.
         part: the step as captured for a micro-batch; the batch's own capture if there is no other, and then no number
             is taken to count rows.
+        normalizes: whether results of a batch norm are taken for rows, although all rows have a part in them.
 
     Attributes:
         graph: the graph of the batch.
@@ -89,8 +90,10 @@ class PartFinder:
         batch: names of the factors that are the batch: the first of every input, and multiples of it.
     """
 
-    def __init__(self, captured: Captured, graph: Graph, part: Captured) -> None:
-        self.graph = graph
+    def __init__(
+        self, captured: Captured, graph: Graph, part: Captured, *, normalizes: bool = False
+    ) -> None:
+        self.graph, self._normalizes = graph, normalizes
         by_name = {node.name: node for node in captured.module.graph.nodes}
         # A graph of few layers has names of its own; the first copy stands for all of them.
         renamed = {
@@ -99,6 +102,7 @@ class PartFinder:
             if copies[0] in by_name
         }
         self.nodes = by_name | renamed
+        self._repeated = {name for name, copies in graph.copies.items() if len(copies) > 1}
         self.counts = RowCounts(captured, part)
         self.batch = batch_factors(graph)
         self._parts: dict[str, BatchPart] = {}
@@ -117,6 +121,21 @@ class PartFinder:
             return False
         powers = [self.part(x).power for x in op.operands if self.part(x).kind == "same"]
         return any(powers) or bool(self._changed(op))
+
+    def addends(self, op: Op) -> list[str]:
+        """The operands in which an op is linear, so that it adds them up; none if there is no such op.
+
+        Its other operands are the same in every micro-batch, as a weight of a term is.
+        """
+        parts = [self.part(name) for name in op.operands]
+        is_plain = not self._changed(op) and len(op.results) == 1 and op.name not in self._repeated
+        if not is_plain or any(part.kind == "same" and part.power for part in parts):
+            return []
+        vary = [part.kind != "same" for part in parts]
+        for is_addend in (vary, [True] * len(parts)):
+            if _linear(op, is_addend):
+                return [x for x, adds in zip(op.operands, is_addend, strict=True) if adds]
+        return []
 
     def obstacle(self, tensor: str) -> str:
         """The first op on the way to a tensor whose result does not follow from micro-batches, with its line."""
@@ -154,8 +173,6 @@ class PartFinder:
         for name in self.graph.inputs.values():
             tensor = self.graph.tensors[name]
             part = BatchPart("rows") if tensor.dims else _SAME
-            if tensor.dims and len(tensor.dims[0]) != 1:
-                part = UNKNOWN
             self._parts[name] = self._of_right_shape(part, name, self.counts.shapes(name)[0])
         for op in self.graph.ops:
             shapes = self.counts.shapes(self.nodes[op.name].name)
@@ -219,7 +236,9 @@ class PartFinder:
         if choice is None or power is None:
             return self._none(op)
         masked = self.masked_mean(op)
-        if masked == UNKNOWN and any(choice.label in each.labels for each in op.collectives):
+        is_normalized = self._normalizes and "batch_norm" in op.kind
+        joins = any(choice.label in each.labels for each in op.collectives)
+        if masked == UNKNOWN and joins and not is_normalized:
             return self._none(op)  # its parts depend on each other, as in a batch norm
         total = BatchPart("total", power + (op.kind in _AVERAGES))
         made = {

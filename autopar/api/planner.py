@@ -59,6 +59,7 @@ from autopar.planning.stored_plans import StoredPlans
 from autopar.program.program import build_program
 from autopar.program.recomputation import known_recomputation
 from autopar.program.stages import cut_stages, cuts_where_parameters_lie, refuse_strays
+from autopar.program.term_shares import refuse_unknown
 from autopar.runtime.files import Files
 from autopar.runtime.maker import Fixed, ProgramRequest, Programs, StandIns
 from autopar.runtime.processes import (
@@ -235,7 +236,9 @@ class Planner:
         if is_step and plan.pipeline is not None:
             check_micro_batches(plan.pipeline, plan.micro_batches)
         program = build_program(prepared.captured, prepared.analysis, plan, batch.whole)
-        if is_step and not program.objective.is_known:
+        if is_step:
+            refuse_unknown(program.objective, plan.micro_batches)
+        if is_step and program.objective.normalizes:
             warn_of_loss(program.objective.obstacle, plan.micro_batches)
         stages = cut_stages(program, prepared.analysis.graph)
         if self._first is None:

@@ -54,7 +54,15 @@ class Captures:
             shapes: shapes of the tensors among the inputs.
             capture: function that runs the model.
         """
-        return self._by_parts[micro_batches].captured(shapes, capture)
+        try:
+            return self._by_parts[micro_batches].captured(shapes, capture)
+        except Exception as error:
+            if micro_batches > 1:
+                error.add_note(
+                    f"The batch is run in {micro_batches} micro-batches, and this is the error of the model for one of "
+                    f"them, of the shapes {', '.join(str(list(shape)) for shape in shapes)}."
+                )
+            raise
 
 
 class SizedCaptures:

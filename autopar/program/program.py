@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -31,6 +31,7 @@ from autopar.passes import partition, verify_graph
 from autopar.program.checks import check_plan
 from autopar.program.recomputation import mark_blocks
 from autopar.program.slices import SavedSlice, note_slices
+from autopar.program.term_shares import multiply_terms, put_together
 
 _MEAN = Objective()
 
@@ -87,10 +88,10 @@ class Wire:
 
 @dataclass(frozen=True)
 class Program:
-    """The program of one rank: `module(*parameters, *buffers, *constants, *inputs, *received)`, all local.
+    """The program of one rank: `module(*parameters, *buffers, *constants, *inputs, *shares, *received)`.
 
-    It returns new values of buffers, outputs, and the tensors to send. Pipeline stages have programs, too
-    (`autopar.program.stages`); the program of a whole model receives and sends nothing.
+    All are local. It returns new values of buffers, outputs, and the tensors to send. Pipeline stages have programs,
+    too (`autopar.program.stages`); the program of a whole model receives and sends nothing.
 
     Attributes:
         module: the local graph; collectives name mesh axes until they are bound to process groups.
@@ -99,6 +100,7 @@ class Program:
         buffers: buffers in argument order, replicated.
         constants: tensors that the model's code holds.
         inputs: tensor inputs, in pytree order.
+        shares: shares of the terms of a loss in those of the batch, without dims (`autopar.program.term_shares`).
         in_spec: pytree of (args, kwargs).
         literals: leaf position -> the value built into the graph, for inputs that are no tensor.
         outputs: local outputs after the new values of mutated buffers, tensors only.
@@ -142,6 +144,7 @@ class Program:
     objective: Objective = _MEAN
     extras: tuple[Extra, ...] = ()
     slices: Mapping[str, SavedSlice] = field(default_factory=dict)
+    shares: tuple[TensorSpec, ...] = ()
 
     @cached_property
     def has_lone_calls(self) -> bool:
@@ -158,6 +161,18 @@ class Program:
         """The shape of the part of every input that a rank takes; computed once, as every step compares it."""
         mesh = self.plan.mesh
         return tuple(local_shape(spec.dims, spec.layout, mesh) for spec in self.inputs)
+
+    def term_shares(self, parts: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
+        """For every micro-batch the inputs `shares` by name, on the CPU, from the whole tensors that they depend on."""
+        if not self.shares:
+            return [{} for _ in parts]
+        return [
+            {
+                spec.name: torch.tensor(share, dtype=spec.dtype)
+                for spec, share in zip(self.shares, own, strict=True)
+            }
+            for own in self.objective.term_shares(parts)
+        ]
 
     def storage(self, name: str) -> ParameterPlan:
         """The plan of a parameter."""
@@ -181,9 +196,13 @@ def build_program(
     """
     check_plan(captured, analysis, plan)
     module, layouts = partition(captured, analysis, plan)
+    batch = batch or BatchCapture(captured, analysis.graph)
+    objective = (
+        _MEAN if plan.micro_batches == 1 else put_together(objective_of(captured, batch), plan)
+    )
+    shares = multiply_terms(module, captured, objective.terms)
     verify_graph(module, after="partition")
     specs = _ArgumentSpecs(captured, analysis, plan)
-    batch = batch or BatchCapture(captured, analysis.graph)
     extras = extras_of(captured, analysis.graph, batch)
     refuse_split_extras(extras, plan.micro_batches)
     outputs = _outputs(captured, analysis, layouts)
@@ -207,8 +226,9 @@ def build_program(
         has_more=captured.has_more,
         recomputed=recomputed,
         slices=note_slices(module, analysis.graph, plan),
-        objective=objective_of(captured, batch) if plan.micro_batches > 1 else _MEAN,
+        objective=objective,
         extras=extras,
+        shares=tuple(specs.without_dims(*share) for share in shares),
     )
 
 
@@ -230,6 +250,10 @@ class _ArgumentSpecs:
     def inputs(self) -> tuple[TensorSpec, ...]:
         layouts = self._plan.inputs
         return tuple(self._described(k, v, layouts[v]) for k, v in self._captured.inputs.items())
+
+    def without_dims(self, name: str, dtype: torch.dtype) -> TensorSpec:
+        """The spec of a number that all ranks have."""
+        return TensorSpec(name, (), (), dtype, (R,) * len(self._plan.mesh.axes))
 
     def _described(self, node: str, name: str, layout: Layout) -> TensorSpec:
         value, tensor = self._values[node], self._tensors[node]

@@ -170,7 +170,8 @@ def _fake_arguments(program: Program) -> list[Tensor]:
     for fake, spec in zip(fakes, program.parameters, strict=False):
         fake.requires_grad_(spec.name not in program.frozen)
     fakes += [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in program.constants]
-    return fakes + [_empty(s, local_shape(s.dims, s.layout, mesh)) for s in program.inputs]
+    fed = (*program.inputs, *program.shares)
+    return fakes + [_empty(s, local_shape(s.dims, s.layout, mesh)) for s in fed]
 
 
 def _empty(spec: TensorSpec, shape: Sequence[int]) -> Tensor:
@@ -182,8 +183,14 @@ def _stage(
 ) -> Program:
     verify_graph(graph.module, after="cutting stages")
     own = [leaves.index(name) for name in graph.leaves]
-    groups = (program.parameters, program.buffers, program.constants, program.inputs)
-    parameters, buffers, constants, inputs = _select(own, groups)
+    groups = (
+        program.parameters,
+        program.buffers,
+        program.constants,
+        program.inputs,
+        program.shares,
+    )
+    parameters, buffers, constants, inputs, shares = _select(own, groups)
     changes, mesh = len(program.mutated), program.plan.mesh
     mutated = [program.mutated[i] for i in graph.outputs if i < changes]
     places = tuple(i - changes for i in graph.outputs if i >= changes)
@@ -194,6 +201,7 @@ def _stage(
         buffers=buffers,
         constants=constants,
         inputs=inputs,
+        shares=shares,
         mutated=dict(enumerate(mutated)),
         outputs=tuple(program.outputs[i] for i in places),
         places=places,

@@ -145,7 +145,8 @@ class Rehearsal:
         arguments = [leaves[spec.name] for spec in program.parameters]
         arguments += [self.buffers[spec.name] for spec in program.buffers]
         arguments += [[constant] * self.mesh.size for constant in program.constants]
-        arguments += [self._cut(spec, inputs[spec.name]) for spec in program.inputs]
+        fed = (*program.inputs, *program.shares)
+        arguments += [self._cut(spec, inputs[spec.name]) for spec in fed]
         streams = None if self._draws is None else self._draws(micro_batch)
         results = lockstep.run(program, [*arguments, *received], streams)
         for position, name in program.mutated.items():

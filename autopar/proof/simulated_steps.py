@@ -52,7 +52,9 @@ def simulated_steps(
             between(model)
         inputs = [named_inputs(whole, batch) for batch in batches]
         buffers = dict(model.named_buffers(remove_duplicate=False))
-        shares = whole.objective.shares([each | prefixed_buffers(buffers) for each in inputs])
+        read = [each | prefixed_buffers(buffers) for each in inputs]
+        shares = whole.objective.shares(read)
+        inputs = [each | own for each, own in zip(inputs, whole.term_shares(read), strict=True)]
         rehearsal = Rehearsal(
             whole, stages, micro_batches=count, parameters=dict(model.named_parameters()),
             buffers=buffers, shares=shares, draws=draws_of(whole, device, count),
@@ -78,7 +80,7 @@ def draws_of(whole: Program, device: SingleDevice, group: int) -> Draws:
         device: the single device.
         group: number of micro-batches between two updates.
     """
-    is_whole = whole.objective.kind in ("sum", "ratio")
+    is_whole = whole.objective.counts
     return lambda i: MicroBatchStreams.number(device.streams, i, group, is_whole=is_whole)
 
 
@@ -118,6 +120,7 @@ def widened_program(program: Program) -> Program:
         parameters=tuple(map(_widened_spec, program.parameters)),
         buffers=tuple(map(_widened_spec, program.buffers)),
         inputs=tuple(map(_widened_spec, program.inputs)),
+        shares=tuple(map(_widened_spec, program.shares)),
         constants=tuple(widened_tensors(x) for x in program.constants),
     )
 

@@ -292,7 +292,7 @@ class Subject:
         assert whole.plan.pipeline is not None, "a plan that updates inside of a step has stages"
         size = whole.plan.pipeline.update_every
         groups = [batches[i : i + size] for i in range(0, len(batches), size)]
-        is_whole = whole.objective.kind in ("sum", "ratio")
+        is_whole = whole.objective.counts
         return [_together(group) if is_whole else group for group in groups]
 
     def _in_own_arithmetic(self, whole: Program, reference: Reference) -> list[Verdict]:
@@ -320,7 +320,7 @@ class Subject:
         if count == 1:
             return batches
         objective = objective_of(self.prepared.captured, self.whole(count).whole)
-        return _together(batches) if objective.kind in ("sum", "ratio") else batches
+        return _together(batches) if objective.counts else batches
 
     def _batches(self, step: int, count: int) -> list[Batch]:
         """The micro-batches of a step: the rows of the example, each time in another order."""

@@ -7,11 +7,13 @@ from typing import Any
 
 from torch import nn
 
+from autopar.analysis.objective import objective_of
 from autopar.capture.export import LossFunction
 from autopar.cost_model import find_hardware
 from autopar.errors import AutoparError, names_its_arguments
 from autopar.ir import PIPELINE_AXIS, Mesh, MixedPrecision, Plan
 from autopar.planning.planning import Prepared, make_plan, policy_of
+from autopar.program.term_shares import refuse_unknown
 from autopar.proof.random_plan import random_plan
 from autopar.proof.single_device import Between
 from autopar.proof.subject import Subject
@@ -44,6 +46,8 @@ def verify(
 
     Random ops draw the same on both sides: one number for each logical element of what they draw, of which every rank
     has its part (docs/verify.md).
+
+    Raises StepError for a number of micro-batches that was asked for and gives another loss, as `compile` does.
 
     A plan whose schedule updates inside of a step (docs/versions.md) is compared so with one update a step, and then
     with a single device that has the same delays, for two steps of SGD in float64.
@@ -87,6 +91,9 @@ def verify(
         model, example_inputs, loss_fn=loss_fn, precision=policy, between=between,
         replicas=request.meeting.replicas if request.meeting else 1,
     )  # fmt: skip
+    if micro_batches is not None and micro_batches > 1:
+        whole = subject.whole(micro_batches).whole
+        refuse_unknown(objective_of(subject.prepared.captured, whole), micro_batches)
     return subject.compare(_plan_of(subject, plan, request, seed))
 
 

@@ -119,7 +119,8 @@ class Runner:
         program, model, mesh = self.program, self._model, self.world.mesh
         leaves = [(self._residents.shape(i), s.dtype) for i, s in enumerate(program.parameters)]
         state = [model.get_buffer(spec.name) for spec in program.buffers] + self._constants
-        inputs = [(local_shape(s.dims, s.layout, mesh), s.dtype) for s in program.inputs]
+        fed = (*program.inputs, *program.shares)
+        inputs = [(local_shape(s.dims, s.layout, mesh), s.dtype) for s in fed]
         examples = [*leaves, *((x.shape, x.dtype) for x in state), *inputs]
         shares = shares_of_work(self._graph, examples, self.world.device)
         overlap_batches(

@@ -95,12 +95,11 @@ class CompiledModule(nn.Module):
             returns `(loss, extras)`, where `extras` is any tree of tensors, `step` returns such a tuple. Extra
             results belong to the whole batch and are whole on every rank; with outputs="dtensor" they are DTensors in
             the layout of the plan (docs/training.md). A loss that averages over unmasked tokens averages over
-            those of the whole batch. A loss that is not a mean, a sum or a ratio of sums over rows is averaged
-            over micro-batches, with a warning. Replicas that meet every K steps (docs/local_steps.md) each
+            those of the whole batch. Replicas that meet every K steps (docs/local_steps.md) each
             return the results of their own rows.
 
-        Raises StepError if the ranks give different shapes or values, or one gives none, and for an extra result
-        that cannot be computed from several micro-batches; PeerError if another rank died or hangs.
+        Raises StepError if the ranks give different shapes or values, or one gives none, and for a loss or an extra
+        result that cannot be computed from several micro-batches; PeerError if another rank died or hangs.
         """
         given = self._examples.note(Arguments.of(batch, kwargs))
         arguments = self._programs.rows_of_step(given)

@@ -81,9 +81,10 @@ class ModuleRuns:
                 naming_plan(lambda: self._predicted()),
             ):
                 self._programs.seeds.draw(bound.program, bound.world)
-                shares = step_shares(bound.program, parts, self._model, bound.world)
+                shares, terms = step_shares(bound.program, parts, self._model, bound.world)
+                batch = [[*part, *own] for part, own in zip(parts, terms, strict=True)]
                 found = self.scaler.step(
-                    partial(bound.step, parts, shares), self.trained,
+                    partial(bound.step, batch, shares), self.trained,
                     lambda: self.gradient_norm(torch.inf),
                 )  # fmt: skip
                 # Rows of several micro-batches alone come in another order than ranks gave them.

@@ -70,7 +70,8 @@ class BoundPipeline:
         self._pipe: Pipe = store.world.pipe
         self._pipeline: Pipeline = program.plan.pipeline
         self._count, self._store = micro_batches, store
-        self._positions = {spec.name: i for i, spec in enumerate(program.inputs)}
+        fed = (*program.inputs, *program.shares)
+        self._positions = {spec.name: i for i, spec in enumerate(fed)}
         self._seeds, self._staying = seeds, staying_outputs(program)
         numbers = self._pipeline.stages_of(self._pipe.rank)
         self._stage_seeds = {number: torch.Generator() for number in numbers}
@@ -251,7 +252,8 @@ class BoundPipeline:
     def inputs(self, runner: Runner, number: int) -> list[Tensor]:
         """The inputs of a micro-batch that a stage takes."""
         parts = self._batch[number]
-        return [parts[self._positions[spec.name]] for spec in runner.program.inputs]
+        program = runner.program
+        return [parts[self._positions[spec.name]] for spec in (*program.inputs, *program.shares)]
 
     # --- a forward
 

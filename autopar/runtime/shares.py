@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,38 +19,60 @@ from autopar.runtime.transfer import travel
 from autopar.runtime.world import World
 
 
+class StepShares(NamedTuple):
+    """What micro-batches have in the results of a step.
+
+    Attributes:
+        results: for every result the shares of its micro-batches, the loss last; none for results in rows.
+        terms: for every micro-batch the shares of the terms of the loss, which its program takes after the inputs.
+    """
+
+    results: list[list[float]]
+    terms: list[list[Tensor]]
+
+
 def step_shares(
     program: Program, parts: Sequence[list[Tensor]], model: nn.Module, world: World
-) -> list[list[float]]:
-    """For every result of a step the shares of its micro-batches, the loss last; none for results in rows."""
+) -> StepShares:
+    """The shares of the micro-batches of a step, the same on every rank.
+
+    Args:
+        program: the program of a step of the whole model.
+        parts: this rank's inputs of every micro-batch. Those of a denominator (labels, masks) are gathered.
+        model: the model with its buffers.
+        world: the mesh of the ranks.
+
+    Raises StepError for a micro-batch in which no element counts, under a schedule that updates parameters after it,
+    and for one in which none does in a term of the loss alone.
+    """
+    every = [each.objective for each in program.extras]
     if len(parts) == 1:  # reading the inputs would have the host wait for the device
-        return [[] if each.objective is None else [1.0] for each in program.extras] + [[1.0]]
-    extras = [
-        [] if each.objective is None else _shares(each.objective, program, parts, model, world)
-        for each in program.extras
-    ]
-    return [*extras, _shares(program.objective, program, parts, model, world)]
+        return StepShares([[] if each is None else [1.0] for each in every] + [[1.0]], [[]])
+    pipeline = program.plan.pipeline
+    skips_empty = pipeline is None or not pipeline.update_every
+
+    def shares(objective: Objective) -> list[float]:
+        return objective.shares(
+            _read(objective, program, parts, model, world), skips_empty=skips_empty
+        )
+
+    results = [[] if each is None else shares(each) for each in every] + [shares(program.objective)]
+    terms: list[list[Tensor]] = [[] for _ in parts]
+    if program.shares:
+        found = program.term_shares(_read(program.objective, program, parts, model, world))
+        terms = [[x.to(world.device) for x in own.values()] for own in found]
+    return StepShares(results, terms)
 
 
 @torch.no_grad()
-def _shares(
+def _read(
     objective: Objective,
     program: Program,
     parts: Sequence[list[Tensor]],
     model: nn.Module,
     world: World,
-) -> list[float]:
-    """The shares, the same on every rank. The inputs of a denominator (labels, masks) are gathered.
-
-    Args:
-        objective: how the result comes from those of micro-batches.
-        program: the program of a step of the whole model.
-        parts: this rank's inputs of every micro-batch.
-        model: the model with its buffers.
-        world: the mesh of the ranks.
-
-    Raises StepError for a micro-batch in which no element counts, under a schedule that updates parameters after it.
-    """
+) -> list[dict[str, Tensor]]:
+    """For every micro-batch the whole tensors that an objective depends on, on the CPU."""
     read = set(objective.reads)
     replicated = (R,) * len(world.mesh.axes)
     buffers = {
@@ -65,9 +88,7 @@ def _shares(
             if spec.name in read
         }
 
-    pipeline = program.plan.pipeline
-    skips_empty = pipeline is None or not pipeline.update_every
-    return objective.shares([whole(inputs) for inputs in parts], skips_empty=skips_empty)
+    return [whole(inputs) for inputs in parts]
 
 
 @torch.no_grad()

@@ -12,7 +12,17 @@ from torch import Tensor
 from autopar.analysis.objective import Objective, objective_of
 from autopar.errors import StepError
 from autopar.planning.planning import Prepared, prepare_step
-from tests.analysis.losses import COUNTING, IGNORED, LOSSES, NO_SHARES, ROWS, Words, batch, ignoring
+from tests.analysis.losses import (
+    COUNTING,
+    IGNORED,
+    LOSSES,
+    NO_SHARES,
+    ROWS,
+    TERMS,
+    Words,
+    batch,
+    ignoring,
+)
 
 ALL = LOSSES | COUNTING
 
@@ -52,6 +62,13 @@ def test_losses_of_parts_with_their_shares_are_the_loss_of_the_batch(name: str, 
 @pytest.mark.parametrize("loss", NO_SHARES, ids=lambda loss: loss.__name__)
 def test_a_loss_that_no_shares_put_together_is_unknown(loss: Callable[..., Tensor]) -> None:
     assert not found(loss, 2)[1].is_known
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_a_sum_of_ratios_has_terms(name: str) -> None:
+    _, objective, _ = found(TERMS[name], 2)
+    assert objective.kind == "terms"
+    assert {term.objective.kind for term in objective.terms} == {"ratio", "mean"}
 
 
 def test_a_mean_needs_no_denominator() -> None:

@@ -10,13 +10,22 @@ import torch
 from torch import Tensor
 
 import autopar
-from tests.analysis.losses import COUNTING, LOSSES, Words, batch, each, plus_rows
+from tests.analysis.losses import (
+    COUNTING,
+    LOSSES,
+    TERMS,
+    Words,
+    batch,
+    each,
+    means_of_groups,
+    plus_rows,
+)
 from tests.runtime.ranks import Ranks
 from tests.support.staged import captured_once
 from tests.support.tables import often
 
 _COUNTED = "divided by a tensor of that number"
-ALL = LOSSES | {_COUNTED: COUNTING[_COUNTED]}
+ALL = {name: loss for name, (loss, _) in LOSSES.items()} | TERMS | {_COUNTED: COUNTING[_COUNTED][0]}
 pytestmark = pytest.mark.multiprocess
 
 NAMES = list(ALL)  # tests/proof/test_objective.py simulates LOSSES on every mesh
@@ -50,7 +59,7 @@ def on_a_rank(names: list[str], options: dict[str, Any]) -> dict[str, tuple[floa
     """Each of the named losses and the norm of its gradients on this rank."""
     found = {}
     for name in names:
-        loss, _ = ALL[name]
+        loss = ALL[name]
         made = autopar.compile(words(), loss_fn=loss, **options)
         value = made.step(*batch(loss)).item()
         found[name] = value, made.clip_grad_norm_(1e9).item()
@@ -59,7 +68,7 @@ def on_a_rank(names: list[str], options: dict[str, Any]) -> dict[str, tuple[floa
 
 def in_one_process() -> dict[str, tuple[float, float]]:
     found = {}
-    for name, (loss, _) in ALL.items():
+    for name, loss in ALL.items():
         model, (tokens, *targets) = words(), batch(loss)
         value = loss(model(tokens), *targets)
         value.backward()
@@ -78,15 +87,36 @@ def test_losses_are_those_of_one_process(way: str, two_ranks: Ranks, four_ranks:
             assert found[name] == pytest.approx(expected[name], rel=1e-9), name
 
 
-def test_a_loss_that_micro_batches_change_is_said_with_its_op() -> None:
+def test_a_loss_that_micro_batches_change_is_refused_with_its_op() -> None:
     made = autopar.compile(words(), loss_fn=plus_rows, micro_batches=2)
-    with pytest.warns(
-        UserWarning, match=r"In 2 micro-batches the loss is the mean .*: add \(in the loss"
+    with pytest.raises(
+        autopar.StepError, match=r"2 micro-batches give another .*: add \(in the loss"
     ):
-        found = made.step(*batch(plus_rows)).item()
+        made.step(*batch(plus_rows))
     parts = zip(*(x.chunk(2) for x in batch(plus_rows)), strict=True)
-    losses = [plus_rows(words()(tokens), targets).item() for tokens, targets in parts]
-    assert found == pytest.approx(sum(losses) / 2, rel=1e-12)
+    followed = autopar.compile(words(), loss_fn=plus_rows)
+    losses = [followed.step(*part).item() for part in parts]
+    plain = words()
+    parts = zip(*(x.chunk(2) for x in batch(plus_rows)), strict=True)
+    (sum(plus_rows(plain(tokens), targets) for tokens, targets in parts) / 2).backward()
+    for own, expected in zip(followed.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad / 2, expected.grad)
+    assert len(losses) == 2
+
+
+@pytest.mark.parametrize("micro_batches", [2, 4])
+def test_groups_of_rows_are_rows_of_micro_batches(micro_batches: int) -> None:
+    made = autopar.compile(words(), loss_fn=means_of_groups, micro_batches=micro_batches)
+    found = made.step(*batch(means_of_groups)).item()
+    tokens, targets = batch(means_of_groups)
+    assert found == pytest.approx(means_of_groups(words()(tokens), targets).item(), rel=1e-12)
+
+
+def test_a_micro_batch_smaller_than_a_group_is_refused_with_the_number_of_micro_batches() -> None:
+    made = autopar.compile(words(), loss_fn=means_of_groups, micro_batches=8)
+    with pytest.raises(RuntimeError) as found:
+        made.step(*batch(means_of_groups))
+    assert "8 micro-batches" in "".join(found.value.__notes__)
 
 
 def divided_by(rows: list[float]) -> Callable[[Tensor, Tensor], Tensor]:
