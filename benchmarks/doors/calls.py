@@ -4,6 +4,7 @@
     explain(cluster="h100x8")          `autopar.explain`
     verify(mesh={"dp": 2})             `autopar.verify`
     cli("explain gpt2 --ranks 8")      the command line
+    flags("explain")                   the options of one of its commands
     backend(8, {"recipe": "tp"})       `torch.compile(backend="autopar", options=...)`
     launch(recipe="ddp")               the lines that launch a plan, and the call of `compile` that they have
 
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import click
 import torch
 import torch.distributed as dist
 from click.testing import CliRunner
@@ -180,6 +182,18 @@ def _cli(line: str) -> Outcome:
     return {"exit": result.exit_code, "output": result.output}
 
 
+def _flags(command: str) -> Outcome:
+    """The options of a command: how each is written, what it takes, and its default."""
+    found = [each for each in main.commands[command].params if isinstance(each, click.Option)]
+    return {
+        " ".join(each.opts): [
+            each.type.name, each.metavar, each.multiple, each.is_flag, each.hidden, repr(each.default),
+            *getattr(each.type, "choices", ()),
+        ]
+        for each in sorted(found, key=lambda each: each.opts)
+    }  # fmt: skip
+
+
 def _backend(ranks: int, options: Mapping[str, Any], mode: str | None = None) -> Outcome:
     """What a graph of torch.compile is planned with."""
 
@@ -291,7 +305,7 @@ _PLANS = {
     "half": _plan("dp=8", precision=MixedPrecision.of("bf16")),
 }
 _NAMES = {
-    "compile": _compile, "explain": _explain, "verify": _verify, "cli": _cli, "backend": _backend,
+    "compile": _compile, "explain": _explain, "verify": _verify, "cli": _cli, "flags": _flags, "backend": _backend,
     "launch": _launch, "autopar": autopar, "torch": torch, "nn": nn, "init_fn": init_fn, "Mesh": Mesh,
     "MixedPrecision": MixedPrecision, "Pipeline": Pipeline, "TrainingState": TrainingState, "Cluster": Cluster,
     "LossScaling": LossScaling, "find_hardware": find_hardware, "find_cluster": find_cluster, **_PLANS,
