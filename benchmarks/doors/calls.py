@@ -72,7 +72,8 @@ def outcome_of(call: str) -> Outcome:
     try:
         return dict(eval(call, dict(_NAMES)))
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
+        text, _, _ = f"{type(error).__name__}: {error}".partition("; it takes ")
+        return {"error": text}  # without the names of all arguments
 
 
 # --- what is compared
@@ -187,7 +188,7 @@ def _flags(command: str) -> Outcome:
     found = [each for each in main.commands[command].params if isinstance(each, click.Option)]
     return {
         " ".join(each.opts): [
-            each.type.name, each.metavar, each.multiple, each.is_flag, each.hidden, repr(each.default),
+            each.metavar or each.type.name, each.multiple, each.is_flag, each.hidden, repr(each.default),
             *getattr(each.type, "choices", ()),
         ]
         for each in sorted(found, key=lambda each: each.opts)
