@@ -21,12 +21,8 @@ Our own mistakes are `assert`s or `VerifierError`, which is not a ValueError on 
 from __future__ import annotations
 
 import difflib
-import functools
-from collections.abc import Callable, Iterable
-from typing import ParamSpec, Self, TypeVar
-
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
+from collections.abc import Iterable
+from typing import Self
 
 
 class AutoparError(ValueError):
@@ -141,21 +137,3 @@ def did_you_mean(name: object, known: Iterable[str], *, cutoff: float = 0.6) -> 
     """
     near = difflib.get_close_matches(str(name).lower(), list(known), n=3, cutoff=cutoff)
     return f" (did you mean {' or '.join(near)}?)" if near else ""
-
-
-def names_its_arguments(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """A public function that, where it has no keyword argument of a name, says which one may be meant."""
-    code = function.__code__
-    known = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-
-    @functools.wraps(function)
-    def called(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        unknown = next((name for name in kwargs if name not in known), None)
-        if unknown is not None:
-            near = did_you_mean(unknown, known)
-            raise TypeError(
-                f"{function.__name__}() has no argument {unknown!r}{near}; it takes {', '.join(known)}."
-            )
-        return function(*args, **kwargs)
-
-    return called

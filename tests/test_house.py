@@ -15,9 +15,9 @@ ROOT = Path(__file__).parents[1]
 
 # A room imports itself and what stands before it.
 ORDER = """
-    errors < units < versions < _torch < ir < ops < rules < capture < analysis < cost_model < pipeline < search < passes
-    < program < planning < runtime < checkpoint < proof < views < models < explanation < backend < calibrate < api
-    < integrations < cli < __init__ < __main__
+    errors < options < units < versions < _torch < ir < ops < rules < capture < analysis < cost_model < pipeline
+    < search < passes < program < planning < runtime < checkpoint < proof < views < models < explanation < backend
+    < calibrate < api < integrations < cli < __init__ < __main__
 """
 ROOMS = ORDER.replace("<", " ").split()
 

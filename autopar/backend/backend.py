@@ -43,10 +43,12 @@ from autopar.capture.refusals import draws_from_own
 from autopar.capture.remedies import traced_line
 from autopar.errors import AutoparError, MeshError, RecipeError, did_you_mean
 from autopar.ir import Mesh
-from autopar.runtime.compiled import Executor
+from autopar.options import options_of, split_options
 from autopar.runtime.failures import show_failures
 from autopar.runtime.processes import check_world, join_process_group, world_size
+from autopar.runtime.settings import RunOptions
 from autopar.runtime.world import World, set_timeout
+from autopar.search.options import PlanOptions
 from autopar.search.recipes import split_recipe
 from autopar.search.request import Request
 
@@ -57,7 +59,9 @@ _torch.watch_cached_calls()
 _torch.quiet_fake_failures()
 show_failures()  # a first graph may fail in Dynamo itself
 
-OPTIONS = ("mesh", "recipe", "hardware", "executor", "timeout_seconds")
+OPTIONS = {
+    name: each for name, each in options_of(PlanOptions, RunOptions).items() if each.serves_backend
+}
 
 
 def autopar(
@@ -72,12 +76,9 @@ def autopar(
     Args:
         module: the graph that dynamo found.
         example_inputs: its arguments.
-        options: what is asked, by name. `mesh` maps an axis to its number of ranks; by default it is the mesh
-            of `autopar.shard_`, or is searched for each graph. `recipe` constrains the split, as in
-            `autopar.compile`; parameters stay stored as they lie. `hardware` is what is priced: a name,
-            the path of a file or figures; by default a guess from the device. `executor` runs the graph
-            of a rank, as in `autopar.compile`: "eager", "aot_eager" or "inductor". `timeout_seconds` is how
-            long ranks wait for each other; by default as long as the process group does.
+        options: what is asked, by name: those of the options of `autopar.compile` that `OPTIONS` has. `mesh` is by
+            default that of `autopar.shard_`, or is searched for each graph. Under any `recipe` parameters stay stored
+            as they lie.
         mode: a mode of torch.compile, which this backend does not have.
 
     Returns:
@@ -110,15 +111,16 @@ def _opened(
     """The graph, to be planned as the options say; raises what `autopar` states."""
     if mode is not None:
         raise AutoparError(f"The backend autopar has no mode {mode!r}; leave mode out.")
-    given = _known(options)
+    given, ran = split_options(_known(options), PlanOptions, RunOptions)
+    run = RunOptions(**ran)
     _refuse_own_generators(module)
     names = argument_names(module)
     _refuse_distributed(module, names, example_inputs)
     device = device_of(example_inputs)
     join_process_group(device)
     stored = [mesh_of(x) for x in example_inputs if isinstance(x, DTensor)]
-    request = _request(given, stored[0] if stored else None, device)
-    limit = given.get("timeout_seconds")
+    request = _request(given, run.hardware, stored[0] if stored else None, device)
+    limit = run.timeout_seconds
 
     def world_on(mesh: Mesh) -> World:
         world = world_of(mesh, device)
@@ -131,7 +133,7 @@ def _opened(
         names,
         request,
         world_on,
-        Executor(given.get("executor", "eager")),
+        run.executor,
         comparison_of(limit),
         (Methods(module.graph), CachedCalls(module.graph)),
     )
@@ -149,7 +151,9 @@ def _known(options: Mapping[str, Any]) -> Mapping[str, Any]:
     return options
 
 
-def _request(options: Mapping[str, Any], stored: Mesh | None, device: torch.device) -> Request:
+def _request(
+    options: Mapping[str, Any], hardware: Any, stored: Mesh | None, device: torch.device
+) -> Request:
     """What the options ask of every graph, on the mesh where parameters are `stored`, if they are.
 
     Raises MeshError unless the mesh is that one and has as many ranks as run, and RecipeError.
@@ -163,8 +167,9 @@ def _request(options: Mapping[str, Any], stored: Mesh | None, device: torch.devi
     ranks = world_size()
     if mesh is None and not leaves_mesh_open(recipe):
         mesh = Mesh((("dp", ranks),))
-    hardware = hardware_of(options.get("hardware"), device)
-    request = Request(hardware, mesh=mesh, ranks=ranks, recipe=recipe, offload=False)
+    request = Request(
+        hardware_of(hardware, device), mesh=mesh, ranks=ranks, recipe=recipe, offload=False
+    )
     refuse_places(recipe, meshes(request)[0])
     return request
 

@@ -26,10 +26,11 @@ from autopar.backend.comparing import check_alike
 from autopar.capture.remedies import changed_in_place
 from autopar.cost_model import Hardware
 from autopar.cost_model.software import named_hardware
-from autopar.errors import CaptureError, MeshError, RecipeError, names_its_arguments
+from autopar.errors import CaptureError, MeshError, RecipeError
 from autopar.ir import PIPELINE_AXIS, WHOLE, Dims, Layout, Mesh, Plan, R, S, has_owner
 from autopar.ir.layout import split_count
 from autopar.ops.sharding import shard
+from autopar.options import takes_options
 from autopar.planning.planning import make_plan, prepare_forward, split_example
 from autopar.runtime.adoption import Adoption
 from autopar.runtime.hops import route
@@ -57,7 +58,7 @@ _OF_GRAPH = (
 )  # recipes whose storage depends on what is computed
 
 
-@names_its_arguments
+@takes_options()
 def shard_(
     model: nn.Module,
     plan_or_recipe: Plan | RecipeLike = "zero3",

@@ -14,17 +14,16 @@ from autopar.cost_model.gpu_names import canonical_gpu
 from autopar.cost_model.items import TrainingState
 from autopar.cost_model.optimizers import OPTIMIZERS
 from autopar.cost_model.software import with_eager_runs
-from autopar.errors import AutoparError, MeshError, PlanError
+from autopar.errors import AutoparError, MeshError
 from autopar.explanation.advice import Question
-from autopar.ir import PIPELINE_AXIS, PLACEMENTS, Mesh, MixedPrecision
-from autopar.ir.recompute import RecomputeWish, parse_wish
+from autopar.ir import PIPELINE_AXIS, Mesh
+from autopar.options import Option, options_of
 from autopar.search.intents import is_intent
+from autopar.search.options import AXES, PlanOptions
 from autopar.search.progress import Progress
 from autopar.search.recipe_rows import MEETING_RECIPES, PIPELINE_RECIPES, RECIPES
-from autopar.search.request import AXES, REFUSALS, Request, listed_names
-from autopar.search.request_fields import HEADROOM
+from autopar.search.request import Request
 from autopar.search.several_axes import SEVERAL_AXES
-from autopar.units import parse_bytes
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -33,18 +32,6 @@ path of a Hugging Face config.json or of a directory that has one, or package.mo
 returns (model, example_inputs) or (model, example_inputs, loss_fn)."""
 
 AUTO = "auto"  # value of --batch
-
-
-class Bytes(click.ParamType):
-    """A size such as 70GB, 70e9 or 640 MB; GB is 1e9 bytes."""
-
-    name = "SIZE"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> int:
-        try:
-            return parse_bytes(str(value))
-        except AutoparError as error:
-            self.fail(str(error), param, ctx)
 
 
 class Count(click.IntRange):
@@ -83,35 +70,16 @@ class BatchSize(click.ParamType):
         return POSITIVE.convert(value, param, ctx)
 
 
-class Pin(click.ParamType):
-    """Type of an option that reads `NAME=CHOICE` as a pair."""
+class Parsed(click.ParamType):
+    """The value of an option of a plan, as the option itself reads it."""
 
-    name = "NAME=CHOICE"
+    def __init__(self, asked: Option) -> None:
+        self.name, self._parse = asked.metavar, asked.parse
 
-    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, str]:
-        if isinstance(value, tuple):
-            return value
-        name, _, choice = value.partition("=")
-        if not name or not choice:
-            self.fail(
-                f"Cannot read the pin {value!r}; write 'layers.*.mlp.*=tp' or "
-                "'layers.*.weight=S(0)@tp'.", param, ctx,
-            )  # fmt: skip
-        return name, choice
-
-
-class Recomputation(click.ParamType):
-    """The value of `--recompute`: `none`, `full`, `partitioned`, `offloaded`, a number of layers, or a part like `0.5`.
-
-    `parse_wish` reads it; a JSON object such as `{"layers.*": ["mlp.act/gelu"]}` selects single ops.
-    """
-
-    name = "none|full|partitioned|offloaded|N|PART"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> RecomputeWish:
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         try:
-            return parse_wish(str(value))
-        except PlanError as error:
+            return self._parse(value)
+        except AutoparError as error:
             self.fail(str(error), param, ctx)
 
 
@@ -150,60 +118,54 @@ _WHERE = (
                       "to thirty, explains the smallest within 1 % of the least time per token, and names the fastest "
                       "and the largest that fits at once."),
     click.option("--seq", type=POSITIVE, metavar="N", help="Tokens of a sequence."),
-    click.option("--mesh", metavar="AXES",
-                 help="Axes to use, such as dp=8,tp=8 or pp=2,dp=2,tp=2 with pipeline stages; else "
-                      "searched. 'dp=8,tp=8 order tp,dp' also names how they nest where both split one dim."),
     click.option("--ranks", type=Count(MOST_RANKS), metavar="N",
                  help="Number of ranks, where --cluster names one GPU or none."),
     click.option("--hardware", metavar="GPU", help="The GPU of --mesh or --ranks; by default h100."),
-    click.option("--recipe", default="auto", metavar="R",
-                 help=f"One of {RECIPE_NAMES}, or per axis: pp:1f1b,dp:zero3,tp:tp+sp. fit and compare take auto, ddp, "
-                      "zero1 to zero3, tp, tp+sp and schedules with a flush."),
 )  # fmt: skip
 
+_TYPES: dict[str, click.ParamType] = {
+    "N": POSITIVE,
+    "V": POSITIVE,
+    "PART": Real(0, 1, max_open=True),
+}
+
+
+def plan_option(name: str, **own: Any) -> Callable[[F], F]:
+    """The flag of an option of a plan; `own` has what a command says otherwise of it."""
+    asked = _PLAN[name]
+    how: dict[str, Any] = {"help": _sentence(asked.help), "multiple": asked.repeats}
+    if asked.choices:
+        how["type"] = click.Choice(asked.choices)
+    elif asked.metavar:
+        how |= {"type": _NUMBERS.get(asked.metavar) or Parsed(asked), "metavar": asked.metavar}
+    else:
+        how["is_flag"] = True
+    if isinstance(asked.default, (int, float, str)):
+        how["default"] = asked.default
+    return click.option(asked.flag, *asked.also, name, **how | own)
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:].replace("`", "")
+
+
+_PLAN = options_of(PlanOptions)
+_NUMBERS = {"N": POSITIVE, "V": POSITIVE, "PART": Real(0, 1, max_open=True)}
+_OWN: dict[str, dict[str, Any]] = {
+    "recipe": {"help": f"One of {RECIPE_NAMES}, or per axis: pp:1f1b,dp:zero3,tp:tp+sp. fit and compare take auto, "
+               "ddp, zero1 to zero3, tp, tp+sp and schedules with a flush."},
+    "decompose": {"default": ""},
+    "training_state": {
+        "type": str, "default": "",
+        "help": f"What the optimizer keeps: one of {', '.join(OPTIMIZERS)}; then gradients=BYTES and masters=BYTES of "
+        "an element, if they differ from the usual. 'adamw8bit gradients=2 masters=0' trains bf16 parameters without "
+        "float32 masters.",
+    },
+}  # fmt: skip
 _INTENTS = (
-    click.option("--max-memory", "--memory", "max_memory", type=Bytes(),
-                 help="Bound on the memory of a rank, such as 70GB."),
-    click.option("--headroom", type=Real(0, 1, max_open=True), default=HEADROOM,
-                 metavar="PART",
-                 help="Part of a rank's memory that stays free, where --max-memory does not say."),
+    *(plan_option(name, **_OWN.get(name, {})) for name in _PLAN),
     click.option("--memory-gb", type=Real(min=0, min_open=True), hidden=True),
-    click.option("--keep-inside-node", "inside_node", multiple=True, type=click.Choice(AXES),
-                 help="An axis whose ranks must share a node; may be repeated."),
-    click.option("--no", "without", multiple=True, type=click.Choice(REFUSALS),
-                 help="What must not be used; may be repeated."),
-    click.option("--offload", is_flag=True,
-                 help="Consider storing parameters in the host's memory and updating them there, also where a plan "
-                      "fits without; the recipes zero-offload and zero3-offload store all of them there."),
-    click.option("--pin", "pins", multiple=True, type=Pin(),
-                 help="Fix a choice: 'layers.*.mlp.*=tp' splits those matrices over tp; "
-                      "'layers.*.mlp.up.weight=S(0)@tp' says how. May be repeated. Without --mesh only "
-                      "meshes that have the axis, with several ranks, are considered."),
-    click.option("--micro-batches", type=POSITIVE, metavar="N",
-                 help="Micro-batches of a step; else searched."),
-    click.option("--stages", multiple=True, type=POSITIVE, metavar="N",
-                 help="Depth of a pipeline to consider in addition to 1, where --mesh does not say; else all."),
-    click.option("--schedule", type=click.Choice(tuple(PLACEMENTS)),
-                 help="In which order pipeline stages run micro-batches; else searched."),
-    click.option("--chunks", type=POSITIVE, metavar="V",
-                 help="Stages of each pipeline rank, for the schedules that take several; else searched."),
-    click.option("--recompute", type=Recomputation(), metavar="none|full|partitioned|offloaded|N|PART",
-                 help="How many layers of a stage run again in backward, or, as 0.5, the part of the memory "
-                      "for activations that may be kept; else the fewest that fit."),
-    click.option("--decompose", default="", metavar="AXES",
-                 help="Axes, such as tp, along which the all-gathers before products and the reduce-scatters after "
-                      "them run piece by piece; auto for those where that is priced to be faster."),
-    click.option("--overlap-batches", "overlap_batches", type=POSITIVE, default=1, metavar="N",
-                 help="Micro-batches that run at a time, so that the collectives of each travel while another "
-                      "computes; 2 with --micro-batches 4, say."),
-    click.option("--precision", metavar="POLICY",
-                 help="Cast parameters for use, as precision= of autopar.compile does: bf16, or 'bf16 "
-                      "reduce=bf16' to reduce gradients in it too."),
-    click.option("--training-state", "training_state", default="", metavar="WORDS",
-                 help=f"What the optimizer keeps: one of {', '.join(OPTIMIZERS)}; then gradients=BYTES and "
-                      "masters=BYTES of an element, if they differ from the usual. 'adamw8bit gradients=2 "
-                      "masters=0' trains bf16 parameters without float32 masters."),
-)  # fmt: skip
+)
 
 
 def question_options(command: F) -> F:
@@ -229,30 +191,19 @@ def question(
             "--batch auto tries several batches, which `autopar explain` does; give this command one of them as a "
             "number, such as --batch 64."
         )
-    mesh = None if given["mesh"] is None else Mesh.parse(given["mesh"])
+    mesh = given["mesh"]
     cluster = _cluster(given, mesh)
-    memory = given["max_memory"]
-    if memory is None and given["memory_gb"] is not None:
-        memory = max(1, int(given["memory_gb"] * 1e9))
+    asked = {name: given[name] for name in _PLAN if name != "training_state"}
+    if asked["memory_bytes"] is None and given["memory_gb"] is not None:
+        asked["memory_bytes"] = max(1, int(given["memory_gb"] * 1e9))
+    depths = {1, *given["stages"]} if given["stages"] and mesh is None else None
     request = Request(
-        cluster.hardware, ranks=cluster.ranks, mesh=mesh, batch=None if given["batch"] == AUTO else given["batch"],
-        recipe=given["recipe"], pins=dict(given["pins"]), memory_bytes=memory,
-        headroom=given["headroom"], micro_batches=given["micro_batches"],
-        stages=_depths(given["stages"], mesh), schedule=given["schedule"], chunks=given["chunks"],
-        recompute=given["recompute"], decompose=listed_names(given["decompose"]),
-        overlap_batches=given["overlap_batches"],
-        precision=MixedPrecision.of(given["precision"]),
-        offload=given["offload"] or None, without=frozenset(given["without"]), inside_node=given["inside_node"],
-        refines=True,
+        cluster.hardware, ranks=cluster.ranks, batch=None if given["batch"] == AUTO else given["batch"], refines=True,
+        **asked | {"stages": depths, "offload": given["offload"] or None},
     )  # fmt: skip
     _check_pins(request)
     TrainingState.parse(given["training_state"])  # refuses unknown words before a model is captured
     return Question(target, request, given["seq"], progress, given["training_state"])
-
-
-def _depths(stages: tuple[int, ...], mesh: Mesh | None) -> tuple[int, ...] | None:
-    """The depths that are named and 1; None where none is, or where the mesh says its own."""
-    return tuple({1, *stages}) if stages and mesh is None else None
 
 
 def _check_pins(request: Request) -> None:

@@ -12,11 +12,11 @@ from torch import nn
 
 from autopar.capture.export import LossFunction
 from autopar.capture.rows import arguments_of_replica
-from autopar.cli.options import POSITIVE, RECIPE_NAMES
+from autopar.cli.options import RECIPE_NAMES, plan_option
 from autopar.cli.output import console
 from autopar.errors import AutoparError
 from autopar.explanation.few_layers import first_rows
-from autopar.ir import PLACEMENTS, Mesh, Plan
+from autopar.ir import Mesh, MixedPrecision, Plan
 from autopar.ir.batches import captured_batch
 from autopar.models.importing import staying
 from autopar.models.targets import Target, resolve_target
@@ -41,22 +41,23 @@ Examples:
   autopar verify examples.gpt:tiny_example --plan plan.json""",
 )
 @click.argument("target")
-@click.option("--mesh", metavar="AXES", help="Axes of the mesh, such as dp=2,tp=2 or pp=2,tp=2.")
-@click.option("--recipe", metavar="R",
-              help=f"One of {RECIPE_NAMES}, or per axis: pp:1f1b,tp:tp+sp.  [default: auto]")  # fmt: skip
-@click.option("--schedule", type=click.Choice(tuple(PLACEMENTS)),
-              help="In which order pipeline stages run micro-batches; else searched.")  # fmt: skip
-@click.option("--micro-batches", type=POSITIVE, metavar="N",
-              help="Micro-batches of a step; by default 1, and two for each rank of a pipeline.")  # fmt: skip
+@plan_option("mesh", help="Axes of the mesh, such as dp=2,tp=2 or pp=2,tp=2.")
+@plan_option("recipe", default=None,
+             help=f"One of {RECIPE_NAMES}, or per axis: pp:1f1b,tp:tp+sp.  [default: auto]")  # fmt: skip
+@plan_option("schedule")
+@plan_option(
+    "micro_batches",
+    help="Micro-batches of a step; by default 1, and two for each rank of a pipeline.",
+)
 @click.option("--plan", "path", type=click.Path(path_type=Path), help="A saved plan to prove.")
 @click.option("--random", "draw", is_flag=True, help="Draw the plan at random.")
 @click.option("--seed", type=int, help="Of a random plan.  [default: 0]")
-@click.option("--precision", metavar="POLICY",
-              help="Cast parameters for use, as precision= of autopar.compile does: bf16; by default that of "
-                   "the plan.")  # fmt: skip
+@plan_option("precision", help="Cast parameters for use, as precision= of autopar.compile does: bf16; by default that "
+             "of the plan.")  # fmt: skip
 def verify_command(
-    target: str, mesh: str | None, recipe: str | None, schedule: str | None,
-    micro_batches: int | None, path: Path | None, draw: bool, seed: int | None, precision: str | None,
+    target: str, mesh: Mesh | None, recipe: str | None, schedule: str | None,
+    micro_batches: int | None, path: Path | None, draw: bool, seed: int | None,
+    precision: MixedPrecision | None,
 ) -> None:  # fmt: skip
     if ":" not in target:
         raise AutoparError(
@@ -71,7 +72,7 @@ def verify_command(
     else:
         _refuse("a plan that is searched", "draws nothing", {"--seed": seed})
     plan: Plan | str | None = "random" if draw else Plan.load(path) if path else None
-    axes = plan.world_mesh if isinstance(plan, Plan) else Mesh.parse(mesh) if mesh else None
+    axes = plan.world_mesh if isinstance(plan, Plan) else mesh
     if axes is None:
         raise click.UsageError("Give --mesh, such as --mesh dp=2,tp=2, or a saved --plan.")
     with staying(f"The model of {target}"):

@@ -16,8 +16,8 @@ from autopar.ir import PIPELINE_AXIS, Graph, Meeting, Mesh, Plan
 from autopar.ir.batches import captured_batch
 from autopar.ir.recompute import Selection
 from autopar.search.intents import is_intent
+from autopar.search.options import HEADROOM, PlanOptions
 from autopar.search.request import Request
-from autopar.search.request_fields import HEADROOM
 from autopar.units import counted, format_bytes
 
 PLAN_FILE = "plan.json"
@@ -212,7 +212,7 @@ def _unsaid(asked: Request | None) -> str:
     without = asked.without - _IN_SETTINGS
     if not (pins or without or asked.offload):
         return ""
-    return Request(asked.hardware, offload=asked.offload, without=without, pins=pins).text
+    return PlanOptions(offload=asked.offload, without=without, pins=pins).text
 
 
 _IN_SETTINGS = {"recompute", "dp", "tp"}  # the mesh and recompute= of the call say it

@@ -10,8 +10,9 @@ from torch import nn
 from autopar.analysis.objective import objective_of
 from autopar.capture.export import LossFunction
 from autopar.cost_model import find_hardware
-from autopar.errors import AutoparError, names_its_arguments
+from autopar.errors import AutoparError
 from autopar.ir import PIPELINE_AXIS, Mesh, MixedPrecision, Plan
+from autopar.options import takes_options
 from autopar.planning.planning import Prepared, make_plan, policy_of
 from autopar.program.term_shares import refuse_unknown
 from autopar.proof.random_plan import random_plan
@@ -22,7 +23,7 @@ from autopar.search import RecipeLike
 from autopar.search.request import Request
 
 
-@names_its_arguments
+@takes_options()
 def verify(
     model: nn.Module,
     example_inputs: Any,

@@ -1,17 +1,22 @@
-"""The options of a compiled module, as the runtime uses them."""
+"""The options of a run, and the settings of a compiled module that are made of them."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.cost_model.hardware import Hardware
+from autopar.errors import AutoparError
+from autopar.options import option, options_of
 from autopar.runtime.compiled import Executor
+from autopar.runtime.files import Files
 from autopar.runtime.initialise import InitFunction
 from autopar.runtime.loss_scale import LossScaling
-from autopar.runtime.processes import world_size
+from autopar.runtime.processes import BUCKET_BYTES, world_size
 from autopar.runtime.weights import WeightFiles
 from autopar.runtime.world import Replicas
 
@@ -19,46 +24,116 @@ Outputs = Literal["local", "whole", "dtensor"]
 Batch = Literal["global", "local"]
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Options of a compiled module.
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What people may ask of a run, beside its plan.
+
+    Raises AutoparError for a word that an option does not take, and for files that are not there.
+    """
+
+    hardware: Hardware | str | os.PathLike[str] | None = option(
+        None,
+        "machine to price for: a catalogue name, the path of a TOML file such as `autopar calibrate` writes, "
+        "or figures; by default a guess from the kind of the device.",
+        serves_backend=True,
+    )
+    init_fn: InitFunction | None = option(
+        None,
+        "called with each meta-device module that owns tensors, in place of its `reset_parameters()`.",
+    )
+    weights: WeightFiles | None = option(
+        None,
+        "folder or file of safetensors with initial values under the names of `state_dict()`, such as "
+        "`save_pretrained` of transformers writes; each rank reads its own shards alone.",
+        parse=lambda given: given if given is None else WeightFiles.at(given),
+    )
+    nvme: Files | None = option(
+        None,
+        "folder on a disk of this machine, for a plan or recipe that keeps parameters in the tier nvme; files "
+        "there have no names, and their space is free again when the process ends (docs/tiers.md).",
+        parse=lambda given: given if given is None else Files.at(given),
+    )
+    cache: str | os.PathLike[str] | None = option(
+        None,
+        "folder where the plans that the first rank searches and the captures of the model are kept, as JSON, "
+        "for the next start of the script; by default what the environment variable AUTOPAR_CACHE names, and "
+        "nothing is kept without it (docs/search.md). They are taken again only for the same model, Python "
+        "code and values, sizes, request and versions.",
+    )
+    seed: int = option(0, "seed for the initial values of a meta-device model.")
+    batch: Batch = option(
+        "global",
+        "what every rank gives to `step` and `model(...)`: `global`, the same whole batch, or `local`, rows "
+        "of its own, as DistributedSampler hands them out; `example_inputs` is given likewise.",
+        choices=get_args(Batch),
+    )
+    outputs: Outputs = option(
+        None,
+        "what `model(...)` returns: `whole`, all of it on every rank, of which all ranks compute the same "
+        "loss; `local`, this rank's part in the layout of the plan, where the gradients are those of the mean "
+        "of the ranks' losses, as under DDP; or `dtensor`. By default `whole`, and `local` with "
+        '`batch="local"` (docs/training.md).',
+        choices=get_args(Outputs),
+    )
+    timeout_seconds: float | None = option(
+        None,
+        "time that a collective may wait for the other ranks before the step ends with an error; by default "
+        "the timeout of the process groups. Gloo notices a dead process at once.",
+        serves_backend=True,
+    )
+    skip_nonfinite: bool = option(
+        False,
+        "whether a step whose loss or gradients hold a NaN or an infinity is skipped on all ranks alike: it "
+        "leaves no gradients, so that torch's optimizers change nothing, and the buffers as they were "
+        "(docs/training.md).",
+    )
+    loss_scale: LossScaling | float | None = option(
+        None,
+        "number that the backward of `step` begins with, so that small gradients of float16 are not zero: an "
+        "`autopar.LossScaling`, by which it changes, or a number that stays. By default the scaling of "
+        "`torch.amp.GradScaler` where `precision` has float16, and none elsewhere (docs/precision.md).",
+    )
+    bucket_bytes: int = option(BUCKET_BYTES, "about the size of the message of one collective.")
+    executor: Executor = option(
+        "eager",
+        "`eager` runs the plan op by op; `inductor` and `aot_eager` compile the ops between gathers of "
+        "parameters, block by block, with these backends of torch.compile.",
+        parse=lambda given: given if isinstance(given, Executor) else Executor(given),
+        serves_backend=True,
+    )
+
+    def __post_init__(self) -> None:
+        for name, each in options_of(RunOptions).items():
+            given = getattr(self, name)
+            if each.choices and given not in (*each.choices, each.default):
+                *words, last = map(repr, each.choices)
+                raise AutoparError(f"{name}={given!r} is neither {', '.join(words)} nor {last}.")
+            object.__setattr__(self, name, each.parse(given))
+        usual: Outputs = "whole" if self.batch == "global" else "local"
+        object.__setattr__(self, "outputs", vars(self)["outputs"] or usual)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(RunOptions):
+    """The options of a run, and what this rank has made of them.
 
     Attributes:
         micro_batches: number of micro-batches that `step` cuts its batch into; None leaves it to the planner.
         device: the device of this rank.
         device_mesh: any mesh over all ranks, for parameters to become DTensors before there is a plan;
             None for a single rank without process groups.
-        init_fn: initialises one meta-device module in place of its `reset_parameters`.
-        seed: seed for the initial values of a meta-device model.
-        outputs: what `model(...)` returns: local tensors, whole ones, or DTensors.
-        batch: what a rank gives: the batch of all ranks, or its own part of it.
-        bucket_bytes: about how much one collective carries.
-        executor: what runs the ops of a program.
         returns_loss: whether the model is to return its loss itself, as there is no loss function.
         has_stages: whether a mesh with pipeline stages was asked for.
-        timeout_seconds: how long ranks wait for each other where they compare shapes; None for as long
-            as the process group does.
-        skip_nonfinite: whether a step whose loss or gradients are not finite leaves no gradients.
         loss_scaling: how the loss is scaled for backward; None where it is not.
-        weights: files of the initial values; None for the model's own.
         replicas: the place of this rank among replicas that meet every so many steps, if there are any.
     """
 
     micro_batches: int | None
     device: torch.device
     device_mesh: DeviceMesh | None
-    init_fn: InitFunction | None
-    seed: int
-    outputs: Outputs
-    bucket_bytes: int
-    executor: Executor
-    batch: Batch = "global"
     returns_loss: bool = False
     has_stages: bool = False
-    timeout_seconds: float | None = None
-    skip_nonfinite: bool = False
     loss_scaling: LossScaling | None = None
-    weights: WeightFiles | None = None
     replicas: Replicas | None = None
 
     @property

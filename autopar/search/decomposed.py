@@ -12,8 +12,8 @@ from autopar.ir import Plan
 from autopar.ir.note import Note
 from autopar.pipeline.composed import Composed, composed
 from autopar.search.given import Planned
+from autopar.search.options import AUTO_AXES
 from autopar.search.request import Request
-from autopar.search.request_fields import AUTO_AXES
 from autopar.units import format_seconds
 
 

@@ -13,9 +13,10 @@ from autopar.ir import PIPELINE_AXIS, Graph, Mesh
 from autopar.ir.recompute import Recompute, is_saved_wish
 from autopar.search import search
 from autopar.search.lone_ops import is_lone_pin
+from autopar.search.options import AXES
 from autopar.search.recipe_rows import ALIASES
 from autopar.search.recipes import asks_for_replicas, format_recipe
-from autopar.search.request import AXES, Request
+from autopar.search.request import Request
 from autopar.search.settings import DATA, TENSOR, ClusterSetting
 
 _KNOWN_AXES = (*AXES, PIPELINE_AXIS)  # axes of the meshes that have estimates

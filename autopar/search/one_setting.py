@@ -25,11 +25,11 @@ from autopar.search.decomposed import with_decomposed
 from autopar.search.delayed import with_delays
 from autopar.search.given import GivenMesh, Planned
 from autopar.search.nesting import with_nesting
+from autopar.search.options import AUTO_AXES
 from autopar.search.overlapped import with_overlap
 from autopar.search.pipeline_settings import divisors
 from autopar.search.replicas import with_meeting
 from autopar.search.request import Request
-from autopar.search.request_fields import AUTO_AXES
 from autopar.search.searches import Searches
 from autopar.search.staged import SlowerError
 from autopar.search.stored import with_stores

@@ -12,74 +12,52 @@ captured, so that users do not wait for a search that cannot succeed.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.items import TrainingState
-from autopar.errors import AutoparError, MeshError, PlanError, RecipeError, did_you_mean
+from autopar.cost_model.hardware import Hardware
+from autopar.cost_model.software import AUTOPAR, Software
+from autopar.errors import AutoparError, MeshError, RecipeError
 from autopar.ir import (
     PIPELINE_AXIS,
-    PLACEMENTS,
     VERSIONED,
     Meeting,
-    Mesh,
-    MixedPrecision,
     Plan,
     mesh_of_replica,
     without_pipeline,
 )
-from autopar.ir.recompute import check_wish
 from autopar.search.lone_ops import is_lone_pin
-from autopar.search.recipe_rows import NAIVE
+from autopar.search.options import PlanOptions, check_counts
+from autopar.search.recipe_rows import ON_DEVICE, STORED_ON_HOST, USED_FROM_HOST, Tiering
 from autopar.search.recipes import (
     check_recipe_axes,
     check_versions,
     format_recipe,
     meeting_of,
     resolve,
-    split_recipe,
 )
-from autopar.search.request_fields import AUTO_AXES, HEADROOM, RequestFields
-from autopar.units import parse_bytes
-
-AXES = ("dp", "tp")
-REFUSALS = ("recompute", "offload", "dp", "tp", "sp", "ddp", "zero1", "zero2", "zero3")
-
-
-def listed_names(given: str | Sequence[str]) -> tuple[str, ...]:
-    """Names, such as those of axes, which may be given as one text with commas.
-
-    >>> listed_names("dp,tp"), listed_names(("tp",)), listed_names("")
-    (('dp', 'tp'), ('tp',), ())
-    """
-    return tuple(filter(None, given.split(",") if isinstance(given, str) else given))
-
-
-def listed_depths(given: int | Sequence[int] | None) -> tuple[int, ...] | None:
-    """Numbers of pipeline ranks, of which one may be given by itself; None for any.
-
-    >>> listed_depths(4), listed_depths([1, 2]), listed_depths(None)
-    ((4,), (1, 2), None)
-    """
-    if given is None:
-        return None
-    return (given,) if isinstance(given, int) else tuple(given)
-
-
-def in_bytes(given: int | str | None) -> int | None:
-    """A size of memory in bytes, which may be given as text; None where none is given.
-
-    >>> in_bytes(80), in_bytes("70GB"), in_bytes(None)
-    (80, 70000000000, None)
-    """
-    return parse_bytes(given) if isinstance(given, str) else given
 
 
 @dataclass(frozen=True)
-class Request(RequestFields):
-    """Everything that a user asks of a plan, checked; see `RequestFields` for its attributes.
+class Request(PlanOptions):
+    """The options of a plan, with the machine and the batch that they are asked for; the search decides what is None.
+
+    Attributes:
+        hardware: the machine that the plan is priced for.
+        ranks: number of ranks; with a mesh, its size.
+        batch: number of samples of a step, over all ranks.
+        must_fit: whether a plan must stay within the bound on memory; with False the search ignores memory.
+        software: figures of the runtime, such as what it overlaps (`autopar.cost_model.software`).
+        streams: whether parameters that the host stores may also stay there during a step, and be copied to the device
+            for each use; the search sets it.
+        cuts_batch: whether the search may cut the batch of a step without stages into micro-batches, where their number
+            is open. `autopar.planning.planning` sees to it that they then give the results of the batch.
+        meeting: the meetings of replicas, in a request for the plan of one replica (`of_replica`); else None.
+        splits_backward: whether the runtime runs a backward in two halves; if not, zero-bubble schedules are not
+            searched, which then gain nothing.
+        refines: whether the plan may have two axes in place of one of the mesh (`autopar.search.refined`), and another
+            order of its axes (`autopar.search.orders`). A searched mesh may have both in any case.
 
     >>> from autopar.cost_model import find_hardware
     >>> asked = Request(find_hardware("h100"), mesh={"dp": 2, "tp": 4}, recipe="dp:zero3")
@@ -90,19 +68,30 @@ class Request(RequestFields):
     does not exist.
     """
 
+    hardware: Hardware
+    ranks: int | None = None
+    batch: int | None = None
+    must_fit: bool = True
+    software: Software = AUTOPAR
+    streams: bool = False
+    cuts_batch: bool = False
+    meeting: Meeting | None = None
+    splits_backward: bool = True
+    refines: bool = False
+
     def __post_init__(self) -> None:
-        self._normalize()
-        self._check_counts()
-        self._check_memory()
-        self._check_names()
-        self._check_decompose()
-        check_wish(self.recompute)
-        format_recipe(self.recipe)
-        self._check_schedule()
+        super().__post_init__()
+        if self.ranks is None and self.mesh is not None:
+            object.__setattr__(self, "ranks", self.mesh.ranks)
+        check_counts({"ranks": self.ranks, "batch": self.batch})
+        count = self.micro_batches
+        if self.batch is not None and count is not None and self.batch % count:
+            raise AutoparError(
+                f"{count} micro-batches do not divide a batch of {self.batch} sequences."
+            )
         self._check_mesh()
         self._check_lone_ops()
         self._check_versions()
-        self._check_refusals()
 
     @classmethod
     def on(cls, cluster: Cluster, **fields: Any) -> Request:
@@ -138,115 +127,60 @@ class Request(RequestFields):
             training_state=replace(self.training_state, meeting_copies=meeting.copies),
         )  # fmt: skip
 
+    # --- what follows from it
+
+    @property
+    def bound_bytes(self) -> int:
+        """Bytes that a rank may take: `memory_bytes`, or the hardware's memory less the headroom."""
+        if self.memory_bytes is not None:
+            return self.memory_bytes
+        return int(self.hardware.memory_bytes * (1 - self.headroom))
+
+    @property
+    def search_bound_bytes(self) -> int | None:
+        """The bound on the memory of a rank for the search; None if the plan need not fit."""
+        return self.bound_bytes if self.must_fit else None
+
+    @property
+    def may_offload(self) -> bool:
+        """Whether the search itself may decide to store parameters in the host's memory."""
+        is_open = self.offload is None and "offload" not in self.without and not self.has_owners
+        stays = self.meeting is not None or self.has_versions  # neither can be on the host yet
+        host = None if stays else self.hardware.host
+        return is_open and self.must_fit and host is not None and host.memory_bytes > 0
+
+    @property
+    def tiers(self) -> tuple[Tiering, ...]:
+        """The tiers in which parameters may be stored and used, if no recipe names tiers."""
+        found = (ON_DEVICE, STORED_ON_HOST, USED_FROM_HOST)
+        return found if self.streams else found[:2] if self.offload else found[:1]
+
+    @property
+    def cluster(self) -> Cluster:
+        """The nodes that hold the ranks."""
+        assert self.ranks is not None, "a number of ranks is known where a cluster is spoken of"
+        ranks = self.ranks * (self.meeting.replicas if self.meeting else 1)
+        return Cluster(self.hardware, -(-ranks // self.hardware.devices_per_node))
+
+    @property
+    def leaves_axes_open(self) -> bool:
+        """Whether the mesh is searched, and nothing that a user asks for names its axes or rules one out."""
+        says = self.recipe != "auto" or self.pins or self.without - {"offload", "recompute"}
+        asks = self.inside_node or self.decompose or self.schedule or self.chunks
+        return self.must_fit and self.mesh is None and not says and not asks
+
+    @property
+    def may_have_dims(self) -> bool:
+        """Whether nothing that a user asks for rules out tensor parallelism in two or three dims on a searched mesh."""
+        return self.leaves_axes_open and 1 in (self.depths or (1,))
+
+    @property
+    def is_priced_again(self) -> bool:
+        """Whether found plans get owners, or overlap, that their search did not price, so that they may get faster."""
+        overlaps = bool(self.decompose) or self.overlap_batches > 1
+        return overlaps or self.has_owners or self.has_lone_ops
+
     # --- checks
-
-    def _normalize(self) -> None:
-        """Replaces values given as text, and takes the number of ranks from the mesh."""
-
-        def become(name: str, value: object) -> None:
-            object.__setattr__(self, name, value)
-
-        memory: Any = in_bytes(self.memory_bytes)
-        if isinstance(memory, float) and memory.is_integer():
-            memory = int(memory)  # people write 80e9
-        become("memory_bytes", memory)
-        become("pins", dict(self.pins or {}))
-        become("precision", MixedPrecision.of(self.precision))
-        become("training_state", TrainingState.of(self.training_state))
-        become("without", frozenset(self.without))
-        become("inside_node", tuple(self.inside_node))
-        become("decompose", listed_names(self.decompose))
-        depths = listed_depths(self.stages)
-        become("stages", None if depths is None else tuple(sorted({*depths})))
-        if self.mesh is None:
-            return
-        become("mesh", Mesh.of(self.mesh))
-        if self.ranks is None:
-            become("ranks", self.mesh.ranks)
-
-    def _check_counts(self) -> None:
-        counts = {
-            "ranks": self.ranks, "batch": self.batch, "micro_batches": self.micro_batches,
-            "chunks": self.chunks, "memory_bytes": self.memory_bytes,
-            "overlap_batches": self.overlap_batches,
-        } | {f"stages[{i}]": value for i, value in enumerate(self.stages or ())}  # fmt: skip
-        for name, value in counts.items():
-            if value is not None and type(value) is not int:  # a bool is an int to isinstance
-                raise AutoparError(f"{name}={value!r} is no whole number.")
-            if value is not None and value < 1:
-                raise AutoparError(f"{name}={value!r} is less than 1.")
-        if self.stages == ():
-            raise AutoparError("stages=() leaves no number of stages; leave it out for any.")
-        count = self.micro_batches
-        if self.batch is not None and count is not None and self.batch % count:
-            raise AutoparError(
-                f"{count} micro-batches do not divide a batch of {self.batch} sequences."
-            )
-
-        at_a_time = self.overlap_batches
-        if at_a_time > 1 and (count or 1) % at_a_time:
-            raise AutoparError(
-                f"overlap_batches={at_a_time} runs {at_a_time} micro-batches at a time, and micro_batches={count} is "
-                f"no multiple of that: name micro_batches={at_a_time}, or another multiple."
-            )
-
-    def _check_memory(self) -> None:
-        if not isinstance(self.headroom, (int, float)) or not 0 <= self.headroom < 1:
-            raise AutoparError(
-                f"headroom={self.headroom!r} is a fraction of the memory, from 0 up to, not including, 1; "
-                f"the default is {HEADROOM}."
-            )
-
-    def _check_names(self) -> None:
-        for name, given, known in (
-            ("without", self.without, REFUSALS),
-            ("inside_node", self.inside_node, AXES),
-        ):
-            unknown = sorted(set(given) - {*known})
-            if unknown:
-                near = did_you_mean(unknown[0], known)
-                raise AutoparError(
-                    f"{name} names {unknown[0]!r}{near}; choose among {', '.join(known)}."
-                )
-
-    def _check_decompose(self) -> None:
-        names = AXES if self.mesh is None else self.mesh.names
-        for axis in self.decompose if self.decompose != AUTO_AXES else ():
-            if axis not in names or axis == PIPELINE_AXIS or self.decompose.count(axis) > 1:
-                raise AutoparError(
-                    f"decompose names the axis {axis!r}, and stages have the axes "
-                    f"{', '.join(name for name in names if name != PIPELINE_AXIS)}: name each of these at most once, "
-                    "or write 'auto' for those that the price favours."
-                )
-
-    def _check_schedule(self) -> None:
-        named, _ = split_recipe(self.recipe)
-        if self.schedule is not None and self.schedule not in PLACEMENTS:
-            raise RecipeError(
-                f"There is no schedule {self.schedule!r}{did_you_mean(self.schedule, PLACEMENTS)}; "
-                f"choose among {', '.join(PLACEMENTS)}."
-            )
-        if named and self.schedule not in (None, self.chosen_schedule):
-            raise RecipeError(
-                f"The recipe names the pipeline {named!r}, and schedule={self.schedule!r} another; "
-                "leave out one."
-            )
-        if named == NAIVE and self.micro_batches not in (None, 1):
-            raise RecipeError(
-                f"The recipe {NAIVE} runs one micro-batch, and micro_batches={self.micro_batches} was "
-                "given; use gpipe."
-            )
-        if self.chosen_schedule is not None and self.chunks is not None:
-            self._check_chunks(self.chosen_schedule, self.chunks)
-
-    @staticmethod
-    def _check_chunks(schedule: str, chunks: int) -> None:
-        takes = {"one": 1, "v": 2}.get(PLACEMENTS[schedule])
-        if takes not in (None, chunks):
-            raise PlanError(
-                f"The schedule {schedule} runs {takes} stage{'s' * (takes == 2)} on each pipeline rank, "
-                f"and chunks={chunks} was given; leave chunks out, or take 'interleaved'."
-            )
 
     def _check_mesh(self) -> None:
         mesh = self.mesh
@@ -335,24 +269,4 @@ class Request(RequestFields):
         for what in (what for what, is_asked in refused.items() if is_asked):
             raise RecipeError(
                 f"{asked} leaves ops to one rank, which does not go together with {what} yet; leave out one of both."
-            )
-
-    def _check_refusals(self) -> None:
-        """Raises an error if `without` names something that another field asks for."""
-        if self.offload and "offload" in self.without:
-            raise AutoparError("--offload and --no offload cannot both hold; drop one.")
-        if "recompute" in self.without and self.recompute not in (None, "none"):
-            raise AutoparError(
-                f"--recompute {self.recompute} and --no recompute cannot both hold; drop one."
-            )
-        sizes = dict(self.mesh.axes) if self.mesh else {}
-        for axis in sorted(self.without & {*AXES}):
-            if sizes.get(axis, 1) > 1:
-                raise MeshError(
-                    f"The mesh {self.mesh} has {sizes[axis]} ranks along {axis}, and --no {axis} rules the "
-                    "axis out; drop one."
-                )
-        for name in sorted(self.without & self.named_recipes()):
-            raise RecipeError(
-                f"The recipe {format_recipe(self.recipe)!r} and --no {name} cannot both hold; drop one."
             )

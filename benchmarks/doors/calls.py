@@ -56,6 +56,11 @@ from autopar.search.request import Request
 HERE = Path(__file__).parent
 CALLS = tuple(line for line in (HERE / "calls.txt").read_text().splitlines() if line)
 
+_SETTINGS = (
+    "micro_batches", "device", "init_fn", "seed", "outputs", "bucket_bytes", "executor", "batch", "returns_loss",
+    "has_stages", "timeout_seconds", "skip_nonfinite", "loss_scaling", "weights", "replicas",
+)  # fmt: skip
+
 Outcome = dict[str, Any]
 
 
@@ -125,7 +130,7 @@ def _compile(ranks: int, **options: Any) -> Outcome:
     given = planner._plan
     return {
         "request": _fields(planner._request),
-        "settings": _fields(chosen) | {"device_mesh": str(chosen.device_mesh is not None)},
+        "settings": {name: _text(getattr(chosen, name)) for name in _SETTINGS},
         "planner": {
             "plan": None if given is None else given.recipe, "device": str(planner.device),
             "timeout_seconds": planner._timeout_seconds, "assumed": list(planner._assumed),
@@ -188,11 +193,17 @@ def _flags(command: str) -> Outcome:
     found = [each for each in main.commands[command].params if isinstance(each, click.Option)]
     return {
         " ".join(each.opts): [
-            each.metavar or each.type.name, each.multiple, each.is_flag, each.hidden, repr(each.default),
+            each.metavar or each.type.name, each.multiple, each.is_flag, each.hidden, _usual(each),
             *getattr(each.type, "choices", ()),
         ]
         for each in sorted(found, key=lambda each: each.opts)
     }  # fmt: skip
+
+
+def _usual(flag: click.Option) -> str:
+    """The default of a flag; "" for none, which click writes in several ways."""
+    text = str(flag.default)
+    return "" if text == "None" or "UNSET" in text else text
 
 
 def _backend(ranks: int, options: Mapping[str, Any], mode: str | None = None) -> Outcome:

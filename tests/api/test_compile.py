@@ -147,7 +147,7 @@ def test_micro_batches_of_a_plan() -> None:
     assert compiled(plan=plan).step(*batch()).item() > 0
     with pytest.raises(
         autopar.AutoparError,
-        match="made for 2 micro-batches, and compile was given micro_batches=4",
+        match="The plan has micro_batches=2, and compile was given micro_batches=4",
     ):
         compiled(plan=plan, micro_batches=4)
 
@@ -156,8 +156,8 @@ def test_micro_batches_of_a_plan() -> None:
     ("wishes", "words"),
     [
         ({"recipe": "zero3", "memory_bytes": "1GB"}, "recipe='zero3', memory_bytes='1GB' would have no effect"),
-        ({"pins": {"0.weight": "dp"}, "stages": 2}, "leave out pins=, stages=, or plan= to search"),
-        ({"offload": True, "without": "dp", "inside_node": "dp"}, "offload=True, without='dp', inside_node='dp'"),
+        ({"pins": {"0.weight": "dp"}, "stages": 2}, "leave out stages=, pins=, or plan= to search"),
+        ({"offload": True, "without": "dp", "inside_node": "dp"}, "inside_node='dp', offload=True, without='dp'"),
     ],
 )  # fmt: skip
 def test_wishes_for_a_search_are_refused_beside_a_plan(

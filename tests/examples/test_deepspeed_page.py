@@ -19,6 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar.cost_model import find_hardware
+from autopar.options import options_of
+from autopar.runtime.settings import RunOptions
+from autopar.search.options import PlanOptions
 from autopar.search.request import Request
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -90,13 +93,14 @@ def _right(page: str) -> list[str]:
     return [" | ".join(row[1:]) for row in rows]
 
 
+OPTIONS = options_of(PlanOptions, RunOptions)
 ELSEWHERE = {"ranks", "options"}  # arguments of `autopar.launch` and of the integrations
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_every_argument_that_a_page_names_exists(name: str) -> None:
     named = {word for cell in _right(PAGES[name]) for word in re.findall(r"`(\w+)=", cell)}
-    known = set(inspect.signature(autopar.compile).parameters) | ELSEWHERE
+    known = {*inspect.signature(autopar.compile).parameters} | {*OPTIONS} | ELSEWHERE
     assert len(named) > 5 and named <= known
 
 
