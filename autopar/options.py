@@ -1,15 +1,18 @@
 """Options: what people may ask, described once for Python, the command line and the docs.
 
-    micro_batches: int | None = option(None, "number of micro-batches ...", flag="--micro-batches", metavar="N")
+    micro_batches: int | None = option(None, flag="--micro-batches", metavar="N")
 
-A dataclass with such fields gives `autopar.compile` and `autopar.explain` their keyword arguments, the command line its
-flags (`autopar.cli.options`), and the docs their table (docs/options.md).
+A dataclass with such fields, each described under `Attributes:` of its docstring, gives `autopar.compile` and
+`autopar.explain` their keyword arguments, the command line its flags (`autopar.cli.options`), and the docs their table
+(docs/options.md).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -20,10 +23,6 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 def _as_it_is(value: Any) -> Any:
     return value
-
-
-def _one_text(value: Any) -> Iterable[str]:
-    return (str(value),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +39,8 @@ class Option:
         choices: the texts that the flag takes; empty for any.
         repeats: whether the flag may be given several times.
         parse: makes the value of what people write, in Python or after the flag.
-        write: the texts that follow the flag, one for each time that the flag is given for a value.
+        write: the texts that follow the flag, one for each time that the flag is given for a value; None for the value,
+            or each of its parts, as text.
         is_limit: whether it limits which plans are searched, so that it means nothing beside a given plan.
         is_constraint: whether a line that says what was asked names it; what is left is shown by itself.
         serves_backend: whether the backend of torch.compile takes it, too.
@@ -55,21 +55,31 @@ class Option:
     choices: tuple[str, ...] = ()
     repeats: bool = False
     parse: Callable[[Any], Any] = _as_it_is
-    write: Callable[[Any], Iterable[str]] = _one_text
+    write: Callable[[Any], Iterable[str]] | None = None
     is_limit: bool = False
     is_constraint: bool = True
     serves_backend: bool = False
+
+    @property
+    def sentence(self) -> str:
+        """What it does, with the choices that it has."""
+        return f"{self.help.rstrip('.')}: {', '.join(self.choices)}." if self.choices else self.help
 
     def words(self, value: Any) -> list[str]:
         """A value as flags of the command line, such as `--stages 2`; empty for the default."""
         if value == self.default:
             return []
-        return [f"{self.flag} {text}".rstrip() for text in self.write(value)]
+        parts = (
+            sorted(value) if isinstance(value, frozenset) else value if self.repeats else [value]
+        )
+        return [
+            f"{self.flag} {text}".rstrip() for text in (self.write(value) if self.write else parts)
+        ]
 
 
-def option(default: Any, help: str, **how: Any) -> Any:
+def option(default: Any, **how: Any) -> Any:
     """A field of a dataclass that people may set; `how` has further attributes of `Option`."""
-    metadata = {"help": help, **how}
+    metadata = {"option": how}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -78,11 +88,21 @@ def option(default: Any, help: str, **how: Any) -> Any:
 def options_of(*kinds: Any) -> dict[str, Option]:
     """The options among the fields of dataclasses, by name."""
     return {
-        field.name: Option(field.name, _default(field), **field.metadata)
+        field.name: Option(
+            field.name, _default(field), help.get(field.name, ""), **field.metadata["option"]
+        )
         for kind in kinds
+        for help in [_described(kind)]
         for field in dataclasses.fields(kind)
-        if "help" in field.metadata
+        if "option" in field.metadata
     }
+
+
+def _described(kind: type) -> dict[str, str]:
+    """What the docstring of a dataclass says of each field."""
+    _, _, attributes = (inspect.getdoc(kind) or "").partition("Attributes:\n")
+    found = re.findall(r"^    (\w+): (.+(?:\n     +.+)*)", attributes, re.M)
+    return {name: " ".join(text.split()) for name, text in found}
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
@@ -119,7 +139,7 @@ def takes_options(*kinds: Any) -> Callable[[_F], _F]:
                 )
             return function(*args, **kwargs)
 
-        lines = [f"    {each.name}={each.default!r}: {each.help}" for each in options.values()]
+        lines = [f"    {each.name}={each.default!r}: {each.sentence}" for each in options.values()]
         called.__doc__ = "\n".join([function.__doc__ or "", "Options:", *lines])
         return called  # type: ignore[return-value]
 
@@ -129,7 +149,7 @@ def takes_options(*kinds: Any) -> Callable[[_F], _F]:
 def table(*kinds: Any) -> str:
     """The options as a table in Markdown: the argument of Python, the flag of the command line, what it does."""
     rows = [
-        f"| `{each.name}={each.default!r}` | {f'`{each.flag}`' if each.flag else ''} | {each.help} |"
+        f"| `{each.name}={each.default!r}` | {f'`{each.flag}`' if each.flag else ''} | {each.sentence} |"
         for each in options_of(*kinds).values()
     ]
     return "\n".join(["| Python | command line | |", "|---|---|---|", *rows])

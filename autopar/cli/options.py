@@ -146,7 +146,8 @@ def plan_option(name: str, **own: Any) -> Callable[[F], F]:
 
 
 def _sentence(text: str) -> str:
-    return text[0].upper() + text[1:].replace("`", "")
+    plain = text.replace("`", "")
+    return plain[0].upper() + plain[1:]
 
 
 _PLAN = options_of(PlanOptions)

@@ -28,76 +28,60 @@ Batch = Literal["global", "local"]
 class RunOptions:
     """What people may ask of a run, beside its plan.
 
+    Attributes:
+        hardware: machine to price for: a catalogue name, the path of a TOML file such as `autopar calibrate` writes, or
+            figures; by default a guess from the kind of the device.
+        init_fn: called with each meta-device module that owns tensors, in place of its `reset_parameters()`.
+        weights: folder or file of safetensors with initial values under the names of `state_dict()`, such as
+            `save_pretrained` of transformers writes; each rank reads its own shards alone.
+        nvme: folder on a disk of this machine, for a plan or recipe that keeps parameters in the tier nvme; files there
+            have no names, and their space is free again when the process ends (docs/tiers.md).
+        cache: folder where the plans that the first rank searches and the captures of the model are kept, as JSON, for
+            the next start of the script; by default what the environment variable AUTOPAR_CACHE names, and nothing is
+            kept without it (docs/search.md). They are taken again only for the same model, Python code and values,
+            sizes, request and versions.
+        seed: seed for the initial values of a meta-device model.
+        batch: what every rank gives to `step` and `model(...)`: `global`, the same whole batch, or `local`, rows of its
+            own, as DistributedSampler hands them out; `example_inputs` is given likewise.
+        outputs: what `model(...)` returns: `whole`, all of it on every rank, of which all ranks compute the same loss;
+            `local`, this rank's part in the layout of the plan, where the gradients are those of the mean of the ranks'
+            losses, as under DDP; or `dtensor`. By default `whole`, and `local` with
+        outputs: what `model(...)` returns: `whole`, all of it on every rank, of which all ranks compute the same loss;
+            `local`, this rank's part in the layout of the plan, where the gradients are those of the mean of the ranks'
+            losses, as under DDP; or `dtensor`. By default `whole`, and `local` with `batch="local"` (docs/training.md).
+        timeout_seconds: time that a collective may wait for the other ranks before the step ends with an error; by
+            default the timeout of the process groups. Gloo notices a dead process at once.
+        skip_nonfinite: whether a step whose loss or gradients hold a NaN or an infinity is skipped on all ranks alike:
+            it leaves no gradients, so that torch's optimizers change nothing, and the buffers as they were
+            (docs/training.md).
+        loss_scale: number that the backward of `step` begins with, so that small gradients of float16 are not zero: an
+            `autopar.LossScaling`, by which it changes, or a number that stays. By default the scaling of
+            `torch.amp.GradScaler` where `precision` has float16, and none elsewhere (docs/precision.md).
+        bucket_bytes: about the size of the message of one collective.
+        executor: `eager` runs the plan op by op; `inductor` and `aot_eager` compile the ops between gathers of
+            parameters, block by block, with these backends of torch.compile.
+
     Raises AutoparError for a word that an option does not take, and for files that are not there.
     """
 
-    hardware: Hardware | str | os.PathLike[str] | None = option(
-        None,
-        "machine to price for: a catalogue name, the path of a TOML file such as `autopar calibrate` writes, "
-        "or figures; by default a guess from the kind of the device.",
-        serves_backend=True,
-    )
-    init_fn: InitFunction | None = option(
-        None,
-        "called with each meta-device module that owns tensors, in place of its `reset_parameters()`.",
-    )
+    hardware: Hardware | str | os.PathLike[str] | None = option(None, serves_backend=True)
+    init_fn: InitFunction | None = option(None)
     weights: WeightFiles | None = option(
-        None,
-        "folder or file of safetensors with initial values under the names of `state_dict()`, such as "
-        "`save_pretrained` of transformers writes; each rank reads its own shards alone.",
-        parse=lambda given: given if given is None else WeightFiles.at(given),
+        None, parse=lambda given: given if given is None else WeightFiles.at(given)
     )
     nvme: Files | None = option(
-        None,
-        "folder on a disk of this machine, for a plan or recipe that keeps parameters in the tier nvme; files "
-        "there have no names, and their space is free again when the process ends (docs/tiers.md).",
-        parse=lambda given: given if given is None else Files.at(given),
+        None, parse=lambda given: given if given is None else Files.at(given)
     )
-    cache: str | os.PathLike[str] | None = option(
-        None,
-        "folder where the plans that the first rank searches and the captures of the model are kept, as JSON, "
-        "for the next start of the script; by default what the environment variable AUTOPAR_CACHE names, and "
-        "nothing is kept without it (docs/search.md). They are taken again only for the same model, Python "
-        "code and values, sizes, request and versions.",
-    )
-    seed: int = option(0, "seed for the initial values of a meta-device model.")
-    batch: Batch = option(
-        "global",
-        "what every rank gives to `step` and `model(...)`: `global`, the same whole batch, or `local`, rows "
-        "of its own, as DistributedSampler hands them out; `example_inputs` is given likewise.",
-        choices=get_args(Batch),
-    )
-    outputs: Outputs = option(
-        None,
-        "what `model(...)` returns: `whole`, all of it on every rank, of which all ranks compute the same "
-        "loss; `local`, this rank's part in the layout of the plan, where the gradients are those of the mean "
-        "of the ranks' losses, as under DDP; or `dtensor`. By default `whole`, and `local` with "
-        '`batch="local"` (docs/training.md).',
-        choices=get_args(Outputs),
-    )
-    timeout_seconds: float | None = option(
-        None,
-        "time that a collective may wait for the other ranks before the step ends with an error; by default "
-        "the timeout of the process groups. Gloo notices a dead process at once.",
-        serves_backend=True,
-    )
-    skip_nonfinite: bool = option(
-        False,
-        "whether a step whose loss or gradients hold a NaN or an infinity is skipped on all ranks alike: it "
-        "leaves no gradients, so that torch's optimizers change nothing, and the buffers as they were "
-        "(docs/training.md).",
-    )
-    loss_scale: LossScaling | float | None = option(
-        None,
-        "number that the backward of `step` begins with, so that small gradients of float16 are not zero: an "
-        "`autopar.LossScaling`, by which it changes, or a number that stays. By default the scaling of "
-        "`torch.amp.GradScaler` where `precision` has float16, and none elsewhere (docs/precision.md).",
-    )
-    bucket_bytes: int = option(BUCKET_BYTES, "about the size of the message of one collective.")
+    cache: str | os.PathLike[str] | None = option(None)
+    seed: int = option(0)
+    batch: Batch = option("global", choices=get_args(Batch))
+    outputs: Outputs = option(None, choices=get_args(Outputs))
+    timeout_seconds: float | None = option(None, serves_backend=True)
+    skip_nonfinite: bool = option(False)
+    loss_scale: LossScaling | float | None = option(None)
+    bucket_bytes: int = option(BUCKET_BYTES)
     executor: Executor = option(
         "eager",
-        "`eager` runs the plan op by op; `inductor` and `aot_eager` compile the ops between gathers of "
-        "parameters, block by block, with these backends of torch.compile.",
         parse=lambda given: given if isinstance(given, Executor) else Executor(given),
         serves_backend=True,
     )

@@ -79,6 +79,52 @@ def _unless_none(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
 class PlanOptions:
     """What people may ask of a plan, checked; where an option has its default, the search decides.
 
+    Attributes:
+        mesh: the axes and their sizes, such as `dp=2,tp=4`, or `pp=2,dp=2,tp=2` with pipeline stages; without it they
+            are searched too. Ranks along the last axis are neighbours. `dp=2,tp=4 order tp,dp` also names the order in
+            which axes nest where several split one dim; else it is searched.
+        micro_batches: number of micro-batches that a step cuts the batch into, along dim 0 of every input; by default
+            what the search finds best, which is 1 unless memory is scarce, and where several would change a result.
+        schedule: order in which stages run micro-batches; by default what the search finds best.
+            Under pipedream, pipedream-sync and 2bw stages update inside of a step, which is no longer the result
+            of one device (docs/versions.md).
+        chunks: stages of each pipeline rank, for schedules that take several; by default searched.
+        recompute: `none` keeps everything for backward; `full` keeps only the inputs of every layer, and recomputes the
+            layer in backward; `partitioned` keeps each rank's slice of these inputs along axes on which they are
+            replicated, and gathers them again; `offloaded` moves these slices to the host's memory until backward; 3
+            does so with the first three layers of every stage; 0.5 keeps at most half of what recomputation can save.
+            By default nothing is recomputed if the step fits into memory; else blocks or single ops, whichever is
+            faster within the memory, unless sharding more is.
+        stages: numbers of pipeline ranks to choose among, such as 4 or (1, 2); on the command line in addition to 1. By
+            default any; under a recipe that does not name `pp`, several only where no plan with one fits.
+        recipe: constraints on the search, for all axes or by axis: `pp:1f1b,dp:zero1,tp:tp`. With `local:K`, `geo:K` or
+            `diloco:K` for its first axis the ranks along it are replicas that meet every K steps, which is no longer
+            the result of one device (docs/local_steps.md).
+        pins: single choices by name of a parameter, op or submodule: `layers.*.mlp.up.weight=S(0)@tp` says how it is
+            split, `towers.left=@0` runs it on one rank, and on the command line `layers.*.mlp.*=tp` splits over an
+            axis.
+        inside_node: axes, dp or tp, whose ranks must share a node.
+        decompose: mesh axes, such as `tp`, along which an all-gather before linear layers, or a reduce-scatter after
+            one, runs piece by piece while the pieces that are there are multiplied (docs/overlap.md); `auto` for the
+            axes along which that makes the priced step shorter. By default none.
+        overlap_batches: number of micro-batches that run at a time, such as 2: their ops take turns, so that the
+            collectives of each travel while another computes (docs/overlap.md).
+        offload: whether parameters may be stored in the host's memory, and updated there, also where a plan fits
+            without; by default only where that is needed, or promises a faster step (docs/tiers.md).
+        without: what the plan must not use.
+        memory_bytes: bound on the memory of a rank, in bytes or as text such as `70GB` (GB is 1e9 bytes); by default
+            the memory of the hardware less the headroom. Where nothing fits on the devices, or where that is faster,
+            parameters are stored in the host's memory (docs/tiers.md).
+        headroom: fraction of the hardware's memory that the plan leaves free, where no bound is given.
+        precision: a mixed-precision policy, such as `bf16`, or `bf16 reduce=bf16` to reduce gradients in it too:
+            parameters stay in their own format, are cast once a step before they are gathered, and gradients are added
+            up and reduced in the format of the policy. By default everything is computed in the model's own formats
+            (docs/precision.md).
+        training_state: what the optimizer will keep for each parameter, such as `adamw8bit` for the AdamW8bit of
+            torchao; the memory of a plan is priced with it (docs/optimizers.md). `adamw8bit gradients=2 masters=0`
+            trains bf16 parameters without float32 masters. By default AdamW with two moments in the parameters' own
+            formats.
+
     >>> PlanOptions(micro_batches=4, without="recompute,offload").text
     '--micro-batches 4, --no offload, --no recompute'
 
@@ -87,64 +133,22 @@ class PlanOptions:
     """
 
     mesh: Mesh | None = option(
-        None,
-        "the axes and their sizes, such as `dp=2,tp=4`, or `pp=2,dp=2,tp=2` with pipeline stages; without it "
-        "they are searched too. Ranks along the last axis are neighbours. `dp=2,tp=4 order tp,dp` also names "
-        "the order in which axes nest where several split one dim; else it is searched.",
-        flag="--mesh",
-        metavar="AXES",
-        parse=_unless_none(Mesh.of),
-        serves_backend=True,
+        None, flag="--mesh", metavar="AXES", parse=_unless_none(Mesh.of), serves_backend=True
     )
-    micro_batches: int | None = option(
-        None,
-        "number of micro-batches that a step cuts the batch into, along dim 0 of every input; by default what "
-        "the search finds best, which is 1 unless memory is scarce, and where several would change a result.",
-        flag="--micro-batches",
-        metavar="N",
-    )
-    schedule: str | None = option(
-        None,
-        f"order in which stages run micro-batches: {', '.join(PLACEMENTS)}; by default what the search finds "
-        "best. Under pipedream, pipedream-sync and 2bw stages update inside of a step, which is no longer the "
-        "result of one device (docs/versions.md).",
-        flag="--schedule",
-        choices=tuple(PLACEMENTS),
-    )
-    chunks: int | None = option(
-        None,
-        "stages of each pipeline rank, for schedules that take several; by default searched.",
-        flag="--chunks",
-        metavar="V",
-    )
+    micro_batches: int | None = option(None, flag="--micro-batches", metavar="N")
+    schedule: str | None = option(None, flag="--schedule", choices=tuple(PLACEMENTS))
+    chunks: int | None = option(None, flag="--chunks", metavar="V")
     recompute: RecomputeWish | None = option(
         None,
-        "`none` keeps everything for backward; `full` keeps only the inputs of every layer, and recomputes "
-        "the layer in backward; `partitioned` keeps each rank's slice of these inputs along axes on which "
-        "they are replicated, and gathers them again; `offloaded` moves these slices to the host's memory "
-        "until backward; 3 does so with the first three layers of every stage; 0.5 keeps at most half of what "
-        "recomputation can save. By default nothing is recomputed if the step fits into memory; else blocks "
-        "or single ops, whichever is faster within the memory, unless sharding more is.",
         flag="--recompute",
         metavar="none|full|partitioned|offloaded|N|PART",
         parse=lambda given: parse_wish(given) if isinstance(given, str) else given,
     )
     stages: tuple[int, ...] | None = option(
-        None,
-        "numbers of pipeline ranks to choose among, such as 4 or (1, 2); on the command line in addition to "
-        "1. By default any; under a recipe that does not name `pp`, several only where no plan with one fits.",
-        flag="--stages",
-        metavar="N",
-        repeats=True,
-        parse=listed_depths,
-        write=lambda given: map(str, given),
-        is_limit=True,
+        None, flag="--stages", metavar="N", repeats=True, parse=listed_depths, is_limit=True
     )
     recipe: RecipeLike = option(
         "auto",
-        "constraints on the search, for all axes or by axis: `pp:1f1b,dp:zero1,tp:tp`. With `local:K`, "
-        "`geo:K` or `diloco:K` for its first axis the ranks along it are replicas that meet every K steps, "
-        "which is no longer the result of one device (docs/local_steps.md).",
         flag="--recipe",
         metavar="R",
         write=lambda given: (format_recipe(given),),
@@ -153,9 +157,6 @@ class PlanOptions:
     )
     pins: Mapping[str, str] = option(
         {},
-        "single choices by name of a parameter, op or submodule: `layers.*.mlp.up.weight=S(0)@tp` says how it "
-        "is split, `towers.left=@0` runs it on one rank, and on the command line `layers.*.mlp.*=tp` splits "
-        "over an axis.",
         flag="--pin",
         metavar="NAME=CHOICE",
         repeats=True,
@@ -164,56 +165,31 @@ class PlanOptions:
         is_limit=True,
     )
     inside_node: tuple[str, ...] = option(
-        (),
-        "axes, dp or tp, whose ranks must share a node.",
-        flag="--keep-inside-node",
-        choices=AXES,
-        repeats=True,
-        parse=listed_names,
-        write=lambda given: given,
-        is_limit=True,
+        (), flag="--keep-inside-node", choices=AXES, repeats=True, parse=listed_names, is_limit=True
     )
     decompose: tuple[str, ...] = option(
         (),
-        "mesh axes, such as `tp`, along which an all-gather before linear layers, or a reduce-scatter after "
-        "one, runs piece by piece while the pieces that are there are multiplied (docs/overlap.md); `auto` "
-        "for the axes along which that makes the priced step shorter. By default none.",
         flag="--decompose",
         metavar="AXES",
         parse=listed_names,
         write=lambda given: (",".join(given),),
     )
     overlap_batches: int = option(
-        1,
-        "number of micro-batches that run at a time, such as 2: their ops take turns, so that the collectives "
-        "of each travel while another computes (docs/overlap.md).",
-        flag="--overlap-batches",
-        metavar="N",
-        parse=lambda given: 1 if given is None else given,
+        1, flag="--overlap-batches", metavar="N", parse=lambda given: 1 if given is None else given
     )
     offload: bool | None = option(
-        None,
-        "whether parameters may be stored in the host's memory, and updated there, also where a plan fits "
-        "without; by default only where that is needed, or promises a faster step (docs/tiers.md).",
-        flag="--offload",
-        write=lambda given: [""] * bool(given),
-        is_limit=True,
+        None, flag="--offload", write=lambda given: [""] * bool(given), is_limit=True
     )
     without: frozenset[str] = option(
         frozenset(),
-        f"what the plan must not use: {', '.join(REFUSALS[:-1])} or {REFUSALS[-1]}.",
         flag="--no",
         choices=REFUSALS,
         repeats=True,
         parse=lambda given: frozenset(listed_names(given)),
-        write=sorted,
         is_limit=True,
     )
     memory_bytes: int | None = option(
         None,
-        "bound on the memory of a rank, in bytes or as text such as `70GB` (GB is 1e9 bytes); by default the "
-        "memory of the hardware less the headroom. Where nothing fits on the devices, or where that is "
-        "faster, parameters are stored in the host's memory (docs/tiers.md).",
         flag="--max-memory",
         also=("--memory",),
         metavar="SIZE",
@@ -221,34 +197,12 @@ class PlanOptions:
         is_limit=True,
         is_constraint=False,
     )
-    headroom: float = option(
-        HEADROOM,
-        "fraction of the hardware's memory that the plan leaves free, where no bound is given.",
-        flag="--headroom",
-        metavar="PART",
-        is_constraint=False,
-    )
+    headroom: float = option(HEADROOM, flag="--headroom", metavar="PART", is_constraint=False)
     precision: MixedPrecision | None = option(
-        None,
-        "a mixed-precision policy, such as `bf16`, or `bf16 reduce=bf16` to reduce gradients in it too: "
-        "parameters stay in their own format, are cast once a step before they are gathered, and gradients "
-        "are added up and reduced in the format of the policy. By default everything is computed in the "
-        "model's own formats (docs/precision.md).",
-        flag="--precision",
-        metavar="POLICY",
-        parse=MixedPrecision.of,
-        is_constraint=False,
+        None, flag="--precision", metavar="POLICY", parse=MixedPrecision.of, is_constraint=False
     )
     training_state: TrainingState = option(
-        FULL,
-        "what the optimizer will keep for each parameter, such as `adamw8bit` for the AdamW8bit of torchao; "
-        "the memory of a plan is priced with it (docs/optimizers.md). `adamw8bit gradients=2 masters=0` "
-        "trains bf16 parameters without float32 masters. By default AdamW with two moments in the parameters' "
-        "own formats.",
-        flag="--training-state",
-        metavar="WORDS",
-        parse=TrainingState.of,
-        is_constraint=False,
+        FULL, flag="--training-state", metavar="WORDS", parse=TrainingState.of, is_constraint=False
     )
 
     def __post_init__(self) -> None:
