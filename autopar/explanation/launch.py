@@ -177,45 +177,38 @@ def _schedule(plan: Plan) -> dict[str, Any]:
 
 
 def _bounds(request: Request | None) -> dict[str, Any]:
-    """The bound on memory, and the pins that `compile` takes, as far as the request differs from the defaults."""
+    """The limits of the search that `compile` takes, as far as the request differs from the defaults."""
     if request is None:
         return {}
-    pins = {name: choice for name, choice in request.pins.items() if not is_intent(choice)}
     is_usual = request.memory_bytes is not None or request.headroom == HEADROOM
     return {
         "memory_bytes": request.memory_bytes,
         "headroom": None if is_usual else request.headroom,
-        "pins": pins,
+        "pins": {name: pin for name, pin in request.pins.items() if not is_intent(pin)},
+        "inside_node": ",".join(request.inside_node),
+        "without": ",".join(sorted(request.without - _IN_SETTINGS)),
+        "offload": request.offload or None,
     }
+
+
+_IN_SETTINGS = {"recompute", "dp", "tp"}  # the mesh and recompute= of the call say it
 
 
 def _comments(e: Explanation) -> Iterator[str]:
     """What a call by settings does not say, as comments above it."""
     if not e.graph.stands_for:
         return
-    if rest := _unsaid(e.request):
-        yield f"compile has no argument for {rest}"
+    pins = e.request.pins.items() if e.request else ()
+    rest = PlanOptions(pins={name: pin for name, pin in pins if is_intent(pin)})
+    if rest.pins:
+        yield f"compile has no argument for {rest.text}"
     far = [name for name, how in e.plan.parameters.items() if how.tier != "device"]
     also = ""
     if far and e.plan.recipe == "auto":
         count = sum(e.graph.stands_for.get(name, 1) for name in far)
         also = f", and with it which parameters the host stores (here {count:,})"
-    if rest or also:
+    if rest.pins or also:
         yield f"this searches the layouts again{also}; --save {PLAN_FILE} has them, for a model with these names"
-
-
-def _unsaid(asked: Request | None) -> str:
-    """The constraints that no argument of `compile` expresses, as options of the command line; "" for none."""
-    if asked is None:
-        return ""
-    pins = {name: choice for name, choice in asked.pins.items() if is_intent(choice)}
-    without = asked.without - _IN_SETTINGS
-    if not (pins or without or asked.offload):
-        return ""
-    return PlanOptions(offload=asked.offload, without=without, pins=pins).text
-
-
-_IN_SETTINGS = {"recompute", "dp", "tp"}  # the mesh and recompute= of the call say it
 
 
 def _recipe(recipe: str, axes: Sequence[str]) -> str:

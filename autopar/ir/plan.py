@@ -72,6 +72,7 @@ from typing import Any
 
 from autopar.errors import LayoutError, MeshError, PlanError
 from autopar.ir.choice import Labels
+from autopar.ir.features import Feature, check_features
 from autopar.ir.files import save_text
 from autopar.ir.layout import Layout, format_layout, parse_layout
 from autopar.ir.meeting import SERVER, Meeting, mesh_of_all, mesh_of_replica
@@ -110,6 +111,7 @@ from autopar.ir.recompute import (
 )
 from autopar.ir.saved import SavedLayout, parse_saved
 from autopar.ir.tier import format_place
+from autopar.units import counted
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,6 @@ class Plan:
 
     def __post_init__(self) -> None:
         check_recompute(self.recompute)
-        self._check_meeting()
         self._check_decomposed()
         if type(self.micro_batches) is not int:  # a bool is an int to isinstance
             raise PlanError(
@@ -170,6 +171,7 @@ class Plan:
         if self.micro_batches < 1:
             raise PlanError(f"A plan needs at least one micro-batch, not {self.micro_batches}.")
         self._check_overlap()
+        check_features("The plan has", self.features, PlanError)
         for text in (
             self.fingerprint,
             self.recipe,
@@ -183,29 +185,6 @@ class Plan:
         notes = tuple(Note(" ".join(note.splitlines()), kind_of(note)) for note in self.notes)
         object.__setattr__(self, "notes", notes)  # a note is a line of the text
 
-    def _check_meeting(self) -> None:
-        """Raises PlanError if the plan has replicas and a feature that replicas do not support yet."""
-        if self.meeting is None:
-            return
-        if self.pipeline is not None:
-            raise PlanError(
-                f"The plan has {self.meeting.replicas} replicas along {self.meeting.axis}, and a pipeline of "
-                f"{self.pipeline.stages} stages: replicas in stages cannot be run yet. Leave out one of the two."
-            )
-        if self.meeting.rule == SERVER and self.mesh.size > 1:
-            raise PlanError(
-                f"The plan has {self.meeting.replicas} replicas along {self.meeting.axis} that exchange with an "
-                f"asynchronous server, each on the mesh {self.mesh}: such a replica is a single rank so far. Leave out "
-                "the other axes, or choose geo, whose replicas wait for each other."
-            )
-        far = [name for name, how in self.parameters.items() if how.tier != "device"]
-        if far:
-            raise PlanError(
-                f"The plan has replicas along {self.meeting.axis}, and stores {len(far)} parameters outside the "
-                f"device, such as {far[0]}: replicas whose parameters lie on the host cannot meet yet. Leave out "
-                "one of the two."
-            )
-
     def _check_decomposed(self) -> None:
         """Raises PlanError for an axis of decomposed collectives that the mesh of a stage does not have once."""
         for axis in self.decomposed:
@@ -216,7 +195,7 @@ class Plan:
                 )
 
     def _check_overlap(self) -> None:
-        """Raises PlanError for micro-batches at a time that do not make up a step, or with what they do not go with."""
+        """Raises PlanError for micro-batches at a time that do not make up a step."""
         count = self.overlap_batches
         if type(count) is int and count == 1:
             return
@@ -225,15 +204,28 @@ class Plan:
                 f"The plan runs {count!r} micro-batches at a time, and a step has {self.micro_batches}, which is no "
                 "multiple of that; 2 of 4, say, can run at a time."
             )
-        used = {
-            "pipeline stages": self.pipeline is not None,
-            "recomputed blocks": self.recompute != "none",
-            "tensors saved in slices or on the host": bool(self.saved),
-        }
-        for what in (what for what, is_used in used.items() if is_used):
-            raise PlanError(
-                f"The plan runs {count} micro-batches at a time, and has {what}; one of both can be had so far."
-            )
+
+    @property
+    def features(self) -> dict[Feature, str]:
+        """The features that may not go together with others, in words; ops that one rank runs are not looked for."""
+        pipeline, meeting = self.pipeline, self.meeting
+        far = [name for name, how in self.parameters.items() if how.tier != "device"]
+        replicas = meeting and f"{meeting.replicas} replicas along {meeting.axis}"
+        is_served = meeting is not None and meeting.rule == SERVER
+        found = {
+            Feature.REPLICAS: replicas,
+            Feature.SERVED_REPLICAS: is_served and f"{replicas} with an asynchronous server",
+            Feature.WIDE_REPLICAS: self.mesh.size > 1 and f"the mesh {self.mesh} in each of them",
+            Feature.STAGES: pipeline and f"a pipeline of {pipeline.stages} stages",
+            Feature.VERSIONS: pipeline and pipeline.update_every and f"the schedule {pipeline.schedule}",
+            Feature.OFF_DEVICE: far and f"{counted(len(far), 'parameter')} outside the device, such as {far[0]}",
+            Feature.RECOMPUTED: self.recompute != "none" and "recomputed blocks",
+            Feature.SLICES: self.saved and "tensors saved in slices or on the host",
+            Feature.DECOMPOSED: self.decomposed and f"collectives in pieces along {' '.join(self.decomposed)}",
+            Feature.OVERLAP: self.overlap_batches > 1 and f"{self.overlap_batches} micro-batches at a time",
+            Feature.PRECISION: self.precision and f"the precision {self.precision}",
+        }  # fmt: skip
+        return {feature: str(words) for feature, words in found.items() if words}
 
     def __hash__(self) -> int:
         return hash(str(self))

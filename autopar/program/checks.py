@@ -37,6 +37,7 @@ from autopar.ir import (
     runs_alone,
     why_not_alone,
 )
+from autopar.ir.features import Feature, check_features
 from autopar.ir.layout import WHOLE
 from autopar.ir.parameter_plan import Reduction
 from autopar.ir.recompute import Selection
@@ -140,21 +141,10 @@ def _check_overlap(plan: Plan, mutated: Iterable[str]) -> None:
 def _refuse_with_lone_ops(plan: Plan) -> None:
     """Raises PlanError for a plan in which one rank runs an op alone, with a feature that does not support it yet."""
     found = [name for name, labels in plan.ops.items() if runs_alone(labels)]
-    used = {
-        "updates inside of a step": bool(plan.pipeline and plan.pipeline.update_every),
-        "replicas that meet": plan.meeting is not None,
-        "recomputed blocks": plan.recompute != "none",
-        "tensors saved in slices or on the host": bool(plan.saved),
-        "decomposed collectives": bool(plan.decomposed),
-        "micro-batches at a time": plan.overlap_batches > 1,
-        "parameters outside the device": any(p.tier != "device" for p in plan.parameters.values()),
-    }
-    what = next((text for text, is_used in used.items() if is_used), None)
-    if found and what:
-        raise PlanError(
-            f"The plan runs {len(found)} of {len(plan.ops)} ops on one rank of an axis, such as {found[0]} "
-            f"({' '.join(plan.ops[found[0]])}), and has {what}; one of both can be had so far."
-        )
+    if found:
+        op = f"{found[0]} ({' '.join(plan.ops[found[0]])})"
+        words = f"{len(found)} of {len(plan.ops)} ops on one rank of an axis, such as {op},"
+        check_features("The plan has", plan.features | {Feature.LONE_OPS: words}, PlanError)
 
 
 def _check_owners(name: str, parameter: ParameterPlan, dims: Dims, mesh: Mesh) -> None:
@@ -252,12 +242,6 @@ def _check_op(op: Op, analysis: Analysis, plan: Plan) -> None:
 
 def _check_versions(plan: Plan, schedule: str) -> None:
     """Raises PlanError if parameters are not used as they are stored, which schedules with versions do not support."""
-    if plan.precision is not None:
-        raise PlanError(
-            f"The plan casts parameters for use (precision {plan.precision}), and its schedule {schedule} keeps "
-            "several versions of parameters, which are stored as they are used so far. Leave precision out, or take "
-            "1f1b."
-        )
     for name, how in plan.parameters.items():
         used = tuple(R if state == V else state for state in how.resident)
         if used != how.storage or how.tier != "device":

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from autopar.errors import SearchError
 from autopar.ir import Plan
+from autopar.ir.features import Feature, conflict
 from autopar.ir.note import Note, kind_of
 from autopar.pipeline.composed import Composed, composed
 from autopar.search.given import Planned
@@ -48,17 +49,12 @@ def with_overlap(found: Planned, request: Request) -> Planned:
 
 def _check_unasked(request: Request, plan: Plan) -> None:
     """Raises SearchError where memory alone led the search to what does not go with micro-batches at a time."""
-    chosen = {
-        "runs blocks again in backward": plan.recompute != "none" and request.recompute is None,
-        "saves tensors in slices": bool(plan.saved),
-    }
-    what = next((words for words, is_chosen in chosen.items() if is_chosen), None)
-    bound = request.search_bound_bytes
-    if what and bound is not None:
+    overlap = {Feature.OVERLAP: f"{request.overlap_batches} micro-batches at a time"}
+    words, bound = conflict(plan.features | overlap), request.search_bound_bytes
+    if words and bound is not None:
         raise SearchError(
-            f"A step fits into {format_bytes(bound)} on a rank only if it {what}, and that does not go with "
-            f"{request.overlap_batches} micro-batches at a time so far. Ask for more micro-batches, which are smaller, "
-            "or leave out overlap_batches."
+            f"To fit into {format_bytes(bound)} on a rank, a step would have {words}. Ask for more micro-batches, "
+            "which are smaller, or leave out overlap_batches."
         )
 
 

@@ -27,6 +27,7 @@ from autopar.ir import (
     mesh_of_replica,
     without_pipeline,
 )
+from autopar.ir.features import Feature, check_features
 from autopar.search.lone_ops import is_lone_pin
 from autopar.search.options import PlanOptions, check_counts
 from autopar.search.recipe_rows import ON_DEVICE, STORED_ON_HOST, USED_FROM_HOST, Tiering
@@ -90,7 +91,7 @@ class Request(PlanOptions):
                 f"{count} micro-batches do not divide a batch of {self.batch} sequences."
             )
         self._check_mesh()
-        self._check_lone_ops()
+        check_features("You ask for", self.features, RecipeError)
         self._check_versions()
 
     @classmethod
@@ -223,22 +224,11 @@ class Request(PlanOptions):
                 f"The schedule {schedule} updates after every few micro-batches, so that their number, and that of the "
                 "stages, are part of what is trained: give both, such as mesh={'pp': 4}, micro_batches=16."
             )
-        if self.precision is not None or self.offload:
-            asked = "offload" if self.precision is None else f"precision={str(self.precision)!r}"
-            raise RecipeError(
-                f"The schedule {schedule} keeps several versions of parameters, which are stored as they are used so "
-                f"far, and {asked} was asked for; leave out one of both."
-            )
         if self.has_stages:
             check_versions(schedule, self.inside, without_pipeline(self.mesh))
 
     def _check_replicas(self, meeting: Meeting) -> None:
         """Raises RecipeError or AutoparError for fields that replicas do not support."""
-        if self.offload or "offload" in self.named_recipes():
-            raise RecipeError(
-                f"Replicas along {meeting.axis} whose parameters lie in the host's memory cannot meet yet; choose a "
-                "recipe that keeps them on the device, such as zero3."
-            )
         if self.batch is not None and self.batch % meeting.replicas:
             raise AutoparError(
                 f"{meeting.replicas} replicas along {meeting.axis} do not divide a batch of {self.batch} sequences."
@@ -250,23 +240,25 @@ class Request(PlanOptions):
                     f"between meetings: none of them can hold a part for another. Pin it along another axis."
                 )
 
-    def _check_lone_ops(self) -> None:
-        """Raises RecipeError for fields that pins such as `@0`, and recipes that do the same, do not support yet."""
-        if not self.has_lone_ops:
-            return
-        recomputes = self.recompute not in (None, "none")
-        refused = {
-            f"updates inside of a step ({self.chosen_schedule})": self.chosen_schedule in VERSIONED,
-            "storage on the host": self.offload or "offload" in self.named_recipes(),
-            "replicas that meet": meeting_of(self.recipe, self.mesh) is not None,
-            f"recompute={self.recompute!r}": recomputes,
-            f"decompose={','.join(self.decompose)!r}": bool(self.decompose),
-            "a mesh that the search chooses; give mesh=, whose axis has the ranks": self.mesh
-            is None,
-        }
+    @property
+    def features(self) -> dict[Feature, str]:
+        """What is asked for that may not go together with something else, in words."""
         pins = [f"{name!r}: {text!r}" for name, text in self.pins.items() if is_lone_pin(text)]
-        asked = f"The pin {{{pins[0]}}}" if pins else f"The recipe {format_recipe(self.recipe)!r}"
-        for what in (what for what, is_asked in refused.items() if is_asked):
-            raise RecipeError(
-                f"{asked} leaves ops to one rank, which does not go together with {what} yet; leave out one of both."
-            )
+        lone = f"the pin {{{pins[0]}}}," if pins else f"the recipe {format_recipe(self.recipe)!r},"
+        depths = self.depths or (1,)
+        has_replicas = self.mesh is not None and meeting_of(self.recipe, self.mesh) is not None
+        found = {
+            Feature.REPLICAS: has_replicas and f"replicas ({format_recipe(self.recipe)})",
+            Feature.STAGES: 1 not in depths and f"{' or '.join(map(str, depths))} pipeline ranks",
+            Feature.VERSIONS: self.has_versions and f"the schedule {self.chosen_schedule}",
+            Feature.LONE_OPS: self.has_lone_ops and f"{lone} which leaves ops to one rank,",
+            Feature.OFF_DEVICE: (self.offload or "offload" in self.named_recipes())
+            and "storage on the host",
+            Feature.RECOMPUTED: self.recompute not in (None, "none")
+            and f"recompute={self.recompute!r}",
+            Feature.DECOMPOSED: self.decompose and f"decompose={','.join(self.decompose)!r}",
+            Feature.OVERLAP: self.overlap_batches > 1 and f"overlap_batches={self.overlap_batches}",
+            Feature.PRECISION: self.precision and f"precision={str(self.precision)!r}",
+            Feature.OPEN_MESH: self.mesh is None and "a mesh that the search chooses",
+        }
+        return {feature: str(words) for feature, words in found.items() if words}

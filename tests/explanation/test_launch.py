@@ -127,9 +127,10 @@ def test_settings_have_the_schedule_and_the_chunks_of_a_pipeline(many: Explanati
 
 
 def test_what_the_call_does_not_say_stands_above_it(many: Explanation) -> None:
-    asked = many.request.but(without=frozenset({"zero3", "recompute"}))
-    comment, again, _, _ = launch(replace(many, request=asked))
-    assert comment == "# compile has no argument for --no zero3"
+    asked = many.request.but(pins={"layers.*": "dp"}, without=frozenset({"zero3", "recompute"}))
+    comment, again, *_ = launch(replace(many, request=asked))
+    assert comment == "# compile has no argument for --pin layers.*=dp"
+    assert settings(replace(many, request=asked))["without"] == "zero3"
     assert "--save plan.json has them" in again
     host = {name: replace(how, tier="host") for name, how in many.plan.parameters.items()}
     stored = replace(many.plan, recipe="auto", parameters=host)

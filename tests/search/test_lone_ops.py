@@ -137,8 +137,8 @@ def test_what_pins_name_counts_for_the_balance() -> None:
         ({"a": "@0"}, {"mesh": {"dp": 1, "tp": 2}}, "names no axis, and the mesh dp=1,tp=2 has 2; write @0@tp"),
         ({"a": "@0@ep"}, {}, "'a': '@0@ep' cannot hold"),
         ({"a": "@0 k@dp"}, {}, "mixes k@dp, a choice of layouts"),
-        ({"a": "@0"}, {"recompute": "full"}, "does not go together with recompute='full'"),
-        ({"a": "@0"}, {"recipe": "local:2"}, "replicas that meet"),
+        ({"a": "@0"}, {"recompute": "full"}, "and recompute='full', which do not go together"),
+        ({"a": "@0"}, {"recipe": "local:2"}, r"and replicas \(local:2\), which do not"),
     ],
 )  # fmt: skip
 def test_what_cannot_hold(pins: dict[str, str], options: dict[str, Any], message: str) -> None:

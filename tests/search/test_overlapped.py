@@ -77,7 +77,8 @@ def test_a_bound_that_one_at_a_time_keeps_by_recomputation_alone() -> None:
     bound = int(alone.memory_bytes * 0.97)
     assert explained(memory_bytes=bound).plan.recompute != "none"
     with pytest.raises(
-        SearchError, match=r"only if it runs blocks again .* leave out overlap_batches"
+        SearchError,
+        match=r"recomputed blocks, which do not go together: .* leave out overlap_batches",
     ):
         explained(memory_bytes=bound, overlap_batches=2)
 
