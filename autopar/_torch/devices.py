@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -191,6 +191,20 @@ def copy_to_host(x: Tensor) -> tuple[Tensor, torch.Event | None]:
     arrived = torch.Event(x.device)
     arrived.record()
     return copy, arrived
+
+
+def host_copies(groups: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """Copies of named tensors in the host's memory, for all of which the host waits at once.
+
+    >>> host_copies([{"x": torch.ones(2)}, {}])
+    [{'x': tensor([1., 1.])}, {}]
+    """
+    copies = [{name: copy_to_host(x) for name, x in each.items()} for each in groups]
+    for each in copies:
+        for _, arrived in each.values():
+            if arrived is not None:
+                arrived.synchronize()
+    return [{name: copy for name, (copy, _) in each.items()} for each in copies]
 
 
 def host_copy(x: Tensor) -> Tensor:

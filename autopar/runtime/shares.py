@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autopar import _torch
 from autopar.analysis.objective import Objective
 from autopar.errors import StepError
 from autopar.ir import R
@@ -72,23 +73,24 @@ def _read(
     model: nn.Module,
     world: World,
 ) -> list[dict[str, Tensor]]:
-    """For every micro-batch the whole tensors that an objective depends on, on the CPU."""
+    """For every micro-batch the whole tensors that an objective depends on, on the CPU; the host waits for all at once."""
     read = set(objective.reads)
     replicated = (R,) * len(world.mesh.axes)
     buffers = {
-        f"buffers.{spec.name}": model.get_buffer(spec.name).cpu()
+        f"buffers.{spec.name}": model.get_buffer(spec.name)
         for spec in program.buffers
         if f"buffers.{spec.name}" in read
     }
 
     def whole(inputs: list[Tensor]) -> dict[str, Tensor]:
-        return buffers | {
-            spec.name: travel(x, route(spec.dims, spec.layout, replicated, world.mesh), world).cpu()
+        return {
+            spec.name: travel(x, route(spec.dims, spec.layout, replicated, world.mesh), world)
             for spec, x in zip(program.inputs, inputs, strict=True)
             if spec.name in read
         }
 
-    return [whole(inputs) for inputs in parts]
+    first, *found = _torch.host_copies([buffers, *map(whole, parts)])
+    return [first | each for each in found]
 
 
 @torch.no_grad()

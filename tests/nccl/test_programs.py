@@ -62,8 +62,8 @@ def _one_axis() -> Iterator[tuple[str, Program, Budget]]:
 
 
 def _pipelines() -> Iterator[tuple[str, Program, Budget]]:
-    """Every schedule: a group and a communicator of two ranks; one sync a micro-batch for masked labels."""
-    budget = Budget(new_groups=2, communicators=2, syncs=4, small=1)
+    """Every schedule: a group and a communicator of two ranks; one sync a step for masked labels."""
+    budget = Budget(new_groups=2, communicators=2, syncs=1, small=1)
     for name, placement in PLACEMENTS.items():
         options = _STEPS | ({"chunks": 2} if placement == "rounds" else {})
         model = partial(Model, blocks=1 if placement == "one" else 2)
@@ -88,7 +88,7 @@ def _others() -> Iterator[tuple[str, Program, Budget]]:
     of_eight = Program(
         {"pp": 2, "dp": 2, "tp": 2}, {"pp": "1f1b", **mixed}, options={"micro_batches": 2}
     )
-    yield "1f1b x zero3 x tp+sp", of_eight, Budget(24, 5, 2, 60)
+    yield "1f1b x zero3 x tp+sp", of_eight, Budget(24, 5, 1, 60)
 
 
 _CASES = (*_one_axis(), *_pipelines(), *_others())

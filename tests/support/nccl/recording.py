@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
+from autopar import _torch
 from tests.support.nccl.traces import Batch, Call, Event, NewGroup, Sync, Trace, Wait
 
 _PACKAGE = autopar.__path__[0]
@@ -155,9 +156,12 @@ class _Group(dist.ProcessGroup):
         return self._note("reduce", tensors, (opts.rootRank, _reduction(opts)))
 
     def gather(self, results: Any, tensors: list[Tensor], opts: Any = None) -> _Done:
+        _fill(results, tensors)
         return self._note("gather", tensors, opts.rootRank)
 
     def scatter(self, results: list[Tensor], tensors: Any, opts: Any = None) -> _Done:
+        for x in results:
+            x.zero_()
         return self._note("scatter", results, opts.rootRank)
 
     def barrier(self, opts: Any = None) -> _Done:
@@ -166,9 +170,7 @@ class _Group(dist.ProcessGroup):
     def allgather(
         self, results: list[list[Tensor]], tensors: list[Tensor], opts: Any = None
     ) -> _Done:
-        for parts, x in zip(results, tensors, strict=True):
-            for part in parts:
-                part.copy_(x)
+        _fill(results, tensors)
         return self._note("all_gather of a list", tensors)
 
     def all_gather_single(self, result: Tensor, x: Tensor, opts: Any = None) -> _Done:
@@ -183,11 +185,15 @@ class _Group(dist.ProcessGroup):
     def all_gather_single_coalesced(
         self, results: list[Tensor], tensors: list[Tensor], opts: Any = None
     ) -> _Done:
+        for result, x in zip(results, tensors, strict=True):
+            result.view(self._size, -1).copy_(x.reshape(1, -1))
         return self._note("all_gather of several", tensors)
 
     def reduce_scatter_single_coalesced(
         self, results: list[Tensor], tensors: Any, opts: Any = None
     ) -> _Done:
+        for result, x in zip(results, tensors, strict=True):
+            result.view(-1).copy_(x.reshape(-1)[: result.numel()])
         return self._note("reduce_scatter of several", results)
 
     def all_to_all_single(
@@ -205,6 +211,13 @@ class _Group(dist.ProcessGroup):
     alltoall_base = all_to_all_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+
+def _fill(results: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor]) -> None:
+    """Gives every rank's part the values of this rank's."""
+    for parts, x in zip(results, tensors, strict=False):
+        for part in parts:
+            part.copy_(x)
 
 
 def _reduction(options: Any) -> str:
@@ -228,23 +241,29 @@ class Syncs(TorchDispatchMode):
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._trace = recorder.trace
-        self._copies = mock.patch.object(Tensor, "cpu", self._copy())
+        self._copies = [
+            mock.patch.object(place, name, self._noting(getattr(place, name)))
+            for place, name in ((Tensor, "cpu"), (_torch, "host_copy"), (_torch, "host_copies"))
+        ]
 
-    def _copy(self) -> Any:
-        real, trace = Tensor.cpu, self._trace
+    def _noting(self, real: Any) -> Any:
+        """The function, with a note of each call."""
+        trace = self._trace
 
-        def cpu(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            trace.append(Sync("cpu", _where(sys._getframe(1))))
-            return real(x, *args, **kwargs)
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            trace.append(Sync(real.__name__, _where(sys._getframe(1))))
+            return real(*args, **kwargs)
 
-        return cpu
+        return noting
 
     def __enter__(self) -> Any:
-        self._copies.start()
+        for each in self._copies:
+            each.start()
         return super().__enter__()
 
     def __exit__(self, *args: Any) -> None:
-        self._copies.stop()
+        for each in self._copies:
+            each.stop()
         super().__exit__(*args)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
