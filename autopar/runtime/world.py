@@ -115,7 +115,7 @@ class World:
         """The world of one pipeline rank, given the mesh of all ranks."""
         inner = without_pipeline(mesh)
         rank = device_mesh.get_local_rank(PIPELINE_AXIS)
-        pipe = Pipe(rank, device_mesh, _pipeline_group(device_mesh, timeout_seconds))
+        pipe = Pipe(rank, device_mesh, _pipeline_group(device_mesh, device, timeout_seconds))
         return cls(inner, device, device_mesh[inner.names], pipe)
 
     @classmethod
@@ -252,10 +252,16 @@ class World:
         return explained
 
 
-def _pipeline_group(device_mesh: DeviceMesh, timeout_seconds: float | None) -> str:
-    """The group along the pipeline. Gloo takes the timeout of a send or receive at a group's birth."""
+def _pipeline_group(
+    device_mesh: DeviceMesh, device: torch.device, timeout_seconds: float | None
+) -> str:
+    """The group along the pipeline. NCCL takes a timeout at any time, Gloo that of a message at a group's birth."""
+    group = device_mesh.get_group(PIPELINE_AXIS)
     if timeout_seconds is None:
-        return group_name(device_mesh.get_group(PIPELINE_AXIS))
+        return group_name(group)
+    if _torch.backend_in_use(device) == "nccl":
+        _torch.set_group_timeout(group, timeout_seconds)
+        return group_name(group)
     lines = _torch.lines_along(device_mesh, PIPELINE_AXIS)
     timeout = timedelta(seconds=timeout_seconds)
     own, _ = dist.new_subgroups_by_enumeration(lines, timeout=timeout)

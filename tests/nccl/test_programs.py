@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from autopar import _torch
 from autopar.api import planner
 from autopar.ir.pipeline import PLACEMENTS
 from autopar.search import RECIPES
@@ -114,6 +115,22 @@ def test_a_program_is_legal_and_within_its_budget(
     assert "pp" in program.mesh or "serve" in name or not unlike_orders(traces)
     spent = _spent(traces)
     assert all(x <= most for x, most in zip(spent, budget, strict=True)), (spent, budget)
+
+
+@pytest.mark.usefixtures("shared")
+def test_over_nccl_a_limit_of_time_makes_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_torch, "backend_in_use", lambda device: "nccl")
+    limited: dict[str, float] = {}
+    monkeypatch.setattr(
+        _torch,
+        "set_group_timeout",
+        lambda group, seconds: limited.update({group.group_name: seconds}),
+    )
+    program = Program({"pp": 2}, {"pp": "1f1b"}, options=_STEPS | {"timeout_seconds": 60.0})
+    traces = program.play()
+    assert _spent(traces).new_groups == 2
+    used = {call.group for event in traces[0] for call in calls_of(event)}
+    assert used <= limited.keys() and {*limited.values()} == {60.0}
 
 
 def _spent(traces: Traces) -> Budget:
