@@ -76,6 +76,7 @@ from autopar._torch.devices import (
     random_states,
     synchronize,
     use_device,
+    uses_nccl,
     uses_own_backend,
 )
 from autopar._torch.dicts import DictVersions
@@ -207,7 +208,7 @@ __all__ = [
     "start_all_to_all",
     "start_exchange_rows", "start_reduce_scatter", "storage_key", "storage_reference", "store_host",
     "store_seconds", "switches", "synchronize", "trace_recurrent_layers", "traced_code", "traced_modules",
-    "traced_ops", "uncompiled", "update_by_shards", "use_device", "user_line", "uses_own_backend",
+    "traced_ops", "uncompiled", "update_by_shards", "use_device", "user_line", "uses_nccl", "uses_own_backend",
     "validates_distribution", "wait_for_all", "waiting_longer",
     "warn_once_of_redistribution",
     "watch_cached_calls", "whole_of", "widened_dtype", "without_memory", "without_value_checks", "without_values",

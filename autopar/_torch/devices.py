@@ -133,6 +133,11 @@ def uses_own_backend(device: torch.device) -> bool:
     return backend_in_use(device) == backend_of(device)
 
 
+def uses_nccl(device: torch.device) -> bool:
+    """Whether the default process group communicates tensors of a device by NCCL."""
+    return backend_in_use(device) == "nccl"
+
+
 def synchronize(device: torch.device) -> None:
     """Waits until the device has finished all work that was submitted to it."""
     if is_accelerator(device):

@@ -255,11 +255,11 @@ class World:
 def _pipeline_group(
     device_mesh: DeviceMesh, device: torch.device, timeout_seconds: float | None
 ) -> str:
-    """The group along the pipeline. NCCL takes a timeout at any time, Gloo that of a message at a group's birth."""
+    """The group along the pipeline. Gloo takes the timeout of a send or receive at a group's birth."""
     group = device_mesh.get_group(PIPELINE_AXIS)
     if timeout_seconds is None:
         return group_name(group)
-    if _torch.backend_in_use(device) == "nccl":
+    if _torch.uses_nccl(device):
         _torch.set_group_timeout(group, timeout_seconds)
         return group_name(group)
     lines = _torch.lines_along(device_mesh, PIPELINE_AXIS)

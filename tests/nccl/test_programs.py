@@ -119,7 +119,7 @@ def test_a_program_is_legal_and_within_its_budget(
 
 @pytest.mark.usefixtures("shared")
 def test_over_nccl_a_limit_of_time_makes_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_torch, "backend_in_use", lambda device: "nccl")
+    monkeypatch.setattr(_torch, "uses_nccl", lambda device: True)
     limited: dict[str, float] = {}
     monkeypatch.setattr(
         _torch,
