@@ -54,6 +54,9 @@ def _squared(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def _one_axis() -> Iterator[tuple[str, Program, Budget]]:
     """Every recipe of one axis; the more messages below 1 kB are this tiny model's activations."""
     own = {"serve": Budget(communicators=2), "columns": Budget(small=4)}
+    # The host waits for each gradient that it takes, one a parameter, and for each that it writes to a file.
+    own |= dict.fromkeys(("zero-offload", "zero3-offload", "zero-infinity"), Budget(syncs=16))
+    own["zero-infinity-nvme"] = Budget(syncs=32)
     for name in RECIPES.keys() - {"auto", "ep"}:
         yield name, Program({"x": 2}, name), own.get(name, Budget())
     yield "local:2", Program({"x": 2}, "local:2"), Budget()
