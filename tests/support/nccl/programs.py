@@ -104,7 +104,8 @@ class Program:
             model = autopar.compile(
                 self.model(), example_inputs=batch, loss_fn=self.loss_fn, **options, **self.options
             )
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            # A stage may have no parameters.
+            optimizer = torch.optim.SGD([*model.parameters()] or [torch.zeros(())], lr=0.01)
             if model.plan.pipeline is not None and model.plan.pipeline.update_every:
                 model.attach_optimizer(optimizer)
             with Syncs(recorder):
