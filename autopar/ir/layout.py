@@ -125,7 +125,7 @@ def parse_layout(text: str, mesh: Mesh) -> Layout:
     The states are those of `State`. An axis that is not named is replicated (`R`). Of axes that split the same factor
     the first is the major one.
 
-    Raises LayoutError for an unknown state, two states for one axis or an owner that the axis does not have, and
+    Raises LayoutError for no state, an unknown one, two states for one axis or an owner that the axis does not have, and
     MeshError for an axis that is not in the mesh.
 
     >>> from autopar.ir import Mesh
@@ -133,7 +133,10 @@ def parse_layout(text: str, mesh: Mesh) -> Layout:
     True
     """
     layout: dict[int, State] = {}
-    for part in text.split():
+    parts = text.split()
+    if not parts:
+        raise LayoutError("A layout is empty; write R for a tensor that each rank has whole.")
+    for part in parts:
         if part == "R":
             continue
         state, at, name = part.partition("@")

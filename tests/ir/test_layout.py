@@ -42,6 +42,12 @@ def test_unreadable_state():
         State.parse("S[0]")
 
 
+@pytest.mark.parametrize("text", ["", " ", "\n"])
+def test_an_empty_layout_is_not_taken_for_a_whole_tensor(text):
+    with pytest.raises(LayoutError, match="A layout is empty; write R"):
+        parse_layout(text, MESH)
+
+
 def test_both_axes_on_one_factor_multiply():
     # 8 rows over 2 * 2 ranks are 2 each; the 5 columns stay
     assert local_shape(((8,), (5,)), (S(0), S(0)), MESH) == (2, 5)
