@@ -125,7 +125,7 @@ def parse_layout(text: str, mesh: Mesh) -> Layout:
     The states are those of `State`. An axis that is not named is replicated (`R`). Of axes that split the same factor
     the first is the major one.
 
-    Raises LayoutError for no state, an unknown one, two states for one axis or an owner that the axis does not have, and
+    Raises LayoutError for no state, an unknown one, two for one axis or an owner that the axis does not have, and
     MeshError for an axis that is not in the mesh.
 
     >>> from autopar.ir import Mesh

@@ -2,11 +2,14 @@
 
 OMP_NUM_THREADS=1 python benchmarks/fuzz/run.py --markdown benchmarks/fuzz/results.md
 
-A fault is printed with the seed of its try; `--files 1 --seed N --format NAME` does it again.
+The counts of each format lie in `results.json` as soon as they are there; `--format` makes those of some formats anew.
+A fault is printed with the seed of its try.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import random
 import sys
 import tempfile
@@ -24,7 +27,10 @@ from benchmarks.fuzz.formats import Format, formats
 from benchmarks.fuzz.mutations import mutated
 from benchmarks.fuzz.page import replace_part
 from benchmarks.fuzz.watch import KINDS, LIMIT_SECONDS, Seen, Watch
+from benchmarks.stored import write_whole
 from benchmarks.tables import markdown_table
+
+RESULTS = Path(__file__).with_name("results.json")
 
 
 @dataclass
@@ -38,6 +44,7 @@ class Count:
         faults: number of each of `KINDS`.
         slowest_seconds: duration of the slowest try.
         examples: seed and error of some faults.
+        seed: seed of the tries.
     """
 
     name: str
@@ -46,6 +53,7 @@ class Count:
     faults: Counter[str] = field(default_factory=Counter)
     slowest_seconds: float = 0.0
     examples: list[str] = field(default_factory=list)
+    seed: int = 0
 
     def add(self, seed: str, seen: Seen, faults: Sequence[str]) -> None:
         """Counts a try."""
@@ -110,12 +118,26 @@ def fuzz_calls(count: int, seed: int, watch: Watch) -> Count:
     return found
 
 
+def kept() -> dict[str, Count]:
+    """The counts of earlier runs by their names."""
+    values = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    return {
+        name: Count(**{**each, "faults": Counter(each["faults"])}) for name, each in values.items()
+    }
+
+
+def keep(count: Count, seed: int) -> None:
+    """Puts counts into the file of results, in place of those of the same name."""
+    found = kept() | {count.name: dataclasses.replace(count, seed=seed)}
+    write_whole({name: dataclasses.asdict(each) for name, each in found.items()}, RESULTS)
+
+
 def table(counts: Sequence[Count]) -> list[str]:
     """The counts as lines of Markdown."""
-    heads = ("what", "tries", "refused", *KINDS, "slowest, s")
+    heads = ("what", "seed", "tries", "refused", *KINDS, "slowest, s")
     rows = [
         (
-            c.name, f"{c.tries:,}", f"{c.refused:,}", *(str(c.faults[kind]) for kind in KINDS),
+            c.name, str(c.seed), f"{c.tries:,}", f"{c.refused:,}", *(str(c.faults[kind]) for kind in KINDS),
             f"{c.slowest_seconds:.2f}",
         )
         for c in counts
@@ -138,20 +160,19 @@ def main(files: int, call_count: int, seed: int, only: str, markdown: Path | Non
     watch = Watch()
     with tempfile.TemporaryDirectory() as folder:
         kinds = [kind for kind in formats(Path(folder) / "samples") if only in kind.name]
-        counts = []
         for count in fuzz_files(kinds, files, seed, watch):
-            counts.append(count)
+            keep(count, seed)
             print(
                 count.name, count.tries, dict(count.faults), *count.examples, sep="\n  ", flush=True
             )
     if call_count:
-        counts.append(fuzz_calls(call_count, seed, watch))
-        print(counts[-1].name, dict(counts[-1].faults), *counts[-1].examples, sep="\n  ")
+        count = fuzz_calls(call_count, seed, watch)
+        keep(count, seed)
+        print(count.name, dict(count.faults), *count.examples, sep="\n  ")
     if markdown:
         replace_part(
-            markdown, "Files and calls", table(counts), f"benchmarks/fuzz/run.py --seed {seed}"
+            markdown, "Files and calls", table(list(kept().values())), "benchmarks/fuzz/run.py"
         )
-    sys.exit(any(count.faults for count in counts))
 
 
 if __name__ == "__main__":
