@@ -52,7 +52,7 @@ class Format:
         name: name for the table.
         content: the sample.
         read: reads the file at a path and returns what it means, which compares by `==`.
-        ending: of the file's name.
+        ending: ending of the file's name.
         is_sealed: whether each change has to be found.
         again: what a meaning means after it was written and read back; None where nothing writes it.
         values: the values of a text, all of which the reader has to take; None where it may pass over some.

@@ -30,7 +30,7 @@ def test_mutated_files_of_every_format_are_refused_or_read_as_they_are(
 ) -> None:
     for kind in formats(tmp_path / "samples"):
         count = Count(kind.name)
-        for seed in range(4):
+        for seed in range(2):
             name = f"suite/{kind.name}/{seed}"
             count.add(name, *try_file(kind, tmp_path / f"file{kind.ending}", name, watch))
         assert not count.faults, count.examples
@@ -76,7 +76,7 @@ def test_a_planted_fault_is_found(
     # Of a half that is passed over no change is found: to know of one, its values have to be compared.
     kind = Format("planted", b"sample " * 9, read, ".txt", values=str)
     found = [try_file(kind, tmp_path / "file.txt", str(seed), watch)[1] for seed in range(6)]
-    assert [fault] in found
+    assert any(fault in each for each in found)
 
 
 def test_an_error_for_people_is_no_fault(watch: Watch) -> None:
