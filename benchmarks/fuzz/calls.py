@@ -9,6 +9,7 @@ from pathlib import Path
 from click.testing import CliRunner
 
 from autopar.cli import main
+from autopar.errors import AutoparError
 
 _TARGETS = (
     "benchmarks.fuzz.calls:tiny", "benchmarks.fuzz.calls:leaves", "benchmarks.fuzz.calls:nothing", "no.such:thing",
@@ -28,7 +29,13 @@ _OPTIONS = (
     "--save", "--html", "--trace", "--no", "--keep-inside-node", "--plan", "--seed", "--top", "--memory-gb",
     "--device", "--nonsense",
 )  # fmt: skip
-_COMMANDS = ("explain", "fit", "compare", "diff", "verify", "run", "explian")
+# Values with which a command goes on, so that half of the odd ones come to a search and to its files.
+_PLAUSIBLE = {
+    "--mesh": ("dp=2", "dp=2,tp=2"), "--recipe": ("ddp", "dp:zero3"), "--batch": ("4", "8"), "--micro-batches": ("2",),
+    "--recompute": ("full", "none"), "--max-memory": ("80GB",), "--save": ("/dev/full", "{folder}", "{folder}/no/x"),
+    "--html": ("/dev/full", "{folder}/no/x"), "--trace": ("/dev/full", "{folder}/x.json"), "--precision": ("bfloat16",),
+}  # fmt: skip
+_COMMANDS = ("explain", "explain", "explain", "fit", "compare", "diff", "verify", "run", "explian")
 
 
 def tiny() -> object:
@@ -71,23 +78,29 @@ def _arguments(draw: random.Random) -> list[str]:
     target = _TARGETS[0] if draw.random() < 0.5 else draw.choice(_TARGETS)
     if command == "run":
         target = draw.choice(("{folder}/none.py", "{folder}", "", "/dev/null/x"))
-    options = [
-        x
-        for _ in range(draw.choice((0, 1, 1, 2, 3)))
-        for x in (draw.choice(_OPTIONS), draw.choice(_WILD))
-    ]
+    where = ["--mesh", "dp=2"]
+    options = [*where, *_option(draw), *(_option(draw) if draw.random() < 0.4 else ())]
     return [command, target, *options, *draw.choice(((), (), ("--json",), ("--verbose",)))]
 
 
+def _option(draw: random.Random) -> tuple[str, str]:
+    if draw.random() < 0.5:
+        name = draw.choice(list(_PLAUSIBLE))
+        return name, draw.choice(_PLAUSIBLE[name])
+    return draw.choice(_OPTIONS), draw.choice(_WILD)
+
+
 def call(arguments: Sequence[str]) -> str | None:
-    """Runs a command; the kind of fault, or None."""
+    """Runs a command; the kind of fault, or None. Raises AutoparError for a command that ends with an error."""
     found = CliRunner().invoke(main, list(arguments))
     error = found.exception
     if error is not None and not isinstance(error, SystemExit):
-        raise error
+        raise RuntimeError("a raw error") from error
     if found.exit_code not in (0, 1, 2):
         return "raw traceback"
     has_escape = any(ord(x) < 32 and x not in "\n\t" for x in found.output)
     # An end with 0 and without a word would be a failure that nobody hears of.
     is_silent = found.exit_code == 0 and not found.output.strip()
+    if found.exit_code and not has_escape and "Traceback" not in found.output:
+        raise AutoparError(found.output)
     return "silent change" if has_escape or is_silent or "Traceback" in found.output else None

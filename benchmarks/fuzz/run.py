@@ -111,7 +111,7 @@ def fuzz_calls(count: int, seed: int, watch: Watch) -> Count:
     with tempfile.TemporaryDirectory() as folder:
         for number, arguments in enumerate(calls(count, seed, Path(folder))):
             seen = watch.call(lambda given=arguments: call(given))  # type: ignore[misc]
-            faults = seen.faults(())
+            faults = seen.faults((AutoparError,))
             if seen.error is None and seen.value is not None:
                 faults.append(seen.value)
             found.add(f"{seed}/call/{number} {arguments}", seen, faults)

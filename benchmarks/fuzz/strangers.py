@@ -198,7 +198,7 @@ def main(count: int, markdown: Path | None) -> None:
     print(*table, sep="\n")
     if markdown:
         replace_part(
-            markdown, "Strangers at the server's door", table, "benchmarks/fuzz/strangers.py"
+            markdown, "Strangers at the server's door", table, "python -m benchmarks.fuzz.strangers"
         )
 
 
