@@ -100,6 +100,11 @@ def _not_finite(text: str) -> NoReturn:
     raise ValueError(f"{text} is no finite number")
 
 
+def is_count(text: str) -> bool:
+    """Whether a text is a whole number in digits of ASCII, of at most 18; `int` raises for thousands of them."""
+    return text.isascii() and text.isdigit() and len(text) <= 18
+
+
 def unknown_key(found: Iterable[str], known: Iterable[str]) -> str:
     """The first key that a format does not have, with the nearest that it has; "" where it has all of them.
 

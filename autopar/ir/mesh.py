@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.errors import MeshError
+from autopar.ir.files import is_count
 
 PIPELINE_AXIS = "pp"
 _ORDER = " order "  # stands between the placed axes and their order in the text of a mesh
@@ -116,14 +117,14 @@ class Mesh:
         axes = []
         placed, has_order, order = text.partition(_ORDER)
         grid, of, occupied = (piece.strip() for piece in placed.partition(" of "))
-        if of and not occupied.isdigit():
+        if of and not is_count(occupied):
             raise MeshError(
                 f"Cannot read {occupied!r} in the mesh {text!r}: after 'of' stands the number of ranks; write "
                 "ps=2,dp=3 of 4."
             )
         for part in grid.split(","):
             name, equals, size = (piece.strip() for piece in part.partition("="))
-            if not equals or not size.isdigit():
+            if not equals or not is_count(size):
                 raise MeshError(
                     f"Cannot read {part.strip()!r} in the mesh {text!r}; write dp=2,tp=4, or "
                     "dp=2,tp=4 order tp,dp."

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from autopar.errors import AutoparError, PlanError
 from autopar.ir.choice import Labels
-from autopar.ir.files import check_keys, parse_json, read_text
+from autopar.ir.files import check_keys, is_count, parse_json, read_text
 from autopar.ir.meeting import Meeting
 from autopar.ir.mesh import PIPELINE_AXIS, Mesh
 from autopar.ir.note import NOTE_KINDS, Note, kind_of
@@ -106,7 +106,7 @@ def check_one_line(text: object) -> None:
 
 
 def read_count(text: str, number: int = 5) -> int:
-    if not (text.isascii() and text.isdigit()):
+    if not is_count(text):
         raise PlanError(
             f"Cannot read {text!r} in line {number} of the plan; write a whole number of micro-batches."
         )
@@ -242,7 +242,7 @@ def read_labels(text: str, name: str, mesh: Mesh) -> Labels:
 def _sizes(text: str, number: int) -> list[int]:
     """Reads the sizes of a shape, written as `8 64`, or `scalar` for no dims."""
     words = [] if text == SCALAR else text.split(" ")
-    if not all(word.isascii() and word.isdigit() for word in words):
+    if not all(map(is_count, words)):
         raise PlanError(f"Cannot read the shape {text!r} in line {number} of the plan; write 8 64.")
     return [int(word) for word in words]
 

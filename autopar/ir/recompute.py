@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from autopar.errors import PlanError
-from autopar.ir.files import parse_json
+from autopar.ir.files import is_count, parse_json
 from autopar.ir.tier import Tier
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def _read(text: str) -> Selection | int | str:
     if text.startswith("{"):
         return Selection.of(_json(text))
     number = text.removesuffix(" blocks").removesuffix(" block")
-    return int(number) if number.isascii() and number.isdigit() else text
+    return int(number) if is_count(number) else text
 
 
 def _json(text: str) -> Any:

@@ -227,6 +227,10 @@ def _function(text: str) -> Callable[..., Any]:
 
 def _imported(module_name: str, function_name: str) -> ModuleType:
     """The module of a function. Raises AutoparError where it is not in the current folder, nor on Python's path."""
+    if not module_name or module_name.startswith("."):
+        raise AutoparError(
+            f"{module_name!r} is no name of a module; write package.module:{function_name or 'function'}."
+        )
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:

@@ -129,7 +129,8 @@ def kept() -> dict[str, Count]:
 def keep(count: Count, seed: int) -> None:
     """Puts counts into the file of results, in place of those of the same name."""
     found = kept() | {count.name: dataclasses.replace(count, seed=seed)}
-    write_whole({name: dataclasses.asdict(each) for name, each in found.items()}, RESULTS)
+    values = {name: vars(each) | {"faults": dict(each.faults)} for name, each in found.items()}
+    write_whole(values, RESULTS)
 
 
 def table(counts: Sequence[Count]) -> list[str]:

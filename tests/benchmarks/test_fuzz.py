@@ -86,6 +86,12 @@ def test_an_error_for_people_is_no_fault(watch: Watch) -> None:
     assert watch.call(refuse).faults((AutoparError,)) == []
 
 
+@pytest.mark.parametrize("target", [":", ".x:y", "..:"])
+def test_a_target_without_a_module_is_refused(target: str) -> None:
+    with pytest.raises(AutoparError, match="is no name of a module"):
+        call(["explain", target, "--mesh", "dp=2"])
+
+
 def test_no_stranger_delays_two_replicas_by_a_second() -> None:
     for kind in KINDS:
         assert meeting_seconds(kind) < 2, kind

@@ -95,3 +95,9 @@ def test_the_last_places_of_a_mesh_may_be_vacant():
     assert Mesh.parse(str(mesh)) == mesh != mesh.filled
     assert (mesh.size, mesh.ranks, mesh.filled.ranks) == (6, 4, 6)
     assert Mesh.parse("ps=2,dp=3 of 6") == mesh.filled  # none is vacant
+
+
+@pytest.mark.parametrize("size", ["9" * 5000, "\u0663", ""])
+def test_a_size_that_is_no_count_is_refused(size):
+    with pytest.raises(MeshError, match="Cannot read"):
+        Mesh.parse(f"dp={size}")
