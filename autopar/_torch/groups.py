@@ -61,6 +61,9 @@ def all_gather(x: Tensor, size: int, group: str) -> Tensor:
 def reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
     """This rank's part of the sum of `x` over the group, cut along dim 0."""
     ops = torch.ops._c10d_functional
+    if x.is_complex():
+        pairs = torch.view_as_real(x).contiguous()
+        return torch.view_as_complex(reduce_scatter(pairs, size, group))
     return ops.wait_tensor(ops.reduce_scatter_tensor(x, "sum", size, group))
 
 
@@ -96,12 +99,17 @@ def start_all_reduce(x: Tensor, group: dist.ProcessGroup) -> dist.Work:
 
 def start_all_gather(result: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Starts to concatenate the `x` of all ranks into `result`. Both tensors are flat."""
-    return group._allgather_base(result, x)
+    return group._allgather_base(_as_real(result), _as_real(x))
 
 
 def start_reduce_scatter(result: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Starts to sum `x` over the group; this rank's part of the sum is written to `result`. Both tensors are flat."""
-    return group._reduce_scatter_base(result, x, dist.ReduceScatterOptions())
+    return group._reduce_scatter_base(_as_real(result), _as_real(x), dist.ReduceScatterOptions())
+
+
+def _as_real(x: Tensor) -> Tensor:
+    """A flat tensor, and of complex numbers a view of it as pairs, which every backend moves and adds."""
+    return torch.view_as_real(x).view(-1) if x.is_complex() else x
 
 
 def start_all_to_all(result: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:

@@ -135,9 +135,18 @@ def place_buffers(model: nn.Module, world: World) -> None:
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                placed = _real(buffer.detach(), world)
-                world.broadcast(placed)
-                module._buffers[name] = placed
+                module._buffers[name] = _first_ranks_buffer(buffer.detach(), world)
+
+
+def _first_ranks_buffer(buffer: Tensor, world: World) -> Tensor:
+    """The first rank's values of a buffer, as a new tensor on the device; sparse ones travel as dense ones."""
+    if buffer.layout == torch.strided:
+        placed = _real(buffer, world)
+        world.broadcast(placed)
+        return placed
+    dense = _real(buffer.to_dense(), world)
+    world.broadcast(dense)
+    return dense.to_sparse(layout=buffer.layout)
 
 
 def _own(module: nn.Module) -> dict[str, Tensor]:

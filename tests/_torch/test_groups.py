@@ -37,6 +37,16 @@ def test_functional_collectives_of_one_rank_return_their_input(group):
     assert torch.equal(_torch.start_exchange_rows(X, [2], [2], name)(), X)
 
 
+def test_complex_numbers_are_gathered_and_summed_as_pairs(group):
+    x, result = torch.tensor([1 + 2j, 3 - 4j]), torch.zeros(2, dtype=torch.complex64)
+    _torch.start_all_gather(result, x, group).wait()
+    assert torch.equal(result, x)
+    result.zero_()
+    _torch.start_reduce_scatter(result, x, group).wait()
+    assert torch.equal(result, x)
+    assert torch.equal(_torch.reduce_scatter(x, 1, group_name(group)), x)
+
+
 def test_started_collectives_leave_their_result(group):
     x, result = X.flatten().clone(), torch.zeros(6)
     _torch.start_all_reduce(x, group).wait()
