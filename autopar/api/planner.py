@@ -44,6 +44,7 @@ from autopar.planning.likeness import likeness, model_lines
 from autopar.planning.planning import (
     Prepared,
     are_given_by_micro_batches,
+    has_no_rows,
     has_same_ops,
     in_parts,
     make_plan,
@@ -368,6 +369,11 @@ class Planner:
         assert self._mesh is not None, "there was a first program"
         mesh, graph = without_pipeline(self._mesh), prepared.analysis.graph
         parameters = with_unused(fixed.parameters, prepared, mesh)
+        if fixed.pipeline is None and has_no_rows(prepared):
+            return replace(
+                unsplit_plan(prepared, mesh, parameters, micro_batches),
+                meeting=self._request.meeting,
+            )
         count = None if is_open and fixed.pipeline is None else micro_batches
         request = self._request.of_micro_batches(count).but(
             mesh=mesh, recipe=with_inner_axes(self._request.inside, mesh, self._request.mesh),

@@ -464,6 +464,12 @@ def _obstacle(op: Op, labels: Labels, mesh: Mesh) -> str:
     return f"{op.name} ({op.kind}) cannot be split as it was"
 
 
+def has_no_rows(prepared: Prepared) -> bool:
+    """Whether a batch has no rows: there is nothing to split."""
+    graph = prepared.analysis.graph
+    return any(graph.tensors[name].shape[:1] == (0,) for name in graph.inputs.values())
+
+
 def unsplit_plan(
     prepared: Prepared, mesh: Mesh, parameters: Mapping[str, ParameterPlan], micro_batches: int
 ) -> Plan:

@@ -7,7 +7,8 @@ ranks, and parts differ. With batch="local" every rank always gives its own part
 [Note: drift] Samplers that start with the same order may later differ between ranks, for instance from the second epoch
 on. Comparing every batch would copy its values from the device each time. So among the steps' batches with a known
 whole shape, the ranks compare only batches 1, 2, 4, 8 and so on. If batches differ from number n on, a StepError is
-raised before number 2n. Forwards are not compared, because a single rank may run one by itself.
+raised before number 2n. Forwards are compared likewise where ranks take parts of the batch; one that no rank cuts may
+be run by a single rank alone.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class BatchShapes:
         self._is_local, self._ranks = batch == "local", ranks
         self._comparison = comparison
         self._gives_parts = False  # whether ranks have given parts of batches
-        self._wholes = 0  # number of steps with a batch of a known whole shape
+        # Numbers of steps (True) and of forwards that are cut, with a batch of a known whole shape.
+        self._wholes = {True: 0, False: 0}
         self._cuts: dict[str, Shape] = {}  # path of an input -> how the first program cuts its dims
 
     def whole(
@@ -72,8 +74,9 @@ class BatchShapes:
         forms = [form(arguments, r.shapes, r.parts) for r in known]
         as_part = next((r.shapes for r, f in zip(known, forms, strict=True) if f == "part"), None)
         if "whole" in forms and as_part is None and not self._gives_parts:
-            if is_step:
-                self._refuse_drift(arguments)
+            fitting = [r for r in known if r.shapes == arguments.shapes]
+            if is_step or any(r.parts != r.shapes for r in fitting):
+                self._refuse_drift(arguments, is_step=is_step)
             return arguments.shapes
         if as_part is not None and "whole" not in forms and self._gives_parts:
             return as_part
@@ -85,10 +88,10 @@ class BatchShapes:
         self._gives_parts = True
         return found
 
-    def _refuse_drift(self, arguments: Arguments) -> None:
+    def _refuse_drift(self, arguments: Arguments, *, is_step: bool) -> None:
         """Raises StepError if the batch is one of those that ranks compare, and differs; see [Note: drift]."""
-        self._wholes += 1
-        is_compared = self._wholes.bit_count() == 1  # a power of two
+        self._wholes[is_step] += 1
+        is_compared = self._wholes[is_step].bit_count() == 1  # a power of two
         if is_compared and not self.compare(arguments, arguments.digest):
             raise _differences(arguments)
 

@@ -278,3 +278,34 @@ def test_programs_are_bounded_and_planned_once(two_ranks: Ranks) -> None:
     )
     assert (count, said, alike) == (2, [], True)
     assert worst < 1e-12
+
+
+class _Odd(nn.Module):
+    """A complex parameter in shards, and a sparse buffer that training does not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(16.0).reshape(4, 4).to(torch.complex64))
+        self.register_buffer("heads", torch.eye(4).to_sparse(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(torch.complex64) @ self.weight).abs().square().sum()
+
+
+@captured_once()
+def of_no_rows() -> tuple[list[float], bool, str]:
+    """Losses of a batch and of one without rows, whether the sparse buffer stayed, and the error of forwards."""
+    made = autopar.compile(_Odd(), mesh={"dp": 2}, recipe="zero3")
+    losses = [made.step(x).item() for x in (torch.ones(4, 4), torch.ones(0, 4))]
+    outside = autopar.compile(nn.Linear(4, 1), mesh={"dp": 2}, recipe="ddp")
+    outside(torch.ones(4, 4)).mean().backward()
+    with pytest.raises(autopar.StepError, match="different values in a batch") as found:
+        outside(torch.full((4, 4), float(dist.get_rank()))).mean().backward()
+    return losses, torch.equal(made.heads.to_dense(), torch.eye(4)), str(found.value)
+
+
+def test_no_rows_sparse_buffers_and_complex_shards_are_as_in_one_process(two_ranks: Ranks) -> None:
+    expected = [_Odd()(x).item() for x in (torch.ones(4, 4), torch.ones(0, 4))]
+    for losses, is_sparse, refused in two_ranks.run(of_no_rows):
+        assert losses == pytest.approx(expected) and is_sparse
+        assert 'batch="local"' in refused
