@@ -229,6 +229,13 @@ def _require_scalar_loss(captured: Captured, loss_fn: LossFunction | None) -> No
     if loss_fn is None:
         if has_extras:  # the first was put last, as a loss is
             shapes = [*shapes[-1:], *shapes[:-1]]
+        if has_extras and [] in shapes[1:]:
+            place = shapes.index([])
+            raise NoLossError(
+                f"`step` needs a loss: the model returns tensors of shapes {shapes}, of which number {place} is one "
+                f"scalar, and the loss comes first. If that is the loss, pass loss_fn=lambda found: found[{place}] to "
+                f"autopar.compile, or run backward of it yourself: model(...)[{place}].backward()."
+            )
         raise NoLossError(
             f"`step` needs a loss: the model returns tensors of shapes {shapes}, the first of which is not one scalar, "
             "and no loss function was given. Pass loss_fn=... to autopar.compile, or return the loss first: "

@@ -97,7 +97,9 @@ _PLAIN = (str, int, float, bool, type(None))
 
 def _kind(x: Any) -> Hashable:
     """What a capture sees of an entry of a batch; a value that is no tensor is itself a part of the graph."""
-    return (x.shape, x.dtype, x.requires_grad) if isinstance(x, Tensor) else (type(x), repr(x))
+    if isinstance(x, Tensor):
+        return x.shape, x.dtype, x.device, x.requires_grad
+    return type(x), repr(x)
 
 
 def _key(
