@@ -7,8 +7,8 @@ ranks, and parts differ. With batch="local" every rank always gives its own part
 [Note: drift] Samplers that start with the same order may later differ between ranks, for instance from the second epoch
 on. Comparing every batch would copy its values from the device each time. So among the steps' batches with a known
 whole shape, the ranks compare only batches 1, 2, 4, 8 and so on. If batches differ from number n on, a StepError is
-raised before number 2n. Forwards are compared likewise where ranks take parts of the batch; one that no rank cuts may
-be run by a single rank alone.
+raised before number 2n. Forwards are compared likewise where ranks take parts of the batch and gather the results;
+others a single rank may run by itself.
 """
 
 from __future__ import annotations
@@ -44,9 +44,13 @@ class BatchShapes:
         batch: whether a rank gives the batch of all ranks, or its own part of it.
         comparison: gathers the values of all ranks.
         ranks: number of ranks that share a batch.
+        gathers: whether all ranks gather the results of a forward.
     """
 
-    def __init__(self, batch: Batch, comparison: Comparison, ranks: int) -> None:
+    def __init__(
+        self, batch: Batch, comparison: Comparison, ranks: int, *, gathers: bool = False
+    ) -> None:
+        self._gathers = gathers
         self._is_local, self._ranks = batch == "local", ranks
         self._comparison = comparison
         self._gives_parts = False  # whether ranks have given parts of batches
@@ -75,7 +79,7 @@ class BatchShapes:
         as_part = next((r.shapes for r, f in zip(known, forms, strict=True) if f == "part"), None)
         if "whole" in forms and as_part is None and not self._gives_parts:
             fitting = [r for r in known if r.shapes == arguments.shapes]
-            if is_step or any(r.parts != r.shapes for r in fitting):
+            if is_step or (self._gathers and any(r.parts != r.shapes for r in fitting)):
                 self._refuse_drift(arguments, is_step=is_step)
             return arguments.shapes
         if as_part is not None and "whole" not in forms and self._gives_parts:

@@ -63,7 +63,12 @@ class ModulePrograms:
         self.kept = KeptPrograms()
         replicas = settings.replicas
         self.comparison = Comparison(settings.timeout_seconds, replicas.ranks if replicas else None)
-        self._shapes = BatchShapes(settings.batch, self.comparison, settings.batch_ranks)
+        self._shapes = BatchShapes(
+            settings.batch,
+            self.comparison,
+            settings.batch_ranks,
+            gathers=settings.outputs == "whole",
+        )
         self.seeds = Seeds()
         self.optimizer = HeldOptimizer()
         self.plan: Plan | None = None
