@@ -106,7 +106,8 @@ class StageSeconds:
             exposed = seconds - item.count * item.hidden_seconds
             row[_COLUMNS[kind_of_work(item)]] = exposed
         row[_WAITS] = max(0.0, late) if item.kernels else 0.0
-        row[_AHEAD] = late
+        # The host must also issue what the device hides behind compute.
+        row[_AHEAD] = late + (0.0 if item.resource == COMPUTE else item.count * item.hidden_seconds)
         return row
 
     def directions(

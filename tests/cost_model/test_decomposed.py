@@ -11,11 +11,13 @@ from torch import nn
 import autopar
 from autopar.cost_model import find_cluster, find_hardware
 from autopar.cost_model.items import COMPUTE, Item
+from autopar.cost_model.software import Software
 from autopar.errors import AutoparError
 from autopar.ir import Graph, Mesh, Plan
 from autopar.ops.decomposed import gather_products, product_scatter
 from autopar.passes import decompose_products
-from autopar.pipeline.composed import step_of
+from autopar.pipeline.composed import composed, step_of
+from autopar.pipeline.stage_costs import StageTables
 from autopar.planning.planning import Prepared, prepare_step, search_step
 from autopar.program.program import build_program
 from autopar.program.slices import gathered_again
@@ -115,6 +117,21 @@ def test_a_slice_that_comes_back_in_panels_takes_two_of_them() -> None:
         back[()]["linear_2"] == 8 * 4 * 64 * 4 // 2
     )  # the whole operand of a rank: y splits the batch
     assert back["x",]["linear_2"] == back[()]["linear_2"] / 2
+
+
+def test_the_table_of_stages_prices_a_decomposed_step_of_a_slow_host_as_the_step_does() -> None:
+    """The host must also issue what pieces hide: without that, the table was below the step."""
+    found, software = explained("x"), Software(hides=0.7, runs_ahead=True)
+    for host_seconds in (0.0, 3e-5, 3e-4):
+        hardware = replace(CLUSTER.hardware, host_seconds=host_seconds)
+        step = composed(found.graph, found.plan, hardware, software=software)
+        table = StageTables(
+            found.graph, found.plan, hardware, world=found.plan.mesh, software=software
+        ).at(found.plan.recompute)
+        one = table.stage(0, table.blocks)
+        each = one.forward_seconds + one.backward_seconds
+        seconds = found.plan.micro_batches * each + float(table.once_seconds[0, -1])
+        assert seconds + software.step_seconds == pytest.approx(step.step_seconds, rel=1e-9)
 
 
 def test_a_plan_says_where_there_is_nothing_to_decompose() -> None:
