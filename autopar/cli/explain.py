@@ -43,8 +43,9 @@ Examples:
 @click.option("--trace", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
               help="Write the predicted step as a Chrome trace, for Perfetto.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@click.option("--verbose", "is_verbose", is_flag=True, help="Also say which sizes no axis divides.")
 def explain_command(
-    target: str, save: Path | None, html: Path | None, trace: Path | None, as_json: bool,
+    target: str, save: Path | None, html: Path | None, trace: Path | None, as_json: bool, is_verbose: bool,
     **given: Any,
 ) -> None:  # fmt: skip
     check_output(save, html, trace)
@@ -52,7 +53,9 @@ def explain_command(
         asked = question(target, progress, given, tries_batches=True)
         found = best_batch(asked) if given["batch"] == AUTO else asked.answer()
         progress("writing the report")
-        page = page_of(found, target, save, has_document=as_json or html is not None)
+        page = page_of(
+            found, target, save, has_document=as_json or html is not None, is_verbose=is_verbose
+        )
     if save is not None:
         assert found.request is not None, "an answer has its request, which names the batch"
         asked.on(found.request).whole_plan(found.plan).save(save)

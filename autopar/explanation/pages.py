@@ -20,6 +20,7 @@ from autopar.explanation.launch import asked, launch
 from autopar.explanation.owned import owner_sentences
 from autopar.explanation.report import collectives, described
 from autopar.ir import Graph, Tier, with_pipeline
+from autopar.ir.note import kind_of
 from autopar.ir.recompute import words_of_recompute
 from autopar.ir.saved import words_of_saved
 from autopar.search.notes import unruled_lines
@@ -28,7 +29,12 @@ from autopar.views import BlockNode, Formula, Page, RooflinePoint
 
 
 def page_of(
-    explanation: Explanation, title: str, saved: Path | None = None, *, has_document: bool = True
+    explanation: Explanation,
+    title: str,
+    saved: Path | None = None,
+    *,
+    has_document: bool = True,
+    is_verbose: bool = False,
 ) -> Page:
     """Everything there is to show of a plan.
 
@@ -37,9 +43,12 @@ def page_of(
         title: name of the model.
         saved: the file that the plan was saved in; None if it was not saved.
         has_document: whether the page comes with its JSON, which takes as long as the rest.
+        is_verbose: whether notes also say which sizes no axis divides.
     """
+    page = _page(explanation, title)
     page = dataclasses.replace(
-        _page(explanation, title),
+        page,
+        notes=tuple(note for note in page.notes if is_verbose or kind_of(note) != "undivided"),
         asked=asked(explanation, title),
         launch=(
             *_found_batch(explanation),
@@ -310,8 +319,8 @@ def _caveats(e: Explanation) -> tuple[str, ...]:
     guessed = [n for n, source in e.cluster.hardware.sources if source.kind == "guess"]
     if "host_seconds" in guessed:
         notes.append(
-            f"Nobody measured {e.cluster.hardware.name} here: what eager kernels reach of it is a guess "
-            "from published runs. `autopar calibrate` measures it."
+            f"{e.cluster.hardware.name.upper()} kernel efficiency is estimated from published runs; "
+            "'autopar calibrate' measures it on your machine."
         )
     lines = unruled_lines(e.graph, e.plan, e.cluster.hardware)
     notes += [f"{line[0].upper()}{line[1:]}." for line in lines]

@@ -16,9 +16,10 @@ from rich.text import Text
 from autopar.cost_model.items import COMPUTE, Item
 from autopar.cost_model.step import Step
 from autopar.ir import EXCHANGED, Graph, Mesh, Op, Plan, owner_of
+from autopar.ir.parameter_plan import PARAMETER_WORDS
 from autopar.ir.recompute import words_of_recompute
 from autopar.ir.saved import words_of_saved
-from autopar.units import format_bytes, format_seconds
+from autopar.units import counted, format_bytes, format_seconds
 from autopar.views.terminal import Screen
 
 _T = TypeVar("_T")
@@ -129,7 +130,7 @@ def _axis_line(plan: Plan, graph: Graph, axis: int, words: Words) -> str:
     stored: Counter[str] = Counter()
     for parameter in plan.parameters:
         stored[_kept(plan, graph, parameter, axis)] += graph.stands_for.get(parameter, 1)
-    ops = ", ".join(f"{factor} ({count} ops)" for factor, count in split.most_common(6))
+    ops = ", ".join(f"{factor} ({counted(count, 'op')})" for factor, count in split.most_common(6))
     kept = ", ".join(f"{count} {how}" for how, count in stored.most_common())
     return f"{name}={size} splits {ops or 'no op'}; parameters: {kept}"
 
@@ -142,8 +143,8 @@ def _kept(plan: Plan, graph: Graph, name: str, axis: int) -> str:
     if stage == 3 and plan.mesh.names[axis] not in _gathered_axes(
         plan, graph, graph.parameters[name]
     ):
-        return "split and used so"
-    return ZERO_NAMES.get(stage, "whole")
+        return "tensor-parallel"
+    return PARAMETER_WORDS.get(stage, "replicated")
 
 
 def op_table(plan: Plan, graph: Graph, words: Words = NO_WORDS) -> Table:

@@ -18,6 +18,7 @@ NoteKind = Literal[
     "decomposed",
     "overlap",
     "micro-batches",
+    "undivided",
 ]
 NOTE_KINDS: tuple[str, ...] = get_args(NoteKind)
 
@@ -36,7 +37,7 @@ class Note(str):
             what is stored outside the devices. "replicas" and "versions": differences from training on a single
             device. "owners": parameters that single ranks store. "decomposed": axes along which collectives run piece
             by piece. "overlap": micro-batches that take turns. "micro-batches": the reason for a number of them that
-            nobody asked for. "": anything else.
+            nobody asked for. "undivided": dims that an axis does not divide. "": anything else.
     """
 
     kind: str

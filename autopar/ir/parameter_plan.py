@@ -10,6 +10,9 @@ from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.tier import Tier, TieredLayout, format_place, is_farther
 
+# What is said of parameters by their ZeRO stage along an axis; of stage 0 they are replicated.
+PARAMETER_WORDS = {1: "ZeRO-1", 2: "ZeRO-2", 3: "sharded (ZeRO-3)"}
+
 Reduction = Literal["step", "micro_batch"]
 
 

@@ -198,10 +198,10 @@ def words_of_recompute(recompute: Recompute) -> str:
     if isinstance(recompute, Selection):
         return _words_of_selection(recompute)
     if isinstance(recompute, str):
-        return "layers run again in backward" if recompute == "full" else ""
+        return "all layers recomputed in backward" if recompute == "full" else ""
     if recompute == 1:
-        return "the first block of every stage runs again in backward"
-    return f"the first {recompute} blocks of every stage run again in backward"
+        return "the first block of every stage recomputed in backward"
+    return f"the first {recompute} blocks of every stage recomputed in backward"
 
 
 def _words_of_selection(selection: Selection) -> str:

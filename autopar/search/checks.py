@@ -62,11 +62,8 @@ def check_used(graph: Graph, plan: Plan, recipes: Sequence[Recipe]) -> None:
         if _shards_parameters(plan, recipe, position):
             continue
         if not any(choice.splits and _is_own(graph, recipe, choice) for choice in split):
-            raise SearchError(
-                f"The recipe {recipe.name} splits nothing along {axis}={size}: "
-                f"{_splittable(graph, recipe)}"
-                + ("" if _own(recipe) else f" {_about_batch(graph, axis, size)}")
-            )
+            words = f"The recipe {recipe.name} splits nothing along {axis}={size}: {_splittable(graph, recipe)}"
+            raise SearchError(words if _own(recipe) else _about_batch(graph, words, axis, size))
 
 
 def _shards_parameters(plan: Plan, recipe: Recipe, position: int) -> bool:
@@ -75,14 +72,14 @@ def _shards_parameters(plan: Plan, recipe: Recipe, position: int) -> bool:
     return asks and any(each.storage[position].kind == "S" for each in plan.parameters.values())
 
 
-def _about_batch(graph: Graph, axis: str, size: int) -> str:
-    """Words for errors: which dims are the batch, and how to change this."""
-    found = [
-        f"dim {dim} of {name} (size {math.prod(graph.tensors[tensor].dims[dim])})"
+def _about_batch(graph: Graph, words: str, axis: str, size: int) -> str:
+    """The error of a batch that is not split: its size, or `words` with the dims that are the batch, and what helps."""
+    found = {
+        f"dim {dim} of {name}": math.prod(graph.tensors[tensor].dims[dim])
         for name, tensor in graph.inputs.items()
         for dim, factors in enumerate(graph.tensors[tensor].factors)
         if any(is_batch(graph.factors[factor].roles) for factor in factors)
-    ]
+    }
     able = (
         (op.name, c.label)
         for op in graph.ops
@@ -93,11 +90,15 @@ def _about_batch(graph: Graph, axis: str, size: int) -> str:
     rings = [c for op in graph.ops for c in op.choices if EXCHANGED in c.label]
     lengths = [c.size for c in rings if is_seq(graph.factors[c.factor].roles)]
     by_sequence = "'cp', which splits the sequence, or " * any(x % size == 0 for x in lengths)
+    else_ = f"take the recipe {by_sequence}'auto', which may split any dim{pin}."
+    if found and all(each % size for each in found.values()):
+        each = next(iter(found.values()))
+        return f"Batch size {each} is not divisible by {axis}={size}. Use a multiple of {size}, or {else_}"
+    dims = ", ".join(f"{dim} (size {each})" for dim, each in [*found.items()][:4])
     return (
-        f"Here the batch is {', '.join(found[:4]) or 'no dim above size 1'}. It is dim 0 of an input, unless all ops "
+        f"{words} Here the batch is {dims or 'no dim above size 1'}. It is dim 0 of an input, unless all ops "
         "that know theirs (recurrent layers, attention, convolutions) have another dim for it. Put the samples into "
-        f"dim 0 (batch_first=True in torch.nn), in a number that {size} divides; or take the recipe "
-        f"{by_sequence}'auto', which may split any dim{pin}."
+        f"dim 0 (batch_first=True in torch.nn), in a number that {size} divides; or {else_}"
     )
 
 

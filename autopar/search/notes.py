@@ -10,9 +10,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from autopar.cost_model import Hardware, unruled
 from autopar.cost_model.compute import FUSED_ATTENTION
-from autopar.ir import EXCHANGED, Graph, Op, ParameterPlan, Plan, R, State
+from autopar.ir import EXCHANGED, Graph, Op, ParameterPlan, Plan, State
 from autopar.ir.meeting import ALONE
 from autopar.ir.note import Note
+from autopar.ir.parameter_plan import PARAMETER_WORDS
 from autopar.pipeline.composed import StepCost
 from autopar.search.recipe_rows import is_model
 from autopar.search.recipes import format_recipe, resolve, split_recipe
@@ -78,11 +79,13 @@ def _exchanging(plan: Plan, ops: Sequence[Op]) -> str:
 def _axis_line(graph: Graph, plan: Plan, axis: int) -> str:
     axis_name, size = plan.mesh.axes[axis]
     split = Counter(
-        _any_layer(choice.factor or choice.label)
+        _place_of(choice.factor or choice.label)
         for op in graph.ops
         if (choice := op.choice(plan.ops[op.name][axis])).splits
     )
-    factors = ", ".join(f"{factor} ({count} ops)" for factor, count in split.most_common(6))
+    factors = ", ".join(
+        f"{factor} ({counted(count, 'op')})" for factor, count in split.most_common(6)
+    )
     uses = _parameter_uses(graph, plan, axis)
     stages = Counter(_stage(how, uses[name], axis) for name, how in plan.parameters.items())
     stored = ", ".join(f"{count} {kind}" for kind, count in sorted(stages.items()))
@@ -92,20 +95,15 @@ def _axis_line(graph: Graph, plan: Plan, axis: int) -> str:
 _LARGE = 0.05  # smallest part of the bytes of all parameters that is worth a note
 
 
-def undivided_lines(graph: Graph, plan: Plan) -> tuple[str, ...]:
-    """Lines on large dims, and heads of attention, whose sizes an axis does not divide although it may split them.
-
-    Each line says how the parameters are stored, what the ops split instead, and which size the axis would divide.
-    """
+def undivided_lines(graph: Graph, plan: Plan) -> tuple[Note, ...]:
+    """Lines on large dims, and heads of attention, that an axis may split and does not divide: one line for each."""
     may = [
         row.may is None or is_model in row.may
         for row in resolve(split_recipe(plan.recipe)[1], plan.mesh)
     ]
     large, heads = _large_factors(graph), head_factors(graph)
     return tuple(
-        _undivided_line(
-            graph, plan, axis, factors, "heads of attention" if factors[0] in heads else ""
-        )
+        Note(_undivided_line(graph, plan, axis, factors, factors[0] in heads), "undivided")
         for axis, (_, size) in enumerate(plan.mesh.axes)
         if may[axis]
         for factors in _by_layer(graph, large | heads)
@@ -156,33 +154,38 @@ def _by_layer(graph: Graph, factors: Iterable[str]) -> list[list[str]]:
 
 
 def _undivided_line(
-    graph: Graph, plan: Plan, axis: int, factors: Sequence[str], meaning: str
+    graph: Graph, plan: Plan, axis: int, factors: Sequence[str], is_heads: bool
 ) -> str:
     (axis_name, parts), size = plan.mesh.axes[axis], graph.factors[factors[0]].size
-    stored: Counter[str] = Counter()
-    for name, tensor in graph.parameters.items():
-        if any(f in factors for dim in graph.tensors[tensor].factors for f in dim):
-            state = plan.parameters[name].storage[axis]
-            stored[f"{_any_layer(name)} {'whole' if state == R else f'as {state}'}"] += 1
-    able = [op for op in graph.ops if any(c.factor in factors for c in op.choices)]
     taken: Counter[str] = Counter()
-    for op in able:
-        factor = _any_layer(op.choice(plan.ops[op.name][axis]).factor) or "nothing"
-        taken[factor] += graph.stands_for.get(op.name, 1)
-    instead = ", ".join(f"{name} ({counted(n, 'op')})" for name, n in taken.most_common(3))
-    more = f" and {len(stored) - 3} more" if len(stored) > 3 else ""
-    lies = (", ".join([*stored][:3]) or "no parameter") + more
-    above = -(-size // parts) * parts
-    words = f" ({meaning})" if meaning else ""
-    remedy = f"{above} would be split"
-    if not meaning and _is_vocabulary(graph, factors):
-        remedy = f"padded to {above} (resize_token_embeddings({above})) it would be split"
-    if inner := _two_axes(graph, factors, parts):
-        remedy += f", or two axes in place of {axis_name} split it with what follows it: {inner}"
-    return (
-        f"{axis_name}={parts} does not divide {_any_layer(factors[0])} of size {size}{words}: along it lie "
-        f"{lies}, and the ops that could split it split {instead}; {remedy}"
+    for op in graph.ops:
+        if any(choice.factor in factors for choice in op.choices):
+            factor = op.choice(plan.ops[op.name][axis]).factor
+            taken[_place_of(factor) if factor else ""] += graph.stands_for.get(op.name, 1)
+    instead = next(
+        (f" is split by {each} instead" for each in _most(taken) if each), " is not split"
     )
+    above = -(-size // parts) * parts
+    remedy = f"{above} would be split"
+    if is_heads:
+        what, whose = f"{size} attention heads", "attention"
+    elif _is_vocabulary(graph, factors):
+        what, whose = f"A vocabulary of {size}", "it"
+        remedy = f"pad it to {above}, with resize_token_embeddings({above})"
+    else:
+        what, whose = f"Size {size} ({_place_of(factors[0])})", "it"
+    if inner := _two_axes(graph, factors, parts):
+        remedy += f", or two axes {inner} in place of {axis_name}"
+    return f"{what} cannot be split over {axis_name}={parts}, so {whose}{instead}; {remedy}."
+
+
+def _most(taken: Counter[str]) -> list[str]:
+    return [name for name, _ in taken.most_common()]
+
+
+def _place_of(factor: str) -> str:
+    """A factor for people: `batch`, or `dim 0 of layers.*.query.weight` for `layers.3.query.weight[0].0`."""
+    return re.sub(r"(.*)\[(\d+)\](\.\d+)?", r"dim \2 of \1", _any_layer(factor))
 
 
 def _two_axes(graph: Graph, factors: Sequence[str], parts: int) -> str:
@@ -235,8 +238,8 @@ def _stage(how: ParameterPlan, uses: set[State], axis: int) -> str:
         return "stored on one rank"
     stage = how.zero_stage(axis)
     if stage == 3:
-        return "used as stored" if uses <= {how.storage[axis]} else "ZeRO-3"
-    return "replicated" if stage == 0 else f"ZeRO-{stage}"
+        return "tensor-parallel" if uses <= {how.storage[axis]} else PARAMETER_WORDS[3]
+    return PARAMETER_WORDS.get(stage, "replicated")
 
 
 def _time_line(cost: StepCost, hardware: Hardware) -> str:

@@ -215,11 +215,9 @@ def note_of_parts(found: Sequence[Planned], *, is_given: bool = False) -> Note:
     if first is not best:
         fewer, whole_seconds = first.plan.micro_batches, first.price.step_seconds
         return Note(
-            f"{count}, because a step then takes {format_seconds(seconds)} in place of {format_seconds(whole_seconds)} "
-            f"in {fewer}; micro_batches={fewer} insists",
+            f"{count}: a step takes {format_seconds(seconds)}, and {format_seconds(whole_seconds)} with {fewer} "
+            f"(micro_batches={fewer} insists)",
             "micro-batches",
         )
-    why = (
-        "nothing was found to fit in fewer" if is_given else "that was found fastest in this memory"
-    )
-    return Note(f"{count}, because {why}", "micro-batches")
+    why = "fewer do not fit" if is_given else "the fastest number that fits"
+    return Note(f"{count}: {why} in memory", "micro-batches")

@@ -203,7 +203,7 @@ def test_recomputed_layers_run_forward_twice() -> None:
     assert part(again, "forward") == pytest.approx(part(kept, "forward"))
     assert part(again, "backward")["compute"] > part(kept, "backward")["compute"]
     assert "hidden behind compute" not in part(again, "backward")
-    assert "layers run again in backward" in again.simulated.sentences[0]
+    assert "all layers recomputed in backward" in again.simulated.sentences[0]
 
 
 def test_questions_go_to_the_schedule_or_to_the_closed_form(e: Explanation) -> None:

@@ -180,7 +180,7 @@ def in_parts(kind: type[Deep]) -> tuple[int, str, list[str], list[float]]:
 def test_a_step_that_is_faster_in_parts_gives_the_results_of_one_process(two_ranks: Ranks) -> None:
     for count, recompute, notes, far in two_ranks.run(in_parts, Deep):
         assert count == 2 and recompute == "none"
-        assert len(notes) == 1 and notes[0].startswith("2 micro-batches, because a step then takes")
+        assert len(notes) == 1 and notes[0].startswith("2 micro-batches: a step takes")
         assert notes[0].endswith("; micro_batches=1 insists")
         assert max(far) < 1e-12
 

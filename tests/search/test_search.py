@@ -261,7 +261,7 @@ def test_an_axis_that_divides_nothing_says_which_sizes_are_close() -> None:
 def test_a_recipe_that_splits_nothing_says_what_it_would_split() -> None:
     with pytest.raises(SearchError) as error:
         search(mlp(batch=3), {"x": 2}, hardware=TOY, recipe="ddp")
-    assert "ddp splits nothing along x=2: it splits b of size 3" in str(error.value)
+    assert "Batch size 3 is not divisible by x=2. Use a multiple of 2, or take" in str(error.value)
 
 
 def test_too_little_memory_says_by_how_much_and_what_would_help() -> None:
