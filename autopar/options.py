@@ -1,6 +1,6 @@
 """Options: what people may ask, described once for Python, the command line and the docs.
 
-    micro_batches: int | None = option(None, flag="--micro-batches", metavar="N")
+    micro_batches: int | None = option(None, metavar="N")
 
 A dataclass with such fields, each described under `Attributes:` of its docstring, gives `autopar.compile` and
 `autopar.explain` their keyword arguments, the command line its flags (`autopar.cli.options`), and the docs their table
@@ -86,15 +86,18 @@ def option(default: Any, **how: Any) -> Any:
 
 
 def options_of(*kinds: Any) -> dict[str, Option]:
-    """The options among the fields of dataclasses, by name."""
+    """The options among the fields of dataclasses, by name; those of one that `has_flags` have a flag of that name."""
     return {
         field.name: Option(
-            field.name, _default(field), help.get(field.name, ""), **field.metadata["option"]
+            field.name, _default(field), help.get(field.name, ""), **flag | field.metadata["option"]
         )
         for kind in kinds
         for help in [_described(kind)]
         for field in dataclasses.fields(kind)
         if "option" in field.metadata
+        for flag in [
+            {"flag": f"--{field.name.replace('_', '-')}"} if hasattr(kind, "has_flags") else {}
+        ]
     }
 
 

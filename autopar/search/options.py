@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from autopar.cost_model.items import FULL, TrainingState
 from autopar.errors import AutoparError, MeshError, PlanError, RecipeError, did_you_mean
@@ -132,24 +132,24 @@ class PlanOptions:
     that does not exist.
     """
 
+    has_flags: ClassVar = True
+
     mesh: Mesh | None = option(
-        None, flag="--mesh", metavar="AXES", parse=_unless_none(Mesh.of), serves_backend=True
+        None, metavar="AXES", parse=_unless_none(Mesh.of), serves_backend=True
     )
-    micro_batches: int | None = option(None, flag="--micro-batches", metavar="N")
-    schedule: str | None = option(None, flag="--schedule", choices=tuple(PLACEMENTS))
-    chunks: int | None = option(None, flag="--chunks", metavar="V")
+    micro_batches: int | None = option(None, metavar="N")
+    schedule: str | None = option(None, choices=tuple(PLACEMENTS))
+    chunks: int | None = option(None, metavar="V")
     recompute: RecomputeWish | None = option(
         None,
-        flag="--recompute",
         metavar="none|full|partitioned|offloaded|N|PART",
         parse=lambda given: parse_wish(given) if isinstance(given, str) else given,
     )
     stages: tuple[int, ...] | None = option(
-        None, flag="--stages", metavar="N", repeats=True, parse=listed_depths, is_limit=True
+        None, metavar="N", repeats=True, parse=listed_depths, is_limit=True
     )
     recipe: RecipeLike = option(
         "auto",
-        flag="--recipe",
         metavar="R",
         write=lambda given: (format_recipe(given),),
         is_limit=True,
@@ -168,18 +168,10 @@ class PlanOptions:
         (), flag="--keep-inside-node", choices=AXES, repeats=True, parse=listed_names, is_limit=True
     )
     decompose: tuple[str, ...] = option(
-        (),
-        flag="--decompose",
-        metavar="AXES",
-        parse=listed_names,
-        write=lambda given: (",".join(given),),
+        (), metavar="AXES", parse=listed_names, write=lambda given: (",".join(given),)
     )
-    overlap_batches: int = option(
-        1, flag="--overlap-batches", metavar="N", parse=lambda given: 1 if given is None else given
-    )
-    offload: bool | None = option(
-        None, flag="--offload", write=lambda given: [""] * bool(given), is_limit=True
-    )
+    overlap_batches: int = option(1, metavar="N", parse=lambda given: 1 if given is None else given)
+    offload: bool | None = option(None, write=lambda given: [""] * bool(given), is_limit=True)
     without: frozenset[str] = option(
         frozenset(),
         flag="--no",
@@ -197,12 +189,12 @@ class PlanOptions:
         is_limit=True,
         is_constraint=False,
     )
-    headroom: float = option(HEADROOM, flag="--headroom", metavar="PART", is_constraint=False)
+    headroom: float = option(HEADROOM, metavar="PART", is_constraint=False)
     precision: MixedPrecision | None = option(
-        None, flag="--precision", metavar="POLICY", parse=MixedPrecision.of, is_constraint=False
+        None, metavar="POLICY", parse=MixedPrecision.of, is_constraint=False
     )
     training_state: TrainingState = option(
-        FULL, flag="--training-state", metavar="WORDS", parse=TrainingState.of, is_constraint=False
+        FULL, metavar="WORDS", parse=TrainingState.of, is_constraint=False
     )
 
     def __post_init__(self) -> None:

@@ -17,11 +17,12 @@ from autopar.cost_model.items import (
     TrainingState,
 )
 from autopar.cost_model.optimizers import OptimizerFormat, StateFormat
-from autopar.cost_model.software import Software, software_for
+from autopar.cost_model.software import Software
 from autopar.errors import AutoparError
 from autopar.models import Transformer
 from benchmarks.accuracy.pricing import SIGNATURE, Family, Shape, cuts_of
 from benchmarks.accuracy.rows import Row, Skip
+from benchmarks.accuracy.runtimes import software_for
 
 # PyTorch FSDP and autocast: parameters in float32, cast to bfloat16 where they are used; the
 # captured graph has them in bfloat16, so float32 masters stand for the stored ones.

@@ -10,11 +10,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from autopar.cost_model.cuts import Cuts
-from autopar.cost_model.software import SOFTWARE, software_for
 from benchmarks.accuracy.cost_model_accuracy import FIGURES, PIPELINE_FIGURES, main
 from benchmarks.accuracy.metrics import Outcome, kendall, oom_accuracy, regret, summary
 from benchmarks.accuracy.pricing import Prediction, price_rows
 from benchmarks.accuracy.rows import Row, Skip, parse
+from benchmarks.accuracy.runtimes import SOFTWARE, software_for
 from benchmarks.accuracy.simulated import layers_of, pipeline_of
 from benchmarks.accuracy.subjects import hardware_of, network_bytes_per_second, subject
 

@@ -14,11 +14,10 @@ from autopar.cost_model.cluster import find_cluster
 from autopar.cost_model.hardware import Source
 from autopar.cost_model.software import (
     AUTOPAR,
-    SOFTWARE,
     named_hardware,
-    software_for,
     with_eager_runs,
 )
+from benchmarks.accuracy.runtimes import SOFTWARE, software_for
 
 
 def test_a_neutral_runtime_leaves_the_machine_as_it_is() -> None:
