@@ -305,8 +305,8 @@ def unruled_lines(graph: Graph, plan: Plan, hardware: Hardware) -> tuple[str, ..
         for each in found
     )
     return (
-        f"run replicated for want of a rule, with a guess of what that costs a step from the bytes they read "
-        f"and write: {kinds}",
+        "no rule says how to split these ops, so every rank runs them whole (cost estimated from the bytes read and "
+        f"written): {kinds}",
     )
 
 
