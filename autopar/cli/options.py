@@ -18,11 +18,11 @@ from autopar.errors import AutoparError, MeshError
 from autopar.explanation.advice import Question
 from autopar.ir import PIPELINE_AXIS, Mesh
 from autopar.options import Option, options_of
-from autopar.search.intents import is_intent
 from autopar.search.options import AXES, PlanOptions
 from autopar.search.progress import Progress
 from autopar.search.recipe_rows import MEETING_RECIPES, PIPELINE_RECIPES, RECIPES
 from autopar.search.request import Request
+from autopar.search.request_filters import is_intent
 from autopar.search.several_axes import SEVERAL_AXES
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -25,7 +25,10 @@ from autopar.explanation.candidate_rows import (
     slower,
 )
 from autopar.explanation.costs import run_of
-from autopar.explanation.elsewhere import (
+from autopar.explanation.few_layers import capture_target, tokens_of, training_state_of, with_graph
+from autopar.explanation.report import axis_lines
+from autopar.explanation.simulated import SimulatedStep
+from autopar.explanation.what_would_change import (
     Change,
     Promise,
     faster_clusters,
@@ -33,9 +36,6 @@ from autopar.explanation.elsewhere import (
     near,
     promised_first,
 )
-from autopar.explanation.few_layers import capture_target, tokens_of, training_state_of, with_graph
-from autopar.explanation.report import axis_lines
-from autopar.explanation.simulated import SimulatedStep
 from autopar.ir import Graph, Plan
 from autopar.ir.batches import captured_batch, with_batch
 from autopar.models.presets import Preset
@@ -43,15 +43,15 @@ from autopar.models.targets import Target, resolve_target
 from autopar.pipeline.composed import composed, step_of
 from autopar.planning.layers import spoken_of_all_layers
 from autopar.planning.planning import Prepared, part_of, search_step
-from autopar.search.candidates import Space
+from autopar.search.candidates import SettingEstimator
 from autopar.search.comparison import compared, smallest
 from autopar.search.given import Planned
-from autopar.search.intents import check_closed_form, expand_pins, has_closed_form
 from autopar.search.notes import undivided_lines
 from autopar.search.pipeline_settings import Priced as PricedPipeline
 from autopar.search.progress import Progress, silent
 from autopar.search.refusals import words_of_reserved
 from autopar.search.request import Request
+from autopar.search.request_filters import check_closed_form, expand_pins, has_closed_form
 from autopar.search.settings import ClusterSetting, PricedCandidate
 from autopar.search.trials import Explored, Searched, closed_forms, space_of
 from autopar.units import counted
@@ -141,7 +141,7 @@ class Question:
     # --- all ways
 
     @cached_property
-    def space(self) -> Space:
+    def space(self) -> SettingEstimator:
         """All settings of the captured model on the cluster."""
         prepared, request = self._posed
         self.progress("searching the layouts of every recipe")

@@ -12,8 +12,8 @@ from autopar.cost_model.breakdown import Breakdown, Unit
 from autopar.cost_model.run import Term
 from autopar.cost_model.step import Step
 from autopar.cost_model.symbols import factor_symbols
-from autopar.explanation.elsewhere import Change
 from autopar.explanation.explanation import Explanation
+from autopar.explanation.what_would_change import Change
 from autopar.ir import Graph
 from autopar.search.notes import head_factors
 from autopar.search.settings import ClusterSetting

@@ -15,9 +15,9 @@ from autopar.explanation.few_layers import tokens_of
 from autopar.ir import PIPELINE_AXIS, Graph, Meeting, Mesh, Plan
 from autopar.ir.batches import captured_batch
 from autopar.ir.recompute import Selection
-from autopar.search.intents import is_intent
 from autopar.search.options import HEADROOM, PlanOptions
 from autopar.search.request import Request
+from autopar.search.request_filters import is_intent
 from autopar.units import counted, format_bytes
 
 PLAN_FILE = "plan.json"

@@ -14,11 +14,11 @@ from autopar.cost_model.items import COMPUTE, Item
 from autopar.cost_model.symbols import symbol
 from autopar.explanation.answers import Advice
 from autopar.explanation.block import block_of
-from autopar.explanation.elsewhere import Change
 from autopar.explanation.explanation import Explanation
 from autopar.explanation.launch import asked, launch
 from autopar.explanation.owned import owner_sentences
 from autopar.explanation.report import collectives, described
+from autopar.explanation.what_would_change import Change
 from autopar.ir import Graph, Tier, with_pipeline
 from autopar.ir.note import kind_of
 from autopar.ir.recompute import words_of_recompute

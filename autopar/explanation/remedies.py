@@ -21,8 +21,8 @@ from autopar.explanation.advice import Question
 from autopar.explanation.answers import Advice
 from autopar.ir import Mesh, R, Tensor
 from autopar.search.comparison import best_that_fits
-from autopar.search.intents import allows
 from autopar.search.request import Request
+from autopar.search.request_filters import allows
 from autopar.search.settings import DATA, ClusterSetting, PricedCandidate
 
 FACTORS = (2, 4, 8, 16, 32, 64)  # multiples and parts of the number of nodes to try

@@ -40,7 +40,7 @@ _Word = Literal["none", "full", ""]  # of a recomputation; "" for a number of la
 
 
 @dataclass(frozen=True)
-class Space:
+class SettingEstimator:
     """A space of settings that can be estimated.
 
     Attributes:
@@ -166,7 +166,7 @@ class Space:
                 if not self._is_repeated(data, tensor, dp, tp):
                     yield ClusterSetting(dp, tp, stages, 1, self.batch // dp, data, tensor, cp=cp)
 
-    def on(self, cluster: Cluster) -> Space:
+    def on(self, cluster: Cluster) -> SettingEstimator:
         """The same space on another cluster, with the plans that were searched for this one."""
         return replace(self, cluster=cluster)
 

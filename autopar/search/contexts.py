@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from autopar.ir import Graph, Mesh
-from autopar.search.intents import allows
 from autopar.search.request import Request
+from autopar.search.request_filters import allows
 from autopar.search.trials import Explored, Trial, blocks_of, promising
 
 

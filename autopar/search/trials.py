@@ -13,14 +13,14 @@ from autopar.errors import SearchError
 from autopar.ir import PIPELINE_AXIS, Graph, Mesh, with_pipeline
 from autopar.pipeline.blocks import has_blocks
 from autopar.pipeline.parts import block_starts
-from autopar.search.candidates import Space
+from autopar.search.candidates import SettingEstimator
 from autopar.search.given import Planned
-from autopar.search.intents import allows, has_closed_form, recomputations
 from autopar.search.pipeline_settings import divisors, searched_chunks
 from autopar.search.recipe_rows import RecipeLike
 from autopar.search.recipes import is_open, recipe_axes
 from autopar.search.refusals import Refusal
 from autopar.search.request import Request
+from autopar.search.request_filters import allows, has_closed_form, recomputations
 from autopar.search.search import meshes_of
 from autopar.search.settings import PricedCandidate
 from autopar.units import counted, format_seconds
@@ -67,7 +67,7 @@ class Explored(NamedTuple):
         settings: estimates of all settings, fastest first.
     """
 
-    space: Space
+    space: SettingEstimator
     settings: tuple[PricedCandidate, ...]
 
 
@@ -239,12 +239,12 @@ def blocks_of(graph: Graph) -> int:
     return len(block_starts(graph)) if has_blocks(graph) else 1
 
 
-def space_of(graph: Graph, request: Request, rows: int) -> Space:
+def space_of(graph: Graph, request: Request, rows: int) -> SettingEstimator:
     """The space of settings of a model on the ranks of a request, for a step of `rows` samples."""
     assert request.ranks is not None, "a searched mesh needs a number of ranks"
     again = [r for r in recomputations(request) if not isinstance(r, float)] or ["none", "full"]
     first, if_none_fits = depths_of(graph, request)
-    return Space(
+    return SettingEstimator(
         graph, cluster_of(request.hardware, request.ranks), rows, request.training_state,
         request.software, stages=(*first, *if_none_fits),
         recomputes=tuple(again) if graph.stacks else ("none",), pins=request.pins,
@@ -258,7 +258,7 @@ def cluster_of(hardware: Hardware, ranks: int) -> Cluster:
     return Cluster(replace(hardware, devices_per_node=node), ranks // node)
 
 
-def closed_forms(space: Space, request: Request) -> tuple[PricedCandidate, ...]:
+def closed_forms(space: SettingEstimator, request: Request) -> tuple[PricedCandidate, ...]:
     """Estimates of all settings that a request allows, fastest first. Raises AutoparError if there are none."""
     found = tuple(allowed(space, request))
     if not found:
@@ -269,13 +269,13 @@ def closed_forms(space: Space, request: Request) -> tuple[PricedCandidate, ...]:
     return found
 
 
-def allowed(space: Space, request: Request) -> list[PricedCandidate]:
+def allowed(space: SettingEstimator, request: Request) -> list[PricedCandidate]:
     """Estimates of all settings that a request allows, fastest first. Raises AutoparError if the space is empty."""
     node = request.hardware.devices_per_node
     return [each for each in _every(space, request) if allows(request, each.setting, node)]
 
 
-def _every(space: Space, request: Request) -> list[PricedCandidate]:
+def _every(space: SettingEstimator, request: Request) -> list[PricedCandidate]:
     """Estimates of all settings of a space, fastest first."""
     priced = space.price()
     if {"none", "full"} <= {*space.recomputes}:  # then also numbers of blocks between them
@@ -287,7 +287,7 @@ def _every(space: Space, request: Request) -> list[PricedCandidate]:
 
 
 def _beside_host(
-    space: Space, priced: Sequence[PricedCandidate], request: Request
+    space: SettingEstimator, priced: Sequence[PricedCandidate], request: Request
 ) -> list[PricedCandidate]:
     """Settings that need the host, with the fewest recomputed layers with which it can store the rest."""
     host = request.hardware.host if request.offload else None

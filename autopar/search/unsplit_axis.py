@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from autopar.ir import PIPELINE_AXIS, Graph, Mesh
-from autopar.search.intents import allows, recipes_of_axes, stays_inside
 from autopar.search.pipeline_settings import divisors
 from autopar.search.recipes import is_open
 from autopar.search.refined import refine
 from autopar.search.request import Request
+from autopar.search.request_filters import allows, recipes_of_axes, stays_inside
 from autopar.search.settings import ClusterSetting, PricedCandidate
 from autopar.search.trials import (
     Explored,

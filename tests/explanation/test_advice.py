@@ -15,16 +15,16 @@ from autopar.cost_model.symbols import Expressions
 from autopar.errors import AutoparError, RecipeError, SearchError
 from autopar.explanation.advice import Question
 from autopar.explanation.candidate_rows import AS_FAST
-from autopar.explanation.elsewhere import faster_clusters, larger_memories
 from autopar.explanation.few_layers import first_rows
 from autopar.explanation.fitting import will_it_fit
 from autopar.explanation.pages import page_of
 from autopar.explanation.remedies import _clusters, _offloaded
+from autopar.explanation.what_would_change import faster_clusters, larger_memories
 from autopar.ir import Mesh
 from autopar.planning.planning import are_given_by_micro_batches, search_step
 from autopar.search.comparison import best_that_fits, compared, smallest
-from autopar.search.intents import expand_pins
 from autopar.search.request import Request
+from autopar.search.request_filters import expand_pins
 from tests.support.tables import often
 
 TARGET = "examples.gpt:tiny_example"

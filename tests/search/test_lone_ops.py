@@ -15,9 +15,9 @@ from autopar.explanation.explanation import Explanation
 from autopar.ir import Mesh, O, Plan, R
 from autopar.planning.planning import prepare_step
 from autopar.proof.subject import Subject
-from autopar.search.intents import check_closed_form
 from autopar.search.lone_ops import LonePins, resolve_lone_pins
 from autopar.search.request import Request
+from autopar.search.request_filters import check_closed_form
 from autopar.search.search import search
 from tests.support.towers import Towers
 

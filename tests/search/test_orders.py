@@ -14,10 +14,10 @@ from autopar.ir import Graph, Mesh, Plan
 from autopar.pipeline.composed import composed
 from autopar.planning.planning import prepare_step
 from autopar.search.given import Planned
-from autopar.search.intents import stays_inside
 from autopar.search.orders import best_order, in_order, orders_of, shares_a_factor
 from autopar.search.outer import search_plan
 from autopar.search.request import Request
+from autopar.search.request_filters import stays_inside
 from benchmarks.accuracy.tensor_dims import Layers, mean_square
 
 HARDWARE = replace(find_hardware("cpu-gloo"), devices_per_node=8)
