@@ -73,7 +73,7 @@ def _read(
     model: nn.Module,
     world: World,
 ) -> list[dict[str, Tensor]]:
-    """For every micro-batch the whole tensors that an objective depends on, on the CPU; the host waits for all at once."""
+    """For every micro-batch the whole tensors that an objective depends on, on the CPU; the host waits once for all."""
     read = set(objective.reads)
     replicated = (R,) * len(world.mesh.axes)
     buffers = {
