@@ -111,6 +111,7 @@ def test_an_installed_wheel_explains_trains_and_verifies_without_the_checkout(
     run = functools.partial(python, folder=work, path=place)
     assert run("-c", "import autopar; print(autopar.__file__)").startswith(place)
     assert "on h100x2x1" in run("-m", "autopar", "explain", "gpt2", "--ranks", "2", "--batch", "4")
-    losses = run("-m", "autopar", "run", "train.py", "--ranks", "2").split()
-    assert len(losses) == 2 and losses[0] == losses[1]
+    # Both ranks print the same loss, and their lines may run into one another.
+    losses = "".join(run("-m", "autopar", "run", "train.py", "--ranks", "2").split())
+    assert losses and losses == 2 * losses[: len(losses) // 2]
     assert "PASSED" in run("-m", "autopar", "verify", "model:example", "--mesh", "dp=2")

@@ -197,6 +197,8 @@ def test_inductor_takes_masks_and_leaves_complex_numbers_to_eager_kernels(two_ra
 def test_every_script(two_ranks: Ranks, name: str, executor: ExecutorName, sharded: bool) -> None:
     if sharded and name == "recurrent":
         pytest.skip("shard_ refuses an LSTM by name")
+    if sharded and name == "reshaped":
+        pytest.skip("torch takes no norm of DTensors beside a parameter that lies outside of modules")
     assert not beyond(two_ranks.run(split, [name], executor, sharded), [name])
 
 
