@@ -45,9 +45,6 @@ class RunOptions:
             own, as DistributedSampler hands them out; `example_inputs` is given likewise.
         outputs: what `model(...)` returns: `whole`, all of it on every rank, of which all ranks compute the same loss;
             `local`, this rank's part in the layout of the plan, where the gradients are those of the mean of the ranks'
-            losses, as under DDP; or `dtensor`. By default `whole`, and `local` with
-        outputs: what `model(...)` returns: `whole`, all of it on every rank, of which all ranks compute the same loss;
-            `local`, this rank's part in the layout of the plan, where the gradients are those of the mean of the ranks'
             losses, as under DDP; or `dtensor`. By default `whole`, and `local` with `batch="local"` (docs/training.md).
         timeout_seconds: time that a collective may wait for the other ranks before the step ends with an error; by
             default the timeout of the process groups. Gloo notices a dead process at once.
@@ -66,11 +63,16 @@ class RunOptions:
 
     hardware: Hardware | str | os.PathLike[str] | None = option(None, serves_backend=True)
     init_fn: InitFunction | None = option(None)
+    # What was made of an option before stays what it is: Settings are made of RunOptions.
     weights: WeightFiles | None = option(
-        None, parse=lambda given: given if given is None else WeightFiles.at(given)
+        None,
+        parse=lambda given: (
+            WeightFiles.at(given) if isinstance(given, str | os.PathLike) else given
+        ),
     )
     nvme: Files | None = option(
-        None, parse=lambda given: given if given is None else Files.at(given)
+        None,
+        parse=lambda given: given if given is None or isinstance(given, Files) else Files.at(given),
     )
     cache: str | os.PathLike[str] | None = option(None)
     seed: int = option(0)
