@@ -246,7 +246,9 @@ def refuse_unlike(own: Mapping[str, str], parts: Callable[[], Sequence[str]]) ->
         own: subject -> what this rank says of it, such as `{"torch": "2.13.0"}`; subjects alike on all ranks.
         parts: lines of what the subject `model` stands for, which are compared where the subject differs.
     """
-    if world_size() == 1 or dist.get_backend() == "fake":  # which imagines the other ranks
+    if (
+        not dist.is_initialized() or world_size() == 1 or dist.get_backend() == "fake"
+    ):  # which imagines the other ranks
         return
     ranks = Together("Comparing the ranks")
     found = ranks.everyones(dict(own))

@@ -136,7 +136,9 @@ class LossBehind(nn.Linear):
 
 
 def test_a_loss_behind_other_results_is_named_in_the_order_of_the_model():
-    with pytest.raises(StepError, match=r"shapes \[\[2, 4\], \[\]\], the first of which is not"):
+    with pytest.raises(
+        StepError, match=r"shapes \[\[2, 4\], \[\]\], of which number 1 is one scalar"
+    ):
         capture_step(LossBehind(4, 4), (torch.zeros(2, 4),), {}, None)
 
 

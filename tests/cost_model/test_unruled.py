@@ -53,7 +53,7 @@ def test_the_gathers_of_operands_are_counted(graph):
 
 def test_they_are_named_with_what_they_cost(graph):
     (line,) = unruled_lines(graph, plan(graph, "d1"), MACHINE)
-    assert "guess" in line and "aten.histc (1 call, " in line and "6.14 kB gathered)" in line
+    assert "estimated" in line and "aten.histc (1 call, " in line and "6.14 kB gathered)" in line
 
 
 def test_nothing_is_said_where_all_have_one(graph):

@@ -198,7 +198,9 @@ def test_every_script(two_ranks: Ranks, name: str, executor: ExecutorName, shard
     if sharded and name == "recurrent":
         pytest.skip("shard_ refuses an LSTM by name")
     if sharded and name == "reshaped":
-        pytest.skip("torch takes no norm of DTensors beside a parameter that lies outside of modules")
+        pytest.skip(
+            "torch takes no norm of DTensors beside a parameter that lies outside of modules"
+        )
     assert not beyond(two_ranks.run(split, [name], executor, sharded), [name])
 
 

@@ -198,7 +198,10 @@ def dropped() -> tuple[float, float]:
         ({"overlap_batches": 2}, "micro_batches=None is no multiple of that: name micro_batches=2"),
         ({"overlap_batches": 2, "micro_batches": 3}, "micro_batches=3 is no multiple"),
         ({"overlap_batches": 0}, "overlap_batches=0 is less than 1"),
-        ({"overlap_batches": 2, "micro_batches": 2, "recompute": "full"}, "has recomputed blocks"),
+        (
+            {"overlap_batches": 2, "micro_batches": 2, "recompute": "full"},
+            "recompute='full', which do not go together",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_said(options: dict[str, Any], why: str) -> None:

@@ -128,8 +128,8 @@ def test_nothing_else_asks_for_one() -> None:
     [
         ({"micro_batches": None}, "give both, such as mesh={'pp': 4}, micro_batches=16"),
         ({"mesh": None, "ranks": 4}, "give both, such as mesh={'pp': 4}, micro_batches=16"),
-        ({"precision": "bf16"}, "stored as they are used so far, and precision="),
-        ({"offload": True}, "stored as they are used so far, and offload was asked for"),
+        ({"precision": "bf16"}, "and precision='bfloat16', which do not go together"),
+        ({"offload": True}, "and storage on the host, which do not go together"),
         ({"mesh": {"pp": 2, "dp": 2}}, f"the recipe of the axis dp is auto. Name one among {WITHOUT_COPIES}"),
         (
             {"mesh": {"pp": 2, "dp": 2}, "recipe": {"pp": "2bw", "dp": "zero1"}},

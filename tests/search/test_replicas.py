@@ -70,7 +70,7 @@ def test_a_recipe_names_replicas_and_the_rest() -> None:
         ({"dp": "local:4", "pp": "1f1b"}, {"dp": 2, "pp": 2}, "cannot be run together yet"),
         ("local:4", {"pp": 2}, "cannot be run together yet. Take a mesh without the axis pp, such as mesh={'dp': 2}"),
         ({"dp": "local:4"}, {"pp": 2, "dp": 2}, "such as mesh={'dp': 4}, or a recipe without replicas"),
-        ({"far": "local:4", "dp": "zero-offload"}, {"far": 2, "dp": 2}, "in the host's memory cannot meet"),
+        ({"far": "local:4", "dp": "zero-offload"}, {"far": 2, "dp": 2}, "whose parameters lie on the host cannot meet"),
     ],
 )  # fmt: skip
 def test_replicas_that_cannot_be(recipe: Any, mesh: dict[str, int] | None, says: str) -> None:
