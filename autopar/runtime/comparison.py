@@ -29,9 +29,8 @@ _PATIENCE_SECONDS = 30.0  # before those who wait say so
 # Pauses between two looks into the store: short at first, as ranks come within milliseconds of each other.
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.0002, 0.05
 _VERDICT = "verdict"  # ends the key of what the first rank says of all texts
-_GRACE_SECONDS = (
-    1.0  # that the others wait longer than the first rank, which names those that are missing
-)
+# The others wait so much longer than the first rank, which names the ranks that are missing.
+_GRACE_SECONDS = 1.0
 SAME_SHAPES = (
     "Give all ranks batches of the same shapes, and as many (DistributedSampler(..., drop_last=True) and "
     "DataLoader(..., drop_last=True))."

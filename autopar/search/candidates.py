@@ -41,7 +41,7 @@ _Word = Literal["none", "full", ""]  # of a recomputation; "" for a number of la
 
 @dataclass(frozen=True)
 class SettingEstimator:
-    """A space of settings that can be estimated.
+    """Estimates the step time and the memory of settings, without a search of their plans.
 
     Attributes:
         graph: the captured model, with any batch size.
