@@ -68,7 +68,8 @@ AUTOPAR = Software()
 
 # Guesses of what eager PyTorch reaches on a GPU without measurements: about the middle of the runtimes in
 # benchmarks/accuracy/runtimes.py. Of
-# autopar's own messages 0.82 to 0.87 hide on Gloo behind a slow link (docs/benchmarks.md); NCCL was never measured.
+# autopar's own messages 0.82 to 0.87 hide on Gloo behind a slow link (benchmarks/results/benchmarks.md); NCCL was never
+# measured.
 _EAGER = {
     "memory_efficiency": 0.55, "attention_efficiency": 0.5, "host_seconds": 45e-6, "hides": 0.8,
 }  # fmt: skip

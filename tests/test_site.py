@@ -12,12 +12,18 @@ from tests.support.accelerators import first_script
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.md"))
 
 
 def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
     listed = re.findall(r": (\w+\.md)$", navigation, re.M)
     assert sorted(listed) == sorted(path.name for path in DOCS.glob("*.md"))
+
+
+def test_every_table_of_results_is_named_by_the_page_of_measurements() -> None:
+    named = re.findall(r"`(\w+\.md)`", (DOCS / "measured.md").read_text())
+    assert sorted(named) == [path.name for path in RESULTS]
 
 
 def _anchors(page: Path) -> set[str]:
@@ -27,7 +33,7 @@ def _anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "page", [ROOT / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda p: p.stem
+    "page", [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *RESULTS], ids=lambda p: p.stem
 )
 def test_links_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\((?!https?:)([^)\s#]*)(?:#([\w-]+))?\)", page.read_text())

@@ -1,4 +1,4 @@
-"""Everything that depends on the kind of a device; see docs/accelerators.md.
+"""Everything that depends on the kind of a device; see benchmarks/results/accelerators.md.
 
 torch.accelerator serves CUDA, ROCm (which torch calls cuda), XPU and others alike. This module adds what it lacks.
 """

@@ -1,1 +1,1 @@
-"""One command that says what holds on an accelerator, and what does not; see docs/accelerators.md."""
+"""One command that says what holds on an accelerator, and what does not; see benchmarks/results/accelerators.md."""

@@ -1,6 +1,6 @@
 """What autograd keeps between forward and backward, against the price's saved bytes.
 
-    OMP_NUM_THREADS=1 python benchmarks/accuracy/saved_activations.py --markdown docs/saved_activations.md
+    OMP_NUM_THREADS=1 python benchmarks/accuracy/saved_activations.py --markdown benchmarks/results/saved_activations.md
 
 Every architecture is captured and priced unsplit; then the program that the runtime would run on one
 rank runs under saved-tensor hooks, and so does the eager model. Storages that are kept alive are counted
@@ -154,7 +154,8 @@ def markdown(rows: list[Row]) -> str:
         "transformers leaves out causal masks and shares grouped heads without repeating them;",
         "whisper makes copies that capture takes out.",
         "Made by",
-        "`OMP_NUM_THREADS=1 python benchmarks/accuracy/saved_activations.py --markdown docs/saved_activations.md`.",
+        "`OMP_NUM_THREADS=1 python benchmarks/accuracy/saved_activations.py "
+        "--markdown benchmarks/results/saved_activations.md`.",
         "",
         *markdown_table(COLUMNS, [row.cells for row in rows], text_columns=2),
     ]

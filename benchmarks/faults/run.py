@@ -1,6 +1,6 @@
 """Kills training at random moments and starts it again from its last checkpoint.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.faults.run --runs 54 --markdown docs/faults.md
+    OMP_NUM_THREADS=1 python -m benchmarks.faults.run --runs 54 --markdown benchmarks/results/faults.md
 
 In every run a rank dies or cannot write, the others have to end by themselves within `BOUND_SECONDS`, and all ranks
 start again, in a third of the runs half of them. A run is good if no rank hangs, no checkpoint that was complete is
@@ -255,7 +255,7 @@ PAGE = """# Faults
 Training that is killed at random moments and starts again: {runs} runs, {good} of them good, {hung} hangs, {lost} lost
 checkpoints. The table is what
 
-    OMP_NUM_THREADS=1 python -m benchmarks.faults.run --runs {runs} --markdown docs/faults.md
+    OMP_NUM_THREADS=1 python -m benchmarks.faults.run --runs {runs} --markdown benchmarks/results/faults.md
 
 gives. The model is an MLP in float64 on Gloo ranks of one machine, {steps} steps with a checkpoint every {every}, on
 four ranks and after the accident on four again or, where it says halved, on two. The step, the moment within it and the

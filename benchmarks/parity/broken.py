@@ -1,6 +1,6 @@
 """Plans that are broken on purpose, each by one fault in its program: `verify` must fail them all.
 
-    OMP_NUM_THREADS=1 python benchmarks/parity/broken.py --plans 100 --markdown docs/broken_plans.md
+    OMP_NUM_THREADS=1 python benchmarks/parity/broken.py --plans 100 --markdown benchmarks/results/broken_plans.md
 
 A plan is drawn at random and its program rewritten at one place, which is drawn too. The right program of the same plan
 is compared first and must pass. A rewrite is left out if the program does not run, and if it still computes the same:
@@ -269,7 +269,8 @@ def markdown(table: Mapping[tuple[str, str], Counter[str]], plans: int) -> str:
         "",
         f"Random plans of {', '.join(NAMES)} on the meshes {'; '.join(MESHES)}, each broken at one place by one",
         "fault; every right plan passed before it was broken. Made by",
-        f"`OMP_NUM_THREADS=1 python benchmarks/parity/broken.py --plans {plans} --markdown docs/broken_plans.md`.",
+        f"`OMP_NUM_THREADS=1 python benchmarks/parity/broken.py --plans {plans} "
+        "--markdown benchmarks/results/broken_plans.md`.",
         "",
         "| precision | fault | broken plans | failed | failed in float64 arithmetic | beyond the bound of rounding |",
         "|---|---|---|---|---|---|",

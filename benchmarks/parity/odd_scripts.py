@@ -1,6 +1,6 @@
 """Gives every odd script to every door, on two Gloo ranks, and writes whether it trains as it does plainly.
 
-OMP_NUM_THREADS=1 python benchmarks/parity/odd_scripts.py --markdown docs/odd_scripts.md
+OMP_NUM_THREADS=1 python benchmarks/parity/odd_scripts.py --markdown benchmarks/results/odd_scripts.md
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def page(verdicts: Mapping[str, Verdict]) -> str:
         "`autopar.compile`; `torch.compile(model, backend=\"autopar\")` with the loss left alone; and the same for a "
         "function of model and loss. *Equal*: the losses agree within 1e-9 in float64, and what forward wrote is the "
         "same. *Refused*: an error that names file and line, whose beginning is shown. Written by", "",
-        "    OMP_NUM_THREADS=1 python benchmarks/parity/odd_scripts.py --markdown docs/odd_scripts.md", "",
+        "    OMP_NUM_THREADS=1 python benchmarks/parity/odd_scripts.py "
+        "--markdown benchmarks/results/odd_scripts.md", "",
         *markdown_table(("script", *DOORS), [*_totals(verdicts), *rows]),
     ]  # fmt: skip
     return "\n".join(lines) + "\n"

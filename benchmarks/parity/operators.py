@@ -1,6 +1,6 @@
 """Every rule against PyTorch's operator database: split by every choice, run, put together, compared.
 
-    OMP_NUM_THREADS=1 python benchmarks/parity/operators.py --markdown docs/operators.md
+    OMP_NUM_THREADS=1 python benchmarks/parity/operators.py --markdown benchmarks/results/operators.md
 
 Samples are those of `op_db` in float64 (or what an op takes), with the database's sizes made even. Each is
 traced to the ATen ops it calls, as torch.export would leave them; every call of an op that has a rule
@@ -536,7 +536,7 @@ def markdown(rows: list[Row], samples: int, most: int) -> str:
         "(or the next prime that divides) and on 4, through the rewriting and the simulation that models go through;",
         "results and gradients of every rank are compared with the unsplit op, to 1e-8 of the largest value. Made by",
         f"`OMP_NUM_THREADS=1 python benchmarks/parity/operators.py --samples {samples} --most {most} "
-        "--markdown docs/operators.md`.",
+        "--markdown benchmarks/results/operators.md`.",
         "",
         f"**{len(ruled)} ATen ops have a rule that covers a sample, {split} of them are split by it; "
         f"{tried} splits compared, {wrong} wrong.**",

@@ -1,9 +1,10 @@
 """Parity of plans drawn at random with one device, over small architectures and meshes.
 
-    OMP_NUM_THREADS=1 python benchmarks/parity/parity.py --seeds 5 --markdown docs/parity.md
+    OMP_NUM_THREADS=1 python benchmarks/parity/parity.py --seeds 5 --markdown benchmarks/results/parity.md
     OMP_NUM_THREADS=1 python benchmarks/parity/parity.py --seeds 1 --meshes "a=2,b=2" \
-        --dtypes float32,bfloat16 --markdown docs/parity_rounding.md
-    OMP_NUM_THREADS=1 python benchmarks/parity/parity.py --seeds 1 --dropout 0.1 --markdown docs/parity_dropout.md
+        --dtypes float32,bfloat16 --markdown benchmarks/results/parity_rounding.md
+    OMP_NUM_THREADS=1 python benchmarks/parity/parity.py --seeds 1 --dropout 0.1 \
+        --markdown benchmarks/results/parity_dropout.md
 
 Every choice of every op and every storage layout is drawn, and in about a third of the plans single ranks run a third
 of the ops; all ranks are simulated in one process; loss and every gradient of every rank are compared with the eager

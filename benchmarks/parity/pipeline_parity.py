@@ -1,6 +1,6 @@
 """Parity of plans with pipeline stages, drawn at random, with one device.
 
-    OMP_NUM_THREADS=1 python benchmarks/parity/pipeline_parity.py --markdown docs/pipeline_parity.md
+    OMP_NUM_THREADS=1 python benchmarks/parity/pipeline_parity.py --markdown benchmarks/results/pipeline_parity.md
 
 The schedule is drawn, the cuts (between any two ops), and everything that benchmarks/parity/parity.py draws. All
 ranks are simulated in one process, micro-batches in the order of torch's own schedule.
@@ -58,7 +58,7 @@ def markdown(
         "layouts, storage. All ranks simulated in one process, in the order of torch's schedule, against the eager",
         "model on one device; relative errors, the worst of all plans and ranks. Made by",
         f"`OMP_NUM_THREADS=1 python benchmarks/parity/pipeline_parity.py --plans {plans} --first {first} "
-        "--markdown docs/pipeline_parity.md`.",
+        "--markdown benchmarks/results/pipeline_parity.md`.",
         "",
         *markdown_table(COLUMNS, [row.cells for row in rows]),
         "",

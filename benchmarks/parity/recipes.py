@@ -1,6 +1,6 @@
 """Ten steps of AdamW on real Gloo ranks, every recipe, against the same training in one process.
 
-OMP_NUM_THREADS=1 python benchmarks/parity/recipes.py --markdown docs/recipes.md
+OMP_NUM_THREADS=1 python benchmarks/parity/recipes.py --markdown benchmarks/results/recipes.md
 
 Some of the rows, in fewer minutes:
 
@@ -185,7 +185,7 @@ def main(only: str, path: Path | None) -> None:
         head = (
             "# Recipes on real ranks\n\nTen AdamW steps of a two-layer GPT on Gloo ranks, clipped gradients, "
             "against one process: the largest relative\ndifference of the ten losses. Made by "
-            "`OMP_NUM_THREADS=1 python benchmarks/parity/recipes.py --markdown docs/recipes.md`.\n\n"
+            "`OMP_NUM_THREADS=1 python benchmarks/parity/recipes.py --markdown benchmarks/results/recipes.md`.\n\n"
         )
         path.write_text(head + "\n".join(f"| {line} |" for line in lines) + "\n")
     sys.exit(0 if all(row[-1] == "yes" for row in found) else 1)

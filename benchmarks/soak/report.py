@@ -1,6 +1,6 @@
 """The page of the soak, from what `benchmarks.soak.run` left.
 
-python -m benchmarks.soak.report --markdown docs/soak.md
+python -m benchmarks.soak.report --markdown benchmarks/results/soak.md
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ Training for {minutes:g} minutes on four ranks, with a checkpoint each {save_ste
 Made by
 
     OMP_NUM_THREADS=1 nice -n 5 python -m benchmarks.soak.run --minutes {minutes:g}
-    python -m benchmarks.soak.report --markdown docs/soak.md
+    python -m benchmarks.soak.report --markdown benchmarks/results/soak.md
 
 {figures}
 

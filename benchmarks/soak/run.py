@@ -1,7 +1,7 @@
 """An hour of training on four ranks with a checkpoint each minute and a killed rank each five minutes.
 
     OMP_NUM_THREADS=1 nice -n 5 python -m benchmarks.soak.run --minutes 60
-    python -m benchmarks.soak.report --markdown docs/soak.md
+    python -m benchmarks.soak.report --markdown benchmarks/results/soak.md
 
 The first command trains by `autopar run` and kills; the second compares the losses with those of an undisturbed run
 of one process, and the memory of every rank after its warm-up with that at the end of its life.

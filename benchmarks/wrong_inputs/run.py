@@ -1,6 +1,6 @@
 """Gives every wrong input at both doors, on two Gloo ranks, and writes what the first screen says.
 
-OMP_NUM_THREADS=1 python benchmarks/wrong_inputs/run.py --markdown docs/wrong_inputs.md
+OMP_NUM_THREADS=1 python benchmarks/wrong_inputs/run.py --markdown benchmarks/results/wrong_inputs.md
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def page(rows: list[Row]) -> str:
         "and remedy. Seconds include the start of Python on a machine of two cores that is busy with "
         "other work. Written by",
         "",
-        "    OMP_NUM_THREADS=1 python benchmarks/wrong_inputs/run.py --markdown docs/wrong_inputs.md", "",
+        "    OMP_NUM_THREADS=1 python benchmarks/wrong_inputs/run.py --markdown benchmarks/results/wrong_inputs.md", "",
         "| input | door | cause and remedy on the first screen | exit code | s | lines in all |",
         "|---|---|---|---|---|---|",
     ]  # fmt: skip

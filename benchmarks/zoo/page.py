@@ -1,4 +1,4 @@
-"""The page of the zoo: `docs/zoo.md`."""
+"""The page of the zoo: `benchmarks/results/zoo.md`."""
 
 from __future__ import annotations
 
@@ -75,7 +75,10 @@ def _making(rows: Sequence[Row], known: int, note: str) -> Iterator[str]:
     versions = sorted({row.version for row in rows})
     packages = ", ".join(f"{name} {version}" for name, version in packages_used().items())
     yield "Made by"
-    yield "`OMP_NUM_THREADS=1 python benchmarks/zoo/run.py --results RESULTS.jsonl --jobs 2 --markdown docs/zoo.md`,"
+    yield (
+        "`OMP_NUM_THREADS=1 python benchmarks/zoo/run.py --results RESULTS.jsonl --jobs 2 "
+        "--markdown benchmarks/results/zoo.md`,"
+    )
     yield f"in an order drawn at random: {len(rows)} of {known}, with {packages}."
     yield (
         f"The code was {versions[0] if versions else 'none'} (`zoo_rows.code_version`)."

@@ -1,6 +1,7 @@
 """Parity of plans with one device over the architectures of `transformers`, and diffusion blocks of `diffusers`.
 
-    OMP_NUM_THREADS=1 python benchmarks/zoo/run.py --results /tmp/zoo.jsonl --jobs 2 --markdown docs/zoo.md
+    OMP_NUM_THREADS=1 python benchmarks/zoo/run.py --results /tmp/zoo.jsonl --jobs 2 --markdown
+    benchmarks/results/zoo.md
 
 Each is built small (small.py, diffusion.py), captured, and six plans of it are simulated and compared
 (examine.py); what cannot be captured goes through torch.compile(backend="autopar") on two real ranks

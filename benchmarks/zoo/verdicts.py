@@ -1,7 +1,7 @@
 """The verdict of `verify` on right plans, over the architectures of the zoo in float32 and bfloat16.
 
     OMP_NUM_THREADS=1 python benchmarks/zoo/verdicts.py --results benchmarks/zoo/verdicts.jsonl \\
-        --order small --minutes 60 --markdown docs/zoo_verdicts.md
+        --order small --minutes 60 --markdown benchmarks/results/zoo_verdicts.md
 
 Each architecture is built small and cast to each of the two formats, and three of its plans are compared with the
 single device: a searched one on two axes, one with two stages and four micro-batches, and one drawn at random. All
@@ -32,7 +32,7 @@ from benchmarks.zoo.run import Bounds, architectures, examined
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OVER_TIME = "took over"  # the beginning of what is said of a process that was ended
 PLANS = ("dp=2 tp=2", "pp=2", RANDOM)
-ZOO_PAGE = Path(__file__).parents[2] / "docs/zoo.md"
+ZOO_PAGE = Path(__file__).parents[2] / "benchmarks/results/zoo.md"
 COLUMNS = ("architecture", "format", "verdict", "largest error / bound", "of the tensor")
 
 
@@ -133,7 +133,7 @@ def markdown(results: Sequence[Result], known: int, note: str = "") -> str:
         f"plans of each ({'; '.join(PLANS)}), all ranks simulated, against the single device in float64. A verdict",
         "other than `passed` is a false alarm of the bound or a fault. Made by",
         "`OMP_NUM_THREADS=1 python benchmarks/zoo/verdicts.py --results benchmarks/zoo/verdicts.jsonl --order small",
-        "--markdown docs/zoo_verdicts.md`, few parameters first, in slices (`--minutes 60`),",
+        "--markdown benchmarks/results/zoo_verdicts.md`, few parameters first, in slices (`--minutes 60`),",
         f"with {packages}. The versions of the code: {', '.join(sorted({r.version for r in results}))}.",
         *([note] if note else []),
         "",

@@ -101,7 +101,7 @@ def test_the_backend_of_a_group_is_that_of_the_kind_of_a_device() -> None:
 
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "accelerators.md"
+PAGE = ROOT / "benchmarks" / "results" / "accelerators.md"
 WORDS = {"cpu", "cuda", "nccl", "gloo", "xpu"}  # as values in code
 CALLS = {"fork_rng", "get_device_module", "get_device_states"} | {
     "autocast", "get_autocast_dtype", "is_autocast_enabled",

@@ -186,7 +186,7 @@ def test_a_slice_of_the_parts_holds_on_the_processor(
 
 
 def test_the_page_describes_every_part() -> None:
-    page = (Path(__file__).parents[2] / "docs/accelerators.md").read_text()
+    page = (Path(__file__).parents[2] / "benchmarks/results/accelerators.md").read_text()
     table = page.split("## The parts")[1].split("\n## ")[0]
     described = {line.split("`")[1] for line in table.splitlines() if line.startswith("| `")}
     assert described == {*EVERY}

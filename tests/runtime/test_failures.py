@@ -66,7 +66,7 @@ def test_the_rank_that_knows_the_cause_speaks(tmp_path: Path) -> None:
 
 
 def given(name: str, door: Door) -> tuple[Case, Screen]:
-    """A wrong input of the page docs/wrong_inputs.md."""
+    """A wrong input of the page benchmarks/results/wrong_inputs.md."""
     (case,) = (case for case in CASES if case.name == name)
     row = met(case, door)
     return case, row.screen
