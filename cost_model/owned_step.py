@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
-from autopar.cost_model.items import COMPUTE, Holding, Item
+from autopar.cost_model.items import COMPUTE, Holding, Item, runs_every_time
 from autopar.cost_model.run import REGIONS, Term
 from autopar.cost_model.step import Step
 
@@ -84,12 +84,26 @@ class OwnedStep(Step):
 
     def time(self) -> tuple[Term, ...]:
         """The seconds of a step, by parts; one part is what ranks save because they work side by side."""
-        everything = sum(float(self.region_seconds(region)) for region in REGIONS)
-        saved = self.schedule.makespan_seconds - self._hidden_seconds - everything
         note = "what single ranks do while others work, less what they wait"
         return *super().time(), Term(
-            "owners side by side", self.run.micro_batches * saved, note=note
+            "owners side by side", self.run.micro_batches * self.waits_for_owners, note=note
         )
+
+    @cached_property
+    def waits_for_owners(self) -> float:
+        """Seconds that a micro-batch takes beyond all its work in turn; less than 0 where ranks work side by side."""
+        everything = sum(float(self.region_seconds(region)) for region in REGIONS)
+        return self.schedule.makespan_seconds - self._hidden_seconds - everything
+
+    def hidden_seconds(self, item: Item) -> float:
+        """As `Step.hidden_seconds`; of what single ranks do, also an equal share of what they do side by side."""
+        if not item.places:
+            return float(super().hidden_seconds(item))
+        alone = sum(
+            float(self.times(i) * i.count * i.seconds) for i in self.items
+            if i.places and runs_every_time(i)
+        )  # fmt: skip
+        return float(item.seconds) * min(1.0, max(0.0, -self.waits_for_owners) / alone)
 
     @property
     def _hidden_seconds(self) -> float:

@@ -98,10 +98,10 @@ class Step(StepMemory):
         hidden = self._hidden(region) * share
         return (
             compute, *communication, Term("hidden behind compute", -hidden),
-            Term("waiting for the host", self._waits(region) * share),
+            Term("waiting for the host", self.waits(region) * share),
         )  # fmt: skip
 
-    def _waits(self, region: Region) -> Quantity:
+    def waits(self, region: Region) -> Quantity:
         """Seconds that the device waits in a region, because the host takes longer to launch kernels than they run.
 
         Where the host launches ahead of the device, only the sums over the region matter. Otherwise every op that is
@@ -126,7 +126,7 @@ class Step(StepMemory):
 
     def is_late(self, region: Region) -> bool:
         """Whether the host launches ahead of the device and still is the slower of the two in a region."""
-        return bool(self.software.runs_ahead and self._waits(region) > 0)
+        return bool(self.software.runs_ahead and self.waits(region) > 0)
 
     def issue_seconds(self, item: Item) -> Quantity:
         """Seconds that the host takes to launch an item; a collective waits for the host of the slowest rank."""
@@ -180,27 +180,43 @@ class Step(StepMemory):
 
         Where the runtime or the plan sends activations piece by piece, or micro-batches take turns, those overlap, too.
         """
-        return self._once(("hidden", region), lambda: self._overlap(region))
+        return self._once(("hidden", region), lambda: sum(self._overlap(region).values(), start=0))
 
-    def _overlap(self, region: Region) -> Quantity:
+    def hidden_seconds(self, item: Item) -> Quantity:
+        """Seconds of one execution of an item that overlap with compute; an equal share for all of its kind."""
+        kind = kind_of_work(item)
+        if not runs_every_time(item) or kind not in ("stored", "activation"):
+            return 0
+        moved = self._moved(item.region)[kind]
+        share = self._overlap(item.region)[kind] / moved if moved else 0
+        return item.hidden_seconds + share * (item.seconds - item.hidden_seconds)
+
+    def _moved(self, region: Region) -> dict[str, Quantity]:
+        """Seconds of communication by kind of work, without what products in pieces hide."""
+        moved: dict[str, Quantity] = {"stored": 0, "activation": 0, "move": 0}
+        for axis in self.axes:
+            for i, times in self.runs(region, axis):
+                moved[kind_of_work(i)] += times * i.count * (i.seconds - i.hidden_seconds)
+        return moved
+
+    def _overlap(self, region: Region) -> dict[str, Quantity]:
+        """Seconds that overlap with compute by kind of work, and those that products in pieces hide."""
         compute = sum(
             (times * i.count * i.seconds for i, times in self.runs(region, COMPUTE)), start=0
         )
-        moved: dict[str, Quantity] = {"stored": 0, "activation": 0, "move": 0}
-        hidden: Quantity = 0
-        for axis in self.axes:
-            for item, times in self.runs(region, axis):
-                moved[kind_of_work(item)] += (
-                    times * item.count * (item.seconds - item.hidden_seconds)
-                )
-                hidden += times * item.count * item.hidden_seconds
-        own = hidden + self.hardware.hides * smaller(moved["stored"], compute)
+        pieces = sum(
+            (n * i.count * i.hidden_seconds for axis in self.axes for i, n in self.runs(region, axis)), start=0
+        )  # fmt: skip
+        moved, hides = self._moved(region), self.hardware.hides
+        stored = hides * smaller(moved["stored"], compute)
+        activations: Quantity = 0
         if self.run.overlap_batches != 1:
-            left = larger(0, compute - own)  # products in pieces hide theirs already
-            return own + self.hardware.hides * smaller(moved["activation"], left)
-        if not self.software.hides_activations:
-            return own
-        return own + self.software.hides_activations * smaller(moved["activation"], compute)
+            # Products in pieces hide theirs already.
+            left = larger(0, compute - pieces - stored)
+            activations = hides * smaller(moved["activation"], left)
+        elif self.software.hides_activations:
+            activations = self.software.hides_activations * smaller(moved["activation"], compute)
+        return {"pieces": pieces, "stored": stored, "activation": activations}
 
     def _once_a_step(self) -> tuple[Term, ...]:
         """Gathers of stored parameters and reductions of gradients that run once a step."""

@@ -128,19 +128,62 @@ def test_thousands_of_configurations_are_priced_at_once(zero1: Explanation) -> N
         assert seconds[i] == pytest.approx(float(zero1.at(batch=batches[i]).seconds()))
 
 
-def test_the_timeline_adds_up_to_the_step(zero1: Explanation) -> None:
-    events = zero1.events()
-    end = max(event.start_seconds + event.duration_seconds for event in events)
-    hidden = sum(t.value for t in zero1.step.time() if "hidden" in t.name)
-    assert end == pytest.approx(zero1.step_seconds - hidden, rel=1e-6)
-    assert {event.lane for event in events} == {"compute", "dp", "tp"}
+SLOW_HOST = Cluster(replace(H100, host_seconds=4e-5))
+HIDING = Cluster(replace(H100, hides=0.9))
+TIMELINES = {  # name -> recipe, run, machine
+    "zero1": ("dp:zero1,tp:tp", None, None),
+    "zero3": ("dp:zero3,tp:tp", Run(micro_batches=3), None),
+    "recomputed": ("dp:zero3,tp:tp", Run(micro_batches=2, recompute="full"), None),
+    "hiding": ("dp:zero3,tp:tp", Run(micro_batches=2), HIDING),
+    "hiding once a step": ("dp:zero1,tp:tp", None, HIDING),
+    "slow host": ("dp:zero1,tp:tp", Run(micro_batches=4), SLOW_HOST),
+    "stages": ("dp:zero1,tp:tp", Run(micro_batches=8, stages=2), None),
+}
 
 
-def test_the_timeline_waits_for_a_slow_host() -> None:
-    slow = Cluster(replace(H100, host_seconds=4e-5))
-    e = replace(explanation("dp:zero1,tp:tp", Run(micro_batches=4)), cluster=slow)
-    end = max(event.start_seconds + event.duration_seconds for event in e.events())
-    assert end == pytest.approx(e.step_seconds, rel=1e-6)
+@functools.cache
+def drawn(name: str) -> Explanation:
+    recipe, run, machine = TIMELINES[name]
+    e = explanation(recipe, run)
+    return e if machine is None else replace(e, cluster=machine)
+
+
+@pytest.mark.parametrize("name", sorted(TIMELINES))
+def test_the_timeline_ends_with_the_step(name: str) -> None:
+    e = drawn(name)
+    ends = [event.start_seconds + event.duration_seconds for event in e.events()]
+    assert max(ends) == pytest.approx(e.step_seconds, rel=1e-6)
+    assert ends[-1] == max(ends)
+    assert min(event.start_seconds for event in e.events()) == 0
+
+
+@pytest.mark.parametrize("name", ["hiding", "recomputed", "zero1"])
+def test_the_lanes_of_a_timeline_add_up_to_the_parts_of_the_step(name: str) -> None:
+    """Of all communication, whether it hides or not; each part of the step is that of one lane, or is hidden."""
+    e = drawn(name)
+    regions = [e.step._region_terms(region, 1) for region in ("before", "layers", "after")]
+    once = [t for t in e.step.time() if t.name in ("gathering parameters", "reducing gradients")]
+    sent = e.step.run.micro_batches * sum(
+        float(t.value) for terms in regions for t in terms if "along" in t.name
+    )
+    lanes = [event for event in e.events() if event.lane in ("dp", "tp")]
+    found = sum(event.duration_seconds for event in lanes)
+    assert found == pytest.approx(sent + sum(float(t.value) for t in once), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["hiding", "hiding once a step"])
+def test_what_hides_lies_beside_compute(name: str) -> None:
+    """All of a step's hidden seconds, and no more, are drawn beside other work."""
+    e = drawn(name)
+    hidden = -sum(float(t.value) for t in e.step.time() if "hidden" in t.name)
+    hidden -= sum(
+        float(part.value) * e.step.run.micro_batches
+        for region in ("before", "after") for part in e.step._region_terms(region, 1)
+        if "hidden" in part.name
+    )  # fmt: skip
+    whole = sum(event.duration_seconds for event in e.events())
+    assert hidden > 0
+    assert whole - e.step_seconds == pytest.approx(hidden, rel=1e-6)
 
 
 def test_an_axis_may_be_called_what_a_size_is_called() -> None:

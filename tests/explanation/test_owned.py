@@ -39,6 +39,11 @@ def test_ranks_side_by_side_take_less_than_in_turn(explained: Explanation) -> No
     assert explained.memory.value == explained.memory_bytes
 
 
+def test_the_timeline_ends_with_the_step(explained: Explanation) -> None:
+    ends = [event.start_seconds + event.duration_seconds for event in explained.events()]
+    assert max(ends) == pytest.approx(explained.step_seconds, rel=1e-6)
+
+
 def test_a_faster_machine_is_simulated_again(explained: Explanation) -> None:
     faster = explained.what_if(
         memory_bandwidth=2, flops=2, host_speed=2, link_latency=0.5, link_bandwidth=2
