@@ -154,10 +154,10 @@ class OwnedStep(Step):
         """Seconds of an item on a rank, which are those of its launch where the host is the slower of the two."""
         rank = self.ranks[position]
         seconds, issued = float(item.seconds), float(rank.issue_seconds(item))
-        if self.software.runs_ahead:
-            one = issued if self._late[position, item.region] else seconds
-        else:
-            one = max(seconds, issued) if item.kernels else seconds
+        waits = item.kernels and not self.software.runs_ahead
+        one = max(seconds, issued) if waits else seconds
+        if self._late[position, item.region]:
+            one = issued
         return float(rank.times(item) * item.count) * one
 
     @cached_property

@@ -5,7 +5,7 @@ micro-batches and p pipeline stages of equal depth, each in v chunks, the second
 
     device = compute + exposed communication                     of one micro-batch in one region
     host   = kernels * host_seconds                              for the CPU to launch the kernels
-    region = max(device, host)                                   the CPU launches ahead of the device
+    region = max(device, host)                                   a CPU that does not launch ahead adds each op's wait
     stage  = the slowest stage: the first has the region before the layers and its share of the layers,
              the last its share and the region after them, the others only their share
     step   = m * stage + (before + layers + after - stage) / v   fill and drain of the pipeline
@@ -104,29 +104,36 @@ class Step(StepMemory):
     def waits(self, region: Region) -> Quantity:
         """Seconds that the device waits in a region, because the host takes longer to launch kernels than they run.
 
-        Where the host launches ahead of the device, only the sums over the region matter. Otherwise every op that is
-        slower to launch than to run adds its difference.
+        Where the host does not launch ahead of the device, every op that is slower to launch than to run adds its
+        difference. A region takes at least what the host needs to launch all of it, also what hides behind compute.
         """
-        found = [*self.runs(region, COMPUTE)]
-        for axis in self.axes:
-            found += self.runs(region, axis)
+        return larger(self._waits_for_ops(region), self._behind_seconds(region))
+
+    def is_late(self, region: Region) -> bool:
+        """Whether a region takes what the host needs to launch it, so that its kernels' durations do not matter."""
+        return bool(self._behind_seconds(region) > self._waits_for_ops(region))
+
+    def _waits_for_ops(self, region: Region) -> Quantity:
+        """Seconds that ops are slower to launch than to run; 0 where the host launches ahead of the device."""
         if self.software.runs_ahead:
-            ahead = sum(
-                (n * i.count * (self.issue_seconds(i) - i.seconds) for i, n in found), start=0
-            )
-            return larger(0, ahead + self._hidden(region))
+            return 0
         return sum(
             (
                 times * item.count * larger(0, self.issue_seconds(item) - item.seconds)
-                for item, times in found
+                for item, times in self._all_runs(region)
                 if item.kernels
             ),
             start=0,
         )
 
-    def is_late(self, region: Region) -> bool:
-        """Whether the host launches ahead of the device and still is the slower of the two in a region."""
-        return bool(self.software.runs_ahead and self.waits(region) > 0)
+    def _behind_seconds(self, region: Region) -> Quantity:
+        """Seconds that the host takes to launch a region, less those that the device takes to run it."""
+        return self._hidden(region) + sum(
+            (n * i.count * (self.issue_seconds(i) - i.seconds) for i, n in self._all_runs(region)), start=0
+        )  # fmt: skip
+
+    def _all_runs(self, region: Region) -> list[tuple[Item, Quantity]]:
+        return [run for resource in (COMPUTE, *self.axes) for run in self.runs(region, resource)]
 
     def issue_seconds(self, item: Item) -> Quantity:
         """Seconds that the host takes to launch an item; a collective waits for the host of the slowest rank."""

@@ -139,19 +139,20 @@ class StageSeconds:
     def _exposed(self, forward: _Columns, backward: _Columns) -> np.ndarray:
         """Seconds of forward and backward in one region, without hidden communication, given its work by column."""
         software = self.blocks.software
-        compute, stored, activations, _, ahead, _ = both = [
+        compute, stored, activations, waiting, ahead, _ = both = [
             a + b for a, b in zip(forward, backward, strict=True)
         ]
         own = self.blocks.hardware.hides * np.minimum(stored, compute)
         other = software.hides_activations * np.minimum(activations, compute)
-        late, device = np.maximum(0, ahead + own + other), _busy(both)
+        each = 0.0 if software.runs_ahead else waiting
+        late, device = np.maximum(0, ahead + own + other - each), _busy(both)
 
         def seconds(work: _Columns) -> np.ndarray:
             hidden = own * ratio(work[_STORED], stored)
             hidden = hidden + other * ratio(work[_ACTIVATIONS], activations)
             busy = _busy(work)
-            waits = late * ratio(busy, device) if software.runs_ahead else work[_WAITS]
-            return np.asarray(busy - hidden + waits)
+            waits = 0.0 if software.runs_ahead else work[_WAITS]
+            return np.asarray(busy - hidden + waits + late * ratio(busy, device))
 
         # A direction without work in this region has one zero for all stages.
         return np.stack(np.broadcast_arrays(seconds(forward), seconds(backward)))

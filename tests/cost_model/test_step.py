@@ -118,6 +118,20 @@ def test_messages_hide_behind_compute_and_moves_between_memories_do_not(
     assert made.seconds() == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_a_step_takes_what_its_host_needs_to_launch_it(runs_ahead: bool) -> None:
+    """Each op takes as long to launch as to run, and half of the gather would hide: the host needs 3 s."""
+    product = Item("product", "linear", COMPUTE, "forward", "layers", 1, 2.0, 0, kernels=2)
+    gather = Item(
+        "weight", "gather", "dp", "forward", "layers", 1, 1.0, 0, carries="parameter", ranks=2
+    )
+    machine = replace(H100, hides=0.5, host_seconds=1.0)
+    software = replace(AUTOPAR, runs_ahead=runs_ahead)
+    made = Step((product, gather), (), Run(), machine, software, layers=8, boundary_bytes=0)
+    assert made.seconds() == pytest.approx(3.0)
+    assert made.is_late("layers")
+
+
 @pytest.mark.parametrize(("resource", "seconds"), [("dp", 2.5), ("host", 3.0)])
 def test_reductions_hide_behind_backward_and_moves_do_not(resource: str, seconds: float) -> None:
     product = Item("product", "linear", COMPUTE, "backward", "layers", 1, 2.0, 0)
