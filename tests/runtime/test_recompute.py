@@ -323,6 +323,7 @@ def test_unknown_ops_and_blocks_are_refused() -> None:
     plan, _ = planned(made, {"dp": 1}, "ddp", 1, NO_PIPELINE)
     for blocks, says in (
         ({"layers.*": ["2/relu"]}, "the op '2/relu' of the block 'layers.*', which the model does"),
+        ({"layers.0": ["2/relu"]}, "the op '2/relu' of the block 'layers.0', which the model does"),
         (
             {"blocks.*": ["2/gelu"]},
             "the block 'blocks.*', which the model does not have. It has la",
