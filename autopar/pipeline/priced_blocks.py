@@ -44,7 +44,6 @@ class PricedBlocks:
         items: priced work and communication of the captured ops.
         holdings_of_ranks: memory of parameters, gradients and optimizer states, and other memory of the plan, of
             every rank that owns parameters; of one rank where all ranks hold as much.
-        holdings: the same of the first of these ranks.
     """
 
     def __init__(
@@ -76,7 +75,6 @@ class PricedBlocks:
         self.items = list(self.pricer.items())
         owners = positions_of_owners(plan)
         self.holdings_of_ranks = [list(self.pricer.at(owner).holdings()) for owner in owners]
-        self.holdings = self.holdings_of_ranks[0]
         self.step = Step((), (), Run(plan.micro_batches), self.hardware, software)
         self._rows: dict[tuple[str, str], tuple[list[int], float]] = {}
 

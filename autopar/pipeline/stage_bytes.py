@@ -221,10 +221,14 @@ class StageBytes:
 
     @cached_property
     def _moments(self) -> np.ndarray:
-        """Transient bytes of every block: of a loss, or of gathered parameters with their gradients."""
+        """Transient bytes of every block on the rank with most of them."""
+        return np.max([self._moments_of(rank) for rank in self.blocks.holdings_of_ranks], axis=0)
+
+    def _moments_of(self, holdings: Sequence[Holding]) -> np.ndarray:
+        """Transient bytes of every block on one rank: of a loss, or of gathered parameters with their gradients."""
         blocks = self.blocks
         gathered, losses = np.zeros(blocks.n), np.zeros(blocks.n)
-        for h in blocks.holdings:
+        for h in holdings:
             if h.kind == "gathered":
                 gathered[blocks.all_of(blocks.unit.get(h.of, blocks.units - 1))] += h.bytes
             elif h.kind == "working":

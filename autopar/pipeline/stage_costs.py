@@ -279,6 +279,8 @@ class StageTables:
     def _optimizer_seconds(self) -> np.ndarray:
         """Seconds of the optimizer's update of every possible stage; see `autopar.cost_model.step`."""
         rate = self.blocks.hardware.updates_per_second
-        tiers = dict.fromkeys(("device", *(h.tier for h in self.blocks.holdings)))
+        tiers = dict.fromkeys(
+            ("device", *(h.tier for rank in self.blocks.holdings_of_ranks for h in rank))
+        )
         touched = {tier: self.memory.held(TOUCHED, tier, stored_alone=True) for tier in tiers}
         return np.asarray(sum(size / rate(tier) for tier, size in touched.items()))

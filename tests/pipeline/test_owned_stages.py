@@ -63,3 +63,35 @@ def test_a_step_is_priced_by_the_ranks_side_by_side(graph: Graph) -> None:
         for owners in ({"a": 0, "b": 1, "c": 0, "d": 1}, {"a": 0, "b": 0, "c": 1, "d": 1})
     )
     assert 0.75 * in_turn < side_by_side < 0.85 * in_turn
+
+
+class Classes(nn.Module):
+    """A linear layer, and a head whose loss has a transient of many classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(64, 64), Head()
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return self.head(self.body(x), target)
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(64, 4096)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.out(x), target)
+
+
+@pytest.mark.parametrize("owner", [0, 1])
+def test_the_transient_of_a_loss_counts_on_whichever_rank_runs_it(owner: int) -> None:
+    with torch.device("meta"):
+        model, x, target = Classes(), torch.empty(512, 64), torch.empty(512, dtype=torch.long)
+    graph = prepare_step(model, (x, target), {}, loss_fn=None).analysis.graph
+    plan = towers_plan(graph, "", {"body": 1 - owner, "head": owner}, Mesh.parse("dp=2"))
+    cut = next(op.name for op in graph.ops if op.module.startswith("head"))
+    plan = replace(plan, micro_batches=4, pipeline=Pipeline(2, "gpipe", (cut,)))
+    _, last = costs_of_stages(graph, plan, H100)
+    assert last.working_bytes >= 512 * 4096 * 4
