@@ -1,4 +1,4 @@
-"""Attention of a block of queries over a block of keys, against the softmax written out, for every offset of the two."""
+"""Attention of a block of queries over a block of keys, for every offset of the two, against softmax written out."""
 
 from __future__ import annotations
 
