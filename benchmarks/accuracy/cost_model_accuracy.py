@@ -1,11 +1,12 @@
 """How true the cost model is to published runs of real clusters.
 
-    python benchmarks/accuracy/cost_model_accuracy.py --data DIR [--json] [--markdown PATH] [--simulate]
+    python benchmarks/accuracy/cost_model_accuracy.py --data DIR [--data DIR] [--json] [--markdown PATH] [--simulate]
 
-Reads every CSV file of training runs in DIR (or one file), builds each row's model from its
+Reads every CSV file of training runs in each DIR (or one file), builds each row's model from its
 dimensions, prices the row's configuration, and prints per file how far step times and peaks of memory
 are off and how well configurations are ranked. Configurations compete within one model, sequence
-length, global batch and number of GPUs. Errors and regrets are fractions. Runs with pipeline stages are
+length, global batch and number of GPUs. Errors and regrets are fractions. "False no" is the number of runs that
+are priced as not fitting into memory, and ran (`memory_verdicts.py` tells their parts). Runs with pipeline stages are
 told apart once more, by their depth, and compete among themselves.
 """
 
@@ -26,7 +27,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where it runs as a script
 
 from autopar.errors import AutoparError
-from benchmarks.accuracy.metrics import Outcome, oom_accuracy, summary
+from benchmarks.accuracy.metrics import Outcome, false_refusals, oom_accuracy, summary
 from benchmarks.accuracy.pricing import Prediction, price_rows
 from benchmarks.accuracy.rows import Row, Skip, is_training_table, rows
 from benchmarks.accuracy.simulated import CLOSED, pipeline_of
@@ -37,6 +38,8 @@ FIGURES = (
     "time_error_median", "time_error_mean", "spearman", "tau_mean", "regret_mean",
     "regret_median", "regret_worst", "memory_error_median", "oom_accuracy",
 )  # fmt: skip
+
+COUNTS = ("source", "used", "skipped", "false no")
 
 PIPELINE_FIGURES = (
     "time_error_median", "time_error_mean", "time_bias_median", "spearman", "tau_mean", "regret_mean",
@@ -56,8 +59,14 @@ class Source:
     def figures(self) -> dict[str, Any]:
         """What the JSON says of the file."""
         counts = {"rows_used": len(self.outcomes), "rows_skipped": self.skipped.total()}
+        counts |= {"false_no": false_refusals(self.outcomes)}
         found = counts | summary(self.outcomes) | {"skipped_because": dict(self.skipped)}
+        found |= {"used_with": dict(self.stand_ins())}
         return found | {"pipelines": self.pipelines()}
+
+    def stand_ins(self) -> Counter[str]:
+        """What prices take in place of what ran -> number of runs."""
+        return Counter(name for s in self.subjects for name in s.row.stand_ins)
 
     def pipelines(self) -> dict[str, dict[str, Any]]:
         """The figures of the runs with pipeline stages: of all, and by their number of stages."""
@@ -164,12 +173,11 @@ def read(data: Path, *, simulates: bool = False) -> tuple[list[Source], dict[str
 
 def markdown(sources: Sequence[Source]) -> str:
     """The figures as a table for the documentation."""
-    head = ("source", "used", "skipped", *(name.replace("_", " ") for name in FIGURES))
+    head = (*COUNTS, *(name.replace("_", " ") for name in FIGURES))
     rows = []
     for source in sources:
         figures = source.figures()
-        cells = (source.name, str(figures["rows_used"]), str(figures["rows_skipped"]))
-        rows.append((*cells, *_cells(figures)))
+        rows.append((*_counts(source.name, figures), *_cells(figures)))
     return "\n".join(markdown_table(head, rows)) + "\n\n" + _pipelines_markdown(sources)
 
 
@@ -182,6 +190,10 @@ def _pipeline_rows(sources: Sequence[Source]) -> Iterable[tuple[str, ...]]:
     for source in sources:
         for stages, figures in source.pipelines().items():
             yield source.name, stages, str(figures["rows"]), *_cells(figures, PIPELINE_FIGURES)
+
+
+def _counts(name: str, figures: Mapping[str, Any]) -> tuple[str, ...]:
+    return name, *(str(figures[each]) for each in ("rows_used", "rows_skipped", "false_no"))
 
 
 def _cells(figures: Mapping[str, Any], names: Sequence[str] = FIGURES) -> list[str]:
@@ -197,14 +209,15 @@ def _cell(name: str, value: float | None) -> str:
 def show(sources: Sequence[Source], left_out: Mapping[str, str]) -> None:
     """Prints the figures, and the reasons for what is left out."""
     console = Console(width=None if sys.stdout.isatty() else 180)
-    table = Table("source", "used", "skipped", *(name.replace("_", " ") for name in FIGURES))
-    reasons = Table("source", "rows", "skipped because")
+    table = Table(*COUNTS, *(name.replace("_", " ") for name in FIGURES))
+    reasons = Table("source", "rows", "skipped because, or used with")
     for source in sources:
         figures = source.figures()
-        counts = (str(figures["rows_used"]), str(figures["rows_skipped"]))
-        table.add_row(source.name, *counts, *_cells(figures))
+        table.add_row(*_counts(source.name, figures), *_cells(figures))
         for reason, count in source.skipped.most_common():
             reasons.add_row(source.name, str(count), reason)
+        for name, count in source.stand_ins().most_common():
+            reasons.add_row(source.name, str(count), f"used: {name}")
     for name, reason in left_out.items():
         reasons.add_row(name, "all", reason)
     pipelines = Table("source", "stages", "rows", *(n.replace("_", " ") for n in PIPELINE_FIGURES))
@@ -222,15 +235,20 @@ def show(sources: Sequence[Source], left_out: Mapping[str, str]) -> None:
 
 
 @click.command(help=__doc__)
-@click.option("--data", required=True, type=click.Path(exists=True, path_type=Path))
+@click.option(
+    "--data", "folders", required=True, multiple=True,
+    type=click.Path(exists=True, path_type=Path), help="A folder or a file; may be repeated.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 @click.option("--markdown", "page", type=click.Path(path_type=Path), help="Write the tables there.")
 @click.option("--simulate", "simulates", is_flag=True, help="Run every pipeline action by action.")
-def main(data: Path, as_json: bool, page: Path | None, simulates: bool) -> None:
+def main(folders: Sequence[Path], as_json: bool, page: Path | None, simulates: bool) -> None:
     try:
-        sources, left_out = read(data, simulates=simulates)
+        found = [read(each, simulates=simulates) for each in folders]
     except (AutoparError, UnicodeDecodeError) as error:
         raise click.ClickException(str(error)) from error
+    sources = [source for each, _ in found for source in each]
+    left_out = {name: why for _, each in found for name, why in each.items()}
     if page is not None:
         page.write_text(markdown(sources))
     if not as_json:

@@ -109,6 +109,11 @@ def oom_accuracy(outcomes: Sequence[Outcome]) -> float | None:
     return (right[True] / count[True] + right[False] / count[False]) / 2
 
 
+def false_refusals(outcomes: Iterable[Outcome]) -> int:
+    """Number of runs that are priced as not fitting into memory, and ran."""
+    return sum(o.fits is False and not o.failed for o in outcomes)
+
+
 def _measured(o: Outcome) -> float:
     assert o.measured_seconds is not None
     return o.measured_seconds

@@ -184,10 +184,7 @@ def price_rows(
 
     Pipelines whose schedule has no closed form are run action by action; all are, where it `simulates`.
     """
-    expressions = expressions_of(shape)
-    cuts = Cuts(*np.array([cuts_of(row, shape.balances) for row in rows], dtype=float).T)
-    values = _columns([_sizes(row, shape.family) | _links(row, hardware) for row in rows])
-    step = _step(expressions, values, cuts, recompute, hardware, software, shape)
+    step = step_of(rows, shape, recompute, hardware, software)
     seconds = np.array(np.broadcast_to(step.seconds(), len(rows)), dtype=float)
     simulated = Simulated(step, rows)
     for i, row in enumerate(rows):
@@ -198,15 +195,13 @@ def price_rows(
     return [Prediction(*map(float, each)) for each in zip(seconds, first, worst, strict=True)]
 
 
-def _step(
-    expressions: Expressions,
-    values: Mapping[str, np.ndarray],
-    cuts: Cuts,
-    recompute: str,
-    hardware: Hardware,
-    software: Software,
-    shape: Shape,
+def step_of(
+    rows: Sequence[Row], shape: Shape, recompute: str, hardware: Hardware, software: Software
 ) -> Step:
+    """The priced steps of rows that share a shape, with an array over the rows for every figure."""
+    expressions = expressions_of(shape)
+    cuts = Cuts(*np.array([cuts_of(row, shape.balances) for row in rows], dtype=float).T)
+    values = _columns([_sizes(row, shape.family) | _links(row, hardware) for row in rows])
     found = expressions.at(**machine_values(expressions.machine, hardware), **values)
     run = Run(
         values["micro_batches"], values["stages"], values["chunks"], cuts,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,8 @@ class Row:
     """One run, in SI units.
 
     Attributes are the columns of the file; what a table leaves out has the neutral value, or None.
-    `chunks` is 0 for an interleaved schedule whose chunks are not told.
+    `chunks` is 0 for an interleaved schedule whose chunks are not told. Ranks of context parallelism (`cp`) are
+    counted in `dp`.
     """
 
     row_id: str
@@ -43,6 +44,7 @@ class Row:
     interconnect: str
     framework: str
     dp: int
+    cp: int
     tp: int
     pp: int
     chunks: int
@@ -60,6 +62,12 @@ class Row:
     suspect: bool
 
     @property
+    def stand_ins(self) -> tuple[str, ...]:
+        """What the price of the row takes in place of what ran."""
+        replaced = {"context parallelism as data parallelism": self.cp > 1}
+        return tuple(name for name, is_replaced in replaced.items() if is_replaced)
+
+    @property
     def group(self) -> tuple[object, ...]:
         """What runs compete: one model on one number of GPUs, at one batch and sequence length."""
         return (
@@ -71,7 +79,7 @@ class Row:
 def read(path: Path) -> list[dict[str, str]]:
     """The rows of a file. Raises AutoparError naming the columns that are missing."""
     with path.open(newline="") as file:
-        reader = csv.DictReader(file)
+        reader = csv.DictReader(_without_comments(file))
         missing = [name for name in NEEDED if name not in (reader.fieldnames or ())]
         if missing:
             raise AutoparError(
@@ -81,10 +89,14 @@ def read(path: Path) -> list[dict[str, str]]:
         return list(reader)
 
 
+def _without_comments(lines: Iterable[str]) -> Iterator[str]:
+    return (line for line in lines if not line.startswith("#"))
+
+
 def is_training_table(path: Path) -> bool:
     """Whether a file has runs of models, rather than of collectives or single kernels."""
     with path.open(newline="") as file:
-        header = next(csv.reader(file), [])
+        header = next(csv.reader(_without_comments(file)), [])
     return "model" in header or "layers" in header
 
 
@@ -109,7 +121,7 @@ def parse(fields: Mapping[str, str]) -> Row:
         ffn=_whole(text, "ffn"), vocab=_whole(text, "vocab"),
         tied=_yes(text.get("tied_embeddings", "")), seq=seq, gpu=text["gpu"], n_gpus=n_gpus,
         gpus_per_node=_whole(text, "gpus_per_node") or 8,
-        interconnect=text.get("interconnect", ""), framework=text["framework"], dp=dp * cp, tp=tp, pp=pp,
+        interconnect=text.get("interconnect", ""), framework=text["framework"], dp=dp * cp, cp=cp, tp=tp, pp=pp,
         chunks=_chunks(text.get("vpp", "")), sequence_parallel=_yes(text.get("sp", "")) is True,
         zero_stage=_stage(text.get("zero_stage", "")), micro_batch=micro_batch / cp,
         grad_accum=grad_accum, precision=text.get("precision", ""),

@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from autopar.cost_model.cuts import Cuts
+from benchmarks.accuracy import memory_verdicts
 from benchmarks.accuracy.cost_model_accuracy import FIGURES, PIPELINE_FIGURES, main
 from benchmarks.accuracy.metrics import Outcome, kendall, oom_accuracy, regret, summary
 from benchmarks.accuracy.pricing import Prediction, price_rows
@@ -217,6 +218,31 @@ def test_a_folder_of_runs(tmp_path: Path) -> None:
     pipelines = figures["pipelines"]
     assert {stages: found["rows"] for stages, found in pipelines.items()} == {"all": 1, "2": 1}
     assert set(PIPELINE_FIGURES) <= set(pipelines["2"])
+
+
+def test_a_run_that_does_not_fit_by_its_price_is_a_false_no(tmp_path: Path) -> None:
+    large = ROW | {"micro_batch": "32", "grad_accum": "2", "row_id": "large"}
+    lines = ["# from a sweep", ",".join(large), ",".join(large.values())]
+    path = tmp_path / "runs.csv"
+    path.write_text("\n".join(lines) + "\n")
+    figures = json.loads(run("--data", path, "--data", path, "--json").output)["sources"]["runs"]
+    assert (figures["rows_used"], figures["false_no"]) == (1, 1)
+    result = CliRunner().invoke(memory_verdicts.main, ["--data", str(path)])
+    assert "1 of 1 runs that ran do not fit." in result.output
+
+
+def test_the_parts_of_a_verdict_add_up_to_its_price() -> None:
+    found = memory_verdicts.verdict("sweep", subject(parse(ROW)))
+    step = dict(zip(memory_verdicts.HEADS, found.cells(), strict=True))
+    assert found.stage == "last"
+    parts = sum(float(step[name]) for name in memory_verdicts.PARTS)
+    assert float(step["priced"]) == pytest.approx(parts, abs=0.4)
+
+
+def test_context_parallelism_stands_among_what_prices_replace(tmp_path: Path) -> None:
+    row = ROW | {"cp": "2", "dp": "2", "pp": "2", "grad_accum": "32"}
+    figures = json.loads(run("--data", write(tmp_path / "runs.csv", row), "--json").output)
+    assert figures["sources"]["runs"]["used_with"] == {"context parallelism as data parallelism": 1}
 
 
 def test_runs_without_stages_are_no_pipelines(tmp_path: Path) -> None:
