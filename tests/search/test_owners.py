@@ -52,6 +52,13 @@ def test_a_parameter_server_spreads_bytes() -> None:
     assert all(f"on rank {rank}" in note for rank in range(4))
 
 
+def test_an_owner_that_is_not_chosen_has_a_part_of_a_byte_until_then() -> None:
+    """Of 3 ranks each counts a third of every parameter; in so few bytes a third of one is more than rounding."""
+    graph = residual(2, Sizes(batch=12, width=8, hidden=16, vocab=8))
+    plan = search_plan(graph, Request(TOY, mesh={"dp": 3}, recipe="parameter-server")).best.plan
+    assert {how.storage[0].kind for how in plan.parameters.values()} == {"O"}
+
+
 def size(name: str) -> int:
     tensor = GRAPH.tensors[GRAPH.parameters[name]]
     return tensor.itemsize_bytes * math.prod(tensor.shape)
