@@ -239,16 +239,16 @@ def local_bytes(
 def inner_tensors(graph: Graph) -> frozenset[str]:
     """Names of tensors that stay in registers where chains of element-wise ops run as one kernel.
 
-    These are results of an element-wise op that only another element-wise op uses.
+    These are results of an element-wise op that only another element-wise op uses. Backward of the latter, which is one
+    kernel, too, computes them again from what the chain reads.
     """
     uses = Counter(name for op in graph.ops for name in op.operands)
-    kept = {name for op in graph.ops for name in op.saved} | set(graph.outputs)
     return frozenset(
         name
         for op in graph.ops
         if _is_pointwise(op)
         for name in op.operands
-        if uses[name] == 1 and name not in kept and (made := graph.producer.get(name))
+        if uses[name] == 1 and name not in graph.outputs and (made := graph.producer.get(name))
         if _is_pointwise(made)
     )
 

@@ -233,13 +233,21 @@ class Pricer:
             operands = self.flow.operands[op.name]
             if op.name in again:
                 names, operands = self._entering(op), self.flow.entering(op, self._labels)
-            if self.regathers:
-                operands = tuple(map(self._shards, op.operands, operands))
             layouts = (*operands, *self.flow.results[op.name])
             for name, layout in zip((*op.operands, *op.results), layouts, strict=True):
-                if name in names and self.flow.saved.root(name) not in stored:
-                    found.setdefault(self.flow.saved.memory(name, layout), []).append(op)
+                for at in self._written(name, layout) if name in names else ():
+                    if self.flow.saved.root(at[0]) not in stored:
+                        found.setdefault(self.flow.saved.memory(*at), []).append(op)
         return found
+
+    def _written(self, name: str, layout: Layout) -> Iterator[_Memory]:
+        """A tensor in the layout that is saved; for one that stays in registers, what its chain of ops reads."""
+        if name not in self.nodes.inner:
+            yield name, self._shards(name, layout) if self.regathers else layout
+            return
+        op = self.graph.producer[name]
+        for at in zip(op.operands, self.flow.operands[op.name], strict=True):
+            yield from self._written(*at)
 
     def _entering(self, op: Op) -> list[str]:
         """Operands of an op that come from outside its block."""

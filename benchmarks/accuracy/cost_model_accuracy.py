@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ FIGURES = (
     "regret_median", "regret_worst", "memory_error_median", "oom_accuracy",
 )  # fmt: skip
 
+REASONS = ("source", "rows", "skipped because, or used with")
 COUNTS = ("source", "used", "skipped", "false no")
 
 PIPELINE_FIGURES = (
@@ -171,14 +172,29 @@ def read(data: Path, *, simulates: bool = False) -> tuple[list[Source], dict[str
     return sources, left_out
 
 
-def markdown(sources: Sequence[Source]) -> str:
-    """The figures as a table for the documentation."""
+def markdown(sources: Sequence[Source], left_out: Mapping[str, str]) -> str:
+    """The figures as tables for the documentation, and what is used and what is not."""
     head = (*COUNTS, *(name.replace("_", " ") for name in FIGURES))
     rows = []
     for source in sources:
         figures = source.figures()
         rows.append((*_counts(source.name, figures), *_cells(figures)))
-    return "\n".join(markdown_table(head, rows)) + "\n\n" + _pipelines_markdown(sources)
+    tables = ["\n".join(markdown_table(head, rows)) + "\n", _pipelines_markdown(sources)]
+    tables.append("\n".join(markdown_table(REASONS, reasons(sources, left_out))) + "\n")
+    return "\n".join(tables)
+
+
+def reasons(
+    sources: Sequence[Source], left_out: Mapping[str, str]
+) -> Iterator[tuple[str, str, str]]:
+    """Source, number of rows, and why they are skipped, or what their prices take in place of what ran."""
+    for source in sources:
+        for reason, count in source.skipped.most_common():
+            yield source.name, str(count), reason
+        for name, count in source.stand_ins().most_common():
+            yield source.name, str(count), f"used: {name}"
+    for name, reason in left_out.items():
+        yield name, "all", reason
 
 
 def _pipelines_markdown(sources: Sequence[Source]) -> str:
@@ -210,22 +226,18 @@ def show(sources: Sequence[Source], left_out: Mapping[str, str]) -> None:
     """Prints the figures, and the reasons for what is left out."""
     console = Console(width=None if sys.stdout.isatty() else 180)
     table = Table(*COUNTS, *(name.replace("_", " ") for name in FIGURES))
-    reasons = Table("source", "rows", "skipped because, or used with")
+    why = Table(*REASONS)
     for source in sources:
         figures = source.figures()
         table.add_row(*_counts(source.name, figures), *_cells(figures))
-        for reason, count in source.skipped.most_common():
-            reasons.add_row(source.name, str(count), reason)
-        for name, count in source.stand_ins().most_common():
-            reasons.add_row(source.name, str(count), f"used: {name}")
-    for name, reason in left_out.items():
-        reasons.add_row(name, "all", reason)
+    for each in reasons(sources, left_out):
+        why.add_row(*each)
     pipelines = Table("source", "stages", "rows", *(n.replace("_", " ") for n in PIPELINE_FIGURES))
     for row in _pipeline_rows(sources):
         pipelines.add_row(*row)
     console.print(table)
     console.print(pipelines)
-    console.print(reasons)
+    console.print(why)
     for origin, found in combined(sources).items():
         if found["oom_accuracy"] is not None:
             files = " and ".join(found["files"])
@@ -250,7 +262,7 @@ def main(folders: Sequence[Path], as_json: bool, page: Path | None, simulates: b
     sources = [source for each, _ in found for source in each]
     left_out = {name: why for _, each in found for name, why in each.items()}
     if page is not None:
-        page.write_text(markdown(sources))
+        page.write_text(markdown(sources, left_out))
     if not as_json:
         show(sources, left_out)
         return

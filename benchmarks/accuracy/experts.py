@@ -31,6 +31,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where it runs as a script
 
 from autopar.cost_model import Cluster
+from autopar.cost_model.items import MIXED_FLOAT32_GRADIENTS, TrainingState
 from autopar.cost_model.software import with_eager_runs
 from autopar.errors import AutoparError
 from autopar.explanation.advice import Question
@@ -63,6 +64,7 @@ class Choice:
         chunks: number of stages of a pipeline rank.
         recompute: "full" or "none".
         stand_ins: what was replaced, among "cp" and "sac".
+        repeats: ops of a layer whose results the makers' runtime does not keep, by their names in a plan.
     """
 
     mesh: str
@@ -72,17 +74,39 @@ class Choice:
     chunks: int
     recompute: str
     stand_ins: tuple[str, ...]
+    repeats: tuple[str, ...] = ()
+
+    @property
+    def recomputation(self) -> object:
+        """What a request says of recomputation."""
+        some = self.recompute == "none" and self.repeats
+        return {"layers.*": list(self.repeats)} if some else self.recompute
 
     def __str__(self) -> str:
         stages = f"{self.schedule} x {self.chunks}, " * bool(self.schedule)
         marks = "".join(f" [{each}]" for each in self.stand_ins)
+        marks += f" but {', '.join(self.repeats)}" * (self.recomputation != self.recompute)
         return (
             f"{self.mesh} {self.recipe}, {stages}{self.micro_batches} micro-batches, "
             f"recompute {self.recompute}{marks}"
         )
 
 
-def choice_of(row: Row, zero_stage: int, sequence_parallel: bool) -> Choice:
+def repeats_of(found: Subject) -> tuple[str, ...]:
+    """What backward of a runtime makes again: gathered inputs of products, and what a fused kernel never wrote."""
+    shape, model = found.shape, found.shape.family.description
+    into = ("gate_up" if model.fused_projections else "gate") if model.gated else "up"
+    products = ("query_key_value" if model.fused_projections else "query", into)
+    gathers = [
+        f"{at}.{name}/linear<0" for at, name in zip(("attention", "mlp"), products, strict=True)
+    ]
+    is_split = shape.traits.regathers and shape.sequence_parallel and found.row.tp > 1
+    return (*gathers * is_split, *["mlp/silu"] * (shape.traits.fused and model.gated))
+
+
+def choice_of(
+    row: Row, zero_stage: int, sequence_parallel: bool, repeats: tuple[str, ...] = ()
+) -> Choice:
     """The configuration that a row tells. Raises Skip for a batch that the ranks cannot share."""
     cp = round(1 / row.micro_batch) if row.micro_batch < 1 else 1
     sizes = {"pp": row.pp, "dp": row.dp // cp, "cp": cp, "tp": row.tp}
@@ -97,7 +121,7 @@ def choice_of(row: Row, zero_stage: int, sequence_parallel: bool) -> Choice:
         ",".join(f"{name}:{recipes[name]}" for name in used if name in recipes) or "auto",
         row.grad_accum, schedule, row.chunks if schedule else 1,
         "full" if row.recompute.startswith("full") else "none",
-        tuple(name for name, is_replaced in replaced.items() if is_replaced),
+        tuple(name for name, is_replaced in replaced.items() if is_replaced), repeats,
     )  # fmt: skip
 
 
@@ -116,6 +140,7 @@ class Case:
         seq: tokens of a sequence.
         choice: what the makers ran.
         measured_seconds: time of a step, as they measured it.
+        training_state: bytes that they kept for each parameter, which both plans keep.
     """
 
     source: str
@@ -125,6 +150,7 @@ class Case:
     seq: int
     choice: Choice
     measured_seconds: float | None
+    training_state: TrainingState = MIXED_FLOAT32_GRADIENTS
 
     @property
     def name(self) -> str:
@@ -155,9 +181,16 @@ def case_of(source: str, found: Subject) -> Case:
     assert isinstance(description, Transformer)
     preset = Preset(row.model, description, row.params or 0.0, row.source_ref)
     sp = found.shape.sequence_parallel and row.tp > 1
-    choice = choice_of(row, found.shape.zero_stage, sp)
+    choice = choice_of(row, found.shape.zero_stage, sp, repeats_of(found))
     return Case(
-        source, preset, with_eager_runs(place), int(batch), row.seq, choice, row.step_seconds
+        source,
+        preset,
+        with_eager_runs(place),
+        int(batch),
+        row.seq,
+        choice,
+        row.step_seconds,
+        found.shape.training_state,
     )
 
 
@@ -237,7 +270,7 @@ class Answer:
 
 def answer(case: Case) -> Answer:
     """Both prices of a case."""
-    asked = Request.on(case.cluster, batch=case.batch)
+    asked = Request.on(case.cluster, batch=case.batch, training_state=case.training_state)
     found = Answer(
         case.name, case.preset.name, str(case.cluster), case.batch, case.seq, str(case.choice),
         measured_seconds=case.measured_seconds,
@@ -261,7 +294,7 @@ def _request(asked: Request, choice: Choice) -> Request:
     return asked.but(
         mesh=Mesh.parse(choice.mesh), recipe=choice.recipe, micro_batches=choice.micro_batches,
         schedule=choice.schedule or None, chunks=choice.chunks if choice.schedule else None,
-        recompute=choice.recompute, must_fit=False,
+        recompute=choice.recomputation, must_fit=False,
     )  # fmt: skip
 
 

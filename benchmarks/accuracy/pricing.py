@@ -13,7 +13,7 @@ import sympy
 import torch
 
 from autopar.cost_model import Hardware, find_hardware
-from autopar.cost_model.collectives import BUCKET_BYTES, collective_seconds
+from autopar.cost_model.collectives import collective_seconds
 from autopar.cost_model.cuts import Cuts, cuts_by_weight, cuts_of_equal_ends
 from autopar.cost_model.items import COMPUTE, Item, TrainingState
 from autopar.cost_model.run import Run, total
@@ -33,6 +33,7 @@ from autopar.planning.planning import prepare_step
 from autopar.search import search
 from benchmarks.accuracy.rows import Row, Skip
 from benchmarks.accuracy.simulated import CLOSED, Simulated
+from benchmarks.accuracy.traits import USUAL, Traits, applied, every_second_product
 
 CAPTURED_LAYERS = 3
 # Every size that a symbol stands for differs from all others, so that it tells which factor is which.
@@ -66,29 +67,16 @@ class Shape:
         zero_stage: stage of ZeRO, 0 to 3.
         sequence_parallel: whether tensor-parallel ranks split the sequence between their regions.
         training_state: bytes that training keeps for each parameter.
-        balances: whether stages are cut by weight, the head included.
-        fused: whether chains of element-wise ops are one kernel.
-        regathers: whether gathered activations are kept in shards.
-        bucket_bytes: size of the collectives of gradients, before tensor parallelism splits them: their
-            number stays.
-        scatters: whether each rank of a tensor-parallel group sends a part of what crosses from stage
-            to stage, which the other side gathers.
-        accumulates_in_products: whether a product adds a weight's gradient to the sum as it writes it.
-        repeats_layers: whether recomputation repeats whole layers, as a reentrant checkpoint does, and
-            does not end with the last tensor that backward wants.
+        traits: habits of the runtime.
+        recomputes_ops: whether single ops are recomputed, as torchtitan's policy by op does.
     """
 
     family: Family
     zero_stage: int
     sequence_parallel: bool
     training_state: TrainingState
-    balances: bool = False
-    fused: bool = False
-    regathers: bool = False
-    bucket_bytes: float = BUCKET_BYTES
-    scatters: bool = False
-    accumulates_in_products: bool = False
-    repeats_layers: bool = False
+    traits: Traits = USUAL
+    recomputes_ops: bool = False
 
 
 @functools.lru_cache(maxsize=64)
@@ -112,16 +100,13 @@ def expressions_of(shape: Shape) -> Expressions:
         graph, {"dp": 2, "tp": 2}, hardware=hardware, recipe=f"dp:{data},tp:{tensor}",
         memory_bytes=10**18,
     )  # fmt: skip
+    traits = shape.traits
     found = Expressions.of(
-        graph, plan, hardware, factors=_names(graph), training_state=shape.training_state, fused=shape.fused,
-        regathers=shape.regathers, bucket_bytes=shape.bucket_bytes / symbol("tp"),
+        graph, plan, hardware, factors=_names(graph), training_state=shape.training_state, fused=traits.fused,
+        regathers=traits.regathers, bucket_bytes=traits.bucket_bytes / symbol("tp"),
+        selected=every_second_product(graph, plan) if shape.recomputes_ops else None,
     )  # fmt: skip
-    if shape.accumulates_in_products:
-        found = replace(found, items=tuple(i for i in found.items if i.kind != "accumulate"))
-    if shape.repeats_layers:
-        whole = (replace(i, recomputed=1) if i.phase == "forward" else i for i in found.items)
-        found = replace(found, items=tuple(whole))
-    return _vocabulary_parallel(found)
+    return applied(_vocabulary_parallel(found), traits)
 
 
 def _vocabulary_parallel(expressions: Expressions) -> Expressions:
@@ -200,7 +185,7 @@ def step_of(
 ) -> Step:
     """The priced steps of rows that share a shape, with an array over the rows for every figure."""
     expressions = expressions_of(shape)
-    cuts = Cuts(*np.array([cuts_of(row, shape.balances) for row in rows], dtype=float).T)
+    cuts = Cuts(*np.array([cuts_of(row, shape.traits.balances) for row in rows], dtype=float).T)
     values = _columns([_sizes(row, shape.family) | _links(row, hardware) for row in rows])
     found = expressions.at(**machine_values(expressions.machine, hardware), **values)
     run = Run(
@@ -208,7 +193,7 @@ def step_of(
         "full" if recompute == "full" else "none", shape.training_state,
     )  # fmt: skip
     link = link_of(values, "pp")
-    parts = values["tp"] if shape.scatters and not shape.sequence_parallel else 1
+    parts = values["tp"] if shape.traits.scatters and not shape.sequence_parallel else 1
     # What hides has no symbol, because the price of no item depends on it.
     machine = replace(found.machine, hides=hardware.hides)
     return Step(

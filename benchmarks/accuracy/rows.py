@@ -62,9 +62,27 @@ class Row:
     suspect: bool
 
     @property
+    def is_narrow(self) -> bool:
+        """Whether products are of 8 bits."""
+        return any(word in self.precision.lower() for word in ("fp8", "float8"))
+
+    @property
+    def recomputes_ops(self) -> bool:
+        """Whether single ops are recomputed, by torchtitan's policy."""
+        return (
+            self.recompute.startswith("selective")
+            and "torchtitan" in self.framework.lower()
+            and "layer" not in self.recompute
+        )
+
+    @property
     def stand_ins(self) -> tuple[str, ...]:
         """What the price of the row takes in place of what ran."""
-        replaced = {"context parallelism as data parallelism": self.cp > 1}
+        is_selective = self.recompute.startswith("selective") and not self.recomputes_ops
+        replaced = {
+            "context parallelism as data parallelism": self.cp > 1,
+            "selective recomputation as none": is_selective,
+        }
         return tuple(name for name, is_replaced in replaced.items() if is_replaced)
 
     @property

@@ -40,16 +40,15 @@ SOFTWARE: Mapping[tuple[str, str], Software] = MappingProxyType(
         ),
         ("nemo", "h100"): Software(
             "nemo",
-            matmul_efficiency=0.9,
+            matmul_efficiency=0.68,
             memory_efficiency=0.8,
-            attention_efficiency=0.503,
+            attention_efficiency=0.65,
             host_seconds=10e-6,
             hides=0.9,
-            hides_activations=0.178,
+            hides_activations=0.7,
             runs_ahead=True,
             source="products, attention and hidden activations fitted to half of the groups of "
-            "NVIDIA's bfloat16 tables (products end at the bound of the fit), the rest set by hand; "
-            "median error 2.1 % on the other half",
+            "NVIDIA's bfloat16 tables, the rest set by hand; median error 2.0 % on the other half",
         ),
         ("nanotron", "h100"): Software(
             "nanotron",
@@ -76,8 +75,19 @@ _ALIKE = {
 }
 
 
+# Share of the datasheet's peak that the best product in bfloat16 reaches: `matmul_tflops.csv`, rows of the MAMF table
+# (stas00/ml-engineering at 744d01e), where H200 is said to be as H100.
+BEST_PRODUCT = MappingProxyType(
+    {"a100": 0.869, "h100": 0.803, "h200": 0.803, "b200": 0.776, "gb200": 0.729, "mi300x": 0.514}
+)
+
+
 def software_for(name: str, device: str) -> Software:
-    """The figures of a runtime on a device. If they are not known, those of the most similar pair, labelled a guess."""
+    """The figures of a runtime on a device.
+
+    If they are not known, those of the most similar pair, labelled a guess; products then are as far from the best
+    product of this device as they are on the other.
+    """
     device = device.split("-")[0]
     if (name, device) in SOFTWARE:
         return SOFTWARE[name, device]
@@ -85,4 +95,8 @@ def software_for(name: str, device: str) -> Software:
     known = {key: found for key, found in SOFTWARE.items() if key[0] == alike} or SOFTWARE
     key = (alike, device) if (alike, device) in known else next(iter(known))
     source = f"guess: {key[0]} on {key[1]}, nothing known of {name} on {device}"
-    return dataclasses.replace(known[key], name=name, source=source)
+    found = dataclasses.replace(known[key], name=name, source=source)
+    if not {device, key[1]} <= set(BEST_PRODUCT):
+        return found
+    scaled = found.matmul_efficiency * BEST_PRODUCT[device] / BEST_PRODUCT[key[1]]
+    return dataclasses.replace(found, matmul_efficiency=scaled)

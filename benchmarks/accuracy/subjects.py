@@ -3,147 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from autopar.cost_model import Hardware, find_hardware
-from autopar.cost_model.collectives import BUCKET_BYTES
 from autopar.cost_model.gpu_names import canonical_gpu
-from autopar.cost_model.items import (
-    MIXED,
-    MIXED_BOTH_GRADIENTS,
-    MIXED_FLOAT32_GRADIENTS,
-    TrainingState,
-)
-from autopar.cost_model.optimizers import OptimizerFormat, StateFormat
+from autopar.cost_model.items import TrainingState
 from autopar.cost_model.software import Software
 from autopar.errors import AutoparError
 from autopar.models import Transformer
+from benchmarks.accuracy.frameworks import FRAMEWORKS, Framework
 from benchmarks.accuracy.pricing import SIGNATURE, Family, Shape, cuts_of
 from benchmarks.accuracy.rows import Row, Skip
 from benchmarks.accuracy.runtimes import software_for
-
-# PyTorch FSDP and autocast: parameters in float32, cast to bfloat16 where they are used; the
-# captured graph has them in bfloat16, so float32 masters stand for the stored ones.
-AUTOCAST = TrainingState(
-    gradient_bytes=4,
-    master_bytes=2,
-    optimizer=OptimizerFormat("adamw", (StateFormat(element_bytes=4),) * 2),
-)
-
-
-@dataclass(frozen=True)
-class Framework:
-    """What a table leaves unsaid about the code that ran it.
-
-    Attributes:
-        name: its name in the catalogue of fitted software.
-        family: family of models, a key of `autopar.models.FAMILIES`.
-        training_state: bytes that training keeps in addition to parameters.
-        zero_stage: stage of ZeRO where a row has none.
-        pads_vocab: whether it pads the vocabulary to a multiple of 128 times tp (Megatron-LM).
-        flash: whether attention keeps no weights.
-        dropout: share of activations and attention weights that is dropped.
-        vocab: size of the vocabulary where a row has none.
-        chunk_layers: layers of a chunk of an interleaved schedule, where a row does not tell chunks.
-        balances, fused, regathers, bucket_bytes, scatters, accumulates_in_products, repeats_layers: see
-            `Shape`.
-        sequence_parallel: whether tensor parallelism always comes with sequence parallelism, whatever a row says.
-        network: network of the cluster where a row names none: a suffix in the catalogue of hardware.
-    """
-
-    name: str
-    family: str
-    training_state: TrainingState
-    zero_stage: int = 0
-    pads_vocab: bool = False
-    flash: bool = True
-    dropout: float = 0.0
-    vocab: int | None = None
-    chunk_layers: int | None = None
-    balances: bool = False
-    fused: bool = False
-    regathers: bool = False
-    bucket_bytes: float = BUCKET_BYTES
-    scatters: bool = False
-    accumulates_in_products: bool = False
-    repeats_layers: bool = False
-    network: str = ""
-    sequence_parallel: bool = False
-
-
-# By the first word of `framework` that matches.
-FRAMEWORKS: Mapping[str, Framework] = MappingProxyType(
-    {
-        "nanotron": Framework(
-            "nanotron",
-            "llama",
-            MIXED_BOTH_GRADIENTS,
-            balances=True,
-            regathers=True,
-            bucket_bytes=256e6,
-            network="efa",
-        ),
-        "Megatron-DeepSpeed": Framework(
-            "megatron-deepspeed",
-            "gpt",
-            MIXED,
-            pads_vocab=True,
-            flash=False,
-            scatters=True,
-            repeats_layers=True,
-        ),
-        "llm-foundry": Framework("llm-foundry", "llm-foundry", AUTOCAST, zero_stage=3),
-        "torchtitan": Framework("torchtitan", "llama", AUTOCAST, zero_stage=3),
-        "PyTorch DDP": Framework("apex", "bert", MIXED, flash=False),
-        "AutoModel": Framework("torchtitan", "llama", AUTOCAST, zero_stage=3),
-        # Qi et al. 2023, section 5.1: every layer is a chunk. The vocabulary is that of the tokenizer of
-        # their example, and what the printed numbers of parameters leave for an embedding; dropout and
-        # gradients added by the products themselves are defaults of Megatron-LM.
-        "Megatron-LM (zero": Framework(
-            "megatron-lm",
-            "gpt",
-            MIXED_FLOAT32_GRADIENTS,
-            pads_vocab=True,
-            flash=False,
-            dropout=0.1,
-            vocab=32000,
-            chunk_layers=1,
-            accumulates_in_products=True,
-            repeats_layers=True,
-        ),
-        "Megatron-LM": Framework(
-            "megatron-lm",
-            "gpt",
-            MIXED,
-            pads_vocab=True,
-            flash=False,
-            scatters=True,
-            repeats_layers=True,
-        ),
-        "NeMo": Framework(
-            "nemo",
-            "llama",
-            MIXED_FLOAT32_GRADIENTS,
-            1,
-            pads_vocab=True,
-            fused=True,
-            sequence_parallel=True,
-            repeats_layers=True,
-        ),
-        "Megatron-Core": Framework(
-            "nemo",
-            "llama",
-            MIXED_FLOAT32_GRADIENTS,
-            1,
-            pads_vocab=True,
-            fused=True,
-            sequence_parallel=True,
-            repeats_layers=True,
-        ),
-    }
-)
+from benchmarks.accuracy.traits import Traits
 
 
 @dataclass(frozen=True)
@@ -180,7 +52,8 @@ def subject(row: Row) -> Subject:
 
 def framework_of(row: Row) -> Framework:
     """The framework a row names."""
-    matching = (f for word, f in FRAMEWORKS.items() if word.lower() in row.framework.lower())
+    named = f"{row.framework}, {row.source}".lower()
+    matching = (f for word, f in FRAMEWORKS.items() if word.lower() in named)
     framework = next(matching, None)
     if framework is None:
         raise Skip(f"framework {row.framework!r} is not described")
@@ -203,10 +76,16 @@ def shape_of(row: Row, framework: Framework) -> Shape:
     stage = framework.zero_stage if row.zero_stage is None else row.zero_stage
     return Shape(
         Family(description, grouped), stage,
-        row.sequence_parallel or (framework.sequence_parallel and row.tp > 1), framework.training_state,
-        framework.balances, framework.fused, framework.regathers, framework.bucket_bytes,
-        framework.scatters, framework.accumulates_in_products, framework.repeats_layers,
+        row.sequence_parallel or (framework.sequence_parallel and row.tp > 1),
+        *_kept_by(row, framework), row.recomputes_ops,
     )  # fmt: skip
+
+
+def _kept_by(row: Row, framework: Framework) -> tuple[TrainingState, Traits]:
+    """The training state and the traits of a framework in a run of this precision."""
+    if framework.narrow_state is None or not row.is_narrow:
+        return framework.training_state, framework.traits
+    return framework.narrow_state, replace(framework.traits, narrow_products=True)
 
 
 def hardware_of(row: Row, network: str = "") -> Hardware:
@@ -239,7 +118,17 @@ def _chunks(row: Row, framework: Framework) -> int:
     """Chunks of a stage in the middle."""
     if framework.chunk_layers is None:
         raise Skip("interleaved, and the number of chunks is not told")
-    return int(cuts_of(row, framework.balances).middle) // framework.chunk_layers
+    return int(cuts_of(row, framework.traits.balances).middle) // framework.chunk_layers
+
+
+# How much faster the best product in float8 is than the best in bfloat16: `matmul_tflops.csv`, rows of the MAMF table
+# (stas00/ml-engineering at 744d01e). Others take the ratio of the datasheet's peaks.
+NARROW_GAIN = {
+    "h100": 1402.6 / 794.5, "h200": 1453.4 / 794.5, "b200": 3432.5 / 1745.0, "gb200": 3615.6 / 1822.0,
+}  # fmt: skip
+# Rounding operands takes the rest of that gain. Fitted to half of the groups of NVIDIA's 8-bit runs on H100; median
+# error 5.3 % on the other half.
+ROUNDED_SHARE = 0.96
 
 
 def _products(row: Row, hardware: Hardware) -> Hardware:
@@ -247,13 +136,16 @@ def _products(row: Row, hardware: Hardware) -> Hardware:
     precision = row.precision.lower()
     if any(word in precision for word in ("fp4", "mx")):
         raise Skip("4-bit or block-scaled products")
-    if "fp8" not in precision and "float8" not in precision:
+    if not row.is_narrow:
         return hardware
-    try:
-        gain = hardware.dtype_flops_per_second("float8") / hardware.flops_per_second(2)
-    except AutoparError as error:
-        raise Skip("no figure for 8-bit products") from error
-    return replace(hardware, matmul_efficiency=hardware.matmul_efficiency * gain)
+    gain = NARROW_GAIN.get(hardware.name.split("-")[0])
+    if gain is None:
+        try:
+            gain = hardware.dtype_flops_per_second("float8") / hardware.flops_per_second(2)
+        except AutoparError as error:
+            raise Skip("no figure for 8-bit products") from error
+    gained = ROUNDED_SHARE * gain
+    return replace(hardware, matmul_efficiency=hardware.matmul_efficiency * gained)
 
 
 # Tables whose column `recompute` contradicts their own times. vTrain's single-node rows say full; with

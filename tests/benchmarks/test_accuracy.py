@@ -234,7 +234,7 @@ def test_a_run_that_does_not_fit_by_its_price_is_a_false_no(tmp_path: Path) -> N
 def test_the_parts_of_a_verdict_add_up_to_its_price() -> None:
     found = memory_verdicts.verdict("sweep", subject(parse(ROW)))
     step = dict(zip(memory_verdicts.HEADS, found.cells(), strict=True))
-    assert found.stage == "last"
+    assert found.stage == "first"
     parts = sum(float(step[name]) for name in memory_verdicts.PARTS)
     assert float(step["priced"]) == pytest.approx(parts, abs=0.4)
 

@@ -1,0 +1,153 @@
+"""What tables of published runs leave unsaid about the code that ran: one description a framework."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from autopar.cost_model.items import (
+    FULL,
+    MIXED,
+    MIXED_BOTH_GRADIENTS,
+    MIXED_FLOAT32_GRADIENTS,
+    TrainingState,
+)
+from autopar.cost_model.optimizers import OptimizerFormat, StateFormat
+from benchmarks.accuracy.traits import USUAL, Traits
+
+# PyTorch FSDP and autocast: parameters in float32, cast to bfloat16 where they are used; the
+# captured graph has them in bfloat16, so float32 masters stand for the stored ones.
+AUTOCAST = TrainingState(
+    gradient_bytes=4,
+    master_bytes=2,
+    optimizer=OptimizerFormat("adamw", (StateFormat(element_bytes=4),) * 2),
+)
+
+
+@dataclass(frozen=True)
+class Framework:
+    """What a table leaves unsaid about the code that ran it.
+
+    Attributes:
+        name: its name in the catalogue of fitted software.
+        family: family of models, a key of `autopar.models.FAMILIES`.
+        training_state: bytes that training keeps in addition to parameters.
+        zero_stage: stage of ZeRO where a row has none.
+        pads_vocab: whether it pads the vocabulary to a multiple of 128 times tp (Megatron-LM).
+        flash: whether attention keeps no weights.
+        dropout: share of activations and attention weights that is dropped.
+        vocab: size of the vocabulary where a row has none.
+        chunk_layers: layers of a chunk of an interleaved schedule, where a row does not tell chunks.
+        traits: its habits.
+        narrow_state: bytes that training keeps in addition to parameters in runs with products of 8 bits, which then
+            keep their inputs so; None where it is the same as in others, and so are inputs.
+        sequence_parallel: whether tensor parallelism always comes with sequence parallelism, whatever a row says.
+        network: network of the cluster where a row names none: a suffix in the catalogue of hardware.
+    """
+
+    name: str
+    family: str
+    training_state: TrainingState
+    zero_stage: int = 0
+    pads_vocab: bool = False
+    flash: bool = True
+    dropout: float = 0.0
+    vocab: int | None = None
+    chunk_layers: int | None = None
+    traits: Traits = USUAL
+    narrow_state: TrainingState | None = None
+    network: str = ""
+    sequence_parallel: bool = False
+
+
+# Megatron-Core with Transformer Engine. Products keep their inputs in 8 bits where they are of 8 bits, and gradients
+# are then added up in bfloat16; runs in bfloat16 add them up in float32, and keep of a float32 master the half that the
+# bfloat16 parameter lacks (NeMo, `scripts/performance/helpers.py` at 02a0e6a: `grad_reduce_in_fp32`,
+# `use_precision_aware_optimizer`; MLPerf Training v5.0, NVIDIA's `llama31_405b`: the same, no recomputation). Products
+# add gradients of weights to their sum (`gradient_accumulation_fusion`). Megatron-Core's fused loss holds logits and
+# their gradient in bfloat16 and one tensor in float32, in which it works (`fused_cross_entropy.py`).
+NEMO = Framework(
+    "nemo",
+    "llama",
+    replace(MIXED_FLOAT32_GRADIENTS, master_bytes=2),
+    1,
+    pads_vocab=True,
+    traits=Traits(
+        fused=True,
+        regathers=True,
+        hides_regathers=True,
+        accumulates_in_products=True,
+        repeats_layers=True,
+        logit_bytes=8,
+    ),
+    narrow_state=MIXED,
+    sequence_parallel=True,
+)
+
+# By the first word of `framework`, or of `source`, that matches.
+FRAMEWORKS: Mapping[str, Framework] = MappingProxyType(
+    {
+        # examples/llama/train_llama3_8b_h100_fp8.sh of Megatron-LM at 157006d: gradients in bfloat16.
+        "Megatron-LM examples/llama": NEMO,
+        "nanotron": Framework(
+            "nanotron",
+            "llama",
+            MIXED_BOTH_GRADIENTS,
+            traits=Traits(balances=True, regathers=True, bucket_bytes=256e6),
+            network="efa",
+        ),
+        "Megatron-DeepSpeed": Framework(
+            "megatron-deepspeed",
+            "gpt",
+            MIXED,
+            pads_vocab=True,
+            flash=False,
+            traits=Traits(scatters=True, repeats_layers=True),
+        ),
+        "llm-foundry": Framework(
+            # MPT's loss is the fused one of flash-attn: logits and their gradient in bfloat16.
+            "llm-foundry",
+            "llm-foundry",
+            AUTOCAST,
+            zero_stage=3,
+            traits=Traits(logit_bytes=4),
+        ),
+        "torchtitan": Framework("torchtitan", "llama", AUTOCAST, zero_stage=3),
+        # Everything in bfloat16: on one GPU 8.03e9 parameters take 80.7 GB, so that there are no float32 masters.
+        "KempnerForge": Framework(
+            "torchtitan", "llama", FULL, zero_stage=3, sequence_parallel=True
+        ),
+        "PyTorch DDP": Framework("apex", "bert", MIXED, flash=False),
+        "AutoModel": Framework("torchtitan", "llama", AUTOCAST, zero_stage=3),
+        # Qi et al. 2023, section 5.1: every layer is a chunk. The vocabulary is that of the tokenizer of
+        # their example, and what the printed numbers of parameters leave for an embedding; dropout and
+        # gradients added by the products themselves are defaults of Megatron-LM.
+        "Megatron-LM (zero": Framework(
+            "megatron-lm",
+            "gpt",
+            MIXED_FLOAT32_GRADIENTS,
+            pads_vocab=True,
+            flash=False,
+            dropout=0.1,
+            vocab=32000,
+            chunk_layers=1,
+            traits=Traits(accumulates_in_products=True, repeats_layers=True),
+        ),
+        "Megatron-LM": Framework(
+            "megatron-lm",
+            "gpt",
+            MIXED,
+            pads_vocab=True,
+            flash=False,
+            traits=Traits(scatters=True, repeats_layers=True),
+        ),
+        "NeMo": NEMO,
+        # SimuMax's runs of Megatron-Core: float32 gradients and masters.
+        "Megatron-Core": replace(
+            NEMO,
+            training_state=MIXED_FLOAT32_GRADIENTS,
+            narrow_state=MIXED,
+        ),
+    }
+)
