@@ -44,7 +44,7 @@ from autopar.cost_model.arith import Quantity, smaller
 from autopar.cost_model.hardware import Hardware, Link
 from autopar.cost_model.sizes import Sizes
 from autopar.cost_model.traffic import EXCHANGES
-from autopar.ir import Labels, Layout, LayoutStep, Op, Tensor, plain, steps_of
+from autopar.ir import Labels, Layout, LayoutStep, Mesh, Op, Tensor, plain, steps_of
 
 
 class Seconds(NamedTuple):
@@ -61,6 +61,20 @@ class Seconds(NamedTuple):
 BUCKET_BYTES = 25 * 2**20  # of torch's DistributedDataParallel; the runtime's default
 FEWEST_BUCKETS = 4
 SMALLEST_BUCKET_BYTES = 2**20  # as the first bucket of torch's DistributedDataParallel
+
+
+# 1M parameters in bfloat16: Megatron-Core fills buckets with 1M parameters for each data-parallel rank
+# (`distributed_data_parallel.py`), so that what goes from rank to rank in a step of a ring stays as long.
+BUCKET_BYTES_PER_RANK = 2_000_000
+
+
+def usual_bucket_bytes(mesh: Mesh) -> int:
+    """Bytes of a bucket where nothing else was asked: more on more ranks, as a ring cuts a message into as many parts.
+
+    >>> [usual_bucket_bytes(Mesh((("dp", ranks), ("tp", 8)))) for ranks in (8, 64, 512)]
+    [26214400, 128000000, 1024000000]
+    """
+    return max(BUCKET_BYTES, BUCKET_BYTES_PER_RANK * max(mesh.sizes, default=1))
 
 
 def overlapping_bytes(total_bytes: int, bucket_bytes: int) -> int:

@@ -7,10 +7,24 @@ import re
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 
 from autopar.cost_model.arith import Quantity, hashable, smaller
-from autopar.cost_model.collectives import BUCKET_BYTES, collective_seconds, overlapping_bytes
+from autopar.cost_model.collectives import (
+    BUCKET_BYTES,
+    collective_seconds,
+    overlapping_bytes,
+    usual_bucket_bytes,
+)
 from autopar.cost_model.compute import inner_tensors
 from autopar.cost_model.hardware import Hardware, Link
-from autopar.cost_model.items import COMPUTE, FULL, Item, Phase, Places, Region, TrainingState
+from autopar.cost_model.items import (
+    COMPUTE,
+    FULL,
+    Holding,
+    Item,
+    Phase,
+    Places,
+    Region,
+    TrainingState,
+)
 from autopar.cost_model.owners import Position
 from autopar.cost_model.sizes import Sizes
 from autopar.cost_model.traffic import sends, traffic_bytes
@@ -20,6 +34,7 @@ from autopar.ir import (
     Labels,
     Layout,
     LayoutStep,
+    Mesh,
     Op,
     State,
     Tensor,
@@ -66,7 +81,10 @@ class NodeItems:
         self.micro_batches = micro_batches
         self.position = position or [0] * len(sizes.mesh.axes)
         self.graph, self.sizes = graph, sizes
-        self.bucket_bytes = _bucket_bytes(graph) if bucket_bytes is None else bucket_bytes
+        self.bucket_bytes = (
+            _bucket_bytes(graph, sizes.mesh) if bucket_bytes is None else bucket_bytes
+        )
+        self.grows = bucket_bytes is None
         self.hardware, self.links, self.training_state = hardware, tuple(links), training_state
         self.layers = {stack.path: stack.layers for stack in graph.stacks} | dict(layers or {})
         self.recomputed = frozenset(recomputed)
@@ -85,6 +103,14 @@ class NodeItems:
         stack, index = place
         stands_for = self.layers[stack.path] - stack.captured + 1 if index == stack.middle else 1
         return "layers", stands_for
+
+    def buckets(self) -> Iterator[Holding]:
+        """Memory of buckets that are filled and under way: two, where they are larger than those of few ranks.
+
+        Buckets of 25 MiB are within what the hardware's reserve has for the buffers of collectives.
+        """
+        if self.grows and self.bucket_bytes > BUCKET_BYTES:
+            yield Holding("buckets of gradients", "buffers", "layers", 2 * self.bucket_bytes)
 
     def _recomputed(self, op: str, phase: Phase) -> int:
         """See `Item.recomputed`."""
@@ -180,7 +206,7 @@ def _places_of_step(layout: Sequence[State], step: LayoutStep) -> Places:
     return found
 
 
-def _bucket_bytes(graph: Graph) -> int:
+def _bucket_bytes(graph: Graph, mesh: Mesh) -> int:
     """Bytes of a bucket of the runtime, for the parameters of a model: at most all of them."""
     count_of = graph.stands_for
     held = (
@@ -188,7 +214,7 @@ def _bucket_bytes(graph: Graph) -> int:
         for name, tensor in ((each, graph.tensors[at]) for each, at in graph.parameters.items())
     )
     total_bytes = max(1, sum(held))
-    return min(total_bytes, overlapping_bytes(total_bytes, BUCKET_BYTES))
+    return min(total_bytes, overlapping_bytes(total_bytes, usual_bucket_bytes(mesh)))
 
 
 def regions_of(graph: Graph) -> dict[str, Region]:

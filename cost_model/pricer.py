@@ -180,6 +180,7 @@ class Pricer:
             region, count = self.nodes.place(name, public)
             held = count * self.sizes.bytes(self.graph.tensors[name], self.flow.whole)
             yield Holding(numbers_out(public), "buffers", region, held, name)
+        yield from self.nodes.buckets()
         yield from self._gathered()
         for op in self.graph.ops:
             yield from self.nodes.working(op, self.plan.ops[op.name], self._block(op.name))

@@ -15,6 +15,7 @@ from autopar import _torch
 from autopar.backend.effects import ReturnedView
 from autopar.backend.lifting import Lifted
 from autopar.capture.captured import Captured
+from autopar.cost_model.collectives import usual_bucket_bytes
 from autopar.errors import PeerError
 from autopar.ops.nodes import draws
 from autopar.passes import bind_groups, verify_graph
@@ -22,7 +23,6 @@ from autopar.runtime.compiled import Executor
 from autopar.runtime.entries import Entries
 from autopar.runtime.failing_op import naming_line
 from autopar.runtime.gather import Gathers
-from autopar.runtime.processes import BUCKET_BYTES
 from autopar.runtime.world import World
 
 
@@ -105,9 +105,10 @@ class LocalGraph:
         self._changed = [lifted.buffers[name] for _, name in sorted(captured.mutated.items())]
         sources = _Shards([examples[i] for i in self._parameters])
         self._gathers = Gathers(sources, world)
-        self._gathers.install(local, world.mesh, BUCKET_BYTES)
+        bucket_bytes = usual_bucket_bytes(world.mesh)
+        self._gathers.install(local, world.mesh, bucket_bytes)
         self._entries = Entries(world)
-        self._entries.install(local, [each.local for each in sources.kept], BUCKET_BYTES)
+        self._entries.install(local, [each.local for each in sources.kept], bucket_bytes)
         bind_groups(local, world.group_names)
         verify_graph(local, after="binding to process groups")
         is_random = any(draws(node) for node in local.graph.nodes)

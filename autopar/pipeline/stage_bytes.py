@@ -76,16 +76,21 @@ class StageBytes:
     ) -> np.ndarray:
         """See `held`; of one rank."""
         held: dict[str, float] = {}
+        everywhere = 0.0
         for h in holdings:
             if h.kind in weights and h.tier == tier and (h.is_stored or not stored_alone):
+                if not h.of:  # what every stage has, whatever its blocks
+                    everywhere += weights[h.kind] * h.bytes
+                    continue
                 name = self.blocks.graph.parameters.get(h.of, h.of)
                 held[name] = held.get(name, 0) + weights[h.kind] * h.bytes
-        return self._covered(
+        covered = [
             (size / len(spread), sorted(itertools.chain.from_iterable(at.values())))
             for name, size in held.items()
             for spread in [self.blocks.spread(name, self.blocks.uses.get(name, [0]))]
             for at in spread
-        )
+        ]
+        return self._covered([*covered, (everywhere, range(self.blocks.n))])
 
     def _covered(self, shared: Iterable[tuple[float, Sequence[int]]]) -> np.ndarray:
         """Bytes of every stage, given pairs of bytes and blocks; a stage with any of the blocks has the bytes."""

@@ -14,6 +14,7 @@ from torch import nn
 from autopar import _torch
 from autopar.capture.rows import rows_of_replica
 from autopar.capture.structure import Structure
+from autopar.cost_model.collectives import usual_bucket_bytes
 from autopar.errors import AutoparError, CaptureError, StepError
 from autopar.ir import Plan
 from autopar.program.captures import Captures
@@ -219,7 +220,8 @@ class ModulePrograms:
         store, shared = self.placement.store, self.placement.shared
         assert store is not None
         self.placement.refuse_other_factors(programs.whole)
-        bucket_bytes, executor = self._settings.bucket_bytes, self._settings.executor
+        executor = self._settings.executor
+        bucket_bytes = self._settings.bucket_bytes or usual_bucket_bytes(programs.whole.plan.mesh)
         if programs.pipeline is None:
             return BoundProgram(
                 programs.whole, store, self._model, seeds=self.seeds.generator,

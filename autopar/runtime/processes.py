@@ -30,10 +30,6 @@ from autopar.runtime.together import Together
 from autopar.runtime.world import World
 from autopar.units import counted
 
-BUCKET_BYTES = (
-    25 * 2**20
-)  # that one collective carries about, as in torch's DistributedDataParallel
-
 _PLANNING_SECONDS = 1800.0  # that ranks wait for a plan, whatever limit they have for a step
 
 

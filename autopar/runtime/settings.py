@@ -16,7 +16,7 @@ from autopar.runtime.compiled import Executor
 from autopar.runtime.files import Files
 from autopar.runtime.initialise import InitFunction
 from autopar.runtime.loss_scale import LossScaling
-from autopar.runtime.processes import BUCKET_BYTES, world_size
+from autopar.runtime.processes import world_size
 from autopar.runtime.weights import WeightFiles
 from autopar.runtime.world import Replicas
 
@@ -54,7 +54,8 @@ class RunOptions:
         loss_scale: number that the backward of `step` begins with, so that small gradients of float16 are not zero: an
             `autopar.LossScaling`, by which it changes, or a number that stays. By default the scaling of
             `torch.amp.GradScaler` where `precision` has float16, and none elsewhere (docs/precision.md).
-        bucket_bytes: about the size of the message of one collective.
+        bucket_bytes: about the size of the message of one collective. By default 25 MiB, or 2 MB for each rank of the
+            mesh's largest axis where that is more, which is what prices take (docs/cost_model.md).
         executor: `eager` runs the plan op by op; `inductor` and `aot_eager` compile the ops between gathers of
             parameters, block by block, with these backends of torch.compile.
 
@@ -81,7 +82,7 @@ class RunOptions:
     timeout_seconds: float | None = option(None, serves_backend=True)
     skip_nonfinite: bool = option(False)
     loss_scale: LossScaling | float | None = option(None)
-    bucket_bytes: int = option(BUCKET_BYTES)
+    bucket_bytes: int | None = option(None)
     executor: Executor = option(
         "eager",
         parse=lambda given: given if isinstance(given, Executor) else Executor(given),

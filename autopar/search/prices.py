@@ -342,9 +342,10 @@ class Prices:
         return [dict(kind) for kind in kinds], uses
 
     def buffers(self) -> Iterator[Holding]:
-        """Buffers, whole on every rank."""
+        """Buffers, whole on every rank, and what the runtime keeps for buckets of gradients."""
         whole = tuple(R for _ in self.mesh.axes)
         for public, name in self.graph.buffers.items():
             region, count = self.nodes.place(name, public)
             held = count * self.sizes.bytes(self.graph.tensors[name], whole)
             yield Holding(public, "buffers", region, held, name)
+        yield from self.nodes.buckets()
