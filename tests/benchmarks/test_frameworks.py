@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from benchmarks.accuracy.experts import choice_of, repeats_of
 from benchmarks.accuracy.memory_verdicts import Verdict, verdict
 from benchmarks.accuracy.rows import Row, parse
 from benchmarks.accuracy.subjects import subject
@@ -69,6 +72,16 @@ def test_gradients_of_products_in_8_bits_are_added_up_in_bfloat16() -> None:
         for each in (narrow, wide)
     ]
     assert states[1]["gradients"] == 2 * states[0]["gradients"]
+
+
+def test_a_makers_choice_recomputes_what_its_runtime_does_not_keep() -> None:
+    found = subject(parse(LLAMA))
+    repeats = repeats_of(found)
+    assert repeats == ("attention.query/linear<0", "mlp.gate/linear<0", "mlp/silu")
+    choice = choice_of(found.row, 1, True, repeats)
+    assert choice.recomputation == {"layers.*": list(repeats)}
+    assert "recompute none [cp] but attention.query/linear<0, " in str(choice)
+    assert replace(choice, recompute="full").recomputation == "full"
 
 
 def test_recomputation_by_op_keeps_every_second_product_and_attention() -> None:
