@@ -66,7 +66,8 @@ class Framework:
 # bfloat16 parameter lacks (NeMo, `scripts/performance/helpers.py` at 02a0e6a: `grad_reduce_in_fp32`,
 # `use_precision_aware_optimizer`; MLPerf Training v5.0, NVIDIA's `llama31_405b`: the same, no recomputation). Products
 # add gradients of weights to their sum (`gradient_accumulation_fusion`). Megatron-Core's fused loss holds logits and
-# their gradient in bfloat16 and one tensor in float32, in which it works (`fused_cross_entropy.py`).
+# their gradient in bfloat16 and one tensor in float32, in which it works (`fused_cross_entropy.py`). Buckets have 40M
+# parameters, or 1M for each data-parallel rank (`distributed_data_parallel.py`), here counted in bfloat16.
 NEMO = Framework(
     "nemo",
     "llama",
@@ -80,6 +81,8 @@ NEMO = Framework(
         accumulates_in_products=True,
         repeats_layers=True,
         logit_bytes=8,
+        bucket_bytes=80e6,
+        bucket_bytes_per_rank=2e6,
     ),
     narrow_state=MIXED,
     sequence_parallel=True,

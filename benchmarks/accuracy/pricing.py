@@ -103,7 +103,7 @@ def expressions_of(shape: Shape) -> Expressions:
     traits = shape.traits
     found = Expressions.of(
         graph, plan, hardware, factors=_names(graph), training_state=shape.training_state, fused=traits.fused,
-        regathers=traits.regathers, bucket_bytes=traits.bucket_bytes / symbol("tp"),
+        regathers=traits.regathers, bucket_bytes=traits.bucket(),
         selected=every_second_product(graph, plan) if shape.recomputes_ops else None,
     )  # fmt: skip
     return applied(_vocabulary_parallel(found), traits)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from autopar.cost_model.arith import Quantity, larger
 from autopar.cost_model.collectives import BUCKET_BYTES
 from autopar.cost_model.compute import is_product
 from autopar.cost_model.flow import Flow
@@ -30,6 +31,8 @@ class Traits:
             (Korthikanti et al. 2022, section 4.2.2).
         bucket_bytes: size of the collectives of gradients, before tensor parallelism splits them: their
             number stays.
+        bucket_bytes_per_rank: size of these collectives for each data-parallel rank, where that is more; then of what a
+            tensor-parallel rank has.
         scatters: whether each rank of a tensor-parallel group sends a part of what crosses from stage
             to stage, which the other side gathers.
         accumulates_in_products: whether a product adds a weight's gradient to the sum as it writes it.
@@ -46,11 +49,18 @@ class Traits:
     regathers: bool = False
     hides_regathers: bool = False
     bucket_bytes: float = BUCKET_BYTES
+    bucket_bytes_per_rank: float = 0
     scatters: bool = False
     accumulates_in_products: bool = False
     repeats_layers: bool = False
     narrow_products: bool = False
     logit_bytes: int | None = None
+
+    def bucket(self) -> Quantity:
+        """Bytes of a collective of gradients on a rank, as a formula."""
+        if self.bucket_bytes_per_rank:
+            return larger(self.bucket_bytes, self.bucket_bytes_per_rank * symbol("dp"))
+        return self.bucket_bytes / symbol("tp")
 
 
 USUAL = Traits()
