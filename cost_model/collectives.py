@@ -37,14 +37,15 @@ An unknown name of a collective is an error, never zero seconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import reduce
 from typing import NamedTuple
 
-from autopar.cost_model.arith import Quantity, smaller
+from autopar.cost_model.arith import Quantity, larger, smaller
 from autopar.cost_model.hardware import Hardware, Link
 from autopar.cost_model.sizes import Sizes
 from autopar.cost_model.traffic import EXCHANGES
-from autopar.ir import Labels, Layout, LayoutStep, Mesh, Op, Tensor, plain, steps_of
+from autopar.ir import Labels, Layout, LayoutStep, Op, Tensor, plain, steps_of
 
 
 class Seconds(NamedTuple):
@@ -68,18 +69,21 @@ SMALLEST_BUCKET_BYTES = 2**20  # as the first bucket of torch's DistributedDataP
 BUCKET_BYTES_PER_RANK = 2_000_000
 
 
-def usual_bucket_bytes(mesh: Mesh) -> int:
+def usual_bucket_bytes(axes: Iterable[Quantity]) -> Quantity:
     """Bytes of a bucket where nothing else was asked: more on more ranks, as a ring cuts a message into as many parts.
 
-    >>> [usual_bucket_bytes(Mesh((("dp", ranks), ("tp", 8)))) for ranks in (8, 64, 512)]
+    Args:
+        axes: sizes of the axes of the mesh.
+
+    >>> [usual_bucket_bytes((ranks, 8)) for ranks in (8, 64, 512)]
     [26214400, 128000000, 1024000000]
     """
-    return max(BUCKET_BYTES, BUCKET_BYTES_PER_RANK * max(mesh.sizes, default=1))
+    return reduce(larger, (BUCKET_BYTES_PER_RANK * size for size in axes), BUCKET_BYTES)
 
 
-def overlapping_bytes(total_bytes: int, bucket_bytes: int) -> int:
+def overlapping_bytes(total_bytes: int, bucket_bytes: Quantity) -> Quantity:
     """Bytes of a bucket that cut a small total into several, but not into too small ones."""
-    return min(bucket_bytes, max(total_bytes // FEWEST_BUCKETS, SMALLEST_BUCKET_BYTES))
+    return smaller(bucket_bytes, max(total_bytes // FEWEST_BUCKETS, SMALLEST_BUCKET_BYTES))
 
 
 class _Message(NamedTuple):
@@ -94,7 +98,7 @@ class _Message(NamedTuple):
     link: Link
     hardware: Hardware
     bucketed: bool
-    bucket_bytes: float = BUCKET_BYTES
+    bucket_bytes: Quantity = BUCKET_BYTES
 
 
 def _ring(whole_bytes: Quantity, m: _Message, gain: Quantity = 1.0) -> Quantity:

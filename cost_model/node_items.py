@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 
-from autopar.cost_model.arith import Quantity, hashable, smaller
+from autopar.cost_model.arith import Quantity, hashable, larger, smaller
 from autopar.cost_model.collectives import (
     BUCKET_BYTES,
     collective_seconds,
@@ -34,7 +34,6 @@ from autopar.ir import (
     Labels,
     Layout,
     LayoutStep,
-    Mesh,
     Op,
     State,
     Tensor,
@@ -73,7 +72,7 @@ class NodeItems:
         layers: Mapping[str, Quantity] | None = None,
         training_state: TrainingState = FULL,
         fused: bool = False,
-        bucket_bytes: float | None = None,
+        bucket_bytes: Quantity | None = None,
         recomputed: Collection[str] = (),
         position: Position | None = None,
         micro_batches: int = 1,
@@ -81,9 +80,7 @@ class NodeItems:
         self.micro_batches = micro_batches
         self.position = position or [0] * len(sizes.mesh.axes)
         self.graph, self.sizes = graph, sizes
-        self.bucket_bytes = (
-            _bucket_bytes(graph, sizes.mesh) if bucket_bytes is None else bucket_bytes
-        )
+        self.bucket_bytes = _bucket_bytes(graph, sizes) if bucket_bytes is None else bucket_bytes
         self.grows = bucket_bytes is None
         self.hardware, self.links, self.training_state = hardware, tuple(links), training_state
         self.layers = {stack.path: stack.layers for stack in graph.stacks} | dict(layers or {})
@@ -105,12 +102,13 @@ class NodeItems:
         return "layers", stands_for
 
     def buckets(self) -> Iterator[Holding]:
-        """Memory of buckets that are filled and under way: two, where they are larger than those of few ranks.
+        """Memory of two buckets, one that is filled and one under way, beyond 25 MiB each.
 
-        Buckets of 25 MiB are within what the hardware's reserve has for the buffers of collectives.
+        The hardware's reserve has so much for the buffers of collectives.
         """
-        if self.grows and self.bucket_bytes > BUCKET_BYTES:
-            yield Holding("buckets of gradients", "buffers", "layers", 2 * self.bucket_bytes)
+        further = larger(0, self.bucket_bytes - BUCKET_BYTES) if self.grows else 0
+        if not isinstance(further, int) or further:
+            yield Holding("buckets of gradients", "buffers", "layers", 2 * further)
 
     def _recomputed(self, op: str, phase: Phase) -> int:
         """See `Item.recomputed`."""
@@ -206,7 +204,7 @@ def _places_of_step(layout: Sequence[State], step: LayoutStep) -> Places:
     return found
 
 
-def _bucket_bytes(graph: Graph, mesh: Mesh) -> int:
+def _bucket_bytes(graph: Graph, sizes: Sizes) -> Quantity:
     """Bytes of a bucket of the runtime, for the parameters of a model: at most all of them."""
     count_of = graph.stands_for
     held = (
@@ -214,7 +212,8 @@ def _bucket_bytes(graph: Graph, mesh: Mesh) -> int:
         for name, tensor in ((each, graph.tensors[at]) for each, at in graph.parameters.items())
     )
     total_bytes = max(1, sum(held))
-    return min(total_bytes, overlapping_bytes(total_bytes, usual_bucket_bytes(mesh)))
+    axes = map(sizes.axis, range(len(sizes.mesh.axes)))
+    return smaller(total_bytes, overlapping_bytes(total_bytes, usual_bucket_bytes(axes)))
 
 
 def regions_of(graph: Graph) -> dict[str, Region]:

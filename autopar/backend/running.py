@@ -105,7 +105,7 @@ class LocalGraph:
         self._changed = [lifted.buffers[name] for _, name in sorted(captured.mutated.items())]
         sources = _Shards([examples[i] for i in self._parameters])
         self._gathers = Gathers(sources, world)
-        bucket_bytes = usual_bucket_bytes(world.mesh)
+        bucket_bytes = int(usual_bucket_bytes(world.mesh.sizes))
         self._gathers.install(local, world.mesh, bucket_bytes)
         self._entries = Entries(world)
         self._entries.install(local, [each.local for each in sources.kept], bucket_bytes)

@@ -221,7 +221,9 @@ class ModulePrograms:
         assert store is not None
         self.placement.refuse_other_factors(programs.whole)
         executor = self._settings.executor
-        bucket_bytes = self._settings.bucket_bytes or usual_bucket_bytes(programs.whole.plan.mesh)
+        bucket_bytes = self._settings.bucket_bytes or int(
+            usual_bucket_bytes(programs.whole.plan.mesh.sizes)
+        )
         if programs.pipeline is None:
             return BoundProgram(
                 programs.whole, store, self._model, seeds=self.seeds.generator,

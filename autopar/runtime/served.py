@@ -56,7 +56,7 @@ def meetings_between(
 
 
 def _bucket_bytes(settings: Settings, store: ParameterStore) -> int:
-    return settings.bucket_bytes or usual_bucket_bytes(store.world.mesh)
+    return settings.bucket_bytes or int(usual_bucket_bytes(store.world.mesh.sizes))
 
 
 class ServedMeetings(Meetings):

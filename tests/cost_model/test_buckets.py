@@ -22,7 +22,7 @@ def pricer(ranks: int, bucket_bytes: float | None = None) -> NodePricer:
 
 
 def test_a_bucket_grows_with_the_ranks_of_the_largest_axis() -> None:
-    assert [usual_bucket_bytes(Mesh.of({"dp": n, "tp": 8})) for n in (2, 13, 64, 512)] == [
+    assert [usual_bucket_bytes((n, 8)) for n in (2, 13, 64, 512)] == [
         BUCKET_BYTES, BUCKET_BYTES, 128_000_000, 1_024_000_000,
     ]  # fmt: skip
     assert [pricer(ranks).bucket_bytes for ranks in (8, 64, 512)] == [
@@ -46,4 +46,4 @@ def test_fewer_rings_cost_less_time() -> None:
 def test_large_buckets_are_in_the_price_of_memory() -> None:
     assert list(pricer(8).buckets()) == []
     (found,) = pricer(64).buckets()
-    assert (found.kind, found.bytes) == ("buffers", 2 * 128_000_000)
+    assert (found.kind, found.bytes) == ("buffers", 2 * (128_000_000 - BUCKET_BYTES))
