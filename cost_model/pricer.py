@@ -268,7 +268,11 @@ class Pricer:
         for at, ops in self._kept(()).items():
             holding, blocks = self._saved(at, ops[0]), [self._block(op.name) for op in ops]
             if blocks[0] in again and (*at, "device") not in saved:
-                yield replace(holding, kind="recomputed", name="recomputed", block=blocks[0])
+                _, count = self.nodes.place(ops[0].name, ops[0].module)
+                yield replace(
+                    holding, kind="recomputed", name="recomputed", bytes=holding.bytes / count,
+                    block=blocks[0],
+                )  # fmt: skip
             if blocks[0] in later and len({*blocks}) == 1:
                 yield replace(holding, kind="returned", name="returned")
         for each in self.slices.values():
