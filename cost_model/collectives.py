@@ -45,7 +45,7 @@ from autopar.cost_model.arith import Quantity, larger, smaller
 from autopar.cost_model.hardware import Hardware, Link
 from autopar.cost_model.sizes import Sizes
 from autopar.cost_model.traffic import EXCHANGES
-from autopar.ir import Labels, Layout, LayoutStep, Op, Tensor, plain, steps_of
+from autopar.ir import Labels, Layout, LayoutStep, Op, Tensor, plain
 
 
 class Seconds(NamedTuple):
@@ -264,18 +264,14 @@ def conversion_seconds(
     if source == target:
         return Seconds(0.0, 0.0)
     forward = backward = 0.0
-    layout = list(source)
-    before, scale = sizes.bytes(tensor, source), tensor.gradient_scale
-    for step in steps_of(tensor.dims, source, target, sizes.mesh):
-        layout[step.axis] = step.target
-        after = sizes.bytes(tensor, tuple(layout))
+    scale = tensor.gradient_scale
+    for step, before, after in sizes.steps(tensor, source, target):
         forward += _along(step, step.transition.forward, before, after, sizes, hardware, bucketed)
         if tensor.needs_grad:
             backward += _along(
                 step, step.transition.backward, scale * after, scale * before, sizes, hardware,
                 bucketed,
             )  # fmt: skip
-        before = after
     return Seconds(forward, backward)
 
 

@@ -39,7 +39,6 @@ from autopar.ir import (
     Tensor,
     has_owner,
     owner_of,
-    steps_of,
 )
 
 
@@ -119,14 +118,11 @@ class NodeItems:
     ) -> Iterator[tuple[int, str, str, Quantity, Quantity, Places]]:
         """Yields axis, both collectives, bytes before and after, and the ranks that take part in each step."""
         layout = list(source)
-        before = self.sizes.bytes(tensor, source)
-        for step in steps_of(tensor.dims, source, target, self.sizes.mesh):
+        for step, before, after in self.sizes.steps(tensor, source, target):
             places = _places_of_step(layout, step)
             layout[step.axis] = step.target
-            after = self.sizes.bytes(tensor, tuple(layout))
             forward, backward = step.transition.forward, step.transition.backward
             yield step.axis, forward, backward, before, after, places
-            before = after
 
     def _item(
         self, title: str, name: str, axis: int, phase: Phase, region: Region, count: Quantity,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import sympy
 
@@ -12,6 +12,7 @@ from autopar.ir import (
     Dims,
     Labels,
     Layout,
+    LayoutStep,
     Leaf,
     Mesh,
     Op,
@@ -19,6 +20,8 @@ from autopar.ir import (
     Work,
     local_elements,
     split_factors,
+    steps_of,
+    uneven_axes,
 )
 
 
@@ -48,6 +51,21 @@ class Sizes:
     def axis(self, position: int) -> Quantity:
         """Number of ranks along a mesh axis."""
         return self.mesh.sizes[position]
+
+    def steps(
+        self, tensor: Tensor, source: Layout, target: Layout
+    ) -> Iterator[tuple[LayoutStep, Quantity, Quantity]]:
+        """Yields the steps of a conversion, each with the bytes of its collective on one rank, before and after it.
+
+        What parts of different sizes are padded with counts, see [Note: uneven parts] in autopar/ir/uneven.py.
+        """
+        layout, before = list(source), self.bytes(tensor, source)
+        uneven = uneven_axes(tensor.dims, source, self.mesh)
+        for step in steps_of(tensor.dims, source, target, self.mesh):
+            layout[step.axis] = step.target
+            after = self.bytes(tensor, tuple(layout))
+            yield step, before, before * self.axis(step.axis) if step.axis in uneven else after
+            before = after
 
     def factor(self, leaf: Leaf) -> Quantity:
         """Size of a factor on a single device."""
@@ -112,4 +130,17 @@ class SymbolicSizes(Sizes):
             for name, size in zip(names, sizes, strict=True)
         ]
         parts = [self._axes[axis] for axis, state in enumerate(layout) if state.kind == "S"]
-        return sympy.Mul(tensor.itemsize_bytes, *whole) / sympy.Mul(*parts)
+        found = sympy.Mul(tensor.itemsize_bytes, *whole) / sympy.Mul(*parts)
+        return found * _largest_share(tensor.dims, layout, self.mesh)
+
+
+def _largest_share(dims: Dims, layout: Layout, mesh: Mesh) -> sympy.Rational:
+    """The largest part of a tensor, over the mean of all parts: 1 where the axes divide what they split.
+
+    A formula takes it as it is on this mesh, so that it has a slope everywhere.
+    """
+    uneven = uneven_axes(dims, layout, mesh)
+    sizes = [math.prod(dims[layout[axis].dim]) for axis in uneven]
+    parts = [mesh.sizes[axis] for axis in uneven]
+    largest = (-(-size // count) for size, count in zip(sizes, parts, strict=True))
+    return sympy.Rational(math.prod(largest) * math.prod(parts), math.prod(sizes))

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 
-from autopar.ops.collectives import Collective, is_collective
+from autopar.ops.collectives import Collective, fitted, is_collective
 from autopar.ops.exchange import EXCHANGES
 from autopar.ops.moves import is_move
 
-_RESHAPE = torch.ops.aten.reshape.default
+_SHAPING = (torch.ops.aten.reshape.default, fitted)
 MOVING = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter", *EXCHANGES)
 
 
@@ -30,7 +30,7 @@ class Chain:
 
     Attributes:
         parameter: position of the parameter among the placeholders.
-        nodes: nodes of the chain in order; users take the last one.
+        nodes: nodes of the chain in order, with reshapes and fits; users take the last one.
     """
 
     parameter: int
@@ -89,13 +89,13 @@ def _chains(parameter: int, leaf: fx.Node) -> Iterator[Chain]:
             path.pop()
         if path and all(map(_converts, path)):
             follower = next(iter(path[-1].users), None)
-            if len(path[-1].users) == 1 and follower is not None and follower.target is _RESHAPE:
+            if len(path[-1].users) == 1 and follower is not None and follower.target in _SHAPING:
                 path.append(follower)
             yield Chain(parameter, tuple(path))
 
 
 def _converts(node: fx.Node) -> bool:
-    return is_collective(node) or is_move(node) or node.target is _RESHAPE
+    return is_collective(node) or is_move(node) or node.target in _SHAPING
 
 
 def _name(node: fx.Node) -> str:

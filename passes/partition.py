@@ -33,9 +33,10 @@ from autopar.ir import (
     result_layouts,
     split_factors,
 )
+from autopar.ir.call import FIT
 from autopar.ops import collectives, random  # noqa: F401  (they define torch.ops.autopar)
 from autopar.ops.alone import Alone, owners_of
-from autopar.ops.collectives import Collective, result_shape
+from autopar.ops.collectives import Collective, fitted, result_shape
 from autopar.ops.moves import to_device
 from autopar.ops.nodes import is_getitem, output_nodes, tensor_operands, tensor_results
 from autopar.ops.ring import Ring
@@ -203,6 +204,10 @@ class _Partitioner:
 
         A collective that converts from or to O is run by all ranks of its axis, which lie elsewhere along none.
         """
+        if call.name == FIT:
+            assert call.after is not None
+            yield fitted, (list(call.after),), Alone.at(before, self.mesh, call.after)
+            return
         (name, size), mesh = self.mesh.axes[call.axis], self.mesh
         if call.before is not None:
             yield aten.reshape.default, (list(call.before),), Alone.at(before, mesh, call.before)

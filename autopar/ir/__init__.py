@@ -68,6 +68,7 @@ from autopar.ir.pipeline import (
 from autopar.ir.plan import Plan
 from autopar.ir.precision import MixedPrecision
 from autopar.ir.tier import TIERS, Tier, TieredLayout, format_place, parse_place
+from autopar.ir.uneven import is_storable, part_shape, uneven_axes
 from autopar.ir.vacancy import has_all, partly_vacant
 
 __all__ = [
@@ -76,9 +77,9 @@ __all__ = [
     "PIPELINE_AXIS", "PLACEMENTS", "ParameterPlan", "Pipeline", "Plan", "R", "S", "SCHEDULES", "Stack", "State",
     "TIERS", "Tensor", "Tier", "TieredLayout", "UNSPLIT", "V", "VARIED", "VERSIONED", "WHOLE", "Work", "axes_along",
     "calls", "calls_between", "can_go_by_rows", "divides", "find_stacks", "format_layout", "format_place",
-    "go_together", "has_all", "has_owner", "in_nesting_order", "is_least_deep", "is_legal", "lies_in_chunks",
-    "local_elements", "local_factors", "local_shape", "mesh_of_all", "mesh_of_replica", "nested", "nested_labels",
-    "nesting_of", "operand_layouts", "owner_of", "parse_layout", "parse_place", "partly_vacant",
-    "pipeline_position", "plain", "result_layouts", "runs_alone", "shape_of", "split_factors", "steps", "steps_of",
-    "walk", "why_not_alone", "with_pipeline", "without_pipeline",
+    "go_together", "has_all", "has_owner", "in_nesting_order", "is_least_deep", "is_legal", "is_storable",
+    "lies_in_chunks", "local_elements", "local_factors", "local_shape", "mesh_of_all", "mesh_of_replica", "nested",
+    "nested_labels", "nesting_of", "operand_layouts", "owner_of", "parse_layout", "parse_place", "part_shape",
+    "partly_vacant", "pipeline_position", "plain", "result_layouts", "runs_alone", "shape_of", "split_factors",
+    "steps", "steps_of", "uneven_axes", "walk", "why_not_alone", "with_pipeline", "without_pipeline",
 ]  # fmt: skip

@@ -6,24 +6,36 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from autopar.ir.conversion import BY_ROWS, LayoutStep, steps_of
-from autopar.ir.layout import WHOLE, Dims, Layout, local_elements, local_factors, local_shape
+from autopar.ir.layout import (
+    WHOLE,
+    Dims,
+    Layout,
+    local_elements,
+    local_factors,
+    local_shape,
+)
 from autopar.ir.mesh import Mesh
+from autopar.ir.uneven import uneven_axes
+
+FIT = "fit"
 
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """A step as a call of a collective on the local tensor.
+    """A step as a call of a collective on the local tensor, or a `fit`, which sends nothing.
 
     Attributes:
-        name, backward: names of the collective and of its transpose, as in `TRANSITIONS`.
+        name, backward: names of the collective and of its transpose, as in `TRANSITIONS`; or `fit`, see
+            [Note: uneven parts] in autopar/ir/uneven.py.
         dims: dims of the local tensor, viewed as `before`, on which the collective works: first the split dim of the
             source state, then that of the target state. For a state O the list has the owner's position along the axis
             instead: (owner,) for a broadcast, (owner, dim) for a scatter, (dim, owner) for a gather, (owner, next
             owner) for a send.
-        axis: position of the mesh axis.
+        axis: position of the mesh axis; -1 of a `fit`.
         before: shape as which the local tensor is viewed before the call, so that an inner factor is a dim by itself;
             None where no view is needed.
-        after: shape of the local tensor in its new layout; None where no view is needed.
+        after: shape of the local tensor in its new layout; None where no view is needed. Of a `fit` the shape that the
+            local tensor gets.
     """
 
     name: str
@@ -53,11 +65,26 @@ def calls_between(
 ) -> Iterator[tuple[Layout, CollectiveCall, Layout]]:
     """Yields the calls that convert a tensor, each with the layouts before and after it."""
     layout = source
+    uneven = uneven_axes(dims, source, mesh)
+    stays = uneven_axes(dims, target, mesh)
+    assert all(source[axis] == target[axis] for axis in stays), (source, target)
+    short = bool(uneven)  # whether ranks have tensors of different shapes
     for step in steps_of(dims, source, target, mesh):
         after = (*layout[: step.axis], step.target, *layout[step.axis + 1 :])
         if mesh.sizes[step.axis] > 1:
-            yield layout, _call(dims, step, layout, after, mesh), after
+            call = _call(dims, step, layout, after, mesh)
+            if short and (step.axis in uneven or call.before is not None):
+                yield layout, _fit(dims, layout, mesh), layout
+                short = False
+            yield layout, call, after
+            if step.axis in uneven:
+                yield after, _fit(dims, after, mesh), after
         layout = after
+
+
+def _fit(dims: Dims, layout: Layout, mesh: Mesh) -> CollectiveCall:
+    """Pads or cuts a local tensor to the shape of a largest part."""
+    return CollectiveCall(FIT, FIT, (), -1, after=local_shape(dims, layout, mesh))
 
 
 def _call(

@@ -12,11 +12,12 @@ A *factor* is one of the sizes whose product is the size of a dim, most signific
 `x.view(32, 128)` of a dim of size 4096, that dim has the factors (32, 128) in every tensor that it runs through,
 and S(0.1) splits the 128. When two axes split the same factor, one of them is the major one: it cuts the factor, and
 the other cuts the pieces. It is the earlier axis of the mesh, as in DTensor, unless states say how *deep* axes lie.
-S(d.*) cuts dim d into contiguous chunks whatever its factors are. Only parameters between steps ("at rest") are in
-S(d.*). Parameters, and the operands and results of ops that one rank runs alone (`@i`), are in O(i).
+S(d.*) cuts dim d into contiguous chunks whatever its factors are; one axis may so cut a dim that it does not divide
+(`autopar.ir.uneven`). Only parameters between steps ("at rest") are in S(d.*). Parameters, and the operands and results
+of ops that one rank runs alone (`@i`), are in O(i).
 
-Local shapes in this module are those of a rank that holds a part. Under O(i) the other ranks hold a tensor of the
-same shape with a first dim of 0, see `autopar.ops.collectives.seen`.
+Local shapes in this module are those of a rank that holds a largest part. Under O(i) the other ranks hold a tensor of
+the same shape with a first dim of 0, see `autopar.ops.collectives.seen`.
 
 Grammar of the text:  state = "R" | "V" | "P" | "S(" dim ["." (factor | "*")] ")"
                               | "O(" (rank | "*") ")"
@@ -242,10 +243,10 @@ def split_count(layout: Layout, mesh: Mesh, dim: int, factor: int) -> int:
 
 
 def local_factors(dims: Dims, layout: Layout, mesh: Mesh) -> Dims:
-    """Factor sizes of the part of a tensor that one rank holds.
+    """Factor sizes of the largest part of a tensor that a rank holds.
 
-    A dim in S(d.*) has one factor, the size of the chunk. Raises LayoutError for a factor whose size the number of
-    parts does not divide.
+    A dim in S(d.*) has one factor, the size of the first chunk. Raises LayoutError for a factor whose size the number
+    of parts does not divide, and for a dim that several axes in S(d.*) do not divide.
     """
     return tuple(_local_dim(sizes, layout, mesh, dim) for dim, sizes in enumerate(dims))
 
@@ -253,8 +254,15 @@ def local_factors(dims: Dims, layout: Layout, mesh: Mesh) -> Dims:
 def _local_dim(sizes: tuple[int, ...], layout: Layout, mesh: Mesh, dim: int) -> tuple[int, ...]:
     chunks = split_count(layout, mesh, dim, WHOLE)
     if chunks > 1:
-        sizes = (math.prod(sizes),)
-        return (_divide(sizes[0], chunks, layout, mesh, dim),)
+        whole = math.prod(sizes)
+        axes = [
+            size
+            for state, size in zip(layout, mesh.sizes, strict=True)
+            if state.splits_as(S(dim, WHOLE))
+        ]
+        if whole % chunks and chunks in axes:  # along one axis alone, and this is its first part
+            return (-(-whole // chunks),)
+        return (_divide(whole, chunks, layout, mesh, dim),)
     return tuple(
         _divide(size, split_count(layout, mesh, dim, factor), layout, mesh, dim)
         for factor, size in enumerate(sizes)
@@ -271,7 +279,7 @@ def _divide(size: int, parts: int, layout: Layout, mesh: Mesh, dim: int) -> int:
 
 
 def divides(dims: Dims, layout: Layout, mesh: Mesh) -> bool:
-    """Whether a tensor can have this layout.
+    """Whether a layout cuts a tensor into parts of one size.
 
     The number of parts must divide the size of every factor that is split, and a dim in S(d.*) must be in no other S.
     """
@@ -322,7 +330,7 @@ def shape_of(dims: Dims) -> tuple[int, ...]:
 
 
 def local_shape(dims: Dims, layout: Layout, mesh: Mesh) -> tuple[int, ...]:
-    """Shape of the part of a tensor that one rank holds.
+    """Shape of the largest part of a tensor that a rank holds.
 
     Args:
         dims: for every dim of the tensor, the sizes of the factors whose product is the size of the dim: `(8,)`
@@ -330,7 +338,8 @@ def local_shape(dims: Dims, layout: Layout, mesh: Mesh) -> tuple[int, ...]:
         layout: state of the whole tensor along every axis of the mesh, in the order of the axes.
         mesh: the mesh that the tensor lies on.
 
-    Raises LayoutError where the number of parts does not divide the factor that the layout splits.
+    Raises LayoutError where the number of parts does not divide what the layout splits, except that one axis in S(d.*)
+    need not divide dim d.
 
     >>> from autopar.ir import Mesh
     >>> local_shape(((8,), (6,)), (S(0), S(1)), Mesh.parse("dp=4,tp=2"))
@@ -340,7 +349,7 @@ def local_shape(dims: Dims, layout: Layout, mesh: Mesh) -> tuple[int, ...]:
 
 
 def local_elements(dims: Dims, layout: Layout, mesh: Mesh) -> int:
-    """Number of elements of a tensor that one rank holds.
+    """Number of elements of a tensor that a rank holds, of those that hold a largest part.
 
     >>> from autopar.ir import Mesh
     >>> local_elements(((8,), (6,)), (S(0), S(1)), Mesh.parse("dp=4,tp=2"))

@@ -94,6 +94,20 @@ def seen(x: Tensor, shape: Sequence[int]) -> Tensor:
     return x.reshape(tuple(shape))
 
 
+def fitted(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """The tensor in another size of some dims, padded with zeros or cut at their end.
+
+    See [Note: uneven parts] in autopar/ir/uneven.py.
+    """
+    for dim, size in enumerate(shape):
+        if x.shape[dim] > size:
+            x = x.narrow(dim, 0, size)
+        elif x.shape[dim] < size:
+            more = (*x.shape[:dim], size - x.shape[dim], *x.shape[dim + 1 :])
+            x = torch.cat([x, x.new_zeros(more)], dim)
+    return x.contiguous()
+
+
 def _at_owner(x: Tensor, is_owner: bool) -> Tensor:
     return x if is_owner else nothing(x)
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 from torch import Tensor
 
-from autopar.ir import WHOLE, Dims, Layout, Mesh, R, in_nesting_order, local_factors
+from autopar.ir import WHOLE, Dims, Layout, Mesh, R, in_nesting_order, local_factors, part_shape
 from autopar.ops.collectives import nothing
 
 
@@ -28,8 +26,10 @@ def shard(full: Tensor, dims: Dims, layout: Layout, mesh: Mesh, rank: int) -> Te
         if state.factor == WHOLE:
             shape, index = list(full.shape), state.dim
         expanded = full.reshape(shape)
-        width = expanded.shape[index] // size
-        part = expanded.narrow(index, position[axis] * width, width)
+        whole = expanded.shape[index]
+        width = -(-whole // size)
+        start = min(position[axis] * width, whole)
+        part = expanded.narrow(index, start, min(width, whole - start))
         before[axis] = state
-        full = part.reshape([math.prod(f) for f in local_factors(dims, tuple(before), mesh)])
+        full = part.reshape(part_shape(dims, tuple(before), mesh, rank))
     return full if all(position[axis] == owner for axis, owner in owners) else nothing(full)

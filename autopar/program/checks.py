@@ -28,6 +28,7 @@ from autopar.ir import (
     has_owner,
     is_least_deep,
     is_legal,
+    is_storable,
     lies_in_chunks,
     nested,
     nested_labels,
@@ -35,6 +36,7 @@ from autopar.ir import (
     owner_of,
     plain,
     runs_alone,
+    uneven_axes,
     why_not_alone,
 )
 from autopar.ir.features import Feature, check_features
@@ -111,11 +113,27 @@ def _check_parameter(name: str, parameter: ParameterPlan, dims: Dims, mesh: Mesh
             "the next one where earlier axes split those before it to the end."
         )
     _check_layout(f"resident layout of parameter {name}", parameter.resident, dims, mesh, "RSVO")
+    _check_uneven(name, parameter, dims, mesh)
     _check_rows(name, parameter, dims, mesh)
     if parameter.reduce not in get_args(Reduction):
         raise PlanError(
             f"The plan is damaged: the gradient of parameter {name} is reduced per "
             f"{parameter.reduce!r}, and it can be per {' or '.join(get_args(Reduction))}."
+        )
+
+
+def _check_uneven(name: str, parameter: ParameterPlan, dims: Dims, mesh: Mesh) -> None:
+    """Raises PlanError for the use of a parameter in parts of different sizes, or by one rank, that cannot be run."""
+    stored, used = parameter.storage, parameter.resident
+    cut = uneven_axes(dims, stored, mesh)
+    entered = [axis for axis in uneven_axes(dims, used, mesh) if used[axis] != stored[axis]]
+    if entered or (cut and has_owner(used)):
+        axis = (*entered, *cut)[0]
+        where = f"{format_layout(used, mesh)} and its storage {format_layout(stored, mesh)}"
+        raise PlanError(
+            f"The resident layout of parameter {name} is {where}, and {mesh.names[axis]} does not divide its dims, of "
+            f"factors {dims}. Parts of different sizes are stored, gathered whole (V or R in the resident layout), or "
+            f"kept as they are: write the same state along {mesh.names[axis]} in both, or V in the resident layout."
         )
 
 
@@ -182,7 +200,8 @@ def _check_layout(where: str, layout: Layout, dims: Dims, mesh: Mesh, kinds: str
             f"mesh, {', '.join(mesh.names)}, as in DTensor. Write "
             f"{format_layout(nested(layout, range(len(layout))), mesh)}; ops may use it in another order."
         )
-    if not divides(dims, layout, mesh):
+    fits = divides if where.startswith("input") else is_storable
+    if not fits(dims, layout, mesh):
         raise PlanError(
             f"The plan is damaged: the {where} is {format_layout(layout, mesh)}, which does not "
             f"divide its dims, of factors {dims}, on the mesh {mesh}."

@@ -22,8 +22,9 @@ from torch import Tensor, fx, nn
 
 from autopar import _torch
 from autopar.ir import CollectiveCall, Dims, Layout, Mesh, calls
+from autopar.ir.call import FIT
 from autopar.ops.alone import absent, alone
-from autopar.ops.collectives import LOCAL, Collective, seen
+from autopar.ops.collectives import LOCAL, Collective, fitted, seen
 from autopar.ops.exchange import table_of
 from autopar.ops.nodes import draws as draws_numbers
 from autopar.ops.ring import Ring
@@ -83,6 +84,8 @@ def collective(
     call: CollectiveCall, mesh: Mesh, ranks: Sequence[Tensor], tables: Sequence[Tensor] = ()
 ) -> Ranks:
     """Runs one collective on all ranks. `tables` has the table of counts of every rank for an exchange of rows."""
+    if call.name == FIT:
+        return [fitted(x, call.after or ()) for x in ranks]
     if call.before is not None:
         ranks = [seen(x, call.before) for x in ranks]
     ranks = list(_Collective.apply(call, mesh, tables, *ranks))

@@ -34,9 +34,11 @@ from autopar.ir import (
     can_go_by_rows,
     divides,
     is_legal,
+    is_storable,
     lies_in_chunks,
     nested_labels,
     pipeline_position,
+    uneven_axes,
     with_pipeline,
     without_pipeline,
 )
@@ -189,7 +191,7 @@ def _used_by_owners(how: ParameterPlan, draw: random.Random) -> Layout:
 def _used_by_others(tensor: Tensor, how: ParameterPlan, mesh: Mesh, draw: random.Random) -> Layout:
     """The resident layout of a parameter, wherever it is stored; along an axis one rank uses it one time in eight."""
     owners = [draw.randrange(size) if draw.random() < 1 / 8 else None for size in mesh.sizes]
-    if not tensor.dims:
+    if not tensor.dims or uneven_axes(tensor.dims, how.storage, mesh):
         return how.resident
     return tuple(
         used if owner is None else O(owner)
@@ -278,17 +280,18 @@ def _random_layout(tensor: Tensor, mesh: Mesh, draw: random.Random, *, chunks: b
             inner = [S(dim, factor) for factor in range(1, len(tensor.dims[dim]))]
             options += [S(dim), S(dim, WHOLE), *inner] if chunks else [S(dim)]
         legal = [
-            s for s in options if _fits(tensor, (*layout[:axis], s, *layout[axis + 1 :]), mesh)
+            s
+            for s in options
+            if _fits(tensor, (*layout[:axis], s, *layout[axis + 1 :]), mesh, chunks=chunks)
         ]
         layout[axis] = draw.choice(legal)
     return tuple(layout)
 
 
-def _fits(tensor: Tensor, layout: Layout, mesh: Mesh) -> bool:
+def _fits(tensor: Tensor, layout: Layout, mesh: Mesh, *, chunks: bool) -> bool:
     exists = all(s.kind != "S" or tensor.dims[s.dim] for s in layout)
-    return (
-        exists and divides(tensor.dims, layout, mesh) and lies_in_chunks(tensor.dims, layout, mesh)
-    )
+    fits = is_storable if chunks else divides
+    return exists and fits(tensor.dims, layout, mesh) and lies_in_chunks(tensor.dims, layout, mesh)
 
 
 def _with_owners(
@@ -297,6 +300,8 @@ def _with_owners(
     """The parameter with an owner along each axis with a probability of 1/4."""
     owners = [draw.randrange(size) if draw.random() < 0.25 else None for size in mesh.sizes]
     if not tensor.dims or owners == [None] * len(owners):
+        return how
+    if uneven_axes(tensor.dims, how.storage, mesh):  # such parts have no owner
         return how
     storage = tuple(
         s if owner is None else O(owner) for s, owner in zip(how.storage, owners, strict=True)

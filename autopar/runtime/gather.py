@@ -25,11 +25,11 @@ from torch import Tensor, fx, nn
 from autopar import _torch
 from autopar.cost_model.collectives import overlapping_bytes
 from autopar.ir import Mesh
-from autopar.ops.collectives import Collective, result_shape
+from autopar.ops.collectives import Collective, fitted, result_shape
 from autopar.ops.moves import is_move
 from autopar.passes.group_gathers import Chain, find_gathers, group_gathers
 from autopar.runtime.failing_op import naming_tensors
-from autopar.runtime.hops import Hop, Route, cast, moving, signature, transposed
+from autopar.runtime.hops import Hop, Route, cast, fit, moving, signature, transposed
 from autopar.runtime.transfer import Transfer, travel
 from autopar.runtime.world import World
 
@@ -343,12 +343,16 @@ def route_of(chain: Chain, shape: tuple[int, ...], mesh: Mesh) -> Route:
         if is_move(node):
             hops += moving(shape, node.args[1], "device")  # type: ignore[arg-type]
             continue
-        if found is None:
+        if found is None and node.target is not fitted:
             viewed = tuple(node.args[1])  # type: ignore[arg-type]
             continue
         if hops:
             hops[-1] = _ending(hops[-1], viewed)
             before = viewed
+        if found is None:
+            viewed = tuple(node.args[1])  # type: ignore[arg-type]
+            hops.append(fit(before, viewed))
+            continue
         call, size = found.call(mesh), found.size
         result = tuple(result_shape(call.name, viewed, call.dims, size))
         hops.append(

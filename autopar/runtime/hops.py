@@ -4,7 +4,7 @@ A `Hop` is a `CollectiveCall` with the local shapes around it, a cast to another
 another tier; the hops from one layout to another are a route, and the transposed hops in reverse order take
 the gradient back.
 
-The shapes of a hop are the same on every rank, so that all ranks put the same tensors into one collective. A rank
+The shapes of a collective are the same on every rank along its axis, so that all put the same tensors into it. A rank
 that holds nothing of a tensor, because another rank of an axis owns it, has a tensor with a first dim of 0 in place
 of such a shape.
 """
@@ -16,7 +16,18 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar.ir import BY_ROWS, Dims, Layout, Mesh, State, Tier, calls_between, local_shape
+from autopar.ir import (
+    BY_ROWS,
+    Dims,
+    Layout,
+    Mesh,
+    State,
+    Tier,
+    calls_between,
+    part_shape,
+    uneven_axes,
+)
+from autopar.ir.call import FIT
 from autopar.ir.tier import moves
 from autopar.ops.collectives import result_shape
 
@@ -25,12 +36,13 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Hop:
-    """One collective on a local tensor, a cast, or a move between the device and another tier.
+    """One collective on a local tensor, a cast, a fit to another shape, or a move between the device and another tier.
 
     Attributes:
-        name, backward: the op and its transpose; a cast's is the cast back, and a move's is the move back.
+        name, backward: the op and its transpose; a cast's is the cast back, a fit's the fit back, and a move's the
+            move back.
         dims: dims of the viewed tensor, and positions of owners; see `autopar.ir.CollectiveCall`.
-        axis: position of the mesh axis, which has at least two ranks; -1 of a cast or a move.
+        axis: position of the mesh axis, which has at least two ranks; -1 of a cast, a fit or a move.
         size: ranks of the axis.
         before: shape of the local tensor.
         viewed: shape in which the op takes the tensor.
@@ -80,8 +92,13 @@ def route(
     rows, see [Note: by rows] in autopar/ir/conversion.py.
     """
     hops = []
-    shape = local_shape(dims, source, mesh)
+    shape, is_fitted = part_shape(dims, source, mesh, rank), False
     for before, call, _ in calls_between(dims, source, target, mesh):
+        if call.name == FIT:
+            assert call.after is not None
+            hops.append(fit(shape, call.after))
+            shape, is_fitted = call.after, True
+            continue
         size = mesh.sizes[call.axis]
         viewed = call.before or shape
         result = tuple(result_shape(call.name, viewed, call.dims, size))
@@ -96,6 +113,8 @@ def route(
             )
         )  # fmt: skip
         shape = after
+    if is_fitted and uneven_axes(dims, target, mesh):
+        hops.append(fit(shape, part_shape(dims, target, mesh, rank)))
     return tuple(hops)
 
 
@@ -111,6 +130,14 @@ def _owners_beside(layout: Sequence[State], axis: int) -> tuple[tuple[int, int],
 def cast(shape: Shape, before: torch.dtype, after: torch.dtype, tier: Tier = "device") -> Hop:
     """The hop that casts a tensor of this shape to `after`, and its gradient to `before`."""
     return Hop("cast", "cast", (), -1, 1, shape, shape, shape, shape, (before, after), tier)
+
+
+def fit(before: Shape, after: Shape) -> Hop:
+    """The hop that pads or cuts a tensor to another shape, and its gradient back.
+
+    See [Note: uneven parts] in autopar/ir/uneven.py.
+    """
+    return Hop(FIT, FIT, (), -1, 1, before, before, after, after)
 
 
 def moving(shape: Shape, source: Tier, target: Tier) -> Route:

@@ -29,7 +29,8 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from autopar import _torch
 from autopar.cost_model.collectives import overlapping_bytes
 from autopar.errors import CaptureError
-from autopar.ir import Layout, Mesh, O, ParameterPlan, R, State, Tier, V, local_shape
+from autopar.ir import Layout, Mesh, O, ParameterPlan, R, State, Tier, V, local_shape, part_shape
+from autopar.ir.call import FIT
 from autopar.ir.tier import is_farther
 from autopar.ops.sharding import shard
 from autopar.program.program import Program, TensorSpec
@@ -190,17 +191,20 @@ def without_v(layout: Layout) -> Layout:
 
 
 def _gathers(hops: Route) -> bool:
-    return bool(hops) and all(hop.name == "all_gather" and hop.viewed == hop.before for hop in hops)
+    return bool(hops) and all(
+        hop.name == FIT or (hop.name == "all_gather" and hop.viewed == hop.before) for hop in hops
+    )
 
 
 def cut(full: Tensor, hops: Route, world: World) -> Tensor:
-    """The part of a gathered tensor that this rank gave, as a view; the hops are all gathers."""
+    """The part of a gathered tensor that this rank gave, as a view; the hops are gathers and fits."""
     position = world.mesh.coordinates(world.rank)
     for hop in reversed(hops):
-        if hop.is_elsewhere and hop.dims[0] == 0:
+        if hop.name == FIT or (hop.is_elsewhere and hop.dims[0] == 0):
             continue  # a rank that has nothing of the tensor has no rows to cut
-        width = hop.before[hop.dims[0]]
-        full = full.narrow(hop.dims[0], position[hop.axis] * width, width)
+        width, there = hop.before[hop.dims[0]], full.shape[hop.dims[0]]
+        start = min(position[hop.axis] * width, there)
+        full = full.narrow(hop.dims[0], start, min(width, there - start))
     return full
 
 
@@ -224,11 +228,8 @@ class Residents:
         self.returns = [transposed(hops) for hops in routes]
         self._moving = [i for i, hops in enumerate(routes) if signature(hops)]
         self._settling = [i for i in range(len(routes)) if i not in self._moving or self._keeps(i)]
-        whole = [  # of a rank that holds something: all ranks need the same batches
-            torch.empty(hops[0].before if hops else (), dtype=kept.local.dtype, device="meta")
-            for hops, kept in zip(routes, self.kept, strict=True)
-        ]
-        self._batches = batches(self._moving, [signature(r) for r in routes], whole, bucket_bytes)
+        largest = [self.largest(k.spec, k.storage, k.local.dtype) for k in self.kept]
+        self._batches = batches(self._moving, [signature(r) for r in routes], largest, bucket_bytes)
         self.leaves: list[Tensor] = [torch.empty(0)] * len(self.kept)
         # Where the shards that leaves were made of lie. A tensor without elements, of another owner, lies at 0.
         self._sources: Sequence[int | None] = [None] * len(self._settling)
@@ -246,7 +247,7 @@ class Residents:
             back_by_rows=self._by_rows[i],
         )  # fmt: skip
         stored, casts = kept.local.dtype, not kept.local.dtype == spec.dtype == spec.gradient_dtype
-        found = _Way(local_shape(kept.spec.dims, kept.storage, mesh), kept.tier)
+        found = _Way(part_shape(kept.spec.dims, kept.storage, mesh, self.world.rank), kept.tier)
         if casts:
             found.approach("host")
             found.take(cast(found.shape, stored, spec.dtype, found.tier))
@@ -260,8 +261,14 @@ class Residents:
         return found.hops
 
     def shape(self, i: int) -> tuple[int, ...]:
-        """Local shape of a leaf."""
-        return local_shape(self.kept[i].spec.dims, self._layouts[i], self.world.mesh)
+        """Shape of a leaf on this rank, of a parameter that the rank holds."""
+        spec, mesh = self.kept[i].spec, self.world.mesh
+        return part_shape(spec.dims, self._layouts[i], mesh, self.world.rank)
+
+    def largest(self, spec: TensorSpec, layout: Layout, dtype: torch.dtype) -> Tensor:
+        """A tensor without memory as large as on the rank that holds most: all ranks need the same batches."""
+        shape = local_shape(spec.dims, layout, self.world.mesh)
+        return torch.empty(shape, dtype=dtype, device="meta")
 
     @torch.no_grad()
     def refresh(self) -> bool:

@@ -94,8 +94,8 @@ class Reducer:
             order, key=lambda i: not self._leaves_early(i)
         )  # they must not hold up the others
         shapes = [
-            torch.empty(_start_shape(r, k.local), dtype=s.gradient_dtype, device="meta")
-            for r, k, s in zip(returns, self._residents.kept, self._residents.specs, strict=True)
+            self._residents.largest(kept.spec, spec.layout, spec.gradient_dtype)
+            for kept, spec in zip(self._residents.kept, self._residents.specs, strict=True)
         ]
         return [
             Bucket(
@@ -202,10 +202,6 @@ class Reducer:
     def _naming(self, bucket: Bucket) -> AbstractContextManager[None]:
         """A context in which an error says whose gradients a bucket has."""
         return naming_tensors("gradients", [self._residents.specs[i].name for i in bucket.sent])
-
-
-def _start_shape(hops: Sequence[object], local: Tensor) -> tuple[int, ...]:
-    return hops[0].before if hops else tuple(local.shape)  # type: ignore[attr-defined]
 
 
 def _shrinks(names: Sequence[tuple[str, int]]) -> bool:

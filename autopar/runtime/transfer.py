@@ -15,8 +15,9 @@ from torch import Tensor
 
 from autopar import _torch
 from autopar.ir import Tier
+from autopar.ir.call import FIT
 from autopar.ir.tier import FROM_DEVICE, FROM_HOST, TO_DEVICE, TO_HOST
-from autopar.ops.collectives import KERNELS, group_name, naming_failures, seen
+from autopar.ops.collectives import KERNELS, fitted, group_name, naming_failures, seen
 from autopar.runtime.flat import STARTS, Started, group_of
 from autopar.runtime.hops import Hop, Route, signature, transposed
 from autopar.runtime.owners import OWNERS_STARTS
@@ -110,6 +111,8 @@ def _run(hop: Hop, x: Tensor, world: World) -> Tensor:
     if hop.name in OWNERS_STARTS:
         given = x.clone() if hop.name in ("reduce", "reduce_rows") else x  # done in place
         return OWNERS_STARTS[hop.name]([hop], [given], world).wait()[0]
+    if hop.name == FIT:
+        return fitted(x, hop.result)
     if hop.formats:
         result = x.to(hop.formats[1])
         is_far = hop.tier != "device" and result is not x

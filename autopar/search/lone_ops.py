@@ -40,6 +40,7 @@ from autopar.ir import (
     State,
     is_legal,
     lies_in_chunks,
+    uneven_axes,
     why_not_alone,
 )
 from autopar.ir.note import Note
@@ -294,11 +295,7 @@ def _put(
     owned = {
         name: owners
         for name, owners in _owned(graph, pins)
-        if lies_in_chunks(
-            graph.tensors[graph.parameters[name]].dims,
-            _stored(plan.parameters[name], owners, unsplit, pins.served).storage,
-            plan.mesh,
-        )
+        if _can_own(graph, plan, name, _stored(plan.parameters[name], owners, unsplit, pins.served))
     }
     axes = {axis for owners in pins.owners.values() for axis in owners}
     return replace(
@@ -312,6 +309,14 @@ def _put(
             for name, layout in plan.inputs.items()
         },
     )  # fmt: skip
+
+
+def _can_own(graph: Graph, plan: Plan, name: str, how: ParameterPlan) -> bool:
+    """Whether a parameter with owners can be stored so: in one run of each dim, and in parts of one size."""
+    dims = graph.tensors[graph.parameters[name]].dims
+    return lies_in_chunks(dims, how.storage, plan.mesh) and not uneven_axes(
+        dims, how.storage, plan.mesh
+    )
 
 
 def _stored(

@@ -11,9 +11,10 @@ Along one axis they are the stages of ZeRO (Rajbhandari et al. 2020), see `autop
 A parameter may be stored on the device or on the host (`autopar.ir.tier`). If it is stored on the host, its gradient
 may be moved there after each micro-batch, with any ZeRO stage.
 
-S(d) splits the major factor of dim d. If the axis size divides the whole dim but not this factor, the state is S(d.*).
-S(d.*) is never combined with another split of the same dim. An inner factor is split only if earlier axes split the
-factors before it into parts of size 1, so that every part is a nested shard of DTensor.
+S(d) splits the major factor of dim d. If the axis size divides the whole dim but not this factor, the state is S(d.*),
+and so it is of every dim if the axis divides none: ranks then hold the parts of `torch.chunk`. S(d.*) is never combined
+with another split of the same dim. An inner factor is split only if earlier axes split the factors before it into parts
+of size 1, so that every part is a nested shard of DTensor.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from autopar.ir import (
     Tier,
     TieredLayout,
     V,
-    divides,
+    is_storable,
     lies_in_chunks,
 )
 from autopar.ir.parameter_plan import Reduction
@@ -157,7 +158,7 @@ def _fallbacks(options: Sequence[_AxisOption]) -> int:
 
 def _legal(options: Sequence[_AxisOption], tensor: Tensor, mesh: Mesh) -> bool:
     storage = tuple(option.storage for option in options)
-    return divides(tensor.dims, storage, mesh) and lies_in_chunks(tensor.dims, storage, mesh)
+    return is_storable(tensor.dims, storage, mesh) and lies_in_chunks(tensor.dims, storage, mesh)
 
 
 def _reductions(options: Sequence[_AxisOption]) -> Iterator[Reduction]:
@@ -195,7 +196,10 @@ def _owned(tensor: Tensor, size: int, owner: int) -> list[State]:
 
 
 def _shards(tensor: Tensor, size: int) -> list[State]:
-    """The states S(d) and S(d.*) in which a parameter can be stored along an axis of this size."""
+    """The states S(d) and S(d.*) in which a parameter can be stored along an axis of this size.
+
+    Where the axis divides no dim, every dim is cut into chunks of different sizes.
+    """
     if size == 1:
         return []
     found = []
@@ -204,7 +208,7 @@ def _shards(tensor: Tensor, size: int) -> list[State]:
             found.append(S(dim))
         elif math.prod(factors) % size == 0:
             found.append(S(dim, WHOLE))
-    return found
+    return found or [S(dim, WHOLE) for dim, length in enumerate(tensor.shape) if length > 1]
 
 
 def _inner_shards(tensor: Tensor, size: int, earlier: Sequence[int]) -> Iterator[State]:

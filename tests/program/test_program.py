@@ -10,7 +10,7 @@ from torch import nn
 from autopar.analysis.factors import analyze
 from autopar.capture.export import capture_step
 from autopar.errors import PlanError
-from autopar.ir import WHOLE, Mesh, P, ParameterPlan, Plan, R, S, V
+from autopar.ir import WHOLE, Mesh, O, P, ParameterPlan, Plan, R, S, V
 from autopar.passes import clean_up
 from autopar.program.checks import check_plan
 from autopar.program.program import build_program
@@ -136,7 +136,12 @@ def test_labels_that_an_op_has_not(mlp, size, labels, says):
         (S(5), R, "storage of parameter up.weight is S(5)@tp, and its dims are 0 to 1"),
         (S(0, 5), R, "is S(0.5)@tp, and dim 0 has the factors 0 to 0, of sizes (6,)"),
         (S(0), R, "is S(0)@tp, which does not divide its dims, of factors ((6,), (4,))"),
-        (S(0, WHOLE), R, "is S(0.*)@tp, which does not divide"),
+        (
+            R,
+            S(0, WHOLE),
+            "is S(0.*)@tp and its storage R, and tp does not divide its dims, of factors ((6,), (4,))",
+        ),
+        (S(0, WHOLE), O(1), "is O(1)@tp and its storage S(0.*)@tp, and tp does not divide"),
         (V, V, "storage of parameter up.weight is V@tp, and it can be R, S or O"),
         (P, R, "storage of parameter up.weight is P@tp, and it can be R, S or O"),
         (R, P, "resident layout of parameter up.weight is P@tp, and it can be R, S, V or O"),

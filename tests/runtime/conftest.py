@@ -15,5 +15,10 @@ def two_ranks() -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="session")
+def three_ranks() -> Iterator[Ranks]:
+    yield from kept_ranks(3)
+
+
+@pytest.fixture(scope="session")
 def four_ranks() -> Iterator[Ranks]:
     yield from kept_ranks(4)

@@ -55,6 +55,22 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.middle(self.embedding(tokens))))
 
 
+class Odd(nn.Module):
+    """No size of it divides by 3 or 4, and one is less than 3."""
+
+    def __init__(self, vocabulary: int = 97, width: int = 10) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.norm = nn.LayerNorm(width)
+        self.down = nn.Linear(width, 2)
+        self.up = nn.Linear(2, width)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.norm(self.embedding(tokens))
+        return self.head(x + self.up(torch.tanh(self.down(x))))
+
+
 class Mixture(nn.Module):
     """Rows go to the best two of four experts, in bfloat16: a captured `grouped_mm` takes nothing else."""
 
@@ -116,6 +132,9 @@ def make(name: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Batc
     if name == "tied":
         tokens = torch.randint(0, 16, (8, 4))
         return Tied().to(dtype), (tokens, tokens.roll(1, 1)), loss_fn
+    if name == "odd":
+        tokens = torch.randint(0, 97, (12, 4))
+        return Odd().to(dtype), (tokens, tokens.roll(1, 1)), loss_fn
     assert name == "gpt", name
     tokens = torch.randint(0, 256, (8, 8))
     model = GPT(GPTConfig(seq_len=8, layers=2, heads=4, width=16)).to(dtype)

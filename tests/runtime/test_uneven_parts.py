@@ -1,0 +1,85 @@
+"""Parameters stored along an axis that divides none of their dims: three real ranks train as one process does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+import autopar
+from autopar.capture.export import run_with_loss
+from tests.runtime.models import make
+from tests.runtime.ranks import Ranks
+from tests.runtime.test_checkpoints import gap, half, in_one_process
+from tests.runtime.training import compiled, difference, single
+from tests.support.staged import captured_once
+
+pytestmark = pytest.mark.multiprocess
+
+DP = {"dp": 3}
+
+
+@pytest.mark.parametrize("recipe", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_three_ranks_train_as_one_process(
+    three_ranks: Ranks, recipe: str, micro_batches: int
+) -> None:
+    expected = single("odd", steps=10)
+    for found in three_ranks.run(_ten_steps, recipe, micro_batches):
+        assert difference(found, expected) < 1e-9
+
+
+def _ten_steps(recipe: str, micro_batches: int) -> dict[str, object]:
+    return compiled("odd", DP, recipe, micro_batches, steps=10)
+
+
+@captured_once()
+def first_step(recipe: str) -> tuple[dict[str, list[int]], dict[str, torch.Tensor]]:
+    """The shapes of a rank's parts, and the whole gradients of one step."""
+    model, batch, loss_fn = make("odd")
+    made = autopar.compile(model, loss_fn=loss_fn, mesh=DP, recipe=recipe)  # type: ignore[arg-type]
+    made.step(*batch)
+    parameters = dict(made.named_parameters())
+    assert all(isinstance(p, DTensor) and isinstance(p.grad, DTensor) for p in parameters.values())
+    shapes = {name: list(p.to_local().shape) for name, p in parameters.items()}
+    return shapes, {name: p.grad.full_tensor() for name, p in parameters.items()}
+
+
+@pytest.mark.parametrize("recipe", ["zero1", "zero3"])
+def test_ranks_have_the_parts_of_torch_chunk_and_the_gradients_of_one_process(
+    three_ranks: Ranks, recipe: str
+) -> None:
+    found = three_ranks.run(first_step, recipe)
+    model, batch, loss_fn = make("odd")
+    run_with_loss(model, batch, {}, loss_fn).backward()  # type: ignore[arg-type]
+    for name, parameter in model.named_parameters():
+        shapes = [shapes[name] for shapes, _ in found]
+        assert shapes in [_parts(parameter, dim) for dim in range(parameter.ndim)], name
+        for _, gradients in found:
+            assert parameter.grad is not None
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-9, atol=1e-12)
+    assert [shapes["head.bias"] for shapes, _ in found] == [[33], [33], [31]]
+    assert [shapes["down.bias"] for shapes, _ in found] == [[1], [1], [0]]
+
+
+def _parts(x: torch.Tensor, dim: int) -> list[list[int]]:
+    """The shapes of the three parts of `torch.chunk`, of which the last may be missing."""
+    shapes = [list(part.shape) for part in x.chunk(3, dim)]
+    empty = [*x.shape[:dim], 0, *x.shape[dim + 1 :]]
+    return shapes + [empty] * (3 - len(shapes))
+
+
+def test_a_checkpoint_goes_from_three_ranks_to_four_and_back(
+    three_ranks: Ranks, four_ranks: Ranks, tmp_path: Path
+) -> None:
+    path, back = str(tmp_path / "three"), str(tmp_path / "four")
+    expected = in_one_process("odd", steps=10)
+    (before, _), *_ = three_ranks.run(half, "odd", path, {"dp": 3}, "zero3", False)
+    for after, _ in four_ranks.run(half, "odd", path, {"dp": 4}, "zero1", True):
+        assert gap(before, after, expected) < 1e-8
+    (before, _), *_ = four_ranks.run(half, "odd", back, {"dp": 4}, "zero3", False)
+    for after, _ in three_ranks.run(half, "odd", back, {"dp": 3}, "zero2", True):
+        assert gap(before, after, expected) < 1e-8
+    assert gap(before, in_one_process("odd", load=back), expected) < 1e-8
