@@ -125,6 +125,8 @@ class _Local(torch.autograd.Function):
             return None
         mesh, placements = ctx.spec.mesh, ctx.spec.placements
         _, stride = compute_global_tensor_info(gradient, mesh, placements)
+        if gradient.is_contiguous():  # of parts of different sizes torch's strides would be wrong
+            stride = list(torch.empty(ctx.spec.shape, device="meta").stride())
         meta = TensorMeta(ctx.spec.shape, tuple(stride), gradient.dtype)
         return _Whole.apply(gradient, DTensorSpec(mesh, placements, tensor_meta=meta))
 

@@ -100,6 +100,13 @@ def warn_of_idle_axes(plan: Plan) -> None:
     )
 
 
+def warn_of_repeated_work(plan: Plan) -> None:
+    """Warns of axes that store parts of the parameters and split no work, as where they do not divide the batch."""
+    for note in plan.notes:
+        if kind_of(note) == "repeated":
+            warn_together(f"Under this plan {note}.", stacklevel=2)
+
+
 def warn_of_unasked_stages(plan: Plan) -> None:
     """Warns of pipeline stages that a plan has under a recipe that names no schedule, and says why it has them."""
     for note in plan.notes:

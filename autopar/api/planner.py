@@ -18,6 +18,7 @@ from autopar.api.announcing import (
     start_line,
     warn_of_idle_axes,
     warn_of_loss,
+    warn_of_repeated_work,
     warn_of_shape,
     warn_of_unasked_stages,
     warn_of_unused_folder,
@@ -306,6 +307,7 @@ class Planner:
         plan = self._stored.plan(make_plan, prepared, request, captured_micro_batches=captured)
         if self._mesh is not None:
             warn_of_idle_axes(plan)
+        warn_of_repeated_work(plan)
         warn_of_unasked_stages(plan)
         if world_size() == 1:  # there may be no process group, which stages communicate by
             plan = replace(plan, pipeline=None)

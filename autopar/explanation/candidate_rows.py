@@ -18,6 +18,7 @@ AS_FAST = 5e-5  # difference of two steps, as a part of one, that is not told
 
 _KEPT_NOTES = (
     "axes",
+    "repeated",
     "runner-up",
     "tiers",
     "owners",

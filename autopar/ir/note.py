@@ -19,6 +19,7 @@ NoteKind = Literal[
     "overlap",
     "micro-batches",
     "undivided",
+    "repeated",
 ]
 NOTE_KINDS: tuple[str, ...] = get_args(NoteKind)
 
@@ -37,7 +38,8 @@ class Note(str):
             what is stored outside the devices. "replicas" and "versions": differences from training on a single
             device. "owners": parameters that single ranks store. "decomposed": axes along which collectives run piece
             by piece. "overlap": micro-batches that take turns. "micro-batches": the reason for a number of them that
-            nobody asked for. "undivided": dims that an axis does not divide. "": anything else.
+            nobody asked for. "undivided": dims that an axis does not divide. "repeated": axes whose ranks all compute
+            the same. "": anything else.
     """
 
     kind: str

@@ -16,6 +16,7 @@ torchao: a state in blocks is a tensor that is made of others (`__tensor_flatten
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from autopar import _torch
+from autopar.errors import AutoparError
 
 
 def in_blocks(state: object) -> bool:
@@ -49,10 +51,28 @@ def set_values(state: Tensor, values: Tensor) -> None:
 
 
 def parts_of(state: Tensor) -> dict[str, Tensor]:
-    """The tensors that a state in blocks is made of, flat, each rank's after the other; in the state's own memory."""
+    """The tensors that a state in blocks is made of, flat, each rank's after the other; in the state's own memory.
+
+    Raises AutoparError for a state of which ranks hold parts of different sizes.
+    """
     local = _local(state)
+    if isinstance(state, DTensor) and _is_uneven(state, local):
+        raise AutoparError(
+            f"The optimizer keeps a state of shape {list(state.shape)} in blocks of low precision, and the ranks do "
+            "not divide it, so that they have parts of different sizes: no checkpoint can hold that yet. Take an "
+            "optimizer with states in float32 or bfloat16 (torch.optim.AdamW), or a number of ranks that divides it."
+        )
     names, _ = local.__tensor_flatten__()
     return {name: _in_a_row(getattr(local, name), state) for name in names}
+
+
+def _is_uneven(state: DTensor, local: Tensor) -> bool:
+    """Whether the parts of a state that no rank owns alone differ in size."""
+    if any(isinstance(placement, _torch.Owned) for placement in state.placements):
+        return False
+    sizes = zip(state.placements, state.device_mesh.shape, strict=True)
+    parts = math.prod(size for placement, size in sizes if placement.is_shard())
+    return local.numel() * parts != state.numel()
 
 
 def cut_of(state: Tensor) -> list[str]:

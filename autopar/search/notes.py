@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from autopar.cost_model import Hardware, unruled
 from autopar.cost_model.compute import FUSED_ATTENTION
 from autopar.ir import EXCHANGED, Graph, Op, ParameterPlan, Plan, State
+from autopar.ir.batches import captured_batch
 from autopar.ir.meeting import ALONE
 from autopar.ir.note import Note
 from autopar.ir.parameter_plan import PARAMETER_WORDS
@@ -40,7 +41,8 @@ def explain(
         _memory_line(cost, bound_bytes),
     )
     prices = (Note(line, "price") for line in lines)
-    return (*axes, *prices, *others, *unruled_lines(graph, plan, hardware))
+    repeated = repeated_lines(graph, plan)
+    return (*axes, *repeated, *prices, *others, *unruled_lines(graph, plan, hardware))
 
 
 def axis_lines(graph: Graph, plan: Plan) -> list[str]:
@@ -314,11 +316,35 @@ def idle_axes(plan: Plan) -> list[str]:
     """Names of the axes inside a stage, of several ranks, whose ranks all do the same."""
     return [
         name
-        for axis, (name, size) in enumerate(plan.mesh.axes)
-        if size > 1
-        and all(p.storage[axis].kind not in "SO" for p in plan.parameters.values())
-        and all(labels[axis] in "-~" for labels in plan.ops.values())
+        for name in _repeated_axes(plan)
+        if all(p.storage[plan.mesh.index(name)].kind not in "SO" for p in plan.parameters.values())
     ]
+
+
+def _repeated_axes(plan: Plan) -> list[str]:
+    """Names of the axes inside a stage, of several ranks, along which no op is split."""
+    return [
+        name
+        for axis, (name, size) in enumerate(plan.mesh.axes)
+        if size > 1 and all(labels[axis] in "-~" for labels in plan.ops.values())
+    ]
+
+
+def repeated_lines(graph: Graph, plan: Plan) -> Iterator[Note]:
+    """A line on every axis whose ranks store parts of the parameters, and all compute the whole batch."""
+    rows, idle = captured_batch(graph), idle_axes(plan)
+    of = "" if plan.micro_batches == 1 else " of a micro-batch"
+    for name in _repeated_axes(plan):
+        size = dict(plan.mesh.axes)[name]
+        line = f"all {size} ranks along {name} compute the whole batch, and share only the memory of parameters"
+        if rows % size:
+            multiple = rows - rows % size + size
+            line += (
+                f": {name}={size} does not divide the {counted(rows, 'row')}{of}. Rows in a multiple of {size}, such "
+                f"as {multiple}, are split"
+            )
+        if name not in idle:
+            yield Note(line, "repeated")
 
 
 def note_of_unasked_stages(request: Request, rows: int, refusals: Sequence[Refusal]) -> Note:

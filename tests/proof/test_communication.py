@@ -302,6 +302,30 @@ def test_recomputed_layers_send_what_they_are_priced_for(recipe, recompute):
     assert priced_bytes(compiled.explain().step) == dict(counted.bytes)
 
 
+@pytest.mark.parametrize(("recipe", "gathers"), [("zero1", 1), ("zero2", 1), ("zero3", 2)])
+def test_parts_of_different_sizes_send_what_they_are_padded_to(recipe, gathers):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 9, bias=False), nn.GELU(), nn.Linear(9, 6, bias=False))
+    x = torch.randn(BATCH, 6)
+    compiled = autopar.compile(
+        model, example_inputs=(x,), loss_fn=loss_fn, mesh={"x": RANKS}, recipe=recipe,
+        bucket_bytes=1,
+    )  # fmt: skip
+    compiled.step(x)
+    compiled.zero_grad()
+    with Counted() as counted:
+        compiled.step(x)
+    # 9 rows of 6 over 4 ranks are 3, 3, 3, 0, and 6 columns of 9 are 2, 2, 2, 0: padded 12 x 6 and 9 x 8
+    matrix = 72 * FLOAT
+    assert counted.bytes == {
+        # backward needs the second matrix again, and the first not: the input takes no gradient
+        "all_gather": (2 + (gathers - 1)) * matrix,
+        "reduce_scatter": 2 * matrix,
+        "all_reduce": SCALAR,
+    }
+    assert priced_bytes(compiled.explain().step) == dict(counted.bytes)
+
+
 def priced_bytes(step):
     """Kind of collective -> bytes in a step, counted as `Counted` does: those of the larger side."""
     found = Counter()

@@ -20,7 +20,7 @@ from benchmarks.zoo.models import build
 from tests.support.llama import Llama
 from tests.support.tables import often
 
-MESHES = ["a=2", "a=4", "a=2,b=2", "a=2,b=2,c=2"]
+MESHES = ["a=2", "a=4", "a=2,b=2", "a=2,b=2,c=2", "a=3", "a=5", "a=2,b=3"]
 SEEDS = range(3)
 # These seeds draw the schedules interleaved, zbv, zb and 1f1b.
 STAGES = [("pp=2", 8), ("pp=2,a=2", 3), ("a=2,pp=2", 14), ("pp=4", 6)]
@@ -68,6 +68,7 @@ SUBJECTS = {
 OFTEN = {
     ("llama", "a=2,b=2,c=2", 0), ("conv", "a=2", 1), ("gpt2", "a=2,b=2", 2), ("t5", "a=2", 0),
     ("mixtral", "a=4", 2), ("swin", "a=2", 2),
+    ("conv", "a=3", 1), ("conv", "a=5", 0), ("llama", "a=2,b=3", 1),
     ("conv", "pp=2", 8), ("llama", "pp=2,a=2", 3), ("gpt2", "a=2,pp=2", 14), ("llama", "pp=4", 6),
 }  # fmt: skip
 

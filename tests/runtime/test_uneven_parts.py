@@ -47,6 +47,28 @@ def first_step(recipe: str) -> tuple[dict[str, list[int]], dict[str, torch.Tenso
     return shapes, {name: p.grad.full_tensor() for name, p in parameters.items()}
 
 
+@captured_once()
+def forward_and_backward(recipe: str) -> dict[str, torch.Tensor]:
+    """The whole gradients of a forward and a backward of the user's own."""
+    model, (tokens, targets), loss_fn = make("odd")
+    made = autopar.compile(model, loss_fn=loss_fn, mesh=DP, recipe=recipe)  # type: ignore[arg-type]
+    made.prepare(tokens, targets)
+    loss_fn(made(tokens), targets).backward()  # type: ignore[operator]
+    return {name: p.grad.full_tensor() for name, p in made.named_parameters()}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("recipe", ["zero1", "zero3"])
+def test_a_backward_outside_of_a_step_gives_whole_gradients(
+    three_ranks: Ranks, recipe: str
+) -> None:
+    model, batch, loss_fn = make("odd")
+    run_with_loss(model, batch, {}, loss_fn).backward()  # type: ignore[arg-type]
+    for gradients in three_ranks.run(forward_and_backward, recipe):
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("recipe", ["zero1", "zero3"])
 def test_ranks_have_the_parts_of_torch_chunk_and_the_gradients_of_one_process(
     three_ranks: Ranks, recipe: str

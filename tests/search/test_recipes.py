@@ -16,6 +16,7 @@ from autopar.cost_model.items import COMPUTE
 from autopar.cost_model.pricer import Pricer
 from autopar.errors import RecipeError, SearchError
 from autopar.ir import Graph, Mesh, Plan, R, S, V, operand_layouts
+from autopar.ir.note import kind_of
 from autopar.planning.planning import make_plan, prepare_step
 from autopar.search import RECIPES, format_recipe, resolve, search
 from autopar.search.request import Request
@@ -310,6 +311,24 @@ def test_zero3_needs_no_batch_that_divides(batch: int, mesh: dict[str, int]) -> 
         assert stages(plan, axis) == {3}
     report = autopar.verify(model, inputs, mesh=mesh, plan=plan, loss_fn=F.mse_loss)
     assert report.passed, report
+
+
+@pytest.mark.parametrize("rows", [32, 33])
+def test_ranks_that_all_compute_the_whole_batch_are_named_with_a_batch_that_is_split(
+    rows: int,
+) -> None:
+    """On three ranks, which share nothing but the memory of parameters, in parts of different sizes."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    prepared = prepare_step(model, (torch.randn(rows, 8), torch.randn(rows, 8)), loss_fn=F.mse_loss)
+    plan = make_plan(prepared, Request(TOY, mesh={"dp": 3}, recipe="zero3"))
+    assert stages(plan, 0) == {3}
+    said = [note for note in plan.notes if kind_of(note) == "repeated"]
+    assert said == [
+        "all 3 ranks along dp compute the whole batch, and share only the memory of parameters: dp=3 does not divide "
+        "the 32 rows. Rows in a multiple of 3, such as 33, are split"
+    ] * (rows == 32)
+    is_split = any(label != "-" for labels in plan.ops.values() for label in labels)
+    assert is_split == (rows == 33)
 
 
 class Tied(nn.Module):
