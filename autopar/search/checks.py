@@ -14,10 +14,13 @@ from autopar.search.recipe_rows import Recipe, Which, is_batch, is_seq
 def check_axes(graph: Graph, mesh: Mesh, recipes: Sequence[Recipe] = ()) -> None:
     """Raises MeshError if the size of some axis divides no factor and no dim of any parameter.
 
-    An axis whose recipe leaves all ops to one rank divides nothing.
+    An axis whose recipe leaves all ops to one rank divides nothing, and one whose recipe asks for sharded parameters
+    may store them in parts of different sizes.
     """
-    serving = [
-        axis for axis, row in zip(mesh.names, recipes, strict=False) if row.worker is not None
+    others = [
+        axis
+        for axis, row in zip(mesh.names, recipes, strict=False)
+        if row.worker is not None or (row.owner is None and 0 not in row.stages)
     ]
     factors = {(c.factor or c.label, c.size) for op in graph.ops for c in op.choices if c.splits}
     stored = {
@@ -26,7 +29,7 @@ def check_axes(graph: Graph, mesh: Mesh, recipes: Sequence[Recipe] = ()) -> None
         for dim, sizes in enumerate(graph.tensors[tensor].dims)
     }
     for axis, size in mesh.axes:
-        if axis not in serving and all(found % size for _, found in factors | stored):
+        if axis not in others and all(found % size for _, found in factors | stored):
             closest = _closest(size, factors or stored)
             remedy = (
                 f"The closest sizes in it are {closest}; choose a size that divides one of them."
