@@ -136,8 +136,9 @@ def _stored_in(tier: Tier, resident: Tier, plan: ParameterPlan) -> Iterator[Para
 def _plans(
     tensor: Tensor, recipes: Sequence[Recipe], pinned: dict[int, State], mesh: Mesh
 ) -> Iterator[ParameterPlan]:
+    has_owners = any(recipe.owner is not None for recipe in recipes)
     per_axis = [
-        _axis_options(tensor, recipe, size, pinned.get(axis), mesh.sizes[:axis])
+        _axis_options(tensor, recipe, size, pinned.get(axis), mesh.sizes[:axis], has_owners)
         for axis, (recipe, size) in enumerate(zip(recipes, mesh.sizes, strict=True))
     ]
     combined = [
@@ -172,9 +173,12 @@ def _reductions(options: Sequence[_AxisOption]) -> Iterator[Reduction]:
 
 
 def _axis_options(
-    tensor: Tensor, recipe: Recipe, size: int, pinned: State | None, earlier: Sequence[int]
-) -> list[_AxisOption]:
+    tensor: Tensor, recipe: Recipe, size: int, pinned: State | None, earlier: Sequence[int],
+    has_owners: bool,
+) -> list[_AxisOption]:  # fmt: skip
     shards = [*_shards(tensor, size), *_inner_shards(tensor, size, earlier)]
+    if not shards and not has_owners and size > 1:  # an owner has the whole of a dim
+        shards = [S(dim, WHOLE) for dim, length in enumerate(tensor.shape) if length > 1]
     if recipe.owner is not None:
         shards = _owned(tensor, size, recipe.owner)
     sharded = tuple(stage for stage in recipe.stages if stage in (1, 2))
@@ -196,10 +200,7 @@ def _owned(tensor: Tensor, size: int, owner: int) -> list[State]:
 
 
 def _shards(tensor: Tensor, size: int) -> list[State]:
-    """The states S(d) and S(d.*) in which a parameter can be stored along an axis of this size.
-
-    Where the axis divides no dim, every dim is cut into chunks of different sizes.
-    """
+    """The states S(d) and S(d.*) of parts of one size in which a parameter can be stored along an axis."""
     if size == 1:
         return []
     found = []
@@ -208,7 +209,7 @@ def _shards(tensor: Tensor, size: int) -> list[State]:
             found.append(S(dim))
         elif math.prod(factors) % size == 0:
             found.append(S(dim, WHOLE))
-    return found or [S(dim, WHOLE) for dim, length in enumerate(tensor.shape) if length > 1]
+    return found
 
 
 def _inner_shards(tensor: Tensor, size: int, earlier: Sequence[int]) -> Iterator[State]:

@@ -55,7 +55,7 @@ def test_two_ranks(two_ranks: Ranks, name: str, seed: int) -> None:
     assert distance(two_ranks, name, {"a": 2}, seed) < 1e-9
 
 
-# Three ranks divide no dim of a parameter of "odd". Some of these seeds leave ops to single ranks, or store on the host.
+# Three ranks divide no dim of a parameter of "odd". Some seeds leave ops to single ranks, or store on the host.
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -13,7 +13,7 @@ from autopar.capture.export import run_with_loss
 from tests.runtime.models import make
 from tests.runtime.ranks import Ranks
 from tests.runtime.test_checkpoints import gap, half, in_one_process
-from tests.runtime.training import compiled, difference, single
+from tests.runtime.training import compiled, difference, full_state, single
 from tests.support.staged import captured_once
 
 pytestmark = pytest.mark.multiprocess
@@ -105,3 +105,22 @@ def test_a_checkpoint_goes_from_three_ranks_to_four_and_back(
     for after, _ in three_ranks.run(half, "odd", back, {"dp": 3}, "zero2", True):
         assert gap(before, after, expected) < 1e-8
     assert gap(before, in_one_process("odd", load=back), expected) < 1e-8
+
+
+@captured_once()
+def written(folder: str) -> dict[str, torch.Tensor]:
+    """Writes whole weights to files, and reads them into another model; returns what that has."""
+    torch.manual_seed(0)
+    model, batch, loss_fn = make("odd")
+    made = autopar.compile(model, loss_fn=loss_fn, mesh=DP, recipe="zero3", example_inputs=batch)  # type: ignore[arg-type]
+    made.export(folder)
+    for parameter in made.parameters():
+        torch.nn.init.zeros_(parameter)
+    made.load_weights(folder)
+    return full_state(made)
+
+
+def test_whole_weights_go_to_files_and_into_parts(three_ranks: Ranks, tmp_path: Path) -> None:
+    expected = make("odd")[0].state_dict()
+    for found in three_ranks.run(written, str(tmp_path)):
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
