@@ -24,6 +24,7 @@ from autopar.passes.group_gathers import find_gathers, group_gathers
 from autopar.passes.join_experts import join_experts
 from autopar.passes.name_nodes import name_nodes
 from autopar.passes.open_random_attention import open_random_attention
+from autopar.passes.open_unruled import open_unruled
 from autopar.passes.overlap_batches import overlap_batches
 from autopar.passes.overlap_sums import defer_loss_sum, hoist_input_sums
 from autopar.passes.partition import partition
@@ -46,6 +47,7 @@ CLEANUP: tuple[Pass, ...] = (
     expand_copies,  # a slice that is assigned to keeps its gradient
     real_scatters,  # a slice of complex numbers that is assigned to has a gradient
     open_random_attention,  # its masks must differ between parts of the batch
+    open_unruled,  # an op that nobody gave a rule may have parts that can be split
     unreduce_losses,  # a sum of element-wise terms can be split along anything
     single_batch_norm,  # in evaluation it can be split along the batch, and has one result to say so of
     densify_gradients,  # no collective takes a sparse one

@@ -110,6 +110,7 @@ from autopar._torch.exporting import (
 from autopar._torch.fakes import (
     argument_names,
     example_tensor,
+    has_values,
     is_torchs_operator,
     modes_above,
     operator_named,
@@ -142,7 +143,7 @@ from autopar._torch.groups import (
 from autopar._torch.imports import quiet_torchao
 from autopar._torch.limits import AskedLimits
 from autopar._torch.modules import BatchNormBase, DropoutBase
-from autopar._torch.operators import autopar_op, required_arguments, schema
+from autopar._torch.operators import autopar_op, decomposition_of, required_arguments, schema
 from autopar._torch.optimizers import share_overflows, update_by_shards
 from autopar._torch.owned import Owned, copied, cut_like, owned_as, whole_of
 from autopar._torch.pipelining import (
@@ -186,13 +187,14 @@ __all__ = [
     "backward_hooks_of",
     "below_autograd", "broke_in_communication", "cached_calls", "call_with", "catalogue_name", "code_when_called",
     "compile_graph", "computes_complex", "copied", "copy_to_host", "current_device", "cut_like", "default_store",
+    "decomposition_of",
     "depends_on_values", "device_copy", "device_model", "differentiable_local", "draw_whole_on_processors",
     "dtensor", "dynamo_source",
     "example_tensor",
     "exchange_rows", "fake_mode", "flight_record", "forked_random_state", "forward_of_running_node",
     "fused_attention", "fused_attention_backward", "gradient_flags", "group_seconds", "guard_hooks", "handed_on",
-    "has_backward_hooks", "has_fused_attention", "has_storage", "has_used_accelerator", "host_copies", "host_copy",
-    "identity_of",
+    "has_backward_hooks", "has_fused_attention", "has_storage", "has_used_accelerator", "has_values", "host_copies",
+    "host_copy", "identity_of",
     "in_functorch_transform", "is_accelerator", "is_functional", "is_torchs_operator", "keeping_sizes_open",
     "lines_along", "local_addresses", "local_gradient", "local_tensor", "make_states_by", "map_file",
     "missing_cpp_compiler", "modes_above",

@@ -72,3 +72,8 @@ def switches() -> tuple[object, ...]:
         backends.cuda.mem_efficient_sdp_enabled(), backends.cuda.cudnn_sdp_enabled(), torch.is_autocast_cache_enabled(),
         torch.get_float32_matmul_precision(),
     )  # fmt: skip
+
+
+def has_values(x: Tensor) -> bool:
+    """Whether a tensor has memory, which fakes and tensors on the meta device do not."""
+    return not isinstance(x, FakeTensor) and x.device.type != "meta"

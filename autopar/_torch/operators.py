@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,3 +25,12 @@ def required_arguments(name: str) -> int | None:
         return None
     arguments = packet.default._schema.arguments
     return sum(not a.has_default_value() and not a.kwarg_only for a in arguments)
+
+
+def decomposition_of(operator: Any) -> Callable[..., Any] | None:
+    """The function of other operators that torch, or the operator's library, has for an operator; None without one."""
+    if operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+        return lambda *args, **kwargs: operator.decompose(*args, **kwargs)
+    from torch._decomp import decomposition_table
+
+    return decomposition_table.get(operator)

@@ -283,6 +283,7 @@ class _Analyzer:
             is_view=spec.is_view,
             module=module_path(node),
             has_rule=self.with_rule[node.name],
+            guess=spec.guess,
             work=works(spec, lambda letter: self._leaves(node.name, letter)),
             hidden=hidden,
             collectives=tuple(self._collectives(node.name, spec)),

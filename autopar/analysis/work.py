@@ -38,6 +38,8 @@ def _work(spec: Spec, coefficient: float, letters: tuple[str, ...], leaves_of: L
     """Sorts letters into rows, columns, inner and batch; all are rows if nothing is summed."""
     if not spec.nests and spec.flops != 2 * spec.points:
         return Work(coefficient, tuple(leaf for letter in letters for leaf in leaves_of(letter)))
+    if spec.contracted is not None:
+        return _stated_work(spec, coefficient, letters, leaves_of)
     left, right, result = _three(spec, letters)
     groups: dict[str, list[Leaf]] = {"rows": [], "columns": [], "inner": [], "batch": []}
     for letter in letters:
@@ -45,6 +47,22 @@ def _work(spec: Spec, coefficient: float, letters: tuple[str, ...], leaves_of: L
         groups[_GROUP.get(place, "rows")] += leaves_of(letter)
     if not groups["inner"]:
         groups = {"rows": [leaf for letter in letters for leaf in leaves_of(letter)]}
+    return Work(coefficient, **{name: tuple(found) for name, found in groups.items()})
+
+
+def _stated_work(
+    spec: Spec, coefficient: float, letters: tuple[str, ...], leaves_of: LeavesOf
+) -> Work:
+    """The work that a row states: a product only where it says what is summed; columns are the result's last dim."""
+    inner = spec.contracted or frozenset()
+    left, right = (_letters(tensor) for tensor in (*spec.operands, (), ())[:2])
+    results = spec.results[0]
+    columns = {*results[-1]} if results else right - left
+    groups: dict[str, list[Leaf]] = {"rows": [], "columns": [], "inner": [], "batch": []}
+    for letter in letters:
+        shared = "batch" if letter in left & right else "rows"
+        place = "inner" if letter in inner else "columns" if letter in columns else shared
+        groups[place if inner.intersection(letters) else "rows"] += leaves_of(letter)
     return Work(coefficient, **{name: tuple(found) for name, found in groups.items()})
 
 

@@ -7,6 +7,9 @@ gets an `autopar.rules.functions.CustomFunction` as its target, which runs the u
 The run without values finds the results, the tensors that `ctx` keeps, and the gradients that backward returns. It also
 finds functions that cannot be kept, see `_Watch`. A backward that reads values fails in this run, and is assumed to
 return every gradient.
+
+A kernel may need the memory of its operands, which tensors without values do not have. If its row is known
+(`autopar.register_rule`), it runs on random numbers instead, on the device of the model.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ from autopar.errors import CaptureError
 from autopar.ops import functions as ops
 from autopar.ops.nodes import draws_numbers
 from autopar.rules.functions import CustomFunction, FunctionArguments, FunctionTrial, function_name
+from autopar.rules.proofs import examples
+from autopar.rules.registered import stated_row
 
 aten = torch.ops.aten
 Function = type[torch.autograd.Function]
@@ -94,12 +99,38 @@ class _Applications:
         if key not in self._tried:
             self._is_trying = True
             try:
-                with _torch.outside_of_traces(), _torch.fake_mode() as mode:
-                    watch = _Watch(mode, self._own, where)
-                    self._tried[key] = _TrialRun(apply, arguments, operands, watch).trial()
+                with _torch.outside_of_traces():
+                    self._tried[key] = self._findings(apply, where, arguments, operands)
             finally:
                 self._is_trying = False
         return self._tried[key]
+
+    def _findings(
+        self,
+        apply: _torch.Apply,
+        where: _Place,
+        arguments: FunctionArguments,
+        operands: Sequence[Tensor],
+    ) -> FunctionTrial:
+        """The findings of a run without values or, of a kernel with a row that needs them, with random ones."""
+        try:
+            with _torch.fake_mode() as mode:
+                watch = _Watch(mode, self._own, where)
+                return _TrialRun(apply, arguments, operands, watch).trial()
+        except Exception as error:
+            row = stated_row(function_name(where.function))
+            reads = not isinstance(error, CaptureError) or isinstance(
+                error.__cause__, _torch.VALUES_READ
+            )
+            if not row or not reads:
+                raise
+            try:
+                watch = _Watch(object(), self._own, where)
+                return _TrialRun(apply, arguments, operands, watch, row=row).trial()
+            except CaptureError:
+                raise
+            except Exception:  # the kernel does not run here either
+                raise error from None
 
     def put(self, module: fx.GraphModule) -> None:
         """Gives every application in a graph the user's code as its target."""
@@ -177,19 +208,20 @@ class _Watch(TorchDispatchMode):
 
 @dataclass
 class _TrialRun:
-    """One run of an application on tensors without values."""
+    """One run of an application on tensors without values, or on random ones where the function's `row` is given."""
 
     apply: _torch.Apply
     arguments: FunctionArguments
     given: Sequence[Tensor]
     watch: _Watch
+    row: str = ""
 
     @property
     def where(self) -> _Place:
         return self.watch.where
 
     def trial(self) -> FunctionTrial:
-        operands = [_leaf(x) for x in self.given]
+        operands = self._operands()
         found, flops = self._forward(operands)
         leaves, spec = pytree.tree_flatten(found)
         self._check_results(leaves, operands)
@@ -197,16 +229,22 @@ class _TrialRun:
         draws, ungraded, is_known = self.watch.draws, *self._backward(operands, results)
         saved_operands, saved_results, saved = _kept(results, operands)
         free = frozenset[int]()
-        if is_known and not draws:
+        if is_known and not draws and not self.row:
             with profiled_by(None):
                 free = free_dims(self._applied, operands, results)
         return FunctionTrial(
-            tuple(_leaf(x).detach() for x in results),
+            tuple(_leaf(x, "meta" if self.row else x.device).detach() for x in results),
             tuple(None if isinstance(x, Tensor) else x for x in leaves), spec,
             tuple(i for i, x in enumerate(leaves) if isinstance(x, Tensor)),
             ungraded, frozenset(i for i, x in enumerate(results) if not x.requires_grad),
             saved_operands, saved_results, saved, flops, draws, free,
+            self.row,
         )  # fmt: skip
+
+    def _operands(self) -> list[Tensor]:
+        if not self.row:
+            return [_leaf(x) for x in self.given]
+        return [x.requires_grad_(_leaf(x).requires_grad) for x in examples(self.given)]
 
     def _applied(self, *operands: Tensor) -> list[Tensor]:
         args, kwargs = self.arguments.filled(operands)
@@ -271,9 +309,9 @@ class _TrialRun:
         return others | {i for i, x in zip(wanted, found, strict=True) if x is None}, True
 
 
-def _leaf(x: Tensor) -> Tensor:
+def _leaf(x: Tensor, device: torch.device | str | None = None) -> Tensor:
     differentiable = x.is_floating_point() or x.is_complex()
-    made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device or x.device)
     return made.requires_grad_(differentiable)
 
 

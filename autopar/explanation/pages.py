@@ -23,7 +23,7 @@ from autopar.ir import Graph, Tier, with_pipeline
 from autopar.ir.note import kind_of
 from autopar.ir.recompute import words_of_recompute
 from autopar.ir.saved import words_of_saved
-from autopar.search.notes import unruled_lines
+from autopar.search.notes import guessed_lines, unruled_lines
 from autopar.units import format_bytes, format_seconds
 from autopar.views import BlockNode, Formula, Page, RooflinePoint
 
@@ -322,7 +322,7 @@ def _caveats(e: Explanation) -> tuple[str, ...]:
             f"{e.cluster.hardware.name.upper()} kernel efficiency is estimated from published runs; "
             "'autopar calibrate' measures it on your machine."
         )
-    lines = unruled_lines(e.graph, e.plan, e.cluster.hardware)
+    lines = (*unruled_lines(e.graph, e.plan, e.cluster.hardware), *guessed_lines(e.graph, e.plan))
     notes += [f"{line[0].upper()}{line[1:]}." for line in lines]
     if not e.fits:
         over = e.memory_bytes - e.bound_bytes

@@ -91,6 +91,7 @@ class Op:
         is_view: whether the op copies no data: its results share the memory of its first operand.
         module: path of the module that called the op, "" for the model itself.
         has_rule: whether the op has a rule that says how it can be split; without one it runs replicated.
+        guess: why nobody has shown that its rule holds; "" where it was written or proved.
         work: the loop nests to which the `flops` belong.
         collectives: collectives inside the op, each with the choices under which it runs.
         product_itemsize_bytes: bytes of one number in the op's products, where it rounds its operands for them; None
@@ -111,6 +112,7 @@ class Op:
     is_view: bool = False
     module: str = ""
     has_rule: bool = True
+    guess: str = ""
     work: tuple[Work, ...] = ()
     hidden: tuple[str, ...] = ()
     collectives: tuple[OwnCollective, ...] = ()

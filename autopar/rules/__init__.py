@@ -32,6 +32,7 @@ from autopar.rules import (
 from autopar.rules.functions import CustomFunction
 from autopar.rules.kept import kept
 from autopar.rules.kept.rows import NOT_DIFFERENTIABLE as NOT_DIFFERENTIABLE
+from autopar.rules.probed import is_probed, probed
 from autopar.rules.registered import registered_rule
 from autopar.rules.spec import Call, Letters, RuleDoesNotApply, Spec, plain
 
@@ -84,12 +85,15 @@ def spec(node: fx.Node, wanted: Iterable[int] | None = None) -> tuple[Spec, bool
         return node.target.finished(call, found, has_rule), has_rule
     if not isinstance(node.target, OpOverload):
         return found, has_rule
-    return replace(found, kept=kept(operator_name(node), call, found)), has_rule
+    keeps = (
+        kept(operator_name(node), call, found) if found.stated_kept is None else found.stated_kept
+    )
+    return replace(found, kept=keeps), has_rule
 
 
 def _ruled(call: Call) -> tuple[Spec, bool]:
     node = call.node
-    rule = find_rule(node)
+    rule = find_rule(node) or (probed if is_probed(node) else None)
     # An op may have results that it does not use, such as the largest of a bag that is summed.
     empty = any(t.numel() == 0 for t in call.operands) or not any(t.numel() for t in call.results)
     if rule is not None and not empty:

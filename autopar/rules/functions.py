@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar._torch import pytree
+from autopar._torch import has_values, pytree
 from autopar.errors import AutoparError
 from autopar.rules.elementwise import elementwise
+from autopar.rules.notation import result_shapes
 from autopar.rules.spec import Call, Hidden, Kept, Letters, RuleDoesNotApply, Spec
 
 
@@ -73,6 +74,8 @@ class FunctionTrial:
         flops: floating-point operations of matrix products and convolutions in the forward.
         draws: whether the forward draws random numbers.
         free: dims, counted from the last, along which a trace shows the function to be point-wise.
+        row: rule of a function that runs only on tensors with values, which says the shapes of its results; "" for
+            every other.
     """
 
     results: tuple[Tensor, ...]
@@ -87,6 +90,7 @@ class FunctionTrial:
     flops: int
     draws: bool
     free: frozenset[int]
+    row: str = ""
 
 
 class CustomFunction:
@@ -126,6 +130,8 @@ class CustomFunction:
 
         Raises AutoparError if a result that is a number differs from its value at the capture.
         """
+        if self.trial.row and not all(map(has_values, operands)):
+            return self._without_values(operands)
         args, kwargs = self.arguments.filled(operands)
         with contextlib.ExitStack() as stack:
             for device, dtype in self.autocast.items():
@@ -141,6 +147,13 @@ class CustomFunction:
             )
         return results[0] if len(results) == 1 else results
 
+    def _without_values(self, operands: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
+        """Tensors of the shapes that the function's row gives results of these operands."""
+        shapes = result_shapes(self.trial.row, operands, self.trial.results)
+        made = zip(shapes, self.trial.results, strict=True)
+        results = tuple(operands[0].new_empty(shape, dtype=x.dtype) for shape, x in made)
+        return results[0] if len(results) == 1 else results
+
     def rule(self, call: Call) -> Spec:
         """The rule of a function that is point-wise along the dims in `FunctionTrial.free`."""
         if not self.trial.free:
@@ -151,8 +164,8 @@ class CustomFunction:
 
     def finished(self, call: Call, spec: Spec, has_rule: bool) -> Spec:
         """The spec of a call, with the tensors that `ctx` keeps and, where no rule gives them, with its FLOPs."""
-        kept = Kept()
-        if call.wanted:
+        kept = spec.stated_kept or Kept()
+        if call.wanted and spec.stated_kept is None:
             trial = self.trial
             hidden = (
                 _hidden(f"saved{i}", shape, dtype, call, spec)

@@ -3,56 +3,73 @@
     @torch.library.custom_op("mylib::scale", mutates_args=())
     def scale(x: Tensor, weight: Tensor) -> Tensor: ...          # x of shape (b, s, h), weight (h,)
 
-    autopar.register_rule("mylib::scale", "b s h, h -> b s h")
+    autopar.register_rule("mylib::scale", "b s h, h -> b s h | flops 1 b s h | saves x0 x1")
 
 An op is registered once for the process, as in `torch.library`, and so is its rule: `RULES` below is the
-one table of this package that changes after import.
+one table of this package that changes after import. It starts with the rows of public kernels
+(`autopar.rules.kernels`), and also holds what a probe found of ops that nobody gave a rule (`autopar.rules.probed`).
 
 [Note: proof of a registered rule] For every call in a captured graph the op is run on random tensors of
 the captured shapes and dtypes, whole and on parts, once for every letter that the rule lets be split, and
-results and gradients are compared. Integers are drawn from {0, 1}, because every table has these rows.
+results and gradients are compared. Integers are drawn from {0, 1}, because every table has these rows. What
+backward keeps of the whole tensors may not be more than the row says. Where the kernel does not run (a model
+on the meta device is planned on a machine without its accelerator), a row is used without a proof, and plans
+call it a guess.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
 
 from autopar._torch import schema
 from autopar.errors import RecipeError
 from autopar.ir import P, S, State, V
 from autopar.rules.functions import function_name
+from autopar.rules.kept.rows import row as kept_row
+from autopar.rules.kernels import ROWS
 from autopar.rules.notation import parse, spec_of
-from autopar.rules.spec import Call, Letters, Spec
-from autopar.rules.trial import Results, difference, on_parts
+from autopar.rules.proofs import (
+    Splitting,
+    comparison,
+    examples,
+    forked_randomness,
+    key_of,
+    runner,
+    tolerance_of,
+    why_not_run,
+)
+from autopar.rules.spec import Call, Kept, Letters, RuleDoesNotApply, Spec
+from autopar.rules.trial import kept_bytes
 
 
 @dataclass(frozen=True)
 class Registered:
-    """A row, and the calls on which it was proved, since a model may call an op once per layer."""
+    """A row of an op.
+
+    Attributes:
+        row: the row; "" for an op that nobody gave one.
+        is_ours: whether it is of `autopar.rules.kernels`. An op of another version, for which it does not hold, is
+            then one without a rule.
+        findings: call -> what its proof found, since a model may call an op once per layer: why the row is a guess
+            there, "" where it was proved. Without a row, the row that a probe found, or "".
+    """
 
     row: str
-    proved: set[str] = field(default_factory=set)
+    is_ours: bool = False
+    findings: dict[str, str] = field(default_factory=dict)
 
 
-RULES: dict[str, Registered] = {}  # by `mylib.scale`
+RULES: dict[str, Registered] = {name: Registered(row, is_ours=True) for name, row in ROWS.items()}
 
-_TOLERANCES = {
-    torch.float64: 1e-9,
-    torch.float32: 1e-4,
-    torch.complex128: 1e-9,
-    torch.complex64: 1e-4,
-}
-_HALF_TOLERANCE = 3e-2
 _MOST_PARTS = 8
 
 
 def register_rule(op: str | type[torch.autograd.Function], row: str) -> None:
-    """Registers how an op can be split, as one line of the project's notation (docs/rules.md).
+    """Registers how an op can be split, what it computes and what it keeps, as one line (docs/rules.md).
 
     Every captured call of the op proves the rule before a plan uses it. A second rule for an op replaces
     the first; one for an op that autopar knows already goes before its own.
@@ -60,7 +77,9 @@ def register_rule(op: str | type[torch.autograd.Function], row: str) -> None:
     Args:
         op: name of a functional op of `torch.library`, such as `mylib::scale`, or a `torch.autograd.Function`.
         row: its operands and results in letters, `b s h, h -> b s h`, one for every tensor argument in the
-            order of the schema, or of the call of `apply`.
+            order of the schema, or of the call of `apply`. `| flops 2 i k j` says the FLOPs of forward, by default one
+            for every point of all letters (two if some are summed away). `| saves x0 y0; [b s] float32` says what
+            backward needs: operands, results and tensors of the op's own; by default all operands.
 
     Raises:
         RecipeError: for an op that is not defined, or changes its arguments, and a row that cannot be
@@ -74,7 +93,7 @@ def register_rule(op: str | type[torch.autograd.Function], row: str) -> None:
     """
     name = _functional_op(op) if isinstance(op, str) else function_name(op)
     try:
-        parse(row)
+        kept_row(parse(row).saves or "")
     except ValueError as error:
         raise RecipeError(f"The rule of {op} cannot be used: {error}") from error
     RULES[name] = Registered(row)
@@ -98,38 +117,72 @@ def _functional_op(op: str) -> str:
 
 
 def registered_rule(name: str) -> Callable[[Call], Spec] | None:
-    """The rule that a user gave the op `name` (`mylib.scale`), which proves itself."""
+    """The rule that a user or `autopar.rules.kernels` gives the op `name` (`mylib.scale`), which proves itself."""
     rule = RULES.get(name)
-    return None if rule is None else lambda call: _proved(name, rule, call)
+    return None if rule is None or not rule.row else lambda call: _proved(name, rule, call)
 
 
 def _proved(name: str, rule: Registered, call: Call) -> Spec:
-    spec = _fitted(name, rule.row, call)
-    if (key := _key(call)) not in rule.proved:
+    try:
+        spec = _fitted(name, rule.row, call)
+        if (key := key_of(call)) not in rule.findings:
+            rule.findings[key] = _finding(name, rule, call, spec)
+    except RecipeError as error:
+        if rule.is_ours:
+            raise RuleDoesNotApply(str(error)) from error
+        raise
+    return replace(spec, guess=rule.findings[key])
+
+
+def _finding(name: str, rule: Registered, call: Call, spec: Spec) -> str:
+    """Proves a row on a call; why it is a guess if the op cannot run. Raises RecipeError where it does not hold."""
+    with forked_randomness(call):
+        fault = why_not_run(call)
+        if fault and (rule.is_ours or call.operands[0].device.type == "meta"):
+            return "its kernel does not run on this machine, so that its rule is not proved"
         for splitting in _splits(spec):
             _prove(name, rule.row, call, splitting)
-        rule.proved.add(key)
-    # A letter that no small number divides was not tried.
-    untried = {x for x, size in spec.sizes.items() if spec.splittable(x) and not _parts(size)}
-    points = (2 if spec.sums else 1) * spec.points
-    return replace(spec, whole=spec.whole | untried, flops=points)
+        if spec.stated_kept is not None and not fault and not rule.is_ours:
+            _check_kept(name, rule.row, call, spec)
+    return ""
 
 
-def _key(call: Call) -> str:
-    """A key that is equal for calls whose proofs are the same."""
-    tensors = [(tuple(x.shape), x.dtype, x.device.type) for x in call.operands]
-    others = fx.map_arg((call.node.args, call.node.kwargs), lambda _: None)
-    return f"{call.node.target!r} {tensors} {others} {sorted(call.wanted)}"
+def stated_row(name: str) -> str:
+    """The row of an op; "" without one."""
+    return RULES[name].row if name in RULES else ""
+
+
+def _check_kept(name: str, row: str, call: Call, spec: Spec) -> None:
+    """Raises RecipeError if the op keeps more for backward than its row says, on the device of the model."""
+    if call.operands[0].device.type == "meta" or not call.wanted:
+        return
+    found = kept_bytes(runner(call.node), examples(call.operands), sorted(call.wanted))
+    stated = spec.stated_kept
+    assert stated is not None
+    said = sum(call.operands[i].nbytes for i in stated.operands)
+    said += sum(call.results[i].nbytes for i in stated.results)
+    said += sum(
+        each.times
+        * each.dtype.itemsize
+        * math.prod(spec.sizes[x] for dim in each.letters for x in dim)
+        for each in stated.hidden
+    )
+    if found > said:
+        raise RecipeError(
+            f"The rule {row!r} of {name} says that backward keeps {said} bytes, and it keeps {found}. Name what is "
+            "missing behind `saves`: x0 for the first operand, y0 for the first result, and [b s] float32 for a "
+            "tensor of the op's own."
+        )
 
 
 def _fitted(name: str, row: str, call: Call) -> Spec:
-    """The row on the shapes of a call. Raises RecipeError where it does not fit."""
+    """The row on the shapes of a call, with all that it states. Raises RecipeError where it does not fit."""
     tensors = [*call.operands, *call.results]
     shapes = ", ".join(str(list(t.shape)) for t in call.operands)
     shapes += " -> " + ", ".join(str(list(t.shape)) for t in call.results)
     parsed = parse(row)
     counts = len(call.operands), len(call.results)
-    if len(parsed.operands) < counts[0] or len(parsed.results) != counts[1]:
+    if len(parsed.operands) < counts[0] or len(parsed.results) < counts[1]:
         raise RecipeError(
             f"The rule {row!r} of {name} has {len(parsed.operands)} operands and {len(parsed.results)} "
             f"results, and the model calls it with {counts[0]} and {counts[1]}: {shapes}. Write one list "
@@ -144,24 +197,26 @@ def _fitted(name: str, row: str, call: Call) -> Spec:
         ) from error
     for letters, tensor in zip([*spec.operands, *spec.results], tensors, strict=True):
         for dim, size in zip(letters, tensor.shape, strict=True):
-            if dim and spec.sizes[dim[0]] != size:
+            if dim and (points := math.prod(spec.sizes[x] for x in dim)) != size:
                 raise RecipeError(
-                    f"In the rule {row!r} of {name} the letter {dim[0]!r} is {spec.sizes[dim[0]]} in one "
+                    f"In the rule {row!r} of {name} the letter {' '.join(dim)!r} is {points} in one "
                     f"tensor and {size} in another of the call {shapes}; use two letters."
                 )
-    return spec
+    # A letter that no small number divides was not tried, nor one whose parts do not lie together.
+    untried = {x for x, size in spec.sizes.items() if not _parts(size)} | _minor(spec)
+    flops = spec.flops or (2 if spec.sums else 1) * spec.points
+    spec = replace(spec, whole=spec.whole | untried, flops=flops)
+    if parsed.saves is None:
+        return spec
+    return replace(spec, stated_kept=kept_row(parsed.saves)(call, spec) if call.wanted else Kept())
 
 
-class _Splitting(NamedTuple):
-    """One choice of a rule: the states of all tensors, and the number of parts."""
-
-    text: str
-    operands: tuple[State, ...]
-    results: tuple[State, ...]
-    parts: int
+def _minor(spec: Spec) -> set[str]:
+    """Letters behind others of one dim, such as r of (g r)."""
+    return {x for tensor in [*spec.operands, *spec.results] for dim in tensor for x in dim[1:]}
 
 
-def _splits(spec: Spec) -> Iterator[_Splitting]:
+def _splits(spec: Spec) -> Iterator[Splitting]:
     """Every choice that `autopar.analysis.factors` will offer."""
     for letter, size in spec.sizes.items():
         count = _parts(size)
@@ -172,11 +227,11 @@ def _splits(spec: Spec) -> Iterator[_Splitting]:
                 for i, t in enumerate(spec.operands)
             )
             results = tuple(_state(t, letter, P) for t in spec.results)
-            yield _Splitting(f"splitting the letter {letter!r}", operands, results, count)
+            yield Splitting(f"splitting the letter {letter!r}", operands, results, count)
     for positions in spec.linear:
         operands = tuple(P if i in positions else V for i in range(len(spec.operands)))
         text = f"a partial sum in operand {', '.join(map(str, sorted(positions)))}"
-        yield _Splitting(text, operands, (P,) * len(spec.results), 2)
+        yield Splitting(text, operands, (P,) * len(spec.results), 2)
 
 
 def _parts(size: int) -> int:
@@ -188,11 +243,8 @@ def _state(letters: Letters, letter: str, otherwise: State = V) -> State:
     return next((S(d) for d, dim in enumerate(letters) if letter in dim), otherwise)
 
 
-def _prove(name: str, row: str, call: Call, splitting: _Splitting) -> None:
+def _prove(name: str, row: str, call: Call, splitting: Splitting) -> None:
     """Raises RecipeError unless the op gives the same results and gradients on parts as on whole tensors."""
-    operands = _examples(call.operands)
-    run = _runner(call.node)
-    split = on_parts(run, splitting.operands, splitting.results, splitting.parts)
     advice = (
         "Mark a letter that must stay whole with `!`, and one that is summed away with `| sum`."
     )
@@ -200,51 +252,10 @@ def _prove(name: str, row: str, call: Call, splitting: _Splitting) -> None:
         f"The rule {row!r} of {name} does not hold: {splitting.text} into {splitting.parts} parts"
     )
     try:
-        error = difference(split, run, operands, _differentiable(run, operands, call.wanted))
+        error = comparison(call, splitting)
     except (RuntimeError, ValueError, IndexError) as fault:
         raise RecipeError(f"{claim} makes the op fail ({fault}). {advice}") from fault
-    if not error <= _tolerance([*call.operands, *call.results]):
+    if not error <= tolerance_of(call):
         raise RecipeError(
             f"{claim} changes results or gradients by {error:.2g} of their largest value. {advice}"
         )
-
-
-def _differentiable(run: Any, operands: Sequence[Tensor], wanted: Iterable[int]) -> list[int]:
-    """Positions whose gradient can be compared: none where the op has no backward, as in inference."""
-    positions = sorted(i for i in wanted if operands[i].is_floating_point())
-    try:
-        difference(run, run, operands, positions)
-    except (RuntimeError, NotImplementedError):
-        return []
-    return positions
-
-
-def _tolerance(tensors: Sequence[Tensor]) -> float:
-    floating = [t.dtype for t in tensors if t.is_floating_point() or t.is_complex()]
-    return max((_TOLERANCES.get(dtype, _HALF_TOLERANCE) for dtype in floating), default=0.0)
-
-
-def _examples(operands: Sequence[Tensor]) -> list[Tensor]:
-    """Random tensors of the captured shapes; a model on the meta device is tried on the CPU."""
-    generator = torch.Generator().manual_seed(0)
-    return [_example(x, generator) for x in operands]
-
-
-def _example(x: Tensor, generator: torch.Generator) -> Tensor:
-    device = "cpu" if x.device.type == "meta" else x.device
-    if x.is_floating_point() or x.is_complex():
-        wide = torch.complex128 if x.is_complex() else torch.float64
-        return torch.randn(x.shape, dtype=wide, generator=generator).to(device, x.dtype)
-    return torch.randint(2, x.shape, generator=generator).to(device, x.dtype)
-
-
-def _runner(node: fx.Node) -> Callable[..., Results]:
-    """The op as a function of its tensor operands, with the call's other arguments."""
-
-    def run(*operands: Tensor) -> Results:
-        remaining = iter(operands)
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(remaining))
-        result: Any = node.target(*args, **kwargs)  # type: ignore[operator]
-        return tuple(result) if isinstance(result, (list, tuple)) else (result,)
-
-    return run

@@ -133,7 +133,10 @@ class Spec:
         flops: forward floating-point operations of the whole op.
         nests: the same by loop nest, as a coefficient and the letters it runs over; () where `flops` is
             a multiple of the product of all letters, or of one tensor's.
+        contracted: letters that products of `nests` sum away, where a row states its FLOPs; None for a rule in code.
         kept: what autograd keeps for backward; `autopar.rules.kept` fills it in.
+        stated_kept: the same, where the rule says it; None leaves it to `autopar.rules.kept`.
+        guess: why nobody has shown that the rule holds; "" where it was written or proved.
         is_view: whether the results lie in the memory of the first operand.
         normalized: letters the op normalizes over.
         batch: letters over samples that do not meet in the op: N of torch's documentation.
@@ -166,7 +169,10 @@ class Spec:
     linear: tuple[frozenset[int], ...] = ()
     flops: int = 0
     nests: tuple[tuple[float, tuple[str, ...]], ...] = ()
+    contracted: frozenset[str] | None = None
     kept: Kept = field(default_factory=Kept)
+    stated_kept: Kept | None = None
+    guess: str = ""
     is_view: bool = False
     normalized: frozenset[str] = frozenset()
     batch: frozenset[str] = frozenset()

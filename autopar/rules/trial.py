@@ -90,6 +90,21 @@ def with_gradients(run: Run, operands: Sequence[Tensor], wanted: Sequence[int]) 
     return [*(y.detach() for y in results), *map(dense, grads)]
 
 
+def kept_bytes(run: Run, operands: Sequence[Tensor], wanted: Sequence[int]) -> int:
+    """Bytes of the tensors that autograd keeps of a function for the gradients of these operands."""
+    leaves = [x.detach().clone().requires_grad_(i in wanted) for i, x in enumerate(operands)]
+    kept: dict[int, int] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        results = run(*leaves)  # held, so that no memory is given out twice
+    del results
+    return sum(kept.values())
+
+
 def dense(gradient: Tensor) -> Tensor:
     """A gradient as a dense tensor; gradients of lookups may be sparse."""
     return (gradient.to_dense() if gradient.is_sparse else gradient).detach()

@@ -41,8 +41,8 @@ def explain(
         _memory_line(cost, bound_bytes),
     )
     prices = (Note(line, "price") for line in lines)
-    repeated = repeated_lines(graph, plan)
-    return (*axes, *repeated, *prices, *others, *unruled_lines(graph, plan, hardware))
+    rules = (*unruled_lines(graph, plan, hardware), *guessed_lines(graph, plan))
+    return (*axes, *repeated_lines(graph, plan), *prices, *others, *rules)
 
 
 def axis_lines(graph: Graph, plan: Plan) -> list[str]:
@@ -309,6 +309,19 @@ def unruled_lines(graph: Graph, plan: Plan, hardware: Hardware) -> tuple[str, ..
     return (
         "no rule says how to split these ops, so every rank runs them whole (cost estimated from the bytes read and "
         f"written): {kinds}",
+    )
+
+
+def guessed_lines(graph: Graph, plan: Plan) -> tuple[str, ...]:
+    """A line for every reason to doubt the rules of ops that a plan splits."""
+    doubts: dict[str, Counter[str]] = {}
+    for op in graph.ops:
+        if op.guess and any(label not in "-~" for label in plan.ops[op.name]):
+            doubts.setdefault(op.guess, Counter())[op.kind] += graph.stands_for.get(op.name, 1)
+    return tuple(
+        f"split by a guess, which 'autopar verify' checks on a batch ({guess}): "
+        + ", ".join(f"{kind} ({counted(count, 'call')})" for kind, count in sorted(kinds.items()))
+        for guess, kinds in sorted(doubts.items())
     )
 
 

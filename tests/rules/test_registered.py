@@ -1,13 +1,23 @@
 """Rules that users give to ops of their own: proved on the captured call, and refused where they do not hold."""
 
+import re
+
 import pytest
 import torch
-from proof import labels_of, prove
+from proof import _captured, labels_of, prove
 
 import autopar
+from autopar.analysis.factors import analyze
 from autopar.errors import RecipeError
+from autopar.ir import VARIED
 from autopar.rules import registered
 from autopar.rules.functions import function_name
+
+
+def op_of(function, *tensors, kind):
+    """The op of this kind in the graph of a model that calls a function."""
+    graph = analyze(_captured(function, tensors)[1]).graph
+    return next(op for op in graph.ops if op.kind == kind)
 
 
 def define(name, function, mutated=()):
@@ -51,22 +61,52 @@ multiplied.register_autograd(
 )
 
 
-def double(x: torch.Tensor) -> torch.Tensor:
-    return x * 2
+def by_groups(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x * weight.repeat_interleave(x.shape[1] // weight.shape[1], 1)
 
 
-doubled = define("doubled", double)
-doubled.register_autograd(lambda ctx, grad: grad * 2)
+grouped = define("groups", by_groups)
+grouped.register_autograd(
+    lambda ctx, grad: torch.autograd.functional.vjp(by_groups, ctx.saved_tensors, grad)[1],
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+def soften(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return (x * weight).softmax(-1)
+
+
+softened = define("soften", soften)
+softened.register_autograd(
+    lambda ctx, grad: torch.autograd.functional.vjp(soften, ctx.saved_tensors, grad)[1],
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+def copy(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+clipped = define("clip", copy)
+clipped.register_autograd(lambda ctx, grad: grad / grad.norm().clamp(min=1))
+
+
+def add_noise(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.randn_like(x)
+
+
+noisy = define("noisy", add_noise)
+noisy.register_autograd(lambda ctx, grad: grad)
+
+library = torch.library.Library("rules_test", "FRAGMENT")
+library.define("composite(Tensor x, Tensor weight) -> Tensor")
+library.impl("composite", lambda x, weight: torch.relu(x) * weight, "CompositeImplicitAutograd")
 
 
 def rand(*shape):
     return torch.randn(
         *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape))
     )
-
-
-def test_an_op_without_a_rule_runs_whole():
-    assert labels_of(doubled, rand(4, 6), kind="rules_test.doubled") == {"-"}
 
 
 def test_one_line_lets_an_op_be_split():
@@ -175,3 +215,85 @@ def test_the_backward_of_a_function_is_proved():
         labels_of(Normed.apply, rand(4, 6), kind=function_name(Normed))
     autopar.register_rule(Normed, "b h! -> b h!")
     assert labels_of(Normed.apply, rand(4, 6), kind=function_name(Normed)) == {"-", "b"}
+
+
+# --- what a row says of cost and memory
+
+
+def test_a_row_says_its_flops():
+    autopar.register_rule("rules_test::scale", "b s h, h -> b s h | flops 3 b s h | flops 1 h")
+    op = op_of(scaled, rand(2, 4, 6), rand(6), kind="rules_test.scale")
+    assert op.flops == 3 * 2 * 4 * 6 + 6
+    assert not any(work.is_product for work in op.work)
+
+
+def test_a_product_is_one_that_says_what_it_sums():
+    row = "i k, k j, +j -> i j | sum k | flops 2 i j k over k"
+    autopar.register_rule("rules_test::product", row)
+    op = op_of(multiplied, rand(4, 6), rand(6, 8), rand(8), kind="rules_test.product")
+    (work,) = op.work
+    sizes = [[leaf.size for leaf in leaves] for leaves in (work.rows, work.columns, work.inner)]
+    assert sizes == [[4], [8], [6]] and op.flops == 2 * 4 * 8 * 6
+
+
+def test_a_row_says_what_backward_keeps():
+    autopar.register_rule("rules_test::center", "b h! -> b h! | saves")
+    assert op_of(centered, rand(4, 6), kind="rules_test.center").saved == ()
+    autopar.register_rule("rules_test::center", "b h! -> b h! | saves y0; 2 [b] float32")
+    op = op_of(centered, rand(4, 6), kind="rules_test.center")
+    assert op.saved == (op.results[0], *op.hidden) and len(op.hidden) == 1
+
+
+def test_a_row_that_keeps_less_than_the_op_is_refused_with_both_numbers():
+    autopar.register_rule("rules_test::scale", "b s h, h -> b s h | saves x1")
+    # x is 2 x 4 x 6 numbers of 8 bytes, and the weight 6.
+    with pytest.raises(RecipeError, match=r"keeps 48 bytes, and it keeps 432\. Name"):
+        labels_of(scaled, rand(2, 4, 6), rand(6), kind="rules_test.scale")
+
+
+def test_heads_of_groups_are_one_dim():
+    autopar.register_rule("rules_test::groups", "b (g r), b g -> b (g r)")
+    assert labels_of(grouped, rand(4, 6), rand(4, 2), kind="rules_test.groups") == {"-", "b", "g"}
+    assert prove(grouped, rand(4, 6), rand(4, 2), kind="rules_test.groups") >= 3
+    autopar.register_rule("rules_test::groups", "b (g r), g b -> b (g r)")
+    with pytest.raises(RecipeError, match="does not fit"):
+        labels_of(grouped, rand(4, 6), rand(4, 2), kind="rules_test.groups")
+
+
+@pytest.mark.parametrize(
+    "clause", sorted(["flops", "flops b", "flops 2 b over h", "saves z0", "saves [b] single"])
+)
+def test_a_clause_that_cannot_be_read_is_shown(clause):
+    with pytest.raises(RecipeError, match=f"Cannot read.*{re.escape(clause.split()[-1])}"):
+        autopar.register_rule("rules_test::center", f"b h! -> b h! | {clause}")
+
+
+# --- ops that nobody gave a rule
+
+
+def test_an_op_whose_rows_are_independent_is_split_by_a_guess():
+    tensors = rand(4, 6), rand(6)
+    op = op_of(softened, *tensors, kind="rules_test.soften")
+    assert op.guess and {c.label for c in op.choices} - {VARIED} == {"-", "rows"}
+    assert prove(softened, *tensors, kind="rules_test.soften") >= 2
+
+
+def test_an_op_whose_gradient_mixes_rows_stays_whole():
+    op = op_of(clipped, rand(4, 6), kind="rules_test.clip")
+    assert not op.has_rule and labels_of(clipped, rand(4, 6), kind="rules_test.clip") == {"-"}
+
+
+def test_a_probe_leaves_random_numbers_as_they_are():
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    labels_of(noisy, rand(4, 6), kind="rules_test.noisy")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_op_made_of_others_is_split_by_its_parts():
+    composite, kind = torch.ops.rules_test.composite, "rules_test.composite"
+    x, weight = rand(4, 6), rand(6)
+    assert labels_of(composite, x, weight, kind="aten.relu") >= {"d0", "d1"}
+    assert not labels_of(composite, x, weight, kind=kind)
+    autopar.register_rule("rules_test::composite", "b h, h -> b h")
+    assert labels_of(composite, rand(4, 6), rand(6), kind=kind) == {"-", "b", "h"}

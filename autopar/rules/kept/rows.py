@@ -2,9 +2,13 @@
 
 A row names operands `x0`, `x1` ... and results `y0` ..., each with the operands whose gradient needs it:
 
-    row   = [entry {";" entry}]               an empty row keeps nothing
-    entry = tensor ["for" {position}]         without positions: whenever the op is recorded at all
+    row    = [entry {";" entry}]              an empty row keeps nothing
+    entry  = {tensor} ["for" {position}]      without positions: whenever the op is recorded at all
+           | [number] "[" {letter} "]" format so many tensors of the op's own, with these letters of its rule; the
+                                              format is float32, say, or x0 for that of operand 0
     tensor = ("x" | "y") position [".."]      `x1..` all operands from the second on
+
+`x0 x1 y0; 2 [b s] float32` keeps two operands, the result, and two numbers for every b and s.
 
 The rows are those of PyTorch's derivatives.yaml (2.13) for ops that have a derivative of their own. For composite
 functions they follow from the ops that these functions call. PyTorch's code generator keeps an operand that one formula
@@ -15,37 +19,79 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
 
 from autopar.rules import blocks, shape, views
-from autopar.rules.spec import Call, Kept, Spec
+from autopar.rules.notation import in_order
+from autopar.rules.spec import Call, Hidden, Kept, Spec
 
 Rule = Callable[[Call, Spec], Kept]
 
 
 @functools.cache
 def row(text: str) -> Rule:
-    """The rule that a row describes."""
-    entries = [_entry(part) for part in text.split(";") if part.strip()]
+    """The rule that a row describes. Raises ValueError that names an entry which cannot be read."""
+    entries = [each for part in text.split(";") if part.strip() for each in _entries(part)]
 
     def rule(call: Call, spec: Spec) -> Kept:
         found: dict[str, list[int]] = {"x": [], "y": []}
-        for kind, first, last, wanting in entries:
-            count = len(call.operands if kind == "x" else call.results)
-            if wanting is None or wanting & call.wanted:
-                found[kind] += range(first, min(count, last))
-        return Kept(tuple(dict.fromkeys(found["x"])), tuple(dict.fromkeys(found["y"])))
+        hidden: list[Hidden] = []
+        for each in entries:
+            if isinstance(each, _Own):
+                hidden.append(each.of(f"saved{len(hidden)}", call, spec))
+            elif each.wanting is None or each.wanting & call.wanted:
+                count = len(call.operands if each.kind == "x" else call.results)
+                found[each.kind] += range(each.first, min(count, each.end))
+        return Kept(
+            tuple(dict.fromkeys(found["x"])), tuple(dict.fromkeys(found["y"])), tuple(hidden)
+        )
 
     return rule
 
 
-def _entry(text: str) -> tuple[str, int, int, frozenset[int] | None]:
-    match = re.fullmatch(r"\s*([xy])(\d+)(\.\.)?(?: for ([\d ]+))?\s*", text)
-    if not match:
-        raise ValueError(f"Cannot read {text!r}; write x0, y1, x1.. or x0 for 1 2.")
-    first = int(match[2])
-    wanting = frozenset(map(int, match[4].split())) if match[4] else None
-    return match[1], first, 1 << 30 if match[3] else first + 1, wanting
+class _Tensors(NamedTuple):
+    """Operands or results that an op keeps, and the operands whose gradient needs them."""
+
+    kind: str
+    first: int
+    end: int
+    wanting: frozenset[int] | None
+
+
+class _Own(NamedTuple):
+    """Tensors that an op keeps and that are none of the graph."""
+
+    times: int
+    letters: tuple[str, ...]
+    dtype: torch.dtype | int
+
+    def of(self, name: str, call: Call, spec: Spec) -> Hidden:
+        letters = tuple((x,) for x in in_order(self.letters, spec.sizes))
+        dtype = call.operands[self.dtype].dtype if isinstance(self.dtype, int) else self.dtype
+        return Hidden(name, letters, dtype, self.times)
+
+
+def _entries(text: str) -> Iterator[_Tensors | _Own]:
+    if own := re.fullmatch(r"\s*(\d+)?\s*\[([\w\s]*)\]\s*(\w+)\s*", text):
+        like = re.fullmatch(r"x(\d+)", own[3])
+        dtype = int(like[1]) if like else getattr(torch, own[3], None)
+        if not isinstance(dtype, int | torch.dtype):
+            raise ValueError(f"Cannot read the format {own[3]!r} in {text!r}; write float32, say.")
+        yield _Own(int(own[1] or 1), tuple(own[2].split()), dtype)
+        return
+    tensors, _, positions = text.partition(" for ")
+    wanting = frozenset(map(int, positions.split())) if positions else None
+    for word in tensors.split():
+        match = re.fullmatch(r"([xy])(\d+)(\.\.)?", word)
+        if not match:
+            raise ValueError(
+                f"Cannot read {word!r} in {text!r}; write x0 y1, x1.., x0 for 1 2 or [b s] float32."
+            )
+        first = int(match[2])
+        yield _Tensors(match[1], first, 1 << 30 if match[3] else first + 1, wanting)
 
 
 def _rows(text: str, *names: str) -> dict[str, str]:
