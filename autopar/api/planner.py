@@ -149,7 +149,7 @@ class Planner:
             prepared, batch = self._part_and_batch(captured, count)
         if self._request.meeting is not None and is_step and self._first is None:
             refuse_sum(prepared, self._request.meeting, lambda: captured(2 * count))
-        refuse_unlike(likeness(prepared), functools.partial(model_lines, prepared))
+        refuse_unlike(likeness(prepared, self._request), functools.partial(model_lines, prepared))
         plan = agreed(lambda: self._chosen(prepared, micro_batches, asked.fixed, is_step))
         if is_step and self._request.micro_batches is None and plan.micro_batches != count:
             prepared, plan = in_parts(

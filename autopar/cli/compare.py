@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from autopar.cli.options import TARGET_HELP, question, question_options
+from autopar.cli.options import POSITIVE, TARGET_HELP, question, question_options
 from autopar.cli.output import console, print_json, working, write_files
 from autopar.cost_model.breakdown import Candidate, pareto
 from autopar.explanation.pages import page_of
@@ -31,7 +31,7 @@ Examples:
 )
 @click.argument("target")
 @question_options
-@click.option("--top", default=20, type=click.IntRange(min=1), help="How many to show.")
+@click.option("--top", default=20, type=POSITIVE, help="How many to show.")
 @click.option("--html", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
               help="Write a report with the picture of time against memory.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +22,8 @@ from autopar.errors import AutoparError, did_you_mean
 from autopar.units import printable
 from autopar.versions import VERSION
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
 
 class _Misused(click.ClickException):
     """A command line that cannot be read; the first line that is printed says what to change."""
@@ -28,6 +33,18 @@ class _Misused(click.ClickException):
 
 class _Commands(click.Group):
     """Prints an error that people can mend as one sentence, without a traceback or the usage before it."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().main(*args, **kwargs)
+        except OSError as error:
+            # A file has its name in the error, stdout has none.
+            if error.errno not in _FULL or error.filename is not None:
+                raise
+            # What is left in the buffer would be another error when the process ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            click.echo(f"Error: Cannot write to stdout: {error.strerror}.", err=True)
+            sys.exit(1)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

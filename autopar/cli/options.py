@@ -35,10 +35,10 @@ AUTO = "auto"  # value of --batch
 
 
 class Count(click.IntRange):
-    """A whole number of at least 1, in the digits 0 to 9; Python's `int` would take those of other scripts, too."""
+    """A whole number of at least `least`, in the digits 0 to 9; Python's `int` would take those of other scripts."""
 
-    def __init__(self, most: int = 10**9) -> None:
-        super().__init__(min=1, max=most)
+    def __init__(self, most: int = 10**9, least: int = 1) -> None:
+        super().__init__(min=least, max=most)
 
     def convert(self, value: Any, param: Any, ctx: Any) -> int:
         if not re.fullmatch(r"[-+]?[0-9]{1,100}", str(value)):
@@ -48,9 +48,11 @@ class Count(click.IntRange):
 
 
 class Real(click.FloatRange):
-    """A finite number; nan is inside of every range of click."""
+    """A finite number in the digits 0 to 9; nan is inside of every range of click."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> float:
+        if not str(value).isascii():
+            self.fail(f"{value!r} is no number; write one such as 0.5.", param, ctx)
         found: float = super().convert(value, param, ctx)
         if not isfinite(found):
             self.fail(f"{value!r} is no finite number.", param, ctx)
@@ -93,7 +95,7 @@ class Price(click.ParamType):
             return value
         gpu, _, text = value.rpartition("=")
         try:
-            price = float(text)
+            price = float(text) if text.isascii() else -1.0
         except ValueError:
             price = -1.0
         if not 0 <= price < float("inf"):
@@ -122,12 +124,6 @@ _WHERE = (
                  help="Number of ranks, where --cluster names one GPU or none."),
     click.option("--hardware", metavar="GPU", help="The GPU of --mesh or --ranks; by default h100."),
 )  # fmt: skip
-
-_TYPES: dict[str, click.ParamType] = {
-    "N": POSITIVE,
-    "V": POSITIVE,
-    "PART": Real(0, 1, max_open=True),
-}
 
 
 def plan_option(name: str, **own: Any) -> Callable[[F], F]:

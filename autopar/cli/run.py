@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.run import get_args_parser
 from torch.distributed.run import run as torchrun
 
-from autopar.cli.options import POSITIVE, Real
+from autopar.cli.options import POSITIVE, Count, Real
 from autopar.errors import (
     CaptureError,
     LayoutError,
@@ -137,7 +137,7 @@ Examples:
 )
 @click.option("--ranks", type=POSITIVE, metavar="N",
               help="Number of processes; by default one for each accelerator.")  # fmt: skip
-@click.option("--max-restarts", type=click.IntRange(min=0), default=3, metavar="K", show_default=True,
+@click.option("--max-restarts", type=Count(least=0), default=3, metavar="K", show_default=True,
               help="Number of restarts on each number of ranks.")  # fmt: skip
 @click.option("--restore-minutes", type=Real(min=0), default=10.0, metavar="M", show_default=True,
               help="An attempt that lasted so long gives all restarts back.")  # fmt: skip

@@ -12,7 +12,7 @@ from torch import nn
 
 from autopar.capture.export import LossFunction
 from autopar.capture.rows import arguments_of_replica
-from autopar.cli.options import RECIPE_NAMES, plan_option
+from autopar.cli.options import RECIPE_NAMES, Count, plan_option
 from autopar.cli.output import console
 from autopar.errors import AutoparError
 from autopar.explanation.few_layers import first_rows
@@ -51,7 +51,7 @@ Examples:
 )
 @click.option("--plan", "path", type=click.Path(path_type=Path), help="A saved plan to prove.")
 @click.option("--random", "draw", is_flag=True, help="Draw the plan at random.")
-@click.option("--seed", type=int, help="Of a random plan.  [default: 0]")
+@click.option("--seed", type=Count(2**63 - 1, 0), help="Of a random plan.  [default: 0]")
 @plan_option("precision", help="Cast parameters for use, as precision= of autopar.compile does: bf16; by default that "
              "of the plan.")  # fmt: skip
 def verify_command(

@@ -30,6 +30,7 @@ from autopar.errors import AutoparError
 from autopar.integrations.accelerate import AutoparAccelerator, plain_optimizer
 from autopar.integrations.prepared import PreparedModel
 from autopar.runtime.checkpoint import load_optimizer_state
+from autopar.runtime.checkpoint_folder import read_saved
 from autopar.search import RecipeLike
 
 with quiet_torchao():  # which these import
@@ -190,9 +191,9 @@ class AutoparMixin:
 
     def _load_plain(self, folder: Path, prepared: PreparedModel) -> None:
         """Loads the state that a plain `Trainer` has saved."""
-        state = torch.load(folder / _PLAIN, map_location="cpu", weights_only=True)
+        state, schedule = read_saved(folder / _PLAIN), read_saved(folder / "scheduler.pt")
         load_optimizer_state(prepared.module, plain_optimizer(self.optimizer), state)
-        self.lr_scheduler.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))
+        self.lr_scheduler.load_state_dict(schedule)
 
     def _prepared(self) -> PreparedModel:
         return self.accelerator.prepare_model(self.model)

@@ -135,6 +135,30 @@ def check_bytes(folder: Path, notes: Mapping[str, Any], own: Collection[str]) ->
             raise AutoparError(f"{folder} is damaged: {name}: {error} {_REMEDY}") from error
 
 
+def read_saved(path: Path) -> Any:
+    """What a file of `torch.save` has, read without running code. Raises AutoparError for a damaged one.
+
+    The file may be another program's; a changed byte of a tensor is found by the checksum that `torch.save` writes.
+    """
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+        if zipfile.is_zipfile(path):  # as every torch since 1.6 writes them
+            _refuse_other_bytes(path)
+    except Exception as error:  # whatever torch.load raises for damaged files
+        raise AutoparError(
+            f"{path} cannot be read. {type(error).__name__}: {error} {_REMEDY} A file of torch.save without checksums "
+            "(torch.serialization.set_crc32_options(False)) has to be saved again with them."
+        ) from error
+    return found
+
+
+def _refuse_other_bytes(path: Path) -> None:
+    """Raises ValueError for a file of `torch.save` whose bytes do not fit its checksums."""
+    with zipfile.ZipFile(path) as records:
+        if bad := records.testzip():  # torch.load does not compare them
+            raise ValueError(f"{path.name} has other bytes than were saved (in {bad}).")
+
+
 def _state(path: Path) -> dict[str, Any]:
     """The contents of `state.pt`. Raises AutoparError for another version; other errors for what is damaged."""
     notes = torch.load(path, map_location="cpu", weights_only=True)
@@ -144,9 +168,7 @@ def _state(path: Path) -> dict[str, Any]:
         )
     check_keys(notes, _FIELDS, _LATER_FIELDS)
     if notes.get("checksums"):
-        with zipfile.ZipFile(path) as records:
-            if bad := records.testzip():  # torch.load does not compare them
-                raise ValueError(f"{path.name} has other bytes than were saved (in {bad})")
+        _refuse_other_bytes(path)
     return dict(notes)
 
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from autopar import _torch
 from autopar.errors import AutoparError
+from autopar.ir.files import check_keys
 from autopar.runtime.block_states import formats_here
 
 _NO_OPTIONS = ("params", "param_names")
@@ -104,8 +105,9 @@ def plain_groups(
     Names are the state's `param_names`. Without them they are the names of the parameters at the same positions in the
     groups of `optimizer`.
 
-    Raises AutoparError if `optimizer` has groups of other sizes.
+    Raises AutoparError for what no `state_dict()` of an optimizer is, and if `optimizer` has groups of other sizes.
     """
+    _refuse_other_than_state(state)
     saved, live = state["param_groups"], _named_groups(model, optimizer)
     counts = [len(group["params"]) for group in saved]
     if all("param_names" in group for group in saved):
@@ -123,6 +125,24 @@ def plain_groups(
         ((own, {k: v for k, v in group.items() if k not in _NO_OPTIONS}), list(group["params"]))
         for own, group in zip(names, saved, strict=True)
     ]
+
+
+def _refuse_other_than_state(state: Any) -> None:
+    """Raises AutoparError unless a value has the fields of the `state_dict()` of an optimizer."""
+    try:
+        check_keys(state, ("state", "param_groups"))
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        names = [group.get("param_names", group["params"]) for group in state["param_groups"]]
+        fits = [len(x) for x in names] == [len(g["params"]) for g in state["param_groups"]]
+        if not fits or len({*numbers}) < len(numbers) or not {*state["state"]} <= {*numbers}:
+            raise ValueError("its states, parameters and names do not fit each other")
+        if not all(isinstance(values, dict) for values in state["state"].values()):
+            raise ValueError("its states are no dicts")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise AutoparError(
+            f"What was given is no state_dict() of an optimizer: {type(error).__name__}: {error}. Save it again with "
+            "torch.save(optimizer.state_dict(), ...)."
+        ) from error
 
 
 class Restorer:

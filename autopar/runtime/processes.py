@@ -262,10 +262,11 @@ def refuse_unlike(own: Mapping[str, str], parts: Callable[[], Sequence[str]]) ->
         lines = ranks.everyones(list(parts()))
         pairs = itertools.zip_longest(lines[0], lines[rank], fillvalue="nothing more")
         first, other = next((pair for pair in pairs if pair[0] != pair[1]), (first, other))
+    count = len({each for each, _ in unlike})
     raise MeshError(
         f"Rank {rank} differs from rank 0 in its {subject}: it has {other}, and rank 0 has {first}"
-        f"{f' ({len({r for r, _ in unlike})} ranks differ)' if len(unlike) > 1 else ''}. Start all ranks with the same "
-        "code, versions, environment and model; what depends on the rank must not change them."
+        f"{f' ({count} ranks differ)' if count > 1 else ''}. Start all ranks with the same "
+        "code, versions, environment, options and model; what depends on the rank must not change them."
     )
 
 

@@ -31,7 +31,7 @@ from autopar import _torch
 from autopar.errors import AutoparError
 from autopar.ir.files import read_json
 from autopar.runtime.optimizer_state import ties
-from autopar.runtime.together import Together, warn_together
+from autopar.runtime.together import Together
 
 FILE_BYTES = 5 * 10**9  # size at which save_pretrained of transformers begins the next file
 _INDEX = "model.safetensors.index.json"
@@ -58,11 +58,13 @@ class WeightFiles:
         path: folder or file that the user named.
         files: paths of the safetensors files to read; a folder may have others.
         saved: name of a tensor in the files -> its shape, dtype and chunks.
+        stated: format of the weights by the `config.json` beside them; None where that names none.
     """
 
     path: Path
     files: Sequence[str]
     saved: Mapping[str, TensorStorageMetadata]
+    stated: torch.dtype | None = None
 
     @staticmethod
     def at(path: PathLike) -> WeightFiles:
@@ -71,6 +73,7 @@ class WeightFiles:
         try:
             files = [str(file) for file in _files_at(given)]
             found = _reader(files).read_metadata().state_dict_metadata
+            stated = _stated_dtype(Path(files[0]).with_name("config.json"))
         except AutoparError:
             raise
         except Exception as error:  # whatever json and safetensors raise for a damaged file
@@ -78,7 +81,7 @@ class WeightFiles:
                 f"The weights at {given} cannot be read. {type(error).__name__}: {error}"
             ) from error
         saved = {k: v for k, v in found.items() if isinstance(v, TensorStorageMetadata)}
-        return WeightFiles(given, files, saved)
+        return WeightFiles(given, files, saved, stated)
 
     def names(self, model: nn.Module) -> dict[str, str]:
         """Name in the model's state dict -> name in the files, which may have any one of the names of tied tensors."""
@@ -102,6 +105,7 @@ class WeightFiles:
         strangers = sorted(set(self.saved) - self.readable(model))
         problems += [f"{name}, which the model lacks" for name in strangers]
         self.refuse(problems)
+        self.refuse_formats(model)
 
     def refuse(self, problems: Sequence[str]) -> None:
         """Raises AutoparError if there are problems.
@@ -132,14 +136,27 @@ class WeightFiles:
                 found.append(f"{source} has numbers of another kind, {dtype} there and {own} here")
         return found
 
-    def casts(self, model: nn.Module) -> list[str]:
-        """Phrases for tensors whose format is as wide as the model's and another one, so that a cast loses values."""
-        found, state = [], model.state_dict(keep_vars=True)
-        for name, source in self.names(model).items():
-            dtype, own = self.saved[source].properties.dtype, state[name].dtype
-            if dtype != own and dtype.itemsize == own.itemsize:
-                found.append(f"{source} is {dtype} there and {own} here")
-        return found
+    def refuse_formats(self, model: nn.Module) -> None:
+        """Raises AutoparError for tensors of another format, of the same width, than the model or `config.json` has.
+
+        A cast would lose values. And the same bytes are numbers in either format, so that nothing else shows a header
+        that names the wrong one.
+        """
+        state = model.state_dict(keep_vars=True)
+        found = [
+            f"{source} is {dtype} in its file and {expected} {where}"
+            for name, source in self.names(model).items()
+            for dtype in [self.saved[source].properties.dtype]
+            for expected, where in ((state[name].dtype, "in the model"), (self.stated, "by config.json"))
+            if expected is not None and expected != dtype and expected.itemsize == dtype.itemsize
+            and expected.is_floating_point == dtype.is_floating_point
+        ]  # fmt: skip
+        if found:
+            raise AutoparError(
+                f"The weights at {self.path} have another format of the same width: {few(found)}. Numbers of one are "
+                "none of the other. Build the model in the format of the file, or save the file in that of the model; "
+                "where config.json is wrong, mend its dtype."
+            )
 
     def readable(self, model: nn.Module) -> set[str]:
         """Names of the tensors that both the model and the files have: those in the model and those in the files."""
@@ -177,6 +194,14 @@ def _files_at(given: Path) -> list[Path]:
     )
 
 
+def _stated_dtype(config: Path) -> torch.dtype | None:
+    """The format that a model's `config.json` names; None without such a file, or where it names none."""
+    values = read_json(config) if config.is_file() else {}
+    named = str(values.get("dtype") or values.get("torch_dtype")).removeprefix("torch.")
+    found = getattr(torch, named, None)
+    return found if isinstance(found, torch.dtype) else None
+
+
 class _TheseFiles(FileSystem):
     """A file system where every folder lists the same files."""
 
@@ -197,22 +222,16 @@ def _reader(files: Sequence[str]) -> dcp.HuggingFaceStorageReader:
 def read_weights(model: nn.Module, path: PathLike) -> None:
     """Copies weights from safetensors files into a model, whose parameters may be DTensors.
 
-    Every rank calls this; values are cast to the model's dtypes, with a warning where that loses some of them.
+    Every rank calls this; values are cast to the model's dtypes.
 
-    Raises AutoparError on every rank for files that are missing, damaged or of another model, which names
-    the differences; PeerError if another rank died or hangs.
+    Raises AutoparError on every rank for files that are missing, damaged, of another model or of a format of the same
+    width, which names the differences; PeerError if another rank died or hangs.
     """
     ranks = Together(f"Reading the weights at {path}")
     files, room, own = ranks.each(lambda: _opened(model, path))
     strangers = set.intersection(*map(set, ranks.everyones(sorted(set(files.saved) - own))))
     files.refuse([f"{name}, which the model lacks" for name in sorted(strangers)])
     _refuse_torn_ties(files, model, ranks)
-    if casts := files.casts(model):
-        warn_together(
-            f"The weights at {files.path} have another format of the same width: {few(casts)}. The cast rounds them, "
-            "or makes large ones infinite. Build the model in the format of the file, and convert it after.",
-            stacklevel=2,
-        )
     with ranks.naming_failures():
         dcp.load(room, storage_reader=_reader(files.files), no_dist=ranks.alone)
 
@@ -254,6 +273,7 @@ def _opened(
     """The files at a path, the tensors to read into by their names in the files, and `WeightFiles.readable`."""
     files = WeightFiles.at(path)
     files.refuse(files.problems(model))
+    files.refuse_formats(model)
     state = model.state_dict()
     room = {source: state[name] for name, source in files.names(model).items()}
     return files, room, files.readable(model)

@@ -10,6 +10,7 @@ With `--markdown benchmarks/fuzz/results.md` each writes its part of the page.
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import multiprocessing
 import os
@@ -17,6 +18,7 @@ import random
 import shutil
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 import zlib
@@ -166,6 +168,42 @@ def _one_job(folder: str) -> str:
     )
 
 
+def in_a_folder_of_others(folder: Path) -> str:
+    """A plan and a checkpoint in a folder that is read-only for this user; root is nobody meanwhile."""
+    was = os.geteuid()
+    with tempfile.TemporaryDirectory() as place:
+        os.chmod(place, 0o555)
+        if not was:
+            os.seteuid(65534)
+        try:
+            first = said(lambda: PLAN.save(f"{place}/plan.json"))
+            second = said(lambda: save_checkpoint(f"{place}/c", nn.Linear(2, 2)))
+        finally:
+            os.seteuid(was)
+        return f"{first} {second}".replace(place, "folder")
+
+
+def a_link_to_a_device(folder: Path) -> str:
+    """A plan under a symbolic link that leads to a device."""
+    (folder / "link").symlink_to("/dev/full")
+    return said(lambda: PLAN.save(folder / "link"))
+
+
+def a_pipe(folder: Path) -> str:
+    """A plan where a pipe is, which nobody reads."""
+    os.mkfifo(folder / "pipe")
+    return said(lambda: PLAN.save(folder / "pipe"))
+
+
+def full_stdout(folder: Path) -> str:
+    """What a command says on stderr where its stdout is on a full disk."""
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "autopar", "--version"], stdout=full, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+    return f"{ended.stderr.strip()} Exit code {ended.returncode}."
+
+
 def two_jobs(folder: Path) -> str:
     """Two processes that read and write one cache."""
     with multiprocessing.get_context("spawn").Pool(2) as jobs:
@@ -187,10 +225,14 @@ PLACES: dict[str, Callable[[Path], str]] = {
     "a checkpoint on a full disk": on_a_full_disk,
     "a plan on a full disk": plan_on_a_full_disk,
     "a disk that is read-only": on_a_read_only_disk,
+    "a folder that this user may not write": in_a_folder_of_others,
+    "stdout on a full disk": full_stdout,
     "a device": lambda folder: said(lambda: PLAN.save("/dev/full")),
     "a folder": lambda folder: said(lambda: PLAN.save(folder)),
     "a folder that is not there": lambda folder: said(lambda: PLAN.save(folder / "no" / "plan.json")),
     "a symbolic link": through_links,
+    "a symbolic link to a device": a_link_to_a_device,
+    "a pipe": a_pipe,
     "a umask of 027": under_a_umask,
     "two jobs in one cache": two_jobs,
     "a cached file that others may write": a_file_of_others,
@@ -220,6 +262,14 @@ def _seconds(work: Callable[[], Any]) -> float:
     return time.perf_counter() - begin
 
 
+def _leave_memory(folder: Path) -> None:
+    """Has the system forget what it keeps of files in its memory, so that they are read from the disk again."""
+    gc.collect()  # what still maps them would keep them
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 @main.command()
 @click.option("--megabytes", default=256)
 @click.option("--pairs", default=7)
@@ -231,7 +281,7 @@ def cost(megabytes: int, pairs: int, markdown: Path | None) -> None:
     big = nn.Sequential(*(nn.Linear(width, width) for _ in range(16)))
     data = memoryview(torch.randn(16 * 2**20).numpy()).cast("B")
     rates = {
-        "sums of rows, here": lambda: shard_file._checksum("x", {"dtype": "F32", "shape": [1]}, {}, data),
+        "products of rows, here": lambda: shard_file._checksum("x", {"dtype": "F32", "shape": [1]}, {}, data),
         "zlib.crc32": lambda: zlib.crc32(data),
         "zlib.adler32": lambda: zlib.adler32(data),
         "hashlib.sha1": lambda: hashlib.sha1(data).digest(),
@@ -245,22 +295,25 @@ def cost(megabytes: int, pairs: int, markdown: Path | None) -> None:
         place = Path(folder, "c")
         none = mock.patch.object(shard_file, "_summed", return_value=0)
         unchecked = mock.patch.object(checkpoint_loading, "check_bytes")
-        for what, off, work in (
-            ("save", none, lambda: save_checkpoint(place, big)),
-            ("load", unchecked, lambda: load_checkpoint(place, big)),
-        ):
+        for what, off, before, work in (
+            ("save", none, lambda: None, lambda: save_checkpoint(place, big)),
+            ("load from memory", unchecked, lambda: None, lambda: load_checkpoint(place, big)),
+            ("load from disk", unchecked, lambda: _leave_memory(place), lambda: load_checkpoint(place, big)),
+        ):  # fmt: skip
             save_checkpoint(place, big)
             work()
             found: dict[bool, list[float]] = {True: [], False: []}
             for _ in range(pairs):
+                before()
                 found[True].append(_seconds(work))
+                before()
                 with off:
                     found[False].append(_seconds(work))
             plain, checked = (statistics.median(found[x]) for x in (False, True))
             share = statistics.median(a / b - 1 for a, b in zip(*found.values(), strict=True))
             rows.append(
                 (
-                    f"{what} of {megabytes} MB",
+                    f"{what}, {megabytes} MB, {torch.get_num_threads()} threads",
                     f"{plain:.3f} s without, {checked:.3f} s with: {share:+.1%} (median of {pairs} pairs)",
                 )
             )

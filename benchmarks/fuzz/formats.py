@@ -36,7 +36,8 @@ from autopar.models.hugging_face import _read_config
 from autopar.planning.planning import make_plan, prepare_step
 from autopar.planning.stored_captures import CaptureQuestion, StoredCaptures, is_same_capture
 from autopar.planning.stored_plans import StoredPlans
-from autopar.runtime.checkpoint import load_checkpoint, save_checkpoint
+from autopar.runtime.checkpoint import load_checkpoint, load_optimizer_state, save_checkpoint
+from autopar.runtime.checkpoint_folder import read_saved
 from autopar.runtime.weights import read_weights
 from autopar.search.request import Request
 from autopar.views.trace import read_trace
@@ -206,9 +207,25 @@ def _checkpoints(folder: Path) -> list[Format]:
         return read
 
     return [
-        Format(f"checkpoint: {name}", content, reader(name), ".bin", is_sealed=True)
-        for name, content in samples.items()
-    ]
+        *(Format(f"checkpoint: {name}", content, reader(name), ".bin", is_sealed=True)
+          for name, content in samples.items()),
+        _plain_state(folder, optimizer),
+    ]  # fmt: skip
+
+
+def _plain_state(folder: Path, optimizer: torch.optim.Optimizer) -> Format:
+    """The `optimizer.pt` of a plain Trainer of transformers."""
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+
+    def read(path: Path) -> Any:
+        own = model()
+        adam = torch.optim.AdamW(own.parameters())
+        load_optimizer_state(own, adam, read_saved(path))
+        moments = [x.numpy().tobytes() for s in adam.state.values() for x in s.values()]
+        return moments, adam.param_groups[0]["lr"]
+
+    content = (folder / "optimizer.pt").read_bytes()
+    return Format("optimizer.pt of a Trainer", content, read, ".pt", is_sealed=True)
 
 
 def _weights(folder: Path) -> list[Format]:

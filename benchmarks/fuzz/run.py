@@ -22,7 +22,7 @@ import click
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from autopar.errors import AutoparError
-from benchmarks.fuzz.calls import call, calls
+from benchmarks.fuzz.calls import Misread, call, calls
 from benchmarks.fuzz.formats import Format, formats
 from benchmarks.fuzz.mutations import mutated
 from benchmarks.fuzz.page import replace_part
@@ -41,6 +41,7 @@ class Count:
         name: the kind.
         tries: number of tries.
         refused: number that ended with an error for people.
+        misread: number of those that ended while the options of a command were read.
         faults: number of each of `KINDS`.
         slowest_seconds: duration of the slowest try.
         examples: seed and error of some faults.
@@ -54,11 +55,13 @@ class Count:
     slowest_seconds: float = 0.0
     examples: list[str] = field(default_factory=list)
     seed: int = 0
+    misread: int = 0
 
     def add(self, seed: str, seen: Seen, faults: Sequence[str]) -> None:
         """Counts a try."""
         self.tries += 1
         self.refused += seen.error is not None
+        self.misread += isinstance(seen.error, Misread)
         self.slowest_seconds = max(self.slowest_seconds, seen.seconds)
         self.faults.update(faults)
         if faults and len(self.examples) < 20:
@@ -145,7 +148,8 @@ def table(counts: Sequence[Count]) -> list[str]:
     ]  # fmt: skip
     return [
         f"{sum(c.tries for c in counts):,} files and calls with odd arguments, in one process. No answer is one after "
-        f"{LIMIT_SECONDS:g} s; memory, growth by more than 1 GB in one try.", "",
+        f"{LIMIT_SECONDS:g} s; memory, growth by more than 1 GB in one try. Of the calls that were refused "
+        f"{sum(c.misread for c in counts):,} ended while their options were read, the others later.", "",
         *markdown_table(heads, rows, text_columns=1),
     ]  # fmt: skip
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 from autopar.errors import AutoparError
 from benchmarks.fuzz import watch as watching
 from benchmarks.fuzz.calls import call, calls
+from benchmarks.fuzz.damage import PLACES, small_disk
 from benchmarks.fuzz.formats import Format, formats
 from benchmarks.fuzz.page import replace_part
 from benchmarks.fuzz.run import Count, try_file
@@ -90,6 +93,42 @@ def test_an_error_for_people_is_no_fault(watch: Watch) -> None:
 def test_a_target_without_a_module_is_refused(target: str) -> None:
     with pytest.raises(AutoparError, match="is no name of a module"):
         call(["explain", target, "--mesh", "dp=2"])
+
+
+# What is said, and what is there afterwards: the table of benchmarks/fuzz/results.md.
+SAID = {
+    "a cached file that others may write": "not read; replaced by one of 644",
+    "a checkpoint on a full disk": "Saving .* failed on rank 0. OSError: .* No space left on device Then step 1 loads.",
+    "a device": "Cannot write /dev/full: it is a device.",
+    "a disk that is read-only": "Cannot write .*: Read-only file system. .* failed on rank 0. OSError.*Read-only",
+    "a folder": "Cannot write .*: it is a folder.",
+    "a folder that is not there": "Cannot write .*: there is no folder .*no.",
+    "a folder that this user may not write": "Cannot write folder/.*: Permission denied. .* on rank 0. Permission",
+    "a pipe": "Cannot write .*: it is a pipe.",
+    "a plan on a full disk": "Cannot write .*: No space left on device. Then the old plan loads.",
+    "a symbolic link": "written to the file to which it leads; the link stays",
+    "a symbolic link to a device": "Cannot write .*link: it is a device.",
+    "a umask of 027": "a new file has 640, one of 604 keeps 604",
+    "stdout on a full disk": "Error: Cannot write to stdout: No space left on device. Exit code 1.",
+    "two jobs in one cache": "both have the same plan; the folder has .json",
+}  # fmt: skip
+OF_ROOT = ("a checkpoint on a full disk", "a disk that is read-only", "a plan on a full disk")
+
+
+@pytest.mark.parametrize(
+    "place",
+    [pytest.param(x, marks=pytest.mark.slow) if x == "two jobs in one cache" else x for x in SAID],
+)
+def test_a_place_that_cannot_be_written_is_named(place: str, tmp_path: Path) -> None:
+    assert SAID.keys() == PLACES.keys()
+    if place in OF_ROOT:
+        try:
+            with small_disk(tmp_path):
+                pass
+        except (OSError, subprocess.CalledProcessError):
+            pytest.skip("a small disk is mounted by root alone")
+        (tmp_path / "disk").rmdir()
+    assert re.search(SAID[place], PLACES[place](tmp_path))
 
 
 def test_no_stranger_delays_two_replicas_by_a_second() -> None:

@@ -56,6 +56,16 @@ def test_commands_with_json_write_documents_alone(tmp_path: Path) -> None:
     assert len(found) == 4
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_stdout_is_one_line_on_stderr() -> None:
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "autopar", "--version"], stdout=full, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+    assert ended.returncode == 1
+    assert ended.stderr == "Error: Cannot write to stdout: No space left on device.\n"
+
+
 @pytest.mark.multiprocess
 def test_ranks_write_what_their_script_prints(tmp_path: Path) -> None:
     script = tmp_path / "train.py"

@@ -13,7 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 import autopar
-from autopar.runtime.checkpoint import load_checkpoint, save_checkpoint
+from autopar.runtime.checkpoint import load_checkpoint, load_optimizer_state, save_checkpoint
+from autopar.runtime.checkpoint_folder import read_saved
 from tests.runtime.models import Normed, Tied, mean_square
 
 X, Y = torch.randn(2, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -322,6 +323,34 @@ def test_a_flipped_bit_is_found_or_changes_nothing(saved: Path, name: str) -> No
         assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()), bit
         flip(file, bit)
     assert found > 20, "most bits are bytes of tensors, or of zip records"
+
+
+def test_a_changed_byte_in_a_file_of_torch_save_is_named(tmp_path: Path) -> None:
+    """As in the optimizer.pt of a Trainer, of which torch.load compares no checksums."""
+    file, state = tmp_path / "optimizer.pt", {"step": 3, "x": torch.arange(1000.0)}
+    torch.save(state, file)
+    assert read_saved(file)["x"].equal(state["x"])
+    flip(file, 8 * file.read_bytes().index(state["x"].numpy().tobytes()))
+    assert not torch.load(file, weights_only=True)["x"].equal(state["x"])
+    with pytest.raises(autopar.AutoparError, match=r"optimizer\.pt cannot be read\. .*Copy it"):
+        read_saved(file)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        None, {"state": {}}, {"state": {}, "param_groups": [{"lr": 1.0}]},
+        {"state": {9: {}}, "param_groups": [{"params": [0, 1]}]},
+        {"state": {0: 5}, "param_groups": [{"params": [0, 1]}]},
+        {"state": {}, "param_groups": [{"params": [0, 0]}]},
+        {"state": {}, "param_groups": [{"params": [0, 1], "param_names": ["weight"]}]},
+        {"state": {}, "param_groups": [], "statee": {}},
+    ],
+)  # fmt: skip
+def test_what_is_no_state_of_an_optimizer_is_refused(state: Any) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(autopar.AutoparError, match=r"no state_dict\(\) of an optimizer"):
+        load_optimizer_state(model, torch.optim.SGD(model.parameters()), state)
 
 
 def test_a_checkpoint_without_checksums_loads(saved: Path) -> None:

@@ -20,16 +20,21 @@ def differing(how: str) -> str:
     width = 5 if differs and how == "width" else 4
     model = nn.Sequential(nn.Linear(4, width), nn.ReLU() if differs and how == "op" else nn.Tanh())
     model.append(nn.Linear(width, 4))
+    if differs and how == "frozen":
+        model[0].weight.requires_grad_(False)
+    if differs and how == "format":
+        model.double()
     torch.manual_seed(dist.get_rank() if how == "seed" else 0)
     if differs and how == "environment":
         os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
     if differs and how == "settings":
         torch.set_float32_matmul_precision("medium")
-    x = torch.ones(4, 4)
+    x = torch.ones(4, 4, dtype=model[0].weight.dtype)
     try:
         compiled = autopar.compile(
-            model, loss_fn=nn.functional.mse_loss, mesh={"dp": 2}, example_inputs=(x, x)
-        )
+            model, loss_fn=nn.functional.mse_loss, mesh={"dp": 2}, example_inputs=(x, x),
+            recipe="zero3" if differs and how == "options" else "ddp",
+        )  # fmt: skip
         return str(float(compiled.step(x, x)) >= 0)
     except (AutoparError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
@@ -41,10 +46,14 @@ def differing(how: str) -> str:
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        ("width", "differs from rank 0 in its model: it has parameter 0.weight of shape [5, 4], and rank 0 has "
-                  "parameter 0.weight of shape [4, 4]"),
+        ("width", "differs from rank 0 in its model: it has parameter 0.weight of shape [5, 4] and float32, "
+                  "and rank 0 has parameter 0.weight of shape [4, 4] and float32"),
         ("op", "in its model: it has op relu, and rank 0 has op tanh"),
+        ("format", "in its model: it has input input of shape [4, 4] and float64, and rank 0 has input input of shape "
+                   "[4, 4] and float32"),
+        ("frozen", "in its model: it has parameter 0.weight without a gradient, and rank 0 has nothing more"),
         ("environment", "in its environment: it has "),
+        ("options", "in its options: it has --mesh dp=2, --recipe zero3, and rank 0 has --mesh dp=2, --recipe ddp"),
         ("settings", "in its settings of torch: it has "),
     ],
 )  # fmt: skip

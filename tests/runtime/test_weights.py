@@ -263,11 +263,28 @@ def test_integers_in_place_of_weights_are_refused(tmp_path: Path) -> None:
         on_one_rank(MLP()).load_weights(folder)
 
 
-def test_a_cast_that_loses_values_is_said(tmp_path: Path) -> None:
+def test_another_format_of_the_same_width_is_refused(tmp_path: Path) -> None:
+    """The same bytes are numbers in both, so that a header that names the wrong one shows in nothing else."""
     folder = saved(tmp_path, MLP().half())
-    says = r"up\.weight is torch\.float16 there and torch\.bfloat16 here"
-    with pytest.warns(UserWarning, match=says):
+    says = r"up\.weight is torch\.float16 in its file and torch\.bfloat16 in the model"
+    with pytest.raises(AutoparError, match=says):
         on_one_rank(MLP().bfloat16()).load_weights(folder)
+    with pytest.raises(AutoparError, match=says):
+        autopar.compile(MLP().bfloat16(), loss_fn=F.mse_loss, weights=folder)
+    on_one_rank(MLP()).load_weights(folder)
+
+
+def test_a_format_that_config_json_contradicts_is_refused(tmp_path: Path) -> None:
+    """As where a header was changed from F16 to BF16 for a model that is built as the header says."""
+    halves = {name: x.half().view(torch.bfloat16) for name, x in MLP().state_dict().items()}
+    folder = saved(tmp_path, MLP(), **halves)
+    (folder / "config.json").write_text('{"torch_dtype": "float16"}')
+    says = r"up\.weight is torch\.bfloat16 in its file and torch\.float16 by config\.json"
+    with pytest.raises(AutoparError, match=says):
+        on_one_rank(MLP().bfloat16()).load_weights(folder)
+    # Where it says nothing of the width, as float32 beside weights of 16 bits, it is no contradiction.
+    (folder / "config.json").write_text('{"dtype": "float32"}')
+    on_one_rank(MLP().bfloat16()).load_weights(folder)
 
 
 def test_a_truncated_file(tmp_path: Path) -> None:
