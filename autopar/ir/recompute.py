@@ -181,7 +181,7 @@ def parse_wish(text: str) -> RecomputeWish:
     Raises PlanError for a text that is no wish, see `check_wish`.
     """
     whole, point, part = text.partition(".")
-    wish = float(text) if point and (whole + part).isdigit() else _read(text)
+    wish = float(text) if point and is_count(whole + part) else _read(text)
     check_wish(wish)
     return cast(RecomputeWish, wish)
 

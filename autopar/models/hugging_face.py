@@ -94,12 +94,19 @@ class Pretrained:
             found = getattr(transformers, self.task.mapping)[type(config)]
         classes = found if isinstance(found, (list, tuple)) else (found,)
         sdpa = all(getattr(each, "_supports_sdpa", False) for each in classes)
-        with torch.device("meta"):
-            model = auto.from_config(
-                copy.deepcopy(config),
-                dtype=self.dtype,
-                attn_implementation="sdpa" if sdpa else "eager",
-            )
+        try:
+            with torch.device("meta"):
+                model = auto.from_config(
+                    copy.deepcopy(config),
+                    dtype=self.dtype,
+                    attn_implementation="sdpa" if sdpa else "eager",
+                )
+        except ImportError:  # of a package that the model needs, which is said elsewhere
+            raise
+        except Exception as error:  # whatever sizes make of building it, such as a negative one
+            raise AutoparError(
+                f"transformers cannot build the model of {self.path}. {type(error).__name__}: {error}. Mend its sizes."
+            ) from error
         return model.train()
 
     @cached_property
@@ -181,7 +188,8 @@ def _check_values(values: Mapping[str, Any], path: Path) -> None:
         # Some models have a number of layers for each of their parts, and leave others out.
         elif name in LAYER_COUNTS and not isinstance(value, (list, type(None))):
             _check_layers(name, value, path)
-    named = values.get("architectures") or []
+    named = values.get("architectures")
+    named = [] if named is None else named
     if not isinstance(named, list) or not all(isinstance(each, str) for each in named):
         raise AutoparError(
             f'{path} has architectures {named!r}; they are a list of names such as ["LlamaForCausalLM"].'

@@ -22,6 +22,9 @@ from autopar.proof.verdict import VerifyReport
 from autopar.search import RecipeLike
 from autopar.search.request import Request
 
+# Of the model, for ranks and micro-batches: 4,000 of two layers took 23 s on a busy processor (2026-11-29).
+MOST_RUNS = 4096
+
 
 @takes_options()
 def verify(
@@ -83,8 +86,10 @@ def verify(
     >>> autopar.verify(model, torch.ones(4, 8), mesh=mesh, loss_fn=torch.mean).passed
     True
     """
+    mesh = Mesh.of(mesh)
+    _refuse_long(mesh, plan.micro_batches if isinstance(plan, Plan) else micro_batches or 1)
     request = Request(
-        find_hardware("cpu-gloo"), mesh=Mesh.of(mesh), recipe=recipe, micro_batches=micro_batches,
+        find_hardware("cpu-gloo"), mesh=mesh, recipe=recipe, micro_batches=micro_batches,
         schedule=schedule,
     ).of_replica(plan if isinstance(plan, Plan) else None)  # fmt: skip
     policy = policy_of(precision, plan if isinstance(plan, Plan) else None)
@@ -96,6 +101,16 @@ def verify(
         whole = subject.whole(micro_batches).whole
         refuse_unknown(objective_of(subject.prepared.captured, whole), micro_batches)
     return subject.compare(_plan_of(subject, plan, request, seed))
+
+
+def _refuse_long(mesh: Mesh, micro_batches: int) -> None:
+    """Raises AutoparError for a simulation of more than `MOST_RUNS`."""
+    if mesh.ranks * micro_batches > MOST_RUNS:
+        raise AutoparError(
+            f"The proof runs the model once for each rank and micro-batch, {mesh.ranks} x {micro_batches} times, and "
+            f"at most {MOST_RUNS} times, which take half a minute of a small model: take at most "
+            f"{max(1, MOST_RUNS // micro_batches)} ranks, or at most {max(1, MOST_RUNS // mesh.ranks)} micro-batches."
+        )
 
 
 def _plan_of(subject: Subject, plan: Plan | str | None, request: Request, seed: int) -> Plan:

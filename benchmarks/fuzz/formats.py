@@ -32,7 +32,7 @@ from autopar.errors import AutoparError
 from autopar.explanation.differences import Side
 from autopar.ir import Mesh, Plan
 from autopar.ir.recompute import format_recompute, parse_recompute
-from autopar.models.hugging_face import _read_config
+from autopar.models.hugging_face import Pretrained
 from autopar.planning.planning import make_plan, prepare_step
 from autopar.planning.stored_captures import CaptureQuestion, StoredCaptures, is_same_capture
 from autopar.planning.stored_plans import StoredPlans
@@ -159,7 +159,9 @@ def _config() -> Format:
     def read(path: Path) -> Any:
         with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
-            return _read_config(path).to_json_string()
+            found = Pretrained.read(path)
+            found.build()
+            return found.config.to_json_string()
 
     return Format("config.json", json.dumps(values).encode(), read)
 

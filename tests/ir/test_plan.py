@@ -309,7 +309,7 @@ def test_damaged_selections_are_named(wrong):
         parse_wish(wrong)
 
 
-@pytest.mark.parametrize("wrong", ["some", "0", "-1", "3.x"])
+@pytest.mark.parametrize("wrong", ["some", "0", "-1", "3.x", "\u0660.\u0665"])
 def test_a_text_that_is_no_wish_lists_what_may_be_asked(wrong):
     with pytest.raises(PlanError, match=f"no recompute='?{wrong}'?: it is 'none', .*'offloaded'"):
         parse_wish(wrong)
