@@ -38,12 +38,12 @@ class _Commands(click.Group):
         try:
             return super().main(*args, **kwargs)
         except OSError as error:
-            # A file has its name in the error, stdout has none.
+            # A file that is opened has its name in the error, stdout has none.
             if error.errno not in _FULL or error.filename is not None:
                 raise
             # What is left in the buffer would be another error when the process ends.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            click.echo(f"Error: Cannot write to stdout: {error.strerror}.", err=True)
+            click.echo(f"Error: The output cannot be written: {error.strerror}.", err=True)
             sys.exit(1)
 
     def resolve_command(

@@ -139,7 +139,8 @@ def _summed(piece: memoryview, before: int) -> int:
 def _factors() -> Tensor:
     """The odd numbers by which a row's words are multiplied; hashes, so that no sum of some of them is another's."""
     hashes = (hashlib.sha256(bytes([n // 256, n % 256])).digest() for n in range(_ROW_BYTES // 8))
-    return torch.tensor([int.from_bytes(x[:8], "little", signed=True) | 1 for x in hashes])
+    odd = [int.from_bytes(x[:8], "little", signed=True) | 1 for x in hashes]
+    return torch.tensor(odd, device="cpu")  # whatever the default device is
 
 
 def _checksum(
@@ -162,6 +163,10 @@ def check_shard(path: Path, own: Collection[str]) -> None:
         begin = 8 + int.from_bytes(whole[:8], "little")
         header = _parsed(whole[8:begin])
         about = header.pop("__metadata__")
+        if _CHECKSUMS not in about:
+            raise AutoparError(
+                "its checksums are not those of this autopar; load it where it was saved."
+            )
         offsets, sums = _parsed(about[_OFFSETS]), _parsed(about[_CHECKSUMS])
         if not (header.keys() == offsets.keys() == sums.keys()):
             raise AutoparError("its header names other tensors than were saved.")

@@ -81,6 +81,7 @@ class WeightFiles:
                 f"The weights at {given} cannot be read. {type(error).__name__}: {error}"
             ) from error
         saved = {k: v for k, v in found.items() if isinstance(v, TensorStorageMetadata)}
+        _refuse_torn_tensors(given, saved)
         return WeightFiles(given, files, saved, stated)
 
     def names(self, model: nn.Module) -> dict[str, str]:
@@ -194,10 +195,29 @@ def _files_at(given: Path) -> list[Path]:
     )
 
 
+def _refuse_torn_tensors(given: Path, saved: Mapping[str, TensorStorageMetadata]) -> None:
+    """Raises AutoparError for tensors that stand in several files, or of which a part is in none."""
+    torn = [
+        f"{name} has {found} numbers in its parts, of {kind.size.numel()}"
+        for name, kind in saved.items()
+        for found in [sum(part.sizes.numel() for part in kind.chunks)]
+        if found != kind.size.numel()
+    ]
+    if torn:
+        raise AutoparError(
+            f"The files at {given} do not make whole tensors: {few(torn)}. Each has to be in one file, or in parts "
+            "that fill it: name the files of one save alone."
+        )
+
+
 def _stated_dtype(config: Path) -> torch.dtype | None:
     """The format that a model's `config.json` names; None without such a file, or where it names none."""
-    values = read_json(config) if config.is_file() else {}
-    named = str(values.get("dtype") or values.get("torch_dtype")).removeprefix("torch.")
+    try:
+        values = read_json(config) if config.is_file() else {}
+    except ValueError as error:
+        raise AutoparError(f"{config} is not JSON: {error}. Mend or remove it.") from error
+    stated = values.get("dtype") or values.get("torch_dtype") if isinstance(values, dict) else None
+    named = str(stated).removeprefix("torch.")
     found = getattr(torch, named, None)
     return found if isinstance(found, torch.dtype) else None
 

@@ -109,7 +109,7 @@ SAID = {
     "a symbolic link": "written to the file to which it leads; the link stays",
     "a symbolic link to a device": "Cannot write .*link: it is a device.",
     "a umask of 027": "a new file has 640, one of 604 keeps 604",
-    "stdout on a full disk": "Error: Cannot write to stdout: No space left on device. Exit code 1.",
+    "stdout on a full disk": "Error: The output cannot be written: No space left on device. Exit code 1.",
     "two jobs in one cache": "both have the same plan; the folder has .json",
 }  # fmt: skip
 OF_ROOT = ("a checkpoint on a full disk", "a disk that is read-only", "a plan on a full disk")

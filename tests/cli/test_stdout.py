@@ -63,7 +63,7 @@ def test_a_full_stdout_is_one_line_on_stderr() -> None:
             [sys.executable, "-m", "autopar", "--version"], stdout=full, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
     assert ended.returncode == 1
-    assert ended.stderr == "Error: Cannot write to stdout: No space left on device.\n"
+    assert ended.stderr == "Error: The output cannot be written: No space left on device.\n"
 
 
 @pytest.mark.multiprocess

@@ -274,6 +274,17 @@ def test_another_format_of_the_same_width_is_refused(tmp_path: Path) -> None:
     on_one_rank(MLP()).load_weights(folder)
 
 
+def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+    """Else the file that is read last would count."""
+    state = MLP().state_dict()
+    save_file(state, tmp_path / "a.safetensors")
+    save_file({"up.weight": 2 * state["up.weight"]}, tmp_path / "b.safetensors")
+    names = dict.fromkeys(state, "a.safetensors") | {"up.weight": "b.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(AutoparError, match=r"up\.weight has 512 numbers in its parts, of 256"):
+        on_one_rank(MLP()).load_weights(tmp_path)
+
+
 def test_a_format_that_config_json_contradicts_is_refused(tmp_path: Path) -> None:
     """As where a header was changed from F16 to BF16 for a model that is built as the header says."""
     halves = {name: x.half().view(torch.bfloat16) for name, x in MLP().state_dict().items()}
