@@ -53,7 +53,7 @@ def canonical_gpu(text: str) -> str:
     if word in ALIASES:
         return ALIASES[word]
     plain = re.sub(r"\bRTX[\s_-]+", "rtx", _VENDOR.sub("", word), flags=re.IGNORECASE)
-    chip = _CHIP.match(re.split(r"[\s_\-(,/]", plain, maxsplit=1)[0])
+    chip = _CHIP.fullmatch(re.split(r"[\s_\-(,/]", plain, maxsplit=1)[0])
     if chip is None:
         raise _unknown(text, word)
     return _variant(text, ALIASES.get(chip[0], chip[0]), plain[chip.end() :])

@@ -182,6 +182,16 @@ def test_fit_says_no_with_the_changes_that_help_and_their_price():
     assert {"parameters", "gradients", "optimizer"} <= kinds
 
 
+def test_a_search_of_many_ranks_says_at_once_that_it_is_long():
+    """Its example has a batch of its own, too small for so many ranks, so that it ends at once."""
+    long = run("explain", TARGET, "--cluster", "h100x8x1024")
+    assert (
+        "8192 ranks may take minutes; of 1024" in long.stderr
+        and "--mesh dp=1024,tp=8" in long.stderr
+    )
+    assert long.exit_code == 1 and "No way to lay" in long.stderr and not long.stdout
+
+
 def test_fit_offers_more_ranks_and_larger_devices():
     result = run("fit", "llama3-8b", "--cluster", "rtx4090x2", "--batch", "8", "--seq", "512",
                  "--no", "offload")  # fmt: skip

@@ -138,6 +138,8 @@ def test_gpus_as_people_write_them(written: str, name: str) -> None:
     ("written", "near"),
     [
         ("h1000", "did you mean h100"),
+        ("h100../", "did you mean h100"),
+        ("a100:40", "did you mean a100-40"),
         ("L40S", "did you mean l4"),
         ("A100 PCIe", "did you mean h100-pcie"),
         ("H100 64GB", "did you mean h100"),
