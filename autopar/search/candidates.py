@@ -97,10 +97,8 @@ class SettingEstimator:
             groups.setdefault((each.data, each.tensor, word), []).append(each)
         found: dict[ClusterSetting, PricedCandidate] = {}
         for (data, tensor, word), group in groups.items():
-            plan = self.plan(data, tensor)
+            plan, legal = self._legal(data, tensor, group)
             if plan is not None:
-                splits = self._splits(plan)
-                legal = [s for s in group if self._divides(splits, s)]
                 recompute = word or _numbers_of_blocks(legal)
                 found |= {each.setting: each for each in self._priced(plan, recompute, legal)}
         return [found[each] for each in wanted if each in found]
@@ -120,8 +118,8 @@ class SettingEstimator:
                 groups.setdefault((s.data, s.tensor), {})[s] = room_bytes
         found = []
         for (data, tensor), rooms in groups.items():
-            plan, settings = self.plan(data, tensor), [*rooms]
-            assert plan is not None, "it was priced"
+            plan, settings = self._legal(data, tensor, [*rooms])
+            assert plan is not None and len(settings) == len(rooms), "they were priced"
             fewest = self._fewest_blocks(plan, settings, np.array([*rooms.values()]))
             again = [
                 replace(s, recompute=int(k))
@@ -190,12 +188,25 @@ class SettingEstimator:
 
     def _groups(self) -> Iterator[tuple[Plan, Recompute, list[ClusterSetting]]]:
         for data, tensor in itertools.product(DATA, TENSOR):
-            settings = {r: list(self._settings(data, tensor, r)) for r in self.recomputes}
-            plan = self.plan(data, tensor) if any(settings.values()) else None
-            if plan is not None:
-                splits = self._splits(plan)
-                for recompute, each in settings.items():
-                    yield plan, recompute, [s for s in each if self._divides(splits, s)]
+            for recompute in self.recomputes:
+                settings = list(self._settings(data, tensor, recompute))
+                plan, legal = self._legal(data, tensor, settings)
+                if plan is not None:
+                    yield plan, recompute, legal
+
+    def _legal(
+        self, data: str, tensor: str, settings: list[ClusterSetting]
+    ) -> tuple[Plan | None, list[ClusterSetting]]:
+        """The plan by which settings of two recipes are priced, and those of them that it allows.
+
+        Where the recipe for tp splits nothing of the model, these are the settings without that axis.
+        """
+        plan = self.plan(data, tensor) if settings else None
+        if plan is None:
+            settings = [each for each in settings if each.tp == 1]
+            plan = self.plan(data, "auto") if settings else None
+        splits = frozenset() if plan is None else self._splits(plan)
+        return plan, [each for each in settings if self._divides(splits, each)]
 
     def _settings(self, data: str, tensor: str, recompute: Recompute) -> Iterator[ClusterSetting]:
         """All ways to write the ranks as dp x tp x stages and the batch as micro-batches."""

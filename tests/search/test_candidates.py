@@ -162,3 +162,16 @@ def test_where_time_goes_of_one_step(space):
 def test_axis_recipes_are_not_repeated_on_axes_of_one_rank(priced):
     assert all(p.setting.tensor == "tp" for p in priced if p.setting.tp == 1)
     assert all(p.setting.data == "ddp" for p in priced if p.setting.dp == 1)
+
+
+def test_a_model_without_tensor_parallelism_is_laid_along_dp(tmp_path, monkeypatch):
+    """One linear layer has no columns and rows after each other, which the recipe tp asks for."""
+    (tmp_path / "one_layer.py").write_text(
+        "import torch\n"
+        "def example():\n"
+        "    x = torch.ones(8, 4)\n"
+        "    return torch.nn.Linear(4, 4), (x, x), torch.nn.functional.mse_loss\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    asked = Question("one_layer:example", Request.on(find_cluster("h100x4")), seq=None)
+    assert {(p.setting.dp, p.setting.tp) for p in asked.space.price()} == {(4, 1)}
