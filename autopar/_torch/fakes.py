@@ -61,17 +61,19 @@ def modes_above() -> int:
     return hooks + torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
 
 
-def switches() -> tuple[object, ...]:
-    """What the process has set of torch that a trace may depend on, apart from modes of autocast."""
+def switches() -> dict[str, object]:
+    """Name -> what the process has set of torch that a trace may depend on, apart from modes of autocast."""
     backends = torch.backends
-    return (
-        torch.get_default_dtype(), torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
-        torch.are_deterministic_algorithms_enabled(), backends.mha.get_fastpath_enabled(),
-        backends.mkldnn.enabled, backends.cudnn.enabled, backends.cudnn.benchmark, backends.cudnn.deterministic,
-        backends.cudnn.allow_tf32, backends.cuda.flash_sdp_enabled(), backends.cuda.math_sdp_enabled(),
-        backends.cuda.mem_efficient_sdp_enabled(), backends.cuda.cudnn_sdp_enabled(), torch.is_autocast_cache_enabled(),
-        torch.get_float32_matmul_precision(),
-    )  # fmt: skip
+    return {
+        "default dtype": torch.get_default_dtype(), "gradients": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(), "mha fastpath": backends.mha.get_fastpath_enabled(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(), "mkldnn": backends.mkldnn.enabled,
+        "cudnn": backends.cudnn.enabled, "cudnn benchmark": backends.cudnn.benchmark,
+        "cudnn deterministic": backends.cudnn.deterministic, "cudnn tf32": backends.cudnn.allow_tf32,
+        "flash sdp": backends.cuda.flash_sdp_enabled(), "math sdp": backends.cuda.math_sdp_enabled(),
+        "efficient sdp": backends.cuda.mem_efficient_sdp_enabled(), "cudnn sdp": backends.cuda.cudnn_sdp_enabled(),
+        "autocast cache": torch.is_autocast_cache_enabled(), "matmul precision": torch.get_float32_matmul_precision(),
+    }  # fmt: skip
 
 
 def has_values(x: Tensor) -> bool:

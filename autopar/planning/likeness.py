@@ -34,7 +34,9 @@ def likeness(prepared: Prepared, asked: PlanOptions) -> Mapping[str, str]:
         "versions": ", ".join([f"Python {platform.python_version()}", *versions]),
         "code of autopar": code[:12],
         "environment": ", ".join(f"{name}={os.environ.get(name, '')}" for name in _VARIABLES),
-        "settings of torch": ", ".join(map(str, _torch.switches())),
+        "settings of torch": ", ".join(
+            f"{name} {value}" for name, value in _torch.switches().items()
+        ),
         "options": ", ".join(options) or "none",
         "model": f"fingerprint {captured.fingerprint}, {len(captured.frozen)} frozen {_text_hash(captured.frozen)}",
     }

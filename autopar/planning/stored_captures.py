@@ -95,7 +95,7 @@ class CaptureQuestion:
         kinds = sorted({_torch.device_model(x.device) for x in self._tensors()})
         question = (
             code_version(), sys.version, kinds, state.digest, str(spec), tensors, self.is_step, self.precision,
-            [list(dims) for dims in self.open_dims], casts, list(map(str, _torch.switches())),
+            [list(dims) for dims in self.open_dims], casts, list(map(str, _torch.switches().items())),
         )  # fmt: skip
         return hashlib.sha256(text_of(question).encode()).hexdigest()
 

@@ -262,11 +262,26 @@ def refuse_unlike(own: Mapping[str, str], parts: Callable[[], Sequence[str]]) ->
         lines = ranks.everyones(list(parts()))
         pairs = itertools.zip_longest(lines[0], lines[rank], fillvalue="nothing more")
         first, other = next((pair for pair in pairs if pair[0] != pair[1]), (first, other))
+    else:
+        first, other = _parts_that_differ(first, other)
     count = len({each for each, _ in unlike})
     raise MeshError(
         f"Rank {rank} differs from rank 0 in its {subject}: it has {other}, and rank 0 has {first}"
         f"{f' ({count} ranks differ)' if count > 1 else ''}. Start all ranks with the same "
         "code, versions, environment, options and model; what depends on the rank must not change them."
+    )
+
+
+def _parts_that_differ(first: str, other: str) -> tuple[str, str]:
+    """Two lists with commas, each without what the other one has, too.
+
+    >>> _parts_that_differ("--mesh dp=2, --recipe ddp", "--mesh dp=2")
+    ('--recipe ddp', 'nothing else')
+    """
+    one, two = first.split(", "), other.split(", ")
+    return (
+        ", ".join(each for each in one if each not in two) or "nothing else",
+        ", ".join(each for each in two if each not in one) or "nothing else",
     )
 
 

@@ -182,6 +182,19 @@ def test_fit_says_no_with_the_changes_that_help_and_their_price():
     assert {"parameters", "gradients", "optimizer"} <= kinds
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("compare", TARGET, "--top", "\u0663"), ("explain", TARGET, "--headroom", "\u0660.\u0665"),
+        ("explain", TARGET, "--recompute", "\u0660.\u0665"), ("fit", TARGET, "--price", "\u0663"),
+        ("run", "train.py", "--max-restarts", "\u0663"), ("verify", TARGET, "--seed", "\u0663"),
+    ],
+)  # fmt: skip
+def test_digits_of_other_scripts_are_no_numbers(words):
+    result = run(*words)
+    assert result.exit_code == 2 and repr(words[-1]) in result.stderr and not result.stdout
+
+
 def test_a_search_of_many_ranks_says_at_once_that_it_is_long():
     """Its example has a batch of its own, too small for so many ranks, so that it ends at once."""
     long = run("explain", TARGET, "--cluster", "h100x8x1024")

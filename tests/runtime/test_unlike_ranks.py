@@ -52,9 +52,10 @@ def differing(how: str) -> str:
         ("format", "in its model: it has input input of shape [4, 4] and float64, and rank 0 has input input of shape "
                    "[4, 4] and float32"),
         ("frozen", "in its model: it has parameter 0.weight without a gradient, and rank 0 has nothing more"),
-        ("environment", "in its environment: it has "),
-        ("options", "in its options: it has --mesh dp=2, --recipe zero3, and rank 0 has --mesh dp=2, --recipe ddp"),
-        ("settings", "in its settings of torch: it has "),
+        ("environment", "in its environment: it has NVIDIA_TF32_OVERRIDE=0, and rank 0 has NVIDIA_TF32_OVERRIDE="),
+        ("options", "in its options: it has --recipe zero3, and rank 0 has --recipe ddp"),
+        ("settings", "in its settings of torch: it has matmul precision medium, and rank 0 has matmul precision "
+                     "highest"),
     ],
 )  # fmt: skip
 def test_one_rank_that_differs_is_named_on_all(two_ranks: Ranks, how: str, says: str) -> None:
