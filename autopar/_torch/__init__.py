@@ -142,7 +142,7 @@ from autopar._torch.groups import (
 )
 from autopar._torch.imports import quiet_torchao
 from autopar._torch.limits import AskedLimits
-from autopar._torch.modules import BatchNormBase, DropoutBase
+from autopar._torch.modules import BatchNormBase, DropoutBase, is_computing
 from autopar._torch.operators import autopar_op, decomposition_of, required_arguments, schema
 from autopar._torch.optimizers import share_overflows, update_by_shards
 from autopar._torch.owned import Owned, copied, cut_like, owned_as, whole_of
@@ -194,8 +194,8 @@ __all__ = [
     "exchange_rows", "fake_mode", "flight_record", "forked_random_state", "forward_of_running_node",
     "fused_attention", "fused_attention_backward", "gradient_flags", "group_seconds", "guard_hooks", "handed_on",
     "has_backward_hooks", "has_fused_attention", "has_storage", "has_used_accelerator", "has_values", "host_copies",
-    "host_copy", "identity_of",
-    "in_functorch_transform", "is_accelerator", "is_functional", "is_torchs_operator", "keeping_sizes_open",
+    "host_copy", "identity_of", "in_functorch_transform", "is_accelerator", "is_functional", "is_torchs_operator",
+    "keeping_sizes_open", "is_computing",
     "lines_along", "local_addresses", "local_gradient", "local_tensor", "make_states_by", "map_file",
     "missing_cpp_compiler", "modes_above",
     "multiplies_tiles", "noting_forward", "on_second_derivative", "operand_gradients", "operator_named",

@@ -1,6 +1,26 @@
-"""Private base classes of torch.nn."""
+"""Private parts of torch.nn: base classes, and whether a forward runs."""
 
+import sys
+from types import FrameType
+
+import torch
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
 
-__all__ = ["BatchNormBase", "DropoutBase"]
+__all__ = ["BatchNormBase", "DropoutBase", "is_computing"]
+
+
+def is_computing() -> bool:
+    """Whether the caller runs for a module that is called, for Dynamo, or for backward, which runs forwards again."""
+    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
+        return True
+    call = nn.Module._call_impl.__code__
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        # Dynamo gives a frame that it has compiled a code object of its own.
+        code = frame.f_code
+        if code.co_name == call.co_name and code.co_filename == call.co_filename:
+            return True
+        frame = frame.f_back
+    return False

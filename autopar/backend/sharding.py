@@ -1,8 +1,9 @@
 """`autopar.shard_(model, recipe)`: parameters that lie in shards under the backend of torch.compile.
 
-[Note: whole parameters] A module's forward asks for `self.weight` and has to get the whole weight, and an
-optimizer has to get the shard. So `shard_` puts a DTensor in the place of every parameter, where
-`model.parameters()` and `state_dict()` find it, and gives the module a class with a property `weight` that
+[Note: whole parameters] A module's forward asks for `self.weight` and has to get the whole weight; an optimizer, or a
+script that clips, fills or looks at the gradient of `model.weight`, has to get the parameter itself. So `shard_` puts
+a DTensor in the place of every parameter, where `model.parameters()` and `state_dict()` find it, and gives the module a
+class with a property `weight`, which outside of forwards is the DTensor and inside
 calls `whole_parameter` (as torchtitan's SimpleFSDP does). Dynamo takes the DTensor as an argument of its graph and
 `whole_parameter` as a call. The backend plans with the layout that the DTensor has, and the call is the parameter:
 what is gathered, when, and where its gradient goes is the plan's. Where a forward runs without the backend,
@@ -74,7 +75,7 @@ def shard_(
     be made before, if it has made no step yet, or after; `named_parameters()` has the same names.
 
     Args:
-        model: plain PyTorch; reading `module.weight` gives the whole weight from now on.
+        model: plain PyTorch; in forwards `module.weight` is the whole weight from now on, and elsewhere the DTensor.
         plan_or_recipe: a plan, whose storage layouts are taken, or a recipe for all axes or for each:
             zero1, zero2 and zero3 (fsdp) split a dim of every parameter that the axis divides, the first
             if possible; ddp, and an axis that is not named, leave parameters whole along it.
@@ -306,10 +307,14 @@ def _cut_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: A
 
 
 def _reading_whole(kind: type, names: tuple[str, ...]) -> type:
-    """A class of modules whose parameters are read whole; see [Note: whole parameters]."""
+    """A class of modules whose forwards read their parameters whole; see [Note: whole parameters]."""
 
     def reading(name: str) -> property:
-        return property(lambda module: whole_parameter(module._parameters[name]))
+        def read(module: nn.Module) -> Any:
+            own = module._parameters[name]
+            return whole_parameter(own) if _torch.is_computing() else own
+
+        return property(read)
 
     attributes = {name: reading(name) for name in names}
     return type(f"Sharded{kind.__name__}", (kind,), {**attributes, "__module__": kind.__module__})

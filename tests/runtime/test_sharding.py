@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -152,6 +155,44 @@ def test_only_shards_are_held_between_steps(two_ranks: Ranks, tmp_path: Path) ->
         assert found["moments"] == 2 * (16 // 2 + 3)  # of what is trained
         assert found["gradients"] == {"up.weight": ((Shard(0),), 8), "odd": ((Replicate(),), 3)}
         assert found["plain"] and found["loaded"] == [True] * 4
+
+
+class _Reading(nn.Module):
+    """Reads a weight of another module, in a block that backward runs again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        block = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+        return block(lambda x: F.linear(x, self.up.weight).square(), x).mean()
+
+
+def _one_weight(is_split: bool, is_compiled: bool) -> dict[str, Tensor]:
+    """What a script that names one weight gets: its norm and clipped gradient, and the loss after it was filled."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = autopar.shard_(_Reading().double()) if is_split else _Reading().double()
+    compiled = partial(torch.compile, backend="autopar", options={"mesh": {"dp": 2}})
+    call = compiled(model) if is_compiled else model
+    x = torch.arange(16, dtype=torch.float64).view(4, 4)
+    call(x).backward()
+    weight = model.up.weight
+    norm = torch.nn.utils.clip_grad_norm_(weight, 0.1)
+    found = {"norm": norm, "gradient": weight.grad.clone()}
+    torch.nn.init.constant_(weight, 0.5)
+    return {n: v.detach() for n, v in _full({**found, "filled": call(x)}).items()}
+
+
+@pytest.mark.multiprocess
+def test_a_weight_that_a_script_names_is_the_parameter(two_ranks: Ranks) -> None:
+    plain = _one_weight(False, False)
+    # the rows of x sum to 6, 22, 38, 54
+    assert plain["norm"] > 1 and plain["filled"] == (3**2 + 11**2 + 19**2 + 27**2) / 4
+    for is_compiled in (False, True):
+        for found in two_ranks.run(_one_weight, True, is_compiled):
+            assert difference(found, plain) < 1e-9
 
 
 class _Residual(nn.Module):
