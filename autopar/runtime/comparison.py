@@ -28,7 +28,6 @@ log = logging.getLogger("autopar")
 _PATIENCE_SECONDS = 30.0  # before those who wait say so
 # Pauses between two looks into the store: short at first, as ranks come within milliseconds of each other.
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.0002, 0.05
-_VERDICT = "verdict"  # ends the key of what the first rank says of all texts
 # The others wait so much longer than the first rank, which names the ranks that are missing.
 _GRACE_SECONDS = 1.0
 SAME_SHAPES = (
@@ -77,10 +76,8 @@ class Comparison:
         store.set(keys[own], json.dumps([kind, f"{why} {remedy}", text]))
         if own == self._first:
             self._wait(store, keys, why, remedy)
-            store.set(
-                self._key(_VERDICT), _summary([store.get(key).decode() for key in keys.values()])
-            )
-            store.delete_key(self._key(_VERDICT, self._times - 1))
+            store.set(self._verdict(), _summary([store.get(key).decode() for key in keys.values()]))
+            store.delete_key(self._verdict(self._times - 1))
         verdict = self._hear(store, keys, why, remedy)
         # All ranks are here, and so have read the verdict of the time before.
         store.delete_key(self._keys(self._times - 1)[own])
@@ -123,6 +120,10 @@ class Comparison:
         """A key of a comparison, counted from one; by default of the present one."""
         return f"{self._times if times is None else times}/{what}"
 
+    def _verdict(self, times: int | None = None) -> str:
+        """The key of what the first rank says of all texts, by default of the present comparison."""
+        return self._key(f"verdict of {self._first}", times)
+
     def _keys(self, times: int) -> dict[int, str]:
         """Rank -> the key of its text in a comparison."""
         return {rank: self._key(rank, times) for rank in self._others()}
@@ -141,14 +142,14 @@ class Comparison:
                 log.warning("%s Waiting for ranks %s since %g s.", why, missing, patience)
                 missing = _missing(store, keys, limit - patience, signals)
         if missing:
-            store.set(self._key(_VERDICT), json.dumps({"missing": missing, "signals": signals}))
+            store.set(self._verdict(), json.dumps({"missing": missing, "signals": signals}))
             self._refuse(missing, signals, why, remedy)
 
     def _hear(
         self, store: dist.Store, keys: Mapping[int, str], why: str, remedy: str
     ) -> dict[str, Any]:
         """The verdict of the first rank; where it does not come, each rank looks who is missing."""
-        key = self._key(_VERDICT)
+        key = self._verdict()
         with told_to_end() as signals:
             if _missing(store, {self._first: key}, self._limit_seconds + _GRACE_SECONDS, signals):
                 missing = [rank for rank, each in keys.items() if not store.check([each])]

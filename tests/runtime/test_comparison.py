@@ -33,9 +33,13 @@ class _Counted:
 
 
 def _compared(
-    monkeypatch: pytest.MonkeyPatch, texts: list[list[str]], timeout_seconds: float = 30.0
+    monkeypatch: pytest.MonkeyPatch,
+    texts: list[list[str]],
+    timeout_seconds: float = 30.0,
+    replicas: int = 1,
 ) -> tuple[list[list[Any]], Counter[str]]:
     """What each rank, a thread, finds in several comparisons; "" stands for a rank that does not come."""
+    size = len(texts) // replicas
     asked, here = Counter[str](), threading.local()
     store, together = _Counted(asked), threading.Barrier(len(texts))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
@@ -46,7 +50,9 @@ def _compared(
     monkeypatch.setattr(Comparison, "_store", lambda self: store)
 
     def run(rank: int) -> list[Any]:
-        here.rank, own, found = rank, Comparison(timeout_seconds), list[Any]()
+        begin = rank - rank % size
+        own = Comparison(timeout_seconds, range(begin, begin + size))
+        here.rank, found = rank, list[Any]()
         together.wait(30.0)
         for text in filter(None, texts[rank]):
             try:
@@ -72,6 +78,13 @@ def test_every_rank_hears_what_each_has_said(monkeypatch: pytest.MonkeyPatch) ->
     said = [f"text {rank % 3}" for rank in range(6)]
     found, _ = _compared(monkeypatch, [[text] for text in said])
     assert found == [[said]] * 6
+
+
+def test_each_replica_hears_its_own_ranks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas have one name, which the first rank of all tells them, and rows of their own."""
+    said = [[f"step {i} of replica {rank // 2}" for i in range(4)] for rank in range(6)]
+    found, _ = _compared(monkeypatch, said, timeout_seconds=1.0, replicas=3)
+    assert found == [[[text] * 2 for text in own] for own in said]
 
 
 def test_the_missing_rank_is_named_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
