@@ -9,6 +9,7 @@ import os
 import platform
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -247,7 +248,8 @@ def refuse_unlike(own: Mapping[str, str], parts: Callable[[], Sequence[str]]) ->
     ):  # which imagines the other ranks
         return
     ranks = Together("Comparing the ranks")
-    found = ranks.everyones(dict(own))
+    with _waiting_for_plans():  # ranks capture a model for as long as the slowest of them
+        found = ranks.everyones(dict(own))
     unlike = [
         (rank, subject)
         for rank, said in enumerate(found)
@@ -300,14 +302,19 @@ def agreed(make: Callable[[], Plan]) -> Plan:
             made = [json.dumps(make().to_json())]
         except Exception as error:
             failure, made = error, [_said(error)]
-    assert dist.group.WORLD is not None, "there are other ranks"
-    with _torch.waiting_longer(dist.group.WORLD, _PLANNING_SECONDS):
+    with _waiting_for_plans():
         dist.broadcast_object_list(made, src=0)
     if failure is not None:
         raise failure
     if isinstance(made[0], str):
         return Plan.from_json(json.loads(made[0]))
     raise _error_of(*made[0])
+
+
+def _waiting_for_plans() -> AbstractContextManager[None]:
+    """Context in which ranks wait for each other as long as planning takes."""
+    assert dist.group.WORLD is not None, "there are other ranks"
+    return _torch.waiting_longer(dist.group.WORLD, _PLANNING_SECONDS)
 
 
 def _said(error: Exception) -> tuple[str, str]:

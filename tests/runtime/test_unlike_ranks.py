@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 import autopar
+from autopar import _torch
 from autopar.errors import AutoparError
+from autopar.runtime.processes import refuse_unlike
 from tests.runtime.ranks import Ranks
 
 
@@ -66,3 +69,23 @@ def test_one_rank_that_differs_is_named_on_all(two_ranks: Ranks, how: str, says:
 
 def test_ranks_of_other_seeds_train_alike(two_ranks: Ranks) -> None:
     assert two_ranks.run(differing, "seed") == ["True", "True"]
+
+
+def captured_slowly() -> float | None:
+    """The limit of a collective after ranks were compared, of which one came later than that."""
+    group = dist.group.WORLD
+    assert group is not None
+    before = _torch.group_seconds(group)
+    assert before is not None
+    _torch.set_group_timeout(group, 0.4)
+    try:
+        time.sleep(1.0 * dist.get_rank())
+        refuse_unlike({"model": "alike"}, list)
+        return _torch.group_seconds(group)
+    finally:
+        _torch.set_group_timeout(group, before)
+
+
+def test_a_rank_that_captures_slowly_is_waited_for(two_ranks: Ranks) -> None:
+    """`timeout_seconds` is for collectives of a step; a rank may capture the model for longer than that."""
+    assert two_ranks.run(captured_slowly) == [0.4, 0.4]
