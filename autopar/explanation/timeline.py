@@ -22,7 +22,7 @@ _AT_THE_END = ("pipeline bubble", "stage boundaries", "optimizer", "fixed")
 
 
 @dataclass(frozen=True)
-class _Work:
+class _Drawn:
     """Executions of an item in one phase: their seconds, those of them that hide, and what a reader is told."""
 
     item: Item
@@ -48,7 +48,7 @@ class _Clock:
         """Draws work for which everything waits."""
         self.now = self.at(self.now, lane, name, seconds, **detail)
 
-    def draw(self, found: Iterable[_Work]) -> None:
+    def draw(self, found: Iterable[_Drawn]) -> None:
         """Draws the work of a phase, some of which hides."""
         works = list(found)
         gathers = [w for w in works if w.item.carries == "parameter" and w.hidden_seconds]
@@ -67,7 +67,7 @@ class _Clock:
             late = self._one(late, work)
         self.now = end
 
-    def _one(self, start: float, work: _Work) -> float:
+    def _one(self, start: float, work: _Drawn) -> float:
         return self.at(start, work.item.resource, work.title, work.seconds, **work.detail)
 
 
@@ -112,7 +112,7 @@ def _micro_batch(clock: _Clock, step: Step, number: int) -> None:
 
 def _phase(
     step: Step, region: Region, phase: Phase, number: int, recomputes: bool = False
-) -> Iterator[_Work]:
+) -> Iterator[_Drawn]:
     """The work of a micro-batch in one phase; a reduction once a micro-batch is part of backward."""
     found = [i for i in step.items if i.phase == phase and i.region == region]
     title = "recompute" if recomputes else phase
@@ -147,7 +147,7 @@ def _executions(step: Step, item: Item, recomputes: bool) -> float:
     return 1.0 if item.phase == "forward" else 1 + further
 
 
-def _once(step: Step, phase: Phase, hidden_seconds: float) -> Iterator[_Work]:
+def _once(step: Step, phase: Phase, hidden_seconds: float) -> Iterator[_Drawn]:
     """Work that runs once a step, of which `hidden_seconds` pass beside what runs before it."""
     found = [i for i in step.items if i.phase == phase and not i.every_micro_batch]
     counts = [
@@ -161,10 +161,10 @@ def _once(step: Step, phase: Phase, hidden_seconds: float) -> Iterator[_Work]:
 
 def _work(
     item: Item, title: str, count: float, hidden_seconds: float, number: int | None = None
-) -> _Work:
+) -> _Drawn:
     detail: dict[str, object] = {"count": count, "traffic_bytes": count * float(item.traffic_bytes)}
     if item.flops:
         detail["flops"] = count * float(item.flops)
     if number is not None:
         detail["micro_batch"] = number
-    return _Work(item, title, count * float(item.seconds), count * hidden_seconds, detail)
+    return _Drawn(item, title, count * float(item.seconds), count * hidden_seconds, detail)
