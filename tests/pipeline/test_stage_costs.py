@@ -77,6 +77,7 @@ def test_more_than_half_of_backward_makes_gradients_of_weights() -> None:
     assert found.weight_seconds[0, 1] == pytest.approx(
         found.backward_seconds[0, 1]
     )  # the input needs none
+    assert found.split_seconds[0].max() == 0 < found.split_seconds[1].max()
 
 
 def test_a_tied_embedding_is_held_by_both_ends_and_once_by_a_stage_of_both() -> None:
