@@ -99,11 +99,17 @@ class OwnedStep(Step):
         """As `Step.hidden_seconds`; of what single ranks do, also an equal share of what they do side by side."""
         if not item.places:
             return float(super().hidden_seconds(item))
-        alone = sum(
+        return float(item.seconds) * min(
+            1.0, max(0.0, -self.waits_for_owners) / self._alone_seconds
+        )
+
+    @cached_property
+    def _alone_seconds(self) -> float:
+        """Seconds of a micro-batch's work that single ranks do, one after the other."""
+        return sum(
             float(self.times(i) * i.count * i.seconds) for i in self.items
             if i.places and runs_every_time(i)
         )  # fmt: skip
-        return float(item.seconds) * min(1.0, max(0.0, -self.waits_for_owners) / alone)
 
     @property
     def _hidden_seconds(self) -> float:

@@ -194,9 +194,15 @@ class Step(StepMemory):
         kind = kind_of_work(item)
         if not runs_every_time(item) or kind not in ("stored", "activation"):
             return 0
-        moved = self._moved(item.region)[kind]
-        share = self._overlap(item.region)[kind] / moved if moved else 0
+        share = self._once(
+            ("share", item.region, kind), lambda: self._share_hidden(item.region, kind)
+        )
         return item.hidden_seconds + share * (item.seconds - item.hidden_seconds)
+
+    def _share_hidden(self, region: Region, kind: str) -> Quantity:
+        """The part of the communication of a kind that overlaps with compute, beside what products in pieces hide."""
+        moved = self._moved(region)[kind]
+        return self._overlap(region)[kind] / moved if moved else 0
 
     def _moved(self, region: Region) -> dict[str, Quantity]:
         """Seconds of communication by kind of work, without what products in pieces hide."""

@@ -58,7 +58,7 @@ def commit(partial: Path, folder: Path, planned: Metadata, notes: dict[str, Any]
     """Gives a complete checkpoint its name, see [Note: a save is all or nothing]."""
     _refuse_incomplete(partial, planned)
     files = {file.name: file.stat().st_size for file in partial.glob("*.safetensors")}
-    # A user may have turned the checksums of torch.save off, for its speed.
+    # Whether state.pt has any: a user may have turned those of torch.save off, for its speed. The shards have theirs.
     checksums = torch.serialization.get_crc32_options()
     with (partial / _STATE).open("wb") as file:
         torch.save({**notes, "files": files, "checksums": checksums}, file)
@@ -128,7 +128,7 @@ def check_bytes(folder: Path, notes: Mapping[str, Any], own: Collection[str]) ->
         notes: contents of its `state.pt`; a checkpoint of an earlier autopar has no checksums, and is taken as it is.
         own: names of the tensors whose bytes this rank looks at. It looks at what the headers say of all.
     """
-    for name in notes["files"] if notes.get("checksums") else ():
+    for name in notes["files"] if "checksums" in notes else ():
         try:
             check_shard(folder / name, own)
         except Exception as error:  # whatever a damaged header makes of reading it

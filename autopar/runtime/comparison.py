@@ -141,9 +141,9 @@ class Comparison:
             if missing and patience < limit and not signals:
                 log.warning("%s Waiting for ranks %s since %g s.", why, missing, patience)
                 missing = _missing(store, keys, limit - patience, signals)
-        if missing:
-            store.set(self._verdict(), json.dumps({"missing": missing, "signals": signals}))
-            self._refuse(missing, signals, why, remedy)
+            if missing:
+                store.set(self._verdict(), json.dumps({"missing": missing, "signals": signals}))
+                self._refuse(missing, signals, why, remedy)
 
     def _hear(
         self, store: dist.Store, keys: Mapping[int, str], why: str, remedy: str
@@ -154,9 +154,9 @@ class Comparison:
             if _missing(store, {self._first: key}, self._limit_seconds + _GRACE_SECONDS, signals):
                 missing = [rank for rank, each in keys.items() if not store.check([each])]
                 self._refuse(missing or [self._first], signals, why, remedy)
-        verdict: dict[str, Any] = json.loads(store.get(key))
-        if "missing" in verdict:
-            self._refuse(verdict["missing"], signals or verdict["signals"], why, remedy)
+            verdict: dict[str, Any] = json.loads(store.get(key))
+            if "missing" in verdict:
+                self._refuse(verdict["missing"], signals or verdict["signals"], why, remedy)
         return verdict
 
     def _refuse(

@@ -277,8 +277,9 @@ def told_to_end() -> Iterator[list[int]]:
     """Context in which torchrun's SIGTERM is noted and does not end the process; yields the signals so far.
 
     For a wait that another rank's death makes vain: torchrun ends those who wait before they know of it, and without
-    this they would end without a word. Whoever waits has to raise an error once a signal has come. Nothing is changed
-    without torchrun, in other threads than the main one, and where somebody else handles the signal.
+    this they would end without a word. Whoever waits in vain has to raise an error once a signal has come; where the
+    wait ends well in the same moment, the signal ends the process after it. Nothing is changed without torchrun, in
+    other threads than the main one, and where somebody else handles the signal.
     """
     received: list[int] = []
     is_free = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -290,6 +291,8 @@ def told_to_end() -> Iterator[list[int]]:
         yield received
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if received:  # and no error tells of it
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _record(path: Path, text: str, *, follows: bool, same_as: int | None = None) -> None:

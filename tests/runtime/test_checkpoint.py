@@ -353,6 +353,21 @@ def test_what_is_no_state_of_an_optimizer_is_refused(state: Any) -> None:
         load_optimizer_state(model, torch.optim.SGD(model.parameters()), state)
 
 
+def test_parts_are_checked_where_torch_sums_no_files(tmp_path: Path) -> None:
+    """torch.serialization.set_crc32_options(False) is about files of torch.save: of these `state.pt` alone is one."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        save_checkpoint(tmp_path / "c", make())
+    finally:
+        torch.serialization.set_crc32_options(before)
+    load_checkpoint(tmp_path / "c", make())
+    file = tmp_path / "c" / "shard-00001.safetensors"
+    flip(file, 8 * file.stat().st_size - 1)
+    with pytest.raises(autopar.AutoparError, match="has other bytes than were saved"):
+        load_checkpoint(tmp_path / "c", make())
+
+
 def test_a_checkpoint_without_checksums_loads(saved: Path) -> None:
     """Those of before have none."""
     notes = torch.load(saved / "state.pt", weights_only=True)

@@ -252,6 +252,21 @@ def test_a_signal_waits_for_the_report() -> None:
         signal.signal(signal.SIGTERM, before)
 
 
+def test_a_signal_beside_a_wait_that_ends_well_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes between two looks, of which the second finds everybody: nobody raises an error that tells of it."""
+    sent: list[int] = []
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/dev/null")
+    monkeypatch.setattr(failures.os, "kill", lambda _, number: sent.append(number))
+    with pytest.raises(PeerError), failures.told_to_end():
+        signal.raise_signal(signal.SIGTERM)
+        raise PeerError("The wait is in vain.", collective="", group="")
+    assert not sent
+    with failures.told_to_end() as signals:
+        signal.raise_signal(signal.SIGTERM)
+        assert signals == [signal.SIGTERM] and not sent
+    assert sent == [signal.SIGTERM]
+
+
 WAITS = """
 import datetime, os, signal, sys, threading
 import torch.distributed as dist
