@@ -31,7 +31,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autopar.errors import MemoryBoundError, SearchError
+from autopar.errors import MemoryBoundError
 from autopar.ir.pipeline import PLACEMENTS
 from autopar.pipeline.schedules import actions, splits_backward, waits_for_sends
 from autopar.pipeline.stage_table import StageTable
@@ -99,16 +99,8 @@ def least_overfull(
     table: StageTable, shape: Shape, *, memory_bytes: float, executed: bool = False
 ) -> Balance:
     """The best cuts for a pipeline as in `balance`; if no cuts fit, those that exceed the memory least."""
-    _check_blocks(table, shape)
+    shape.check(table.blocks)
     return _Problem(table, shape, memory_bytes).least_overfull(executed)
-
-
-def _check_blocks(table: StageTable, shape: Shape) -> None:
-    if table.blocks < shape.stages:
-        raise SearchError(
-            f"The model has {table.blocks} blocks, and {shape.ranks} pipeline ranks with {shape.chunks} "
-            f"chunks take {shape.stages} stages of at least one; use fewer ranks along pp, or fewer chunks."
-        )
 
 
 def can_fit(table: StageTable, shape: Shape, *, memory_bytes: float) -> bool:
@@ -116,7 +108,7 @@ def can_fit(table: StageTable, shape: Shape, *, memory_bytes: float) -> bool:
 
     Raises SearchError if there are fewer blocks than stages, and PlanError if the schedule does not allow this shape.
     """
-    _check_blocks(table, shape)
+    shape.check(table.blocks)
     return _Problem(table, shape, memory_bytes).can_fit()
 
 

@@ -298,9 +298,10 @@ class _Search:
             return None
         whole, one, every = (tables.whole(each) for each in ("none", 1, "full"))
         try:
+            shape.check(len(tables.parts))
             kept_bytes, *less = (mean_bytes(each, shape) for each in (whole, one, every))
-        except PlanError:
-            return None  # the schedule does not run so many micro-batches
+        except (PlanError, SearchError):
+            return None  # the schedule does not run so many micro-batches, or has too many stages
         one_frees, all_free = (kept_bytes - each for each in less)
         if one_frees <= 0:
             return None
@@ -424,10 +425,15 @@ class _Search:
         tables = self._tables(plan, micro_batches)
         staged = StagedPlan(tables, inner.share, self.request.software.step_seconds, self.found)
         for shape in shapes_of(self.request, self.ranks, micro_batches, len(tables.parts)):
+            name = f"{shape.schedule}, {counted(micro_batches, 'micro-batch')}"
+            try:
+                shape.check(len(tables.parts))
+            except SearchError as error:
+                self.found.refuse(name, error)
+                continue
             try:
                 staged.price_shape(shape, wish_for(self.request, shape, self.recompute))
             except PlanError as error:  # a schedule that does not run so many micro-batches
-                name = f"{shape.schedule}, {counted(micro_batches, 'micro-batch')}"
                 self.found.refuse(name, error)
 
     def _tables(self, plan: Plan, micro_batches: int) -> StageTables:

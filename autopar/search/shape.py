@@ -9,9 +9,13 @@ from functools import cached_property
 
 import numpy as np
 
+from autopar.errors import SearchError
 from autopar.ir.pipeline import VERSIONED, Pipeline
 from autopar.pipeline.schedules import Action, check_micro_batches, computations
 from autopar.pipeline.versions import WeightVersions
+
+# Of stages in a step: each is an action that is listed and simulated, a million of which take about a minute.
+MOST_STAGE_RUNS = 2**18
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,21 @@ class Shape:
     @property
     def stages(self) -> int:
         return self.ranks * self.chunks
+
+    def check(self, blocks: int) -> None:
+        """Raises SearchError for more stages than a model has blocks, and for a step that is too long to be listed."""
+        if blocks < self.stages:
+            raise SearchError(
+                f"The model has {blocks} blocks, and {self.ranks} pipeline ranks with {self.chunks} "
+                f"chunks take {self.stages} stages of at least one; use fewer ranks along pp, or fewer chunks."
+            )
+        runs = self.stages * self.micro_batches
+        if runs > MOST_STAGE_RUNS:
+            raise SearchError(
+                f"{self.stages} stages run {self.micro_batches} micro-batches {runs} times in a step, and at most "
+                f"{MOST_STAGE_RUNS} runs can be planned within minutes: take at most {MOST_STAGE_RUNS // self.stages} "
+                "micro-batches."
+            )
 
     def cut(self, cuts: Sequence[str], position: int = 0) -> Pipeline:
         """The pipeline with its cuts. Raises PlanError where the schedule cannot have such a shape."""

@@ -128,7 +128,8 @@ def _arguments(draw: random.Random) -> list[str]:
     command, words = _plausible(draw)
     if draw.random() < 0.8:
         names = [at for at, word in enumerate(words) if word.startswith("--")]
-        values = [at for at in range(len(words)) if at not in names]
+        # A script that there is would be run.
+        values = [at for at in range(command == "run", len(words)) if at not in names]
         at = draw.choice(names if names and draw.random() < 0.05 else values or names)
         words[at] = _odd(words[at], words[at - 1] if at else "", draw)
     return [*command.split()[:1], *words]

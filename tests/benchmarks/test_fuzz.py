@@ -115,9 +115,12 @@ SAID = {
 OF_ROOT = ("a checkpoint on a full disk", "a disk that is read-only", "a plan on a full disk")
 
 
+# Which start processes.
+SLOW = ("stdout on a full disk", "two jobs in one cache")
+
+
 @pytest.mark.parametrize(
-    "place",
-    [pytest.param(x, marks=pytest.mark.slow) if x == "two jobs in one cache" else x for x in SAID],
+    "place", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in SAID]
 )
 def test_a_place_that_cannot_be_written_is_named(place: str, tmp_path: Path) -> None:
     assert SAID.keys() == PLACES.keys()

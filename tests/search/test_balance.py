@@ -292,6 +292,12 @@ def test_refuses_more_stages_than_blocks() -> None:
         balance(table([1.0] * 3), Shape(2, 2, "interleaved", 2), memory_bytes=np.inf)
 
 
+def test_refuses_a_step_of_which_no_list_can_be_made() -> None:
+    """2 stages x 200,000 micro-batches are 400,000 runs."""
+    with pytest.raises(SearchError, match=r"400000 times .* take at most 131072 micro-batches"):
+        balance(table([1.0] * 3), Shape(2, 1, "1f1b", 200_000), memory_bytes=np.inf)
+
+
 def test_refuses_what_the_schedule_cannot_have() -> None:
     with pytest.raises(PlanError, match="takes 2 stages on 2 pipeline ranks, and the plan has 4"):
         balance(table([1.0] * 8), Shape(2, 2, "1f1b", 4), memory_bytes=np.inf)
