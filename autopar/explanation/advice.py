@@ -232,7 +232,7 @@ class Question:
             if self._needs_whole(found.best.plan):
                 found = search_step(prepared, request.of_micro_batches(1), progress=self.progress)
         except SearchError:
-            if self.request.mesh is None and has_closed_form(request):
+            if self.request.mesh is None and has_closed_form(request) and self._lacks_memory:
                 raise SearchError(self.why_nothing_fits()) from None
             raise
         answer = self._advice(found.best.graph, found.best.plan)
@@ -468,6 +468,12 @@ class Question:
         setting = first.priced.setting
         found = _step_seconds(lambda: self._searched_in(setting, must_fit=True))
         return found if found < known_seconds else math.inf
+
+    @property
+    def _lacks_memory(self) -> bool:
+        """Whether memory is why there is no plan, and not, say, more stages than the model has blocks."""
+        least = smallest(self.settings)
+        return bool(words_of_reserved(self.request)) or least.memory_bytes > self.bound_bytes
 
     def why_nothing_fits(self) -> str:
         """Sentences on how much memory the smallest setting lacks, and on what would help."""
