@@ -64,12 +64,32 @@ def _by_shards(update: Callable[..., None]) -> Callable[..., None]:
         if torch.compiler.is_compiling() or not _can_be_cut(lists, options):
             return update(*lists, **options)
         shards = [[_shard(x) for x in each] for each in lists]
-        update(*shards, **options)
+        _update(update, shards, options)
         increment_version([p for p in lists[0] if isinstance(p, DTensor)])
         for states, cut in zip(lists, shards, strict=True):
             _fill(states, cut, lists[0])
 
     return update_shards
+
+
+def _update(
+    update: Callable[..., None], shards: list[list[Tensor | None]], options: Mapping[str, Any]
+) -> None:
+    """Runs an update on local shards.
+
+    A fused update goes through the memory of a tensor, whatever its strides are (torch 2.13): of a shard that is a part
+    of the columns of a buffer it would write into its neighbours. It gets a copy, which is copied back.
+    """
+    if not options.get("fused"):
+        return update(*shards, **options)
+    rows = [[x if x is None else x.contiguous() for x in each] for each in shards]
+    update(*rows, **options)
+    for given, row in zip(shards, rows, strict=True):
+        for i, (x, updated) in enumerate(zip(given, row, strict=True)):
+            if x is None:
+                given[i] = updated
+            elif updated is not None and updated is not x:
+                x.copy_(updated)
 
 
 def _can_be_cut(lists: Sequence[Any], options: Mapping[str, Any]) -> bool:

@@ -167,6 +167,7 @@ def _among_present(graph: Graph, plan: Plan, mesh: Mesh, draw: random.Random) ->
         on_one = bool(tensor.dims) and draw.random() < 3 / 4
         storage = tuple(map(O, owners())) if on_one else whole
         resident = (O(0), *how.resident[1:]) if tensor.dims and draw.random() < 1 / 2 else whole
+        resident = whole if uneven_axes(tensor.dims, resident, mesh) else resident
         can = can_go_by_rows(tensor.dims, storage, resident, mesh)
         return replace(how, storage=storage, resident=resident, by_rows=can and how.by_rows)
 

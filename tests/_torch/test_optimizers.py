@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.optim.sgd import sgd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar import _torch
+from autopar._torch import optimizers
 from autopar.errors import StepError
 
 Make = Callable[[list[nn.Parameter]], optim.Optimizer]
@@ -242,3 +244,25 @@ def test_data_that_is_assigned_gets_into_shards(own: list[nn.Parameter]) -> None
     other = distribute_tensor(torch.zeros(2, 4), cut.device_mesh, [Replicate()])  # type: ignore[attr-defined]
     other.data = x  # it is of someone else, for whom torch goes on to lose it
     assert other._local_tensor.eq(0).all()
+
+
+def test_a_fused_update_of_columns_leaves_their_neighbours_alone():
+    """torch's own kernel goes through memory and not by strides, so that it would write into the other columns."""
+    torch.manual_seed(0)
+    whole, gradient = torch.randn(4, 6).double(), torch.randn(4, 2).double()
+    others, part = whole[:, 2:].clone(), whole[:, :2]
+    alone = torch.nn.Parameter(part.clone())
+    plain = torch.optim.SGD([alone], lr=0.1, momentum=0.9)
+    momentum = [None]
+    for _ in range(3):
+        alone.grad = gradient.clone()
+        plain.step()
+        optimizers._update(
+            sgd, [[part], [gradient], momentum],
+            {
+                "has_sparse_grad": False, "foreach": False, "fused": True, "weight_decay": 0.0, "momentum": 0.9,
+                "lr": 0.1, "dampening": 0.0, "nesterov": False, "maximize": False,
+            },
+        )  # fmt: skip
+    assert torch.equal(part, alone.detach())
+    assert torch.equal(whole[:, 2:], others)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -105,6 +106,38 @@ def test_a_checkpoint_goes_from_three_ranks_to_four_and_back(
     for after, _ in three_ranks.run(half, "odd", back, {"dp": 3}, "zero2", True):
         assert gap(before, after, expected) < 1e-8
     assert gap(before, in_one_process("odd", load=back), expected) < 1e-8
+
+
+@captured_once()
+def fused(recipe: str) -> dict[str, object]:
+    """Steps of a fused optimizer; under ZeRO-1 it updates parts of the columns of whole parameters."""
+    model, batch, loss_fn = make("odd")
+    made = autopar.compile(model, loss_fn=loss_fn, mesh=DP, recipe=recipe)  # type: ignore[arg-type]
+    return _updated(made, made.step, batch, is_fused=True)
+
+
+def _updated(model: Any, step: Any, batch: Any, *, is_fused: bool) -> dict[str, object]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6, fused=is_fused)
+    losses = []
+    for _ in range(3):
+        losses.append(step(*batch).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": losses, **full_state(model)}
+
+
+@pytest.mark.parametrize("recipe", ["zero1", "zero3"])
+def test_a_fused_optimizer_updates_the_rank_s_own_part(three_ranks: Ranks, recipe: str) -> None:
+    model, batch, loss_fn = make("odd")
+
+    def step(*batch: torch.Tensor) -> torch.Tensor:
+        loss = run_with_loss(model, batch, {}, loss_fn)  # type: ignore[arg-type]
+        loss.backward()
+        return loss.detach()
+
+    expected = _updated(model, step, batch, is_fused=False)
+    for found in three_ranks.run(fused, recipe):
+        assert difference(found, expected) < 1e-9
 
 
 @captured_once()
