@@ -10,6 +10,8 @@
     adamwfp8      two tensors of n bytes, a float32 scale for 256 elements (torchao)
     adafactor     a row and a column of the last two dims; n elements for a vector
                   (Shazeer and Stern 2018, as torch.optim)
+    muon          one tensor of n elements for a matrix; two, as AdamW, for every other parameter
+                  (Jordan et al. 2024, as torch.optim)
     sgd-momentum  one tensor of n elements
     sgd           nothing
 
@@ -73,15 +75,18 @@ class OptimizerFormat:
         name: name by which users select the optimizer.
         states: formats of the tensors that have the parameter's shape.
         factored: whether a parameter with several dims has a row and a column in place of these tensors.
+        of_matrices: number of these tensors that a parameter with two dims has; None for all.
     """
 
     name: str
     states: tuple[StateFormat, ...] = ()
     factored: bool = False
+    of_matrices: int | None = None
 
     def element_bytes(self, tensor: Tensor, own_bytes: float) -> float:
         """Bytes of optimizer states per element of the parameter, over the states of which this is a constant."""
-        plain = (s for s in self.states if s.block_elements is None and not self._factors(tensor))
+        states = self.states[: self.of_matrices] if len(tensor.dims) == 2 else self.states
+        plain = (s for s in states if s.block_elements is None and not self._factors(tensor))
         return sum(own_bytes if s.element_bytes is None else s.element_bytes for s in plain)
 
     def other_bytes(
@@ -132,6 +137,7 @@ OPTIMIZERS = {
         OptimizerFormat("adamw4bit", 2 * (StateFormat(0.5, 128, 4, 16 * 4),)),
         OptimizerFormat("adamwfp8", 2 * (StateFormat(1, 256, 4),)),
         OptimizerFormat("adafactor", (_OWN,), factored=True),
+        OptimizerFormat("muon", 2 * (_OWN,), of_matrices=1),
         OptimizerFormat("sgd-momentum", (_OWN,)),
         OptimizerFormat("sgd"),
     )

@@ -4,7 +4,8 @@ An optimizer of torch collects its parameters, gradients and states in lists, an
 module, such as `torch.optim.adam.adam`. torch dispatches every op of that function on a DTensor in Python, which takes
 several times what the op does. The functions named below compute entry by entry, so that they give the same bits on
 local shards. From the first `update_by_shards` on they are replaced by functions that take the shards out of the lists
-first. All else remains torch's: hooks, closures, groups, and states, which it makes as DTensors.
+first. Muon needs whole matrices, and has a way of its own (`autopar._torch.muon`). All else remains torch's: hooks,
+closures, groups, and states, which it makes as DTensors.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from autopar._torch.dtensors import dtensor
+from autopar._torch.muon import by_owners
 from autopar._torch.owned import follow_assigned_data
 
 Owns = Callable[[Tensor], bool]
@@ -51,6 +53,8 @@ def _owners() -> list[Owns]:
     for name in _ENTRY_BY_ENTRY:
         module = importlib.import_module(f"torch.optim.{name}")
         setattr(module, name, _by_shards(getattr(module, name)))
+    module = importlib.import_module("torch.optim._muon")
+    module.muon = by_owners(module.muon, _can_be_cut)  # type: ignore[attr-defined]
     return []
 
 

@@ -31,6 +31,7 @@ def held(text: str, tensor: Tensor, state=R, usual: TrainingState = FULL) -> flo
         ("adamw4bit", 2 * (4096 + 64 * 4 + 16 * 4), 2 * (2048 + 32 * 4 + 16 * 4)),
         ("adamwfp8", 2 * (8192 + 32 * 4), 2 * (4096 + 16 * 4)),
         ("adafactor", (128 + 64) * 4, 4096 * 4),
+        ("muon", 4 * 8192, 2 * 4 * 4096),
         ("sgd-momentum", 4 * 8192, 4 * 4096),
         ("sgd", 0, 0),
     ],

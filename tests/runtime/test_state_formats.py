@@ -33,6 +33,27 @@ def make() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64))
 
 
+class MuonAndAdamW:
+    """Muon for the matrices, and AdamW for the rest."""
+
+    def __init__(self, model: nn.Module) -> None:
+        matrices = [p for p in model.parameters() if p.ndim == 2]
+        others = [p for p in model.parameters() if p.ndim != 2]
+        self.both = torch.optim.Muon(matrices), AdamW(others)
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        return {p: state for each in self.both for p, state in each.state.items()}
+
+    def step(self) -> None:
+        for each in self.both:
+            each.step()
+
+    def zero_grad(self) -> None:
+        for each in self.both:
+            each.zero_grad()
+
+
 def optimizer_of(name: str, model: nn.Module, lr: float = 1e-2) -> Optimizer:
     from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8
 
@@ -43,6 +64,8 @@ def optimizer_of(name: str, model: nn.Module, lr: float = 1e-2) -> Optimizer:
         "adamw": AdamW, "adamw8bit": AdamW8bit, "adamw4bit": AdamW4bit, "adamwfp8": AdamWFp8,
         "adamwbf16": AdamWBf16, "sgd": SGD, "adafactor": Adafactor,
     }  # fmt: skip
+    if name == "muon":
+        return MuonAndAdamW(model)  # type: ignore[return-value]
     if name == "sgd-momentum":
         return SGD(model.parameters(), lr=lr, momentum=0.9)
     return makers[name](model.parameters(), lr=lr)
