@@ -61,7 +61,9 @@ def _is_small(call: Call) -> bool:
 
 def _rows(call: Call) -> Iterator[str]:
     """Rows in which dim 0 of some operands, and of all results, is one letter, and everything else stays whole."""
-    x, *_ = call.operands
+    if not call.operands:
+        return
+    x = call.operands[0]
     many = x.shape[0] if x.ndim else 1
     if many == 1 or any(not y.ndim or y.shape[0] != many for y in call.results):
         return

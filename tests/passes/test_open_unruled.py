@@ -7,20 +7,14 @@ from autopar.capture.export import capture_step
 from autopar.passes import clean_up
 
 LIBRARY = torch.library.Library("open_unruled_test", "FRAGMENT")
-for name in ("gated", "binned"):
-    LIBRARY.define(f"{name}(Tensor x, Tensor weight) -> Tensor")
+LIBRARY.define("gated(Tensor x, Tensor weight) -> Tensor")
 
 
 def gated(x: Tensor, weight: Tensor) -> Tensor:
     return torch.relu(x) * weight
 
 
-def binned(x: Tensor, weight: Tensor) -> Tensor:
-    return x * weight + torch.histc(x.detach(), bins=6, min=-1, max=1)
-
-
 LIBRARY.impl("gated", gated, "CompositeImplicitAutograd")
-LIBRARY.impl("binned", binned, "CompositeImplicitAutograd")
 
 
 class Model(nn.Module):
@@ -44,7 +38,3 @@ def targets(name: str) -> list[str]:
 
 def test_an_op_made_of_others_becomes_them() -> None:
     assert targets("gated") == ["aten.relu.default", "aten.mul.Tensor", "aten.sum.default"]
-
-
-def test_an_op_with_a_part_that_has_no_rule_stays() -> None:
-    assert targets("binned") == ["open_unruled_test.binned.default", "aten.sum.default"]
