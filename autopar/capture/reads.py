@@ -98,6 +98,10 @@ class Reads:
         # Code, position in it and name -> the code, kept, and whether it reads only to count.
         self._counts: dict[tuple[int, int, str], tuple[types.CodeType, bool]] = {}
 
+    def has_read(self, module: nn.Module, name: str) -> bool:
+        """Whether an attribute was read."""
+        return (id(vars(module)), name) in self._read
+
     def attribute(self, module: nn.Module, name: str, frame: types.FrameType) -> None:
         """Notes that code in a frame asks a module for an attribute."""
         attributes = vars(module)

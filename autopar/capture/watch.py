@@ -143,7 +143,7 @@ class Watch:
 
         def read(module: nn.Module, name: str) -> Any:
             is_state = name not in _TABLES and not name.startswith("__")
-            if is_state and not self._noting and id(module) in self._paths:
+            if is_state and not self._noting and self._is_from_before(module, name):
                 self._noting = True  # which reads attributes itself
                 try:
                     self._reads.attribute(module, name, sys._getframe(1))
@@ -168,6 +168,12 @@ class Watch:
             nn.Module.__setattr__ = put  # type: ignore[method-assign]
             nn.Module.__delattr__ = remove  # type: ignore[method-assign]
             del nn.Module.__getattribute__
+
+    def _is_from_before(self, module: nn.Module, name: str) -> bool:
+        """Whether an attribute's value was there before the forward: what it has set before it reads it is its own."""
+        if id(module) not in self._paths:
+            return False
+        return self._reads.has_read(module, name) or not self._writes.has_set(module, name)
 
     def _put_back(
         self, before: list[dict[str, Any]]

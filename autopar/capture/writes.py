@@ -67,6 +67,11 @@ class Writes:
         """Notes that code in a frame deletes an attribute."""
         self._lines[id(module), name] = place_of(frame)
 
+    def has_set(self, module: nn.Module, name: str) -> bool:
+        """Whether the forward has set an attribute of the module, which still has it."""
+        key = id(module), name
+        return name in vars(module) and (key in self._lines or key in self._internal)
+
     def attributes(self) -> list[dict[str, Any]]:
         """The attributes of every module as they are now."""
         return [dict(vars(m)) for m in self._modules]

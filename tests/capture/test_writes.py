@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import autopar
 from autopar.errors import CaptureError
@@ -35,3 +37,22 @@ def test_a_failed_capture_leaves_no_fake_tensor() -> None:
     with pytest.raises(CaptureError):
         autopar.compile(model, loss_fn=squares).step(torch.ones(6, 4), torch.ones(6, 3))
     assert model.means == []
+
+
+class Recurrent(nn.GRU):
+    """Sets `_flat_weights` anew in every forward that finds other weights, as one does that a capture runs."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x)[0]
+
+
+def test_what_a_forward_sets_before_it_reads_it_costs_no_other_capture(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = autopar.compile(Recurrent(4, 4), loss_fn=F.mse_loss)
+    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(2, 4)
+    with caplog.at_level("INFO", "autopar"):
+        for _ in range(3):
+            model.step(x, x)
+            optimizer.step()
+    assert "again" not in caplog.text
