@@ -20,6 +20,7 @@ from autopar._torch.autograd import (
     applying_functions_by,
     backward_hooks_of,
     below_autograd,
+    ending_transforms,
     forward_of_running_node,
     gradient_flags,
     handed_on,
@@ -146,6 +147,7 @@ from autopar._torch.modules import BatchNormBase, DropoutBase, is_computing
 from autopar._torch.operators import autopar_op, decomposition_of, required_arguments, schema
 from autopar._torch.optimizers import share_overflows, update_by_shards
 from autopar._torch.owned import Owned, copied, cut_like, owned_as, whole_of
+from autopar._torch.parts import for_a_file, has_shards, refuse_parts
 from autopar._torch.pipelining import (
     pipeline_actions,
     pipeline_computations,
@@ -189,13 +191,14 @@ __all__ = [
     "compile_graph", "computes_complex", "copied", "copy_to_host", "current_device", "cut_like", "default_store",
     "decomposition_of",
     "depends_on_values", "device_copy", "device_model", "differentiable_local", "draw_whole_on_processors",
-    "dtensor", "dynamo_source",
+    "dtensor", "dynamo_source", "ending_transforms",
     "example_tensor",
-    "exchange_rows", "fake_mode", "flight_record", "forked_random_state", "forward_of_running_node",
+    "exchange_rows", "fake_mode", "flight_record", "for_a_file",
+    "forked_random_state", "forward_of_running_node",
     "fused_attention", "fused_attention_backward", "gradient_flags", "group_seconds", "guard_hooks", "handed_on",
     "has_backward_hooks", "has_fused_attention", "has_storage", "has_used_accelerator", "has_values", "host_copies",
     "host_copy", "identity_of", "in_functorch_transform", "is_accelerator", "is_functional", "is_torchs_operator",
-    "keeping_sizes_open", "is_computing",
+    "keeping_sizes_open", "is_computing", "has_shards",
     "lines_along", "local_addresses", "local_gradient", "local_tensor", "make_states_by", "map_file",
     "missing_cpp_compiler", "modes_above",
     "multiplies_tiles", "noting_forward", "on_second_derivative", "operand_gradients", "operator_named",
@@ -204,7 +207,7 @@ __all__ = [
     "pipeline_computations", "plain_checkpoints", "product_of_tiles", "quick_decompositions",
     "quick_examples", "quick_lines", "quick_notes", "quiet_export", "quiet_fake_failures", "quiet_torchao",
     "random_states", "ranks_of",
-    "reduce_scatter", "replicates_implicitly", "required_arguments", "resolve_group", "run_node",
+    "reduce_scatter", "refuse_parts", "replicates_implicitly", "required_arguments", "resolve_group", "run_node",
     "saved_tensor_hooks", "schema", "set_group_timeout", "set_local_tensor", "share_overflows", "start_all_gather",
     "start_all_reduce",
     "start_all_to_all",

@@ -347,3 +347,18 @@ def forward_of_running_node() -> list[str] | None:
     """
     node: Any = torch._C._current_autograd_node()
     return None if node is None else list(node.metadata.get("traceback_", ()))
+
+
+@contextmanager
+def ending_transforms() -> Iterator[None]:
+    """Ends the transforms (vmap, grad) that code inside has begun and not ended when it fails.
+
+    A graph of Dynamo begins and ends them by calls of their own, and code that runs after it would run inside of them.
+    """
+    functorch: Any = torch._C._functorch
+    depth = functorch.get_dynamic_layer_stack_depth()
+    try:
+        yield
+    except BaseException:
+        functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        raise

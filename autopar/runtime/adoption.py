@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -47,6 +47,7 @@ class Adoption:
             register_optimizer_step_pre_hook(self.follow).remove,
             _torch.update_by_shards(self._owns),
             _torch.share_overflows(self._stages_of),
+            _torch.refuse_parts(self._kind_of),
         ]
         self.pipe: Pipe | None = None
         _torch.draw_whole_on_processors()
@@ -83,6 +84,13 @@ class Adoption:
 
     def _owns(self, parameter: Tensor) -> bool:
         return id(parameter) in self._own
+
+    def _kind_of(self, x: DTensor) -> Literal["", "model", "stage"]:
+        """Whether a tensor lies as these parameters do, as what is made of them does; and as those of one stage."""
+        own = next((p for p in self.adopted if isinstance(p, DTensor)), None)
+        if own is None or x.device_mesh != own.device_mesh:
+            return ""
+        return "model" if self.pipe is None else "stage"
 
     def _stages_of(self, optimizer: Optimizer) -> dist.ProcessGroup | None:
         """The ranks that have an optimizer's other parameters, where there are stages."""

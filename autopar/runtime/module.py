@@ -31,6 +31,7 @@ from autopar.runtime.module_programs import ModulePrograms
 from autopar.runtime.module_runs import ModuleRuns
 from autopar.runtime.part import (
     as_stored,
+    is_averaged,
     of_rank,
     refuse_shards_of_others,
     say_of_one_stage,
@@ -389,6 +390,12 @@ class CompiledModule(nn.Module):
                 "belong to this process and its process groups. Save its state_dict() or a checkpoint "
                 "(docs/checkpoints.md). After its plan is made, copy model.original: AveragedModel(model.original) "
                 "averages this rank's parameters by update_parameters(model)."
+            )
+        if self._placement.adoption is not None and is_averaged():
+            raise StepError(
+                "AveragedModel was given a model before its plan, which decides where parameters lie, and averages "
+                "have to lie there too. Give compile example_inputs=, or call step first; then "
+                "AveragedModel(model.original) averages this rank's parameters by update_parameters(model)."
             )
         return super().__reduce_ex__(protocol)
 

@@ -12,12 +12,14 @@ from collections.abc import Collection, Container, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.optim.swa_utils import AveragedModel
 
 from autopar import _torch
 from autopar._torch import pytree
@@ -62,8 +64,6 @@ _OF_ONE_RANK = (f"{_TORCH}/nn/modules", f"{_TORCH}/optim", str(Path(__file__).pa
 def say_of_one_stage(absent: int, *, has_said: bool) -> bool:
     """Warns whoever goes through `parameters()` that they are those of one stage; returns whether that was ever said.
 
-    Raises StepError for `torch.nn.utils.clip_grad_norm_`, which would clip every stage by a norm of its own.
-
     Args:
         absent: number of parameters of other ranks.
         has_said: whether it was said before, and is not to be said again.
@@ -72,12 +72,6 @@ def say_of_one_stage(absent: int, *, has_said: bool) -> bool:
     while frame.f_back and frame.f_code.co_name in ("parameters", "named_parameters"):
         frame, depth = frame.f_back, depth + 1
     file = frame.f_code.co_filename
-    if frame.f_code.co_name == "clip_grad_norm_" and file.startswith(_TORCH):
-        raise StepError(
-            "torch.nn.utils.clip_grad_norm_ was given model.parameters(), in which the "
-            f"{absent} parameters of other pipeline stages are missing: each stage would be scaled by another norm. "
-            "Call model.clip_grad_norm_(max_norm)."
-        )
     if has_said or file.startswith(_OF_ONE_RANK):
         return has_said
     warn_together(
@@ -87,6 +81,16 @@ def say_of_one_stage(absent: int, *, has_said: bool) -> bool:
         stacklevel=depth,
     )
     return True
+
+
+def is_averaged() -> bool:
+    """Whether the caller runs for a copy that AveragedModel makes."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is AveragedModel.__init__.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 class RankState(OrderedDict[str, Any]):
@@ -104,7 +108,7 @@ class RankState(OrderedDict[str, Any]):
 
     def shards(self) -> OrderedDict[str, Any]:
         """The same entries in a dict that `torch.save` writes as they are: this rank's shards."""
-        found = OrderedDict(self)
+        found = OrderedDict((name, _torch.for_a_file(x)) for name, x in self.items())
         found._metadata = self._metadata  # type: ignore[attr-defined]
         return found
 
@@ -128,11 +132,11 @@ class RankState(OrderedDict[str, Any]):
         return self.with_entries(deepcopy(dict(self), memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        shards = [k for k, x in self.items() if isinstance(x, DTensor) and _has_shards(x)]
+        shards = [k for k, x in self.items() if isinstance(x, DTensor) and _torch.has_shards(x)]
         if shards or self.lacks:
             raise StepError(_not_whole(shards or list(self.lacks)))
-        found = self.shards()
-        found.update({k: _plain(x) for k, x in self.items() if isinstance(x, DTensor)})
+        found = OrderedDict(self)
+        found._metadata = self._metadata  # type: ignore[attr-defined]
         return found.__reduce_ex__(protocol)
 
 
@@ -141,11 +145,6 @@ pytree.register_pytree_node(
     lambda state: (list(state.values()), state),
     lambda values, state: state.with_entries(dict(zip(state, values, strict=True))),
 )
-
-
-def _plain(x: DTensor) -> Tensor:
-    local = _torch.local_tensor(x)
-    return nn.Parameter(local, x.requires_grad) if isinstance(x, nn.Parameter) else local
 
 
 def _not_whole(names: Sequence[str]) -> str:
@@ -172,7 +171,7 @@ def refuse_shards_of_others(given: Mapping[str, Any], rank: int) -> None:
     source = (getattr(given, "_metadata", None) or {}).get("", {}).get(_RANK, rank)
     if source == rank:
         return
-    shards = [k for k, v in given.items() if isinstance(v, DTensor) and _has_shards(v)]
+    shards = [k for k, v in given.items() if isinstance(v, DTensor) and _torch.has_shards(v)]
     if shards:
         raise StepError(
             f"load_state_dict on rank {rank} was given the state dict of rank {source}, whose {shards[0]} and "
@@ -180,11 +179,6 @@ def refuse_shards_of_others(given: Mapping[str, Any], rank: int) -> None:
             "autopar.checkpoint.save_checkpoint(folder, model, optimizer) on all ranks (docs/checkpoints.md), or save "
             "x.full_tensor() of each parameter."
         )
-
-
-def _has_shards(x: DTensor) -> bool:
-    sizes = zip(x.placements, x.device_mesh.shape, strict=True)
-    return any(placement.is_shard() and size > 1 for placement, size in sizes)
 
 
 def as_stored(given: Mapping[str, Any], present: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -61,39 +61,53 @@ def test_whole_parameters_of_one_rank_are_loaded_by_all(
 
 
 @captured_once()
-def saved_by_a_script(options: dict[str, Any]) -> tuple[str, bool, bool]:
-    """The error of `torch.save` on this rank; whether a plain model loads the file; whether copies are the state."""
+def saved_by_a_script(options: dict[str, Any]) -> tuple[list[str], bool, bool]:
+    """The errors of `torch.save` on this rank; whether a plain model loads the files; whether copies are the state."""
     model, batch, _ = make("mlp")
     made = autopar.compile(model, loss_fn=mean_square, **options)
     made.step(*batch)
-    state, file = made.state_dict(), io.BytesIO()
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.0, momentum=0.9)
+    optimizer.step()
+    state, files, errors = made.state_dict(), [], []
     copies = copy.deepcopy(state), copy.copy(state), tree_map(torch.clone, state)
     are_alike = all(list(each) == list(state) and type(each) is type(state) for each in copies)
-    try:
-        torch.save({"model": state, "step": 1}, file)
-    except autopar.StepError as error:
-        return str(error), False, are_alike
-    plain = make("mlp")[0]
-    plain.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True)["model"])
-    gaps = [made.get_parameter(n).full_tensor() - p for n, p in plain.named_parameters()]  # type: ignore[attr-defined]
-    return "", not any(gap.any() for gap in gaps), are_alike
+    for each in (
+        state,
+        dict(state),
+        {n: x.clone() for n, x in state.items()},
+        optimizer.state_dict(),
+    ):
+        file = io.BytesIO()
+        try:
+            torch.save({"model": each, "step": 1}, file)
+        except autopar.StepError as error:
+            errors.append(str(error))
+        else:
+            files.append(torch.load(io.BytesIO(file.getvalue()), weights_only=True)["model"])
+    plain, found = make("mlp")[0], []
+    for each in files[:3]:
+        plain.load_state_dict(each)
+        gaps = [made.get_parameter(n).full_tensor() - p for n, p in plain.named_parameters()]  # type: ignore[attr-defined]
+        found.append(not any(gap.any() for gap in gaps))
+    return errors, found == [True] * 3, are_alike
 
 
 def test_torch_save_takes_whole_tensors_and_refuses_shards(two_ranks: Ranks) -> None:
-    assert two_ranks.run(saved_by_a_script, {"mesh": DP, "recipe": "ddp"}) == [("", True, True)] * 2
+    assert two_ranks.run(saved_by_a_script, {"mesh": DP, "recipe": "ddp"}) == [([], True, True)] * 2
     for options in (
         {"mesh": DP, "recipe": "zero3"},
         {"mesh": DP, "recipe": "zero1"},
         {"mesh": {"pp": 2}},
     ):
-        for message, _, are_alike in two_ranks.run(saved_by_a_script, options):
-            assert message.startswith("A state dict is saved (or pickled) of which this rank has ")
-            assert "save_checkpoint" in message and are_alike
+        for errors, _, are_alike in two_ranks.run(saved_by_a_script, options):
+            assert len(errors) == 4
+            assert all("ranks that save under one name overwrite each other" in e for e in errors)
+            assert all("save_checkpoint" in e for e in errors) and are_alike
 
 
 @captured_once()
-def said_of_one_stage() -> tuple[list[str], list[str], str]:
-    """What is said while an optimizer and a step run, and of a norm over the parameters of one stage; a refusal."""
+def said_of_one_stage() -> tuple[list[str], list[str], list[str]]:
+    """What is said while an optimizer and a step run, and of a norm over the parameters of one stage; refusals."""
     model, batch, _ = make("mlp")
     made = autopar.compile(model, loss_fn=mean_square, mesh={"pp": 2}, example_inputs=batch)
     with warnings.catch_warnings(record=True) as quiet:
@@ -106,13 +120,27 @@ def said_of_one_stage() -> tuple[list[str], list[str], str]:
         warnings.simplefilter("always")
         for _ in range(2):
             torch.stack([p.to_local().norm() for p in made.parameters()])
-    with pytest.raises(autopar.StepError) as refused:
-        torch.nn.utils.clip_grad_norm_(made.parameters(), 1.0)
+        made.step(*batch)
+    listed = [*made.parameters()]
+    before = [p.to_local().clone() for p in listed]
+    of_torch, vector = torch.nn.utils, torch.zeros(sum(p.numel() for p in model.parameters()))
+    refusals = []
+    for join in (
+        lambda: of_torch.clip_grad_norm_(made.parameters(), 1.0),
+        lambda: of_torch.clip_grad_norm_(listed[:1], 1.0),
+        lambda: of_torch.get_total_norm([p.grad for p in listed]),
+        lambda: of_torch.parameters_to_vector(listed),
+        lambda: of_torch.vector_to_parameters(vector, listed),
+    ):
+        with pytest.raises(autopar.StepError) as refused:
+            join()
+        refusals.append(str(refused.value))
+    assert all(torch.equal(p.to_local(), x) for p, x in zip(listed, before, strict=True))
     said = [f"{Path(each.filename).name}: {each.message}" for each in told]
     return (
         [str(each.message) for each in quiet if "stage" in str(each.message)],
         said,
-        str(refused.value),
+        refusals,
     )
 
 
@@ -122,13 +150,27 @@ def test_parameters_of_one_stage_are_said_to_be_that(two_ranks: Ranks) -> None:
     (said,) = first[1]
     assert said.startswith("test_part.py: model.parameters() gives the parameters of this rank's")
     assert "2 more lie on other ranks" in said
-    assert (
-        "the 2 parameters of other pipeline stages are missing" in first[2]
-        and first[2] == second[2]
-    )
+    for refused in (*first[2], *second[2]):
+        assert "those of other stages lie on other ranks" in refused
+        assert "model.clip_grad_norm_(max_norm)" in refused and "recipe='zero3'" in refused
 
 
 # --- copies
+
+
+@captured_once()
+def averaged_before_its_plan() -> str:
+    made = autopar.compile(make("mlp")[0], loss_fn=mean_square, mesh=DP, recipe="zero3")
+    with pytest.raises(autopar.StepError) as refused:
+        torch.optim.swa_utils.AveragedModel(made)
+    copy.deepcopy(made)  # one that trains apart
+    return str(refused.value)
+
+
+def test_averages_of_a_model_without_a_plan_are_refused(two_ranks: Ranks) -> None:
+    for refused in two_ranks.run(averaged_before_its_plan):
+        assert "AveragedModel was given a model before its plan" in refused
+        assert "AveragedModel(model.original)" in refused
 
 
 @captured_once()

@@ -1,0 +1,43 @@
+"""What DTensors of which a rank has a part let torch do with them."""
+
+import io
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from autopar import _torch
+from autopar.errors import StepError
+
+
+def _kept(x):
+    """What `torch.save` keeps of a tensor."""
+    file = io.BytesIO()
+    torch.save({"x": x}, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)["x"]
+
+
+def test_what_one_rank_has_whole_is_saved_as_a_plain_tensor(parameter):
+    end = _torch.refuse_parts(lambda _: "model")
+    assert (
+        type(_kept(parameter)) is torch.nn.Parameter and type(_kept(parameter * 2)) is torch.Tensor
+    )
+    assert type(_kept(_torch.for_a_file(parameter))) is DTensor
+    end()
+    assert type(_kept(parameter)) is DTensor
+
+
+def test_a_tensor_of_one_stage_is_refused_by_what_would_take_it_for_all(parameter):
+    end = _torch.refuse_parts(lambda _: "stage")
+    vector, of_torch = torch.zeros(4), torch.nn.utils
+    for join in (
+        lambda: _kept([parameter]),
+        lambda: of_torch.get_total_norm(iter([parameter])),
+        lambda: of_torch.parameters_to_vector([parameter]),
+        lambda: of_torch.vector_to_parameters(vector, [parameter]),
+    ):
+        with pytest.raises(StepError, match="stage"):
+            join()
+    end()
+    norm = of_torch.get_total_norm(iter([parameter])).item()
+    assert norm == pytest.approx((1 + 4 + 9) ** 0.5)
