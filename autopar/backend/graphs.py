@@ -92,8 +92,9 @@ class SplitGraph:
             self._refuse_offsets(arguments)
             sharded = {i: x for i, x in enumerate(arguments) if isinstance(x, DTensor)}
             given = [stand_in(x) if i in sharded else x for i, x in enumerate(arguments)]
-            lifted = lift(self._module, self._names, given, frozenset(sharded))
-            prepared = prepare(lifted, tuple(arguments[i] for i in lifted.inputs))
+            with _torch.ending_transforms():
+                lifted = lift(self._module, self._names, given, frozenset(sharded))
+                prepared = prepare(lifted, tuple(arguments[i] for i in lifted.inputs))
             stored = {n: sharded[i] for n, i in lifted.parameters.items() if i in sharded}
             plan = plan_of(prepared, self._request, stored)
             local = local_graph(prepared, plan)

@@ -300,6 +300,24 @@ def inner_gradient(compile: Compile) -> Result:
     return _train(model.parameters(), (loss(points) for _ in range(2)))
 
 
+class _PerSample(nn.Linear):
+    """The squares of each row's own gradient, by vmap of grad."""
+
+    def forward(self, points: Tensor) -> Tensor:
+        def loss(weight: Tensor, row: Tensor) -> Tensor:
+            return F.linear(row, weight, self.bias).square().mean()
+
+        gradients = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(self.weight, points)
+        return gradients.square().sum()
+
+
+@_script
+def per_sample_gradients(compile: Compile) -> Result:
+    model = _PerSample(3, 2).double()
+    points, loss = torch.randn(4, 3, dtype=torch.float64), compile(model)
+    return _train(model.parameters(), (loss(points) for _ in range(2)))
+
+
 @_script
 def no_module(compile: Compile) -> Result:
     weight = torch.randn(8, 2, dtype=torch.float64, requires_grad=True)

@@ -22,7 +22,7 @@ from tests.runtime.training import difference
 EQUAL = [
     "loss_outside", "loss_inside", "llama", "batch_norm", "graph_break", "other_batches", "inference",
     "dropout_off", "tied", "masked", "reshaped", "no_module", "custom_backward", "checkpointed",
-    "in_place", "autocast", "queue", "inner_gradient",
+    "in_place", "autocast", "queue", "inner_gradient", "per_sample_gradients",
 ]  # fmt: skip
 # float32 in its norms and its loss; bfloat16
 BOUND = {"llama": 1e-5, "autocast": 3e-2}
