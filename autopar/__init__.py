@@ -34,22 +34,22 @@ if TYPE_CHECKING:
     from autopar.proof.verdict import VerifyReport
     from autopar.proof.verify import verify
     from autopar.rules.registered import register_rule
-    from autopar.runtime.launch import launch
-    from autopar.runtime.loss_scale import LossScaling
-    from autopar.runtime.module import CompiledModule
-    from autopar.runtime.nonfinite import find_nan
+    from autopar.runtime.model.module import CompiledModule
+    from autopar.runtime.model.nonfinite import find_nan
+    from autopar.runtime.parameters.loss_scale import LossScaling
+    from autopar.runtime.ranks.launch import launch
 
 # [Note: lazy names] `import autopar` costs no more than the plain data above. What needs torch, a solver or
 # the symbolic formulas is imported at its first use, from the module that stands here.
 _HOMES = {
-    "CompiledModule": "autopar.runtime.module",
-    "LossScaling": "autopar.runtime.loss_scale",
+    "CompiledModule": "autopar.runtime.model.module",
+    "LossScaling": "autopar.runtime.parameters.loss_scale",
     "VerifyReport": "autopar.proof.verdict",
     "checkpoint": "autopar.checkpoint",
     "compile": "autopar.api",
     "explain": "autopar.api",
-    "find_nan": "autopar.runtime.nonfinite",
-    "launch": "autopar.runtime.launch",
+    "find_nan": "autopar.runtime.model.nonfinite",
+    "launch": "autopar.runtime.ranks.launch",
     "register_form": "autopar.capture.forms",
     "register_rule": "autopar.rules.registered",
     "replay": "autopar.proof.served",

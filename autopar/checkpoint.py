@@ -1,6 +1,6 @@
 """Checkpoints under their public name: `from autopar.checkpoint import save_checkpoint`."""
 
-from autopar.runtime.checkpoint import (
+from autopar.runtime.checkpoint.checkpoint import (
     Checkpoints,
     LastCheckpoint,
     load_checkpoint,

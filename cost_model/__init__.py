@@ -7,7 +7,6 @@ the search.
 """
 
 from autopar.cost_model.catalogue import A100, CPU_GLOO, H100, HARDWARE, find_hardware
-from autopar.cost_model.cluster import Cluster, find_cluster
 from autopar.cost_model.collectives import (
     Seconds,
     collective_seconds,
@@ -15,11 +14,12 @@ from autopar.cost_model.collectives import (
     own_seconds,
 )
 from autopar.cost_model.compute import op_seconds
-from autopar.cost_model.gpu_names import canonical_gpu
-from autopar.cost_model.hardware import Hardware, Source
-from autopar.cost_model.hardware_toml import read_hardware
-from autopar.cost_model.hardware_writing import save_hardware
-from autopar.cost_model.links import Link, axis_link
+from autopar.cost_model.machines.cluster import Cluster, find_cluster
+from autopar.cost_model.machines.gpu_names import canonical_gpu
+from autopar.cost_model.machines.hardware import Hardware, Source
+from autopar.cost_model.machines.hardware_toml import read_hardware
+from autopar.cost_model.machines.hardware_writing import save_hardware
+from autopar.cost_model.machines.links import Link, axis_link
 from autopar.cost_model.memory import ParameterBytes, SavedTensors, keeps, parameter_bytes
 from autopar.cost_model.price import Cost, per_step_seconds, price, use_seconds
 from autopar.cost_model.sizes import Sizes

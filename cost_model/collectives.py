@@ -42,7 +42,7 @@ from functools import reduce
 from typing import NamedTuple
 
 from autopar.cost_model.arith import Quantity, larger, smaller
-from autopar.cost_model.hardware import Hardware, Link
+from autopar.cost_model.machines.hardware import Hardware, Link
 from autopar.cost_model.sizes import Sizes
 from autopar.cost_model.traffic import EXCHANGES
 from autopar.ir import Labels, Layout, LayoutStep, Op, Tensor, plain

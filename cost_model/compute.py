@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from autopar.cost_model.arith import Quantity, larger
 from autopar.cost_model.collectives import Seconds
-from autopar.cost_model.hardware import Hardware
+from autopar.cost_model.machines.hardware import Hardware
 from autopar.cost_model.sizes import Sizes
 from autopar.ir import Graph, Labels, Op, Tensor, Work, operand_layouts, plain, result_layouts
 

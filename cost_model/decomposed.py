@@ -26,8 +26,8 @@ from typing import NamedTuple
 from autopar.cost_model.arith import Quantity, smaller
 from autopar.cost_model.compute import memory_seconds
 from autopar.cost_model.flow import Flow
-from autopar.cost_model.hardware import Hardware
 from autopar.cost_model.items import COMPUTE, Holding, Item, Phase
+from autopar.cost_model.machines.hardware import Hardware
 from autopar.cost_model.memory import KeptSlice
 from autopar.cost_model.sizes import Sizes
 from autopar.ir import CollectiveCall, Graph, Layout, Op, Plan, calls

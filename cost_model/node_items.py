@@ -14,7 +14,6 @@ from autopar.cost_model.collectives import (
     usual_bucket_bytes,
 )
 from autopar.cost_model.compute import inner_tensors
-from autopar.cost_model.hardware import Hardware, Link
 from autopar.cost_model.items import (
     COMPUTE,
     FULL,
@@ -25,6 +24,7 @@ from autopar.cost_model.items import (
     Region,
     TrainingState,
 )
+from autopar.cost_model.machines.hardware import Hardware, Link
 from autopar.cost_model.owners import Position
 from autopar.cost_model.sizes import Sizes
 from autopar.cost_model.traffic import sends, traffic_bytes

@@ -8,8 +8,8 @@ from functools import partial
 from autopar.cost_model.arith import Quantity, larger
 from autopar.cost_model.collectives import collective_seconds
 from autopar.cost_model.compute import memory_seconds
-from autopar.cost_model.hardware import Link
 from autopar.cost_model.items import COMPUTE, Holding, Item, Region
+from autopar.cost_model.machines.hardware import Link
 from autopar.cost_model.node_items import NodeItems, numbers_out, places_in
 from autopar.cost_model.owners import is_own_copy, owned_share
 from autopar.cost_model.row_messages import message_bytes

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from autopar.cost_model.collectives import Seconds, communicates, conversion_seconds, own_seconds
 from autopar.cost_model.compute import op_seconds
 from autopar.cost_model.flow import Flow
-from autopar.cost_model.hardware import Hardware
+from autopar.cost_model.machines.hardware import Hardware
 from autopar.cost_model.memory import ParameterBytes, keeps, parameter_bytes
 from autopar.cost_model.sizes import Sizes
 from autopar.ir import (

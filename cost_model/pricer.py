@@ -10,7 +10,6 @@ from functools import cached_property
 from autopar.cost_model.arith import Quantity, larger
 from autopar.cost_model.decomposed import Decomposed
 from autopar.cost_model.flow import Flow
-from autopar.cost_model.hardware import Hardware, Link
 from autopar.cost_model.items import (
     COMPUTE,
     FULL,
@@ -20,6 +19,7 @@ from autopar.cost_model.items import (
     TrainingState,
     runs_every_time,
 )
+from autopar.cost_model.machines.hardware import Hardware, Link
 from autopar.cost_model.memory import KeptSlice, Selected, keeps, layers_of_ops, recomputed_ops
 from autopar.cost_model.node_items import numbers_out, regions_of, words_of
 from autopar.cost_model.nodes import NodePricer

@@ -17,8 +17,8 @@ import sympy
 
 from autopar.cost_model.arith import Quantity
 from autopar.cost_model.evaluation import Formulas
-from autopar.cost_model.hardware import Hardware, Link
 from autopar.cost_model.items import FULL, Holding, Item, TrainingState
+from autopar.cost_model.machines.hardware import Hardware, Link
 from autopar.cost_model.memory import KeptSlice, Selected
 from autopar.cost_model.pricer import Pricer
 from autopar.cost_model.sizes import SymbolicSizes

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from autopar.cost_model.collectives import conversion_seconds
 from autopar.cost_model.compute import op_seconds
 from autopar.cost_model.flow import Flow
-from autopar.cost_model.hardware import Hardware
+from autopar.cost_model.machines.hardware import Hardware
 from autopar.cost_model.sizes import Sizes
 from autopar.ir import Graph, Plan
 

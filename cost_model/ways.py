@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
 from autopar.cost_model.arith import Quantity
-from autopar.cost_model.hardware import Hardware
 from autopar.cost_model.items import Item, Phase, Region
+from autopar.cost_model.machines.hardware import Hardware
 from autopar.ir import ParameterPlan, Tier
 from autopar.ir.tier import Move, is_farther, moves
 
@@ -28,7 +28,7 @@ class Carried(NamedTuple):
 
 
 def way_to_resident(how: ParameterPlan, *, casts: bool, converts: bool) -> Iterator[Carried]:
-    """The moves of a parameter at the start of a step; `Residents` in autopar/runtime/parameters.py runs them.
+    """The moves of a parameter at the start of a step; `Residents` of the runtime's `parameters` runs them.
 
     Args:
         how: layouts and tiers of the parameter.

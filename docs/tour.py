@@ -14,14 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.cost_model import find_hardware
-from autopar.cost_model.run import Term
+from autopar.cost_model.steps.run import Term
 from autopar.ir import Mesh, Plan
 from autopar.ir.layout import format_layout
 from autopar.pipeline.composed import step_of
 from autopar.planning.planning import Prepared, make_plan, prepare_step
 from autopar.program.program import Program, build_program
 from autopar.proof.subject import Subject
-from autopar.search.request import Request
+from autopar.search.request.request import Request
 
 MESH = Mesh.of({"dp": 2, "tp": 2})
 MACHINE = find_hardware("h100")
@@ -82,7 +82,7 @@ def search(prepared: Prepared) -> Plan:
 
 def price(prepared: Prepared, plan: Plan) -> None:
     """Plan and machine -> seconds and bytes, each a sum of terms with a cause."""
-    station(4, "Price: why this one", "cost_model/pricer.py, cost_model/step.py")
+    station(4, "Price: why this one", "cost_model/pricer.py, cost_model/steps/step.py")
     step = step_of(prepared.analysis.graph, plan, MACHINE)
     print(f"    a step takes {1e6 * float(step.seconds()):.1f} µs on {MACHINE.name}:")
     terms: list[Term] = [term for term in step.time() if float(term.value)]

@@ -26,7 +26,7 @@ from text import batches, read_source, standard_library, unigram_entropy
 from torch import Tensor, nn
 
 import autopar
-from autopar.runtime.checkpoint import save_checkpoint
+from autopar.runtime.checkpoint.checkpoint import save_checkpoint
 
 Batches = Iterable[tuple[Tensor, Tensor]]
 Step = Callable[[Tensor, Tensor], Tensor]  # tokens, targets -> loss; leaves the gradients behind

@@ -11,34 +11,34 @@ from torch import fx
 
 from autopar._torch import code_when_called
 from autopar.ops.verifier import verify_graph
-from autopar.passes.call_bindings import call_bindings
+from autopar.passes.cleanup.call_bindings import call_bindings
+from autopar.passes.cleanup.densify_gradients import densify_gradients
+from autopar.passes.cleanup.drop_empty_operands import drop_empty_operands
+from autopar.passes.cleanup.expand_copies import expand_copies
+from autopar.passes.cleanup.name_nodes import name_nodes
+from autopar.passes.cleanup.open_random_attention import open_random_attention
+from autopar.passes.cleanup.plain_slices import plain_slices
+from autopar.passes.cleanup.read_types import read_types
+from autopar.passes.cleanup.real_scatters import real_scatters
+from autopar.passes.cleanup.refresh_examples import refresh_examples
+from autopar.passes.cleanup.remove_assertions import remove_assertions
+from autopar.passes.cleanup.remove_clones import remove_clones
+from autopar.passes.cleanup.reshape_views import reshape_views
+from autopar.passes.cleanup.single_batch_norm import single_batch_norm
+from autopar.passes.cleanup.unreduce_losses import unreduce_losses
 from autopar.passes.close_sizes import close_sizes
 from autopar.passes.cut_regions import cut_regions
 from autopar.passes.cut_stages import cut_stage_graphs
 from autopar.passes.decompose_products import decompose_products
-from autopar.passes.densify_gradients import densify_gradients
-from autopar.passes.drop_empty_operands import drop_empty_operands
-from autopar.passes.expand_copies import expand_copies
 from autopar.passes.fold_blocks import fold_blocks
 from autopar.passes.group_gathers import find_gathers, group_gathers
 from autopar.passes.join_experts import join_experts
-from autopar.passes.name_nodes import name_nodes
-from autopar.passes.open_random_attention import open_random_attention
 from autopar.passes.open_unruled import open_unruled
 from autopar.passes.overlap_batches import overlap_batches
 from autopar.passes.overlap_sums import defer_loss_sum, hoist_input_sums
 from autopar.passes.partition import partition
-from autopar.passes.plain_slices import plain_slices
-from autopar.passes.read_types import read_types
-from autopar.passes.real_scatters import real_scatters
-from autopar.passes.refresh_examples import refresh_examples
-from autopar.passes.remove_assertions import remove_assertions
-from autopar.passes.remove_clones import remove_clones
-from autopar.passes.reshape_views import reshape_views
 from autopar.passes.retarget import bind_groups, retarget_device
-from autopar.passes.single_batch_norm import single_batch_norm
 from autopar.passes.start_early import start_early
-from autopar.passes.unreduce_losses import unreduce_losses
 
 Pass = Callable[[fx.GraphModule], None]
 

@@ -9,9 +9,9 @@ from typing import Any
 from torch import fx
 
 from autopar._torch import SYMBOLIC, OpOverload, OtherSizes, SizeValues
-from autopar.passes.name_nodes import name_nodes
-from autopar.passes.plain_slices import plain_slices
-from autopar.passes.reshape_views import reshape_views
+from autopar.passes.cleanup.name_nodes import name_nodes
+from autopar.passes.cleanup.plain_slices import plain_slices
+from autopar.passes.cleanup.reshape_views import reshape_views
 
 
 def close_sizes(

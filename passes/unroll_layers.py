@@ -22,7 +22,7 @@ from autopar.capture.captured import Captured
 from autopar.errors import CaptureError
 from autopar.ir import Stack
 from autopar.ops.nodes import module_path
-from autopar.passes.name_nodes import named
+from autopar.passes.cleanup.name_nodes import named
 
 Copies = dict[str, tuple[str, ...]]
 _MODULES = "nn_module_stack"  # where torch.export notes the modules around a node

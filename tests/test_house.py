@@ -55,6 +55,40 @@ def test_no_room_imports_upwards() -> None:
     assert not wrong, "\n".join(sorted(wrong))
 
 
+def _folders_in_order(room: Path) -> list[str]:
+    """Folders of a room in the order in which its docstring names them: `a < b < c`; none where it names none."""
+    names = re.findall(
+        r"^    (\w+(?:\s+<\s+\w+)+)",
+        ast.get_docstring(ast.parse((room / "__init__.py").read_text())) or "",
+        re.M,
+    )
+    return re.split(r"\s+<\s+", names[0]) if names else []
+
+
+def test_no_folder_of_a_room_imports_to_its_right() -> None:
+    wrong, ordered = [], set()
+    for name, path in _modules().items():
+        if name.count(".") < 3:
+            continue
+        room = name.split(".")[1]
+        if not (order := _folders_in_order(PACKAGE / room)):
+            continue
+        ordered.add(room)
+        own = order.index(name.split(".")[2])
+        for line, imported in _imports(path):
+            parts = imported.split(".")
+            if parts[1] == room and len(parts) > 3 and order.index(parts[2]) > own:
+                wrong.append(f"{path.relative_to(PACKAGE)}:{line} imports {imported}")
+    assert ordered == {"runtime", "search"}
+    assert not wrong, "\n".join(sorted(wrong))
+
+
+def test_a_reader_sees_at_most_25_names_in_a_folder() -> None:
+    found = Counter(path.parent for path in _modules().values() if path.name != "__init__.py")
+    full = {str(f.relative_to(PACKAGE)): count for f, count in found.items() if count > 25}
+    assert not full
+
+
 def test_no_module_imports_itself_through_others() -> None:
     modules = _modules()
     needs = {}

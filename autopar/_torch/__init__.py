@@ -81,7 +81,7 @@ from autopar._torch.devices import (
     uses_own_backend,
 )
 from autopar._torch.dicts import DictVersions
-from autopar._torch.dtensors import (
+from autopar._torch.distributed.dtensors import (
     accumulate_gradient,
     differentiable_local,
     dtensor,
@@ -95,6 +95,35 @@ from autopar._torch.dtensors import (
     set_local_tensor,
     warn_once_of_redistribution,
 )
+from autopar._torch.distributed.groups import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broke_in_communication,
+    default_store,
+    exchange_rows,
+    flight_record,
+    group_seconds,
+    reduce_scatter,
+    resolve_group,
+    set_group_timeout,
+    start_all_gather,
+    start_all_reduce,
+    start_all_to_all,
+    start_exchange_rows,
+    start_reduce_scatter,
+    store_host,
+    store_seconds,
+    wait_for_all,
+    waiting_longer,
+)
+from autopar._torch.distributed.optimizers import share_overflows, update_by_shards
+from autopar._torch.distributed.owned import Owned, copied, cut_like, owned_as, whole_of
+from autopar._torch.distributed.pipelining import (
+    pipeline_actions,
+    pipeline_computations,
+)
+from autopar._torch.distributed.random_fills import draw_whole_on_processors
 from autopar._torch.exporting import (
     VALUES_READ,
     DependsOnValues,
@@ -119,41 +148,12 @@ from autopar._torch.fakes import (
 )
 from autopar._torch.files import make_states_by, map_file
 from autopar._torch.float8 import multiplies_tiles, product_of_tiles
-from autopar._torch.groups import (
-    all_gather,
-    all_reduce,
-    all_to_all,
-    broke_in_communication,
-    default_store,
-    exchange_rows,
-    flight_record,
-    group_seconds,
-    reduce_scatter,
-    resolve_group,
-    set_group_timeout,
-    start_all_gather,
-    start_all_reduce,
-    start_all_to_all,
-    start_exchange_rows,
-    start_reduce_scatter,
-    store_host,
-    store_seconds,
-    wait_for_all,
-    waiting_longer,
-)
 from autopar._torch.imports import quiet_torchao
 from autopar._torch.limits import AskedLimits
 from autopar._torch.modules import BatchNormBase, DropoutBase, is_computing
 from autopar._torch.operators import autopar_op, decomposition_of, required_arguments, schema
-from autopar._torch.optimizers import share_overflows, update_by_shards
-from autopar._torch.owned import Owned, copied, cut_like, owned_as, whole_of
 from autopar._torch.parts import for_a_file, has_shards, refuse_parts
-from autopar._torch.pipelining import (
-    pipeline_actions,
-    pipeline_computations,
-)
 from autopar._torch.product_nodes import operand_gradients
-from autopar._torch.random_fills import draw_whole_on_processors
 from autopar._torch.shortcuts import (
     code_when_called,
     quick_decompositions,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autopar._torch.dtensors import dtensor
+from autopar._torch.distributed.dtensors import dtensor
 
 # Shape and element type -> a tensor without values yet.
 MakeEmpty = Callable[[torch.Size, torch.dtype], Tensor]

@@ -26,8 +26,8 @@ from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from autopar._torch.dtensors import dtensor
-from autopar._torch.groups import exchange_rows
+from autopar._torch.distributed.dtensors import dtensor
+from autopar._torch.distributed.groups import exchange_rows
 
 Update = Callable[..., None]
 Orthogonalize = Callable[[Tensor], Tensor]

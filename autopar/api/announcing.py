@@ -18,11 +18,11 @@ from autopar.planning.planning import (
     Prepared,
     why_not_again,
 )
-from autopar.runtime.files import Files
-from autopar.runtime.heard import heard, log
-from autopar.runtime.together import warn_together
-from autopar.search.notes import axis_lines, idle_axes
-from autopar.search.request import Request
+from autopar.runtime.ranks.files import Files
+from autopar.runtime.ranks.heard import heard, log
+from autopar.runtime.ranks.together import warn_together
+from autopar.search.request.notes import axis_lines, idle_axes
+from autopar.search.request.request import Request
 from autopar.units import counted, format_bytes, format_seconds
 
 _HINT = (

@@ -17,7 +17,7 @@ from autopar.api.planner import Planner
 from autopar.capture.export import LossFunction
 from autopar.capture.rows import arguments_of_replica
 from autopar.cost_model import Cluster, Hardware, find_cluster
-from autopar.cost_model.software import with_eager_runs
+from autopar.cost_model.machines.software import with_eager_runs
 from autopar.errors import AutoparError, MeshError
 from autopar.explanation.costs import run_of
 from autopar.explanation.explanation import Explanation
@@ -33,16 +33,16 @@ from autopar.planning.planning import (
     split_example,
 )
 from autopar.planning.stored_plans import StoredPlans
-from autopar.runtime.failures import show_failures
-from autopar.runtime.inputs import Arguments, first_micro_batch
-from autopar.runtime.loss_scale import LossScaling
-from autopar.runtime.module import CompiledModule
-from autopar.runtime.processes import check_world, join_process_group, world_size
-from autopar.runtime.settings import RunOptions, Settings
+from autopar.runtime.execute.inputs import Arguments, first_micro_batch
+from autopar.runtime.execute.settings import RunOptions, Settings
+from autopar.runtime.failures.failures import show_failures
+from autopar.runtime.model.module import CompiledModule
+from autopar.runtime.parameters.loss_scale import LossScaling
+from autopar.runtime.ranks.processes import check_world, join_process_group, world_size
 from autopar.search import RecipeLike
-from autopar.search.options import PlanOptions
-from autopar.search.recipes import format_recipe, is_open
-from autopar.search.request import Request
+from autopar.search.request.options import PlanOptions
+from autopar.search.request.recipes import format_recipe, is_open
+from autopar.search.request.request import Request
 
 
 @takes_options(PlanOptions, RunOptions)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import _torch
 from autopar.cost_model import Hardware
-from autopar.cost_model.software import named_hardware
+from autopar.cost_model.machines.software import named_hardware
 from autopar.errors import AutoparError, MeshError
 from autopar.ir import (
     PIPELINE_AXIS,
@@ -22,7 +22,7 @@ from autopar.ir import (
     with_pipeline,
     without_pipeline,
 )
-from autopar.runtime.processes import axes_of_device_mesh
+from autopar.runtime.ranks.processes import axes_of_device_mesh
 
 MeshLike = DeviceMesh | Mesh | Mapping[str, int] | str
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
-from autopar.search.progress import Progress, silent
+from autopar.search.request.progress import Progress, silent
 from autopar.units import format_seconds
 
 

@@ -62,19 +62,19 @@ from autopar.program.program import build_program
 from autopar.program.recomputation import known_recomputation
 from autopar.program.stages import cut_stages, cuts_where_parameters_lie, refuse_strays
 from autopar.program.term_shares import refuse_unknown
-from autopar.runtime.files import Files
-from autopar.runtime.maker import Fixed, ProgramRequest, Programs, StandIns
-from autopar.runtime.processes import (
+from autopar.runtime.model.maker import Fixed, ProgramRequest, Programs, StandIns
+from autopar.runtime.ranks.files import Files
+from autopar.runtime.ranks.processes import (
     agreed,
     make_world,
     refuse_unlike,
     world_size,
 )
-from autopar.runtime.tiers import Tiers
-from autopar.runtime.together import Together, warn_together
-from autopar.runtime.world import World, set_timeout
-from autopar.search.refined import with_inner_axes
-from autopar.search.request import Request
+from autopar.runtime.ranks.tiers import Tiers
+from autopar.runtime.ranks.together import Together, warn_together
+from autopar.runtime.ranks.world import World, set_timeout
+from autopar.search.candidates.refined import with_inner_axes
+from autopar.search.request.request import Request
 from autopar.units import counted
 
 

@@ -8,7 +8,7 @@ the activations that are saved for backward.
 Each graph that dynamo finds is lifted to a module, captured, and planned with all parameters as they lie, so
 that the plans of several graphs agree about them. Only collectives that are their own derivatives stand
 between the ops (`autopar.ops.collectives`), and eager autograd, or that of compiled regions
-(`autopar.runtime.compiled`), does the rest.
+(`autopar.runtime.execute.compiled`), does the rest.
 
 [Note: when graphs are planned] Dynamo compiles a frame when the frame first runs. So the backend plans a graph at
 its first call with each set of shapes, when the arguments are real and all symbolic sizes of dynamo are known.
@@ -39,18 +39,18 @@ from autopar.backend.sharding import (
     world_of,
 )
 from autopar.backend.unwatched import CachedCalls, Methods
-from autopar.capture.refusals import draws_from_own
+from autopar.capture.guards.refusals import draws_from_own
 from autopar.capture.remedies import traced_line
 from autopar.errors import AutoparError, MeshError, RecipeError, did_you_mean
 from autopar.ir import Mesh
 from autopar.options import options_of, split_options
-from autopar.runtime.failures import show_failures
-from autopar.runtime.processes import check_world, join_process_group, world_size
-from autopar.runtime.settings import RunOptions
-from autopar.runtime.world import World, set_timeout
-from autopar.search.options import PlanOptions
-from autopar.search.recipes import split_recipe
-from autopar.search.request import Request
+from autopar.runtime.execute.settings import RunOptions
+from autopar.runtime.failures.failures import show_failures
+from autopar.runtime.ranks.processes import check_world, join_process_group, world_size
+from autopar.runtime.ranks.world import World, set_timeout
+from autopar.search.request.options import PlanOptions
+from autopar.search.request.recipes import split_recipe
+from autopar.search.request.request import Request
 
 # Before Dynamo reads a frame, and so here, when torch.compile looks the backend up: `options` come with a graph.
 _torch.trace_recurrent_layers()

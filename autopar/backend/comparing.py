@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from autopar._torch import pytree
 from autopar.capture.remedies import traced_line
 from autopar.errors import AutoparError, StepError
-from autopar.runtime.comparison import SAME_SHAPES, Comparison
-from autopar.runtime.world import World
+from autopar.runtime.ranks.comparison import SAME_SHAPES, Comparison
+from autopar.runtime.ranks.world import World
 
 _TO_DEVICE = ("to", "cuda")  # their number is a device
 _COMPARISONS: weakref.WeakKeyDictionary[Any, Comparison] = weakref.WeakKeyDictionary()

@@ -22,12 +22,12 @@ from autopar.passes import clean_up, partition, verify_graph
 from autopar.planning.planning import Prepared, search_step
 from autopar.program.checks import check_plan
 from autopar.program.recomputation import mark_blocks
-from autopar.runtime.processes import agreed
+from autopar.runtime.ranks.processes import agreed
 from autopar.search import RecipeLike
-from autopar.search.given import Planned
-from autopar.search.recipes import format_recipe, is_open, recipe_axes, resolve
-from autopar.search.request import Request
-from autopar.search.search import meshes_of
+from autopar.search.exact.search import meshes_of
+from autopar.search.request.recipes import format_recipe, is_open, recipe_axes, resolve
+from autopar.search.request.request import Request
+from autopar.search.stages.given import Planned
 
 log = logging.getLogger("autopar")
 

@@ -19,11 +19,11 @@ from autopar.cost_model.collectives import usual_bucket_bytes
 from autopar.errors import PeerError
 from autopar.ops.nodes import draws
 from autopar.passes import bind_groups, verify_graph
-from autopar.runtime.compiled import Executor
-from autopar.runtime.entries import Entries
-from autopar.runtime.failing_op import naming_line
-from autopar.runtime.gather import Gathers
-from autopar.runtime.world import World
+from autopar.runtime.execute.compiled import Executor
+from autopar.runtime.failures.failing_op import naming_line
+from autopar.runtime.parameters.entries import Entries
+from autopar.runtime.parameters.gather import Gathers
+from autopar.runtime.ranks.world import World
 
 
 @dataclass(frozen=True)

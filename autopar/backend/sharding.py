@@ -26,17 +26,18 @@ from autopar import _torch
 from autopar.backend.comparing import check_alike
 from autopar.capture.remedies import changed_in_place
 from autopar.cost_model import Hardware
-from autopar.cost_model.software import named_hardware
+from autopar.cost_model.machines.software import named_hardware
 from autopar.errors import CaptureError, MeshError, RecipeError
 from autopar.ir import PIPELINE_AXIS, WHOLE, Dims, Layout, Mesh, Plan, R, S, has_owner
 from autopar.ir.layout import split_count
 from autopar.ops.sharding import shard
 from autopar.options import takes_options
 from autopar.planning.planning import make_plan, prepare_forward, split_example
-from autopar.runtime.adoption import Adoption
-from autopar.runtime.hops import route
-from autopar.runtime.parameters import placements
-from autopar.runtime.processes import (
+from autopar.runtime.collectives.hops import route
+from autopar.runtime.collectives.transfer import travel
+from autopar.runtime.parameters.adoption import Adoption
+from autopar.runtime.parameters.parameters import placements
+from autopar.runtime.ranks.processes import (
     agreed,
     axes_of_device_mesh,
     check_world,
@@ -44,11 +45,10 @@ from autopar.runtime.processes import (
     make_world,
     world_size,
 )
-from autopar.runtime.transfer import travel
-from autopar.runtime.world import World
+from autopar.runtime.ranks.world import World
 from autopar.search import RecipeLike
-from autopar.search.recipes import format_recipe, resolve
-from autopar.search.request import Request
+from autopar.search.request.recipes import format_recipe, resolve
+from autopar.search.request.request import Request
 
 _OF_GRAPH = (
     "auto",

@@ -9,10 +9,10 @@ from typing import Any
 from torch import fx
 
 from autopar import _torch
-from autopar.capture.caches import cache_of, changed, reads_of, stale
-from autopar.capture.refusals import replaces_method
-from autopar.capture.shown import cached_by, kept_by
-from autopar.capture.values import is_plain, is_same
+from autopar.capture.guards.caches import cache_of, changed, reads_of, stale
+from autopar.capture.guards.refusals import replaces_method
+from autopar.capture.guards.shown import cached_by, kept_by
+from autopar.capture.guards.values import is_plain, is_same
 
 
 class Methods:
@@ -48,7 +48,7 @@ def _function_of(kind: type, name: str) -> Any:
 class CachedCalls:
     """The calls of functions with a cache in a graph; to be made while Dynamo compiles the frame.
 
-    See [Note: caches that a capture does not fill] in autopar/capture/caches.py.
+    See [Note: caches that a capture does not fill] in autopar/capture/guards/caches.py.
     """
 
     def __init__(self, graph: fx.Graph) -> None:

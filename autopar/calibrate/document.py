@@ -24,8 +24,8 @@ from autopar.calibrate.fit import (
 )
 from autopar.calibrate.measure import LINKS, Measurements, Product
 from autopar.cost_model import Hardware, Link, Source, find_hardware
-from autopar.cost_model.hardware import Host
-from autopar.cost_model.hardware_writing import format_hardware
+from autopar.cost_model.machines.hardware import Host
+from autopar.cost_model.machines.hardware_writing import format_hardware
 from autopar.errors import AutoparError
 from autopar.ir.files import check_output
 

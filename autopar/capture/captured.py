@@ -13,8 +13,8 @@ from torch import Tensor, fx
 
 from autopar._torch import pytree
 from autopar.capture.casts import dtype_of
-from autopar.capture.guards import Guards, NumberInput
-from autopar.capture.writes import Write
+from autopar.capture.guards.guards import Guards, NumberInput
+from autopar.capture.guards.writes import Write
 from autopar.ir import MixedPrecision
 
 
@@ -51,7 +51,7 @@ class Captured:
         ran: the code of the user's and of installed libraries that the capture has run, each with its globals.
         is_clean: whether the passes that clean a graph up (`autopar.passes.CLEANUP`) have run over this one.
         is_stored: whether an earlier start has made the capture, so that the model's Python has not run.
-        sets_up: whether a library has noted something in the model that stays (`autopar.capture.writes`).
+        sets_up: whether a library has noted something in the model that stays (`autopar.capture.guards.writes`).
     """
 
     module: fx.GraphModule

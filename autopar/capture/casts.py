@@ -1,7 +1,7 @@
 """A mixed-precision policy at capture: the model is called with cast parameters and inputs, and the casts of
 parameters are then taken out of the graph, whose placeholders stand for the cast copies.
 
-The runtime makes those copies once a step, before it gathers parameters (`autopar.runtime.parameters`).
+The runtime makes those copies once a step, before it gathers parameters (`autopar.runtime.parameters.parameters`).
 Buffers keep their dtype. Weights of batch normalization keep theirs too, because its kernels need them in the dtype of
 the statistics, as in FSDP's `MixedPrecision(_module_classes_to_ignore=...)`. Products of linear layers may be
 rounded to float8 (`autopar.capture.float8`).

@@ -30,15 +30,16 @@ from autopar.capture.checks import (
     refuse_numbers_from_tensors,
     refuse_trained_constants,
 )
-from autopar.capture.forgotten import OutsideLeaves, watching
 from autopar.capture.forms import capturable
 from autopar.capture.functional import make_functional
 from autopar.capture.functions import keeping_functions
-from autopar.capture.guards import Place
+from autopar.capture.guards.forgotten import OutsideLeaves, watching
+from autopar.capture.guards.guards import Place
+from autopar.capture.guards.refusals import BACKEND_RUNS_IT
+from autopar.capture.guards.watch import Watch
 from autopar.capture.numbers import with_numbers
 from autopar.capture.open_sizes import OpenDims, open_to_export
 from autopar.capture.own_errors import own_error
-from autopar.capture.refusals import BACKEND_RUNS_IT
 from autopar.capture.remedies import (
     MODEL,
     explained,
@@ -47,7 +48,6 @@ from autopar.capture.remedies import (
 from autopar.capture.results import loss_in, loss_last
 from autopar.capture.rewrites import EXPORTED
 from autopar.capture.rewrites.say_elements import refuse_strides
-from autopar.capture.watch import Watch
 from autopar.errors import CaptureError, NoLossError, StepError
 from autopar.ir import MixedPrecision
 

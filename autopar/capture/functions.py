@@ -26,8 +26,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from autopar import _torch
 from autopar._torch import TorchDispatchMode, pytree
+from autopar.capture.guards.profiling import profiled_by
 from autopar.capture.pointwise import free_dims
-from autopar.capture.profiling import profiled_by
 from autopar.capture.remedies import uncaptured
 from autopar.errors import CaptureError
 from autopar.ops import functions as ops

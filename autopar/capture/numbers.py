@@ -31,8 +31,8 @@ from torch.overrides import TorchFunctionMode
 
 from autopar._torch import pytree
 from autopar.capture.captured import Captured
-from autopar.capture.guards import NumberInput, Place
-from autopar.capture.values import SeenTensor, is_number, seen
+from autopar.capture.guards.guards import NumberInput, Place
+from autopar.capture.guards.values import SeenTensor, is_number, seen
 
 log = logging.getLogger("autopar")
 

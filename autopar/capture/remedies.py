@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from autopar import _torch
-from autopar.capture.guards import Guard
+from autopar.capture.guards.guards import Guard
 from autopar.errors import CaptureError
 
 _OURS = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
@@ -215,7 +215,8 @@ _OPERANDS = (
     (
         r"in-place operations that require placement changes are not supported",
         "an optimizer that takes norms over whole parameters has to take them over all ranks: in place of "
-        "torch.optim.Adafactor take autopar.runtime.adafactor.Adafactor; docs/optimizers.md lists what is right",
+        "torch.optim.Adafactor take autopar.runtime.parameters.adafactor.Adafactor; docs/optimizers.md lists "
+        "what is right",
     ),
 )
 

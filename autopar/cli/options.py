@@ -9,21 +9,21 @@ from typing import Any, TypeVar
 
 import click
 
-from autopar.cost_model.cluster import MOST_RANKS, Cluster, find_cluster
-from autopar.cost_model.gpu_names import canonical_gpu
 from autopar.cost_model.items import TrainingState
+from autopar.cost_model.machines.cluster import MOST_RANKS, Cluster, find_cluster
+from autopar.cost_model.machines.gpu_names import canonical_gpu
+from autopar.cost_model.machines.software import with_eager_runs
 from autopar.cost_model.optimizers import OPTIMIZERS
-from autopar.cost_model.software import with_eager_runs
 from autopar.errors import AutoparError, MeshError
 from autopar.explanation.advice import Question
 from autopar.ir import PIPELINE_AXIS, Mesh
 from autopar.options import Option, options_of
-from autopar.search.options import AXES, PlanOptions
-from autopar.search.progress import Progress
-from autopar.search.recipe_rows import MEETING_RECIPES, PIPELINE_RECIPES, RECIPES
-from autopar.search.request import Request
-from autopar.search.request_filters import is_intent
-from autopar.search.several_axes import SEVERAL_AXES
+from autopar.search.candidates.request_filters import is_intent
+from autopar.search.request.options import AXES, PlanOptions
+from autopar.search.request.progress import Progress
+from autopar.search.request.recipe_rows import MEETING_RECIPES, PIPELINE_RECIPES, RECIPES
+from autopar.search.request.request import Request
+from autopar.search.request.several_axes import SEVERAL_AXES
 
 F = TypeVar("F", bound=Callable[..., Any])
 

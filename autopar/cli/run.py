@@ -29,7 +29,7 @@ from autopar.errors import (
     RecipeError,
     SearchError,
 )
-from autopar.runtime.launch import (
+from autopar.runtime.ranks.launch import (
     check_ranks,
     first_failure,
     has_message,

@@ -10,9 +10,9 @@ from functools import cached_property
 import torch
 
 from autopar.cost_model.breakdown import Candidate
-from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.items import TrainingState
-from autopar.cost_model.run import total
+from autopar.cost_model.machines.cluster import Cluster
+from autopar.cost_model.steps.run import total
 from autopar.errors import AutoparError, SearchError
 from autopar.explanation.answers import Advice, words_of_factors
 from autopar.explanation.candidate_rows import (
@@ -43,17 +43,21 @@ from autopar.models.targets import Target, resolve_target
 from autopar.pipeline.composed import composed, step_of
 from autopar.planning.layers import spoken_of_all_layers
 from autopar.planning.planning import Prepared, part_of, search_step
-from autopar.search.candidates import SettingEstimator
-from autopar.search.comparison import compared, smallest
-from autopar.search.given import Planned
-from autopar.search.notes import undivided_lines
-from autopar.search.pipeline_settings import Priced as PricedPipeline
-from autopar.search.progress import Progress, silent
-from autopar.search.refusals import words_of_reserved
-from autopar.search.request import Request
-from autopar.search.request_filters import check_closed_form, expand_pins, has_closed_form
-from autopar.search.settings import ClusterSetting, PricedCandidate
-from autopar.search.trials import Explored, Searched, closed_forms, space_of
+from autopar.search.candidates.candidates import SettingEstimator
+from autopar.search.candidates.comparison import compared, smallest
+from autopar.search.candidates.request_filters import (
+    check_closed_form,
+    expand_pins,
+    has_closed_form,
+)
+from autopar.search.candidates.settings import ClusterSetting, PricedCandidate
+from autopar.search.candidates.trials import Explored, Searched, closed_forms, space_of
+from autopar.search.request.notes import undivided_lines
+from autopar.search.request.progress import Progress, silent
+from autopar.search.request.refusals import words_of_reserved
+from autopar.search.request.request import Request
+from autopar.search.stages.given import Planned
+from autopar.search.stages.pipeline_settings import Priced as PricedPipeline
 from autopar.units import counted
 
 EXPLORED_BATCH = 8  # sequences of the graph that all settings are priced with

@@ -9,14 +9,14 @@ from functools import cached_property
 from typing import Any
 
 from autopar.cost_model.breakdown import Breakdown, Unit
-from autopar.cost_model.run import Term
-from autopar.cost_model.step import Step
+from autopar.cost_model.steps.run import Term
+from autopar.cost_model.steps.step import Step
 from autopar.cost_model.symbols import factor_symbols
 from autopar.explanation.explanation import Explanation
 from autopar.explanation.what_would_change import Change
 from autopar.ir import Graph
-from autopar.search.notes import head_factors
-from autopar.search.settings import ClusterSetting
+from autopar.search.candidates.settings import ClusterSetting
+from autopar.search.request.notes import head_factors
 from autopar.views import BatchRow
 
 _DUST = 1e-12  # of a cost

@@ -27,10 +27,10 @@ from autopar.explanation.answers import Advice
 from autopar.explanation.candidate_rows import name_of
 from autopar.explanation.few_layers import tokens_of
 from autopar.ir.batches import captured_batch
-from autopar.search.comparison import best_that_fits
-from autopar.search.recipes import meeting_of
-from autopar.search.request_filters import check_closed_form
-from autopar.search.settings import PricedCandidate
+from autopar.search.candidates.comparison import best_that_fits
+from autopar.search.candidates.request_filters import check_closed_form
+from autopar.search.candidates.settings import PricedCandidate
+from autopar.search.request.recipes import meeting_of
 from autopar.units import counted, format_bytes
 from autopar.views import BatchRow
 

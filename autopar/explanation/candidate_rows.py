@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autopar.cost_model.breakdown import Candidate
-from autopar.cost_model.step import Step
+from autopar.cost_model.steps.step import Step
 from autopar.explanation.answers import Advice
 from autopar.ir import Plan
 from autopar.ir.note import kind_of
 from autopar.ir.recompute import words_of_recompute
 from autopar.pipeline.simulation import Simulation
-from autopar.search.causes import where_time_goes
+from autopar.search.candidates.causes import where_time_goes
 from autopar.units import counted
 
 AS_FAST = 5e-5  # difference of two steps, as a part of one, that is not told

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from autopar.cost_model.hardware import Hardware, Link
+from autopar.cost_model.machines.hardware import Hardware, Link
 
 # Words for what a person may change, and the symbols that each of them scales.
 GROUPS: Mapping[str, tuple[str, ...]] = {

@@ -12,21 +12,21 @@ from typing import Any, Literal, Self
 import sympy
 
 from autopar.cost_model.breakdown import Breakdown, Candidate, Unit
-from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.compute import backward_passes, is_product
-from autopar.cost_model.hardware import Link
 from autopar.cost_model.items import FULL, TrainingState
-from autopar.cost_model.owned_step import OwnedStep
+from autopar.cost_model.machines.cluster import Cluster
+from autopar.cost_model.machines.hardware import Link
+from autopar.cost_model.machines.software import AUTOPAR, Software
 from autopar.cost_model.owners import has_lone_ops
-from autopar.cost_model.run import ONE_BATCH, Run, Term, total
-from autopar.cost_model.software import AUTOPAR, Software
-from autopar.cost_model.step import Step
+from autopar.cost_model.steps.owned_step import OwnedStep
+from autopar.cost_model.steps.run import ONE_BATCH, Run, Term, total
+from autopar.cost_model.steps.step import Step
 from autopar.cost_model.symbols import Expressions, link_of, link_symbols, link_values, symbol
 from autopar.explanation.simulated import SimulatedStep
 from autopar.ir import TIERS, Graph, Mesh, Plan, Tier
 from autopar.pipeline.composed import RecomputationPrice, step_of
 from autopar.pipeline.simulation import Simulation
-from autopar.search.request import Request
+from autopar.search.request.request import Request
 
 STAGES: tuple[Literal["first", "last"], ...] = ("first", "last")
 
@@ -134,7 +134,7 @@ class PlanCost:
 
     @cached_property
     def closed_form(self) -> Self:
-        """This plan priced by the formulas of `autopar.cost_model.step` for time and memory."""
+        """This plan priced by the formulas of `autopar.cost_model.steps.step` for time and memory."""
         if self.owned is not None:
             return replace(self, in_turn=True, built=self.expressions)
         if self.plan.pipeline is None:

@@ -23,9 +23,9 @@ from autopar.explanation.timeline import timeline
 from autopar.ir.note import kind_of
 from autopar.ir.recompute import recompute_json
 from autopar.search import search as search_plan
-from autopar.search.pipeline import search_pipeline
-from autopar.search.recipes import split_recipe
-from autopar.search.request import Request
+from autopar.search.request.recipes import split_recipe
+from autopar.search.request.request import Request
+from autopar.search.stages.pipeline import search_pipeline
 from autopar.units import format_bytes, format_seconds
 
 

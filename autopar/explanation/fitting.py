@@ -6,14 +6,14 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.machines.cluster import Cluster
 from autopar.explanation.advice import Question
 from autopar.explanation.answers import Advice
 from autopar.explanation.candidate_rows import name_of
 from autopar.explanation.launch import asked
 from autopar.explanation.remedies import FACTORS, Found, answered, remedies
-from autopar.search.comparison import best_that_fits, smallest
-from autopar.search.settings import PricedCandidate
+from autopar.search.candidates.comparison import best_that_fits, smallest
+from autopar.search.candidates.settings import PricedCandidate
 
 Prices = Mapping[str, float]  # device of the catalogue -> price of one device for an hour
 

@@ -8,16 +8,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.items import FULL, TrainingState
+from autopar.cost_model.machines.cluster import Cluster
 from autopar.explanation.explanation import Explanation
 from autopar.explanation.few_layers import tokens_of
 from autopar.ir import PIPELINE_AXIS, Graph, Meeting, Mesh, Plan
 from autopar.ir.batches import captured_batch
 from autopar.ir.recompute import Selection
-from autopar.search.options import HEADROOM, PlanOptions
-from autopar.search.request import Request
-from autopar.search.request_filters import is_intent
+from autopar.search.candidates.request_filters import is_intent
+from autopar.search.request.options import HEADROOM, PlanOptions
+from autopar.search.request.request import Request
 from autopar.units import counted, format_bytes
 
 PLAN_FILE = "plan.json"

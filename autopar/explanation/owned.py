@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autopar.cost_model.owned_step import OwnedStep, Position
+from autopar.cost_model.steps.owned_step import OwnedStep, Position
 from autopar.ir import Graph, Mesh, Plan, owner_of
 from autopar.units import format_seconds
 

@@ -23,7 +23,7 @@ from autopar.ir import Graph, Tier, with_pipeline
 from autopar.ir.note import kind_of
 from autopar.ir.recompute import words_of_recompute
 from autopar.ir.saved import words_of_saved
-from autopar.search.notes import guessed_lines, unruled_lines
+from autopar.search.request.notes import guessed_lines, unruled_lines
 from autopar.units import format_bytes, format_seconds
 from autopar.views import BlockNode, Formula, Page, RooflinePoint
 

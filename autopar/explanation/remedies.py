@@ -12,18 +12,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from autopar.cost_model.catalogue import HARDWARE
-from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.items import TrainingState
+from autopar.cost_model.machines.cluster import Cluster
+from autopar.cost_model.machines.software import with_eager_runs
 from autopar.cost_model.sizes import Sizes
-from autopar.cost_model.software import with_eager_runs
 from autopar.errors import AutoparError
 from autopar.explanation.advice import Question
 from autopar.explanation.answers import Advice
 from autopar.ir import Mesh, R, Tensor
-from autopar.search.comparison import best_that_fits
-from autopar.search.request import Request
-from autopar.search.request_filters import allows
-from autopar.search.settings import DATA, ClusterSetting, PricedCandidate
+from autopar.search.candidates.comparison import best_that_fits
+from autopar.search.candidates.request_filters import allows
+from autopar.search.candidates.settings import DATA, ClusterSetting, PricedCandidate
+from autopar.search.request.request import Request
 
 FACTORS = (2, 4, 8, 16, 32, 64)  # multiples and parts of the number of nodes to try
 _STATES = ("adamwbf16", "adamw8bit", "adamw4bit", "adafactor")

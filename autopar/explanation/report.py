@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.cost_model.items import COMPUTE, Item
-from autopar.cost_model.step import Step
+from autopar.cost_model.steps.step import Step
 from autopar.ir import EXCHANGED, Graph, Mesh, Op, Plan, owner_of
 from autopar.ir.parameter_plan import PARAMETER_WORDS
 from autopar.ir.recompute import words_of_recompute

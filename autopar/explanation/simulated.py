@@ -1,6 +1,6 @@
 """Where the time and memory of a plan with pipeline stages go, rank by rank and stage by stage.
 
-The closed form of `autopar.cost_model.step` gives every stage the same share of the layers. Here stages
+The closed form of `autopar.cost_model.steps.step` gives every stage the same share of the layers. Here stages
 are those that the plan cuts; `autopar.pipeline.executed` has their sums.
 """
 
@@ -19,8 +19,8 @@ import sympy
 from autopar.cost_model.breakdown import Breakdown, Unit
 from autopar.cost_model.items import COMPUTE, Item
 from autopar.cost_model.memory import Selected
-from autopar.cost_model.run import Run, total
-from autopar.cost_model.step import Step
+from autopar.cost_model.steps.run import Run, total
+from autopar.cost_model.steps.step import Step
 from autopar.ir.recompute import Selection, words_of_recompute
 from autopar.pipeline.executed import ExecutedStep
 from autopar.pipeline.parts import repeating_parts
@@ -28,7 +28,7 @@ from autopar.pipeline.recomputable import selected
 from autopar.pipeline.schedules import splits_backward
 from autopar.pipeline.simulation import StageCosts
 from autopar.pipeline.stage_bytes import KEPT
-from autopar.search.shape import Shape
+from autopar.search.stages.shape import Shape
 from autopar.views.page import StageRow
 
 Direction = Literal["forward", "backward"]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import sympy
 
-from autopar.cost_model.run import total
+from autopar.cost_model.steps.run import total
 from autopar.cost_model.symbols import factor_symbols, symbol
 from autopar.errors import AutoparError
 from autopar.explanation.costs import STAGES, PlanCost

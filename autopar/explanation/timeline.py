@@ -1,9 +1,9 @@
 """A predicted step as a timeline: lanes of compute and of every axis' communication.
 
-The timeline is the step that `autopar.cost_model.step` composes, drawn: it ends when the step does, its events on the
-lane of compute add up to the compute of the step, and those on the lane of an axis to its communication. What the step
-hides behind compute lies beside compute here: gathers of parameters beside what follows them (they are fetched early),
-reductions of gradients beside what comes before them.
+The timeline is the step that `autopar.cost_model.steps.step` composes, drawn: it ends when the step does, its events on
+the lane of compute add up to the compute of the step, and those on the lane of an axis to its communication. What the
+step hides behind compute lies beside compute here: gathers of parameters beside what follows them (they are fetched
+early), reductions of gradients beside what comes before them.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 from autopar.cost_model.breakdown import Event
 from autopar.cost_model.items import COMPUTE, Item, Phase, Region
-from autopar.cost_model.owned_step import OwnedStep
-from autopar.cost_model.run import REGIONS
-from autopar.cost_model.step import Step
+from autopar.cost_model.steps.owned_step import OwnedStep
+from autopar.cost_model.steps.run import REGIONS
+from autopar.cost_model.steps.step import Step
 
 SHOWN_MICRO_BATCHES = 2  # one by one; the rest is one event
 _AT_THE_END = ("pipeline bubble", "stage boundaries", "optimizer", "fixed")

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from autopar.search.request import Request
-from autopar.search.settings import ClusterSetting, PricedCandidate
-from autopar.search.trials import moved_seconds
+from autopar.search.candidates.settings import ClusterSetting, PricedCandidate
+from autopar.search.candidates.trials import moved_seconds
+from autopar.search.request.request import Request
 
 
 @dataclass(frozen=True)

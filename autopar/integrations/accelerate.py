@@ -27,7 +27,7 @@ from autopar.errors import AutoparError
 from autopar.integrations.batches import generator_of, with_batches_of_all
 from autopar.integrations.loop_state import load_loop_state, loop_state
 from autopar.integrations.prepared import PreparedModel
-from autopar.runtime.checkpoint import read_extra
+from autopar.runtime.checkpoint.checkpoint import read_extra
 from autopar.search import RecipeLike
 
 _REFUSED = {

@@ -31,7 +31,7 @@ from autopar.backend import autopar as backend
 from autopar.backend.sharding import shard_
 from autopar.integrations.batches import generator_of, with_batches_of_all
 from autopar.integrations.prepared import cut_plain_values
-from autopar.runtime.seeds import draw_alike
+from autopar.runtime.ranks.seeds import draw_alike
 from autopar.search import RecipeLike
 
 _STORED_SPLIT = ("zero1", "zero2", "zero3", "fsdp")

@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 from autopar._torch import quiet_torchao
 from autopar.errors import AutoparError
 from autopar.integrations.prepared import PreparedModel
-from autopar.runtime.module import CompiledModule
-from autopar.runtime.together import Together
-from autopar.runtime.weights import PathLike
+from autopar.runtime.formats.weights import PathLike
+from autopar.runtime.model.module import CompiledModule
+from autopar.runtime.ranks.together import Together
 
 with quiet_torchao():  # which these import
     from peft import PeftModel, get_peft_model_state_dict

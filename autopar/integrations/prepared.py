@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from autopar.api import compile
 from autopar.errors import AutoparError, PlanError
 from autopar.integrations.results import LossOutsideError, in_float32, loss_and_rest, readable
-from autopar.runtime.checkpoint import load_checkpoint, save_checkpoint
-from autopar.runtime.deferred import with_deferred_gradients
-from autopar.runtime.module import CompiledModule
-from autopar.runtime.part import as_stored
-from autopar.runtime.processes import world_size
+from autopar.runtime.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from autopar.runtime.model.deferred import with_deferred_gradients
+from autopar.runtime.model.module import CompiledModule
+from autopar.runtime.parameters.part import as_stored
+from autopar.runtime.ranks.processes import world_size
 
 # What the frameworks decide themselves, and what a prepared model decides for them.
 _DECIDED = {

@@ -29,8 +29,8 @@ from autopar._torch import quiet_torchao
 from autopar.errors import AutoparError
 from autopar.integrations.accelerate import AutoparAccelerator, plain_optimizer
 from autopar.integrations.prepared import PreparedModel
-from autopar.runtime.checkpoint import load_optimizer_state
-from autopar.runtime.checkpoint_folder import read_saved
+from autopar.runtime.checkpoint.checkpoint import load_optimizer_state
+from autopar.runtime.formats.checkpoint_folder import read_saved
 from autopar.search import RecipeLike
 
 with quiet_torchao():  # which these import

@@ -41,7 +41,7 @@ Dims = tuple[
     tuple[int, ...], ...
 ]  # for every dim of a tensor the sizes of its factors; a dim of size 1 is (1,) or ()
 WHOLE = -1  # value of `State.factor` in S(d.*)
-ANY = -1  # value of `State.owner` in O(*): the search has not chosen the owner yet, see `autopar.search.owners`
+ANY = -1  # value of `State.owner` in O(*): the search has not chosen the owner yet, see `autopar.search.exact.owners`
 
 
 class State(NamedTuple):

@@ -13,8 +13,8 @@ last argument.
 `LOCAL` defines every op by the tensors of all ranks of a group. The kernels in `KERNELS`, which run on process groups
 by `torch.ops._c10d_functional`, must agree with it. Some ops of `LOCAL`, such as `broadcast`, convert tensors that
 one rank owns (the state `O(i)`). They have no kernel, because a rank that has nothing cannot tell the shape from its
-local tensor: `autopar.runtime.alone` binds them together with the shape. Among their `dims` are positions of owners,
-see `CollectiveCall`.
+local tensor: `autopar.runtime.collectives.alone` binds them together with the shape. Among their `dims` are positions
+of owners, see `CollectiveCall`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Time and memory of a plan: the figures by which a search ranks plans, and which an explanation prints.
 
 `autopar.cost_model.pricer` lists the work and memory of the plan. For a plan without stages, the formulas of
-`autopar.cost_model.step` add them up; for a plan with stages, its schedule is simulated (`autopar.pipeline.executed`).
+`autopar.cost_model.steps.step` add them up; for a plan with stages, its schedule is simulated
+(`autopar.pipeline.executed`).
 """
 
 from __future__ import annotations
@@ -10,16 +11,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from autopar.cost_model.hardware import Hardware
 from autopar.cost_model.items import FULL, TOUCHED, TrainingState
+from autopar.cost_model.machines.hardware import Hardware
+from autopar.cost_model.machines.software import AUTOPAR, Software
 from autopar.cost_model.memory import KeptSlice, Selected
-from autopar.cost_model.owned_step import OwnedStep
 from autopar.cost_model.owners import has_lone_ops, owners_of_ops
 from autopar.cost_model.pricer import Pricer
-from autopar.cost_model.run import Run, total
 from autopar.cost_model.sizes import Sizes
-from autopar.cost_model.software import AUTOPAR, Software
-from autopar.cost_model.step import Step
+from autopar.cost_model.steps.owned_step import OwnedStep
+from autopar.cost_model.steps.run import Run, total
+from autopar.cost_model.steps.step import Step
 from autopar.ir import Graph, Plan, Tier
 from autopar.ir.recompute import Recompute, Selection
 from autopar.pipeline.blocks import has_blocks
@@ -231,8 +232,8 @@ class RecomputationPrice(NamedTuple):
         blocks: op name -> number of its block, or of the part of the block in a stage; None for a graph without
             blocks, or without some layers of the model.
         again: names of the ops in recomputed blocks; the items contain their second runs.
-        left: recomputation that is not in the items, so that `autopar.cost_model.step` must add it; "none" if there is
-            no such recomputation.
+        left: recomputation that is not in the items, so that `autopar.cost_model.steps.step` must add it; "none" if
+            there is no such recomputation.
         selected: single ops that are recomputed; the items contain their second runs. None if whole blocks are
             recomputed.
         slices: tensors that blocks save in slices; the items contain their gathers.

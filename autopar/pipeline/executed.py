@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from autopar.cost_model.hardware import Hardware
 from autopar.cost_model.items import FULL, TOUCHED, TrainingState
-from autopar.cost_model.software import AUTOPAR, Software
+from autopar.cost_model.machines.hardware import Hardware
+from autopar.cost_model.machines.software import AUTOPAR, Software
 from autopar.ir import Graph, Pipeline, Plan, Tier
 from autopar.pipeline.parts import block_starts
 from autopar.pipeline.schedules import actions, waits_for_sends

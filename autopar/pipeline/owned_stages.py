@@ -2,7 +2,7 @@
 
 The tables of stages add up the work of all ranks (`autopar.pipeline.stage_costs`), as if they worked in turn. For the
 stages of a plan, forward and backward are each a list of calls on the clocks of the ranks
-(`autopar.cost_model.owned_step`), and take the fraction of the table's seconds that the last clock is of the sum.
+(`autopar.cost_model.steps.owned_step`), and take the fraction of the table's seconds that the last clock is of the sum.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.cost_model.items import Item
-from autopar.cost_model.owned_step import OwnedStep
 from autopar.cost_model.owners import owners_of_ops
-from autopar.cost_model.run import Run
-from autopar.cost_model.step import Step
+from autopar.cost_model.steps.owned_step import OwnedStep
+from autopar.cost_model.steps.run import Run
+from autopar.cost_model.steps.step import Step
 from autopar.pipeline.priced_blocks import PricedBlocks
 from autopar.pipeline.simulation import StageCosts
 

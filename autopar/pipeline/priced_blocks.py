@@ -14,11 +14,11 @@ import numpy as np
 
 from autopar.cost_model import Hardware, Link, Sizes
 from autopar.cost_model.items import FULL, Item, TrainingState
+from autopar.cost_model.machines.software import AUTOPAR, Software
 from autopar.cost_model.owners import positions_of_owners
 from autopar.cost_model.pricer import Pricer
-from autopar.cost_model.run import Run
-from autopar.cost_model.software import AUTOPAR, Software
-from autopar.cost_model.step import Step
+from autopar.cost_model.steps.run import Run
+from autopar.cost_model.steps.step import Step
 from autopar.ir import Graph, Mesh, Plan
 from autopar.pipeline.parts import block_starts, find_parts
 from autopar.pipeline.producers import Memory

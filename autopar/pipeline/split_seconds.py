@@ -1,6 +1,7 @@
 """Seconds of a backward in two halves, op by op: gradients of inputs first, those of parameters later.
 
-The second half runs an op again if gradients of both kinds leave it (`autopar.runtime.split_backward`). A product
+The second half runs an op again if gradients of both kinds leave it (`autopar.runtime.pipeline.split_backward`). A
+product
 divides: each half computes some of its gradients. Any other op, such as a norm with a scale, runs as a whole in both
 halves. The host launches such ops twice, and finds them by a walk through autograd's graph.
 """

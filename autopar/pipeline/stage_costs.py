@@ -26,8 +26,8 @@ import numpy as np
 
 from autopar.cost_model import Hardware
 from autopar.cost_model.items import FULL, TOUCHED, TrainingState
+from autopar.cost_model.machines.software import AUTOPAR, Software
 from autopar.cost_model.owners import has_lone_ops
-from autopar.cost_model.software import AUTOPAR, Software
 from autopar.ir import Graph, Mesh, Plan
 from autopar.ir.recompute import Recompute, Selection
 from autopar.pipeline.crossings import Crossings
@@ -277,7 +277,7 @@ class StageTables:
 
     @cached_property
     def _optimizer_seconds(self) -> np.ndarray:
-        """Seconds of the optimizer's update of every possible stage; see `autopar.cost_model.step`."""
+        """Seconds of the optimizer's update of every possible stage; see `autopar.cost_model.steps.step`."""
         rate = self.blocks.hardware.updates_per_second
         tiers = dict.fromkeys(
             ("device", *(h.tier for rank in self.blocks.holdings_of_ranks for h in rank))

@@ -10,7 +10,7 @@ import numpy as np
 
 from autopar.cost_model.items import COMPUTE, Item, kind_of_work
 from autopar.cost_model.memory import Selected
-from autopar.cost_model.run import REGIONS
+from autopar.cost_model.steps.run import REGIONS
 from autopar.pipeline.priced_blocks import PricedBlocks
 from autopar.pipeline.split_seconds import SplitSeconds
 from autopar.pipeline.stretches import Turn, ratio
@@ -116,7 +116,7 @@ class StageSeconds:
         """Seconds of forward, of backward, and of the computation of backward, of every stage.
 
         The communication that overlaps with compute is computed for both directions together, region by region, as in
-        `autopar.cost_model.step`. Each direction gets a part of it in proportion to its communication.
+        `autopar.cost_model.steps.step`. Each direction gets a part of it in proportion to its communication.
 
         Args:
             turn: for every stage, the block at which recomputation ends.

@@ -11,7 +11,7 @@ from autopar import _torch
 from autopar.options import options_of
 from autopar.planning.planning import Prepared
 from autopar.planning.stored_plans import code_version
-from autopar.search.options import PlanOptions
+from autopar.search.request.options import PlanOptions
 
 # Variables by which NVIDIA's libraries and torch choose other arithmetic.
 _VARIABLES = (

@@ -15,7 +15,7 @@ from autopar.analysis.factors import Analysis, analyze
 from autopar.analysis.objective import BatchCapture, objective_of
 from autopar.capture.captured import Captured
 from autopar.capture.export import LossFunction, capture_forward, capture_step
-from autopar.capture.guards import Place
+from autopar.capture.guards.guards import Place
 from autopar.errors import AutoparError, PlanError, RecipeError, StepError
 from autopar.ir import (
     UNSPLIT,
@@ -41,11 +41,11 @@ from autopar.pipeline.blocks import has_blocks
 from autopar.pipeline.parts import count_repeating
 from autopar.pipeline.saved_values import possible_lines
 from autopar.planning.garbage import collecting_rarely
-from autopar.search.notes import undivided_lines
-from autopar.search.outer import search_plan
-from autopar.search.progress import Progress, silent
-from autopar.search.request import Request
-from autopar.search.trials import Searched
+from autopar.search.candidates.outer import search_plan
+from autopar.search.candidates.trials import Searched
+from autopar.search.request.notes import undivided_lines
+from autopar.search.request.progress import Progress, silent
+from autopar.search.request.request import Request
 from autopar.units import counted
 
 log = logging.getLogger("autopar")

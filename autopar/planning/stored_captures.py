@@ -1,9 +1,9 @@
 """Captures of models, kept in a folder for the next start of a script.
 
 A capture is stored under a hash of all that it depends on: the Python of the model in reach, code and values
-(`autopar.capture.python_state`); the arguments; the precision; the switches of torch; the code of autopar and the
-version of torch. A capture that may depend on anything else is not stored (`autopar.capture.portable`), and a file
-that is damaged, or that another user owns or can write, is not used.
+(`autopar.capture.stored.python_state`); the arguments; the precision; the switches of torch; the code of autopar and
+the version of torch. A capture that may depend on anything else is not stored (`autopar.capture.stored.portable`), and
+a file that is damaged, or that another user owns or can write, is not used.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from autopar import _torch
 from autopar._torch import pytree
 from autopar.capture.captured import Captured
-from autopar.capture.captured_text import read_captured, write_captured
 from autopar.capture.export import LossFunction
-from autopar.capture.graph_text import sizes_of
-from autopar.capture.guards import Place
+from autopar.capture.guards.guards import Place
 from autopar.capture.open_sizes import OpenDims
-from autopar.capture.portable import refuse_unportable
-from autopar.capture.python_state import NoText, PythonState
+from autopar.capture.stored.captured_text import read_captured, write_captured
+from autopar.capture.stored.graph_text import sizes_of
+from autopar.capture.stored.portable import refuse_unportable
+from autopar.capture.stored.python_state import NoText, PythonState
 from autopar.ir import MixedPrecision
 from autopar.ir.files import (
     MOST_BYTES,

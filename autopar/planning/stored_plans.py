@@ -24,7 +24,7 @@ from autopar.ir import Plan
 from autopar.ir.files import OTHERS_WRITE, write_whole
 from autopar.ir.plan_reading import read_document, with_digest
 from autopar.planning.planning import Prepared, why_not_again
-from autopar.search.request import Request
+from autopar.search.request.request import Request
 
 log = logging.getLogger("autopar")
 

@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from autopar._torch import has_storage, storage_key
-from autopar.capture.caches import empty
-from autopar.capture.shown import all_cached, tensors_cached_by
+from autopar.capture.guards.caches import empty
+from autopar.capture.guards.shown import all_cached, tensors_cached_by
 
 
 class CachedTensors:

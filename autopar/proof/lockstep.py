@@ -34,9 +34,9 @@ from autopar.program.program import Program
 from autopar.proof.lockstep_rings import attend_together
 from autopar.proof.rank_draws import RankDraws
 from autopar.proof.streams import MicroBatchStreams
-from autopar.runtime.recompute import Recomputed
-from autopar.runtime.saved import SlicedSaves
-from autopar.runtime.tiers import Tiers
+from autopar.runtime.execute.recompute import Recomputed
+from autopar.runtime.execute.saved import SlicedSaves
+from autopar.runtime.ranks.tiers import Tiers
 
 Ranks = list[Tensor]  # one local tensor per rank
 

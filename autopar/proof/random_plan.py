@@ -46,7 +46,7 @@ from autopar.ir.saved import SavedLayout
 from autopar.pipeline.blocks import has_blocks
 from autopar.pipeline.saved_values import SavedValues
 from autopar.pipeline.schedules import fewest_micro_batches
-from autopar.search.orders import in_mesh_order, in_order
+from autopar.search.refine.orders import in_mesh_order, in_order
 
 
 def random_plan(

@@ -22,7 +22,7 @@ from autopar.program.program import Program, TensorSpec
 from autopar.proof import lockstep
 from autopar.proof.lockstep import Ranks
 from autopar.proof.streams import MicroBatchStreams
-from autopar.runtime.split_backward import SplitBackward, WholeBackward
+from autopar.runtime.pipeline.split_backward import SplitBackward, WholeBackward
 
 Draws = Callable[[int], MicroBatchStreams]  # micro-batch -> noise from which its ops draw
 Inputs = Callable[[int], Mapping[str, Tensor]]  # micro-batch -> global inputs by name

@@ -5,7 +5,7 @@ Both sides take the same steps in one process, in float64:
     reference     a copy of the model for each replica, one after the other: autograd, torch.optim.SGD, and at the
                   meeting the mean of the copies, or torch.optim.SGD with Nesterov's momentum on the differences
     the plan      the program of a replica on simulated ranks, whose gradients are put together from the shards of the
-                  ranks, and at the meeting `autopar.runtime.outer_step`
+                  ranks, and at the meeting `autopar.runtime.replicas.outer_step`
 
 Between meetings both sides use SGD. Any optimizer would do, as long as the replicas' parameters become different.
 """
@@ -31,7 +31,7 @@ from autopar.proof.comparison import (
 from autopar.proof.simulated_steps import simulated_steps
 from autopar.proof.single_device import Batch, Results, SingleDevice, copied
 from autopar.proof.verdict import Verdict
-from autopar.runtime.outer_step import OuterStep
+from autopar.runtime.replicas.outer_step import OuterStep
 
 SHOWN_STEPS = 3  # most steps between meetings that are run: the program of every step is the same
 _RATE = 1e-2  # learning rate of SGD

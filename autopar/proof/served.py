@@ -24,9 +24,9 @@ from autopar.proof.comparison import float64_verdicts, parameter_verdicts, plan_
 from autopar.proof.replicas import ReplicaSteps, descend, trained, whole_gradients
 from autopar.proof.single_device import copied
 from autopar.proof.verdict import Verdict
-from autopar.runtime.outer_step import OuterStep
-from autopar.runtime.parcel import Parcel
-from autopar.runtime.server_table import ServerTable
+from autopar.runtime.replicas.outer_step import OuterStep
+from autopar.runtime.replicas.parcel import Parcel
+from autopar.runtime.replicas.server_table import ServerTable
 
 SHOWN_STALENESS = (
     2  # largest staleness that is run: a further exchange adds nothing of another kind

@@ -49,7 +49,7 @@ from autopar.proof.single_device import (
 from autopar.proof.streams import Streams
 from autopar.proof.verdict import PERTURBED_RUNS, Verdict, VerifyReport
 from autopar.proof.versions import DelayedSteps
-from autopar.search.notes import idle_axes
+from autopar.search.request.notes import idle_axes
 from autopar.units import counted
 
 _DELAYED_STEPS = (

@@ -20,7 +20,7 @@ from autopar.proof.single_device import Between
 from autopar.proof.subject import Subject
 from autopar.proof.verdict import VerifyReport
 from autopar.search import RecipeLike
-from autopar.search.request import Request
+from autopar.search.request.request import Request
 
 # Of the model, for ranks and micro-batches: 4,000 of two layers took 30 s on a busy processor (2026-11-29).
 MOST_RUNS = 2048

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import _torch
-from autopar.runtime.failing_op import is_out_of_memory
+from autopar.runtime.failures.failing_op import is_out_of_memory
 from benchmarks.accelerator.figures import Figure, Sentence
 from benchmarks.accelerator.joining import staged_or_devices
 from benchmarks.accelerator.parts import Context, Found

@@ -33,8 +33,8 @@ from autopar.cost_model.sizes import Sizes
 from autopar.explanation.advice import Question
 from autopar.ir import Graph, Layout, Mesh, Plan, Tensor, nested
 from autopar.models.presets import find_preset
-from autopar.search.orders import in_mesh_order, in_order
-from autopar.search.request import Request
+from autopar.search.refine.orders import in_mesh_order, in_order
+from autopar.search.request.request import Request
 from autopar.units import format_seconds
 from benchmarks.tables import markdown_table
 

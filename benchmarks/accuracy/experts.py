@@ -32,13 +32,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where it runs as
 
 from autopar.cost_model import Cluster
 from autopar.cost_model.items import MIXED_FLOAT32_GRADIENTS, TrainingState
-from autopar.cost_model.software import with_eager_runs
+from autopar.cost_model.machines.software import with_eager_runs
 from autopar.errors import AutoparError
 from autopar.explanation.advice import Question
 from autopar.ir import Mesh
 from autopar.models import Transformer
 from autopar.models.presets import Preset
-from autopar.search.request import Request
+from autopar.search.request.request import Request
 from benchmarks.accuracy.rows import Row, Skip, is_training_table, rows
 from benchmarks.accuracy.subjects import Subject, framework_of, hardware_of, subject
 from benchmarks.stored import store, stored

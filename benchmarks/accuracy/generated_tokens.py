@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopar
-from autopar.runtime.processes import join_process_group
+from autopar.runtime.ranks.processes import join_process_group
 
 PROMPTS, LENGTH, VOCAB = 64, 8, 8_000
 

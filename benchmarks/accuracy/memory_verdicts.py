@@ -23,7 +23,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where it runs as a script
 
 from autopar.cost_model.arith import Quantity
-from autopar.cost_model.run import STAGES, Term, total
+from autopar.cost_model.steps.run import STAGES, Term, total
 from autopar.errors import AutoparError
 from benchmarks.accuracy.cost_model_accuracy import Source, read
 from benchmarks.accuracy.pricing import step_of

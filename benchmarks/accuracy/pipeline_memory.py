@@ -35,7 +35,7 @@ from autopar.pipeline.parts import block_starts
 from autopar.pipeline.schedules import actions
 from autopar.pipeline.simulation import simulate
 from autopar.planning.planning import make_plan, prepare_step
-from autopar.search.request import Request
+from autopar.search.request.request import Request
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 sys.path.insert(0, str(Path(__file__).parents[2]))

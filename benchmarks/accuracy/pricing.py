@@ -16,9 +16,9 @@ from autopar.cost_model import Hardware, find_hardware
 from autopar.cost_model.collectives import collective_seconds
 from autopar.cost_model.cuts import Cuts, cuts_by_weight, cuts_of_equal_ends
 from autopar.cost_model.items import COMPUTE, Item, TrainingState
-from autopar.cost_model.run import Run, total
-from autopar.cost_model.software import Software
-from autopar.cost_model.step import Step
+from autopar.cost_model.machines.software import Software
+from autopar.cost_model.steps.run import Run, total
+from autopar.cost_model.steps.step import Step
 from autopar.cost_model.symbols import (
     Expressions,
     link_of,

@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from gpt import loss_fn
 
-from autopar.runtime.flat import Started
+from autopar.runtime.collectives.flat import Started
 from benchmarks.accuracy.caching_allocator import Event, in_one_block, least_device_bytes, replay
 from benchmarks.speed.bench_step_time import Sizes
 from benchmarks.tables import markdown_table

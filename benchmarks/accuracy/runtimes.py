@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from autopar.cost_model.software import Software
+from autopar.cost_model.machines.software import Software
 
 SOFTWARE: Mapping[tuple[str, str], Software] = MappingProxyType(
     {

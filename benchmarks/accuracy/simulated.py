@@ -14,8 +14,8 @@ import numpy as np
 from autopar.cost_model.arith import Quantity
 from autopar.cost_model.cuts import Cuts
 from autopar.cost_model.items import COMPUTE, Region
-from autopar.cost_model.run import REGIONS, total
-from autopar.cost_model.step import Step
+from autopar.cost_model.steps.run import REGIONS, total
+from autopar.cost_model.steps.step import Step
 from autopar.errors import PlanError
 from autopar.ir.pipeline import Pipeline
 from autopar.pipeline.schedules import actions, check_micro_batches, waits_for_sends

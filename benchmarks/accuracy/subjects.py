@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass, replace
 
 from autopar.cost_model import Hardware, find_hardware
-from autopar.cost_model.gpu_names import canonical_gpu
 from autopar.cost_model.items import TrainingState
-from autopar.cost_model.software import Software
+from autopar.cost_model.machines.gpu_names import canonical_gpu
+from autopar.cost_model.machines.software import Software
 from autopar.errors import AutoparError
 from autopar.models import Transformer
 from benchmarks.accuracy.frameworks import FRAMEWORKS, Framework

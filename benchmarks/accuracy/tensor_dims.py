@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import autopar
-from autopar.runtime.gather import Gathers
+from autopar.runtime.parameters.gather import Gathers
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.tables import markdown_table

@@ -48,10 +48,10 @@ from autopar.explanation.launch import settings
 from autopar.ir import Mesh, MixedPrecision, Pipeline, Plan
 from autopar.ir.graph import Stack
 from autopar.planning.planning import prepare_step
-from autopar.runtime.compiled import Executor
-from autopar.runtime.loss_scale import LossScaling
-from autopar.runtime.module import CompiledModule
-from autopar.search.request import Request
+from autopar.runtime.execute.compiled import Executor
+from autopar.runtime.model.module import CompiledModule
+from autopar.runtime.parameters.loss_scale import LossScaling
+from autopar.search.request.request import Request
 
 HERE = Path(__file__).parent
 CALLS = tuple(line for line in (HERE / "calls.txt").read_text().splitlines() if line)

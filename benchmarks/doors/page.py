@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from autopar.options import table
-from autopar.runtime.settings import RunOptions
-from autopar.search.options import PlanOptions
+from autopar.runtime.execute.settings import RunOptions
+from autopar.search.request.options import PlanOptions
 
 PAGE = Path(__file__).parents[2] / "docs" / "options.md"
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch.distributed.checkpoint as dcp
 
-from autopar.runtime.checkpoint_saving import Save
+from autopar.runtime.checkpoint.checkpoint_saving import Save
 
 Place = Literal["in a step", "in a collective", "saving", "loading", "full disk", "truncated file"]
 _STRAGGLE_SECONDS = 0.4  # that another rank is late, while the victim waits for it in a collective

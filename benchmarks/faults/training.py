@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import autopar
-from autopar.runtime.checkpoint import Checkpoints
+from autopar.runtime.checkpoint.checkpoint import Checkpoints
 from benchmarks.faults.accidents import Accident, arm
 
 STEPS, EVERY = 12, 2  # steps in all, and from checkpoint to checkpoint

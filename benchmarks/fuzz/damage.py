@@ -36,9 +36,10 @@ from autopar.errors import AutoparError
 from autopar.ir import Mesh, Plan
 from autopar.planning.planning import make_plan, prepare_step
 from autopar.planning.stored_plans import StoredPlans
-from autopar.runtime import checkpoint_loading, shard_file
-from autopar.runtime.checkpoint import load_checkpoint, save_checkpoint
-from autopar.search.request import Request
+from autopar.runtime.checkpoint import checkpoint_loading
+from autopar.runtime.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from autopar.runtime.formats import shard_file
+from autopar.search.request.request import Request
 from benchmarks.fuzz.formats import X, formats, model
 from benchmarks.fuzz.mutations import flip
 from benchmarks.fuzz.page import replace_part

@@ -26,8 +26,8 @@ from torch import nn
 
 from autopar.capture.export import capture_step
 from autopar.cost_model import find_hardware
-from autopar.cost_model.hardware_toml import HardwareFile, parse_hardware, read_hardware
-from autopar.cost_model.hardware_writing import format_hardware
+from autopar.cost_model.machines.hardware_toml import HardwareFile, parse_hardware, read_hardware
+from autopar.cost_model.machines.hardware_writing import format_hardware
 from autopar.errors import AutoparError
 from autopar.explanation.differences import Side
 from autopar.ir import Mesh, Plan
@@ -36,10 +36,14 @@ from autopar.models.hugging_face import Pretrained
 from autopar.planning.planning import make_plan, prepare_step
 from autopar.planning.stored_captures import CaptureQuestion, StoredCaptures, is_same_capture
 from autopar.planning.stored_plans import StoredPlans
-from autopar.runtime.checkpoint import load_checkpoint, load_optimizer_state, save_checkpoint
-from autopar.runtime.checkpoint_folder import read_saved
-from autopar.runtime.weights import read_weights
-from autopar.search.request import Request
+from autopar.runtime.checkpoint.checkpoint import (
+    load_checkpoint,
+    load_optimizer_state,
+    save_checkpoint,
+)
+from autopar.runtime.formats.checkpoint_folder import read_saved
+from autopar.runtime.formats.weights import read_weights
+from autopar.search.request.request import Request
 from autopar.views.trace import read_trace
 
 X = torch.arange(32.0).reshape(8, 4)

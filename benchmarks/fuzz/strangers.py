@@ -23,8 +23,8 @@ import click
 
 import autopar
 from autopar.ir.order import Order
-from autopar.runtime import server_door
-from autopar.runtime.server_door import Address, Listener, connect
+from autopar.runtime.replicas import server_door
+from autopar.runtime.replicas.server_door import Address, Listener, connect
 from benchmarks.async_server.run import on_ranks
 from benchmarks.delayed import optimizer_of, random_batches, relative_error
 from benchmarks.fuzz.page import replace_part
@@ -145,7 +145,7 @@ def with_strangers(kind: str | None, seed: int) -> tuple[Any, float]:
         with contextlib.suppress(OSError):  # the door has closed the connection
             strangers.extend(KINDS[kind](address))
 
-    from autopar.runtime import served
+    from autopar.runtime.replicas import served
 
     random.seed(seed)
     served.Listener = Besieged  # type: ignore[misc]

@@ -38,10 +38,10 @@ ROWS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
 # The slice: what is checked, and the tests that check it. All of it takes less than ten minutes on two idle cores.
 SLICE: Mapping[str, Sequence[str]] = {
     "private torch": ["tests/_torch"],
-    "every schedule, two ranks": ["tests/runtime/test_pipeline.py::test_every_schedule"],
+    "every schedule, two ranks": ["tests/runtime/pipeline/test_pipeline.py::test_every_schedule"],
     "every recipe, two ranks": ["tests/runtime/test_recipes.py::test_one_axis"],
     "commands with --json": ["tests/cli/test_stdout.py"],
-    "checkpoints": ["tests/runtime/test_checkpoint.py"],
+    "checkpoints": ["tests/runtime/checkpoint/test_checkpoint.py"],
     "backend": ["tests/runtime/test_backend.py::test_on_two_ranks"],
 }
 

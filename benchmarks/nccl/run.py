@@ -145,7 +145,7 @@ def result_of(name: str, make: Callable[[], tuple[Program, list[int]]]) -> Resul
     with mock.patch.object(planner, "StoredCaptures", shared_captures._shared_unless_named):
         traces = program.play(ranks)
     calls = [call for trace in traces.values() for event in trace for call in calls_of(event)]
-    judged = not any("runtime/rows.py" in call.where for call in calls)
+    judged = not any("runtime/collectives/rows.py" in call.where for call in calls)
     found = [words for mode in MODES if judged for words in violations(traces, mode)]
     # Two ranks may own different buckets, and then each has broadcasts that the other has not.
     if not any(call.is_message or "owners.py" in call.where for call in calls):

@@ -54,7 +54,7 @@ from autopar.ir import (
     V,
     is_legal,
 )
-from autopar.passes.unreduce_losses import unreduce_losses
+from autopar.passes.cleanup.unreduce_losses import unreduce_losses
 from autopar.program.program import build_program
 from autopar.proof.lockstep import convert, run
 from autopar.rules.trial import (

@@ -13,7 +13,7 @@ from autopar.ir import Layout, Mesh, parse_layout
 from autopar.ir.op import operand_layouts, result_layouts
 from autopar.ops.ring_place import RingPlace, runs
 from autopar.ops.sharding import shard
-from autopar.search.recipe_rows import RECIPES
+from autopar.search.request.recipe_rows import RECIPES
 from autopar.views.markup import Markup
 from autopar.views.svg import line, rect, text
 from benchmarks.accuracy.tensor_dims import Layers, mean_square

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from autopar import units
 from autopar.cost_model import find_hardware
-from autopar.cost_model.hardware import Hardware
+from autopar.cost_model.machines.hardware import Hardware
 from autopar.ir import Mesh, Pipeline
 from autopar.pipeline.schedules import actions
 from autopar.pipeline.simulation import Simulation, StageCosts, simulate

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from autopar.runtime.checkpoint import Checkpoints
+from autopar.runtime.checkpoint.checkpoint import Checkpoints
 from benchmarks.faults.training import PLANS, compiled
 from benchmarks.soak.samples import Sample
 

@@ -25,9 +25,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.capture.export import capture_forward
-from autopar.capture.guards import Guards
-from autopar.capture.structure import Structure
-from autopar.runtime.adoption import adopt
+from autopar.capture.guards.guards import Guards
+from autopar.capture.guards.structure import Structure
+from autopar.runtime.parameters.adoption import adopt
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -52,9 +52,9 @@ import autopar
 from autopar import _torch
 from autopar.cost_model import Link, find_hardware
 from autopar.cost_model.items import runs_every_time
-from autopar.cost_model.software import AUTOPAR
+from autopar.cost_model.machines.software import AUTOPAR
 from autopar.pipeline.composed import step_of
-from autopar.runtime.transfer import Transfer
+from autopar.runtime.collectives.transfer import Transfer
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -66,7 +66,7 @@ QUEUE_BYTES = 1_000_000_000  # so that no packet is dropped
 COUNTERS = Path("/proc/net/dev")  # of this namespace; /sys has those of the one that mounted it
 OWN_NETWORK = "AUTOPAR_BENCHMARK_NETWORK"  # set in the namespace
 # Part of the messages of parameters that hides: all but the first of 4 gathers of a forward, and the last of 4
-# reductions, which is 1/4 of 2 of 3 passes (`autopar.runtime.parameters.overlapping_bytes`).
+# reductions, which is 1/4 of 2 of 3 passes (`autopar.runtime.parameters.parameters.overlapping_bytes`).
 HIDES = 1 - 1 / 4 * 2 / 3
 Step = Callable[[], None]
 aten = torch.ops.aten

@@ -38,7 +38,7 @@ from autopar.cost_model import find_hardware
 from autopar.ir import Pipeline
 from autopar.pipeline.parts import block_starts
 from autopar.planning.planning import make_plan, prepare_step
-from autopar.search.request import Request
+from autopar.search.request.request import Request
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 sys.path.insert(0, str(Path(__file__).parents[2]))

@@ -23,7 +23,7 @@ from autopar.cost_model import find_hardware
 from autopar.ir import Mesh
 from autopar.planning.planning import make_plan, prepare_step
 from autopar.program.program import build_program
-from autopar.search.request import Request
+from autopar.search.request.request import Request
 
 
 class Llama(nn.Module):

@@ -13,13 +13,13 @@ from typing import Any
 import click
 import numpy as np
 
-from autopar.cost_model.cluster import find_cluster
-from autopar.cost_model.run import Run, total
+from autopar.cost_model.machines.cluster import find_cluster
+from autopar.cost_model.steps.run import Run, total
 from autopar.explanation.advice import Question
 from autopar.explanation.explanation import Explanation
 from autopar.explanation.few_layers import training_state_of
 from autopar.search import search
-from autopar.search.request import Request
+from autopar.search.request.request import Request
 
 CONFIGURATIONS = 10_000
 

@@ -28,8 +28,8 @@ from autopar.cost_model import Hardware, find_hardware
 from autopar.ir.recompute import Recompute
 from autopar.pipeline.stage_costs import StageTables
 from autopar.planning.planning import Prepared, prepare_step
-from autopar.runtime.module import CompiledModule
-from autopar.search.selection import select
+from autopar.runtime.model.module import CompiledModule
+from autopar.search.exact.selection import select
 from benchmarks.accuracy.saved_activations import kept_bytes, unsplit_plan
 from benchmarks.tables import markdown_table
 from benchmarks.zoo.models import build

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.runtime.checkpoint import Checkpoints
+from autopar.runtime.checkpoint.checkpoint import Checkpoints
 
 
 def seconds_of(work: Callable[[], object]) -> float:

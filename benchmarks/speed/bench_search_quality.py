@@ -28,12 +28,12 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where it runs as a script
 
 from autopar.cost_model import find_cluster
-from autopar.cost_model.software import with_eager_runs
+from autopar.cost_model.machines.software import with_eager_runs
 from autopar.errors import AutoparError
 from autopar.explanation.advice import EXPLORED_BATCH, Question
 from autopar.explanation.answers import Advice
 from autopar.ir import Mesh
-from autopar.search.request import Request
+from autopar.search.request.request import Request
 from benchmarks.stored import store, stored
 from benchmarks.tables import markdown_table, plan_words
 

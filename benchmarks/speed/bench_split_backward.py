@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where it runs as
 
 from autopar import _torch
 from autopar.pipeline.split_seconds import AGAIN_KERNELS, WALK_KERNELS
-from autopar.runtime.split_backward import SplitBackward, WholeBackward
+from autopar.runtime.pipeline.split_backward import SplitBackward, WholeBackward
 
 WIDTH, TOKENS = 16, 8
 WEIGHTED = 8  # ops of a layer with parameters: six products and two norms

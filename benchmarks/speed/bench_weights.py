@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where it runs as
 
 import autopar
 from autopar import _torch
-from autopar.runtime.processes import join_process_group
+from autopar.runtime.ranks.processes import join_process_group
 
 WIDTH, INNER, HEADS, KV_HEADS, VOCAB = 2048, 8192, 32, 8, 32_000
 

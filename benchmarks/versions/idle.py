@@ -23,7 +23,7 @@ import autopar
 from autopar.ir import VERSIONED, Pipeline
 from autopar.pipeline.schedules import actions
 from autopar.pipeline.simulation import StageCosts, simulate
-from autopar.runtime.pipeline import BoundPipeline
+from autopar.runtime.pipeline.pipeline import BoundPipeline
 from benchmarks.delayed import optimizer_of, random_batches
 from benchmarks.tables import markdown_table
 from benchmarks.versions.run import loss_fn, small_model

@@ -16,7 +16,7 @@ from autopar.ir import Mesh, Plan
 from autopar.planning.planning import make_plan
 from autopar.proof.random_plan import random_plan
 from autopar.proof.subject import Subject
-from autopar.search.request import Request
+from autopar.search.request.request import Request
 from benchmarks.zoo import diffusion as zoo_diffusers
 from benchmarks.zoo import small as zoo_small
 from benchmarks.zoo.rows import BEYOND, PASSED, PLANS, RANDOM, SEARCHED, Row

@@ -39,7 +39,7 @@ from transformers.models.auto import modeling_auto
 from autopar.cost_model import find_hardware
 from autopar.planning.planning import make_plan
 from autopar.proof.subject import Subject
-from autopar.search.request import Request
+from autopar.search.request.request import Request
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.zoo import backend as zoo_backend

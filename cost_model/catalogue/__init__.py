@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from autopar.cost_model.gpu_names import canonical_gpu, catalogue_names
-from autopar.cost_model.hardware import Hardware
-from autopar.cost_model.hardware_toml import named_hardware, read_hardware
+from autopar.cost_model.machines.gpu_names import canonical_gpu, catalogue_names
+from autopar.cost_model.machines.hardware import Hardware
+from autopar.cost_model.machines.hardware_toml import named_hardware, read_hardware
 
 HARDWARE: Mapping[str, Hardware] = MappingProxyType(
     {name: named_hardware(name).hardware for name in catalogue_names()}

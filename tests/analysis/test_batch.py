@@ -12,7 +12,7 @@ from autopar.ir import S
 from autopar.passes import clean_up
 from autopar.planning.planning import make_plan
 from autopar.proof.subject import Subject
-from autopar.search.request import Request
+from autopar.search.request.request import Request
 from tests.search.toy import TOY
 
 

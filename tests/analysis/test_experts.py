@@ -7,7 +7,7 @@ from torch import nn
 
 from autopar.capture.export import capture_step
 from autopar.cost_model import H100
-from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.machines.cluster import Cluster
 from autopar.errors import CaptureError
 from autopar.explanation.costs import run_of
 from autopar.explanation.explanation import Explanation
@@ -15,7 +15,7 @@ from autopar.ir import Mesh
 from autopar.planning.planning import make_plan, prepare_step
 from autopar.proof.random_plan import random_plan
 from autopar.proof.subject import Subject
-from autopar.search.request import Request
+from autopar.search.request.request import Request
 from benchmarks.zoo.models import build
 
 

@@ -18,7 +18,7 @@ from autopar.ops.sharding import shard
 from autopar.planning.planning import Prepared, make_plan, prepare_step
 from autopar.program.program import build_program
 from autopar.proof.lockstep import run
-from autopar.search.request import Request
+from autopar.search.request.request import Request
 from benchmarks.accuracy.saved_activations import kept_bytes
 from tests.support.llama import Llama
 

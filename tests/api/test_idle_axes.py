@@ -4,7 +4,7 @@ import pytest
 
 from autopar.api.announcing import warn_of_idle_axes
 from autopar.ir import Mesh, Plan
-from autopar.runtime import together
+from autopar.runtime.ranks import together
 
 
 def idle(mesh):

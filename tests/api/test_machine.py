@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autopar.api.machine import device_of, words_of_device
 from autopar.errors import AutoparError
-from autopar.runtime.module import CompiledModule
+from autopar.runtime.model.module import CompiledModule
 from tests.support.accelerators import first_script, seeming_accelerators
 
 

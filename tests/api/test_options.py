@@ -7,8 +7,8 @@ from torch import nn
 
 import autopar
 from autopar.options import options_of, split_options
-from autopar.runtime.settings import RunOptions
-from autopar.search.options import PlanOptions
+from autopar.runtime.execute.settings import RunOptions
+from autopar.search.request.options import PlanOptions
 from benchmarks.doors.page import PAGE, page
 
 # A new option pays for itself: it generalises one that is there, which goes.

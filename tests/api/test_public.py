@@ -50,7 +50,7 @@ def test_errors_for_people_are_value_errors():
 
 def test_checkpoints_are_imported_by_their_public_name():
     from autopar.checkpoint import save_checkpoint
-    from autopar.runtime import checkpoint
+    from autopar.runtime.checkpoint import checkpoint
 
     assert save_checkpoint is autopar.checkpoint.save_checkpoint is checkpoint.save_checkpoint
     assert autopar.checkpoint.__all__ == checkpoint.__all__

@@ -17,8 +17,8 @@ from autopar.ir import Mesh, Plan
 from autopar.pipeline.composed import composed
 from autopar.planning.planning import Prepared, make_plan, prepare_step, search_step
 from autopar.search import RecipeLike
-from autopar.search.request import Request
-from autopar.search.trials import Searched
+from autopar.search.candidates.trials import Searched
+from autopar.search.request.request import Request
 
 
 def test_a_plan_has_no_slices_of_saved_tensors_which_no_graph_makes() -> None:

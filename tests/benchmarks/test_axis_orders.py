@@ -10,9 +10,9 @@ import torch
 from autopar.cost_model import find_hardware
 from autopar.ir import Mesh
 from autopar.planning.planning import prepare_step
-from autopar.search.orders import in_mesh_order, in_order
-from autopar.search.outer import search_plan
-from autopar.search.request import Request
+from autopar.search.candidates.outer import search_plan
+from autopar.search.refine.orders import in_mesh_order, in_order
+from autopar.search.request.request import Request
 from benchmarks.accuracy.axis_orders import least_seconds, own_seconds
 from benchmarks.accuracy.tensor_dims import Layers, mean_square
 

@@ -50,7 +50,10 @@ def test_texts_in_braces_are_left_alone() -> None:
 def test_a_draw_has_every_area_and_repeats() -> None:
     lines = {str(path.relative_to(ROOT)): range(10_000) for path in (ROOT / "passes").glob("*.py")}
     lines |= {name: range(10_000) for name in ("autopar/rules/shape.py", "autopar/ir/layout.py")}
-    lines |= {name: range(10_000) for name in ("cost_model/step.py", "autopar/runtime/flat.py")}
+    lines |= {
+        name: range(10_000)
+        for name in ("cost_model/steps/step.py", "autopar/runtime/collectives/flat.py")
+    }
     found = drawn(ROOT, lines, 10, seed=1)
     assert found == drawn(ROOT, lines, 10, seed=1)
     assert [fault.area for fault in found[:5]] == [

@@ -16,7 +16,7 @@ from autopar.errors import CaptureError, SearchError
 from autopar.ir import Mesh
 from autopar.planning.planning import make_plan
 from autopar.proof.subject import Subject
-from autopar.search.request import Request
+from autopar.search.request.request import Request
 
 
 def tokens(low=2):

@@ -13,7 +13,7 @@ from torch.nn import functional
 from autopar.capture import functional as made_functional
 from autopar.capture.alike_blocks import AlikeBlocks, find_alike_blocks
 from autopar.capture.export import capture_step
-from autopar.passes.name_nodes import named
+from autopar.passes.cleanup.name_nodes import named
 
 LAYERS = 8
 

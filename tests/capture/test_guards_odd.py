@@ -14,8 +14,8 @@ from torch import Tensor
 
 import autopar
 from autopar.capture.export import capture_forward
-from autopar.capture.guards import Guard, Guards, Place
-from autopar.capture.structure import Structure
+from autopar.capture.guards.guards import Guard, Guards, Place
+from autopar.capture.guards.structure import Structure
 from autopar.errors import CaptureError
 from tests.support.odd_caches import CACHES
 from tests.support.odd_scripts import HOOKS, SCRIPTS

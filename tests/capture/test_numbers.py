@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autopar
-from autopar.runtime import module_programs
+from autopar.runtime.model import module_programs
 from tests.support.odd_kinds import Counting
 
 STEPS = 5

@@ -158,7 +158,7 @@ def torch_adafactor_of_shards() -> None:
         ),
         (lambda: torch.ones(2, 4).double() @ torch.ones(4, 6), "convert one to the other's dtype"),
         (lambda: torch.ones(4, device="meta") + torch.ones(4), "move both to one device"),
-        (torch_adafactor_of_shards, "take autopar.runtime.adafactor.Adafactor"),
+        (torch_adafactor_of_shards, "take autopar.runtime.parameters.adafactor.Adafactor"),
     ],
 )
 def test_operands_that_do_not_fit_have_a_remedy(call: Any, remedy: str) -> None:

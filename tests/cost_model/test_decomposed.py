@@ -11,7 +11,7 @@ from torch import nn
 import autopar
 from autopar.cost_model import find_cluster, find_hardware
 from autopar.cost_model.items import COMPUTE, Item
-from autopar.cost_model.software import Software
+from autopar.cost_model.machines.software import Software
 from autopar.errors import AutoparError
 from autopar.ir import Graph, Mesh, Plan
 from autopar.ops.decomposed import gather_products, product_scatter
@@ -22,7 +22,7 @@ from autopar.planning.planning import Prepared, prepare_step, search_step
 from autopar.program.program import build_program
 from autopar.program.slices import gathered_again
 from autopar.proof.random_plan import random_plan
-from autopar.search.request import Request
+from autopar.search.request.request import Request
 from tests.runtime.models import make
 from tests.support.staged import prepared_once
 

@@ -11,14 +11,14 @@ import sympy
 import torch
 
 from autopar.cost_model import H100
-from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.collectives import collective_seconds
-from autopar.cost_model.hardware import Hardware, Link
+from autopar.cost_model.machines.cluster import Cluster
+from autopar.cost_model.machines.hardware import Hardware, Link
+from autopar.cost_model.machines.software import AUTOPAR
 from autopar.cost_model.pricer import Pricer
-from autopar.cost_model.run import Run, total
 from autopar.cost_model.sizes import Sizes
-from autopar.cost_model.software import AUTOPAR
-from autopar.cost_model.step import Step
+from autopar.cost_model.steps.run import Run, total
+from autopar.cost_model.steps.step import Step
 from autopar.cost_model.symbols import symbol
 from autopar.cost_model.traffic import traffic_bytes
 from autopar.explanation.explanation import Explanation

@@ -12,8 +12,8 @@ from autopar.cost_model.sizes import Sizes
 from autopar.cost_model.traffic import sends, traffic_bytes
 from autopar.ir import ANY, Mesh, O, R, S
 from autopar.ir.conversion import TRANSITIONS
-from autopar.search.outer import search_plan
-from autopar.search.request import Request
+from autopar.search.candidates.outer import search_plan
+from autopar.search.request.request import Request
 from tests.search.stacked import Sizes as Widths
 from tests.search.stacked import residual
 from tests.search.toy import TOY

@@ -13,7 +13,7 @@ from autopar.cost_model.items import FULL, MIXED_FLOAT32_GRADIENTS, TrainingStat
 from autopar.cost_model.pricer import Pricer
 from autopar.ir import Mesh, MixedPrecision, ParameterPlan, R, S, Tensor, V
 from autopar.planning.planning import make_plan, prepare_step
-from autopar.search.request import Request
+from autopar.search.request.request import Request
 from tests.cost_model.test_price import MACHINE
 
 MESH = Mesh.of({"dp": 4})

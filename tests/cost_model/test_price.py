@@ -19,7 +19,7 @@ from autopar.cost_model import (
     own_seconds,
     parameter_bytes,
     price,
-)  # fmt: skip
+)
 from autopar.ir import (
     Choice,
     Leaf,

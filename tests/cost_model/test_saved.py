@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from autopar.cost_model import SavedTensors, Sizes, find_hardware, price
+from autopar.cost_model.machines.software import AUTOPAR
 from autopar.cost_model.pricer import Pricer
-from autopar.cost_model.run import Run
-from autopar.cost_model.software import AUTOPAR
-from autopar.cost_model.step import Step
+from autopar.cost_model.steps.run import Run
+from autopar.cost_model.steps.step import Step
 from autopar.ir import Mesh, ParameterPlan, Plan, R, S
 from autopar.ops.sharding import shard
 from autopar.planning.planning import Prepared, make_plan, prepare_step
 from autopar.program.program import build_program
 from autopar.proof import lockstep
-from autopar.search.request import Request
+from autopar.search.request.request import Request
 from benchmarks.accuracy.saved_activations import (
     eager_kept_bytes,
     kept_bytes,

@@ -9,7 +9,7 @@ from torch import nn
 from autopar.cost_model import Sizes, conversion_seconds, find_hardware, price, unruled
 from autopar.ir import Mesh, ParameterPlan, Plan, R, S, V
 from autopar.planning.planning import prepare_step
-from autopar.search.notes import unruled_lines
+from autopar.search.request.notes import unruled_lines
 
 MACHINE = find_hardware("h100")
 

@@ -20,9 +20,9 @@ from torch.utils.checkpoint import checkpoint
 import autopar
 from autopar.cost_model import find_hardware
 from autopar.options import options_of
-from autopar.runtime.settings import RunOptions
-from autopar.search.options import PlanOptions
-from autopar.search.request import Request
+from autopar.runtime.execute.settings import RunOptions
+from autopar.search.request.options import PlanOptions
+from autopar.search.request.request import Request
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "deepspeed.md").read_text()

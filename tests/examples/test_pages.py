@@ -186,9 +186,9 @@ CASES = (
 )
 
 ELSEWHERE = {  # example -> the test that runs it
-    ("checkpoints", 0): "tests/runtime/test_checkpoint.py",
-    ("checkpoints", 1): "tests/runtime/test_checkpoint.py",
-    ("checkpoints", 4): "tests/runtime/test_checkpoint.py",
+    ("checkpoints", 0): "tests/runtime/checkpoint/test_checkpoint.py",
+    ("checkpoints", 1): "tests/runtime/checkpoint/test_checkpoint.py",
+    ("checkpoints", 4): "tests/runtime/checkpoint/test_checkpoint.py",
     ("deepspeed", 0): "",  # of DeepSpeed
     ("deepspeed", 1): "tests/examples/test_deepspeed_page.py",
     ("deepspeed", 2): "tests/examples/test_deepspeed_page.py",

@@ -7,7 +7,7 @@ import pytest
 from autopar.cost_model import find_cluster
 from autopar.explanation import few_layers
 from autopar.explanation.advice import Advice, Question
-from autopar.search.request import Request
+from autopar.search.request.request import Request
 from tests.support.staged import captured_once
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from autopar.cost_model.cluster import find_cluster
-from autopar.cost_model.software import with_eager_runs
+from autopar.cost_model.machines.cluster import find_cluster
+from autopar.cost_model.machines.software import with_eager_runs
 from autopar.cost_model.symbols import Expressions
 from autopar.errors import AutoparError, RecipeError, SearchError
 from autopar.explanation.advice import Question
@@ -22,9 +22,9 @@ from autopar.explanation.remedies import _clusters, _offloaded
 from autopar.explanation.what_would_change import faster_clusters, larger_memories
 from autopar.ir import Mesh
 from autopar.planning.planning import are_given_by_micro_batches, search_step
-from autopar.search.comparison import best_that_fits, compared, smallest
-from autopar.search.request import Request
-from autopar.search.request_filters import expand_pins
+from autopar.search.candidates.comparison import best_that_fits, compared, smallest
+from autopar.search.candidates.request_filters import expand_pins
+from autopar.search.request.request import Request
 from tests.support.tables import often
 
 TARGET = "examples.gpt:tiny_example"

@@ -10,7 +10,7 @@ from autopar.errors import AutoparError, SearchError
 from autopar.explanation.advice import Question
 from autopar.explanation.batches import TriedBatch, _Trials, best_batch
 from autopar.explanation.pages import page_of
-from autopar.search.request import Request
+from autopar.search.request.request import Request
 from autopar.views import to_html
 
 

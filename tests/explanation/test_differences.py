@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.cost_model.cluster import find_cluster
+from autopar.cost_model.machines.cluster import find_cluster
 from autopar.errors import PlanError
 from autopar.explanation.advice import Question
 from autopar.explanation.differences import CostChange, Side, costs, differences, to_json, verdict
 from autopar.explanation.pages import page_of
 from autopar.explanation.report import used_axes
 from autopar.ir import Mesh, Pipeline, Plan
-from autopar.search.request import Request
+from autopar.search.request.request import Request
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from autopar.cost_model import H100
-from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.items import MIXED
-from autopar.cost_model.run import Run, total
-from autopar.cost_model.step import Step
+from autopar.cost_model.machines.cluster import Cluster
+from autopar.cost_model.steps.run import Run, total
+from autopar.cost_model.steps.step import Step
 from autopar.cost_model.symbols import symbol
 from autopar.errors import AutoparError
 from autopar.explanation.explanation import Explanation

@@ -10,16 +10,16 @@ import torch
 
 import autopar
 from autopar.api.announcing import start_line
-from autopar.cost_model.cluster import find_cluster
 from autopar.cost_model.items import MIXED_FLOAT32_GRADIENTS
+from autopar.cost_model.machines.cluster import find_cluster
 from autopar.explanation.advice import Question
 from autopar.explanation.explanation import Explanation
 from autopar.explanation.launch import asked, launch, settings
 from autopar.explanation.pages import page_of
 from autopar.ir import Graph, Pipeline, R, Stack
 from autopar.ir.recompute import Selection
-from autopar.search.notes import idle_axes
-from autopar.search.request import Request
+from autopar.search.request.notes import idle_axes
+from autopar.search.request.request import Request
 from autopar.views import to_html
 from tests.support.llama import Llama
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from autopar.cli.output import write_files
-from autopar.cost_model.cluster import find_cluster
+from autopar.cost_model.machines.cluster import find_cluster
 from autopar.explanation.advice import Question
 from autopar.explanation.pages import change_line, page_of, word_of
 from autopar.explanation.report import as_text, collectives
@@ -15,7 +15,7 @@ from autopar.explanation.sheet import Sheet
 from autopar.explanation.what_would_change import Change
 from autopar.ir import Mesh
 from autopar.models import PRESETS, build
-from autopar.search.request import Request
+from autopar.search.request.request import Request
 from autopar.units import format_seconds
 from autopar.views import read_trace, show, to_html
 

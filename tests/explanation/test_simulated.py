@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from autopar.cost_model import Link
-from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.machines.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.explanation.costs import run_of
 from autopar.explanation.explanation import Explanation
@@ -16,9 +16,9 @@ from autopar.explanation.report import as_text
 from autopar.explanation.simulated import SimulatedStep
 from autopar.ir import Graph, Pipeline, Plan
 from autopar.search import search
-from autopar.search.pipeline import search_pipeline
-from autopar.search.pipeline_settings import SEARCHED_SCHEDULES, ZERO_BUBBLE, PipelineFound
-from autopar.search.request import Request
+from autopar.search.request.request import Request
+from autopar.search.stages.pipeline import search_pipeline
+from autopar.search.stages.pipeline_settings import SEARCHED_SCHEDULES, ZERO_BUBBLE, PipelineFound
 from tests.search.stacked import Sizes, in_a_row, residual
 from tests.search.toy import TOY
 

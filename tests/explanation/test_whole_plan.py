@@ -17,7 +17,7 @@ from autopar.ir import Plan
 from autopar.models import Preset, build, example_inputs, targets
 from autopar.models.description import Transformer
 from autopar.planning.planning import prepare_step
-from autopar.search.request import Request
+from autopar.search.request.request import Request
 
 LAYERS = 4
 DEEP = Transformer.from_dimensions(

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from autopar.errors import AutoparError, MeshError, StepError
 from autopar.integrations import AutoparAccelerator
 from autopar.integrations.batches import JoinedBatches
-from autopar.runtime.checkpoint import read_extra, save_checkpoint
+from autopar.runtime.checkpoint.checkpoint import read_extra, save_checkpoint
 from tests.integrations.small import (
     BATCH,
     PLANS,

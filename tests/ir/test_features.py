@@ -6,7 +6,7 @@ from autopar.cost_model import find_hardware
 from autopar.errors import PlanError, RecipeError
 from autopar.ir import Mesh, Pipeline, Plan
 from autopar.ir.features import EXCLUDES, Feature, check_features, conflict
-from autopar.search.request import Request
+from autopar.search.request.request import Request
 
 
 @pytest.mark.parametrize("pair", EXCLUDES, ids=lambda pair: "-".join(each.name for each in pair))

@@ -11,7 +11,7 @@ from autopar.models import PRESETS, build, example_inputs, parameter_count
 from autopar.models.targets import resolve_target
 from autopar.planning.planning import make_plan, prepare_step
 from autopar.program.program import build_program
-from autopar.search.request import Request
+from autopar.search.request.request import Request
 from tests.support.tables import often
 
 MESH = {"dp": 2, "tp": 2}

@@ -23,7 +23,7 @@ from tests.support.nccl.traces import NewGroup, Sync, Traces, between, calls_of
 
 _SMALL_BYTES = 1024
 # They read what lies on the host, whatever the device is: a loss that has arrived, shares and seeds.
-_ON_HOST = ("runtime/finite.py", "analysis/objective.py", "runtime/pipeline.py")
+_ON_HOST = ("runtime/failures/finite.py", "analysis/objective.py", "runtime/pipeline/pipeline.py")
 _STEPS = {"micro_batches": 4}
 
 

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from autopar.errors import CaptureError
-from autopar.passes.real_scatters import real_scatters
-from autopar.passes.refresh_examples import refresh_examples
+from autopar.passes.cleanup.real_scatters import real_scatters
+from autopar.passes.cleanup.refresh_examples import refresh_examples
 from autopar.planning.planning import prepare_step
 from autopar.proof.verify import verify
 

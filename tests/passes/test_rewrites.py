@@ -16,18 +16,18 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from autopar.ops.verifier import verify_graph
-from autopar.passes.densify_gradients import densify_gradients
-from autopar.passes.drop_empty_operands import drop_empty_operands
-from autopar.passes.expand_copies import expand_copies
-from autopar.passes.name_nodes import name_nodes
-from autopar.passes.open_random_attention import open_random_attention
-from autopar.passes.read_types import read_types
-from autopar.passes.refresh_examples import refresh_examples
-from autopar.passes.remove_assertions import remove_assertions
-from autopar.passes.remove_clones import remove_clones
-from autopar.passes.reshape_views import reshape_views
-from autopar.passes.single_batch_norm import single_batch_norm
-from autopar.passes.unreduce_losses import unreduce_losses
+from autopar.passes.cleanup.densify_gradients import densify_gradients
+from autopar.passes.cleanup.drop_empty_operands import drop_empty_operands
+from autopar.passes.cleanup.expand_copies import expand_copies
+from autopar.passes.cleanup.name_nodes import name_nodes
+from autopar.passes.cleanup.open_random_attention import open_random_attention
+from autopar.passes.cleanup.read_types import read_types
+from autopar.passes.cleanup.refresh_examples import refresh_examples
+from autopar.passes.cleanup.remove_assertions import remove_assertions
+from autopar.passes.cleanup.remove_clones import remove_clones
+from autopar.passes.cleanup.reshape_views import reshape_views
+from autopar.passes.cleanup.single_batch_norm import single_batch_norm
+from autopar.passes.cleanup.unreduce_losses import unreduce_losses
 
 aten = torch.ops.aten
 

@@ -18,8 +18,8 @@ from autopar.passes import (
     group_gathers,
     hoist_input_sums,
 )
-from autopar.runtime.gather import route_of
-from autopar.runtime.hops import Hop
+from autopar.runtime.collectives.hops import Hop
+from autopar.runtime.parameters.gather import route_of
 
 aten, autopar_ops = torch.ops.aten, torch.ops.autopar
 

@@ -10,7 +10,7 @@ import pytest
 
 from autopar.cost_model import Cluster
 from autopar.cost_model.items import FULL, MIXED_FLOAT32_GRADIENTS, TrainingState
-from autopar.cost_model.software import AUTOPAR, Software
+from autopar.cost_model.machines.software import AUTOPAR, Software
 from autopar.explanation.costs import run_of
 from autopar.explanation.explanation import Explanation
 from autopar.ir import Graph, Pipeline, Plan

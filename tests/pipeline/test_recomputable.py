@@ -8,14 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autopar.cost_model.software import Software
+from autopar.cost_model.machines.software import Software
 from autopar.ir import Graph, Plan
 from autopar.ir.recompute import Selection
 from autopar.pipeline.composed import composed
 from autopar.pipeline.producers import op_names, recomputable_names
 from autopar.pipeline.stage_costs import StageTables
 from autopar.search import search
-from autopar.search.selection import select
+from autopar.search.exact.selection import select
 from tests.pipeline.test_stage_costs import ROW, SIZES, WORLD, unsplit
 from tests.search.stacked import residual
 from tests.search.toy import TOY

@@ -20,8 +20,8 @@ from autopar.pipeline.parts import block_starts
 from autopar.pipeline.stage_costs import StageTables
 from autopar.planning.planning import Prepared, prepare_step
 from autopar.search import search
-from autopar.search.pipeline import search_pipeline
-from autopar.search.request import Request
+from autopar.search.request.request import Request
+from autopar.search.stages.pipeline import search_pipeline
 from tests.support.llama import Llama
 from tests.support.tables import often
 

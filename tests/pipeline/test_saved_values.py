@@ -21,7 +21,7 @@ from autopar.pipeline.producers import recomputable_names
 from autopar.pipeline.saved_values import SavedValues, possible_lines
 from autopar.pipeline.stage_costs import StageTables
 from autopar.planning.planning import make_plan, prepare_step
-from autopar.search.request import Request
+from autopar.search.request.request import Request
 
 HARDWARE = find_hardware("cpu-gloo")
 LAYERS, ROWS, SEQ, WIDTH, FLOAT = 3, 4, 16, 32, 4

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from autopar._torch.pipelining import _places, schedule_class
+from autopar._torch.distributed.pipelining import _places, schedule_class
 from autopar.errors import PlanError
 from autopar.ir.pipeline import SCHEDULES, Pipeline
 from autopar.pipeline import schedules

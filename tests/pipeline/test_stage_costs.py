@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from autopar.cost_model import price
-from autopar.cost_model.software import Software
+from autopar.cost_model.machines.software import Software
 from autopar.ir import Graph, Mesh, ParameterPlan, Pipeline, Plan, R
 from autopar.ir.recompute import Recompute, Selection
 from autopar.pipeline.stage_costs import StageTables, costs_of_stages, stage_table

@@ -12,7 +12,7 @@ from autopar.cost_model import find_hardware
 from autopar.ir import Mesh, ParameterPlan, R
 from autopar.planning.planning import make_plan, prepare_step
 from autopar.planning.stored_plans import StoredPlans
-from autopar.search.request import Request
+from autopar.search.request.request import Request
 from autopar.units import counted
 
 

@@ -304,7 +304,7 @@ def test_recomputed_blocks_of_stages_are_exact(seed: int) -> None:
 def test_a_recomputation_that_draws_anew_fails(
     recompute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autopar.runtime.recompute.set_generators", lambda state: None)
+    monkeypatch.setattr("autopar.runtime.execute.recompute.set_generators", lambda state: None)
     report = recomputing(recompute)
     assert not report.passed and "gradient" in str(report), report
 

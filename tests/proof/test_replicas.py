@@ -15,9 +15,9 @@ from autopar.errors import PlanError, StepError
 from autopar.ir import Meeting
 from autopar.ir.order import Order
 from autopar.proof.served import fastest_first
-from autopar.runtime.outer_step import OuterStep
-from autopar.runtime.parcel import Parcel
-from autopar.runtime.server_table import ServerTable
+from autopar.runtime.replicas.outer_step import OuterStep
+from autopar.runtime.replicas.parcel import Parcel
+from autopar.runtime.replicas.server_table import ServerTable
 
 
 def square(y: Tensor) -> Tensor:

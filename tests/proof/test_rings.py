@@ -15,7 +15,7 @@ from autopar.ir import UNSPLIT, Graph, Mesh, Plan, is_legal
 from autopar.planning.planning import make_plan
 from autopar.proof.random_plan import random_plan
 from autopar.proof.subject import Subject
-from autopar.search.request import Request
+from autopar.search.request.request import Request
 from tests.support.llama import Llama
 from tests.support.tables import often
 

@@ -17,7 +17,7 @@ from autopar.ops.collectives import LOCAL
 from autopar.pipeline.composed import step_of
 from autopar.proof.random_plan import random_plan
 from autopar.proof.subject import Subject
-from autopar.search.search import search
+from autopar.search.exact.search import search
 from autopar.units import format_bytes
 from tests.support.tables import often
 

@@ -15,7 +15,7 @@ from autopar.pipeline.saved_values import SavedValues
 from autopar.planning.planning import unsplit_plan
 from autopar.proof.random_plan import random_plan
 from autopar.proof.subject import Subject
-from autopar.runtime import saved
+from autopar.runtime.execute import saved
 from benchmarks.zoo.models import build
 from tests.proof.test_parity import conv, llama
 from tests.support.tables import often

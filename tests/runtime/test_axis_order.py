@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import autopar
 from autopar.errors import MeshError
 from autopar.ir import Mesh
-from autopar.runtime.processes import axes_of_device_mesh, make_world
+from autopar.runtime.ranks.processes import axes_of_device_mesh, make_world
 from tests.runtime.models import make_on
 from tests.runtime.ranks import Ranks
 from tests.runtime.training import difference, single, train

@@ -13,7 +13,7 @@ from tests.runtime.ranks import Ranks
 
 pytestmark = pytest.mark.multiprocess
 
-# those of a graph; tests/runtime/test_owners.py has the others
+# those of a graph; tests/runtime/collectives/test_owners.py has the others
 OPS = sorted({each for each in TRANSITIONS.values() if {*each} <= {*KERNELS}})
 NEEDS = {"vary": 0, "partial": 0, "all_reduce": 0, "all_to_all": 2}  # dims; the others need one
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.runtime.checkpoint import load_checkpoint, save_checkpoint
+from autopar.runtime.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from tests.runtime.models import mean_square
 from tests.runtime.ranks import CONTEXT, join
 

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 import autopar
 from autopar.backend.sharding import whole_parameter
 from autopar.errors import AutoparError
-from autopar.runtime import compiled, kept_programs
-from autopar.runtime.compiled import Executor, ExecutorName, Region
-from autopar.runtime.gather import Gathers
+from autopar.runtime.execute import compiled
+from autopar.runtime.execute.compiled import Executor, ExecutorName, Region
+from autopar.runtime.model import kept_programs
+from autopar.runtime.parameters.gather import Gathers
 from benchmarks.accelerator.memory import peak_in_trace
 from tests.runtime import scripts
+from tests.runtime.execute.test_recompute import Made, model_of
 from tests.runtime.ranks import Ranks
-from tests.runtime.test_recompute import Made, model_of
 from tests.runtime.training import difference, single, train
 from tests.support.staged import captured_once
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import AutoparError, PlanError
-from autopar.runtime import started
+from autopar.runtime.collectives import started
 from tests.runtime.models import make
 from tests.runtime.ranks import Ranks
 from tests.runtime.training import compiled, difference, plan_of_part, single, train

@@ -10,7 +10,7 @@ from torch import nn
 
 import autopar
 from autopar.errors import AutoparError
-from autopar.runtime.checkpoint import load_optimizer_state
+from autopar.runtime.checkpoint.checkpoint import load_optimizer_state
 from tests.runtime.models import MLP, mean_square
 from tests.runtime.ranks import Ranks
 

@@ -24,7 +24,7 @@ from autopar import MixedPrecision, _torch
 from autopar.planning.planning import prepare_step
 from autopar.proof.random_plan import random_plan
 from autopar.proof.verdict import nan_last
-from autopar.runtime.checkpoint import load_checkpoint, save_checkpoint
+from autopar.runtime.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from tests.runtime.models import make, mean_square
 from tests.runtime.ranks import Ranks, equal_on_all
 from tests.support.staged import captured_once

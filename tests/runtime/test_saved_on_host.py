@@ -16,12 +16,12 @@ from autopar.ir import Graph, Plan
 from autopar.ir.saved import SavedLayout
 from autopar.pipeline.composed import step_of, stored_bytes
 from autopar.pipeline.saved_values import SavedValues
-from autopar.runtime.tiers import Tiers
+from autopar.runtime.ranks.tiers import Tiers
+from tests.runtime.execute.test_recompute import NO_PIPELINE, joined, planned
+from tests.runtime.execute.test_saved import LAYERS, MICRO_BATCHES, STREAM, alone, gpt, ten_steps
 from tests.runtime.models import Batch
 from tests.runtime.ranks import Ranks
-from tests.runtime.test_recompute import NO_PIPELINE, joined, planned
-from tests.runtime.test_saved import LAYERS, MICRO_BATCHES, STREAM, alone, gpt, ten_steps
-from tests.runtime.test_tiers import CPU_GLOO
+from tests.runtime.ranks.test_tiers import CPU_GLOO
 from tests.runtime.training import difference
 from tests.support.staged import captured_once
 

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.proof.verdict import nan_last
-from autopar.runtime import kept_programs
-from autopar.runtime.comparison import Comparison
+from autopar.runtime.model import kept_programs
+from autopar.runtime.ranks.comparison import Comparison
 from tests.runtime.ranks import Ranks, equal_on_all
 from tests.support.staged import captured_once, plan_for
 

@@ -13,9 +13,13 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import autopar
 from autopar.cost_model.optimizers import OPTIMIZERS
-from autopar.runtime.adafactor import Adafactor
-from autopar.runtime.block_states import in_blocks, values_of
-from autopar.runtime.checkpoint import load_checkpoint, load_optimizer_state, save_checkpoint
+from autopar.runtime.checkpoint.checkpoint import (
+    load_checkpoint,
+    load_optimizer_state,
+    save_checkpoint,
+)
+from autopar.runtime.formats.block_states import in_blocks, values_of
+from autopar.runtime.parameters.adafactor import Adafactor
 from tests.runtime.models import mean_square
 from tests.runtime.ranks import Ranks
 from tests.support.staged import captured_once

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.proof.verdict import nan_last
-from autopar.runtime.settings import Outputs
+from autopar.runtime.execute.settings import Outputs
 from tests.runtime.models import Normed, make, mean_square
 from tests.runtime.ranks import Ranks
 from tests.runtime.training import DP, difference, full_state, single, train

@@ -13,7 +13,7 @@ from torch import nn
 import autopar
 from autopar import _torch
 from autopar.errors import AutoparError
-from autopar.runtime.processes import refuse_unlike
+from autopar.runtime.ranks.processes import refuse_unlike
 from tests.runtime.ranks import Ranks
 
 

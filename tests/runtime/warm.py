@@ -20,7 +20,7 @@ import autopar.backend
 import autopar.proof.verify  # noqa: F401
 from autopar.cost_model import find_hardware
 from autopar.planning.planning import make_plan, prepare_step
-from autopar.search.request import Request
+from autopar.search.request.request import Request
 from tests.support.shared_captures import share_captures
 from tests.support.staged import prepared_once
 

@@ -8,7 +8,7 @@ from autopar.ir import Mesh
 from autopar.pipeline.composed import composed
 from autopar.planning.planning import make_plan, prepare_step
 from autopar.program.program import build_program
-from autopar.search.request import Request
+from autopar.search.request.request import Request
 from tests.support.llama import Llama
 
 EIGHT = Mesh.of({"x": 8})

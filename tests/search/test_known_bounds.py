@@ -8,21 +8,21 @@ from collections.abc import Iterator
 
 import pytest
 
-from autopar.cost_model.hardware import Host
+from autopar.cost_model.machines.hardware import Host
 from autopar.errors import SearchError
 from autopar.ir import Graph
-from autopar.search.descent import least_seconds_within, smallest_fits
-from autopar.search.given import GivenMesh
-from autopar.search.pipeline import _Search
-from autopar.search.request import Request
-from autopar.search.search import Found, MeshSearch
-from autopar.search.searches import Searches
-from autopar.search.staged import SlowerError
+from autopar.search.exact.descent import least_seconds_within, smallest_fits
+from autopar.search.exact.search import Found, MeshSearch
+from autopar.search.exact.searches import Searches
+from autopar.search.request.request import Request
+from autopar.search.stages.given import GivenMesh
+from autopar.search.stages.pipeline import _Search
+from autopar.search.stages.staged import SlowerError
 from tests.search.graphs import LlamaSizes, llama, mlp
 from tests.search.stacked import Sizes, residual
 from tests.search.toy import TOY
 
-descent = importlib.import_module("autopar.search.descent")
+descent = importlib.import_module("autopar.search.exact.descent")
 
 SMALL = LlamaSizes(
     batch=8, seq=16, layers=1, dim=32, kv_heads=4, group=2, head_dim=4, ffn=64, vocab=128

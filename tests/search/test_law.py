@@ -8,17 +8,17 @@ from dataclasses import replace
 import pytest
 
 from autopar.cost_model import Hardware, find_hardware
-from autopar.cost_model.hardware import Host
 from autopar.cost_model.items import FULL, MIXED_FLOAT32_GRADIENTS, TrainingState
-from autopar.cost_model.software import AUTOPAR, Software
+from autopar.cost_model.machines.hardware import Host
+from autopar.cost_model.machines.software import AUTOPAR, Software
 from autopar.errors import AutoparError
 from autopar.ir import Graph
 from autopar.pipeline.composed import Composed, composed
 from autopar.search import search
-from autopar.search.outer import search_plan
-from autopar.search.pipeline import search_pipeline
-from autopar.search.request import Request
-from autopar.search.search import meshes_of
+from autopar.search.candidates.outer import search_plan
+from autopar.search.exact.search import meshes_of
+from autopar.search.request.request import Request
+from autopar.search.stages.pipeline import search_pipeline
 from tests.search.graphs import LlamaSizes, llama
 from tests.search.stacked import Sizes, residual
 from tests.search.toy import TOY

@@ -13,11 +13,11 @@ from autopar.pipeline.parts import block_starts
 from autopar.pipeline.schedules import actions
 from autopar.pipeline.simulation import simulate
 from autopar.pipeline.stage_costs import costs_of_stages
-from autopar.search.pipeline import search_pipeline
-from autopar.search.pipeline_settings import PipelineFound
-from autopar.search.recipe_rows import PIPELINE_RECIPES
-from autopar.search.recipes import format_recipe, resolve, split_recipe
-from autopar.search.request import Request
+from autopar.search.request.recipe_rows import PIPELINE_RECIPES
+from autopar.search.request.recipes import format_recipe, resolve, split_recipe
+from autopar.search.request.request import Request
+from autopar.search.stages.pipeline import search_pipeline
+from autopar.search.stages.pipeline_settings import PipelineFound
 from tests.search.stacked import Sizes, residual
 from tests.search.toy import TOY
 

@@ -19,10 +19,10 @@ from autopar.pipeline.composed import composed
 from autopar.pipeline.parts import repeating_parts
 from autopar.pipeline.stage_costs import StageTables
 from autopar.planning.planning import make_plan, prepare_forward, prepare_step, search_step
-from autopar.search.balance import balance_of
-from autopar.search.pipeline import search_pipeline
-from autopar.search.pipeline_settings import PipelineFound
-from autopar.search.request import Request
+from autopar.search.request.request import Request
+from autopar.search.stages.balance import balance_of
+from autopar.search.stages.pipeline import search_pipeline
+from autopar.search.stages.pipeline_settings import PipelineFound
 from autopar.units import format_bytes
 from tests.pipeline.test_stage_costs import ROW, SIZES, WORLD, table, unsplit
 from tests.search.stacked import Sizes, residual

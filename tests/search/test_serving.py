@@ -10,14 +10,14 @@ from torch import nn
 
 import autopar
 from autopar.cost_model import find_cluster
-from autopar.cost_model.owned_step import OwnedStep
+from autopar.cost_model.steps.owned_step import OwnedStep
 from autopar.errors import RecipeError
 from autopar.explanation.explanation import Explanation
 from autopar.ir import Mesh, Plan, format_layout
 from autopar.pipeline.composed import step_of
 from autopar.proof.subject import Subject
-from autopar.search.request import Request
-from autopar.search.search import search
+from autopar.search.exact.search import search
+from autopar.search.request.request import Request
 from tests.support.towers import Towers
 
 HARDWARE = find_cluster("h100x2").hardware

@@ -26,9 +26,9 @@ from autopar.planning.garbage import collecting_rarely
 from autopar.planning.planning import Prepared, make_plan, prepare_step, prepared_of
 from autopar.planning.stored_captures import CaptureQuestion, StoredCaptures
 from autopar.program import captures
-from autopar.runtime.adoption import refuse_plain
+from autopar.runtime.parameters.adoption import refuse_plain
 from autopar.search import RecipeLike
-from autopar.search.request import Request
+from autopar.search.request.request import Request
 from tests.support.shared_captures import SharedCaptures
 
 

@@ -9,7 +9,7 @@ import torch
 
 from autopar.capture.export import capture_step
 from autopar.planning.stored_captures import CaptureQuestion, StoredCaptures
-from autopar.runtime.stand_ins import stand_ins
+from autopar.runtime.parameters.stand_ins import stand_ins
 
 HELPER = """
     import math

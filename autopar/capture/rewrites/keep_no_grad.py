@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar import _torch
-from autopar.capture.refusals import BACKEND_RUNS_IT
+from autopar.capture.guards.refusals import BACKEND_RUNS_IT
 from autopar.capture.remedies import traced_line
 from autopar.errors import CaptureError
 

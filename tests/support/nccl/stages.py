@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from autopar.ir.pipeline import Pipeline
 from autopar.ops.collectives import group_name
 from autopar.pipeline.schedules import actions, waits_for_sends
-from autopar.runtime import stage_actions
-from autopar.runtime.world import Pipe
+from autopar.runtime.pipeline import stage_actions
+from autopar.runtime.ranks.world import Pipe
 from tests.support.nccl.recording import Played
 from tests.support.nccl.traces import Compute, Event, Traces
 

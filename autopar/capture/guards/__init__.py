@@ -1,0 +1,1 @@
+"""What the user's Python reads and writes while a model is captured."""

@@ -1,0 +1,134 @@
+"""Errors for Python code that a captured program cannot repeat in each step: its line, and what to do instead."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from autopar.capture.guards.guards import Place
+from autopar.errors import CaptureError
+
+BACKEND_RUNS_IT = 'torch.compile(model, backend="autopar") runs it as it is written.'
+
+
+def sets_attribute(name: str, attribute: str, line: str, *, deletes: bool) -> CaptureError:
+    """The error for an attribute of a module that forward deletes, or sets to a value that only a run can give.
+
+    Args:
+        name: path of the attribute, `model.last`.
+        attribute: its own name, `last`.
+        line: the line that sets it.
+        deletes: whether it is deleted.
+    """
+    return CaptureError(
+        f"The forward {'deletes' if deletes else 'sets'} {name} in {line}, and a captured program does not run that "
+        "line in each step. Return the value from the forward, or keep a tensor in a buffer and write into it: "
+        f"self.register_buffer({attribute!r}, ...) in __init__, self.{attribute}.copy_(...) here. {BACKEND_RUNS_IT}"
+    )
+
+
+def warn_of_library(does: str, line: str) -> None:
+    """Warns of state that an installed library keeps; people cannot change its code.
+
+    Args:
+        does: verb and name, `sets model.layers.0.last`.
+        line: the line of the library.
+    """
+    warnings.warn(
+        f"A library {does} in {line}, and a captured program does not run that line in each step: what stands "
+        "there stays as it was before the capture.",
+        stacklevel=2,
+    )
+
+
+def changes(place: Place) -> CaptureError:
+    """The error for a container, object, closure or global that forward or loss changes."""
+    return CaptureError(
+        f"The forward or the loss changes {place.words} (read in {place.line}), and a captured program does not do "
+        f"that in each step. Do it outside, after step, or return what it collects from the forward. {BACKEND_RUNS_IT}"
+    )
+
+
+def draws_in_python(line: str, *, is_own: bool) -> CaptureError:
+    """The error for random numbers drawn from the generators of Python or numpy.
+
+    Args:
+        line: the line that draws.
+        is_own: whether it draws from a `random.Random` of the user's own, which torch.compile gets wrong.
+    """
+    backend = "" if is_own else f" {BACKEND_RUNS_IT}"
+    return CaptureError(
+        f"The forward or the loss draws from Python's or numpy's random numbers in {line}; a captured program would "
+        "repeat the first draw for ever. Draw with torch (torch.rand, torch.bernoulli) and choose with torch.where, "
+        f"or draw outside and give the result as an input.{backend}"
+    )
+
+
+def draws_from_own(generator: str, line: str) -> CaptureError:
+    """For draws from a `random.Random` of the user's own under torch.compile, which repeats the first one.
+
+    Args:
+        generator: where it stands, as Dynamo names it.
+        line: the line that uses the number; "" if none does.
+    """
+    where = f" in {line}" if line else ""
+    return CaptureError(
+        f"The forward or the loss draws from the random.Random {generator}{where}, and torch.compile repeats the first "
+        "draw in each step, with any backend. Draw with torch (torch.rand) or with Python's own random.random(), or "
+        "outside, and give the result as an input."
+    )
+
+
+def replaces_method(name: str, line: str) -> CaptureError:
+    """The error for a method of a class that was replaced after torch.compile had read it.
+
+    Args:
+        name: class and method, `Model.forward`.
+        line: the line where the new method begins.
+    """
+    return CaptureError(
+        f"{name} was replaced by the function in {line} after torch.compile had read it, and torch.compile goes on "
+        "with the old one, with any backend. Call torch.compiler.reset() after the change, or replace the method of "
+        "the object (`model.forward = ...`), which torch.compile notices."
+    )
+
+
+def runs_cached(name: str, line: str, read: str) -> CaptureError:
+    """The error for a function with a cache that a capture runs anew, though Python would not.
+
+    Args:
+        name: name of the function.
+        line: the line where it begins.
+        read: name of a global that has changed; "" if none has.
+    """
+    what = f"the global {read}" if read else "a value"
+    return CaptureError(
+        f"{name} in {line} keeps its results (functools.lru_cache) and reads {what}, which has changed. "
+        "Python would return the result of before; a capture, also of torch.compile, runs the function anew. Give the "
+        "value as an argument of the function, call its cache_clear() after the change, or call the function outside "
+        "of what is compiled."
+    )
+
+
+def reads_clock(line: str) -> CaptureError:
+    """The error for readings of the clock or of the machine's entropy."""
+    return CaptureError(
+        f"The forward or the loss reads the clock or the machine's noise in {line}, and a captured program does not "
+        "run that line in each step. Read it outside, and give what depends on it as an input."
+    )
+
+
+def reads_iterator(value: Any, place: Place) -> CaptureError:
+    """The error for an iterator or a random generator, whose next value cannot be read without changing it."""
+    return CaptureError(
+        f"The forward or the loss reads the {type(value).__name__} {place.words} in {place.line}, whose next value "
+        "no captured program can know. Take its value outside, and give it as an input."
+    )
+
+
+def reads_weakly(place: Place) -> CaptureError:
+    """The error for a weak reference to an object, which may be gone in a later step."""
+    return CaptureError(
+        f"The forward or the loss reads the weak reference {place.words} in {place.line}; its object may change or be "
+        f"gone later, and to guard it would keep it alive. Hold the object itself. {BACKEND_RUNS_IT}"
+    )

@@ -1,0 +1,1 @@
+"""Captures that are kept in files."""

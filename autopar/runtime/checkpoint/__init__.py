@@ -1,0 +1,1 @@
+"""Checkpoints of a compiled module and its optimizer: saved, kept and loaded."""

@@ -1,0 +1,1 @@
+"""Conversions of local tensors between layouts, as collectives of process groups."""

@@ -1,0 +1,168 @@
+"""Flat collectives: one collective for several tensors, which are copied into one flat buffer.
+
+A function `start_*` starts the collective and returns at once; `Started.wait` waits for it and gives the results. Each
+tensor comes with its `Hop`, the conversion step that it takes; all hops of a collective are of one kind along one axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar import _torch
+from autopar.ops.collectives import group_name, naming_failures
+from autopar.runtime.collectives.hops import Hop
+from autopar.runtime.ranks.world import World
+
+
+@dataclass
+class Started:
+    """A collective that was started.
+
+    Attributes:
+        hops: the hop of each tensor.
+        work: handle of torch.distributed to wait for; None if the collective has ended.
+        group: process group of the collective.
+        unpack: function that gives the result of each tensor once the collective has ended.
+    """
+
+    hops: list[Hop]
+    work: Any
+    group: dist.ProcessGroup
+    unpack: Callable[[], list[Tensor]]
+
+    def wait(self) -> list[Tensor]:
+        with naming_failures(self.hops[0].name, group_name(self.group)):
+            if self.work is not None:
+                self.work.wait()
+        return self.unpack()
+
+
+def group_of(hop: Hop, world: World) -> dist.ProcessGroup:
+    group = world.groups[hop.axis]
+    assert group is not None, hop
+    return group
+
+
+def without(hops: Sequence[Hop], like: Tensor) -> list[Tensor]:
+    """Empty results, for a rank that is not the owner."""
+    return [like.new_empty((0, *hop.result[1:])) for hop in hops]
+
+
+def start_all_reduce(hops: list[Hop], tensors: list[Tensor], world: World) -> Started:
+    group = group_of(hops[0], world)
+    if len(tensors) == 1:
+        flat = tensors[0].contiguous().view(-1)
+    else:
+        flat = torch.cat([x.reshape(-1) for x in tensors])
+    shapes = [hop.result for hop in hops]
+
+    def unpack() -> list[Tensor]:
+        parts = flat.split([shape.numel() for shape in map(torch.Size, shapes)])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    with naming_failures("all_reduce", group_name(group)):
+        work = _torch.start_all_reduce(flat, group)
+    return Started(hops, work, group, unpack)
+
+
+def start_all_gather(hops: list[Hop], tensors: list[Tensor], world: World) -> Started:
+    group, size = group_of(hops[0], world), hops[0].size
+    flat = (
+        torch.cat([x.reshape(-1) for x in tensors]) if len(tensors) > 1 else tensors[0].reshape(-1)
+    )
+    gathered = flat.new_empty(size, flat.numel())
+
+    def unpack() -> list[Tensor]:
+        parts = gathered.split([torch.Size(hop.viewed).numel() for hop in hops], dim=1)
+        return [join(part, hop) for part, hop in zip(parts, hops, strict=True)]
+
+    with naming_failures("all_gather", group_name(group)):
+        work = _torch.start_all_gather(gathered.view(-1), flat.contiguous(), group)
+    return Started(hops, work, group, unpack)
+
+
+def join(rows: Tensor, hop: Hop) -> Tensor:
+    """The gathered tensor of one hop: its shards concatenated along the hop's dim.
+
+    Args:
+        rows: flat shards of the tensor, one row for each rank.
+        hop: all-gather of the tensor, or gather to its owner.
+    """
+    shards = rows.unflatten(1, hop.viewed) if hop.viewed else rows.view(hop.size)
+    return shards.movedim(0, hop.dims[0]).reshape(hop.result).contiguous()
+
+
+def start_reduce_scatter(hops: list[Hop], tensors: list[Tensor], world: World) -> Started:
+    group = group_of(hops[0], world)
+    sizes = [torch.Size(hop.result).numel() for hop in hops]
+    stacked = stack(hops, tensors, sizes)
+    tensors.clear()
+    reduced = stacked.new_empty(sum(sizes))
+
+    def unpack() -> list[Tensor]:
+        parts = reduced.split(sizes)
+        return [part.view(hop.result) for part, hop in zip(parts, hops, strict=True)]
+
+    with naming_failures("reduce_scatter", group_name(group)):
+        work = _torch.start_reduce_scatter(reduced, stacked.view(-1), group)
+    return Started(hops, work, group, unpack)
+
+
+def stack(hops: list[Hop], tensors: list[Tensor], sizes: list[int]) -> Tensor:
+    """The flat input of a reduce-scatter, all-to-all or scatter: row i has the parts of all tensors that rank i gets.
+
+    Args:
+        hops: hop of each tensor.
+        tensors: local tensors, which are cut along the last dim of their hop's `dims`.
+        sizes: number of elements of each tensor's part.
+    """
+    size = hops[0].size
+    cut = [
+        x.unflatten(h.dims[-1], (size, -1)).movedim(h.dims[-1], 0)
+        for x, h in zip(tensors, hops, strict=True)
+    ]
+    if len(cut) == 1:
+        return cut[0].contiguous().view(size, -1)
+    stacked = tensors[0].new_empty(size, sum(sizes))
+    for rows, part in zip(stacked.split(sizes, dim=1), cut, strict=True):
+        rows.unflatten(1, part.shape[1:]).copy_(part)
+    return stacked
+
+
+def start_all_to_all(hops: list[Hop], tensors: list[Tensor], world: World) -> Started:
+    group, size = group_of(hops[0], world), hops[0].size
+    sizes = [torch.Size(hop.viewed).numel() // size for hop in hops]
+    stacked = stack(hops, tensors, sizes)
+    tensors.clear()
+    exchanged = torch.empty_like(stacked)
+
+    def unpack() -> list[Tensor]:
+        parts = exchanged.split(sizes, dim=1)
+        return [_joined(part, hop) for part, hop in zip(parts, hops, strict=True)]
+
+    with naming_failures("all_to_all", group_name(group)):
+        work = _torch.start_all_to_all(exchanged.view(-1), stacked.view(-1), group)
+    return Started(hops, work, group, unpack)
+
+
+def _joined(rows: Tensor, hop: Hop) -> Tensor:
+    """The result of one hop of an all-to-all: the parts that ranks have sent, concatenated along the gathered dim."""
+    gathered, cut = hop.dims
+    shape = list(hop.viewed)
+    shape[cut] //= hop.size
+    parts = rows.unflatten(1, shape).movedim(0, gathered)
+    return parts.reshape(hop.result).contiguous()
+
+
+STARTS: dict[str, Callable[[list[Hop], list[Tensor], World], Started]] = {
+    "all_reduce": start_all_reduce,
+    "all_gather": start_all_gather,
+    "all_to_all": start_all_to_all,
+    "reduce_scatter": start_reduce_scatter,
+}

@@ -1,0 +1,335 @@
+"""Arguments of a call: matched with a program, checked, and cut into micro-batches and into this rank's part."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from autopar._torch import pytree
+from autopar.errors import StepError
+from autopar.ir import R, local_shape
+from autopar.ops.sharding import shard
+from autopar.program.program import Program, TensorSpec
+from autopar.runtime.collectives.hops import route
+from autopar.runtime.collectives.transfer import travel
+from autopar.runtime.execute.outputs import local_part
+from autopar.runtime.ranks.world import World
+
+Shape = tuple[int, ...]
+Form = Literal["whole", "part", ""]
+
+
+def shape_words(shapes: Sequence[Sequence[int]]) -> str:
+    """Shapes for people, such as `[8, 8], [8]`."""
+    return ", ".join(str(list(shape)) for shape in shapes)
+
+
+def shapes_of(tensors: Sequence[Tensor]) -> tuple[Shape, ...]:
+    """The shapes of tensors, in order."""
+    return tuple(tuple(x.shape) for x in tensors)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of a call, flattened.
+
+    Attributes:
+        tensors: tensor leaves in pytree order.
+        literals: leaf position -> value, for the other leaves.
+        spec: the pytree of (args, kwargs); kwargs are ordered by name.
+        whole: numbers of the DTensors among the tensors, which are known to be whole.
+    """
+
+    tensors: tuple[Tensor, ...]
+    literals: Mapping[int, Any]
+    spec: pytree.TreeSpec
+    whole: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
+        """The arguments of a call, flattened. DTensors, as `outputs="dtensor"` gives them, stay what they are."""
+        leaves, spec = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        literals = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
+        whole = frozenset(i for i, x in enumerate(given) if isinstance(x, DTensor))
+        return cls(tuple(given), literals, spec, whole)
+
+    def rebuild(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """(args, kwargs) with other tensors in place."""
+        remaining = iter(tensors)
+        count = len(self.tensors) + len(self.literals)
+        leaves = [self.literals[i] if i in self.literals else next(remaining) for i in range(count)]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return args, kwargs
+
+    @cached_property
+    def shapes(self) -> tuple[Shape, ...]:
+        """The shapes of the tensors, in order."""
+        return shapes_of(self.tensors)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The path of each tensor, such as `[0][1]` or `[1]['mask']`, which is the same in every call."""
+        pairs, _ = pytree.tree_flatten_with_path(self.rebuild(self.tensors))
+        return tuple(pytree.keystr(path) for path, leaf in pairs if isinstance(leaf, Tensor))
+
+    @property
+    def digest(self) -> str:
+        """A digest of the values; "" where there are none, as on the meta device. DTensors need none."""
+        if any(x.is_meta for x in self.tensors):
+            return ""
+        return digest_of(x for x in self.tensors if not isinstance(x, DTensor))
+
+    def of_shapes(self, shapes: Sequence[Shape]) -> Arguments:
+        """The same inputs with tensors of these shapes; other shapes than its own have no values."""
+        tensors = [
+            x if tuple(x.shape) == shape else torch.empty(shape, dtype=x.dtype, device="meta")
+            for x, shape in zip(self.tensors, shapes, strict=True)
+        ]
+        return replace(self, tensors=tuple(tensors))
+
+    def without_values(self) -> Arguments:
+        """The same inputs with tensors of the meta device."""
+        tensors = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in self.tensors]
+        return replace(self, tensors=tuple(tensors), whole=frozenset())
+
+    def fits(self, program: Program) -> bool:
+        """Whether the program was captured for arguments of this tree, these literals and dtypes."""
+        return (
+            self.spec == program.in_spec
+            and _typed(self.literals) == _typed(program.literals)
+            and [x.dtype for x in self.tensors] == [s.dtype for s in program.inputs]
+        )
+
+
+def digest_of(tensors: Iterable[Tensor]) -> str:
+    """A digest of the values of plain tensors."""
+    found = hashlib.blake2b(digest_size=16)
+    for x in tensors:
+        data = x.detach().cpu().contiguous().reshape(-1)
+        found.update(data.view(torch.uint8).numpy().data if data.numel() else b"")
+    return found.hexdigest()
+
+
+def _typed(literals: Mapping[int, Any]) -> dict[int, tuple[type, Any]]:
+    """Literals with their types: 1, 1.0 and True are equal, and make different graphs."""
+    return {i: (type(value), value) for i, value in literals.items()}
+
+
+def first_micro_batch(arguments: Arguments, micro_batches: int) -> list[Tensor]:
+    """The first micro-batch of a batch, which is captured. Raises StepError if micro-batches do not divide dim 0."""
+    if micro_batches == 1:
+        return list(arguments.tensors)
+    for number, x in enumerate(arguments.tensors):
+        if x.ndim and x.shape[0] % micro_batches:
+            raise StepError(
+                f"Tensor {number} of the batch has shape {list(x.shape)}, and {micro_batches} "
+                f"micro-batches do not divide its first dim. Use a batch size that is a multiple of "
+                f"{micro_batches}, or another micro_batches."
+            )
+    return [x[: x.shape[0] // micro_batches] if x.ndim else x for x in arguments.tensors]
+
+
+def whole_shape(spec: TensorSpec, micro_batches: int) -> Shape:
+    """The global shape of an input of a whole step."""
+    return _times(spec.shape, micro_batches)
+
+
+def part_shapes(program: Program, micro_batches: int) -> tuple[Shape, ...]:
+    """The shapes of a rank's parts of the inputs of a whole step."""
+    return tuple(_times(shape, micro_batches) for shape in program.input_parts)
+
+
+def _times(shape: Shape, micro_batches: int) -> Shape:
+    grows = shape and micro_batches > 1
+    return (shape[0] * micro_batches, *shape[1:]) if grows else shape
+
+
+def whole_shapes(program: Program, micro_batches: int) -> tuple[Shape, ...]:
+    """The global shapes of the inputs of a whole step."""
+    return tuple(whole_shape(spec, micro_batches) for spec in program.inputs)
+
+
+def form(arguments: Arguments, wholes: Sequence[Shape], parts: Sequence[Shape]) -> Form:
+    """Whether the tensors have a program's global shapes, or some have those of this rank's part, or neither."""
+    if arguments.shapes == wholes:
+        return "whole"
+    fits = all(x in known for x, *known in zip(arguments.shapes, wholes, parts, strict=True))
+    return "part" if fits else ""
+
+
+def parts_given(arguments: Arguments, wholes: Sequence[Shape]) -> int:
+    """The number of parts of a batch of several micro-batches, if each rank gave its own rows; else 1.
+
+    It is 1, too, if some tensor was given whole: `cut_inputs` then gathers the others.
+
+    Args:
+        arguments: the arguments of this rank.
+        wholes: the shapes of the whole batch.
+    """
+    pairs = [pair for pair in zip(wholes, arguments.shapes, strict=True) if pair[0]]
+    if any(whole == own for whole, own in pairs):
+        return 1
+    return max((whole[0] // own[0] for whole, own in pairs if own[0]), default=1)
+
+
+def cuts(program: Program, world: World) -> list[Shape]:
+    """The number of parts into which the program cuts every dim of every input."""
+    return [
+        tuple(
+            whole // max(part, 1)
+            for whole, part in zip(
+                spec.shape, local_shape(spec.dims, spec.layout, world.mesh), strict=True
+            )
+        )
+        for spec in program.inputs
+    ]
+
+
+def shapes_of_parts(arguments: Arguments, known: Mapping[str, Shape]) -> tuple[Shape, ...]:
+    """The shapes of the whole batch, from this rank's parts and the cuts of earlier inputs with the same paths.
+
+    Args:
+        known: path of an input -> number of parts into which each of its dims was cut.
+
+    A tensor at a new place is taken to be cut along dim 0 as the others are, if it has as many rows; one that
+    came as a DTensor is whole.
+    """
+    pairs = list(zip(arguments.paths, arguments.shapes, strict=True))
+    by_rows = {
+        shape[0]: known[path][0]
+        for number, (path, shape) in enumerate(pairs)
+        if shape and number not in arguments.whole and len(known.get(path, ())) == len(shape)
+    }
+
+    def cut(number: int, path: str, shape: Shape) -> Shape:
+        if number in arguments.whole:
+            return (1,) * len(shape)
+        if len(known.get(path, ())) == len(shape):
+            return known[path] if shape else ()
+        return (by_rows.get(shape[0], 1), *(1 for _ in shape[1:]))
+
+    return tuple(
+        tuple(size * parts for size, parts in zip(shape, cut(number, path, shape), strict=True))
+        for number, (path, shape) in enumerate(pairs)
+    )
+
+
+def fitting_micro_batches(
+    shapes: Sequence[Shape],
+    first: Program,
+    micro_batches: int,
+    world: World,
+    takes: Callable[[int], bool],
+) -> int:
+    """The number of micro-batches for a batch whose shapes differ from those of the first batch.
+
+    One stays one. Otherwise it is a number that divides the batch. Preferred are, in this order, numbers whose
+    micro-batches are split over ranks like the first ones, numbers that the schedule allows, the first number itself,
+    numbers that give a rank no more rows than before, and the nearest number.
+    """
+    rows = math.gcd(*(shape[0] for shape in shapes if shape))
+    if micro_batches == 1 or not rows:
+        return micro_batches
+    cut = max((each[0] for each in cuts(first, world) if each), default=1)
+    usual = math.gcd(*(spec.shape[0] for spec in first.inputs if spec.shape)) // cut
+
+    def order(count: int) -> tuple[bool, bool, bool, bool, int]:
+        size = rows // count
+        splits = size % cut == 0
+        held = size // cut if splits else size
+        away = abs(count - micro_batches)
+        return (not splits, not takes(count), away > 0, held > usual, away)
+
+    return min((n for n in range(1, rows + 1) if rows % n == 0), key=order)
+
+
+def cut_inputs(
+    program: Program, arguments: Arguments, micro_batches: int, world: World
+) -> list[list[Tensor]]:
+    """For every micro-batch this rank's inputs.
+
+    Where whole tensors were given as well as parts, such as results of `model(...)`, parts of a batch of several
+    micro-batches are gathered: micro-batch i of a whole tensor has rows of all ranks in turn, and of a part those of
+    this rank.
+
+    Raises StepError for a tensor of another shape, and for one whose gradient would be lost.
+    """
+    if program.is_step or torch.is_grad_enabled():
+        _refuse_gradients(program, arguments)
+    tensors, parts = list(arguments.tensors), part_shapes(program, micro_batches)
+    if micro_batches > 1 and _is_mixture(program, arguments, micro_batches):
+        tensors = [
+            _gathered(spec, x, part, micro_batches, world)
+            for spec, x, part in zip(program.inputs, tensors, parts, strict=True)
+        ]
+    columns = [
+        _cut_input(spec, x, part, micro_batches, world)
+        for spec, x, part in zip(program.inputs, tensors, parts, strict=True)
+    ]
+    return [[column[i] for column in columns] for i in range(micro_batches)]
+
+
+def _is_mixture(program: Program, arguments: Arguments, micro_batches: int) -> bool:
+    """Whether some tensors with dims have the shapes of the whole batch, and others have not."""
+    pairs = zip(program.inputs, arguments.shapes, strict=True)
+    return len({whole_shape(spec, micro_batches) == shape for spec, shape in pairs if shape}) > 1
+
+
+def _gathered(spec: TensorSpec, x: Tensor, part: Shape, micro_batches: int, world: World) -> Tensor:
+    """The whole tensor of which ranks have parts in the layout of an input; other tensors as they are."""
+    is_part = tuple(x.shape) == part
+    if not is_part or tuple(x.shape) == whole_shape(spec, micro_batches) or isinstance(x, DTensor):
+        return x
+    rows, *within = spec.dims[0] or (1,)
+    dims = ((rows * micro_batches, *within), *spec.dims[1:])
+    replicated = (R,) * len(spec.layout)
+    own = x.detach().to(world.device).contiguous()
+    return travel(own, route(dims, spec.layout, replicated, world.mesh), world)
+
+
+def _refuse_gradients(program: Program, arguments: Arguments) -> None:
+    for spec, x in zip(program.inputs, arguments.tensors, strict=True):
+        if x.requires_grad:
+            raise StepError(
+                f"Input {spec.name!r} requires a gradient, and gradients flow to parameters only. Give "
+                "x.detach(), or make what computes it part of the model that is compiled."
+            )
+
+
+def _cut_input(
+    spec: TensorSpec, x: Tensor, part: Shape, micro_batches: int, world: World
+) -> list[Tensor]:
+    whole = whole_shape(spec, micro_batches)
+    if tuple(x.shape) not in (whole, part):
+        raise _wrong_shape(spec, x, whole, part, micro_batches)
+    if isinstance(x, DTensor):
+        if micro_batches == 1 and x.device_mesh == world.device_mesh:
+            return [local_part(x, spec, world).contiguous()]
+        x = x.full_tensor()
+    is_whole = tuple(x.shape) == whole
+    cuts = micro_batches > 1 and x.ndim
+    pieces = x.chunk(micro_batches) if cuts else [x] * micro_batches
+    if is_whole:
+        pieces = [shard(y, spec.dims, spec.layout, world.mesh, world.rank) for y in pieces]
+    return [y.detach().to(world.device, non_blocking=True).contiguous() for y in pieces]
+
+
+def _wrong_shape(
+    spec: TensorSpec, x: Tensor, whole: Shape, part: Shape, micro_batches: int
+) -> StepError:
+    count = f" ({micro_batches} micro-batches)" if micro_batches > 1 else ""
+    return StepError(
+        f"Input {spec.name!r} has shape {list(x.shape)}; the plan for this batch takes the global shape "
+        f"{list(whole)} or this rank's part of it, {list(part)}{count}. Ranks that give parts of a batch "
+        "have to give them as the plan cuts it, which differs from shape to shape where sizes do not "
+        "divide: give the global batch, or drop a last, smaller one (DataLoader(..., drop_last=True))."
+    )

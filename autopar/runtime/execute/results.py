@@ -1,0 +1,162 @@
+"""The results of a step, put together from those of its micro-batches (`autopar.analysis.extras`).
+
+A micro-batch leaves a rank with a part of each result, in the layout of the plan. Rows of further micro-batches come
+behind those of the first, so that the batch is a dim of two factors, of which the plan splits the second:
+
+    (rows of a micro-batch,)  split by S(0)      ->      (micro-batches, rows of one)  split by S(0.1)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from autopar.analysis.extras import Extra, Rows
+from autopar.ir import Layout, Mesh, R, State
+from autopar.program.program import Program, TensorSpec
+from autopar.runtime.collectives.hops import route
+from autopar.runtime.collectives.transfer import travel
+from autopar.runtime.execute.outputs import as_dtensor
+from autopar.runtime.ranks.world import World
+
+
+@dataclass(frozen=True)
+class StepResults:
+    """The results of a step on this rank.
+
+    Attributes:
+        loss: loss of the batch, the same on every rank.
+        extras: this rank's part of each extra result, over all micro-batches.
+    """
+
+    loss: Tensor
+    extras: Sequence[Tensor] = ()
+
+
+def joined(
+    program: Program, pieces: Sequence[Sequence[Tensor]], shares: Sequence[Sequence[float]]
+) -> list[Tensor]:
+    """This rank's part of each extra result, of its pieces from every micro-batch.
+
+    Args:
+        program: the program of a step of the whole model.
+        pieces: for every micro-batch the local extra results; what follows them is not read.
+        shares: for every extra result the share of each micro-batch.
+    """
+    columns = zip(program.extras, program.outputs, zip(*pieces, strict=True), shares, strict=False)
+    return [
+        _joined(extra, spec, column, own, program.plan.mesh) for extra, spec, column, own in columns
+    ]
+
+
+def _joined(
+    extra: Extra, spec: TensorSpec, pieces: Sequence[Tensor], shares: Sequence[float], mesh: Mesh
+) -> Tensor:
+    if len(pieces) == 1 or (extra.rows is None and extra.objective is None):
+        return pieces[-1]
+    if extra.rows is not None:
+        return _concatenated(pieces, spec, extra.rows, mesh)
+    # The share of a micro-batch in which nothing counts is 0, and its result 0 / 0.
+    counted = [
+        x if share == 1 else x * share for x, share in zip(pieces, shares, strict=True) if share
+    ]
+    return torch.stack(counted or list(pieces)).sum(0, dtype=pieces[0].dtype)
+
+
+def _concatenated(pieces: Sequence[Tensor], spec: TensorSpec, rows: Rows, mesh: Mesh) -> Tensor:
+    """Rows of one micro-batch after those of another, wherever the batch is among the factors of a dim."""
+    factors = _local_factors(spec, rows.dim, mesh)
+    cut = [x.unflatten(rows.dim, factors) for x in pieces]
+    whole = torch.cat(cut, dim=rows.dim + rows.factor)
+    return whole.flatten(rows.dim, rows.dim + len(factors) - 1)
+
+
+def _local_factors(spec: TensorSpec, dim: int, mesh: Mesh) -> list[int]:
+    """Sizes on a rank of the factors of a dim."""
+    return [size // _parts(spec.layout, dim, i, mesh) for i, size in enumerate(spec.dims[dim])]
+
+
+def _parts(layout: Layout, dim: int, factor: int, mesh: Mesh) -> int:
+    """Number of parts that a factor of a dim is split in."""
+    return math.prod(
+        size
+        for state, size in zip(layout, mesh.sizes, strict=True)
+        if state.kind == "S" and (state.dim, state.factor) == (dim, factor)
+    )
+
+
+# --- as the user gets them
+
+
+def delivered(
+    program: Program,
+    results: StepResults,
+    world: World,
+    *,
+    micro_batches: int,
+    as_dtensors: bool,
+    input_parts: int,
+) -> list[Tensor]:
+    """The results over the whole batch, the loss last: whole on every rank, or as DTensors.
+
+    Args:
+        program: the program of a step of the whole model.
+        results: this rank's loss, and its part of each extra result.
+        micro_batches: number of micro-batches.
+        as_dtensors: whether a tensor that is split is delivered as a DTensor.
+        input_parts: number of parts in which ranks gave the batch, each its own; 1 where they gave it whole.
+    """
+    extras = [
+        _delivered(
+            x, spec_of_batch(spec, extra.rows, micro_batches), extra.rows, world,
+            as_dtensors=as_dtensors, parts=input_parts if micro_batches > 1 else 1,
+        )
+        for x, spec, extra in zip(results.extras, program.outputs, program.extras, strict=False)
+    ]  # fmt: skip
+    return [*extras, results.loss]
+
+
+def _delivered(
+    x: Tensor, spec: TensorSpec, rows: Rows | None, world: World, *, as_dtensors: bool, parts: int
+) -> Tensor:
+    replicated = (R,) * len(spec.layout)
+    is_out_of_order = rows is not None and parts > 1
+    if as_dtensors and not is_out_of_order and x.ndim:
+        return as_dtensor(x, spec, world)
+    x = travel(x, route(spec.dims, spec.layout, replicated, world.mesh), world)
+    if rows is not None and is_out_of_order:
+        x = _in_order_of_ranks(x, spec, rows, parts)
+    if as_dtensors and x.ndim:
+        return as_dtensor(x, replace(spec, layout=replicated), world)
+    return x
+
+
+def spec_of_batch(spec: TensorSpec, rows: Rows | None, micro_batches: int) -> TensorSpec:
+    """The spec of a result over all micro-batches: the batch becomes two factors, the micro-batches and their rows."""
+    if rows is None or micro_batches == 1:
+        return spec
+    dims, shape = list(spec.dims), list(spec.shape)
+    factors = dims[rows.dim]
+    dims[rows.dim] = (*factors[: rows.factor], micro_batches, *factors[rows.factor :])
+    shape[rows.dim] *= micro_batches
+
+    def moved(state: State) -> State:
+        is_behind = state.kind == "S" and state.dim == rows.dim and state.factor >= rows.factor
+        return state._replace(factor=state.factor + 1) if is_behind else state
+
+    return replace(
+        spec, dims=tuple(dims), shape=tuple(shape), layout=tuple(map(moved, spec.layout))
+    )
+
+
+def _in_order_of_ranks(x: Tensor, spec: TensorSpec, rows: Rows, parts: int) -> Tensor:
+    """The rows of each rank together, where every micro-batch had rows of all ranks."""
+    factors = list(spec.dims[rows.dim])
+    place = rows.factor + 1  # that of the rows of a micro-batch
+    cut = [*factors[:place], parts, factors[place] // parts, *factors[place + 1 :]]
+    x = x.unflatten(rows.dim, cut).transpose(rows.dim + place - 1, rows.dim + place)
+    return x.flatten(rows.dim, rows.dim + len(cut) - 1).contiguous()

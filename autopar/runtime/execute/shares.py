@@ -1,0 +1,132 @@
+"""The share of each micro-batch's results in those of a step, see `autopar.analysis.objective`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autopar import _torch
+from autopar.analysis.objective import Objective
+from autopar.errors import StepError
+from autopar.ir import R
+from autopar.ops.collectives import group_name, naming_failures
+from autopar.program.program import Program
+from autopar.runtime.collectives.hops import route
+from autopar.runtime.collectives.transfer import travel
+from autopar.runtime.ranks.world import World
+
+
+class StepShares(NamedTuple):
+    """What micro-batches have in the results of a step.
+
+    Attributes:
+        results: for every result the shares of its micro-batches, the loss last; none for results in rows.
+        terms: for every micro-batch the shares of the terms of the loss, which its program takes after the inputs.
+    """
+
+    results: list[list[float]]
+    terms: list[list[Tensor]]
+
+
+def step_shares(
+    program: Program, parts: Sequence[list[Tensor]], model: nn.Module, world: World
+) -> StepShares:
+    """The shares of the micro-batches of a step, the same on every rank.
+
+    Args:
+        program: the program of a step of the whole model.
+        parts: this rank's inputs of every micro-batch. Those of a denominator (labels, masks) are gathered.
+        model: the model with its buffers.
+        world: the mesh of the ranks.
+
+    Raises StepError for a micro-batch in which no element counts, under a schedule that updates parameters after it,
+    and for one in which none does in a term of the loss alone.
+    """
+    every = [each.objective for each in program.extras]
+    if len(parts) == 1:  # reading the inputs would have the host wait for the device
+        return StepShares([[] if each is None else [1.0] for each in every] + [[1.0]], [[]])
+    pipeline = program.plan.pipeline
+    skips_empty = pipeline is None or not pipeline.update_every
+
+    def shares(objective: Objective) -> list[float]:
+        return objective.shares(
+            _read(objective, program, parts, model, world), skips_empty=skips_empty
+        )
+
+    results = [[] if each is None else shares(each) for each in every] + [shares(program.objective)]
+    terms: list[list[Tensor]] = [[] for _ in parts]
+    if program.shares:
+        found = program.term_shares(_read(program.objective, program, parts, model, world))
+        terms = [[x.to(world.device) for x in own.values()] for own in found]
+    return StepShares(results, terms)
+
+
+@torch.no_grad()
+def _read(
+    objective: Objective,
+    program: Program,
+    parts: Sequence[list[Tensor]],
+    model: nn.Module,
+    world: World,
+) -> list[dict[str, Tensor]]:
+    """For every micro-batch the whole tensors that an objective depends on, on the CPU; the host waits once for all."""
+    read = set(objective.reads)
+    replicated = (R,) * len(world.mesh.axes)
+    buffers = {
+        f"buffers.{spec.name}": model.get_buffer(spec.name)
+        for spec in program.buffers
+        if f"buffers.{spec.name}" in read
+    }
+
+    def whole(inputs: list[Tensor]) -> dict[str, Tensor]:
+        return {
+            spec.name: travel(x, route(spec.dims, spec.layout, replicated, world.mesh), world)
+            for spec, x in zip(program.inputs, inputs, strict=True)
+            if spec.name in read
+        }
+
+    first, *found = _torch.host_copies([buffers, *map(whole, parts)])
+    return [first | each for each in found]
+
+
+@torch.no_grad()
+def refuse_divided_by_none(
+    pieces: Sequence[Sequence[Tensor]],
+    shares: Sequence[Sequence[float]],
+    groups: Sequence[dist.ProcessGroup | None],
+    device: torch.device,
+) -> None:
+    """Raises StepError on all ranks if a result of a micro-batch without a share is infinite on any.
+
+    Its denominator is 0. The result is 0 / 0 where the numerator counts nothing either, and says nothing. But where all
+    boxes are added up and divided by the number of those with an object, the numerator belongs to that of the batch,
+    and cannot be had from its quotient by 0.
+
+    Args:
+        pieces: for every micro-batch this rank's part of each result; empty where another stage has the results.
+        shares: for every result the share of each micro-batch; empty for one without shares.
+        groups: groups along which a sum, one after the other, is over all ranks.
+        device: device of the ranks' collectives.
+    """
+    if all(share for own in shares for share in own):
+        return
+    found = [
+        x.isinf().any()
+        for column, own in zip(zip(*pieces, strict=True), shares, strict=False)
+        for x, share in zip(column, own, strict=False)
+        if share == 0
+    ]
+    count = torch.stack(found).any().float() if found else torch.zeros((), device=device)
+    for group in filter(None, groups):
+        with naming_failures("all_reduce", group_name(group)):
+            dist.all_reduce(count, group=group)
+    if count.item():
+        raise StepError(
+            f"One of {len(shares[-1])} micro-batches has a denominator of 0 and a numerator that is not 0, so that its "
+            "part of the loss is lost (a sum over all elements, say, divided by the number of some). Take fewer "
+            "micro-batches (micro_batches=1), or divide by a number that is never 0, such as number.clamp(min=1)."
+        )

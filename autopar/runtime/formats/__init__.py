@@ -1,0 +1,1 @@
+"""Files of checkpoints and weights, and the states of optimizers in them."""

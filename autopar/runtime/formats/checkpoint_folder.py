@@ -1,0 +1,196 @@
+"""The folder of a checkpoint: what is in it, and how a new one takes the place of the one before.
+
+[Note: a save is all or nothing] The ranks write to `<path>.partial`. When all have finished, the first
+rank looks whether all is there, moves the checkpoint that was at `<path>` to `<path>.previous`, gives the
+new one its name, and deletes the old. Whoever dies when, a complete checkpoint is at `<path>` or, between
+the two renames, at `<path>.previous`, where `load_checkpoint` looks next.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import zipfile
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from autopar.errors import AutoparError
+from autopar.ir.files import check_keys
+from autopar.runtime.formats.shard_file import check_shard
+
+VERSION = 1
+_STATE = "state.pt"
+# The fields of `state.pt`: those of every checkpoint, and those that came later or only a loop's have.
+_FIELDS = ("version", "extra", "has_model", "progress", "ties", "objects", "values", "groups")
+_LATER_FIELDS = ("shapes", "loops", "blocks", "step", "files", "checksums")
+
+
+def beside(folder: Path, what: str) -> Path:
+    """The path `<folder>.<what>` in the same folder, such as `last.partial`."""
+    return folder.with_name(f"{folder.name}.{what}")
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    return (folder / _STATE).is_file()
+
+
+def clear(folder: Path, partial: Path) -> None:
+    """Makes way for a save."""
+    if folder.exists() and not _is_checkpoint(folder) and any(folder.iterdir()):
+        raise AutoparError(
+            f"{folder} has files and is no checkpoint, and would be replaced; give a folder for the "
+            "checkpoint alone."
+        )
+    _remove(partial)
+
+
+def _remove(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
+def commit(partial: Path, folder: Path, planned: Metadata, notes: dict[str, Any]) -> None:
+    """Gives a complete checkpoint its name, see [Note: a save is all or nothing]."""
+    _refuse_incomplete(partial, planned)
+    files = {file.name: file.stat().st_size for file in partial.glob("*.safetensors")}
+    # Whether state.pt has any: a user may have turned those of torch.save off, for its speed. The shards have theirs.
+    checksums = torch.serialization.get_crc32_options()
+    with (partial / _STATE).open("wb") as file:
+        torch.save({**notes, "files": files, "checksums": checksums}, file)
+        file.flush()
+        os.fsync(file.fileno())  # as the shards were
+    previous = beside(folder, "previous")
+    if folder.exists():
+        _remove(previous)
+        folder.rename(previous)
+    partial.rename(folder)
+    _remove(previous)
+
+
+def _refuse_incomplete(partial: Path, planned: Metadata) -> None:
+    """Raises AutoparError where a part that some rank wrote is not in the first rank's folder."""
+    there = _saved_tensors(partial)
+    for name, plan in planned.state_dict_metadata.items():
+        assert isinstance(plan, TensorStorageMetadata), name
+        wanted = {chunk.offsets for chunk in plan.chunks}
+        found = {chunk.offsets for chunk in there[name].chunks} if name in there else set()
+        if not wanted <= found:
+            raise AutoparError(
+                f"{len(wanted - found)} of {len(wanted)} parts of {name} are not in {partial}, though their "
+                "ranks wrote them. Give a path on a file system that all ranks share."
+            )
+
+
+def _saved_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
+    """Name -> shape, dtype and parts of what a folder has."""
+    found = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    return {name: x for name, x in found.items() if isinstance(x, TensorStorageMetadata)}
+
+
+class OtherVersionError(AutoparError):
+    """A checkpoint that another autopar wrote, and this one cannot read."""
+
+
+def located(folder: Path) -> Path:
+    """The folder, or where the checkpoint is that it had before a save was cut short."""
+    for place in (folder, beside(folder, "previous")):
+        if _is_checkpoint(place):
+            return place
+    unfinished = beside(folder, "partial").exists()
+    raise AutoparError(
+        f"There is no checkpoint at {folder}"
+        + (": the first save to it was not finished." if unfinished else ".")
+    )
+
+
+def opened(folder: Path) -> tuple[dict[str, Any], dict[str, TensorStorageMetadata]]:
+    """The contents of `state.pt`, and the tensors on disk. Raises AutoparError for a damaged checkpoint."""
+    try:
+        notes = _state(folder / _STATE)
+        _refuse_other_files(folder, notes.get("files", {}))
+        return notes, _saved_tensors(folder)
+    except AutoparError:
+        raise
+    except Exception as error:  # whatever torch.load and safetensors raise for damaged files
+        raise AutoparError(f"{folder} is damaged. {type(error).__name__}: {error}") from error
+
+
+def check_bytes(folder: Path, notes: Mapping[str, Any], own: Collection[str]) -> None:
+    """Raises AutoparError for bytes of tensors that are not those that were saved, see [Note: checksums of parts].
+
+    Args:
+        folder: folder of the checkpoint.
+        notes: contents of its `state.pt`; a checkpoint of an earlier autopar has no checksums, and is taken as it is.
+        own: names of the tensors whose bytes this rank looks at. It looks at what the headers say of all.
+    """
+    for name in notes["files"] if "checksums" in notes else ():
+        try:
+            check_shard(folder / name, own)
+        except Exception as error:  # whatever a damaged header makes of reading it
+            raise AutoparError(f"{folder} is damaged: {name}: {error} {_REMEDY}") from error
+
+
+def read_saved(path: Path) -> Any:
+    """What a file of `torch.save` has, read without running code. Raises AutoparError for a damaged one.
+
+    The file may be another program's; a changed byte of a tensor is found by the checksum that `torch.save` writes.
+    """
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+        if zipfile.is_zipfile(path):  # as every torch since 1.6 writes them
+            _refuse_other_bytes(path)
+    except Exception as error:  # whatever torch.load raises for damaged files
+        raise AutoparError(
+            f"{path} cannot be read. {type(error).__name__}: {error} {_REMEDY} A file of torch.save without checksums "
+            "(torch.serialization.set_crc32_options(False)) has to be saved again with them."
+        ) from error
+    return found
+
+
+def _refuse_other_bytes(path: Path) -> None:
+    """Raises ValueError for a file of `torch.save` whose bytes do not fit its checksums."""
+    with zipfile.ZipFile(path) as records:
+        if bad := records.testzip():  # torch.load does not compare them
+            raise ValueError(f"{path.name} has other bytes than were saved (in {bad}).")
+
+
+def _state(path: Path) -> dict[str, Any]:
+    """The contents of `state.pt`. Raises AutoparError for another version; other errors for what is damaged."""
+    notes = torch.load(path, map_location="cpu", weights_only=True)
+    if notes["version"] != VERSION:
+        raise OtherVersionError(
+            f"{path.parent} is of version {notes['version']}, and this autopar reads version {VERSION}."
+        )
+    check_keys(notes, _FIELDS, _LATER_FIELDS)
+    if notes.get("checksums"):
+        _refuse_other_bytes(path)
+    return dict(notes)
+
+
+def _refuse_other_files(folder: Path, files: dict[str, int]) -> None:
+    """Raises AutoparError unless the folder has the shards that were saved, of their sizes; no others are read."""
+    there = {file.name for file in folder.glob("*.safetensors")}
+    for name, wanted_bytes in files.items():
+        if Path(name).name != name:
+            raise AutoparError(f"{folder} is damaged: it names {name!r}, no file of its own.")
+        _refuse_other_size(folder / name, wanted_bytes)
+    if files and (strangers := sorted(there - files.keys())):
+        raise AutoparError(
+            f"{folder} is damaged: {strangers[0]} is in it, and was not saved with it. Move it elsewhere."
+        )
+
+
+_REMEDY = "Copy it again, or load an earlier checkpoint."
+
+
+def _refuse_other_size(file: Path, wanted_bytes: int) -> None:
+    found = f"{file.stat().st_size} bytes" if file.is_file() else "missing"
+    if found != f"{wanted_bytes} bytes":
+        raise AutoparError(
+            f"{file.parent} is damaged: {file.name} is {found}, of {wanted_bytes} bytes. {_REMEDY}"
+        )

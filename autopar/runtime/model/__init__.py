@@ -1,0 +1,1 @@
+"""The compiled module: its programs, found by the arguments of a call, and their runs."""

@@ -1,0 +1,1 @@
+"""Parameters between steps and inside a step, and their gradients."""

@@ -1,0 +1,214 @@
+"""Parameters become DTensor objects when a model is compiled, before their layout is known.
+
+A Parameter object cannot become a DTensor (their slots differ), but the content of a DTensor can be swapped for
+another's. So `adopt` immediately replaces every parameter by a replicated DTensor with the same values. When there is a
+plan, this object takes its shard, and an optimizer that was made in between still holds the right object. Optimizers
+that were made before `adopt` get the new objects at their next step.
+
+The original model cannot run any more, because torch does not mix DTensors with plain tensors. Methods that call it
+(`generate` of transformers) would fail somewhere inside; a forward pre-hook raises an error first, with a remedy.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from autopar import _torch
+from autopar._torch.pytree import tree_leaves
+from autopar.errors import CaptureError, StepError
+from autopar.runtime.ranks.world import Pipe
+
+# id of the old -> old, new; None for the new where the parameter now lies on other ranks
+Successors = dict[int, tuple["weakref.ref[nn.Parameter]", nn.Parameter | None]]
+
+
+class Adoption:
+    """The parameters of a model as DTensors, and the optimizers that must hold these DTensors.
+
+    Attributes:
+        pipe: this rank's place along the pipeline, once there are stages.
+    """
+
+    def __init__(self) -> None:
+        self._successors: Successors = {}
+        self._own: set[int] = set()  # ids of the DTensors that parameters have become
+        self._took_gradient: set[int] = set()  # ids of those that took a gradient over
+        self._ends = [
+            register_optimizer_step_pre_hook(self.follow).remove,
+            _torch.update_by_shards(self._owns),
+            _torch.share_overflows(self._stages_of),
+            _torch.refuse_parts(self._kind_of),
+        ]
+        self.pipe: Pipe | None = None
+        _torch.draw_whole_on_processors()
+
+    def stop(self) -> None:
+        """Stops the replacement of parameters in optimizers."""
+        for end in self._ends:
+            end()
+
+    @property
+    def adopted(self) -> list[nn.Parameter]:
+        """The DTensors that replaced the parameters."""
+        return [new for _, new in self._successors.values() if new is not None]
+
+    def replace(self, old: nn.Parameter, new: nn.Parameter | None) -> None:
+        """Registers that optimizers replace `old` by `new`; None removes `old` from them."""
+        for key, (reference, successor) in list(self._successors.items()):
+            if successor is old:
+                self._successors[key] = (reference, new)
+        self._successors[id(old)] = (weakref.ref(old), new)
+        self._own.discard(id(old))
+        if new is not None:
+            self._own.add(id(new))
+            if new.grad is not None:
+                self._took_gradient.add(id(new))
+
+    def drop_cleared_gradients(self) -> None:
+        """Drops gradients that were taken over from parameters and that an optimizer of those has cleared since."""
+        for reference, new in self._successors.values():
+            old = reference()
+            is_cleared = old is not None and old.grad is None
+            if new is not None and new is not old and is_cleared and id(new) in self._took_gradient:
+                new.grad = None
+
+    def _owns(self, parameter: Tensor) -> bool:
+        return id(parameter) in self._own
+
+    def _kind_of(self, x: DTensor) -> Literal["", "model", "stage"]:
+        """Whether a tensor lies as these parameters do, as what is made of them does; and as those of one stage."""
+        own = next((p for p in self.adopted if isinstance(p, DTensor)), None)
+        if own is None or x.device_mesh != own.device_mesh:
+            return ""
+        return "model" if self.pipe is None else "stage"
+
+    def _stages_of(self, optimizer: Optimizer) -> dist.ProcessGroup | None:
+        """The ranks that have an optimizer's other parameters, where there are stages."""
+        if self.pipe is None:
+            return None
+        self.follow(optimizer)
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        # One without parameters had those of other stages alone.
+        return self.pipe.group if not held or any(map(self._owns, held)) else None
+
+    def follow(self, optimizer: Optimizer, *_: Any) -> None:
+        """Replaces old parameters in an optimizer by their registered successors."""
+        _replace_parameters(optimizer, self._successors)
+
+
+def adopt(
+    model: nn.Module, device_mesh: DeviceMesh, earlier: Adoption | None = None, planned: DeviceMesh | None = None
+) -> Adoption:  # fmt: skip
+    """Replaces every parameter by a replicated DTensor; after an earlier adoption, only the new parameters.
+
+    These may be shards, or owners' parts, of copies that the script made of the model's layers: they are gathered.
+
+    Args:
+        model: the user's model.
+        device_mesh: any mesh over all ranks, on which the DTensors lie.
+        earlier: what an earlier call returned.
+        planned: the mesh of the plan, if there is one; its axes may have another order.
+
+    Raises CaptureError for a model that is distributed already.
+    """
+    adoption = earlier or Adoption()
+    successors = {id(p): p for p in adoption.adopted}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in successors:
+                whole = parameter
+                if earlier is not None and _lies_on(parameter, (device_mesh, planned)):
+                    whole = nn.Parameter(_gathered(parameter), parameter.requires_grad)
+                    if isinstance(parameter.grad, DTensor):
+                        whole.grad = _gathered(parameter.grad)
+                _refuse_distributed(whole, f"{path}.{name}".lstrip("."))
+                successors[id(parameter)] = _replicated(whole, device_mesh)
+                adoption.replace(parameter, successors[id(parameter)])
+                successors[id(successors[id(parameter)])] = successors[id(parameter)]
+            module._parameters[name] = successors[id(parameter)]
+    if earlier is None:
+        model.register_forward_pre_hook(refuse_plain, with_kwargs=True, prepend=True)
+    return adoption
+
+
+def refuse_plain(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises StepError if a model of DTensors is called with plain tensors, as no captured program does.
+
+    It depends on the given module alone. So a copy of the model, or the model with other parameters
+    (`torch.func.functional_call`, capture), is judged by its own parameters.
+    """
+    given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    is_plain = bool(given) and not any(isinstance(x, DTensor) for x in given)
+    if not is_plain or _torch.replicates_implicitly():
+        return
+    if any(isinstance(p, DTensor) for p in model.parameters()):
+        raise StepError(
+            f"The {type(model).__name__} that was compiled was called itself, with plain tensors, and its "
+            "parameters are DTensors, which torch does not mix. Call the compiled module, or its step. A "
+            "method that calls the model (generate) needs a plain copy with whole weights "
+            "(docs/checkpoints.md, whole weights), or a model under torch.compile(model, backend='autopar')."
+        )
+
+
+def _lies_on(parameter: nn.Parameter, meshes: Sequence[DeviceMesh | None]) -> bool:
+    return isinstance(parameter, DTensor) and parameter.device_mesh in meshes
+
+
+def _gathered(parameter: DTensor) -> Tensor:
+    """The whole of a parameter in equal shards, or of a copy of an owner's, which torch takes for shards too."""
+    sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+    parts = math.prod(size for placement, size in sizes if placement.is_shard())
+    if parameter.to_local().numel() * parts == parameter.numel():
+        return parameter.full_tensor().detach()
+    return _torch.whole_of(parameter)
+
+
+def _refuse_distributed(parameter: nn.Parameter, name: str) -> None:
+    if isinstance(parameter, DTensor):
+        raise CaptureError(
+            f"Parameter {name} is a DTensor already, of another compiled model or of FSDP. Compile a plain "
+            "single-device model, once; modules that share parameters, or one module with several losses, become one "
+            "compiled module (docs/training.md, several losses over one module)."
+        )
+
+
+def _replicated(parameter: nn.Parameter, device_mesh: DeviceMesh) -> nn.Parameter:
+    """A parameter of the same values and gradient on every rank."""
+    placements = (Replicate(),) * device_mesh.ndim
+
+    def over(x: Tensor) -> DTensor:
+        return _torch.dtensor(x.detach(), device_mesh, placements, tuple(x.shape))
+
+    new = nn.Parameter(over(parameter), requires_grad=parameter.requires_grad)
+    if parameter.grad is not None:
+        new.grad = over(parameter.grad.to_dense())
+    return new
+
+
+def _replace_parameters(optimizer: Optimizer, successors: Successors) -> None:
+    """Puts new parameters in the place of old ones in an optimizer's groups and state."""
+    for group in optimizer.param_groups:
+        kept = []
+        for parameter in group["params"]:
+            reference, new = successors.get(id(parameter), (None, parameter))
+            if reference is None or reference() is not parameter:
+                new = parameter
+            if new is not None:
+                kept.append(new)
+            if new is not parameter:
+                state = optimizer.state.pop(parameter, None)
+                if state is not None and new is not None:
+                    optimizer.state[new] = state
+        group["params"][:] = kept

@@ -1,0 +1,186 @@
+"""A forward through pipeline stages, one after the other, whose backward goes through them the other way.
+
+[Note: a chain of tokens] Autograd's graph of a rank has only what the rank has run. So that one backward of a loss,
+which every rank calls, runs the stages of all ranks in order, whatever the loss uses, each rank has a scalar, the
+token, that everything it sends and receives depends on:
+
+    the trained parameters -> token -> received from stage n-1 -> token -> sent to stage n+1 -> token -> the results
+
+Backward follows it from the results: a rank waits for the gradients of what it sent, runs its stage, and sends the
+gradients of what it received. The chain begins at the parameters, so that `torch.autograd.grad` of any of them runs
+all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.errors import StepError
+from autopar.program.program import Wire
+from autopar.runtime.ranks.world import Pipe, World
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """Where one stage ends and the next begins, on two ranks.
+
+    Attributes:
+        wires: tensors that go from one stage to the next.
+        peer: position along the pipeline of the rank on the other side.
+        world: this rank's world.
+        naming: function that makes a context in which an error of communication is named.
+    """
+
+    wires: Sequence[Wire]
+    peer: int
+    world: World
+    naming: Callable[[], AbstractContextManager[None]]
+
+    @property
+    def pipe(self) -> Pipe:
+        assert self.world.pipe is not None, "there are stages"
+        return self.world.pipe
+
+    def send(self, x: Tensor) -> None:
+        dist.send(x.contiguous(), self.pipe.peer(self.peer), group=self.pipe.group)
+
+    def receive(self, wire: Wire) -> Tensor:
+        shape = wire.shape_on(self.world.rank, self.world.mesh)
+        return self._received(torch.empty(shape, dtype=wire.dtype, device=self.world.device))
+
+    def _received(self, x: Tensor) -> Tensor:
+        dist.recv(x, self.pipe.peer(self.peer), group=self.pipe.group)
+        return x
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a gradient comes back over this boundary."""
+        return any(wire.needs_grad for wire in self.wires)
+
+    def send_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        """Sends which wires have a gradient, and these gradients."""
+        if self.has_gradients:
+            present = torch.tensor([g is not None for g in gradients], dtype=torch.uint8)
+            self.send(present.to(self.world.device))
+        for gradient in gradients:
+            if gradient is not None:
+                self.send(gradient)
+
+    def receive_gradients(self) -> Iterator[Tensor | None]:
+        """The gradient of each wire; None where there is none."""
+        if not self.has_gradients:
+            yield from (None for _ in self.wires)
+            return
+        size, device = len(self.wires), self.world.device
+        present = self._received(torch.empty(size, dtype=torch.uint8, device=device)).tolist()
+        for wire, has_one in zip(self.wires, present, strict=True):
+            yield self.receive(wire) if has_one else None
+
+
+def first_token(parameters: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The token that a rank's chain begins with, see [Note: a chain of tokens]."""
+    token: Tensor = _Begin.apply(device, *parameters)
+    return token if token.requires_grad else token.requires_grad_(torch.is_grad_enabled())
+
+
+def sent(boundary: Boundary, token: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """Sends what a stage has made to the next stage; returns the token after that."""
+    result: Tensor = _Send.apply(boundary, token, *tensors)
+    return result
+
+
+def received(boundary: Boundary, token: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """The token after receiving, and what the stage before has sent."""
+    token, *tensors = _Receive.apply(boundary, token)
+    return token, tensors
+
+
+def delivered_from(last: int, token: Tensor, x: Tensor, pipe: Pipe) -> Tensor:
+    """A result on every rank of the pipeline.
+
+    Args:
+        last: position of the rank that has it.
+        token: last token of this rank.
+        x: the result, or a tensor of its shape to receive it in.
+        pipe: this rank's place.
+    """
+    result: Tensor = _Deliver.apply(last, pipe, token, x)
+    return result
+
+
+class _Begin(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, device: torch.device, *parameters: Tensor) -> Tensor:
+        ctx.count = len(parameters)
+        return torch.zeros((), device=device)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[None, ...]:
+        return (None,) * (ctx.count + 1)
+
+
+class _Send(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, boundary: Boundary, token: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.boundary = boundary
+        for x in tensors:
+            boundary.send(x)
+        return torch.zeros_like(token)
+
+    @staticmethod
+    @torch.compiler.disable  # [Note: backward inside forward]
+    def backward(ctx: Any, token: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivative()
+        with ctx.boundary.naming():
+            return None, torch.zeros_like(token), *ctx.boundary.receive_gradients()
+
+
+class _Receive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, boundary: Boundary, token: Tensor) -> tuple[Tensor, ...]:
+        ctx.boundary, ctx.token = boundary, torch.zeros_like(token)
+        ctx.set_materialize_grads(False)
+        tensors = [boundary.receive(wire) for wire in boundary.wires]
+        pairs = zip(tensors, boundary.wires, strict=True)
+        ctx.mark_non_differentiable(*(x for x, wire in pairs if not wire.needs_grad))
+        return torch.zeros_like(token), *tensors
+
+    @staticmethod
+    @torch.compiler.disable  # [Note: backward inside forward]
+    def backward(
+        ctx: Any, _: Tensor | None, *gradients: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivative()
+        with ctx.boundary.naming():
+            ctx.boundary.send_gradients(gradients)
+        return None, ctx.token
+
+
+class _Deliver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, last: int, pipe: Pipe, token: Tensor, x: Tensor) -> Tensor:
+        ctx.has_made_it, ctx.token = pipe.rank == last, torch.zeros_like(token)
+        own = x.contiguous()
+        dist.broadcast(own, src=pipe.peer(last), group=pipe.group)
+        if not (x.is_floating_point() or x.is_complex()):
+            ctx.mark_non_differentiable(own)
+        return own.view_as(own) if own is x else own
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, ctx.token, gradient if ctx.has_made_it else None
+
+
+def _refuse_second_derivative() -> None:
+    if torch.is_grad_enabled():
+        raise StepError(
+            "A derivative is to be taken of a gradient (create_graph=True), and through pipeline stages there is none: "
+            "plan without stages, as with autopar.compile(..., recipe='zero3')."
+        )

@@ -1,0 +1,1 @@
+"""Training that is not synchronous: replicas that meet, and their servers."""

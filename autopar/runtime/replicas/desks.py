@@ -1,0 +1,241 @@
+"""What a replica has before it of an asynchronous server: its own process's, or a connection to another's.
+
+Messages over a connection, whose tensors are in its parcel:
+
+    push n     the difference of n steps; answered by `values`
+    meet n     the same before a meeting, n may be 0; answered by `values`, then by `order` with its text
+    begin      the replica's parameters; answered by `values`
+    end        the replica's program is over; not answered
+    error      in place of an answer, with its text
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+from autopar.errors import PeerError
+from autopar.ir.order import Order
+from autopar.runtime.replicas.parcel import Parcel
+from autopar.runtime.replicas.server import Server
+from autopar.runtime.replicas.server_lines import LATER_SECONDS, Line, ServerMessage
+
+log = logging.getLogger("autopar")
+
+_MOST_TEXT_BYTES = (
+    64 * 2**20
+)  # of an order, which names the replica of every push since the last meeting
+_PUSH, _MEET, _BEGIN, _END, _VALUES, _ORDER, _ERROR = b"p", b"m", b"b", b"q", b"v", b"o", b"e"
+
+
+class Desk(Protocol):
+    """A replica's way to the server.
+
+    Every method takes what the replica's parcel holds, and leaves the common parameters there. Each raises PeerError
+    where another rank died or hangs.
+
+    Attributes:
+        parcel: what the replica sends and gets.
+        sent_bytes: number of bytes that this rank has sent to others.
+    """
+
+    parcel: Parcel
+
+    @property
+    def sent_bytes(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank keeps for the server and for messages."""
+
+    def exchange(self, steps: int) -> None:
+        """A push of the difference of so many steps, and a pull."""
+
+    def meet(self, steps: int) -> Order:
+        """The same, in which all replicas pull at once."""
+
+    def begin(self) -> None:
+        """A meeting from which the owner's parameters are the common ones."""
+
+    def close(self) -> None:
+        """Takes no further part."""
+
+
+class OwnDesk:
+    """The desk of the owner, which also serves the other replicas: a thread for each, until it ends.
+
+    Args:
+        server: the common parameters.
+        replica: number of the owner's replica.
+        parcel: what this replica exchanges.
+        lines: replica -> connection of the others.
+    """
+
+    def __init__(
+        self, server: Server, replica: int, parcel: Parcel, lines: Mapping[int, Line]
+    ) -> None:
+        self._server, self._replica, self._lines = server, replica, lines
+        self.parcel = parcel
+        for number, line in lines.items():
+            threading.Thread(
+                target=_serve,
+                args=(server, number, line),
+                daemon=True,
+                name=f"autopar server {number}",
+            ).start()
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(line.sent_bytes for line in self._lines.values())
+
+    def exchange(self, steps: int) -> None:
+        with self._naming_failures():
+            self._server.exchange(self._replica, steps, self.parcel)
+
+    def meet(self, steps: int) -> Order:
+        with self._naming_failures():
+            order = self._server.meet(self._replica, steps, self.parcel)
+        # This process may end after its last meeting, and large parameters take their time to go.
+        self._server.let_answers_go(max(self._server.wait_seconds, LATER_SECONDS))
+        return order
+
+    def begin(self) -> None:
+        with self._naming_failures():
+            self._server.begin(self._replica, self.parcel)
+
+    @contextlib.contextmanager
+    def _naming_failures(self) -> Iterator[None]:
+        """Raises PeerError for a wait in vain, once the others, which wait in vain too, have been told so."""
+        try:
+            yield
+        except TimeoutError as error:
+            self._server.let_answers_go(LATER_SECONDS)
+            raise _lost(str(error)) from error
+
+    @property
+    def nbytes(self) -> int:
+        parcels = [self.parcel, *(line.parcel for line in self._lines.values())]
+        return self._server.nbytes + sum(each.nbytes for each in parcels)
+
+    def close(self) -> None:
+        """Lets the others have the answers that are under way, and ends the server."""
+        try:
+            self._server.end(self._replica)
+            self._server.let_answers_go(LATER_SECONDS)
+        finally:
+            for line in self._lines.values():
+                line.close()
+
+
+class FarDesk:
+    """The desk of a replica on another rank than the owner's.
+
+    Args:
+        line: the connection to the owner.
+        owner: words for the owner, such as "rank 0".
+        replicas: number of replicas.
+    """
+
+    def __init__(self, line: Line, owner: str, replicas: int) -> None:
+        self._line, self._owner, self._replicas = line, owner, replicas
+        self.parcel = line.parcel
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._line.sent_bytes
+
+    def exchange(self, steps: int) -> None:
+        self._ask(_PUSH, steps, _VALUES)
+
+    def meet(self, steps: int) -> Order:
+        self._ask(_MEET, steps, _VALUES)
+        return Order.parse(self._replicas, self._answer(_ORDER))
+
+    def begin(self) -> None:
+        self._ask(_BEGIN, 0, _VALUES)
+
+    @property
+    def nbytes(self) -> int:
+        return self.parcel.nbytes
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # the owner may be gone already
+            self._line.send(_END, text="")
+        self._line.close()
+
+    def _ask(self, kind: bytes, number: int, answer: bytes) -> None:
+        try:
+            self._line.send(kind, number)
+        except OSError as error:
+            raise self._gone(error) from error
+        self._answer(answer)
+
+    def _answer(self, kind: bytes) -> str:
+        try:
+            found = self._line.receive(_VALUES, most_text_bytes=_MOST_TEXT_BYTES)
+            if found.kind not in (kind, _ERROR):
+                raise ConnectionAbortedError(f"it sent {found.kind!r} in place of {kind!r}")
+        except OSError as error:
+            raise self._gone(error) from error
+        if found.kind == _ERROR:
+            raise _lost(found.text)
+        return found.text
+
+    def _gone(self, error: OSError) -> PeerError:
+        return _lost(
+            f"{self._owner}, which has the common parameters, died, hangs or came to its end: {error}. Call "
+            "model.meet() on every rank after the last step, so that the owner does not end before the others"
+        )
+
+
+def _lost(text: str) -> PeerError:
+    return PeerError(f"{text}.", collective="exchange with the server", group="", reason=text)
+
+
+def _serve(server: Server, replica: int, line: Line) -> None:
+    """Answers one replica until it ends; a thread runs this."""
+    try:
+        while _answered(server, replica, line):
+            pass
+    except OSError as error:
+        if not line.is_closed:
+            log.warning("Replica %d was lost; the others go on without it: %s", replica, error)
+    finally:
+        try:
+            server.end(replica)
+        finally:
+            line.close()
+
+
+def _answered(server: Server, replica: int, line: Line) -> bool:
+    """Answers a message; False for the last."""
+    asked = line.receive(_PUSH + _MEET + _BEGIN)
+    if asked.kind == _END:
+        return False
+    if asked.kind not in (_PUSH, _MEET, _BEGIN):
+        raise ConnectionAbortedError(f"it asked for {asked.kind!r}, which there is not")
+    try:
+        _answer(server, replica, asked, line)
+    finally:
+        server.has_sent(replica)
+    return True
+
+
+def _answer(server: Server, replica: int, asked: ServerMessage, line: Line) -> None:
+    order = None
+    try:
+        if asked.kind == _PUSH:
+            server.exchange(replica, asked.number, line.parcel)
+        elif asked.kind == _MEET:
+            order = server.meet(replica, asked.number, line.parcel)
+        else:
+            server.begin(replica, line.parcel)
+    except TimeoutError as error:
+        line.send(_ERROR, text=str(error))
+        return
+    line.send(_VALUES)
+    if order is not None:
+        line.send(_ORDER, text=str(order))

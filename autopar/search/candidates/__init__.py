@@ -1,0 +1,1 @@
+"""The outer search over meshes, stages, micro-batches and recipes."""

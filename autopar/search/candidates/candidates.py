@@ -1,0 +1,471 @@
+"""Estimates of all settings (mesh, pipeline stages, micro-batches, recipes, recomputation) of a model at once.
+
+The layouts of a plan hardly depend on the sizes of the axes. One plan per recipe is therefore searched on a mesh of
+(2, 2). Its cost is a formula in the sizes of the axes, which is evaluated for all meshes, numbers of stages and
+micro-batches together.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+
+from autopar.cost_model.arith import Quantity
+from autopar.cost_model.items import TOUCHED, Holding, Item, TrainingState
+from autopar.cost_model.machines.cluster import Cluster
+from autopar.cost_model.machines.software import AUTOPAR, Software
+from autopar.cost_model.pricer import Pricer
+from autopar.cost_model.sizes import SymbolicSizes
+from autopar.cost_model.steps.run import Run, Stage, total
+from autopar.cost_model.steps.step import Step
+from autopar.errors import AutoparError, SearchError
+from autopar.ir import Graph, Layout, Plan, Tensor
+from autopar.ir.batches import batch_factors, captured_batch
+from autopar.ir.recompute import Recompute
+from autopar.pipeline.parts import is_whole
+from autopar.search.candidates.causes import where_time_goes
+from autopar.search.candidates.refined import Grouping, grouping_of
+from autopar.search.candidates.settings import DATA, TENSOR, ClusterSetting, PricedCandidate
+from autopar.search.exact.search import MeshSearch
+from autopar.search.request.recipe_rows import is_seq
+from autopar.search.stages.pipeline_settings import divisors
+
+_Word = Literal["none", "full", ""]  # of a recomputation; "" for a number of layers
+
+
+@dataclass(frozen=True)
+class SettingEstimator:
+    """Estimates the step time and the memory of settings, without a search of their plans.
+
+    Attributes:
+        graph: the captured model, with any batch size.
+        cluster: the cluster for which settings are priced.
+        batch: number of samples of a step on all ranks.
+        training_state, software: see `autopar.cost_model`.
+        stages: numbers of pipeline stages to try.
+        tensor_sizes: sizes of the axis tp to try; None for all that divide the number of ranks.
+        recomputes: kinds of recomputation to try.
+        pins: single choices that every plan must make.
+        own_batch: whether a step without stages must have micro-batches of the graph's batch size.
+        shares_sequences: whether ranks may share sequences along an axis cp where nothing else is legal.
+    """
+
+    graph: Graph
+    cluster: Cluster
+    batch: int
+    training_state: TrainingState
+    software: Software = AUTOPAR
+    stages: tuple[int, ...] = (1,)
+    tensor_sizes: tuple[int, ...] | None = None
+    recomputes: tuple[Recompute, ...] = ("none", "full")
+    pins: Mapping[str, str] = field(default_factory=dict)
+    own_batch: bool = False
+    shares_sequences: bool = False
+    _plans: dict[tuple[str, str], Plan | None] = field(default_factory=dict, compare=False)
+    _works: dict[tuple[str, str], _Work] = field(default_factory=dict, init=False, compare=False)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no setting is legal."""
+        return not any(settings for _, _, settings in self._groups())
+
+    def price(self) -> list[PricedCandidate]:
+        """Every legal setting with its price, fastest first. Raises AutoparError if there is none.
+
+        Those with an axis cp are left out, unless there are no others and the request leaves room for that axis.
+        """
+        found = [each for group in self._groups() for each in self._priced(*group)]
+        if not found and self.shares_sequences:
+            shared = itertools.product(self.over_sequences(), self.recomputes)
+            found = self.price_of(replace(each, recompute=again) for each, again in shared)
+        if not found:
+            raise AutoparError(self._nothing())
+        return sorted(found, key=lambda each: (each.seconds, each.setting.name))
+
+    def price_of(self, settings: Iterable[ClusterSetting]) -> list[PricedCandidate]:
+        """The prices of the legal ones among these settings, in the same order."""
+        groups: dict[tuple[str, str, _Word], list[ClusterSetting]] = {}
+        wanted = list(settings)
+        for each in wanted:
+            word = each.recompute if isinstance(each.recompute, str) else ""
+            groups.setdefault((each.data, each.tensor, word), []).append(each)
+        found: dict[ClusterSetting, PricedCandidate] = {}
+        for (data, tensor, word), group in groups.items():
+            plan, legal = self._legal(data, tensor, group)
+            if plan is not None:
+                recompute = word or _numbers_of_blocks(legal)
+                found |= {each.setting: each for each in self._priced(plan, recompute, legal)}
+        return [found[each] for each in wanted if each in found]
+
+    def with_fewest_blocks(
+        self, priced: Iterable[PricedCandidate], bound_bytes: float, host_bytes: float = 0.0
+    ) -> list[PricedCandidate]:
+        """The settings that do not fit without recomputation, with the fewest recomputed layers per stage that fit.
+
+        A setting is left out if it does not fit even with all layers but one recomputed. What does not fit may lie in
+        `host_bytes` of the host, as far as it is movable.
+        """
+        groups: dict[tuple[str, str], dict[ClusterSetting, float]] = {}
+        for each in priced:
+            s, room_bytes = each.setting, bound_bytes + min(host_bytes, each.movable_bytes)
+            if s.recompute == "none" and each.memory_bytes > room_bytes:
+                groups.setdefault((s.data, s.tensor), {})[s] = room_bytes
+        found = []
+        for (data, tensor), rooms in groups.items():
+            plan, settings = self._legal(data, tensor, [*rooms])
+            assert plan is not None and len(settings) == len(rooms), "they were priced"
+            fewest = self._fewest_blocks(plan, settings, np.array([*rooms.values()]))
+            again = [
+                replace(s, recompute=int(k))
+                for s, k in zip(settings, fewest, strict=True)
+                if k < self._step_layers / s.stages
+            ]
+            found += self._priced(plan, _numbers_of_blocks(again), again)
+        return found
+
+    @property
+    def _step_layers(self) -> int:
+        return sum(stack.layers for stack in self.graph.stacks) or 1
+
+    def _fewest_blocks(
+        self, plan: Plan, settings: list[ClusterSetting], bound_bytes: np.ndarray
+    ) -> np.ndarray:
+        """For every setting the fewest recomputed layers with which both ends of the pipeline fit.
+
+        Each recomputed layer but the last frees the same memory.
+        """
+        work, rows = self._work(plan, settings)
+        none, one = (self._step(work, work.spread(k, rows)) for k in (0.0, 1.0))
+        fewest = np.ones(len(settings))
+        ends: tuple[Stage, ...] = ("first", "last")
+        for stage in ends:
+            whole, less = (total(each.memory(stage))[rows] for each in (none, one))
+            wanted = np.ceil((whole - bound_bytes) / np.maximum(whole - less, 1.0))
+            fewest = np.maximum(fewest, wanted)
+        return fewest
+
+    def over_sequences(self) -> Iterator[ClusterSetting]:
+        """All ways to write the ranks as dp x cp x tp x stages where a micro-batch of a rank of dp is one sample."""
+        for stages, tp, dp in itertools.product(
+            self.stages, self._tensor_sizes(), divisors(self.batch)
+        ):
+            cp, rest = divmod(self.cluster.ranks, stages * tp * dp)
+            if rest or cp == 1 or not any(length % cp == 0 for length in self._lengths):
+                continue
+            if self._keeps_batch(stages) and dp != captured_batch(self.graph):
+                continue
+            for data, tensor in itertools.product(DATA, TENSOR):
+                if not self._is_repeated(data, tensor, dp, tp):
+                    yield ClusterSetting(dp, tp, stages, 1, self.batch // dp, data, tensor, cp=cp)
+
+    def on(self, cluster: Cluster) -> SettingEstimator:
+        """The same space on another cluster, with the plans that were searched for this one."""
+        return replace(self, cluster=cluster)
+
+    def plan(self, data: str, tensor: str) -> Plan | None:
+        """The plan under two recipes (for dp and for tp) on a mesh of 2 x 2; None if the pins contradict them."""
+        key = (data, tensor)
+        if key not in self._plans:
+            try:
+                found = self._searched.under(f"dp:{data},tp:{tensor}").within(None)
+                self._plans[key] = found.plan
+            except SearchError:
+                self._plans[key] = None
+        return self._plans[key]
+
+    @cached_property
+    def _searched(self) -> MeshSearch:
+        """The search on a mesh of 2 x 2, whose folded graph and prices all recipes share."""
+        return MeshSearch.of(
+            self.graph, {"dp": 2, "tp": 2}, hardware=self.cluster.hardware, pins=self.pins
+        )
+
+    def _groups(self) -> Iterator[tuple[Plan, Recompute, list[ClusterSetting]]]:
+        for data, tensor in itertools.product(DATA, TENSOR):
+            for recompute in self.recomputes:
+                settings = list(self._settings(data, tensor, recompute))
+                plan, legal = self._legal(data, tensor, settings)
+                if plan is not None:
+                    yield plan, recompute, legal
+
+    def _legal(
+        self, data: str, tensor: str, settings: list[ClusterSetting]
+    ) -> tuple[Plan | None, list[ClusterSetting]]:
+        """The plan by which settings of two recipes are priced, and those of them that it allows.
+
+        Where the recipe for tp splits nothing of the model, these are the settings without that axis.
+        """
+        plan = self.plan(data, tensor) if settings else None
+        if plan is None:
+            settings = [each for each in settings if each.tp == 1]
+            plan = self.plan(data, "auto") if settings else None
+        splits = frozenset() if plan is None else self._splits(plan)
+        return plan, [each for each in settings if self._divides(splits, each)]
+
+    def _settings(self, data: str, tensor: str, recompute: Recompute) -> Iterator[ClusterSetting]:
+        """All ways to write the ranks as dp x tp x stages and the batch as micro-batches."""
+        for stages, tp in itertools.product(self.stages, self._tensor_sizes()):
+            if self.cluster.ranks % (stages * tp):
+                continue
+            dp = self.cluster.ranks // (stages * tp)
+            inner = self._grouping.inner_ranks(tp) if self._grouping else 1
+            if self.batch % dp or self._is_repeated(data, tensor, dp, tp):
+                continue
+            for micro_batch in divisors(self.batch // dp):
+                if self._keeps_batch(stages) and micro_batch * dp != captured_batch(self.graph):
+                    continue
+                yield ClusterSetting(
+                    dp, tp, stages, micro_batch, self.batch // dp // micro_batch, data, tensor,
+                    recompute, inner,
+                )  # fmt: skip
+
+    def _keeps_batch(self, stages: int) -> bool:
+        """Whether micro-batches must have the captured size: no dim is the batch, or the batch must not be cut."""
+        return not self._batch_factors or (self.own_batch and stages == 1)
+
+    @cached_property
+    def _grouping(self) -> Grouping | None:
+        return grouping_of(self.graph)
+
+    @cached_property
+    def _batch_factors(self) -> frozenset[str]:
+        return frozenset(batch_factors(self.graph))
+
+    @cached_property
+    def _lengths(self) -> tuple[int, ...]:
+        """Lengths of the model's sequences."""
+        return tuple(f.size for f in self.graph.factors.values() if is_seq(f.roles))
+
+    @staticmethod
+    def _is_repeated(data: str, tensor: str, dp: int, tp: int) -> bool:
+        """Whether the setting repeats another one: on an axis of one rank all recipes are the same."""
+        return (dp == 1 and data != DATA[0]) or (tp == 1 and tensor != TENSOR[0])
+
+    def _tensor_sizes(self) -> Sequence[int]:
+        return self.tensor_sizes or divisors(self.cluster.ranks)
+
+    def _layers(self) -> int:
+        return min((stack.layers for stack in self.graph.stacks), default=1)
+
+    def _splits(self, plan: Plan) -> frozenset[tuple[str, str, int]]:
+        """The factors that a plan splits, as (axis, "batch", 0) for the batch, and (axis, "", size) for any other."""
+        found = set()
+        for op in self.graph.ops:
+            for axis, label in zip(plan.mesh.names, plan.ops[op.name], strict=True):
+                choice = op.choice(label)
+                if choice.splits and choice.factor in self._batch_factors:
+                    found.add((axis, "batch", 0))
+                elif choice.splits:
+                    found.add((axis, "", choice.size))
+        return frozenset(found)
+
+    def _divides(self, splits: frozenset[tuple[str, str, int]], setting: ClusterSetting) -> bool:
+        """Whether the sizes of a setting's axes divide every factor that a plan splits along them.
+
+        If tensor parallelism has two axes, the outer one alone splits the heads of keys and values. The estimate
+        divides them by both, so that it is optimistic.
+        """
+        sizes, rows = {"dp": setting.dp, "tp": setting.tp}, setting.micro_batch * setting.dp
+        heads = self._grouping.heads if setting.inner > 1 and self._grouping else 0
+        return all(
+            (rows if is_batch else size) % sizes[axis] == 0 or (axis == "tp" and size == heads)
+            for axis, is_batch, size in splits
+        )
+
+    def _priced(
+        self, plan: Plan, recompute: Recompute | np.ndarray, settings: list[ClusterSetting]
+    ) -> list[PricedCandidate]:
+        if not settings:
+            return []
+        work, rows = self._work(plan, settings)
+        step = self._step(
+            work, work.spread(recompute, rows) if isinstance(recompute, np.ndarray) else recompute
+        )
+        found = (
+            PricedCandidate(setting, float(s), float(m), float(t), parts, float(moves))
+            for setting, s, m, t, moves, parts in zip(
+                settings, *self._figures(step, work, rows), strict=True
+            )
+        )
+        return [each if self.graph.stacks else _of_equal_stages(each) for each in found]
+
+    def _figures(self, step: Step, work: _Work, rows: Sequence[int]) -> Iterator[Sequence[Any]]:
+        """The seconds, the peak, the bytes sent and movable to the host, and seconds by cause, of some of the settings.
+
+        The host may store the state of training, and without stages activations, if all layers were captured. Each rank
+        along cp may store a part of that state, as the recipe there is open; the peak is the least that this leaves.
+        """
+        count = len(work.columns.dp)
+        ends = (sum(step.held(kind, stage) for kind in TOUCHED) for stage in ("first", "last"))
+        state = np.maximum(*ends)
+        peak = np.maximum(total(step.memory("first")), total(step.memory("last")))
+        peak = peak - (1 - 1 / work.columns.cp) * state
+        keeps = (work.columns.stages == 1) & is_whole(self.graph)
+        movable = np.where(keeps, math.inf, state)
+        parts = {name: np.broadcast_to(v, count) for name, v in where_time_goes(step).items()}
+        sent = total(step.traffic()) + step.boundary_traffic()
+        for figure in (step.seconds(), peak, sent, movable):
+            yield list(np.broadcast_to(figure, count)[rows])
+        yield [{n: float(v[i]) for n, v in parts.items() if v[i]} for i in rows]
+
+    def _step(self, work: _Work, recompute: Recompute | np.ndarray) -> Step:
+        """The step of all settings at once: every figure is an array with an element for each setting."""
+        hardware, at = self.cluster.hardware, work.columns
+        # Without lists of layers the formulas cannot tell layers from the ends: see `_of_equal_stages`.
+        run = Run(
+            1.0 * at.micro_batches,
+            1.0 * at.stages if self.graph.stacks else 1.0,
+            recompute=recompute,
+            training_state=self.training_state,
+        )
+        boundary = hardware.axis_link(
+            at.dp * at.tp, np.maximum(2, at.stages), np.maximum(2, at.stages) * at.dp * at.tp
+        )
+        return Step(
+            work.items, work.holdings, run, hardware, self.software, layers=self._step_layers,
+            boundary_bytes=work.boundary_bytes, boundary_link=boundary,
+        )  # fmt: skip
+
+    def _work(self, plan: Plan, settings: Sequence[ClusterSetting]) -> tuple[_Work, list[int]]:
+        """The work of settings, which does not depend on recomputation, and the places of some settings among them.
+
+        Settings that are priced again, with other recomputation, are among those that were priced before.
+        """
+        key = settings[0].data, settings[0].tensor
+        known = self._works.get(key)
+        if known is not None and known.has(settings):
+            return known, known.rows_of(settings)
+        self._works[key] = self._new_work(plan, _Columns.of(settings))
+        return self._works[key], [*range(len(settings))]
+
+    def _new_work(self, plan: Plan, at: _Columns) -> _Work:
+        hardware, ranks = self.cluster.hardware, at.dp * at.tp * at.stages
+        links = (
+            hardware.axis_link(at.tp, at.dp, ranks),
+            hardware.axis_link(1 + 0 * at.tp, at.tp, ranks),
+        )
+        sizes = _ManySizes(
+            plan.mesh, dict.fromkeys(self._batch_factors, at.batch), (1.0 * at.dp, 1.0 * at.tp)
+        )
+        pricer = Pricer(
+            self.graph, plan, sizes=sizes, hardware=hardware, links=links, training_state=self.training_state,
+        )  # fmt: skip
+        return _Work(at, tuple(pricer.items()), tuple(pricer.holdings()), pricer.boundary_bytes())
+
+    def _nothing(self) -> str:
+        layers, depths = self._layers(), " or ".join(map(str, self.stages))
+        stages = (
+            f", and {depths} pipeline stages its {layers} layers" if self.stages != (1,) else ""
+        )
+        return (
+            f"No way to lay {self.batch} sequences on {self.cluster.ranks} ranks: some split of the "
+            f"ranks must divide the batch and the model's heads or widths{stages}. Choose a batch that is "
+            f"a multiple of {self.cluster.ranks}, or fewer ranks."
+        )
+
+
+def _of_equal_stages(each: PricedCandidate) -> PricedCandidate:
+    """The price of a pipeline without a bubble, given the price of the whole model on the mesh of one stage."""
+    share = 1 / each.setting.stages
+    return replace(
+        each, seconds=share * each.seconds, memory_bytes=share * each.memory_bytes,
+        parts={name: share * seconds for name, seconds in each.parts.items()},
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """Settings as arrays of whole numbers.
+
+    Attributes:
+        dp: numbers of ranks of dp and cp together. A part of a sequence is priced as a part of a sample.
+        tp, stages, micro_batches, cp: numbers of ranks and micro-batches, as in `ClusterSetting`.
+        batch: numbers of samples of a micro-batch on all ranks of dp.
+    """
+
+    dp: np.ndarray
+    tp: np.ndarray
+    stages: np.ndarray
+    micro_batches: np.ndarray
+    batch: np.ndarray
+    cp: np.ndarray
+
+    @classmethod
+    def of(cls, settings: Sequence[ClusterSetting]) -> _Columns:
+        def column(read: Callable[[ClusterSetting], int]) -> np.ndarray:
+            return np.array([read(each) for each in settings], dtype=np.int64)
+
+        return cls(
+            column(lambda s: s.dp * s.cp), column(lambda s: s.tp), column(lambda s: s.stages),
+            column(lambda s: s.micro_batches), 1.0 * column(lambda s: s.micro_batch * s.dp),
+            column(lambda s: s.cp),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Work:
+    """The work of a plan in many settings at once.
+
+    Attributes:
+        columns: the settings.
+        items, holdings: work and memory, whose figures are arrays with an element for each setting.
+        boundary_bytes: bytes of the activations that one stage sends to the next.
+    """
+
+    columns: _Columns
+    items: tuple[Item, ...]
+    holdings: tuple[Holding, ...]
+    boundary_bytes: Quantity
+
+    @cached_property
+    def _places(self) -> dict[tuple[float, ...], int]:
+        columns = (column.tolist() for column in vars(self.columns).values())
+        return {sizes: place for place, sizes in enumerate(zip(*columns, strict=True))}
+
+    def has(self, settings: Collection[ClusterSetting]) -> bool:
+        """Whether these settings, no two of the same sizes, are among those of this work."""
+        sizes = {_sizes(each) for each in settings}
+        return len(sizes) == len(settings) and sizes <= self._places.keys()
+
+    def rows_of(self, settings: Iterable[ClusterSetting]) -> list[int]:
+        """The places of these settings."""
+        return [self._places[_sizes(each)] for each in settings]
+
+    def spread(self, values: float | np.ndarray, rows: Sequence[int]) -> np.ndarray:
+        """An array with these values in these places, and 0 in all others."""
+        found = np.zeros(len(self.columns.dp))
+        found[rows] = values
+        return found
+
+
+def _sizes(setting: ClusterSetting) -> tuple[float, ...]:
+    """What `_Columns` has of a setting."""
+    s = setting
+    return s.dp * s.cp, s.tp, s.stages, s.micro_batches, float(s.micro_batch * s.dp), s.cp
+
+
+def _numbers_of_blocks(settings: Sequence[ClusterSetting]) -> np.ndarray:
+    """For every setting the number of recomputed layers, where all have one."""
+    return np.array([each.recompute for each in settings], dtype=float)
+
+
+class _ManySizes(SymbolicSizes):
+    """Local sizes for many settings at once: arrays in place of the symbols of `SymbolicSizes`."""
+
+    def count(self, tensor: Tensor, layout: Layout) -> Quantity:
+        return self.bytes(tensor, layout) / tensor.itemsize_bytes
+
+    def _local_bytes(self, tensor: Tensor, layout: Layout) -> Quantity:
+        leaves = (
+            self._factors.get(name, size)
+            for names, sizes in zip(tensor.factors, tensor.dims, strict=True)
+            for name, size in zip(names, sizes, strict=True)
+        )
+        parts = (self._axes[axis] for axis, state in enumerate(layout) if state.kind == "S")
+        return math.prod(leaves, start=1.0 * tensor.itemsize_bytes) / math.prod(parts, start=1)

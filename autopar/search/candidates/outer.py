@@ -1,0 +1,459 @@
+"""The outer search: chooses the mesh, the number of pipeline stages and the number of micro-batches.
+
+A *setting* is one mesh with its stages and a number of micro-batches. The search has two levels:
+
+    estimate all settings at once                    `candidates` of this folder, by closed-form formulas
+    search the plan of one setting                   `one_setting`: layouts, cuts, schedule, chunks and recomputation
+
+An estimate assumes equal stages and the schedule 1F1B. A setting's *promise* is this estimate with the smallest bubble
+that any schedule may have, so that it is optimistic. The search takes settings in the order of the means of estimate
+and promise, leaves out those that promise a surely slower step than the best plan, and stops after `MOST_EXACT` plans.
+Then it tries other numbers of micro-batches on the best mesh. If the user names no recipe, each setting is searched
+under the recipe of its estimate, and without a recipe where no plan of it fits; so are the best meshes with stages and
+without.
+
+If a graph or a recipe has no closed form, every mesh is searched.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from autopar.errors import (
+    MemoryBoundError,
+    MeshError,
+    PlanError,
+    RecipeError,
+    SearchError,
+    StateError,
+    both,
+)
+from autopar.ir import Graph, Mesh, ParameterPlan
+from autopar.ir.note import kind_of
+from autopar.pipeline.composed import state_bytes
+from autopar.pipeline.parts import is_whole
+from autopar.search.candidates.contexts import context_trials_of, without_context
+from autopar.search.candidates.one_setting import SettingSearch, note_of_parts
+from autopar.search.candidates.refined import Finer, of_given_mesh, words_of_heads
+from autopar.search.candidates.trials import (
+    MOST_EXACT,
+    MOST_OPENED,
+    MOST_SHOWN,
+    WORTH_MOVING,
+    Explored,
+    Searched,
+    Trial,
+    Tried,
+    blocks_of,
+    explore,
+    is_tight,
+    overfull_trials_of,
+    promising,
+    refined_trials_of,
+    trials_of,
+    with_and_without_stages,
+)
+from autopar.search.candidates.unsplit_axis import (
+    open_trials_of,
+    parts_of,
+    unsplit_trials_of,
+    with_axis_as_two,
+)
+from autopar.search.exact.searches import Searches
+from autopar.search.refine.orders import best_order, words_of_order
+from autopar.search.request.notes import note_of_unasked_stages
+from autopar.search.request.progress import Progress, silent
+from autopar.search.request.recipes import format_recipe, is_open
+from autopar.search.request.refusals import refusal_of_all, with_recipe_open, words_of_reserved
+from autopar.search.request.request import Request
+from autopar.search.stages.dims import settings_in_dims, words_of_dims
+from autopar.search.stages.given import Planned
+from autopar.search.stages.staged import SlowerError
+
+Promised = tuple[Mesh, str, int]  # mesh, recipe and micro-batches of a promise
+
+
+def search_plan(
+    graph: Graph,
+    request: Request,
+    *,
+    captured_micro_batches: int = 1,
+    fingerprint: str = "",
+    fixed_storage: Mapping[str, ParameterPlan] | None = None,
+    progress: Progress = silent,
+) -> Searched:
+    """Finds the fastest plan that a request allows.
+
+    Args:
+        graph: the captured model.
+        request: the user's wishes; the search decides what they leave open.
+        captured_micro_batches: number of captured batches that make up a step, if the request names no batch.
+        fingerprint: hash of the captured graph, which the plan records.
+        fixed_storage: layouts of parameters that are placed already, by name.
+        progress: function that is called with a line of text before each setting is searched.
+
+    Unless the request forbids it, parameters may be stored in the host's memory: if no plan fits otherwise, or if the
+    plan is then faster (for example because less is recomputed). They stay in the host's memory even during a step if
+    no plan fits otherwise, or if the plan is then faster.
+
+    Raises MeshError, PlanError, RecipeError or SearchError where there is no plan.
+    """
+    if words := words_of_reserved(request):
+        raise StateError(words)
+    outer = _Outer(
+        graph, request, captured_micro_batches, fingerprint, fixed_storage, progress=progress
+    )
+    try:
+        return outer.with_or_without_host()
+    except MemoryBoundError as error:
+        raise with_recipe_open(error, request.recipe) from None
+
+
+@dataclass(frozen=True)
+class _Outer:
+    """The search of a request. Stages of a given mesh must be faster than `faster_than_seconds`.
+
+    Attributes:
+        promises: seconds without a bound on memory.
+        searches: searches of layouts, which all settings share.
+        progress: function that is called with a line of text before each setting is searched.
+    """
+
+    graph: Graph
+    request: Request
+    captured: int
+    fingerprint: str
+    fixed_storage: Mapping[str, ParameterPlan] | None
+    faster_than_seconds: float = math.inf
+    promises: dict[Promised, float] = field(default_factory=dict)
+    searches: Searches = field(default_factory=Searches)
+    progress: Progress = silent
+
+    @property
+    def _inside(self) -> SettingSearch:
+        """The search for the plan of one setting."""
+        return SettingSearch(
+            self.graph, self.request, self.captured, self.fingerprint, self.fixed_storage,
+            self.searches,
+        )  # fmt: skip
+
+    def with_or_without_host(self) -> Searched:
+        """The best plan; parameters may be in the host's memory where the request leaves it open, or asks for it."""
+        request = self.request
+        if self.fixed_storage is not None or not (request.may_offload or request.offload):
+            return self.run()
+        if request.offload:
+            return self.with_or_without_streaming()
+        far = replace(self, request=request.but(offload=True))
+        try:
+            found = self.run()
+        except SearchError as error:
+            return far.instead_of(error)
+        return far.if_faster(found)
+
+    def run(self) -> Searched:
+        found = self._found()
+        return found if self.fixed_storage else self._in_best_order(found)
+
+    def _found(self) -> Searched:
+        """The best plan on meshes whose axes nest in the order in which they are placed or named."""
+        if self.request.mesh is not None:
+            return self._refined(self.request.mesh)
+        explored = explore(self.graph, self.request, self._inside.rows)
+        first, if_none_fits = trials_of(self.graph, self.request, explored)
+        tried = Tried()
+        self._try(first, tried)
+        self._try(self._opened(tried), tried)
+        unasked = None
+        if not tried.found and if_none_fits:
+            unasked = note_of_unasked_stages(self.request, self._inside.rows, tried.refusals)
+            self._try(if_none_fits, tried)
+        self._try(refined_trials_of(self.graph, self.request, explored), tried)
+        self._try_in_dims(tried)
+        self._try_over_sequences(explored, tried)
+        self._try(unsplit_trials_of(self.graph, self.request, explored, tried.worth_seconds), tried)
+        self._try_without_recipes(explored, tried)
+        if not tried.found:
+            raise refusal_of_all(self.request, tried.refusals)
+        found = self._settled(tried, explored)
+        if unasked is None or found.best.plan.pipeline is None:
+            return found
+        return found._replace(best=found.best.noted(unasked))
+
+    def _opened(self, tried: Tried) -> list[Trial]:
+        """Settings that no plan under the recipe of their estimate fits, without this recipe; each is given once."""
+        if not is_open(self.request.inside):
+            return []
+        failed = [each for each in tried.failed if len(parts_of(each.mesh)[1]) < 3]
+        tried.failed.clear()
+        failed.sort(key=lambda each: each.promise_seconds)
+        return [each._replace(recipe=self.request.inside) for each in failed[:MOST_OPENED]]
+
+    def _settled(self, tried: Tried, explored: Explored | None) -> Searched:
+        """The best setting, also with other numbers of micro-batches and without its recipe."""
+        self._try(self._recounted(tried, explored), tried)
+        self._try(self._opened(tried), tried)
+        self._try_best_without_recipe(tried)
+        (trial, best), *rest = tried.ranked
+        others = tuple(each for other, each in rest if other.mesh != trial.mesh)
+        return Searched(self._noted(best), trial, others, explored)
+
+    def _noted(self, best: Planned) -> Planned:
+        """The plan with a note on a number of micro-batches that nobody asked for, on a mesh without stages."""
+        is_open = self.request.chosen_micro_batches is None and best.plan.pipeline is None
+        is_noted = any(kind_of(note) == "micro-batches" for note in best.plan.notes)
+        if best.plan.micro_batches == 1 or not is_open or is_noted:
+            return best
+        return best.noted(note_of_parts([best]))
+
+    def _try_best_without_recipe(self, tried: Tried) -> None:
+        """Searches the best settings of one or two axes without their recipes; three have too many combinations."""
+        if not is_open(self.request.inside):
+            return
+        few = [each for each in tried.ranked if len(parts_of(each[0].mesh)[1]) < 3]
+        best, best_seconds = tried.ranked[0], tried.best_seconds
+        for trial, plan in with_and_without_stages(few or [best]):
+            mesh = trial.mesh if few else without_context(trial)
+            is_near = plan.price.step_seconds <= MOST_SHOWN * best_seconds
+            if mesh is not None and is_near and not is_open(trial.recipe):
+                known = plan if few and trial is best[0] else None
+                free = trial._replace(
+                    mesh=mesh, recipe=self.request.inside, promise_seconds=0.0, known=known
+                )
+                self._try([free], tried)
+
+    def with_or_without_streaming(self) -> Searched:
+        """The faster one of two plans: parameters on the device during the whole step, or only for each use."""
+        streaming = replace(self, request=self.request.but(streams=True))
+        try:
+            found = self.run()
+        except SearchError as error:
+            try:
+                return streaming.run()
+            except SearchError:
+                raise error from None
+        return streaming.if_faster(found)
+
+    def instead_of(self, error: SearchError) -> Searched:
+        """This search's plan, after another search has failed with `error`; raises both errors if this one fails."""
+        try:
+            return self.with_or_without_streaming()
+        except SearchError as other:
+            raise both(error, other, "with parameters on the host") from None
+
+    def if_faster(self, found: Searched) -> Searched:
+        """The faster one of a known plan and this search's plan: see `_beyond`.
+
+        This search is skipped if parameters, gradients and optimizer states take less than `WORTH_MOVING` of what the
+        bound leaves to tensors, because storing them on the host would then free little memory. It is not where even
+        activations have left the device.
+        """
+        request, best = self.request, found.best
+        held = state_bytes(best.graph, best.plan, request.hardware, request.training_state)
+        is_short = any(how.tier == "host" for how in best.plan.saved.values())
+        room_bytes = request.bound_bytes - request.hardware.reserved_bytes
+        if held < WORTH_MOVING * room_bytes and not is_short:
+            return found
+        try:
+            other = self._beyond(found)
+        except (MeshError, PlanError, RecipeError, SearchError):
+            return found
+        return other if other.best.key < best.key else found
+
+    def _beyond(self, found: Searched) -> Searched:
+        """The best one of a known plan, this search's plan of its setting, and the plans of settings that do not fit
+        into the device's memory, if these promise a faster step with what the host stores.
+        """
+        if self.request.mesh is not None:
+            faster_than_seconds = MOST_SHOWN * found.best.price.step_seconds
+            return replace(self, faster_than_seconds=faster_than_seconds).run()
+        tried = Tried([(found.trial, found.best)], most_shown=1.0)
+        self._try([self._again(found)], tried)
+        overfull = overfull_trials_of(self.graph, self.request, found.explored)
+        self._try((each for each in overfull if each[:3] != found.trial[:3]), tried)
+        return self._settled(tried, found.explored)
+
+    def _again(self, found: Searched) -> Trial:
+        """The setting of a plan, to be searched again; without estimates its number of micro-batches is open again."""
+        trial = found.trial._replace(promise_seconds=0.0, known=None)
+        if found.explored is not None:
+            return trial
+        return trial._replace(micro_batches=self.request.chosen_micro_batches)
+
+    def _recounted(self, tried: Tried, explored: Explored | None) -> list[Trial]:
+        """Settings of the best mesh with numbers of micro-batches that were not tried on it.
+
+        Half and twice the best number come first, because the promises on one mesh hardly differ. Then come the others
+        in the order of their promises. Where a plan of the mesh is faster than promised, the others may be so, too.
+        """
+        if explored is None:
+            return []
+        mesh, best = tried.ranked[0][0].mesh, tried.ranked[0][0].micro_batches or 1
+        others = [
+            each
+            for each in explored.settings
+            if each.setting.world_mesh == mesh
+            and (mesh, each.setting.micro_batches) not in tried.searched
+        ]
+        near = [each for each in others if each.setting.micro_batches in (best // 2, 2 * best)]
+        far = [each for each in others if each not in near]
+        request, blocks = self.request, blocks_of(self.graph)
+        trials = *promising(near, request, blocks), *promising(far, request, blocks)
+        kept = tried.least_of_promise(mesh)
+        return [each._replace(promise_seconds=kept * each.promise_seconds) for each in trials]
+
+    def _try_in_dims(self, tried: Tried) -> None:
+        """Searches tensor parallelism in two and three dims (`autopar.search.stages.dims`) where memory is tight."""
+        known, request = tried.ranked[0] if tried.found else None, self.request
+        if not (request.may_have_dims and is_whole(self.graph) and is_tight(known, request)):
+            return
+        count = (known[1].plan.micro_batches if known else None) or request.micro_batches or 1
+        before = len(tried.found)
+        best_seconds = tried.best_seconds
+        settings = settings_in_dims(request.ranks or 1)
+        self._try_by_promises((Trial(mesh, count, recipe) for mesh, recipe in settings), tried)
+        other = best_seconds if known else None
+        tried.found[before:] = [
+            (trial, each.noted(words_of_dims(each.plan, other, each.price.step_seconds)))
+            for trial, each in tried.found[before:]
+        ]
+
+    def _try_over_sequences(self, explored: Explored | None, tried: Tried) -> None:
+        """Searches settings with an axis cp where memory is tight or dp has no rows for all ranks."""
+        known, request = tried.ranked[0] if tried.found else None, self.request
+        if is_tight(known, request) or self._inside.rows < (request.ranks or 1):
+            trials = context_trials_of(self.graph, request, explored)
+            self._try((t for t in trials if t[:2] not in tried.searched), tried)
+
+    def _try_without_recipes(self, explored: Explored | None, tried: Tried) -> None:
+        """Searches meshes without a recipe where ranks that repeat work may gain, see `unsplit_axis`.
+
+        Meshes that were searched under a recipe keep the names of their axes. If one of the meshes is the best, an
+        axis of it is also taken as two, so that ops may split two factors along it.
+        """
+        trials = open_trials_of(self.graph, self.request, explored, tried.best_seconds)
+        plain = {parts_of(each.mesh): each for each, _ in reversed(tried.ranked)}
+        trials = [
+            plain.get(parts_of(each.mesh), each)._replace(recipe=each.recipe, known=None)
+            for each in trials
+        ]
+        self._try_by_promises(trials, tried)
+        if tried.found and tried.ranked[0][0].mesh in [each.mesh for each in trials]:
+            self._try_by_promises(with_axis_as_two(tried.ranked[0][0]), tried)
+
+    def _try_by_promises(self, trials: Iterable[Trial], tried: Tried) -> None:
+        """Searches settings without stages; the promise of each is its step without a bound on memory."""
+        promised = []
+        for each in trials:
+            asked = self.request.but(
+                mesh=each.mesh, recipe=each.recipe, micro_batches=each.micro_batches, stages=None
+            )
+            promised.append(each._replace(promise_seconds=self._promise(asked)))
+        self._try(sorted(promised, key=lambda each: each.promise_seconds), tried)
+
+    def _try(self, trials: Iterable[Trial], tried: Tried) -> None:
+        """Searches the plans of settings in order, but for those that promise a surely slower step than the best."""
+        count = 0
+        for trial in trials:
+            if count >= MOST_EXACT and trial.priced is not None:
+                break
+            best_seconds = tried.best_seconds
+            if trial.promise_seconds >= tried.worth_seconds:
+                continue
+            tried.searched.add((trial.mesh, trial.micro_batches))
+            self.progress(f"searching the plan: {tried.words_before(trial)}")
+            try:
+                faster_than_seconds = tried.most_shown * best_seconds
+                found = self._inside.search(trial, faster_than_seconds, gives_up=bool(tried.found))
+                tried.found.append(found)
+                count += 1
+            except (MeshError, PlanError, RecipeError, SearchError) as error:
+                tried.refusals.append((trial.mesh, error))
+                count += isinstance(error, SlowerError)
+                may_fit = isinstance(error, SearchError) and not isinstance(
+                    error, (SlowerError, StateError)
+                )
+                if may_fit and not is_open(trial.recipe):
+                    tried.failed.append(trial)
+
+    def _refined(self, mesh: Mesh) -> Searched:
+        """The faster one of two plans: for the mesh that the user names, and with two axes in place of one of it."""
+        finer = None if self.fixed_storage else of_given_mesh(self.graph, self.request)
+        if finer is None:
+            return self._inside.on_mesh(mesh, self.faster_than_seconds)
+        try:
+            found = self._inside.on_mesh(mesh, self.faster_than_seconds)
+        except (MeshError, RecipeError, SearchError):
+            refined = self._finer(finer, None)
+            if refined is None:
+                raise
+            return refined
+        refined = self._finer(finer, found.best.price.step_seconds)
+        return refined if refined is not None and refined.best.key < found.best.key else found
+
+    def _finer(self, finer: Finer, whole: float | None) -> Searched | None:
+        """The best plan on a refined mesh; None if there is none, or no recipe promises less seconds than `whole`.
+
+        The promise is the step under a recipe without a bound on memory. As on a searched mesh, the search without
+        recipes follows where one under a recipe has been faster.
+        """
+        asked = [
+            self.request.but(mesh=finer.mesh, recipe=recipe, refines=False)
+            for recipe in finer.recipes
+        ]
+        if not self.request.has_stages and whole is not None:
+            asked = [each for each in asked if self._promise(each) < whole]
+        found = [result for each in asked if (result := self._searched(each)) is not None]
+        best = min(found, key=lambda each: each.best.key, default=None)
+        if best is None or (whole is not None and best.best.price.step_seconds >= whole):
+            return None
+        if is_open(self.request.inside):
+            free = self._searched(asked[0].but(recipe=self.request.recipe))
+            best = best if free is None or best.best.key <= free.best.key else free
+        note = words_of_heads(finer.mesh, finer.axis, whole, best.best.price.step_seconds)
+        return best._replace(best=best.best.noted(note))
+
+    def _in_best_order(self, found: Searched) -> Searched:
+        """The faster one of a plan and of a plan on its mesh in another order of the axes, see `orders`."""
+        request, own = self.request, found.best.plan.replica_mesh
+        if request.mesh is not None and (not request.refines or request.mesh.placed != own):
+            return found
+        turned = best_order(found.best, request)
+        if turned is None:
+            return found
+        inside = self._inside
+        if request.mesh is not None:
+            inside = replace(inside, request=request.but(mesh=turned.replica_mesh))
+        trial = found.trial._replace(mesh=turned.replica_mesh, promise_seconds=0.0, known=None)
+        try:
+            best = inside.plan(trial)
+        except (MeshError, PlanError, RecipeError, SearchError):
+            return found
+        if best.key >= found.best.key:
+            return found
+        seconds = best.price.step_seconds, found.best.price.step_seconds
+        for note in found.best.plan.notes:
+            best = best.noted(note) if kind_of(note) == "micro-batches" else best
+        return found._replace(
+            best=best.noted(words_of_order(best.plan.mesh, found.best.plan.mesh, *seconds)),
+            trial=trial,
+        )
+
+    def _searched(self, request: Request) -> Searched | None:
+        """The result of this search for another request; None if it has no plan."""
+        try:
+            return replace(self, request=request).run()
+        except (MeshError, PlanError, RecipeError, SearchError):
+            return None
+
+    def _promise(self, request: Request) -> float:
+        """Seconds of a step without stages and without a bound on memory; infinite where a recipe rules it out."""
+        assert request.mesh is not None, "a refined mesh is given"
+        asked = (request.mesh, format_recipe(request.recipe), request.micro_batches or 1)
+        if asked not in self.promises:
+            self.promises[asked] = replace(self._inside, request=request).unbounded_seconds(
+                asked[-1]
+            )
+        return self.promises[asked]

@@ -1,0 +1,194 @@
+"""Which settings of the outer search a request allows, and pins that name only an axis."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+from autopar.cost_model.compute import is_product
+from autopar.cost_model.machines.hardware import Hardware
+from autopar.errors import MeshError, RecipeError
+from autopar.ir import PIPELINE_AXIS, Graph, Mesh
+from autopar.ir.recompute import Recompute, is_saved_wish
+from autopar.search import search
+from autopar.search.candidates.settings import DATA, TENSOR, ClusterSetting
+from autopar.search.request.lone_ops import is_lone_pin
+from autopar.search.request.options import AXES
+from autopar.search.request.recipe_rows import ALIASES
+from autopar.search.request.recipes import asks_for_replicas, format_recipe
+from autopar.search.request.request import Request
+
+_KNOWN_AXES = (*AXES, PIPELINE_AXIS)  # axes of the meshes that have estimates
+
+
+def recomputations(request: Request) -> tuple[Recompute | float, ...]:
+    """The kinds of recomputation that a request allows. "none" with "full" also allows every number of blocks."""
+    if "recompute" in request.without:
+        return ("none",)
+    asked = request.recompute
+    if asked is None:
+        return ("none", "full")
+    return ("full",) if is_saved_wish(asked) else (asked,)
+
+
+def has_closed_form(request: Request) -> bool:
+    """Whether the estimates of `autopar.search.candidates.candidates` support the recipe of every axis."""
+    inside = request.inside
+    given = {"": inside} if isinstance(inside, str) else inside
+    known = {"": (*DATA, *TENSOR), "dp": DATA, "tp": TENSOR}
+    return all(
+        axis in known and ALIASES.get(name, name) in ("auto", *known[axis])
+        for axis, name in given.items()
+    )
+
+
+def check_closed_form(request: Request) -> None:
+    """Raises RecipeError or MeshError if `candidates` of this folder cannot estimate what a request asks for."""
+    if asks_for_replicas(request.recipe) or request.has_versions:
+        asked = f"the schedule {request.chosen_schedule} updates without waiting"
+        if asks_for_replicas(request.recipe):
+            asked = f"the recipe {format_recipe(request.recipe)!r} trains replicas that meet every so many steps"
+        raise RecipeError(
+            f"`autopar fit` and `autopar compare` price steps that give the result of a single device, and {asked}. "
+            "`autopar explain` prices that on a given --mesh."
+        )
+    if request.has_lone_pins:
+        pin = next(f"{name}={text}" for name, text in request.pins.items() if is_lone_pin(text))
+        raise RecipeError(
+            f"`autopar fit` and `autopar compare` price plans whose ranks all run every op, and the pin {pin} leaves "
+            "ops to one rank. `autopar explain` prices that on a given --mesh."
+        )
+    if not has_closed_form(request):
+        raise RecipeError(
+            f"`autopar fit` and `autopar compare` price the recipes auto, {', '.join((*DATA, *TENSOR))}, or by axis "
+            f"dp:{'|'.join(DATA)} and tp:{'|'.join(TENSOR)}, and the recipe {format_recipe(request.recipe)!r} is "
+            "another. `autopar explain` prices it on a given --mesh."
+        )
+    axes = request.mesh.axes if request.mesh else ()
+    others = [name for name, size in axes if size > 1 and name not in _KNOWN_AXES]
+    if others:
+        raise MeshError(
+            f"`autopar fit` and `autopar compare` price meshes of the axes {', '.join(_KNOWN_AXES)}, and the mesh "
+            f"{request.mesh} has {', '.join(others)}. Name its axes so; or `autopar explain` prices any mesh."
+        )
+
+
+def allows(request: Request, setting: ClusterSetting, devices_per_node: int) -> bool:
+    """Whether a setting satisfies all constraints of a request."""
+    return (
+        (setting.cp == 1 or request.leaves_axes_open)
+        and _allows_mesh(request, setting)
+        and _allows_recipe(request, setting)
+        and request.chosen_micro_batches in (None, setting.micro_batches)
+        and _allows_schedule(request, setting)
+        and stays_inside(request, setting.mesh, devices_per_node)
+        and not any(_uses(setting, what) for what in request.without)
+        and not any(_size(setting, axis) == 1 for axis in _pinned_axes(request))
+    )
+
+
+def _allows_mesh(request: Request, setting: ClusterSetting) -> bool:
+    sizes = {"dp": setting.dp, "tp": setting.tp, "pp": setting.stages}
+    given = dict(request.mesh.axes) if request.mesh else sizes
+    return all(given.get(axis, 1) == size for axis, size in sizes.items())
+
+
+def _allows_schedule(request: Request, setting: ClusterSetting) -> bool:
+    """Whether a setting can have the request's schedule; 1F1B needs as many micro-batches as stages."""
+    chosen = request.chosen_schedule
+    if chosen is None or request.ranks == 1:
+        return True
+    return setting.stages > 1 and (chosen != "1f1b" or setting.schedule == "1f1b")
+
+
+def _allows_recipe(request: Request, setting: ClusterSetting) -> bool:
+    own = {"dp": setting.data, "tp": setting.tensor}
+    return all(
+        _size(setting, axis) == 1 if wanted == "" else wanted in ("auto", own[axis])
+        for axis, wanted in recipes_of_axes(request).items()
+        if _size(setting, axis) > 1 or wanted == ""
+    )
+
+
+def recipes_of_axes(request: Request) -> Mapping[str, str]:
+    """The recipe of dp and of tp; "" where the axis must have one rank."""
+    inside = request.inside
+    if not isinstance(inside, str):
+        named = {axis: ALIASES.get(name, name) for axis, name in inside.items()}
+        return {"dp": "auto", "tp": "auto"} | named
+    name = ALIASES.get(inside, inside)
+    if name == "auto":
+        return {"dp": name, "tp": name}
+    return {"dp": name, "tp": ""} if name in DATA else {"dp": "", "tp": name}
+
+
+def stays_inside(request: Request, mesh: Mesh, devices_per_node: int) -> bool:
+    """Whether the groups of the axes that the user keeps inside a node lie inside one, on the mesh of a stage."""
+    placed = mesh.placed  # where ranks are does not depend on the order of the axes
+    reach = {axis: math.prod(placed.sizes[at:]) for at, axis in enumerate(placed.names)}
+    return all(devices_per_node % reach.get(axis, 1) == 0 for axis in request.inside_node)
+
+
+def _pinned_axes(request: Request) -> set[str]:
+    """The axes along which pins split something: those of `tp`, of `S(0)@tp` and of `b@dp j@tp`."""
+    parts = [part.rpartition("@") for text in request.pins.values() for part in text.split()]
+    return {axis for choice, _, axis in parts if axis in AXES and choice not in ("R", "-")}
+
+
+def _size(setting: ClusterSetting, axis: str) -> int:
+    return setting.dp if axis == "dp" else setting.tp
+
+
+def _uses(setting: ClusterSetting, what: str) -> bool:
+    return {
+        "recompute": setting.recompute != "none",
+        "tp": setting.tp > 1,
+        "dp": setting.dp > 1,
+        "sp": setting.tp > 1 and setting.tensor == "tp+sp",
+    }.get(what, setting.data == what and setting.dp > 1)
+
+
+def is_intent(choice: str) -> bool:
+    """Whether a pin names only an axis, such as `tp`, not a label or state along one, such as `S(0)@tp`."""
+    return "@" not in choice and choice.isidentifier()
+
+
+def expand_pins(pins: Mapping[str, str], graph: Graph, hardware: Hardware) -> dict[str, str]:
+    """The pins with labels in place of bare axes.
+
+    The pin `{"layers.*.mlp.*": "tp"}` splits the matrix products with these parameters along tp as Megatron-LM does: by
+    columns or rows, whichever the recipe `tp` chooses for each product. Raises RecipeError if no matrix product has
+    such a parameter.
+    """
+    found = {name: choice for name, choice in pins.items() if not is_intent(choice)}
+    for pattern, axis in pins.items():
+        if is_intent(axis):
+            found |= _split_over(pattern, axis, graph, hardware)
+    return found
+
+
+def _split_over(pattern: str, axis: str, graph: Graph, hardware: Hardware) -> dict[str, str]:
+    plan = search(graph, {axis: 2}, hardware=hardware, recipe="tp")
+    origin = _parameters_behind(graph)
+    found = {
+        op.name: f"{plan.ops[op.name][0]}@{axis}"
+        for op in graph.ops
+        if is_product(op) and op.choice(plan.ops[op.name][0]).splits
+        if any(fnmatchcase(origin.get(name, ""), pattern) for name in op.operands)
+    }
+    if not found:
+        raise RecipeError(
+            f"The pin {pattern!r}={axis} matches no product of matrices that could be split; "
+            f"parameters are named like {', '.join(list(graph.parameters)[:3])}."
+        )
+    return found
+
+
+def _parameters_behind(graph: Graph) -> dict[str, str]:
+    """Name of a tensor that is a parameter, or that one-operand ops compute from it -> name of the parameter."""
+    found = {tensor: name for name, tensor in graph.parameters.items()}
+    for op in graph.ops:
+        if len(op.operands) == 1 and op.operands[0] in found:
+            found.update(dict.fromkeys(op.results, found[op.operands[0]]))
+    return found

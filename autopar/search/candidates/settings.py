@@ -1,0 +1,136 @@
+"""Settings of the outer search: sizes and recipes of the axes, micro-batches, recomputation; and their estimates."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from autopar.cost_model.breakdown import Candidate
+from autopar.ir import Mesh, with_pipeline
+from autopar.ir.recompute import Recompute, format_recompute
+
+DATA = ("ddp", "zero1", "zero2", "zero3")
+TENSOR = ("tp", "tp+sp")
+INNER = "tq"  # name of the inner one of two axes in place of tp
+
+
+@dataclass(frozen=True)
+class ClusterSetting:
+    """One way to run a model on a cluster.
+
+    Attributes:
+        dp, tp: numbers of ranks of data and of tensor parallelism.
+        stages: number of pipeline stages.
+        micro_batch: number of samples of a micro-batch on one rank of dp.
+        micro_batches: number of micro-batches of a step.
+        data, tensor: recipes along dp and tp.
+        recompute: recomputed layers of each stage, see `autopar.ir.recompute`.
+        inner: size of the inner one of two axes that tensor parallelism has in place of one
+            (`autopar.search.candidates.refined`); 1 where it has one.
+        cp: number of ranks that share the sequences of one rank of dp (`autopar.search.candidates.contexts`).
+    """
+
+    dp: int
+    tp: int
+    stages: int
+    micro_batch: int
+    micro_batches: int
+    data: str
+    tensor: str
+    recompute: Recompute = "none"
+    inner: int = 1
+    cp: int = 1
+
+    @property
+    def name(self) -> str:
+        """Text such as `dp=2 zero1 x tp=4 tp, 8 x 1`: axes with their recipes, then micro-batches x samples."""
+        axes = [f"dp={self.dp} {self.data}"] if self.dp > 1 else []
+        axes += [f"cp={self.cp}"] if self.cp > 1 else []
+        tensor = " x ".join(f"{name}={size}" for name, size in self._tensor_axes)
+        axes += [f"{tensor} {self.tensor}"] if self.tp > 1 else []
+        axes += [f"pp={self.stages} {self.schedule}"] if self.stages > 1 else []
+        again = "" if self.recompute == "none" else ", recompute"
+        again += f" {format_recompute(self.recompute)}" if isinstance(self.recompute, int) else ""
+        return f"{' x '.join(axes) or 'one rank'}, {self.micro_batches} x {self.micro_batch}{again}"
+
+    @property
+    def schedule(self) -> str:
+        """The schedule that the estimate assumes: 1F1B, or GPipe with fewer micro-batches than stages; "" without
+        stages.
+
+        The two take the same time, and with so few micro-batches also the same memory.
+        """
+        if self.stages == 1:
+            return ""
+        return "1f1b" if self.micro_batches >= self.stages else "gpipe"
+
+    @property
+    def recipe(self) -> str:
+        tensor = ",".join(f"{name}:{self.tensor}" for name, _ in self._tensor_axes)
+        context = "cp:auto," if self.cp > 1 else ""
+        return f"dp:{self.data},{context}{tensor}"
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of one stage."""
+        return _mesh(self._axes, 1)
+
+    @property
+    def _axes(self) -> tuple[tuple[str, int], ...]:
+        """Name and size of every axis of a stage."""
+        context = (("cp", self.cp),) if self.cp > 1 else ()
+        return ("dp", self.dp), *context, *self._tensor_axes
+
+    @property
+    def _tensor_axes(self) -> tuple[tuple[str, int], ...]:
+        """Name and size of every axis of tensor parallelism."""
+        if self.inner == 1:
+            return (("tp", self.tp),)
+        return ("tp", self.tp // self.inner), (INNER, self.inner)
+
+    @property
+    def world_mesh(self) -> Mesh:
+        """The mesh of all ranks, with the axis `pp` if there are several stages."""
+        return _mesh(self._axes, self.stages)
+
+
+@functools.lru_cache(maxsize=10_000)
+def _mesh(axes: tuple[tuple[str, int], ...], stages: int) -> Mesh:
+    """The mesh of these axes and stages; a thousand settings have a few meshes, and each is asked for its own often."""
+    return Mesh(axes) if stages == 1 else with_pipeline(Mesh(axes), stages, 0)
+
+
+@dataclass(frozen=True)
+class PricedCandidate:
+    """A setting with its estimated price.
+
+    Attributes:
+        setting: the priced setting.
+        seconds: duration of a step.
+        memory_bytes: peak memory of a rank.
+        traffic_bytes: bytes that one rank sends in a step.
+        parts: seconds by cause: "compute", "memory bandwidth", "along tp", "bubble", "host" and so on. Their sum is
+            `seconds`; communication that overlaps with compute is subtracted by a negative part.
+        movable_bytes: the most of the peak that the host could store in place of the device.
+    """
+
+    setting: ClusterSetting
+    seconds: float
+    memory_bytes: float
+    traffic_bytes: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    movable_bytes: float = math.inf
+
+    @property
+    def binds(self) -> str:
+        """The cause that takes the most seconds."""
+        return max(self.parts, key=lambda name: self.parts[name], default="")
+
+    def candidate(self, bound_bytes: float) -> Candidate:
+        """The setting as a row of a comparison."""
+        return Candidate(
+            self.setting.name, self.seconds, self.memory_bytes, self.traffic_bytes, self.binds,
+            self.memory_bytes <= bound_bytes,
+        )  # fmt: skip

@@ -1,0 +1,397 @@
+"""Settings of an outer search before their exact search: which are promising, and what was found."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from autopar.cost_model.machines.cluster import Cluster
+from autopar.cost_model.machines.hardware import Hardware
+from autopar.errors import SearchError
+from autopar.ir import PIPELINE_AXIS, Graph, Mesh, with_pipeline
+from autopar.pipeline.blocks import has_blocks
+from autopar.pipeline.parts import block_starts
+from autopar.search.candidates.candidates import SettingEstimator
+from autopar.search.candidates.request_filters import allows, has_closed_form, recomputations
+from autopar.search.candidates.settings import PricedCandidate
+from autopar.search.exact.search import meshes_of
+from autopar.search.request.recipe_rows import RecipeLike
+from autopar.search.request.recipes import is_open, recipe_axes
+from autopar.search.request.refusals import Refusal
+from autopar.search.request.request import Request
+from autopar.search.stages.given import Planned
+from autopar.search.stages.pipeline_settings import divisors, searched_chunks
+from autopar.units import counted, format_seconds
+
+MOST_EXACT = 5  # number of settings whose plans are searched; the fifth was the best one of Nemotron 340B on 128 H100
+MOST_OPENED = 2  # number of settings that are searched without the recipe of their estimate, which had no plan
+WORTH_MOVING = (
+    0.25  # smallest state of training worth moving to the host, as a part of the memory for tensors
+)
+_SAME_MESH = 2  # numbers of micro-batches to try on one mesh, and again on the best mesh
+_FULL = 0.8  # smallest part of the bound on memory that a plan takes if memory is tight
+# Least estimate of a step that is surely slower than the best one, as its multiple: estimates are above the price of a
+# plan by up to 1.6 % (bert-large, eight H100, dp=4,tp=2).
+_SURELY_SLOWER = 1.02
+# Plans of other settings are kept for display if their steps are at most this many times as long as the best one.
+MOST_SHOWN = 1.1
+
+
+class Trial(NamedTuple):
+    """A setting to search exactly.
+
+    Attributes:
+        mesh: the mesh of all ranks.
+        micro_batches: number of micro-batches; None where the search on the mesh chooses it.
+        recipe: recipe for the mesh of one stage.
+        promise_seconds: optimistic estimate of a step; 0 where there is no estimate.
+        priced: the estimate of the setting; None where there is none.
+        known: a plan for the mesh under another recipe; the search looks only for a faster one.
+    """
+
+    mesh: Mesh
+    micro_batches: int | None
+    recipe: RecipeLike
+    promise_seconds: float = 0.0
+    priced: PricedCandidate | None = None
+    known: Planned | None = None
+
+
+class Explored(NamedTuple):
+    """All settings of a request with their estimates.
+
+    Attributes:
+        space: the space of settings, which can price more of them.
+        settings: estimates of all settings, fastest first.
+    """
+
+    space: SettingEstimator
+    settings: tuple[PricedCandidate, ...]
+
+
+class Searched(NamedTuple):
+    """The outcome of the outer search.
+
+    Attributes:
+        best: the fastest plan that fits.
+        trial: the setting of the best plan.
+        others: plans of other settings, fastest first.
+        explored: all settings with their estimates; None where there are no estimates.
+    """
+
+    best: Planned
+    trial: Trial
+    others: tuple[Planned, ...] = ()
+    explored: Explored | None = None
+
+
+@dataclass
+class Tried:
+    """The settings that were searched so far.
+
+    Attributes:
+        found: settings with their plans.
+        refusals: meshes of the settings without a plan, with their errors.
+        failed: settings that no plan of their recipe fits.
+        searched: mesh and number of micro-batches of every setting.
+        most_shown: largest step of a plan that is kept, as a multiple of the best one.
+    """
+
+    found: list[tuple[Trial, Planned]] = field(default_factory=list)
+    refusals: list[Refusal] = field(default_factory=list)
+    failed: list[Trial] = field(default_factory=list)
+    searched: set[tuple[Mesh, int | None]] = field(default_factory=set)
+    most_shown: float = MOST_SHOWN
+
+    @property
+    def ranked(self) -> list[tuple[Trial, Planned]]:
+        """All plans, best first."""
+        return sorted(self.found, key=lambda each: each[1].key)
+
+    @property
+    def best_seconds(self) -> float:
+        """Seconds of a step of the fastest plan; infinite without a plan."""
+        return min((each.price.step_seconds for _, each in self.found), default=math.inf)
+
+    @property
+    def worth_seconds(self) -> float:
+        """Estimated seconds of a step from which on no plan is the best."""
+        return _SURELY_SLOWER * self.best_seconds
+
+    def least_of_promise(self, mesh: Mesh) -> float:
+        """The seconds of a plan on a mesh as the least part of what its setting promised; 1 where none took less.
+
+        Promises assume that all stages have as many blocks. Where the last one also has a large head, stages that are
+        cut with fewer blocks there take less (5.6 % for gpt2-xl in four stages on L4s of twice the memory bandwidth).
+        """
+        parts = (
+            each.price.step_seconds / trial.promise_seconds
+            for trial, each in self.found
+            if trial.mesh == mesh and trial.promise_seconds > 0
+        )
+        return min([1.0, *parts])
+
+    def words_before(self, trial: Trial) -> str:
+        """A line for the person who waits while a setting is searched: which one it is, and what is known so far."""
+        number = len(self.found) + len(self.refusals) + 1
+        fastest = f"; fastest so far {format_seconds(self.best_seconds)}" if self.found else ""
+        return f"setting {number}, {trial.mesh}{fastest}"
+
+
+def with_and_without_stages(
+    ranked: Sequence[tuple[Trial, Planned]],
+) -> list[tuple[Trial, Planned]]:
+    """The best setting, and after it the best without stages if that has some, or with stages if it has none.
+
+    Layouts without a recipe gain more on one of them than on the other. On 256 H100 with EFA `dp=32,tp=8` falls from
+    708 to 562 ms for a Llama of 9B, and `pp=2,dp=32,tp=4`, which is faster under recipes, from 655 to 598.
+    """
+
+    def has_stages(each: tuple[Trial, Planned]) -> bool:
+        return depth_of(each[0].mesh) > 1
+
+    first, *others = ranked
+    return [first, *[each for each in others if has_stages(each) != has_stages(first)][:1]]
+
+
+def explore(graph: Graph, request: Request, rows: int) -> Explored | None:
+    """All settings of a request with their estimates; None where the request or the model has no closed forms."""
+    if request.ranks == 1 or not has_closed_form(request):
+        return None
+    space = space_of(graph, request, rows)
+    # No dim is the batch, say, or no mesh divides it: ranks may repeat work. A batch that is named has to be divided.
+    if request.batch is None and space.is_empty:
+        return None
+    return Explored(space, closed_forms(space, request))
+
+
+def trials_of(
+    graph: Graph, request: Request, explored: Explored | None
+) -> tuple[list[Trial], list[Trial]]:
+    """Two lists of settings in the order of their search; the second is for the case that the first has no plan."""
+    first, if_none_fits = depths_of(graph, request)
+    if explored is None:
+        return list(every_mesh(request, first)), list(every_mesh(request, if_none_fits))
+    # The estimate of a step without stages is nearly exact: its plan comes first, and bounds the others.
+    plain = [each for each in explored.settings if each.setting.inner == 1]
+    trials = list(promising(plain, request, blocks_of(graph)))
+    flat = next((each for each in trials if depth_of(each.mesh) == 1), None)
+    if flat is not None:
+        trials = [flat, *(each for each in trials if each is not flat)]
+    return (
+        [each for each in trials if depth_of(each.mesh) in first],
+        [each for each in trials if depth_of(each.mesh) in if_none_fits],
+    )
+
+
+def refined_trials_of(graph: Graph, request: Request, explored: Explored | None) -> Iterator[Trial]:
+    """Settings with two axes of tensor parallelism in place of one, in the order of their search."""
+    settings = explored.settings if explored is not None else ()
+    refined = [each for each in settings if each.setting.inner > 1]
+    return promising(refined, request, blocks_of(graph))
+
+
+def overfull_trials_of(
+    graph: Graph, request: Request, explored: Explored | None
+) -> Iterator[Trial]:
+    """Settings that fit only with what the host stores, in the order of their search."""
+    if explored is None:
+        return iter(())
+    settings = [*explored.settings, *_beside_host(explored.space, explored.settings, request)]
+    overfull = [each for each in settings if 0 < moved_seconds(each, request) < math.inf]
+    return promising(overfull, request, blocks_of(graph))
+
+
+def depths_of(graph: Graph, request: Request) -> tuple[Sequence[int], Sequence[int]]:
+    """Numbers of pipeline ranks to try first, and those to try if no plan with the first ones fits.
+
+    If the user names a recipe without a schedule, pipeline stages are tried only if nothing fits without them.
+    Raises SearchError for a number that the user names and no mesh of these ranks can have.
+    """
+    assert request.ranks is not None, "a searched mesh needs a number of ranks"
+    depths = [depth for depth in divisors(request.ranks) if depth <= blocks_of(graph)]
+    if request.depths is not None:
+        _refuse_depths(
+            [depth for depth in request.depths if depth not in depths], depths, request.ranks
+        )
+        return [depth for depth in depths if depth in request.depths], ()
+    if request.chosen_schedule or request.chunks:
+        return depths[1:] or depths, ()
+    if PIPELINE_AXIS in recipe_axes(request.recipe) or is_open(request.inside):
+        return depths, ()
+    return depths[:1], depths[1:]
+
+
+def _refuse_depths(asked: Sequence[int], known: Sequence[int], ranks: int) -> None:
+    """Raises SearchError if numbers of stages were asked for that are not among those that are known."""
+    if asked:
+        able = " or ".join(map(str, known))
+        raise SearchError(
+            f"stages={', '.join(map(str, asked))}: with {counted(ranks, 'rank')} this model can have {able} stages, "
+            "numbers that divide the ranks and leave each stage a block."
+        )
+
+
+def blocks_of(graph: Graph) -> int:
+    """Number of blocks of the model; a stage has at least one."""
+    return len(block_starts(graph)) if has_blocks(graph) else 1
+
+
+def space_of(graph: Graph, request: Request, rows: int) -> SettingEstimator:
+    """The space of settings of a model on the ranks of a request, for a step of `rows` samples."""
+    assert request.ranks is not None, "a searched mesh needs a number of ranks"
+    again = [r for r in recomputations(request) if not isinstance(r, float)] or ["none", "full"]
+    first, if_none_fits = depths_of(graph, request)
+    return SettingEstimator(
+        graph, cluster_of(request.hardware, request.ranks), rows, request.training_state,
+        request.software, stages=(*first, *if_none_fits),
+        recomputes=tuple(again) if graph.stacks else ("none",), pins=request.pins,
+        own_batch=not request.cuts_batch, shares_sequences=request.leaves_axes_open,
+    )  # fmt: skip
+
+
+def cluster_of(hardware: Hardware, ranks: int) -> Cluster:
+    """The nodes that hold so many ranks."""
+    node = math.gcd(ranks, hardware.devices_per_node)
+    return Cluster(replace(hardware, devices_per_node=node), ranks // node)
+
+
+def closed_forms(space: SettingEstimator, request: Request) -> tuple[PricedCandidate, ...]:
+    """Estimates of all settings that a request allows, fastest first. Raises AutoparError if there are none."""
+    found = tuple(allowed(space, request))
+    if not found:
+        raise SearchError(
+            f"Nothing is left of the {len(_every(space, request))} ways to lay the model on {space.cluster}: "
+            f"{request.text} rule out all of them. Drop one of them."
+        )
+    return found
+
+
+def allowed(space: SettingEstimator, request: Request) -> list[PricedCandidate]:
+    """Estimates of all settings that a request allows, fastest first. Raises AutoparError if the space is empty."""
+    node = request.hardware.devices_per_node
+    return [each for each in _every(space, request) if allows(request, each.setting, node)]
+
+
+def _every(space: SettingEstimator, request: Request) -> list[PricedCandidate]:
+    """Estimates of all settings of a space, fastest first."""
+    priced = space.price()
+    if {"none", "full"} <= {*space.recomputes}:  # then also numbers of blocks between them
+        kept = [each for each in priced if each.setting.recompute == "none"]
+        priced += space.with_fewest_blocks(kept, request.bound_bytes)
+        priced += _beside_host(space, kept, request)
+        priced.sort(key=lambda each: (each.seconds, each.setting.name))
+    return priced
+
+
+def _beside_host(
+    space: SettingEstimator, priced: Sequence[PricedCandidate], request: Request
+) -> list[PricedCandidate]:
+    """Settings that need the host, with the fewest recomputed layers with which it can store the rest."""
+    host = request.hardware.host if request.offload else None
+    if host is None or not {"none", "full"} <= {*space.recomputes}:
+        return []
+    return space.with_fewest_blocks(priced, request.bound_bytes, host.memory_bytes)
+
+
+def promising(
+    settings: Sequence[PricedCandidate], request: Request, blocks: int
+) -> Iterator[Trial]:
+    """Settings in the order in which they are searched. Every mesh occurs with at most `_SAME_MESH` micro-batches.
+
+    First come those whose estimated memory fits, by the mean of estimate and promise: the best promises alone would
+    all be pipelines of many ranks and few micro-batches, which seldom keep them. Then come the others, least memory
+    first. Where the host may store what does not fit, settings that do not fit are not put last: they come by their
+    estimated seconds and those of the host.
+    """
+
+    def order(each: PricedCandidate) -> tuple[bool, float, str]:
+        moved = moved_seconds(each, request)
+        if moved == 0:
+            return False, (each.seconds + promise(each)) / 2, each.setting.name
+        is_lost = math.isinf(moved)
+        return is_lost, each.memory_bytes if is_lost else each.seconds + moved, each.setting.name
+
+    def promise(each: PricedCandidate) -> float:
+        """The estimate with the smallest bubble of a searched number of chunks; see `_least_bubble`."""
+        moved = moved_seconds(each, request)
+        hidden = 1 - _least_bubble(each, blocks, halves=request.splits_backward)
+        seconds = each.seconds - hidden * each.parts.get("bubble", 0.0)
+        return seconds if math.isinf(moved) else seconds + moved
+
+    counts: dict[Mesh, set[int]] = {}
+    for each in sorted(settings, key=order):
+        mesh, count = each.setting.world_mesh, each.setting.micro_batches
+        known = counts.setdefault(mesh, set())
+        if count not in known and len(known) < _SAME_MESH:
+            known.add(count)
+            yield Trial(mesh, count, each.setting.recipe, promise(each), each)
+
+
+def _least_bubble(each: PricedCandidate, blocks: int, *, halves: bool) -> float:
+    """The least bubble of any searched number of chunks, as a part of the estimate's.
+
+    With v chunks it is 1/v of the estimate's (p - 1) w, where a rank takes w for a micro-batch and there are p ranks.
+    But no micro-batch passes all stages in less than p w, of which m w are busy with m micro-batches: p - m of the
+    p - 1 remain, however many chunks there are. Of a backward in halves a stage passes on the first before it runs the
+    second, which takes a third of w: then p w - (p - 1) w / 3 pass.
+
+    Args:
+        each: the setting with its estimate.
+        blocks: number of blocks of the model.
+        halves: whether schedules may run a backward in two halves.
+    """
+    ranks, count = depth_of(each.setting.world_mesh), each.setting.micro_batches
+    if ranks == 1:
+        return 1.0
+    chunks = max(searched_chunks(blocks, ranks), default=1)
+    passing = ranks - (ranks - 1) / 3 if halves else ranks
+    return max(1 / chunks, (passing - count) / (ranks - 1))
+
+
+def moved_seconds(each: PricedCandidate, request: Request) -> float:
+    """The least seconds of a step in which the host stores what a setting takes beyond the bound on memory.
+
+    Each byte that is not on the device crosses the link to the host or is updated there, at least once per step. The
+    result is 0 for a setting that fits, and infinite where the host must not or cannot store so much: beyond its memory
+    for a rank, or beyond what of a stage can be there at all (`PricedCandidate.movable_bytes`).
+    """
+    excess_bytes, host = each.memory_bytes - request.bound_bytes, request.hardware.host
+    if excess_bytes <= 0:
+        return 0.0
+    if (
+        not request.offload
+        or host is None
+        or excess_bytes > min(host.memory_bytes, each.movable_bytes)
+    ):
+        return math.inf
+    return excess_bytes / max(host.bandwidth_bytes_per_second, host.update_bytes_per_second)
+
+
+def every_mesh(request: Request, depths: Sequence[int]) -> Iterator[Trial]:
+    """Every mesh with these numbers of pipeline ranks and no axis that the user refuses."""
+    assert request.ranks is not None, "a searched mesh needs a number of ranks"
+    named = recipe_axes(request.inside) or ("tp",) * ("dp" in request.without)
+    is_staged = bool(request.chosen_schedule or request.chunks)
+    for depth in depths:
+        for mesh in meshes_of(request.ranks // depth, named):
+            if any(size > 1 and name in request.without for name, size in mesh.axes):
+                continue
+            world = with_pipeline(mesh, depth, 0) if depth > 1 or is_staged else mesh
+            yield Trial(world, request.chosen_micro_batches, request.inside)
+
+
+def is_tight(known: tuple[Trial, Planned] | None, request: Request) -> bool:
+    """Whether the bound on memory is likely to have ruled out a faster plan than the best known one."""
+    if known is None:
+        return True
+    plan, bytes_ = known[1].plan, known[1].price.peak_bytes
+    gives_way = plan.recompute != "none" or bool(plan.saved) or plan.pipeline is not None
+    return gives_way or bytes_ > _FULL * request.bound_bytes
+
+
+def depth_of(mesh: Mesh) -> int:
+    """Number of pipeline ranks of a mesh."""
+    return dict(mesh.axes).get(PIPELINE_AXIS, 1)

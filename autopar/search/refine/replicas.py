@@ -1,0 +1,123 @@
+"""Adds the meetings of replicas to the plan of one replica.
+
+Replicas train separate copies of the model on their own rows, and exchange parameters every K steps: a meeting
+(`autopar.ir.meeting`). All replicas run the same plan, which the search makes for the mesh of one replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from autopar.cost_model.items import TrainingState
+from autopar.cost_model.steps.step import Step
+from autopar.ir import Graph, Meeting
+from autopar.ir.meeting import SERVER
+from autopar.ir.note import Note
+from autopar.pipeline.composed import composed, step_of
+from autopar.search.request.recipe_rows import RecipeLike
+from autopar.search.request.recipes import format_recipe
+from autopar.search.request.request import Request
+from autopar.search.stages.given import Planned
+from autopar.units import counted, format_bytes, format_seconds
+
+
+def with_meeting(found: Planned, request: Request) -> Planned:
+    """The plan of one replica with meetings added: when they are held, what they cost, and a note for the user.
+
+    A request without replicas gives back the plan as it was found.
+    """
+    meeting = request.meeting
+    if meeting is None:
+        return found
+    plan = replace(found.plan, meeting=meeting, recipe=_whole_recipe(meeting, request.recipe))
+    state, software = request.training_state, request.software
+    step = step_of(found.graph, plan, request.hardware, software=software, training_state=state)
+    price = composed(found.graph, plan, request.hardware, software=software, training_state=state)
+    every_step = replace(plan, meeting=Meeting(meeting.axis, meeting.replicas, 1))
+    together = step_of(
+        found.graph, every_step, request.hardware, software=software, training_state=state
+    )
+    note = Note(_sentence(found.graph, meeting, step, together), "replicas")
+    return found._replace(plan=replace(plan, notes=(*plan.notes, note)), price=price)
+
+
+def _whole_recipe(meeting: Meeting, inside: RecipeLike) -> str:
+    """The recipe of all axes: that of the axis of the replicas, and the recipe of the axes inside a replica."""
+    others = dict(inside) if isinstance(inside, Mapping) else {}
+    return format_recipe({meeting.axis: meeting.recipe, **others})
+
+
+def _sentence(graph: Graph, meeting: Meeting, step: Step, together: Step) -> str:
+    """Text of the note: why the result is not that of a single device, and how many bytes and seconds a step saves.
+
+    Args:
+        graph: the captured model.
+        meeting: the replicas.
+        step: a step of the plan.
+        together: a step in which replicas send their parameters once, as data parallelism sends gradients.
+    """
+    own, whole = _sent(meeting, step), _sent(meeting, together, graph)
+    if meeting.rule == SERVER:
+        return _sentence_of_server(meeting, own, whole)
+    steps = meeting.oldest_steps
+    older = f"up to {counted(steps, 'step')} old" if steps else "never old"
+    size_words = (
+        f"{format_bytes(own.size_bytes)} a step in place of {format_bytes(whole.size_bytes)}"
+    )
+    seconds_words = f"{format_seconds(own.seconds)} in place of {format_seconds(whole.seconds)}"
+    return (
+        f"Not the result of a single device: {counted(meeting.replicas, 'replica')} along {meeting.axis} train on rows "
+        f"of their own and meet {meeting}, so that what a replica knows of the others is {older}. Along "
+        f"{meeting.axis} a rank sends {size_words} of data parallelism, in about {seconds_words}."
+    )
+
+
+def _sentence_of_server(meeting: Meeting, own: _Sent, whole: _Sent) -> str:
+    """The same of replicas that exchange with an asynchronous server."""
+    axis, steps, ahead = meeting.axis, meeting.oldest_steps, meeting.staleness
+    older = f"a gradient may lack up to the last {counted(steps, 'step')} of each other rank, by its own count"
+    waits = "for the slowest in every exchange"
+    if ahead:
+        waits = f"for another only where it is more than {counted(ahead, 'exchange')} ahead of it"
+    return (
+        f"Not the result of a single device: {counted(meeting.replicas, 'replica')} along {axis} train on rows of "
+        f"their own and exchange differences with a server on O({meeting.owner})@{axis} after "
+        f"{_every(meeting.steps)}, so that {older if steps else 'no gradient is old'}. A rank waits {waits}. "
+        f"Along {axis} the server's rank sends {format_bytes(own.size_bytes)} a step in place of "
+        f"{format_bytes(whole.size_bytes)} of data parallelism, in about {format_seconds(own.seconds)} where all "
+        f"come at once, in place of {format_seconds(whole.seconds)}."
+    )
+
+
+def _every(steps: int) -> str:
+    return "every step" if steps == 1 else f"every {steps} steps"
+
+
+class _Sent(NamedTuple):
+    """Bytes that a rank sends to other replicas in a step, and the seconds that takes."""
+
+    size_bytes: float
+    seconds: float
+
+
+def _sent(meeting: Meeting, step: Step, gradients_of: Graph | None = None) -> _Sent:
+    """What is sent along the axis of the replicas; of gradients in place of parameters where a graph is given."""
+    items = [i for i in step.items if i.phase == "meet" and i.resource == meeting.axis]
+    state = step.run.training_state
+    scales = [
+        1.0 if gradients_of is None else _gradient_scale(gradients_of, i.of, state) for i in items
+    ]
+    pairs = list(zip(items, scales, strict=True))
+    return _Sent(
+        sum(float(i.count * i.traffic_bytes) * scale for i, scale in pairs),
+        sum(float(i.count * i.seconds) * scale for i, scale in pairs),
+    )
+
+
+def _gradient_scale(graph: Graph, name: str, state: TrainingState) -> float:
+    """Bytes of a parameter's gradient, which data parallelism would send, for each byte of the stored parameter."""
+    tensor = graph.tensors[graph.parameters[name]]
+    own = state.gradient_bytes or tensor.gradient_scale * tensor.itemsize_bytes
+    return own / tensor.at_rest.itemsize_bytes

@@ -1,0 +1,379 @@
+"""The notes of a plan: what was chosen and why, in a few lines for people."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from autopar.cost_model import Hardware, unruled
+from autopar.cost_model.compute import FUSED_ATTENTION
+from autopar.ir import EXCHANGED, Graph, Op, ParameterPlan, Plan, State
+from autopar.ir.batches import captured_batch
+from autopar.ir.meeting import ALONE
+from autopar.ir.note import Note
+from autopar.ir.parameter_plan import PARAMETER_WORDS
+from autopar.pipeline.composed import StepCost
+from autopar.search.request.recipe_rows import is_model
+from autopar.search.request.recipes import format_recipe, resolve, split_recipe
+from autopar.search.request.refusals import Refusal
+from autopar.search.request.request import Request
+from autopar.units import counted, format_bytes
+
+
+def explain(
+    graph: Graph,
+    plan: Plan,
+    cost: StepCost,
+    *,
+    bound_bytes: int,
+    hardware: Hardware,
+    descents_seconds: Sequence[float],
+) -> tuple[str, ...]:
+    """Notes on what every axis splits and why, on time and memory, on other local optima, and on ops without a rule."""
+    axes = axis_lines(graph, plan)
+    others = _others_line(cost, descents_seconds)
+    lines = (
+        *_reason_lines(graph, plan, cost),
+        _time_line(cost, hardware),
+        _memory_line(cost, bound_bytes),
+    )
+    prices = (Note(line, "price") for line in lines)
+    rules = (*unruled_lines(graph, plan, hardware), *guessed_lines(graph, plan))
+    return (*axes, *repeated_lines(graph, plan), *prices, *others, *rules)
+
+
+def axis_lines(graph: Graph, plan: Plan) -> list[str]:
+    """For every axis a line on what it splits and how parameters are stored; a line on exchanges of rows."""
+    if plan.mesh.axes == (ALONE,):
+        return []
+    lines = [_axis_line(graph, plan, axis) for axis in range(len(plan.mesh.axes))]
+    return lines + _exchange_lines(graph, plan)
+
+
+def _exchange_lines(graph: Graph, plan: Plan) -> list[str]:
+    """Lines on rows that go to their experts, whose price is a guess, and on keys and values that go round."""
+    layers = [op for op in graph.ops if any(EXCHANGED in label for label in plan.ops[op.name])]
+    rings = [op for op in layers if op.kind == FUSED_ATTENTION]
+    experts = [op for op in layers if op.kind != FUSED_ATTENTION]
+    found = []
+    if experts:
+        found.append(
+            f"rows go to the ranks of their experts and back along {_exchanging(plan, experts)} in "
+            f"{counted(len(experts), 'layer')}, priced as if the experts were evenly used (a guess)"
+        )
+    if rings:
+        found.append(
+            f"keys and values go round along {_exchanging(plan, rings)} in {counted(len(rings), 'attention op')}, "
+            "priced as if nothing were computed meanwhile"
+        )
+    return found
+
+
+def _exchanging(plan: Plan, ops: Sequence[Op]) -> str:
+    """The axes along which some of these ops exchange rows."""
+    labels = zip(plan.mesh.names, zip(*(plan.ops[op.name] for op in ops), strict=True), strict=True)
+    return ", ".join(name for name, along in labels if any(EXCHANGED in label for label in along))
+
+
+def _axis_line(graph: Graph, plan: Plan, axis: int) -> str:
+    axis_name, size = plan.mesh.axes[axis]
+    split = Counter(
+        _place_of(choice.factor or choice.label)
+        for op in graph.ops
+        if (choice := op.choice(plan.ops[op.name][axis])).splits
+    )
+    factors = ", ".join(
+        f"{factor} ({counted(count, 'op')})" for factor, count in split.most_common(6)
+    )
+    uses = _parameter_uses(graph, plan, axis)
+    stages = Counter(_stage(how, uses[name], axis) for name, how in plan.parameters.items())
+    stored = ", ".join(f"{count} {kind}" for kind, count in sorted(stages.items()))
+    return f"{axis_name}={size} splits {factors or 'nothing'}; parameters: {stored or 'none'}"
+
+
+_LARGE = 0.05  # smallest part of the bytes of all parameters that is worth a note
+
+
+def undivided_lines(graph: Graph, plan: Plan) -> tuple[Note, ...]:
+    """Lines on large dims, and heads of attention, that an axis may split and does not divide: one line for each."""
+    may = [
+        row.may is None or is_model in row.may
+        for row in resolve(split_recipe(plan.recipe)[1], plan.mesh)
+    ]
+    large, heads = _large_factors(graph), head_factors(graph)
+    return tuple(
+        Note(_undivided_line(graph, plan, axis, factors, factors[0] in heads), "undivided")
+        for axis, (_, size) in enumerate(plan.mesh.axes)
+        if may[axis]
+        for factors in _by_layer(graph, large | heads)
+        if graph.factors[factors[0]].size % size
+    )
+
+
+def _large_factors(graph: Graph) -> dict[str, None]:
+    """Names of the factors that are a whole dim of large parameters."""
+    sizes: Counter[str] = Counter()
+    for name, tensor in graph.parameters.items():
+        found = graph.tensors[tensor]
+        bytes_ = math.prod(found.shape) * found.itemsize_bytes * graph.stands_for.get(name, 1)
+        for dim in found.factors:
+            sizes.update({_any_layer(f): bytes_ for f in dim if len(dim) == 1})
+        sizes["all"] += bytes_
+    splittable = {choice.factor for op in graph.ops for choice in op.choices}
+    return {
+        name: None
+        for name, factor in graph.factors.items()
+        if "parameter" in factor.roles
+        and name in splittable
+        and not factor.roles & {"batch", "input"}
+        and sizes[_any_layer(name)] >= _LARGE * sizes["all"]
+    }
+
+
+def head_factors(graph: Graph) -> dict[str, None]:
+    """Names of the factors that are heads of attention: batch dims of a product of two activations."""
+    weights = {*graph.parameters.values()}
+    return {
+        leaf.factor: None
+        for op in graph.ops
+        if not weights.intersection(op.operands)
+        for work in op.work
+        if work.is_product
+        for leaf in work.batch
+        if leaf.factor in graph.factors and is_model(graph.factors[leaf.factor].roles)
+    }
+
+
+def _by_layer(graph: Graph, factors: Iterable[str]) -> list[list[str]]:
+    """Groups factors that have one size, and the same name except for the number of the layer."""
+    found: dict[tuple[str, int], list[str]] = {}
+    for name in factors:
+        found.setdefault((_any_layer(name), graph.factors[name].size), []).append(name)
+    return list(found.values())
+
+
+def _undivided_line(
+    graph: Graph, plan: Plan, axis: int, factors: Sequence[str], is_heads: bool
+) -> str:
+    (axis_name, parts), size = plan.mesh.axes[axis], graph.factors[factors[0]].size
+    taken: Counter[str] = Counter()
+    for op in graph.ops:
+        if any(choice.factor in factors for choice in op.choices):
+            factor = op.choice(plan.ops[op.name][axis]).factor
+            taken[_place_of(factor) if factor else ""] += graph.stands_for.get(op.name, 1)
+    instead = next(
+        (f" is split by {each} instead" for each in _most(taken) if each), " is not split"
+    )
+    above = -(-size // parts) * parts
+    remedy = f"{above} would be split"
+    if is_heads:
+        what, whose = f"{size} attention heads", "attention"
+    elif _is_vocabulary(graph, factors):
+        what, whose = f"A vocabulary of {size}", "it"
+        remedy = f"pad it to {above}, with resize_token_embeddings({above})"
+    else:
+        what, whose = f"Size {size} ({_place_of(factors[0])})", "it"
+    if inner := _two_axes(graph, factors, parts):
+        remedy += f", or two axes {inner} in place of {axis_name}"
+    return f"{what} cannot be split over {axis_name}={parts}, so {whose}{instead}; {remedy}."
+
+
+def _most(taken: Counter[str]) -> list[str]:
+    return [name for name, _ in taken.most_common()]
+
+
+def _place_of(factor: str) -> str:
+    """A factor for people: `batch`, or `dim 0 of layers.*.query.weight` for `layers.3.query.weight[0].0`."""
+    return re.sub(r"(.*)\[(\d+)\](\.\d+)?", r"dim \2 of \1", _any_layer(factor))
+
+
+def _two_axes(graph: Graph, factors: Sequence[str], parts: int) -> str:
+    """Sizes of two axes that could split a factor and the factor after it, such as key-value heads and their queries.
+
+    "" if there are none.
+    """
+    outer = math.gcd(graph.factors[factors[0]].size, parts)
+    following = {
+        graph.factors[inner].size
+        for tensor in graph.parameters.values()
+        for dim in graph.tensors[tensor].factors
+        for before, inner in itertools.pairwise(dim)
+        if before in factors
+    }
+    splits = outer == graph.factors[factors[0]].size and any(
+        size % (parts // outer) == 0 for size in following
+    )
+    return f"of {outer} and {parts // outer} ranks" if splits and outer < parts else ""
+
+
+def _is_vocabulary(graph: Graph, factors: Sequence[str]) -> bool:
+    """Whether one of these factors is the vocabulary: the rows of an embedding table."""
+    return any(
+        op.kind == "aten.embedding" and graph.tensors[op.operands[0]].factors[0][:1] == (name,)
+        for op in graph.ops
+        for name in factors
+    )
+
+
+def _any_layer(name: str) -> str:
+    """The name with `*` in place of the numbers of layers."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+
+
+def _parameter_uses(graph: Graph, plan: Plan, axis: int) -> dict[str, set[State]]:
+    """Parameter name -> the states in which ops use the parameter along the axis."""
+    name_of = {tensor: name for name, tensor in graph.parameters.items()}
+    uses: dict[str, set[State]] = {name: set() for name in graph.parameters}
+    for op in graph.ops:
+        for position, operand in enumerate(op.operands):
+            if operand in name_of:
+                choice = op.choice(plan.ops[op.name][axis])
+                uses[name_of[operand]].add(choice.operands[position])
+    return uses
+
+
+def _stage(how: ParameterPlan, uses: set[State], axis: int) -> str:
+    if how.storage[axis].kind == "O":
+        return "stored on one rank"
+    stage = how.zero_stage(axis)
+    if stage == 3:
+        return "tensor-parallel" if uses <= {how.storage[axis]} else PARAMETER_WORDS[3]
+    return PARAMETER_WORDS.get(stage, "replicated")
+
+
+def _time_line(cost: StepCost, hardware: Hardware) -> str:
+    return (
+        f"predicted on {hardware.name}: {cost.seconds * 1e3:.3f} ms a step = "
+        f"{cost.compute_seconds * 1e3:.3f} compute + {cost.conversion_seconds * 1e3:.3f} "
+        f"activations moved + {cost.parameter_seconds * 1e3:.3f} parameters and gradients moved"
+        f" + {cost.other_seconds * 1e3:.3f} optimizer and waiting"
+    )
+
+
+def _reason_lines(graph: Graph, plan: Plan, cost: StepCost) -> Iterator[str]:
+    """For every axis of several ranks what it gains, the part of the arithmetic that it divides, and what it costs."""
+    idle, seconds = idle_axes(plan), dict(cost.axis_seconds)
+    for axis, (name, size) in enumerate(plan.mesh.axes):
+        if name in idle:
+            yield f"{name}={size} divides nothing: no faster plan was found that does, under recipe {plan.recipe}"
+        elif size > 1:
+            share = _divided(graph, plan, axis)
+            sent = seconds.get(name, 0.0) * 1e3
+            yield (
+                f"{name}={size} divides {100 * share:.0f} % of the arithmetic by {size}, and sends for {sent:.3f} ms a "
+                "step"
+            )
+
+
+def _divided(graph: Graph, plan: Plan, axis: int) -> float:
+    """The part of the FLOPs of a forward that the ranks along an axis share."""
+    flops = {op.name: op.flops * graph.stands_for.get(op.name, 1) for op in graph.ops}
+    split = (flops[op.name] for op in graph.ops if op.choice(plan.ops[op.name][axis]).splits)
+    return sum(split) / (sum(flops.values()) or 1)
+
+
+def _memory_line(cost: StepCost, bound_bytes: int) -> str:
+    kinds = {
+        "parameters": cost.parameter_bytes, "gradients": cost.gradient_bytes,
+        "optimizer": cost.optimizer_bytes, "saved for backward": cost.saved_bytes,
+        "buffers": cost.buffer_bytes, "transient": cost.transient_bytes,
+        "reserved": cost.reserved_bytes,
+    }  # fmt: skip
+    parts = " + ".join(f"{format_bytes(size)} {kind}" for kind, size in kinds.items() if size)
+    total, bound = format_bytes(cost.memory_bytes), format_bytes(bound_bytes)
+    return f"{total} a rank, of {bound}: {parts or 'nothing'}"
+
+
+def _others_line(cost: StepCost, descents_seconds: Sequence[float]) -> tuple[str, ...]:
+    """A line on the other local optima, given the seconds of all of them; inf is one that does not fit."""
+    others = sorted({f"{s * 1e3:.3f} ms" for s in descents_seconds if math.isfinite(s)})
+    others = [each for each in others if each != f"{cost.seconds * 1e3:.3f} ms"]
+    if not others:
+        return ()
+    return (f"best of {len(descents_seconds)} descents; others ended at {', '.join(others)}",)
+
+
+def unruled_lines(graph: Graph, plan: Plan, hardware: Hardware) -> tuple[str, ...]:
+    """A line on the ops without a rule, which run whole on every rank, with their cost; () if there are none."""
+    found = unruled(graph, plan, hardware)
+    if not found:
+        return ()
+    kinds = ", ".join(
+        f"{each.kind} ({counted(each.count, 'call')}, {each.seconds * 1e3:.3f} ms, "
+        f"{format_bytes(each.gathered_bytes)} gathered)"
+        for each in found
+    )
+    return (
+        "no rule says how to split these ops, so every rank runs them whole (cost estimated from the bytes read and "
+        f"written): {kinds}",
+    )
+
+
+def guessed_lines(graph: Graph, plan: Plan) -> tuple[str, ...]:
+    """A line for every reason to doubt the rules of ops that a plan splits."""
+    doubts: dict[str, Counter[str]] = {}
+    for op in graph.ops:
+        if op.guess and any(label not in "-~" for label in plan.ops[op.name]):
+            doubts.setdefault(op.guess, Counter())[op.kind] += graph.stands_for.get(op.name, 1)
+    return tuple(
+        f"split by a guess, which 'autopar verify' checks on a batch ({guess}): "
+        + ", ".join(f"{kind} ({counted(count, 'call')})" for kind, count in sorted(kinds.items()))
+        for guess, kinds in sorted(doubts.items())
+    )
+
+
+def idle_axes(plan: Plan) -> list[str]:
+    """Names of the axes inside a stage, of several ranks, whose ranks all do the same."""
+    return [
+        name
+        for name in _repeated_axes(plan)
+        if all(p.storage[plan.mesh.index(name)].kind not in "SO" for p in plan.parameters.values())
+    ]
+
+
+def _repeated_axes(plan: Plan) -> list[str]:
+    """Names of the axes inside a stage, of several ranks, along which no op is split."""
+    return [
+        name
+        for axis, (name, size) in enumerate(plan.mesh.axes)
+        if size > 1 and all(labels[axis] in "-~" for labels in plan.ops.values())
+    ]
+
+
+def repeated_lines(graph: Graph, plan: Plan) -> Iterator[Note]:
+    """A line on every axis whose ranks store parts of the parameters, and all compute the whole batch."""
+    rows, idle = captured_batch(graph), idle_axes(plan)
+    of = "" if plan.micro_batches == 1 else " of a micro-batch"
+    for name in _repeated_axes(plan):
+        size = dict(plan.mesh.axes)[name]
+        line = f"all {size} ranks along {name} compute the whole batch, and share only the memory of parameters"
+        if rows % size:
+            multiple = rows - rows % size + size
+            line += (
+                f": {name}={size} does not divide the {counted(rows, 'row')}{of}. Rows in a multiple of {size}, such "
+                f"as {multiple}, are split"
+            )
+        if name not in idle:
+            yield Note(line, "repeated")
+
+
+def note_of_unasked_stages(request: Request, rows: int, refusals: Sequence[Refusal]) -> Note:
+    """Says why a plan has pipeline stages under a recipe that names no schedule.
+
+    Args:
+        request: what the user asks for, with an open mesh.
+        rows: number of samples of a step.
+        refusals: errors of the meshes without stages; none where every such mesh was ruled out by its sizes.
+    """
+    reason = f"it splits a batch of {rows} over no mesh of {request.ranks} ranks."
+    if refusals:
+        mesh, error = refusals[0]
+        reason = f"{mesh}: {error}"
+    return Note(
+        f"pipeline stages, which the recipe {format_recipe(request.recipe)} does not name, because there is no plan "
+        f"without them: {reason}",
+        "unasked",
+    )

@@ -1,0 +1,1 @@
+"""The plan for a given mesh, with pipeline stages or without."""

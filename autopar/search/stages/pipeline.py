@@ -1,0 +1,493 @@
+"""The search for a pipeline on a given mesh: chunks, schedule, cuts, micro-batches and recomputation.
+
+    for several plans of layouts                       `autopar.search.exact.search`, on the mesh of one stage
+        for every number of micro-batches              compute tables of the costs of all possible stages
+            for every schedule and number of chunks
+                with as few recomputed blocks as fit   balance the cuts, simulate the schedule
+
+The fastest setting that fits wins; of equally fast ones, the one that takes less memory. A setting that would be too
+slow even if its ranks never waited is not simulated. The layouts are searched for the whole model on the mesh of
+one stage, so that they do not depend on the cuts.
+
+[Note: memory of a stage] The search of layouts knows no stages: it predicts the memory of the whole model with one
+micro-batch. With p pipeline ranks, a rank holds about 1/p of the parameters, and of the activations of each
+micro-batch in flight. The search of layouts is therefore bounded by p times the memory of a rank. If no stages then
+fit, or if stages that do not fit would be faster than those that do, a half and a quarter of this bound are tried,
+too; they lead to plans that shard more.
+
+[Note: room by recomputation] The search of layouts keeps every activation. Recomputing blocks frees memory, in which
+faster layouts fit, and parameters that the host would otherwise store. The best plan recomputes all blocks, none, or
+some. With all blocks, the best layouts are the fastest ones within the memory of a rank plus the memory that all blocks
+free. With some blocks, recomputing one block more or less exchanges seconds for bytes at a certain rate. The best
+layouts are then those with the least sum of seconds and of bytes at this rate (a Lagrange multiplier: Everett
+1963), whatever the memory of a rank is. Because parameters have fixed sizes, this is not exact, and the memory that
+one block frees is tried as well.
+
+[Note: host] Where a plan without stages is known, one that stores on the host is searched, too, because it may be
+faster. For a number of micro-batches that is asked for, two bounds tell beforehand that none is: the fastest layouts
+without a bound on memory take as long as the known step; or, at the price of bytes above, nothing is stored on the
+host, and seconds and price together, less the price of the bound, are as much as the known step. (The latter is the
+Lagrangian bound for plans whose recomputation frees bytes at this price.)
+
+[Note: other micro-batches] The graph is captured for one number of micro-batches. For other numbers, the same graph is
+priced with another batch size (`autopar.ir.batches.with_batch`), with the same plan if its splits still divide.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import NamedTuple
+
+from autopar.errors import AutoparError, MeshError, PlanError, RecipeError, SearchError
+from autopar.ir import (
+    PIPELINE_AXIS,
+    Graph,
+    ParameterPlan,
+    Plan,
+    pipeline_position,
+    without_pipeline,
+)
+from autopar.ir.batches import captured_batch, fits_graph
+from autopar.pipeline.stage_costs import StageTables
+from autopar.search.exact.search import MeshSearch
+from autopar.search.exact.searches import Searches
+from autopar.search.request.recipes import format_recipe
+from autopar.search.request.request import Request
+from autopar.search.stages.balance import balance
+from autopar.search.stages.pipeline_bounds import mean_bytes
+from autopar.search.stages.pipeline_notes import notes_of, of_layouts
+from autopar.search.stages.pipeline_settings import PipelineFound, divisors, shapes_of, wish_for
+from autopar.search.stages.staged import Findings, SlowerError, StagedPlan
+from autopar.units import counted
+
+_SHARES = (1.0, 0.5, 0.25)  # of the memory of all ranks, see [Note: memory of a stage]
+_WIDER = (1.0, 2.0, 4.0, 8.0, math.inf)  # multiples of this memory to try if no plan fits into it
+_WORTH = 0.995  # another search must promise a step of less than this part of the best one
+_EXECUTED, _NEAR = 3, 1.15  # settings always balanced by simulation, within 15 % of the fastest
+# More settings are balanced so until the squares of their stages times their micro-batches add up to this: balancing
+# simulates all stages and micro-batches some times for each stage, and this much takes one to three seconds.
+_EXECUTED_WORK = 2**17
+_EXECUTABLE = 1024  # stages times micro-batches: balancing simulates a schedule hundreds of times
+_MOST_MICRO_BATCHES = 16  # for each pipeline rank: the bubble of 1F1B is 6 % then
+
+
+def search_pipeline(
+    graph: Graph,
+    request: Request,
+    *,
+    captured_micro_batches: int = 1,
+    fingerprint: str = "",
+    fixed_storage: Mapping[str, ParameterPlan] | None = None,
+    faster_than_seconds: float = math.inf,
+    searches: Searches | None = None,
+) -> PipelineFound:
+    """Finds the fastest plan with pipeline stages that fits into memory.
+
+    Args:
+        graph: the captured model with all its layers, at the size of a micro-batch.
+        request: the user's wishes, with a mesh that has the axis `pp`. What the user leaves open is searched: the
+            schedule among `SEARCHED_SCHEDULES`, the chunks among `searched_chunks`, the number of micro-batches among
+            the divisors of the batch, and the recomputation of as few blocks as fit.
+        captured_micro_batches: number of captured batches that make up a step.
+        fingerprint, fixed_storage: as in `search`.
+        faster_than_seconds: seconds of a known step; settings that take as long are left out.
+        searches: searches of layouts that were made before; by default none.
+
+    Raises MeshError for a mesh without `pp`, RecipeError for a pin that cannot be satisfied, PlanError for
+    micro-batches that the schedule refuses, and SearchError if there are more stages than blocks, if no plan
+    fits, or if none is faster than the known step.
+    """
+    if not request.has_stages:
+        raise MeshError(
+            f"The mesh {request.mesh} has no axis {PIPELINE_AXIS!r} for the stages of a pipeline."
+        )
+    found = _Search(
+        graph, request, captured_micro_batches, fingerprint, fixed_storage, faster_than_seconds,
+        searches or Searches(),
+    ).run()  # fmt: skip
+    plan = replace(found.plan, recipe=format_recipe(request.recipe))
+    return replace(found, best=replace(found.best, plan=plan))
+
+
+class _Inner(NamedTuple):
+    """A plan of layouts on the mesh of one stage.
+
+    Attributes:
+        plan: the plan, without stages.
+        share: bound under which the plan was searched, as a part of the memory of all pipeline ranks.
+    """
+
+    plan: Plan
+    share: float
+
+
+class _Freed(NamedTuple):
+    """The memory of a rank that recomputation frees, and what it costs.
+
+    Attributes:
+        all_bytes: bytes that are free if all blocks are recomputed.
+        one_bytes: bytes that are free if one block is recomputed.
+        byte_seconds: seconds of a step that one block takes, for each byte that it frees on all pipeline ranks.
+    """
+
+    all_bytes: float
+    one_bytes: float
+    byte_seconds: float
+
+
+class _Search:
+    """The search of `search_pipeline`, with its intermediate results."""
+
+    def __init__(
+        self, graph: Graph, request: Request, captured: int, fingerprint: str,
+        fixed_storage: Mapping[str, ParameterPlan] | None, faster_than_seconds: float,
+        searches: Searches,
+    ) -> None:  # fmt: skip
+        assert request.mesh is not None, "a mesh with stages"
+        self.graph, self.request, self.captured = graph, request, captured
+        self.mesh, self.hardware = request.mesh, request.hardware
+        self.recompute = "none" if request.has_lone_ops else request.recompute
+        self.fingerprint, self.fixed_storage = fingerprint, fixed_storage
+        self.searches = searches
+        bound = request.search_bound_bytes
+        # Tables of stages leave out the memory that tensors cannot use.
+        self.bound: float = math.inf if bound is None else bound - self.hardware.reserved_bytes
+        self.found = Findings(self.bound, faster_than_seconds)
+        self.asked_micro_batches = request.chosen_micro_batches
+        self.position = pipeline_position(self.mesh)
+        self.ranks = dict(self.mesh.axes)[PIPELINE_AXIS]
+        self.stage_mesh = without_pipeline(self.mesh)
+        self.graphs: dict[int, Graph] = {}
+        self.inside: dict[int, MeshSearch] = {}
+        self.choices: list[Plan] = []
+        self.tables: dict[int, tuple[Plan, StageTables]] = {}
+
+    def run(self) -> PipelineFound:
+        if self._host_gains_nothing():
+            raise SlowerError(f"Nothing on the host makes a plan on the mesh {self.mesh} faster.")
+        self._search_shares()
+        if self.request.offload:
+            self._price_smallest(self._inside(self.asked_micro_batches or self.captured))
+        if self.found:
+            self._search_again()
+        self._search_recipes()
+        if not self.found:
+            raise self._nothing()
+        self._execute_nearest()
+        (best, staged), *rest = self.found.ranked
+        others = tuple(each for each, _ in rest)
+        refused = {
+            name: str(error)
+            for name, error in self.found.refused.items()
+            if name not in self.found.priced
+        }
+        best = replace(best, kept_whole=staged.kept_whole(best))
+        notes = (*of_layouts(best.plan.notes), *notes_of(best, others))
+        best = replace(best, plan=replace(best.plan, notes=notes))
+        return PipelineFound(best, others, refused)
+
+    def _search_shares(self) -> None:
+        """Searches plans under smaller and smaller bounds, and prices them; see [Note: memory of a stage]."""
+        seen = 0
+        for plans in self._plans():
+            new = [each for each in plans if each is None or self._is_new(each)]
+            if new:
+                seen = len(self.found.overfull)
+            for each in new:
+                self._price_plan(each)
+            has_price = bool(self.found) or self.found.has_slower
+            if has_price and not self._promises_more(seen):
+                break  # tighter bounds give slower layouts
+
+    def _promises_more(self, seen: int) -> bool:
+        """Whether a setting that did not fit promises a faster step than the best; the first `seen` do not count."""
+        limit_seconds = _WORTH * self.found.best_seconds
+        return any(each.seconds < limit_seconds for each in self.found.overfull[seen:])
+
+    def _search_recipes(self) -> None:
+        """Prices the plans under all recipes for axes without one, if they may be faster than the best setting."""
+        inside = self._inside(self._best_micro_batches())
+        if not self._may_hold_state(inside):
+            return
+        for seconds, under in inside.named():
+            if seconds < self.ranks * self.found.best_seconds and self._may_hold_state(under):
+                # A recipe may contradict the pins, or split nothing, and then no plan is one under it.
+                with suppress(RecipeError, SearchError):
+                    self._price_under(under)
+
+    def _price_under(self, recipe: MeshSearch) -> None:
+        """Prices the fastest plan of layouts under a recipe, and the smallest where the host may have to help.
+
+        Raises RecipeError or SearchError where the recipe has no plan.
+        """
+        inner = self._stage_plan(1.0, recipe)
+        if inner is not None and self._is_new(inner):
+            self._price_plan(inner)
+        has_none = math.isinf(self.found.best_seconds)
+        if self.request.streams or (self.request.offload and has_none):
+            self._price_smallest(recipe)
+
+    def _price_smallest(self, inside: MeshSearch) -> None:
+        """Prices the plan of layouts that takes least memory."""
+        smallest = _Inner(inside.smallest().plan, 0.0)
+        if self._is_new(smallest):
+            self._price_plan(smallest)
+
+    def _price_plan(self, inner: _Inner | None) -> None:
+        """Prices a plan of layouts with every number of micro-batches."""
+        if inner is None:
+            return
+        for micro_batches in self._micro_batches():
+            self._price_all(inner, micro_batches)
+
+    def _is_new(self, inner: _Inner) -> bool:
+        """Whether no plan with the same choices was priced yet; remembers this plan."""
+        choices = replace(inner.plan, notes=(), recipe="")
+        if choices in self.choices:
+            return False
+        self.choices.append(choices)
+        return True
+
+    def _shares(self, inside: MeshSearch) -> tuple[float, ...]:
+        """Bounds under which layouts are searched, as parts of the memory of all pipeline ranks.
+
+        On one pipeline rank, or if the host may store parameters, the first search has no bound, because recomputation
+        may make room for the fastest plan. A bound of the memory that tensors cannot use leaves nothing to share.
+        """
+        if self.bound <= 0 or (not self.request.offload and not self._may_hold_state(inside)):
+            return _SHARES[:1]
+        may_recompute = self.recompute != "none" and math.isfinite(self.bound)
+        is_first = self.request.offload or (self.ranks == 1 and may_recompute)
+        return (math.inf, *_SHARES) if is_first else _SHARES
+
+    def _plans(self) -> Iterator[Iterable[_Inner | None]]:
+        """Plans of layouts under smaller and smaller bounds; None for a bound under which none fits.
+
+        Plans that are yielded together are all priced before it is decided whether others are worth a search. Those
+        that fit as they are belong to those that fit beside recomputation, since either may be the faster.
+        """
+        inside = self._inside(self.asked_micro_batches or self.captured)
+        shares = self._shares(inside)
+        if math.isinf(shares[0]) and math.isfinite(self.bound):
+            yield [self._stage_plan(shares[0], inside)]
+            yield [*self._beside_recomputation(inside), self._stage_plan(shares[1], inside)]
+            shares = shares[2:]
+        for share in shares:
+            yield [self._stage_plan(share, inside)]
+
+    def _beside_recomputation(self, inside: MeshSearch) -> Iterator[_Inner | None]:
+        """Plans of layouts that use the memory that recomputation frees; see [Note: room by recomputation]."""
+        freed = self._freed(inside)
+        if freed is None:
+            return
+        for freed_bytes in (freed.all_bytes, freed.one_bytes):
+            yield self._stage_plan(1.0 + freed_bytes / self.bound, inside)
+        found = inside.at_price(freed.byte_seconds)
+        taken_bytes = found.cost.memory_bytes - self.hardware.reserved_bytes
+        yield _Inner(found.plan, taken_bytes / (self.ranks * self.bound))
+
+    def _freed(self, inside: MeshSearch) -> _Freed | None:
+        """What recomputation frees under the fastest layouts; None if it frees nothing, or is ruled out."""
+        fastest, micro_batches = inside.within(None).plan, inside.problem.micro_batches
+        tables = self._tables(fastest, micro_batches)
+        shape = next(shapes_of(self.request, self.ranks, micro_batches, len(tables.parts)), None)
+        if shape is None or self.recompute == "none":
+            return None
+        whole, one, every = (tables.whole(each) for each in ("none", 1, "full"))
+        try:
+            shape.check(len(tables.parts))
+            kept_bytes, *less = (mean_bytes(each, shape) for each in (whole, one, every))
+        except (PlanError, SearchError):
+            return None  # the schedule does not run so many micro-batches, or has too many stages
+        one_frees, all_free = (kept_bytes - each for each in less)
+        if one_frees <= 0:
+            return None
+        seconds = micro_batches * (one.seconds - whole.seconds)
+        return _Freed(all_free, one_frees, seconds / (self.ranks * one_frees))
+
+    def _host_gains_nothing(self) -> bool:
+        """Whether no parameter is worth storing on the host; see [Note: host]."""
+        enough_seconds, request = _WORTH * self.found.known_seconds, self.request
+        if not request.offload or request.streams or self.ranks > 1 or math.isinf(enough_seconds):
+            return False
+        if self.asked_micro_batches is None:  # another number of them has other bounds
+            return False
+        inside = self._inside(self.asked_micro_batches)
+        if inside.within(None).cost.seconds >= enough_seconds:
+            return True
+        freed = self._freed(inside) if 0 < self.bound < math.inf else None
+        if freed is None:
+            return False
+        found = inside.at_price(freed.byte_seconds)
+        missing_bytes = found.cost.memory_bytes - self.hardware.reserved_bytes - self.bound
+        least_seconds = found.cost.seconds + freed.byte_seconds * missing_bytes
+        is_idle = all(how.tier == "device" for how in found.plan.parameters.values())
+        return is_idle and least_seconds >= enough_seconds
+
+    def _may_hold_state(self, inside: MeshSearch) -> bool:
+        """Whether parameters, gradients and optimizer states may fit; if not, no recomputation helps."""
+        state_bytes = inside.problem.least_state_bytes - self.hardware.reserved_bytes
+        return state_bytes <= self.ranks * self.bound
+
+    def _execute_nearest(self) -> None:
+        """Balances the fastest settings with several stages per rank again, by simulating their schedules.
+
+        It may make a setting 15 % faster, so that all near ones are balanced where that takes little.
+        """
+        ranked = self.found.ranked
+        near = [
+            (each, staged)
+            for each, staged in ranked
+            if each.setting.shape.chunks > 1 and each.seconds <= _NEAR * ranked[0][0].seconds
+            if each.setting.shape.stages * each.plan.micro_batches <= _EXECUTABLE
+        ]
+        work = 0
+        for number, (each, staged) in enumerate(near):
+            work += each.setting.shape.stages**2 * each.plan.micro_batches
+            if number >= _EXECUTED and work > _EXECUTED_WORK:
+                break
+            staged.price(each.setting, executed=True)
+
+    def _stage_plan(self, share: float, inside: MeshSearch) -> _Inner | None:
+        """The fastest plan of layouts under a bound; None if no plan fits, or none promises a faster step.
+
+        If none fits under the memory of all pipeline ranks (`share` 1), the bound is widened until one does, because it
+        may fit with recomputation.
+        """
+        for wider in _WIDER if share == 1 else (1.0,):
+            relaxed = self.ranks * self.bound * share * wider + self.hardware.reserved_bytes
+            bound = int(relaxed) if math.isfinite(relaxed) else None
+            if bound is not None and inside.exceeds(bound):
+                continue
+            if bound is not None and self._has_only_slower(inside, bound):
+                self.found.has_slower = True
+                return None
+            try:
+                return _Inner(inside.within(bound).plan, share)
+            except SearchError:
+                if math.isinf(relaxed):
+                    raise
+        return None
+
+    def _has_only_slower(self, inside: MeshSearch, bound: int) -> bool:
+        """Whether all layouts within a bound take as long as the best step, even if every rank is always busy.
+
+        Recomputation only adds to their seconds. Layouts for another number of micro-batches have other bounds.
+        """
+        if self.asked_micro_batches is None or self.request.is_priced_again:
+            return False
+        return inside.has_only_slower(bound, self.ranks * self.found.best_seconds)
+
+    def _inside(self, micro_batches: int) -> MeshSearch:
+        """The search on the mesh of one stage."""
+        if micro_batches not in self.inside:
+            self.inside[micro_batches] = self.searches.on(
+                self._graph(micro_batches), self.stage_mesh, hardware=self.hardware,
+                micro_batches=micro_batches, recipe=self.request.inside,
+                pins=self.request.pins, fixed_storage=self.fixed_storage,
+                fingerprint=self.fingerprint, software=self.request.software,
+                training_state=self.request.training_state, tiers=self.request.tiers,
+            )  # fmt: skip
+        return self.inside[micro_batches]
+
+    def _graph(self, micro_batches: int) -> Graph:
+        if micro_batches == self.captured:
+            return self.graph
+        if micro_batches not in self.graphs:
+            rows = captured_batch(self.graph) * self.captured
+            if rows % micro_batches:
+                raise SearchError(
+                    f"A batch of {rows} cannot be divided into {micro_batches} micro-batches; give a number "
+                    f"among {', '.join(map(str, divisors(rows)))}."
+                )
+            self.graphs[micro_batches] = self.searches.with_batch(self.graph, rows // micro_batches)
+        return self.graphs[micro_batches]
+
+    def _micro_batches(self) -> Sequence[int]:
+        if self.asked_micro_batches is not None:
+            return (self.asked_micro_batches,)
+        rows = captured_batch(self.graph) * self.captured
+        most = _MOST_MICRO_BATCHES * self.ranks
+        return [m for m in divisors(rows) if m <= max(most, self.captured)]
+
+    def _price_all(self, inner: _Inner, micro_batches: int) -> None:
+        """Prices a plan of layouts with every schedule and number of chunks."""
+        graph, plan = self._graph(micro_batches), inner.plan
+        if micro_batches != plan.micro_batches and not fits_graph(plan, graph):
+            self.found.refuse(
+                counted(micro_batches, "micro-batch"),
+                SearchError(f"the mesh {self.stage_mesh} does not divide so small micro-batches"),
+            )
+            return
+        tables = self._tables(plan, micro_batches)
+        staged = StagedPlan(tables, inner.share, self.request.software.step_seconds, self.found)
+        for shape in shapes_of(self.request, self.ranks, micro_batches, len(tables.parts)):
+            name = f"{shape.schedule}, {counted(micro_batches, 'micro-batch')}"
+            try:
+                shape.check(len(tables.parts))
+            except SearchError as error:
+                self.found.refuse(name, error)
+                continue
+            try:
+                staged.price_shape(shape, wish_for(self.request, shape, self.recompute))
+            except PlanError as error:  # a schedule that does not run so many micro-batches
+                self.found.refuse(name, error)
+
+    def _tables(self, plan: Plan, micro_batches: int) -> StageTables:
+        """The costs of all possible stages of a plan, with a number of micro-batches; the last ones are kept.
+
+        The fastest layouts are priced, and tell what recomputation frees, one after the other.
+        """
+        known, tables = self.tables.get(micro_batches, (None, None))
+        if tables is None or known is not plan:
+            tables = StageTables(
+                self._graph(micro_batches), replace(plan, micro_batches=micro_batches), self.hardware, world=self.mesh,
+                training_state=self.request.training_state, software=self.request.software,
+            )  # fmt: skip
+            self.tables[micro_batches] = plan, tables
+        return tables
+
+    def _best_micro_batches(self) -> int:
+        """The number of micro-batches of the best plan so far; the captured one where nothing is found."""
+        if not self.found:
+            return self.asked_micro_batches or self.captured
+        return self.found.ranked[0][0].setting.shape.micro_batches
+
+    def _search_again(self) -> None:
+        """Searches layouts for the best number of micro-batches, and prices them."""
+        best, _ = self.found.ranked[0]
+        m = best.setting.shape.micro_batches
+        if m != (self.asked_micro_batches or self.captured):
+            inner = self._stage_plan(best.share, self._inside(m))
+            if inner is not None:
+                self._price_all(inner, m)
+
+    def _nothing(self) -> AutoparError:
+        """The error if no setting has a plan: about the setting that exceeds memory least, or the first one refused."""
+        found = self.found
+        if found.has_slower:
+            return SlowerError(
+                f"No plan on the mesh {self.mesh} is faster than {found.known_seconds:.6g} s."
+            )
+        if found.overfull:
+            least = min(found.overfull, key=lambda each: each.excess_bytes)
+            try:
+                balance(
+                    least.table, least.shape, memory_bytes=self.bound,
+                    reserved_bytes=self.request.hardware.reserved_bytes,
+                )  # fmt: skip
+            except SearchError as error:
+                return error
+        if not found.refused:
+            return SearchError(
+                f"No schedule that is searched runs chunks={self.request.chunks} on "
+                f"{counted(self.ranks, 'pipeline rank')}; name a schedule, or leave chunks out."
+            )
+        first = next(iter(found.refused.values()))
+        if len({str(error) for error in found.refused.values()}) == 1:
+            return first
+        lines = [f"{name}: {error}" for name, error in found.refused.items()]
+        return type(first)("\n".join([f"No pipeline on the mesh {self.mesh} has a plan.", *lines]))

@@ -1,0 +1,1 @@
+"""Machines: their figures, their names, their files."""

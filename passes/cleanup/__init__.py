@@ -1,0 +1,1 @@
+"""Passes that make a captured graph plain before it is planned."""

@@ -1,0 +1,108 @@
+"""A rank's file: what safetensors and torch's reader find in it."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from torch import Tensor
+
+from autopar.errors import AutoparError
+from autopar.runtime.formats.shard_file import (
+    ShardPart,
+    _factors,
+    _summed,
+    check_shard,
+    write_shard,
+)
+
+FORMATS = [
+    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8,
+    torch.bool, torch.float8_e4m3fn,
+]  # fmt: skip
+
+
+def a_tensor(dtype: torch.dtype) -> Tensor:
+    return torch.arange(12).reshape(3, 4).to(dtype)
+
+
+def test_every_format_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    values = {str(dtype): a_tensor(dtype) for dtype in FORMATS}
+    values |= {
+        "number": torch.tensor(2.5),
+        "nothing": torch.empty(0, 3),
+        "columns": torch.rand(4, 3).T,
+    }
+    write_shard(tmp_path / "x", {name: ShardPart(x, [0] * x.ndim) for name, x in values.items()})
+    with safe_open(tmp_path / "x", framework="pt") as file:
+        assert set(file.keys()) == values.keys()
+        for name, value in values.items():
+            found = file.get_tensor(name)
+            assert found.dtype == value.dtype and found.shape == value.shape
+            assert torch.equal(found.float(), value.float()), name
+
+
+def test_parts_of_two_files_are_one_tensor_to_torch(tmp_path: Path) -> None:
+    whole = a_tensor(torch.float32)
+    write_shard(tmp_path / "a.safetensors", {"x": ShardPart(whole[:2], [0, 0])})
+    write_shard(tmp_path / "b.safetensors", {"x": ShardPart(whole[2:], [2, 0])})
+    found = {"x": torch.zeros(3, 4)}
+    dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
+    assert torch.equal(found["x"], whole)
+
+
+def swap(data: bytearray, first: int, second: int, size: int) -> None:
+    one, other = slice(first, first + size), slice(second, second + size)
+    data[one], data[other] = data[other], data[one]
+
+
+def add_and_take(data: bytearray) -> None:
+    """Adds one to a word of a row and takes it from another, which leaves the row's sum."""
+    for at, change in ((0, 1), (80, -1)):
+        value = (int.from_bytes(data[at : at + 8], "little") + change) % 2**64
+        data[at : at + 8] = value.to_bytes(8, "little")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: swap(data, 0, 8, 8),  # words of a row
+        lambda data: swap(data, 0, 512, 512),  # sectors of a disk, in a row
+        lambda data: swap(data, 0, 4096, 4096),  # rows
+        add_and_take,
+    ],
+)
+def test_changes_that_leave_a_rows_sum_are_found(
+    change: Callable[[bytearray], None], tmp_path: Path
+) -> None:
+    path, values = tmp_path / "x", torch.rand(2048, generator=torch.Generator().manual_seed(0))
+    write_shard(path, {"x": ShardPart(values, [0])})
+    check_shard(path, ["x"])
+    content = path.read_bytes()
+    data = bytearray(content[-values.nbytes :])
+    change(data)
+    path.write_bytes(content[: -values.nbytes] + data)
+    with pytest.raises(AutoparError, match="x has other bytes than were saved"):
+        check_shard(path, ["x"])
+
+
+def test_a_checksum_is_of_the_products_of_rows_and_of_the_rest() -> None:
+    """By integers of Python: 512 words of a row by the odd numbers, modulo 2^64."""
+    data = bytearray(range(256)) * 17
+    words = (int.from_bytes(data[at : at + 8], "little") for at in range(0, 4096, 8))
+    product = sum(a * b for a, b in zip(words, _factors().tolist(), strict=True)) % 2**64
+    expected = zlib.crc32(data[4096:], zlib.crc32(product.to_bytes(8, "little"), 7))
+    assert _summed(memoryview(data), 7) == expected
+    # The same bytes where words do not lie at multiples of their size.
+    assert _summed(memoryview(bytearray(3) + data)[3:], 7) == expected
+
+
+def test_a_file_that_cannot_grow_is_an_error() -> None:
+    """/dev/full takes no byte."""
+    with pytest.raises(OSError, match="No space left"):
+        write_shard(Path("/dev/full"), {"x": ShardPart(torch.ones(4), [0])})

@@ -1,0 +1,112 @@
+"""Sequences over a third axis of a searched mesh: settings, their estimates, and plans that need it."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from autopar.cost_model import find_hardware
+from autopar.errors import AutoparError
+from autopar.ir import Graph, Mesh
+from autopar.search.candidates.contexts import context_trials_of
+from autopar.search.candidates.outer import search_plan
+from autopar.search.candidates.trials import Explored, explore
+from autopar.search.request.request import Request
+from autopar.search.stages.given import Planned
+from tests.search.graphs import LlamaSizes, llama
+
+NODE = replace(find_hardware("h100"), host=None, reserved_bytes=0)
+BATCH = 2
+
+
+@functools.cache
+def long() -> Graph:
+    """One layer with two key-value heads, and sequences of 32,768 tokens."""
+    return llama(LlamaSizes(batch=BATCH, seq=32768, kv_heads=2, group=4, head_dim=512, vocab=32000))
+
+
+def asked(ranks: int, **options: Any) -> Request:
+    return Request(
+        NODE, **{"ranks": ranks, "batch": BATCH, "cuts_batch": True, "recompute": "none", **options}
+    )
+
+
+def best(request: Request) -> Planned:
+    return search_plan(long(), request).best
+
+
+@functools.cache
+def explored(ranks: int) -> Explored:
+    found = explore(long(), asked(ranks), BATCH)
+    assert found is not None
+    return found
+
+
+def test_settings_have_all_ranks_and_one_sample_on_each_rank_of_dp() -> None:
+    found = list(explored(8).space.over_sequences())
+    assert {s.world_mesh.size for s in found} == {8}
+    assert all(s.cp > 1 and s.micro_batch == 1 and s.micro_batches * s.dp == BATCH for s in found)
+    assert len({s.name for s in found}) == len(found)
+    assert {str(s.mesh) for s in found if s.dp == 2} == {"dp=2,cp=2,tp=2", "dp=2,cp=4,tp=1"}
+    assert {s.recipe for s in found if s.dp == s.tp == 2 and s.tensor == "tp"} == {
+        f"dp:{data},cp:auto,tp:tp" for data in ("ddp", "zero1", "zero2", "zero3")
+    }
+
+
+def test_an_axis_divides_the_sequences() -> None:
+    space = replace(explored(8).space, graph=llama(LlamaSizes(seq=6)))
+    assert {s.cp for s in space.over_sequences()} == {2}
+
+
+def test_promises_are_near_the_plans() -> None:
+    """They leave out what attention sends along cp, and may gain by nothing that a recipe does not name."""
+    trials = list(context_trials_of(long(), asked(8), explored(8)))
+    assert [t.promise_seconds for t in trials] == sorted(t.promise_seconds for t in trials)
+    for trial in trials[:3]:
+        named = asked(8, mesh=trial.mesh, recipe=trial.recipe, micro_batches=trial.micro_batches)
+        assert 0.97 < best(named).price.step_seconds / trial.promise_seconds < 1.1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"mesh": Mesh.parse("dp=2,cp=2,tp=2")}, {"recipe": "zero3"}, {"without": frozenset({"tp"})}],
+)
+def test_none_are_tried_where_a_user_names_axes(options: dict[str, Any]) -> None:
+    assert not list(context_trials_of(long(), asked(8, **options), explored(8)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"recipe": "zero3"}, {"recipe": "tp"}, {"without": frozenset({"tp"})}, {"schedule": "gpipe"}],
+)
+def test_no_sequences_are_shared_against_what_a_user_asks_for(options: dict[str, Any]) -> None:
+    """No other setting is legal: the axis cp, whose recipe is open, must not take the place of what was asked for."""
+    with pytest.raises(AutoparError, match="No way to lay 2 sequences on 16 ranks"):
+        best(asked(16, **options))
+
+
+def test_shared_sequences_have_the_recomputation_asked_for() -> None:
+    found = replace(explored(16).space, recomputes=("full",)).price()
+    assert {(each.setting.cp > 1, each.setting.recompute) for each in found} == {(True, "full")}
+
+
+def test_shared_sequences_are_searched_once() -> None:
+    """With no other setting they are tried first, and not again after those without cp."""
+    found = search_plan(long(), asked(16, recompute="full")).others
+    plans = [(str(each.plan.mesh), each.price.step_seconds) for each in found]
+    assert len({*plans}) == len(plans)
+
+
+def test_ranks_that_no_batch_and_no_head_can_fill_share_sequences() -> None:
+    """Two samples and two key-value heads leave 4 of 16 ranks to each head of each sample."""
+    plan = best(asked(16)).plan
+    assert str(plan.mesh) == "dp=2,cp=4,tp=2"
+
+
+def test_none_is_slower_than_the_same_ranks_along_one_axis() -> None:
+    """No recipe of `tp=4` has an estimate, as it does not divide the two key-value heads."""
+    found, named = best(asked(8)), best(asked(8, mesh=Mesh.parse("dp=2,tp=4")))
+    assert found.price.step_seconds <= 1.001 * named.price.step_seconds
