@@ -21,9 +21,9 @@ from autopar.cost_model.machines.hardware_toml import read_hardware
 from autopar.cost_model.machines.hardware_writing import save_hardware
 from autopar.cost_model.machines.links import Link, axis_link
 from autopar.cost_model.memory import ParameterBytes, SavedTensors, keeps, parameter_bytes
+from autopar.cost_model.ops_without_rule import Unruled, unruled
 from autopar.cost_model.price import Cost, per_step_seconds, price, use_seconds
 from autopar.cost_model.sizes import Sizes
-from autopar.cost_model.unruled import Unruled, unruled
 
 __all__ = [
     "A100", "CPU_GLOO", "Cluster", "Cost", "H100", "HARDWARE", "Hardware", "Link",

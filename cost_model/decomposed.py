@@ -26,7 +26,7 @@ from typing import NamedTuple
 from autopar.cost_model.arith import Quantity, smaller
 from autopar.cost_model.compute import memory_seconds
 from autopar.cost_model.flow import Flow
-from autopar.cost_model.items import COMPUTE, Holding, Item, Phase
+from autopar.cost_model.items import COMPUTE, MemoryItem, Phase, WorkItem
 from autopar.cost_model.machines.hardware import Hardware
 from autopar.cost_model.memory import KeptSlice
 from autopar.cost_model.sizes import Sizes
@@ -101,7 +101,7 @@ class Decomposed:
             for name, layout in zip(op.operands, flow.operands[op.name], strict=True):
                 self.readers.setdefault((name, layout), []).append(op)
 
-    def items(self, name: str, target: Layout, items: Sequence[Item]) -> Iterator[Item]:
+    def items(self, name: str, target: Layout, items: Sequence[WorkItem]) -> Iterator[WorkItem]:
         """The items of a tensor's conversion to a layout; those that are decomposed with what they hide and cost."""
         found = {
             **self._gathers(name, target, self._gathering(name, target)),
@@ -111,18 +111,18 @@ class Decomposed:
             beside = found.get((item.resource, item.kind, item.phase))
             yield from [item] if beside is None else self._in_pieces(item, beside)
 
-    def restored(self, kept: KeptSlice, items: Sequence[Item]) -> Iterator[Item]:
+    def restored(self, kept: KeptSlice, items: Sequence[WorkItem]) -> Iterator[WorkItem]:
         """The items that bring a saved slice back; beside the gradients of weights, where it comes in pieces."""
         panels = self._panels(kept)
         for item in items:
             yield from [item] if panels is None else self._in_pieces(item, panels.again)
 
-    def brought_back(self, kept: KeptSlice, whole: Holding) -> Holding:
+    def brought_back(self, kept: KeptSlice, whole: MemoryItem) -> MemoryItem:
         """The memory of a saved tensor while its block runs backward: two pieces, where it comes in pieces."""
         panels = self._panels(kept)
         return whole if panels is None else replace(whole, bytes=2 * whole.bytes / panels.pieces)
 
-    def _in_pieces(self, item: Item, beside: Beside) -> Iterator[Item]:
+    def _in_pieces(self, item: WorkItem, beside: Beside) -> Iterator[WorkItem]:
         compute = sum((self.seconds(op, item.phase) for op in beside.products), start=0)
         yield replace(item, hidden_seconds=smaller(item.seconds, compute * beside.share))
         if beside.summed_bytes:

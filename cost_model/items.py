@@ -26,7 +26,7 @@ Places = tuple[tuple[int, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True)
-class Item:
+class WorkItem:
     """Work of one kind on one resource of a rank.
 
     Attributes:
@@ -81,7 +81,7 @@ class Item:
         return all(position[axis] in positions for axis, positions in self.places)
 
 
-def kind_of_work(item: Item) -> str:
+def kind_of_work(item: WorkItem) -> str:
     """Kind of an item's work, by what can hide it behind compute.
 
     "compute"; communication of "stored" parameters and gradients, or of "activation"s; or a "move" between memories,
@@ -94,7 +94,7 @@ def kind_of_work(item: Item) -> str:
     return "activation" if item.carries == "activation" else "stored"
 
 
-def runs_every_time(item: Item) -> bool:
+def runs_every_time(item: WorkItem) -> bool:
     """Whether an item runs once per micro-batch, not once per step."""
     return item.phase in ("forward", "backward") or (
         item.phase == "reduce" and item.every_micro_batch
@@ -102,7 +102,7 @@ def runs_every_time(item: Item) -> bool:
 
 
 @dataclass(frozen=True)
-class Holding:
+class MemoryItem:
     """Memory of one kind on a rank.
 
     Lasting kinds: "parameters", "gradients", "optimizer", "buffers", "saved activations".

@@ -17,12 +17,12 @@ from autopar.cost_model.compute import inner_tensors
 from autopar.cost_model.items import (
     COMPUTE,
     FULL,
-    Holding,
-    Item,
+    MemoryItem,
     Phase,
     Places,
     Region,
     TrainingState,
+    WorkItem,
 )
 from autopar.cost_model.machines.hardware import Hardware, Link
 from autopar.cost_model.owners import Position
@@ -97,20 +97,20 @@ class NodeItems:
         if place is None:
             return self._regions.get(name, "before"), 1
         stack, index = place
-        stands_for = self.layers[stack.path] - stack.captured + 1 if index == stack.middle else 1
-        return "layers", stands_for
+        layer_count = self.layers[stack.path] - stack.captured + 1 if index == stack.middle else 1
+        return "layers", layer_count
 
-    def buckets(self) -> Iterator[Holding]:
+    def buckets(self) -> Iterator[MemoryItem]:
         """Memory of two buckets, one that is filled and one under way, beyond 25 MiB each.
 
         The hardware's reserve has so much for the buffers of collectives.
         """
         further = larger(0, self.bucket_bytes - BUCKET_BYTES) if self.grows else 0
         if not isinstance(further, int) or further:
-            yield Holding("buckets of gradients", "buffers", "layers", 2 * further)
+            yield MemoryItem("buckets of gradients", "buffers", "layers", 2 * further)
 
     def _recomputed(self, op: str, phase: Phase) -> int:
-        """See `Item.recomputed`."""
+        """See `WorkItem.recomputed`."""
         return int(phase == "forward" and op in self.recomputed)
 
     def _steps(
@@ -129,14 +129,14 @@ class NodeItems:
         before: Quantity, after: Quantity, carries: str, *, of: str, every_micro_batch: bool = True,
         recomputed: int | None = None,
         moves: str = "", places: Places = (),
-    ) -> Item:  # fmt: skip
+    ) -> WorkItem:  # fmt: skip
         ranks = self.sizes.axis(axis)
         seconds, sent = self._collective(name, axis, before, after, carries != "activation")
         sent = sent * self._share_of_ranks(places, axis)
         local = not sends(name)
         if local:  # no op is run along an axis of one rank
             count = count * smaller(1, ranks - 1)
-        return Item(
+        return WorkItem(
             f"{name} {title}", name, COMPUTE if local else self.sizes.mesh.names[axis], phase, region,
             count, seconds, sent, kernels=int(carries == "activation"),
             carries="" if local else carries,
@@ -202,7 +202,7 @@ def _places_of_step(layout: Sequence[State], step: LayoutStep) -> Places:
 
 def _bucket_bytes(graph: Graph, sizes: Sizes) -> Quantity:
     """Bytes of a bucket of the runtime, for the parameters of a model: at most all of them."""
-    count_of = graph.stands_for
+    count_of = graph.layer_count
     held = (
         count_of.get(name, 1) * math.prod(tensor.shape) * tensor.itemsize_bytes
         for name, tensor in ((each, graph.tensors[at]) for each, at in graph.parameters.items())

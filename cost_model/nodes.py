@@ -12,13 +12,13 @@ from functools import partial
 from autopar.cost_model.arith import Quantity, smaller
 from autopar.cost_model.collectives import own_collectives
 from autopar.cost_model.compute import OpPrice, local_bytes
-from autopar.cost_model.items import COMPUTE, Holding, Item, Phase, Region
+from autopar.cost_model.items import COMPUTE, MemoryItem, Phase, Region, WorkItem
 from autopar.cost_model.memory import KeptSlice
 from autopar.cost_model.node_items import numbers_out, places_of, words_of
 from autopar.cost_model.owners import owned_share
 from autopar.cost_model.parameter_items import ParameterItems
+from autopar.cost_model.tier_moves import move_item, way_back
 from autopar.cost_model.traffic import sends
-from autopar.cost_model.ways import move_item, way_back
 from autopar.ir import Labels, Layout, Op, TieredLayout, has_owner
 from autopar.ir.tier import moves
 
@@ -26,7 +26,7 @@ from autopar.ir.tier import moves
 class NodePricer(ParameterItems):
     """Prices ops, conversions and parameters of a graph one by one; see `NodeItems` for its arguments."""
 
-    def op(self, op: Op, labels: Labels) -> Iterator[Item]:
+    def op(self, op: Op, labels: Labels) -> Iterator[WorkItem]:
         """Items of an op under its choices: forward, backward, and the collectives inside the op.
 
         Args:
@@ -39,7 +39,7 @@ class NodePricer(ParameterItems):
         phases: tuple[Phase, Phase] = ("forward", "backward")
         for phase, part in zip(phases, pricing, strict=True):
             if part.passes and (kernels or not op.is_view):
-                yield Item(
+                yield WorkItem(
                     words_of(op), op.kind, COMPUTE, phase, region, count * part.passes,
                     part.seconds, part.traffic_bytes, part.flops, kernels, of=op.name,
                     recomputed=self._recomputed(op.name, phase), places=places_of(labels),
@@ -48,7 +48,7 @@ class NodePricer(ParameterItems):
 
     def _own_collectives(
         self, op: Op, labels: Labels, region: Region, count: Quantity
-    ) -> Iterator[Item]:
+    ) -> Iterator[WorkItem]:
         title = f"inside {words_of(op)}"
         for axis, forward, backward, before, after in own_collectives(op, labels, self.sizes):
             if forward:
@@ -62,17 +62,17 @@ class NodePricer(ParameterItems):
                     of=op.name, places=places_of(labels),
                 )  # fmt: skip
 
-    def working(self, op: Op, labels: Labels, block: Hashable) -> Iterator[Holding]:
+    def working(self, op: Op, labels: Labels, block: Hashable) -> Iterator[MemoryItem]:
         """Memory that exists only while an op runs: the operands of a loss."""
         if op.transient:
             region, count = self.place(op.name, op.module)
             moved = local_bytes(op, labels, self.graph.tensors, self.sizes, self.inner)
             if all(self.position[axis] in owners for axis, owners in places_of(labels)):
-                yield Holding(words_of(op), "working", region, count * moved, op.name, block)
+                yield MemoryItem(words_of(op), "working", region, count * moved, op.name, block)
 
     def conversion(
         self, name: str, source: TieredLayout, target: Layout, user: str, *, again: bool
-    ) -> Iterator[Item]:
+    ) -> Iterator[WorkItem]:
         """A conversion inside the graph, to a layout on the device.
 
         Args:
@@ -108,7 +108,7 @@ class NodePricer(ParameterItems):
                     recomputed=-int(spared), places=places,
                 )  # fmt: skip
 
-    def restored(self, kept: KeptSlice) -> Iterator[Item]:
+    def restored(self, kept: KeptSlice) -> Iterator[WorkItem]:
         """The gathers in backward of a tensor that is saved in slices, and its moves to the host and back."""
         op, tensor = self.graph.by_name[kept.user], self.graph.tensors[kept.tensor]
         region, count = self.place(op.name, op.module)
@@ -128,7 +128,9 @@ class NodePricer(ParameterItems):
                 recomputed=0,
             )  # fmt: skip
 
-    def _brought(self, name: str, source: TieredLayout, user: str, again: bool) -> Iterator[Item]:
+    def _brought(
+        self, name: str, source: TieredLayout, user: str, again: bool
+    ) -> Iterator[WorkItem]:
         """The moves of a parameter to the device for a use, and those of its gradient back."""
         tensor, title = self.graph.tensors[name], self._title(name)
         region, count = self.place(name, self.modules.get(name, ""))
@@ -148,15 +150,15 @@ class NodePricer(ParameterItems):
 
     def gathered(
         self, name: str, source: TieredLayout, target: Layout, user: str, block: Hashable
-    ) -> Iterator[Holding]:
+    ) -> Iterator[MemoryItem]:
         """Memory of the copies of a parameter that a block gathers, or moves to the device, for its use."""
         region, _ = self.place(name, self.modules[name])
         tensor = self.graph.tensors[name]
         if source.tier != "device":
             brought = self.sizes.bytes(tensor, source.layout)
-            yield Holding("gathered", "gathered", region, brought, user, block)
+            yield MemoryItem("gathered", "gathered", region, brought, user, block)
         share = owned_share(target, self.position, self.sizes) if has_owner(target) else 1
         for axis, forward, _, _, after, _ in self._steps(tensor, source.layout, target):
             if sends(forward) and share:
                 held = after * smaller(1, self.sizes.axis(axis) - 1)
-                yield Holding("gathered", "gathered", region, held, user, block)
+                yield MemoryItem("gathered", "gathered", region, held, user, block)

@@ -44,7 +44,7 @@ def busiest_owner(graph: Graph, parameters: Mapping[str, ParameterPlan], mesh: M
         for name, storage in owned.items():
             tensor = graph.tensors[graph.parameters[name]].at_rest
             size = local_elements(tensor.dims, storage, mesh) * tensor.itemsize_bytes
-            count = graph.stands_for.get(name, 1)
+            count = graph.layer_count.get(name, 1)
             found += count * size * owned_share(storage, position, Sizes(mesh))
         return found
 

@@ -8,13 +8,13 @@ from functools import partial
 from autopar.cost_model.arith import Quantity, larger
 from autopar.cost_model.collectives import collective_seconds
 from autopar.cost_model.compute import memory_seconds
-from autopar.cost_model.items import COMPUTE, Holding, Item, Region
+from autopar.cost_model.items import COMPUTE, MemoryItem, Region, WorkItem
 from autopar.cost_model.machines.hardware import Link
 from autopar.cost_model.node_items import NodeItems, numbers_out, places_in
 from autopar.cost_model.owners import is_own_copy, owned_share
 from autopar.cost_model.row_messages import message_bytes
+from autopar.cost_model.tier_moves import move_item, way_back, way_to_resident
 from autopar.cost_model.traffic import traffic_bytes
-from autopar.cost_model.ways import move_item, way_back, way_to_resident
 from autopar.ir import BY_ROWS, Layout, Meeting, ParameterPlan, Tensor, Tier, has_owner
 from autopar.ir.meeting import SERVER
 
@@ -22,7 +22,7 @@ from autopar.ir.meeting import SERVER
 class ParameterItems(NodeItems):
     """Prices parameters of a graph one by one."""
 
-    def between_steps(self, name: str, how: ParameterPlan) -> Iterator[Item]:
+    def between_steps(self, name: str, how: ParameterPlan) -> Iterator[WorkItem]:
         """Items of a parameter between steps: from storage to resident layout, and its gradient back."""
         tensor = self.graph.tensors[self.graph.parameters[name]]
         region, count = self.place(name, name)
@@ -58,7 +58,7 @@ class ParameterItems(NodeItems):
                 whole = after * self._gradient_scale(tensor)
                 yield message_bytes(self, tensor, how, axis, whole) if how.by_rows else whole
 
-    def parameter(self, name: str, how: ParameterPlan) -> Iterator[Holding]:
+    def parameter(self, name: str, how: ParameterPlan) -> Iterator[MemoryItem]:
         """Memory of a parameter, its gradient and its optimizer states."""
         if has_owner(how.storage) or has_owner(how.resident):
             yield from self._owned(name, how)
@@ -69,23 +69,25 @@ class ParameterItems(NodeItems):
         resident = count * self.sizes.bytes(tensor, how.resident)
         title, tier = numbers_out(name), how.tier
         for at, size, is_stored in self._value_bytes(tensor, how, stored, resident):
-            yield Holding(title, "parameters", region, size, name, tier=at, is_stored=is_stored)
+            yield MemoryItem(title, "parameters", region, size, name, tier=at, is_stored=is_stored)
         if not tensor.needs_grad:
             return
         for at, size in self._gradient_bytes(tensor, how):
-            yield Holding(
+            yield MemoryItem(
                 title, "gradients", region, count * size, name, tier=at, is_stored=at == tier
             )
         state = self.training_state
         updated = state.optimizer_bytes(tensor.at_rest, how.storage, self.sizes, count)
-        yield Holding(title, "optimizer", region, updated, name, tier=tier)
+        yield MemoryItem(title, "optimizer", region, updated, name, tier=tier)
         yield from self._kept_for_meetings(name, stored, region)
 
-    def _kept_for_meetings(self, name: str, stored: Quantity, region: Region) -> Iterator[Holding]:
+    def _kept_for_meetings(
+        self, name: str, stored: Quantity, region: Region
+    ) -> Iterator[MemoryItem]:
         """Copies of a trained parameter, stored in so many bytes, that a replica keeps from one meeting to the next."""
         if copies := self.training_state.meeting_copies:
             title = f"{numbers_out(name)}, kept for meetings"
-            yield Holding(title, "optimizer", region, copies * stored, name, is_stored=False)
+            yield MemoryItem(title, "optimizer", region, copies * stored, name, is_stored=False)
 
     def _value_bytes(
         self, tensor: Tensor, how: ParameterPlan, stored: Quantity, resident: Quantity
@@ -106,14 +108,14 @@ class ParameterItems(NodeItems):
         if how.resident_tier != how.tier or tensor.is_cast or self._converts(how):
             yield how.resident_tier, resident, False
 
-    def _owned(self, name: str, how: ParameterPlan) -> Iterator[Holding]:
+    def _owned(self, name: str, how: ParameterPlan) -> Iterator[MemoryItem]:
         """Memory of a parameter that one rank owns, on the rank that owns most; see `autopar.cost_model.owners`."""
         tensor = self.graph.tensors[self.graph.parameters[name]]
         region, count = self.place(name, name)
         for kind, size, is_stored in self._owned_bytes(tensor, how, count):
             tier = how.tier if is_stored else how.resident_tier
             if not (isinstance(size, int | float) and size == 0):
-                yield Holding(
+                yield MemoryItem(
                     numbers_out(name), kind, region, size, name, tier=tier, is_stored=is_stored
                 )
         share = owned_share(how.storage, self.position, self.sizes)
@@ -188,7 +190,7 @@ class ParameterItems(NodeItems):
 
     def _cast(
         self, name: str, tensor: Tensor, how: ParameterPlan, region: Region, count: Quantity
-    ) -> Item:
+    ) -> WorkItem:
         """The item of the cast of a stored shard to the dtype of its use, once per step."""
         moved = self.sizes.bytes(tensor.at_rest, how.storage)
         moved = moved + self.sizes.bytes(tensor, how.storage)
@@ -196,7 +198,7 @@ class ParameterItems(NodeItems):
             how.tier != "device"
         ):  # no rank runs ops alone then, so that the figures are those of the busiest owner
             count = count * owned_share(how.storage, self.position, self.sizes)
-        return Item(
+        return WorkItem(
             "casting parameters", "cast", COMPUTE, "gather", region, count,
             moved / self.hardware.updates_per_second(how.tier), moved, every_micro_batch=False, of=name,
             places=places_in(how.storage),
@@ -204,7 +206,7 @@ class ParameterItems(NodeItems):
 
     def _moves(
         self, name: str, tensor: Tensor, how: ParameterPlan, region: Region, count: Quantity
-    ) -> Iterator[Item]:
+    ) -> Iterator[WorkItem]:
         """Items of the moves of a stored shard to its resident tier, and of its gradient back.
 
         An owner moves what it owns, and no other rank anything: each of several owners its share.
@@ -244,21 +246,21 @@ class ParameterItems(NodeItems):
 
     def _accumulation(
         self, name: str, tensor: Tensor, how: ParameterPlan, region: Region, count: Quantity
-    ) -> Item:
+    ) -> WorkItem:
         """The item that adds a micro-batch's gradient to the accumulated one: it reads both and writes the sum."""
         held = self.sizes.bytes(tensor, how.resident)
         moved = held * (1 + 2 * self._gradient_scale(tensor))
         seconds = memory_seconds(moved, self.hardware)
         if how.resident_tier != "device":
             seconds = moved / self.hardware.updates_per_second(how.resident_tier)
-        return Item(
+        return WorkItem(
             "accumulating gradients", "accumulate", COMPUTE, "backward", region, count, seconds, moved, of=name,
             places=places_in(how.resident),
         )  # fmt: skip
 
     def meeting(
         self, name: str, how: ParameterPlan, meeting: Meeting, link: Link
-    ) -> Iterator[Item]:
+    ) -> Iterator[WorkItem]:
         """Items of one parameter in a meeting of replicas: the messages, and the update from what they bring.
 
         Replicas take their mean by an all-reduce, or exchange messages with an asynchronous server. The update makes
@@ -277,12 +279,12 @@ class ParameterItems(NodeItems):
             link=link, hardware=self.hardware, bucketed=True, bucket_bytes=self.bucket_bytes,
         )  # fmt: skip
         sent = traffic_bytes(kind, before_bytes=stored, after_bytes=stored, ranks=meeting.replicas)
-        yield Item(
+        yield WorkItem(
             f"{kind} {numbers_out(name)}", kind, meeting.axis, "meet", region, count, seconds,
             sent, kernels=0, carries="parameter", every_micro_batch=False, ranks=meeting.replicas, of=name,
         )  # fmt: skip
         moved = meeting.moves * stored
-        yield Item(
+        yield WorkItem(
             "parameters of a meeting", "update", COMPUTE, "meet", region, count,
             memory_seconds(moved, self.hardware), moved, every_micro_batch=False, of=name,
         )  # fmt: skip

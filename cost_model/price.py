@@ -68,14 +68,14 @@ def price(graph: Graph, plan: Plan, hardware: Hardware) -> Cost:
     pricer = _Pricer(graph, plan, hardware)
     in_graph = pricer.conversions()
     stored = [
-        (graph.stands_for.get(name, 1), pricer.parameter_bytes(name)) for name in graph.parameters
+        (graph.layer_count.get(name, 1), pricer.parameter_bytes(name)) for name in graph.parameters
     ]
     return Cost(
         compute_seconds=plan.micro_batches * pricer.compute_seconds(),
         conversion_seconds=plan.micro_batches * (in_graph.activations + pricer.own_seconds()),
         parameter_seconds=plan.micro_batches * in_graph.parameters
         + sum(
-            graph.stands_for.get(name, 1) * pricer.per_step_seconds(name)
+            graph.layer_count.get(name, 1) * pricer.per_step_seconds(name)
             for name in graph.parameters
         ),
         parameter_bytes=sum(count * each.parameter for count, each in stored),
@@ -133,7 +133,7 @@ class _Pricer:
 
     def count(self, name: str) -> int:
         """Number of layers for which the op or tensor called `name` stands."""
-        return self.graph.stands_for.get(name, 1)
+        return self.graph.layer_count.get(name, 1)
 
     def compute_seconds(self) -> float:
         return sum(

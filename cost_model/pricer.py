@@ -13,10 +13,10 @@ from autopar.cost_model.flow import Flow
 from autopar.cost_model.items import (
     COMPUTE,
     FULL,
-    Holding,
-    Item,
+    MemoryItem,
     Phase,
     TrainingState,
+    WorkItem,
     runs_every_time,
 )
 from autopar.cost_model.machines.hardware import Hardware, Link
@@ -97,7 +97,7 @@ class Pricer:
 
     # --- work
 
-    def items(self) -> Iterator[Item]:
+    def items(self) -> Iterator[WorkItem]:
         """The items of a step, with those that recomputation adds and without those that it makes unnecessary."""
         for item in self._once():
             change = self._change(item)
@@ -106,13 +106,13 @@ class Pricer:
             if change > 0:
                 yield replace(item, phase="backward")
 
-    def _change(self, item: Item) -> int:
+    def _change(self, item: WorkItem) -> int:
         """Number of executions that recomputation adds to an item; -1 if it makes the item unnecessary."""
         if self.selected is not None:
             return int(self.selected.repeats(item.of, item.moves, item.phase, item.carries))
         return item.recomputed if item.of in self.again else 0
 
-    def _once(self) -> Iterator[Item]:
+    def _once(self) -> Iterator[WorkItem]:
         for op in self.graph.ops:
             yield from self.nodes.op(op, self.plan.ops[op.name])
         for name, targets in self.flow.targets.items():
@@ -124,7 +124,7 @@ class Pricer:
             yield from self.nodes.between_steps(name, self.plan.parameters[name])
         yield from self._meetings()
 
-    def _meetings(self) -> Iterator[Item]:
+    def _meetings(self) -> Iterator[WorkItem]:
         """Items of the meetings of replicas, see `autopar.ir.meeting`."""
         meeting, link = self.plan.meeting, self.meeting_link
         if meeting is None:
@@ -133,20 +133,20 @@ class Pricer:
         for name in self.graph.parameters:
             yield from self.nodes.meeting(name, self.plan.parameters[name], meeting, link)
 
-    def _conversion(self, name: str, target: Layout, user: str) -> Iterator[Item]:
+    def _conversion(self, name: str, target: Layout, user: str) -> Iterator[WorkItem]:
         stays_split = name in self._parameters or self.regathers
         again = stays_split and name in self.flow.saved_roots
         items = self.nodes.conversion(name, self.flow.place(name), target, user, again=again)
         return self.decomposed.items(name, target, list(items))
 
-    def into(self, op: Op, position: int) -> Iterator[Item]:
+    def into(self, op: Op, position: int) -> Iterator[WorkItem]:
         """Forward items of the conversion of the operand of `op` at this position."""
         name, target = op.operands[position], self.flow.operands[op.name][position]
         for item in self._conversion(name, target, op.name):
             if item.phase == "forward":
                 yield item
 
-    def in_order(self) -> list[Item]:
+    def in_order(self) -> list[WorkItem]:
         """The items of a micro-batch in the order in which a rank runs them.
 
         Forward runs the ops in the order of the graph, each after the conversions of its operands. Backward runs them
@@ -155,7 +155,7 @@ class Pricer:
         last = len(self.graph.ops)
         index = {op.name: i for i, op in enumerate(self.graph.ops)}
 
-        def key(item: Item) -> tuple[int, int, bool]:
+        def key(item: WorkItem) -> tuple[int, int, bool]:
             if item.phase == "forward":
                 return 0, index.get(item.of, last), not item.moves
             is_of_parameter = item.phase == "reduce" or (item.of not in index and bool(item.of))
@@ -172,14 +172,14 @@ class Pricer:
         found.nodes.position = position
         return found
 
-    def holdings(self) -> Iterator[Holding]:
+    def holdings(self) -> Iterator[MemoryItem]:
         """The memory of a rank: parameters, gradients, optimizer states, and saved activations of one micro-batch."""
         for name in self.graph.parameters:
             yield from self.nodes.parameter(name, self.plan.parameters[name])
         for public, name in self.graph.buffers.items():
             region, count = self.nodes.place(name, public)
             held = count * self.sizes.bytes(self.graph.tensors[name], self.flow.whole)
-            yield Holding(numbers_out(public), "buffers", region, held, name)
+            yield MemoryItem(numbers_out(public), "buffers", region, held, name)
         yield from self.nodes.buckets()
         yield from self._gathered()
         for op in self.graph.ops:
@@ -207,19 +207,19 @@ class Pricer:
                 )
         return found
 
-    def _gathered(self) -> Iterator[Holding]:
+    def _gathered(self) -> Iterator[MemoryItem]:
         for name in self.graph.parameters.values():
             for target, user in self.flow.targets.get(name, {}).items():
                 source, block = self.flow.place(name), self._block(user)
                 yield from self.nodes.gathered(name, source, target, user, block)
 
-    def _saved(self, at: _Memory, op: Op) -> Holding:
+    def _saved(self, at: _Memory, op: Op) -> MemoryItem:
         name, layout = at
         region, count = self.nodes.place(op.name, op.module)
         if has_owner(layout):
             count = count * self._own_share(layout)
         held = count * self.sizes.bytes(self.graph.tensors[name], layout)
-        return Holding(words_of(op), "saved activations", region, held, op.name)
+        return MemoryItem(words_of(op), "saved activations", region, held, op.name)
 
     def _own_share(self, layout: Layout) -> Quantity:
         """Fraction of a tensor with an owner, 0 or 1, that the rank has whose memory is priced."""
@@ -256,7 +256,7 @@ class Pricer:
         producers = {name: self.graph.producer.get(name) for name in op.operands}
         return [n for n, m in producers.items() if m is None or self._block(m.name) != block]
 
-    def _recomputed(self, saved: Collection[_Kept]) -> Iterator[Holding]:
+    def _recomputed(self, saved: Collection[_Kept]) -> Iterator[MemoryItem]:
         """Holdings of recomputation: recomputed activations, and activations that later blocks have freed by then.
 
         Memory in `saved` is saved anyway, so it is not recomputed.

@@ -17,7 +17,7 @@ import sympy
 
 from autopar.cost_model.arith import Quantity
 from autopar.cost_model.evaluation import Formulas
-from autopar.cost_model.items import FULL, Holding, Item, TrainingState
+from autopar.cost_model.items import FULL, MemoryItem, TrainingState, WorkItem
 from autopar.cost_model.machines.hardware import Hardware, Link
 from autopar.cost_model.memory import KeptSlice, Selected
 from autopar.cost_model.pricer import Pricer
@@ -131,8 +131,8 @@ class Expressions:
     """Everything that a step does and keeps under a plan, with formulas over symbols in place of numbers.
 
     Attributes:
-        items: work of a step, such as matrix products and collectives, see `autopar.cost_model.items.Item`.
-        holdings: memory of a rank, such as parameters and saved activations, see `autopar.cost_model.items.Holding`.
+        items: work of a step, such as matrix products and collectives, see `autopar.cost_model.items.WorkItem`.
+        holdings: memory of a rank, such as parameters and saved activations, see `autopar.cost_model.items.MemoryItem`.
         boundary_bytes: size of the activations that one repeated layer passes to the next.
         layers: number of repeated layers in the whole model.
         machine: the hardware with a symbol for every figure.
@@ -140,8 +140,8 @@ class Expressions:
         recomputes: whether `items` already contains the recomputed work, so that `Step` must not add it.
     """
 
-    items: tuple[Item, ...]
-    holdings: tuple[Holding, ...]
+    items: tuple[WorkItem, ...]
+    holdings: tuple[MemoryItem, ...]
     boundary_bytes: Quantity
     layers: Quantity
     machine: Hardware
@@ -207,7 +207,9 @@ class Expressions:
             dataclasses.replace(self.machine, peak_flops=peaks, **scalars), given, self.recomputes,
         )  # fmt: skip
 
-    def _with(self, rest: Iterator[Quantity]) -> tuple[tuple[Item, ...], tuple[Holding, ...]]:
+    def _with(
+        self, rest: Iterator[Quantity]
+    ) -> tuple[tuple[WorkItem, ...], tuple[MemoryItem, ...]]:
         items = tuple(
             dataclasses.replace(
                 item, count=next(rest), seconds=next(rest), traffic_bytes=next(rest), flops=next(rest),
@@ -248,18 +250,18 @@ def layer_symbols(graph: Graph) -> dict[str, sympy.Symbol]:
     }
 
 
-def merged_items(items: Any) -> tuple[Item, ...]:
+def merged_items(items: Any) -> tuple[WorkItem, ...]:
     """Joins items that differ only in `count` and `of`, and adds up their counts."""
-    counts: dict[Item, Quantity] = {}
+    counts: dict[WorkItem, Quantity] = {}
     for item in items:
         key = dataclasses.replace(item, count=0, of="")
         counts[key] = counts.get(key, 0) + item.count
     return tuple(dataclasses.replace(item, count=count) for item, count in counts.items())
 
 
-def merged_holdings(holdings: Any) -> tuple[Holding, ...]:
+def merged_holdings(holdings: Any) -> tuple[MemoryItem, ...]:
     """Joins holdings that differ only in `bytes` and `of`, and adds up their bytes."""
-    sums: dict[Holding, Quantity] = {}
+    sums: dict[MemoryItem, Quantity] = {}
     for holding in holdings:
         key = dataclasses.replace(holding, bytes=0, of="")
         sums[key] = sums.get(key, 0) + holding.bytes

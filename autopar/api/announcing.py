@@ -18,9 +18,9 @@ from autopar.planning.planning import (
     Prepared,
     why_not_again,
 )
+from autopar.runtime.ranks.all_ranks import warn_together
 from autopar.runtime.ranks.files import Files
-from autopar.runtime.ranks.heard import heard, log
-from autopar.runtime.ranks.together import warn_together
+from autopar.runtime.ranks.stderr_log import heard, log
 from autopar.search.request.notes import axis_lines, idle_axes
 from autopar.search.request.request import Request
 from autopar.units import counted, format_bytes, format_seconds

@@ -22,7 +22,7 @@ from autopar.errors import AutoparError, MeshError
 from autopar.explanation.costs import run_of
 from autopar.explanation.explanation import Explanation
 from autopar.ir import Mesh, MixedPrecision, Plan
-from autopar.ir.recompute import SAVED_TIERS, is_saved_wish
+from autopar.ir.recompute import SAVED_TIERS, is_saved_option
 from autopar.options import options_of, split_options, takes_options
 from autopar.planning.planning import (
     Prepared,
@@ -141,7 +141,7 @@ def _check_beside_plan(plan: Plan, asked: Mapping[str, Any]) -> None:
     }  # fmt: skip
     wish = asked.get("recompute")
     tiers = {how.tier for how in plan.saved.values()}
-    if is_saved_wish(wish) and plan.recompute == "full" and tiers <= {SAVED_TIERS[wish]}:
+    if is_saved_option(wish) and plan.recompute == "full" and tiers <= {SAVED_TIERS[wish]}:
         found["recompute"] = wish
     beside = {}
     for name, each in options_of(PlanOptions).items():

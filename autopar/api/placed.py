@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from autopar.ir import Mesh, ParameterPlan, Plan, R
 from autopar.planning.planning import Prepared
-from autopar.runtime.model.maker import Fixed
+from autopar.runtime.model.program_builder import Fixed
 
 
 def goes_on(plan: Plan, fixed: Fixed, micro_batches: int, prepared: Prepared) -> bool:

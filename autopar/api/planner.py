@@ -62,7 +62,8 @@ from autopar.program.program import build_program
 from autopar.program.recomputation import known_recomputation
 from autopar.program.stages import cut_stages, cuts_where_parameters_lie, refuse_strays
 from autopar.program.term_shares import refuse_unknown
-from autopar.runtime.model.maker import Fixed, ProgramRequest, Programs, StandIns
+from autopar.runtime.model.program_builder import Fixed, ProgramRequest, Programs, StandIns
+from autopar.runtime.ranks.all_ranks import AllRanks, warn_together
 from autopar.runtime.ranks.files import Files
 from autopar.runtime.ranks.processes import (
     agreed,
@@ -71,7 +72,6 @@ from autopar.runtime.ranks.processes import (
     world_size,
 )
 from autopar.runtime.ranks.tiers import Tiers
-from autopar.runtime.ranks.together import Together, warn_together
 from autopar.runtime.ranks.world import World, set_timeout
 from autopar.search.candidates.refined import with_inner_axes
 from autopar.search.request.request import Request
@@ -123,7 +123,7 @@ class Planner:
         return make_world(Mesh((("all", world_size()),)), self.device, None).device_mesh
 
     def program(self, model: nn.Module, stand_ins: StandIns, asked: ProgramRequest) -> Programs:
-        """Captures and plans a model, see `ProgramMaker`.
+        """Captures and plans a model, see `ProgramBuilder`.
 
         An open number of micro-batches is found for the whole batch. Where the number is not 1, the model is captured
         for a micro-batch and for the batch, which shows what of the step counts rows (`autopar.analysis.row_counts`).
@@ -265,7 +265,7 @@ class Planner:
             prepared.analysis.graph, plan, request.hardware, "nvme", software=request.software,
             training_state=request.training_state,
         )  # fmt: skip
-        together = Together("Keeping parameters in files")
+        together = AllRanks("Keeping parameters in files")
 
         def check(files: Files, disks: Sequence[tuple[str, int]]) -> None:
             files.check(needed_bytes, disks.count(disks[together.rank]))

@@ -25,7 +25,7 @@ from autopar.backend.unwatched import CachedCalls, Methods
 from autopar.errors import AutoparError, CaptureError
 from autopar.ir import Graph, Mesh, Plan
 from autopar.runtime.execute.compiled import Executor
-from autopar.runtime.model.kept_programs import KEPT_PROGRAMS
+from autopar.runtime.model.program_cache import KEPT_PROGRAMS
 from autopar.runtime.ranks.comparison import Comparison
 from autopar.runtime.ranks.world import World
 from autopar.search.request.request import Request
@@ -38,7 +38,7 @@ class SplitGraph:
     """The function that dynamo calls in place of a graph.
 
     It makes a plan for a set of sizes that recurs; other calls run whole on every rank. See [Note: programs are
-    kept] in autopar/runtime/model/kept_programs.py, and [Note: sizes that depend on values] in
+    kept] in autopar/runtime/model/program_cache.py, and [Note: sizes that depend on values] in
     autopar/backend/recurrence.py.
 
     Args:

@@ -11,7 +11,7 @@ from torch import fx
 from autopar import _torch
 from autopar.capture.guards.caches import cache_of, changed, reads_of, stale
 from autopar.capture.guards.refusals import replaces_method
-from autopar.capture.guards.shown import cached_by, kept_by
+from autopar.capture.guards.stdlib_views import cached_by, kept_by
 from autopar.capture.guards.values import is_plain, is_same
 
 

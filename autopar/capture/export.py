@@ -33,9 +33,9 @@ from autopar.capture.checks import (
 from autopar.capture.forms import capturable
 from autopar.capture.functional import make_functional
 from autopar.capture.functions import keeping_functions
-from autopar.capture.guards.forgotten import OutsideLeaves, watching
 from autopar.capture.guards.guards import Place
 from autopar.capture.guards.refusals import BACKEND_RUNS_IT
+from autopar.capture.guards.untraced_effects import OutsideLeaves, watching
 from autopar.capture.guards.watch import Watch
 from autopar.capture.numbers import with_numbers
 from autopar.capture.open_sizes import OpenDims, open_to_export
@@ -47,7 +47,7 @@ from autopar.capture.remedies import (
 )
 from autopar.capture.results import loss_in, loss_last
 from autopar.capture.rewrites import EXPORTED
-from autopar.capture.rewrites.say_elements import refuse_strides
+from autopar.capture.rewrites.functionalize_strided_ops import refuse_strides
 from autopar.errors import CaptureError, NoLossError, StepError
 from autopar.ir import MixedPrecision
 

@@ -312,7 +312,7 @@ def _breakdown(symbolic: Term, numeric: Term, unit: Unit) -> Breakdown:
 def _whole_flops(graph: Graph) -> list[float]:
     """Forward and backward FLOPs of every product of matrices of the whole model."""
     return [
-        graph.stands_for.get(op.name, 1)
+        graph.layer_count.get(op.name, 1)
         * op.flops
         * (1 + min(2, backward_passes(op, graph.tensors)))  # what attention makes anew is no use
         for op in graph.ops

@@ -105,11 +105,11 @@ def launch(
         saved: the file that the plan was saved in; None if it was not saved.
         has_loss_fn: whether the call needs the model's loss function.
     """
-    is_written = saved is not None or e.graph.stands_for
+    is_written = saved is not None or e.graph.layer_count
     lines = [] if is_written else [f"# autopar explain ... --save {PLAN_FILE} writes the plan"]
     model = "model, loss_fn=loss_fn" if has_loss_fn else "model"
     files = {"nvme": FOLDER} if _needs_files(e) else {}
-    given = settings(e) if e.graph.stands_for else {"plan": str(saved or PLAN_FILE)}
+    given = settings(e) if e.graph.layer_count else {"plan": str(saved or PLAN_FILE)}
     call = _call(model, [f"{name}={_literal(value)}" for name, value in (given | files).items()])
     pipeline = e.plan.pipeline
     inside = pipeline is not None and pipeline.update_every > 0
@@ -196,7 +196,7 @@ _IN_SETTINGS = {"recompute", "dp", "tp"}  # the mesh and recompute= of the call 
 
 def _comments(e: Explanation) -> Iterator[str]:
     """What a call by settings does not say, as comments above it."""
-    if not e.graph.stands_for:
+    if not e.graph.layer_count:
         return
     pins = e.request.pins.items() if e.request else ()
     rest = PlanOptions(pins={name: pin for name, pin in pins if is_intent(pin)})
@@ -205,7 +205,7 @@ def _comments(e: Explanation) -> Iterator[str]:
     far = [name for name, how in e.plan.parameters.items() if how.tier != "device"]
     also = ""
     if far and e.plan.recipe == "auto":
-        count = sum(e.graph.stands_for.get(name, 1) for name in far)
+        count = sum(e.graph.layer_count.get(name, 1) for name in far)
         also = f", and with it which parameters the host stores (here {count:,})"
     if rest.pins or also:
         yield f"this searches the layouts again{also}; --save {PLAN_FILE} has them, for a model with these names"

@@ -10,7 +10,7 @@ from typing import Any
 import sympy
 
 from autopar.cost_model.breakdown import Breakdown, Event
-from autopar.cost_model.items import COMPUTE, Item
+from autopar.cost_model.items import COMPUTE, WorkItem
 from autopar.cost_model.symbols import symbol
 from autopar.explanation.answers import Advice
 from autopar.explanation.block import block_of
@@ -295,7 +295,7 @@ def _roofline(e: Explanation) -> Iterator[RooflinePoint]:
             )  # fmt: skip
 
 
-def _works(item: Item) -> bool:
+def _works(item: WorkItem) -> bool:
     return float(item.flops) > 0 and float(item.traffic_bytes) > 0 and float(item.seconds) > 0
 
 

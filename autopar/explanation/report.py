@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autopar.cost_model.items import COMPUTE, Item
+from autopar.cost_model.items import COMPUTE, WorkItem
 from autopar.cost_model.steps.step import Step
 from autopar.ir import EXCHANGED, Graph, Mesh, Op, Plan, owner_of
 from autopar.ir.parameter_plan import PARAMETER_WORDS
@@ -85,7 +85,7 @@ def _parameter_rows(plan: Plan, graph: Graph) -> Iterable[tuple[str, tuple[str, 
         reduced = "micro-batch" if in_graph else how.reduce.replace("_", "-")
         reduced += ", by rows" * how.by_rows
         row = (shape, stored, _zero(plan, graph, name), reduced)
-        yield name, row, graph.stands_for.get(name, 1)
+        yield name, row, graph.layer_count.get(name, 1)
 
 
 def _zero(plan: Plan, graph: Graph, name: str) -> str:
@@ -126,10 +126,10 @@ def _axis_line(plan: Plan, graph: Graph, axis: int, words: Words) -> str:
     split: Counter[str] = Counter()
     for op in graph.ops:
         if not op.is_view and op.choice(plan.ops[op.name][axis]).splits:
-            split[_split(op, plan.ops[op.name][axis], words)] += graph.stands_for.get(op.name, 1)
+            split[_split(op, plan.ops[op.name][axis], words)] += graph.layer_count.get(op.name, 1)
     stored: Counter[str] = Counter()
     for parameter in plan.parameters:
-        stored[_kept(plan, graph, parameter, axis)] += graph.stands_for.get(parameter, 1)
+        stored[_kept(plan, graph, parameter, axis)] += graph.layer_count.get(parameter, 1)
     ops = ", ".join(f"{factor} ({counted(count, 'op')})" for factor, count in split.most_common(6))
     kept = ", ".join(f"{count} {how}" for how, count in stored.most_common())
     return f"{name}={size} splits {ops or 'no op'}; parameters: {kept}"
@@ -182,7 +182,7 @@ def _op_rows(plan: Plan, graph: Graph, words: Words) -> Iterable[tuple[str, tupl
             labels = plan.ops[op.name]
             kind = op.kind.removeprefix("aten.")
             split = tuple(_split(op, label, words) for label in labels)
-            yield f"{op.module or '(top)'} {kind}", split, graph.stands_for.get(op.name, 1)
+            yield f"{op.module or '(top)'} {kind}", split, graph.layer_count.get(op.name, 1)
 
 
 def _split(op: Op, label: str, words: Words = NO_WORDS) -> str:
@@ -226,7 +226,7 @@ class CollectiveTotal:
 
 def collectives(step: Step) -> tuple[CollectiveTotal, ...]:
     """Where collectives stand in a step, those that take longest first."""
-    found: dict[tuple[str, str, str, str], list[Item]] = {}
+    found: dict[tuple[str, str, str, str], list[WorkItem]] = {}
     for item in step.items:
         if item.resource != COMPUTE and float(item.traffic_bytes) > 0:
             once = item.phase in ("gather", "reduce", "meet") and not item.every_micro_batch
@@ -238,7 +238,7 @@ def collectives(step: Step) -> tuple[CollectiveTotal, ...]:
 
 
 def _collective(
-    axis: str, name: str, carries: str, phase: str, items: list[Item], step: Step
+    axis: str, name: str, carries: str, phase: str, items: list[WorkItem], step: Step
 ) -> CollectiveTotal:
     counts = [_times_a_step(item, phase, step) for item in items]
     titles = dict.fromkeys(" ".join(item.name.split()[1:]) for item in items)
@@ -250,7 +250,7 @@ def _collective(
     )  # fmt: skip
 
 
-def _times_a_step(item: Item, phase: str, step: Step) -> float:
+def _times_a_step(item: WorkItem, phase: str, step: Step) -> float:
     run = step.run
     batches = 1.0 if phase in ("once", "meet") else float(run.micro_batches)
     share = float(run.stages) if item.region == "layers" else 1.0

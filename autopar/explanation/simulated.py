@@ -17,7 +17,7 @@ from typing import Literal
 import sympy
 
 from autopar.cost_model.breakdown import Breakdown, Unit
-from autopar.cost_model.items import COMPUTE, Item
+from autopar.cost_model.items import COMPUTE, WorkItem
 from autopar.cost_model.memory import Selected
 from autopar.cost_model.steps.run import Run, total
 from autopar.cost_model.steps.step import Step
@@ -213,7 +213,7 @@ class SimulatedStep(ExecutedStep):
         timed = self.simulation.timed
         return Counter(each.action.stage for each in timed if each.action.kind == "I")
 
-    def _times(self, item: Item, direction: Direction, stages: Sequence[int]) -> float:
+    def _times(self, item: WorkItem, direction: Direction, stages: Sequence[int]) -> float:
         """Executions of an item in one direction of a micro-batch, as a part of those of the whole model.
 
         Recomputation is part of backward.
@@ -227,7 +227,7 @@ class SimulatedStep(ExecutedStep):
         again = self._recomputed(item, here)
         return share * (len(here) * (item.phase != "forward") + again)
 
-    def _recomputed(self, item: Item, here: Sequence[int]) -> int:
+    def _recomputed(self, item: WorkItem, here: Sequence[int]) -> int:
         """Number of executions that recomputation adds to an item's in some blocks."""
         if self._selected is not None:
             repeats = self._selected.repeats(item.of, item.moves, item.phase, item.carries)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from autopar.cost_model.breakdown import Event
-from autopar.cost_model.items import COMPUTE, Item, Phase, Region
+from autopar.cost_model.items import COMPUTE, Phase, Region, WorkItem
 from autopar.cost_model.steps.owned_step import OwnedStep
 from autopar.cost_model.steps.run import REGIONS
 from autopar.cost_model.steps.step import Step
@@ -25,7 +25,7 @@ _AT_THE_END = ("pipeline bubble", "stage boundaries", "optimizer", "fixed")
 class _Drawn:
     """Executions of an item in one phase: their seconds, those of them that hide, and what a reader is told."""
 
-    item: Item
+    item: WorkItem
     title: str
     seconds: float
     hidden_seconds: float
@@ -126,7 +126,7 @@ def _phase(
             )
 
 
-def _is_reduced_each_time(item: Item, region: Region) -> bool:
+def _is_reduced_each_time(item: WorkItem, region: Region) -> bool:
     return item.phase == "reduce" and item.every_micro_batch and item.region == region
 
 
@@ -139,7 +139,7 @@ def _share(step: Step, region: Region) -> float:
     return float(ends) / float(step.run.micro_batches) / (before + after) if before + after else 0.0
 
 
-def _executions(step: Step, item: Item, recomputes: bool) -> float:
+def _executions(step: Step, item: WorkItem, recomputes: bool) -> float:
     """Executions of an item by one phase of a micro-batch, as a mean over layers."""
     further = float(step.times(item)) - 1
     if recomputes:
@@ -160,7 +160,7 @@ def _once(step: Step, phase: Phase, hidden_seconds: float) -> Iterator[_Drawn]:
 
 
 def _work(
-    item: Item, title: str, count: float, hidden_seconds: float, number: int | None = None
+    item: WorkItem, title: str, count: float, hidden_seconds: float, number: int | None = None
 ) -> _Drawn:
     detail: dict[str, object] = {"count": count, "traffic_bytes": count * float(item.traffic_bytes)}
     if item.flops:

@@ -13,7 +13,7 @@ from autopar.errors import AutoparError
 from autopar.integrations.prepared import PreparedModel
 from autopar.runtime.formats.weights import PathLike
 from autopar.runtime.model.module import CompiledModule
-from autopar.runtime.ranks.together import Together
+from autopar.runtime.ranks.all_ranks import AllRanks
 
 with quiet_torchao():  # which these import
     from peft import PeftModel, get_peft_model_state_dict
@@ -44,7 +44,7 @@ def save_adapters(model: nn.Module, folder: PathLike) -> None:
             f"{type(original).__name__} has no adapters of PEFT: give what get_peft_model returned, compiled or "
             "prepared. model.export writes all weights of a model."
         )
-    ranks = Together(f"Saving the adapters to {folder}")
+    ranks = AllRanks(f"Saving the adapters to {folder}")
     weights = adapter_weights(original)
     ranks.first_alone(lambda: original.save_pretrained(str(Path(folder)), state_dict=weights))
 

@@ -17,7 +17,7 @@ from autopar.integrations.results import LossOutsideError, in_float32, loss_and_
 from autopar.runtime.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from autopar.runtime.model.deferred import with_deferred_gradients
 from autopar.runtime.model.module import CompiledModule
-from autopar.runtime.parameters.part import as_stored
+from autopar.runtime.parameters.stage_partition import as_stored
 from autopar.runtime.ranks.processes import world_size
 
 # What the frameworks decide themselves, and what a prepared model decides for them.

@@ -157,7 +157,7 @@ class Graph:
         inputs: input name -> tensor name. A rank can take any part of an input without communication.
         outputs: names of the result tensors; see `delivered`.
         factors: factor name -> factor.
-        stacks: lists of repeated layers; one captured layer may stand for many, see `stands_for`.
+        stacks: lists of repeated layers; one captured layer may stand for many, see `layer_count`.
         precision: mixed-precision policy of the capture; None where ops use parameters in their stored dtype.
         whole_outputs: whether every rank returns every result unsplit.
         copies: name of an op, parameter or buffer -> its names in the whole model, one for every layer that it stands
@@ -199,7 +199,7 @@ class Graph:
         return {}
 
     @cached_property
-    def stands_for(self) -> Mapping[str, int]:
+    def layer_count(self) -> Mapping[str, int]:
         """Op, tensor or parameter name -> number of layers for which it stands; names that stand for one are absent."""
         modules = {op.name: op.module for op in self.ops}
         modules |= {name: op.module for op in self.ops for name in op.results}

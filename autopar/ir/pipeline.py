@@ -24,8 +24,8 @@ SCHEDULES = {
     "dualpipev": "v",
 }
 # Schedules that update parameters without waiting until the pipeline is empty, with one stage per rank: see
-# `autopar.pipeline.versions`. Their gradients differ from those of one device, so the search never chooses one; a
-# user must name it.
+# `autopar.pipeline.weight_stashing`. Their gradients differ from those of one device, so the search never chooses one;
+# a user must name it.
 VERSIONED = ("pipedream", "pipedream-sync", "2bw")
 PLACEMENTS = SCHEDULES | dict.fromkeys(VERSIONED, "one")
 

@@ -87,7 +87,7 @@ Recompute = Literal["none", "full"] | int | Selection
 SavedWish = Literal["partitioned", "offloaded"]
 SAVED_TIERS: Mapping[str, Tier] = MappingProxyType({"partitioned": "device", "offloaded": "host"})
 # What a user can ask of a search: also these words and a float, see `check_wish`.
-RecomputeWish = Recompute | SavedWish | float
+RecomputeOption = Recompute | SavedWish | float
 
 
 def check_recompute(recompute: object) -> None:
@@ -132,7 +132,7 @@ def _check_part(part: float) -> None:
         )
 
 
-def is_saved_wish(wish: object) -> TypeIs[SavedWish]:
+def is_saved_option(wish: object) -> TypeIs[SavedWish]:
     """Whether a wish is one of the words `partitioned` and `offloaded`."""
     return isinstance(wish, str) and wish in SAVED_TIERS
 
@@ -175,7 +175,7 @@ def _json(text: str) -> Any:
         raise PlanError(f"Cannot read the ops to recompute, {text!r}, as JSON: {error}.") from None
 
 
-def parse_wish(text: str) -> RecomputeWish:
+def parse_wish(text: str) -> RecomputeOption:
     """Reads what a user asks of a search: a word such as `full`, blocks such as `3`, a part such as `0.5`, or JSON.
 
     Raises PlanError for a text that is no wish, see `check_wish`.
@@ -183,7 +183,7 @@ def parse_wish(text: str) -> RecomputeWish:
     whole, point, part = text.partition(".")
     wish = float(text) if point and is_count(whole + part) else _read(text)
     check_wish(wish)
-    return cast(RecomputeWish, wish)
+    return cast(RecomputeOption, wish)
 
 
 def recomputed_blocks(recompute: Recompute, blocks: int) -> int:

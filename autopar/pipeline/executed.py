@@ -22,7 +22,7 @@ from autopar.pipeline.schedules import actions, waits_for_sends
 from autopar.pipeline.simulation import Simulation, StageCosts, simulate
 from autopar.pipeline.stage_costs import StageTables
 from autopar.pipeline.stage_table import StageTable
-from autopar.pipeline.versions import with_versions
+from autopar.pipeline.weight_stashing import with_versions
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.cost_model.items import Item
+from autopar.cost_model.items import WorkItem
 from autopar.cost_model.owners import owners_of_ops
 from autopar.cost_model.steps.owned_step import OwnedStep
 from autopar.cost_model.steps.run import Run
@@ -53,7 +53,9 @@ def _owned_step(blocks: PricedBlocks) -> OwnedStep:
     return OwnedStep.of(step, plan.mesh.names, (), ranks)
 
 
-def _of_stage(blocks: PricedBlocks, order: Sequence[Item], edge: tuple[int, int]) -> list[Item]:
+def _of_stage(
+    blocks: PricedBlocks, order: Sequence[WorkItem], edge: tuple[int, int]
+) -> list[WorkItem]:
     """The items of a stage, each with the part of its count that is of the stage's blocks."""
     found = []
     for item in order:
@@ -64,7 +66,7 @@ def _of_stage(blocks: PricedBlocks, order: Sequence[Item], edge: tuple[int, int]
     return found
 
 
-def _fraction(owned: OwnedStep, order: Sequence[Item]) -> float:
+def _fraction(owned: OwnedStep, order: Sequence[WorkItem]) -> float:
     """The duration of some calls on ranks that work side by side, as a part of that of ranks in turn."""
     in_turn = owned.in_turn_seconds(order)
     return owned.scheduled(order).makespan_seconds / in_turn if in_turn else 1.0

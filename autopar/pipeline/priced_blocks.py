@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from autopar.cost_model import Hardware, Link, Sizes
-from autopar.cost_model.items import FULL, Item, TrainingState
+from autopar.cost_model.items import FULL, TrainingState, WorkItem
 from autopar.cost_model.machines.software import AUTOPAR, Software
 from autopar.cost_model.owners import positions_of_owners
 from autopar.cost_model.pricer import Pricer
@@ -100,14 +100,14 @@ class PricedBlocks:
                     at.append(self.unit[op.name])
         return found
 
-    def rows_of(self, item: Item) -> tuple[list[int], float]:
+    def rows_of(self, item: WorkItem) -> tuple[list[int], float]:
         """The blocks of the whole model to which an item belongs, and the fraction of its count in each of them."""
         key = (item.moves, item.of)
         if key not in self._rows:
             self._rows[key] = self._find_rows(item)
         return self._rows[key]
 
-    def _find_rows(self, item: Item) -> tuple[list[int], float]:
+    def _find_rows(self, item: WorkItem) -> tuple[list[int], float]:
         if item.moves:
             unit = self.unit.get(item.of, self.units - 1)  # the default is the end of the graph
             found = self.spread(item.moves, {*self.uses.get(item.moves, ()), unit})
@@ -122,7 +122,7 @@ class PricedBlocks:
 
     def times(self, name: str) -> int:
         """Number of ops, tensors or parameters of the whole model that a captured one stands for."""
-        return self.graph.stands_for.get(name, 1)
+        return self.graph.layer_count.get(name, 1)
 
     def all_of(self, unit: int) -> list[int]:
         """The blocks that a captured part stands for."""

@@ -12,7 +12,7 @@ micro-batch 0 on stage 2. The kinds are
 Neighbouring stages on one rank send nothing. The simulation and the run use the same lists. Those of one stage a rank
 are made here, as `ScheduleGPipe` and `Schedule1F1B` of torch.distributed.pipelining run them; for several stages a rank
 torch's classes make them (`_torch.pipeline_actions`). Schedules without a flush are 1F1B with updates between backwards
-(`autopar.pipeline.versions`).
+(`autopar.pipeline.weight_stashing`).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from autopar.cost_model.items import Item
+from autopar.cost_model.items import WorkItem
 from autopar.cost_model.memory import Selected
 from autopar.ir.recompute import Selection
 from autopar.pipeline.blocks import find_blocks
@@ -48,7 +48,7 @@ class SelectableOps:
         found = zip(self.paths, self.choices, self.blocks.repeating, strict=True)
         return [(path, choices) for path, choices, may_repeat in found if may_repeat]
 
-    def _alone(self, item: Item) -> float:
+    def _alone(self, item: WorkItem) -> float:
         """Seconds of an item without overlap; launching counts unless the host launches ahead of the device."""
         issued = 0.0 if self.blocks.software.runs_ahead else self.blocks.step.issue_seconds(item)
         return item.count * max(item.seconds, issued if item.kernels else 0.0)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from autopar.cost_model import Hardware
 from autopar.cost_model.compute import is_product
-from autopar.cost_model.items import COMPUTE, Item
+from autopar.cost_model.items import COMPUTE, WorkItem
 from autopar.ir import Graph, Op
 
 # Durations in units of the host's time to issue a kernel. Measured with four layers of a Transformer so small that
@@ -48,7 +48,7 @@ class SplitSeconds:
         self._graph, self._host_seconds = graph, float(hardware.host_seconds)
         self._kernel_seconds = max(self._host_seconds, float(hardware.launch_seconds))
 
-    def halves(self, item: Item) -> Halves:
+    def halves(self, item: WorkItem) -> Halves:
         """The part of an item of backward in the second half, and what splitting it costs."""
         op = self._graph.by_name.get(item.of)
         seconds = float(item.seconds)

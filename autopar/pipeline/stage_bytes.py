@@ -14,7 +14,7 @@ from types import MappingProxyType
 import numpy as np
 
 from autopar.cost_model import keeps
-from autopar.cost_model.items import Holding
+from autopar.cost_model.items import MemoryItem
 from autopar.cost_model.memory import KeptSlice
 from autopar.ir import Op, Tier
 from autopar.pipeline.crossings import Crossings
@@ -69,7 +69,7 @@ class StageBytes:
 
     def _held(
         self,
-        holdings: Iterable[Holding],
+        holdings: Iterable[MemoryItem],
         weights: Mapping[str, float],
         tier: Tier,
         stored_alone: bool,
@@ -229,7 +229,7 @@ class StageBytes:
         """Transient bytes of every block on the rank with most of them."""
         return np.max([self._moments_of(rank) for rank in self.blocks.holdings_of_ranks], axis=0)
 
-    def _moments_of(self, holdings: Sequence[Holding]) -> np.ndarray:
+    def _moments_of(self, holdings: Sequence[MemoryItem]) -> np.ndarray:
         """Transient bytes of every block on one rank: of a loss, or of gathered parameters with their gradients."""
         blocks = self.blocks
         gathered, losses = np.zeros(blocks.n), np.zeros(blocks.n)

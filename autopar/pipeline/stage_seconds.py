@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.cost_model.items import COMPUTE, Item, kind_of_work
+from autopar.cost_model.items import COMPUTE, WorkItem, kind_of_work
 from autopar.cost_model.memory import Selected
 from autopar.cost_model.steps.run import REGIONS
 from autopar.pipeline.priced_blocks import PricedBlocks
@@ -95,7 +95,7 @@ class StageSeconds:
                 work[rows, REGIONS.index(item.region)] += share * self._row(item)
         return work
 
-    def _row(self, item: Item) -> np.ndarray:
+    def _row(self, item: WorkItem) -> np.ndarray:
         """Seconds of an item, by column of a block's work."""
         row = np.zeros(6)
         seconds = item.count * item.seconds

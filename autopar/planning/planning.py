@@ -35,7 +35,7 @@ from autopar.ir import (
     plain,
 )
 from autopar.ir.batches import batch_factors, captured_batch
-from autopar.ir.recompute import RecomputeWish
+from autopar.ir.recompute import RecomputeOption
 from autopar.passes import clean_up
 from autopar.pipeline.blocks import has_blocks
 from autopar.pipeline.parts import count_repeating
@@ -204,7 +204,7 @@ def search_step(
     return found._replace(best=best._replace(plan=_finished(best.plan, best.graph, prepared)))
 
 
-def _refuse_more_blocks(graph: Graph, recompute: RecomputeWish | None) -> None:
+def _refuse_more_blocks(graph: Graph, recompute: RecomputeOption | None) -> None:
     if not isinstance(recompute, int) or not has_blocks(graph):
         return
     count = count_repeating(graph)

@@ -2,7 +2,7 @@
 
 A capture is stored under a hash of all that it depends on: the Python of the model in reach, code and values
 (`autopar.capture.stored.python_state`); the arguments; the precision; the switches of torch; the code of autopar and
-the version of torch. A capture that may depend on anything else is not stored (`autopar.capture.stored.portable`), and
+the version of torch. A capture that may depend on anything else is not stored (`autopar.capture.stored.cacheable`), and
 a file that is damaged, or that another user owns or can write, is not used.
 """
 
@@ -27,9 +27,9 @@ from autopar.capture.captured import Captured
 from autopar.capture.export import LossFunction
 from autopar.capture.guards.guards import Place
 from autopar.capture.open_sizes import OpenDims
+from autopar.capture.stored.cacheable import refuse_unportable
 from autopar.capture.stored.captured_text import read_captured, write_captured
 from autopar.capture.stored.graph_text import sizes_of
-from autopar.capture.stored.portable import refuse_unportable
 from autopar.capture.stored.python_state import NoText, PythonState
 from autopar.ir import MixedPrecision
 from autopar.ir.files import (

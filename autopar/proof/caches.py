@@ -16,7 +16,7 @@ from torch import Tensor
 
 from autopar._torch import has_storage, storage_key
 from autopar.capture.guards.caches import empty
-from autopar.capture.guards.shown import all_cached, tensors_cached_by
+from autopar.capture.guards.stdlib_views import all_cached, tensors_cached_by
 
 
 class CachedTensors:

@@ -24,8 +24,8 @@ from autopar.proof.comparison import float64_verdicts, parameter_verdicts, plan_
 from autopar.proof.replicas import ReplicaSteps, descend, trained, whole_gradients
 from autopar.proof.single_device import copied
 from autopar.proof.verdict import Verdict
+from autopar.runtime.replicas.exchange_buffer import ExchangeBuffer
 from autopar.runtime.replicas.outer_step import OuterStep
-from autopar.runtime.replicas.parcel import Parcel
 from autopar.runtime.replicas.server_table import ServerTable
 
 SHOWN_STALENESS = (
@@ -189,7 +189,7 @@ class _Served:
         self._outers = [OuterStep(table.meeting) for _ in models]
         for outer, model in zip(self._outers, models, strict=True):
             outer.begin(_exchanged(model), {})
-        self._parcels = [Parcel(dict(_exchanged(model))) for model in models]
+        self._parcels = [ExchangeBuffer(dict(_exchanged(model))) for model in models]
 
     @torch.no_grad()
     def do(self, event: ServerEvent) -> None:

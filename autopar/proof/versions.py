@@ -5,7 +5,7 @@ Two sides take the same steps with SGD, in float64:
     reference     one model by autograd; for every update its parameters are put together from the versions that the
                   formulas of the papers give each stage (`version_seen`)
     the plan      the programs of all stages on simulated ranks, in the order of the schedule's actions; each stage
-                  updates its own shards, and micro-batches take the versions of `autopar.pipeline.versions`
+                  updates its own shards, and micro-batches take the versions of `autopar.pipeline.weight_stashing`
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.ir import Graph, Pipeline
-from autopar.pipeline.versions import WeightVersions
+from autopar.pipeline.weight_stashing import WeightVersions
 from autopar.program.program import Program, TensorSpec
 from autopar.program.stages import cut_stages
 from autopar.proof import lockstep

@@ -15,7 +15,7 @@ import torch
 from autopar.cost_model import Hardware, find_hardware
 from autopar.cost_model.collectives import collective_seconds
 from autopar.cost_model.cuts import Cuts, cuts_by_weight, cuts_of_equal_ends
-from autopar.cost_model.items import COMPUTE, Item, TrainingState
+from autopar.cost_model.items import COMPUTE, TrainingState, WorkItem
 from autopar.cost_model.machines.software import Software
 from autopar.cost_model.steps.run import Run, total
 from autopar.cost_model.steps.step import Step
@@ -128,7 +128,7 @@ def _vocabulary_parallel(expressions: Expressions) -> Expressions:
         link=link_symbols(["tp"])[0], hardware=expressions.machine,
     )  # fmt: skip
     items.append(
-        Item("all_reduce of the loss", "all_reduce", "tp", "forward", "after", 3, sums, tokens,
+        WorkItem("all_reduce of the loss", "all_reduce", "tp", "forward", "after", 3, sums, tokens,
              carries="activation", ranks=parts)
     )  # fmt: skip
     holdings = tuple(

@@ -10,7 +10,7 @@ from autopar.cost_model.arith import Quantity, larger
 from autopar.cost_model.collectives import BUCKET_BYTES
 from autopar.cost_model.compute import is_product
 from autopar.cost_model.flow import Flow
-from autopar.cost_model.items import Holding, Item
+from autopar.cost_model.items import MemoryItem, WorkItem
 from autopar.cost_model.memory import Selected
 from autopar.cost_model.symbols import Expressions, symbol
 from autopar.ir import Graph, Plan
@@ -74,7 +74,7 @@ def applied(expressions: Expressions, traits: Traits) -> Expressions:
     )
 
 
-def _items(items: tuple[Item, ...], traits: Traits) -> Iterator[Item]:
+def _items(items: tuple[WorkItem, ...], traits: Traits) -> Iterator[WorkItem]:
     gathered = {i.name for i in items if i.kind == "all_gather" and i.phase == "forward"}
     for item in items:
         if traits.accumulates_in_products and item.kind == "accumulate":
@@ -89,7 +89,7 @@ def _items(items: tuple[Item, ...], traits: Traits) -> Iterator[Item]:
         yield item
 
 
-def _holdings(holdings: tuple[Holding, ...], traits: Traits) -> Iterator[Holding]:
+def _holdings(holdings: tuple[MemoryItem, ...], traits: Traits) -> Iterator[MemoryItem]:
     for each in holdings:
         is_input = each.name.endswith(" linear") and each.region == "layers"
         if traits.narrow_products and is_input and each.kind in ("saved activations", "recomputed"):
@@ -103,11 +103,11 @@ def _holdings(holdings: tuple[Holding, ...], traits: Traits) -> Iterator[Holding
         yield _narrow_copy()
 
 
-def _narrow_copy() -> Holding:
+def _narrow_copy() -> MemoryItem:
     """The result of attention, which attention keeps as it is, once more as the input of the output projection."""
     tokens = symbol("batch") * symbol("seq") * symbol("layers")
     size = tokens * symbol("hidden") / (symbol("dp") * symbol("tp"))
-    return Holding("attention.output linear", "saved activations", "layers", size)
+    return MemoryItem("attention.output linear", "saved activations", "layers", size)
 
 
 def every_second_product(graph: Graph, plan: Plan) -> Selected:

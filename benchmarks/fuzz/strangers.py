@@ -23,8 +23,8 @@ import click
 
 import autopar
 from autopar.ir.order import Order
-from autopar.runtime.replicas import server_door
-from autopar.runtime.replicas.server_door import Address, Listener, connect
+from autopar.runtime.replicas import server_handshake
+from autopar.runtime.replicas.server_handshake import Address, Listener, connect
 from benchmarks.async_server.run import on_ranks
 from benchmarks.delayed import optimizer_of, random_batches, relative_error
 from benchmarks.fuzz.page import replace_part
@@ -153,7 +153,7 @@ def with_strangers(kind: str | None, seed: int) -> tuple[Any, float]:
         begin = time.perf_counter()
         return on_ranks("async-server:2", "sgd"), time.perf_counter() - begin
     finally:
-        served.Listener = server_door.Listener  # type: ignore[misc]
+        served.Listener = server_handshake.Listener  # type: ignore[misc]
         for each in strangers:
             each.close()
 

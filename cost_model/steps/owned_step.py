@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
-from autopar.cost_model.items import COMPUTE, Holding, Item, runs_every_time
+from autopar.cost_model.items import COMPUTE, MemoryItem, WorkItem, runs_every_time
 from autopar.cost_model.steps.run import REGIONS, Term
 from autopar.cost_model.steps.step import Step
 
@@ -56,13 +56,13 @@ class OwnedStep(Step):
     """
 
     axis_names: tuple[str, ...] = ()
-    order: Sequence[Item] = ()
+    order: Sequence[WorkItem] = ()
     ranks: Mapping[Position, Step] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, step: Step, axis_names: tuple[str, ...], order: Sequence[Item],
-        holdings: Mapping[Position, Sequence[Holding]],
+        cls, step: Step, axis_names: tuple[str, ...], order: Sequence[WorkItem],
+        holdings: Mapping[Position, Sequence[MemoryItem]],
     ) -> OwnedStep:  # fmt: skip
         """The step with the memory of its fullest rank.
 
@@ -96,7 +96,7 @@ class OwnedStep(Step):
         everything = sum(float(self.region_seconds(region)) for region in REGIONS)
         return self.schedule.makespan_seconds - self._hidden_seconds - everything
 
-    def hidden_seconds(self, item: Item) -> float:
+    def hidden_seconds(self, item: WorkItem) -> float:
         """As `Step.hidden_seconds`; of what single ranks do, also an equal share of what they do side by side."""
         if not item.places:
             return float(super().hidden_seconds(item))
@@ -132,13 +132,13 @@ class OwnedStep(Step):
         """The calls of one micro-batch on all ranks."""
         return self.scheduled(self.order)
 
-    def in_turn_seconds(self, order: Sequence[Item]) -> float:
+    def in_turn_seconds(self, order: Sequence[WorkItem]) -> float:
         """Duration of some calls if all ranks take them one after the other."""
         return sum(
             max(self._duration(item, at) for at in self.ranks if item.runs_at(at)) for item in order
         )
 
-    def scheduled(self, order: Sequence[Item]) -> Schedule:
+    def scheduled(self, order: Sequence[WorkItem]) -> Schedule:
         """Some calls of a micro-batch on all ranks, which begin together."""
         clocks = _Clocks(dict.fromkeys(self.ranks, 0.0), {}, {})
         for item in order:
@@ -153,11 +153,11 @@ class OwnedStep(Step):
         clocks.meet(list(self.ranks))
         return Schedule(max(clocks.now.values()), clocks.busy_seconds, clocks.waits_seconds)
 
-    def _axis(self, item: Item) -> int | None:
+    def _axis(self, item: WorkItem) -> int | None:
         """Index of the axis along which a collective runs; None for a move between memories of one rank."""
         return self.axis_names.index(item.resource) if item.resource in self.axis_names else None
 
-    def _duration(self, item: Item, position: Position) -> float:
+    def _duration(self, item: WorkItem, position: Position) -> float:
         """Seconds of an item on a rank, which are those of its launch where the host is the slower of the two."""
         rank = self.ranks[position]
         seconds, issued = float(item.seconds), float(rank.issue_seconds(item))

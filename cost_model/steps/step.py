@@ -27,8 +27,8 @@ from autopar.cost_model.collectives import collective_seconds
 from autopar.cost_model.items import (
     COMPUTE,
     TOUCHED,
-    Item,
     Region,
+    WorkItem,
     kind_of_work,
     runs_every_time,
 )
@@ -132,10 +132,10 @@ class Step(StepMemory):
             (n * i.count * (self.issue_seconds(i) - i.seconds) for i, n in self._all_runs(region)), start=0
         )  # fmt: skip
 
-    def _all_runs(self, region: Region) -> list[tuple[Item, Quantity]]:
+    def _all_runs(self, region: Region) -> list[tuple[WorkItem, Quantity]]:
         return [run for resource in (COMPUTE, *self.axes) for run in self.runs(region, resource)]
 
-    def issue_seconds(self, item: Item) -> Quantity:
+    def issue_seconds(self, item: WorkItem) -> Quantity:
         """Seconds that the host takes to launch an item; a collective waits for the host of the slowest rank."""
         issued = item.kernels * self.hardware.host_seconds
         if item.resource != COMPUTE:  # nothing is issued along an axis of one rank
@@ -155,13 +155,13 @@ class Step(StepMemory):
         mean = self.layers / self.run.stages
         return self.run.again(mean) / mean
 
-    def times(self, item: Item) -> Quantity:
+    def times(self, item: WorkItem) -> Quantity:
         """Mean number of executions of an item in a micro-batch, recomputation included."""
         if item.region != "layers" or not item.recomputed:
             return 1
         return 1 + item.recomputed * self.recomputed_share
 
-    def runs(self, region: Region, resource: str) -> list[tuple[Item, Quantity]]:
+    def runs(self, region: Region, resource: str) -> list[tuple[WorkItem, Quantity]]:
         """Items that every micro-batch executes, each with `times`."""
         return [
             (item, self.times(item))
@@ -169,7 +169,9 @@ class Step(StepMemory):
             if item.region == region and item.resource == resource and runs_every_time(item)
         ]
 
-    def _by_name(self, found: Sequence[tuple[Item, Quantity]], name: str, share: Quantity) -> Term:
+    def _by_name(
+        self, found: Sequence[tuple[WorkItem, Quantity]], name: str, share: Quantity
+    ) -> Term:
         sums: dict[str, Quantity] = {}
         for item, times in found:
             title = f"{item.name} {item.phase}" if item.resource == COMPUTE else item.name
@@ -189,7 +191,7 @@ class Step(StepMemory):
         """
         return self._once(("hidden", region), lambda: sum(self._overlap(region).values(), start=0))
 
-    def hidden_seconds(self, item: Item) -> Quantity:
+    def hidden_seconds(self, item: WorkItem) -> Quantity:
         """Seconds of one execution of an item that overlap with compute; an equal share for all of its kind."""
         kind = kind_of_work(item)
         if not runs_every_time(item) or kind not in ("stored", "activation"):

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from autopar.cost_model.arith import Quantity, larger
 from autopar.cost_model.cuts import Cuts, equal_cuts
 from autopar.cost_model.items import (
-    Holding,
-    Item,
+    MemoryItem,
     Region,
+    WorkItem,
 )
 from autopar.cost_model.machines.hardware import Hardware, Link
 from autopar.cost_model.machines.software import Software
@@ -38,8 +38,8 @@ class StepData:
             gather them (Narayanan et al. 2021, section 4.1). Saved activations stay whole.
     """
 
-    items: Sequence[Item]
-    holdings: Sequence[Holding]
+    items: Sequence[WorkItem]
+    holdings: Sequence[MemoryItem]
     run: Run
     hardware: Hardware
     software: Software

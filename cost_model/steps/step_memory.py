@@ -10,7 +10,7 @@ import numpy as np
 from autopar.cost_model.arith import Quantity, larger, smaller
 from autopar.cost_model.items import (
     TOUCHED,
-    Holding,
+    MemoryItem,
     Region,
 )
 from autopar.cost_model.steps.run import STAGES, Stage, Term, total
@@ -150,7 +150,7 @@ class StepMemory(StepData):
         return Term("saved activations", total(parts), parts, "layers are run again in backward")
 
     @staticmethod
-    def _is(h: Holding, kind: str, region: Region) -> bool:
+    def _is(h: MemoryItem, kind: str, region: Region) -> bool:
         return h.kind == kind and h.region == region
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from autopar.api.announcing import warn_of_idle_axes
 from autopar.ir import Mesh, Plan
-from autopar.runtime.ranks import together
+from autopar.runtime.ranks import all_ranks
 
 
 def idle(mesh):
@@ -22,6 +22,6 @@ def test_axes_that_split_nothing_are_warned_of_in_one_line():
 
 
 def test_another_rank_says_nothing_of_them(monkeypatch, recwarn):
-    monkeypatch.setattr(together, "is_first", lambda: False)
+    monkeypatch.setattr(all_ranks, "is_first", lambda: False)
     warn_of_idle_axes(idle("dp=2,tp=3"))
     assert not recwarn.list

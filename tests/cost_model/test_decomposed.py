@@ -10,7 +10,7 @@ from torch import nn
 
 import autopar
 from autopar.cost_model import find_cluster, find_hardware
-from autopar.cost_model.items import COMPUTE, Item
+from autopar.cost_model.items import COMPUTE, WorkItem
 from autopar.cost_model.machines.software import Software
 from autopar.errors import AutoparError
 from autopar.ir import Graph, Mesh, Plan
@@ -51,7 +51,7 @@ def explained(decompose: str, recipe: str = "tp+sp") -> autopar.Explanation:
     )
 
 
-def items_of(found: autopar.Explanation) -> list[Item]:
+def items_of(found: autopar.Explanation) -> list[WorkItem]:
     return list(step_of(found.graph, found.plan, CLUSTER.hardware).items)
 
 

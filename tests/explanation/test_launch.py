@@ -79,7 +79,7 @@ def many(explained: Explanation) -> Explanation:
     """The same plan, as if it were of a model with twelve layers of which two were captured."""
     graph = replace(explained.graph, stacks=(Stack("layers", 12, 2),))
     found = replace(explained, graph=graph)
-    assert found.graph.stands_for, "one captured layer stands for several"
+    assert found.graph.layer_count, "one captured layer stands for several"
     return found
 
 
@@ -134,7 +134,7 @@ def test_what_the_call_does_not_say_stands_above_it(many: Explanation) -> None:
     assert "--save plan.json has them" in again
     host = {name: replace(how, tier="host") for name, how in many.plan.parameters.items()}
     stored = replace(many.plan, recipe="auto", parameters=host)
-    count = sum(many.graph.stands_for.get(name, 1) for name in host)
+    count = sum(many.graph.layer_count.get(name, 1) for name in host)
     assert (
         f"which parameters the host stores (here {count})" in launch(replace(many, plan=stored))[0]
     )

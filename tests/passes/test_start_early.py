@@ -11,7 +11,7 @@ aten = torch.ops.aten
 
 
 def finish(started):
-    """Stands for the function of `autopar.runtime.collectives.started`."""
+    """Stands for the function of `autopar.runtime.collectives.async_collectives`."""
     return started
 
 

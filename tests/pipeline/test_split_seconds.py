@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.cost_model.items import COMPUTE, Item
+from autopar.cost_model.items import COMPUTE, WorkItem
 from autopar.ir import Graph
 from autopar.pipeline.split_seconds import SplitSeconds
 from autopar.planning.planning import prepare_step
@@ -42,7 +42,7 @@ def halves(graph: Graph, parameter: str, seconds: float) -> tuple[float, float]:
     """Milliseconds in the second half, and beyond a whole backward, of the op that uses a parameter."""
     name = graph.parameters[parameter]
     op = next(op for op in graph.ops if name in op.operands)
-    item = Item(op.kind, op.kind, COMPUTE, "backward", "layers", 1, seconds, 0, of=op.name)
+    item = WorkItem(op.kind, op.kind, COMPUTE, "backward", "layers", 1, seconds, 0, of=op.name)
     split = SplitSeconds(graph, replace(TOY, host_seconds=HOST_SECONDS)).halves(item)
     return 1e3 * split.second_seconds, 1e3 * split.extra_seconds
 
@@ -71,7 +71,7 @@ def test_small_products_take_what_the_host_takes(graph: Graph) -> None:
 
 
 def test_a_message_of_activations_belongs_to_the_first_half(graph: Graph) -> None:
-    item = Item(
+    item = WorkItem(
         "all_reduce", "all_reduce", "tp", "backward", "layers", 1, 1.0, 8, of=graph.ops[0].name
     )
     split = SplitSeconds(graph, TOY)

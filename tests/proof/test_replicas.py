@@ -15,8 +15,8 @@ from autopar.errors import PlanError, StepError
 from autopar.ir import Meeting
 from autopar.ir.order import Order
 from autopar.proof.served import fastest_first
+from autopar.runtime.replicas.exchange_buffer import ExchangeBuffer
 from autopar.runtime.replicas.outer_step import OuterStep
-from autopar.runtime.replicas.parcel import Parcel
 from autopar.runtime.replicas.server_table import ServerTable
 
 
@@ -95,13 +95,13 @@ def _without_its_base(self: OuterStep, name: str, x: Tensor) -> Tensor:
 _PUSH = ServerTable.push
 
 
-def _sums(self: ServerTable, replica: int, steps: int, changes: Parcel) -> None:
+def _sums(self: ServerTable, replica: int, steps: int, changes: ExchangeBuffer) -> None:
     for x in changes.tensors.values():
         x.mul_(self.meeting.replicas)
     _PUSH(self, replica, steps, changes)
 
 
-def _one_row_less(self: Parcel) -> None:
+def _one_row_less(self: ExchangeBuffer) -> None:
     for name, x in self.tensors.items():
         if x.ndim > 1:
             self.rows[name] = torch.arange(1, len(x))
@@ -112,7 +112,7 @@ def _one_row_less(self: Parcel) -> None:
     [
         (OuterStep, "sent", _without_its_base),
         (ServerTable, "push", _sums),
-        (Parcel, "keep_changed_rows", _one_row_less),
+        (ExchangeBuffer, "keep_changed_rows", _one_row_less),
     ],
 )
 def test_a_wrong_server_fails(kind: type, method: str, wrong: Any) -> None:
@@ -146,7 +146,7 @@ def test_a_replay_in_half_precision_adds_up_thirds_as_the_server_does() -> None:
     like = {"weight": torch.zeros(1, 1).bfloat16()}
     table, parcel = (
         ServerTable(Meeting("dp", 3, 1, "async-server", staleness=1), like),
-        Parcel(like),
+        ExchangeBuffer(like),
     )
     for replica, step in (0, 3.0), (1, 2.0):
         parcel.tensors["weight"].fill_(step)

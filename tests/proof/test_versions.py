@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.analysis.objective import Objective
 from autopar.ir import VERSIONED, Pipeline
-from autopar.pipeline.versions import WeightVersions
+from autopar.pipeline.weight_stashing import WeightVersions
 from autopar.proof.versions import version_seen
 from tests.support.tables import often
 

@@ -15,7 +15,7 @@ from autopar.backend.sharding import whole_parameter
 from autopar.errors import AutoparError
 from autopar.runtime.execute import compiled
 from autopar.runtime.execute.compiled import Executor, ExecutorName, Region
-from autopar.runtime.model import kept_programs
+from autopar.runtime.model import program_cache
 from autopar.runtime.parameters.gather import Gathers
 from benchmarks.accelerator.memory import peak_in_trace
 from tests.runtime import scripts
@@ -269,7 +269,7 @@ def test_what_was_compiled_goes_with_the_last_program_that_uses_it() -> None:
 
 
 def test_dropped_programs_take_along_what_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_programs, "KEPT_PROGRAMS", 2)
+    monkeypatch.setattr(program_cache, "KEPT_PROGRAMS", 2)
     made = autopar.compile(layers(2), mesh={"dp": 1}, executor="aot_eager")
     for rows in range(1, 6):
         made(torch.ones(rows, 4))

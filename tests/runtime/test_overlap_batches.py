@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import AutoparError, PlanError
-from autopar.runtime.collectives import started
+from autopar.runtime.collectives import async_collectives
 from tests.runtime.models import make
 from tests.runtime.ranks import Ranks
 from tests.runtime.training import compiled, difference, plan_of_part, single, train
@@ -100,13 +100,13 @@ def order_of_messages() -> str:
     events: list[str] = []
 
     def noting(name: str, event: str) -> Any:
-        method = getattr(started.StartedCollective, name)
+        method = getattr(async_collectives.StartedCollective, name)
 
         def noted(*args: Any) -> Any:
             events.append(event)
             return method(*args)
 
-        return mock.patch.object(started.StartedCollective, name, noted)
+        return mock.patch.object(async_collectives.StartedCollective, name, noted)
 
     model, batch, loss_fn = make("gpt")
     made = autopar.compile(

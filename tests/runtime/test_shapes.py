@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.proof.verdict import nan_last
-from autopar.runtime.model import kept_programs
+from autopar.runtime.model import program_cache
 from autopar.runtime.ranks.comparison import Comparison
 from tests.runtime.ranks import Ranks, equal_on_all
 from tests.support.staged import captured_once, plan_for
@@ -254,7 +254,7 @@ def test_ranks_whose_batches_drift_apart_are_told_soon(two_ranks: Ranks) -> None
 
 def bounded() -> tuple[int, list[str], float, bool]:
     """With room for two programs: how many are kept, what is said, the distance, and that planning is alike."""
-    kept, kept_programs.KEPT_PROGRAMS = kept_programs.KEPT_PROGRAMS, 2
+    kept, program_cache.KEPT_PROGRAMS = program_cache.KEPT_PROGRAMS, 2
     try:
         made = autopar.compile(reader(), loss_fn=cross_entropy, mesh=DP, recipe="ddp")
         with warnings.catch_warnings(record=True) as caught:
@@ -265,7 +265,7 @@ def bounded() -> tuple[int, list[str], float, bool]:
         plans = {str(sorted(r.bound.program.plan.ops.items())) for r in ready}
         last = ready[-1].shapes[0] == (2, 2)
     finally:
-        kept_programs.KEPT_PROGRAMS = kept
+        program_cache.KEPT_PROGRAMS = kept
     return len(ready), [str(w.message) for w in caught], max(found), last and len(plans) == 1
 
 

@@ -83,8 +83,8 @@ def train_stages(
 ) -> list[float]:
     """Trains a model in place with the weight versions of a schedule without a flush; returns the loss of every batch.
 
-    The formulas are those of the papers (`autopar/pipeline/versions.py`), and nothing runs in stages: the parameters
-    of every micro-batch are put together from the versions that their stages see.
+    The formulas are those of the papers (`autopar/pipeline/weight_stashing.py`), and nothing runs in stages: the
+    parameters of every micro-batch are put together from the versions that their stages see.
     """
     every = stages if schedule == "2bw" else 1
     shadow, losses = copy.deepcopy(model), []

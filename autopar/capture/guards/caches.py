@@ -18,7 +18,7 @@ from typing import Any
 
 from autopar._torch import FakeTensor
 from autopar.capture.guards.refusals import runs_cached
-from autopar.capture.guards.shown import all_cached, cached_by, tensors_cached_by
+from autopar.capture.guards.stdlib_views import all_cached, cached_by, tensors_cached_by
 from autopar.capture.guards.user_code import globals_of, is_users
 from autopar.capture.guards.values import MISSING, is_same, seen
 

@@ -3,8 +3,8 @@
 A capture runs the Python of a model once. Whatever it reads there that is no parameter, buffer or input
 (`model.beta`, a list that the loss reads, `drop.p`) is built into the program; `Guards.broken` says before
 a step which of them is another value by now. Values in dicts, such as the attributes of modules, are looked at only
-where their dict was written (`autopar.capture.guards.unwritten`). The other checks are compiled into one function of
-the form
+where their dict was written (`autopar.capture.guards.dict_versions`). The other checks are compiled into one function
+of the form
 
     x is v0 and y is v1 and ...
 
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from autopar.capture.guards.unwritten import Unwritten
+from autopar.capture.guards.dict_versions import Unwritten
 from autopar.capture.guards.values import (
     MISSING,
     MUTABLE,

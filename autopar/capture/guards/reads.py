@@ -23,7 +23,7 @@ from autopar.capture.guards import refusals
 from autopar.capture.guards.caches import Cache, cache_of
 from autopar.capture.guards.closures import Closures, cells_of
 from autopar.capture.guards.guards import CALL, Guard, Guards, Place
-from autopar.capture.guards.shown import (
+from autopar.capture.guards.stdlib_views import (
     cached_by,
     contents_of,
     is_weak,

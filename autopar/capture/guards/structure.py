@@ -1,7 +1,7 @@
 """What a model is made of: submodules, parameters with their flags, hooks; and whether it still is.
 
-Tables of modules are looked at only where they were written (`autopar.capture.guards.unwritten`), and hooks where one
-was registered since. The flags of parameters are read before every step: no write into a dict shows them.
+Tables of modules are looked at only where they were written (`autopar.capture.guards.dict_versions`), and hooks where
+one was registered since. The flags of parameters are read before every step: no write into a dict shows them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from autopar._torch import GradientFlags, has_backward_hooks
+from autopar.capture.guards.dict_versions import Check, Unwritten
 from autopar.capture.guards.guards import ChangedValue
-from autopar.capture.guards.unwritten import Check, Unwritten
 from autopar.capture.guards.user_code import is_users_type
 from autopar.capture.guards.values import MISSING
 

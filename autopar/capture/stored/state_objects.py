@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 
 from autopar._torch import FakeTensor
 from autopar.capture.guards.guards import Place
-from autopar.capture.guards.shown import Cached, cached_by
+from autopar.capture.guards.stdlib_views import Cached, cached_by
 from autopar.capture.guards.user_code import is_users_type
 from autopar.capture.guards.values import MISSING, MUTABLE, is_plain, slots
 from autopar.capture.stored.state_code import StateOfCode

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from autopar import _torch
 from autopar.errors import AutoparError
 from autopar.runtime.checkpoint.checkpoint_saving import Save
+from autopar.runtime.ranks.all_ranks import AllRanks
 from autopar.runtime.ranks.pacing import Pace
-from autopar.runtime.ranks.together import Together
 
 _TICK_SECONDS = 0.05  # between two looks at the store
 # Share of a core for the thread: where a step has the rest of the core it takes 1.04 of its time.
@@ -39,7 +39,7 @@ class BackgroundSave:
 
     def __init__(
         self,
-        ranks: Together,
+        ranks: AllRanks,
         save: Save,
         then: Callable[[], None],
         timeout_seconds: float,
@@ -120,7 +120,7 @@ def _problem_of(work: Callable[[], object]) -> str:
     return ""
 
 
-def _store_of_a_save(ranks: Together) -> dist.Store | None:
+def _store_of_a_save(ranks: AllRanks) -> dist.Store | None:
     """A store that no other save uses; None for a process alone."""
     if ranks.alone:
         return None

@@ -30,7 +30,7 @@ from autopar.runtime.formats.block_states import fill_states, set_values, values
 from autopar.runtime.formats.checkpoint_folder import located, opened
 from autopar.runtime.formats.optimizer_state import Restorer, placed_like, plain_groups
 from autopar.runtime.formats.weights import few
-from autopar.runtime.ranks.together import Together
+from autopar.runtime.ranks.all_ranks import AllRanks
 
 PathLike = str | os.PathLike[str]
 
@@ -73,7 +73,7 @@ def save_checkpoint(
     {'step': 7}
     """
     folder, model = Path(path).resolve(), _torch.uncompiled(model)
-    ranks = Together(f"Saving {folder}")
+    ranks = AllRanks(f"Saving {folder}")
     tensors, notes = ranks.each(
         lambda: collect(model, optimizer, extra, with_model=not only_optimizer)
     )
@@ -122,7 +122,7 @@ def read_extra(path: PathLike) -> dict[str, Any]:
     ...     autopar.checkpoint.read_extra(f"{folder}/last")
     {'step': 7}
     """
-    ranks = Together(f"Reading {path}")
+    ranks = AllRanks(f"Reading {path}")
     notes, _ = ranks.each(lambda: opened(located(Path(path).resolve())))
     extra: dict[str, Any] = notes["extra"]
     return extra
@@ -156,7 +156,7 @@ def load_optimizer_state(model: nn.Module, optimizer: Optimizer, state: Mapping[
     }
     restorer = Restorer(model, optimizer, [group for group, _ in groups], {})
     parameters = restorer.sources()
-    ranks = Together("Loading the optimizer's state")
+    ranks = AllRanks("Loading the optimizer's state")
     unknown = sorted({names[number] for number in state["state"]} - {*parameters})
     nobodys = set.intersection(*map(set, ranks.everyones(unknown)))
     if nobodys:

@@ -39,8 +39,8 @@ from autopar.runtime.formats.checkpoint_folder import (
     located,
     opened,
 )
+from autopar.runtime.ranks.all_ranks import AllRanks, warn_together
 from autopar.runtime.ranks.random_states import random_states, set_random_states
-from autopar.runtime.ranks.together import Together, warn_together
 
 _NAME = re.compile(r"step-(\d{8,})(\.previous)?")
 
@@ -140,7 +140,7 @@ class Checkpoints:
         """
         self.finish()
         folder = self._folder / f"step-{step:08d}"
-        ranks, model = Together(f"Saving {folder}"), _torch.uncompiled(model)
+        ranks, model = AllRanks(f"Saving {folder}"), _torch.uncompiled(model)
 
         def own() -> Any:
             tensors, notes = collect(model, optimizer, extra, with_model=True)
@@ -182,7 +182,7 @@ class Checkpoints:
         another rank died or hangs.
         """
         self.finish()
-        ranks = Together(f"Looking for checkpoints in {self._folder}")
+        ranks = AllRanks(f"Looking for checkpoints in {self._folder}")
         folder = self._newest_whole(ranks)
         if folder is None:
             return LastCheckpoint()
@@ -218,7 +218,7 @@ class Checkpoints:
 
     # --- the folder
 
-    def _newest_whole(self, ranks: Together) -> Path | None:
+    def _newest_whole(self, ranks: AllRanks) -> Path | None:
         """The newest checkpoint in which no rank finds damage; newer ones, which are damaged, are set aside.
 
         Where all are damaged nothing is set aside, so that every later start says so too.
@@ -259,7 +259,7 @@ def _found(folder: Path) -> list[Path]:
     return [folder / f"step-{step:08d}" for step in steps]
 
 
-def _set_all_aside(damages: Mapping[Path, str], ranks: Together) -> None:
+def _set_all_aside(damages: Mapping[Path, str], ranks: AllRanks) -> None:
     for folder, problem in damages.items():
         ranks.first_alone(partial(_set_aside, folder))
         warn_together(
@@ -269,7 +269,7 @@ def _set_all_aside(damages: Mapping[Path, str], ranks: Together) -> None:
         )
 
 
-def _damage(folder: Path, ranks: Together) -> str:
+def _damage(folder: Path, ranks: AllRanks) -> str:
     """The problem that this rank finds with a checkpoint; "" if it finds none.
 
     Raises OtherVersionError for one of another version, which is not damaged.
@@ -306,7 +306,7 @@ def _loop_state(loader: ResumableLoader | None) -> dict[str, Any]:
 def _restore_loop(
     folder: Path,
     loops: Sequence[Mapping[str, Any]],
-    ranks: Together,
+    ranks: AllRanks,
     loader: ResumableLoader | None,
 ) -> None:
     """Restores what `_loop_state` gave, see [Note: the loop's own state]."""
@@ -316,7 +316,7 @@ def _restore_loop(
     set_random_states(loops[ranks.rank % len(loops)]["random"])
 
 
-def _position(folder: Path, positions: Sequence[Any], ranks: Together) -> dict[str, Any]:
+def _position(folder: Path, positions: Sequence[Any], ranks: AllRanks) -> dict[str, Any]:
     """The saved position for this rank's loader."""
     position: dict[str, Any] | None = positions[ranks.rank % len(positions)]
     if position is None:

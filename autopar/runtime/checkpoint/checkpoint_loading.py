@@ -26,7 +26,7 @@ from autopar.runtime.formats.checkpoint_folder import check_bytes, located, open
 from autopar.runtime.formats.optimizer_state import Restorer, empty_like
 from autopar.runtime.formats.weights import few
 from autopar.runtime.model.module import CompiledModule
-from autopar.runtime.ranks.together import Together
+from autopar.runtime.ranks.all_ranks import AllRanks
 
 
 def load(
@@ -40,7 +40,7 @@ def load(
         optimizer: optimizer of the model's parameters, if its state is to be loaded.
         checked: whether `check_bytes` has found no damage already.
     """
-    ranks = Together(f"Loading {folder}")
+    ranks = AllRanks(f"Loading {folder}")
     loading = ranks.each(lambda: Loading.begin(folder, model, optimizer))
     _refuse_unknown(ranks.everyones(loading.unknown()), folder)
     if not checked:

@@ -30,7 +30,7 @@ from autopar.runtime.formats.optimizer_state import read_state, ties
 from autopar.runtime.formats.shard_file import ShardPart, write_shard
 from autopar.runtime.formats.weights import apart
 from autopar.runtime.model.module import CompiledModule
-from autopar.runtime.ranks.together import Together
+from autopar.runtime.ranks.all_ranks import AllRanks
 from autopar.runtime.replicas.meetings import Meetings
 
 Host = dict[
@@ -95,7 +95,7 @@ class Save:
 
     @classmethod
     def begin(
-        cls, ranks: Together, folder: Path, tensors: dict[str, Tensor], notes: dict[str, Any]
+        cls, ranks: AllRanks, folder: Path, tensors: dict[str, Tensor], notes: dict[str, Any]
     ) -> Save:
         """Makes way for a save, and shares out what is to be written; every rank calls it.
 

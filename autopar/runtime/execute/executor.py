@@ -27,8 +27,8 @@ from autopar.passes import (
 from autopar.program.program import Program
 from autopar.program.slices import gathered_again
 from autopar.runtime.collectives.alone import leave_to_owners
+from autopar.runtime.collectives.async_collectives import StartCollective, finish
 from autopar.runtime.collectives.hops import Hop, signature
-from autopar.runtime.collectives.started import StartCollective, finish
 from autopar.runtime.collectives.transfer import Transfer, finish_sum, start_sum
 from autopar.runtime.execute.compiled import Executor
 from autopar.runtime.execute.muted import muted
@@ -40,7 +40,7 @@ from autopar.runtime.failures.failing_op import naming_line, naming_op
 from autopar.runtime.parameters.gather import Gathers
 from autopar.runtime.parameters.parameters import ParameterStore, Residents
 from autopar.runtime.parameters.reducer import Reducer
-from autopar.runtime.parameters.versions import StageVersions
+from autopar.runtime.parameters.weight_stashing import StageVersions
 from autopar.runtime.ranks.world import World
 
 

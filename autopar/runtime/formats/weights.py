@@ -31,7 +31,7 @@ from autopar import _torch
 from autopar.errors import AutoparError
 from autopar.ir.files import read_json
 from autopar.runtime.formats.optimizer_state import ties
-from autopar.runtime.ranks.together import Together
+from autopar.runtime.ranks.all_ranks import AllRanks
 
 FILE_BYTES = 5 * 10**9  # size at which save_pretrained of transformers begins the next file
 _INDEX = "model.safetensors.index.json"
@@ -247,7 +247,7 @@ def read_weights(model: nn.Module, path: PathLike) -> None:
     Raises AutoparError on every rank for files that are missing, damaged, of another model or of a format of the same
     width, which names the differences; PeerError if another rank died or hangs.
     """
-    ranks = Together(f"Reading the weights at {path}")
+    ranks = AllRanks(f"Reading the weights at {path}")
     files, room, own = ranks.each(lambda: _opened(model, path))
     strangers = set.intersection(*map(set, ranks.everyones(sorted(set(files.saved) - own))))
     files.refuse([f"{name}, which the model lacks" for name in sorted(strangers)])
@@ -256,7 +256,7 @@ def read_weights(model: nn.Module, path: PathLike) -> None:
         dcp.load(room, storage_reader=_reader(files.files), no_dist=ranks.alone)
 
 
-def _refuse_torn_ties(files: WeightFiles, model: nn.Module, ranks: Together) -> None:
+def _refuse_torn_ties(files: WeightFiles, model: nn.Module, ranks: AllRanks) -> None:
     """Raises AutoparError, before the model changes, if the files have different values for tied names."""
     state = model.state_dict()
     pairs = [
@@ -319,7 +319,7 @@ def write_weights(
     """
     target = Path(folder).resolve()
     partial = target.with_name(f"{target.name}.partial")
-    ranks = Together(f"Exporting to {target}")
+    ranks = AllRanks(f"Exporting to {target}")
     tensors = ranks.each(lambda: _once(model))
     sizes: dict[str, int] = {}
     for own in ranks.everyones({name: t.numel() * t.element_size() for name, t in tensors.items()}):

@@ -29,11 +29,11 @@ from autopar.runtime.execute.inputs import (
     shape_words,
     shapes_of_parts,
 )
-from autopar.runtime.execute.parts import shapes_of_whole
+from autopar.runtime.execute.local_batches import shapes_of_whole
 from autopar.runtime.execute.settings import Batch
-from autopar.runtime.model.kept_programs import ReadyProgram
+from autopar.runtime.model.program_cache import ReadyProgram
+from autopar.runtime.ranks.all_ranks import warn_together
 from autopar.runtime.ranks.comparison import Comparison
-from autopar.runtime.ranks.together import warn_together
 from autopar.runtime.ranks.world import World
 
 

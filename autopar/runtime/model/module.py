@@ -24,23 +24,23 @@ from autopar.runtime.execute.settings import Outputs, Settings
 from autopar.runtime.formats.weights import PathLike, read_weights, write_weights
 from autopar.runtime.model.examples import Examples
 from autopar.runtime.model.generation import generate
-from autopar.runtime.model.kept_programs import ReadyProgram, release
-from autopar.runtime.model.maker import ProgramMaker
 from autopar.runtime.model.module_programs import ModulePrograms
 from autopar.runtime.model.module_runs import ModuleRuns
+from autopar.runtime.model.program_builder import ProgramBuilder
+from autopar.runtime.model.program_cache import ReadyProgram, release
 from autopar.runtime.parameters.initialise import make_room, refuse_without_values
-from autopar.runtime.parameters.part import (
+from autopar.runtime.parameters.stage_partition import (
     as_stored,
     is_averaged,
     of_rank,
     refuse_shards_of_others,
     say_of_one_stage,
 )
-from autopar.runtime.parameters.versions import refuse_gradients
+from autopar.runtime.parameters.weight_stashing import refuse_gradients
 from autopar.runtime.pipeline.pipeline import BoundPipeline
-from autopar.runtime.ranks.heard import heard, say
 from autopar.runtime.ranks.seeds import draw_alike
 from autopar.runtime.ranks.skipping import Skipping
+from autopar.runtime.ranks.stderr_log import heard, say
 from autopar.runtime.replicas.meetings import Meetings
 
 
@@ -52,7 +52,7 @@ class CompiledModule(nn.Module):
     original model, and hooks are those of the model. It is an instance of the model's class, too.
     """
 
-    def __init__(self, model: nn.Module, planner: ProgramMaker, settings: Settings) -> None:
+    def __init__(self, model: nn.Module, planner: ProgramBuilder, settings: Settings) -> None:
         super().__init__()
         self._planner, self._settings = planner, settings
         self._examples = Examples()

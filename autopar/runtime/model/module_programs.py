@@ -21,16 +21,16 @@ from autopar.program.captures import Captures
 from autopar.runtime.execute.executor import BoundProgram
 from autopar.runtime.execute.hooks import backward_hooks, refuse_hooks
 from autopar.runtime.execute.inputs import Arguments, first_micro_batch, shape_words, shapes_of
+from autopar.runtime.execute.local_batches import shapes_of_whole
 from autopar.runtime.execute.modes import lasting, modes
-from autopar.runtime.execute.parts import shapes_of_whole
 from autopar.runtime.execute.settings import Settings
 from autopar.runtime.model.batch_shapes import BatchShapes, micro_batches_near
-from autopar.runtime.model.kept_programs import KeptPrograms, ReadyProgram
-from autopar.runtime.model.maker import ProgramMaker, ProgramRequest, Programs
 from autopar.runtime.model.placement import Placement
+from autopar.runtime.model.program_builder import ProgramBuilder, ProgramRequest, Programs
+from autopar.runtime.model.program_cache import ProgramCache, ReadyProgram
 from autopar.runtime.model.recaptures import Recaptures
 from autopar.runtime.parameters.stand_ins import stand_ins
-from autopar.runtime.parameters.versions import HeldOptimizer
+from autopar.runtime.parameters.weight_stashing import HeldOptimizer
 from autopar.runtime.pipeline.pipeline import BoundPipeline
 from autopar.runtime.ranks.comparison import Comparison
 from autopar.runtime.ranks.seeds import Seeds
@@ -57,11 +57,11 @@ class ModulePrograms:
         meetings: meetings between replicas; None before there is a plan, and without replicas.
     """
 
-    def __init__(self, model: nn.Module, planner: ProgramMaker, settings: Settings) -> None:
+    def __init__(self, model: nn.Module, planner: ProgramBuilder, settings: Settings) -> None:
         self._hooked = backward_hooks(model)  # DTensors replace parameters without their hooks
         self._model, self._planner, self._settings = model, planner, settings
         self.placement = Placement(model, settings)
-        self.kept = KeptPrograms()
+        self.kept = ProgramCache()
         replicas = settings.replicas
         self.comparison = Comparison(settings.timeout_seconds, replicas.ranks if replicas else None)
         self._shapes = BatchShapes(

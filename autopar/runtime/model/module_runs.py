@@ -15,24 +15,24 @@ from autopar.capture.results import loss_first
 from autopar.errors import PeerError
 from autopar.runtime.execute.executor import BoundProgram, unflatten_outputs
 from autopar.runtime.execute.inputs import Arguments, cut_inputs, parts_given
+from autopar.runtime.execute.local_batches import whole_or_own
 from autopar.runtime.execute.modes import without_autocast
 from autopar.runtime.execute.outputs import as_asked, words_of_split
-from autopar.runtime.execute.parts import whole_or_own
 from autopar.runtime.execute.results import delivered
 from autopar.runtime.execute.settings import Outputs, Settings
 from autopar.runtime.execute.shares import step_shares
 from autopar.runtime.failures.failing_op import naming_plan
 from autopar.runtime.failures.finite import FiniteLoss, about_loss
 from autopar.runtime.model.deferred import LossAlone, with_deferred_gradients
-from autopar.runtime.model.kept_programs import ReadyProgram
-from autopar.runtime.model.maker import ProgramMaker
 from autopar.runtime.model.module_programs import ModulePrograms
+from autopar.runtime.model.program_builder import ProgramBuilder
+from autopar.runtime.model.program_cache import ReadyProgram
 from autopar.runtime.parameters.clipping import clip_grad_norm_, gradient_norm
 from autopar.runtime.parameters.loss_scale import LossScaler
-from autopar.runtime.parameters.versions import refuse_gradients
+from autopar.runtime.parameters.weight_stashing import refuse_gradients
 from autopar.runtime.pipeline.pipeline import BoundPipeline
+from autopar.runtime.ranks.all_ranks import warn_together
 from autopar.runtime.ranks.clock import StepClock
-from autopar.runtime.ranks.together import warn_together
 from autopar.runtime.ranks.world import World
 
 log = logging.getLogger("autopar")
@@ -54,7 +54,11 @@ class ModuleRuns:
     """
 
     def __init__(
-        self, model: nn.Module, planner: ProgramMaker, programs: ModulePrograms, settings: Settings
+        self,
+        model: nn.Module,
+        planner: ProgramBuilder,
+        programs: ModulePrograms,
+        settings: Settings,
     ) -> None:
         self._model, self._planner = model, planner
         self._programs, self._settings = programs, settings

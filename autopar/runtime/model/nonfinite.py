@@ -33,8 +33,8 @@ from autopar.runtime.failures.failing_op import GENERATED, graph_of, node_of_lin
 from autopar.runtime.failures.finite import FiniteLoss, described
 from autopar.runtime.model.module import CompiledModule
 from autopar.runtime.parameters.gradients import gradients_of
-from autopar.runtime.parameters.versions import refuse_gradients
-from autopar.runtime.ranks.together import Together
+from autopar.runtime.parameters.weight_stashing import refuse_gradients
+from autopar.runtime.ranks.all_ranks import AllRanks
 
 _PHASES = ("input or parameter", "forward", "backward", "sum over ranks")
 # Their results are memory as it was found.
@@ -113,7 +113,7 @@ def find_nan(model: CompiledModule, *batch: Any, **kwargs: Any) -> NonFinite | N
     watch, given = _NonFiniteWatch(), _given(model, arguments)
     is_finite = _is_finite(model, arguments, watch)
     # Replicas that meet every so many steps each have a loss of their own, so that one alone may be NaN.
-    every = Together("Looking for NaN").everyones((is_finite, given or watch.found()))
+    every = AllRanks("Looking for NaN").everyones((is_finite, given or watch.found()))
     if all(finite for finite, _ in every):
         return None
     found = [

@@ -13,13 +13,13 @@ from autopar.errors import PlanError, StepError
 from autopar.program.program import Program
 from autopar.runtime.execute.inputs import digest_of
 from autopar.runtime.execute.settings import Settings
-from autopar.runtime.model.maker import Fixed, Programs
+from autopar.runtime.model.program_builder import Fixed, Programs
 from autopar.runtime.parameters.adoption import Adoption, adopt
 from autopar.runtime.parameters.initialise import initial_values, place_buffers, replaced_values
 from autopar.runtime.parameters.parameters import ParameterStore
-from autopar.runtime.parameters.part import RankPart, held_by, take_part, users_of
 from autopar.runtime.parameters.shared import SharedParameters
-from autopar.runtime.ranks.together import Together
+from autopar.runtime.parameters.stage_partition import RankPart, held_by, take_part, users_of
+from autopar.runtime.ranks.all_ranks import AllRanks
 from autopar.runtime.ranks.world import World
 
 
@@ -137,7 +137,7 @@ class Placement:
 
 def _refuse_unlike_gradients(model: nn.Module) -> None:
     """Raises StepError on all ranks for whole gradients, there before the first step, that differ between ranks."""
-    ranks = Together("Comparing the gradients before the first step")
+    ranks = AllRanks("Comparing the gradients before the first step")
     own = {
         name: digest_of([_torch.local_tensor(p.grad)])
         for name, p in model.named_parameters()

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from autopar.capture.guards.guards import ChangedValue, Guards, NumberInput, Place
 from autopar.errors import StepError
+from autopar.runtime.ranks.all_ranks import warn_together
 from autopar.runtime.ranks.comparison import Comparison
-from autopar.runtime.ranks.together import warn_together
 
 log = logging.getLogger("autopar")
 

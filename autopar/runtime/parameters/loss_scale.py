@@ -19,7 +19,7 @@ from autopar import _torch
 from autopar.errors import AutoparError
 from autopar.ir import MixedPrecision
 from autopar.runtime.parameters.gradients import gradients_of
-from autopar.runtime.ranks.together import warn_together
+from autopar.runtime.ranks.all_ranks import warn_together
 
 Result = TypeVar("Result")
 

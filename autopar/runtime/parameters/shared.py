@@ -22,7 +22,7 @@ from autopar.ir import PIPELINE_AXIS, Pipeline
 from autopar.ops.collectives import group_name
 from autopar.program.program import Program
 from autopar.runtime.parameters.parameters import ParameterStore
-from autopar.runtime.parameters.part import Users
+from autopar.runtime.parameters.stage_partition import Users
 from autopar.runtime.ranks.world import Pipe
 
 

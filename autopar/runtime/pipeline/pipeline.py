@@ -18,7 +18,7 @@ from autopar import _torch
 from autopar.errors import PeerError
 from autopar.ir import Pipeline, local_shape
 from autopar.pipeline.schedules import actions, waits_for_sends
-from autopar.pipeline.versions import WeightVersions
+from autopar.pipeline.weight_stashing import WeightVersions
 from autopar.program.program import Program, TensorSpec, Wire
 from autopar.program.staying import staying_outputs
 from autopar.runtime.execute.compiled import Executor
@@ -29,7 +29,7 @@ from autopar.runtime.execute.shares import refuse_divided_by_none
 from autopar.runtime.parameters.loss_scale import scaled
 from autopar.runtime.parameters.parameters import ParameterStore
 from autopar.runtime.parameters.shared import ChangedBuffers, SharedParameters
-from autopar.runtime.parameters.versions import HeldOptimizer, StageVersions
+from autopar.runtime.parameters.weight_stashing import HeldOptimizer, StageVersions
 from autopar.runtime.pipeline.split_backward import SplitBackward, WholeBackward
 from autopar.runtime.pipeline.stage_actions import StageActions, StageRun, greet
 from autopar.runtime.pipeline.stage_forward import (

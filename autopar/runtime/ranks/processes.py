@@ -27,7 +27,7 @@ from autopar.ir import (
     mesh_of_all,
 )
 from autopar.runtime.failures.failures import show_failures
-from autopar.runtime.ranks.together import Together
+from autopar.runtime.ranks.all_ranks import AllRanks
 from autopar.runtime.ranks.world import World
 from autopar.units import counted
 
@@ -247,7 +247,7 @@ def refuse_unlike(own: Mapping[str, str], parts: Callable[[], Sequence[str]]) ->
         not dist.is_initialized() or world_size() == 1 or dist.get_backend() == "fake"
     ):  # which imagines the other ranks
         return
-    ranks = Together("Comparing the ranks")
+    ranks = AllRanks("Comparing the ranks")
     with _waiting_for_plans():  # ranks capture a model for as long as the slowest of them
         found = ranks.everyones(dict(own))
     unlike = [

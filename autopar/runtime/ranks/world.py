@@ -16,7 +16,7 @@ from autopar import _torch
 from autopar.errors import PeerError
 from autopar.ir import PIPELINE_AXIS, Meeting, Mesh, mesh_of_all, without_pipeline
 from autopar.ops.collectives import group_name
-from autopar.runtime.failures.waits import who_waits
+from autopar.runtime.failures.stragglers import who_waits
 from autopar.runtime.ranks.files import Files
 from autopar.runtime.ranks.tiers import Tiers
 

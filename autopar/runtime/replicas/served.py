@@ -24,12 +24,18 @@ from autopar.ir.order import Order
 from autopar.runtime.execute.settings import Settings
 from autopar.runtime.parameters.parameters import ParameterStore
 from autopar.runtime.ranks.world import Replicas
-from autopar.runtime.replicas.desks import Desk, FarDesk, OwnDesk
+from autopar.runtime.replicas.exchange_buffer import ExchangeBuffer
 from autopar.runtime.replicas.meetings import Meetings
-from autopar.runtime.replicas.parcel import Parcel
 from autopar.runtime.replicas.server import Server
-from autopar.runtime.replicas.server_door import Address, Listener, Machine, connect, host_of_owner
-from autopar.runtime.replicas.server_lines import LATER_SECONDS, Line
+from autopar.runtime.replicas.server_clients import LocalClient, RemoteClient, ServerClient
+from autopar.runtime.replicas.server_connections import LATER_SECONDS, Connection
+from autopar.runtime.replicas.server_handshake import (
+    Address,
+    Listener,
+    Machine,
+    connect,
+    host_of_owner,
+)
 from autopar.runtime.replicas.server_table import ServerTable
 
 
@@ -82,7 +88,7 @@ class ServedMeetings(Meetings):
         self._averaged = [
             name for name in sorted(statistics) if model.get_buffer(name).is_floating_point()
         ]
-        self._desk: Desk | None = None
+        self._desk: ServerClient | None = None
         self._apart = False  # whether replicas may differ, because steps were run since a meeting
         super().__init__(replicas, store, model, bucket_bytes=_bucket_bytes(settings, store))
         seconds = settings.timeout_seconds or _default_seconds()
@@ -178,7 +184,7 @@ class ServedMeetings(Meetings):
         )  # fmt: skip
 
     @torch.no_grad()
-    def _put_differences(self, parcel: Parcel) -> None:
+    def _put_differences(self, parcel: ExchangeBuffer) -> None:
         """What this replica has changed since its last pull; raises StepError for a parameter unfrozen since."""
         for name, x in self._exchanged():
             change = self._outer.sent(name, x)
@@ -186,7 +192,7 @@ class ServedMeetings(Meetings):
         parcel.keep_changed_rows()
 
     @torch.no_grad()
-    def _take(self, parcel: Parcel) -> None:
+    def _take(self, parcel: ExchangeBuffer) -> None:
         """Goes on with the common parameters."""
         for name, x in self._exchanged():
             if name in parcel.tensors:
@@ -213,7 +219,7 @@ def _default_seconds() -> float:
     return _torch.group_seconds(dist.group.WORLD) or _torch.store_seconds(_torch.default_store())
 
 
-def _desk(replicas: Replicas, values: Mapping[str, Tensor], seconds: float) -> Desk:
+def _desk(replicas: Replicas, values: Mapping[str, Tensor], seconds: float) -> ServerClient:
     """The server on its owner, and elsewhere a connection to it; every rank calls this."""
     meeting, own = replicas.meeting, replicas.number
     if own != meeting.owner:
@@ -222,7 +228,7 @@ def _desk(replicas: Replicas, values: Mapping[str, Tensor], seconds: float) -> D
     server = Server(ServerTable(meeting, common), seconds)
     others = [i for i in range(meeting.replicas) if i != own]
     if not others:
-        return OwnDesk(server, own, Parcel(common), {})
+        return LocalClient(server, own, ExchangeBuffer(common), {})
     listener = Listener(_host(replicas, values))
     _told(listener.address, _rank_of_owner(replicas))
     try:
@@ -232,11 +238,13 @@ def _desk(replicas: Replicas, values: Mapping[str, Tensor], seconds: float) -> D
             f"The server of the replicas along {meeting.axis} has no connection to all of them: {error}.",
             collective="connect", group="", reason=str(error),
         ) from error  # fmt: skip
-    lines = {i: Line(connection, Parcel(common)) for i, connection in connections.items()}
-    return OwnDesk(server, own, Parcel(common), lines)
+    lines = {
+        i: Connection(connection, ExchangeBuffer(common)) for i, connection in connections.items()
+    }
+    return LocalClient(server, own, ExchangeBuffer(common), lines)
 
 
-def _far_desk(replicas: Replicas, values: Mapping[str, Tensor], seconds: float) -> Desk:
+def _far_desk(replicas: Replicas, values: Mapping[str, Tensor], seconds: float) -> ServerClient:
     meeting, owner = replicas.meeting, _rank_of_owner(replicas)
     _host(replicas, values)
     address = _told(None, owner)
@@ -247,7 +255,9 @@ def _far_desk(replicas: Replicas, values: Mapping[str, Tensor], seconds: float) 
             f"Replica {replicas.number} along {meeting.axis} cannot reach the server on rank {owner}: {error}.",
             collective="connect", group="", reason=str(error),
         ) from error  # fmt: skip
-    return FarDesk(Line(connection, Parcel(values)), f"rank {owner}", meeting.replicas)
+    return RemoteClient(
+        Connection(connection, ExchangeBuffer(values)), f"rank {owner}", meeting.replicas
+    )
 
 
 def _rank_of_owner(replicas: Replicas) -> int:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterable
 
 from autopar.ir.order import Order
-from autopar.runtime.replicas.parcel import Parcel
+from autopar.runtime.replicas.exchange_buffer import ExchangeBuffer
 from autopar.runtime.replicas.server_table import ServerTable
 
 
@@ -30,9 +30,11 @@ class Server:
         self._table, self.wait_seconds = table, wait_seconds
         self._changed = threading.Condition()
         # Replicas that wait for a pull, and for a meeting, each with what takes the parameters.
-        self._pulls: dict[int, Parcel] = {}
-        self._meeting: dict[int, Parcel] = {}
-        self._new: Parcel | None = None  # what the next meeting takes as the common parameters
+        self._pulls: dict[int, ExchangeBuffer] = {}
+        self._meeting: dict[int, ExchangeBuffer] = {}
+        self._new: ExchangeBuffer | None = (
+            None  # what the next meeting takes as the common parameters
+        )
         self._failure = ""  # why nobody gets an answer any more
         self._under_way: set[int] = (
             set()
@@ -45,7 +47,7 @@ class Server:
         """Bytes of the common parameters."""
         return self._table.nbytes
 
-    def exchange(self, replica: int, steps: int, parcel: Parcel) -> None:
+    def exchange(self, replica: int, steps: int, parcel: ExchangeBuffer) -> None:
         """A push of a replica, and its pull as soon as the bound allows.
 
         Raises TimeoutError naming who is awaited; after one wait in vain every call raises the same.
@@ -62,7 +64,7 @@ class Server:
             self._answer()
             self._wait(replica, lambda: replica not in self._pulls, "A pull")
 
-    def meet(self, replica: int, steps: int, parcel: Parcel) -> Order:
+    def meet(self, replica: int, steps: int, parcel: ExchangeBuffer) -> Order:
         """A replica's last push, if it has steps since its pull, and a pull of all replicas at once.
 
         Returns the events since the last meeting. Raises TimeoutError naming who did not come.
@@ -73,7 +75,7 @@ class Server:
                 self._table.push(replica, steps, parcel)
             return self._meet(replica, parcel)
 
-    def begin(self, replica: int, parcel: Parcel) -> None:
+    def begin(self, replica: int, parcel: ExchangeBuffer) -> None:
         """A meeting after which the parameters of the owner's parcel are the common ones; raises as `meet`.
 
         They are so from the meeting on: until then others may still push differences to the old ones.
@@ -114,7 +116,7 @@ class Server:
             self._send_to([replica])
             raise TimeoutError(self._failure)
 
-    def _meet(self, replica: int, parcel: Parcel) -> Order:
+    def _meet(self, replica: int, parcel: ExchangeBuffer) -> Order:
         """Waits for a meeting and takes part in it; called with the lock."""
         number = self._meetings
         self._meeting[replica] = parcel

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from autopar.ir import Meeting
 from autopar.ir.order import MEET, Order, ServerEvent
-from autopar.runtime.replicas.parcel import Parcel
+from autopar.runtime.replicas.exchange_buffer import ExchangeBuffer
 
 
 class ServerTable:
@@ -61,7 +61,7 @@ class ServerTable:
         return self._clocks[replica]
 
     @torch.no_grad()
-    def push(self, replica: int, steps: int, changes: Parcel) -> None:
+    def push(self, replica: int, steps: int, changes: ExchangeBuffer) -> None:
         """Adds a replica's difference over so many steps, which is used up, divided by the number of replicas."""
         self._pushes += 1
         for name, x in self._values.items():
@@ -81,7 +81,7 @@ class ServerTable:
         assert slowest is not None, "who asks will push again"
         return self.clock(replica) - self.clock(slowest) <= self.meeting.staleness
 
-    def pull(self, replica: int, into: Parcel) -> None:
+    def pull(self, replica: int, into: ExchangeBuffer) -> None:
         """Copies the common parameters for a replica; of some, rows that changed since its last pull alone."""
         self._copy(replica, into)
         self._events.append(ServerEvent("pull", replica))
@@ -93,7 +93,7 @@ class ServerTable:
         self.left.discard(replica)
         self.meeting_of.discard(replica)
 
-    def meet(self, into: Mapping[int, Parcel]) -> Order:
+    def meet(self, into: Mapping[int, ExchangeBuffer]) -> Order:
         """Copies the common parameters for all replicas that are left; returns the events since the last meeting."""
         for replica, each in into.items():
             self._copy(replica, each)
@@ -105,7 +105,7 @@ class ServerTable:
         return order
 
     @torch.no_grad()
-    def begin(self, values: Parcel) -> None:
+    def begin(self, values: ExchangeBuffer) -> None:
         """Takes new common parameters."""
         self._pushes += 1
         for name, x in self._values.items():
@@ -114,7 +114,7 @@ class ServerTable:
             each.fill_(self._pushes)
 
     @torch.no_grad()
-    def _copy(self, replica: int, into: Parcel) -> None:
+    def _copy(self, replica: int, into: ExchangeBuffer) -> None:
         into.rows.clear()
         for name, x in self._values.items():
             into.tensors[name].copy_(x)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from autopar.cost_model.arith import Quantity
-from autopar.cost_model.items import TOUCHED, Holding, Item, TrainingState
+from autopar.cost_model.items import TOUCHED, MemoryItem, TrainingState, WorkItem
 from autopar.cost_model.machines.cluster import Cluster
 from autopar.cost_model.machines.software import AUTOPAR, Software
 from autopar.cost_model.pricer import Pricer
@@ -419,8 +419,8 @@ class _Work:
     """
 
     columns: _Columns
-    items: tuple[Item, ...]
-    holdings: tuple[Holding, ...]
+    items: tuple[WorkItem, ...]
+    holdings: tuple[MemoryItem, ...]
     boundary_bytes: Quantity
 
     @cached_property

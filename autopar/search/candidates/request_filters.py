@@ -10,14 +10,14 @@ from autopar.cost_model.compute import is_product
 from autopar.cost_model.machines.hardware import Hardware
 from autopar.errors import MeshError, RecipeError
 from autopar.ir import PIPELINE_AXIS, Graph, Mesh
-from autopar.ir.recompute import Recompute, is_saved_wish
+from autopar.ir.recompute import Recompute, is_saved_option
 from autopar.search import search
 from autopar.search.candidates.settings import DATA, TENSOR, ClusterSetting
-from autopar.search.request.lone_ops import is_lone_pin
 from autopar.search.request.options import AXES
 from autopar.search.request.recipe_rows import ALIASES
 from autopar.search.request.recipes import asks_for_replicas, format_recipe
 from autopar.search.request.request import Request
+from autopar.search.request.single_rank_ops import is_lone_pin
 
 _KNOWN_AXES = (*AXES, PIPELINE_AXIS)  # axes of the meshes that have estimates
 
@@ -29,7 +29,7 @@ def recomputations(request: Request) -> tuple[Recompute | float, ...]:
     asked = request.recompute
     if asked is None:
         return ("none", "full")
-    return ("full",) if is_saved_wish(asked) else (asked,)
+    return ("full",) if is_saved_option(asked) else (asked,)
 
 
 def has_closed_form(request: Request) -> bool:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from autopar.cost_model.items import Holding, Item
+from autopar.cost_model.items import MemoryItem, WorkItem
 from autopar.cost_model.steps.step import Step
 from autopar.ir import Layout, TieredLayout
 from autopar.search.exact.decisions import Assignment
@@ -31,7 +31,7 @@ class Parts:
         self.layouts = [problem.layouts(i, labels) for i, labels in enumerate(assignment.labels)]
         self.targets = [self._targets(index) for index in range(len(problem.entries))]
 
-    def items(self) -> Iterator[Item]:
+    def items(self) -> Iterator[WorkItem]:
         """Work of ops, conversions and parameters."""
         prices = self.problem.prices
         for index, labels in enumerate(self.assignment.labels):
@@ -43,21 +43,21 @@ class Parts:
         for index, how in self.assignment.parameters.items():
             yield from prices.parameters(index, how)[0]
 
-    def holdings(self) -> Iterator[Holding]:
+    def holdings(self) -> Iterator[MemoryItem]:
         """Memory of parameters, buffers, saved tensors, and of what exists only while a block runs."""
         problem = self.problem
         for index, how in self.assignment.parameters.items():
             yield from problem.prices.parameters(index, how)[1]
         yield from problem.prices.buffers()
-        yield Holding("saved", "saved activations", "layers", self._saved_bytes())
+        yield MemoryItem("saved", "saved activations", "layers", self._saved_bytes())
         gathered = self._gathered_bytes()
         for block, counts in enumerate(problem.prices.blocks):
-            yield Holding("gathered", "gathered", "layers", gathered[block], "", block)
+            yield MemoryItem("gathered", "gathered", "layers", gathered[block], "", block)
             working = sum(
                 count * problem.prices.working_bytes(index, self.assignment.labels[index])
                 for index, count in counts.items()
             )
-            yield Holding("working", "working", "layers", working, "", block)
+            yield MemoryItem("working", "working", "layers", working, "", block)
 
     def _source(self, index: int) -> TieredLayout:
         """Layout and tier of a tensor before any conversion."""

@@ -31,7 +31,7 @@ from autopar.search.exact.assignment_parts import composed
 from autopar.search.exact.axis import AxisSolutions, excess, seconds_refused
 from autopar.search.exact.decisions import Assignment
 from autopar.search.exact.outcome import Outcome
-from autopar.search.exact.prices import Exposure
+from autopar.search.exact.prices import MarginalCosts
 from autopar.search.exact.problem import Problem
 from autopar.search.request.recipe_rows import RECIPES, Recipe
 
@@ -98,7 +98,7 @@ def descents(problem: Problem, bound: int | None) -> list[Descent]:
         return found  # nothing fits; the smallest plan of these shows how much is missing
     if bound is not None:
         # What hides seems free at the least slopes, so that descents within a bound that begin there may end worse.
-        unhidden = problem.exposed(Exposure.full())
+        unhidden = problem.exposed(MarginalCosts.full())
         found += [_descend(unhidden, order, bound) for order in _orders(problem.mesh)]
     combinations = _combinations(problem)
     found += _from_recipes(problem, combinations, bound)
@@ -107,7 +107,7 @@ def descents(problem: Problem, bound: int | None) -> list[Descent]:
         found.append(_from_tighter_bound(problem, best, bound))
     for _ in range(_MAX_EXPOSURES):
         best = best_of(found, bound)
-        exposure = Exposure.of(composed(problem, best.assignment))
+        exposure = MarginalCosts.of(composed(problem, best.assignment))
         if exposure == problem.exposure:
             break
         problem = problem.exposed(exposure)

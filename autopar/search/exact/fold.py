@@ -136,7 +136,7 @@ def _class(ops: Sequence[Op], graph: Graph) -> OpClass:
 
 def count_of(names: Iterable[str], graph: Graph) -> int:
     """Number of ops or tensors of the whole model for which the ones with these names stand."""
-    return sum(graph.stands_for.get(name, 1) for name in names)
+    return sum(graph.layer_count.get(name, 1) for name in names)
 
 
 def _groups(graph: Graph, mark: Callable[[str], Hashable]) -> list[list[int]]:

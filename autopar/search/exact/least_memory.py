@@ -30,7 +30,7 @@ def least_bytes(problem: Problem, *, may_offload: bool) -> float:
     for name in _always_saved(graph, may_offload):
         kept.setdefault(problem.saved.root(name), []).append(name)
     saved = sum(
-        graph.stands_for.get(root, 1) * problem.least_saved_bytes(kept[root])
+        graph.layer_count.get(root, 1) * problem.least_saved_bytes(kept[root])
         for root in kept.keys() - stored
     )
     whole = (UNSPLIT,) * len(problem.mesh.axes)

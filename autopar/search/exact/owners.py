@@ -8,8 +8,8 @@ from dataclasses import replace
 from autopar.errors import RecipeError
 from autopar.ir import ANY, Graph, Mesh, O, ParameterPlan, Plan, local_elements
 from autopar.ir.note import Note
-from autopar.search.request.lone_ops import LonePins
 from autopar.search.request.recipe_rows import Recipe
+from autopar.search.request.single_rank_ops import LonePins
 from autopar.units import counted, format_bytes
 
 
@@ -36,7 +36,8 @@ def _along(
     open_bytes = {
         name: _bytes(graph, name, how, mesh)
         for name, how in parameters.items()
-        if how.storage[axis] == O(ANY) and (len(serving) == 1 or graph.stands_for.get(name, 1) == 1)
+        if how.storage[axis] == O(ANY)
+        and (len(serving) == 1 or graph.layer_count.get(name, 1) == 1)
     }
     found = {}
     for name, owner in _shared_out(open_bytes, serving).items():
@@ -114,7 +115,7 @@ def _check_vacancy(mesh: Mesh, recipes: Sequence[Recipe], alone: LonePins) -> No
 
 def _bytes(graph: Graph, name: str, how: ParameterPlan, mesh: Mesh) -> int:
     tensor = graph.tensors[graph.parameters[name]].at_rest
-    count = int(graph.stands_for.get(name, 1))
+    count = int(graph.layer_count.get(name, 1))
     return count * local_elements(tensor.dims, how.storage, mesh) * tensor.itemsize_bytes
 
 

@@ -6,8 +6,8 @@ memory of a whole step, for an assignment and for its plan alike.
 
 [Note: exposure] The time of a step is not a plain sum, because communication overlaps with compute. Adding a second of
 work to one plan's step therefore makes the step longer by some part of a second, the *slope*: for example 0 for
-communication that is hidden behind compute. `Exposure` has the slope of every kind of work at one plan. A program that
-multiplies seconds by these slopes finds the best plan as long as the slopes are the same there.
+communication that is hidden behind compute. `MarginalCosts` has the slope of every kind of work at one plan. A program
+that multiplies seconds by these slopes finds the best plan as long as the slopes are the same there.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from autopar.cost_model import Hardware, Sizes
 from autopar.cost_model.items import (
     COMPUTE,
     TOUCHED,
-    Holding,
-    Item,
+    MemoryItem,
     Region,
     TrainingState,
+    WorkItem,
     kind_of_work,
 )
 from autopar.cost_model.machines.software import Software
@@ -41,7 +41,7 @@ from autopar.search.exact.fold import Fold
 
 
 @dataclass(frozen=True)
-class Exposure:
+class MarginalCosts:
     """Slopes: the seconds by which a second of work makes a step longer; see [Note: exposure].
 
     Attributes:
@@ -60,7 +60,7 @@ class Exposure:
     backward: float = 0.0
 
     @classmethod
-    def least(cls, hides: float, hides_activations: float) -> Exposure:
+    def least(cls, hides: float, hides_activations: float) -> MarginalCosts:
         """The slopes of a step in which everything hides that can: no step takes fewer seconds than these give.
 
         Args:
@@ -73,13 +73,13 @@ class Exposure:
         return cls(every, reductions=1 - hides)
 
     @classmethod
-    def full(cls) -> Exposure:
+    def full(cls) -> MarginalCosts:
         """The slopes of a step without overlap: all are 1."""
         kinds = ("compute", "stored", "activation", "move")
         return cls({(region, kind): 1.0 for region in REGIONS for kind in kinds})
 
     @classmethod
-    def of(cls, step: Step) -> Exposure:
+    def of(cls, step: Step) -> MarginalCosts:
         """The slopes at the plan of a step."""
         software, hides = step.software, step.hardware.hides
         every, late = dict(cls.full().every), set()
@@ -102,7 +102,7 @@ class Exposure:
             every, frozenset(late), 1 - hides * is_short, hides * (not is_short),
         )  # fmt: skip
 
-    def seconds(self, item: Item, step: Step) -> float:
+    def seconds(self, item: WorkItem, step: Step) -> float:
         """Seconds by which one execution of an item per micro-batch makes a step longer.
 
         Args:
@@ -134,12 +134,12 @@ def _sums(step: Step, region: Region) -> dict[str, float]:
     return sums
 
 
-def seconds_of(items: Iterable[Item], exposure: Exposure, step: Step) -> float:
+def seconds_of(items: Iterable[WorkItem], exposure: MarginalCosts, step: Step) -> float:
     """Seconds by which all executions of these items make a step longer."""
     return sum(float(item.count) * exposure.seconds(item, step) for item in items)
 
 
-def _scaled(items: Iterable[Item], factor: float) -> tuple[Item, ...]:
+def _scaled(items: Iterable[WorkItem], factor: float) -> tuple[WorkItem, ...]:
     """Items that are executed `factor` times as often."""
     if factor == 1:
         return tuple(items)
@@ -184,11 +184,11 @@ class Prices:
         self.step = Step((), (), run, machine, software, layers=layers)
         self.graph, self.fold, self.sizes, self.mesh = graph, fold, sizes, mesh
         self._names = {tensor: name for name, tensor in graph.parameters.items()}
-        self._ops: dict[tuple[int, Labels], tuple[Item, ...]] = {}
-        self._conversions: dict[tuple[int, TieredLayout, Layout], tuple[Item, ...]] = {}
-        self._parameters: dict[object, tuple[tuple[Item, ...], tuple[Holding, ...]]] = {}
-        self._every: dict[object, tuple[Item, ...]] = {}
-        self._all_parameters: dict[object, tuple[tuple[Item, ...], tuple[Holding, ...]]] = {}
+        self._ops: dict[tuple[int, Labels], tuple[WorkItem, ...]] = {}
+        self._conversions: dict[tuple[int, TieredLayout, Layout], tuple[WorkItem, ...]] = {}
+        self._parameters: dict[object, tuple[tuple[WorkItem, ...], tuple[MemoryItem, ...]]] = {}
+        self._every: dict[object, tuple[WorkItem, ...]] = {}
+        self._all_parameters: dict[object, tuple[tuple[WorkItem, ...], tuple[MemoryItem, ...]]] = {}
         self._gathered: dict[tuple[int, TieredLayout, Layout], float] = {}
         self._working: dict[tuple[int, Labels], float] = {}
         self.steps: dict[object, Step] = {}
@@ -197,7 +197,7 @@ class Prices:
 
     # --- nodes
 
-    def op(self, index: int, labels: Labels) -> tuple[Item, ...]:
+    def op(self, index: int, labels: Labels) -> tuple[WorkItem, ...]:
         """Items of all ops of a class."""
         key = (index, labels)
         if key not in self._ops:
@@ -207,7 +207,7 @@ class Prices:
             self._ops[key] = _scaled(items, scale)
         return self._ops[key]
 
-    def conversion(self, index: int, source: TieredLayout, target: Layout) -> tuple[Item, ...]:
+    def conversion(self, index: int, source: TieredLayout, target: Layout) -> tuple[WorkItem, ...]:
         """Items of the conversion of one tensor of an entry."""
         if source == TieredLayout(target):
             return ()
@@ -224,7 +224,7 @@ class Prices:
 
     def parameter(
         self, index: int, how: ParameterPlan
-    ) -> tuple[tuple[Item, ...], tuple[Holding, ...]]:
+    ) -> tuple[tuple[WorkItem, ...], tuple[MemoryItem, ...]]:
         """Items and holdings of one parameter of an entry, stored in this way."""
         key = (self._kinds[index], how)
         if key not in self._parameters:
@@ -237,7 +237,7 @@ class Prices:
             )
         return self._parameters[key]
 
-    def conversions(self, index: int, source: TieredLayout, target: Layout) -> tuple[Item, ...]:
+    def conversions(self, index: int, source: TieredLayout, target: Layout) -> tuple[WorkItem, ...]:
         """Items of the conversions of all tensors of an entry."""
         key, count = (self._kinds[index], source, target), self.fold.entries[index].count
         if (count, key) not in self._every:
@@ -247,7 +247,7 @@ class Prices:
 
     def parameters(
         self, index: int, how: ParameterPlan
-    ) -> tuple[tuple[Item, ...], tuple[Holding, ...]]:
+    ) -> tuple[tuple[WorkItem, ...], tuple[MemoryItem, ...]]:
         """Items and holdings of all parameters of an entry, stored in this way."""
         key, count = (self._kinds[index], how), self.fold.entries[index].count
         if (count, key) not in self._all_parameters:
@@ -262,7 +262,7 @@ class Prices:
         """A number that is equal for entries with equal prices."""
         return self._kinds[index]
 
-    def optimizer_seconds(self, holdings: Iterable[Holding]) -> float:
+    def optimizer_seconds(self, holdings: Iterable[MemoryItem]) -> float:
         """Seconds of the optimizer's update, given the holdings of a parameter."""
         touched: dict[Tier, float] = {}
         for h in holdings:
@@ -341,11 +341,11 @@ class Prices:
         }
         return [dict(kind) for kind in kinds], uses
 
-    def buffers(self) -> Iterator[Holding]:
+    def buffers(self) -> Iterator[MemoryItem]:
         """Buffers, whole on every rank, and what the runtime keeps for buckets of gradients."""
         whole = tuple(R for _ in self.mesh.axes)
         for public, name in self.graph.buffers.items():
             region, count = self.nodes.place(name, public)
             held = count * self.sizes.bytes(self.graph.tensors[name], whole)
-            yield Holding(public, "buffers", region, held, name)
+            yield MemoryItem(public, "buffers", region, held, name)
         yield from self.nodes.buckets()

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import partial
 
 from autopar.cost_model import Hardware, SavedTensors, Sizes
-from autopar.cost_model.items import FULL, Item, TrainingState
+from autopar.cost_model.items import FULL, TrainingState, WorkItem
 from autopar.cost_model.machines.software import AUTOPAR, Software
 from autopar.cost_model.node_items import regions_of
 from autopar.errors import RecipeError
@@ -39,7 +39,7 @@ from autopar.search.exact.collapse import CollapsedViews
 from autopar.search.exact.decisions import Layouts
 from autopar.search.exact.fold import Fold, fold
 from autopar.search.exact.parameters import Strategy, storable, strategies
-from autopar.search.exact.prices import Exposure, Prices, seconds_of
+from autopar.search.exact.prices import MarginalCosts, Prices, seconds_of
 from autopar.search.exact.solver import Solved
 from autopar.search.request.pins import AxisStates, Pins
 from autopar.search.request.recipe_rows import ON_DEVICE, Recipe, Tiering
@@ -86,7 +86,7 @@ class Problem:
         self.whole: Layout = (R,) * len(mesh.axes)
         self._regions = regions_of(graph)
         hides = software.on(hardware).hides
-        self._least = Exposure.least(hides, software.hides_activations)
+        self._least = MarginalCosts.least(hides, software.hides_activations)
         self._hides = bool(hides or software.hides_activations or software.runs_ahead)
         self.fold: Fold = fold(graph, mark=self._mark, repeats=repeats)
         self.prices = Prices(
@@ -124,7 +124,7 @@ class Problem:
         other._constrain(self.recipes)
         return other
 
-    def exposed(self, exposure: Exposure) -> Problem:
+    def exposed(self, exposure: MarginalCosts) -> Problem:
         """This problem with another exposure. Equal exposures give the same object."""
         known = next((each for each in self._exposed if each.exposure == exposure), None)
         if known is not None:
@@ -229,7 +229,7 @@ class Problem:
             self._conversions[key] = self._seconds(items)
         return self._conversions[key]
 
-    def _seconds(self, items: Iterable[Item]) -> float:
+    def _seconds(self, items: Iterable[WorkItem]) -> float:
         return seconds_of(items, self.exposure, self.prices.step)
 
     def follow(self, index: int, labels: Labels) -> Labels:

@@ -36,7 +36,12 @@ from autopar.search.exact.descent import (
 from autopar.search.exact.owners import on_mesh, owner_notes, with_owners
 from autopar.search.exact.problem import Problem
 from autopar.search.exact.rows import row_notes, with_rows
-from autopar.search.request.lone_ops import (
+from autopar.search.request.notes import explain
+from autopar.search.request.pins import resolve_pins
+from autopar.search.request.recipe_rows import ON_DEVICE, RecipeLike, Tiering
+from autopar.search.request.recipes import format_recipe, resolve
+from autopar.search.request.refusals import with_recipe_open
+from autopar.search.request.single_rank_ops import (
     LonePins,
     lone_notes,
     resolve_lone_pins,
@@ -44,11 +49,6 @@ from autopar.search.request.lone_ops import (
     with_workers,
     without_lone_pins,
 )
-from autopar.search.request.notes import explain
-from autopar.search.request.pins import resolve_pins
-from autopar.search.request.recipe_rows import ON_DEVICE, RecipeLike, Tiering
-from autopar.search.request.recipes import format_recipe, resolve
-from autopar.search.request.refusals import with_recipe_open
 from autopar.units import format_bytes
 
 _TOLERANCE = 1e-6  # relative, between the cost of the folded graph and that of the plan
@@ -345,7 +345,7 @@ def _durations(graph: Graph, mesh: Mesh, hardware: Hardware) -> Callable[[Op], f
 
     def seconds(op: Op) -> float:
         one = op_seconds(op, whole, graph.tensors, sizes=sizes, hardware=hardware)
-        return graph.stands_for.get(op.name, 1) * float(one.total)
+        return graph.layer_count.get(op.name, 1) * float(one.total)
 
     return seconds
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from autopar.ir import Pipeline
 from autopar.ir.note import Note
 from autopar.pipeline.executed import ExecutedStep
-from autopar.pipeline.versions import WeightVersions
+from autopar.pipeline.weight_stashing import WeightVersions
 from autopar.search.request.request import Request
 from autopar.search.stages.given import Planned
 from autopar.units import counted, format_bytes, format_seconds

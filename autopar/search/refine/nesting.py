@@ -118,7 +118,7 @@ class NestingOfGroups:
     def cost(self, tensors: Iterable[str]) -> float:
         """Seconds of the conversions of some tensors, in all layers for which they stand."""
         return sum(
-            self.graph.stands_for.get(name, 1)
+            self.graph.layer_count.get(name, 1)
             * self._conversion(name, self._produced(name), target)
             for name in tensors
             for target in dict.fromkeys(self._targets(name))

@@ -48,7 +48,7 @@ def _stored(found: Planned, request: Request, tier: Tier) -> float:
 
 def _lines(found: Planned, sizes: Mapping[Tier, float]) -> Iterator[str]:
     """A sentence for each tier in which parameters are stored; it counts the parameters of all layers."""
-    plan, times = found.plan, found.graph.stands_for
+    plan, times = found.plan, found.graph.layer_count
     if any(how.tier == "host" for how in plan.saved.values()):
         yield (
             f"The host's memory keeps activations between forward and backward; with all that it stores it has "

@@ -118,7 +118,7 @@ def _large_factors(graph: Graph) -> dict[str, None]:
     sizes: Counter[str] = Counter()
     for name, tensor in graph.parameters.items():
         found = graph.tensors[tensor]
-        bytes_ = math.prod(found.shape) * found.itemsize_bytes * graph.stands_for.get(name, 1)
+        bytes_ = math.prod(found.shape) * found.itemsize_bytes * graph.layer_count.get(name, 1)
         for dim in found.factors:
             sizes.update({_any_layer(f): bytes_ for f in dim if len(dim) == 1})
         sizes["all"] += bytes_
@@ -163,7 +163,7 @@ def _undivided_line(
     for op in graph.ops:
         if any(choice.factor in factors for choice in op.choices):
             factor = op.choice(plan.ops[op.name][axis]).factor
-            taken[_place_of(factor) if factor else ""] += graph.stands_for.get(op.name, 1)
+            taken[_place_of(factor) if factor else ""] += graph.layer_count.get(op.name, 1)
     instead = next(
         (f" is split by {each} instead" for each in _most(taken) if each), " is not split"
     )
@@ -270,7 +270,7 @@ def _reason_lines(graph: Graph, plan: Plan, cost: StepCost) -> Iterator[str]:
 
 def _divided(graph: Graph, plan: Plan, axis: int) -> float:
     """The part of the FLOPs of a forward that the ranks along an axis share."""
-    flops = {op.name: op.flops * graph.stands_for.get(op.name, 1) for op in graph.ops}
+    flops = {op.name: op.flops * graph.layer_count.get(op.name, 1) for op in graph.ops}
     split = (flops[op.name] for op in graph.ops if op.choice(plan.ops[op.name][axis]).splits)
     return sum(split) / (sum(flops.values()) or 1)
 
@@ -317,7 +317,7 @@ def guessed_lines(graph: Graph, plan: Plan) -> tuple[str, ...]:
     doubts: dict[str, Counter[str]] = {}
     for op in graph.ops:
         if op.guess and any(label not in "-~" for label in plan.ops[op.name]):
-            doubts.setdefault(op.guess, Counter())[op.kind] += graph.stands_for.get(op.name, 1)
+            doubts.setdefault(op.guess, Counter())[op.kind] += graph.layer_count.get(op.name, 1)
     return tuple(
         f"split by a guess, which 'autopar verify' checks on a batch ({guess}): "
         + ", ".join(f"{kind} ({counted(count, 'call')})" for kind, count in sorted(kinds.items()))

@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 from autopar.cost_model.items import FULL, TrainingState
 from autopar.errors import AutoparError, MeshError, PlanError, RecipeError, did_you_mean
 from autopar.ir import PIPELINE_AXIS, PLACEMENTS, VERSIONED, Mesh, MixedPrecision
-from autopar.ir.recompute import RecomputeWish, check_wish, parse_wish
+from autopar.ir.recompute import RecomputeOption, check_wish, parse_wish
 from autopar.options import option, options_of
-from autopar.search.request.lone_ops import is_lone_pin
 from autopar.search.request.recipe_rows import ALIASES, NAIVE, RECIPES, Recipe, RecipeLike
 from autopar.search.request.recipes import format_recipe, split_recipe
+from autopar.search.request.single_rank_ops import is_lone_pin
 from autopar.units import parse_bytes
 
 HEADROOM = 0.05
@@ -140,7 +140,7 @@ class PlanOptions:
     micro_batches: int | None = option(None, metavar="N")
     schedule: str | None = option(None, choices=tuple(PLACEMENTS))
     chunks: int | None = option(None, metavar="V")
-    recompute: RecomputeWish | None = option(
+    recompute: RecomputeOption | None = option(
         None,
         metavar="none|full|partitioned|offloaded|N|PART",
         parse=lambda given: parse_wish(given) if isinstance(given, str) else given,

@@ -3,7 +3,7 @@
     {"layers.*.mlp.up.weight": "S(0)@tp"}     state (R or S) in which parameters are stored along an axis
     {"linear_*": "j@tp"}                      label of the choice of ops along an axis
 
-Pins that leave ops to one rank, such as `{"left.*": "@0"}`, are those of `autopar.search.request.lone_ops`.
+Pins that leave ops to one rank, such as `{"left.*": "@0"}`, are those of `autopar.search.request.single_rank_ops`.
 
 If the text is a state, the pattern is matched against names of parameters; otherwise, against names of ops. The search
 decides along axes that the text does not name. Two pins for the same name and axis must agree.

@@ -28,7 +28,6 @@ from autopar.ir import (
     without_pipeline,
 )
 from autopar.ir.features import Feature, check_features
-from autopar.search.request.lone_ops import is_lone_pin
 from autopar.search.request.options import PlanOptions, check_counts
 from autopar.search.request.recipe_rows import ON_DEVICE, STORED_ON_HOST, USED_FROM_HOST, Tiering
 from autopar.search.request.recipes import (
@@ -38,6 +37,7 @@ from autopar.search.request.recipes import (
     meeting_of,
     resolve,
 )
+from autopar.search.request.single_rank_ops import is_lone_pin
 
 
 @dataclass(frozen=True)

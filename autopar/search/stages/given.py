@@ -19,7 +19,7 @@ from autopar.errors import (
 )
 from autopar.ir import Graph, ParameterPlan, Plan, Tier, with_pipeline
 from autopar.ir.batches import captured_batch, with_batch
-from autopar.ir.recompute import SAVED_TIERS, Recompute, RecomputeWish, is_saved_wish
+from autopar.ir.recompute import SAVED_TIERS, Recompute, RecomputeOption, is_saved_option
 from autopar.pipeline.blocks import has_blocks
 from autopar.pipeline.composed import Composed, composed
 from autopar.pipeline.parts import is_whole
@@ -101,7 +101,7 @@ class GivenMesh:
             if not sliced:
                 raise
             return min(sliced, key=lambda each: each.key)
-        if is_saved_wish(self.request.recompute) or not self._is_sliced or found.plan.saved:
+        if is_saved_option(self.request.recompute) or not self._is_sliced or found.plan.saved:
             return found
         return self._sliced(found)
 
@@ -134,7 +134,7 @@ class GivenMesh:
 
     def _search(self) -> Planned:
         request = self.request
-        if is_saved_wish(request.recompute):
+        if is_saved_option(request.recompute):
             return self._partitioned(SAVED_TIERS[request.recompute])
         if request.has_stages:
             return self._staged(request)
@@ -389,7 +389,7 @@ class GivenMesh:
         raise AssertionError("a plan fits without recomputation")
 
 
-def _refuse_no_blocks(graph: Graph, recompute: RecomputeWish | None) -> None:
+def _refuse_no_blocks(graph: Graph, recompute: RecomputeOption | None) -> None:
     if recompute not in (None, "none") and not has_blocks(graph):
         raise PlanError(
             f"recompute={recompute!r} was asked for, and nothing can run again: of {len(graph.ops)} ops "

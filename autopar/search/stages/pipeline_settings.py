@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from autopar.ir import PLACEMENTS, Plan
-from autopar.ir.recompute import Recompute, RecomputeWish, words_of_recompute
+from autopar.ir.recompute import Recompute, RecomputeOption, words_of_recompute
 from autopar.pipeline.simulation import Simulation
 from autopar.search.request.request import Request
 from autopar.search.stages.balance import Balance
@@ -150,7 +150,9 @@ def _chunks(request: Request, schedule: str, ranks: int, blocks: int) -> tuple[i
     return (1, *several) if takes_one and (ranks > 1 or is_chosen) else several
 
 
-def wish_for(request: Request, shape: Shape, wish: RecomputeWish | None) -> RecomputeWish | None:
+def wish_for(
+    request: Request, shape: Shape, wish: RecomputeOption | None
+) -> RecomputeOption | None:
     """The recomputation to search with a shape; none with a schedule that the search proposes only without it.
 
     Stages that recompute run their backward whole. With several stages per rank, `zb` is then much like `interleaved`

@@ -12,7 +12,7 @@ import numpy as np
 from autopar.errors import SearchError
 from autopar.ir.pipeline import VERSIONED, Pipeline
 from autopar.pipeline.schedules import Action, check_micro_batches, computations
-from autopar.pipeline.versions import WeightVersions
+from autopar.pipeline.weight_stashing import WeightVersions
 
 # Of stages in a step: each is an action that is listed and simulated, a million of which take about a minute.
 MOST_STAGE_RUNS = 2**18

@@ -16,12 +16,12 @@ from functools import cached_property, partial
 
 from autopar.errors import AutoparError, PlanError, SearchError
 from autopar.ir import Plan, pipeline_position
-from autopar.ir.recompute import Recompute, RecomputeWish, is_saved_wish
+from autopar.ir.recompute import Recompute, RecomputeOption, is_saved_option
 from autopar.pipeline.schedules import actions, waits_for_sends
 from autopar.pipeline.simulation import Simulation, simulate
 from autopar.pipeline.stage_costs import StageTables
 from autopar.pipeline.stage_table import StageTable
-from autopar.pipeline.versions import with_versions
+from autopar.pipeline.weight_stashing import with_versions
 from autopar.search.exact.selection import Frontier
 from autopar.search.stages.balance import (
     Balance,
@@ -137,7 +137,7 @@ class StagedPlan:
         # Single ops can be selected for recomputation only if every layer was captured, and so has named ops.
         self._selects = not tables.repetition.groups
 
-    def price_shape(self, shape: Shape, wish: RecomputeWish | None) -> None:
+    def price_shape(self, shape: Shape, wish: RecomputeOption | None) -> None:
         """Prices a shape with the recomputation that the user asks for; with None, with as little as fits.
 
         Raises PlanError if the schedule cannot run this number of micro-batches.
@@ -147,7 +147,7 @@ class StagedPlan:
             for recompute in (*((self._frontier.at(wish),) if self._selects else ()), blocks):
                 self.price(Setting(shape, recompute))
         elif wish is not None:
-            assert not is_saved_wish(wish), "the outer search asks for all blocks"
+            assert not is_saved_option(wish), "the outer search asks for all blocks"
             self.price(Setting(shape, wish))
         elif not self._affords(shape, "none"):
             self.findings.has_slower = True

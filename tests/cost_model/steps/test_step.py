@@ -10,7 +10,7 @@ import pytest
 from autopar.cost_model import H100
 from autopar.cost_model.collectives import collective_seconds
 from autopar.cost_model.cuts import Cuts, cuts_of_equal_ends
-from autopar.cost_model.items import COMPUTE, Holding, Item
+from autopar.cost_model.items import COMPUTE, MemoryItem, WorkItem
 from autopar.cost_model.machines.software import AUTOPAR
 from autopar.cost_model.steps.run import STAGES, Run, Stage, total
 from autopar.cost_model.steps.step import Step
@@ -20,7 +20,7 @@ from autopar.pipeline.schedules import actions
 LINK = H100.across_nodes
 
 
-def step(run: Run, *holdings: Holding, parts: int = 1) -> Step:
+def step(run: Run, *holdings: MemoryItem, parts: int = 1) -> Step:
     """Eight layers that keep what `holdings` say, with 1e6 bytes from one to the next."""
     return Step(
         (), holdings, run, H100, AUTOPAR, layers=8, boundary_bytes=1e6, boundary_link=LINK,
@@ -78,7 +78,7 @@ def test_few_micro_batches_are_all_in_flight() -> None:
 def test_the_fullest_stage_may_be_the_second() -> None:
     """Ends of one layer: 4 in flight of one, 3 in flight of three, and one of one."""
     run = Run(micro_batches=8, stages=4, cuts=Cuts(1, 3, 1))
-    found = step(run, Holding("attention", "saved activations", "layers", 8e9))
+    found = step(run, MemoryItem("attention", "saved activations", "layers", 8e9))
     expected: dict[Stage, float] = {"first": 4e9, "middle": 9e9, "last": 1e9}
     for stage, saved in expected.items():
         assert total(found.memory(stage)) == saved + H100.reserved_bytes
@@ -86,7 +86,9 @@ def test_the_fullest_stage_may_be_the_second() -> None:
 
 
 def test_ends_are_held_by_the_stages_that_have_them() -> None:
-    held = [Holding(region, "parameters", region, 1e9) for region in ("before", "layers", "after")]
+    held = [
+        MemoryItem(region, "parameters", region, 1e9) for region in ("before", "layers", "after")
+    ]
     found = step(Run(stages=4), *held)
     assert [found.held("parameters", stage) for stage in STAGES] == [1.25e9, 0.25e9, 1.25e9]
     assert step(Run(), *held).held("parameters", "first") == 3e9
@@ -111,8 +113,10 @@ def test_stages_have_all_layers(layers: int, stages: int) -> None:
 def test_messages_hide_behind_compute_and_moves_between_memories_do_not(
     resource: str, seconds: float
 ) -> None:
-    product = Item("product", "linear", COMPUTE, "forward", "layers", 1, 2.0, 0)
-    gather = Item("weight", "gather", resource, "forward", "layers", 1, 1.0, 0, carries="parameter")
+    product = WorkItem("product", "linear", COMPUTE, "forward", "layers", 1, 2.0, 0)
+    gather = WorkItem(
+        "weight", "gather", resource, "forward", "layers", 1, 1.0, 0, carries="parameter"
+    )
     machine = replace(H100, hides=0.5)
     made = Step((product, gather), (), Run(), machine, AUTOPAR, layers=8, boundary_bytes=0)
     assert made.seconds() == pytest.approx(seconds)
@@ -121,8 +125,8 @@ def test_messages_hide_behind_compute_and_moves_between_memories_do_not(
 @pytest.mark.parametrize("runs_ahead", [False, True])
 def test_a_step_takes_what_its_host_needs_to_launch_it(runs_ahead: bool) -> None:
     """Each op takes as long to launch as to run, and half of the gather would hide: the host needs 3 s."""
-    product = Item("product", "linear", COMPUTE, "forward", "layers", 1, 2.0, 0, kernels=2)
-    gather = Item(
+    product = WorkItem("product", "linear", COMPUTE, "forward", "layers", 1, 2.0, 0, kernels=2)
+    gather = WorkItem(
         "weight", "gather", "dp", "forward", "layers", 1, 1.0, 0, carries="parameter", ranks=2
     )
     machine = replace(H100, hides=0.5, host_seconds=1.0)
@@ -134,8 +138,8 @@ def test_a_step_takes_what_its_host_needs_to_launch_it(runs_ahead: bool) -> None
 
 @pytest.mark.parametrize(("resource", "seconds"), [("dp", 2.5), ("host", 3.0)])
 def test_reductions_hide_behind_backward_and_moves_do_not(resource: str, seconds: float) -> None:
-    product = Item("product", "linear", COMPUTE, "backward", "layers", 1, 2.0, 0)
-    reduction = Item(
+    product = WorkItem("product", "linear", COMPUTE, "backward", "layers", 1, 2.0, 0)
+    reduction = WorkItem(
         "weight", "reduce", resource, "reduce", "layers", 1, 1.0, 0, carries="gradient",
         every_micro_batch=False,
     )  # fmt: skip

@@ -14,10 +14,11 @@ import torch
 
 from autopar.ir import Meeting
 from autopar.ir.order import Order
-from autopar.runtime.replicas import desks, server_door
-from autopar.runtime.replicas.parcel import Parcel
+from autopar.runtime.replicas import server_clients, server_handshake
+from autopar.runtime.replicas.exchange_buffer import ExchangeBuffer
 from autopar.runtime.replicas.server import Server
-from autopar.runtime.replicas.server_door import (
+from autopar.runtime.replicas.server_connections import Connection, read
+from autopar.runtime.replicas.server_handshake import (
     LOOPBACK,
     Address,
     Listener,
@@ -25,7 +26,6 @@ from autopar.runtime.replicas.server_door import (
     connect,
     host_of_owner,
 )
-from autopar.runtime.replicas.server_lines import Line, read
 from autopar.runtime.replicas.server_table import ServerTable
 
 WAIT_SECONDS = 20.0  # much more than any of these take
@@ -41,13 +41,13 @@ def server(
     return kind(ServerTable(meeting, {"x": torch.zeros(1)}), wait_seconds)
 
 
-def parcel(value: float) -> Parcel:
-    found = Parcel({"x": torch.zeros(1)})
+def parcel(value: float) -> ExchangeBuffer:
+    found = ExchangeBuffer({"x": torch.zeros(1)})
     found.tensors["x"].fill_(value)
     return found
 
 
-def value(of: Parcel) -> float:
+def value(of: ExchangeBuffer) -> float:
     return of.tensors["x"].item()
 
 
@@ -153,7 +153,7 @@ def test_small_updates_of_half_precision_add_up() -> None:
     """Of 256 a bfloat16 has steps of 2, so that 0.5 alone is rounded away; 64 halves of it are 16."""
     meeting = Meeting("dp", 2, 1, "async-server")
     values = {"x": torch.full((1,), 256.0, dtype=torch.bfloat16)}
-    table, changes = ServerTable(meeting, values), Parcel(values)
+    table, changes = ServerTable(meeting, values), ExchangeBuffer(values)
     for _ in range(64):
         changes.tensors["x"].fill_(0.5)
         table.push(0, 1, changes)
@@ -174,7 +174,7 @@ def test_after_a_wait_in_vain_nothing_is_answered() -> None:
 
 def test_the_owner_stays_until_large_answers_have_gone() -> None:
     asked = server()
-    owner = desks.OwnDesk(asked, 0, parcel(0.0), {})
+    owner = server_clients.LocalClient(asked, 0, parcel(0.0), {})
     waits, other = Later(owner.meet, 0), Later(asked.meet, 1, 0, parcel(0.0))
     assert other.is_done(WAIT_SECONDS) and not waits.is_done(0.2)
     asked.has_sent(1)
@@ -184,7 +184,7 @@ def test_the_owner_stays_until_large_answers_have_gone() -> None:
 class _OwnerWakesLate(Server):
     """A server whose owner comes out of the first meeting when replica 1 has come to the second."""
 
-    def meet(self, replica: int, steps: int, parcel: Parcel) -> Order:
+    def meet(self, replica: int, steps: int, parcel: ExchangeBuffer) -> Order:
         order = super().meet(replica, steps, parcel)
         if replica == 0 and self._meetings == 1:
             with self._changed:
@@ -195,9 +195,9 @@ class _OwnerWakesLate(Server):
 def test_an_owner_that_wakes_late_does_not_wait_for_the_next_meeting() -> None:
     """Replica 1 has its answer and asks again before the owner has seen that the meeting is over."""
     asked = server(kind=_OwnerWakesLate)
-    here, there = (Line(each, parcel(0.0)) for each in socket.socketpair())
-    owner = desks.OwnDesk(asked, 0, parcel(0.0), {1: here})
-    other = desks.FarDesk(there, "rank 0", 2)
+    here, there = (Connection(each, parcel(0.0)) for each in socket.socketpair())
+    owner = server_clients.LocalClient(asked, 0, parcel(0.0), {1: here})
+    other = server_clients.RemoteClient(there, "rank 0", 2)
     far = Later(lambda: [other.meet(0), other.meet(0)])
     near = Later(lambda: [owner.meet(0), owner.meet(0)])
     assert near.is_done(WAIT_SECONDS / 2) and far.is_done(WAIT_SECONDS / 2)
@@ -212,7 +212,7 @@ TENSORS = {"w": torch.arange(3.0, dtype=torch.float64), "b": torch.tensor(2, dty
 
 
 def test_a_parcel_crosses_a_connection_with_its_formats() -> None:
-    here, there = (Line(each, Parcel(TENSORS)) for each in socket.socketpair())
+    here, there = (Connection(each, ExchangeBuffer(TENSORS)) for each in socket.socketpair())
     for name, x in TENSORS.items():
         here.parcel.tensors[name].copy_(x)
     here.send(b"p", 7)
@@ -229,7 +229,7 @@ def test_a_parcel_crosses_a_connection_with_its_formats() -> None:
 def test_rows_that_did_not_change_are_not_sent() -> None:
     """Rows 1 and 4 of 100 are two numbers of a row and two rows of 3 numbers; a tensor of many changes goes whole."""
     like = {"table": torch.zeros(100, 3, dtype=torch.float64), "b": torch.zeros(5)}
-    here, there = (Line(each, Parcel(like)) for each in socket.socketpair())
+    here, there = (Connection(each, ExchangeBuffer(like)) for each in socket.socketpair())
     here.parcel.tensors["table"][[1, 4]] = torch.tensor(
         [[1.0, 0, 0], [0, float("nan"), 2]]
     ).double()
@@ -250,9 +250,9 @@ def test_rows_that_did_not_change_are_not_sent() -> None:
 def test_a_pull_has_the_rows_that_changed_since_the_last() -> None:
     meeting = Meeting("dp", 2, 1, "async-server", staleness=9)
     table = ServerTable(meeting, {"x": torch.zeros(50, 4)})
-    own, other = (Parcel({"x": torch.zeros(50, 4)}) for _ in range(2))
+    own, other = (ExchangeBuffer({"x": torch.zeros(50, 4)}) for _ in range(2))
 
-    def push(replica: int, into: Parcel, row: int) -> None:
+    def push(replica: int, into: ExchangeBuffer, row: int) -> None:
         into.tensors["x"].zero_()[row] = 2.0
         into.keep_changed_rows()
         table.push(replica, 1, into)
@@ -345,7 +345,7 @@ def test_an_owner_among_several_machines_listens_on_its_way_to_another() -> None
         return "10.0.0.2" if name == "10.0.0.7" else "127.0.0.1"
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server_door, "_host_towards", towards)
+        patch.setattr(server_handshake, "_host_towards", towards)
         assert host_of_owner(machines, 0, "a.example") == "10.0.0.2"
     assert sent == ["10.0.0.7"]
 
@@ -371,8 +371,8 @@ def stranger(address: Address) -> socket.socket:
 
 def test_strangers_who_wait_or_drip_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """More of them than may wait; of one that says a byte now and then the greeting ends in time, too."""
-    monkeypatch.setattr(server_door, "_TRY_SECONDS", 0.5)
-    monkeypatch.setattr(server_door, "_MOST_WAITING", 8)
+    monkeypatch.setattr(server_handshake, "_TRY_SECONDS", 0.5)
+    monkeypatch.setattr(server_handshake, "_MOST_WAITING", 8)
     listener = Listener()
     begin = time.monotonic()
     found = Later(listener.accept, [1, 2], WAIT_SECONDS)
@@ -425,7 +425,7 @@ def test_a_wild_message_ends_its_connection_alone(
     here.settimeout(WAIT_SECONDS)
     there.settimeout(WAIT_SECONDS)
     here.sendall(WILD[name])
-    desks._serve(server(), 1, Line(there, parcel(0.0)))
+    server_clients._serve(server(), 1, Connection(there, parcel(0.0)))
     assert "Replica 1 was lost" in caplog.text and there.fileno() == -1
     here.close()
 

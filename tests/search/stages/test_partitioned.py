@@ -15,7 +15,7 @@ import autopar
 from autopar.cost_model import find_hardware
 from autopar.errors import AutoparError, MeshError, PlanError, SearchError
 from autopar.ir import R, S
-from autopar.ir.recompute import RecomputeWish
+from autopar.ir.recompute import RecomputeOption
 from autopar.ir.saved import SavedLayout
 from autopar.pipeline.composed import stored_bytes
 from autopar.planning.planning import Prepared, prepare_forward, prepare_step, search_step
@@ -102,7 +102,7 @@ def test_memory_for_a_plan_that_was_found_is_enough() -> None:
     small = prepare_step(model, batch, loss_fn=loss_fn)
     h100 = replace(find_hardware("h100"), reserved_bytes=0)
 
-    def found(bound: float, recompute: RecomputeWish | None = None) -> Planned:
+    def found(bound: float, recompute: RecomputeOption | None = None) -> Planned:
         fields: dict[str, Any] = {"mesh": {"dp": 1}, "recompute": recompute}
         return search_step(small, Request(h100, memory_bytes=int(bound), **fields)).best
 

@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Iterator
 
-from autopar.runtime.ranks.together import is_first
+from autopar.runtime.ranks.all_ranks import is_first
 
 log = logging.getLogger("autopar")
 

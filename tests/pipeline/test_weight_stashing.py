@@ -8,7 +8,7 @@ from autopar.errors import PlanError
 from autopar.ir import VERSIONED, Pipeline
 from autopar.pipeline.schedules import actions, check_micro_batches
 from autopar.pipeline.simulation import Simulation, StageCosts, simulate
-from autopar.pipeline.versions import WeightVersions
+from autopar.pipeline.weight_stashing import WeightVersions
 
 
 def pipeline(schedule: str, ranks: int) -> Pipeline:
@@ -72,7 +72,7 @@ GRID = [(p, m * p) for p, m in itertools.product((2, 3, 4, 5, 8), (1, 2, 3, 5))]
 
 @pytest.mark.parametrize(("p", "m"), GRID)
 def test_formulas(p: int, m: int) -> None:
-    """Those of the table in `autopar.pipeline.versions`."""
+    """Those of the table in `autopar.pipeline.weight_stashing`."""
     stashed, synchronous, double = (versions(name, p, m) for name in VERSIONED)
     assert stashed.seen == tuple(tuple(max(0, i - (p - 1 - s)) for i in range(m)) for s in range(p))
     assert all(alive <= p - s for s, alive in enumerate(stashed.alive))

@@ -28,7 +28,7 @@ from autopar.ir import Pipeline
 from autopar.program.program import Program
 from autopar.runtime.parameters.adoption import Adoption
 from autopar.runtime.parameters.stand_ins import Absent
-from autopar.runtime.ranks.together import warn_together
+from autopar.runtime.ranks.all_ranks import warn_together
 from autopar.runtime.ranks.world import World
 
 Users = Mapping[str, Sequence[int]]

@@ -21,7 +21,7 @@ from autopar.program.program import Program
 from autopar.runtime.execute.executor import BoundProgram
 from autopar.runtime.execute.inputs import Arguments, Shape, part_shapes, shape_words, whole_shapes
 from autopar.runtime.pipeline.pipeline import BoundPipeline
-from autopar.runtime.ranks.together import warn_together
+from autopar.runtime.ranks.all_ranks import warn_together
 
 log = logging.getLogger("autopar")
 
@@ -79,7 +79,7 @@ class ReadyProgram:
             write.repeat()
 
 
-class KeptPrograms:
+class ProgramCache:
     """The programs that can run now, see [Note: programs are kept].
 
     Attributes:
@@ -163,7 +163,7 @@ class KeptPrograms:
         )
 
 
-def release(kept: KeptPrograms) -> None:
+def release(kept: ProgramCache) -> None:
     """Drops the bound programs, see [Note: groups end before Python]."""
     kept.clear()
 
@@ -172,4 +172,4 @@ def release(kept: KeptPrograms) -> None:
 # torn down, so that bound programs go before the interpreter ends, with what they hold of process groups. What
 # was released lies in cycles, which one collection at the end frees: finalizers run in the reverse order of their
 # making, and this one is made before those of all compiled modules.
-weakref.finalize(KeptPrograms, gc.collect)
+weakref.finalize(ProgramCache, gc.collect)

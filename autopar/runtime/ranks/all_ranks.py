@@ -32,7 +32,7 @@ def warn_together(message: str, *, stacklevel: int) -> None:
 
 
 @dataclass(frozen=True)
-class Together:
+class AllRanks:
     """The ranks of the default process group, or this process alone if there is none.
 
     A wait for the others ends when one of them dies, or with the timeout of the process group.

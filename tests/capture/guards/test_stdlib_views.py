@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from autopar.capture.guards.shown import all_cached, kept_by, tensors_cached_by
+from autopar.capture.guards.stdlib_views import all_cached, kept_by, tensors_cached_by
 
 
 @functools.cache

@@ -50,7 +50,7 @@ def unruled(graph: Graph, plan: Plan, hardware: Hardware) -> tuple[Unruled, ...]
                 tensor, source, layout, sizes=sizes, hardware=hardware
             ).total
             gathered += max(0, sizes.bytes(tensor, layout) - sizes.bytes(tensor, source))
-        count = graph.stands_for.get(op.name, 1)
+        count = graph.layer_count.get(op.name, 1)
         times = plan.micro_batches * count
         before = found.get(op.kind, Unruled(op.kind, 0, 0.0, 0))
         found[op.kind] = Unruled(

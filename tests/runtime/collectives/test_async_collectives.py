@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
-from autopar.runtime.collectives.started import StartedCollective
+from autopar.runtime.collectives.async_collectives import StartedCollective
 from tests.runtime.models import make
 from tests.runtime.ranks import Ranks
 from tests.runtime.training import drawn

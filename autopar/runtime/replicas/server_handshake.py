@@ -32,7 +32,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from autopar.runtime.replicas.server_lines import prepare, read
+from autopar.runtime.replicas.server_connections import prepare, read
 
 LOOPBACK = "127.0.0.1"
 _RANDOM_BYTES = _SECRET_BYTES = 32

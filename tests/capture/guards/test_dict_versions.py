@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopar.capture.guards.unwritten import Unwritten
+from autopar.capture.guards.dict_versions import Unwritten
 
 
 @dataclass

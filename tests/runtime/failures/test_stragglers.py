@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from autopar import _torch
-from autopar.runtime.failures import waits
+from autopar.runtime.failures import stragglers
 
 
 @pytest.fixture
@@ -22,13 +22,13 @@ def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 3)
     monkeypatch.setattr(_torch, "default_store", lambda: found)
-    monkeypatch.setattr(waits, "_PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(stragglers, "_PATIENCE_SECONDS", 0.3)
     return found
 
 
 def test_ranks_that_say_nothing_are_named(store: dist.Store) -> None:
     dist.PrefixStore("autopar/waits", store).set("2", "Step 7: all_reduce")
-    assert waits.who_waits("Step 7: all_gather") == (
+    assert stragglers.who_waits("Step 7: all_gather") == (
         "rank 0 waited in Step 7: all_gather; rank 2 waited in Step 7: all_reduce. Rank 1 says nothing: it died, "
         "hangs, or computes"
     )
@@ -38,7 +38,7 @@ def test_ranks_that_all_answer_run_different_programs(store: dist.Store) -> None
     for rank in "12":
         dist.PrefixStore("autopar/waits", store).set(rank, "Step 7: all_reduce")
     begin = time.monotonic()
-    said = waits.who_waits("Step 7: all_reduce")
+    said = stragglers.who_waits("Step 7: all_reduce")
     assert said.startswith("ranks 0, 1, 2 waited in Step 7: all_reduce. All of them answer:")
     assert time.monotonic() - begin < 0.3  # it does not wait for more
 
@@ -49,7 +49,7 @@ def test_a_store_that_hangs_holds_nobody_up(
     released = threading.Event()
     monkeypatch.setattr(dist, "PrefixStore", lambda *_: released.wait(20) and store)
     begin = time.monotonic()
-    assert waits.who_waits("Step 7: all_reduce") == ""
+    assert stragglers.who_waits("Step 7: all_reduce") == ""
     assert time.monotonic() - begin < 10
     released.set()
 
@@ -60,7 +60,7 @@ def test_under_torchrun_a_rank_loses_no_time(
     """torchrun's agent ends it as soon as another rank has died, and its own error would be lost."""
     monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
     begin = time.monotonic()
-    assert waits.who_waits("Step 7: all_reduce") == "" and time.monotonic() - begin < 0.3
+    assert stragglers.who_waits("Step 7: all_reduce") == "" and time.monotonic() - begin < 0.3
 
 
 def test_a_store_that_has_gone_says_nothing(
@@ -70,4 +70,4 @@ def test_a_store_that_has_gone_says_nothing(
         raise dist.DistNetworkError("gone")
 
     monkeypatch.setattr(dist, "PrefixStore", gone)
-    assert waits.who_waits("Step 7: all_reduce") == ""
+    assert stragglers.who_waits("Step 7: all_reduce") == ""

@@ -19,9 +19,9 @@ from typing import Protocol
 
 from autopar.errors import PeerError
 from autopar.ir.order import Order
-from autopar.runtime.replicas.parcel import Parcel
+from autopar.runtime.replicas.exchange_buffer import ExchangeBuffer
 from autopar.runtime.replicas.server import Server
-from autopar.runtime.replicas.server_lines import LATER_SECONDS, Line, ServerMessage
+from autopar.runtime.replicas.server_connections import LATER_SECONDS, Connection, ServerMessage
 
 log = logging.getLogger("autopar")
 
@@ -31,7 +31,7 @@ _MOST_TEXT_BYTES = (
 _PUSH, _MEET, _BEGIN, _END, _VALUES, _ORDER, _ERROR = b"p", b"m", b"b", b"q", b"v", b"o", b"e"
 
 
-class Desk(Protocol):
+class ServerClient(Protocol):
     """A replica's way to the server.
 
     Every method takes what the replica's parcel holds, and leaves the common parameters there. Each raises PeerError
@@ -42,7 +42,7 @@ class Desk(Protocol):
         sent_bytes: number of bytes that this rank has sent to others.
     """
 
-    parcel: Parcel
+    parcel: ExchangeBuffer
 
     @property
     def sent_bytes(self) -> int: ...
@@ -64,7 +64,7 @@ class Desk(Protocol):
         """Takes no further part."""
 
 
-class OwnDesk:
+class LocalClient:
     """The desk of the owner, which also serves the other replicas: a thread for each, until it ends.
 
     Args:
@@ -75,7 +75,7 @@ class OwnDesk:
     """
 
     def __init__(
-        self, server: Server, replica: int, parcel: Parcel, lines: Mapping[int, Line]
+        self, server: Server, replica: int, parcel: ExchangeBuffer, lines: Mapping[int, Connection]
     ) -> None:
         self._server, self._replica, self._lines = server, replica, lines
         self.parcel = parcel
@@ -130,7 +130,7 @@ class OwnDesk:
                 line.close()
 
 
-class FarDesk:
+class RemoteClient:
     """The desk of a replica on another rank than the owner's.
 
     Args:
@@ -139,7 +139,7 @@ class FarDesk:
         replicas: number of replicas.
     """
 
-    def __init__(self, line: Line, owner: str, replicas: int) -> None:
+    def __init__(self, line: Connection, owner: str, replicas: int) -> None:
         self._line, self._owner, self._replicas = line, owner, replicas
         self.parcel = line.parcel
 
@@ -195,7 +195,7 @@ def _lost(text: str) -> PeerError:
     return PeerError(f"{text}.", collective="exchange with the server", group="", reason=text)
 
 
-def _serve(server: Server, replica: int, line: Line) -> None:
+def _serve(server: Server, replica: int, line: Connection) -> None:
     """Answers one replica until it ends; a thread runs this."""
     try:
         while _answered(server, replica, line):
@@ -210,7 +210,7 @@ def _serve(server: Server, replica: int, line: Line) -> None:
             line.close()
 
 
-def _answered(server: Server, replica: int, line: Line) -> bool:
+def _answered(server: Server, replica: int, line: Connection) -> bool:
     """Answers a message; False for the last."""
     asked = line.receive(_PUSH + _MEET + _BEGIN)
     if asked.kind == _END:
@@ -224,7 +224,7 @@ def _answered(server: Server, replica: int, line: Line) -> bool:
     return True
 
 
-def _answer(server: Server, replica: int, asked: ServerMessage, line: Line) -> None:
+def _answer(server: Server, replica: int, asked: ServerMessage, line: Connection) -> None:
     order = None
     try:
         if asked.kind == _PUSH:

@@ -1,6 +1,6 @@
 """The interface between the compiled module and the planner: requests for programs, and the programs made.
 
-The runtime loads no solver: it knows the planner only as a `ProgramMaker`.
+The runtime loads no solver: it knows the planner only as a `ProgramBuilder`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autopar.ir.recompute import Recompute
 from autopar.ir.saved import SavedLayout
 from autopar.program.captures import Captures, Shapes
 from autopar.program.program import Program
-from autopar.runtime.parameters.part import Users
+from autopar.runtime.parameters.stage_partition import Users
 from autopar.runtime.ranks.world import World
 
 # Number of micro-batches -> a context in which the model can be captured with the arguments of one of them.
@@ -89,7 +89,7 @@ class ProgramRequest:
     numbers: Sequence[Place] = ()
 
 
-class ProgramMaker(Protocol):
+class ProgramBuilder(Protocol):
     """Makes programs and knows the mesh they run on (implemented by autopar.api.planner)."""
 
     def program(self, model: nn.Module, stand_ins: StandIns, asked: ProgramRequest) -> Programs:

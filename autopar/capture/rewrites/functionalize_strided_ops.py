@@ -25,7 +25,7 @@ from autopar.ops.nodes import bound_arguments
 aten = torch.ops.aten
 
 
-def say_elements(module: fx.GraphModule) -> None:
+def functionalize_strided_ops(module: fx.GraphModule) -> None:
     """Rewrites an exported graph, and the graphs in it, in place.
 
     Raises CaptureError for writes that would be lost.

@@ -1,4 +1,4 @@
-"""The versions of a stage's parameters inside a step, and the optimizer that makes them (`autopar.pipeline.versions`).
+"""The versions of a stage's parameters inside a step, and the optimizer that makes them; see `autopar.pipeline`.
 
 The newest version is the parameters at rest, which the optimizer updates. Where a micro-batch still needs the values
 that it is about to write over, the parameters at rest first become copies, and the old tensors stay as they are: what
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from autopar.errors import StepError
 from autopar.ir import Pipeline
-from autopar.pipeline.versions import last_uses
+from autopar.pipeline.weight_stashing import last_uses
 from autopar.runtime.parameters.parameters import Residents
 from autopar.runtime.parameters.reducer import Reducer
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from autopar.capture.rows import have_rows
 from autopar.program.program import Program
 from autopar.runtime.execute.inputs import Arguments, Shape, part_shapes
-from autopar.runtime.ranks.together import Together
+from autopar.runtime.ranks.all_ranks import AllRanks
 from autopar.runtime.ranks.world import World
 
 
@@ -48,7 +48,7 @@ def whole_or_own(
     if world.ranks == 1 or _is_cut_alike(program, arguments, micro_batches):
         return arguments
     parts = zip(arguments.tensors, are_parts(arguments), strict=True)
-    with Together("Gathering the batch").naming_failures():
+    with AllRanks("Gathering the batch").naming_failures():
         tensors = tuple(_gathered(x, world) if is_part else x for x, is_part in parts)
     return replace(arguments, tensors=tensors)
 

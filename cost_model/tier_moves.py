@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
 from autopar.cost_model.arith import Quantity
-from autopar.cost_model.items import Item, Phase, Region
+from autopar.cost_model.items import Phase, Region, WorkItem
 from autopar.cost_model.machines.hardware import Hardware
 from autopar.ir import ParameterPlan, Tier
 from autopar.ir.tier import Move, is_farther, moves
@@ -58,7 +58,7 @@ def way_back(way: Iterable[Move]) -> tuple[Move, ...]:
 def move_item(
     name: str, move: Move, size_bytes: Quantity, hardware: Hardware, *, phase: Phase, region: Region,
     count: Quantity, carries: str, of: str, every_micro_batch: bool, moves: str = "", recomputed: int = 0,
-) -> Item:  # fmt: skip
+) -> WorkItem:  # fmt: skip
     """The item of one move of a parameter, a gradient or a saved activation.
 
     Args:
@@ -66,10 +66,10 @@ def move_item(
         move: source and target tier.
         size_bytes: bytes that are copied.
         hardware: the machine with the bandwidth and latency of the copy.
-        phase, region, count, carries, of, every_micro_batch, moves, recomputed: see `Item`.
+        phase, region, count, carries, of, every_micro_batch, moves, recomputed: see `WorkItem`.
     """
     seconds = hardware.move_seconds(move, size_bytes)
-    return Item(
+    return WorkItem(
         f"{move.name} {name}", move.name, move.tier, phase, region, count, seconds, size_bytes, carries=carries,
         every_micro_batch=every_micro_batch, of=of, moves=moves, recomputed=recomputed,
     )  # fmt: skip

@@ -3,8 +3,8 @@
 [Note: why sockets] A server waits for whoever comes first, without a limit while a replica computes; it has to notice
 at once that one died, and to stop where its own process ends. A receive of Gloo ends only when the message comes or the
 whole group is given up by a timeout, so that a waiting thread could not be ended. Hence each replica has a TCP
-connection to the owner, over which only bytes of tensors and numbers go (`autopar.runtime.replicas.server_door` makes
-it).
+connection to the owner, over which only bytes of tensors and numbers go (`autopar.runtime.replicas.server_handshake`
+makes it).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import socket
 import struct
 from typing import NamedTuple, TypeVar
 
-from autopar.runtime.replicas.parcel import Parcel
+from autopar.runtime.replicas.exchange_buffer import ExchangeBuffer
 
 Buffer = TypeVar("Buffer", bound=bytearray | memoryview)
 _HEAD = struct.Struct("!cqQ")  # kind, number, bytes of a text that follows
@@ -37,7 +37,7 @@ class ServerMessage(NamedTuple):
     text: str
 
 
-class Line:
+class Connection:
     """One connection, used by one thread at each end.
 
     Raises ConnectionError where the other end is gone, and TimeoutError where it takes too long.
@@ -51,7 +51,7 @@ class Line:
         is_closed: whether this end has closed it.
     """
 
-    def __init__(self, connection: socket.socket, parcel: Parcel) -> None:
+    def __init__(self, connection: socket.socket, parcel: ExchangeBuffer) -> None:
         self._socket, self.parcel = connection, parcel
         self.sent_bytes, self.is_closed = 0, False
 

@@ -17,8 +17,8 @@ from autopar.planning.planning import prepare_step
 from autopar.proof.subject import Subject
 from autopar.search.candidates.request_filters import check_closed_form
 from autopar.search.exact.search import search
-from autopar.search.request.lone_ops import LonePins, resolve_lone_pins
 from autopar.search.request.request import Request
+from autopar.search.request.single_rank_ops import LonePins, resolve_lone_pins
 from tests.support.towers import Towers
 
 SIDES = {"a": "@0", "b": "@1"}

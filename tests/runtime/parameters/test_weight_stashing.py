@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.capture.export import run_with_loss
 from autopar.ir import VERSIONED
-from autopar.runtime.parameters.versions import StageVersions
+from autopar.runtime.parameters.weight_stashing import StageVersions
 from tests.runtime.models import Batch, mean_square
 from tests.runtime.ranks import Ranks
 from tests.runtime.training import difference, full_state

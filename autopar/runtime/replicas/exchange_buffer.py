@@ -17,7 +17,7 @@ _WHOLE = -1  # in place of a number of rows
 _INDEX = torch.int64
 
 
-class Parcel:
+class ExchangeBuffer:
     """Tensors in one buffer of the host.
 
     Args:
