@@ -48,7 +48,7 @@ def test_texts_in_braces_are_left_alone() -> None:
 
 
 def test_a_draw_has_every_area_and_repeats() -> None:
-    lines = {str(path.relative_to(ROOT)): range(10_000) for path in (ROOT / "passes").glob("*.py")}
+    lines = {str(path.relative_to(ROOT)): range(10_000) for path in (ROOT / "passes").rglob("*.py")}
     lines |= {name: range(10_000) for name in ("autopar/rules/shape.py", "autopar/ir/layout.py")}
     lines |= {
         name: range(10_000)
