@@ -19,12 +19,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(begin_session())
 
 
-def pytest_itemcollected(item: pytest.WorkItem) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     if item.nodeid in SLOW:
         item.add_marker("slow")
 
 
-def pytest_collection_modifyitems(items: list[pytest.WorkItem]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts the tests of four ranks together, so that one worker of pytest-xdist has nearly all of them.
 
     Two workers with four ranks each would be eight processes that wait for each other.
