@@ -21,10 +21,15 @@ def _fold(combine: Callable[[Quantity, Quantity], Quantity]) -> Callable[..., Qu
     return lambda *operands: functools.reduce(combine, operands)
 
 
+def _power(base: Quantity, exponent: Quantity) -> Quantity:
+    """A power of a float: numpy has no negative powers of its integers, which a maximum of two sizes is."""
+    return (1.0 * base) ** exponent
+
+
 _OPERATIONS: Mapping[type[sympy.Basic], Callable[..., Quantity]] = {
     sympy.Add: _fold(operator.add),
     sympy.Mul: _fold(operator.mul),
-    sympy.Pow: operator.pow,
+    sympy.Pow: _power,
     sympy.Max: _fold(np.maximum),
     sympy.Min: _fold(np.minimum),
     sympy.log: np.log,
@@ -53,6 +58,8 @@ class Formulas(NamedTuple):
         >>> x, y = sympy.symbols("x y", positive=True)
         >>> Formulas.of([x + y, sympy.Max(x, 2 * y)], [x, y]).at([3.0, 4.0])
         [7.0, np.float64(8.0)]
+        >>> Formulas.of([1 / sympy.Max(x, y)], [x, y]).at([2, 4])
+        [np.float64(0.25)]
         """
         ordered = _in_order_of_evaluation(expressions)
         constants = [each for each in ordered if each.is_Number]
