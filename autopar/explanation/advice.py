@@ -87,7 +87,7 @@ class Question:
     _captured: dict[int, tuple[Target, Prepared, Graph]] = field(
         default_factory=dict, compare=False
     )
-    _plans: dict[tuple[str, str], Plan | None] = field(default_factory=dict, compare=False)
+    _plans: dict[str, Plan | None] = field(default_factory=dict, compare=False)
 
     @property
     def cluster(self) -> Cluster:

@@ -31,11 +31,22 @@ from autopar.ir.recompute import Recompute
 from autopar.pipeline.parts import is_whole
 from autopar.search.candidates.causes import where_time_goes
 from autopar.search.candidates.refined import Grouping, grouping_of
-from autopar.search.candidates.settings import DATA, TENSOR, ClusterSetting, PricedCandidate
+from autopar.search.candidates.settings import (
+    DATA,
+    INNER_DATA,
+    INSIDE,
+    TENSOR,
+    ClusterSetting,
+    PricedCandidate,
+)
 from autopar.search.exact.search import MeshSearch
 from autopar.search.request.recipe_rows import is_seq
 from autopar.search.stages.pipeline_settings import divisors
 
+OUTSIDE = (DATA[0], DATA[-1])  # recipes along the outer one of two axes of data parallelism
+_Kind = tuple[
+    str, str, bool
+]  # the recipes of dp and of tp, and whether dp is cut: what a plan depends on
 _Word = Literal["none", "full", ""]  # of a recomputation; "" for a number of layers
 
 
@@ -67,8 +78,8 @@ class SettingEstimator:
     pins: Mapping[str, str] = field(default_factory=dict)
     own_batch: bool = False
     shares_sequences: bool = False
-    _plans: dict[tuple[str, str], Plan | None] = field(default_factory=dict, compare=False)
-    _works: dict[tuple[str, str], _Work] = field(default_factory=dict, init=False, compare=False)
+    _plans: dict[str, Plan | None] = field(default_factory=dict, compare=False)
+    _works: dict[_Kind, _Work] = field(default_factory=dict, init=False, compare=False)
 
     @property
     def is_empty(self) -> bool:
@@ -90,14 +101,14 @@ class SettingEstimator:
 
     def price_of(self, settings: Iterable[ClusterSetting]) -> list[PricedCandidate]:
         """The prices of the legal ones among these settings, in the same order."""
-        groups: dict[tuple[str, str, _Word], list[ClusterSetting]] = {}
+        groups: dict[tuple[_Kind, _Word], list[ClusterSetting]] = {}
         wanted = list(settings)
         for each in wanted:
             word = each.recompute if isinstance(each.recompute, str) else ""
-            groups.setdefault((each.data, each.tensor, word), []).append(each)
+            groups.setdefault((_kind(each), word), []).append(each)
         found: dict[ClusterSetting, PricedCandidate] = {}
-        for (data, tensor, word), group in groups.items():
-            plan, legal = self._legal(data, tensor, group)
+        for (kind, word), group in groups.items():
+            plan, legal = self._legal(kind, group)
             if plan is not None:
                 recompute = word or _numbers_of_blocks(legal)
                 found |= {each.setting: each for each in self._priced(plan, recompute, legal)}
@@ -111,14 +122,14 @@ class SettingEstimator:
         A setting is left out if it does not fit even with all layers but one recomputed. What does not fit may lie in
         `host_bytes` of the host, as far as it is movable.
         """
-        groups: dict[tuple[str, str], dict[ClusterSetting, float]] = {}
+        groups: dict[_Kind, dict[ClusterSetting, float]] = {}
         for each in priced:
             s, room_bytes = each.setting, bound_bytes + min(host_bytes, each.movable_bytes)
             if s.recompute == "none" and each.memory_bytes > room_bytes:
-                groups.setdefault((s.data, s.tensor), {})[s] = room_bytes
+                groups.setdefault(_kind(s), {})[s] = room_bytes
         found = []
-        for (data, tensor), rooms in groups.items():
-            plan, settings = self._legal(data, tensor, [*rooms])
+        for kind, rooms in groups.items():
+            plan, settings = self._legal(kind, [*rooms])
             assert plan is not None and len(settings) == len(rooms), "they were priced"
             fewest = self._fewest_blocks(plan, settings, np.array([*rooms.values()]))
             again = [
@@ -164,17 +175,33 @@ class SettingEstimator:
                 if not self._is_repeated(data, tensor, dp, tp):
                     yield ClusterSetting(dp, tp, stages, 1, self.batch // dp, data, tensor, cp=cp)
 
+    def over_two_data_axes(self) -> Iterator[ClusterSetting]:
+        """All ways to cut data parallelism in two, without stages; along the outer axis each of `OUTSIDE` is priced."""
+        for tp in self._tensor_sizes():
+            dp, rest = divmod(self.cluster.ranks, tp)
+            if rest or self.batch % dp:
+                continue
+            for cut, each, data in itertools.product(
+                divisors(dp)[1:-1], divisors(self.batch // dp), OUTSIDE
+            ):
+                if not self._keeps_batch(1) or each * dp == captured_batch(self.graph):
+                    count = self.batch // dp // each
+                    yield ClusterSetting(dp, tp, 1, each, count, data, TENSOR[-1], cut=cut)
+
     def on(self, cluster: Cluster) -> SettingEstimator:
         """The same space on another cluster, with the plans that were searched for this one."""
         return replace(self, cluster=cluster)
 
-    def plan(self, data: str, tensor: str) -> Plan | None:
-        """The plan under two recipes (for dp and for tp) on a mesh of 2 x 2; None if the pins contradict them."""
-        key = (data, tensor)
+    def plan(self, data: str, tensor: str, is_cut: bool = False) -> Plan | None:
+        """The plan under the recipes for dp and for tp, and for dp_inner between them if data parallelism is cut.
+
+        It is for a mesh with two ranks along each axis. None if the pins contradict the recipes.
+        """
+        key = f"dp:{data}," + f"{INNER_DATA}:{INSIDE}," * is_cut + f"tp:{tensor}"
         if key not in self._plans:
+            searched = self._searched_cut if is_cut else self._searched
             try:
-                found = self._searched.under(f"dp:{data},tp:{tensor}").within(None)
-                self._plans[key] = found.plan
+                self._plans[key] = searched.under(key).within(None).plan
             except SearchError:
                 self._plans[key] = None
         return self._plans[key]
@@ -182,29 +209,38 @@ class SettingEstimator:
     @cached_property
     def _searched(self) -> MeshSearch:
         """The search on a mesh of 2 x 2, whose folded graph and prices all recipes share."""
+        return self._searched_on("dp", "tp")
+
+    @cached_property
+    def _searched_cut(self) -> MeshSearch:
+        """The same on a mesh of 2 x 2 x 2, with two axes of data parallelism."""
+        return self._searched_on("dp", INNER_DATA, "tp")
+
+    def _searched_on(self, *axes: str) -> MeshSearch:
         return MeshSearch.of(
-            self.graph, {"dp": 2, "tp": 2}, hardware=self.cluster.hardware, pins=self.pins
+            self.graph, dict.fromkeys(axes, 2), hardware=self.cluster.hardware, pins=self.pins
         )
 
     def _groups(self) -> Iterator[tuple[Plan, Recompute, list[ClusterSetting]]]:
         for data, tensor in itertools.product(DATA, TENSOR):
             for recompute in self.recomputes:
                 settings = list(self._settings(data, tensor, recompute))
-                plan, legal = self._legal(data, tensor, settings)
+                plan, legal = self._legal((data, tensor, False), settings)
                 if plan is not None:
                     yield plan, recompute, legal
 
     def _legal(
-        self, data: str, tensor: str, settings: list[ClusterSetting]
+        self, kind: _Kind, settings: list[ClusterSetting]
     ) -> tuple[Plan | None, list[ClusterSetting]]:
-        """The plan by which settings of two recipes are priced, and those of them that it allows.
+        """The plan by which settings of one kind are priced, and those of them that it allows.
 
         Where the recipe for tp splits nothing of the model, these are the settings without that axis.
         """
-        plan = self.plan(data, tensor) if settings else None
+        data, _, is_cut = kind
+        plan = self.plan(*kind) if settings else None
         if plan is None:
             settings = [each for each in settings if each.tp == 1]
-            plan = self.plan(data, "auto") if settings else None
+            plan = self.plan(data, "auto", is_cut) if settings else None
         splits = frozenset() if plan is None else self._splits(plan)
         return plan, [each for each in settings if self._divides(splits, each)]
 
@@ -272,6 +308,7 @@ class SettingEstimator:
         divides them by both, so that it is optimistic.
         """
         sizes, rows = {"dp": setting.dp, "tp": setting.tp}, setting.micro_batch * setting.dp
+        sizes[INNER_DATA] = setting.dp  # the batch is what both split
         heads = self._grouping.heads if setting.inner > 1 and self._grouping else 0
         return all(
             (rows if is_batch else size) % sizes[axis] == 0 or (axis == "tp" and size == heads)
@@ -337,7 +374,7 @@ class SettingEstimator:
 
         Settings that are priced again, with other recomputation, are among those that were priced before.
         """
-        key = settings[0].data, settings[0].tensor
+        key = _kind(settings[0])
         known = self._works.get(key)
         if known is not None and known.has(settings):
             return known, known.rows_of(settings)
@@ -346,13 +383,14 @@ class SettingEstimator:
 
     def _new_work(self, plan: Plan, at: _Columns) -> _Work:
         hardware, ranks = self.cluster.hardware, at.dp * at.tp * at.stages
-        links = (
-            hardware.axis_link(at.tp, at.dp, ranks),
-            hardware.axis_link(1 + 0 * at.tp, at.tp, ranks),
-        )
+        axes = [(at.cut * at.tp, at.dp // at.cut), (at.tp, at.cut), (1 + 0 * at.tp, at.tp)]
+        if INNER_DATA not in plan.mesh.names:
+            del axes[1]
+        links = tuple(hardware.axis_link(stride, size, ranks) for stride, size in axes)
         sizes = _ManySizes(
-            plan.mesh, dict.fromkeys(self._batch_factors, at.batch), (1.0 * at.dp, 1.0 * at.tp)
-        )
+            plan.mesh, dict.fromkeys(self._batch_factors, at.batch),
+            tuple(1.0 * size for _, size in axes),
+        )  # fmt: skip
         pricer = Pricer(
             self.graph, plan, sizes=sizes, hardware=hardware, links=links, training_state=self.training_state,
         )  # fmt: skip
@@ -387,6 +425,7 @@ class _Columns:
         dp: numbers of ranks of dp and cp together. A part of a sequence is priced as a part of a sample.
         tp, stages, micro_batches, cp: numbers of ranks and micro-batches, as in `ClusterSetting`.
         batch: numbers of samples of a micro-batch on all ranks of dp.
+        cut: numbers of these ranks along the inner one of two axes.
     """
 
     dp: np.ndarray
@@ -395,6 +434,7 @@ class _Columns:
     micro_batches: np.ndarray
     batch: np.ndarray
     cp: np.ndarray
+    cut: np.ndarray
 
     @classmethod
     def of(cls, settings: Sequence[ClusterSetting]) -> _Columns:
@@ -404,7 +444,7 @@ class _Columns:
         return cls(
             column(lambda s: s.dp * s.cp), column(lambda s: s.tp), column(lambda s: s.stages),
             column(lambda s: s.micro_batches), 1.0 * column(lambda s: s.micro_batch * s.dp),
-            column(lambda s: s.cp),
+            column(lambda s: s.cp), column(lambda s: s.cut),
         )  # fmt: skip
 
 
@@ -444,10 +484,15 @@ class _Work:
         return found
 
 
+def _kind(setting: ClusterSetting) -> _Kind:
+    return setting.data, setting.tensor, setting.cut > 1
+
+
 def _sizes(setting: ClusterSetting) -> tuple[float, ...]:
     """What `_Columns` has of a setting."""
     s = setting
-    return s.dp * s.cp, s.tp, s.stages, s.micro_batches, float(s.micro_batch * s.dp), s.cp
+    rows = float(s.micro_batch * s.dp)
+    return s.dp * s.cp, s.tp, s.stages, s.micro_batches, rows, s.cp, s.cut
 
 
 def _numbers_of_blocks(settings: Sequence[ClusterSetting]) -> np.ndarray:

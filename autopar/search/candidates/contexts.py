@@ -1,32 +1,72 @@
-"""Sequences over a third axis, `cp`, of a searched mesh: context parallelism, where a micro-batch is one sample.
+"""Settings of a searched mesh with a third axis, which the search tries where they may gain.
 
-A rank takes at least one sample at a time along dp, so that activations of long sequences may not fit however the batch
-is cut. Along cp several ranks share a sequence. Ops that treat tokens one by one take a part of a sequence like a part
-of a sample, so that a setting has the estimate of dp x cp ranks of data parallelism with that part of a sample on each.
-What attention sends along cp is left out of the estimate, so that a good setting is seldom passed by.
+*Sequences over an axis cp*: context parallelism, where a micro-batch is one sample. A rank takes at least one sample at
+a time along dp, so that activations of long sequences may not fit however the batch is cut. Along cp several ranks
+share a sequence. Ops that treat tokens one by one take a part of a sequence like a part of a sample, so that a setting
+has the estimate of dp x cp ranks of data parallelism with that part of a sample on each. What attention sends along cp
+is left out of the estimate, so that a good setting is seldom passed by.
 
 The search tries these settings after those without cp, and only where the bound on memory is likely to have ruled out a
 faster plan, or where the batch has fewer samples than there are ranks.
+
+*Data parallelism over two axes*, `dp` and inside of it `dp_inner`, of all sizes, with tensor parallelism inside of
+both. Neighbours share out what they store. Along dp, parameters are whole (hybrid sharding, Zhao et al. 2023, section
+3.2.2: no gather leaves the group) or in shards, too; then a collective over both axes has fewer rounds than one over
+all ranks. The search tries these settings last, where their estimates are lower than with one axis and than the best
+step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from autopar.ir import Graph, Mesh
 from autopar.search.candidates.request_filters import allows
+from autopar.search.candidates.settings import ClusterSetting
 from autopar.search.candidates.trials import Explored, Trial, blocks_of, promising
 from autopar.search.request.request import Request
+
+_WORTH = 1e-3  # least relative gain of an estimate for which data parallelism is cut
 
 
 def context_trials_of(graph: Graph, request: Request, explored: Explored | None) -> Iterator[Trial]:
     """Settings with an axis cp that fit without recomputation, in the order of their search."""
     if explored is None:
         return iter(())
+    return _fitting(graph, request, explored, explored.space.over_sequences())
+
+
+def cut_trials_of(graph: Graph, request: Request, explored: Explored | None) -> Iterator[Trial]:
+    """Settings with two axes of data parallelism that fit without recomputation, in the order of their search.
+
+    Left out are those whose estimate is no faster than that with the same ranks and micro-batches along dp alone, and
+    all of them in a single node, where there is one kind of links.
+    """
+    is_single = explored is None or explored.space.cluster.nodes == 1
+    if explored is None or is_single or not request.leaves_axes_open:
+        return
+    alone = {
+        (each.setting.dp, each.setting.tp, each.setting.micro_batches): each.seconds
+        for each in reversed(explored.settings)
+        if each.setting.stages == 1 and each.setting.recompute == "none"
+    }
+    for trial in _fitting(graph, request, explored, explored.space.over_two_data_axes()):
+        assert trial.priced is not None, "it has an estimate"
+        setting = trial.priced.setting
+        before = alone.get((setting.dp, setting.tp, setting.micro_batches), math.inf)
+        if trial.priced.seconds < (1 - _WORTH) * before:
+            # Without recipes three axes have too many combinations.
+            yield trial._replace(recipe=request.inside) if setting.tp == 1 else trial
+
+
+def _fitting(
+    graph: Graph, request: Request, explored: Explored, settings: Iterable[ClusterSetting]
+) -> Iterator[Trial]:
+    """The settings among these that a request allows and that fit, in the order of their search."""
     node = request.hardware.devices_per_node
-    settings = [each for each in explored.space.over_sequences() if allows(request, each, node)]
-    priced = explored.space.price_of(settings)
+    priced = explored.space.price_of(each for each in settings if allows(request, each, node))
     fit = [each for each in priced if each.memory_bytes <= request.bound_bytes]
     return promising(fit, request, blocks_of(graph))
 

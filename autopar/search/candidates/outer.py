@@ -34,7 +34,7 @@ from autopar.ir import Graph, Mesh, ParameterPlan
 from autopar.ir.note import kind_of
 from autopar.pipeline.composed import state_bytes
 from autopar.pipeline.parts import is_whole
-from autopar.search.candidates.contexts import context_trials_of, without_context
+from autopar.search.candidates.contexts import context_trials_of, cut_trials_of, without_context
 from autopar.search.candidates.one_setting import SettingSearch, note_of_parts
 from autopar.search.candidates.refined import Finer, of_given_mesh, words_of_heads
 from autopar.search.candidates.trials import (
@@ -171,10 +171,12 @@ class _Outer:
             unasked = note_of_unasked_stages(self.request, self._inside.rows, tried.refusals)
             self._try(if_none_fits, tried)
         self._try(refined_trials_of(self.graph, self.request, explored), tried)
-        self._try_in_dims(tried)
-        self._try_over_sequences(explored, tried)
         self._try(unsplit_trials_of(self.graph, self.request, explored, tried.worth_seconds), tried)
         self._try_without_recipes(explored, tried)
+        # Only where nothing names an axis, and last: what is tried before depends on the best step so far, and must not
+        # be less than where something does.
+        self._try_in_dims(tried)
+        self._try_over_sequences(explored, tried)
         if not tried.found:
             raise refusal_of_all(self.request, tried.refusals)
         found = self._settled(tried, explored)
@@ -196,6 +198,7 @@ class _Outer:
         self._try(self._recounted(tried, explored), tried)
         self._try(self._opened(tried), tried)
         self._try_best_without_recipe(tried)
+        self._try(cut_trials_of(self.graph, self.request, explored), tried)
         (trial, best), *rest = tried.ranked
         others = tuple(each for other, each in rest if other.mesh != trial.mesh)
         return Searched(self._noted(best), trial, others, explored)

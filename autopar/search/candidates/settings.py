@@ -14,6 +14,8 @@ from autopar.ir.recompute import Recompute, format_recompute
 DATA = ("ddp", "zero1", "zero2", "zero3")
 TENSOR = ("tp", "tp+sp")
 INNER = "tq"  # name of the inner one of two axes in place of tp
+INNER_DATA = "dp_inner"  # and in place of dp
+INSIDE = "zero3"  # recipe of this one: neighbours share out what they store
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class ClusterSetting:
         inner: size of the inner one of two axes that tensor parallelism has in place of one
             (`autopar.search.candidates.refined`); 1 where it has one.
         cp: number of ranks that share the sequences of one rank of dp (`autopar.search.candidates.contexts`).
+        cut: size of the inner one of two axes that data parallelism has in place of one; 1 where it has one. Parameters
+            are in shards along it, and have the recipe `data` along the outer one.
     """
 
     dp: int
@@ -42,11 +46,13 @@ class ClusterSetting:
     recompute: Recompute = "none"
     inner: int = 1
     cp: int = 1
+    cut: int = 1
 
     @property
     def name(self) -> str:
         """Text such as `dp=2 zero1 x tp=4 tp, 8 x 1`: axes with their recipes, then micro-batches x samples."""
-        axes = [f"dp={self.dp} {self.data}"] if self.dp > 1 else []
+        axes = [f"dp={self.outer} {self.data}"] if self.dp > 1 else []
+        axes += [f"{INNER_DATA}={self.cut} {INSIDE}"] if self.cut > 1 else []
         axes += [f"cp={self.cp}"] if self.cp > 1 else []
         tensor = " x ".join(f"{name}={size}" for name, size in self._tensor_axes)
         axes += [f"{tensor} {self.tensor}"] if self.tp > 1 else []
@@ -70,7 +76,13 @@ class ClusterSetting:
     def recipe(self) -> str:
         tensor = ",".join(f"{name}:{self.tensor}" for name, _ in self._tensor_axes)
         context = "cp:auto," if self.cp > 1 else ""
-        return f"dp:{self.data},{context}{tensor}"
+        inside = f"{INNER_DATA}:{INSIDE}," if self.cut > 1 else ""
+        return f"dp:{self.data},{inside}{context}{tensor}"
+
+    @property
+    def outer(self) -> int:
+        """Number of ranks along the axis dp of the mesh."""
+        return self.dp // self.cut
 
     @property
     def mesh(self) -> Mesh:
@@ -80,8 +92,9 @@ class ClusterSetting:
     @property
     def _axes(self) -> tuple[tuple[str, int], ...]:
         """Name and size of every axis of a stage."""
+        inside = ((INNER_DATA, self.cut),) if self.cut > 1 else ()
         context = (("cp", self.cp),) if self.cp > 1 else ()
-        return ("dp", self.dp), *context, *self._tensor_axes
+        return ("dp", self.outer), *inside, *context, *self._tensor_axes
 
     @property
     def _tensor_axes(self) -> tuple[tuple[str, int], ...]:

@@ -1,4 +1,4 @@
-"""Sequences over a third axis of a searched mesh: settings, their estimates, and plans that need it."""
+"""Sequences over a third axis of a searched mesh, and data over two axes: settings, estimates, plans that need them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
-from autopar.cost_model import find_hardware
+from autopar.cost_model import find_cluster, find_hardware
+from autopar.cost_model.machines.software import with_eager_runs
 from autopar.errors import AutoparError
+from autopar.explanation.advice import Question
 from autopar.ir import Graph, Mesh
-from autopar.search.candidates.contexts import context_trials_of
+from autopar.search.candidates.contexts import context_trials_of, cut_trials_of
 from autopar.search.candidates.outer import search_plan
-from autopar.search.candidates.trials import Explored, explore
+from autopar.search.candidates.trials import Explored, Trial, explore
 from autopar.search.request.request import Request
 from autopar.search.stages.given import Planned
 from tests.search.graphs import LlamaSizes, llama
@@ -110,3 +112,73 @@ def test_none_is_slower_than_the_same_ranks_along_one_axis() -> None:
     """No recipe of `tp=4` has an estimate, as it does not divide the two key-value heads."""
     found, named = best(asked(8)), best(asked(8, mesh=Mesh.parse("dp=2,tp=4")))
     assert found.price.step_seconds <= 1.001 * named.price.step_seconds
+
+
+# Cut data parallelism: 8 nodes of 8 devices, and as many samples of 1,024 tokens as ranks.
+NODES, ROWS = replace(NODE, devices_per_node=8), 256
+
+
+@functools.cache
+def samples() -> Graph:
+    return llama(LlamaSizes(batch=ROWS, seq=512, kv_heads=8, group=4, head_dim=128, vocab=32000))
+
+
+def of_samples(**options: Any) -> Request:
+    fields = {"ranks": ROWS, "batch": ROWS, "cuts_batch": True, "recompute": "none", "stages": (1,)}
+    return Request(NODES, **{**fields, **options})
+
+
+@functools.cache
+def all_samples() -> Explored:
+    found = explore(samples(), of_samples(), ROWS)
+    assert found is not None
+    return found
+
+
+@functools.cache
+def cuts() -> list[Trial]:
+    return list(cut_trials_of(samples(), of_samples(), all_samples()))
+
+
+def test_data_parallelism_is_cut_at_every_size() -> None:
+    found = list(all_samples().space.over_two_data_axes())
+    assert {s.outer * s.cut * s.tp for s in found} == {ROWS}
+    assert {s.micro_batch * s.micro_batches * s.dp for s in found} == {ROWS}
+    assert {s.cut for s in found if s.tp == 1} == {2, 4, 8, 16, 32, 64, 128}
+    (hybrid,) = (s for s in found if (s.cut, s.tp, s.micro_batches, s.data) == (4, 2, 1, "ddp"))
+    assert str(hybrid.mesh) == "dp=32,dp_inner=4,tp=2"
+    assert hybrid.recipe == "dp:ddp,dp_inner:zero3,tp:tp+sp"
+    assert hybrid.name == "dp=32 ddp x dp_inner=4 zero3 x tp=2 tp+sp, 1 x 2"
+
+
+@pytest.mark.parametrize(
+    "options", [{"mesh": "dp=256"}, {"recipe": "dp:auto,tp:auto"}, {"ranks": 8}]
+)
+def test_nothing_is_cut_where_a_user_names_axes_or_one_node_has_all_ranks(
+    options: dict[str, Any],
+) -> None:
+    request = of_samples(**options)
+    known = explore(samples(), request, ROWS) if "ranks" in options else all_samples()
+    assert not list(cut_trials_of(samples(), request, known))
+
+
+def test_what_is_cut_has_the_step_that_its_estimate_promises() -> None:
+    assert cuts()
+    for trial in cuts()[:2]:
+        assert trial.priced is not None
+        named = of_samples(
+            mesh=trial.mesh, recipe=trial.priced.setting.recipe, micro_batches=trial.micro_batches
+        )
+        seconds = search_plan(samples(), named).best.price.step_seconds
+        assert seconds == pytest.approx(trial.promise_seconds, rel=0.01)
+
+
+@pytest.mark.slow
+def test_hybrid_sharding_by_name_is_no_faster_than_the_open_search() -> None:
+    """Llama-3 8B on 32 nodes: 838 ms over the nodes and inside of them, and 891 ms where data has one axis."""
+    cluster = with_eager_runs(find_cluster("h100x8x32"))
+    question = Question("llama3-8b", Request.on(cluster, batch=512), 4096)
+    found = question.answer()
+    assert "dp_inner" in found.plan.mesh.names
+    named = question.on(question.request.but(mesh=Mesh.parse("node=32,gpu=8"))).answer()
+    assert found.step_seconds <= 1.0001 * named.step_seconds

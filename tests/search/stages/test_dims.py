@@ -77,14 +77,13 @@ def test_with_tight_memory_a_plan_in_dims_is_chosen_by_its_price() -> None:
 
 
 @pytest.mark.slow
-def test_a_searched_mesh_is_in_dims_where_memory_is_tight() -> None:
+def test_where_memory_is_tight_no_narrower_question_has_a_faster_answer() -> None:
     options: dict[str, Any] = {"ranks": 64, "stages": (1,), "memory_bytes": 800_000_000}
     found = best(wide(4, 2048), **options)
-    assert str(found.plan.mesh) == "tp=16,tq=4" and found.plan.recipe == "tp:tp+sp,tq:width"
-    assert any("(3d)" in note and "memory is tight" in note for note in found.plan.notes)
     assert not any("pipeline stages, which" in note for note in found.plan.notes)
-    other = best(wide(4, 2048), **options, recipe="dp:auto,tp:auto")
-    assert found.price.step_seconds < 0.9 * other.price.step_seconds
+    for narrower in ({"recipe": "dp:auto,tp:auto"}, {"mesh": "tp=16,tq=4", "ranks": None}):
+        other = best(wide(4, 2048), **{**options, **narrower})
+        assert found.price.step_seconds <= 1.0001 * other.price.step_seconds
 
 
 GRAPHS = {"residual": residual(2), "llama": llama(SMALL)}
