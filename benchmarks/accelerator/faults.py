@@ -21,7 +21,7 @@ from autopar.runtime.failures.failing_op import is_out_of_memory
 from benchmarks.accelerator.figures import Figure, Sentence
 from benchmarks.accelerator.joining import staged_or_devices
 from benchmarks.accelerator.parts import Context, Found
-from tests.runtime.ranks import Join, join
+from tests.runtime.gloo_ranks import Join, join
 
 RANKS = 3
 BOUND_SECONDS = 60.0  # from the death of a rank to the end of the last survivor

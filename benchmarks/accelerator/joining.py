@@ -12,7 +12,7 @@ from autopar import _torch
 from autopar.calibrate.devices import device_count
 from benchmarks.accelerator import staged
 from benchmarks.accelerator.parts import Context
-from tests.runtime.ranks import GLOO_SECONDS, Join
+from tests.runtime.gloo_ranks import GLOO_SECONDS, Join
 
 
 def shares_device(context: Context, ranks: int) -> bool:

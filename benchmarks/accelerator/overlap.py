@@ -14,7 +14,7 @@ from benchmarks.accelerator.joining import join_staged, staged_or_devices
 from benchmarks.accelerator.parts import Context, Found
 from benchmarks.accelerator.several_ranks import RANKS
 from benchmarks.accelerator.trace import Trace, traced
-from tests.runtime.ranks import Join, Ranks, join
+from tests.runtime.gloo_ranks import Join, Ranks, join
 
 # With what a recipe sends while it computes: sums of gradients; those and gathers ahead of use; nothing.
 RECIPES = ("ddp", "zero3", "tp")

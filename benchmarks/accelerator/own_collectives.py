@@ -12,7 +12,7 @@ from benchmarks.accelerator.figures import Figure, Sentence
 from benchmarks.accelerator.joining import join_as_hosts, shares_device
 from benchmarks.accelerator.parts import Context, Found
 from benchmarks.accelerator.several_ranks import RANKS, every_plan
-from tests.runtime.ranks import Ranks
+from tests.runtime.gloo_ranks import Ranks
 
 
 def run(context: Context) -> Iterator[Found]:

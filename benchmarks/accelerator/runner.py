@@ -21,7 +21,7 @@ from autopar.calibrate.ranks import follow_parent
 from benchmarks.accelerator.figures import Result
 from benchmarks.accelerator.parts import Context, Part
 from benchmarks.stored import write_whole
-from tests.runtime.ranks import CONTEXT
+from tests.runtime.gloo_ranks import CONTEXT
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from benchmarks.accelerator.figures import Figure, Sentence
 from benchmarks.accelerator.joining import join_staged, staged_or_devices
 from benchmarks.accelerator.parts import Context, Found
 from benchmarks.parity.recipes import ONE_AXIS
-from tests.runtime.ranks import RankFailed, Ranks
+from tests.runtime.gloo_ranks import RankFailed, Ranks
 from tests.runtime.training import compiled, difference, randomly, single
 
 RANKS = 2

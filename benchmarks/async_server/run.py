@@ -31,7 +31,7 @@ from benchmarks.delayed import (
 )
 from benchmarks.local_steps.run import RANKS, ROWS, SMOOTHED, mean_losses, small_model
 from benchmarks.tables import markdown_table
-from tests.runtime.ranks import Ranks
+from tests.runtime.gloo_ranks import Ranks
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from gpt import loss_fn

@@ -28,7 +28,7 @@ from benchmarks.faults.accidents import Accident, Place
 from benchmarks.faults.training import EVERY, PLANS, STEPS, TIMEOUT_SECONDS, undisturbed, work
 from benchmarks.stored import store, stored
 from benchmarks.tables import markdown_table
-from tests.runtime.ranks import CONTEXT
+from tests.runtime.gloo_ranks import CONTEXT
 
 START_SECONDS = 200.0  # for an attempt, until the first rank has ended
 BOUND_SECONDS = 45.0  # from then until the last has

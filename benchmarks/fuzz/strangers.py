@@ -30,7 +30,7 @@ from benchmarks.delayed import optimizer_of, random_batches, relative_error
 from benchmarks.fuzz.page import replace_part
 from benchmarks.local_steps.run import ROWS, small_model
 from benchmarks.tables import markdown_table
-from tests.runtime.ranks import Ranks
+from tests.runtime.gloo_ranks import Ranks
 
 SECONDS = 20.0  # that the owner waits for its replicas
 _GREETING_BYTES = 68

@@ -16,7 +16,7 @@ import click
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.stored import store, stored
 from benchmarks.tables import markdown_table
-from tests.runtime.ranks import RankFailed, Ranks
+from tests.runtime.gloo_ranks import RankFailed, Ranks
 from tests.support.odd_scripts import SCRIPTS, Verdict, verdict
 from tests.support.scripts import DOORS
 

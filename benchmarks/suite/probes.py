@@ -2,7 +2,7 @@
 
 A run is a row of simple statements of a function, up to the next statement that has a body. Who reaches its first
 statement reaches all of them, or raises. Before it stands a call that writes the test of the moment into a file, once a
-process: pytest names the test in the environment, and `tests/runtime/ranks.py` hands the name on to its ranks.
+process: pytest names the test in the environment, and `tests/runtime/gloo_ranks.py` hands the name on to its ranks.
 
     python -m benchmarks.suite.probes --into /tmp/probed --hits hits.txt > suite.log
 

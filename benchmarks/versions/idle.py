@@ -27,7 +27,7 @@ from autopar.runtime.pipeline.pipeline import BoundPipeline
 from benchmarks.delayed import optimizer_of, random_batches
 from benchmarks.tables import markdown_table
 from benchmarks.versions.run import loss_fn, small_model
-from tests.runtime.ranks import Ranks
+from tests.runtime.gloo_ranks import Ranks
 
 GROUPS = 8  # a run has so many times as many micro-batches as ranks
 

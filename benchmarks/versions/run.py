@@ -30,7 +30,7 @@ from benchmarks.delayed import (
     training_text,
 )
 from benchmarks.tables import markdown_table
-from tests.runtime.ranks import Ranks
+from tests.runtime.gloo_ranks import Ranks
 from tests.support.delayed import train_stages
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from autopar import _torch
 from benchmarks.accelerator.joining import join_staged
-from tests.runtime.ranks import Ranks, equal_on_all
+from tests.runtime.gloo_ranks import Ranks, equal_on_all
 
 pytestmark = pytest.mark.multiprocess
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.integrations.small import as_launched, set_as_torchrun
-from tests.runtime.ranks import Ranks
+from tests.runtime.gloo_ranks import Ranks
 from tests.support.launched import launch
 from tests.support.tables import often
 

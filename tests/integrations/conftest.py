@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.runtime.ranks import Ranks, kept_ranks
+from tests.runtime.gloo_ranks import Ranks, kept_ranks
 
 os.environ["ACCELERATE_USE_CPU"] = "true"
 

@@ -30,7 +30,7 @@ from tests.integrations.small import (
     trained_then_resumed,
     worst_difference,
 )
-from tests.runtime.ranks import Ranks, equal_on_all
+from tests.runtime.gloo_ranks import Ranks, equal_on_all
 from tests.support.accelerators import seeming_accelerators
 
 pytestmark = pytest.mark.multiprocess

@@ -24,7 +24,7 @@ from tests.integrations.small import (
     trained_then_resumed,
     worst_difference,
 )
-from tests.runtime.ranks import Ranks
+from tests.runtime.gloo_ranks import Ranks
 
 pytestmark = pytest.mark.multiprocess
 RanksOf = Callable[[int], Ranks]

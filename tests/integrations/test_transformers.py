@@ -26,7 +26,7 @@ from tests.integrations.small import (
     weights_of,
     worst_difference,
 )
-from tests.runtime.ranks import Ranks
+from tests.runtime.gloo_ranks import Ranks
 
 pytestmark = pytest.mark.multiprocess
 RanksOf = Callable[[int], Ranks]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.runtime.ranks import Ranks, kept_ranks
+from tests.runtime.gloo_ranks import Ranks, kept_ranks
 
 
 @pytest.fixture(scope="session")

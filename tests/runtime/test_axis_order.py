@@ -14,8 +14,8 @@ import autopar
 from autopar.errors import MeshError
 from autopar.ir import Mesh
 from autopar.runtime.ranks.processes import axes_of_device_mesh, make_world
+from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.models import make_on
-from tests.runtime.ranks import Ranks
 from tests.runtime.training import difference, single, train
 from tests.support.staged import captured_once
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from autopar.backend import backend, graphs, recurrence
 from autopar.errors import AutoparError, MeshError, RecipeError, StepError
 from tests.runtime import scripts
-from tests.runtime.ranks import Ranks
+from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.training import difference
 
 EQUAL = [

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import autopar
 from autopar.capture.export import run_with_loss
 from autopar.runtime.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from tests.runtime.gloo_ranks import CONTEXT, Ranks, equal_on_all, join
 from tests.runtime.models import MLP, Normed, Tied, make, mean_square
-from tests.runtime.ranks import CONTEXT, Ranks, equal_on_all, join
 from tests.runtime.training import difference, drawn, full_state
 from tests.support.staged import captured_once
 

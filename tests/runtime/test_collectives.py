@@ -9,7 +9,7 @@ import torch.distributed as dist
 from autopar.errors import PeerError
 from autopar.ir.conversion import TRANSITIONS
 from autopar.ops.collectives import KERNELS, LOCAL, group_name, result_shape
-from tests.runtime.ranks import Ranks
+from tests.runtime.gloo_ranks import Ranks
 
 pytestmark = pytest.mark.multiprocess
 

@@ -15,8 +15,8 @@ from torch import nn
 
 import autopar
 from autopar.runtime.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from tests.runtime.gloo_ranks import CONTEXT, join
 from tests.runtime.models import mean_square
-from tests.runtime.ranks import CONTEXT, join
 
 pytestmark = pytest.mark.multiprocess
 

@@ -18,8 +18,8 @@ from autopar.errors import AutoparError
 from autopar.ops import decomposed
 from autopar.ops.collectives import group_name
 from autopar.ops.decomposed import gather_products, product_scatter
+from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.models import make
-from tests.runtime.ranks import Ranks
 from tests.runtime.training import compiled, difference, drawn, single, train
 from tests.support.peak import PeakBytes
 from tests.support.staged import captured_once

@@ -17,7 +17,7 @@ from autopar.backend import graphs
 from autopar.errors import AutoparError
 from autopar.ops.collectives import group_name
 from autopar.ops.exchange import EXCHANGES, combined, dispatched, table_of
-from tests.runtime.ranks import Ranks
+from tests.runtime.gloo_ranks import Ranks
 from tests.support.experts import Integers, Routed, routes
 from tests.support.staged import captured_once
 

@@ -20,7 +20,7 @@ from autopar.runtime.parameters.gather import Gathers
 from benchmarks.accelerator.memory import peak_in_trace
 from tests.runtime import scripts
 from tests.runtime.execute.test_recompute import Made, model_of
-from tests.runtime.ranks import Ranks
+from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.training import difference, single, train
 from tests.support.staged import captured_once
 

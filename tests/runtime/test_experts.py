@@ -8,8 +8,8 @@ from torch import Tensor
 import autopar
 from autopar.capture.export import run_with_loss
 from autopar.proof.verdict import nan_last
+from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.models import make
-from tests.runtime.ranks import Ranks
 from tests.support.staged import captured_once
 from tests.support.tolerances import TOLERANCE_HALF
 

@@ -14,7 +14,7 @@ import autopar
 from autopar.capture.export import run_with_loss
 from autopar.ir import MixedPrecision
 from autopar.proof.verdict import nan_last
-from tests.runtime.ranks import Ranks
+from tests.runtime.gloo_ranks import Ranks
 from tests.support.staged import captured_once
 
 pytestmark = pytest.mark.multiprocess

@@ -14,7 +14,7 @@ from autopar.cost_model.memory import parameter_bytes
 from autopar.cost_model.sizes import Sizes
 from autopar.errors import PeerError, StepError
 from autopar.planning.planning import prepare_step
-from tests.runtime.ranks import Ranks
+from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.test_extras import batch
 from tests.runtime.test_own_backward import Losing
 from tests.support.staged import captured_once

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from tests.runtime.ranks import Ranks
+from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.training import difference, train
 from tests.support.functions import made
 from tests.support.staged import captured_once

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 import autopar
 from autopar.errors import PlanError
+from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.models import mean_square
-from tests.runtime.ranks import Ranks
 from tests.runtime.training import difference, full_state
 
 HEADS, KEY_VALUE_HEADS, SIZE = 4, 2, 4

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 import autopar
 from autopar.errors import StepError
 from autopar.proof.verdict import nan_last
-from tests.runtime.ranks import Ranks
+from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.test_shapes import cross_entropy, distance, reader, tokens
 from tests.support.staged import plan_for
 

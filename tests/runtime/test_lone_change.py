@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import autopar
+from tests.runtime.gloo_ranks import CONTEXT, join
 from tests.runtime.models import mean_square
-from tests.runtime.ranks import CONTEXT, join
 
 pytestmark = pytest.mark.multiprocess
 

@@ -14,7 +14,7 @@ import autopar
 from autopar.errors import PlanError
 from autopar.ir import Mesh
 from autopar.proof.random_plan import random_plan
-from tests.runtime.ranks import Ranks
+from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.training import difference, train
 from tests.support.staged import captured_once, prepared_once
 from tests.support.tables import often

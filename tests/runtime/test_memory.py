@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import autopar
+from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.models import mean_square
-from tests.runtime.ranks import Ranks
 from tests.support.staged import captured_once
 
 pytestmark = pytest.mark.multiprocess

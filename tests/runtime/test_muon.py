@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar._torch import muon
-from tests.runtime.ranks import Ranks
+from tests.runtime.gloo_ranks import Ranks
 from tests.support.staged import captured_once
 
 SHAPES = [(8, 4), (4, 4), (4, 12), (16, 4), (4, 4), (6, 4)]

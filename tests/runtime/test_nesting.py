@@ -11,8 +11,8 @@ import autopar
 from autopar.api import front_door
 from autopar.errors import PlanError
 from autopar.ir import Plan, S, nested_labels
+from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.models import make, make_on
-from tests.runtime.ranks import Ranks
 from tests.runtime.training import difference, single, train
 from tests.support.staged import captured_once
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import autopar
 from autopar.errors import StepError
-from tests.runtime.ranks import Ranks
+from tests.runtime.gloo_ranks import Ranks
 
 pytestmark = pytest.mark.multiprocess
 

@@ -20,7 +20,7 @@ from tests.analysis.losses import (
     means_of_groups,
     plus_rows,
 )
-from tests.runtime.ranks import Ranks
+from tests.runtime.gloo_ranks import Ranks
 from tests.support.staged import captured_once
 from tests.support.tables import often
 

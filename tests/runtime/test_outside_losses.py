@@ -16,7 +16,7 @@ from benchmarks.parity.outside_losses import (
     summed_over_ranks,
     trained,
 )
-from tests.runtime.ranks import Ranks
+from tests.runtime.gloo_ranks import Ranks
 from tests.support.staged import captured_once
 
 pytestmark = pytest.mark.multiprocess

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import autopar
 from autopar.errors import AutoparError, PlanError
 from autopar.runtime.collectives import async_collectives
+from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.models import make
-from tests.runtime.ranks import Ranks
 from tests.runtime.training import compiled, difference, plan_of_part, single, train
 from tests.support.staged import captured_once
 from tests.support.tables import often

@@ -11,8 +11,8 @@ from torch import nn
 import autopar
 from autopar.errors import AutoparError
 from autopar.runtime.checkpoint.checkpoint import load_optimizer_state
+from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.models import MLP, mean_square
-from tests.runtime.ranks import Ranks
 
 X, Y = torch.randn(2, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 

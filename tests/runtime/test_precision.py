@@ -25,8 +25,8 @@ from autopar.planning.planning import prepare_step
 from autopar.proof.random_plan import random_plan
 from autopar.proof.verdict import nan_last
 from autopar.runtime.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from tests.runtime.gloo_ranks import Ranks, equal_on_all
 from tests.runtime.models import make, mean_square
-from tests.runtime.ranks import Ranks, equal_on_all
 from tests.support.staged import captured_once
 from tests.support.tolerances import TOLERANCE_HALF
 

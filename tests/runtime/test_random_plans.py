@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.runtime.ranks import Ranks
+from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.training import difference, randomly, single
 from tests.support.tables import often
 

@@ -27,7 +27,7 @@ from autopar.pipeline.parts import block_starts
 from autopar.planning.planning import prepare_step
 from autopar.proof.random_plan import random_plan
 from autopar.runtime.checkpoint.checkpoint import load_checkpoint, save_checkpoint
-from tests.runtime.ranks import Ranks
+from tests.runtime.gloo_ranks import Ranks
 from tests.support.staged import captured_once
 from tests.support.tables import often
 

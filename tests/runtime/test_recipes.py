@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.runtime.ranks import Ranks
+from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.training import compiled, difference, single
 
 pytestmark = pytest.mark.multiprocess

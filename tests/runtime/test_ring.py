@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import _torch
-from tests.runtime.ranks import Ranks
+from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.training import compiled, difference, single
 from tests.support.staged import captured_once
 from tests.support.tables import often

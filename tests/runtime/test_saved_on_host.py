@@ -19,8 +19,8 @@ from autopar.pipeline.saved_values import SavedValues
 from autopar.runtime.ranks.tiers import Tiers
 from tests.runtime.execute.test_recompute import NO_PIPELINE, joined, planned
 from tests.runtime.execute.test_saved import LAYERS, MICRO_BATCHES, STREAM, alone, gpt, ten_steps
+from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.models import Batch
-from tests.runtime.ranks import Ranks
 from tests.runtime.ranks.test_tiers import CPU_GLOO
 from tests.runtime.training import difference
 from tests.support.staged import captured_once

@@ -18,7 +18,7 @@ import autopar
 from autopar.proof.verdict import nan_last
 from autopar.runtime.model import program_cache
 from autopar.runtime.ranks.comparison import Comparison
-from tests.runtime.ranks import Ranks, equal_on_all
+from tests.runtime.gloo_ranks import Ranks, equal_on_all
 from tests.support.staged import captured_once, plan_for
 
 pytestmark = pytest.mark.multiprocess

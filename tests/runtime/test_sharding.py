@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import autopar
 from autopar.errors import CaptureError, MeshError, RecipeError
 from tests.runtime import scripts
-from tests.runtime.ranks import Ranks
+from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.training import difference, full_state
 
 TWO = {"dp": 2, "tp": 2}

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import autopar
 from autopar.ir import O
 from autopar.proof.subject import Subject
+from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.models import mean_square
-from tests.runtime.ranks import Ranks
 from tests.runtime.training import difference
 
 X = torch.linspace(-1, 1, 4 * 4 * 2, dtype=torch.float64).view(4, 4, 2)

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 import autopar
 from autopar.capture.export import run_with_loss
 from autopar.proof.verdict import nan_last
+from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.models import Normed, Tied, mean_square
-from tests.runtime.ranks import Ranks
 from tests.support.staged import captured_once
 
 pytestmark = pytest.mark.multiprocess

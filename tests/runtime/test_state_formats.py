@@ -20,8 +20,8 @@ from autopar.runtime.checkpoint.checkpoint import (
 )
 from autopar.runtime.formats.block_states import in_blocks, values_of
 from autopar.runtime.parameters.adafactor import Adafactor
+from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.models import mean_square
-from tests.runtime.ranks import Ranks
 from tests.support.staged import captured_once
 
 pytest.importorskip("torchao", reason="needs the extra autopar[torchao]")

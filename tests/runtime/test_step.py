@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.proof.verdict import nan_last
+from tests.runtime.gloo_ranks import Ranks, equal_on_all
 from tests.runtime.models import make, mean_square
-from tests.runtime.ranks import Ranks, equal_on_all
 from tests.runtime.training import DP, compile_mlp
 from tests.support.staged import captured_once
 from tests.support.tables import often

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 import autopar
 from autopar.proof.verdict import nan_last
 from autopar.runtime.execute.settings import Outputs
+from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.models import Normed, make, mean_square
-from tests.runtime.ranks import Ranks
 from tests.runtime.training import DP, difference, full_state, single, train
 from tests.support.staged import captured_once
 from tests.support.tables import often

@@ -15,8 +15,8 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 import autopar
 from autopar.errors import CaptureError
+from tests.runtime.gloo_ranks import Ranks, equal_on_all
 from tests.runtime.models import make, mean_square
-from tests.runtime.ranks import Ranks, equal_on_all
 from tests.runtime.training import DP, compile_mlp, difference, full_state, train
 from tests.support.staged import captured_once
 from tests.support.tables import often

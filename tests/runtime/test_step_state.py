@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import autopar
+from tests.runtime.gloo_ranks import Ranks, equal_on_all
 from tests.runtime.models import MLP, Normed, Tied, make, mean_square
-from tests.runtime.ranks import Ranks, equal_on_all
 from tests.runtime.training import DP, compile_mlp, difference, full_state
 from tests.support.staged import captured_once
 from tests.support.tables import often

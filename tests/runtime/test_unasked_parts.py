@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.cost_model import find_hardware
 from autopar.ir.note import kind_of
-from tests.runtime.ranks import Ranks
+from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.training import DP, difference, full_state
 from tests.support.staged import captured_once
 from tests.support.wide_blocks import Block

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.runtime.checkpoint.test_checkpoints import gap, half, in_one_process
 from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.capture.export import run_with_loss
+from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.models import make
-from tests.runtime.ranks import Ranks
+from tests.runtime.test_checkpoints import gap, half, in_one_process
 from tests.runtime.training import compiled, difference, full_state, single
 from tests.support.staged import captured_once
 

@@ -14,7 +14,7 @@ import autopar
 from autopar import _torch
 from autopar.errors import AutoparError
 from autopar.runtime.ranks.processes import refuse_unlike
-from tests.runtime.ranks import Ranks
+from tests.runtime.gloo_ranks import Ranks
 
 
 def differing(how: str) -> str:

@@ -13,8 +13,8 @@ from autopar import _torch
 from autopar.capture.export import run_with_loss
 from autopar.ir import Mesh
 from autopar.proof.random_plan import random_plan
+from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.models import make
-from tests.runtime.ranks import Ranks
 from tests.runtime.training import difference, full_state, train
 from tests.support.staged import captured_once, prepared_once
 from tests.support.tables import often

@@ -13,8 +13,8 @@ import autopar
 from autopar.capture.export import run_with_loss
 from autopar.proof.random_plan import random_plan
 from autopar.proof.verdict import nan_last
+from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.models import Batch, make, make_on, mean_square
-from tests.runtime.ranks import Ranks
 from tests.support.staged import captured_once, prepared_once
 
 Step = Callable[..., Tensor]

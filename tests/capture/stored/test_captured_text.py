@@ -23,7 +23,7 @@ from autopar.planning.stored_captures import (
 )
 from autopar.program.captures import at_sizes
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 from gpt import GPT, GPTConfig, loss_fn
 
 TABLE = torch.arange(16.0).reshape(4, 4)  # a global that a model reads

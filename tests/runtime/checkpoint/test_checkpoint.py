@@ -22,7 +22,7 @@ from autopar.runtime.formats.checkpoint_folder import read_saved
 from tests.runtime.models import Normed, Tied, mean_square
 
 X, Y = torch.randn(2, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-DOCUMENT = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "checkpoints.md"
 
 
 def make(width: int = 16, bias: bool = True) -> nn.Module:

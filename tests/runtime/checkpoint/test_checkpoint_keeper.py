@@ -18,8 +18,8 @@ from torch import Tensor, nn
 import autopar
 from autopar.capture.export import run_with_loss
 from autopar.runtime.checkpoint.checkpoint import Checkpoints, load_checkpoint
+from tests.runtime.gloo_ranks import Ranks, equal_on_all
 from tests.runtime.models import make
-from tests.runtime.ranks import Ranks, equal_on_all
 from tests.support.staged import captured_once
 
 

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar.runtime.collectives.async_collectives import StartedCollective
+from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.models import make
-from tests.runtime.ranks import Ranks
 from tests.runtime.training import drawn
 from tests.support.staged import captured_once
 

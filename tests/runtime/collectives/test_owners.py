@@ -26,8 +26,8 @@ from autopar.proof.lockstep import convert
 from autopar.runtime.collectives.hops import route, transposed
 from autopar.runtime.collectives.transfer import Transfer, travel
 from autopar.runtime.ranks.world import World
+from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.models import make, mean_square
-from tests.runtime.ranks import Ranks
 from tests.runtime.training import (
     compile_mlp,
     compiled,

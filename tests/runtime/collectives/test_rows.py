@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
-from tests.runtime.ranks import Ranks
+from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.training import difference, train
 from tests.support.staged import captured_once
 

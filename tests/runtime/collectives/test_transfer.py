@@ -13,7 +13,7 @@ from autopar.proof.verdict import nan_last
 from autopar.runtime.collectives.hops import route, signature, transposed
 from autopar.runtime.collectives.transfer import Transfer, travel
 from autopar.runtime.ranks.world import World
-from tests.runtime.ranks import Ranks
+from tests.runtime.gloo_ranks import Ranks
 
 MESH = Mesh.of({"a": 2, "b": 2})
 DIMS: list[Dims] = [((4,), (3,)), ((8,), ()), ((2, 4), (5,))]

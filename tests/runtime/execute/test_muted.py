@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.runtime.execute.muted import muted, share_of
-from tests.runtime.ranks import Ranks
+from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.training import difference
 from tests.support.staged import captured_once
 from tests.support.wide_blocks import Block

@@ -30,8 +30,8 @@ from autopar.search.exact.selection import select
 from autopar.search.request.request import Request
 from benchmarks.accuracy.saved_activations import kept_bytes
 from tests.proof.test_communication import Counted
+from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.models import Batch, make, mean_square
-from tests.runtime.ranks import Ranks
 from tests.runtime.training import difference, single, train
 from tests.support.staged import captured_once, prepared_once
 

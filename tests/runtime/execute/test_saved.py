@@ -28,8 +28,8 @@ from tests.runtime.execute.test_recompute import (
     planned,
     random_selection,
 )
+from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.models import Batch
-from tests.runtime.ranks import Ranks
 from tests.runtime.training import difference, full_state
 from tests.support.staged import captured_once
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import AutoparError, PlanError
+from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.models import MLP, Normed, Tied
-from tests.runtime.ranks import Ranks
 from tests.runtime.training import full_state
 from tests.support.staged import captured_once
 

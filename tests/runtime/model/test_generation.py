@@ -22,7 +22,7 @@ from transformers import (
 
 import autopar
 from autopar.errors import PlanError, StepError
-from tests.runtime.ranks import Ranks, equal_on_all
+from tests.runtime.gloo_ranks import Ranks, equal_on_all
 
 GREEDY = {"max_new_tokens": 6}
 SAMPLED = {"max_new_tokens": 6, "do_sample": True, "temperature": 2.0}

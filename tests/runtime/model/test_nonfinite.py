@@ -12,8 +12,8 @@ import autopar
 from autopar.errors import StepError
 from autopar.runtime.model.module import CompiledModule
 from autopar.runtime.model.nonfinite import NonFinite
+from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.models import RootOfProduct, mean_square
-from tests.runtime.ranks import Ranks
 from tests.support.staged import captured_once
 
 

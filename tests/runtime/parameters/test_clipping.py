@@ -14,8 +14,8 @@ from autopar.errors import StepError
 from autopar.ir import Mesh
 from autopar.runtime.parameters.clipping import clip_grad_norm_
 from autopar.runtime.ranks.world import World
+from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.models import make, mean_square
-from tests.runtime.ranks import Ranks
 from tests.support.staged import captured_once
 
 pytestmark = pytest.mark.multiprocess

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import autopar
 from autopar import LossScaling, MixedPrecision
 from autopar.errors import AutoparError
-from tests.runtime.ranks import Ranks
+from tests.runtime.gloo_ranks import Ranks
 from tests.support.staged import captured_once
 from tests.support.tables import often
 

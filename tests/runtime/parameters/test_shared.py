@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar.proof.verdict import nan_last
-from tests.runtime.ranks import Ranks
+from tests.runtime.gloo_ranks import Ranks
 from tests.support.staged import captured_once
 
 pytestmark = pytest.mark.multiprocess

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
 import autopar
+from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.models import make, mean_square
-from tests.runtime.ranks import Ranks
 from tests.runtime.training import DP
 from tests.support.staged import captured_once
 

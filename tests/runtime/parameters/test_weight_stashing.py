@@ -15,8 +15,8 @@ import autopar
 from autopar.capture.export import run_with_loss
 from autopar.ir import VERSIONED
 from autopar.runtime.parameters.weight_stashing import StageVersions
+from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.models import Batch, mean_square
-from tests.runtime.ranks import Ranks
 from tests.runtime.training import difference, full_state
 from tests.support.delayed import train_stages
 from tests.support.staged import captured_once, plan_for

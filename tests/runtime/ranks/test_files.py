@@ -19,8 +19,8 @@ from autopar.pipeline.composed import step_of, stored_bytes
 from autopar.planning.planning import policy_of, prepare_step
 from autopar.runtime.ranks.files import Files
 from autopar.runtime.ranks.tiers import Tiers
+from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.models import make, mean_square
-from tests.runtime.ranks import Ranks
 from tests.runtime.ranks.test_tiers import LAYERS, PARAMETERS, ROWS, WIDTH, network
 from tests.runtime.training import compiled, difference, distance_from_one_process, single
 from tests.support.staged import captured_once

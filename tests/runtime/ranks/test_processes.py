@@ -11,7 +11,7 @@ from autopar import _torch
 from autopar.errors import AutoparError, MeshError, SearchError
 from autopar.ir import Plan
 from autopar.runtime.ranks.processes import Seat, agreed, join_process_group, why_not_together
-from tests.runtime.ranks import Ranks
+from tests.runtime.gloo_ranks import Ranks
 from tests.support.accelerators import seeming_accelerators
 
 pytestmark = pytest.mark.multiprocess

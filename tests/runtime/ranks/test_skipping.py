@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import autopar
+from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.models import RootOfProduct, mean_square
-from tests.runtime.ranks import Ranks
 from tests.support.staged import captured_once
 
 

@@ -19,8 +19,8 @@ from autopar.cost_model import CPU_GLOO
 from autopar.pipeline.composed import step_of, stored_bytes
 from autopar.planning.planning import policy_of, prepare_step
 from autopar.runtime.ranks.tiers import Tiers
+from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.models import make, mean_square
-from tests.runtime.ranks import Ranks
 from tests.runtime.training import compiled, difference, distance_from_one_process, single, train
 from tests.support.staged import captured_once
 from tests.support.tables import often

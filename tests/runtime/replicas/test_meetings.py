@@ -11,8 +11,8 @@ from torch import nn
 
 import autopar
 from autopar.capture.export import run_with_loss
+from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.models import Batch, make
-from tests.runtime.ranks import Ranks
 from tests.runtime.training import difference, full_state
 from tests.support.delayed import train_replicas
 from tests.support.staged import captured_once

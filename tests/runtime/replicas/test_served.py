@@ -17,8 +17,8 @@ from torch import nn
 
 import autopar
 from autopar.ir.order import Order
+from tests.runtime.gloo_ranks import CONTEXT, Ranks, join
 from tests.runtime.models import make, mean_square
-from tests.runtime.ranks import CONTEXT, Ranks, join
 from tests.runtime.replicas.test_meetings import PARAMETER_BYTES, batches, expected, optimizer_of
 from tests.runtime.training import difference, full_state
 from tests.support.staged import captured_once

@@ -118,7 +118,7 @@ def test_the_seed_of_hashes_changes_nothing() -> None:
     other = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     elsewhere = subprocess.run(
         [sys.executable, "-c", "from tests.search.exact.test_search import made; print(made(), end='')"],
-        check=True, capture_output=True, text=True, cwd=Path(__file__).parents[2],
+        check=True, capture_output=True, text=True, cwd=Path(__file__).parents[3],
         env={**os.environ, "PYTHONHASHSEED": other},
     ).stdout  # fmt: skip
     assert elsewhere == made()
