@@ -21,13 +21,18 @@ from autopar._torch import TorchDispatchMode
 from autopar.ir import S, V
 from autopar.ops.nodes import draws
 from autopar.rules.notation import spec_of
-from autopar.rules.proofs import Splitting, comparison, forked_randomness, key_of, tolerance_of
+from autopar.rules.proofs import (
+    Splitting,
+    can_be_tried,
+    comparison,
+    forked_randomness,
+    key_of,
+    tolerance_of,
+)
 from autopar.rules.registered import RULES, Registered
 from autopar.rules.spec import Call, RuleDoesNotApply, Spec
 
 GUESS = "rows are independent on random tensors"
-# Elements of all operands above which an op is not run only to find out.
-_MOST_ELEMENTS = 1 << 24
 _MAGNITUDES = (1.0, 1e-3, 1e3)
 _TORCHS = ("aten", "prims", "autopar", "c10d", "_c10d_functional", "profiler", "inductor")
 
@@ -43,7 +48,7 @@ def probed(call: Call) -> Spec:
     if (key := key_of(call)) not in findings:
         with forked_randomness(call):
             found = (row for row in _rows(call) if _holds(row, call))
-            findings[key] = next(found, "") if _is_small(call) else ""
+            findings[key] = next(found, "") if can_be_tried(call) else ""
     if not findings[key]:
         raise RuleDoesNotApply("rows depend on each other, or the op is too large to try")
     return replace(
@@ -53,10 +58,6 @@ def probed(call: Call) -> Spec:
 
 def _name(call: Call) -> str:
     return str(getattr(call.node.target, "overloadpacket", call.node.target))
-
-
-def _is_small(call: Call) -> bool:
-    return sum(x.numel() for x in [*call.operands, *call.results]) <= _MOST_ELEMENTS
 
 
 def _rows(call: Call) -> Iterator[str]:

@@ -20,6 +20,8 @@ _TOLERANCES = {
     torch.complex64: 1e-4,
 }
 _HALF_TOLERANCE = 3e-2
+# Elements of all tensors of a call above which it is not run only to find out something.
+_MOST_ELEMENTS = 1 << 24
 
 
 class Splitting(NamedTuple):
@@ -108,9 +110,18 @@ def runner(node: fx.Node) -> Callable[..., Results]:
     return run
 
 
+def can_be_tried(call: Call) -> bool:
+    """Whether a call may run only to find out something: its sizes are known, and its tensors are small."""
+    tensors = [*call.operands, *call.results]
+    known = all(isinstance(size, int) for x in tensors for size in x.shape)
+    return known and sum(x.numel() for x in tensors) <= _MOST_ELEMENTS
+
+
 def decomposes(node: fx.Node, parts: Callable[..., Any]) -> bool:
-    """Whether the parts of an op give its results and gradients on random tensors."""
+    """Whether the parts of an op give its results and gradients on random tensors; False if it cannot be tried."""
     call = Call(node)
+    if not can_be_tried(call):
+        return False
     operands = examples(call.operands)
 
     def of_parts(*tensors: Tensor) -> Results:

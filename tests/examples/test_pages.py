@@ -152,6 +152,7 @@ CASES = (
     Case("async_server", (1,), prints=1),
     Case("models", before=TARGETS),
     Case("randomness", prints=4),
+    Case("kernels"),
     Case("rules", (0,)),
     Case("rules", (1,), slow=True),
     Case("search", before=SMALL),
