@@ -131,7 +131,11 @@ def _rounded(
 
 
 def _mean(passes: Sequence[Direction]) -> Direction:
-    """The pass that takes as long, times its number, as these passes together."""
+    """The pass that takes as long, times its number, as these passes together.
+
+    >>> _mean([Direction(1, 1.0, 10.0, 4.0), Direction(1, 3.0, 30.0, 8.0)])
+    Direction(passes=2, seconds=2.0, traffic_bytes=20.0, flops=6.0)
+    """
     count = len(passes)
     return Direction(
         count,
