@@ -148,7 +148,9 @@ def test_parameters_of_one_stage_are_said_to_be_that(two_ranks: Ranks) -> None:
     first, second = two_ranks.run(said_of_one_stage)
     assert first[0] == second[0] == second[1] == []  # every rank would say the same
     (said,) = first[1]
-    assert said.startswith("test_stage_partition.py: model.parameters() gives the parameters of this rank's")
+    assert said.startswith(
+        "test_stage_partition.py: model.parameters() gives the parameters of this rank's"
+    )
     assert "2 more lie on other ranks" in said
     for refused in (*first[2], *second[2]):
         assert "those of other stages lie on other ranks" in refused
