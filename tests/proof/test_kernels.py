@@ -57,7 +57,7 @@ class Llama(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "recipe", ["dp:zero3,tp:tp", pytest.param("dp:ddp,tp:tp_sp", marks=pytest.mark.slow)]
+    "recipe", ["dp:zero3,tp:tp", pytest.param("dp:ddp,tp:tp+sp", marks=pytest.mark.slow)]
 )
 def test_a_llama_of_public_kernels_trains_as_on_one_device(recipe: str) -> None:
     torch.manual_seed(0)
