@@ -31,6 +31,11 @@ class _Drawn:
     hidden_seconds: float
     detail: dict[str, object]
 
+    @property
+    def hides_early_or_late(self) -> bool:
+        """Whether it is a gather of parameters or a reduction of gradients, some of which hides."""
+        return self.item.carries in ("parameter", "gradient") and self.hidden_seconds > 0
+
 
 @dataclass
 class _Clock:
@@ -51,17 +56,18 @@ class _Clock:
     def draw(self, found: Iterable[_Drawn]) -> None:
         """Draws the work of a phase, some of which hides."""
         works = list(found)
-        gathers = [w for w in works if w.item.carries == "parameter" and w.hidden_seconds]
-        reductions = [w for w in works if w.item.carries == "gradient" and w.hidden_seconds]
+        kinds: dict[str, list[_Drawn]] = {"parameter": [], "gradient": [], "": []}
+        for work in works:
+            kinds[work.item.carries if work.hides_early_or_late else ""].append(work)
+        gathers, reductions, others = kinds.values()
         begin, end = self.now, self.now + sum(w.seconds - w.hidden_seconds for w in works)
         early = min(begin, end - sum(w.seconds for w in gathers))
         for work in gathers:
             early = self._one(early, work)
         self.now += sum(w.seconds - w.hidden_seconds for w in gathers)
-        for work in works:
-            if work not in gathers and work not in reductions:
-                self._one(max(begin, self.now - work.hidden_seconds), work)
-                self.now += work.seconds - work.hidden_seconds
+        for work in others:
+            self._one(max(begin, self.now - work.hidden_seconds), work)
+            self.now += work.seconds - work.hidden_seconds
         late = end - sum(w.seconds for w in reductions)
         for work in reductions:
             late = self._one(late, work)

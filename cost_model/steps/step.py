@@ -5,7 +5,8 @@ micro-batches and p pipeline stages of equal depth, each in v chunks, the second
 
     device = compute + exposed communication                     of one micro-batch in one region
     host   = kernels * host_seconds                              for the CPU to launch the kernels
-    region = max(device, host)                                   a CPU that does not launch ahead adds each op's wait
+    region = max(device, host)                                   where the CPU launches ahead of the device; else
+    region = max(device + waits of single ops, host)
     stage  = the slowest stage: the first has the region before the layers and its share of the layers,
              the last its share and the region after them, the others only their share
     step   = m * stage + (before + layers + after - stage) / v   fill and drain of the pipeline

@@ -43,10 +43,10 @@ from autopar.search.exact.search import MeshSearch
 from autopar.search.request.recipe_rows import is_seq
 from autopar.search.stages.pipeline_settings import divisors
 
-OUTSIDE = (DATA[0], DATA[-1])  # recipes along the outer one of two axes of data parallelism
-_Kind = tuple[
-    str, str, bool
-]  # the recipes of dp and of tp, and whether dp is cut: what a plan depends on
+# Recipes along the outer one of two axes of data parallelism.
+OUTSIDE = (DATA[0], DATA[-1])
+# The recipes of dp and of tp, and whether dp is cut: what a plan depends on.
+_Kind = tuple[str, str, bool]
 _Word = Literal["none", "full", ""]  # of a recomputation; "" for a number of layers
 
 

@@ -173,8 +173,8 @@ class _Outer:
         self._try(refined_trials_of(self.graph, self.request, explored), tried)
         self._try(unsplit_trials_of(self.graph, self.request, explored, tried.worth_seconds), tried)
         self._try_without_recipes(explored, tried)
-        # Only where nothing names an axis, and last: what is tried before depends on the best step so far, and must not
-        # be less than where something does.
+        # These run where the user named no axis, and run last: the searches above skip what cannot beat the best step
+        # so far, so that a faster step found here first would leave out plans that a named mesh finds.
         self._try_in_dims(tried)
         self._try_over_sequences(explored, tried)
         if not tried.found:
