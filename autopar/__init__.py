@@ -58,11 +58,33 @@ _HOMES = {
 }
 
 __all__ = [
-    "AutoparError", "CaptureError", "CompiledModule", "LayoutError", "LossScaling", "Mesh", "MeshError",
-    "MixedPrecision", "ParameterPlan", "PeerError", "Plan", "PlanError", "RecipeError", "SearchError", "StepError",
-    "VerifyReport", "checkpoint", "compile", "explain", "find_nan", "launch", "register_form",
-    "register_rule", "replay", "shard_", "verify",
-]  # fmt: skip
+    "AutoparError",
+    "CaptureError",
+    "CompiledModule",
+    "LayoutError",
+    "LossScaling",
+    "Mesh",
+    "MeshError",
+    "MixedPrecision",
+    "ParameterPlan",
+    "PeerError",
+    "Plan",
+    "PlanError",
+    "RecipeError",
+    "SearchError",
+    "StepError",
+    "VerifyReport",
+    "checkpoint",
+    "compile",
+    "explain",
+    "find_nan",
+    "launch",
+    "register_form",
+    "register_rule",
+    "replay",
+    "shard_",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> _Any:

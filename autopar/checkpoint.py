@@ -10,5 +10,10 @@ from autopar.runtime.checkpoint.checkpoint import (
 )
 
 __all__ = [
-    "Checkpoints", "LastCheckpoint", "load_checkpoint", "load_optimizer_state", "read_extra", "save_checkpoint",
-]  # fmt: skip
+    "Checkpoints",
+    "LastCheckpoint",
+    "load_checkpoint",
+    "load_optimizer_state",
+    "read_extra",
+    "save_checkpoint",
+]

@@ -118,9 +118,7 @@ class PeerError(RuntimeError):
         op: what the collective was for, in words: an op of the model, or parameters; "" where it is not known.
     """
 
-    def __init__(
-        self, message: str, *, collective: str, group: str, reason: str = "", op: str = ""
-    ) -> None:
+    def __init__(self, message: str, *, collective: str, group: str, reason: str = "", op: str = "") -> None:
         super().__init__(message)
         self.collective, self.group, self.reason, self.op = collective, group, reason, op
 

@@ -69,12 +69,8 @@ class Option:
         """A value as flags of the command line, such as `--stages 2`; empty for the default."""
         if value == self.default:
             return []
-        parts = (
-            sorted(value) if isinstance(value, frozenset) else value if self.repeats else [value]
-        )
-        return [
-            f"{self.flag} {text}".rstrip() for text in (self.write(value) if self.write else parts)
-        ]
+        parts = sorted(value) if isinstance(value, frozenset) else value if self.repeats else [value]
+        return [f"{self.flag} {text}".rstrip() for text in (self.write(value) if self.write else parts)]
 
 
 def option(default: Any, **how: Any) -> Any:
@@ -88,16 +84,12 @@ def option(default: Any, **how: Any) -> Any:
 def options_of(*kinds: Any) -> dict[str, Option]:
     """The options among the fields of dataclasses, by name; those of one that `has_flags` have a flag of that name."""
     return {
-        field.name: Option(
-            field.name, _default(field), help.get(field.name, ""), **flag | field.metadata["option"]
-        )
+        field.name: Option(field.name, _default(field), help.get(field.name, ""), **flag | field.metadata["option"])
         for kind in kinds
         for help in [_described(kind)]
         for field in dataclasses.fields(kind)
         if "option" in field.metadata
-        for flag in [
-            {"flag": f"--{field.name.replace('_', '-')}"} if hasattr(kind, "has_flags") else {}
-        ]
+        for flag in [{"flag": f"--{field.name.replace('_', '-')}"} if hasattr(kind, "has_flags") else {}]
     }
 
 
@@ -115,9 +107,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 def split_options(given: Mapping[str, Any], *kinds: Any) -> tuple[dict[str, Any], ...]:
     """The given options that belong to each of several dataclasses."""
-    return tuple(
-        {name: given[name] for name in options_of(kind) if name in given} for kind in kinds
-    )
+    return tuple({name: given[name] for name in options_of(kind) if name in given} for kind in kinds)
 
 
 def takes_options(*kinds: Any) -> Callable[[_F], _F]:

@@ -53,9 +53,7 @@ def training_text() -> bytes:
     return read_source(standard_library(), limit_bytes=TEXT_BYTES)
 
 
-def record_losses(
-    path: Path, losses: Losses, names: Sequence[str], *, ranks: int, steps_of_a_point: int
-) -> None:
+def record_losses(path: Path, losses: Losses, names: Sequence[str], *, ranks: int, steps_of_a_point: int) -> None:
     """Trains under every name on processes of this machine, and writes and prints the losses.
 
     Args:
@@ -69,9 +67,10 @@ def record_losses(
     for name in names:
         found[name] = _trained(losses, name, ranks)
         document = {
-            "entropy_nats": round(entropy, 4), "steps_of_a_point": steps_of_a_point,
+            "entropy_nats": round(entropy, 4),
+            "steps_of_a_point": steps_of_a_point,
             "losses_nats": found,
-        }  # fmt: skip
+        }
         path.write_text(json.dumps(document, indent=1) + "\n")
         print(
             f"{name:15} {found[name][-1]:.3f} nats per byte, unigram entropy {entropy:.3f}",

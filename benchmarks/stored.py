@@ -42,9 +42,7 @@ def write_whole(value: Any, path: Path) -> None:
     new.replace(path)
 
 
-def code_version(
-    *folders: str, but: Callable[[Path], bool] = lambda path: False, also: str = ""
-) -> str:
+def code_version(*folders: str, but: Callable[[Path], bool] = lambda path: False, also: str = "") -> str:
     """A hash of Python code, so that results of other code are told apart.
 
     Args:

@@ -210,11 +210,22 @@ _FORMULAS: dict[str, Callable[[_Message], Quantity]] = {
 
 _TRAFFIC = frozenset(
     {
-        "all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce", "scatter", "gather", "send",
-        "reduce_rows", "send_rows", "serve", "rotate", "rotate_back",
+        "all_gather",
+        "reduce_scatter",
+        "all_reduce",
+        "broadcast",
+        "reduce",
+        "scatter",
+        "gather",
+        "send",
+        "reduce_rows",
+        "send_rows",
+        "serve",
+        "rotate",
+        "rotate_back",
         *EXCHANGES,
     }
-)  # fmt: skip
+)
 
 
 def communicates(step: LayoutStep) -> bool:
@@ -241,9 +252,7 @@ def collective_seconds(
     assert name in _FORMULAS, f"no formula for the collective {name!r}"
     if isinstance(ranks, int) and ranks == 1:
         return 0.0
-    message = _Message(
-        before_bytes, after_bytes, ranks, link, hardware, bucketed, bucket_bytes
-    )  # fmt: skip
+    message = _Message(before_bytes, after_bytes, ranks, link, hardware, bucketed, bucket_bytes)
     seconds = _FORMULAS[name](message)
     return seconds if isinstance(ranks, int) else smaller(1, ranks - 1) * seconds
 
@@ -269,15 +278,18 @@ def conversion_seconds(
         forward += _along(step, step.transition.forward, before, after, sizes, hardware, bucketed)
         if tensor.needs_grad:
             backward += _along(
-                step, step.transition.backward, scale * after, scale * before, sizes, hardware,
+                step,
+                step.transition.backward,
+                scale * after,
+                scale * before,
+                sizes,
+                hardware,
                 bucketed,
-            )  # fmt: skip
+            )
     return Seconds(forward, backward)
 
 
-def own_collectives(
-    op: Op, labels: Labels, sizes: Sizes
-) -> Iterator[tuple[int, str, str, Quantity, Quantity]]:
+def own_collectives(op: Op, labels: Labels, sizes: Sizes) -> Iterator[tuple[int, str, str, Quantity, Quantity]]:
     """Yields the collectives that a split `op` runs as part of its computation.
 
     For each one: the axis, its name in forward and in backward ("" for none), and the bytes that a rank holds before
@@ -300,12 +312,22 @@ def own_seconds(op: Op, labels: Labels, *, sizes: Sizes, hardware: Hardware) -> 
         link, ranks = hardware.link(sizes.mesh, axis), sizes.axis(axis)
         if name:
             forward += collective_seconds(
-                name, before_bytes=before, after_bytes=after, ranks=ranks, link=link, hardware=hardware
-            )  # fmt: skip
+                name,
+                before_bytes=before,
+                after_bytes=after,
+                ranks=ranks,
+                link=link,
+                hardware=hardware,
+            )
         if back:
             backward += collective_seconds(
-                back, before_bytes=after, after_bytes=before, ranks=ranks, link=link, hardware=hardware
-            )  # fmt: skip
+                back,
+                before_bytes=after,
+                after_bytes=before,
+                ranks=ranks,
+                link=link,
+                hardware=hardware,
+            )
     return Seconds(forward, backward)
 
 

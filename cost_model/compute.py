@@ -69,9 +69,7 @@ class OpPrice(NamedTuple):
             flops = sum(sizes.flops(op, work, labels) for work in works(op))
             moved = local_bytes(op, labels, tensors, sizes, inner)
             seconds = larger(
-                _arithmetic_seconds(
-                    op, labels, result_itemsize_bytes(op, tensors), sizes, hardware
-                ),
+                _arithmetic_seconds(op, labels, result_itemsize_bytes(op, tensors), sizes, hardware),
                 memory_seconds(moved, hardware),
             )
             forward = Direction(1, seconds, moved, flops)
@@ -81,12 +79,8 @@ class OpPrice(NamedTuple):
         of_x, of_weight, of_result = _sizes_of_linear(op, labels, tensors, sizes)
         rounding = partial(_rounded, forward, op, labels, sizes=sizes, hardware=hardware)
         backward = (rounding((of_result, of_weight)), forward)  # of the input, and of the weight
-        wanted = [
-            each for x, each in zip(op.operands, backward, strict=True) if tensors[x].needs_grad
-        ]
-        return cls(
-            rounding((of_x, of_weight)), _mean(wanted or backward[:1])._replace(passes=passes)
-        )
+        wanted = [each for x, each in zip(op.operands, backward, strict=True) if tensors[x].needs_grad]
+        return cls(rounding((of_x, of_weight)), _mean(wanted or backward[:1])._replace(passes=passes))
 
 
 class _Size(NamedTuple):
@@ -96,9 +90,7 @@ class _Size(NamedTuple):
     itemsize_bytes: int
 
 
-def _sizes_of_linear(
-    op: Op, labels: Labels, tensors: Mapping[str, Tensor], sizes: Sizes
-) -> list[_Size]:
+def _sizes_of_linear(op: Op, labels: Labels, tensors: Mapping[str, Tensor], sizes: Sizes) -> list[_Size]:
     """The sizes of the two operands and of the result of a rounded product."""
     names = (*op.operands, *op.results[:1])
     layouts = (*operand_layouts(op, labels), *result_layouts(op, labels)[:1])
@@ -145,9 +137,7 @@ def _mean(passes: Sequence[Direction]) -> Direction:
     )
 
 
-def op_seconds(
-    op: Op, labels: Labels, tensors: Mapping[str, Tensor], *, sizes: Sizes, hardware: Hardware
-) -> Seconds:
+def op_seconds(op: Op, labels: Labels, tensors: Mapping[str, Tensor], *, sizes: Sizes, hardware: Hardware) -> Seconds:
     """Seconds of `op` with its launch, run with one choice per mesh axis. A view moves no data and takes 0 seconds."""
     if op.is_view:
         return Seconds(0.0, 0.0)
@@ -156,14 +146,11 @@ def op_seconds(
     return Seconds(one, one * backward.passes)
 
 
-def _arithmetic_seconds(
-    op: Op, labels: Labels, itemsize_bytes: int, sizes: Sizes, hardware: Hardware
-) -> Quantity:
+def _arithmetic_seconds(op: Op, labels: Labels, itemsize_bytes: int, sizes: Sizes, hardware: Hardware) -> Quantity:
     peak = hardware.flops_per_second(itemsize_bytes)
     stretch = math.prod(op.choice(label).stretch for label in {*map(plain, labels)})
     return stretch * sum(
-        sizes.flops(op, work, labels) / (peak * efficiency(op, work, labels, sizes, hardware))
-        for work in works(op)
+        sizes.flops(op, work, labels) / (peak * efficiency(op, work, labels, sizes, hardware)) for work in works(op)
     )
 
 

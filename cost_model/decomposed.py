@@ -103,10 +103,14 @@ class Decomposed:
 
     def items(self, name: str, target: Layout, items: Sequence[WorkItem]) -> Iterator[WorkItem]:
         """The items of a tensor's conversion to a layout; those that are decomposed with what they hide and cost."""
-        found = {
-            **self._gathers(name, target, self._gathering(name, target)),
-            **self._scatters(name, target, self._scattered(name, target)),
-        } if self.axes else {}  # fmt: skip
+        found = (
+            {
+                **self._gathers(name, target, self._gathering(name, target)),
+                **self._scatters(name, target, self._scattered(name, target)),
+            }
+            if self.axes
+            else {}
+        )
         for item in items:
             beside = found.get((item.resource, item.kind, item.phase))
             yield from [item] if beside is None else self._in_pieces(item, beside)
@@ -128,13 +132,18 @@ class Decomposed:
         if beside.summed_bytes:
             seconds = memory_seconds(beside.summed_bytes, self.hardware)
             yield replace(
-                item, name=f"pieces of {item.name} added up", kind="aten.add", resource=COMPUTE, seconds=seconds,
-                traffic_bytes=beside.summed_bytes, carries="", moves="", ranks=1,
-            )  # fmt: skip
+                item,
+                name=f"pieces of {item.name} added up",
+                kind="aten.add",
+                resource=COMPUTE,
+                seconds=seconds,
+                traffic_bytes=beside.summed_bytes,
+                carries="",
+                moves="",
+                ranks=1,
+            )
 
-    def _gathers(
-        self, name: str, target: Layout, products: Sequence[Op]
-    ) -> dict[tuple[str, str, str], Beside]:
+    def _gathers(self, name: str, target: Layout, products: Sequence[Op]) -> dict[tuple[str, str, str], Beside]:
         """(axis, collective, phase) of both directions of a gather -> what is beside it."""
         if not products:
             return {}
@@ -147,11 +156,9 @@ class Decomposed:
         return {
             (axis, "all_gather", "forward"): Beside(products, _left(pieces), self._summed(sums, pieces)),
             (axis, "reduce_scatter", "backward"): Beside(products, behind),
-        }  # fmt: skip
+        }
 
-    def _scatters(
-        self, name: str, target: Layout, products: Sequence[Op]
-    ) -> dict[tuple[str, str, str], Beside]:
+    def _scatters(self, name: str, target: Layout, products: Sequence[Op]) -> dict[tuple[str, str, str], Beside]:
         """(axis, collective, phase) of both directions of a scatter -> what is beside it."""
         if not products:
             return {}
@@ -163,7 +170,7 @@ class Decomposed:
         return {
             (axis, "reduce_scatter", "forward"): Beside(products, _left(pieces)),
             (axis, "all_gather", "backward"): Beside(products, _left(pieces), self._summed(needed, pieces)),
-        }  # fmt: skip
+        }
 
     def _summed(self, results: Sequence[tuple[str, Layout]], pieces: Quantity) -> Quantity:
         """Bytes that are read and written when results are added up piece by piece."""
@@ -198,9 +205,7 @@ class Decomposed:
         keeps = alone and self._keeps_a_piece_or_all(name, target, readers, called[-1])
         return readers if keeps and not is_delivered else []
 
-    def _keeps_a_piece_or_all(
-        self, name: str, target: Layout, readers: Sequence[Op], gather: CollectiveCall
-    ) -> bool:
+    def _keeps_a_piece_or_all(self, name: str, target: Layout, readers: Sequence[Op], gather: CollectiveCall) -> bool:
         """Whether the products keep for backward the operand of the gather, or its whole result."""
         if self.flow.saved.memory(name, target) not in self.slices:
             return True
@@ -209,9 +214,7 @@ class Decomposed:
         found = self._slice(name, target, readers)
         if found is None or found.tensor != name:
             return True
-        back = calls(
-            self.graph.tensors[name].dims, found.slice_layout, found.layout, self.plan.mesh
-        )
+        back = calls(self.graph.tensors[name].dims, found.slice_layout, found.layout, self.plan.mesh)
         (call, *more) = back or (None,)
         is_same = call is not None and not more and call.is_same_forward(gather)
         return is_same and found.tier == "device" and self.plan.recompute == "none"

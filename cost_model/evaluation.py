@@ -67,10 +67,7 @@ class Formulas(NamedTuple):
         places = {each: at for at, each in enumerate([*symbols, *constants, *composed])}
         return cls(
             tuple(int(c) if c.is_Integer else float(c) for c in constants),
-            tuple(
-                (_OPERATIONS[each.func], tuple(places[arg] for arg in each.args))
-                for each in composed
-            ),
+            tuple((_OPERATIONS[each.func], tuple(places[arg] for arg in each.args)) for each in composed),
             tuple(places[each] for each in expressions),
         )
 

@@ -43,12 +43,7 @@ class Flow:
         }
         self.targets = self._targets(graph)
         self.saved = SavedTensors(graph)
-        self.saved_roots = {
-            self.saved.root(name)
-            for op in graph.ops
-            if keeps(op, graph.tensors)
-            for name in op.saved
-        }
+        self.saved_roots = {self.saved.root(name) for op in graph.ops if keeps(op, graph.tensors) for name in op.saved}
 
     def entering(self, op: Op, blocks: Mapping[str, Hashable]) -> tuple[Layout, ...]:
         """The layouts in which the operands of an op enter its block.
@@ -61,8 +56,7 @@ class Flow:
         """
         return tuple(
             self.produced[name]
-            if layout != self.produced[name]
-            and blocks.get(self.targets[name][layout]) == blocks[op.name]
+            if layout != self.produced[name] and blocks.get(self.targets[name][layout]) == blocks[op.name]
             else layout
             for name, layout in zip(op.operands, self.operands[op.name], strict=True)
         )

@@ -96,9 +96,7 @@ def kind_of_work(item: WorkItem) -> str:
 
 def runs_every_time(item: WorkItem) -> bool:
     """Whether an item runs once per micro-batch, not once per step."""
-    return item.phase in ("forward", "backward") or (
-        item.phase == "reduce" and item.every_micro_batch
-    )
+    return item.phase in ("forward", "backward") or (item.phase == "reduce" and item.every_micro_batch)
 
 
 @dataclass(frozen=True)
@@ -215,9 +213,7 @@ class TrainingState:
         """
         return given if isinstance(given, cls) else cls.parse(str(given or ""))
 
-    def optimizer_bytes(
-        self, tensor: Tensor, storage: Layout, sizes: Sizes, count: Quantity = 1
-    ) -> Quantity:
+    def optimizer_bytes(self, tensor: Tensor, storage: Layout, sizes: Sizes, count: Quantity = 1) -> Quantity:
         """Bytes that a rank needs for master copies and optimizer states of `count` equal parameters.
 
         Args:

@@ -125,11 +125,23 @@ class NodeItems:
             yield step.axis, forward, backward, before, after, places
 
     def _item(
-        self, title: str, name: str, axis: int, phase: Phase, region: Region, count: Quantity,
-        before: Quantity, after: Quantity, carries: str, *, of: str, every_micro_batch: bool = True,
+        self,
+        title: str,
+        name: str,
+        axis: int,
+        phase: Phase,
+        region: Region,
+        count: Quantity,
+        before: Quantity,
+        after: Quantity,
+        carries: str,
+        *,
+        of: str,
+        every_micro_batch: bool = True,
         recomputed: int | None = None,
-        moves: str = "", places: Places = (),
-    ) -> WorkItem:  # fmt: skip
+        moves: str = "",
+        places: Places = (),
+    ) -> WorkItem:
         ranks = self.sizes.axis(axis)
         seconds, sent = self._collective(name, axis, before, after, carries != "activation")
         sent = sent * self._share_of_ranks(places, axis)
@@ -137,12 +149,23 @@ class NodeItems:
         if local:  # no op is run along an axis of one rank
             count = count * smaller(1, ranks - 1)
         return WorkItem(
-            f"{name} {title}", name, COMPUTE if local else self.sizes.mesh.names[axis], phase, region,
-            count, seconds, sent, kernels=int(carries == "activation"),
+            f"{name} {title}",
+            name,
+            COMPUTE if local else self.sizes.mesh.names[axis],
+            phase,
+            region,
+            count,
+            seconds,
+            sent,
+            kernels=int(carries == "activation"),
             carries="" if local else carries,
-            every_micro_batch=every_micro_batch, ranks=1 if local else ranks, of=of, moves=moves,
-            recomputed=self._recomputed(of, phase) if recomputed is None else recomputed, places=places,
-        )  # fmt: skip
+            every_micro_batch=every_micro_batch,
+            ranks=1 if local else ranks,
+            of=of,
+            moves=moves,
+            recomputed=self._recomputed(of, phase) if recomputed is None else recomputed,
+            places=places,
+        )
 
     def _collective(
         self, name: str, axis: int, before: Quantity, after: Quantity, bucketed: bool
@@ -152,9 +175,15 @@ class NodeItems:
         if key not in self._collectives:
             ranks = self.sizes.axis(axis)
             seconds = collective_seconds(
-                name, before_bytes=before, after_bytes=after, ranks=ranks, link=self.links[axis],
-                hardware=self.hardware, bucketed=bucketed, bucket_bytes=self.bucket_bytes,
-            )  # fmt: skip
+                name,
+                before_bytes=before,
+                after_bytes=after,
+                ranks=ranks,
+                link=self.links[axis],
+                hardware=self.hardware,
+                bucketed=bucketed,
+                bucket_bytes=self.bucket_bytes,
+            )
             sent = traffic_bytes(name, before_bytes=before, after_bytes=after, ranks=ranks)
             self._collectives[key] = seconds, sent
         return self._collectives[key]

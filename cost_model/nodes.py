@@ -40,27 +40,53 @@ class NodePricer(ParameterItems):
         for phase, part in zip(phases, pricing, strict=True):
             if part.passes and (kernels or not op.is_view):
                 yield WorkItem(
-                    words_of(op), op.kind, COMPUTE, phase, region, count * part.passes,
-                    part.seconds, part.traffic_bytes, part.flops, kernels, of=op.name,
-                    recomputed=self._recomputed(op.name, phase), places=places_of(labels),
-                )  # fmt: skip
+                    words_of(op),
+                    op.kind,
+                    COMPUTE,
+                    phase,
+                    region,
+                    count * part.passes,
+                    part.seconds,
+                    part.traffic_bytes,
+                    part.flops,
+                    kernels,
+                    of=op.name,
+                    recomputed=self._recomputed(op.name, phase),
+                    places=places_of(labels),
+                )
         yield from self._own_collectives(op, labels, region, count)
 
-    def _own_collectives(
-        self, op: Op, labels: Labels, region: Region, count: Quantity
-    ) -> Iterator[WorkItem]:
+    def _own_collectives(self, op: Op, labels: Labels, region: Region, count: Quantity) -> Iterator[WorkItem]:
         title = f"inside {words_of(op)}"
         for axis, forward, backward, before, after in own_collectives(op, labels, self.sizes):
             if forward:
                 yield self._item(
-                    title, forward, axis, "forward", region, count, before, after, "activation",
-                    of=op.name, places=places_of(labels),
-                )  # fmt: skip
+                    title,
+                    forward,
+                    axis,
+                    "forward",
+                    region,
+                    count,
+                    before,
+                    after,
+                    "activation",
+                    of=op.name,
+                    places=places_of(labels),
+                )
             if backward:
                 yield self._item(
-                    title, backward, axis, "backward", region, count, after, before, "activation",
-                    of=op.name, places=places_of(labels),
-                )  # fmt: skip
+                    title,
+                    backward,
+                    axis,
+                    "backward",
+                    region,
+                    count,
+                    after,
+                    before,
+                    "activation",
+                    of=op.name,
+                    places=places_of(labels),
+                )
 
     def working(self, op: Op, labels: Labels, block: Hashable) -> Iterator[MemoryItem]:
         """Memory that exists only while an op runs: the operands of a loss."""
@@ -87,26 +113,55 @@ class NodePricer(ParameterItems):
         region, count = self.place(name, self.modules.get(name, ""))
         title = self._title(name)
         yield from self._brought(name, source, user, again)
-        for axis, forward, backward, before, after, places in self._steps(
-            tensor, source.layout, target
-        ):
+        for axis, forward, backward, before, after, places in self._steps(tensor, source.layout, target):
             yield self._item(
-                title, forward, axis, "forward", region, count, before, after, carries, of=user, moves=name,
+                title,
+                forward,
+                axis,
+                "forward",
+                region,
+                count,
+                before,
+                after,
+                carries,
+                of=user,
+                moves=name,
                 places=places,
-            )  # fmt: skip
+            )
             if tensor.needs_grad:
                 back = "gradient" if carries == "parameter" else carries
                 scale = self._gradient_scale(tensor) if carries == "parameter" else 1
                 yield self._item(
-                    title, backward, axis, "backward", region, count, after * scale, before * scale,
-                    back, of=user, moves=name, places=places,
-                )  # fmt: skip
+                    title,
+                    backward,
+                    axis,
+                    "backward",
+                    region,
+                    count,
+                    after * scale,
+                    before * scale,
+                    back,
+                    of=user,
+                    moves=name,
+                    places=places,
+                )
             if again and tensor.needs_grad and forward == "all_gather":
                 spared = carries == "parameter" and user in self.recomputed
                 yield self._item(
-                    title, forward, axis, "backward", region, count, before, after, carries, of=user, moves=name,
-                    recomputed=-int(spared), places=places,
-                )  # fmt: skip
+                    title,
+                    forward,
+                    axis,
+                    "backward",
+                    region,
+                    count,
+                    before,
+                    after,
+                    carries,
+                    of=user,
+                    moves=name,
+                    recomputed=-int(spared),
+                    places=places,
+                )
 
     def restored(self, kept: KeptSlice) -> Iterator[WorkItem]:
         """The gathers in backward of a tensor that is saved in slices, and its moves to the host and back."""
@@ -115,30 +170,50 @@ class NodePricer(ParameterItems):
         title = f"of saved {numbers_out(kept.name)}"
         size, there = self.sizes.bytes(tensor, kept.slice_layout), moves("device", kept.tier)
         item = partial(
-            move_item, title, size_bytes=size, hardware=self.hardware, region=region, count=count, of=op.name,
-            carries="activation", every_micro_batch=True,
-        )  # fmt: skip
+            move_item,
+            title,
+            size_bytes=size,
+            hardware=self.hardware,
+            region=region,
+            count=count,
+            of=op.name,
+            carries="activation",
+            every_micro_batch=True,
+        )
         for move in there:
             yield item(move, phase="forward")
         for move in way_back(there):
             yield item(move, phase="backward")
         for axis, name, _, before, after, _ in self._steps(tensor, kept.slice_layout, kept.layout):
             yield self._item(
-                title, name, axis, "backward", region, count, before, after, "activation", of=op.name,
+                title,
+                name,
+                axis,
+                "backward",
+                region,
+                count,
+                before,
+                after,
+                "activation",
+                of=op.name,
                 recomputed=0,
-            )  # fmt: skip
+            )
 
-    def _brought(
-        self, name: str, source: TieredLayout, user: str, again: bool
-    ) -> Iterator[WorkItem]:
+    def _brought(self, name: str, source: TieredLayout, user: str, again: bool) -> Iterator[WorkItem]:
         """The moves of a parameter to the device for a use, and those of its gradient back."""
         tensor, title = self.graph.tensors[name], self._title(name)
         region, count = self.place(name, self.modules.get(name, ""))
         size, way = self.sizes.bytes(tensor, source.layout), moves(source.tier, "device")
         item = partial(
-            move_item, title, hardware=self.hardware, region=region, count=count, of=user, every_micro_batch=True,
+            move_item,
+            title,
+            hardware=self.hardware,
+            region=region,
+            count=count,
+            of=user,
+            every_micro_batch=True,
             moves=name,
-        )  # fmt: skip
+        )
         spared = self._recomputed(user, "forward")
         for move in way:
             yield item(move, size, phase="forward", carries="parameter", recomputed=spared)

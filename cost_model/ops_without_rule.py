@@ -40,21 +40,19 @@ def unruled(graph: Graph, plan: Plan, hardware: Hardware) -> tuple[Unruled, ...]
     for op in graph.ops:
         if op.has_rule or not op.operands:
             continue
-        seconds = op_seconds(
-            op, plan.ops[op.name], graph.tensors, sizes=sizes, hardware=hardware
-        ).total
+        seconds = op_seconds(op, plan.ops[op.name], graph.tensors, sizes=sizes, hardware=hardware).total
         gathered = 0
         for name, layout in zip(op.operands, flow.operands[op.name], strict=True):
             tensor, source = graph.tensors[name], flow.produced[name]
-            seconds += conversion_seconds(
-                tensor, source, layout, sizes=sizes, hardware=hardware
-            ).total
+            seconds += conversion_seconds(tensor, source, layout, sizes=sizes, hardware=hardware).total
             gathered += max(0, sizes.bytes(tensor, layout) - sizes.bytes(tensor, source))
         count = graph.layer_count.get(op.name, 1)
         times = plan.micro_batches * count
         before = found.get(op.kind, Unruled(op.kind, 0, 0.0, 0))
         found[op.kind] = Unruled(
-            op.kind, before.count + count, before.seconds + times * seconds,
+            op.kind,
+            before.count + count,
+            before.seconds + times * seconds,
             before.gathered_bytes + times * gathered,
-        )  # fmt: skip
+        )
     return tuple(found[kind] for kind in sorted(found))

@@ -89,9 +89,7 @@ class OptimizerFormat:
         plain = (s for s in states if s.block_elements is None and not self._factors(tensor))
         return sum(own_bytes if s.element_bytes is None else s.element_bytes for s in plain)
 
-    def other_bytes(
-        self, tensor: Tensor, storage: Layout, sizes: Sizes, own_bytes: float
-    ) -> Iterator[Quantity]:
+    def other_bytes(self, tensor: Tensor, storage: Layout, sizes: Sizes, own_bytes: float) -> Iterator[Quantity]:
         """Bytes on a rank of each state that `element_bytes` does not count.
 
         Args:

@@ -64,9 +64,7 @@ def owners_of_ops(plan: Plan) -> tuple[tuple[int, ...], ...]:
         or any(storage[axis].kind == "O" for storage in owned)
         for axis in range(len(plan.mesh.axes))
     ]
-    ranges = (
-        range(n if is_owned else 1) for n, is_owned in zip(plan.mesh.sizes, axes, strict=True)
-    )
+    ranges = (range(n if is_owned else 1) for n, is_owned in zip(plan.mesh.sizes, axes, strict=True))
     places = itertools.product(*ranges)
     return tuple(each for each in places if plan.mesh.rank_at(each) < plan.mesh.ranks)
 
@@ -94,7 +92,4 @@ def owned_share(storage: Layout, position: Position, sizes: Sizes) -> Quantity:
 
 def is_own_copy(storage: Layout, resident: Layout) -> bool:
     """Whether the owner uses its stored parameter as the resident copy, so that only the other ranks need a copy."""
-    return all(
-        a == b or (b.kind in "RV" and a.kind in "ORV")
-        for a, b in zip(storage, resident, strict=True)
-    )
+    return all(a == b or (b.kind in "RV" and a.kind in "ORV") for a, b in zip(storage, resident, strict=True))

@@ -32,13 +32,21 @@ class ParameterItems(NodeItems):
         if tensor.is_cast:
             yield self._cast(name, tensor, how, region, count)
         yield from self._moves(name, tensor, how, region, count)
-        for axis, forward, backward, before, after, places in self._steps(
-            tensor, how.storage, how.resident
-        ):
+        for axis, forward, backward, before, after, places in self._steps(tensor, how.storage, how.resident):
             yield self._item(
-                title, forward, axis, "gather", region, count, before, after, "parameter",
-                of=name, every_micro_batch=False, places=places,
-            )  # fmt: skip
+                title,
+                forward,
+                axis,
+                "gather",
+                region,
+                count,
+                before,
+                after,
+                "parameter",
+                of=name,
+                every_micro_batch=False,
+                places=places,
+            )
             if tensor.needs_grad:
                 scale = self._gradient_scale(tensor)
                 sent, kept = after * scale, before * scale
@@ -46,9 +54,19 @@ class ParameterItems(NodeItems):
                     backward, kept = BY_ROWS[backward], sent
                     sent = message_bytes(self, tensor, how, axis, sent)
                 yield self._item(
-                    title, backward, axis, "reduce", region, count, sent, kept,
-                    "gradient", of=name, every_micro_batch=how.reduce == "micro_batch", places=places,
-                )  # fmt: skip
+                    title,
+                    backward,
+                    axis,
+                    "reduce",
+                    region,
+                    count,
+                    sent,
+                    kept,
+                    "gradient",
+                    of=name,
+                    every_micro_batch=how.reduce == "micro_batch",
+                    places=places,
+                )
 
     def messages_to_owner(self, name: str, how: ParameterPlan) -> Iterator[Quantity]:
         """Bytes of a gradient's message from one rank to the owner, for each axis along which it is sent."""
@@ -73,17 +91,13 @@ class ParameterItems(NodeItems):
         if not tensor.needs_grad:
             return
         for at, size in self._gradient_bytes(tensor, how):
-            yield MemoryItem(
-                title, "gradients", region, count * size, name, tier=at, is_stored=at == tier
-            )
+            yield MemoryItem(title, "gradients", region, count * size, name, tier=at, is_stored=at == tier)
         state = self.training_state
         updated = state.optimizer_bytes(tensor.at_rest, how.storage, self.sizes, count)
         yield MemoryItem(title, "optimizer", region, updated, name, tier=tier)
         yield from self._kept_for_meetings(name, stored, region)
 
-    def _kept_for_meetings(
-        self, name: str, stored: Quantity, region: Region
-    ) -> Iterator[MemoryItem]:
+    def _kept_for_meetings(self, name: str, stored: Quantity, region: Region) -> Iterator[MemoryItem]:
         """Copies of a trained parameter, stored in so many bytes, that a replica keeps from one meeting to the next."""
         if copies := self.training_state.meeting_copies:
             title = f"{numbers_out(name)}, kept for meetings"
@@ -115,17 +129,13 @@ class ParameterItems(NodeItems):
         for kind, size, is_stored in self._owned_bytes(tensor, how, count):
             tier = how.tier if is_stored else how.resident_tier
             if not (isinstance(size, int | float) and size == 0):
-                yield MemoryItem(
-                    numbers_out(name), kind, region, size, name, tier=tier, is_stored=is_stored
-                )
+                yield MemoryItem(numbers_out(name), kind, region, size, name, tier=tier, is_stored=is_stored)
         share = owned_share(how.storage, self.position, self.sizes)
         if tensor.needs_grad and share:
             stored = count * share * self.sizes.bytes(tensor.at_rest, how.storage)
             yield from self._kept_for_meetings(name, stored, region)
 
-    def _owned_bytes(
-        self, tensor: Tensor, how: ParameterPlan, count: Quantity
-    ) -> Iterator[tuple[str, Quantity, bool]]:
+    def _owned_bytes(self, tensor: Tensor, how: ParameterPlan, count: Quantity) -> Iterator[tuple[str, Quantity, bool]]:
         """Yields kind of memory, its bytes for `count` parameters, and whether the optimizer reads or updates it.
 
         What the optimizer reads or updates lies in the tier of the storage, all else in the resident tier.
@@ -151,9 +161,7 @@ class ParameterItems(NodeItems):
         updated = share * state.optimizer_bytes(tensor.at_rest, how.storage, self.sizes)
         yield "optimizer", updated, True
 
-    def _gradient_bytes(
-        self, tensor: Tensor, how: ParameterPlan
-    ) -> Iterator[tuple[Tier, Quantity]]:
+    def _gradient_bytes(self, tensor: Tensor, how: ParameterPlan) -> Iterator[tuple[Tier, Quantity]]:
         """Bytes of a parameter's gradient, by tier.
 
         First the gradient is the sum over micro-batches; then `.grad` replaces it. `.grad` lies in the tier of the
@@ -188,21 +196,25 @@ class ParameterItems(NodeItems):
         is_given = self.training_state.gradient_bytes is not None
         return not is_given and own_bytes < tensor.at_rest.itemsize_bytes
 
-    def _cast(
-        self, name: str, tensor: Tensor, how: ParameterPlan, region: Region, count: Quantity
-    ) -> WorkItem:
+    def _cast(self, name: str, tensor: Tensor, how: ParameterPlan, region: Region, count: Quantity) -> WorkItem:
         """The item of the cast of a stored shard to the dtype of its use, once per step."""
         moved = self.sizes.bytes(tensor.at_rest, how.storage)
         moved = moved + self.sizes.bytes(tensor, how.storage)
-        if (
-            how.tier != "device"
-        ):  # no rank runs ops alone then, so that the figures are those of the busiest owner
+        if how.tier != "device":  # no rank runs ops alone then, so that the figures are those of the busiest owner
             count = count * owned_share(how.storage, self.position, self.sizes)
         return WorkItem(
-            "casting parameters", "cast", COMPUTE, "gather", region, count,
-            moved / self.hardware.updates_per_second(how.tier), moved, every_micro_batch=False, of=name,
+            "casting parameters",
+            "cast",
+            COMPUTE,
+            "gather",
+            region,
+            count,
+            moved / self.hardware.updates_per_second(how.tier),
+            moved,
+            every_micro_batch=False,
+            of=name,
             places=places_in(how.storage),
-        )  # fmt: skip
+        )
 
     def _moves(
         self, name: str, tensor: Tensor, how: ParameterPlan, region: Region, count: Quantity
@@ -216,8 +228,13 @@ class ParameterItems(NodeItems):
             return
         count = count * share
         item = partial(
-            move_item, numbers_out(name), hardware=self.hardware, region=region, count=count, of=name,
-        )  # fmt: skip
+            move_item,
+            numbers_out(name),
+            hardware=self.hardware,
+            region=region,
+            count=count,
+            of=name,
+        )
         sizes = {
             "stored": self.sizes.bytes(tensor.at_rest, how.storage),
             "cast": self.sizes.bytes(tensor, how.storage),
@@ -230,9 +247,7 @@ class ParameterItems(NodeItems):
             if tensor.needs_grad:
                 is_wide = tensor.is_cast and form == "stored"
                 (back,), scale = way_back([move]), 1 if is_wide else self._gradient_scale(tensor)
-                yield item(
-                    back, scale * size, phase="reduce", carries="gradient", every_micro_batch=often
-                )
+                yield item(back, scale * size, phase="reduce", carries="gradient", every_micro_batch=often)
 
     def _converts(self, how: ParameterPlan) -> bool:
         """Whether a parameter's resident layout differs from its storage along an axis of several ranks.
@@ -244,9 +259,7 @@ class ParameterItems(NodeItems):
         states = zip(how.storage, how.resident, is_single, strict=True)
         return any(a != b and not single for a, b, single in states)
 
-    def _accumulation(
-        self, name: str, tensor: Tensor, how: ParameterPlan, region: Region, count: Quantity
-    ) -> WorkItem:
+    def _accumulation(self, name: str, tensor: Tensor, how: ParameterPlan, region: Region, count: Quantity) -> WorkItem:
         """The item that adds a micro-batch's gradient to the accumulated one: it reads both and writes the sum."""
         held = self.sizes.bytes(tensor, how.resident)
         moved = held * (1 + 2 * self._gradient_scale(tensor))
@@ -254,13 +267,19 @@ class ParameterItems(NodeItems):
         if how.resident_tier != "device":
             seconds = moved / self.hardware.updates_per_second(how.resident_tier)
         return WorkItem(
-            "accumulating gradients", "accumulate", COMPUTE, "backward", region, count, seconds, moved, of=name,
+            "accumulating gradients",
+            "accumulate",
+            COMPUTE,
+            "backward",
+            region,
+            count,
+            seconds,
+            moved,
+            of=name,
             places=places_in(how.resident),
-        )  # fmt: skip
+        )
 
-    def meeting(
-        self, name: str, how: ParameterPlan, meeting: Meeting, link: Link
-    ) -> Iterator[WorkItem]:
+    def meeting(self, name: str, how: ParameterPlan, meeting: Meeting, link: Link) -> Iterator[WorkItem]:
         """Items of one parameter in a meeting of replicas: the messages, and the update from what they bring.
 
         Replicas take their mean by an all-reduce, or exchange messages with an asynchronous server. The update makes
@@ -275,19 +294,44 @@ class ParameterItems(NodeItems):
         count = count / meeting.steps
         kind = "serve" if meeting.rule == SERVER else "all_reduce"
         seconds = collective_seconds(
-            kind, before_bytes=stored, after_bytes=stored, ranks=meeting.replicas,
-            link=link, hardware=self.hardware, bucketed=True, bucket_bytes=self.bucket_bytes,
-        )  # fmt: skip
+            kind,
+            before_bytes=stored,
+            after_bytes=stored,
+            ranks=meeting.replicas,
+            link=link,
+            hardware=self.hardware,
+            bucketed=True,
+            bucket_bytes=self.bucket_bytes,
+        )
         sent = traffic_bytes(kind, before_bytes=stored, after_bytes=stored, ranks=meeting.replicas)
         yield WorkItem(
-            f"{kind} {numbers_out(name)}", kind, meeting.axis, "meet", region, count, seconds,
-            sent, kernels=0, carries="parameter", every_micro_batch=False, ranks=meeting.replicas, of=name,
-        )  # fmt: skip
+            f"{kind} {numbers_out(name)}",
+            kind,
+            meeting.axis,
+            "meet",
+            region,
+            count,
+            seconds,
+            sent,
+            kernels=0,
+            carries="parameter",
+            every_micro_batch=False,
+            ranks=meeting.replicas,
+            of=name,
+        )
         moved = meeting.moves * stored
         yield WorkItem(
-            "parameters of a meeting", "update", COMPUTE, "meet", region, count,
-            memory_seconds(moved, self.hardware), moved, every_micro_batch=False, of=name,
-        )  # fmt: skip
+            "parameters of a meeting",
+            "update",
+            COMPUTE,
+            "meet",
+            region,
+            count,
+            memory_seconds(moved, self.hardware),
+            moved,
+            every_micro_batch=False,
+            of=name,
+        )
 
 
 def _grows(storage: Layout, resident: Layout) -> bool:

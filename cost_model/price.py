@@ -57,27 +57,19 @@ class Cost:
     @property
     def memory_bytes(self) -> int:
         """Memory of a rank."""
-        return (
-            self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
-            + self.saved_bytes + self.buffer_bytes
-        )  # fmt: skip
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.saved_bytes + self.buffer_bytes
 
 
 def price(graph: Graph, plan: Plan, hardware: Hardware) -> Cost:
     """Time and memory of a plan. Raises KeyError if the plan has no labels for an op of the graph."""
     pricer = _Pricer(graph, plan, hardware)
     in_graph = pricer.conversions()
-    stored = [
-        (graph.layer_count.get(name, 1), pricer.parameter_bytes(name)) for name in graph.parameters
-    ]
+    stored = [(graph.layer_count.get(name, 1), pricer.parameter_bytes(name)) for name in graph.parameters]
     return Cost(
         compute_seconds=plan.micro_batches * pricer.compute_seconds(),
         conversion_seconds=plan.micro_batches * (in_graph.activations + pricer.own_seconds()),
         parameter_seconds=plan.micro_batches * in_graph.parameters
-        + sum(
-            graph.layer_count.get(name, 1) * pricer.per_step_seconds(name)
-            for name in graph.parameters
-        ),
+        + sum(graph.layer_count.get(name, 1) * pricer.per_step_seconds(name) for name in graph.parameters),
         parameter_bytes=sum(count * each.parameter for count, each in stored),
         gradient_bytes=sum(count * each.gradient for count, each in stored),
         optimizer_bytes=sum(count * each.optimizer for count, each in stored),
@@ -90,9 +82,7 @@ def per_step_seconds(
     tensor: Tensor, plan: ParameterPlan, micro_batches: int, *, sizes: Sizes, hardware: Hardware
 ) -> float:
     """Seconds per step to convert a parameter from its storage to its resident layout, and its gradient back."""
-    seconds = conversion_seconds(
-        tensor, plan.storage, plan.resident, sizes=sizes, hardware=hardware, bucketed=True
-    )
+    seconds = conversion_seconds(tensor, plan.storage, plan.resident, sizes=sizes, hardware=hardware, bucketed=True)
     times = micro_batches if plan.reduce == "micro_batch" else 1
     return seconds.forward + times * seconds.backward
 
@@ -151,9 +141,7 @@ class _Pricer:
     def own_seconds(self) -> float:
         return sum(
             self.count(op.name)
-            * own_seconds(
-                op, self.plan.ops[op.name], sizes=self.sizes, hardware=self.hardware
-            ).total
+            * own_seconds(op, self.plan.ops[op.name], sizes=self.sizes, hardware=self.hardware).total
             for op in self.graph.ops
         )
 
@@ -184,9 +172,7 @@ class _Pricer:
 
     def per_step_seconds(self, name: str) -> float:
         tensor, plan = self.graph.tensors[self.graph.parameters[name]], self.plan.parameters[name]
-        return per_step_seconds(
-            tensor, plan, self.plan.micro_batches, sizes=self.sizes, hardware=self.hardware
-        )
+        return per_step_seconds(tensor, plan, self.plan.micro_batches, sizes=self.sizes, hardware=self.hardware)
 
     def parameter_bytes(self, name: str) -> ParameterBytes:
         tensor = self.graph.tensors[self.graph.parameters[name]]
@@ -206,7 +192,5 @@ class _Pricer:
             for name, layout in zip(names, layouts, strict=True):
                 if name in op.saved and self.flow.saved.root(name) not in stored:
                     root, at = self.flow.saved.memory(name, layout)
-                    seen[root, at] = self.count(root) * self.sizes.bytes(
-                        self.graph.tensors[root], at
-                    )
+                    seen[root, at] = self.count(root) * self.sizes.bytes(self.graph.tensors[root], at)
         return sum(seen.values())

@@ -74,16 +74,28 @@ class Pricer:
         self.blocks = layers_of_ops(graph) if blocks is None else blocks
         self._labels = block_labels(graph, self.blocks)
         self.nodes = NodePricer(
-            graph, sizes=sizes, hardware=hardware, links=links, layers=layers,
-            training_state=training_state, fused=fused, bucket_bytes=bucket_bytes,
+            graph,
+            sizes=sizes,
+            hardware=hardware,
+            links=links,
+            layers=layers,
+            training_state=training_state,
+            fused=fused,
+            bucket_bytes=bucket_bytes,
             recomputed=recomputed_ops(graph, self.blocks),
             position=busiest_owner(graph, plan.parameters, plan.mesh),
             micro_batches=plan.micro_batches,
-        )  # fmt: skip
+        )
         self.decomposed = Decomposed(
-            graph, plan, self.flow, sizes=sizes, seconds=self._compute_seconds,
-            hardware=hardware, block=self._block, slices=slices,
-        )  # fmt: skip
+            graph,
+            plan,
+            self.flow,
+            sizes=sizes,
+            seconds=self._compute_seconds,
+            hardware=hardware,
+            block=self._block,
+            slices=slices,
+        )
 
     def _compute_seconds(self, op: Op, phase: Phase) -> Quantity:
         """Seconds in which an op computes in one phase; the backward of a product is two of its size."""
@@ -202,9 +214,7 @@ class Pricer:
             for op in ops:
                 own = self.slices.get((at, self._block(op.name)))  # type: ignore[arg-type]
                 whole: _Kept = (*at, "device")
-                found.setdefault(
-                    whole if own is None else (own.tensor, own.slice_layout, own.tier), op
-                )
+                found.setdefault(whole if own is None else (own.tensor, own.slice_layout, own.tier), op)
         return found
 
     def _gathered(self) -> Iterator[MemoryItem]:
@@ -270,9 +280,12 @@ class Pricer:
             if blocks[0] in again and (*at, "device") not in saved:
                 _, count = self.nodes.place(ops[0].name, ops[0].module)
                 yield replace(
-                    holding, kind="recomputed", name="recomputed", bytes=holding.bytes / count,
+                    holding,
+                    kind="recomputed",
+                    name="recomputed",
+                    bytes=holding.bytes / count,
                     block=blocks[0],
-                )  # fmt: skip
+                )
             if blocks[0] in later and len({*blocks}) == 1:
                 yield replace(holding, kind="returned", name="returned")
         for each in self.slices.values():
@@ -285,9 +298,7 @@ class Pricer:
         """Bytes of the activations that one repeated layer passes to the next, on one rank."""
         produced, largest = self.flow.produced, 0
         for names in _crossing(self.graph).values():
-            held = sum(
-                (self.sizes.bytes(self.graph.tensors[n], produced[n]) for n in names), start=0
-            )
+            held = sum((self.sizes.bytes(self.graph.tensors[n], produced[n]) for n in names), start=0)
             largest = larger(largest, held)
         return largest
 
@@ -298,8 +309,7 @@ class Pricer:
     def _shards(self, name: str, layout: Layout) -> Layout:
         """The layout of an operand with its gathers undone: split along every axis on which it was produced split."""
         made = self.flow.produced[name]
-        return tuple(a if a.kind == "S" and b.kind in ("R", "V") else b
-                     for a, b in zip(made, layout, strict=True))  # fmt: skip
+        return tuple(a if a.kind == "S" and b.kind in ("R", "V") else b for a, b in zip(made, layout, strict=True))
 
 
 def block_labels(graph: Graph, blocks: Mapping[str, Hashable]) -> dict[str, Hashable]:
@@ -309,10 +319,7 @@ def block_labels(graph: Graph, blocks: Mapping[str, Hashable]) -> dict[str, Hash
     its own name.
     """
     regions = regions_of(graph)
-    return {
-        op.name: blocks.get(op.name, regions[op.name] if graph.stacks else op.name)
-        for op in graph.ops
-    }
+    return {op.name: blocks.get(op.name, regions[op.name] if graph.stacks else op.name) for op in graph.ops}
 
 
 def _crossing(graph: Graph) -> dict[str, dict[str, None]]:

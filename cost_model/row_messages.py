@@ -17,9 +17,7 @@ from autopar.ir import Layout, ParameterPlan, R, Tensor, steps_of
 INDEX_BYTES = 8  # of an index, and of the number of rows
 
 
-def message_bytes(
-    items: NodeItems, tensor: Tensor, how: ParameterPlan, axis: int, whole_bytes: Quantity
-) -> Quantity:
+def message_bytes(items: NodeItems, tensor: Tensor, how: ParameterPlan, axis: int, whole_bytes: Quantity) -> Quantity:
     """Bytes of the message that a rank sends to the owner of a gradient along an axis, at most.
 
     Args:

@@ -52,9 +52,7 @@ class Sizes:
         """Number of ranks along a mesh axis."""
         return self.mesh.sizes[position]
 
-    def steps(
-        self, tensor: Tensor, source: Layout, target: Layout
-    ) -> Iterator[tuple[LayoutStep, Quantity, Quantity]]:
+    def steps(self, tensor: Tensor, source: Layout, target: Layout) -> Iterator[tuple[LayoutStep, Quantity, Quantity]]:
         """Yields the steps of a conversion, each with the bytes of its collective on one rank, before and after it.
 
         What parts of different sizes are padded with counts, see [Note: uneven parts] in autopar/ir/uneven.py.
@@ -103,9 +101,7 @@ class SymbolicSizes(Sizes):
         axes: symbol for the number of ranks along every axis.
     """
 
-    def __init__(
-        self, mesh: Mesh, factors: Mapping[str, sympy.Expr], axes: Sequence[sympy.Expr]
-    ) -> None:
+    def __init__(self, mesh: Mesh, factors: Mapping[str, sympy.Expr], axes: Sequence[sympy.Expr]) -> None:
         super().__init__(mesh)
         self._factors, self._axes = factors, tuple(axes)
         self._bytes: dict[tuple[object, Layout], sympy.Expr] = {}

@@ -25,9 +25,14 @@ from autopar.cost_model.sizes import SymbolicSizes
 from autopar.ir import Graph, Plan
 
 _SCALARS = (
-    "memory_bytes_per_second", "launch_seconds", "host_seconds", "matmul_efficiency",
-    "matmul_half_size", "memory_efficiency", "attention_efficiency",
-)  # fmt: skip
+    "memory_bytes_per_second",
+    "launch_seconds",
+    "host_seconds",
+    "matmul_efficiency",
+    "matmul_half_size",
+    "memory_efficiency",
+    "attention_efficiency",
+)
 
 
 def symbol(name: str) -> sympy.Symbol:
@@ -46,9 +51,7 @@ def machine_symbols(hardware: Hardware) -> tuple[Hardware, dict[str, float]]:
 def machine_values(machine: Hardware, hardware: Hardware) -> dict[str, float]:
     """The figures that `hardware` gives for the symbols of `machine`, by name."""
     values = {name: float(getattr(hardware, name)) for name in _SCALARS}
-    return values | {
-        _peak_name(size): hardware.flops_per_second(size) for size, _ in machine.peak_flops
-    }
+    return values | {_peak_name(size): hardware.flops_per_second(size) for size, _ in machine.peak_flops}
 
 
 def _peak_name(itemsize_bytes: int) -> str:
@@ -66,10 +69,7 @@ def axis_symbols(axes: Sequence[str], taken: Collection[str]) -> tuple[sympy.Sym
 
 def link_symbols(axes: Sequence[str]) -> tuple[Link, ...]:
     """The link along every mesh axis, with symbols in place of figures: `bandwidth_tp`, `latency_tp` and so on."""
-    return tuple(
-        Link(**{field: symbol(f"{short}_{axis}") for field, short in _LINK.items()})
-        for axis in axes
-    )
+    return tuple(Link(**{field: symbol(f"{short}_{axis}") for field, short in _LINK.items()}) for axis in axes)
 
 
 def link_values(link: Link, axis: str) -> dict[str, Quantity]:
@@ -94,10 +94,15 @@ def link_of(values: Mapping[str, Quantity], axis: str) -> Link:
 
 # Field of a link -> first part of the names of its symbols.
 _LINK = {
-    "bandwidth_bytes_per_second": "bandwidth", "latency_seconds": "latency",
-    "start_seconds": "start", "fill_seconds": "fill", "reduce_gain": "reduce_gain",
-    "reduce_rounds": "reduce_rounds", "exchange_gain": "exchange_gain", "send_gain": "send_gain",
-}  # fmt: skip
+    "bandwidth_bytes_per_second": "bandwidth",
+    "latency_seconds": "latency",
+    "start_seconds": "start",
+    "fill_seconds": "fill",
+    "reduce_gain": "reduce_gain",
+    "reduce_rounds": "reduce_rounds",
+    "exchange_gain": "exchange_gain",
+    "send_gain": "send_gain",
+}
 
 
 def factor_symbols(graph: Graph) -> dict[str, sympy.Symbol]:
@@ -176,21 +181,35 @@ class Expressions:
         taken = {*values, *map(str, names.values()), *map(str, layers.values())}
         axes = axis_symbols(plan.mesh.names, taken)
         pricer = Pricer(
-            graph, plan, sizes=SymbolicSizes(plan.mesh, names, axes), hardware=machine,
-            links=link_symbols(plan.mesh.names), layers=layers, training_state=training_state,
-            fused=fused, regathers=regathers, bucket_bytes=bucket_bytes, blocks=blocks, again=again,
-            selected=selected, slices=slices,
+            graph,
+            plan,
+            sizes=SymbolicSizes(plan.mesh, names, axes),
+            hardware=machine,
+            links=link_symbols(plan.mesh.names),
+            layers=layers,
+            training_state=training_state,
+            fused=fused,
+            regathers=regathers,
+            bucket_bytes=bucket_bytes,
+            blocks=blocks,
+            again=again,
+            selected=selected,
+            slices=slices,
             meeting_link=link_symbols([plan.meeting.axis])[0] if plan.meeting else None,
-        )  # fmt: skip
+        )
         values |= _values_of_links(plan, hardware)
         values |= dict(zip(map(str, axes), map(float, plan.mesh.sizes), strict=True))
         values |= {str(names[n]): float(f.size) for n, f in graph.factors.items() if n in names}
         values |= {str(layers[stack.path]): float(stack.layers) for stack in graph.stacks}
         return cls(
-            merged_items(pricer.items()), merged_holdings(pricer.holdings()),
-            pricer.boundary_bytes(), sum(layers.values()) or sympy.Integer(1), machine, values,
+            merged_items(pricer.items()),
+            merged_holdings(pricer.holdings()),
+            pricer.boundary_bytes(),
+            sum(layers.values()) or sympy.Integer(1),
+            machine,
+            values,
             recomputes=bool(again) or selected is not None,
-        )  # fmt: skip
+        )
 
     def at(self, **values: Quantity) -> Expressions:
         """These expressions with numbers, or arrays of one shape, in place of symbols.
@@ -203,28 +222,32 @@ class Expressions:
         scalars = {name: given[name] for name in _SCALARS}
         peaks = tuple((size, given[str(flops)]) for size, flops in self.machine.peak_flops)
         return Expressions(
-            *self._with(numbers), next(numbers), next(numbers),
-            dataclasses.replace(self.machine, peak_flops=peaks, **scalars), given, self.recomputes,
-        )  # fmt: skip
+            *self._with(numbers),
+            next(numbers),
+            next(numbers),
+            dataclasses.replace(self.machine, peak_flops=peaks, **scalars),
+            given,
+            self.recomputes,
+        )
 
-    def _with(
-        self, rest: Iterator[Quantity]
-    ) -> tuple[tuple[WorkItem, ...], tuple[MemoryItem, ...]]:
+    def _with(self, rest: Iterator[Quantity]) -> tuple[tuple[WorkItem, ...], tuple[MemoryItem, ...]]:
         items = tuple(
             dataclasses.replace(
-                item, count=next(rest), seconds=next(rest), traffic_bytes=next(rest), flops=next(rest),
-                ranks=next(rest), hidden_seconds=next(rest),
+                item,
+                count=next(rest),
+                seconds=next(rest),
+                traffic_bytes=next(rest),
+                flops=next(rest),
+                ranks=next(rest),
+                hidden_seconds=next(rest),
             )
             for item in self.items
-        )  # fmt: skip
+        )
         return items, tuple(dataclasses.replace(h, bytes=next(rest)) for h in self.holdings)
 
     @cached_property
     def _flat(self) -> list[sympy.Expr]:
-        fields = [
-            [i.count, i.seconds, i.traffic_bytes, i.flops, i.ranks, i.hidden_seconds]
-            for i in self.items
-        ]
+        fields = [[i.count, i.seconds, i.traffic_bytes, i.flops, i.ranks, i.hidden_seconds] for i in self.items]
         return [sympy.sympify(x) for group in fields for x in group] + [
             *(sympy.sympify(h.bytes) for h in self.holdings),
             sympy.sympify(self.boundary_bytes),
@@ -245,8 +268,7 @@ def layer_symbols(graph: Graph) -> dict[str, sympy.Symbol]:
     """The symbol for the number of layers in every list of repeated layers, by the path of the list."""
     single = len(graph.stacks) == 1
     return {
-        stack.path: symbol("layers" if single else f"layers_{stack.path.replace('.', '_')}")
-        for stack in graph.stacks
+        stack.path: symbol("layers" if single else f"layers_{stack.path.replace('.', '_')}") for stack in graph.stacks
     }
 
 

@@ -56,9 +56,20 @@ def way_back(way: Iterable[Move]) -> tuple[Move, ...]:
 
 
 def move_item(
-    name: str, move: Move, size_bytes: Quantity, hardware: Hardware, *, phase: Phase, region: Region,
-    count: Quantity, carries: str, of: str, every_micro_batch: bool, moves: str = "", recomputed: int = 0,
-) -> WorkItem:  # fmt: skip
+    name: str,
+    move: Move,
+    size_bytes: Quantity,
+    hardware: Hardware,
+    *,
+    phase: Phase,
+    region: Region,
+    count: Quantity,
+    carries: str,
+    of: str,
+    every_micro_batch: bool,
+    moves: str = "",
+    recomputed: int = 0,
+) -> WorkItem:
     """The item of one move of a parameter, a gradient or a saved activation.
 
     Args:
@@ -70,6 +81,17 @@ def move_item(
     """
     seconds = hardware.move_seconds(move, size_bytes)
     return WorkItem(
-        f"{move.name} {name}", move.name, move.tier, phase, region, count, seconds, size_bytes, carries=carries,
-        every_micro_batch=every_micro_batch, of=of, moves=moves, recomputed=recomputed,
-    )  # fmt: skip
+        f"{move.name} {name}",
+        move.name,
+        move.tier,
+        phase,
+        region,
+        count,
+        seconds,
+        size_bytes,
+        carries=carries,
+        every_micro_batch=every_micro_batch,
+        of=of,
+        moves=moves,
+        recomputed=recomputed,
+    )

@@ -66,9 +66,7 @@ def sends(name: str) -> bool:
     return _RINGS[name](1, 1) != 0
 
 
-def traffic_bytes(
-    name: str, *, before_bytes: Quantity, after_bytes: Quantity, ranks: Quantity
-) -> Quantity:
+def traffic_bytes(name: str, *, before_bytes: Quantity, after_bytes: Quantity, ranks: Quantity) -> Quantity:
     """Bytes that a rank sends, on average; it holds `before_bytes` before the collective and `after_bytes` after it."""
     if name in _SENDS:
         return before_bytes * _SENDS[name](ranks)

@@ -50,9 +50,7 @@ def capture(model: nn.Module) -> Prepared:
     station(1, "Captured: what the model computes", "capture/export.py, passes/__init__.py")
     prepared = prepare_step(model, BATCH)
     for node in prepared.captured.module.graph.nodes:
-        print(
-            f"    {node.name:20} {node.op:14} {node.target if node.op == 'call_function' else ''}"
-        )
+        print(f"    {node.name:20} {node.op:14} {node.target if node.op == 'call_function' else ''}")
     return prepared
 
 
@@ -73,9 +71,7 @@ def search(prepared: Prepared) -> Plan:
         at_rest, in_use = (format_layout(x, MESH) for x in (how.storage, how.resident))
         print(f"    parameter {name:12} at rest {at_rest or 'whole':12} in use {in_use or 'whole'}")
     for name, labels in plan.ops.items():
-        along = ", ".join(
-            f"{axis}: {label}" for (axis, _), label in zip(MESH.axes, labels, strict=False)
-        )
+        along = ", ".join(f"{axis}: {label}" for (axis, _), label in zip(MESH.axes, labels, strict=False))
         print(f"    op {name:20} {along}")
     return plan
 
@@ -117,9 +113,7 @@ def main() -> None:
     price(prepared, plan)
     rewrite(prepared, plan)
     prove(model, plan)
-    print(
-        "\nOn a cluster, autopar.compile(model, mesh=...).step(x, target) runs this program on every rank."
-    )
+    print("\nOn a cluster, autopar.compile(model, mesh=...).step(x, target) runs this program on every rank.")
 
 
 if __name__ == "__main__":

@@ -54,9 +54,7 @@ def unigram_entropy(text: bytes) -> float:
     return -sum(n / len(text) * math.log(n / len(text)) for n in Counter(text).values())
 
 
-def batches(
-    text: bytes, *, batch_size: int, seq_len: int, seed: int
-) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(text: bytes, *, batch_size: int, seq_len: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Endless batches of passages drawn at random; the same seed gives the same batches.
 
     Yields:

@@ -124,9 +124,7 @@ def losses_in_one_process(
         pass
 
     step = single_process_step(model)
-    return train(
-        model, step, data, steps=steps, planned=planned, lr=lr, watch=watch, states=states
-    )[0]
+    return train(model, step, data, steps=steps, planned=planned, lr=lr, watch=watch, states=states)[0]
 
 
 def worst_difference(losses: list[float], reference: list[float]) -> float:
@@ -179,9 +177,7 @@ def draw_losses(losses: list[float], entropy_nats: float, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def complaints(
-    losses: list[float], reference: list[float], entropy_nats: float, *, enough_steps: int = 0
-) -> list[str]:
+def complaints(losses: list[float], reference: list[float], entropy_nats: float, *, enough_steps: int = 0) -> list[str]:
     """What is wrong with a run, in sentences; empty if nothing is. A run of too few steps need not have learned."""
     found = []
     if reference and not worst_difference(losses, reference) <= TOLERANCE:  # nor nan
@@ -192,9 +188,7 @@ def complaints(
     return found
 
 
-def report(
-    console: Console, losses: list[float], reference: list[float], entropy_nats: float, out: Path
-) -> None:
+def report(console: Console, losses: list[float], reference: list[float], entropy_nats: float, out: Path) -> None:
     """Says how the run went."""
     if reference:
         console.print(
@@ -257,15 +251,23 @@ def main(
     if on_first:
         console.print(f"{check_steps} steps in one process, to compare with ...")
         reference = losses_in_one_process(
-            GPT(config, seed=seed), data(), steps=min(check_steps, steps), planned=steps, lr=lr,
+            GPT(config, seed=seed),
+            data(),
+            steps=min(check_steps, steps),
+            planned=steps,
+            lr=lr,
             states=states,
-        )  # fmt: skip
+        )
 
     model = autopar.compile(
-        GPT(config, seed=seed), example_inputs=next(iter(data())), loss_fn=loss_fn,
-        mesh=autopar.Mesh.parse(mesh) if mesh else None, recipe=recipe, training_state=states,
+        GPT(config, seed=seed),
+        example_inputs=next(iter(data())),
+        loss_fn=loss_fn,
+        mesh=autopar.Mesh.parse(mesh) if mesh else None,
+        recipe=recipe,
+        training_state=states,
         cache=out / "plans",
-    )  # fmt: skip
+    )
     console.print(model.explain())
     with loss_bar(console) as progress:
         watch = watch_on(progress, steps=steps, tokens_per_step=batch_size * seq_len)
@@ -280,9 +282,7 @@ def main(
         draw_losses(losses, entropy_nats, out / "loss.png")
     report(console, losses, reference, entropy_nats, out)
     dist.destroy_process_group()
-    if on_first and (
-        found := complaints(losses, reference, entropy_nats, enough_steps=ENOUGH_STEPS)
-    ):
+    if on_first and (found := complaints(losses, reference, entropy_nats, enough_steps=ENOUGH_STEPS)):
         raise click.ClickException(" ".join(found))
 
 

@@ -53,9 +53,7 @@ class Passages:
 @click.option("--every", default=20, help="Steps from checkpoint to checkpoint.")
 @click.option("--recipe", default="auto", metavar="R", help="Such as zero3.")
 @click.option("--seed", default=0, help="Of the initial weights and of the batches.")
-@click.option(
-    "--out", default="runs/train_on", type=click.Path(path_type=Path), help="For results."
-)
+@click.option("--out", default="runs/train_on", type=click.Path(path_type=Path), help="For results.")
 def main(steps: int, every: int, recipe: str, seed: int, out: Path) -> None:
     """Train on every rank, from the last checkpoint on."""
     out.mkdir(parents=True, exist_ok=True)
@@ -65,8 +63,10 @@ def main(steps: int, every: int, recipe: str, seed: int, out: Path) -> None:
     example = next(Passages(text, batch_size=16, seq_len=32, seed=seed))
     model = autopar.compile(
         GPT(GPTConfig(seq_len=32, layers=2, heads=4, width=64), seed=seed),
-        example_inputs=example, loss_fn=loss_fn, recipe=recipe,
-    )  # fmt: skip
+        example_inputs=example,
+        loss_fn=loss_fn,
+        recipe=recipe,
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with autopar.checkpoint.Checkpoints(out / "checkpoints", keep=2) as checkpoints:
         first = checkpoints.load_last(model, optimizer, loader=loader).step

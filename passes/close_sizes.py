@@ -14,9 +14,7 @@ from autopar.passes.cleanup.plain_slices import plain_slices
 from autopar.passes.cleanup.reshape_views import reshape_views
 
 
-def close_sizes(
-    module: fx.GraphModule, inputs: Sequence[str], shapes: Sequence[Sequence[int]]
-) -> fx.GraphModule:
+def close_sizes(module: fx.GraphModule, inputs: Sequence[str], shapes: Sequence[Sequence[int]]) -> fx.GraphModule:
     """A copy of a graph in which every open size, and every number computed of some, is the number that it is here.
 
     Args:

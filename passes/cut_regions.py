@@ -91,9 +91,7 @@ def _groups(nodes: Sequence[fx.Node], joined_ops: int) -> Iterator[list[fx.Node]
             yield [node]
 
 
-def _fits(
-    block: _BlockPart, following: _BlockPart, sizes: Mapping[_BlockPart, int], room: int
-) -> bool:
+def _fits(block: _BlockPart, following: _BlockPart, sizes: Mapping[_BlockPart, int], room: int) -> bool:
     """Whether a block may go on with the region of the block before it, to which so many ops may be added."""
     return not (block.is_recomputed or following.is_recomputed) and sizes[following] <= room
 
@@ -128,9 +126,7 @@ def _edges(region: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
     return list(entering), [c for c in region if not own.issuperset(c.users)]
 
 
-def _extract(
-    region: Sequence[fx.Node], inputs: Sequence[fx.Node], results: Sequence[fx.Node]
-) -> fx.GraphModule:
+def _extract(region: Sequence[fx.Node], inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> fx.GraphModule:
     """The graph of a region, with names that do not depend on its place, so that equal regions have equal code."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in inputs:

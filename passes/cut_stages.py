@@ -108,17 +108,14 @@ class _Cut:
     def run(self) -> tuple[StageGraph, ...]:
         last = self._last_uses()
         live = [
-            tuple(n for n, end in last.items() if self.numbers[n] < stage <= end)
-            for stage in range(self.count + 1)
+            tuple(n for n, end in last.items() if self.numbers[n] < stage <= end) for stage in range(self.count + 1)
         ]
         return tuple(self._stage(s, live[s], live[s + 1]) for s in range(self.count))
 
     def _last_uses(self) -> dict[fx.Node, int]:
         """Calls that are not copied -> the last stage that uses them, in the graph's order."""
         last: dict[fx.Node, int] = {
-            n: self.numbers[n]
-            for n in self.nodes
-            if n.op == "call_function" and n not in self.copied
+            n: self.numbers[n] for n in self.nodes if n.op == "call_function" and n not in self.copied
         }
         for node in self.nodes[:-1]:
             if node in last:
@@ -130,9 +127,7 @@ class _Cut:
                 last[node] = self.count - 1
         return last
 
-    def _stage(
-        self, stage: int, received: tuple[fx.Node, ...], sent: tuple[fx.Node, ...]
-    ) -> StageGraph:
+    def _stage(self, stage: int, received: tuple[fx.Node, ...], sent: tuple[fx.Node, ...]) -> StageGraph:
         outputs = tuple(
             i
             for i, node in enumerate(self.results)
@@ -151,11 +146,7 @@ class _Cut:
         return 0 if node in self.copied else self.numbers[node]
 
     def _own(self, stage: int) -> list[fx.Node]:
-        return [
-            n
-            for n in self.nodes
-            if n.op == "call_function" and n not in self.copied and self.numbers[n] == stage
-        ]
+        return [n for n in self.nodes if n.op == "call_function" and n not in self.copied and self.numbers[n] == stage]
 
     @staticmethod
     def _needed(roots: Iterable[fx.Node], given: set[fx.Node]) -> set[fx.Node]:
@@ -170,9 +161,7 @@ class _Cut:
         return needed
 
 
-def stage_numbers(
-    module: fx.GraphModule, places: Mapping[str, int], begins: Sequence[int]
-) -> dict[fx.Node, int]:
+def stage_numbers(module: fx.GraphModule, places: Mapping[str, int], begins: Sequence[int]) -> dict[fx.Node, int]:
     """The stage of every call: the stage of the captured op for which it was added."""
     numbers: dict[fx.Node, int] = {}
     for node in module.graph.nodes:

@@ -59,9 +59,7 @@ def decompose_products(
     module.recompile()
 
 
-def gathered_for_products(
-    node: fx.Node, restored: Mapping[str, Gathered] = MappingProxyType({})
-) -> fx.Node | None:
+def gathered_for_products(node: fx.Node, restored: Mapping[str, Gathered] = MappingProxyType({})) -> fx.Node | None:
     """What products alone read of an all-gather: the node itself, or the mark of its saved slice; None where others do.
 
     Args:
@@ -105,9 +103,7 @@ def _is_matrix(node: fx.Node) -> bool:
     return bool(node.meta.get("ndim", 0) > 1)
 
 
-def _gather(
-    graph: fx.Graph, node: fx.Node, read: fx.Node, call: Collective, target: Callable[..., Any]
-) -> None:
+def _gather(graph: fx.Graph, node: fx.Node, read: fx.Node, call: Collective, target: Callable[..., Any]) -> None:
     position = {each: i for i, each in enumerate(graph.nodes)}
     products = sorted(read.users, key=position.__getitem__)
     operands = [_operands(product) for product in products]
@@ -133,9 +129,7 @@ def _slice(read: fx.Node) -> str:
     return str(read.args[1]) if read.target is kept else ""
 
 
-def _bring_forward(
-    graph: fx.Graph, needed: Collection[fx.Node], products: Sequence[fx.Node]
-) -> bool:
+def _bring_forward(graph: fx.Graph, needed: Collection[fx.Node], products: Sequence[fx.Node]) -> bool:
     """Moves what makes some operands in front of the first product; False, and no move, if it depends on a product."""
     wanted, moved, is_behind = set(needed), [], False
     before = products[0]
@@ -152,14 +146,10 @@ def _bring_forward(
     return True
 
 
-def _scatter(
-    graph: fx.Graph, node: fx.Node, call: Collective, product: fx.Node, target: Callable[..., Any]
-) -> None:
+def _scatter(graph: fx.Graph, node: fx.Node, call: Collective, product: fx.Node, target: Callable[..., Any]) -> None:
     weight, bias = _operands(product)
     with graph.inserting_before(node):
-        new = graph.call_function(
-            target, (product.args[0], weight, bias, call.dims[0], call.size, call.group)
-        )
+        new = graph.call_function(target, (product.args[0], weight, bias, call.dims[0], call.size, call.group))
     new.meta = dict(product.meta)
     node.replace_all_uses_with(new)
     graph.erase_node(node)

@@ -55,18 +55,12 @@ def _free(graph: fx.Graph, parameters: int, received: int) -> set[fx.Node]:
     placeholders = graph.find_nodes(op="placeholder")
     found = set(placeholders[parameters : len(placeholders) - received])
     for node in graph.nodes:
-        if (
-            node.op == "call_function"
-            and not draws(node)
-            and found.issuperset(node.all_input_nodes)
-        ):
+        if node.op == "call_function" and not draws(node) and found.issuperset(node.all_input_nodes):
             found.add(node)
     return found
 
 
-def _homes(
-    graph: fx.Graph, folded: frozenset[int], free: Collection[fx.Node]
-) -> dict[fx.Node, _Home]:
+def _homes(graph: fx.Graph, folded: frozenset[int], free: Collection[fx.Node]) -> dict[fx.Node, _Home]:
     homes: dict[fx.Node, _Home] = {}
     for node in reversed(graph.nodes):
         if node.op == "output":
@@ -76,9 +70,7 @@ def _homes(
     return homes
 
 
-def _home(
-    node: fx.Node, homes: dict[fx.Node, _Home], folded: frozenset[int], is_free: bool
-) -> _Home:
+def _home(node: fx.Node, homes: dict[fx.Node, _Home], folded: frozenset[int], is_free: bool) -> _Home:
     """The new place of a call; a free call goes inside a block if only this block uses it, else before its users."""
     users = {homes[user] for user in node.users}
     block = node.meta.get("block", math.inf)

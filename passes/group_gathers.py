@@ -41,9 +41,7 @@ class Chain:
         return self.nodes[-1]
 
 
-def find_gathers(
-    module: fx.GraphModule, parameters: int, reduced: Container[int] = ()
-) -> list[Chain]:
+def find_gathers(module: fx.GraphModule, parameters: int, reduced: Container[int] = ()) -> list[Chain]:
     """The chains from the first `parameters` placeholders that hold an all_gather or a move, by first use.
 
     For the placeholders in `reduced`, whose gradients travel in an element type of their own, a chain with any other
@@ -53,9 +51,7 @@ def find_gathers(
         module,
         parameters,
         lambda chain: (
-            chain.parameter in reduced
-            or "all_gather" in map(_name, chain.nodes)
-            or any(map(is_move, chain.nodes))
+            chain.parameter in reduced or "all_gather" in map(_name, chain.nodes) or any(map(is_move, chain.nodes))
         ),
     )
 
@@ -71,9 +67,7 @@ def find_entries(module: fx.GraphModule, parameters: int) -> list[Chain]:
     return _by_first_use(module, parameters, only_back)
 
 
-def _by_first_use(
-    module: fx.GraphModule, parameters: int, wanted: Callable[[Chain], bool]
-) -> list[Chain]:
+def _by_first_use(module: fx.GraphModule, parameters: int, wanted: Callable[[Chain], bool]) -> list[Chain]:
     leaves = module.graph.find_nodes(op="placeholder")[:parameters]
     chains = [chain for i, leaf in enumerate(leaves) for chain in _chains(i, leaf) if wanted(chain)]
     position = {node: i for i, node in enumerate(module.graph.nodes)}

@@ -117,16 +117,11 @@ def _entries(
     return found
 
 
-def _used(
-    body: list[fx.Node], values: dict[fx.Node, Tensor], ordered: Tensor, count: int
-) -> dict[fx.Node, str | None]:
+def _used(body: list[fx.Node], values: dict[fx.Node, Tensor], ordered: Tensor, count: int) -> dict[fx.Node, str | None]:
     """Routing value that the body uses -> "ordered" for sorted ids, "ends", or None for anything else."""
     ends = torch.searchsorted(ordered, torch.arange(count), right=True)
     used = [n for call in body for n in tensor_operands(call) if n in values]
-    return {
-        n: "ordered" if _same(values[n], ordered) else "ends" if _same(values[n], ends) else None
-        for n in used
-    }
+    return {n: "ordered" if _same(values[n], ordered) else "ends" if _same(values[n], ends) else None for n in used}
 
 
 def _is_order(value: object, drawn: Tensor, ordered: Tensor) -> bool:
@@ -138,9 +133,7 @@ def _is_order(value: object, drawn: Tensor, ordered: Tensor) -> bool:
 
 
 def _same(value: Tensor, wanted: Tensor) -> bool:
-    return (
-        isinstance(value, Tensor) and value.shape == wanted.shape and bool((value == wanted).all())
-    )
+    return isinstance(value, Tensor) and value.shape == wanted.shape and bool((value == wanted).all())
 
 
 def _after(node: fx.Node) -> dict[fx.Node, None]:
@@ -204,9 +197,7 @@ def _run(node: fx.Node, values: dict[fx.Node, Tensor]) -> Tensor:
 
 def _replace(graph: fx.Graph, layer: _Layer) -> None:
     inside = {*layer.body, *layer.entries, *layer.routing}
-    weights = list(
-        dict.fromkeys(n for call in layer.body for n in tensor_operands(call) if n not in inside)
-    )
+    weights = list(dict.fromkeys(n for call in layer.body for n in tensor_operands(call) if n not in inside))
     target = Experts(_body(layer, weights), tuple(layer.entries.values()), layer.count)
     operands = [*(entry.args[0] for entry in layer.entries), layer.ids, *weights]
     with graph.inserting_before(layer.exit):

@@ -98,9 +98,7 @@ def taking_turns(
     order, done = list[tuple[fx.Node, int]](), set[fx.Node]()
     now = link_free = 0.0
     while any(batch.calls for batch in batches):
-        waiting = [
-            (b.ready_seconds(), left[b.calls[0]], i) for i, b in enumerate(batches) if b.calls
-        ]
+        waiting = [(b.ready_seconds(), left[b.calls[0]], i) for i, b in enumerate(batches) if b.calls]
         now = max(now, min(ready for ready, _, _ in waiting))
         _, _, number = min((work, i, i) for ready, work, i in waiting if ready <= now)
         batch = batches[number]

@@ -55,11 +55,7 @@ def hoist_input_sums(
     for node in graph.nodes:
         if any(argument in depends for argument in node.all_input_nodes):
             depends.add(node)
-    sums = [
-        n
-        for n in graph.nodes
-        if n not in depends and (call := Collective.of(n)) and call.name == "all_reduce"
-    ]
+    sums = [n for n in graph.nodes if n not in depends and (call := Collective.of(n)) and call.name == "all_reduce"]
     for node in sums:
         with graph.inserting_before(node):
             started = graph.call_function(start, node.args)

@@ -45,9 +45,7 @@ from autopar.passes.group_gathers import MOVING
 aten = torch.ops.aten
 
 
-def partition(
-    captured: Captured, analysis: Analysis, plan: Plan
-) -> tuple[fx.GraphModule, tuple[Layout, ...]]:
+def partition(captured: Captured, analysis: Analysis, plan: Plan) -> tuple[fx.GraphModule, tuple[Layout, ...]]:
     """Builds the graph that each rank runs on its local tensors; returns it with the layouts of its outputs.
 
     Its placeholders are the tensor placeholders of the captured graph, in the same order: parameters in their resident
@@ -132,9 +130,13 @@ class _Partitioner:
             self._produce(name, layout, part)
 
     def _leave_to_owners(
-        self, new: list[fx.Node], node: fx.Node, layouts: tuple[Layout, ...],
-        shapes: tuple[tuple[int, ...], ...], parts: tuple[fx.Node, ...],
-    ) -> None:  # fmt: skip
+        self,
+        new: list[fx.Node],
+        node: fx.Node,
+        layouts: tuple[Layout, ...],
+        shapes: tuple[tuple[int, ...], ...],
+        parts: tuple[fx.Node, ...],
+    ) -> None:
         """Notes on the calls of an op that one rank runs alone whose they are, and the results that others lack."""
         owners = owners_of(layouts[0], self.mesh)
         if not owners:
@@ -156,9 +158,7 @@ class _Partitioner:
         for i, name in enumerate(names):
             keep = i in self.captured.mutated or (self.captured.is_step and i == len(names) - 1)
             keep = keep or self.mesh.occupied is not None  # a part could lie at a vacant place
-            layouts.append(
-                self.replicated if keep else self.analysis.graph.delivered(self.produced[name])
-            )
+            layouts.append(self.replicated if keep else self.analysis.graph.delivered(self.produced[name]))
         results = [self.convert(name, to) for name, to in zip(names, layouts, strict=True)]
         self.graph.output(tuple(results))
         return tuple(layouts)
@@ -224,9 +224,7 @@ class _Partitioner:
         if call.after is not None:
             yield aten.reshape.default, (list(call.after),), Alone.at(after, mesh, call.after)
 
-    def call(
-        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-    ) -> fx.Node:
+    def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
         """Adds a call, named for its op."""
         name = getattr(getattr(target, "overloadpacket", target), "__name__", "call")
         node = self.graph.create_node("call_function", target, args, kwargs or {}, name=name)
@@ -265,19 +263,14 @@ class _LocalCall:
         own = self._owner.analysis.graph.by_name[self.node.name].collectives
         labels = dict(zip(self._owner.mesh.names, self._labels, strict=True))
         return all(
-            any(name == each.forward and plain(labels[axis]) in each.labels for each in own)
-            for name, axis in sent
+            any(name == each.forward and plain(labels[axis]) in each.labels for each in own) for name, axis in sent
         )
 
     def axes(self, letter: str) -> tuple[tuple[str, int], ...]:
         own: Mapping[str, tuple[str, ...]] = self._owner.analysis.letters[self.node.name]
         labels = own.get(letter, ())
         found = ((self._owner.mesh.axes[i], self._labels[i]) for i in nesting_of(self._labels))
-        return tuple(
-            axis
-            for axis, label in found
-            if axis[1] > 1 and not {*labels}.isdisjoint(split_factors(label))
-        )
+        return tuple(axis for axis, label in found if axis[1] > 1 and not {*labels}.isdisjoint(split_factors(label)))
 
     def exchanges(self, letter: str) -> tuple[tuple[str, int], ...]:
         axes = zip(self._owner.mesh.axes, self._labels, strict=True)

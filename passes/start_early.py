@@ -74,9 +74,7 @@ def can_start(call: Collective) -> bool:
     `vary` sends nothing, and its backward adds up the gradients of all ranks. Gradients of parameters have buckets.
     """
     is_activation = call.x.op != "placeholder"
-    return call.name in STARTED or (
-        call.name == "vary" and call.backward in STARTED and is_activation
-    )
+    return call.name in STARTED or (call.name == "vary" and call.backward in STARTED and is_activation)
 
 
 def _block(node: fx.Node) -> int:

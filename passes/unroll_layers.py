@@ -50,9 +50,7 @@ def _through(first: Copies, second: Copies) -> Copies:
     """Name in the first graph -> names after both of two rewrites."""
     if not first:
         return second
-    return {
-        name: tuple(new for old in names for new in second[old]) for name, names in first.items()
-    }
+    return {name: tuple(new for old in names for new in second[old]) for name, names in first.items()}
 
 
 class _Unroller:
@@ -74,9 +72,7 @@ class _Unroller:
             raise self._refusal("its layers do not run one after the other")
         self.inside = set(self.middle)
         self.named = {**captured.parameters, **captured.buffers}
-        self.own = {
-            node for node in nodes if stack.index(self.named.get(node.name, "")) == stack.middle
-        }
+        self.own = {node for node in nodes if stack.index(self.named.get(node.name, "")) == stack.middle}
         if any(stack.index(name) is not None for name in captured.mutated.values()):
             raise self._refusal("they write to buffers")
         self.chain = self._chain()
@@ -99,9 +95,7 @@ class _Unroller:
             raise self._refusal("the last layer has fewer ops than the middle one")
         for node, counterpart in zip(self.middle, self.after, strict=True):
             if node.target != counterpart.target and not _has_body(node):
-                raise self._refusal(
-                    f"{node.name} is {node.target}, {counterpart.name} {counterpart.target}"
-                )
+                raise self._refusal(f"{node.name} is {node.target}, {counterpart.name} {counterpart.target}")
             pairs = zip(node.all_input_nodes, counterpart.all_input_nodes, strict=False)
             for read, then in pairs:
                 if then in ends and read not in ends:
@@ -150,9 +144,7 @@ class _Unroller:
         self.new[node] = self._copied(node, self.new, name, modules)
         self.made[node] = [self.new[node]]
 
-    def _copied(
-        self, node: fx.Node, known: Mapping[fx.Node, fx.Node], name: str, modules: Any = None
-    ) -> fx.Node:
+    def _copied(self, node: fx.Node, known: Mapping[fx.Node, fx.Node], name: str, modules: Any = None) -> fx.Node:
         args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
         target = name if node.op == "placeholder" else node.target
         copy = self.graph.create_node(node.op, target, args, kwargs, name=name)
@@ -186,9 +178,7 @@ class _Unroller:
 
     def _modules(self, node: fx.Node, index: int, number: int) -> dict[str, Any]:
         """The metadata of the modules around a node, with the number of another layer."""
-        inside = re.compile(
-            rf"^((?:L__self__)?model\.{re.escape(self.stack.path)}\.){index}(?=[.@]|$)"
-        )
+        inside = re.compile(rf"^((?:L__self__)?model\.{re.escape(self.stack.path)}\.){index}(?=[.@]|$)")
 
         def moved(path: str) -> str:
             return inside.sub(rf"\g<1>{number}", path)
@@ -212,8 +202,10 @@ class _Unroller:
         copies |= {name: self._names(name) for name in self.named.values()}
         c = self.captured
         return dataclasses.replace(
-            c, module=long,
-            parameters=self._placeholders(c.parameters, final), buffers=self._placeholders(c.buffers, final),
+            c,
+            module=long,
+            parameters=self._placeholders(c.parameters, final),
+            buffers=self._placeholders(c.buffers, final),
             tied={
                 new: first
                 for name, owner in c.tied.items()
@@ -222,11 +214,9 @@ class _Unroller:
             frozen=frozenset(new for name in c.frozen for new in self._names(name)),
             stored={new: dtype for name, dtype in c.stored.items() for new in self._names(name)},
             mutated={position: self._names(name)[0] for position, name in c.mutated.items()},
-        ), copies  # fmt: skip
+        ), copies
 
-    def _placeholders(
-        self, named: Mapping[str, str], final: Mapping[fx.Node, str]
-    ) -> dict[str, str]:
+    def _placeholders(self, named: Mapping[str, str], final: Mapping[fx.Node, str]) -> dict[str, str]:
         """Name of a placeholder in the long graph -> name of its parameter or buffer, in the order of the graph.
 
         Args:

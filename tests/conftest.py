@@ -29,9 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     Two workers with four ranks each would be eight processes that wait for each other.
     """
-    together = [
-        i for i, item in enumerate(items) if "four_ranks" in getattr(item, "fixturenames", ())
-    ]
+    together = [i for i, item in enumerate(items) if "four_ranks" in getattr(item, "fixturenames", ())]
     if together:
         own = set(together)
         after = [items[i] for i in range(together[0], len(items)) if i not in own]

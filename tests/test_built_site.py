@@ -25,9 +25,7 @@ from tests.support.browser import BROWSER, REASON, dumping
 ROOT = Path(__file__).parents[1]
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(
-        importlib.util.find_spec("mkdocs") is None, reason="mkdocs is not installed"
-    ),
+    pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="mkdocs is not installed"),
 ]
 
 # Opens every page in a frame of a given width. An element counts as too wide if it ends right of the screen and nothing
@@ -105,9 +103,7 @@ class _Silent(http.server.SimpleHTTPRequestHandler):
 
 @pytest.mark.skipif(BROWSER is None, reason=REASON)
 @pytest.mark.parametrize("width", [390, 1200])
-def test_no_page_is_wider_than_the_screen(
-    built: tuple[Path, str], address: str, width: int, tmp_path: Path
-) -> None:
+def test_no_page_is_wider_than_the_screen(built: tuple[Path, str], address: str, width: int, tmp_path: Path) -> None:
     pages = sorted(f"{path.parent.name}/" for path in built[0].glob("*/index.html"))
     probe = PROBE.replace("WIDTH", str(width)).replace("PAGES", json.dumps(pages))
     (built[0] / "probe.html").write_text(probe)
@@ -118,6 +114,4 @@ def test_no_page_is_wider_than_the_screen(
     assert inside is not None, done.stderr[-2000:]
     found = json.loads(html.unescape(inside[1]))
     assert sorted(found) == pages and sum(each["pictures"] for each in found.values()) >= 32
-    assert {
-        page: each for page, each in found.items() if each["over"] or each["wide"] or each["broken"]
-    } == {}
+    assert {page: each for page, each in found.items() if each["over"] or each["wide"] or each["broken"]} == {}

@@ -131,9 +131,7 @@ def _private_names(path: Path) -> Iterator[str]:
             if node.attr in {"_schema", "_cdata", "_spec", "_local_tensor", "_orig_mod"}:
                 yield f"{path.relative_to(PACKAGE)}:{node.lineno} {names[0]}"
         for name in names:
-            is_torch = name.startswith(("torch.", "dist.")) and not name.startswith(
-                "torch.ops.aten."
-            )
+            is_torch = name.startswith(("torch.", "dist.")) and not name.startswith("torch.ops.aten.")
             if is_torch and any(re.match(r"_[^_]", part) for part in name.split(".")):
                 yield f"{path.relative_to(PACKAGE)}:{node.lineno} {name}"
 
@@ -179,8 +177,7 @@ def _shows_what_it_checks(test: ast.AST) -> bool:
     """Whether a test has an `assert`, or expects an error or a warning, in its own body."""
     expected = {"pytest.raises", "pytest.warns", "torch.testing.assert_close"}
     return any(
-        isinstance(node, ast.Assert)
-        or (isinstance(node, ast.Call) and ast.unparse(node.func) in expected)
+        isinstance(node, ast.Assert) or (isinstance(node, ast.Call) and ast.unparse(node.func) in expected)
         for node in ast.walk(test)
     )
 
@@ -193,9 +190,5 @@ def test_every_test_shows_what_it_asserts() -> None:
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
     ]
     assert len(tests) > 1000
-    hidden = [
-        f"{p.name}:{test.lineno} {test.name}"
-        for p, test in tests
-        if not _shows_what_it_checks(test)
-    ]
+    hidden = [f"{p.name}:{test.lineno} {test.name}" for p, test in tests if not _shows_what_it_checks(test)]
     assert not hidden, "\n".join(hidden)

@@ -32,17 +32,16 @@ def _anchors(page: Path) -> set[str]:
     return {re.sub(r"[\s-]+", "-", words) for words in plain}
 
 
-@pytest.mark.parametrize(
-    "page", [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *RESULTS], ids=lambda p: p.stem
-)
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *RESULTS], ids=lambda p: p.stem)
 def test_links_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\((?!https?:)([^)\s#]*)(?:#([\w-]+))?\)", page.read_text())
     targets = [(page.parent / path if path else page, anchor) for path, anchor in links]
     missing = [str(target) for target, _ in targets if not target.exists()]
     lost = [
-        f"{target}#{anchor}" for target, anchor in targets
+        f"{target}#{anchor}"
+        for target, anchor in targets
         if anchor and target.exists() and anchor not in _anchors(target)
-    ]  # fmt: skip
+    ]
     assert not missing and not lost
 
 

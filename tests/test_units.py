@@ -9,19 +9,33 @@ from autopar.errors import AutoparError
 @pytest.mark.parametrize(
     ("size", "text"),
     [
-        (0, "0 bytes"), (1, "1 bytes"), (512.4, "512 bytes"), (999, "999 bytes"), (999.7, "1.00 kB"),
-        (1_500_000, "1.50 MB"), (80e9, "80.0 GB"), (999.4e9, "999 GB"), (999.6e9, "1.00 TB"),
-        (-2.5e9, "-2.50 GB"), (3.2e21, "3200 EB"), (math.inf, "inf B"),
+        (0, "0 bytes"),
+        (1, "1 bytes"),
+        (512.4, "512 bytes"),
+        (999, "999 bytes"),
+        (999.7, "1.00 kB"),
+        (1_500_000, "1.50 MB"),
+        (80e9, "80.0 GB"),
+        (999.4e9, "999 GB"),
+        (999.6e9, "1.00 TB"),
+        (-2.5e9, "-2.50 GB"),
+        (3.2e21, "3200 EB"),
+        (math.inf, "inf B"),
     ],
-)  # fmt: skip
+)
 def test_bytes(size, text):
     assert units.format_bytes(size) == text
 
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("70GB", 70 * 10**9), (" 1.5 tb ", 1_500 * 10**9), ("70e9", 70 * 10**9), ("640 MB", 640 * 10**6)],
-)  # fmt: skip
+    [
+        ("70GB", 70 * 10**9),
+        (" 1.5 tb ", 1_500 * 10**9),
+        ("70e9", 70 * 10**9),
+        ("640 MB", 640 * 10**6),
+    ],
+)
 def test_sizes_are_read(text, size):
     assert units.parse_bytes(text) == size
 
@@ -32,9 +46,7 @@ def test_what_is_no_size_is_refused(text):
         units.parse_bytes(text)
 
 
-@pytest.mark.parametrize(
-    ("count", "text"), [(0, "0"), (512, "512"), (21_400, "21.4 k"), (124_439_808, "124 M")]
-)
+@pytest.mark.parametrize(("count", "text"), [(0, "0"), (512, "512"), (21_400, "21.4 k"), (124_439_808, "124 M")])
 def test_counts(count, text):
     assert units.format_count(count) == text
 
@@ -42,11 +54,18 @@ def test_counts(count, text):
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (0, "0 s"), (7.137, "7.14 s"), (0.0123, "12.3 ms"), (0.99951, "1.00 s"), (0.0009996, "1.00 ms"),
-        (4.2e-6, "4.20 µs"), (3e-10, "0.300 ns"), (1234.5, "1234 s"), (-0.02, "-20.0 ms"),
+        (0, "0 s"),
+        (7.137, "7.14 s"),
+        (0.0123, "12.3 ms"),
+        (0.99951, "1.00 s"),
+        (0.0009996, "1.00 ms"),
+        (4.2e-6, "4.20 µs"),
+        (3e-10, "0.300 ns"),
+        (1234.5, "1234 s"),
+        (-0.02, "-20.0 ms"),
         (math.inf, "inf s"),
     ],
-)  # fmt: skip
+)
 def test_seconds(seconds, text):
     assert units.format_seconds(seconds) == text
 

@@ -50,9 +50,7 @@ def test_an_older_torch_is_refused_with_what_to_do(monkeypatch):
 
 
 def test_the_package_and_the_table_of_versions_say_the_same():
-    oldest, newest = (
-        ".".join(map(str, each)) for each in (versions.OLDEST_TORCH, versions.NEWEST_TORCH)
-    )
+    oldest, newest = (".".join(map(str, each)) for each in (versions.OLDEST_TORCH, versions.NEWEST_TORCH))
     needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     assert f"torch>={oldest}" in needed
     page = (ROOT / "docs" / "supported.md").read_text()

@@ -30,9 +30,7 @@ def example():
 def python(*words: str, folder: Path, path: str = "") -> str:
     """Runs Python in a folder, where it finds the modules of `path` first; returns what it prints."""
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -46,9 +46,7 @@ def fused_attention(
         scale: factor of the scores, before the bias is added.
     """
     if query.device.type != "cpu":
-        result, logsumexp, *_ = aten._scaled_dot_product_flash_attention(
-            query, key, value, 0.0, is_causal, scale=scale
-        )
+        result, logsumexp, *_ = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, scale=scale)
         return result, logsumexp
     result, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, is_causal, attn_mask=bias, scale=scale
@@ -59,9 +57,17 @@ def fused_attention(
 
 
 def fused_attention_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, result: Tensor,
-    logsumexp: Tensor, *, is_causal: bool, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    result: Tensor,
+    logsumexp: Tensor,
+    *,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value.
 
     Args:

@@ -115,9 +115,7 @@ class GradientFlags:
             tensor in two places always fails.
     """
 
-    _MOST_RENEWALS = (
-        3  # a check that keeps failing, say in changing modes, is not made anew for ever
-    )
+    _MOST_RENEWALS = 3  # a check that keeps failing, say in changing modes, is not made anew for ever
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._tensors = tuple({id(x): x for x in tensors}.values())
@@ -138,9 +136,7 @@ class GradientFlags:
 
     def changed(self) -> list[Tensor]:
         """The tensors whose flag is another by now."""
-        return [
-            x for x, flag in zip(self._tensors, self._flags, strict=True) if x.requires_grad != flag
-        ]
+        return [x for x, flag in zip(self._tensors, self._flags, strict=True) if x.requires_grad != flag]
 
     def _as_now(self) -> Callable[..., bool]:
         open_dims = [[None] * x.ndim for x in self._tensors]
@@ -160,9 +156,7 @@ def alike_check(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     return _guards(tensors, [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors])
 
 
-def _guards(
-    tensors: Sequence[Tensor], sizes: Sequence[Any], strides: Sequence[Any]
-) -> Callable[..., bool]:
+def _guards(tensors: Sequence[Tensor], sizes: Sequence[Any], strides: Sequence[Any]) -> Callable[..., bool]:
     """Dynamo's check of tensors; a size or stride of None may be any."""
     from torch._C._dynamo import guards
 

@@ -26,9 +26,7 @@ def is_functional(x: Tensor) -> bool:
     return isinstance(x, FunctionalTensor)
 
 
-def compile_graph(
-    module: fx.GraphModule, arguments: Sequence[Tensor], backend: str
-) -> Callable[..., Any]:
+def compile_graph(module: fx.GraphModule, arguments: Sequence[Tensor], backend: str) -> Callable[..., Any]:
     """Compiles a graph by a backend of torch.compile, for arguments like these.
 
     The grad mode of the caller applies. Saved-tensor hooks of the caller are not called for tensors of the trace.
@@ -47,10 +45,7 @@ def compile_graph(
 
 def _examples(arguments: Sequence[Tensor]) -> list[Tensor]:
     with fake_mode():
-        return [
-            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-            for x in arguments
-        ]
+        return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in arguments]
 
 
 @torch.no_grad()
@@ -133,9 +128,7 @@ def own_generators() -> list[str]:
     return [
         found.source.name
         for found in effects.id_to_variable.values()
-        if isinstance(found, RandomVariable)
-        and found.source is not None
-        and effects.is_modified(found)
+        if isinstance(found, RandomVariable) and found.source is not None and effects.is_modified(found)
     ]
 
 

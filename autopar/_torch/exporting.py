@@ -65,9 +65,7 @@ def user_line(error: BaseException | None = None) -> str | None:
         os.path.dirname(os.path.dirname(__file__)),
         os.path.dirname(traceback.__file__),
     )
-    outside = [
-        f for f in frames if not f.filename.startswith(ours) and not f.filename.startswith("<")
-    ]
+    outside = [f for f in frames if not f.filename.startswith(ours) and not f.filename.startswith("<")]
     if outside:
         frame = outside[-1]
         return f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
@@ -132,9 +130,7 @@ def without_value_checks() -> Iterator[None]:
     from torch.distributions import Distribution
     from torch.nn.modules import transformer
 
-    def is_causal(
-        mask: Tensor | None, is_causal: bool | None = None, size: int | None = None
-    ) -> bool:
+    def is_causal(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
         return is_causal is True
 
     patches = TorchPatcher.patch.cache_info().currsize

@@ -15,9 +15,15 @@ _OF_FILES = ("from_file",)
 
 
 def example_tensor(
-    mode: FakeTensorMode, shape: Sequence[Any], strides: Sequence[Any], dtype: torch.dtype,
-    device: torch.device, *, requires_grad: bool = False, is_parameter: bool = False,
-) -> Tensor:  # fmt: skip
+    mode: FakeTensorMode,
+    shape: Sequence[Any],
+    strides: Sequence[Any],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    requires_grad: bool = False,
+    is_parameter: bool = False,
+) -> Tensor:
     """A tensor without values. It is made by hand, as an op under the fake mode takes ten times as long."""
     made = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     fake: Tensor = FakeTensor(mode, made, device)
@@ -53,11 +59,20 @@ def modes_above() -> int:
     """The number of modes that change what ops do, and of hooks that all modules have."""
     from torch.nn.modules import module
 
-    hooks = sum(map(len, (
-        module._global_forward_hooks, module._global_forward_pre_hooks, module._global_backward_hooks,
-        module._global_backward_pre_hooks, module._global_buffer_registration_hooks,
-        module._global_module_registration_hooks, module._global_parameter_registration_hooks,
-    )))  # fmt: skip
+    hooks = sum(
+        map(
+            len,
+            (
+                module._global_forward_hooks,
+                module._global_forward_pre_hooks,
+                module._global_backward_hooks,
+                module._global_backward_pre_hooks,
+                module._global_buffer_registration_hooks,
+                module._global_module_registration_hooks,
+                module._global_parameter_registration_hooks,
+            ),
+        )
+    )
     return hooks + torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
 
 
@@ -65,15 +80,23 @@ def switches() -> dict[str, object]:
     """Name -> what the process has set of torch that a trace may depend on, apart from modes of autocast."""
     backends = torch.backends
     return {
-        "default dtype": torch.get_default_dtype(), "gradients": torch.is_grad_enabled(),
-        "inference mode": torch.is_inference_mode_enabled(), "mha fastpath": backends.mha.get_fastpath_enabled(),
-        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(), "mkldnn": backends.mkldnn.enabled,
-        "cudnn": backends.cudnn.enabled, "cudnn benchmark": backends.cudnn.benchmark,
-        "cudnn deterministic": backends.cudnn.deterministic, "cudnn tf32": backends.cudnn.allow_tf32,
-        "flash sdp": backends.cuda.flash_sdp_enabled(), "math sdp": backends.cuda.math_sdp_enabled(),
-        "efficient sdp": backends.cuda.mem_efficient_sdp_enabled(), "cudnn sdp": backends.cuda.cudnn_sdp_enabled(),
-        "autocast cache": torch.is_autocast_cache_enabled(), "matmul precision": torch.get_float32_matmul_precision(),
-    }  # fmt: skip
+        "default dtype": torch.get_default_dtype(),
+        "gradients": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "mha fastpath": backends.mha.get_fastpath_enabled(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "mkldnn": backends.mkldnn.enabled,
+        "cudnn": backends.cudnn.enabled,
+        "cudnn benchmark": backends.cudnn.benchmark,
+        "cudnn deterministic": backends.cudnn.deterministic,
+        "cudnn tf32": backends.cudnn.allow_tf32,
+        "flash sdp": backends.cuda.flash_sdp_enabled(),
+        "math sdp": backends.cuda.math_sdp_enabled(),
+        "efficient sdp": backends.cuda.mem_efficient_sdp_enabled(),
+        "cudnn sdp": backends.cuda.cudnn_sdp_enabled(),
+        "autocast cache": torch.is_autocast_cache_enabled(),
+        "matmul precision": torch.get_float32_matmul_precision(),
+    }
 
 
 def has_values(x: Tensor) -> bool:

@@ -39,9 +39,7 @@ class _StatesElsewhere:
     make_empty: MakeEmpty
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         if func in _FILLS and isinstance(args[0], _StatesElsewhere):
             return _FILLS[func](_alike(args[0], kwargs or {}), *args[1:])
         return torch._C._disabled_torch_function_impl(func, types, args, dict(kwargs or {}))

@@ -24,9 +24,7 @@ def multiplies_tiles(device: torch.device, dtype: torch.dtype) -> bool:
     return torch.cuda.get_device_capability(device) == _TILED
 
 
-def product_of_tiles(
-    left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], dtype: torch.dtype
-) -> Tensor:
+def product_of_tiles(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
     """left @ right.T by `torch._scaled_mm`, which sums in float32.
 
     Args:
@@ -36,6 +34,4 @@ def product_of_tiles(
     """
     # The kernel wants the scales of neighbouring rows next to each other.
     scales = [x.t().contiguous().t() for x in (left[1], right[1])]
-    return torch._scaled_mm(
-        left[0], right[0].t(), scale_a=scales[0], scale_b=scales[1].t(), out_dtype=dtype
-    )
+    return torch._scaled_mm(left[0], right[0].t(), scale_a=scales[0], scale_b=scales[1].t(), out_dtype=dtype)

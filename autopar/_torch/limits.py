@@ -48,9 +48,7 @@ class AskedLimits:
         return asked
 
 
-def _type_in_turn(
-    turns: Mapping[_Place, Iterator[torch.dtype]], place: _Place, asked: torch.dtype
-) -> torch.dtype:
+def _type_in_turn(turns: Mapping[_Place, Iterator[torch.dtype]], place: _Place, asked: torch.dtype) -> torch.dtype:
     noted = next(turns.get(place, iter(())), asked)
     return noted if widened_dtype(noted) == asked else asked
 

@@ -33,9 +33,7 @@ Update = Callable[..., None]
 Orthogonalize = Callable[[Tensor], Tensor]
 
 
-def by_owners(
-    update: Update, can_be_cut: Callable[[Sequence[Any], Mapping[str, Any]], bool]
-) -> Update:
+def by_owners(update: Update, can_be_cut: Callable[[Sequence[Any], Mapping[str, Any]], bool]) -> Update:
     """A function for `torch.optim._muon.muon` that updates DTensors as this module says, and all else as before.
 
     Args:
@@ -59,9 +57,7 @@ def by_owners(
             # A copy, since orthogonalizing changes what is in bfloat16 already.
             directions.append(direction.to(torch.bfloat16, copy=True))
         how = options["ns_coefficients"], options["ns_steps"], options["eps"]
-        found = _orthogonal(
-            params, directions, lambda x: _muon._zeropower_via_newtonschulz(x, *how)
-        )
+        found = _orthogonal(params, directions, lambda x: _muon._zeropower_via_newtonschulz(x, *how))
         for parameter, step in zip(params, found, strict=True):
             shard = _local(parameter)
             shard.mul_(1 - lr * options["weight_decay"])
@@ -84,9 +80,7 @@ class _Member(NamedTuple):
     dim: int
 
 
-def _orthogonal(
-    params: Sequence[Tensor], directions: Sequence[Tensor], orthogonalize: Orthogonalize
-) -> list[Tensor]:
+def _orthogonal(params: Sequence[Tensor], directions: Sequence[Tensor], orthogonalize: Orthogonalize) -> list[Tensor]:
     """The orthogonalized shards of all parameters, in their order."""
     found: dict[int, Tensor] = {}
     lines: dict[tuple[DeviceMesh, int], list[_Member]] = {}
@@ -111,9 +105,7 @@ def _axis(parameter: Tensor) -> int | None:
     if not isinstance(parameter, DTensor):
         return None
     mesh = parameter.device_mesh
-    split = [
-        a for a, p in enumerate(parameter.placements) if not p.is_replicate() and mesh.size(a) > 1
-    ]
+    split = [a for a, p in enumerate(parameter.placements) if not p.is_replicate() and mesh.size(a) > 1]
     if not split or any(type(parameter.placements[a]) is not Shard for a in split):
         return None
     axis = split[0]
@@ -152,9 +144,7 @@ def _as_stored(parameter: Tensor, axis: int, result: Tensor) -> Tensor:
     return split.redistribute(placements=parameter.placements)._local_tensor
 
 
-def _by_owners(
-    mesh: DeviceMesh, axis: int, members: Sequence[_Member], orthogonalize: Orthogonalize
-) -> list[Tensor]:
+def _by_owners(mesh: DeviceMesh, axis: int, members: Sequence[_Member], orthogonalize: Orthogonalize) -> list[Tensor]:
     """This rank's parts of the orthogonalized matrices that an axis splits."""
     ranks, me = mesh.size(axis), mesh.get_local_rank(axis)
     exchange = functools.partial(exchange_rows, group=mesh.get_group(axis).group_name)

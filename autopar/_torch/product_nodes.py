@@ -40,18 +40,11 @@ def operand_gradients(
     formula = _FORMULAS.get(node.name())
     if formula is None:
         return []
-    return [
-        (edge, as_input(edge.node, edge.output_nr, formula(node, gradient, i)))
-        for i, edge in edges.items()
-    ]
+    return [(edge, as_input(edge.node, edge.output_nr, formula(node, gradient, i))) for i, edge in edges.items()]
 
 
 def _of_mm(node: Any, gradient: Tensor, position: int) -> Tensor:
-    return (
-        _of_first(gradient, node._saved_mat2)
-        if position == 0
-        else _of_second(node._saved_self, gradient, node)
-    )
+    return _of_first(gradient, node._saved_mat2) if position == 0 else _of_second(node._saved_self, gradient, node)
 
 
 def _of_addmm(node: Any, gradient: Tensor, position: int) -> Tensor:
@@ -76,10 +69,18 @@ def _of_baddbmm(node: Any, gradient: Tensor, position: int) -> Tensor:
 
 def _of_convolution(node: Any, gradient: Tensor, position: int) -> Tensor:
     found = torch.ops.aten.convolution_backward(
-        gradient, node._saved_input, node._saved_weight, node._saved_bias_sym_sizes_opt,
-        node._saved_stride, node._saved_padding, node._saved_dilation, node._saved_transposed,
-        node._saved_output_padding, node._saved_groups, [i == position for i in range(3)],
-    )  # fmt: skip
+        gradient,
+        node._saved_input,
+        node._saved_weight,
+        node._saved_bias_sym_sizes_opt,
+        node._saved_stride,
+        node._saved_padding,
+        node._saved_dilation,
+        node._saved_transposed,
+        node._saved_output_padding,
+        node._saved_groups,
+        [i == position for i in range(3)],
+    )
     return found[position]
 
 

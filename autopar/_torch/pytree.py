@@ -19,9 +19,20 @@ from torch.utils._pytree import (
 )
 
 __all__ = [
-    "TreeSpec", "are_inside", "keystr", "read_tree", "register_container", "register_pytree_node", "tree_flatten",
-    "tree_flatten_with_path", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten", "write_tree",
-]  # fmt: skip
+    "TreeSpec",
+    "are_inside",
+    "keystr",
+    "read_tree",
+    "register_container",
+    "register_pytree_node",
+    "tree_flatten",
+    "tree_flatten_with_path",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "tree_unflatten",
+    "write_tree",
+]
 
 Json = Any
 _PLAIN = (type(None), bool, int, float, str)

@@ -24,7 +24,7 @@ _TORCHS = ("FloorDiv", "Mod", "PythonMod", "CleanDiv", "CeilDiv", "Max", "Min")
 _KINDS: Mapping[str, Any] = {
     **{getattr(sympy, name).__name__: getattr(sympy, name) for name in _SYMPYS},
     **{name: getattr(functions, name) for name in _TORCHS},
-}  # fmt: skip
+}
 
 
 def _write(expression: Any) -> Json:

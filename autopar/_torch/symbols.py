@@ -88,9 +88,7 @@ class SizeValues:
             return x
         assert isinstance(x, FakeTensor), "the trace makes no other tensors with open sizes"
         shape, strides = (list(map(self.number, each)) for each in (x.shape, x.stride()))
-        return example_tensor(
-            x.fake_mode, shape, strides, x.dtype, x.device, requires_grad=x.requires_grad
-        )
+        return example_tensor(x.fake_mode, shape, strides, x.dtype, x.device, requires_grad=x.requires_grad)
 
     def examples(self, tree: Any) -> Any:
         """A tree of the same structure, in which `example` replaces every leaf."""
@@ -130,9 +128,7 @@ def _environment(example: Tensor) -> ShapeEnv | None:
     return None if mode is None else mode.shape_env
 
 
-def _sizes(
-    inputs: Sequence[Tensor], shapes: Sequence[Sequence[int]]
-) -> Iterator[tuple[int | torch.SymInt, int]]:
+def _sizes(inputs: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Iterator[tuple[int | torch.SymInt, int]]:
     """Pairs every size of the example tensors with the size in the given shapes."""
     for example, shape in zip(inputs, shapes, strict=True):
         if example.ndim != len(shape):

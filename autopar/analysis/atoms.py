@@ -58,9 +58,7 @@ def unify(left: Sequence[Atom], right: Sequence[Atom]) -> bool:
             (a if large is x else b).append(rest)
         else:
             return False
-    if any(
-        atom.size == 0 for atom in (*a, *b)
-    ):  # a dim of size 0, which some rule counts as size 1
+    if any(atom.size == 0 for atom in (*a, *b)):  # a dim of size 0, which some rule counts as size 1
         return False
     assert not a and not b, "unify needs lists of the same total size"
     return True

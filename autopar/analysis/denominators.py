@@ -139,9 +139,7 @@ class _Slice:
             classes = self._call(aten.clamp.default, target, 0)
             flat = self._call(aten.reshape.default, classes, [-1])
             weights = self._call(aten.index_select.default, self.copy(weight), 0, flat)
-            counts = self._call(
-                aten.mul.Tensor, self._call(aten.reshape.default, counts, [-1]), weights
-            )
+            counts = self._call(aten.mul.Tensor, self._call(aten.reshape.default, counts, [-1]), weights)
         return self._call(aten.sum.default, counts)
 
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:

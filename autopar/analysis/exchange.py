@@ -101,9 +101,11 @@ def can_be_exchanged(calls: Sequence[fx.Node], tensors: Sequence[Letters], rows:
 
 
 def stated(
-    pairs: Sequence[tuple[str, str]], moved: Sequence[tuple[Letters, int, bool]],
-    result: tuple[Letters, int, bool], experts: int,
-) -> tuple[StatedCollective, ...]:  # fmt: skip
+    pairs: Sequence[tuple[str, str]],
+    moved: Sequence[tuple[Letters, int, bool]],
+    result: tuple[Letters, int, bool],
+    experts: int,
+) -> tuple[StatedCollective, ...]:
     """The messages of an exchange along an axis: counts of rows, then rows, and their results on the way back.
 
     Args:

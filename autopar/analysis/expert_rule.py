@@ -123,21 +123,25 @@ class BodyRule:
         states = {name: self._ends_in(name) for name in found}
         nests, pairs = self._nests(), self._exchanges(states)
         return Spec(
-            operands, (result,), {name: sizes[name] for name in found},
+            operands,
+            (result,),
+            {name: sizes[name] for name in found},
             sums=frozenset(n for n, state in states.items() if state == "P"),
             whole=frozenset(n for n, state in states.items() if not state),
             flops=round(sum(c * math.prod(sizes[x] for x in letters) for c, letters in nests)),
-            nests=nests, kept=kept, experts=frozenset({"e"} & found.keys()), exchanges=pairs,
-            collectives=self._stated(pairs), localize=self._localize,
-        )  # fmt: skip
+            nests=nests,
+            kept=kept,
+            experts=frozenset({"e"} & found.keys()),
+            exchanges=pairs,
+            collectives=self._stated(pairs),
+            localize=self._localize,
+        )
 
     def _exchanges(self, states: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
         """Pairs `(t, "e")` where rows can be exchanged along `t`; every tensor with rows has that letter."""
         rows = len(self.experts.slots)
         tensors = [self._named(dims) for found in self.dims.values() for dims in found]
-        if states.get("e") != "P" or not can_be_exchanged(
-            self.experts.calls, tensors, set(self.rows)
-        ):
+        if states.get("e") != "P" or not can_be_exchanged(self.experts.calls, tensors, set(self.rows)):
             return ()
         heads = [set(self._named(dims[:1])[0]) for dims in self.operands[: rows + 1]]
         shared = set.intersection(*heads)
@@ -171,8 +175,7 @@ class BodyRule:
         if name in self._stuck_names() or (name in self.rows and self._meets_rows()):
             return ""
         states = {
-            n: "S" if any(name in dim for dim in self._named(self.dims[n][0])) else "V"
-            for n in self.experts.inputs
+            n: "S" if any(name in dim for dim in self._named(self.dims[n][0])) else "V" for n in self.experts.inputs
         }
         for node in self.experts.calls:
             if is_getitem(node):
@@ -262,9 +265,7 @@ class BodyRule:
         letters = self._named(self.dims[self.experts.sorted_ids][0])
         ways = {
             "order" if slots == 1 else f"order_of_{i}": None
-            for i, (slots, node) in enumerate(
-                zip(self.experts.slots, self.experts.inputs, strict=False)
-            )
+            for i, (slots, node) in enumerate(zip(self.experts.slots, self.experts.inputs, strict=False))
             if node in flows
         }
         return [Hidden(name, letters, torch.int64) for name in (*ways, "back")]
@@ -291,8 +292,11 @@ class BodyRule:
         count = experts.count // parts(local, ["e"])
         if axes:  # ids are counted from this rank's first expert, and `count` stands for all other experts
             here = shifted(local, args[rows], axes, args[self._weight()])
-            mine = local.emit(aten.logical_and.default, local.emit(aten.ge.Scalar, here, 0),
-                              local.emit(aten.lt.Scalar, here, count))  # fmt: skip
+            mine = local.emit(
+                aten.logical_and.default,
+                local.emit(aten.ge.Scalar, here, 0),
+                local.emit(aten.lt.Scalar, here, count),
+            )
             other = local.emit(aten.logical_not.default, mine)
             args[rows] = local.emit(aten.masked_fill.Scalar, here, other, count)
 
@@ -304,8 +308,13 @@ class BodyRule:
         assert axes == local.axes("e"), local.node  # see `autopar.ir.go_together`
         emit, experts = marked(local), self.experts
         layer = LayerRun(
-            experts, local.args, emit, experts.count, self._slots(local), exchange=Exchange(emit, axes)
-        )  # fmt: skip
+            experts,
+            local.args,
+            emit,
+            experts.count,
+            self._slots(local),
+            exchange=Exchange(emit, axes),
+        )
         return self._written(layer, local)
 
     def _written(self, layer: LayerRun, local: Local) -> fx.Node:
@@ -335,8 +344,7 @@ class BodyRule:
         """Number of ids for every row of an operand, on this rank."""
         lacking = (self.rows.difference(self._named([dims[0]])[0]) for dims in self.operands)
         return [
-            slots // parts(local, sorted(letters))
-            for slots, letters in zip(self.experts.slots, lacking, strict=False)
+            slots // parts(local, sorted(letters)) for slots, letters in zip(self.experts.slots, lacking, strict=False)
         ]
 
     def _weight(self) -> int:
@@ -365,9 +373,7 @@ class _BodyLocal:
     ) -> None:
         self._rule, self._local, self._is_exchanged = rule, local, is_exchanged
         self.node, self.args, self.kwargs, self.emit = node, args, kwargs, emit
-        self.result_shapes = tuple(
-            tuple(self._size(dim) for dim in dims) for dims in rule.dims[node]
-        )
+        self.result_shapes = tuple(tuple(self._size(dim) for dim in dims) for dims in rule.dims[node])
 
     def axes(self, letter: str) -> tuple[tuple[str, int], ...]:
         names = self._rule._named([[self._rule.letters[self.node][letter]]])[0]

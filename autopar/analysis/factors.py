@@ -106,9 +106,7 @@ class _Analyzer:
         for node in self.nodes:
             self._add(node)
         self._forget_unreached()
-        found = Unified(
-            self.captured, self.atoms, self.specs, self.letters, self.taken, self.of_inputs
-        )
+        found = Unified(self.captured, self.atoms, self.specs, self.letters, self.taken, self.of_inputs)
         self.factor_names, factors = name_factors(found)
         tensors = {name: self._tensor(name) for name in self.values}
         ops = tuple(self._op(node) for node in self.nodes if node.name in self.specs)
@@ -116,8 +114,7 @@ class _Analyzer:
             tensors=tensors,
             ops=ops,
             parameters={v: k for k, v in self.captured.parameters.items()},
-            buffers={v: k for k, v in self.captured.buffers.items()}
-            | {name: name for name in self.captured.constants},
+            buffers={v: k for k, v in self.captured.buffers.items()} | {name: name for name in self.captured.constants},
             inputs={v: k for k, v in self.captured.inputs.items()},
             outputs=tuple(self.names[n.name][0] for n in output_nodes(self.captured.module)),
             factors=factors,
@@ -180,9 +177,7 @@ class _Analyzer:
             self.of_inputs.update(names)
         if self._passes_gradient(node):
             self.needs_grad |= {
-                n
-                for n, v in zip(names, results, strict=True)
-                if (v.is_floating_point() or v.is_complex())
+                n for n, v in zip(names, results, strict=True) if (v.is_floating_point() or v.is_complex())
             }
 
     def _forget_unreached(self) -> None:
@@ -226,9 +221,7 @@ class _Analyzer:
         stops = rules.operator_name(node) in rules.NOT_DIFFERENTIABLE
         return not stops and any(name in self.needs_grad for name in self._operands(node))
 
-    def _flow(
-        self, node: str, atoms: list[list[Atom]], letters: Letters, own: Mapping[str, Atom]
-    ) -> None:
+    def _flow(self, node: str, atoms: list[list[Atom]], letters: Letters, own: Mapping[str, Atom]) -> None:
         """Unifies the dims of a tensor with those of an operand; a dim for which that fails is not split in this op."""
         for factors, dim in zip(atoms, letters, strict=True):
             if dim and not unify(factors, [own[letter] for letter in dim]):
@@ -297,8 +290,11 @@ class _Analyzer:
         for each in spec.collectives:
             yield OwnCollective(
                 frozenset(label for over in each.over for label in self._labels_over(node, over)),
-                each.forward, each.backward, each.itemsize_bytes, self._all_leaves(node, each.letters),
-            )  # fmt: skip
+                each.forward,
+                each.backward,
+                each.itemsize_bytes,
+                self._all_leaves(node, each.letters),
+            )
 
     def _labels_over(self, node: str, over: str) -> Iterable[str]:
         """Labels of the choices that split a letter or, for `t>e`, exchange rows between these letters."""
@@ -353,9 +349,7 @@ class _Analyzer:
                 label = leaf.label + EXCHANGED + group.label
                 yield self._split(name, spec, [(rows, i), (groups, 0)], label, atom)
 
-    def _split(
-        self, name: str, spec: Spec, parts: list[tuple[str, int]], label: str, leaf: Atom
-    ) -> Choice:
+    def _split(self, name: str, spec: Spec, parts: list[tuple[str, int]], label: str, leaf: Atom) -> Choice:
         """The choice that splits each tensor of an op by the first of these parts of letters that the tensor has."""
         own, letter = self.letters[name], parts[0][0]
         summed, over = letter in spec.sums, EXCHANGED.join(each for each, _ in parts)
@@ -391,9 +385,7 @@ class _Analyzer:
         )
 
 
-def _position(
-    letters: Letters, letter: str, part: int, own: Mapping[str, Atom]
-) -> tuple[int, int] | None:
+def _position(letters: Letters, letter: str, part: int, own: Mapping[str, Atom]) -> tuple[int, int] | None:
     """Position of part `part` of a letter in a tensor: its dim, and its number among the dim's factors."""
     for dim, names in enumerate(letters):
         if letter in names:

@@ -74,15 +74,11 @@ class Objective:
     def reads(self) -> tuple[str, ...]:
         """Names of the inputs and buffers from which the denominators are computed."""
         if self.denominator is None:
-            return tuple(
-                dict.fromkeys(name for term in self.terms for name in term.objective.reads)
-            )
+            return tuple(dict.fromkeys(name for term in self.terms for name in term.objective.reads))
         return tuple(str(n.target) for n in self.denominator.graph.find_nodes(op="placeholder"))
 
     @torch.no_grad()
-    def shares(
-        self, parts: Sequence[Mapping[str, Tensor]], *, skips_empty: bool = False
-    ) -> list[float]:
+    def shares(self, parts: Sequence[Mapping[str, Tensor]], *, skips_empty: bool = False) -> list[float]:
         """The share of each micro-batch's loss in the loss of the batch.
 
         For an unknown kind, the loss is the mean over micro-batches.
@@ -102,9 +98,7 @@ class Objective:
         inputs = [[part[name] for name in self.reads] for part in parts]
         found = [self.denominator(*each) for each in inputs]
         whole = {}
-        for node, base, *values in zip(
-            self._summands, self.bases, *(each[1:] for each in found), strict=True
-        ):
+        for node, base, *values in zip(self._summands, self.bases, *(each[1:] for each in found), strict=True):
             total = torch.stack(values).sum(0)
             whole[node] = total / count if base == "mean" else total
         (denominator, *_) = self._run(inputs[0], whole)
@@ -120,9 +114,7 @@ class Objective:
         found = [term.objective.shares(parts, skips_empty=True) for term in self.terms]
         return [list(own) for own in zip(*found, strict=True)]
 
-    def _shares_of_terms(
-        self, parts: Sequence[Mapping[str, Tensor]], *, skips_empty: bool
-    ) -> list[float]:
+    def _shares_of_terms(self, parts: Sequence[Mapping[str, Tensor]], *, skips_empty: bool) -> list[float]:
         """1 for a micro-batch, whose terms have shares of their own; 0 for one that has no share in any."""
         found = self.term_shares(parts)
         for number, own in enumerate(found):
@@ -154,9 +146,7 @@ class Objective:
     def _run(self, inputs: Sequence[Tensor], known: Mapping[fx.Node, Tensor]) -> list[Tensor]:
         """The denominator and its totals, some of which are given."""
         assert self.denominator is not None, "a ratio"
-        result: list[Tensor] = fx.Interpreter(self.denominator).run(
-            *inputs, initial_env=dict(known)
-        )
+        result: list[Tensor] = fx.Interpreter(self.denominator).run(*inputs, initial_env=dict(known))
         return result
 
 

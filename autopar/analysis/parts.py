@@ -90,17 +90,11 @@ class PartFinder:
         batch: names of the factors that are the batch: the first of every input, and multiples of it.
     """
 
-    def __init__(
-        self, captured: Captured, graph: Graph, part: Captured, *, normalizes: bool = False
-    ) -> None:
+    def __init__(self, captured: Captured, graph: Graph, part: Captured, *, normalizes: bool = False) -> None:
         self.graph, self._normalizes = graph, normalizes
         by_name = {node.name: node for node in captured.module.graph.nodes}
         # A graph of few layers has names of its own; the first copy stands for all of them.
-        renamed = {
-            name: by_name[copies[0]]
-            for name, copies in graph.copies.items()
-            if copies[0] in by_name
-        }
+        renamed = {name: by_name[copies[0]] for name, copies in graph.copies.items() if copies[0] in by_name}
         self.nodes = by_name | renamed
         self._repeated = {name for name, copies in graph.copies.items() if len(copies) > 1}
         self.counts = RowCounts(captured, part)
@@ -156,9 +150,7 @@ class PartFinder:
         pairs = [
             (tensors[name], own)
             for op in self.graph.ops
-            for name, own in zip(
-                op.results, self.counts.shapes(self.nodes[op.name].name), strict=False
-            )
+            for name, own in zip(op.results, self.counts.shapes(self.nodes[op.name].name), strict=False)
         ]
         return {
             names[0]
@@ -178,9 +170,7 @@ class PartFinder:
             shapes = self.counts.shapes(self.nodes[op.name].name)
             for i, (name, part) in enumerate(zip(op.results, self._results(op), strict=True)):
                 is_visible = i < len(shapes)
-                self._parts[name] = (
-                    self._of_right_shape(part, name, shapes[i]) if is_visible else part
-                )
+                self._parts[name] = self._of_right_shape(part, name, shapes[i]) if is_visible else part
 
     def _of_right_shape(self, part: BatchPart, name: str, own: tuple[int, ...]) -> BatchPart:
         """The part, or unknown if the shape in a micro-batch does not fit it.
@@ -229,9 +219,7 @@ class PartFinder:
 
     def _of_rows(self, op: Op, parts: list[BatchPart]) -> list[BatchPart]:
         """The part of an op that treats the rows of the batch separately."""
-        choice = next(
-            (c for c in op.choices if c.factor in self.batch and _takes_rows(c, parts)), None
-        )
+        choice = next((c for c in op.choices if c.factor in self.batch and _takes_rows(c, parts)), None)
         power = self._power(op, parts)
         if choice is None or power is None:
             return self._none(op)
@@ -369,9 +357,6 @@ def _linear(op: Op, is_addend: Sequence[bool]) -> bool:
     """Whether an op is linear in some of its operands, so that addends pass through it."""
     return any(
         choice.label.startswith(PARTIAL)
-        and all(
-            (state.kind == "P") == is_part
-            for state, is_part in zip(choice.operands, is_addend, strict=True)
-        )
+        and all((state.kind == "P") == is_part for state, is_part in zip(choice.operands, is_addend, strict=True))
         for choice in op.choices
     )

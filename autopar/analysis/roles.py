@@ -154,10 +154,15 @@ def _batch_of_op(model: Unified, node: str) -> frozenset[int]:
 def _columns(model: Unified, node: str, spec: Spec) -> set[str]:
     """Letters of a product's result that come only from operands computed from parameters."""
     of_model, of_inputs = (
-        {x for name, letters in zip(model.operands[node], spec.operands, strict=True)
-         if (name in model.of_inputs) is varies for dim in letters for x in dim}
+        {
+            x
+            for name, letters in zip(model.operands[node], spec.operands, strict=True)
+            if (name in model.of_inputs) is varies
+            for dim in letters
+            for x in dim
+        }
         for varies in (False, True)
-    )  # fmt: skip
+    )
     return {x for letters in spec.results for dim in letters for x in dim} & of_model - of_inputs
 
 

@@ -50,9 +50,7 @@ def _work(spec: Spec, coefficient: float, letters: tuple[str, ...], leaves_of: L
     return Work(coefficient, **{name: tuple(found) for name, found in groups.items()})
 
 
-def _stated_work(
-    spec: Spec, coefficient: float, letters: tuple[str, ...], leaves_of: LeavesOf
-) -> Work:
+def _stated_work(spec: Spec, coefficient: float, letters: tuple[str, ...], leaves_of: LeavesOf) -> Work:
     """The work that a row states: a product only where it says what is summed; columns are the result's last dim."""
     inner = spec.contracted or frozenset()
     left, right = (_letters(tensor) for tensor in (*spec.operands, (), ())[:2])

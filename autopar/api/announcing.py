@@ -25,9 +25,7 @@ from autopar.search.request.notes import axis_lines, idle_axes
 from autopar.search.request.request import Request
 from autopar.units import counted, format_bytes, format_seconds
 
-_HINT = (
-    "model.explain() says why; logging.getLogger('autopar').setLevel('WARNING') hides these lines"
-)
+_HINT = "model.explain() says why; logging.getLogger('autopar').setLevel('WARNING') hides these lines"
 
 
 def start_line(plan: Plan, request: Request, is_given: bool, predicted: tuple[float, float]) -> str:
@@ -46,9 +44,7 @@ def start_line(plan: Plan, request: Request, is_given: bool, predicted: tuple[fl
     if mesh.placement:
         words.append(f"nested as {', '.join(mesh.names)}")
     if idle and not is_given:
-        words.append(
-            f"{', '.join(idle)} left idle, because that was found cheapest; recipe='ddp' insists"
-        )
+        words.append(f"{', '.join(idle)} left idle, because that was found cheapest; recipe='ddp' insists")
     words.append("as the given plan has it" if is_given else f"recipe {plan.recipe_in_use}")
     if plan.meeting is not None:
         words.append(f"{counted(plan.meeting.replicas, 'replica')} that meet {plan.meeting}")

@@ -105,24 +105,38 @@ def compile(
     run = RunOptions(**run_options)
     priced, assumed = hardware_of(run.hardware, device)
     request = Request(
-        priced, ranks=world_size(), mesh=_checked(axes_of(mesh, loaded)), cuts_batch=True,
+        priced,
+        ranks=world_size(),
+        mesh=_checked(axes_of(mesh, loaded)),
+        cuts_batch=True,
         splits_backward=not run.executor.compiles,
-        refines=loaded is None and not isinstance(mesh, DeviceMesh), **_open(asked),
-    ).of_replica(loaded)  # fmt: skip
+        refines=loaded is None and not isinstance(mesh, DeviceMesh),
+        **_open(asked),
+    ).of_replica(loaded)
     planner = Planner(
-        request, loss_fn=loss_fn, plan=loaded, device=device, timeout_seconds=run.timeout_seconds,
-        device_mesh=mesh if isinstance(mesh, DeviceMesh) else None, assumed=assumed,
-        files=run.nvme, stored=_stored(run.cache),
-    )  # fmt: skip
+        request,
+        loss_fn=loss_fn,
+        plan=loaded,
+        device=device,
+        timeout_seconds=run.timeout_seconds,
+        device_mesh=mesh if isinstance(mesh, DeviceMesh) else None,
+        assumed=assumed,
+        files=run.nvme,
+        stored=_stored(run.cache),
+    )
     device_mesh = planner.device_mesh()
     if run.weights is not None:
         run.weights.check(model)
     settings = Settings(
-        micro_batches=request.micro_batches, device=device, device_mesh=device_mesh,
+        micro_batches=request.micro_batches,
+        device=device,
+        device_mesh=device_mesh,
         replicas=None if request.meeting is None else planner.world().replicas,
-        returns_loss=loss_fn is None, has_stages=request.has_stages,
-        loss_scaling=LossScaling.of(run.loss_scale, request.precision), **vars(run),
-    )  # fmt: skip
+        returns_loss=loss_fn is None,
+        has_stages=request.has_stages,
+        loss_scaling=LossScaling.of(run.loss_scale, request.precision),
+        **vars(run),
+    )
     return _prepared(CompiledModule(model, planner, settings), example_inputs)
 
 
@@ -137,8 +151,10 @@ def _check_beside_plan(plan: Plan, asked: Mapping[str, Any]) -> None:
         "micro_batches": plan.micro_batches,
         "schedule": plan.pipeline and plan.pipeline.schedule,
         "chunks": plan.pipeline and plan.pipeline.chunks,
-        "recompute": plan.recompute, "decompose": plan.decomposed, "overlap_batches": plan.overlap_batches,
-    }  # fmt: skip
+        "recompute": plan.recompute,
+        "decompose": plan.decomposed,
+        "overlap_batches": plan.overlap_batches,
+    }
     wish = asked.get("recompute")
     tiers = {how.tier for how in plan.saved.values()}
     if is_saved_option(wish) and plan.recompute == "full" and tiers <= {SAVED_TIERS[wish]}:
@@ -222,9 +238,13 @@ def explain(
     """
     found, axes = _cluster_with(cluster, mesh)
     request = Request(
-        found.hardware, ranks=found.ranks if axes is None else None, mesh=axes, refines=True,
-        cuts_batch=True, **_open(options),
-    )  # fmt: skip
+        found.hardware,
+        ranks=found.ranks if axes is None else None,
+        mesh=axes,
+        refines=True,
+        cuts_batch=True,
+        **_open(options),
+    )
     args, kwargs = split_example(example_inputs)
     request = request.of_replica()
     if request.meeting is not None:
@@ -233,9 +253,7 @@ def explain(
 
     def captured(count: int) -> Prepared:
         own_args, own_kwargs = arguments.rebuild(first_micro_batch(arguments, count))
-        return prepare_step(
-            model, own_args, own_kwargs, loss_fn=loss_fn, precision=request.precision
-        )
+        return prepare_step(model, own_args, own_kwargs, loss_fn=loss_fn, precision=request.precision)
 
     def searched(prepared: Prepared, count: int) -> Plan:
         return make_plan(prepared, request.of_micro_batches(count))
@@ -248,9 +266,13 @@ def explain(
         if request.micro_batches is None:
             prepared, plan = in_parts(plan, batch, captured, searched)
     return Explanation(
-        prepared.analysis.graph, plan, found, run_of(plan, request.training_state),
-        memory_bound_bytes=request.bound_bytes, request=request,
-    )  # fmt: skip
+        prepared.analysis.graph,
+        plan,
+        found,
+        run_of(plan, request.training_state),
+        memory_bound_bytes=request.bound_bytes,
+        request=request,
+    )
 
 
 def _cluster_with(

@@ -27,9 +27,7 @@ from autopar.runtime.ranks.processes import axes_of_device_mesh
 MeshLike = DeviceMesh | Mesh | Mapping[str, int] | str
 
 
-def device_of(
-    model: nn.Module, mesh: MeshLike | None, device: torch.device | str | None
-) -> torch.device:
+def device_of(model: nn.Module, mesh: MeshLike | None, device: torch.device | str | None) -> torch.device:
     """The device that this rank computes on.
 
     [Note: the device of a rank] A device that is given is taken, and a model that lies on an accelerator stays there.
@@ -121,13 +119,9 @@ def axes_of(mesh: MeshLike | None, plan: Plan | None) -> Mesh | None:
     if axes.names == (PIPELINE_AXIS,):  # every stage has a mesh, if one of a single rank
         axes = Mesh((*axes.axes, *without_pipeline(axes).axes))
     elif PIPELINE_AXIS in axes.names:
-        axes = with_pipeline(
-            without_pipeline(axes), dict(axes.axes)[PIPELINE_AXIS], pipeline_position(axes)
-        )
+        axes = with_pipeline(without_pipeline(axes), dict(axes.axes)[PIPELINE_AXIS], pipeline_position(axes))
     if plan is None:
         return axes
     if not axes.admits(plan.world_mesh):
-        raise MeshError(
-            f"The plan was made for the mesh {plan.world_mesh}, and the mesh given is {axes}."
-        )
+        raise MeshError(f"The plan was made for the mesh {plan.world_mesh}, and the mesh given is {axes}.")
     return plan.world_mesh  # with the order of its axes

@@ -14,15 +14,11 @@ def goes_on(plan: Plan, fixed: Fixed, micro_batches: int, prepared: Prepared) ->
     placed = with_unused(fixed.parameters, prepared, plan.mesh)
     is_cut_alike = plan.pipeline == fixed.pipeline and plan.micro_batches == micro_batches
     return is_cut_alike and all(
-        placed[name].storage == how.storage
-        for name, how in plan.parameters.items()
-        if name in placed
+        placed[name].storage == how.storage for name, how in plan.parameters.items() if name in placed
     )
 
 
-def with_unused(
-    fixed: Mapping[str, ParameterPlan], prepared: Prepared, mesh: Mesh
-) -> Mapping[str, ParameterPlan]:
+def with_unused(fixed: Mapping[str, ParameterPlan], prepared: Prepared, mesh: Mesh) -> Mapping[str, ParameterPlan]:
     """Parameters that the first program had not are stored replicated."""
     replicated = ParameterPlan((R,) * len(mesh.axes), (R,) * len(mesh.axes))
     return {name: fixed.get(name, replicated) for name in prepared.analysis.graph.parameters}

@@ -152,9 +152,7 @@ class Planner:
         refuse_unlike(likeness(prepared, self._request), functools.partial(model_lines, prepared))
         plan = agreed(lambda: self._chosen(prepared, micro_batches, asked.fixed, is_step))
         if is_step and self._request.micro_batches is None and plan.micro_batches != count:
-            prepared, plan = in_parts(
-                plan, batch, captured, functools.partial(self._searched, fixed=asked.fixed)
-            )
+            prepared, plan = in_parts(plan, batch, captured, functools.partial(self._searched, fixed=asked.fixed))
         programs = self._programs(prepared, plan, batch)
         if asked.fixed is not None and asked.fixed.pipeline is not None:
             refuse_strays(programs.stages, asked.fixed.users)
@@ -166,9 +164,7 @@ class Planner:
             return False
         return asked.micro_batches is not None and self._request.micro_batches is None
 
-    def _part_and_batch(
-        self, captured: Callable[[int], Prepared], count: int
-    ) -> tuple[Prepared, Prepared]:
+    def _part_and_batch(self, captured: Callable[[int], Prepared], count: int) -> tuple[Prepared, Prepared]:
         """The model for one of so many micro-batches, and for the batch."""
         part = captured(count)
         if count == 1:
@@ -185,9 +181,13 @@ class Planner:
         return count if count == 1 or are_given_by_micro_batches(captured(count), batch) else 1
 
     def _capture(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
-        asked: ProgramRequest, open_dims: OpenDims,
-    ) -> Captured:  # fmt: skip
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        asked: ProgramRequest,
+        open_dims: OpenDims,
+    ) -> Captured:
         precision, loss_fn = self._request.precision, self._loss_fn if asked.is_step else None
 
         def capture() -> Captured:
@@ -197,14 +197,10 @@ class Planner:
 
         if asked.numbers:  # the capture depends on numbers before they changed, too
             return capture()
-        question = CaptureQuestion(
-            model, args, kwargs, loss_fn, asked.is_step, precision, open_dims
-        )
+        question = CaptureQuestion(model, args, kwargs, loss_fn, asked.is_step, precision, open_dims)
         return StoredCaptures(self._stored.folder).captured(question, capture)
 
-    def _chosen(
-        self, prepared: Prepared, micro_batches: int | None, fixed: Fixed | None, is_step: bool
-    ) -> Plan:
+    def _chosen(self, prepared: Prepared, micro_batches: int | None, fixed: Fixed | None, is_step: bool) -> Plan:
         count, given = micro_batches or 1, self._plan
         if given is not None and (is_step or fixed is None):
             is_its_model = given.fingerprint == prepared.captured.fingerprint
@@ -262,9 +258,13 @@ class Planner:
             return
         request = self._request
         needed_bytes = stored_bytes(
-            prepared.analysis.graph, plan, request.hardware, "nvme", software=request.software,
+            prepared.analysis.graph,
+            plan,
+            request.hardware,
+            "nvme",
+            software=request.software,
             training_state=request.training_state,
-        )  # fmt: skip
+        )
         together = AllRanks("Keeping parameters in files")
 
         def check(files: Files, disks: Sequence[tuple[str, int]]) -> None:
@@ -288,17 +288,18 @@ class Planner:
         assert self._first is not None, "a plan was made for a program"
         request = self._request
         found = composed(
-            self._first.analysis.graph, plan, request.hardware, software=request.software,
+            self._first.analysis.graph,
+            plan,
+            request.hardware,
+            software=request.software,
             training_state=request.training_state,
-        )  # fmt: skip
+        )
         return found.step_seconds, found.peak_bytes
 
     def _searched(self, prepared: Prepared, count: int, *, fixed: Fixed | None) -> Plan:
         """A plan for a step of so many micro-batches, of which `prepared` is one; the same on all ranks."""
         if fixed is not None:
-            return agreed(
-                lambda: self._following(prepared, fixed, count, is_step=True, is_open=False)
-            )
+            return agreed(lambda: self._following(prepared, fixed, count, is_step=True, is_open=False))
         return agreed(lambda: self._search(prepared, count, captured=count))
 
     def _search(self, prepared: Prepared, micro_batches: int | None, *, captured: int) -> Plan:
@@ -329,9 +330,13 @@ class Planner:
         """
         earlier = self._made[is_step]
         plan = next(
-            (again for p in earlier if (again := plan_again(p, prepared, micro_batches))
-             and self._has_room(again, prepared)), None,
-        )  # fmt: skip
+            (
+                again
+                for p in earlier
+                if (again := plan_again(p, prepared, micro_batches)) and self._has_room(again, prepared)
+            ),
+            None,
+        )
         if plan is None:
             plan = self._search_anew(prepared, fixed, micro_batches, is_open=is_open)
             alike = [p for p in earlier if has_same_ops(p, prepared)]
@@ -341,9 +346,7 @@ class Planner:
             return plan
         pipeline = replace(fixed.pipeline, cuts=plan.pipeline.cuts)
         if is_step and pipeline.update_every:
-            check_micro_batches(
-                pipeline, micro_batches
-            )  # another schedule would train another model
+            check_micro_batches(pipeline, micro_batches)  # another schedule would train another model
         if is_step and not takes(pipeline, micro_batches):
             pipeline = unbounded(pipeline)
             warnings.warn(
@@ -359,14 +362,16 @@ class Planner:
             return True
         request = self._request
         step = step_of(
-            prepared.analysis.graph, plan, request.hardware, software=request.software,
-            training_state=request.training_state, with_items=False,
-        )  # fmt: skip
+            prepared.analysis.graph,
+            plan,
+            request.hardware,
+            software=request.software,
+            training_state=request.training_state,
+            with_items=False,
+        )
         return step.peak_bytes() <= request.bound_bytes
 
-    def _search_anew(
-        self, prepared: Prepared, fixed: Fixed, micro_batches: int, *, is_open: bool
-    ) -> Plan:
+    def _search_anew(self, prepared: Prepared, fixed: Fixed, micro_batches: int, *, is_open: bool) -> Plan:
         """A plan with the parameters where they lie; an open number of micro-batches is searched, without stages."""
         assert self._mesh is not None, "there was a first program"
         mesh, graph = without_pipeline(self._mesh), prepared.analysis.graph
@@ -378,16 +383,23 @@ class Planner:
             )
         count = None if is_open and fixed.pipeline is None else micro_batches
         request = self._request.of_micro_batches(count).but(
-            mesh=mesh, recipe=with_inner_axes(self._request.inside, mesh, self._request.mesh),
-            pins={}, schedule=None, chunks=None, recompute=None,
+            mesh=mesh,
+            recipe=with_inner_axes(self._request.inside, mesh, self._request.mesh),
+            pins={},
+            schedule=None,
+            chunks=None,
+            recompute=None,
             must_fit=fixed.pipeline is None and fixed.recompute == "none",
-        )  # fmt: skip
+        )
 
         def search(asked: Request) -> Plan:
             return self._stored.plan(
-                make_plan, prepared, asked, fixed_storage=parameters,
+                make_plan,
+                prepared,
+                asked,
+                fixed_storage=parameters,
                 captured_micro_batches=micro_batches,
-            )  # fmt: skip
+            )
 
         try:
             plan = search(request)

@@ -59,9 +59,7 @@ _torch.watch_cached_calls()
 _torch.quiet_fake_failures()
 show_failures()  # a first graph may fail in Dynamo itself
 
-OPTIONS = {
-    name: each for name, each in options_of(PlanOptions, RunOptions).items() if each.serves_backend
-}
+OPTIONS = {name: each for name, each in options_of(PlanOptions, RunOptions).items() if each.serves_backend}
 
 
 def autopar(
@@ -151,9 +149,7 @@ def _known(options: Mapping[str, Any]) -> Mapping[str, Any]:
     return options
 
 
-def _request(
-    options: Mapping[str, Any], hardware: Any, stored: Mesh | None, device: torch.device
-) -> Request:
+def _request(options: Mapping[str, Any], hardware: Any, stored: Mesh | None, device: torch.device) -> Request:
     """What the options ask of every graph, on the mesh where parameters are `stored`, if they are.
 
     Raises MeshError unless the mesh is that one and has as many ranks as run, and RecipeError.
@@ -167,9 +163,7 @@ def _request(
     ranks = world_size()
     if mesh is None and not leaves_mesh_open(recipe):
         mesh = Mesh((("dp", ranks),))
-    request = Request(
-        hardware_of(hardware, device), mesh=mesh, ranks=ranks, recipe=recipe, offload=False
-    )
+    request = Request(hardware_of(hardware, device), mesh=mesh, ranks=ranks, recipe=recipe, offload=False)
     refuse_places(recipe, meshes(request)[0])
     return request
 
@@ -198,9 +192,7 @@ def _refuse_own_generators(module: fx.GraphModule) -> None:
         raise draws_from_own(found[0], traced_line(users[0]) if users else "")
 
 
-def _refuse_distributed(
-    module: fx.GraphModule, names: Sequence[str], arguments: Sequence[Any]
-) -> None:
+def _refuse_distributed(module: fx.GraphModule, names: Sequence[str], arguments: Sequence[Any]) -> None:
     placeholders = module.graph.find_nodes(op="placeholder")
     for node, name, x in zip(placeholders, names, arguments, strict=True):
         if isinstance(x, DTensor) and not _is_read_whole(node):

@@ -31,9 +31,7 @@ def comparison_of(timeout_seconds: float | None) -> Comparison:
     return _COMPARISONS.setdefault(dist.group.WORLD, Comparison(timeout_seconds))
 
 
-def check_calls(
-    comparison: Comparison, graph: fx.Graph, named: Mapping[str, Any], place: str
-) -> None:
+def check_calls(comparison: Comparison, graph: fx.Graph, named: Mapping[str, Any], place: str) -> None:
     """Raises StepError, naming the first difference, unless all ranks call the same graph with the same shapes.
 
     Ranks compare through the store: a missing rank is named, and no collective of the others waits for it.
@@ -49,9 +47,7 @@ def check_calls(
     own = [[name, str(list(x.shape) if isinstance(x, Tensor) else x)] for name, x in named.items()]
     why = "A graph of torch.compile was called with new arguments, which all ranks compare."
     given = [[name, shape] for name, shape in own if name not in _parameters(named)]
-    why += (
-        f" Here they are {', '.join(' '.join(each) for each in given[:4]) or 'parameters alone'}."
-    )
+    why += f" Here they are {', '.join(' '.join(each) for each in given[:4]) or 'parameters alone'}."
     remedy = f"{SAME_SHAPES}{place}"
     found = comparison.gather(json.dumps([digest, own]), why, remedy)
     said = [json.loads(text) for text in found]

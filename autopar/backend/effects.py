@@ -42,9 +42,7 @@ class ReturnedView:
         return view if self.needs_grad else view.detach()
 
 
-def effects_of(
-    module: fx.GraphModule, arguments: Sequence[Any]
-) -> tuple[dict[int, str], tuple[Any, ...]]:
+def effects_of(module: fx.GraphModule, arguments: Sequence[Any]) -> tuple[dict[int, str], tuple[Any, ...]]:
     """Position of each argument that is changed in place -> the line that changes it; and `Lifted.results`."""
     with _torch.fake_mode() as mode:
         fakes = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in arguments]
@@ -54,9 +52,7 @@ def effects_of(
         results = _run_fake(interpreter, fakes)
         held.refuse_changed()
         changed = {
-            i: interpreter.changes.get(storage_of(x), "")
-            for i, x in enumerate(fakes)
-            if version_of(x) != before[i]
+            i: interpreter.changes.get(storage_of(x), "") for i, x in enumerate(fakes) if version_of(x) != before[i]
         }
         _refuse_new_gradients(changed, fakes, arguments)
         return changed, tuple(_result(x, fakes) for x in results)
@@ -71,9 +67,7 @@ class _Held:
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.requires_grad:
-            raise CaptureError(
-                "The graph holds a tensor that requires a gradient and is not one of its arguments."
-            )
+            raise CaptureError("The graph holds a tensor that requires a gradient and is not one of its arguments.")
         if id(x) not in self._fakes:
             fake = self._mode.from_tensor(x)
             self._fakes[id(x)] = (fake, version_of(fake))
@@ -81,9 +75,7 @@ class _Held:
 
     def refuse_changed(self) -> None:
         if any(version_of(fake) != before for fake, before in self._fakes.values()):
-            raise CaptureError(
-                "The graph changes a tensor in place that is not one of its arguments."
-            )
+            raise CaptureError("The graph changes a tensor in place that is not one of its arguments.")
 
 
 def _run_fake(interpreter: DynamoInterpreter, fakes: Sequence[Any]) -> Sequence[Any]:
@@ -114,9 +106,7 @@ def _result(x: Any, arguments: Sequence[Any]) -> Any:
     return None
 
 
-def _refuse_new_gradients(
-    changed: Mapping[int, str], fakes: Sequence[Any], arguments: Sequence[Any]
-) -> None:
+def _refuse_new_gradients(changed: Mapping[int, str], fakes: Sequence[Any], arguments: Sequence[Any]) -> None:
     """Refuses a value with a gradient that is written into an argument without one; the gradient would be lost."""
     for i, place in changed.items():
         if fakes[i].requires_grad and not arguments[i].requires_grad:

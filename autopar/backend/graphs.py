@@ -52,10 +52,15 @@ class SplitGraph:
     """
 
     def __init__(
-        self, module: fx.GraphModule, names: Sequence[str], request: Request,
-        world_on: Callable[[Mesh], World], executor: Executor, comparison: Comparison,
+        self,
+        module: fx.GraphModule,
+        names: Sequence[str],
+        request: Request,
+        world_on: Callable[[Mesh], World],
+        executor: Executor,
+        comparison: Comparison,
         unwatched: Sequence[Methods | CachedCalls],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._module, self._names, self._comparison = module, names, comparison
         self._request, self._world_on, self._executor = request, world_on, executor
         self._world = world_on(meshes(request)[0])  # all ranks, on whichever mesh a plan is
@@ -108,8 +113,7 @@ class SplitGraph:
     def _refuse_offsets(self, arguments: Sequence[Any]) -> None:
         """Raises CaptureError if the graph uses as_strided on an argument with a storage offset."""
         if _reads_memory(self._module) and any(
-            isinstance(x, Tensor) and not isinstance(x, DTensor) and x.storage_offset()
-            for x in arguments
+            isinstance(x, Tensor) and not isinstance(x, DTensor) and x.storage_offset() for x in arguments
         ):
             raise CaptureError(
                 "The graph uses as_strided, and an argument is a view with a storage offset; "
@@ -126,9 +130,7 @@ class SplitGraph:
         if self._world.rank == 0:
             calls = [n.name for n in self._module.graph.nodes if n.op.startswith("call")]
             place = f"{calls[0]} ... {calls[-1]}" if calls else "nothing"
-            log.warning(
-                "A graph of %d calls (%s) runs whole on every rank: %s", len(calls), place, reason
-            )
+            log.warning("A graph of %d calls (%s) runs whole on every rank: %s", len(calls), place, reason)
 
     def _warn_of_sizes(self) -> None:
         if not self._has_warned:
@@ -177,8 +179,6 @@ def _reads_memory(module: fx.GraphModule) -> bool:
 def _share_storage(arguments: Sequence[Any]) -> bool:
     """Whether two arguments are views of one storage."""
     found = [
-        _torch.storage_reference(x).cdata
-        for x in arguments
-        if isinstance(x, Tensor) and not isinstance(x, DTensor)
+        _torch.storage_reference(x).cdata for x in arguments if isinstance(x, Tensor) and not isinstance(x, DTensor)
     ]
     return len(set(found)) < len(found)

@@ -61,9 +61,7 @@ class DynamoInterpreter(fx.Interpreter):
         """Runs a checkpointed block as plain ops; the plan decides what is saved for backward, and not `how`."""
         return DynamoInterpreter(body, self._held).run(*operands)
 
-    def apply_function(
-        self, forward: fx.GraphModule, backward: fx.GraphModule, *operands: Any, **facts: Any
-    ) -> Any:
+    def apply_function(self, forward: fx.GraphModule, backward: fx.GraphModule, *operands: Any, **facts: Any) -> Any:
         """Applies the user's autograd.Function, rebuilt from the graphs of its forward and backward."""
         found = function_of(forward, backward, self.function, facts["non_differentiable_idx"])
         return found.apply(*operands)

@@ -96,11 +96,7 @@ def lift(
     tensors = [i for i, x in enumerate(arguments) if isinstance(x, Tensor)]
     refuse_shared(changed, tensors, names, arguments)
     takes_gradient = [i for i in tensors if arguments[i].requires_grad and torch.is_grad_enabled()]
-    parameters = [
-        i
-        for i in tensors
-        if i in sharded or (isinstance(arguments[i], nn.Parameter) and i not in changed)
-    ]
+    parameters = [i for i in tensors if i in sharded or (isinstance(arguments[i], nn.Parameter) and i not in changed)]
     # All of a module's: what batch_norm does to its statistics leaves no trace on fake tensors.
     state = [i for i in _buffers(module) if i in tensors and i not in takes_gradient]
     buffers = sorted({*changed, *state} - {*parameters})
@@ -200,8 +196,7 @@ def _rename_modules(graph: fx.GraphModule) -> None:
         stack = node.meta.get("nn_module_stack")
         if stack:
             node.meta["nn_module_stack"] = {
-                key: ("model" + re.sub(r"^[LG]\['[^']*'\]", "", path), kind)
-                for key, (path, kind) in stack.items()
+                key: ("model" + re.sub(r"^[LG]\['[^']*'\]", "", path), kind) for key, (path, kind) in stack.items()
             }
 
 

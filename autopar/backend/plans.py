@@ -39,9 +39,7 @@ def prepare(lifted: Lifted, inputs: tuple[Tensor, ...]) -> Prepared:
         captured = capture_forward(lifted.module, inputs, {})
     except CaptureError as error:
         raise CaptureError(f"{error}{lifted.place}") from error
-    except (
-        Exception
-    ) as error:  # of the graph itself: it runs whole, and fails in the same way if it does so there
+    except Exception as error:  # of the graph itself: it runs whole, and fails in the same way if it does so there
         raise CaptureError(f"{type(error).__name__}: {error}{lifted.place}") from error
     clean_up(captured.module)
     positions = zip(captured.inputs, lifted.inputs, strict=True)
@@ -100,9 +98,7 @@ class _OnMesh(NamedTuple):
     refused: tuple[str, ...]
 
 
-def _on_meshes(
-    prepared: Prepared, request: Request, stored: Mapping[str, DTensor]
-) -> list[_OnMesh]:
+def _on_meshes(prepared: Prepared, request: Request, stored: Mapping[str, DTensor]) -> list[_OnMesh]:
     """The plans on all meshes that have one; raises the error of the first mesh if none has."""
     found, errors = list[_OnMesh](), list[AutoparError]()
     for mesh in meshes(request):
@@ -115,9 +111,7 @@ def _on_meshes(
     return found
 
 
-def _on_mesh(
-    mesh: Mesh, prepared: Prepared, request: Request, stored: Mapping[str, DTensor]
-) -> _OnMesh:
+def _on_mesh(mesh: Mesh, prepared: Prepared, request: Request, stored: Mapping[str, DTensor]) -> _OnMesh:
     lying = _lying(prepared.analysis.graph, mesh, stored)
     refused: list[str] = []
 
@@ -137,9 +131,7 @@ def _on_mesh(
 def _lying(graph: Graph, mesh: Mesh, stored: Mapping[str, DTensor]) -> dict[str, ParameterPlan]:
     """The layouts of all parameters of a graph: those of `stored`, and the others whole."""
     layouts = {
-        name: layout_of(stored[name], graph.tensors[tensor].dims, mesh)
-        if name in stored
-        else (R,) * len(mesh.axes)
+        name: layout_of(stored[name], graph.tensors[tensor].dims, mesh) if name in stored else (R,) * len(mesh.axes)
         for name, tensor in graph.parameters.items()
     }
     return {name: ParameterPlan(at, at) for name, at in layouts.items()}

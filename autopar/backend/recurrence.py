@@ -25,9 +25,7 @@ class Recurrence:
 
     def __init__(self) -> None:
         self._plans = 0
-        self._calls: dict[
-            Hashable, int
-        ] = {}  # number of calls of each set without a plan, the latest set last
+        self._calls: dict[Hashable, int] = {}  # number of calls of each set without a plan, the latest set last
 
     @property
     def sets(self) -> int:

@@ -167,9 +167,7 @@ def refuse_places(plan_or_recipe: Plan | RecipeLike, mesh: Mesh) -> None:
 def _refuse_held(model: nn.Module, named: Mapping[str, nn.Parameter]) -> None:
     for name, parameter in named.items():
         if isinstance(parameter, DTensor):
-            raise CaptureError(
-                f"Parameter {name} is a DTensor already; shard_ takes a plain model, once."
-            )
+            raise CaptureError(f"Parameter {name} is a DTensor already; shard_ takes a plain model, once.")
     known = {id(x): name for name, x in named.items()}
     for path, module in model.named_modules():
         if (changed := _changed(module)) in known:
@@ -196,14 +194,10 @@ def _changed(module: nn.Module) -> int | None:
 def _needs_graph(recipe: RecipeLike, mesh: Mesh) -> bool:
     if isinstance(recipe, str) and ":" not in recipe:
         return resolve(recipe, mesh)[0].name in _OF_GRAPH
-    return any(
-        part in format_recipe(recipe).replace(",", ":").split(":")[1::2] for part in _OF_GRAPH
-    )
+    return any(part in format_recipe(recipe).replace(",", ":").split(":")[1::2] for part in _OF_GRAPH)
 
 
-def _planned(
-    model: nn.Module, recipe: RecipeLike, mesh: Mesh, example_inputs: Any, hardware: Hardware
-) -> Plan:
+def _planned(model: nn.Module, recipe: RecipeLike, mesh: Mesh, example_inputs: Any, hardware: Hardware) -> Plan:
     if example_inputs is None:
         raise RecipeError(
             f"Which dims the recipe {format_recipe(recipe)} stores split depends on what the model computes: "
@@ -284,9 +278,7 @@ def _sharded(parameter: Tensor, layout: Layout, world: World) -> nn.Parameter:
     layout = tuple(S(state.dim) if state.kind == "S" else R for state in layout)
     dims = tuple((size,) for size in parameter.shape)
     own = shard(parameter, dims, layout, world.mesh, world.rank).contiguous().clone()
-    stored = _torch.dtensor(
-        own, world.device_mesh, placements(layout, world.mesh), tuple(parameter.shape)
-    )
+    stored = _torch.dtensor(own, world.device_mesh, placements(layout, world.mesh), tuple(parameter.shape))
     return nn.Parameter(stored, requires_grad=parameter.requires_grad)
 
 
@@ -346,9 +338,7 @@ def device_of(tensors: Any) -> torch.device:
     return next((device for device in found if device.type != "cpu"), _torch.CPU)
 
 
-def hardware_of(
-    hardware: Hardware | str | os.PathLike[str] | None, device: torch.device
-) -> Hardware:
+def hardware_of(hardware: Hardware | str | os.PathLike[str] | None, device: torch.device) -> Hardware:
     """The hardware to price: by name or path, or a guess from the device."""
     return named_hardware(hardware or _torch.catalogue_name(device))
 

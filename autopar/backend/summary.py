@@ -13,9 +13,7 @@ from autopar.ops.ring import Ring
 
 def summary(graph: Graph, plan: Plan, local: fx.GraphModule) -> str:
     """`graph of 31 ops on dp=2,tp=2: dp splits batch in 30; tp splits ...; 4 all_reduce, 2 shard`."""
-    splits = [
-        f"{axis} splits {_what_splits(graph, plan, i)}" for i, axis in enumerate(plan.mesh.names)
-    ]
+    splits = [f"{axis} splits {_what_splits(graph, plan, i)}" for i, axis in enumerate(plan.mesh.names)]
     calls = [call for node in local.graph.nodes if (call := Collective.of(node) or Ring.of(node))]
     moved = Counter(call.name for call in calls if call.name != "vary")
     inserted = ", ".join(f"{count} {name}" for name, count in sorted(moved.items())) or "none"

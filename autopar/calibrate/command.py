@@ -34,26 +34,42 @@ Examples:
   torchrun --nproc-per-node 8 --no-python autopar calibrate --output my.toml
   autopar explain examples.gpt:example --cluster my.toml""",
 )
-@click.option("--output", required=True, type=click.Path(path_type=Path), metavar="FILE.toml",
-              help="The file to write; an older one is replaced at the end.")  # fmt: skip
+@click.option(
+    "--output",
+    required=True,
+    type=click.Path(path_type=Path),
+    metavar="FILE.toml",
+    help="The file to write; an older one is replaced at the end.",
+)
 @click.option("--device", metavar="cpu|cuda", help="What to measure; by default cuda if present.")
 @click.option("--quick", is_flag=True, help="A few sizes and repeats: seconds instead of minutes.")
-@click.option("--ranks", type=int, metavar="N",
-              help="Processes to start; by default one per GPU or processor.")  # fmt: skip
-@click.option("--dtype", "dtypes", multiple=True, metavar="NAME",
-              help="Number format of matrix products, by default all; may be repeated.")  # fmt: skip
+@click.option(
+    "--ranks",
+    type=int,
+    metavar="N",
+    help="Processes to start; by default one per GPU or processor.",
+)
+@click.option(
+    "--dtype",
+    "dtypes",
+    multiple=True,
+    metavar="NAME",
+    help="Number format of matrix products, by default all; may be repeated.",
+)
 @click.option("--name", help="Of the hardware; by default the file's.")
 def calibrate_command(
-    output: Path, device: str | None, quick: bool, ranks: int | None,
-    dtypes: tuple[str, ...], name: str | None,
-) -> None:  # fmt: skip
+    output: Path,
+    device: str | None,
+    quick: bool,
+    ranks: int | None,
+    dtypes: tuple[str, ...],
+    name: str | None,
+) -> None:
     first = is_first_rank()
     if first:
         check_hardware_output(output)
     with _bar(first) as progress:
-        found = calibrate(
-            device=device, ranks=ranks, quick=quick, formats=dtypes, progress=progress
-        )
+        found = calibrate(device=device, ranks=ranks, quick=quick, formats=dtypes, progress=progress)
     if first:
         name = name or output.stem
         save_text(to_toml(found, name), output)
@@ -66,15 +82,14 @@ def _bar(shown: bool) -> Iterator[measure.Progress]:
     """A progress bar on a terminal; nothing if the output is a file, or on other ranks."""
     console = Screen(stderr=True)
     columns = (
-        TextColumn("{task.description:<46}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
-    )  # fmt: skip
-    with Progress(
-        *columns, console=console, transient=True, disable=not (shown and console.is_terminal)
-    ) as bar:
+        TextColumn("{task.description:<46}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
         task = bar.add_task("starting", total=None)
-        yield lambda label, done, total: bar.update(
-            task, description=label, completed=done, total=total
-        )
+        yield lambda label, done, total: bar.update(task, description=label, completed=done, total=total)
 
 
 def summary(hardware: Hardware) -> Table:

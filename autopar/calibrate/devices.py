@@ -188,10 +188,26 @@ class Cpu(Device):
     def effort(self, quick: bool) -> Effort:
         """Arrays of 64 or 256 MiB, which exceed the caches of most processors."""
         if quick:
-            return Effort(7, 3e-3, 0.1, (64, 128, 256, 512, 1024), 512, (8, 64), 2**26,
-                          (2**12, 2**16, 2**20, 2**22, 2**24))  # fmt: skip
-        return Effort(9, 2e-2, 1.0, (32, 64, 128, 256, 512, 1024, 2048), 1024, (1, 8, 32, 128),
-                      2**28, tuple(4**i for i in range(5, 14)))  # fmt: skip
+            return Effort(
+                7,
+                3e-3,
+                0.1,
+                (64, 128, 256, 512, 1024),
+                512,
+                (8, 64),
+                2**26,
+                (2**12, 2**16, 2**20, 2**22, 2**24),
+            )
+        return Effort(
+            9,
+            2e-2,
+            1.0,
+            (32, 64, 128, 256, 512, 1024, 2048),
+            1024,
+            (1, 8, 32, 128),
+            2**28,
+            tuple(4**i for i in range(5, 14)),
+        )
 
     def seconds(self, run: Callable[[], object], times: int) -> float:
         """Seconds of a call by the wall clock."""
@@ -242,10 +258,26 @@ class Cuda(Device):
     def effort(self, quick: bool) -> Effort:
         """Arrays of 0.5 or 1 GiB, an order above the largest second-level caches."""
         if quick:
-            return Effort(5, 5e-3, 0.1, (256, 512, 1024, 2048, 4096, 8192), 4096, (64, 256),
-                          2**29, (2**12, 2**16, 2**20, 2**24, 2**28))  # fmt: skip
-        return Effort(11, 2e-2, 1.0, (128, 256, 512, 1024, 2048, 4096, 8192, 16384), 8192,
-                      (16, 64, 256, 1024), 2**30, tuple(4**i for i in range(5, 16)))  # fmt: skip
+            return Effort(
+                5,
+                5e-3,
+                0.1,
+                (256, 512, 1024, 2048, 4096, 8192),
+                4096,
+                (64, 256),
+                2**29,
+                (2**12, 2**16, 2**20, 2**24, 2**28),
+            )
+        return Effort(
+            11,
+            2e-2,
+            1.0,
+            (128, 256, 512, 1024, 2048, 4096, 8192, 16384),
+            8192,
+            (16, 64, 256, 1024),
+            2**30,
+            tuple(4**i for i in range(5, 16)),
+        )
 
     def seconds(self, run: Callable[[], object], times: int) -> float:
         """Seconds of a call by events on the stream."""

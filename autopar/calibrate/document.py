@@ -71,29 +71,23 @@ class Fits:
     def products(self) -> ProductFit:
         """The fit of the matrix products in the main format."""
         return fit_products(
-            self._of(self.main_format), launch_seconds=self.found.launch_seconds,
+            self._of(self.main_format),
+            launch_seconds=self.found.launch_seconds,
             memory_bytes_per_second=self.kernel_bytes_per_second,
-        )  # fmt: skip
+        )
 
     @cached_property
     def peaks(self) -> Mapping[str, float]:
         """FLOP/s by number format."""
         launch_seconds = self.found.launch_seconds
-        peaks = {
-            name: fit_peak(self._of(name), self.products, launch_seconds=launch_seconds)
-            for name in self.formats
-        }
+        peaks = {name: fit_peak(self._of(name), self.products, launch_seconds=launch_seconds) for name in self.formats}
         return peaks | {self.main_format: self.products.peak_flops}
 
     @cached_property
     def links(self) -> Mapping[str, LinkFit]:
         """The links that were measured."""
         by_link = {link: [m for m in self.found.messages if m.link == link] for link in LINKS}
-        return {
-            link: fit_link(messages, self.found.launch_seconds)
-            for link, messages in by_link.items()
-            if messages
-        }
+        return {link: fit_link(messages, self.found.launch_seconds) for link, messages in by_link.items() if messages}
 
     def _of(self, name: str) -> list[Product]:
         return [p for p in self.found.products if p.number_format == name]
@@ -154,9 +148,7 @@ class _Sources:
     def __init__(self, fits: Fits) -> None:
         self.fits, self.found = fits, fits.found
         self.median = f"median of {self.found.samples}"
-        self.where = (
-            f"autopar calibrate on {self.found.machine}, torch {torch.__version__}, {self._ranks()}"
-        )
+        self.where = f"autopar calibrate on {self.found.machine}, torch {torch.__version__}, {self._ranks()}"
 
     def all(self) -> Iterator[tuple[str, Source]]:
         """Pairs (figure, source)."""
@@ -192,9 +184,7 @@ class _Sources:
 
     def _product(self) -> Source:
         error = f"mean error {100 * self.fits.products.error:.1f} %"
-        return Source(
-            "fitted", f"products in {self.fits.main_format}, {self.median}, {error}; {self.where}"
-        )
+        return Source("fitted", f"products in {self.fits.main_format}, {self.median}, {error}; {self.where}")
 
     def _peak(self, name: str) -> Source:
         if name == self.fits.main_format:
@@ -240,23 +230,32 @@ def curves(found: Measurements) -> dict[str, list[Row]]:
 def _matmul_rows(fits: Fits) -> Iterator[Row]:
     for p in fits.found.products:
         predicted = product_seconds(
-            p, replace(fits.products, peak_flops=fits.peaks[p.number_format]),
+            p,
+            replace(fits.products, peak_flops=fits.peaks[p.number_format]),
             launch_seconds=fits.found.launch_seconds,
             memory_bytes_per_second=fits.kernel_bytes_per_second,
-        )  # fmt: skip
+        )
         yield {
-            "dtype": p.number_format, "rows": p.m, "columns": p.n, "inner": p.k,
-            "seconds": _rounded(p.seconds), "predicted_seconds": _rounded(predicted),
-        }  # fmt: skip
+            "dtype": p.number_format,
+            "rows": p.m,
+            "columns": p.n,
+            "inner": p.k,
+            "seconds": _rounded(p.seconds),
+            "predicted_seconds": _rounded(predicted),
+        }
 
 
 def _collective_rows(fits: Fits) -> Iterator[Row]:
     for m in fits.found.messages:
         predicted = message_seconds(m, fits.links[m.link].link, fits.found.launch_seconds)
         yield {
-            "name": m.collective, "link": m.link, "ranks": m.ranks, "bytes": m.bytes,
-            "seconds": _rounded(m.seconds), "predicted_seconds": _rounded(predicted),
-        }  # fmt: skip
+            "name": m.collective,
+            "link": m.link,
+            "ranks": m.ranks,
+            "bytes": m.bytes,
+            "seconds": _rounded(m.seconds),
+            "predicted_seconds": _rounded(predicted),
+        }
 
 
 def to_toml(found: Measurements, name: str) -> str:

@@ -62,9 +62,13 @@ def message_seconds(message: Message, link: Link, launch_seconds: float) -> floa
         message.collective, (whole, whole)
     )
     return collective_seconds(
-        message.collective, before_bytes=before, after_bytes=after, ranks=message.ranks, link=link,
+        message.collective,
+        before_bytes=before,
+        after_bytes=after,
+        ranks=message.ranks,
+        link=link,
         hardware=dataclasses.replace(CPU_GLOO, launch_seconds=launch_seconds),
-    )  # fmt: skip
+    )
 
 
 def fit_link(messages: Sequence[Message], launch_seconds: float) -> LinkFit:
@@ -120,9 +124,7 @@ def _without(part: float, seconds: float) -> float:
     return max(seconds - part, 0.1 * seconds)
 
 
-def fit_two(
-    u: Sequence[float], v: Sequence[float], seconds: Sequence[float]
-) -> tuple[float, float]:
+def fit_two(u: Sequence[float], v: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
     """Least squares of (a u + b v) / seconds - 1, with neither a nor b below zero."""
     columns = np.array([u, v], dtype=float) / np.array(seconds, dtype=float)  # 2 rows
     scale = columns.max(axis=1, keepdims=True)
@@ -143,14 +145,10 @@ def product_seconds(
 ) -> float:
     """Predicted seconds of a product of this shape."""
     reached = fit.peak_flops * fit.efficiency / _slowdown(product, fit.half_size)
-    return launch_seconds + max(
-        product.flops / reached, product.traffic_bytes / memory_bytes_per_second
-    )
+    return launch_seconds + max(product.flops / reached, product.traffic_bytes / memory_bytes_per_second)
 
 
-def fit_products(
-    products: Sequence[Product], *, launch_seconds: float, memory_bytes_per_second: float
-) -> ProductFit:
+def fit_products(products: Sequence[Product], *, launch_seconds: float, memory_bytes_per_second: float) -> ProductFit:
     """The peak and the shape curve of one number format."""
     bound = [p for p in products if _is_bound_by_work(p, launch_seconds, memory_bytes_per_second)]
     bound = bound or list(products)
@@ -164,10 +162,17 @@ def fit_products(
     peak = max(endless, _fastest(products))
     fit = ProductFit(peak, endless / peak, half, 0.0)
     pairs = [
-        (product_seconds(p, fit, launch_seconds=launch_seconds,
-                         memory_bytes_per_second=memory_bytes_per_second), p.seconds)
+        (
+            product_seconds(
+                p,
+                fit,
+                launch_seconds=launch_seconds,
+                memory_bytes_per_second=memory_bytes_per_second,
+            ),
+            p.seconds,
+        )
         for p in bound
-    ]  # fmt: skip
+    ]
     return dataclasses.replace(fit, error=_error(pairs))
 
 
@@ -179,9 +184,7 @@ def fit_peak(products: Sequence[Product], like: ProductFit, *, launch_seconds: f
 
 def _exact_rates(half: float, products: Sequence[Product], launch_seconds: float) -> np.ndarray:
     """The FLOP/s of endless extents at which each product would be predicted exactly."""
-    return np.array(
-        [p.flops * _slowdown(p, half) / _without(launch_seconds, p.seconds) for p in products]
-    )
+    return np.array([p.flops * _slowdown(p, half) / _without(launch_seconds, p.seconds) for p in products])
 
 
 def _best_rate(rates: np.ndarray) -> float:

@@ -100,9 +100,7 @@ def check_formats(names: Sequence[str]) -> None:
     """Raises AutoparError for what is no number format."""
     for name in names:
         if name not in FORMATS:
-            raise AutoparError(
-                f"There is no dtype {name!r} to measure; choose from {', '.join(FORMATS)}."
-            )
+            raise AutoparError(f"There is no dtype {name!r} to measure; choose from {', '.join(FORMATS)}.")
 
 
 def measure(team: Team, *, quick: bool, formats: Sequence[str], progress: Progress) -> Measurements:
@@ -122,22 +120,27 @@ def measure(team: Team, *, quick: bool, formats: Sequence[str], progress: Progre
         products = tuple(_products(team, effort, formats, count))
         messages = tuple(_messages(team, effort, count))
     return Measurements(
-        machine=device.machine, kind=device.device.type,
-        backend=device.backend if team.size > 1 else "", samples=effort.samples,
-        local_ranks=team.local_size, nodes=team.nodes,
+        machine=device.machine,
+        kind=device.device.type,
+        backend=device.backend if team.size > 1 else "",
+        samples=effort.samples,
+        local_ranks=team.local_size,
+        nodes=team.nodes,
         devices_per_node=device.per_node(team.local_size),
-        memory_bytes=device.memory_bytes(team.local_size), reserved_bytes=device.reserved_bytes(),
-        launch_seconds=launch_seconds, host_seconds=host_seconds,
-        rates=rates, products=products, messages=messages,
-    )  # fmt: skip
+        memory_bytes=device.memory_bytes(team.local_size),
+        reserved_bytes=device.reserved_bytes(),
+        launch_seconds=launch_seconds,
+        host_seconds=host_seconds,
+        rates=rates,
+        products=products,
+        messages=messages,
+    )
 
 
 def _supported(asked: Sequence[str], supported: Sequence[str]) -> tuple[str, ...]:
     for name in asked:
         if name not in supported:
-            raise AutoparError(
-                f"This device has no matrix products in {name}; it has {', '.join(supported)}."
-            )
+            raise AutoparError(f"This device has no matrix products in {name}; it has {', '.join(supported)}.")
     return tuple(dict.fromkeys(asked or supported))
 
 
@@ -225,15 +228,12 @@ def shapes(effort: Effort) -> tuple[tuple[int, int, int], ...]:
     wide = effort.wide
     squares = [(extent, extent, extent) for extent in effort.extents]
     thin = [
-        shape for short in effort.skinny
-        for shape in ((short, wide, wide), (wide, short, wide), (wide, wide, short))
-    ]  # fmt: skip
+        shape for short in effort.skinny for shape in ((short, wide, wide), (wide, short, wide), (wide, wide, short))
+    ]
     return tuple(sorted({*squares, *thin}, key=lambda s: (s[0] * s[1] * s[2], s)))
 
 
-def _products(
-    team: Team, effort: Effort, formats: Sequence[str], count: _Counter
-) -> Iterator[Product]:
+def _products(team: Team, effort: Effort, formats: Sequence[str], count: _Counter) -> Iterator[Product]:
     for name in formats:
         slowest = 0.0  # seconds per FLOP of the last product
         for m, n, k in shapes(effort):

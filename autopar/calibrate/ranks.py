@@ -102,9 +102,14 @@ def _failure(rank: int, text: str) -> AutoparError:
 
 
 def _rank(
-    rank: int, ranks: int, port: int, pipe: Connection,
-    kind: str, quick: bool, formats: tuple[str, ...],
-) -> None:  # fmt: skip
+    rank: int,
+    ranks: int,
+    port: int,
+    pipe: Connection,
+    kind: str,
+    quick: bool,
+    formats: tuple[str, ...],
+) -> None:
     """The life of one process."""
     threading.Thread(target=follow_parent, daemon=True).start()
 
@@ -116,9 +121,12 @@ def _rank(
         device = find_device(kind, rank)
         if ranks > 1:
             dist.init_process_group(
-                device.backend, store=dist.TCPStore("127.0.0.1", port, is_master=False),
-                rank=rank, world_size=ranks, timeout=timedelta(seconds=PEER_SECONDS),
-            )  # fmt: skip
+                device.backend,
+                store=dist.TCPStore("127.0.0.1", port, is_master=False),
+                rank=rank,
+                world_size=ranks,
+                timeout=timedelta(seconds=PEER_SECONDS),
+            )
         team = Team(device, rank, ranks, local_size=ranks)
         pipe.send(("done", measure(team, quick=quick, formats=formats, progress=report)))
         team.barrier()  # nobody leaves while another one still talks to it

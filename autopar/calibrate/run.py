@@ -72,9 +72,7 @@ def _running_ranks() -> int:
     return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 0
 
 
-def _in_process_group(
-    kind: str, *, quick: bool, formats: tuple[str, ...], progress: Progress
-) -> Measurements:
+def _in_process_group(kind: str, *, quick: bool, formats: tuple[str, ...], progress: Progress) -> Measurements:
     """Measures as one rank of a running group, which is joined and left where it was not yet."""
     threads, joined = torch.get_num_threads(), dist.is_initialized()
     rank = dist.get_rank() if joined else int(os.environ["RANK"])

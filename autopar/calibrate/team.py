@@ -37,9 +37,7 @@ class Team:
         size = dist.get_world_size()
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
         if size % local_size:
-            raise AutoparError(
-                f"{size} ranks with {local_size} on this node: give every node as many ranks."
-            )
+            raise AutoparError(f"{size} ranks with {local_size} on this node: give every node as many ranks.")
         return cls(device, dist.get_rank(), size, local_size)
 
     @property
@@ -83,16 +81,10 @@ class Team:
         `inside_node` joins the ranks of a node, `across_nodes` those of one place in every node, so
         that all ranks of a node use its way out at the same time. Every rank must ask.
         """
-        step, width = (
-            (1, self.local_size) if link == "inside_node" else (self.local_size, self.nodes)
-        )
+        step, width = (1, self.local_size) if link == "inside_node" else (self.local_size, self.nodes)
         if width == 1:
             return None
         starts = range(0, self.size, width) if step == 1 else range(step)
         teams = [list(range(start, start + step * width, step)) for start in starts]
         groups = [dist.new_group(members) for members in teams]
-        return next(
-            (group, members)
-            for group, members in zip(groups, teams, strict=True)
-            if self.rank in members
-        )
+        return next((group, members) for group, members in zip(groups, teams, strict=True) if self.rank in members)

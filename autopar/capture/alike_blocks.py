@@ -69,8 +69,7 @@ class _CallKinds:
         numbers: dict[Hashable, int] = {}
         # A call that cannot be compared has a number of its own.
         self.kinds = [
-            -1 - i if kind is None else numbers.setdefault(kind, len(numbers))
-            for i, (kind, _) in enumerate(described)
+            -1 - i if kind is None else numbers.setdefault(kind, len(numbers)) for i, (kind, _) in enumerate(described)
         ]
         self.operands = [operands for _, operands in described]
 
@@ -167,9 +166,7 @@ class _BlockRow:
         """Placeholders by those of the first block; None where one corresponds to two."""
         found: dict[fx.Node, fx.Node] = {}
         for i in range(self.begin, self.begin + self.length):
-            pairs = zip(
-                self.calls.operands[i], self.calls.operands[i + number * self.length], strict=True
-            )
+            pairs = zip(self.calls.operands[i], self.calls.operands[i + number * self.length], strict=True)
             for one, other in pairs:
                 if one.op == "placeholder" and found.setdefault(one, other) is not other:
                     return None

@@ -95,10 +95,7 @@ class Captured:
         values = {x.name: x.meta["val"] for x in self.module.graph.nodes if x.op == "placeholder"}
         found = {name: x.dtype for name, x in values.items() if isinstance(x, Tensor)}
         dtypes = {f"input {name}": found[x] for x, name in self.inputs.items()}
-        dtypes |= {
-            f"parameter {name}": self.stored.get(name, found[x])
-            for x, name in self.parameters.items()
-        }
+        dtypes |= {f"parameter {name}": self.stored.get(name, found[x]) for x, name in self.parameters.items()}
         return {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
 
     @property

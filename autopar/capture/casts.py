@@ -29,9 +29,7 @@ def dtype_of(name: str) -> torch.dtype:
     return found
 
 
-def call_cast(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], policy: MixedPrecision
-) -> Any:
+def call_cast(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], policy: MixedPrecision) -> Any:
     """Calls a model under a policy, as a single device would run it; gradients reach the original parameters."""
     dtype = dtype_of(policy.param_dtype)
     parameters = {name: p.to(dtype) for name, p in cast_parameters(model)}
@@ -55,9 +53,7 @@ def cast_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    return pytree.tree_map(
-        lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, tree
-    )
+    return pytree.tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, tree)
 
 
 def absorb_casts(

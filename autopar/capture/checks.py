@@ -71,11 +71,7 @@ def _cuts_gradient(node: fx.Node) -> bool:
     value, name = node.meta.get("val"), getattr(node.target, "__name__", "")
     if isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex()):
         return True
-    return (
-        node.target is aten.detach.default
-        or name.startswith("new_")
-        or name.partition(".")[0].endswith("_like")
-    )
+    return node.target is aten.detach.default or name.startswith("new_") or name.partition(".")[0].endswith("_like")
 
 
 def refuse_changed_parameters(mutated: list[Any], parameters: set[str]) -> None:
@@ -119,9 +115,7 @@ def _is_unknown(node: fx.Node) -> bool:
 def is_read(number: fx.Node) -> bool:
     """Whether anything other than assertions uses a number. Assertions are removed, and the number with them."""
     return any(
-        is_read(user)
-        if _is_number(user) or _is_unknown(user)
-        else "_assert" not in str(user.target)
+        is_read(user) if _is_number(user) or _is_unknown(user) else "_assert" not in str(user.target)
         for user in number.users
     )
 

@@ -59,9 +59,7 @@ class _WithLoss(nn.Module):
 
     loss_fn: LossFunction | None
     watch: Watch | None
-    results_with_more: set[
-        type
-    ]  # types of results in which the model returned its loss among other things
+    results_with_more: set[type]  # types of results in which the model returned its loss among other things
 
     def __init__(
         self,
@@ -254,13 +252,15 @@ def _require_scalar_loss(captured: Captured, loss_fn: LossFunction | None) -> No
 
 
 def _capture(
-    wrapper: _WithLoss, args: tuple[Any, ...], kwargs: dict[str, Any], open_dims: OpenDims,
-    *, is_step: bool,
-) -> Captured:  # fmt: skip
+    wrapper: _WithLoss,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    open_dims: OpenDims,
+    *,
+    is_step: bool,
+) -> Captured:
     # Export merges inputs that are one object, and a batch may contain one tensor twice.
-    args, kwargs = pytree.tree_map(
-        lambda x: x.detach().clone() if isinstance(x, Tensor) else x, (args, kwargs)
-    )
+    args, kwargs = pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, (args, kwargs))
 
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -277,13 +277,16 @@ def _capture(
         described = _describe(exported, wrapper, args, kwargs, is_step)
     described.module.recompile()
     return replace(
-        described, forms=forms, guards=watch.guards, writes=watch.writes, ran=watch.ran, sets_up=watch.sets_up
-    )  # fmt: skip
+        described,
+        forms=forms,
+        guards=watch.guards,
+        writes=watch.writes,
+        ran=watch.ran,
+        sets_up=watch.sets_up,
+    )
 
 
-def _export(
-    wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], open_dims: OpenDims
-) -> Any:
+def _export(wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], open_dims: OpenDims) -> Any:
     with (
         keeping_functions(wrapper) as put_functions,
         _torch.without_value_checks(),
@@ -318,9 +321,7 @@ def _export(
     return exported
 
 
-def _reported(
-    error: Exception, wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Exception:
+def _reported(error: Exception, wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception:
     """The error to report for a failed trace: the model's own error, or one that names the line and the remedy."""
     if not has_remedy(error, wrapper):
         own = own_error(wrapper, args, kwargs)
@@ -339,9 +340,7 @@ def _describe(
     specs = signature.input_specs
     leaves, in_spec = pytree.tree_flatten((args, kwargs))
     named = {s.arg.name: plain_name(s.target) for s in specs if s.kind == kinds.PARAMETER}
-    parameters, tied = _merge_tied(
-        module, named, dict(wrapper.named_parameters(remove_duplicate=False))
-    )
+    parameters, tied = _merge_tied(module, named, dict(wrapper.named_parameters(remove_duplicate=False)))
     policy = wrapper.precision
     stored = absorb_casts(module, parameters, policy) if policy is not None else {}
     _order_placeholders(module, specs, (kinds.PARAMETER, kinds.BUFFER, kinds.CONSTANT_TENSOR))
@@ -354,15 +353,9 @@ def _describe(
         module=module,
         parameters=parameters,
         tied=tied,
-        frozen=frozenset(
-            plain_name(n) for n, p in wrapper.named_parameters() if not p.requires_grad
-        ),
+        frozen=frozenset(plain_name(n) for n, p in wrapper.named_parameters() if not p.requires_grad),
         buffers={s.arg.name: plain_name(s.target) for s in specs if s.kind == kinds.BUFFER},
-        constants={
-            s.arg.name: exported.constants[s.target]
-            for s in specs
-            if s.kind == kinds.CONSTANT_TENSOR
-        },
+        constants={s.arg.name: exported.constants[s.target] for s in specs if s.kind == kinds.CONSTANT_TENSOR},
         inputs={name: paths[i] for i, name in tensors.items()},
         in_spec=in_spec,
         literals={i: leaf for i, leaf in enumerate(leaves) if i not in tensors},
@@ -386,9 +379,7 @@ def _refuse_unplannable(module: fx.GraphModule, mutated: list[Any], parameters: 
         parameters: names of the model's parameters.
     """
     if any("USER_INPUT" in s.kind.name for s in mutated):
-        raise CaptureError(
-            f"The model changes one of its inputs in place; clone it first. {BACKEND_RUNS_IT}"
-        )
+        raise CaptureError(f"The model changes one of its inputs in place; clone it first. {BACKEND_RUNS_IT}")
     refuse_changed_parameters(mutated, parameters)
     refuse_numbers_from_tensors(module)
     refuse_bodies(module)

@@ -22,9 +22,7 @@ from autopar.ops.float8 import TILE
 
 
 @contextmanager
-def rounded_products(
-    model: nn.Module, parameters: Mapping[str, Tensor], policy: MixedPrecision
-) -> Iterator[None]:
+def rounded_products(model: nn.Module, parameters: Mapping[str, Tensor], policy: MixedPrecision) -> Iterator[None]:
     """Context in which linear layers of a model round their operands, as the policy says.
 
     Args:
@@ -57,9 +55,7 @@ def _layers(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[int, lis
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     every = {first: names[id(model.get_parameter(first))] for first in parameters}
-    return {
-        id(x): [name.rpartition(".")[0] for name in every[first]] for first, x in parameters.items()
-    }
+    return {id(x): [name.rpartition(".")[0] for name in every[first]] for first, x in parameters.items()}
 
 
 def _seen(mode: _Rounding) -> str:
@@ -107,9 +103,7 @@ class _Rounding(TorchFunctionMode):
         self.rounded: set[str] = set()
         self.left: dict[str, list[int]] = {}
 
-    def __torch_function__(
-        self, function: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, function: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function is not F.linear:
             return function(*args, **kwargs)

@@ -53,9 +53,7 @@ def make_functional(exported: Any) -> Any:
 def _written(signature: Any) -> set[str]:
     """The names of the placeholders whose tensors a functional graph changes."""
     changed = {spec.target for spec in signature.output_specs if "MUTATION" in spec.kind.name}
-    return {
-        spec.arg.name for spec in signature.input_specs if {spec.target, spec.arg.name} & changed
-    }
+    return {spec.arg.name for spec in signature.input_specs if {spec.target, spec.arg.name} & changed}
 
 
 def _shortened(graph: fx.Graph, alike: AlikeBlocks) -> fx.Graph:
@@ -90,8 +88,7 @@ class _PartCopies:
         self.graph, self.alike = graph, alike
         places = {node: place for node in graph.nodes if (place := _taken_place(node))}
         self.first, self.last = (
-            {node: offset for node, (block, offset) in places.items() if block == each}
-            for each in (0, 1)
+            {node: offset for node, (block, offset) in places.items() if block == each} for each in (0, 1)
         )
         self.index = {node: i for part in (self.first, self.last) for i, node in enumerate(part)}
         named = {node.name: node for node in graph.find_nodes(op="placeholder")}
@@ -184,8 +181,13 @@ class _PartCopies:
         return part
 
     def _read(
-        self, one: fx.Node, other: fx.Node, number: int, part: Sequence[fx.Node], before: Sequence[fx.Node]
-    ) -> fx.Node:  # fmt: skip
+        self,
+        one: fx.Node,
+        other: fx.Node,
+        number: int,
+        part: Sequence[fx.Node],
+        before: Sequence[fx.Node],
+    ) -> fx.Node:
         """What a block reads where the first one reads `one`, and the last one in the short graph `other`."""
         if one in self.first:
             return part[self.index[one]]

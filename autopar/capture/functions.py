@@ -65,11 +65,7 @@ class _Applications:
     def take(self, apply: _torch.Apply, function: Function, args: Any, kwargs: Any) -> Any:
         """The tensors that stand in the trace for the results of an application."""
         arguments, operands = FunctionArguments.of(args, kwargs)
-        if (
-            self._is_trying
-            or not operands
-            or function.__module__.startswith(("torch.", "autopar."))
-        ):
+        if self._is_trying or not operands or function.__module__.startswith(("torch.", "autopar.")):
             return apply(function, *args, **kwargs)
         where = _Place(function, _torch.user_line() or "")
         if _torch.in_functorch_transform():
@@ -119,9 +115,7 @@ class _Applications:
                 return _TrialRun(apply, arguments, operands, watch).trial()
         except Exception as error:
             row = stated_row(function_name(where.function))
-            reads = not isinstance(error, CaptureError) or isinstance(
-                error.__cause__, _torch.VALUES_READ
-            )
+            reads = not isinstance(error, CaptureError) or isinstance(error.__cause__, _torch.VALUES_READ)
             if not row or not reads:
                 raise
             try:
@@ -195,11 +189,7 @@ class _Watch(TorchDispatchMode):
         traced = type(x) not in (Tensor, nn.Parameter)
         name = "" if traced else self._own.get(_torch.storage_reference(x).cdata, "")
         if traced or name:
-            what = (
-                f"the parameter or buffer {name.removeprefix('model.')}"
-                if name
-                else "a tensor of the model"
-            )
+            what = f"the parameter or buffer {name.removeprefix('model.')}" if name else "a tensor of the model"
             raise self.where.refused(
                 f"computes with {what}, of shape {list(x.shape)}, which is none of its arguments",
                 "Pass that tensor to apply",
@@ -234,12 +224,19 @@ class _TrialRun:
                 free = free_dims(self._applied, operands, results)
         return FunctionTrial(
             tuple(_leaf(x, "meta" if self.row else x.device).detach() for x in results),
-            tuple(None if isinstance(x, Tensor) else x for x in leaves), spec,
+            tuple(None if isinstance(x, Tensor) else x for x in leaves),
+            spec,
             tuple(i for i, x in enumerate(leaves) if isinstance(x, Tensor)),
-            ungraded, frozenset(i for i, x in enumerate(results) if not x.requires_grad),
-            saved_operands, saved_results, saved, flops, draws, free,
+            ungraded,
+            frozenset(i for i, x in enumerate(results) if not x.requires_grad),
+            saved_operands,
+            saved_results,
+            saved,
+            flops,
+            draws,
+            free,
             self.row,
-        )  # fmt: skip
+        )
 
     def _operands(self) -> list[Tensor]:
         if not self.row:
@@ -277,9 +274,7 @@ class _TrialRun:
             what = type(other[0]).__name__ if other else "no tensor"
             raise self.where.refused(f"returns {what}", "Return tensors")
 
-    def _backward(
-        self, operands: Sequence[Tensor], results: Sequence[Tensor]
-    ) -> tuple[frozenset[int], bool]:
+    def _backward(self, operands: Sequence[Tensor], results: Sequence[Tensor]) -> tuple[frozenset[int], bool]:
         """Positions of the operands without a gradient, and whether backward ran to say so."""
         wanted = [i for i, x in enumerate(operands) if x.requires_grad]
         ends = [x for x in results if x.requires_grad]
@@ -325,16 +320,10 @@ def _kept(
     """What the `ctx` of an application keeps: positions of operands and results, and other tensors."""
     context = next((x.grad_fn for x in results if x.grad_fn is not None), None)
     found: list[Tensor] = [x for x in getattr(context, "saved_tensors", ()) if x is not None]
-    found += (
-        [x for x in pytree.tree_leaves(vars(context)) if isinstance(x, Tensor)] if context else []
-    )
+    found += [x for x in pytree.tree_leaves(vars(context)) if isinstance(x, Tensor)] if context else []
     kept = {_memory(x): x for x in found}
-    saved_operands = tuple(
-        i for i, x in enumerate(operands) if kept.pop(_memory(x), None) is not None
-    )
-    saved_results = tuple(
-        i for i, x in enumerate(results) if kept.pop(_memory(x), None) is not None
-    )
+    saved_operands = tuple(i for i, x in enumerate(operands) if kept.pop(_memory(x), None) is not None)
+    saved_results = tuple(i for i, x in enumerate(results) if kept.pop(_memory(x), None) is not None)
     return saved_operands, saved_results, tuple((tuple(x.shape), x.dtype) for x in kept.values())
 
 

@@ -40,11 +40,27 @@ log = logging.getLogger("autopar")
 # one of them is right for that value alone.
 _VALUE_METHODS = frozenset(
     {"item", "tolist", "numpy", "is_nonzero", "equal", "allclose"}
-    | {f"__{name}__" for name in (
-        "bool", "int", "float", "index", "complex", "hash", "format", "repr", "str", "contains", "array",
-        "round", "floor", "ceil", "trunc",
-    )}
-)  # fmt: skip
+    | {
+        f"__{name}__"
+        for name in (
+            "bool",
+            "int",
+            "float",
+            "index",
+            "complex",
+            "hash",
+            "format",
+            "repr",
+            "str",
+            "contains",
+            "array",
+            "round",
+            "floor",
+            "ceil",
+            "trunc",
+        )
+    }
+)
 _TORCH = Path(torch.__file__).parent
 _COMMUTATIVE = (
     "add",
@@ -75,9 +91,7 @@ def with_numbers(capture: Callable[[], Captured], places: Sequence[Place]) -> Ca
     return plain if found is None else found
 
 
-def _tried(
-    capture: Callable[[], Captured], plain: Captured, places: Sequence[Place]
-) -> Captured | None:
+def _tried(capture: Callable[[], Captured], plain: Captured, places: Sequence[Place]) -> Captured | None:
     """Captures the model with all these numbers as inputs; None if the program differs from the plain capture."""
     words = ", ".join(place.words for place in places)
     try:
@@ -96,9 +110,7 @@ def _tried(
 
 def _written(captured: Captured) -> list[object]:
     """The values that a forward writes to attributes, with their types, so that a tensor differs from a number."""
-    return [
-        (id(w.attributes), w.name, type(w.value), repr(w.value), w.adds) for w in captured.writes
-    ]
+    return [(id(w.attributes), w.name, type(w.value), repr(w.value), w.adds) for w in captured.writes]
 
 
 @contextlib.contextmanager
@@ -110,8 +122,7 @@ def _as_tensors(places: Sequence[Place]) -> Iterator[tuple[NumberInput, ...]]:
     """
     values = [place.get() for place in places]
     numbers = tuple(
-        NumberInput(place, _another(value), seen(value))
-        for place, value in zip(places, values, strict=True)
+        NumberInput(place, _another(value), seen(value)) for place, value in zip(places, values, strict=True)
     )
     for each in numbers:
         each.place.put(each.tensor)
@@ -142,9 +153,7 @@ class _Arithmetic(TorchFunctionMode):
         self._inputs = [each for each in numbers if not isinstance(each.taken, SeenTensor)]
         self._made: dict[int, Tensor] = {id(each.tensor): each.tensor for each in self._inputs}
 
-    def __torch_function__(
-        self, function: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, function: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         # Export replaces the tensors by fake ones while it traces.
@@ -157,9 +166,7 @@ class _Arithmetic(TorchFunctionMode):
             raise _ValueRequested(f"{name} needs its value")
         if others:
             dtype = _dtype_beside(others)
-            args, kwargs = pytree.tree_map(
-                lambda x: x.to(dtype) if dtype and id(x) in known else x, (args, kwargs)
-            )
+            args, kwargs = pytree.tree_map(lambda x: x.to(dtype) if dtype and id(x) in known else x, (args, kwargs))
             return function(*args, **kwargs)
         result = function(*args, **kwargs)
         made = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]

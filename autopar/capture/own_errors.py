@@ -28,9 +28,7 @@ _TORCH = Path(torch.__file__).parent
 _OURS = (_TORCH, Path(__file__).resolve().parents[1])
 
 
-def own_error(
-    wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Exception | None:
+def own_error(wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
     """The error that the model raises on one device, with a note of module and line; None where tracing alone fails.
 
     Args:
@@ -126,9 +124,7 @@ def _place(error: BaseException, wrapper: nn.Module) -> str:
             if isinstance(x, Tensor)
         )
         kind = repr(module).splitlines()[0]
-        lines.append(
-            f"module: {names[module]}, {kind}{f', which is given {given}' if given else ''}"
-        )
+        lines.append(f"module: {names[module]}, {kind}{f', which is given {given}' if given else ''}")
     return "\n".join([*lines, "The model fails so on one device too; autopar has no part in it."])
 
 

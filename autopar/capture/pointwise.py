@@ -25,9 +25,19 @@ aten = torch.ops.aten
 Run = Callable[..., Sequence[Tensor]]
 # They move no element if the shape stays the same, and otherwise repeat one number everywhere.
 _STILL = frozenset(
-    (aten.view, aten._unsafe_view, aten.reshape, aten.expand, aten.zeros, aten.ones, aten.full, aten.new_zeros,
-     aten.new_ones, aten.new_full)
-)  # fmt: skip
+    (
+        aten.view,
+        aten._unsafe_view,
+        aten.reshape,
+        aten.expand,
+        aten.zeros,
+        aten.ones,
+        aten.full,
+        aten.new_zeros,
+        aten.new_ones,
+        aten.new_full,
+    )
+)
 
 
 def free_dims(run: Run, operands: Sequence[Tensor], results: Sequence[Tensor]) -> frozenset[int]:
@@ -49,8 +59,7 @@ def free_dims(run: Run, operands: Sequence[Tensor], results: Sequence[Tensor]) -
     return frozenset(
         len(shape) - 1 - dim
         for dim, size in enumerate(shape)
-        if size > 1
-        and all(_ops(run, operands, _resized(shape, dim, n)) == whole for n in _other_sizes(size))
+        if size > 1 and all(_ops(run, operands, _resized(shape, dim, n)) == whole for n in _other_sizes(size))
     )
 
 
@@ -65,10 +74,7 @@ def _resized(shape: torch.Size, dim: int, size: int) -> torch.Size:
 
 def _ops(run: Run, operands: Sequence[Tensor], shape: torch.Size) -> list[Any] | None:
     """A line for every op of forward and backward on tensors of a shape; None if an op is not point-wise."""
-    sized = [
-        torch.empty(shape if x.numel() != 1 else x.shape, dtype=x.dtype, device=x.device)
-        for x in operands
-    ]
+    sized = [torch.empty(shape if x.numel() != 1 else x.shape, dtype=x.dtype, device=x.device) for x in operands]
     differentiable = [i for i, x in enumerate(operands) if x.requires_grad]
 
     def with_gradients(*given: Tensor) -> list[Tensor]:
@@ -113,9 +119,7 @@ def _line(node: fx.Node, names: dict[fx.Node, int], shape: torch.Size) -> Any:
     is_pointwise = torch.Tag.pointwise in tags or str(packet) in POINTWISE
     if not isinstance(node.target, OpOverload) or not is_pointwise:
         return None
-    if torch.Tag.nondeterministic_seeded in tags or (
-        not inputs and node.meta["val"].shape == shape
-    ):
+    if torch.Tag.nondeterministic_seeded in tags or (not inputs and node.meta["val"].shape == shape):
         return None
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: f"%{names[x]}")
     return str(node.target), args, sorted(kwargs.items(), key=str)

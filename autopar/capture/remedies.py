@@ -77,9 +77,7 @@ def _expert_remedy(wrapper: nn.Module) -> str:
     """The remedy for a loop over experts with rows; `experts_implementation` is the option of transformers."""
     configs = (getattr(module, "config", None) for module in wrapper.modules())
     if any(getattr(x, "_experts_implementation", None) == "eager" for x in configs):
-        return (
-            'Choose the grouped form of the experts, model.set_experts_implementation("grouped_mm")'
-        )
+        return 'Choose the grouped form of the experts, model.set_experts_implementation("grouped_mm")'
     return (
         "Sort the rows by expert and multiply them with torch.nn.functional.grouped_mm, or run every expert "
         "on all rows and mask what is not its own"

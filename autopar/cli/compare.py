@@ -32,8 +32,12 @@ Examples:
 @click.argument("target")
 @question_options
 @click.option("--top", default=20, type=POSITIVE, help="How many to show.")
-@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
-              help="Write a report with the picture of time against memory.")  # fmt: skip
+@click.option(
+    "--html",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write a report with the picture of time against memory.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def compare_command(target: str, top: int, html: Path | None, as_json: bool, **given: Any) -> None:
     check_output(html)
@@ -50,9 +54,7 @@ def compare_command(target: str, top: int, html: Path | None, as_json: bool, **g
         return
     console().print(asked.text, highlight=False)
     console().print(CandidateTable(rows, "fastest"))
-    console().print(
-        f"{len(rows)} of {len(asked.settings)} priced; bound {bound / 1e9:.1f} GB a rank"
-    )
+    console().print(f"{len(rows)} of {len(asked.settings)} priced; bound {bound / 1e9:.1f} GB a rank")
     if best is None:
         console().print(asked.why_nothing_fits(), style="bold red")
 
@@ -62,7 +64,5 @@ def _document(rows: tuple[Candidate, ...], priced: int, bound_bytes: int) -> dic
     return {
         "memory_bound_bytes": bound_bytes,
         "settings_priced": priced,
-        "candidates": [
-            {**dataclasses.asdict(each), "on_pareto_front": each in front} for each in rows
-        ],
+        "candidates": [{**dataclasses.asdict(each), "on_pareto_front": each in front} for each in rows],
     }

@@ -36,26 +36,41 @@ Examples:
 )
 @click.argument("target")
 @question_options
-@click.option("--save", type=click.Path(path_type=Path), metavar="FILE",
-              help="Write the plan, as autopar.compile(plan=) and verify read it.")  # fmt: skip
-@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
-              help="Write a report to look at, one file without scripts or network.")  # fmt: skip
-@click.option("--trace", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
-              help="Write the predicted step as a Chrome trace, for Perfetto.")  # fmt: skip
+@click.option(
+    "--save",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write the plan, as autopar.compile(plan=) and verify read it.",
+)
+@click.option(
+    "--html",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write a report to look at, one file without scripts or network.",
+)
+@click.option(
+    "--trace",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write the predicted step as a Chrome trace, for Perfetto.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 @click.option("--verbose", "is_verbose", is_flag=True, help="Also say which sizes no axis divides.")
 def explain_command(
-    target: str, save: Path | None, html: Path | None, trace: Path | None, as_json: bool, is_verbose: bool,
+    target: str,
+    save: Path | None,
+    html: Path | None,
+    trace: Path | None,
+    as_json: bool,
+    is_verbose: bool,
     **given: Any,
-) -> None:  # fmt: skip
+) -> None:
     check_output(save, html, trace)
     with working() as progress:
         asked = question(target, progress, given, tries_batches=True)
         found = best_batch(asked) if given["batch"] == AUTO else asked.answer()
         progress("writing the report")
-        page = page_of(
-            found, target, save, has_document=as_json or html is not None, is_verbose=is_verbose
-        )
+        page = page_of(found, target, save, has_document=as_json or html is not None, is_verbose=is_verbose)
     if save is not None:
         assert found.request is not None, "an answer has its request, which names the batch"
         asked.on(found.request).whole_plan(found.plan).save(save)

@@ -39,9 +39,7 @@ Examples:
     "h200=3.5. May be repeated. Changes are ranked by money then.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def fit_command(
-    target: str, as_json: bool, prices: tuple[tuple[str, float], ...], **given: Any
-) -> None:
+def fit_command(target: str, as_json: bool, prices: tuple[tuple[str, float], ...], **given: Any) -> None:
     with working() as progress:
         asked = question(target, progress, given)
         own = asked.cluster.hardware.name

@@ -76,9 +76,7 @@ def _sentence(error: click.UsageError, ctx: click.Context) -> str:
     return f"{error.format_message()}{shown}\nTry '{ctx.command_path} --help' for help."
 
 
-@click.group(
-    cls=_Commands, context_settings={"show_default": True, "help_option_names": ["-h", "--help"]}
-)
+@click.group(cls=_Commands, context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
 @click.version_option(VERSION)
 def main() -> None:
     """Parallelizes single-device PyTorch models over a cluster.
@@ -89,7 +87,12 @@ def main() -> None:
 
 
 for _command in (
-    explain_command, fit_command, compare_command, diff_command, verify_command, calibrate_command,
+    explain_command,
+    fit_command,
+    compare_command,
+    diff_command,
+    verify_command,
+    calibrate_command,
     run_command,
-):  # fmt: skip
+):
     main.add_command(_command)

@@ -115,17 +115,28 @@ RECIPE_NAMES = (
 POSITIVE = Count()
 
 _WHERE = (
-    click.option("--cluster", metavar="NAME",
-                 help="GPU x ranks in a node x nodes: h100x8x16, a100x4; or a TOML file."),
-    click.option("--batch", type=BatchSize(), metavar="N|auto",
-                 help="Sequences of a step on all ranks; by default one per rank. With auto, explain tries twenty "
-                      "to thirty, explains the smallest within 1 % of the least time per token, and names the fastest "
-                      "and the largest that fits at once."),
+    click.option(
+        "--cluster",
+        metavar="NAME",
+        help="GPU x ranks in a node x nodes: h100x8x16, a100x4; or a TOML file.",
+    ),
+    click.option(
+        "--batch",
+        type=BatchSize(),
+        metavar="N|auto",
+        help="Sequences of a step on all ranks; by default one per rank. With auto, explain tries twenty "
+        "to thirty, explains the smallest within 1 % of the least time per token, and names the fastest "
+        "and the largest that fits at once.",
+    ),
     click.option("--seq", type=POSITIVE, metavar="N", help="Tokens of a sequence."),
-    click.option("--ranks", type=Count(MOST_RANKS), metavar="N",
-                 help="Number of ranks, where --cluster names one GPU or none."),
+    click.option(
+        "--ranks",
+        type=Count(MOST_RANKS),
+        metavar="N",
+        help="Number of ranks, where --cluster names one GPU or none.",
+    ),
     click.option("--hardware", metavar="GPU", help="The GPU of --mesh or --ranks; by default h100."),
-)  # fmt: skip
+)
 
 
 def plan_option(name: str, **own: Any) -> Callable[[F], F]:
@@ -151,16 +162,19 @@ def _sentence(text: str) -> str:
 _PLAN = options_of(PlanOptions)
 _NUMBERS = {"N": POSITIVE, "V": POSITIVE, "PART": Real(0, 1, max_open=True)}
 _OWN: dict[str, dict[str, Any]] = {
-    "recipe": {"help": f"One of {RECIPE_NAMES}, or per axis: pp:1f1b,dp:zero3,tp:tp+sp. fit and compare take auto, "
-               "ddp, zero1 to zero3, tp, tp+sp and schedules with a flush."},
+    "recipe": {
+        "help": f"One of {RECIPE_NAMES}, or per axis: pp:1f1b,dp:zero3,tp:tp+sp. fit and compare take auto, "
+        "ddp, zero1 to zero3, tp, tp+sp and schedules with a flush."
+    },
     "decompose": {"default": ""},
     "training_state": {
-        "type": str, "default": "",
+        "type": str,
+        "default": "",
         "help": f"What the optimizer keeps: one of {', '.join(OPTIMIZERS)}; then gradients=BYTES and masters=BYTES of "
         "an element, if they differ from the usual. 'adamw8bit gradients=2 masters=0' trains bf16 parameters without "
         "float32 masters.",
     },
-}  # fmt: skip
+}
 _INTENTS = (
     *(plan_option(name, **_OWN.get(name, {})) for name in _PLAN),
     click.option("--memory-gb", type=Real(min=0, min_open=True), hidden=True),
@@ -174,9 +188,7 @@ def question_options(command: F) -> F:
     return command
 
 
-def question(
-    target: str, progress: Progress, given: Mapping[str, Any], *, tries_batches: bool = False
-) -> Question:
+def question(target: str, progress: Progress, given: Mapping[str, Any], *, tries_batches: bool = False) -> Question:
     """The question that the options ask. Raises AutoparError or a click error where they cannot.
 
     Args:
@@ -197,9 +209,12 @@ def question(
         asked["memory_bytes"] = max(1, int(given["memory_gb"] * 1e9))
     depths = {1, *given["stages"]} if given["stages"] and mesh is None else None
     request = Request(
-        cluster.hardware, ranks=cluster.ranks, batch=None if given["batch"] == AUTO else given["batch"], refines=True,
+        cluster.hardware,
+        ranks=cluster.ranks,
+        batch=None if given["batch"] == AUTO else given["batch"],
+        refines=True,
         **asked | {"stages": depths, "offload": given["offload"] or None},
-    )  # fmt: skip
+    )
     _check_pins(request)
     if mesh is None and cluster.ranks > QUICK_RANKS:
         click.echo(
@@ -216,9 +231,7 @@ def _check_pins(request: Request) -> None:
     axes = AXES if mesh is None else tuple(n for n in mesh.names if n != PIPELINE_AXIS)
     for name, choice in request.pins.items():
         if is_intent(choice) and choice not in axes:
-            raise click.UsageError(
-                f"The pin {name}={choice} names no axis; the axes are {', '.join(axes)}."
-            )
+            raise click.UsageError(f"The pin {name}={choice} names no axis; the axes are {', '.join(axes)}.")
 
 
 def _cluster(given: Mapping[str, Any], mesh: Mesh | None) -> Cluster:
@@ -226,9 +239,7 @@ def _cluster(given: Mapping[str, Any], mesh: Mesh | None) -> Cluster:
     if name is not None and given["hardware"] is not None:
         raise click.UsageError("Give --cluster or --hardware, not both.")
     if name is None and mesh is None and ranks is None:
-        raise click.UsageError(
-            "Say where: --cluster h100x8x16, or --ranks 8, or --mesh dp=8,tp=8 for H100."
-        )
+        raise click.UsageError("Say where: --cluster h100x8x16, or --ranks 8, or --mesh dp=8,tp=8 for H100.")
     if name is not None and ranks is None and (mesh is None or "x" in name[1:]):
         return with_eager_runs(find_cluster(name))
     if mesh is not None and ranks not in (None, mesh.ranks):

@@ -36,8 +36,10 @@ def working() -> Iterator[Progress]:
             yield silent
             return
         columns = (
-            TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn(),
-        )  # fmt: skip
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TimeElapsedColumn(),
+        )
         with Bar(*columns, console=Screen(stderr=True), transient=True) as bar:
             task = bar.add_task("reading the model", total=None)
             yield lambda message: bar.update(task, description=message)

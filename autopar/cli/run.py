@@ -135,14 +135,34 @@ Examples:
   autopar run train.py --ranks 4 --min-ranks 2
   autopar run --ranks 2 examples/train_gpt.py --steps 100""",
 )
-@click.option("--ranks", type=POSITIVE, metavar="N",
-              help="Number of processes; by default one for each accelerator.")  # fmt: skip
-@click.option("--max-restarts", type=Count(least=0), default=3, metavar="K", show_default=True,
-              help="Number of restarts on each number of ranks.")  # fmt: skip
-@click.option("--restore-minutes", type=Real(min=0), default=10.0, metavar="M", show_default=True,
-              help="An attempt that lasted so long gives all restarts back.")  # fmt: skip
-@click.option("--min-ranks", type=POSITIVE, metavar="M",
-              help="Lowest number of ranks to go on with; by default N.")  # fmt: skip
+@click.option(
+    "--ranks",
+    type=POSITIVE,
+    metavar="N",
+    help="Number of processes; by default one for each accelerator.",
+)
+@click.option(
+    "--max-restarts",
+    type=Count(least=0),
+    default=3,
+    metavar="K",
+    show_default=True,
+    help="Number of restarts on each number of ranks.",
+)
+@click.option(
+    "--restore-minutes",
+    type=Real(min=0),
+    default=10.0,
+    metavar="M",
+    show_default=True,
+    help="An attempt that lasted so long gives all restarts back.",
+)
+@click.option(
+    "--min-ranks",
+    type=POSITIVE,
+    metavar="M",
+    help="Lowest number of ranks to go on with; by default N.",
+)
 @click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run_command(
@@ -155,9 +175,7 @@ def run_command(
 ) -> None:
     count = ranks or torch.accelerator.device_count()
     if not count:
-        raise MeshError(
-            "There is no accelerator here: say how many processes share the CPUs, such as --ranks 4."
-        )
+        raise MeshError("There is no accelerator here: say how many processes share the CPUs, such as --ranks 4.")
     if min_ranks is not None and min_ranks > count:
         raise MeshError(f"--min-ranks {min_ranks} is more than the {count} ranks to begin with.")
     check_ranks(count)
@@ -200,9 +218,7 @@ def _summary(error: ChildFailedError) -> Iterator[str]:
     A rank whose error another rank has printed has no line, and neither has one that torchrun ended because of others.
     """
     first, _ = first_failure(error)
-    for rank, failure in sorted(
-        error.failures.items(), key=lambda item: (item[0] != first, item[0])
-    ):
+    for rank, failure in sorted(error.failures.items(), key=lambda item: (item[0] != first, item[0])):
         is_ended = _is_killed(failure) and failure.exitcode == -signal.SIGTERM
         if rank == first or not (is_repeated(failure) or is_ended):
             yield f"rank {rank}: {_cause(failure)}"

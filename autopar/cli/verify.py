@@ -42,8 +42,11 @@ Examples:
 )
 @click.argument("target")
 @plan_option("mesh", help="Axes of the mesh, such as dp=2,tp=2 or pp=2,tp=2.")
-@plan_option("recipe", default=None,
-             help=f"One of {RECIPE_NAMES}, or per axis: pp:1f1b,tp:tp+sp.  [default: auto]")  # fmt: skip
+@plan_option(
+    "recipe",
+    default=None,
+    help=f"One of {RECIPE_NAMES}, or per axis: pp:1f1b,tp:tp+sp.  [default: auto]",
+)
 @plan_option("schedule")
 @plan_option(
     "micro_batches",
@@ -52,17 +55,23 @@ Examples:
 @click.option("--plan", "path", type=click.Path(path_type=Path), help="A saved plan to prove.")
 @click.option("--random", "draw", is_flag=True, help="Draw the plan at random.")
 @click.option("--seed", type=Count(2**63 - 1, 0), help="Of a random plan.  [default: 0]")
-@plan_option("precision", help="Cast parameters for use, as precision= of autopar.compile does: bf16; by default that "
-             "of the plan.")  # fmt: skip
+@plan_option(
+    "precision",
+    help="Cast parameters for use, as precision= of autopar.compile does: bf16; by default that of the plan.",
+)
 def verify_command(
-    target: str, mesh: Mesh | None, recipe: str | None, schedule: str | None,
-    micro_batches: int | None, path: Path | None, draw: bool, seed: int | None,
+    target: str,
+    mesh: Mesh | None,
+    recipe: str | None,
+    schedule: str | None,
+    micro_batches: int | None,
+    path: Path | None,
+    draw: bool,
+    seed: int | None,
     precision: MixedPrecision | None,
-) -> None:  # fmt: skip
+) -> None:
     if ":" not in target:
-        raise AutoparError(
-            f"Cannot prove {target!r}: it has no weights; write package.module:function."
-        )
+        raise AutoparError(f"Cannot prove {target!r}: it has no weights; write package.module:function.")
     searching = {"--recipe": recipe, "--schedule": schedule, "--micro-batches": micro_batches}
     if path is not None:
         given = {"--mesh": mesh, **searching, "--random": draw or None, "--seed": seed}
@@ -80,9 +89,17 @@ def verify_command(
         if isinstance(plan, Plan):
             args, kwargs = _micro_batch(plan, model, args, kwargs, loss_fn)
         result = verify(
-            model, kwargs or args, mesh=axes, plan=plan, recipe=recipe or "auto", seed=seed or 0,
-            loss_fn=loss_fn, schedule=schedule, micro_batches=micro_batches, precision=precision,
-        )  # fmt: skip
+            model,
+            kwargs or args,
+            mesh=axes,
+            plan=plan,
+            recipe=recipe or "auto",
+            seed=seed or 0,
+            loss_fn=loss_fn,
+            schedule=schedule,
+            micro_batches=micro_batches,
+            precision=precision,
+        )
     console().print(result)
     sys.exit(0 if result.passed else 1)
 
@@ -106,9 +123,12 @@ def _refuse(what: str, does: str, given: Mapping[str, object]) -> None:
 
 
 def _micro_batch(
-    plan: Plan, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
+    plan: Plan,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
     loss_fn: LossFunction | None,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What a plan is of: the example, or a part of it where the plan cuts that into micro-batches."""
     if plan.micro_batches == 1:
         return args, kwargs

@@ -84,9 +84,7 @@ class Question:
     seq: int | None = None
     progress: Progress = silent
     training_state: str = ""
-    _captured: dict[int, tuple[Target, Prepared, Graph]] = field(
-        default_factory=dict, compare=False
-    )
+    _captured: dict[int, tuple[Target, Prepared, Graph]] = field(default_factory=dict, compare=False)
     _plans: dict[str, Plan | None] = field(default_factory=dict, compare=False)
 
     @property
@@ -124,9 +122,7 @@ class Question:
             batch = 0
         if batch not in self._captured:
             self.progress(f"capturing {self.target}")
-            target = resolve_target(
-                self.target, batch=batch or None, seq=self.seq, dtype=self._parameter_dtype
-            )
+            target = resolve_target(self.target, batch=batch or None, seq=self.seq, dtype=self._parameter_dtype)
             self._captured[batch] = (
                 target,
                 *capture_target(target, precision=self.request.precision),
@@ -267,14 +263,11 @@ class Question:
         if chosen is None or explored is None:
             return
         known_seconds = {
-            str(each.plan.world_mesh): each.price.step_seconds
-            for each in (*reversed(found.others), found.best)
+            str(each.plan.world_mesh): each.price.step_seconds for each in (*reversed(found.others), found.best)
         }
         priced = (*explored.settings, chosen)
         meshes = {each.setting.name: str(each.setting.world_mesh) for each in priced}
-        rows = compared(
-            explored.settings, chosen, self.bound_bytes, chosen_seconds=answer.step_seconds
-        )
+        rows = compared(explored.settings, chosen, self.bound_bytes, chosen_seconds=answer.step_seconds)
         for row in rows:
             least_seconds = known_seconds.get(meshes[row.name], 0.0) * (1 + AS_FAST)
             if row.step_seconds > least_seconds or not (row.fits or row.chosen):
@@ -285,10 +278,14 @@ class Question:
         """A plan on another mesh as a row of the comparison."""
         price, traffic_bytes, binds = planned.price, *self._traffic_and_cause(planned)
         return Candidate(
-            name_of(planned.plan), price.step_seconds, price.peak_bytes, traffic_bytes, binds,
+            name_of(planned.plan),
+            price.step_seconds,
+            price.peak_bytes,
+            traffic_bytes,
+            binds,
             price.peak_bytes <= self.bound_bytes,
             why_not=slower(price.step_seconds, best.step_seconds),
-        )  # fmt: skip
+        )
 
     def _traffic_and_cause(self, planned: Planned) -> tuple[float, str]:
         """Bytes that a rank sends in a step, and the cause that takes most of the step's time."""
@@ -313,11 +310,17 @@ class Question:
         return search_step(
             prepared,
             request.but(
-                mesh=setting.world_mesh, recipe=setting.recipe, micro_batches=setting.micro_batches,
-                stages=None, schedule=setting.schedule or None, chunks=None,
-                recompute=setting.recompute, must_fit=must_fit, without=frozenset(),
+                mesh=setting.world_mesh,
+                recipe=setting.recipe,
+                micro_batches=setting.micro_batches,
+                stages=None,
+                schedule=setting.schedule or None,
+                chunks=None,
+                recompute=setting.recompute,
+                must_fit=must_fit,
+                without=frozenset(),
             ),
-        )  # fmt: skip
+        )
 
     def _searched_again(self, plan: Plan) -> Searched:
         """The search on the mesh of a plan, with as many micro-batches."""
@@ -325,9 +328,12 @@ class Question:
         return search_step(
             prepared,
             request.but(
-                mesh=plan.world_mesh, micro_batches=plan.micro_batches, stages=None, without=frozenset()
+                mesh=plan.world_mesh,
+                micro_batches=plan.micro_batches,
+                stages=None,
+                without=frozenset(),
             ),
-        )  # fmt: skip
+        )
 
     def whole_plan(self, plan: Plan) -> Plan:
         """The plan of an answer with the ops and parameters of all layers, not only of the captured ones.
@@ -356,23 +362,26 @@ class Question:
         if rows not in self._captured:
             own = captured_batch(self.captured(0)[1])
             self._captured[rows] = (
-                self.model, *capture_target(self.model, (own, rows), precision=self.request.precision)
-            )  # fmt: skip
+                self.model,
+                *capture_target(self.model, (own, rows), precision=self.request.precision),
+            )
         return self._captured[rows][1:]
 
     def _other(self, other: PricedPipeline, graph: Graph, best: Advice) -> Candidate:
         """Another schedule on the chosen mesh as a row of the comparison."""
         plan, rows = other.plan, captured_batch(graph) * best.plan.micro_batches
         sized = with_batch(graph, rows // plan.micro_batches) if "batch" in graph.factors else graph
-        step = SimulatedStep(
-            sized, plan, self.cluster.hardware, self._state_of(graph), self.request.software
-        )
+        step = SimulatedStep(sized, plan, self.cluster.hardware, self._state_of(graph), self.request.software)
         memory = max(other.balance.rank_bytes) + self.cluster.hardware.reserved_bytes
         return Candidate(
-            str(other.setting), other.seconds, memory, step.traffic_bytes,
-            idle(other.simulation), memory <= self.bound_bytes,
+            str(other.setting),
+            other.seconds,
+            memory,
+            step.traffic_bytes,
+            idle(other.simulation),
+            memory <= self.bound_bytes,
             why_not=slower(other.seconds, best.step_seconds),
-        )  # fmt: skip
+        )
 
     def _advice(self, graph: Graph, plan: Plan) -> Advice:
         run = run_of(plan, self._state_of(graph))
@@ -386,10 +395,17 @@ class Question:
             ),
         )
         return Advice(
-            graph, plan, self.cluster, run, self.request.software, self.bound_bytes,
-            tokens=tokens_of(graph), words=self.model.words, request=self.request,
+            graph,
+            plan,
+            self.cluster,
+            run,
+            self.request.software,
+            self.bound_bytes,
+            tokens=tokens_of(graph),
+            words=self.model.words,
+            request=self.request,
             has_loss_fn=self._posed[0].captured.has_loss_fn,
-        )  # fmt: skip
+        )
 
     def _own_rows(self, graph: Graph, plan: Plan) -> Iterator[str]:
         """What a row of the example stands for, where the batch is several times the example's own."""
@@ -401,9 +417,7 @@ class Question:
                 "rows of a micro-batch searched."
             )
 
-    def _changes(
-        self, explored: Explored, chosen: PricedCandidate, answer: Advice
-    ) -> Iterator[Change]:
+    def _changes(self, explored: Explored, chosen: PricedCandidate, answer: Advice) -> Iterator[Change]:
         """What the answer would be on clusters with other figures, such as more memory.
 
         Args:
@@ -432,9 +446,12 @@ class Question:
         Where the latter is faster, this plan's mesh is searched again, too: on other figures it may have a better plan.
         """
         same_seconds = composed(
-            answer.graph, answer.plan, request.hardware, software=request.software,
+            answer.graph,
+            answer.plan,
+            request.hardware,
+            software=request.software,
             training_state=self._state_of(answer.graph),
-        ).step_seconds  # fmt: skip
+        ).step_seconds
         kept = Change(what, same_seconds, chosen.setting.name, same_seconds)
         if first.priced is None or first.priced.setting == chosen.setting:
             return kept
@@ -447,9 +464,7 @@ class Question:
             return replace(kept, best_seconds=again_seconds)
         return replace(kept, best=first.priced.setting.name, best_seconds=other_seconds)
 
-    def _in_larger(
-        self, explored: Explored, chosen: PricedCandidate, answer: Advice
-    ) -> Iterator[Change]:
+    def _in_larger(self, explored: Explored, chosen: PricedCandidate, answer: Advice) -> Iterator[Change]:
         """The larger memories with which a setting is faster that does not fit today.
 
         A setting that fits today is no news of more memory, even where its estimate is lower.

@@ -59,11 +59,7 @@ class Advice(Explanation):
         stands: dict[str, list[str]] = {}
         for name, symbol in factor_symbols(self.graph).items():
             stands.setdefault(str(symbol), []).append(name)
-        return {
-            symbol: self._meaning(symbol, names)
-            for symbol, names in stands.items()
-            if symbol in self.values
-        }
+        return {symbol: self._meaning(symbol, names) for symbol, names in stands.items() if symbol in self.values}
 
     def _meaning(self, symbol: str, names: Sequence[str]) -> str:
         size = int(self.values[symbol])

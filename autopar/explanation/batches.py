@@ -35,9 +35,7 @@ from autopar.units import counted, format_bytes
 from autopar.views import BatchRow
 
 GAIN = 0.02  # the least gain of a doubling after which a still larger batch is tried
-NEAR = (
-    0.01  # largest loss of throughput for which a smaller batch is better advice than the fastest
-)
+NEAR = 0.01  # largest loss of throughput for which a smaller batch is better advice than the fastest
 MOST_DOUBLINGS = 20
 _PARTS = 16  # a bisection ends at this part of a batch
 _MOST_SEARCHED = 4  # batches whose plans are searched to find the smallest that is nearly as fast
@@ -139,10 +137,14 @@ def _estimated(question: Question) -> TriedBatch | None:
     fewest = min(each.setting.micro_batches for each in settings)
     at_once = [each for each in settings if each.setting.micro_batches == fewest]
     return TriedBatch(
-        question, best.seconds, best.memory_bytes, best.setting.name,
+        question,
+        best.seconds,
+        best.memory_bytes,
+        best.setting.name,
         best_that_fits(at_once, question.bound_bytes),
-        best.setting.micro_batches == fewest and best.setting.recompute == "none", best.seconds,
-    )  # fmt: skip
+        best.setting.micro_batches == fewest and best.setting.recompute == "none",
+        best.seconds,
+    )
 
 
 def _searched(question: Question) -> TriedBatch:
@@ -159,9 +161,12 @@ def _searched(question: Question) -> TriedBatch:
 def _with(tried: TriedBatch, advice: Advice) -> TriedBatch:
     """A batch at the price of a searched plan."""
     return replace(
-        tried, seconds=advice.step_seconds, memory_bytes=advice.memory_bytes, plan=name_of(advice.plan),
+        tried,
+        seconds=advice.step_seconds,
+        memory_bytes=advice.memory_bytes,
+        plan=name_of(advice.plan),
         advice=advice,
-    )  # fmt: skip
+    )
 
 
 def _answer(question: Question) -> Advice | None:
@@ -355,17 +360,22 @@ class _Trials:
 
     # --- what is said of them
 
-    def rows(
-        self, chosen: TriedBatch, fastest: TriedBatch, largest: Advice | None
-    ) -> Iterator[BatchRow]:
+    def rows(self, chosen: TriedBatch, fastest: TriedBatch, largest: Advice | None) -> Iterator[BatchRow]:
         """A row of the table for every batch that fits."""
         tokens = self._tokens
         for each in self.found:
             yield BatchRow(
-                each.batch, each.seconds, each.rate, None if tokens is None else tokens * each.rate,
-                each.memory_bytes, each.plan, each.advice is not None, each is chosen, each is fastest,
+                each.batch,
+                each.seconds,
+                each.rate,
+                None if tokens is None else tokens * each.rate,
+                each.memory_bytes,
+                each.plan,
+                each.advice is not None,
+                each is chosen,
+                each is fastest,
                 largest is not None and each.batch == _batch(largest),
-            )  # fmt: skip
+            )
 
     @property
     def _tokens(self) -> float | None:
@@ -374,9 +384,7 @@ class _Trials:
         tokens = tokens_of(graph)
         return None if tokens is None else tokens / captured_batch(graph)
 
-    def lines(
-        self, chosen: TriedBatch, fastest: TriedBatch, largest: Advice | None
-    ) -> Iterator[str]:
+    def lines(self, chosen: TriedBatch, fastest: TriedBatch, largest: Advice | None) -> Iterator[str]:
         """Sentences on the fastest batch, the smallest that is nearly as fast, and the largest."""
         word = "sample" if self._tokens is None else "token"
         yield (

@@ -42,14 +42,18 @@ def _nodes(e: Explanation, words: Mapping[str, str]) -> Iterator[BlockNode]:
         chosen = [op.choice(label) for label in labels]
         operands = tuple(behind.get(name, name) for name in op.operands)
         yield BlockNode(
-            op.results[0], op.kind.removeprefix("aten."), op.module,
+            op.results[0],
+            op.kind.removeprefix("aten."),
+            op.module,
             tuple(
                 (axis, words.get(choice.factor, choice.factor))
                 for (axis, size), choice in zip(mesh.axes, chosen, strict=True)
                 if choice.splits and size > 1
             ),
-            float(price.forward.seconds), operands, tuple(_collectives(pricer, op, operands)),
-        )  # fmt: skip
+            float(price.forward.seconds),
+            operands,
+            tuple(_collectives(pricer, op, operands)),
+        )
 
 
 def _collectives(pricer: Pricer, op: Op, operands: tuple[str, ...]) -> Iterator[BlockCollective]:
@@ -119,16 +123,13 @@ def _one(group: Sequence[BlockNode], head: Mapping[str, str]) -> BlockNode:
     operands = (name for node in group for name in node.operands if name not in inside)
     kinds = list(dict.fromkeys(node.kind for node in group))
     shown = ", ".join(kinds) if len(kinds) <= 3 else f"{', '.join(kinds[:2])} ... {kinds[-1]}"
-    moved = [
-        each._replace(operand=head.get(each.operand, each.operand))
-        for node in group
-        for each in node.collectives
-    ]
+    moved = [each._replace(operand=head.get(each.operand, each.operand)) for node in group for each in node.collectives]
     return group[0]._replace(
-        kind=shown, seconds=sum(node.seconds for node in group),
+        kind=shown,
+        seconds=sum(node.seconds for node in group),
         operands=tuple(dict.fromkeys(head.get(name, name) for name in operands)),
         collectives=tuple(moved),
-    )  # fmt: skip
+    )
 
 
 def _in_order(nodes: Sequence[BlockNode]) -> tuple[BlockNode, ...]:

@@ -62,9 +62,15 @@ def slower(seconds: float, best_seconds: float) -> str:
 
 def row_of(found: Advice, name: str, binds: str, why_not: str) -> Candidate:
     return Candidate(
-        name, found.step_seconds, found.memory_bytes, found.traffic.value,
-        binds or largest_cause(found.step), found.fits, True, why_not,
-    )  # fmt: skip
+        name,
+        found.step_seconds,
+        found.memory_bytes,
+        found.traffic.value,
+        binds or largest_cause(found.step),
+        found.fits,
+        True,
+        why_not,
+    )
 
 
 def largest_cause(step: Step) -> str:

@@ -21,9 +21,7 @@ def scaled(values: Mapping[str, float], group: str, factor: float) -> dict[str, 
     """The symbols of a group with their values multiplied by a factor; for `host_speed` divided."""
     if group == "host_speed":
         factor = 1 / factor
-    return {
-        name: value * factor for name, value in values.items() if name.startswith(GROUPS[group])
-    }
+    return {name: value * factor for name, value in values.items() if name.startswith(GROUPS[group])}
 
 
 def changed_hardware(hardware: Hardware, changes: Mapping[str, float]) -> Hardware:

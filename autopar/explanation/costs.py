@@ -38,9 +38,13 @@ def run_of(plan: Plan, training_state: TrainingState = FULL) -> Run:
     copies = plan.meeting.copies if plan.meeting else 0
     training_state = replace(training_state, meeting_copies=copies)
     return Run(
-        plan.micro_batches, stages, chunks, recompute=plan.recompute, training_state=training_state,
+        plan.micro_batches,
+        stages,
+        chunks,
+        recompute=plan.recompute,
+        training_state=training_state,
         overlap_batches=plan.overlap_batches,
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)
@@ -84,10 +88,15 @@ class PlanCost:
         """Items and holdings over symbols."""
         blocks = RecomputationPrice.of(self.graph, self.plan)
         return self.built or Expressions.of(
-            self.graph, self.plan, self.software.on(self.cluster.hardware),
-            training_state=self.run.training_state, blocks=blocks.blocks, again=blocks.again,
-            selected=blocks.selected, slices=blocks.slices,
-        )  # fmt: skip
+            self.graph,
+            self.plan,
+            self.software.on(self.cluster.hardware),
+            training_state=self.run.training_state,
+            blocks=blocks.blocks,
+            again=blocks.again,
+            selected=blocks.selected,
+            slices=blocks.slices,
+        )
 
     def but(self, **changes: Any) -> Self:
         """The same costs with other fields, which change no formula; formulas that are made already are kept."""
@@ -111,9 +120,7 @@ class PlanCost:
         """The step of a plan with a pipeline, run action by action; None for any other."""
         if self.plan.pipeline is None:
             return None
-        return SimulatedStep(
-            self.graph, self.plan, self.cluster.hardware, self.run.training_state, self.software
-        )
+        return SimulatedStep(self.graph, self.plan, self.cluster.hardware, self.run.training_state, self.software)
 
     @cached_property
     def owned(self) -> OwnedStep | None:
@@ -121,9 +128,12 @@ class PlanCost:
         if self.in_turn or self.plan.pipeline is not None or not has_lone_ops(self.plan):
             return None
         step = step_of(
-            self.graph, self.plan, self.cluster.hardware, software=self.software,
+            self.graph,
+            self.plan,
+            self.cluster.hardware,
+            software=self.software,
             training_state=self.run.training_state,
-        )  # fmt: skip
+        )
         assert isinstance(step, OwnedStep)
         return step
 
@@ -145,9 +155,11 @@ class PlanCost:
     def symbolic(self) -> Step:
         """The step as formulas."""
         run = replace(
-            self.run, micro_batches=symbol("micro_batches"), stages=symbol("stages"),
+            self.run,
+            micro_batches=symbol("micro_batches"),
+            stages=symbol("stages"),
             chunks=symbol("chunks"),
-        )  # fmt: skip
+        )
         return _step(self.expressions, run, self.software, link_symbols(["pp"])[0])
 
     @cached_property
@@ -159,9 +171,11 @@ class PlanCost:
         """The step at other values of symbols; arrays price many configurations at once."""
         given = {**self.values, **values}
         run = replace(
-            self.run, micro_batches=given["micro_batches"], stages=given["stages"],
+            self.run,
+            micro_batches=given["micro_batches"],
+            stages=given["stages"],
             chunks=given["chunks"],
-        )  # fmt: skip
+        )
         return _step(self.expressions.at(**given), run, self.software, link_of(given, "pp"))
 
     @cached_property
@@ -181,9 +195,7 @@ class PlanCost:
             for stage in STAGES
         ]
         best = max(trees, key=lambda tree: tree.value)
-        return (
-            best if int(self.run.stages) > 1 else dataclasses.replace(best, name="memory of a rank")
-        )
+        return best if int(self.run.stages) > 1 else dataclasses.replace(best, name="memory of a rank")
 
     @cached_property
     def traffic(self) -> Breakdown:
@@ -194,16 +206,16 @@ class PlanCost:
         sent = self.simulated.traffic
         parts = sorted((*tree.parts, sent), key=lambda part: (-part.value, part.name))
         return replace(
-            tree, value=tree.value + sent.value, parts=tuple(parts),
+            tree,
+            value=tree.value + sent.value,
+            parts=tuple(parts),
             expression=tree.expression + sent.expression,
-        )  # fmt: skip
+        )
 
     def _tree(self, name: str, unit: Unit, terms: Callable[[Step], tuple[Term, ...]]) -> Breakdown:
         # what ranks do side by side has no formula
         symbolic, numeric = terms(self.owned or self.symbolic), terms(self.step)
-        return _breakdown(
-            Term(name, total(symbolic), symbolic), Term(name, total(numeric), numeric), unit
-        )
+        return _breakdown(Term(name, total(symbolic), symbolic), Term(name, total(numeric), numeric), unit)
 
     # --- figures
 
@@ -223,10 +235,7 @@ class PlanCost:
         if self.simulated is not None:
             found = {tier: self.simulated.stored_bytes(tier) for tier in TIERS[1:]}
         else:
-            found = {
-                tier: max(float(total(self.step.stored(tier, stage))) for stage in STAGES)
-                for tier in TIERS[1:]
-            }
+            found = {tier: max(float(total(self.step.stored(tier, stage))) for stage in STAGES) for tier in TIERS[1:]}
         return {tier: size for tier, size in found.items() if size}
 
     @property
@@ -294,9 +303,15 @@ def boundary_link(cluster: Cluster, mesh: Mesh, stages: int) -> Link:
 def _step(expressions: Expressions, run: Run, software: Software, link: Link) -> Step:
     run = replace(run, recompute="none") if expressions.recomputes else run
     return Step(
-        expressions.items, expressions.holdings, run, expressions.machine, software,
-        layers=expressions.layers, boundary_bytes=expressions.boundary_bytes, boundary_link=link,
-    )  # fmt: skip
+        expressions.items,
+        expressions.holdings,
+        run,
+        expressions.machine,
+        software,
+        layers=expressions.layers,
+        boundary_bytes=expressions.boundary_bytes,
+        boundary_link=link,
+    )
 
 
 def _breakdown(symbolic: Term, numeric: Term, unit: Unit) -> Breakdown:
@@ -304,9 +319,7 @@ def _breakdown(symbolic: Term, numeric: Term, unit: Unit) -> Breakdown:
     parts = [_breakdown(s, n, unit) for s, n in zip(symbolic.parts, numeric.parts, strict=True)]
     kept = sorted((p for p in parts if p.value), key=lambda p: (-p.value, p.name))
     expression = sympy.sympify(symbolic.value)
-    return Breakdown(
-        symbolic.name, unit, expression, float(numeric.value), tuple(kept), symbolic.note
-    )
+    return Breakdown(symbolic.name, unit, expression, float(numeric.value), tuple(kept), symbolic.note)
 
 
 def _whole_flops(graph: Graph) -> list[float]:

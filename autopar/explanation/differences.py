@@ -176,9 +176,7 @@ def _splits(side: Side) -> dict[str, tuple[str, str]]:
         words = known.get(name)
         title = words["op"] if words else re.sub(r"_\d+$", "", name)
         values = [words.get(axis, "-") for axis in plan.mesh.names] if words else list(labels)
-        said = (
-            f"{v} over {axis}" for v, axis in zip(values, plan.mesh.names, strict=True) if _says(v)
-        )
+        said = (f"{v} over {axis}" for v, axis in zip(values, plan.mesh.names, strict=True) if _says(v))
         found[name] = (title, ", ".join(said) or "whole")
     return found
 
@@ -205,9 +203,7 @@ def costs(a: Side, b: Side) -> tuple[CostChange, ...]:
     )
 
 
-def _parts(
-    cost: str, unit: str, before: Mapping[str, Any], after: Mapping[str, Any]
-) -> Iterator[CostChange]:
+def _parts(cost: str, unit: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[CostChange]:
     whole = CostChange(cost, "step" if cost == "time" else cost, unit, before[unit], after[unit])
     yield whole
     values = [{p["name"]: p[unit] for p in tree.get("parts", [])} for tree in (before, after)]
@@ -230,9 +226,11 @@ def verdict(a: Side, b: Side) -> str:
     seconds = [side.document["step_seconds"] for side in (a, b)]
     memory = [side.document["memory_bytes"] for side in (a, b)]
     faster = seconds[1] / seconds[0] - 1
-    pace = "as fast as" if abs(faster) < 5e-5 else (
-        f"{100 * abs(faster):.1f} % {'slower' if faster > 0 else 'faster'} than"
-    )  # fmt: skip
+    pace = (
+        "as fast as"
+        if abs(faster) < 5e-5
+        else (f"{100 * abs(faster):.1f} % {'slower' if faster > 0 else 'faster'} than")
+    )
     more = memory[1] - memory[0]
     size = f"{format_bytes(abs(more))} {'more' if more > 0 else 'less'} memory a rank"
     steps = f"{format_seconds(seconds[1])} against {format_seconds(seconds[0])} a step"
@@ -248,9 +246,12 @@ def to_json(a: Side, b: Side) -> dict[str, Any]:
         "differences": [dict(vars(each)) for each in differences(a, b)],
         "costs": [
             {
-                "cost": c.cost, "part": c.part, f"before_{c.unit}": c.before,
-                f"after_{c.unit}": c.after, f"change_{c.unit}": c.change,
+                "cost": c.cost,
+                "part": c.part,
+                f"before_{c.unit}": c.before,
+                f"after_{c.unit}": c.after,
+                f"change_{c.unit}": c.change,
             }
             for c in costs(a, b)
         ],
-    }  # fmt: skip
+    }

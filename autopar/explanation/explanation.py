@@ -110,9 +110,7 @@ class Explanation(PlanCost, JupyterMixin):
             else:
                 known = [*sorted(GROUPS), "hbm_bytes", *sorted(self.values)]
                 near = did_you_mean(name, known)
-                raise AutoparError(
-                    f"Nothing here is called {name!r}{near}; there are {', '.join(known)}."
-                )
+                raise AutoparError(f"Nothing here is called {name!r}{near}; there are {', '.join(known)}.")
         return replace(self, overrides=overrides, memory_bound_bytes=bound, built=self.expressions)
 
     def _on_changed(self, changes: Mapping[str, float]) -> Explanation:
@@ -127,43 +125,48 @@ class Explanation(PlanCost, JupyterMixin):
                 f"be changed is {', '.join([*sorted(GROUPS), 'hbm_bytes'])}."
             )
         cluster = replace(self.cluster, hardware=changed_hardware(self.cluster.hardware, changes))
-        return replace(
-            self, cluster=cluster, memory_bound_bytes=changed.memory_bound_bytes, built=None
-        )
+        return replace(self, cluster=cluster, memory_bound_bytes=changed.memory_bound_bytes, built=None)
 
     def _searched_again(self, changes: Mapping[str, float]) -> Explanation:
         """The cost of the best plan under the same recipe on the changed machine."""
         changed = self.closed_form.what_if(search=False, **changes)  # refuses unknown names
         sizes = sorted(changes.keys() - {*GROUPS, "hbm_bytes"})
         if sizes:
-            raise AutoparError(
-                f"A new search for another {sizes[0]} needs a new capture: explain the model again."
-            )
+            raise AutoparError(f"A new search for another {sizes[0]} needs a new capture: explain the model again.")
         hardware = changed_hardware(self.cluster.hardware, changes)
         count = self.plan.micro_batches
         recipe = self.plan.recipe if self.plan.pipeline else split_recipe(self.plan.recipe)[1]
         request = Request(
-            hardware, mesh=self.plan.replica_mesh, recipe=recipe, micro_batches=count,
-            memory_bytes=changed.bound_bytes, training_state=self.run.training_state,
+            hardware,
+            mesh=self.plan.replica_mesh,
+            recipe=recipe,
+            micro_batches=count,
+            memory_bytes=changed.bound_bytes,
+            training_state=self.run.training_state,
             software=self.software,
-        )  # fmt: skip
+        )
         if self.plan.pipeline is None:
             plan = search_plan(
-                self.graph, self.plan.mesh, hardware=hardware, recipe=request.recipe,
-                memory_bytes=request.bound_bytes, micro_batches=count,
-                fingerprint=self.plan.fingerprint, training_state=self.run.training_state,
-            )  # fmt: skip
+                self.graph,
+                self.plan.mesh,
+                hardware=hardware,
+                recipe=request.recipe,
+                memory_bytes=request.bound_bytes,
+                micro_batches=count,
+                fingerprint=self.plan.fingerprint,
+                training_state=self.run.training_state,
+            )
             plan = replace(plan, meeting=self.plan.meeting)
         else:
             plan = search_pipeline(
-                self.graph, request.but(recompute=self.plan.recompute),
-                captured_micro_batches=count, fingerprint=self.plan.fingerprint,
-            ).plan  # fmt: skip
+                self.graph,
+                request.but(recompute=self.plan.recompute),
+                captured_micro_batches=count,
+                fingerprint=self.plan.fingerprint,
+            ).plan
         cluster = replace(self.cluster, hardware=hardware)
         run = replace(self.run, chunks=plan.pipeline.chunks) if plan.pipeline else self.run
-        return replace(
-            changed, plan=plan, cluster=cluster, run=run, overrides=self.overrides, built=None
-        )
+        return replace(changed, plan=plan, cluster=cluster, run=run, overrides=self.overrides, built=None)
 
     def events(self) -> tuple[Event, ...]:
         """The predicted step as a timeline, with one lane for compute and one for communication along each axis."""
@@ -176,7 +179,8 @@ class Explanation(PlanCost, JupyterMixin):
             "cluster": {"name": self.place, "ranks": self.ranks},
             "run": {
                 "micro_batches": int(self.values["micro_batches"]),
-                "stages": int(self.values["stages"]), "chunks": int(self.values["chunks"]),
+                "stages": int(self.values["stages"]),
+                "chunks": int(self.values["chunks"]),
                 "recompute": recompute_json(self.run.recompute),
             },
             "step_seconds": self.step_seconds,
@@ -192,7 +196,7 @@ class Explanation(PlanCost, JupyterMixin):
             "symbols": dict(sorted(self.values.items())),
             "candidates": [dataclasses.asdict(each) for each in self.candidates],
             **self._pipeline_json(),
-        }  # fmt: skip
+        }
 
     def _pipeline_json(self) -> dict[str, Any]:
         """The stages and the simulated schedule, as part of `to_json`; empty without pipeline stages."""

@@ -102,9 +102,14 @@ def _remedy(found: Found, asked: Advice, prices: Prices) -> Remedy:
     work = _tokens(then) / _tokens(asked)
     money = _money(then, prices)
     return Remedy(
-        what, options, then.setting.name if then.setting else name_of(then.plan), then.memory_bytes, then.step_seconds,
-        then.step_seconds / work / asked.step_seconds - 1, None if money is None else money / work,
-    )  # fmt: skip
+        what,
+        options,
+        then.setting.name if then.setting else name_of(then.plan),
+        then.memory_bytes,
+        then.step_seconds,
+        then.step_seconds / work / asked.step_seconds - 1,
+        None if money is None else money / work,
+    )
 
 
 def _tokens(advice: Advice) -> float:

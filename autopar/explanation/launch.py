@@ -43,9 +43,7 @@ def asked(e: Explanation, model: str) -> tuple[tuple[str, str], ...]:
 def _asked(e: Explanation, model: str) -> Iterator[tuple[str, str]]:
     yield "model", model
     yield "batch", _batch(e.graph, int(e.run.micro_batches), e.plan.meeting)
-    if "seq" in e.graph.factors and tokens_of(
-        e.graph
-    ):  # else it is a dim of an image, or of features
+    if "seq" in e.graph.factors and tokens_of(e.graph):  # else it is a dim of an image, or of features
         yield "sequence", f"{e.graph.factors['seq'].size:,} tokens"
     yield "cluster", f"{e.place}, {counted(e.ranks, 'rank')}"
     yield "precision", _precision(e)
@@ -75,9 +73,7 @@ def _precision(e: Explanation) -> str:
 def _states(state: TrainingState) -> str:
     """`gradients of 4 bytes, master weights of 4 bytes, states of adamw8bit`."""
     own = "gradients in the same format"
-    gradients = (
-        own if state.gradient_bytes is None else f"gradients of {state.gradient_bytes} bytes"
-    )
+    gradients = own if state.gradient_bytes is None else f"gradients of {state.gradient_bytes} bytes"
     masters = f", master weights of {state.master_bytes} bytes" if state.master_bytes else ""
     return f"{gradients}{masters}, states of {state.optimizer.name}"
 
@@ -87,14 +83,10 @@ def _bound(e: Explanation) -> str:
     if request is None or request.memory_bytes is not None or not request.headroom:
         return f"{format_bytes(e.bound_bytes)} a rank"
     whole = format_bytes(int(e.cluster.hardware.memory_bytes))
-    return (
-        f"{format_bytes(e.bound_bytes)} a rank: {whole} less {100 * request.headroom:g} % headroom"
-    )
+    return f"{format_bytes(e.bound_bytes)} a rank: {whole} less {100 * request.headroom:g} % headroom"
 
 
-def launch(
-    e: Explanation, saved: Path | None = None, *, has_loss_fn: bool = False
-) -> tuple[str, ...]:
+def launch(e: Explanation, saved: Path | None = None, *, has_loss_fn: bool = False) -> tuple[str, ...]:
     """The lines that launch a plan: how it is saved, the calls that load it, and the torchrun command.
 
     A plan of a model of which only some layers were captured is launched by its settings, within which `compile`
@@ -153,14 +145,16 @@ def settings(e: Explanation) -> dict[str, Any]:
         mesh = mesh.with_axis(PIPELINE_AXIS, stages, 0)
     arguments = {
         "mesh": str(mesh) if mesh.placement or mesh.occupied else dict(mesh.axes),
-        "recipe": _recipe(plan.recipe, mesh.names), "micro_batches": plan.micro_batches,
+        "recipe": _recipe(plan.recipe, mesh.names),
+        "micro_batches": plan.micro_batches,
         **_schedule(plan),
         "recompute": None if isinstance(plan.recompute, Selection) else plan.recompute,
         "decompose": ",".join(plan.decomposed),
         "overlap_batches": plan.overlap_batches if plan.overlap_batches > 1 else None,
         "precision": plan.precision and str(plan.precision),
-        "training_state": "" if state == FULL else str(state), **_bounds(e.request),
-    }  # fmt: skip
+        "training_state": "" if state == FULL else str(state),
+        **_bounds(e.request),
+    }
     return {name: value for name, value in arguments.items() if value not in (None, "", {})}
 
 
@@ -226,6 +220,5 @@ def _torchrun(cluster: Cluster, ranks: int) -> str:
     if nodes == 1:
         return f"torchrun --standalone --nproc-per-node {in_node} {SCRIPT}"
     return (
-        f"torchrun --nnodes {nodes} --nproc-per-node {in_node} --rdzv-backend c10d "
-        f"--rdzv-endpoint HOST:29500 {SCRIPT}"
+        f"torchrun --nnodes {nodes} --nproc-per-node {in_node} --rdzv-backend c10d --rdzv-endpoint HOST:29500 {SCRIPT}"
     )

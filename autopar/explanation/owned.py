@@ -31,11 +31,7 @@ def _runs(graph: Graph, plan: Plan) -> Iterator[str]:
 def _waits(mesh: Mesh, step: OwnedStep) -> Iterator[str]:
     schedule, times = step.schedule, float(step.run.micro_batches)
     for rank, busy in schedule.busy_seconds.items():
-        waited = {
-            other: seconds
-            for (one, other), seconds in schedule.waits_seconds.items()
-            if one == rank
-        }
+        waited = {other: seconds for (one, other), seconds in schedule.waits_seconds.items() if one == rank}
         words = f"{_name(mesh, rank)} works for {format_seconds(times * busy)} of a step"
         for other, seconds in sorted(waited.items(), key=lambda pair: -pair[1])[:_SHOWN]:
             words += f", waits {format_seconds(times * seconds)} for {_name(mesh, other)}"

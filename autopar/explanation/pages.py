@@ -59,9 +59,7 @@ def page_of(
             ),
         ),
     )
-    return (
-        dataclasses.replace(page, document=_document(explanation, page)) if has_document else page
-    )
+    return dataclasses.replace(page, document=_document(explanation, page)) if has_document else page
 
 
 def _found_batch(e: Explanation) -> Iterator[str]:
@@ -93,10 +91,14 @@ def _page(explanation: Explanation, title: str) -> Page:
         formulas=tuple(_formulas(explanation)),
         sensitivity=sensitivity_in_words(explanation),
         notes=(
-            *batch_lines(explanation), *explanation.plan.notes, *_of_pipeline(explanation), *_of_owners(explanation),
-            *change_lines(explanation), *_caveats(explanation),
+            *batch_lines(explanation),
+            *explanation.plan.notes,
+            *_of_pipeline(explanation),
+            *_of_owners(explanation),
+            *change_lines(explanation),
+            *_caveats(explanation),
         ),
-    )  # fmt: skip
+    )
 
 
 def _of_pipeline(e: Explanation) -> Iterator[str]:
@@ -246,9 +248,7 @@ def _formulas(e: Explanation) -> Iterator[Formula]:
 
 _FORMULAS = 5  # of the parts of every cost
 _NAMED = 8  # parts of a sum that are named
-_LONGEST = (
-    150  # operations of a formula that is still read; longer ones are sums of their parts' names
-)
+_LONGEST = 150  # operations of a formula that is still read; longer ones are sums of their parts' names
 
 
 def _formula(
@@ -290,9 +290,11 @@ def _roofline(e: Explanation) -> Iterator[RooflinePoint]:
         if item.resource == COMPUTE and item.phase == "forward" and _works(item):
             seconds = float(item.seconds)
             yield RooflinePoint(
-                item.name, float(item.flops) / float(item.traffic_bytes),
-                float(item.flops) / seconds, float(item.count) * seconds,
-            )  # fmt: skip
+                item.name,
+                float(item.flops) / float(item.traffic_bytes),
+                float(item.flops) / seconds,
+                float(item.count) * seconds,
+            )
 
 
 def _works(item: WorkItem) -> bool:

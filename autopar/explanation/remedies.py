@@ -31,9 +31,7 @@ _SHORTER = (2, 4)  # divisors of the sequence length to try
 _KEPT = ("parameters", "gradients", "optimizer", "buffers", "reserved")  # whatever the tokens
 _LARGER_DEVICES = 2  # devices of the catalogue that are offered
 
-Found = tuple[
-    str, str, Advice
-]  # the change in words, the options that ask for it, what is planned then
+Found = tuple[str, str, Advice]  # the change in words, the options that ask for it, what is planned then
 
 
 def remedies(question: Question, asked: Advice, setting: ClusterSetting) -> Iterator[Found]:
@@ -51,9 +49,7 @@ def remedies(question: Question, asked: Advice, setting: ClusterSetting) -> Iter
     yield from _clusters(question)
 
 
-def answered(
-    question: Question, settings: Sequence[PricedCandidate] | None = None
-) -> Advice | None:
+def answered(question: Question, settings: Sequence[PricedCandidate] | None = None) -> Advice | None:
     """The fastest setting of a question that fits, searched and priced as `explain` does; None for none.
 
     Args:
@@ -79,9 +75,7 @@ def _settings(question: Question, setting: ClusterSetting) -> Iterator[Found]:
     fitting = [p for p in allowed if p.memory_bytes <= question.bound_bytes]
     found = 0
     for what, near, order in _kinds(setting):
-        same = sorted(
-            (p for p in fitting if near(p.setting)), key=lambda p: (order(p.setting), p.seconds)
-        )
+        same = sorted((p for p in fitting if near(p.setting)), key=lambda p: (order(p.setting), p.seconds))
         advice = _first_that_fits(question, same)
         if advice is not None and advice.setting is not None:
             found += 1
@@ -134,24 +128,24 @@ def _kinds(s: ClusterSetting) -> list[_Kind]:
             lambda o: 0,
         ),
         (
-            lambda o: f"longer accumulation: {o.micro_batches} micro-batches of {o.micro_batch} "
-            f"instead of {s.micro_batches} of {s.micro_batch}",
+            lambda o: (
+                f"longer accumulation: {o.micro_batches} micro-batches of {o.micro_batch} "
+                f"instead of {s.micro_batches} of {s.micro_batch}"
+            ),
             lambda o: alike(o, micro_batch=1, micro_batches=1) and o.micro_batch < s.micro_batch,
             lambda o: -o.micro_batch,
         ),
         (
             lambda o: f"{o.data}, and recomputation of all layers in backward",
-            lambda o: alike(o, data=1, recompute=1) and o.recompute != s.recompute == "none"
-            and o.data != s.data,
+            lambda o: alike(o, data=1, recompute=1) and o.recompute != s.recompute == "none" and o.data != s.data,
             lambda o: DATA.index(o.data),
         ),
         (
             lambda o: f"tp={o.tp} instead of tp={s.tp}",
-            lambda o: alike(o, tp=1, inner=1, dp=1, tensor=1, data=1, micro_batch=1, micro_batches=1)
-            and o.tp > s.tp,
+            lambda o: alike(o, tp=1, inner=1, dp=1, tensor=1, data=1, micro_batch=1, micro_batches=1) and o.tp > s.tp,
             lambda o: o.tp,
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _refused(question: Question, setting: ClusterSetting) -> bool:
@@ -161,9 +155,7 @@ def _refused(question: Question, setting: ClusterSetting) -> bool:
 
 def _freed(request: Request) -> Request:
     """The request without what it fixes of mesh, recipe and micro-batches; what it rules out stays."""
-    return request.but(
-        mesh=None, recipe="auto", schedule=None, chunks=None, micro_batches=None, recompute=None
-    )
+    return request.but(mesh=None, recipe="auto", schedule=None, chunks=None, micro_batches=None, recompute=None)
 
 
 # --- the same on the host, with other states, or fewer tokens
@@ -178,9 +170,13 @@ def _offloaded(question: Question, setting: ClusterSetting) -> Iterator[Found]:
         return
     anywhere = question.request.but(offload=True)
     here = anywhere.but(
-        mesh=setting.world_mesh, recipe=setting.recipe, micro_batches=setting.micro_batches, stages=None,
-        schedule=setting.schedule or None, chunks=None,
-    )  # fmt: skip
+        mesh=setting.world_mesh,
+        recipe=setting.recipe,
+        micro_batches=setting.micro_batches,
+        stages=None,
+        schedule=setting.schedule or None,
+        chunks=None,
+    )
     for request, options in (
         (here, f"{_place_options(setting)} --offload"),
         (anywhere, "--offload"),

@@ -114,11 +114,7 @@ def axis_lines(plan: Plan, graph: Graph, words: Words = NO_WORDS) -> tuple[str, 
     At most the six most frequent dims are named. Ops and parameters are counted for the whole model, also
     where few of its layers were captured. `words` has names for factors.
     """
-    return tuple(
-        _axis_line(plan, graph, axis, words)
-        for axis, size in enumerate(plan.mesh.sizes)
-        if size > 1
-    )
+    return tuple(_axis_line(plan, graph, axis, words) for axis, size in enumerate(plan.mesh.sizes) if size > 1)
 
 
 def _axis_line(plan: Plan, graph: Graph, axis: int, words: Words) -> str:
@@ -140,9 +136,7 @@ def _kept(plan: Plan, graph: Graph, name: str, axis: int) -> str:
     if plan.parameters[name].storage[axis].kind == "O":
         return "stored on one rank"
     stage = plan.parameters[name].zero_stage(axis)
-    if stage == 3 and plan.mesh.names[axis] not in _gathered_axes(
-        plan, graph, graph.parameters[name]
-    ):
+    if stage == 3 and plan.mesh.names[axis] not in _gathered_axes(plan, graph, graph.parameters[name]):
         return "tensor-parallel"
     return PARAMETER_WORDS.get(stage, "replicated")
 
@@ -237,17 +231,20 @@ def collectives(step: Step) -> tuple[CollectiveTotal, ...]:
     return tuple(sorted(made, key=lambda c: (-c.seconds, c.axis, c.name, c.phase)))
 
 
-def _collective(
-    axis: str, name: str, carries: str, phase: str, items: list[WorkItem], step: Step
-) -> CollectiveTotal:
+def _collective(axis: str, name: str, carries: str, phase: str, items: list[WorkItem], step: Step) -> CollectiveTotal:
     counts = [_times_a_step(item, phase, step) for item in items]
     titles = dict.fromkeys(" ".join(item.name.split()[1:]) for item in items)
     pairs = list(zip(counts, items, strict=True))
     return CollectiveTotal(
-        axis, name, carries, phase, tuple(titles), sum(counts),
+        axis,
+        name,
+        carries,
+        phase,
+        tuple(titles),
+        sum(counts),
         sum(count * float(item.traffic_bytes) for count, item in pairs),
         sum(count * float(item.seconds) for count, item in pairs),
-    )  # fmt: skip
+    )
 
 
 def _times_a_step(item: WorkItem, phase: str, step: Step) -> float:
@@ -271,9 +268,14 @@ def collective_table(step: Step) -> Table:
         when = _WHEN.get(each.phase, each.phase)
         count = f"{each.count:,.0f}" if each.phase != "meet" else f"{each.count:,.3g}"
         table.add_row(
-            each.axis, each.name, _moved(each), when, count,
-            format_bytes(each.traffic_bytes), format_seconds(each.seconds),
-        )  # fmt: skip
+            each.axis,
+            each.name,
+            _moved(each),
+            when,
+            count,
+            format_bytes(each.traffic_bytes),
+            format_seconds(each.seconds),
+        )
     return table
 
 
@@ -295,16 +297,17 @@ def used_axes(plan: Plan) -> Plan:
         return tuple(values[i] for i in kept)
 
     parameters = {
-        name: replace(how, storage=of(how.storage), resident=of(how.resident))
-        for name, how in plan.parameters.items()
+        name: replace(how, storage=of(how.storage), resident=of(how.resident)) for name, how in plan.parameters.items()
     }
     axes = of(plan.mesh.axes)
     placement = tuple(name for name in plan.mesh.placed.names if name in dict(axes))
     return replace(
-        plan, mesh=Mesh(axes, placement, plan.mesh.occupied), parameters=parameters,
+        plan,
+        mesh=Mesh(axes, placement, plan.mesh.occupied),
+        parameters=parameters,
         inputs={name: of(layout) for name, layout in plan.inputs.items()},
         ops={name: of(labels) for name, labels in plan.ops.items()},
-    )  # fmt: skip
+    )
 
 
 def _numbers_out(name: str) -> str:
@@ -330,15 +333,12 @@ def described(plan: Plan, graph: Graph) -> Mapping[str, object]:
     tensors = {name: graph.tensors[t] for name, t in graph.parameters.items()}
     return {
         "parameters": {
-            name: {"shape": list(t.shape), "factors": [list(dim) for dim in t.factors]}
-            for name, t in tensors.items()
+            name: {"shape": list(t.shape), "factors": [list(dim) for dim in t.factors]} for name, t in tensors.items()
         },
         "splits": {
             op.name: {
                 "op": f"{_numbers_out(op.module)} {op.kind.removeprefix('aten.')}".strip(),
-                **dict(
-                    zip(plan.mesh.names, (_split(op, x) for x in plan.ops[op.name]), strict=True)
-                ),
+                **dict(zip(plan.mesh.names, (_split(op, x) for x in plan.ops[op.name]), strict=True)),
             }
             for op in graph.ops
             if not op.is_view and op.has_rule

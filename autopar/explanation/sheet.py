@@ -75,8 +75,9 @@ class Sheet:
             yield collective_table(advice.step)
         yield Group(
             Text("Where time and memory go", style="bold"),
-            Tree(page.time, _DEPTH, _SMALLEST), Tree(page.memory, _DEPTH, _SMALLEST),
-        )  # fmt: skip
+            Tree(page.time, _DEPTH, _SMALLEST),
+            Tree(page.memory, _DEPTH, _SMALLEST),
+        )
         if page.batches:
             yield BatchTable(page.batches)
         if len(page.candidates) > 1:
@@ -131,9 +132,7 @@ class FitSheet:
         )
         yield _pairs(asked(advice, self.target))
         price = "" if fit.money is None else f", {fit.money:.4g} of money a step"
-        yield Text(
-            f"as {fit.asked.setting.name}, {format_seconds(advice.step_seconds)} a step{price}\n"
-        )
+        yield Text(f"as {fit.asked.setting.name}, {format_seconds(advice.step_seconds)} a step{price}\n")
         yield memory_bar(advice.memory, advice.bound_bytes)
         yield Text()
         yield Tree(advice.memory, _DEPTH, _SMALLEST)
@@ -151,9 +150,11 @@ def _remedy_table(fit: Fit) -> Table:
         table.add_column(name, justify="right" if right else "left", no_wrap=right, overflow="fold")
     for each in fit.remedies:
         cells = [
-            format_bytes(each.memory_bytes), format_seconds(each.step_seconds), _price(each),
+            format_bytes(each.memory_bytes),
+            format_seconds(each.step_seconds),
+            _price(each),
             "no price" if each.money is None else f"{each.money:.4g}",
-        ]  # fmt: skip
+        ]
         table.add_row(Text(each.what), Text(each.setting), *cells[: len(names) - 2])
     return table
 
@@ -167,7 +168,4 @@ def _no_remedy(fit: Fit) -> str:
         return "A micro-batch has all sequences of a rank, and there is one node: nothing larger can be asked for."
     if fit.fits:
         return "No larger micro-batch fits, and no fewer nodes would do."
-    return (
-        "No change of recipe, states, tokens, ranks or device of the catalogue makes it fit; take a smaller "
-        "batch."
-    )
+    return "No change of recipe, states, tokens, ranks or device of the catalogue makes it fit; take a smaller batch."

@@ -53,10 +53,7 @@ class SimulatedStep(ExecutedStep):
     @property
     def slowest_stage(self) -> int:
         """The one whose micro-batch takes longest, forward and backward."""
-        seconds = [
-            cost.forward_seconds + self._backward_seconds(stage)
-            for stage, cost in enumerate(self.costs)
-        ]
+        seconds = [cost.forward_seconds + self._backward_seconds(stage) for stage, cost in enumerate(self.costs)]
         return seconds.index(max(seconds))
 
     @property
@@ -85,8 +82,7 @@ class SimulatedStep(ExecutedStep):
         """A row for every stage, in the graph's order."""
         flights = self._shape.in_flight()
         return tuple(
-            self._row(stage, cost, flight)
-            for stage, (cost, flight) in enumerate(zip(self.costs, flights, strict=True))
+            self._row(stage, cost, flight) for stage, (cost, flight) in enumerate(zip(self.costs, flights, strict=True))
         )
 
     @property
@@ -99,19 +95,21 @@ class SimulatedStep(ExecutedStep):
         names = [name for name in map(self._module, range(begin, end)) if name]
         layers = {name for name in names if self.graph.stack_of(name)}
         return StageRow(
-            stage, rank,
+            stage,
+            rank,
             first=names[0] if names else "",
             last=self._last_module(end - 1) or (names[-1] if names else ""),
             layers=len(layers),
-            parameters=sum(
-                self._numel(name) * self._copies(name, stage) for name in self.graph.parameters
-            ),
-            forward_seconds=cost.forward_seconds, backward_seconds=self._backward_seconds(stage),
+            parameters=sum(self._numel(name) * self._copies(name, stage) for name in self.graph.parameters),
+            forward_seconds=cost.forward_seconds,
+            backward_seconds=self._backward_seconds(stage),
             send_seconds=cost.send_forward_seconds if self._leaves(stage, stage + 1) else 0.0,
             gradient_seconds=cost.send_backward_seconds if self._leaves(stage, stage - 1) else 0.0,
-            in_flight=flight, saved_bytes=cost.saved_bytes, kept_bytes=cost.kept_bytes,
+            in_flight=flight,
+            saved_bytes=cost.saved_bytes,
+            kept_bytes=cost.kept_bytes,
             rank_bytes=self.simulation.peak_bytes[rank],
-        )  # fmt: skip
+        )
 
     def _module(self, place: int) -> str:
         """Path of the layer, or of the first module, that a block of the whole model is."""
@@ -137,9 +135,7 @@ class SimulatedStep(ExecutedStep):
         """Number of the parameters that a captured one stands for in a stage."""
         tensor, (begin, end) = self.graph.parameters[name], self._edges[stage]
         spread = self.tables.blocks.spread(tensor, self.tables.blocks.uses.get(tensor, []))
-        return sum(
-            any(begin <= at < end for places in each.values() for at in places) for each in spread
-        )
+        return sum(any(begin <= at < end for places in each.values() for at in places) for each in spread)
 
     def _leaves(self, stage: int, other: int) -> bool:
         """Whether there is another stage, and on another rank."""
@@ -162,9 +158,7 @@ class SimulatedStep(ExecutedStep):
             self._direction("backward", rank),
             self._updates(rank),
             _leaf("waiting for other stages", "seconds", idle, f"rank {rank}, the busiest"),
-            _leaf(
-                "once a step", "seconds", max(self.once_seconds), "gathers, reductions, optimizer"
-            ),
+            _leaf("once a step", "seconds", max(self.once_seconds), "gathers, reductions, optimizer"),
             _leaf("fixed", "seconds", self.software.step_seconds),
         )
         return _sum("step", "seconds", parts, "simulated")
@@ -186,11 +180,7 @@ class SimulatedStep(ExecutedStep):
         for item in self.tables.blocks.items:
             times = m * self._times(item, direction, stages)
             if times:
-                name = (
-                    "compute"
-                    if item.resource == COMPUTE
-                    else f"communication along {item.resource}"
-                )
+                name = "compute" if item.resource == COMPUTE else f"communication along {item.resource}"
                 sums[name] = sums.get(name, 0.0) + times * float(item.count * item.seconds)
         rest = whole - sum(sums.values())
         if abs(rest) > _ROUNDING * whole:
@@ -249,9 +239,7 @@ class SimulatedStep(ExecutedStep):
     @cached_property
     def _homes(self) -> tuple[int, ...]:
         """The stage of every block."""
-        return tuple(
-            stage for stage, (begin, end) in enumerate(self._edges) for _ in range(begin, end)
-        )
+        return tuple(stage for stage, (begin, end) in enumerate(self._edges) for _ in range(begin, end))
 
     @cached_property
     def memory(self) -> Breakdown:
@@ -301,9 +289,7 @@ class SimulatedStep(ExecutedStep):
         """Bytes that a rank sends in a step, between stages and inside one, without a tree of formulas."""
         plan, layers = self.plan, sum(stack.layers for stack in self.graph.stacks) or 1
         run = Run(plan.micro_batches, self.pipeline.ranks, recompute=plan.recompute)
-        step = Step(
-            tuple(self.tables.blocks.items), (), run, self.hardware, self.software, layers=layers
-        )
+        step = Step(tuple(self.tables.blocks.items), (), run, self.hardware, self.software, layers=layers)
         return float(total(step.traffic())) + self.traffic.value
 
     # --- sentences

@@ -44,16 +44,12 @@ def sensitivity(cost: PlanCost) -> dict[str, float]:
     fixed |= {"stages", "chunks"} if cost.run.stages == 1 else set()
     names = [name for name in cost.values if name not in fixed]
     moved = {
-        name: np.where(
-            np.arange(len(names)) == i, cost.values[name] * (1 + _TINY * 1j), cost.values[name]
-        )
+        name: np.where(np.arange(len(names)) == i, cost.values[name] * (1 + _TINY * 1j), cost.values[name])
         for i, name in enumerate(names)
     }
     slopes = np.imag(cost.at(**moved).seconds()) / _TINY
     changes = {
-        name: 0.01 * float(slope) / cost.step_seconds
-        for name, slope in zip(names, slopes, strict=True)
-        if slope
+        name: 0.01 * float(slope) / cost.step_seconds for name, slope in zip(names, slopes, strict=True) if slope
     }
     return dict(sorted(changes.items(), key=lambda pair: (-abs(pair[1]), pair[0])))
 

@@ -116,9 +116,7 @@ def _micro_batch(clock: _Clock, step: Step, number: int) -> None:
         clock.run(COMPUTE, "waiting for other ranks", waits, micro_batch=number)
 
 
-def _phase(
-    step: Step, region: Region, phase: Phase, number: int, recomputes: bool = False
-) -> Iterator[_Drawn]:
+def _phase(step: Step, region: Region, phase: Phase, number: int, recomputes: bool = False) -> Iterator[_Drawn]:
     """The work of a micro-batch in one phase; a reduction once a micro-batch is part of backward."""
     found = [i for i in step.items if i.phase == phase and i.region == region]
     title = "recompute" if recomputes else phase
@@ -127,9 +125,7 @@ def _phase(
     for item in found:
         count = float(item.count) * _share(step, region) * _executions(step, item, recomputes)
         if count:
-            yield _work(
-                item, f"{item.name} {title}", count, float(step.hidden_seconds(item)), number
-            )
+            yield _work(item, f"{item.name} {title}", count, float(step.hidden_seconds(item)), number)
 
 
 def _is_reduced_each_time(item: WorkItem, region: Region) -> bool:
@@ -156,18 +152,14 @@ def _executions(step: Step, item: WorkItem, recomputes: bool) -> float:
 def _once(step: Step, phase: Phase, hidden_seconds: float) -> Iterator[_Drawn]:
     """Work that runs once a step, of which `hidden_seconds` pass beside what runs before it."""
     found = [i for i in step.items if i.phase == phase and not i.every_micro_batch]
-    counts = [
-        float(i.count) * (1 / float(step.run.stages) if i.region == "layers" else 1) for i in found
-    ]
+    counts = [float(i.count) * (1 / float(step.run.stages) if i.region == "layers" else 1) for i in found]
     whole = sum(c * float(i.seconds) for c, i in zip(counts, found, strict=True))
     share = hidden_seconds / whole if whole else 0.0
     for item, count in zip(found, counts, strict=True):
         yield _work(item, item.name, count, share * float(item.seconds))
 
 
-def _work(
-    item: WorkItem, title: str, count: float, hidden_seconds: float, number: int | None = None
-) -> _Drawn:
+def _work(item: WorkItem, title: str, count: float, hidden_seconds: float, number: int | None = None) -> _Drawn:
     detail: dict[str, object] = {"count": count, "traffic_bytes": count * float(item.traffic_bytes)}
     if item.flops:
         detail["flops"] = count * float(item.flops)

@@ -34,9 +34,7 @@ class Change:
     best_seconds: float
 
 
-def near(
-    settings: Sequence[PricedCandidate], best: PricedCandidate, count: int = 16
-) -> list[ClusterSetting]:
+def near(settings: Sequence[PricedCandidate], best: PricedCandidate, count: int = 16) -> list[ClusterSetting]:
     """The settings whose turn it could be on another cluster: the fastest of those that fit as well."""
     fitting = [each for each in settings if each.memory_bytes <= max(best.memory_bytes, 1) * 1.5]
     return list(dict.fromkeys([best.setting, *(each.setting for each in fitting[:count])]))

@@ -72,9 +72,7 @@ class AutoparAccelerator(Accelerator):
             if kwargs.get(name) is not None:
                 raise AutoparError(f"{name}=... cannot be combined with a plan: {instead}.")
         if not torch.accelerator.is_available():
-            kwargs.setdefault(
-                "cpu", True
-            )  # without it accelerate takes a machine without GPUs for one process
+            kwargs.setdefault("cpu", True)  # without it accelerate takes a machine without GPUs for one process
         super().__init__(*args, **kwargs)
         _refuse_other_processes(self.num_processes)
         if self.mixed_precision not in ("no", "bf16"):
@@ -85,9 +83,7 @@ class AutoparAccelerator(Accelerator):
             options = {**(options or {}), "mesh": mesh}
         self._plan_options = {"recipe": recipe, **(options or {})}
         self._reads_whole_batches, self._loss_outside = False, loss_outside
-        self._known: weakref.WeakKeyDictionary[nn.Module, PreparedModel] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._known: weakref.WeakKeyDictionary[nn.Module, PreparedModel] = weakref.WeakKeyDictionary()
 
     # --- preparing
 
@@ -148,11 +144,18 @@ class AutoparAccelerator(Accelerator):
             data_loader = with_batches_of_all(data_loader, self.num_processes)
         placed = self.device_placement if device_placement is None else device_placement
         loader = prepare_data_loader(
-            data_loader, self.device, num_processes=1, process_index=0, put_on_device=placed,
-            rng_types=list(dict.fromkeys([*self.rng_types, "torch"])), dispatch_batches=False,
-            use_seedable_sampler=self.use_seedable_sampler, data_seed=self._data_seed(),
-            non_blocking=self.non_blocking, use_stateful_dataloader=self.use_stateful_dataloader,
-        )  # fmt: skip
+            data_loader,
+            self.device,
+            num_processes=1,
+            process_index=0,
+            put_on_device=placed,
+            rng_types=list(dict.fromkeys([*self.rng_types, "torch"])),
+            dispatch_batches=False,
+            use_seedable_sampler=self.use_seedable_sampler,
+            data_seed=self._data_seed(),
+            non_blocking=self.non_blocking,
+            use_stateful_dataloader=self.use_stateful_dataloader,
+        )
         loader.synchronized_generator = generator_of(loader)
         if loader.synchronized_generator is not None:
             loader.rng_types = [*loader.rng_types, "generator"]
@@ -176,9 +179,7 @@ class AutoparAccelerator(Accelerator):
 
     # --- training
 
-    def clip_grad_norm_(
-        self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
-    ) -> Tensor:
+    def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clips by the norm over the whole model, see `CompiledModule.clip_grad_norm_`.
 
         Raises AutoparError for parameters that are not all those of one prepared model.
@@ -207,9 +208,7 @@ class AutoparAccelerator(Accelerator):
         """Returns its argument, which already is a sum or mean over the batch of all ranks."""
         return tensor
 
-    def pad_across_processes(
-        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
-    ) -> Any:
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Returns its argument, which is the same on all ranks."""
         return tensor
 
@@ -244,9 +243,7 @@ class AutoparAccelerator(Accelerator):
         not be loaded without running code.
         """
         if output_dir is None:
-            raise AutoparError(
-                "save_state needs a folder here: save_state('checkpoints/step-100')."
-            )
+            raise AutoparError("save_state needs a folder here: save_state('checkpoints/step-100').")
         self._one_model().save(str(output_dir), self._one_optimizer(), loop=loop_state(self))
         return str(output_dir)
 
@@ -259,9 +256,7 @@ class AutoparAccelerator(Accelerator):
         Raises AutoparError for a folder that has no such checkpoint, and where other things were prepared.
         """
         if input_dir is None:
-            raise AutoparError(
-                "load_state needs a folder here: load_state('checkpoints/step-100')."
-            )
+            raise AutoparError("load_state needs a folder here: load_state('checkpoints/step-100').")
         extra = read_extra(input_dir)
         if "loop" not in extra:
             raise AutoparError(
@@ -328,11 +323,7 @@ def _settle_configurations(model: nn.Module) -> None:
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         dtype = getattr(module, "dtype", None)
-        if (
-            isinstance(dtype, torch.dtype)
-            and hasattr(config, "architectures")
-            and id(config) not in written
-        ):
+        if isinstance(dtype, torch.dtype) and hasattr(config, "architectures") and id(config) not in written:
             written.add(id(config))
             config.dtype = str(dtype).split(".")[1]
             config.architectures = [type(module).__name__]
@@ -340,6 +331,4 @@ def _settle_configurations(model: nn.Module) -> None:
 
 
 def _at_least_1d(value: Any) -> Any:
-    return pytree.tree_map(
-        lambda x: x.reshape(1) if isinstance(x, Tensor) and x.ndim == 0 else x, value
-    )
+    return pytree.tree_map(lambda x: x.reshape(1) if isinstance(x, Tensor) and x.ndim == 0 else x, value)

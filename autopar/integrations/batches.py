@@ -58,9 +58,7 @@ def with_batches_of_all(loader: DataLoader[Any], ranks: int) -> DataLoader[Any]:
         if loader.batch_size is None:
             raise _no_batches()
         size = loader.batch_size * ranks
-        return DataLoader(
-            loader.dataset, batch_size=size, drop_last=loader.drop_last, **options
-        )  # fmt: skip
+        return DataLoader(loader.dataset, batch_size=size, drop_last=loader.drop_last, **options)
     if loader.batch_sampler is None:
         raise _no_batches()
     sampler = JoinedBatches(loader.batch_sampler, ranks) if ranks > 1 else loader.batch_sampler

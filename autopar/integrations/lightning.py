@@ -191,11 +191,7 @@ def _storage(recipe: RecipeLike, mesh: Mapping[str, int]) -> RecipeLike:
     """The recipe by which parameters are stored: in shards along the axes whose recipe does so, else whole."""
     if isinstance(recipe, str):
         return recipe if recipe in _STORED_SPLIT else "ddp"
-    return {
-        axis: row if row in _STORED_SPLIT else "ddp"
-        for axis, row in dict(recipe).items()
-        if axis in mesh
-    }
+    return {axis: row if row in _STORED_SPLIT else "ddp" for axis, row in dict(recipe).items() if axis in mesh}
 
 
 def _nobody_else() -> bool:

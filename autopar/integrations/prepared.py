@@ -115,9 +115,7 @@ class PreparedModel(nn.Module):
     def _make_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Plans for the first batch, and calls the functions that wait for a plan."""
         try:
-            with (
-                torch.enable_grad()
-            ):  # the plan is that of a step, also where an evaluation comes first
+            with torch.enable_grad():  # the plan is that of a step, also where an evaluation comes first
                 self.module.prepare(*args, **kwargs)
         except LossOutsideError:
             with torch.no_grad():

@@ -25,9 +25,7 @@ def whole(value: Any) -> Any:
 def in_float32(value: Any) -> Any:
     """The value with every tensor of half precision in it in float32, as accelerate gives results under autocast."""
     half = (torch.float16, torch.bfloat16)
-    return pytree.tree_map(
-        lambda x: x.float() if isinstance(x, Tensor) and x.dtype in half else x, value
-    )
+    return pytree.tree_map(lambda x: x.float() if isinstance(x, Tensor) and x.dtype in half else x, value)
 
 
 class WholeResults(dict[str, Any]):

@@ -115,10 +115,11 @@ class AutoparMixin:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         made = self.accelerator
         self.accelerator = AutoparAccelerator(
-            mixed_precision=self.args.mixed_precision, dataloader_config=made.dataloader_config,
+            mixed_precision=self.args.mixed_precision,
+            dataloader_config=made.dataloader_config,
             gradient_accumulation_plugin=GradientAccumulationPlugin(**made.gradient_state.plugin_kwargs),
             **self._asked,
-        )  # fmt: skip
+        )
         self.gather_function = functools.partial(
             self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
         )
@@ -163,18 +164,18 @@ class AutoparMixin:
                 return adapter_weights(self.model)
         return self.accelerator.get_state_dict(self.model)
 
-    def _save(
-        self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
-    ) -> None:
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         weights = self._weights if state_dict is None else state_dict
         super()._save(output_dir, state_dict=weights)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Saves the optimizer's shards, each rank its own."""
         self._prepared().save(
-            str(Path(output_dir) / _STATE), plain_optimizer(self.optimizer), only_optimizer=True,
+            str(Path(output_dir) / _STATE),
+            plain_optimizer(self.optimizer),
+            only_optimizer=True,
             scheduler=self.lr_scheduler.state_dict(),
-        )  # fmt: skip
+        )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Loads the optimizer's state with the first batch, whose plan says where the shards lie."""
@@ -183,9 +184,10 @@ class AutoparMixin:
         folder, prepared = Path(checkpoint), self._prepared()
         if (folder / _STATE).exists() or (folder / f"{_STATE}.previous").exists():
             prepared.load(
-                str(folder / _STATE), plain_optimizer(self.optimizer),
+                str(folder / _STATE),
+                plain_optimizer(self.optimizer),
                 lambda extra: self.lr_scheduler.load_state_dict(extra["scheduler"]),
-            )  # fmt: skip
+            )
         elif (folder / _PLAIN).exists():
             prepared.when_planned(lambda: self._load_plain(folder, prepared))
 
@@ -236,9 +238,7 @@ def _checked(args: TrainingArguments) -> TrainingArguments:
         args.torch_compile, args.torch_compile_backend = False, None
     for name, instead in _REFUSED.items():
         if getattr(args, name, None):
-            raise AutoparError(
-                f"{name}={getattr(args, name)!r} is not supported by AutoparTrainer: {instead}."
-            )
+            raise AutoparError(f"{name}={getattr(args, name)!r} is not supported by AutoparTrainer: {instead}.")
     if getattr(args, "train_sampling_strategy", "") == "batch_rebalance":
         raise AutoparError(
             "train_sampling_strategy='batch_rebalance' gives each rank rows of its own, and here every rank reads the "

@@ -34,20 +34,14 @@ def with_batch(graph: Graph, batch: int) -> Graph:
         graph,
         tensors={name: _tensor(tensor, sizes) for name, tensor in graph.tensors.items()},
         ops=tuple(_op(op, sizes) for op in graph.ops),
-        factors={
-            name: dataclasses.replace(f, size=sizes.get(name, f.size))
-            for name, f in graph.factors.items()
-        },
+        factors={name: dataclasses.replace(f, size=sizes.get(name, f.size)) for name, f in graph.factors.items()},
     )
 
 
 def fits_graph(plan: Plan, graph: Graph) -> bool:
     """Whether a plan that was made for another batch size is legal for this graph: everything it splits divides."""
     mesh = plan.mesh
-    inputs = all(
-        divides(graph.tensors[graph.inputs[name]].dims, layout, mesh)
-        for name, layout in plan.inputs.items()
-    )
+    inputs = all(divides(graph.tensors[graph.inputs[name]].dims, layout, mesh) for name, layout in plan.inputs.items())
     return inputs and all(is_legal(graph, op, plan.ops[op.name], mesh) for op in graph.ops)
 
 
@@ -56,14 +50,8 @@ def batch_factors(graph: Graph) -> list[str]:
 
     An input such as a table of positions has a smaller leading dim, which is not the batch.
     """
-    of_inputs = {
-        f for name in graph.inputs.values() for dim in graph.tensors[name].factors for f in dim
-    }
-    named = {
-        name: f.size
-        for name, f in graph.factors.items()
-        if "batch" in f.roles and name in of_inputs
-    }
+    of_inputs = {f for name in graph.inputs.values() for dim in graph.tensors[name].factors for f in dim}
+    named = {name: f.size for name, f in graph.factors.items() if "batch" in f.roles and name in of_inputs}
     largest = max(named.values(), default=0)
     return [name for name, size in named.items() if size == largest]
 
@@ -84,9 +72,7 @@ def _op(op: Op, sizes: Mapping[str, int]) -> Op:
     flops = round(sum(work.flops for work in works)) if works else op.flops
     collectives = tuple(_collective(each, sizes) for each in op.collectives)
     looks_up = None if op.looks_up is None else _leaves(op.looks_up, sizes)
-    return dataclasses.replace(
-        op, choices=choices, work=works, flops=flops, collectives=collectives, looks_up=looks_up
-    )
+    return dataclasses.replace(op, choices=choices, work=works, flops=flops, collectives=collectives, looks_up=looks_up)
 
 
 def _collective(collective: OwnCollective, sizes: Mapping[str, int]) -> OwnCollective:

@@ -87,30 +87,26 @@ def _fit(dims: Dims, layout: Layout, mesh: Mesh) -> CollectiveCall:
     return CollectiveCall(FIT, FIT, (), -1, after=local_shape(dims, layout, mesh))
 
 
-def _call(
-    dims: Dims, step: LayoutStep, before: Layout, after: Layout, mesh: Mesh
-) -> CollectiveCall:
+def _call(dims: Dims, step: LayoutStep, before: Layout, after: Layout, mesh: Mesh) -> CollectiveCall:
     placed = [state for state in (step.source, step.target) if state.kind in "SO"]
     splits = [state for state in placed if state.kind == "S"]
     name, backward = step.transition
     if step.over >= 0:
         return _reordering(dims, step, before, mesh)
-    if all(state.factor in (0, WHOLE) for state in splits) and len({s.dim for s in splits}) == len(
-        splits
-    ):
+    if all(state.factor in (0, WHOLE) for state in splits) and len({s.dim for s in splits}) == len(splits):
         dims_or_owners = tuple(s.dim if s.kind == "S" else s.owner for s in placed)
         return CollectiveCall(name, backward, dims_or_owners, step.axis)
     # A dim without factors (of size 1) keeps its place as a factor of 1.
     factors = [sizes or (1,) for sizes in local_factors(dims, before, mesh)]
-    positions = [
-        s.owner if s.kind == "O" else sum(len(f) for f in factors[: s.dim]) + max(s.factor, 0)
-        for s in placed
-    ]
+    positions = [s.owner if s.kind == "O" else sum(len(f) for f in factors[: s.dim]) + max(s.factor, 0) for s in placed]
     return CollectiveCall(
-        name, backward, tuple(positions), step.axis,
+        name,
+        backward,
+        tuple(positions),
+        step.axis,
         before=tuple(size for sizes in factors for size in sizes),
         after=local_shape(dims, after, mesh),
-    )  # fmt: skip
+    )
 
 
 def _reordering(dims: Dims, step: LayoutStep, layout: Layout, mesh: Mesh) -> CollectiveCall:
@@ -125,14 +121,10 @@ def _reordering(dims: Dims, step: LayoutStep, layout: Layout, mesh: Mesh) -> Col
     viewed = (*flat[:at], parts, flat[at] // parts, *flat[at + 1 :])
     name, backward = step.transition
     positions = (at, at + 1) if step.enters else (at + 1, at)
-    return CollectiveCall(
-        name, backward, positions, step.axis, before=viewed, after=local_shape(dims, layout, mesh)
-    )
+    return CollectiveCall(name, backward, positions, step.axis, before=viewed, after=local_shape(dims, layout, mesh))
 
 
-def walk(
-    dims: Dims, source: Layout, target: Layout, mesh: Mesh
-) -> Iterator[tuple[LayoutStep, int, int]]:
+def walk(dims: Dims, source: Layout, target: Layout, mesh: Mesh) -> Iterator[tuple[LayoutStep, int, int]]:
     """Yields every step with the number of elements that a rank holds before it and after it."""
     layout = list(source)
     before = local_elements(dims, source, mesh)

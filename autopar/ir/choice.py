@@ -60,9 +60,7 @@ class Choice:
             return tuple(x._replace(depth=depth) if x.kind == "S" else x for x in states)
 
         label = f"{self.label}{DEEPER}{depth}"
-        return replace(
-            self, label=label, operands=deeper(self.operands), results=deeper(self.results)
-        )
+        return replace(self, label=label, operands=deeper(self.operands), results=deeper(self.results))
 
 
 Labels = tuple[str, ...]  # the label of an op's choice on every mesh axis

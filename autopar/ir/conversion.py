@@ -179,9 +179,7 @@ def steps_of(dims: Dims, source: Layout, target: Layout, mesh: Mesh) -> tuple[La
 
 
 @functools.cache
-def _among_present(
-    usual: tuple[LayoutStep, ...], source: Layout, target: Layout, mesh: Mesh
-) -> tuple[LayoutStep, ...]:
+def _among_present(usual: tuple[LayoutStep, ...], source: Layout, target: Layout, mesh: Mesh) -> tuple[LayoutStep, ...]:
     """The usual steps if the ranks of a mesh with vacant places can take them, else the same in another order."""
     layout = source
     for step in usual:
@@ -239,9 +237,7 @@ def _path(source: Layout, target: Layout, dims: Dims, sizes: Sizes) -> tuple[Lay
     current, goal = list(source), list(target)
     result: list[LayoutStep] = []
     while current != goal:
-        assert len(result) < _MOST_STEPS * len(goal), (
-            f"the steps from {source} to {target} do not end"
-        )
+        assert len(result) < _MOST_STEPS * len(goal), f"the steps from {source} to {target} do not end"
         step = _next_legal(current, goal)
         found = [step] if step else _reordered(current, goal, sizes)
         for each in found or [_parked(current, goal, dims, sizes) or _unnest(current, goal)]:
@@ -344,9 +340,7 @@ def _blocks(axis: int, current: list[State], goal: list[State]) -> bool:
     if goal[axis].splits_as(state):
         return above != _above(axis, state, goal)
     entering = (a for a in range(axis) if goal[a].splits_as(state))
-    return any(not goal[a].splits_as(state) for a in above) or any(
-        not current[a].splits_as(state) for a in entering
-    )
+    return any(not goal[a].splits_as(state) for a in above) or any(not current[a].splits_as(state) for a in entering)
 
 
 def _overlap(a: State, b: State) -> bool:

@@ -40,7 +40,10 @@ EXCLUDES: Mapping[tuple[Feature, Feature], str] = {
     (Feature.REPLICAS, Feature.STAGES): "replicas in stages cannot be run yet",
     (Feature.REPLICAS, Feature.OFF_DEVICE): "replicas whose parameters lie on the host cannot meet "
     "yet; a recipe such as zero3 keeps them on the device",
-    (Feature.SERVED_REPLICAS, Feature.WIDE_REPLICAS): "a replica that exchanges with an asynchronous server is a "
+    (
+        Feature.SERVED_REPLICAS,
+        Feature.WIDE_REPLICAS,
+    ): "a replica that exchanges with an asynchronous server is a "
     "single rank so far; replicas under geo wait for each other and may have several",
     (Feature.VERSIONS, Feature.PRECISION): _STORED,
     (Feature.VERSIONS, Feature.OFF_DEVICE): _STORED,
@@ -51,11 +54,16 @@ EXCLUDES: Mapping[tuple[Feature, Feature], str] = {
     **{
         (Feature.LONE_OPS, other): _ALONE
         for other in (
-            Feature.VERSIONS, Feature.OFF_DEVICE, Feature.REPLICAS, Feature.RECOMPUTED, Feature.SLICES,
-            Feature.DECOMPOSED, Feature.OVERLAP,
+            Feature.VERSIONS,
+            Feature.OFF_DEVICE,
+            Feature.REPLICAS,
+            Feature.RECOMPUTED,
+            Feature.SLICES,
+            Feature.DECOMPOSED,
+            Feature.OVERLAP,
         )
     },
-}  # fmt: skip
+}
 
 
 def conflict(features: Features) -> str:

@@ -20,9 +20,7 @@ from typing import Any, NoReturn
 
 from autopar.errors import AutoparError, did_you_mean
 
-MOST_BYTES = (
-    64 * 2**20
-)  # of a file that is read whole; plans of the largest models have a few megabytes
+MOST_BYTES = 64 * 2**20  # of a file that is read whole; plans of the largest models have a few megabytes
 # Our own files have about ten levels; Python itself gives up at a thousand.
 MOST_LEVELS = 100
 OTHERS_WRITE = 0o022  # permissions by which the group and everyone else write a file
@@ -32,9 +30,7 @@ _OTHER = bytes(sorted({*range(256)} - set(b"[]{}")))
 _STEPS = bytes.maketrans(b"[{]}", bytes([2, 2, 0, 0]))
 
 
-def read_text(
-    path: str | os.PathLike[str], *, most_bytes: int = MOST_BYTES, only_own: bool = False
-) -> str:
+def read_text(path: str | os.PathLike[str], *, most_bytes: int = MOST_BYTES, only_own: bool = False) -> str:
     """The text of a file. Raises OSError, and ValueError for a longer file or one that is no UTF-8.
 
     With `only_own` a file that another user could have written raises ValueError, too.
@@ -78,9 +74,7 @@ def parse_json(text: str) -> Any:
     name twice in one object; JSON does not say which of two equal names counts (RFC 8259, section 4).
     """
     check_nesting(text)
-    return json.loads(
-        text, object_pairs_hook=_each_once, parse_constant=_not_finite, parse_float=_finite
-    )
+    return json.loads(text, object_pairs_hook=_each_once, parse_constant=_not_finite, parse_float=_finite)
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -118,9 +112,7 @@ def unknown_key(found: Iterable[str], known: Iterable[str]) -> str:
     return ""
 
 
-def check_keys(
-    document: Mapping[str, Any], required: Iterable[str], optional: Iterable[str] = ()
-) -> None:
+def check_keys(document: Mapping[str, Any], required: Iterable[str], optional: Iterable[str] = ()) -> None:
     """Raises ValueError unless an object has the keys that its format requires, and no unknown ones."""
     required, optional = tuple(required), tuple(optional)
     if unknown := unknown_key(document, (*required, *optional)):

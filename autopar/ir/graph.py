@@ -72,9 +72,11 @@ class Tensor:
         if itemsize_bytes is None:
             return self
         return replace(
-            self, itemsize_bytes=itemsize_bytes, stored_itemsize_bytes=None,
+            self,
+            itemsize_bytes=itemsize_bytes,
+            stored_itemsize_bytes=None,
             gradient_itemsize_bytes=None,
-        )  # fmt: skip
+        )
 
     @property
     def formats(self) -> tuple[int, int | None, int | None]:
@@ -252,13 +254,8 @@ def is_legal(graph: Graph, op: Op, labels: Labels, mesh: Mesh) -> bool:
     The choices must go together, their depths must be the least, every size that they split must divide by the number
     of parts, and one rank must be able to run the op alone where a label says so (`why_not_alone`).
     """
-    if not (go_together(labels) and is_least_deep(labels)) or (
-        runs_alone(labels) and why_not_alone(op, labels, mesh)
-    ):
+    if not (go_together(labels) and is_least_deep(labels)) or (runs_alone(labels) and why_not_alone(op, labels, mesh)):
         return False
     names = (*op.operands, *op.results)
     layouts = (*operand_layouts(op, labels), *result_layouts(op, labels))
-    return all(
-        divides(graph.tensors[name].dims, layout, mesh)
-        for name, layout in zip(names, layouts, strict=True)
-    )
+    return all(divides(graph.tensors[name].dims, layout, mesh) for name, layout in zip(names, layouts, strict=True))

@@ -37,9 +37,7 @@ from typing import Literal, NamedTuple
 from autopar.errors import LayoutError
 from autopar.ir.mesh import Mesh
 
-Dims = tuple[
-    tuple[int, ...], ...
-]  # for every dim of a tensor the sizes of its factors; a dim of size 1 is (1,) or ()
+Dims = tuple[tuple[int, ...], ...]  # for every dim of a tensor the sizes of its factors; a dim of size 1 is (1,) or ()
 WHOLE = -1  # value of `State.factor` in S(d.*)
 ANY = -1  # value of `State.owner` in O(*): the search has not chosen the owner yet, see `autopar.search.exact.owners`
 
@@ -78,9 +76,7 @@ class State(NamedTuple):
             return O(ANY if owner[1] == "*" else int(owner[1]))
         match = re.fullmatch(r"S\((\d+)(?:\.(\d+|\*))?\)", text)
         if not match:
-            raise LayoutError(
-                f"Cannot read the state {text!r}; write R, V, P, S(0), S(0.1), S(0.*) or O(0)."
-            )
+            raise LayoutError(f"Cannot read the state {text!r}; write R, V, P, S(0), S(0.1), S(0.*) or O(0).")
         factor = match[2] or "0"
         return cls("S", int(match[1]), WHOLE if factor == "*" else int(factor))
 
@@ -146,8 +142,7 @@ def parse_layout(text: str, mesh: Mesh) -> Layout:
         axis = mesh.index(name)
         if axis in layout:
             raise LayoutError(
-                f"The layout {text!r} has two states for the axis {name}, {layout[axis]} and {state}; "
-                "write one."
+                f"The layout {text!r} has two states for the axis {name}, {layout[axis]} and {state}; write one."
             )
         layout[axis] = _canonical(State.parse(state))
         if layout[axis].owner >= mesh.sizes[axis]:
@@ -255,17 +250,12 @@ def _local_dim(sizes: tuple[int, ...], layout: Layout, mesh: Mesh, dim: int) -> 
     chunks = split_count(layout, mesh, dim, WHOLE)
     if chunks > 1:
         whole = math.prod(sizes)
-        axes = [
-            size
-            for state, size in zip(layout, mesh.sizes, strict=True)
-            if state.splits_as(S(dim, WHOLE))
-        ]
+        axes = [size for state, size in zip(layout, mesh.sizes, strict=True) if state.splits_as(S(dim, WHOLE))]
         if whole % chunks and chunks in axes:  # along one axis alone, and this is its first part
             return (-(-whole // chunks),)
         return (_divide(whole, chunks, layout, mesh, dim),)
     return tuple(
-        _divide(size, split_count(layout, mesh, dim, factor), layout, mesh, dim)
-        for factor, size in enumerate(sizes)
+        _divide(size, split_count(layout, mesh, dim, factor), layout, mesh, dim) for factor, size in enumerate(sizes)
     )
 
 
@@ -313,9 +303,7 @@ def lies_in_chunks(dims: Dims, layout: Layout, mesh: Mesh) -> bool:
     for axis, state in enumerate(layout):
         earlier = (*layout[:axis], *(R for _ in layout[axis:]))
         before = range(state.factor) if state.kind == "S" else ()
-        if any(
-            split_count(earlier, mesh, state.dim, each) != dims[state.dim][each] for each in before
-        ):
+        if any(split_count(earlier, mesh, state.dim, each) != dims[state.dim][each] for each in before):
             return False
     return True
 

@@ -80,9 +80,7 @@ class Meeting:
 
     def __post_init__(self) -> None:
         if self.rule not in RULES:
-            raise PlanError(
-                f"There is no rule {self.rule!r} by which replicas meet; choose among {', '.join(RULES)}."
-            )
+            raise PlanError(f"There is no rule {self.rule!r} by which replicas meet; choose among {', '.join(RULES)}.")
         if type(self.steps) is not int or self.steps < 1:
             raise PlanError(
                 f"Replicas along {self.axis} meet every {self.steps!r} steps; give a whole number of at least 1, "
@@ -183,9 +181,7 @@ def _outer_numbers(momentum: str, rate: str) -> dict[str, Any]:
     try:
         return {"momentum": float(momentum), "rate": float(rate)}
     except ValueError:
-        raise PlanError(
-            f"momentum={momentum} rate={rate} are no two numbers, such as momentum=0.9 rate=0.7."
-        ) from None
+        raise PlanError(f"momentum={momentum} rate={rate} are no two numbers, such as momentum=0.9 rate=0.7.") from None
 
 
 def mesh_of_replica(mesh: Mesh, axis: str) -> Mesh:

@@ -58,9 +58,7 @@ class Mesh:
             raise MeshError(f"The axis names {list(self.names)} repeat; name each axis once.")
         for name, size in self.axes:
             if not name.isidentifier():
-                raise MeshError(
-                    f"The axis name {name!r} is not an identifier such as 'dp' or 'tp'."
-                )
+                raise MeshError(f"The axis name {name!r} is not an identifier such as 'dp' or 'tp'.")
             if not isinstance(size, int) or size < 1:
                 raise MeshError(f"Axis {name!r} has size {size!r}; a size is a positive integer.")
         if self.placement and sorted(self.placement) != sorted(self.names):
@@ -102,9 +100,7 @@ class Mesh:
         if isinstance(axes, str):
             return cls.parse(axes)
         if not isinstance(axes, Mesh | Mapping):
-            raise MeshError(
-                f"A mesh names its axes, as in {{'dp': 2, 'tp': 4}}; {axes!r} does not."
-            )
+            raise MeshError(f"A mesh names its axes, as in {{'dp': 2, 'tp': 4}}; {axes!r} does not.")
         return axes if isinstance(axes, Mesh) else cls(tuple(axes.items()))
 
     @classmethod
@@ -126,8 +122,7 @@ class Mesh:
             name, equals, size = (piece.strip() for piece in part.partition("="))
             if not equals or not is_count(size):
                 raise MeshError(
-                    f"Cannot read {part.strip()!r} in the mesh {text!r}; write dp=2,tp=4, or "
-                    "dp=2,tp=4 order tp,dp."
+                    f"Cannot read {part.strip()!r} in the mesh {text!r}; write dp=2,tp=4, or dp=2,tp=4 order tp,dp."
                 )
             axes.append((name, int(size)))
         mesh = cls(tuple(axes), occupied=int(occupied) if of else None)
@@ -267,9 +262,7 @@ class Mesh:
         ((1, 2), (2, 1))
         """
         assert 0 <= rank < self.size, (rank, self)
-        return tuple(
-            rank // stride % size for stride, size in zip(self.strides, self.sizes, strict=True)
-        )
+        return tuple(rank // stride % size for stride, size in zip(self.strides, self.sizes, strict=True))
 
     def rank_at(self, coordinates: Sequence[int]) -> int:
         """Number of the rank at these positions along the axes; the inverse of `coordinates`.

@@ -48,9 +48,7 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         if self.schedule not in PLACEMENTS:
-            raise PlanError(
-                f"There is no schedule {self.schedule!r}; there are {', '.join(PLACEMENTS)}."
-            )
+            raise PlanError(f"There is no schedule {self.schedule!r}; there are {', '.join(PLACEMENTS)}.")
         if self.stages % self.ranks:
             raise PlanError(
                 f"{len(self.cuts)} cuts make {self.stages} stages, and {self.ranks} pipeline ranks "

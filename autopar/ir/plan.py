@@ -165,8 +165,7 @@ class Plan:
         self._check_decomposed()
         if type(self.micro_batches) is not int:  # a bool is an int to isinstance
             raise PlanError(
-                "The number of micro-batches of a plan is a whole number such as 1, not "
-                f"{self.micro_batches!r}."
+                f"The number of micro-batches of a plan is a whole number such as 1, not {self.micro_batches!r}."
             )
         if self.micro_batches < 1:
             raise PlanError(f"A plan needs at least one micro-batch, not {self.micro_batches}.")
@@ -224,7 +223,7 @@ class Plan:
             Feature.DECOMPOSED: self.decomposed and f"collectives in pieces along {' '.join(self.decomposed)}",
             Feature.OVERLAP: self.overlap_batches > 1 and f"{self.overlap_batches} micro-batches at a time",
             Feature.PRECISION: self.precision and f"the precision {self.precision}",
-        }  # fmt: skip
+        }
         return {feature: str(words) for feature, words in found.items() if words}
 
     def __hash__(self) -> int:
@@ -241,9 +240,7 @@ class Plan:
         """The recipe for people: without axes of one rank, along which every recipe does nothing."""
         parts = self.recipe.split(",")
         sizes = dict(self.world_mesh.axes)
-        used = [
-            part for part in parts if ":" not in part or sizes.get(part.partition(":")[0], 1) > 1
-        ]
+        used = [part for part in parts if ":" not in part or sizes.get(part.partition(":")[0], 1) > 1]
         return ",".join(used or parts[:1])
 
     @property
@@ -289,10 +286,7 @@ class Plan:
             lines.append(f"decomposed {' '.join(self.decomposed)}")
         if self.overlap_batches > 1:
             lines.append(f"overlap {self.overlap_batches}")
-        lines += [
-            f"parameter {name}: {' | '.join(self._parameter_fields(p))}"
-            for name, p in self.parameters.items()
-        ]
+        lines += [f"parameter {name}: {' | '.join(self._parameter_fields(p))}" for name, p in self.parameters.items()]
         lines += [f"saved {name}: {how.text(self.mesh)}" for name, how in self.saved.items()]
         lines += [f"input {name}: {text(layout)}" for name, layout in self.inputs.items()]
         lines += [f"op {name}: {' '.join(labels)}" for name, labels in self.ops.items()]
@@ -316,10 +310,16 @@ class Plan:
         if head[0][2] != f"plan {VERSION}":
             raise wrong_version(head[0][2].removeprefix("plan "))
         document: dict[str, Any] = {
-            "version": VERSION, "mesh": head[1][2], "model": head[2][2], "recipe": head[3][2],
-            "micro_batches": read_count(head[4][2]), "parameters": {}, "inputs": {}, "ops": {},
+            "version": VERSION,
+            "mesh": head[1][2],
+            "model": head[2][2],
+            "recipe": head[3][2],
+            "micro_batches": read_count(head[4][2]),
+            "parameters": {},
+            "inputs": {},
+            "ops": {},
             "notes": [],
-        }  # fmt: skip
+        }
         for number, line in enumerate(lines[5:], start=6):
             read_line(line, number, document)
         return cls.from_json(document)
@@ -340,9 +340,7 @@ class Plan:
             "parameters": {name: self._parameter_fields(p) for name, p in self.parameters.items()},
             "inputs": {name: text(layout) for name, layout in self.inputs.items()},
             "ops": {name: " ".join(labels) for name, labels in self.ops.items()},
-            "notes": [
-                {kind: str(note)} if (kind := kind_of(note)) else str(note) for note in self.notes
-            ],
+            "notes": [{kind: str(note)} if (kind := kind_of(note)) else str(note) for note in self.notes],
         }
 
     def _parameter_fields(self, how: ParameterPlan) -> list[str]:
@@ -396,8 +394,7 @@ class Plan:
                 recipe=document["recipe"],
                 micro_batches=document["micro_batches"],
                 parameters={
-                    name: read_parameter(fields, name, mesh, meeting)
-                    for name, fields in document["parameters"].items()
+                    name: read_parameter(fields, name, mesh, meeting) for name, fields in document["parameters"].items()
                 },
                 inputs={k: parse_layout(v, mesh) for k, v in document["inputs"].items()},
                 ops={name: read_labels(text, name, mesh) for name, text in document["ops"].items()},

@@ -39,8 +39,17 @@ FIELDS = (
     "notes",
 )
 OPTIONAL_FIELDS = (
-    "replicas", "pipeline", "recompute", "saved", "precision", "decomposed", "overlap", "shapes", "dtypes", "digest",
-)  # fmt: skip
+    "replicas",
+    "pipeline",
+    "recompute",
+    "saved",
+    "precision",
+    "decomposed",
+    "overlap",
+    "shapes",
+    "dtypes",
+    "digest",
+)
 SCALAR = "scalar"
 _BY_ROWS = " by rows"
 _DTYPE = re.compile(r"bool|(?:u?int|b?float|complex)\d\w*")
@@ -107,9 +116,7 @@ def check_one_line(text: object) -> None:
 
 def read_count(text: str, number: int = 5) -> int:
     if not is_count(text):
-        raise PlanError(
-            f"Cannot read {text!r} in line {number} of the plan; write a whole number of micro-batches."
-        )
+        raise PlanError(f"Cannot read {text!r} in line {number} of the plan; write a whole number of micro-batches.")
     return int(text)
 
 
@@ -127,9 +134,7 @@ def _note(note: object) -> str:
         ((kind, text),) = note.items()
         if kind in NOTE_KINDS and isinstance(text, str):
             return Note(text, kind)
-    raise PlanError(
-        f"A note of a plan is a text, or a text by one of {', '.join(NOTE_KINDS[1:])}, not {note!r}."
-    )
+    raise PlanError(f"A note of a plan is a text, or a text by one of {', '.join(NOTE_KINDS[1:])}, not {note!r}.")
 
 
 def note_word(note: str) -> str:
@@ -140,14 +145,8 @@ def note_word(note: str) -> str:
 def read_meeting(fields: object, mesh: Mesh) -> Meeting | None:
     if fields is None:
         return None
-    if (
-        not isinstance(fields, list)
-        or len(fields) != 2
-        or not all(isinstance(x, str) for x in fields)
-    ):
-        raise PlanError(
-            f"The replicas of a plan are an axis and a text such as 'every 4 steps local', not {fields!r}."
-        )
+    if not isinstance(fields, list) or len(fields) != 2 or not all(isinstance(x, str) for x in fields):
+        raise PlanError(f"The replicas of a plan are an axis and a text such as 'every 4 steps local', not {fields!r}.")
     axis, text = fields
     if axis != mesh.placed.names[0]:
         raise PlanError(
@@ -224,18 +223,14 @@ def read_dtypes(document: object, shapes: Mapping[str, object]) -> dict[str, str
         raise PlanError(f"The dtypes of a plan are texts by name, not {document!r}.")
     for name, dtype in document.items():
         if name not in shapes or not isinstance(dtype, str) or not _DTYPE.fullmatch(dtype):
-            raise PlanError(
-                f"The dtype of {name} is a text such as float32 beside its shape, not {dtype!r}."
-            )
+            raise PlanError(f"The dtype of {name} is a text such as float32 beside its shape, not {dtype!r}.")
     return dict(document)
 
 
 def read_labels(text: str, name: str, mesh: Mesh) -> Labels:
     labels = tuple(text.split())
     if len(labels) != len(mesh.axes):
-        raise PlanError(
-            f"Op {name} has {len(labels)} labels for the {len(mesh.axes)} axes of {mesh}."
-        )
+        raise PlanError(f"Op {name} has {len(labels)} labels for the {len(mesh.axes)} axes of {mesh}.")
     return labels
 
 

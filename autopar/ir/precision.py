@@ -80,9 +80,7 @@ class MixedPrecision:
         words = [word.partition("=")[::2] for word in rest]
         given = dict(words)
         if unknown := [key for key in given if key not in _WORDS]:
-            raise AutoparError(
-                f"Cannot read {unknown[0]!r} in the precision {text!r}; write bf16, fp8, or {_EXAMPLE}."
-            )
+            raise AutoparError(f"Cannot read {unknown[0]!r} in the precision {text!r}; write bf16, fp8, or {_EXAMPLE}.")
         if len(given) < len(words):
             raise AutoparError(f"The precision {text!r} names a field twice; write {_EXAMPLE}.")
         exempt = tuple(given["exempt"].split(",")) if "exempt" in given else ()
@@ -103,9 +101,7 @@ def _format(given: object, field: str) -> str:
     name = str(given).removeprefix("torch.")
     name = _SHORT.get(name, name)
     if name not in FORMATS:
-        raise AutoparError(
-            f"The {field} of a precision is one of {', '.join(FORMATS)}, not {given!r}."
-        )
+        raise AutoparError(f"The {field} of a precision is one of {', '.join(FORMATS)}, not {given!r}.")
     return name
 
 

@@ -95,9 +95,7 @@ def check_recompute(recompute: object) -> None:
     if recompute in ("none", "full") or isinstance(recompute, Selection):
         return
     if type(recompute) is not int or recompute < 1:  # a bool is an int to isinstance
-        raise PlanError(
-            f"A plan recomputes none, full, or a whole number of blocks such as 3, not {recompute!r}."
-        )
+        raise PlanError(f"A plan recomputes none, full, or a whole number of blocks such as 3, not {recompute!r}.")
 
 
 def check_wish(wish: object) -> None:

@@ -58,9 +58,7 @@ class SavedLayout:
         `parse_layout`.
         """
         if not isinstance(text, str):
-            raise PlanError(
-                f"What is saved of {name} lies in a layout such as S(1)@tp, not {text!r}."
-            )
+            raise PlanError(f"What is saved of {name} lies in a layout such as S(1)@tp, not {text!r}.")
         split, tier = parse_place(text, mesh)
         kinds = {state.kind for state in split} - {"R"}
         if kinds - {"S"} or (not kinds and tier == "device"):
@@ -113,18 +111,12 @@ def words_of_saved(saved: Mapping[str, SavedLayout], mesh: Mesh) -> str:
     """
     if not saved:
         return ""
-    axes = [
-        name
-        for axis, name in enumerate(mesh.names)
-        if any(how.split[axis].kind == "S" for how in saved.values())
-    ]
+    axes = [name for axis, name in enumerate(mesh.names) if any(how.split[axis].kind == "S" for how in saved.values())]
     names = list(saved)
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     how = f" in slices along {' and '.join(axes)}" if axes else ""
     tiers = {each.tier for each in saved.values()}
-    where = (
-        f" in the host's memory{'' if tiers == {'host'} else ' (some)'}" if "host" in tiers else ""
-    )
+    where = f" in the host's memory{'' if tiers == {'host'} else ' (some)'}" if "host" in tiers else ""
     return f"{', '.join(names[:3])}{more} kept{how}{where} until backward"
 
 

@@ -75,9 +75,7 @@ class Attention(nn.Module):
             self.value = nn.Linear(hidden, kv_width, bias=blocks.bias)
         self.output = nn.Linear(width, hidden, bias=blocks.bias)
 
-    def forward(
-        self, x: Tensor, positions: Positions = NO_POSITIONS, *, memory: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, positions: Positions = NO_POSITIONS, *, memory: Tensor | None = None) -> Tensor:
         """BSD -> BSD; keys and values are of `memory` where it is given."""
         q, k, v = self._split(x) if self.fused else self._apart(x, x if memory is None else memory)
         if positions.rotary is not None:
@@ -88,10 +86,7 @@ class Attention(nn.Module):
     def _apart(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self.query(x), self.key(memory), self.value(memory)
         heads = (self.blocks.heads, self.blocks.kv_heads, self.blocks.kv_heads)
-        q, k, v = (
-            y.unflatten(-1, (count, -1)).transpose(1, 2)
-            for y, count in zip((q, k, v), heads, strict=True)
-        )
+        q, k, v = (y.unflatten(-1, (count, -1)).transpose(1, 2) for y, count in zip((q, k, v), heads, strict=True))
         return q, k, v
 
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -113,10 +108,15 @@ class Attention(nn.Module):
         if positions.alibi is not None:
             q, k = _with_slopes(q, k, *positions.alibi)
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=positions.bias, dropout_p=self._dropout, scale=scale,
+            q,
+            k,
+            v,
+            attn_mask=positions.bias,
+            dropout_p=self._dropout,
+            scale=scale,
             is_causal=self.causal and positions.bias is None,
             enable_gqa=self.blocks.kv_heads != self.blocks.heads,
-        )  # fmt: skip
+        )
 
     def _in_parts(self, q: Tensor, k: Tensor, v: Tensor, positions: Positions) -> Tensor:
         """BNSH, BKSH, BKSH -> BNSH, by single ops, so that autograd saves the attention weights."""
@@ -265,16 +265,12 @@ class TransformerBlock(nn.Module):
         self.attention_norm = norm(blocks)
         self.attention = Attention(blocks, causal=causal)
         self.memory_norm = norm(blocks) if looks_back else None
-        self.memory_attention = (
-            Attention(blocks, causal=False, looks_back=True) if looks_back else None
-        )
+        self.memory_attention = Attention(blocks, causal=False, looks_back=True) if looks_back else None
         self.mlp_norm = norm(blocks)
         self.mlp = ExpertLayer(blocks) if blocks.experts else MLP(blocks)
         self.dropout = dropout(blocks)
 
-    def forward(
-        self, x: Tensor, positions: Positions = NO_POSITIONS, memory: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, positions: Positions = NO_POSITIONS, memory: Tensor | None = None) -> Tensor:
         """BSD -> BSD."""
         if self.post_norm:
             x = self.attention_norm(x + self.dropout(self.attention(x, positions)))

@@ -23,9 +23,7 @@ ROTARY_BASE = 10_000.0  # arXiv 2104.09864, equation 15
 FARTHEST = 128  # where T5's buckets of relative positions end (arXiv 1910.10683, section 2.1)
 
 
-def build(
-    description: Description, *, dtype: torch.dtype = torch.bfloat16, layers: int | None = None
-) -> nn.Module:
+def build(description: Description, *, dtype: torch.dtype = torch.bfloat16, layers: int | None = None) -> nn.Module:
     """The model on the current default device, `torch.device("meta")` included.
 
     Its forward takes what `example_inputs` gives, and returns the mean cross-entropy.
@@ -108,8 +106,7 @@ def check_sequence(description: Description, seq: int | None) -> None:
     learned = isinstance(description, Transformer) and description.positions == "learned"
     if learned and seq > longest(description):
         raise AutoparError(
-            f"A sequence of {seq} tokens is longer than the {longest(description)} positions that the "
-            "model learns."
+            f"A sequence of {seq} tokens is longer than the {longest(description)} positions that the model learns."
         )
 
 
@@ -125,8 +122,7 @@ class LanguageModel(nn.Module):
             self.position_embedding = nn.Embedding(description.max_positions, hidden)
         self.dropout = dropout(description)
         self.layers = nn.ModuleList(
-            TransformerBlock(description, causal=description.causal)
-            for _ in range(description.layers)
+            TransformerBlock(description, causal=description.causal) for _ in range(description.layers)
         )
         self.norm = norm(description)
         self.head = nn.Linear(hidden, vocab, bias=False)
@@ -164,8 +160,7 @@ class EncoderDecoderModel(nn.Module):
         )
         self.encoder_norm = norm(description)
         self.decoder = nn.ModuleList(
-            TransformerBlock(description, causal=True, looks_back=True)
-            for _ in range(description.layers)
+            TransformerBlock(description, causal=True, looks_back=True) for _ in range(description.layers)
         )
         self.norm = norm(description)
         self.head = nn.Linear(hidden, description.vocab, bias=False)
@@ -206,9 +201,7 @@ class VisionModel(nn.Module):
         positions = torch.empty(description.positions, hidden)
         self.position_embedding = nn.Parameter(nn.init.normal_(positions, std=INIT_STD))
         self.dropout = dropout(description)
-        self.layers = nn.ModuleList(
-            TransformerBlock(description, causal=False) for _ in range(description.layers)
-        )
+        self.layers = nn.ModuleList(TransformerBlock(description, causal=False) for _ in range(description.layers))
         self.norm = norm(description)
         self.head = nn.Linear(hidden, description.classes)
 

@@ -63,9 +63,7 @@ class Blocks:
     def __post_init__(self) -> None:
         self._require_positive("hidden", "layers", "heads", "ffn")
         if not self.head_dim and self.hidden % self.heads:
-            raise AutoparError(
-                f"heads={self.heads} do not divide hidden={self.hidden}; give head_dim too."
-            )
+            raise AutoparError(f"heads={self.heads} do not divide hidden={self.hidden}; give head_dim too.")
         object.__setattr__(self, "head_dim", self.head_dim or self.hidden // self.heads)
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
         self._require_positive("head_dim", "kv_heads")
@@ -80,9 +78,7 @@ class Blocks:
     def _check_experts(self) -> None:
         per_token = self.experts_per_token
         if not (0 < per_token <= self.experts or per_token == self.experts == 0):
-            raise AutoparError(
-                f"A token cannot visit experts_per_token={per_token} of experts={self.experts}."
-            )
+            raise AutoparError(f"A token cannot visit experts_per_token={per_token} of experts={self.experts}.")
         if self.experts and self.bias:
             raise AutoparError("Experts have no biases here; give bias=False.")
 
@@ -183,9 +179,15 @@ class Transformer(Blocks):
             raise AutoparError(f"There is no family {family!r}; there are {', '.join(FAMILIES)}.")
         style = FAMILIES[family] | ({} if tied is None else {"tied": tied}) | changes
         return cls(
-            hidden=hidden, layers=layers, heads=heads, kv_heads=kv_heads or 0, vocab=vocab,
-            ffn=ffn or 4 * hidden, max_positions=max_positions, **style,
-        )  # fmt: skip
+            hidden=hidden,
+            layers=layers,
+            heads=heads,
+            kv_heads=kv_heads or 0,
+            vocab=vocab,
+            ffn=ffn or 4 * hidden,
+            max_positions=max_positions,
+            **style,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,9 +238,13 @@ class VisionTransformer(Blocks):
 Description = Transformer | EncoderDecoder | VisionTransformer
 
 LLAMA: dict[str, Any] = {
-    "gated": True, "activation": "silu", "norm": "rms", "bias": False, "positions": "rotary",
+    "gated": True,
+    "activation": "silu",
+    "norm": "rms",
+    "bias": False,
+    "positions": "rotary",
     "tied": False,
-}  # fmt: skip
+}
 
 # What a row of dimensions leaves unsaid, by the code that ran it.
 FAMILIES: dict[str, dict[str, Any]] = {

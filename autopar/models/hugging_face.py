@@ -23,12 +23,17 @@ from autopar.ir.files import read_json
 
 # Keys of a configuration that count layers, in all of transformers' spellings.
 LAYER_COUNTS = (
-    "num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth",
-    "encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers",
-)  # fmt: skip
-MOST_LAYERS = (
-    2_000  # the deepest models have about 130; every layer is built once, on the meta device
+    "num_hidden_layers",
+    "num_layers",
+    "n_layer",
+    "n_layers",
+    "depth",
+    "encoder_layers",
+    "decoder_layers",
+    "num_encoder_layers",
+    "num_decoder_layers",
 )
+MOST_LAYERS = 2_000  # the deepest models have about 130; every layer is built once, on the meta device
 _NUMBERED = ("idx", "index", "layer_id", "layer_number")  # in names of attributes that count layers
 
 Inputs = dict[str, Tensor]
@@ -53,13 +58,20 @@ class Task:
 
 # Tried in this order where a configuration names no architecture.
 TASKS = (
-    Task("AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
-         ("ForConditionalGeneration",)),
+    Task(
+        "AutoModelForSeq2SeqLM",
+        "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+        ("ForConditionalGeneration",),
+    ),
     Task("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING", ("ForMaskedLM", "ForPreTraining")),
     Task("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING", ("ForCausalLM", "LMHeadModel")),
-    Task("AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
-         ("ForImageClassification",), of_images=True),
-)  # fmt: skip
+    Task(
+        "AutoModelForImageClassification",
+        "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
+        ("ForImageClassification",),
+        of_images=True,
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -255,9 +267,7 @@ def _reserved_rows(table: nn.Embedding) -> int:
 # --- which layers are alike
 
 
-def alike_stacks(
-    build: Callable[[int | None], nn.Module], full: nn.Module, layers: int
-) -> dict[str, int]:
+def alike_stacks(build: Callable[[int | None], nn.Module], full: nn.Module, layers: int) -> dict[str, int]:
     """Path of every stack of layers -> how many it has, if a middle layer can stand for all but two.
 
     Args:
@@ -270,11 +280,7 @@ def alike_stacks(
     """
     few = build(layers)
     cut = dict(_repeated(few))
-    deep = {
-        path: stack
-        for path, stack in _repeated(full)
-        if path in cut and len(cut[path]) == layers < len(stack)
-    }
+    deep = {path: stack for path, stack in _repeated(full) if path in cut and len(cut[path]) == layers < len(stack)}
     inside = tuple(f"{path}." for path in deep)
     if _outside(full, inside) != _outside(few, inside):
         return {}

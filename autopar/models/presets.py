@@ -44,16 +44,26 @@ class Preset:
 
 def _llama3(hidden: int, layers: int, heads: int, ffn: int) -> Transformer:
     return Transformer(
-        hidden=hidden, layers=layers, heads=heads, kv_heads=8, ffn=ffn, vocab=128256,
-        max_positions=8192, **LLAMA,
-    )  # fmt: skip
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=8,
+        ffn=ffn,
+        vocab=128256,
+        max_positions=8192,
+        **LLAMA,
+    )
 
 
 def _gpt(hidden: int, layers: int, heads: int, max_positions: int) -> Transformer:
     return Transformer(
-        hidden=hidden, layers=layers, heads=heads, ffn=4 * hidden, vocab=padded(50257),
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        ffn=4 * hidden,
+        vocab=padded(50257),
         max_positions=max_positions,
-    )  # fmt: skip
+    )
 
 
 _LLAMA3 = "The Llama 3 Herd of Models, arXiv 2407.21783, table 3; vocabulary of its config.json"
@@ -70,8 +80,16 @@ _ROWS = (
     Preset(
         "mixtral-8x7b",
         Transformer(
-            hidden=4096, layers=32, heads=32, kv_heads=8, ffn=14336, vocab=32000,
-            max_positions=32768, experts=8, experts_per_token=2, **LLAMA,
+            hidden=4096,
+            layers=32,
+            heads=32,
+            kv_heads=8,
+            ffn=14336,
+            vocab=32000,
+            max_positions=32768,
+            experts=8,
+            experts_per_token=2,
+            **LLAMA,
         ),
         46.7e9,
         "arXiv 2401.04088, table 1",
@@ -80,8 +98,14 @@ _ROWS = (
     Preset(
         "bert-large",
         Transformer(
-            hidden=1024, layers=24, heads=16, ffn=4096, vocab=padded(30522), max_positions=512,
-            causal=False, post_norm=True,
+            hidden=1024,
+            layers=24,
+            heads=16,
+            ffn=4096,
+            vocab=padded(30522),
+            max_positions=512,
+            causal=False,
+            post_norm=True,
         ),
         336e6,
         "arXiv 1810.04805, section 3 (whose 340M is 336M in the code)",
@@ -89,21 +113,28 @@ _ROWS = (
     Preset(
         "t5-11b",
         EncoderDecoder(
-            hidden=1024, layers=24, encoder_layers=24, heads=128, head_dim=128, ffn=65536,
-            vocab=32128, activation="relu", norm="rms", bias=False, fused_attention=False,
+            hidden=1024,
+            layers=24,
+            encoder_layers=24,
+            heads=128,
+            head_dim=128,
+            ffn=65536,
+            vocab=32128,
+            activation="relu",
+            norm="rms",
+            bias=False,
+            fused_attention=False,
         ),
         11.3e9,
         "arXiv 1910.10683, section 3.7; google-t5/t5-11b, config.json",
     ),
     Preset(
         "vit-h",
-        VisionTransformer(
-            hidden=1280, layers=32, heads=16, ffn=5120, image=224, patch=14, classes=1000
-        ),
+        VisionTransformer(hidden=1280, layers=32, heads=16, ffn=5120, image=224, patch=14, classes=1000),
         632e6,
         "arXiv 2010.11929, table 1; patches of 14",
     ),
-)  # fmt: skip
+)
 
 PRESETS: Mapping[str, Preset] = MappingProxyType({row.name: row for row in _ROWS})
 

@@ -144,13 +144,9 @@ def _of_preset(preset: Preset, batch: int, seq: int | None, dtype: torch.dtype) 
 # --- configurations
 
 
-def _of_configuration(
-    text: str, path: Path, batch: int, seq: int | None, dtype: torch.dtype
-) -> Target:
+def _of_configuration(text: str, path: Path, batch: int, seq: int | None, dtype: torch.dtype) -> Target:
     if path.suffix == ".py":
-        raise AutoparError(
-            f"{text} is a Python file: name a function in it, as {path.stem}:example."
-        )
+        raise AutoparError(f"{text} is a Python file: name a function in it, as {path.stem}:example.")
     # transformers imports what a model needs when the model is first named.
     with importing(f"What transformers needs for {path}"):
         pretrained = Pretrained.read(path, dtype=dtype)
@@ -213,11 +209,7 @@ def _function(text: str) -> Callable[..., Any]:
         module = _imported(module_name, function_name)
     function = getattr(module, function_name, None)
     if function is None:
-        own = [
-            name
-            for name, x in vars(module).items()
-            if inspect.isfunction(x) and x.__module__ == module_name
-        ]
+        own = [name for name, x in vars(module).items() if inspect.isfunction(x) and x.__module__ == module_name]
         raise AutoparError(
             f"The module {module_name} has no function {function_name!r}{did_you_mean(function_name, own)}; write one "
             "that returns (model, example_inputs)."
@@ -238,9 +230,7 @@ def _imported(module_name: str, function_name: str) -> ModuleType:
             raise
     if module_name.endswith(".py"):
         parts = Path(module_name).with_suffix("").parts
-        raise AutoparError(
-            f"{module_name!r} is a file: name its module, as {'.'.join(parts)}:{function_name}."
-        )
+        raise AutoparError(f"{module_name!r} is a file: name its module, as {'.'.join(parts)}:{function_name}.")
     file = f"{module_name.replace('.', os.sep)}.py"
     raise AutoparError(
         f"There is no module {module_name!r} in {os.getcwd()} or on Python's path: start the command in the folder "
@@ -250,9 +240,7 @@ def _imported(module_name: str, function_name: str) -> ModuleType:
 
 def _unpack(made: Any, text: str) -> Built:
     if not isinstance(made, tuple) or len(made) not in (2, 3):
-        raise StepError(
-            f"{text} must return (model, example_inputs) or (model, example_inputs, loss_fn)."
-        )
+        raise StepError(f"{text} must return (model, example_inputs) or (model, example_inputs, loss_fn).")
     model, inputs, *loss = made
     loss_fn = loss[0] if loss else None
     if isinstance(inputs, Mapping):

@@ -69,9 +69,12 @@ def alone(node: fx.Node) -> Alone | None:
 
 
 def absent(
-    operands: Sequence[Any], shape: Shape | None, dtype: torch.dtype | None, needs_grad: bool,
+    operands: Sequence[Any],
+    shape: Shape | None,
+    dtype: torch.dtype | None,
+    needs_grad: bool,
     device: torch.device | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """What a rank has in place of the result of a call that another rank runs: a tensor without elements.
 
     Args:
@@ -103,7 +106,4 @@ class _Absent(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         kept = zip(ctx.operands, ctx.needs_input_grad[1:], strict=True)
-        return None, *(
-            gradient.new_zeros(shape, dtype=dtype) if needed else None
-            for (shape, dtype), needed in kept
-        )
+        return None, *(gradient.new_zeros(shape, dtype=dtype) if needed else None for (shape, dtype), needed in kept)

@@ -87,9 +87,7 @@ class AttentionBlock(NamedTuple):
         """The result over these keys, and the log-sum-exp of every query's scores, both in the format of sums."""
         tensors, bias = (self.query, self.key, self.value), self._bias_of_all()
         if _torch.has_fused_attention(*tensors, bias):
-            result, logsumexp = _torch.fused_attention(
-                *tensors, bias, is_causal=self._is_triangle, scale=self.scale
-            )
+            result, logsumexp = _torch.fused_attention(*tensors, bias, is_causal=self._is_triangle, scale=self.scale)
             return result.to(wide(self.query.dtype)), logsumexp
         results, sums = [], []
         for first, last in self._rows():
@@ -100,9 +98,7 @@ class AttentionBlock(NamedTuple):
             sums.append(total.flatten(1, 2))
         return torch.cat(results, -2), torch.cat(sums, -1)
 
-    def attend_backward(
-        self, result: Tensor, logsumexp: Tensor, gradient: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def attend_backward(self, result: Tensor, logsumexp: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Parts of the gradients of query, key and value, given the result over all keys with its gradient."""
         if not self.is_seen:
             query, key, value = (torch.zeros_like(x) for x in (self.query, self.key, self.value))
@@ -110,17 +106,20 @@ class AttentionBlock(NamedTuple):
         tensors, bias = (self.query, self.key, self.value), self._bias_of_all()
         if _torch.has_fused_attention(*tensors, bias):
             return _torch.fused_attention_backward(
-                gradient, *tensors, bias, result, logsumexp, is_causal=self._is_triangle, scale=self.scale
-            )  # fmt: skip
+                gradient,
+                *tensors,
+                bias,
+                result,
+                logsumexp,
+                is_causal=self._is_triangle,
+                scale=self.scale,
+            )
         of_query = []
-        of_key, of_value = (
-            torch.zeros_like(x, dtype=wide(x.dtype)).unsqueeze(2) for x in (self.key, self.value)
-        )
+        of_key, of_value = (torch.zeros_like(x, dtype=wide(x.dtype)).unsqueeze(2) for x in (self.key, self.value))
         key, value = self._grouped(self.key), self._grouped(self.value)
         for first, last in self._rows():
             query, y, dy, total = (
-                self._of_rows(x, first, last)
-                for x in (self.query, result, gradient, logsumexp.unsqueeze(-1))
+                self._of_rows(x, first, last) for x in (self.query, result, gradient, logsumexp.unsqueeze(-1))
             )
             weights = torch.exp(self._scores(first, last) - _finite(total))
             of_value += (weights.mT @ dy).sum(2, keepdim=True)

@@ -17,11 +17,7 @@ def writes_nothing(target: Any) -> bool:
     """Whether an op is one of torch's own that writes to nothing, so that it depends on nothing but its operands."""
     if target is operator.getitem:
         return True
-    return (
-        isinstance(target, _torch.OpOverload)
-        and target.namespace == "aten"
-        and not _torch.schema(target).is_mutable
-    )
+    return isinstance(target, _torch.OpOverload) and target.namespace == "aten" and not _torch.schema(target).is_mutable
 
 
 def arguments_of(node: fx.Node) -> tuple[Hashable, list[fx.Node]]:
@@ -70,8 +66,16 @@ def _kind_of(x: Any) -> Hashable:
     if not all(type(size) is int for size in sizes):
         raise TypeError("an open size")
     return (
-        x.fake_mode, x.dtype, x.device, x.requires_grad, x.ndim, sizes, x.is_conj(), x.is_neg(), x.is_inference(),
-    )  # fmt: skip
+        x.fake_mode,
+        x.dtype,
+        x.device,
+        x.requires_grad,
+        x.ndim,
+        sizes,
+        x.is_conj(),
+        x.is_neg(),
+        x.is_inference(),
+    )
 
 
 def is_like(one: fx.Node, other: fx.Node) -> bool:

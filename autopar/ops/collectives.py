@@ -315,9 +315,7 @@ def result_shape(name: str, shape: Sequence[int], dims: Sequence[int], size: int
     ([8, 6], [4, 3])
     """
     result = list(shape)
-    grows = {"all_gather": dims, "pad": dims, "all_to_all": dims[:1], "gather": dims[:1]}.get(
-        name, ()
-    )
+    grows = {"all_gather": dims, "pad": dims, "all_to_all": dims[:1], "gather": dims[:1]}.get(name, ())
     cuts = {"reduce_scatter": dims, "shard": dims, "all_to_all": dims[1:], "scatter": dims[1:]}
     shrinks = cuts.get(name, ())
     for dim in grows:
@@ -337,9 +335,7 @@ class _Transposed(torch.autograd.Function):
     """Runs a collective in forward and its transpose in backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, call: tuple[str, list[int], int, str, str], *counts: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, call: tuple[str, list[int], int, str, str], *counts: Tensor) -> Tensor:
         ctx.call, ctx.counts = call, counts
         name, dims, size, group, backward = call
         with _torch.below_autograd():
@@ -378,19 +374,13 @@ def _register(library: torch.library.Library, name: str) -> None:
 
 
 def _register_exchange(library: torch.library.Library, name: str) -> None:
-    def kernel(
-        x: Tensor, dims: list[int], size: int, group: str, backward: str, counts: Tensor
-    ) -> Tensor:
+    def kernel(x: Tensor, dims: list[int], size: int, group: str, backward: str, counts: Tensor) -> Tensor:
         return _group_exchange(name, x, counts, size, group)
 
-    def fake(
-        x: Tensor, dims: list[int], size: int, group: str, backward: str, counts: Tensor
-    ) -> Tensor:
+    def fake(x: Tensor, dims: list[int], size: int, group: str, backward: str, counts: Tensor) -> Tensor:
         return x.new_empty(x.shape)  # the size if all experts get as many rows
 
-    def autograd(
-        x: Tensor, dims: list[int], size: int, group: str, backward: str, counts: Tensor
-    ) -> Tensor:
+    def autograd(x: Tensor, dims: list[int], size: int, group: str, backward: str, counts: Tensor) -> Tensor:
         return _Transposed.apply(x, (name, dims, size, group, backward), counts)
 
     library.define(name + SIGNATURE.replace("str backward)", "str backward, Tensor counts)"))

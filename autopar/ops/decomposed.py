@@ -161,8 +161,10 @@ class Cut(NamedTuple):
     def result(self, of: str) -> _Result:
         """An empty result "x", "weight", "bias" or "y"."""
         has = {
-            "rows": ("x", "y"), "features": ("x", "weight"), "columns": ("weight", "bias", "y"),
-        }[self.factor]  # fmt: skip
+            "rows": ("x", "y"),
+            "features": ("x", "weight"),
+            "columns": ("weight", "bias", "y"),
+        }[self.factor]
         if of not in has:
             return _Result(None)
         own = {"weight": int(self.factor == "features"), "bias": 0}
@@ -222,15 +224,11 @@ def gather_products(
     Raises AutoparError in a derivative of a gradient, PeerError if another rank fails.
     """
     cut = Cut(Pieces(dim, size, group), "features" if dim == x.ndim - 1 else "rows")
-    found: tuple[Tensor, ...] = _GatherProducts.apply(
-        cut, again, len(weights), x, *weights, *biases
-    )
+    found: tuple[Tensor, ...] = _GatherProducts.apply(cut, again, len(weights), x, *weights, *biases)
     return found
 
 
-def product_scatter(
-    x: Tensor, weight: Tensor, bias: Tensor | None, dim: int, size: int, group: str
-) -> Tensor:
+def product_scatter(x: Tensor, weight: Tensor, bias: Tensor | None, dim: int, size: int, group: str) -> Tensor:
     """This rank's part along `dim` of the sum over all ranks of their `linear(x, weight, bias)`.
 
     Args:
@@ -250,9 +248,7 @@ def product_scatter(
 
 class _GatherProducts(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, cut: Cut, again: bool, count: int, x: Tensor, *others: Tensor | None
-    ) -> Any:
+    def forward(ctx: Any, cut: Cut, again: bool, count: int, x: Tensor, *others: Tensor | None) -> Any:
         weights, biases = others[:count], others[count:]
         trained = any(ctx.needs_input_grad[4 : 4 + count])
         whole = cut.result("x") if trained and not again else None
@@ -287,10 +283,7 @@ class _GatherProducts(torch.autograd.Function):
         of_weights, of_biases = needs[: len(weights)], needs[len(weights) :]
         trained = [g if n else None for g, n in zip(grads, of_weights, strict=True)]
         found = (_again if ctx.again else _at_once)(cut, kept, trained)
-        sums = [
-            _of_bias(g) if g is not None and n else None
-            for g, n in zip(grads, of_biases, strict=True)
-        ]
+        sums = [_of_bias(g) if g is not None and n else None for g, n in zip(grads, of_biases, strict=True)]
         return None, None, None, wait() if wait else None, *found, *sums
 
 
@@ -327,9 +320,7 @@ class _ProductScatter(torch.autograd.Function):
         cut: Cut = ctx.cut
         names = ("x", "weight", "bias")
         results = {
-            name: cut.result(name)
-            for name, is_needed in zip(names, ctx.needs_input_grad[1:], strict=True)
-            if is_needed
+            name: cut.result(name) for name, is_needed in zip(names, ctx.needs_input_grad[1:], strict=True) if is_needed
         }
         for number, part in cut.pieces.gathered(grad):
             if "x" in results:

@@ -57,16 +57,11 @@ def dispatched(ranks: Sequence[Tensor], tables: Sequence[Tensor], position: int)
         tables: every rank's table, as `table_of` gives it.
         position: position of the rank that gets them.
     """
-    found = [
-        pieces(x, table[0])[position] for x, table in zip(ranks, tables, strict=True)
-    ]  # of every rank, by expert
+    found = [pieces(x, table[0])[position] for x, table in zip(ranks, tables, strict=True)]  # of every rank, by expert
     return torch.cat([x for line in zip(*found, strict=True) for x in line])
 
 
 def combined(ranks: Sequence[Tensor], tables: Sequence[Tensor], position: int) -> Tensor:
     """The transpose of `dispatched`: the rows that one rank gets back from the experts' ranks."""
-    found = [
-        [line[position] for line in pieces(x, table[1].t())]
-        for x, table in zip(ranks, tables, strict=True)
-    ]
+    found = [[line[position] for line in pieces(x, table[1].t())] for x, table in zip(ranks, tables, strict=True)]
     return torch.cat([x for line in found for x in line])

@@ -66,9 +66,7 @@ def quantized(matrix: Tensor) -> Tiles:
 def product(left: Tiles, right: Tiles, dtype: torch.dtype) -> Tensor:
     """left @ right.T, of shape (rows of left, rows of right), summed in float32 or float64 and given as `dtype`."""
     if _torch.multiplies_tiles(left.codes.device, dtype):
-        return _torch.product_of_tiles(
-            (left.codes, left.scales), (right.codes, right.scales), dtype
-        )
+        return _torch.product_of_tiles((left.codes, left.scales), (right.codes, right.scales), dtype)
     return (left.values() @ right.values().t()).to(dtype)
 
 

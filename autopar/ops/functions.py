@@ -16,9 +16,12 @@ from autopar.errors import CaptureError
 
 
 def _results(
-    operands: Sequence[Tensor], ranks: Sequence[int], sizes: Sequence[int],
-    dtypes: Sequence[str], *_: Any,
-) -> list[Tensor]:  # fmt: skip
+    operands: Sequence[Tensor],
+    ranks: Sequence[int],
+    sizes: Sequence[int],
+    dtypes: Sequence[str],
+    *_: Any,
+) -> list[Tensor]:
     """Tensors without values, of the shapes that `ranks` cuts `sizes` into.
 
     The dtypes come as names, because torch 2.11 turns a list of dtypes into numbers.
@@ -52,9 +55,7 @@ def _with_autograd(operands: Sequence[Tensor], *others: Any) -> list[Tensor]:
     return list(_StandIn.apply(len(operands), *operands, *others))
 
 
-def call(
-    operands: Sequence[Tensor], results: Sequence[Tensor], name: str, number: int
-) -> list[Tensor]:
+def call(operands: Sequence[Tensor], results: Sequence[Tensor], name: str, number: int) -> list[Tensor]:
     """Adds an application to the trace that is being made.
 
     Args:
@@ -82,8 +83,7 @@ def register() -> torch.library.Library:
     """Defines the op; it lives as long as the returned library."""
     library = torch.library.Library("autopar", "FRAGMENT")
     library.define(
-        "custom_function(Tensor[] operands, int[] ranks, int[] sizes, str[] dtypes, str name, "
-        "int number) -> Tensor[]"
+        "custom_function(Tensor[] operands, int[] ranks, int[] sizes, str[] dtypes, str name, int number) -> Tensor[]"
     )
     library.impl("custom_function", _results, "Meta")
     library.impl("custom_function", _with_autograd, "Autograd")

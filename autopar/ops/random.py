@@ -20,9 +20,12 @@ def keep_mask(x: Tensor, key: Tensor, p: float) -> Tensor:
 
 
 def draw(
-    op: str, operands: Sequence[Tensor], key: Tensor, scalars: Sequence[float],
+    op: str,
+    operands: Sequence[Tensor],
+    key: Tensor,
+    scalars: Sequence[float],
     dtype: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The result of `torch.ops.aten.<op>(...)` with a generator that the key seeds.
 
     Args:
@@ -38,9 +41,12 @@ def draw(
 
 
 def drawn_call(
-    op: str, operands: Sequence[Tensor], key: Tensor, scalars: Sequence[float],
+    op: str,
+    operands: Sequence[Tensor],
+    key: Tensor,
+    scalars: Sequence[float],
     dtype: torch.dtype | None = None,
-) -> tuple[OpOverload, tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+) -> tuple[OpOverload, tuple[Any, ...], dict[str, Any]]:
     """The overload that `draw` runs, with its arguments; the generator is the default one."""
     name, _, overload = op.partition(".")
     function: OpOverload = getattr(getattr(torch.ops.aten, name), overload)
@@ -54,9 +60,12 @@ def drawn_call(
 
 
 def _without_values(
-    op: str, operands: Sequence[Tensor], key: Tensor, scalars: Sequence[float],
+    op: str,
+    operands: Sequence[Tensor],
+    key: Tensor,
+    scalars: Sequence[float],
     dtype: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     function, arguments, types = drawn_call(op, operands, key, scalars, dtype)
     found: Tensor = function(*arguments, **types)
     return found
@@ -72,9 +81,7 @@ def register() -> torch.library.Library:
     library.define("keep_mask(Tensor x, Tensor key, float p) -> Tensor")
     library.impl("keep_mask", keep_mask, "CompositeExplicitAutograd")
     library.impl("keep_mask", lambda x, key, p: x.new_empty(x.shape, dtype=torch.bool), "Meta")
-    library.define(
-        "draw(str op, Tensor[] operands, Tensor key, Scalar[] scalars, *, ScalarType? dtype=None) -> Tensor"
-    )
+    library.define("draw(str op, Tensor[] operands, Tensor key, Scalar[] scalars, *, ScalarType? dtype=None) -> Tensor")
     library.impl("draw", draw, "CompositeExplicitAutograd")
     library.impl("draw", _without_values, "Meta")
     return library

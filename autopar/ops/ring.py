@@ -83,9 +83,7 @@ class Ring(NamedTuple):
         return RingPlace(self.sizes, turns, tuple(position))
 
 
-def arguments(
-    sizes: Sequence[int], groups: Sequence[str], turns: Sequence[int], how: Scoring
-) -> tuple[Any, ...]:
+def arguments(sizes: Sequence[int], groups: Sequence[str], turns: Sequence[int], how: Scoring) -> tuple[Any, ...]:
     """The arguments of the op behind its tensors."""
     return [*sizes], [*groups], [*turns], how.is_causal, how.scale, how.mask_travels
 
@@ -138,9 +136,17 @@ def _ring(sizes: Sequence[int], groups: Sequence[str], turns: Sequence[int]) -> 
 
 
 def _forward(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sizes: list[int], groups: list[str],
-    turns: list[int], is_causal: bool, scale: float, mask_travels: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    sizes: list[int],
+    groups: list[str],
+    turns: list[int],
+    is_causal: bool,
+    scale: float,
+    mask_travels: bool,
+) -> tuple[Tensor, Tensor]:
     place, how = _ring(sizes, groups, turns), Scoring(is_causal, scale, mask_travels)
     dialogue = attend(place, how, Operands(query, key, value, mask))
     result, logsumexp = _carried(dialogue, groups)
@@ -148,10 +154,20 @@ def _forward(
 
 
 def _backward(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, result: Tensor, logsumexp: Tensor,
-    gradient: Tensor, sizes: list[int], groups: list[str], turns: list[int], is_causal: bool,
-    scale: float, mask_travels: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    result: Tensor,
+    logsumexp: Tensor,
+    gradient: Tensor,
+    sizes: list[int],
+    groups: list[str],
+    turns: list[int],
+    is_causal: bool,
+    scale: float,
+    mask_travels: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     place, how = _ring(sizes, groups, turns), Scoring(is_causal, scale, mask_travels)
     own = Operands(query, key, value, mask)
     dialogue = attend_backward(place, how, own, (result, logsumexp), gradient)

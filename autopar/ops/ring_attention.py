@@ -164,8 +164,14 @@ def attend_backward(
 
 
 def _backward(
-    place: RingPlace, how: Scoring, own: Operands, attended: Attended, gradient: Tensor, *, dealt: bool
-) -> Dialogue[Tensors]:  # fmt: skip
+    place: RingPlace,
+    how: Scoring,
+    own: Operands,
+    attended: Attended,
+    gradient: Tensor,
+    *,
+    dealt: bool,
+) -> Dialogue[Tensors]:
     """The gradients of the rank's query, key and value, computed without dealing rows out or back.
 
     The sums of the gradients of keys and values travel one step behind their blocks. After the last step they return to
@@ -193,9 +199,7 @@ def _backward(
     return of_query.to(own.query.dtype), of_key, of_value
 
 
-def _gradients(
-    meeting: _Meeting, attended: Attended, gradient: Tensor, of_query: Tensor
-) -> Tensors:
+def _gradients(meeting: _Meeting, attended: Attended, gradient: Tensor, of_query: Tensor) -> Tensors:
     """Gradients of the keys and values that are here; that of the queries is added to `of_query`."""
     found = tuple(torch.zeros_like(x) for x in meeting.here[:2])
     for _, rows, keys, block in meeting.blocks():

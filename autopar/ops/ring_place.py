@@ -190,13 +190,9 @@ def deal(place: RingPlace, tensors: Tensors, *, back: bool = False) -> Dialogue[
     counts = [_count(c, rows) for c in mine]
     held = dict(zip(mine, zip(*(x.split(counts, ROWS) for x in tensors), strict=True), strict=True))
     for axis, size in enumerate(sizes):
-        arrives = [
-            c for c in homes if (*to[c][: axis + 1], *at[c][axis + 1 :]) == place.position
-        ]  # fmt: skip
+        arrives = [c for c in homes if (*to[c][: axis + 1], *at[c][axis + 1 :]) == place.position]
         order = sorted(arrives, key=lambda c: (at[c][axis], c))
-        parts = [
-            [x for c in sorted(held) if to[c][axis] == i for x in held[c]] for i in range(size)
-        ]
+        parts = [[x for c in sorted(held) if to[c][axis] == i for x in held[c]] for i in range(size)]
         coming = [[c for c in order if at[c][axis] == i] for i in range(size)]
         likes = [[_like(x, _count(c, rows)) for c in each for x in tensors] for each in coming]
         arrival = yield Send(axis, tuple(map(tuple, parts)), tuple(map(tuple, likes)), tensors)

@@ -19,9 +19,15 @@ from autopar.ops.nodes import is_operator, schema
 from autopar.ops.ring import Ring
 
 DIMS = {
-    "vary": 0, "partial": 0, "all_reduce": 0, "all_to_all": 2, **dict.fromkeys(EXCHANGES, 0),
-    "scatter": 2, "gather": 2, "send": 2,
-}  # the others have one  # fmt: skip
+    "vary": 0,
+    "partial": 0,
+    "all_reduce": 0,
+    "all_to_all": 2,
+    **dict.fromkeys(EXCHANGES, 0),
+    "scatter": 2,
+    "gather": 2,
+    "send": 2,
+}  # the others have one
 
 
 def verify_graph(module: fx.GraphModule, *, after: str) -> None:

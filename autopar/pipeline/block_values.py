@@ -91,9 +91,7 @@ class BlockValues:
                 if (block, memory) not in found:
                     counts[path] += 1
                     own = "input" if counts[path] == 1 else f"input#{counts[path]}"
-                    found[block, memory] = BlockValue(
-                        path, own, name, _unvaried(layout), memory, block, op.name
-                    )
+                    found[block, memory] = BlockValue(path, own, name, _unvaried(layout), memory, block, op.name)
         return tuple(found.values())
 
     @cached_property
@@ -119,9 +117,7 @@ class BlockValues:
             saves_itself = tensor in op.saved and tensor in op.results
             if self.flow.saved.memory(tensor, layout) == memory and not saves_itself:
                 path, user = self._paths[self.parts[block].block], choices.first_user[memory]
-                yield BlockValue(
-                    path, kept.producer, tensor, _unvaried(layout), memory, block, user
-                )
+                yield BlockValue(path, kept.producer, tensor, _unvaried(layout), memory, block, user)
 
     def _result(self, producer: Producer) -> tuple[str, Layout]:
         """The tensor that an op or a conversion computes, and its layout."""
@@ -184,9 +180,7 @@ class BlockValues:
     @cached_property
     def choices(self) -> list[BlockChoices[Memory]]:
         """For every block, the ops that it may recompute, and the tensors that it may keep."""
-        return block_choices(
-            self.graph, self.plan, self.flow, unit=self.blocks, seconds={}, size=lambda _: 0.0
-        )
+        return block_choices(self.graph, self.plan, self.flow, unit=self.blocks, seconds={}, size=lambda _: 0.0)
 
     @cached_property
     def _repeating(self) -> tuple[tuple[Part, ...], frozenset[int]]:

@@ -62,9 +62,7 @@ def composed(
     if plan.pipeline is not None:
         executed = ExecutedStep(graph, plan, hardware, training_state, software)
         return Composed(executed.seconds, executed.memory_bytes)
-    return _price_of(
-        step_of(graph, plan, hardware, software=software, training_state=training_state)
-    )
+    return _price_of(step_of(graph, plan, hardware, software=software, training_state=training_state))
 
 
 def _price_of(step: Step) -> Composed:
@@ -83,15 +81,11 @@ def stored_bytes(
     """Bytes that the fullest rank stores in the tier host or nvme; other arguments as in `composed`."""
     if plan.pipeline is not None:
         return ExecutedStep(graph, plan, hardware, training_state, software).stored_bytes(tier)
-    step = step_of(
-        graph, plan, hardware, software=software, training_state=training_state, with_items=False
-    )
+    step = step_of(graph, plan, hardware, software=software, training_state=training_state, with_items=False)
     return float(total(step.stored(tier)))
 
 
-def state_bytes(
-    graph: Graph, plan: Plan, hardware: Hardware, training_state: TrainingState = FULL
-) -> float:
+def state_bytes(graph: Graph, plan: Plan, hardware: Hardware, training_state: TrainingState = FULL) -> float:
     """Bytes of parameters, gradients and optimizer states on a device, as the mean over stages."""
     whole = replace(plan, pipeline=None)
     step = step_of(graph, whole, hardware, training_state=training_state, with_items=False)
@@ -116,12 +110,18 @@ def step_of(
     machine = software.on(hardware)
     blocks = RecomputationPrice.of(graph, plan)
     pricer = Pricer(
-        graph, plan, sizes=Sizes(plan.mesh), hardware=machine,
+        graph,
+        plan,
+        sizes=Sizes(plan.mesh),
+        hardware=machine,
         links=[machine.link(plan.mesh, axis) for axis in range(len(plan.mesh.axes))],
-        training_state=training_state, blocks=blocks.blocks, again=blocks.again,
-        selected=blocks.selected, slices=blocks.slices,
+        training_state=training_state,
+        blocks=blocks.blocks,
+        again=blocks.again,
+        selected=blocks.selected,
+        slices=blocks.slices,
         meeting_link=machine.link(plan.world_mesh, 0) if plan.meeting else None,
-    )  # fmt: skip
+    )
     run = Run(
         plan.micro_batches,
         recompute=blocks.left,
@@ -129,10 +129,14 @@ def step_of(
         overlap_batches=plan.overlap_batches,
     )
     step = Step(
-        tuple(pricer.items()) if with_items else (), tuple(pricer.holdings()), run, machine, software,
+        tuple(pricer.items()) if with_items else (),
+        tuple(pricer.holdings()),
+        run,
+        machine,
+        software,
         layers=sum(stack.layers for stack in graph.stacks) or 1,
         boundary_bytes=pricer.boundary_bytes(),
-    )  # fmt: skip
+    )
     if not has_lone_ops(plan):
         return step
     order = pricer.in_order() if with_items else ()
@@ -185,30 +189,38 @@ class StepCost:
         held = {term.name: round(term.value) for term in step.memory("first")}
         moved = sums["parameter"] + sums["gradient"]
         return cls(
-            sums[""], sums["activation"], moved,
+            sums[""],
+            sums["activation"],
+            moved,
             float(step.seconds()) - sum(sums.values()),
-            held["parameters"], held["gradients"], held["optimizer"], held["saved activations"],
-            held["buffers"], held["transient peak"], held["reserved"], tuple(along.items()),
+            held["parameters"],
+            held["gradients"],
+            held["optimizer"],
+            held["saved activations"],
+            held["buffers"],
+            held["transient peak"],
+            held["reserved"],
+            tuple(along.items()),
             _price_of(step),
-        )  # fmt: skip
+        )
 
     @property
     def seconds(self) -> float:
         """Duration of a step."""
-        return (
-            self.compute_seconds
-            + self.conversion_seconds
-            + self.parameter_seconds
-            + self.other_seconds
-        )
+        return self.compute_seconds + self.conversion_seconds + self.parameter_seconds + self.other_seconds
 
     @property
     def memory_bytes(self) -> int:
         """Peak memory of a rank."""
         return (
-            self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.saved_bytes
-            + self.buffer_bytes + self.transient_bytes + self.reserved_bytes
-        )  # fmt: skip
+            self.parameter_bytes
+            + self.gradient_bytes
+            + self.optimizer_bytes
+            + self.saved_bytes
+            + self.buffer_bytes
+            + self.transient_bytes
+            + self.reserved_bytes
+        )
 
 
 def cost_of(
@@ -220,9 +232,7 @@ def cost_of(
     training_state: TrainingState = FULL,
 ) -> StepCost:
     """Time and memory of a plan without stages, by kind; arguments as in `composed`."""
-    return StepCost.of(
-        step_of(graph, plan, hardware, software=software, training_state=training_state)
-    )
+    return StepCost.of(step_of(graph, plan, hardware, software=software, training_state=training_state))
 
 
 class RecomputationPrice(NamedTuple):

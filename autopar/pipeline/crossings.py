@@ -58,7 +58,11 @@ class Crossings:
         if PIPELINE_AXIS not in self.blocks.world.names:
             return np.zeros_like(sizes)
         seconds = collective_seconds(
-            "send", before_bytes=sizes, after_bytes=sizes, ranks=2, link=self.blocks.link(PIPELINE_AXIS),
+            "send",
+            before_bytes=sizes,
+            after_bytes=sizes,
+            ranks=2,
+            link=self.blocks.link(PIPELINE_AXIS),
             hardware=self.blocks.hardware,
-        )  # fmt: skip
+        )
         return np.where(sizes > 0, seconds, 0.0)

@@ -111,9 +111,7 @@ class ExecutedStep:
     def _in_flight(self) -> tuple[int, ...]:
         """For every stage the largest number of micro-batches between their forward and their backward."""
         most, now = [0] * self.pipeline.stages, [0] * self.pipeline.stages
-        for action in itertools.chain.from_iterable(
-            actions(self.pipeline, self.plan.micro_batches)
-        ):
+        for action in itertools.chain.from_iterable(actions(self.pipeline, self.plan.micro_batches)):
             now[action.stage] += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
             most[action.stage] = max(most[action.stage], now[action.stage])
         return tuple(most)
@@ -122,8 +120,5 @@ class ExecutedStep:
         """Bytes that the fullest rank stores in the tier host or nvme."""
         held = self.tables.memory.held(dict.fromkeys(TOUCHED, 1), tier)
         saved, flights = self.tables.memory.saved_in(tier), self._in_flight
-        of_stage = [
-            float(held[edge] + flights[stage] * saved[edge])
-            for stage, edge in enumerate(self._edges)
-        ]
+        of_stage = [float(held[edge] + flights[stage] * saved[edge]) for stage, edge in enumerate(self._edges)]
         return max(sum(of_stage[s] for s in stages) for stages in self._stages_of_ranks)

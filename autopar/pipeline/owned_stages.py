@@ -20,9 +20,7 @@ from autopar.pipeline.priced_blocks import PricedBlocks
 from autopar.pipeline.simulation import StageCosts
 
 
-def side_by_side(
-    blocks: PricedBlocks, cuts: Sequence[int], costs: Sequence[StageCosts]
-) -> tuple[StageCosts, ...]:
+def side_by_side(blocks: PricedBlocks, cuts: Sequence[int], costs: Sequence[StageCosts]) -> tuple[StageCosts, ...]:
     """The costs of stages whose ranks work side by side, given those of ranks that work in turn.
 
     Args:
@@ -38,10 +36,11 @@ def side_by_side(
         backward = _fraction(owned, [i for i in own if i.phase != "forward"])
         found.append(
             replace(
-                cost, forward_seconds=forward * cost.forward_seconds,
+                cost,
+                forward_seconds=forward * cost.forward_seconds,
                 backward_seconds=backward * cost.backward_seconds,
             )
-        )  # fmt: skip
+        )
     return tuple(found)
 
 
@@ -53,9 +52,7 @@ def _owned_step(blocks: PricedBlocks) -> OwnedStep:
     return OwnedStep.of(step, plan.mesh.names, (), ranks)
 
 
-def _of_stage(
-    blocks: PricedBlocks, order: Sequence[WorkItem], edge: tuple[int, int]
-) -> list[WorkItem]:
+def _of_stage(blocks: PricedBlocks, order: Sequence[WorkItem], edge: tuple[int, int]) -> list[WorkItem]:
     """The items of a stage, each with the part of its count that is of the stage's blocks."""
     found = []
     for item in order:

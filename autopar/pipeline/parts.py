@@ -80,9 +80,7 @@ def is_whole(graph: Graph) -> bool:
     return all(stack.captured == stack.layers for stack in graph.stacks)
 
 
-def _repeated_parts(
-    graph: Graph, repetition: Repetition, starts: Sequence[str]
-) -> tuple[Part, ...]:
+def _repeated_parts(graph: Graph, repetition: Repetition, starts: Sequence[str]) -> tuple[Part, ...]:
     names = block_starts(graph)
     inside = sorted(set(starts) - set(names))
     if inside:

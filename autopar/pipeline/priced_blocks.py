@@ -47,9 +47,16 @@ class PricedBlocks:
     """
 
     def __init__(
-        self, graph: Graph, plan: Plan, hardware: Hardware, *, starts: Sequence[str] | None = None,
-        world: Mesh | None = None, training_state: TrainingState = FULL, software: Software = AUTOPAR,
-    ) -> None:  # fmt: skip
+        self,
+        graph: Graph,
+        plan: Plan,
+        hardware: Hardware,
+        *,
+        starts: Sequence[str] | None = None,
+        world: Mesh | None = None,
+        training_state: TrainingState = FULL,
+        software: Software = AUTOPAR,
+    ) -> None:
         self.graph, self.plan, self.software = graph, plan, software
         self.hardware, self.world = software.on(hardware), world or plan.world_mesh
         self.parts = find_parts(graph, starts or block_starts(graph))
@@ -68,9 +75,15 @@ class PricedBlocks:
         self.uses = self._uses()
         self.slices = SavedValues(graph, plan).slices
         self.pricer = Pricer(
-            graph, plan, sizes=Sizes(plan.mesh), hardware=self.hardware, training_state=training_state,
-            links=[self.link(axis) for axis in plan.mesh.names], blocks=self.unit, slices=self.slices,
-        )  # fmt: skip
+            graph,
+            plan,
+            sizes=Sizes(plan.mesh),
+            hardware=self.hardware,
+            training_state=training_state,
+            links=[self.link(axis) for axis in plan.mesh.names],
+            blocks=self.unit,
+            slices=self.slices,
+        )
         self.flow, self.sizes = self.pricer.flow, self.pricer.sizes
         self.items = list(self.pricer.items())
         owners = positions_of_owners(plan)
@@ -143,9 +156,7 @@ class PricedBlocks:
         graph = self.graph
         leaves = {**graph.parameters, **graph.buffers}
         return frozenset(
-            tensor
-            for name, tensor in leaves.items()
-            if (place := graph.stack_of(name)) and place[1] == place[0].middle
+            tensor for name, tensor in leaves.items() if (place := graph.stack_of(name)) and place[1] == place[0].middle
         )
 
     def bytes(self, memory: Memory) -> float:

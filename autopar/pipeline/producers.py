@@ -79,9 +79,7 @@ class Producers:
         made = {flow.saved.memory(name, flow.produced[name]) for name in leaves}
         for op in graph.ops:
             for name, layout in zip(op.operands, flow.operands[op.name], strict=True):
-                memory, before = (
-                    flow.saved.memory(name, at) for at in (layout, flow.produced[name])
-                )
+                memory, before = (flow.saved.memory(name, at) for at in (layout, flow.produced[name]))
                 if memory not in made:
                     made.add(memory)
                     of[memory] = op.name, name

@@ -131,9 +131,7 @@ class BlockChoices(Generic[T]):
     def signature(self) -> tuple[object, ...]:
         """A value that is equal for blocks with equal ops, sizes and durations."""
         numbers = {key: i for i, key in enumerate(self.tensors)}
-        ops = (
-            (name, op.seconds, tuple(numbers[x] for x in op.reads)) for name, op in self.ops.items()
-        )
+        ops = ((name, op.seconds, tuple(numbers[x] for x in op.reads)) for name, op in self.ops.items())
         return (*ops, *self.tensors.values())
 
 
@@ -164,9 +162,11 @@ def block_choices(
 
 
 def selected_in(
-    choices: Sequence[BlockChoices[Memory]], paths: Sequence[str], may_repeat: Sequence[bool],
+    choices: Sequence[BlockChoices[Memory]],
+    paths: Sequence[str],
+    may_repeat: Sequence[bool],
     selection: Selection,
-) -> Selected:  # fmt: skip
+) -> Selected:
     """The ops that a selection recomputes, and the tensors that blocks then keep.
 
     For every block the arguments have its recomputable ops, its path, and whether it may be recomputed.
@@ -199,9 +199,14 @@ def selected(graph: Graph, plan: Plan, selection: Selection) -> Selected:
 
 class _Builder:
     def __init__(
-        self, graph: Graph, plan: Plan, flow: Flow, unit: Mapping[str, int],
-        seconds: Mapping[Producer, float], size: Callable[[Memory], float],
-    ) -> None:  # fmt: skip
+        self,
+        graph: Graph,
+        plan: Plan,
+        flow: Flow,
+        unit: Mapping[str, int],
+        seconds: Mapping[Producer, float],
+        size: Callable[[Memory], float],
+    ) -> None:
         self.graph, self.flow, self.unit = graph, flow, unit
         self.seconds, self.size = seconds, size
         self.names = op_names(graph, plan)
@@ -235,16 +240,10 @@ class _Builder:
         return frozenset(name for name, home in homes.items() if home is None)
 
     def block(self, ops: Sequence[Op]) -> BlockChoices[Memory]:
-        reads = {
-            producer: reads
-            for op in ops
-            for producer, reads in self._steps(op)
-            if self._is_choice(producer)
-        }
+        reads = {producer: reads for op in ops for producer, reads in self._steps(op) if self._is_choice(producer)}
         name_of = {producer: self._name(producer) for producer in reads}
         found = {
-            name: RecomputableOp(self.seconds.get(producer, 0.0), reads[producer])
-            for producer, name in name_of.items()
+            name: RecomputableOp(self.seconds.get(producer, 0.0), reads[producer]) for producer, name in name_of.items()
         }
         users: dict[Memory, str] = {}
         for op in ops:
@@ -255,20 +254,14 @@ class _Builder:
             for memory in memories:
                 users.setdefault(memory, name)
         tensors = {
-            memory: BlockTensor(self.size(memory), self._maker(memory, ops), memory in saved)
-            for memory in users
+            memory: BlockTensor(self.size(memory), self._maker(memory, ops), memory in saved) for memory in users
         }
         return BlockChoices(found, tensors, name_of, users)
 
     def _is_choice(self, producer: Producer) -> bool:
         op, converted = producer
         is_parameter = self.flow.saved.root(converted) in self.stored if converted else False
-        return (
-            op in self.names
-            and producer in self.made
-            and op not in self.shared
-            and not is_parameter
-        )
+        return op in self.names and producer in self.made and op not in self.shared and not is_parameter
 
     def _name(self, producer: Producer) -> str:
         return producer_name(self.graph, self.names[producer[0]][1], producer)

@@ -53,9 +53,7 @@ class Repetition:
     groups: tuple[Group, ...]
     captured: tuple[int, ...]
     stacks: tuple[Stack, ...] = ()
-    _spreads: dict[object, tuple[Places, ...]] = field(
-        default_factory=dict, init=False, compare=False
-    )
+    _spreads: dict[object, tuple[Places, ...]] = field(default_factory=dict, init=False, compare=False)
 
     @classmethod
     def of(cls, graph: Graph) -> Repetition:
@@ -114,9 +112,7 @@ class Repetition:
         group = self.group_of(block)
         return tuple(self.at(block, copy) for copy in range(group.times if group else 1))
 
-    def spread(
-        self, made: int | None, owner: int | None, blocks: Collection[int]
-    ) -> tuple[Places, ...]:
+    def spread(self, made: int | None, owner: int | None, blocks: Collection[int]) -> tuple[Places, ...]:
         """Where each tensor of the whole model that a captured tensor stands for is made and used.
 
         Args:
@@ -133,9 +129,7 @@ class Repetition:
             self._spreads[key] = tuple(self._spread(made, owner, blocks))
         return self._spreads[key]
 
-    def _spread(
-        self, made: int | None, owner: int | None, blocks: Collection[int]
-    ) -> Iterator[Places]:
+    def _spread(self, made: int | None, owner: int | None, blocks: Collection[int]) -> Iterator[Places]:
         source = made if made is not None else owner
         group = self.group_of(source) if source is not None else None
         if group is None:
@@ -169,10 +163,6 @@ def _groups(graph: Graph, blocks: Sequence[Block]) -> list[Group]:
     for stack in graph.stacks:
         if stack.captured < stack.layers:
             begin = places.index((stack, stack.middle))
-            end = next(
-                i
-                for i, place in enumerate(places)
-                if place and place[0] == stack and place[1] > stack.middle
-            )
+            end = next(i for i, place in enumerate(places) if place and place[0] == stack and place[1] > stack.middle)
             found.append(Group(begin, end, stack.layers - stack.captured + 1))
     return sorted(found)

@@ -44,8 +44,13 @@ class SavedBytes:
     """
 
     def __init__(
-        self, memories: Sequence[SavedMemory], moments: np.ndarray, repeating: np.ndarray, *, keeps_part: bool
-    ) -> None:  # fmt: skip
+        self,
+        memories: Sequence[SavedMemory],
+        moments: np.ndarray,
+        repeating: np.ndarray,
+        *,
+        keeps_part: bool,
+    ) -> None:
         self._moments, self._repeating = moments, repeating
         n = self._n = len(moments)
         self._once, self._again = np.zeros(n), np.zeros(n)
@@ -103,9 +108,7 @@ class SavedBytes:
         entering = [following(each.entering, self._n) for each in self._shared]
         kept = [following(each.kept, self._n) for each in self._shared]
         shape = len(self._shared), self._n + 1
-        return np.array(entering, dtype=int).reshape(shape), np.array(kept, dtype=int).reshape(
-            shape
-        )
+        return np.array(entering, dtype=int).reshape(shape), np.array(kept, dtype=int).reshape(shape)
 
     @cached_property
     def _crosses(self) -> np.ndarray:

@@ -62,9 +62,15 @@ class SavedValues:
             found = line.of(each.layout)
             if found != each.layout or line.tier != "device":
                 yield KeptSlice(
-                    each.name, each.memory, each.tensor, each.layout, found, each.block, each.user,
+                    each.name,
+                    each.memory,
+                    each.tensor,
+                    each.layout,
+                    found,
+                    each.block,
+                    each.user,
                     line.tier,
-                )  # fmt: skip
+                )
 
     def check(self) -> None:
         """Raises PlanError for a line whose tensor the model does not have, or that cannot slice its tensor."""
@@ -148,9 +154,7 @@ class SavedValues:
         made = self.of.flow.produced.get(each.tensor, each.layout)
         return lambda axis, options: made[axis] if made[axis] in options else options[0]
 
-    def sliced(
-        self, each: BlockValue, choose: Callable[[int, list[State]], State]
-    ) -> SavedLayout | None:
+    def sliced(self, each: BlockValue, choose: Callable[[int, list[State]], State]) -> SavedLayout | None:
         """A line for a tensor; None for no line.
 
         Args:
@@ -194,6 +198,4 @@ def possible_lines(graph: Graph, plan: Plan) -> dict[str, SavedLayout]:
     Those of an input that is not there, or that cannot be sliced so, are left out.
     """
     values = SavedValues(graph, plan) if plan.saved else None
-    return {
-        name: line for name, line in plan.saved.items() if values is not None and values.holds(name)
-    }
+    return {name: line for name, line in plan.saved.items() if values is not None and values.holds(name)}

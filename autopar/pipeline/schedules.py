@@ -338,9 +338,5 @@ def _needs(action: Action, rank_of: Mapping[int, int]) -> Iterator[Action]:
 
 
 def _deadlock(waiting: Mapping[Action, list[int]], rest: Sequence[Sequence[Action]]) -> str:
-    stuck = (
-        f"rank {rank} at {rest[rank][0]} for {missing}"
-        for missing, ranks in waiting.items()
-        for rank in ranks
-    )
+    stuck = (f"rank {rank} at {rest[rank][0]} for {missing}" for missing, ranks in waiting.items() for rank in ranks)
     return f"these actions wait for ever: {', '.join(stuck)}"

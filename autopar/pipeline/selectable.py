@@ -32,9 +32,7 @@ class SelectableOps:
                 producer = item.of, item.moves
                 seconds[producer] = seconds.get(producer, 0.0) + float(self._alone(item))
         graph, plan, flow = self.blocks.graph, self.blocks.plan, self.blocks.flow
-        return block_choices(
-            graph, plan, flow, unit=self.blocks.unit, seconds=seconds, size=self.blocks.bytes
-        )
+        return block_choices(graph, plan, flow, unit=self.blocks.unit, seconds=seconds, size=self.blocks.bytes)
 
     @cached_property
     def paths(self) -> tuple[str, ...]:

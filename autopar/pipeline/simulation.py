@@ -140,9 +140,7 @@ class Simulation:
         idle = [end - begin] * self.ranks
         for span in self.spans:
             if len(span.kind) == 1:
-                idle[span.rank] -= max(
-                    0.0, min(span.end_seconds, end) - max(span.begin_seconds, begin)
-                )
+                idle[span.rank] -= max(0.0, min(span.end_seconds, end) - max(span.begin_seconds, begin))
         return tuple(idle)
 
     @cached_property
@@ -155,9 +153,7 @@ class Simulation:
         )
 
 
-def simulate(
-    actions: Actions, costs: Sequence[StageCosts], *, waits_for_sends: bool = False
-) -> Simulation:
+def simulate(actions: Actions, costs: Sequence[StageCosts], *, waits_for_sends: bool = False) -> Simulation:
     """Simulates the actions of all ranks.
 
     Args:

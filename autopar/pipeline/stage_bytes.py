@@ -26,9 +26,7 @@ from autopar.pipeline.saved_bytes import SavedBytes, SavedMemory
 from autopar.pipeline.stretches import has, sums
 
 # Number of times that the bytes of every kind count in what a stage holds during the whole step.
-KEPT: Mapping[str, float] = MappingProxyType(
-    {"parameters": 1, "gradients": 1, "optimizer": 1, "buffers": 1}
-)
+KEPT: Mapping[str, float] = MappingProxyType({"parameters": 1, "gradients": 1, "optimizer": 1, "buffers": 1})
 
 
 class StageBytes:
@@ -42,9 +40,7 @@ class StageBytes:
     def __init__(self, blocks: PricedBlocks, crossings: Crossings) -> None:
         self.blocks, self.crossings = blocks, crossings
 
-    def held(
-        self, weights: Mapping[str, float], tier: Tier = "device", *, stored_alone: bool = False
-    ) -> np.ndarray:
+    def held(self, weights: Mapping[str, float], tier: Tier = "device", *, stored_alone: bool = False) -> np.ndarray:
         """Bytes of parameters and their gradients and states, counted once in every stage that uses them.
 
         Where ranks own parameters, these are the bytes of the rank that holds most of a stage.
@@ -54,12 +50,8 @@ class StageBytes:
             tier: tier of the holdings that count.
             stored_alone: whether only holdings count that the optimizer reads or updates.
         """
-        found = [
-            self._held(rank, weights, tier, stored_alone) for rank in self.blocks.holdings_of_ranks
-        ]
-        return (
-            np.take_along_axis(np.array(found), self._fullest, axis=0)[0] if found[1:] else found[0]
-        )
+        found = [self._held(rank, weights, tier, stored_alone) for rank in self.blocks.holdings_of_ranks]
+        return np.take_along_axis(np.array(found), self._fullest, axis=0)[0] if found[1:] else found[0]
 
     @cached_property
     def _fullest(self) -> np.ndarray:
@@ -218,11 +210,7 @@ class StageBytes:
         """Operands of an op that no op of its block computes."""
         producers = {name: self.blocks.graph.producer.get(name) for name in op.operands}
         unit = self.blocks.unit[op.name]
-        return tuple(
-            n
-            for n, made in producers.items()
-            if made is None or self.blocks.unit[made.name] != unit
-        )
+        return tuple(n for n, made in producers.items() if made is None or self.blocks.unit[made.name] != unit)
 
     @cached_property
     def _moments(self) -> np.ndarray:

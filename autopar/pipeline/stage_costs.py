@@ -90,9 +90,7 @@ def costs_of_stages(
     cuts = plan.pipeline.cuts if plan.pipeline else ()
     places = {op.name: i for i, op in enumerate(graph.ops)}
     starts = sorted({*block_starts(graph), *cuts}, key=places.__getitem__)
-    tables = StageTables(
-        graph, plan, hardware, starts=starts, training_state=training_state, software=software
-    )
+    tables = StageTables(graph, plan, hardware, starts=starts, training_state=training_state, software=software)
     return tables.costs(plan.recompute, [starts.index(name) for name in cuts])
 
 
@@ -116,13 +114,25 @@ class StageTables:
     """
 
     def __init__(
-        self, graph: Graph, plan: Plan, hardware: Hardware, *, starts: Sequence[str] | None = None,
-        world: Mesh | None = None, training_state: TrainingState = FULL, software: Software = AUTOPAR,
-    ) -> None:  # fmt: skip
+        self,
+        graph: Graph,
+        plan: Plan,
+        hardware: Hardware,
+        *,
+        starts: Sequence[str] | None = None,
+        world: Mesh | None = None,
+        training_state: TrainingState = FULL,
+        software: Software = AUTOPAR,
+    ) -> None:
         self.blocks = PricedBlocks(
-            graph, plan, hardware, starts=starts, world=world,
-            training_state=training_state, software=software,
-        )  # fmt: skip
+            graph,
+            plan,
+            hardware,
+            starts=starts,
+            world=world,
+            training_state=training_state,
+            software=software,
+        )
         self.parts, self.starts = self.blocks.parts, self.blocks.starts
         self.repetition = self.blocks.repetition
         self._crossings = Crossings(self.blocks)
@@ -184,9 +194,7 @@ class StageTables:
             return self.memory.saved_with(self._selectable.kept_with(recompute))
         return self.memory.saved_memory
 
-    def _directions(
-        self, recompute: Recompute, turn: Turn
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _directions(self, recompute: Recompute, turn: Turn) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Seconds of forward, of backward, and of the computation of backward."""
         time, recomputed = self._seconds, self._seconds.work.recomputed
         if isinstance(recompute, Selection):
@@ -259,9 +267,7 @@ class StageTables:
         split = SplitSeconds(blocks.graph, blocks.hardware)
         for op in filter(split.runs_in_both, blocks.graph.ops):
             results = zip(op.results, blocks.flow.results[op.name], strict=True)
-            held = sum(
-                blocks.bytes(each) for each in results if blocks.graph.tensors[each[0]].needs_grad
-            )
+            held = sum(blocks.bytes(each) for each in results if blocks.graph.tensors[each[0]].needs_grad)
             found[blocks.all_of(blocks.unit[op.name])] += held
         return found
 
@@ -279,8 +285,6 @@ class StageTables:
     def _optimizer_seconds(self) -> np.ndarray:
         """Seconds of the optimizer's update of every possible stage; see `autopar.cost_model.steps.step`."""
         rate = self.blocks.hardware.updates_per_second
-        tiers = dict.fromkeys(
-            ("device", *(h.tier for rank in self.blocks.holdings_of_ranks for h in rank))
-        )
+        tiers = dict.fromkeys(("device", *(h.tier for rank in self.blocks.holdings_of_ranks for h in rank)))
         touched = {tier: self.memory.held(TOUCHED, tier, stored_alone=True) for tier in tiers}
         return np.asarray(sum(size / rate(tier) for tier, size in touched.items()))

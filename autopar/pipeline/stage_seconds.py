@@ -69,9 +69,7 @@ class StageSeconds:
             (rows, share), region = self.blocks.rows_of(item), REGIONS.index(item.region)
             if item.phase in ("gather", "reduce") and not item.every_micro_batch:
                 once = share * item.count * item.seconds
-                work.once[rows, int(item.phase == "reduce" and kind_of_work(item) == "stored")] += (
-                    once
-                )
+                work.once[rows, int(item.phase == "reduce" and kind_of_work(item) == "stored")] += once
                 continue
             row = share * self._row(item)
             (work.forward if item.phase == "forward" else work.backward)[rows, region] += row
@@ -110,9 +108,7 @@ class StageSeconds:
         row[_AHEAD] = late + (0.0 if item.resource == COMPUTE else item.count * item.hidden_seconds)
         return row
 
-    def directions(
-        self, turn: Turn, recomputed: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def directions(self, turn: Turn, recomputed: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Seconds of forward, of backward, and of the computation of backward, of every stage.
 
         The communication that overlaps with compute is computed for both directions together, region by region, as in
@@ -124,14 +120,10 @@ class StageSeconds:
         """
         found = np.zeros((3, *turn.turns.shape))
         for region in range(len(REGIONS)):
-            there, back, again = (
-                work[:, region] for work in (self.work.forward, self.work.backward, recomputed)
-            )
+            there, back, again = (work[:, region] for work in (self.work.forward, self.work.backward, recomputed))
             if there.any() or back.any() or again.any():
                 forward = _columns(turn.sums, there)
-                backward = [
-                    a + b for a, b in zip(_columns(turn.sums, back), _columns(turn.first, again), strict=True)
-                ]  # fmt: skip
+                backward = [a + b for a, b in zip(_columns(turn.sums, back), _columns(turn.first, again), strict=True)]
                 found[:2] += self._exposed(forward, backward)
                 found[2] += backward[_COMPUTE]
         return found[0], found[1], found[2]
@@ -139,9 +131,7 @@ class StageSeconds:
     def _exposed(self, forward: _Columns, backward: _Columns) -> np.ndarray:
         """Seconds of forward and backward in one region, without hidden communication, given its work by column."""
         software = self.blocks.software
-        compute, stored, activations, waiting, ahead, _ = both = [
-            a + b for a, b in zip(forward, backward, strict=True)
-        ]
+        compute, stored, activations, waiting, ahead, _ = both = [a + b for a, b in zip(forward, backward, strict=True)]
         own = self.blocks.hardware.hides * np.minimum(stored, compute)
         other = software.hides_activations * np.minimum(activations, compute)
         each = 0.0 if software.runs_ahead else waiting

@@ -45,9 +45,7 @@ class StepTimer:
 
     def seconds(self, costs: Sequence[StageCosts]) -> float:
         """Seconds of a step, to the last bit those of `simulation.simulate`."""
-        durations = [
-            of_kind[kind] for of_kind in (each.seconds for each in costs) for kind in _KINDS
-        ]
+        durations = [of_kind[kind] for of_kind in (each.seconds for each in costs) for kind in _KINDS]
         free, arrived, links = [0.0] * self.ranks, [0.0] * self.arrivals, [0.0] * self.links
         waits = self.waits_for_sends
         for rank, duration, arrival, link in self.runs:

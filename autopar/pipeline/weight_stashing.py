@@ -82,9 +82,7 @@ class WeightVersions:
         return tuple(actions(self.pipeline, self.micro_batches))  # one stage a rank
 
 
-def with_versions(
-    costs: Sequence[StageCosts], pipeline: Pipeline, micro_batches: int
-) -> tuple[StageCosts, ...]:
+def with_versions(costs: Sequence[StageCosts], pipeline: Pipeline, micro_batches: int) -> tuple[StageCosts, ...]:
     """Costs of stages that keep their versions all the time; the same costs under a schedule that has none."""
     if not pipeline.update_every:
         return tuple(costs)

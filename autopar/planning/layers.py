@@ -25,15 +25,11 @@ def spoken_of_all_layers(plan: Plan, graph: Graph, captured: Captured) -> Plan:
         plan,
         fingerprint=captured.fingerprint,
         ops=_in_order(dict(_copied(plan.ops, graph.copies)), order),
-        parameters=_in_order(
-            dict(_copied(plan.parameters, graph.copies)), captured.parameters.values()
-        ),
+        parameters=_in_order(dict(_copied(plan.parameters, graph.copies)), captured.parameters.values()),
     )
 
 
-def _copied(
-    choices: Mapping[str, T], copies: Mapping[str, tuple[str, ...]]
-) -> Iterator[tuple[str, T]]:
+def _copied(choices: Mapping[str, T], copies: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str, T]]:
     for name, choice in choices.items():
         for copy in copies.get(name, (name,)):
             yield copy, choice

@@ -15,8 +15,10 @@ from autopar.search.request.options import PlanOptions
 
 # Variables by which NVIDIA's libraries and torch choose other arithmetic.
 _VARIABLES = (
-    "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-)  # fmt: skip
+    "CUBLAS_WORKSPACE_CONFIG",
+    "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)
 
 
 def likeness(prepared: Prepared, asked: PlanOptions) -> Mapping[str, str]:
@@ -27,16 +29,16 @@ def likeness(prepared: Prepared, asked: PlanOptions) -> Mapping[str, str]:
     captured = prepared.captured
     code, *versions = code_version()
     options = [
-        text for name, each in options_of(PlanOptions).items() if name != "memory_bytes"
+        text
+        for name, each in options_of(PlanOptions).items()
+        if name != "memory_bytes"
         for text in each.words(getattr(asked, name))
-    ]  # fmt: skip
+    ]
     return {
         "versions": ", ".join([f"Python {platform.python_version()}", *versions]),
         "code of autopar": code[:12],
         "environment": ", ".join(f"{name}={os.environ.get(name, '')}" for name in _VARIABLES),
-        "settings of torch": ", ".join(
-            f"{name} {value}" for name, value in _torch.switches().items()
-        ),
+        "settings of torch": ", ".join(f"{name} {value}" for name, value in _torch.switches().items()),
         "options": ", ".join(options) or "none",
         "model": f"fingerprint {captured.fingerprint}, {len(captured.frozen)} frozen {_text_hash(captured.frozen)}",
     }
@@ -50,8 +52,7 @@ def model_lines(prepared: Prepared) -> list[str]:
     """A captured model as lines, for the first one in which two differ."""
     graph, captured = prepared.analysis.graph, prepared.captured
     edges = [
-        f"{name} of shape {list(shape)} and {captured.edge_dtypes[name]}"
-        for name, shape in graph.edge_shapes.items()
+        f"{name} of shape {list(shape)} and {captured.edge_dtypes[name]}" for name, shape in graph.edge_shapes.items()
     ]
     formats = [f"parameter {name} of {dtype}" for name, dtype in captured.stored.items()]
     frozen = [f"parameter {name} without a gradient" for name in sorted(captured.frozen)]

@@ -96,9 +96,7 @@ def prepared_of(captured: Captured) -> Prepared:
     return prepared
 
 
-def prepare_whole(
-    capture: Callable[[], Prepared], part: Prepared, warn: Callable[[str], object]
-) -> Prepared:
+def prepare_whole(capture: Callable[[], Prepared], part: Prepared, warn: Callable[[str], object]) -> Prepared:
     """Captures the step for the whole batch; where the capture raises, warns and returns `part`.
 
     It may raise because the model's code contains the number of rows of a micro-batch, such as `x.reshape(4, -1)`. The
@@ -136,9 +134,7 @@ def prepare_forward(
     return prepared_of(captured)
 
 
-def policy_of(
-    asked: MixedPrecision | str | None, plan: Plan | None = None
-) -> MixedPrecision | None:
+def policy_of(asked: MixedPrecision | str | None, plan: Plan | None = None) -> MixedPrecision | None:
     """The mixed-precision policy that the user asks for, or that of a plan. Raises AutoparError if they differ."""
     policy = MixedPrecision.of(asked)
     if plan is None or policy == plan.precision:
@@ -196,10 +192,13 @@ def search_step(
     if fixed_storage is None:
         _refuse_more_blocks(graph, request.recompute)
     found = search_plan(
-        graph, request, fingerprint=prepared.captured.fingerprint, fixed_storage=fixed_storage,
+        graph,
+        request,
+        fingerprint=prepared.captured.fingerprint,
+        fixed_storage=fixed_storage,
         captured_micro_batches=captured_micro_batches or request.micro_batches or 1,
         progress=progress,
-    )  # fmt: skip
+    )
     best = found.best
     return found._replace(best=best._replace(plan=_finished(best.plan, best.graph, prepared)))
 
@@ -237,9 +236,7 @@ def _check_batch_first(graph: Graph, micro_batches: int) -> None:
     if elsewhere:
         name, dim = elsewhere
         shape = list(graph.tensors[graph.inputs[name]].shape)
-        parts = (
-            counted(micro_batches, "micro-batch") if micro_batches > 1 else "Batches of replicas"
-        )
+        parts = counted(micro_batches, "micro-batch") if micro_batches > 1 else "Batches of replicas"
         raise PlanError(
             f"{parts} are parts of dim 0 of every input, and the batch "
             f"of {name} of shape {shape} is dim {dim}: take one (micro_batches=1), or put the "
@@ -351,9 +348,12 @@ def _plan_of_part(plan: Plan, part: Prepared) -> Plan | None:
         return None
     graph = part.analysis.graph
     return replace(
-        plan, fingerprint=part.captured.fingerprint, shapes=graph.edge_shapes,
-        dtypes=_edge_dtypes(part), saved=possible_lines(graph, plan),
-    )  # fmt: skip
+        plan,
+        fingerprint=part.captured.fingerprint,
+        shapes=graph.edge_shapes,
+        dtypes=_edge_dtypes(part),
+        saved=possible_lines(graph, plan),
+    )
 
 
 def are_given_by_micro_batches(prepared: Prepared, batch: Prepared) -> bool:
@@ -412,12 +412,15 @@ def plan_again(plan: Plan, prepared: Prepared, micro_batches: int) -> Plan | Non
     if why_not_again(plan, prepared):
         return None
     return replace(
-        plan, fingerprint=prepared.captured.fingerprint, micro_batches=micro_batches,
+        plan,
+        fingerprint=prepared.captured.fingerprint,
+        micro_batches=micro_batches,
         overlap_batches=math.gcd(plan.overlap_batches, micro_batches),
         notes=("the choices of the plan for other shapes",),
-        shapes=prepared.analysis.graph.edge_shapes, dtypes=_edge_dtypes(prepared),
+        shapes=prepared.analysis.graph.edge_shapes,
+        dtypes=_edge_dtypes(prepared),
         saved=possible_lines(prepared.analysis.graph, plan),
-    )  # fmt: skip
+    )
 
 
 def has_same_ops(plan: Plan, prepared: Prepared) -> bool:
@@ -470,19 +473,20 @@ def has_no_rows(prepared: Prepared) -> bool:
     return any(graph.tensors[name].shape[:1] == (0,) for name in graph.inputs.values())
 
 
-def unsplit_plan(
-    prepared: Prepared, mesh: Mesh, parameters: Mapping[str, ParameterPlan], micro_batches: int
-) -> Plan:
+def unsplit_plan(prepared: Prepared, mesh: Mesh, parameters: Mapping[str, ParameterPlan], micro_batches: int) -> Plan:
     """The plan in which every rank does all the work, with the given layouts of parameters."""
     graph, axes = prepared.analysis.graph, len(mesh.axes)
     return Plan(
-        mesh=mesh, fingerprint=prepared.captured.fingerprint, recipe="auto",
-        micro_batches=micro_batches, parameters=parameters,
+        mesh=mesh,
+        fingerprint=prepared.captured.fingerprint,
+        recipe="auto",
+        micro_batches=micro_batches,
+        parameters=parameters,
         inputs={name: (R,) * axes for name in graph.inputs},
         ops={op.name: (UNSPLIT,) * axes for op in graph.ops},
         precision=graph.precision,
         notes=("no axis divides anything, so that every rank does all",),
-    )  # fmt: skip
+    )
 
 
 def take_parts(plan: Plan, graph: Graph) -> Plan:
@@ -493,10 +497,7 @@ def take_parts(plan: Plan, graph: Graph) -> Plan:
     little, but then a rank that has only its own shard of the input could not pass that shard.
     """
     inputs = {
-        name: tuple(
-            _agreed_state(plan, graph, graph.inputs[name], axis, state)
-            for axis, state in enumerate(layout)
-        )
+        name: tuple(_agreed_state(plan, graph, graph.inputs[name], axis, state) for axis, state in enumerate(layout))
         for name, layout in plan.inputs.items()
     }
     return replace(plan, inputs=inputs)

@@ -94,9 +94,18 @@ class CaptureQuestion:
         # By the kind of a GPU torch picks its kernels of attention.
         kinds = sorted({_torch.device_model(x.device) for x in self._tensors()})
         question = (
-            code_version(), sys.version, kinds, state.digest, str(spec), tensors, self.is_step, self.precision,
-            [list(dims) for dims in self.open_dims], casts, list(map(str, _torch.switches().items())),
-        )  # fmt: skip
+            code_version(),
+            sys.version,
+            kinds,
+            state.digest,
+            str(spec),
+            tensors,
+            self.is_step,
+            self.precision,
+            [list(dims) for dims in self.open_dims],
+            casts,
+            list(map(str, _torch.switches().items())),
+        )
         return hashlib.sha256(text_of(question).encode()).hexdigest()
 
 
@@ -120,9 +129,7 @@ class StoredCaptures:
         try:
             state = question.state()
             key = question.key(state)
-        except (
-            Exception
-        ) as error:  # also of the user's own: values are asked for their attributes and texts
+        except Exception as error:  # also of the user's own: values are asked for their attributes and texts
             log.info("The capture is not stored: %s.", error)
             return capture()
         path = self.folder / f"{key}{_ENDING}"
@@ -134,9 +141,7 @@ class StoredCaptures:
             self._write(path, key, state, question, found)
         return found
 
-    def _read(
-        self, path: Path, key: str, state: PythonState, question: CaptureQuestion
-    ) -> Captured | None:
+    def _read(self, path: Path, key: str, state: PythonState, question: CaptureQuestion) -> Captured | None:
         """The capture in a file; None, with a line in the log, for a file that cannot be used."""
         if not path.is_file():
             return None
@@ -146,9 +151,7 @@ class StoredCaptures:
                 raise NoText("it is not whole, or not the answer to the question of its name")
             arguments = question.args, question.kwargs
             found = read_captured(parse_json(body), state, arguments, question.precision)
-        except (
-            Exception
-        ) as error:  # whatever torch raises for a graph that somebody else has written
+        except Exception as error:  # whatever torch raises for a graph that somebody else has written
             log.info("The stored capture %s is not used, and made again: %s", path, error)
             return None
         log.info("The capture was stored by an earlier start (%s).", path)
@@ -192,7 +195,7 @@ def is_same_capture(captured: Captured, other: Captured) -> bool:
         and all(_is_equal(x, other.constants[name]) for name, x in captured.constants.items())
         and [_where(g.place) for g in captured.guards] == [_where(g.place) for g in other.guards]
         and other.guards.hold()
-    )  # fmt: skip
+    )
 
 
 def _where(place: Place) -> tuple[object, ...]:
@@ -205,9 +208,10 @@ def _said(node: Any) -> str:
     """Everything that is computed from a node."""
     values = [
         (x.requires_grad, isinstance(x, nn.Parameter), x.stride(), x.dtype, x.shape, x.device)
-        if isinstance(x, Tensor) else x
+        if isinstance(x, Tensor)
+        else x
         for x in pytree.tree_leaves(node.meta.get("val"))
-    ]  # fmt: skip
+    ]
     kinds = [type(x).__name__ for x in pytree.tree_leaves((node.args, node.kwargs))]
     stack, line = node.meta.get("nn_module_stack"), node.meta.get("stack_trace")
     said = (node.op, node.name, str(node.target), node.args, node.kwargs, kinds, values)
@@ -236,9 +240,7 @@ def _text(document: Any) -> str:
         check_nesting(text)
     except ValueError as error:
         raise NoText(f"the capture has no text that is read again ({error})") from None
-    if (
-        len(text) > MOST_BYTES // 2
-    ):  # a character may take more than one byte, and the head comes before
+    if len(text) > MOST_BYTES // 2:  # a character may take more than one byte, and the head comes before
         raise NoText(f"its text has {len(text)} characters")
     return text
 

@@ -186,8 +186,7 @@ def _check_owners(name: str, parameter: ParameterPlan, dims: Dims, mesh: Mesh) -
 def _check_layout(where: str, layout: Layout, dims: Dims, mesh: Mesh, kinds: str) -> None:
     if len(layout) != len(mesh.axes):
         raise PlanError(
-            f"The plan is damaged: the {where} has {len(layout)} states for the {len(mesh.axes)} "
-            f"axes of {mesh}."
+            f"The plan is damaged: the {where} has {len(layout)} states for the {len(mesh.axes)} axes of {mesh}."
         )
     dims = tuple(sizes or (1,) for sizes in dims)  # a dim of size 1 may have no factors
     for state, axis in zip(layout, mesh.names, strict=True):
@@ -226,8 +225,7 @@ def _check_op(op: Op, analysis: Analysis, plan: Plan) -> None:
     labels, mesh = plan.ops[op.name], plan.mesh
     if len(labels) != len(mesh.axes):
         raise PlanError(
-            f"The plan is damaged: op {op.name} has {len(labels)} labels for the "
-            f"{len(mesh.axes)} axes of {mesh}."
+            f"The plan is damaged: op {op.name} has {len(labels)} labels for the {len(mesh.axes)} axes of {mesh}."
         )
     known = [choice.label for choice in op.choices]
     for label, axis in zip(labels, mesh.names, strict=True):
@@ -248,9 +246,7 @@ def _check_op(op: Op, analysis: Analysis, plan: Plan) -> None:
             f"have {' '.join(least)}."
         )
     if runs_alone(labels) and (reason := why_not_alone(op, labels, mesh)):
-        raise PlanError(
-            f"The plan runs op {op.name} ({op.kind}) on one rank ({' '.join(labels)}), and {reason}."
-        )
+        raise PlanError(f"The plan runs op {op.name} ({op.kind}) on one rank ({' '.join(labels)}), and {reason}.")
     if not is_legal(analysis.graph, op, labels, mesh):
         sizes = ", ".join(f"{c.label} of size {c.size}" for c in op.choices if c.splits)
         raise PlanError(
@@ -286,11 +282,7 @@ def _check_cuts(cuts: tuple[str, ...], analysis: Analysis) -> None:
 
 def _difference(captured: Captured, graph: Graph, plan: Plan) -> str:
     """Words for the first difference between a graph and the graph for which a plan was made."""
-    found = (
-        _name_difference(graph, plan)
-        or _shape_difference(graph, plan)
-        or _dtype_difference(captured, plan)
-    )
+    found = _name_difference(graph, plan) or _shape_difference(graph, plan) or _dtype_difference(captured, plan)
     if found:
         return found
     remedy = remedy_of_other_graph(captured.guards)
@@ -314,9 +306,7 @@ def _shape_difference(graph: Graph, plan: Plan) -> str:
         if planned != shape:
             is_part = name.startswith("input ") and plan.micro_batches > 1
             part = f" in each of {plan.micro_batches} micro-batches" if is_part else ""
-            return (
-                f"its {name} has the shape {list(shape)}, and the plan takes {list(planned)}{part}"
-            )
+            return f"its {name} has the shape {list(shape)}, and the plan takes {list(planned)}{part}"
     return ""
 
 
@@ -331,7 +321,5 @@ def _dtype_difference(captured: Captured, plan: Plan) -> str:
 def _op_difference(graph: Graph, plan: Plan) -> str:
     for ours, theirs in itertools.zip_longest((op.name for op in graph.ops), plan.ops):
         if ours != theirs:
-            return (
-                f"where the plan has {theirs or 'no further op'}, it runs {ours or 'nothing more'}"
-            )
+            return f"where the plan has {theirs or 'no further op'}, it runs {ours or 'nothing more'}"
     return "an op has other arguments, or a tensor another dtype"

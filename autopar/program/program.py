@@ -167,10 +167,7 @@ class Program:
         if not self.shares:
             return [{} for _ in parts]
         return [
-            {
-                spec.name: torch.tensor(share, dtype=spec.dtype)
-                for spec, share in zip(self.shares, own, strict=True)
-            }
+            {spec.name: torch.tensor(share, dtype=spec.dtype) for spec, share in zip(self.shares, own, strict=True)}
             for own in self.objective.term_shares(parts)
         ]
 
@@ -179,9 +176,7 @@ class Program:
         return self.plan.parameters[name]
 
 
-def build_program(
-    captured: Captured, analysis: Analysis, plan: Plan, batch: BatchCapture | None = None
-) -> Program:
+def build_program(captured: Captured, analysis: Analysis, plan: Plan, batch: BatchCapture | None = None) -> Program:
     """Rewrites a captured model into the program of one rank, as a plan says.
 
     Args:
@@ -197,9 +192,7 @@ def build_program(
     check_plan(captured, analysis, plan)
     module, layouts = partition(captured, analysis, plan)
     batch = batch or BatchCapture(captured, analysis.graph)
-    objective = (
-        _MEAN if plan.micro_batches == 1 else put_together(objective_of(captured, batch), plan)
-    )
+    objective = _MEAN if plan.micro_batches == 1 else put_together(objective_of(captured, batch), plan)
     shares = multiply_terms(module, captured, objective.terms)
     verify_graph(module, after="partition")
     specs = _ArgumentSpecs(captured, analysis, plan)
@@ -266,9 +259,7 @@ class _ArgumentSpecs:
         return replace(found, reduced=reduced, tier=how.resident_tier)
 
 
-def _outputs(
-    captured: Captured, analysis: Analysis, layouts: tuple[Layout, ...]
-) -> tuple[TensorSpec, ...]:
+def _outputs(captured: Captured, analysis: Analysis, layouts: tuple[Layout, ...]) -> tuple[TensorSpec, ...]:
     """The tensor outputs that follow the new values of buffers."""
     specs = []
     for node, layout in zip(output_nodes(captured.module), layouts, strict=True):

@@ -36,9 +36,7 @@ def mark_blocks(module: fx.GraphModule, graph: Graph, plan: Plan) -> frozenset[i
         producer = node.meta["origin"], node.meta.get("converts", "")
         node.meta["block"] = number
         node.meta["recomputed"] = (
-            number in blocks
-            and not is_key(node)
-            and (chosen is None or chosen.get(producer, False))
+            number in blocks and not is_key(node) and (chosen is None or chosen.get(producer, False))
         )
     return blocks
 
@@ -52,9 +50,7 @@ def check_selection(plan: Plan, selection: Selection, graph: Graph) -> None:
         if not there or unknown:
             what = f"op {unknown[0]!r} of the block {path!r}" if there else f"block {path!r}"
             some = ", ".join(list(there[0] if there else known)[:3]) or "none"
-            raise PlanError(
-                f"The plan recomputes the {what}, which the model does not have. It has {some}, ..."
-            )
+            raise PlanError(f"The plan recomputes the {what}, which the model does not have. It has {some}, ...")
 
 
 def known_recomputation(plan: Plan, graph: Graph) -> Recompute:

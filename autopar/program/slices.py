@@ -65,16 +65,12 @@ def note_slices(module: fx.GraphModule, graph: Graph, plan: Plan) -> dict[str, S
             _note(module.graph, node, of[memory])
     module.recompile()
     return {
-        _mark(each): SavedSlice(
-            graph.tensors[each.tensor].dims, each.layout, each.slice_layout, each.tier
-        )
+        _mark(each): SavedSlice(graph.tensors[each.tensor].dims, each.layout, each.slice_layout, each.tier)
         for each in slices
     }
 
 
-def gathered_again(
-    slices: Mapping[str, SavedSlice], plan: Plan, groups: Mapping[str, str]
-) -> dict[str, Gathered]:
+def gathered_again(slices: Mapping[str, SavedSlice], plan: Plan, groups: Mapping[str, str]) -> dict[str, Gathered]:
     """The slices from which one all-gather makes the saved tensor again, and that all-gather.
 
     There are none in a plan that recomputes, whose blocks gather their operands by themselves.

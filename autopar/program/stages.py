@@ -36,9 +36,13 @@ def cut_stages(program: Program, graph: Graph) -> list[Program]:
     changes = len(program.mutated)
     early = {*range(changes), *(changes + i for i in staying_outputs(program))}
     graphs = cut_stage_graphs(
-        program.module, stage_numbers(program.module, places, begins), len(begins) + 1,
-        kept=[*weights, *_changed(program)], weights=weights, early_outputs=early,
-    )  # fmt: skip
+        program.module,
+        stage_numbers(program.module, places, begins),
+        len(begins) + 1,
+        kept=[*weights, *_changed(program)],
+        weights=weights,
+        early_outputs=early,
+    )
     values = _examples(program)
     leaves = [n.name for n in program.module.graph.find_nodes(op="placeholder")]
     stages = [_stage(program, graph, leaves, values) for graph in graphs]
@@ -48,9 +52,7 @@ def cut_stages(program: Program, graph: Graph) -> list[Program]:
     return stages
 
 
-def cuts_where_parameters_lie(
-    graph: Graph, users: Mapping[str, Sequence[int]], stages: int
-) -> tuple[str, ...]:
+def cuts_where_parameters_lie(graph: Graph, users: Mapping[str, Sequence[int]], stages: int) -> tuple[str, ...]:
     """Cuts of another graph of the same model, so that every op finds its parameters on its stage.
 
     Args:
@@ -101,9 +103,7 @@ def refuse_strays(stages: Sequence[Program], users: Mapping[str, Sequence[int]])
                 )
 
 
-def _nearest(
-    stage: int, homes: Sequence[tuple[str, Sequence[int]]], direction: int, op: str
-) -> int:
+def _nearest(stage: int, homes: Sequence[tuple[str, Sequence[int]]], direction: int, op: str) -> int:
     """The stage next to this one, in a direction, on which all of an op's parameters lie."""
     for name, stages in homes:
         beyond = [s for s in stages if direction * s >= direction * stage]
@@ -178,9 +178,7 @@ def _empty(spec: TensorSpec, shape: Sequence[int]) -> Tensor:
     return torch.empty(tuple(shape), dtype=spec.dtype)
 
 
-def _stage(
-    program: Program, graph: StageGraph, leaves: list[str], values: Mapping[str, Tensor]
-) -> Program:
+def _stage(program: Program, graph: StageGraph, leaves: list[str], values: Mapping[str, Tensor]) -> Program:
     verify_graph(graph.module, after="cutting stages")
     own = [leaves.index(name) for name in graph.leaves]
     groups = (
@@ -247,9 +245,7 @@ def _refuse_stale_buffers(stages: Sequence[Program]) -> None:
     for number, stage in enumerate(stages):
         for name in stage.mutated.values():
             others = [
-                i
-                for i, other in enumerate(stages)
-                if i != number and name in {spec.name for spec in other.buffers}
+                i for i, other in enumerate(stages) if i != number and name in {spec.name for spec in other.buffers}
             ]
             if others:
                 raise PlanError(

@@ -34,14 +34,10 @@ def multiply_terms(
     """
     local = {node.name: node for node in module.graph.nodes}
     nodes = {node.name: node for node in captured.module.graph.nodes}
-    return [
-        _multiply(module.graph, local[term.user], nodes[term.user], term.name) for term in terms
-    ]
+    return [_multiply(module.graph, local[term.user], nodes[term.user], term.name) for term in terms]
 
 
-def _multiply(
-    graph: fx.Graph, user: fx.Node, captured: fx.Node, name: str
-) -> tuple[str, torch.dtype]:
+def _multiply(graph: fx.Graph, user: fx.Node, captured: fx.Node, name: str) -> tuple[str, torch.dtype]:
     """Multiplies an operand of a local call by a new placeholder."""
     operands = tensor_operands(captured)
     place = [x.name for x in operands].index(name)
@@ -72,9 +68,7 @@ def put_together(objective: Objective, plan: Plan) -> Objective:
     """The objective as a plan can carry it out: one that updates inside of the step knows no shares of terms."""
     if not objective.terms or plan.pipeline is None or not plan.pipeline.update_every:
         return objective
-    obstacle = (
-        "its terms have denominators of their own, and parameters are updated inside of the step"
-    )
+    obstacle = "its terms have denominators of their own, and parameters are updated inside of the step"
     return Objective("unknown", obstacle=obstacle)
 
 

@@ -31,8 +31,7 @@ class CachedTensors:
         self._asked = {
             x: x.cache_info().hits
             for x in all_cached()
-            if (keys := set(map(storage_key, filter(has_storage, tensors_cached_by(x)))))
-            and not keys & known
+            if (keys := set(map(storage_key, filter(has_storage, tensors_cached_by(x))))) and not keys & known
         }
 
     def used(self) -> list[Any]:

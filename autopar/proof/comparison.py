@@ -63,15 +63,10 @@ def plan_errors(plan: PlanResults, reference: Results) -> dict[Key, float]:
     return errors
 
 
-def own_errors(
-    samples: Sequence[Results], keys: Iterable[Key], reference: Results
-) -> dict[Key, float]:
+def own_errors(samples: Sequence[Results], keys: Iterable[Key], reference: Results) -> dict[Key, float]:
     """The largest absolute error of an entry of every tensor, over several runs of a single device."""
     return {
-        key: max(
-            (_difference(_value(x, key), _value(reference, key)) for x in samples), key=nan_last
-        )
-        for key in keys
+        key: max((_difference(_value(x, key), _value(reference, key)) for x in samples), key=nan_last) for key in keys
     }
 
 
@@ -92,15 +87,11 @@ def doubtful(verdicts: Iterable[Verdict], reference: Results) -> list[Verdict]:
     return [
         v
         for v in verdicts
-        if not v.passed
-        and v.kind == "gradient"
-        and largest_entry(_value(reference, (v.kind, v.name))) < v.scale
+        if not v.passed and v.kind == "gradient" and largest_entry(_value(reference, (v.kind, v.name))) < v.scale
     ]
 
 
-def judged_by_rounding(
-    verdicts: Sequence[Verdict], samples: Sequence[Results], reference: Results
-) -> list[Verdict]:
+def judged_by_rounding(verdicts: Sequence[Verdict], samples: Sequence[Results], reference: Results) -> list[Verdict]:
     """Float64 verdicts, of which doubtful ones have the bound of rounding where that is larger.
 
     Args:
@@ -240,9 +231,7 @@ def whole_of_shards(spec: TensorSpec, shards: Sequence[Tensor], plan: Plan) -> T
     return whole.view(spec.shape)
 
 
-def parameter_verdicts(
-    found: Sequence[nn.Module], expected: Sequence[nn.Module], step: int
-) -> Iterator[Verdict]:
+def parameter_verdicts(found: Sequence[nn.Module], expected: Sequence[nn.Module], step: int) -> Iterator[Verdict]:
     """Verdicts on the parameters of models that a plan updated, compared with plain models."""
     for ours, plain in zip(found, expected, strict=True):
         own = dict(ours.named_parameters())

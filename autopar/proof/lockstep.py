@@ -59,9 +59,13 @@ class _Collective(torch.autograd.Function):
 
 
 def _define(
-    name: str, dims: Sequence[int], axis: int, mesh: Mesh, tables: Sequence[Tensor],
+    name: str,
+    dims: Sequence[int],
+    axis: int,
+    mesh: Mesh,
+    tables: Sequence[Tensor],
     ranks: Sequence[Tensor],
-) -> Ranks:  # fmt: skip
+) -> Ranks:
     results = []
     ranks = [*ranks[: mesh.ranks], *map(_garbage, ranks[mesh.ranks :])]
     for rank in range(mesh.size):
@@ -80,9 +84,7 @@ def _garbage(x: Tensor) -> Tensor:
     return torch.full_like(x, torch.nan if x.dtype.is_floating_point else torch.iinfo(x.dtype).max)
 
 
-def collective(
-    call: CollectiveCall, mesh: Mesh, ranks: Sequence[Tensor], tables: Sequence[Tensor] = ()
-) -> Ranks:
+def collective(call: CollectiveCall, mesh: Mesh, ranks: Sequence[Tensor], tables: Sequence[Tensor] = ()) -> Ranks:
     """Runs one collective on all ranks. `tables` has the table of counts of every rank for an exchange of rows."""
     if call.name == FIT:
         return [fitted(x, call.after or ()) for x in ranks]
@@ -93,8 +95,14 @@ def collective(
 
 
 def convert(
-    ranks: Ranks, dims: Dims, source: Layout, target: Layout, mesh: Mesh, *, back_by_rows: bool = False
-) -> Ranks:  # fmt: skip
+    ranks: Ranks,
+    dims: Dims,
+    source: Layout,
+    target: Layout,
+    mesh: Mesh,
+    *,
+    back_by_rows: bool = False,
+) -> Ranks:
     """Converts the local tensors of all ranks from one layout to another, differentiably.
 
     With `back_by_rows` the gradient is carried by rows, see [Note: by rows] in autopar/ir/conversion.py.
@@ -103,9 +111,7 @@ def convert(
     return _converted(ranks, [x.back_by_rows for x in steps] if back_by_rows else steps, mesh)
 
 
-def run(
-    program: Program, arguments: Sequence[Ranks], streams: MicroBatchStreams | None = None
-) -> list[Ranks]:
+def run(program: Program, arguments: Sequence[Ranks], streams: MicroBatchStreams | None = None) -> list[Ranks]:
     """Runs a program on all ranks; returns the tensor outputs of the graph, each for all ranks.
 
     Args:
@@ -114,9 +120,7 @@ def run(
         streams: noise from which its ops draw; None to draw from the default generator, as the runtime does.
     """
     mesh, draws = program.plan.mesh, RankDraws(program.plan, streams)
-    saves = SlicedSaves(
-        program.slices, mesh, lambda ranks, steps: _converted(ranks, steps, mesh), Tiers(_torch.CPU)
-    )
+    saves = SlicedSaves(program.slices, mesh, lambda ranks, steps: _converted(ranks, steps, mesh), Tiers(_torch.CPU))
     module = _together(program, saves, draws)
     with draws.running(), saves.watching():
         return _run(module, arguments)
@@ -140,9 +144,12 @@ def _together(program: Program, saves: SlicedSaves, draws: RankDraws) -> fx.Grap
     with _torch.code_when_called():
         module = fx.GraphModule(nn.Module(), graph)
         return fold_blocks(
-            module, program.recomputed, Recomputed,
-            parameters=len(program.parameters), received=len(program.received),
-        )  # fmt: skip
+            module,
+            program.recomputed,
+            Recomputed,
+            parameters=len(program.parameters),
+            received=len(program.received),
+        )
 
 
 class _OnAllRanks:
@@ -219,9 +226,7 @@ def _run(module: fx.GraphModule, arguments: Sequence[Ranks]) -> list[Ranks]:
     raise AssertionError("a graph without output")
 
 
-def _run_node(
-    node: fx.Node, mesh: Mesh, values: dict[fx.Node, list[Any]], draws: RankDraws
-) -> list[Any]:
+def _run_node(node: fx.Node, mesh: Mesh, values: dict[fx.Node, list[Any]], draws: RankDraws) -> list[Any]:
     if ring := Ring.of(node):
         return attend_together(ring, mesh, values)
     if call := Collective.of(node):

@@ -16,9 +16,7 @@ from autopar.ops.ring_place import Dialogue, RingPlace, Send, Tensors
 T = TypeVar("T")
 
 
-def attend_together(
-    ring: Ring, mesh: Mesh, values: Mapping[fx.Node, list[Any]]
-) -> list[tuple[Tensor, ...]]:
+def attend_together(ring: Ring, mesh: Mesh, values: Mapping[fx.Node, list[Any]]) -> list[tuple[Tensor, ...]]:
     """The results and log-sum-exps of all ranks, given what every node has on each of them."""
     given = [values[node] for node in ring.tensors if node is not None]
     flat = _Together.apply(ring, mesh, len(given), *(x for ranks in given for x in ranks))
@@ -31,9 +29,7 @@ class _Together(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ring: Ring, mesh: Mesh, count: int, *flat: Tensor) -> tuple[Tensor, ...]:
         ctx.ring, ctx.mesh, ctx.count = ring, mesh, count
-        found = _dialogues(
-            ring, mesh, [attend(place, ring.how, own) for place, own in _ranks(ctx, flat)]
-        )
+        found = _dialogues(ring, mesh, [attend(place, ring.how, own) for place, own in _ranks(ctx, flat)])
         results = tuple(x for both in found for x in both)
         ctx.mark_non_differentiable(*results[1::2])
         ctx.save_for_backward(*flat, *results)
@@ -44,9 +40,7 @@ class _Together(torch.autograd.Function):
         flat = ctx.saved_tensors[: ctx.count * ctx.mesh.size]
         results = ctx.saved_tensors[len(flat) :]
         dialogues = [
-            attend_backward(
-                place, ctx.ring.how, own, (results[2 * i], results[2 * i + 1]), gradients[2 * i]
-            )
+            attend_backward(place, ctx.ring.how, own, (results[2 * i], results[2 * i + 1]), gradients[2 * i])
             for i, (place, own) in enumerate(_ranks(ctx, flat))
         ]
         found = _dialogues(ctx.ring, ctx.mesh, dialogues)

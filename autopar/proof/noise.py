@@ -118,9 +118,7 @@ def _bernoulli(u: Tensor, own: _Named) -> Tensor:
 
 _NUMBERS: Mapping[str, Callable[[Tensor, _Named], Tensor]] = {
     "bernoulli": _bernoulli,
-    "cauchy": lambda u, own: (
-        own["median"] + own["sigma"] * _coarse(torch.tan(math.pi * (u - 0.5)))
-    ),
+    "cauchy": lambda u, own: own["median"] + own["sigma"] * _coarse(torch.tan(math.pi * (u - 0.5))),
     "exponential": lambda u, own: _coarse(-torch.log1p(-u)) / own["lambd"],
     "geometric": lambda u, own: (torch.log1p(-u) / math.log1p(-own["p"])).ceil().clamp(min=1),
     "log_normal": lambda u, own: torch.exp(_normal(u, own)),
@@ -135,23 +133,28 @@ _NUMBERS: Mapping[str, Callable[[Tensor, _Named], Tensor]] = {
     "random": lambda u, own: _whole(u, own, "from", "to"),
     "randperm": lambda u, own: u.argsort(),
     "uniform": lambda u, own: own["from"] + (own["to"] - own["from"]) * _coarse(u),
-}  # fmt: skip
+}
 
 # Ops that draw every element, or every row of the last dim, by itself -> number of dims of a row.
-_ROW_DIMS = {"poisson": 0, "binomial": 0, "_standard_gamma": 0, "_sample_dirichlet": 1, "multinomial": 1}  # fmt: skip
+_ROW_DIMS = {
+    "poisson": 0,
+    "binomial": 0,
+    "_standard_gamma": 0,
+    "_sample_dirichlet": 1,
+    "multinomial": 1,
+}
 
 
-def _by_rows(
-    func: OpOverload, args: Sequence[Any], kwargs: _Named, shape: Sequence[int], u: Tensor
-) -> Tensor:
+def _by_rows(func: OpOverload, args: Sequence[Any], kwargs: _Named, shape: Sequence[int], u: Tensor) -> Tensor:
     """The results of an op for every row of its operands, each with the generator that the row's noise seeds."""
     kept = _ROW_DIMS[func.overloadpacket.__name__]
     rows = shape[: len(shape) - kept]
     count = math.prod(rows)
     operands = [
         x.expand(*rows, *x.shape[x.ndim - kept :]).reshape(count, *x.shape[x.ndim - kept :]).double()
-        for x in args if isinstance(x, Tensor)
-    ]  # fmt: skip
+        for x in args
+        if isinstance(x, Tensor)
+    ]
     others = [x for x in args if not isinstance(x, Tensor)]
     seeds = (u.reshape(count, -1)[:, 0] * _SEEDS).long().tolist()
     found = [

@@ -49,9 +49,7 @@ from autopar.pipeline.schedules import fewest_micro_batches
 from autopar.search.refine.orders import in_mesh_order, in_order
 
 
-def random_plan(
-    graph: Graph, mesh: Mesh, *, seed: int, fingerprint: str, lone_ops: bool | None = None
-) -> Plan:
+def random_plan(graph: Graph, mesh: Mesh, *, seed: int, fingerprint: str, lone_ops: bool | None = None) -> Plan:
     """Draws a legal plan; the same seed gives the same plan.
 
     With an axis `pp` in the mesh, the schedule and the cuts (at any op) are random, too.
@@ -72,21 +70,17 @@ def random_plan(
     mesh = _random_order(without_pipeline(mesh), random.Random(f"order {seed}"))
     if PIPELINE_AXIS in whole.names:
         whole = with_pipeline(mesh, dict(whole.axes)[PIPELINE_AXIS], pipeline_position(whole))
-    tiers = random.Random(
-        f"tiers {seed}"
-    )  # a generator by itself, so that the other choices of a seed do not change
+    tiers = random.Random(f"tiers {seed}")  # a generator by itself, so that the other choices of a seed do not change
     parameters = {
         name: _random_parameter(graph.tensors[tensor], mesh, draw, tiers.choice(("device", "host")))
         for name, tensor in graph.parameters.items()
     }
     owners = random.Random(f"owners {seed}")
     parameters = {
-        name: _with_owners(graph.tensors[graph.parameters[name]], how, mesh, owners)
-        for name, how in parameters.items()
+        name: _with_owners(graph.tensors[graph.parameters[name]], how, mesh, owners) for name, how in parameters.items()
     }
     inputs = {
-        name: _random_layout(graph.tensors[tensor], mesh, draw, chunks=False)
-        for name, tensor in graph.inputs.items()
+        name: _random_layout(graph.tensors[tensor], mesh, draw, chunks=False) for name, tensor in graph.inputs.items()
     }
     ops = {op.name: _random_labels(graph, op, mesh, draw) for op in graph.ops}
     ops = _random_nesting(ops, random.Random(f"nesting {seed}"))
@@ -94,9 +88,16 @@ def random_plan(
     pipeline = _random_pipeline(graph, whole, random.Random(f"pipeline {seed}"))
     count = max(2, fewest_micro_batches(pipeline)) if pipeline else 1
     plan = Plan(
-        mesh, fingerprint, f"random {seed}", count, parameters, inputs, ops, pipeline=pipeline,
+        mesh,
+        fingerprint,
+        f"random {seed}",
+        count,
+        parameters,
+        inputs,
+        ops,
+        pipeline=pipeline,
         precision=graph.precision,
-    )  # fmt: skip
+    )
     alone = random.Random(f"alone {seed} {mesh}")
     drawn = alone.random() < 1 / 3
     if drawn if lone_ops is None else lone_ops:  # what follows does not go with ops on one rank yet
@@ -127,8 +128,7 @@ def _with_lone_ops(graph: Graph, plan: Plan, draw: random.Random) -> Plan:
         )
         ops[op.name] = labels if is_legal(graph, op, labels, plan.mesh) else plan.ops[op.name]
     parameters = {
-        name: replace(how, tier="device", resident=_used_by_owners(how, draw))
-        for name, how in plan.parameters.items()
+        name: replace(how, tier="device", resident=_used_by_owners(how, draw)) for name, how in plan.parameters.items()
     }
     others = random.Random(f"others {plan.recipe} {plan.mesh}")
     parameters = {
@@ -172,13 +172,12 @@ def _among_present(graph: Graph, plan: Plan, mesh: Mesh, draw: random.Random) ->
         return replace(how, storage=storage, resident=resident, by_rows=can and how.by_rows)
 
     return replace(
-        plan, mesh=mesh, inputs=dict.fromkeys(plan.inputs, whole),
+        plan,
+        mesh=mesh,
+        inputs=dict.fromkeys(plan.inputs, whole),
         ops={op.name: labels(op) for op in graph.ops},
-        parameters={
-            name: stored(graph.tensors[graph.parameters[name]], how)
-            for name, how in plan.parameters.items()
-        },
-    )  # fmt: skip
+        parameters={name: stored(graph.tensors[graph.parameters[name]], how) for name, how in plan.parameters.items()},
+    )
 
 
 def _used_by_owners(how: ParameterPlan, draw: random.Random) -> Layout:
@@ -194,10 +193,7 @@ def _used_by_others(tensor: Tensor, how: ParameterPlan, mesh: Mesh, draw: random
     owners = [draw.randrange(size) if draw.random() < 1 / 8 else None for size in mesh.sizes]
     if not tensor.dims or uneven_axes(tensor.dims, how.storage, mesh):
         return how.resident
-    return tuple(
-        used if owner is None else O(owner)
-        for used, owner in zip(how.resident, owners, strict=True)
-    )
+    return tuple(used if owner is None else O(owner) for used, owner in zip(how.resident, owners, strict=True))
 
 
 def _random_rows(graph: Graph, plan: Plan, draw: random.Random) -> Plan:
@@ -215,8 +211,7 @@ def _random_residents(plan: Plan, draw: random.Random) -> Plan:
     if draw.random() < 0.5:
         return plan
     parameters = {
-        name: replace(how, resident_tier=draw.choice(("device", how.tier)))
-        for name, how in plan.parameters.items()
+        name: replace(how, resident_tier=draw.choice(("device", how.tier))) for name, how in plan.parameters.items()
     }
     return replace(plan, parameters=parameters)
 
@@ -230,10 +225,7 @@ def _random_slices(graph: Graph, plan: Plan, draw: random.Random) -> Plan:
     plan = replace(plan, recompute=draw.choice(["none", "full"]))
     values = SavedValues(graph, plan)
     whole = SavedLayout((R,) * len(plan.mesh.axes))
-    lines = {
-        each.name: values.sliced(each, lambda _, states: draw.choice(states)) or whole
-        for each in values.all
-    }
+    lines = {each.name: values.sliced(each, lambda _, states: draw.choice(states)) or whole for each in values.all}
     tiers: tuple[Tier, ...] = ("device", "host")
     lines = {name: replace(line, tier=draw.choice(tiers)) for name, line in lines.items()}
     return replace(plan, saved={name: line for name, line in lines.items() if line != whole})
@@ -246,9 +238,7 @@ def _random_pipeline(graph: Graph, mesh: Mesh, draw: random.Random) -> Pipeline 
     shapes = {"one": ranks, "rounds": 2 * ranks, "v": 2 * ranks}
     schedule = draw.choice([s for s in SCHEDULES if shapes[SCHEDULES[s]] <= len(graph.ops)])
     places = sorted(draw.sample(range(1, len(graph.ops)), shapes[SCHEDULES[schedule]] - 1))
-    return Pipeline(
-        ranks, schedule, tuple(graph.ops[i].name for i in places), pipeline_position(mesh)
-    )
+    return Pipeline(ranks, schedule, tuple(graph.ops[i].name for i in places), pipeline_position(mesh))
 
 
 def _random_labels(graph: Graph, op: Op, mesh: Mesh, draw: random.Random) -> Labels:
@@ -267,10 +257,7 @@ def _random_nesting(ops: Mapping[str, Labels], draw: random.Random) -> dict[str,
     """The same choices, in half of all plans with axes that nest in an order by itself for every op."""
     if draw.random() < 0.5:
         return dict(ops)
-    return {
-        name: nested_labels(labels, draw.sample(range(len(labels)), len(labels)))
-        for name, labels in ops.items()
-    }
+    return {name: nested_labels(labels, draw.sample(range(len(labels)), len(labels))) for name, labels in ops.items()}
 
 
 def _random_layout(tensor: Tensor, mesh: Mesh, draw: random.Random, *, chunks: bool) -> Layout:
@@ -280,11 +267,7 @@ def _random_layout(tensor: Tensor, mesh: Mesh, draw: random.Random, *, chunks: b
         for dim in range(len(tensor.dims)):
             inner = [S(dim, factor) for factor in range(1, len(tensor.dims[dim]))]
             options += [S(dim), S(dim, WHOLE), *inner] if chunks else [S(dim)]
-        legal = [
-            s
-            for s in options
-            if _fits(tensor, (*layout[:axis], s, *layout[axis + 1 :]), mesh, chunks=chunks)
-        ]
+        legal = [s for s in options if _fits(tensor, (*layout[:axis], s, *layout[axis + 1 :]), mesh, chunks=chunks)]
         layout[axis] = draw.choice(legal)
     return tuple(layout)
 
@@ -295,18 +278,14 @@ def _fits(tensor: Tensor, layout: Layout, mesh: Mesh, *, chunks: bool) -> bool:
     return exists and fits(tensor.dims, layout, mesh) and lies_in_chunks(tensor.dims, layout, mesh)
 
 
-def _with_owners(
-    tensor: Tensor, how: ParameterPlan, mesh: Mesh, draw: random.Random
-) -> ParameterPlan:
+def _with_owners(tensor: Tensor, how: ParameterPlan, mesh: Mesh, draw: random.Random) -> ParameterPlan:
     """The parameter with an owner along each axis with a probability of 1/4."""
     owners = [draw.randrange(size) if draw.random() < 0.25 else None for size in mesh.sizes]
     if not tensor.dims or owners == [None] * len(owners):
         return how
     if uneven_axes(tensor.dims, how.storage, mesh):  # such parts have no owner
         return how
-    storage = tuple(
-        s if owner is None else O(owner) for s, owner in zip(how.storage, owners, strict=True)
-    )
+    storage = tuple(s if owner is None else O(owner) for s, owner in zip(how.storage, owners, strict=True))
     return replace(how, storage=storage) if lies_in_chunks(tensor.dims, storage, mesh) else how
 
 

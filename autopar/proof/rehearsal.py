@@ -92,9 +92,7 @@ class Rehearsal:
         self.extras: dict[int, list[Ranks]] = {}
         self.updates: dict[str, Ranks] = {}
         # Every rank gets a copy: an op may write to it although its schema does not say so.
-        self.buffers = {
-            s.name: [buffers[s.name].clone() for _ in range(self.mesh.size)] for s in whole.buffers
-        }
+        self.buffers = {s.name: [buffers[s.name].clone() for _ in range(self.mesh.size)] for s in whole.buffers}
         self._residents: dict[str, Ranks] = {}
         self._leaves: dict[str, Ranks] = {}
         self._flights: dict[tuple[int, int], _Flight] = {}
@@ -112,8 +110,13 @@ class Rehearsal:
         needs_grad = spec.name not in whole.frozen
         self.stored[spec.name] = [x.requires_grad_(needs_grad) for x in shards]
         self._residents[spec.name] = lockstep.convert(
-            self.stored[spec.name], spec.dims, how.storage, how.resident, mesh, back_by_rows=how.by_rows
-        )  # fmt: skip
+            self.stored[spec.name],
+            spec.dims,
+            how.storage,
+            how.resident,
+            mesh,
+            back_by_rows=how.by_rows,
+        )
         self._leaves[spec.name] = [_leaf(x, spec, needs_grad) for x in self._residents[spec.name]]
 
     def run(self, order: Iterable[Action], inputs: Inputs) -> None:
@@ -184,9 +187,7 @@ class Rehearsal:
         flight = self._flights[stage, micro_batch]
         pairs = [
             (x, g)
-            for ranks, gradients in zip(
-                flight.results, self._arrived(stage, micro_batch), strict=True
-            )
+            for ranks, gradients in zip(flight.results, self._arrived(stage, micro_batch), strict=True)
             if gradients is not None
             for x, g in zip(ranks, gradients, strict=True)
         ]

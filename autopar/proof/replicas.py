@@ -103,9 +103,11 @@ class _PlainReplicas:
         self._models, self._meeting = models, meeting
         self._base = {name: x.detach().clone() for name, x in trained(models[0])}
         self._outer = torch.optim.SGD(
-            self._base.values(), lr=meeting.rate, momentum=meeting.momentum,
+            self._base.values(),
+            lr=meeting.rate,
+            momentum=meeting.momentum,
             nesterov=meeting.momentum > 0,
-        )  # fmt: skip
+        )
 
     @torch.no_grad()
     def meet(self) -> None:
@@ -161,9 +163,7 @@ def whole_gradients(results: PlanResults) -> dict[str, Tensor]:
     """Whole gradients of all parameters, assembled from the shards of the ranks."""
     plan = results.program.plan
     return {
-        spec.name: whole_of_shards(
-            spec, [held_gradient(x) for x in results.stored[spec.name]], plan
-        )
+        spec.name: whole_of_shards(spec, [held_gradient(x) for x in results.stored[spec.name]], plan)
         for spec in results.program.parameters
         if spec.name in plan.parameters and spec.name not in results.program.frozen
     }

@@ -28,9 +28,7 @@ from autopar.runtime.replicas.exchange_buffer import ExchangeBuffer
 from autopar.runtime.replicas.outer_step import OuterStep
 from autopar.runtime.replicas.server_table import ServerTable
 
-SHOWN_STALENESS = (
-    2  # largest staleness that is run: a further exchange adds nothing of another kind
-)
+SHOWN_STALENESS = 2  # largest staleness that is run: a further exchange adds nothing of another kind
 
 
 def replay(
@@ -113,8 +111,7 @@ class _PlainServer:
         self._bases = [{name: x.clone() for name, x in _exchanged(model)} for model in models]
         # In 32 bits at least, so that small differences add up.
         self._common = {
-            name: x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
-            for name, x in self._bases[0].items()
+            name: x.to(torch.promote_types(x.dtype, torch.float32), copy=True) for name, x in self._bases[0].items()
         }
 
     @torch.no_grad()
@@ -124,9 +121,7 @@ class _PlainServer:
             own, base = dict(_exchanged(self._models[event.replica])), self._bases[event.replica]
             count = len(self._models)
             # A difference has its parameter's format, as in a message; its share has the wider one.
-            self._common = {
-                k: x + (own[k] - base[k]).to(x.dtype) / count for k, x in self._common.items()
-            }
+            self._common = {k: x + (own[k] - base[k]).to(x.dtype) / count for k, x in self._common.items()}
         elif event.kind == "pull":
             self._pull(event.replica)
         elif event.kind == "meet":

@@ -56,9 +56,14 @@ def simulated_steps(
         shares = whole.objective.shares(read)
         inputs = [each | own for each, own in zip(inputs, whole.term_shares(read), strict=True)]
         rehearsal = Rehearsal(
-            whole, stages, micro_batches=count, parameters=dict(model.named_parameters()),
-            buffers=buffers, shares=shares, draws=draws_of(whole, device, count),
-        )  # fmt: skip
+            whole,
+            stages,
+            micro_batches=count,
+            parameters=dict(model.named_parameters()),
+            buffers=buffers,
+            shares=shares,
+            draws=draws_of(whole, device, count),
+        )
         rehearsal.run(actions_of(whole.plan), inputs.__getitem__)
         updated = _updated_buffers(rehearsal, model, expected)
         weighted = [[s * x for x in rehearsal.losses[i]] for i, s in enumerate(shares)]
@@ -97,9 +102,7 @@ def named_inputs(whole: Program, batch: Batch) -> dict[str, Tensor]:
     return {spec.name: x.to(torch.promote_types(spec.dtype, x.dtype)) for spec, x in pairs}
 
 
-def _updated_buffers(
-    rehearsal: Rehearsal, model: nn.Module, expected: Results
-) -> dict[str, lockstep.Ranks]:
+def _updated_buffers(rehearsal: Rehearsal, model: nn.Module, expected: Results) -> dict[str, lockstep.Ranks]:
     """The buffers that the program updates, and those that the model changes on a single device.
 
     If the model changes a buffer and the program does not, the old value is compared, and the check fails.

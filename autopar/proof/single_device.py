@@ -96,9 +96,7 @@ class SingleDevice:
         """The shapes of what the model and its loss draw in a forward, in order."""
         model, loss_fn = copied(self.model, self.loss_fn)
         args, kwargs = batch
-        return drawn_shapes(
-            lambda: run_with_loss(model, args, kwargs, loss_fn, self.captured.precision)
-        )
+        return drawn_shapes(lambda: run_with_loss(model, args, kwargs, loss_fn, self.captured.precision))
 
     def widened(self) -> SingleDevice:
         """A copy with weights, buffers and other tensors in float64; run it inside of `float64_arithmetic`."""
@@ -109,9 +107,7 @@ class SingleDevice:
                 x.data = x.data.to(_torch.widened_dtype(x.dtype))
         return SingleDevice(model, loss_fn, self.captured, self.streams)
 
-    def step_of(
-        self, model: nn.Module, loss_fn: LossFunction | None, batches: Sequence[Batch]
-    ) -> Results:
+    def step_of(self, model: nn.Module, loss_fn: LossFunction | None, batches: Sequence[Batch]) -> Results:
         """Runs forward and backward of a step on copies of the model and loss, without updating the weights."""
         before = {name: x.clone() for name, x in model.named_buffers()}
         model.zero_grad()
@@ -148,9 +144,7 @@ def float64_arithmetic(limits: AskedLimits) -> Iterator[None]:
 
 def widened_tensors(tree: Any) -> Any:
     """A tree in which the floating-point tensors are float64."""
-    return pytree.tree_map(
-        lambda x: x.to(_torch.widened_dtype(x.dtype)) if isinstance(x, Tensor) else x, tree
-    )
+    return pytree.tree_map(lambda x: x.to(_torch.widened_dtype(x.dtype)) if isinstance(x, Tensor) else x, tree)
 
 
 def copied(model: nn.Module, loss_fn: LossFunction | None) -> tuple[nn.Module, LossFunction | None]:
@@ -164,9 +158,7 @@ def copied(model: nn.Module, loss_fn: LossFunction | None) -> tuple[nn.Module, L
 
 def _tensors_of(model: nn.Module) -> list[Tensor]:
     """Every tensor that the attributes of a model's modules hold, once."""
-    state = [
-        x for module in model.modules() for x in pytree.tree_leaves(list(vars(module).values()))
-    ]
+    state = [x for module in model.modules() for x in pytree.tree_leaves(list(vars(module).values()))]
     return list({id(x): x for x in state if isinstance(x, Tensor)}.values())
 
 

@@ -81,9 +81,8 @@ class Streams:
         if not self.ops or not finder.counts.is_alike:
             return self
         ops = {
-            finder.counts.node(name).name: _rows_of(finder, name)
-            for name in finder.nodes if draws(finder.nodes[name])
-        }  # fmt: skip
+            finder.counts.node(name).name: _rows_of(finder, name) for name in finder.nodes if draws(finder.nodes[name])
+        }
         found = {name: replace(op, rows=ops[name]) for name, op in self.ops.items()}
         return replace(self, ops=found, micro_batches=finder.counts.micro_batches)
 
@@ -124,9 +123,7 @@ class MicroBatchStreams:
     parts: int = 1
 
     @classmethod
-    def number(
-        cls, streams: Streams, micro_batch: int, group: int, *, is_whole: bool
-    ) -> MicroBatchStreams:
+    def number(cls, streams: Streams, micro_batch: int, group: int, *, is_whole: bool) -> MicroBatchStreams:
         """The noise of a micro-batch, by its number.
 
         Args:
@@ -161,9 +158,7 @@ class MicroBatchStreams:
 def stream(key: int, shape: Sequence[int]) -> Tensor:
     """Uniform numbers of float64 in [0, 1), in the order of the elements, on the CPU."""
     generator = torch.Generator().manual_seed(key)
-    return torch.rand(math.prod(shape), generator=generator, dtype=torch.float64).reshape(
-        tuple(shape)
-    )
+    return torch.rand(math.prod(shape), generator=generator, dtype=torch.float64).reshape(tuple(shape))
 
 
 def _next_key(generator: torch.Generator | None = None) -> int:

@@ -52,9 +52,7 @@ from autopar.proof.versions import DelayedSteps
 from autopar.search.request.notes import idle_axes
 from autopar.units import counted
 
-_DELAYED_STEPS = (
-    2  # of plans that update inside of a step: the second begins with what the first has updated
-)
+_DELAYED_STEPS = 2  # of plans that update inside of a step: the second begins with what the first has updated
 
 
 @dataclass(frozen=True)
@@ -115,9 +113,7 @@ class Subject:
         """
         args, kwargs = split_example(example_inputs)
         kwargs = dict(sorted(kwargs.items()))
-        (args, kwargs), *others = [
-            arguments_of_replica(args, kwargs, number, replicas) for number in range(replicas)
-        ]
+        (args, kwargs), *others = [arguments_of_replica(args, kwargs, number, replicas) for number in range(replicas)]
         require_weights(model)
         model, loss_fn = copied(model, loss_fn)  # capture leaves weak references on what it saw
         prepared = prepare_step(model, args, kwargs, loss_fn=loss_fn, precision=precision)
@@ -154,18 +150,20 @@ class Subject:
         """
         count = plan.micro_batches
         batch = self.whole(count).whole if count > 1 else None
-        return self.compare_program(
-            build_program(self.prepared.captured, self.prepared.analysis, plan, batch)
-        )
+        return self.compare_program(build_program(self.prepared.captured, self.prepared.analysis, plan, batch))
 
     def whole(self, count: int) -> Prepared:
         """The step captured with a whole batch of this number of micro-batches."""
         if count not in self.wholes:
             ((args, kwargs),) = _together(self._batches(0, count))
             capture = functools.partial(
-                prepare_step, self.model, args, kwargs, loss_fn=self.loss_fn,
+                prepare_step,
+                self.model,
+                args,
+                kwargs,
+                loss_fn=self.loss_fn,
                 precision=self.prepared.captured.precision,
-            )  # fmt: skip
+            )
             self.wholes[count] = prepare_whole(capture, self.prepared, warnings.warn)
         return self.wholes[count]
 
@@ -266,9 +264,7 @@ class Subject:
         graph = self.prepared.analysis.graph
         steps = ServedSteps if meeting.rule == SERVER else ReplicaSteps
         if self.arithmetic == torch.float64:
-            return steps(
-                self.single_device(count), whole, graph, parts, together, meeting
-            ).verdicts()
+            return steps(self.single_device(count), whole, graph, parts, together, meeting).verdicts()
         with float64_arithmetic(self.limits), emptied_after():
             device, wide = self.single_device(count).widened(), widened_program(whole)
             parts, together = widened_tensors(parts), widened_tensors(together)
@@ -304,15 +300,11 @@ class Subject:
         name = str(self.arithmetic).removeprefix("torch.")
         return rounding_verdicts(errors, own, reference.steps[0], dtypes_of(found), name)
 
-    def _simulate(
-        self, whole: Program, device: SingleDevice, reference: Reference
-    ) -> list[PlanResults]:
+    def _simulate(self, whole: Program, device: SingleDevice, reference: Reference) -> list[PlanResults]:
         """The plan's results of every step that the reference has."""
         count = whole.plan.micro_batches
         steps = [(self._batches(i, count), expected) for i, expected in enumerate(reference.steps)]
-        return list(
-            simulated_steps(whole, self.prepared.analysis.graph, device, steps, self.between)
-        )
+        return list(simulated_steps(whole, self.prepared.analysis.graph, device, steps, self.between))
 
     def _on_one_device(self, step: int, count: int) -> list[Batch]:
         """The batches of a step for the single device: the whole batch for a sum or a ratio, else its micro-batches."""

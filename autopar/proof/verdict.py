@@ -207,13 +207,11 @@ class VerifyReport(JupyterMixin):
         lines = [
             f"  in float64 arithmetic, {counted(self.steps, 'step')}; tolerance {TOLERANCE_FLOAT64:.0e}",
             f"    loss              {self.loss_error:.1e} (relative, worst rank)",
-            f"    worst gradient    {self.worst_gradient_error:.1e} of {self.parameters}, "
-            f"at {self.worst_parameter}",
+            f"    worst gradient    {self.worst_gradient_error:.1e} of {self.parameters}, at {self.worst_parameter}",
         ]
         if self.buffers:
             lines.append(
-                f"    buffers           {self.buffer_error:.1e} of {self.buffers} updated, "
-                f"at {self.worst_buffer}"
+                f"    buffers           {self.buffer_error:.1e} of {self.buffers} updated, at {self.worst_buffer}"
             )
         if self.met is not None:
             lines.append(

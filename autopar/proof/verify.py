@@ -89,14 +89,21 @@ def verify(
     mesh = Mesh.of(mesh)
     _refuse_long(mesh, plan.micro_batches if isinstance(plan, Plan) else micro_batches or 1)
     request = Request(
-        find_hardware("cpu-gloo"), mesh=mesh, recipe=recipe, micro_batches=micro_batches,
+        find_hardware("cpu-gloo"),
+        mesh=mesh,
+        recipe=recipe,
+        micro_batches=micro_batches,
         schedule=schedule,
-    ).of_replica(plan if isinstance(plan, Plan) else None)  # fmt: skip
+    ).of_replica(plan if isinstance(plan, Plan) else None)
     policy = policy_of(precision, plan if isinstance(plan, Plan) else None)
     subject = Subject.of(
-        model, example_inputs, loss_fn=loss_fn, precision=policy, between=between,
+        model,
+        example_inputs,
+        loss_fn=loss_fn,
+        precision=policy,
+        between=between,
         replicas=request.meeting.replicas if request.meeting else 1,
-    )  # fmt: skip
+    )
     if micro_batches is not None and micro_batches > 1:
         whole = subject.whole(micro_batches).whole
         refuse_unknown(objective_of(subject.prepared.captured, whole), micro_batches)

@@ -102,9 +102,7 @@ class DelayedSteps:
 
     # --- the reference
 
-    def _reference(
-        self, model: nn.Module, loss_fn: Any, together: Sequence[Sequence[Batch]]
-    ) -> list[Results]:
+    def _reference(self, model: nn.Module, loss_fn: Any, together: Sequence[Sequence[Batch]]) -> list[Results]:
         """The results of every update of a step, after which the model has the newest parameters."""
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         versions, found = [_values(parameters)], list[Results]()
@@ -135,10 +133,14 @@ class DelayedSteps:
         objective = self.whole.objective
         shares = objective.shares([each | prefixed_buffers(buffers) for each in inputs])
         rehearsal = VersionedRehearsal(
-            self.whole, self._stages, micro_batches=len(parts), parameters=dict(model.named_parameters()),
-            buffers=buffers, shares=objective.shares_of_groups(shares, self.pipeline.update_every),
+            self.whole,
+            self._stages,
+            micro_batches=len(parts),
+            parameters=dict(model.named_parameters()),
+            buffers=buffers,
+            shares=objective.shares_of_groups(shares, self.pipeline.update_every),
             draws=draws_of(self.whole, self.device, self.pipeline.update_every),
-        )  # fmt: skip
+        )
         rehearsal.run(actions_of(self.whole.plan), inputs.__getitem__)
         return rehearsal
 
@@ -147,9 +149,7 @@ class DelayedSteps:
         every = self.pipeline.update_every
         weighted = [[s * x for x in rehearsal.losses[i]] for i, s in enumerate(rehearsal.shares)]
         for i in range(0, len(weighted), every):
-            yield [
-                torch.stack(ranks).sum(0) for ranks in zip(*weighted[i : i + every], strict=True)
-            ]
+            yield [torch.stack(ranks).sum(0) for ranks in zip(*weighted[i : i + every], strict=True)]
 
     @torch.no_grad()
     def _take(self, model: nn.Module, rehearsal: VersionedRehearsal) -> None:
@@ -205,12 +205,7 @@ def _values(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in parameters.items()}
 
 
-def _descended(
-    values: Mapping[str, Tensor], gradients: Mapping[str, Tensor | None]
-) -> dict[str, Tensor]:
+def _descended(values: Mapping[str, Tensor], gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """A step of SGD."""
     found = {name: gradients.get(name) for name in values}
-    return {
-        name: x if (g := found[name]) is None else x - _RATE * g.detach()
-        for name, x in values.items()
-    }
+    return {name: x if (g := found[name]) is None else x - _RATE * g.detach() for name, x in values.items()}

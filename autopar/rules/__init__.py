@@ -85,9 +85,7 @@ def spec(node: fx.Node, wanted: Iterable[int] | None = None) -> tuple[Spec, bool
         return node.target.finished(call, found, has_rule), has_rule
     if not isinstance(node.target, OpOverload):
         return found, has_rule
-    keeps = (
-        kept(operator_name(node), call, found) if found.stated_kept is None else found.stated_kept
-    )
+    keeps = kept(operator_name(node), call, found) if found.stated_kept is None else found.stated_kept
     return replace(found, kept=keeps), has_rule
 
 

@@ -70,9 +70,7 @@ def attention(call: Call) -> Spec:
 def can_go_round(call: Call, spec: Spec) -> bool:
     """Whether keys and values can travel around a ring: if a fused kernel would run, and no mask takes a gradient."""
     masks = range(3, len(call.operands))
-    return (
-        {"q", "k"} <= spec.sizes.keys() and is_fused_attention(call) and not call.wanted & {*masks}
-    )
+    return {"q", "k"} <= spec.sizes.keys() and is_fused_attention(call) and not call.wanted & {*masks}
 
 
 def _is_dealt(call: Call) -> bool:
@@ -108,15 +106,11 @@ def _dealt(call: Call, spec: Spec) -> Iterator[StatedCollective]:
 
 def _message(call: Call, spec: Spec, i: int, forward: str, backward: str) -> StatedCollective:
     """The collective that moves operand number `i`, or the result for `_RESULT`."""
-    letters, value = (
-        (spec.results, call.results) if i == _RESULT else (spec.operands, call.operands)
-    )
+    letters, value = (spec.results, call.results) if i == _RESULT else (spec.operands, call.operands)
     return _stated(call, letters[max(i, 0)], value[max(i, 0)].element_size(), forward, backward)
 
 
-def _stated(
-    call: Call, letters: Letters, itemsize_bytes: int, forward: str, backward: str
-) -> StatedCollective:
+def _stated(call: Call, letters: Letters, itemsize_bytes: int, forward: str, backward: str) -> StatedCollective:
     """A collective that moves a tensor.
 
     Args:
@@ -165,14 +159,13 @@ def _attend_in_ring(local: Local) -> fx.Node:
     names, sizes = zip(*axes, strict=True)
     call = Call(local.node)
     how = Scoring(
-        given["is_causal"], given["scale"] or 1 / math.sqrt(call.operands[0].shape[-1]),
+        given["is_causal"],
+        given["scale"] or 1 / math.sqrt(call.operands[0].shape[-1]),
         _mask_travels(attention(call)),
-    )  # fmt: skip
+    )
     turns = [i for i, axis in enumerate(axes) if axis in ring]
     tensors = (given[name] for name in ("query", "key", "value", "attn_mask"))
-    both = local.emit(
-        ours.ring_attention.default, *tensors, *arguments(sizes, names, turns, how)
-    )  # fmt: skip
+    both = local.emit(ours.ring_attention.default, *tensors, *arguments(sizes, names, turns, how))
     return local.emit(operator.getitem, both, 0)
 
 
@@ -182,8 +175,11 @@ def _attend_causally(local: Local, axes: tuple[tuple[str, int], ...]) -> fx.Node
     where = {"device": local.node.meta["val"].device}
     rows = local.emit(aten.arange.default, local.result_shapes[0][-2], **where)
     columns = local.emit(aten.arange.default, local.emit(aten.sym_size.int, key, -2), **where)
-    seen = local.emit(aten.ge.Tensor, local.emit(aten.unsqueeze.default, rows, -1),
-                      shifted(local, columns, axes, query, -2))  # fmt: skip
+    seen = local.emit(
+        aten.ge.Tensor,
+        local.emit(aten.unsqueeze.default, rows, -1),
+        shifted(local, columns, axes, query, -2),
+    )
     return local.emit(local.node.target, query, key, value, seen, **_keywords(local.node))
 
 
@@ -202,8 +198,12 @@ def _grouped(spec: Spec, heads: int, kv_heads: int) -> Spec:
 
     sizes = dict(spec.sizes) | {"b0": kv_heads, "group": heads // kv_heads}
     q, k, v, *mask = spec.operands
-    return replace(spec, operands=(cut(q), k, v, *map(cut, mask)),
-                   results=tuple(map(cut, spec.results)), sizes=sizes)  # fmt: skip
+    return replace(
+        spec,
+        operands=(cut(q), k, v, *map(cut, mask)),
+        results=tuple(map(cut, spec.results)),
+        sizes=sizes,
+    )
 
 
 RULES: dict[str, Callable[[Call], Spec]] = {"aten.scaled_dot_product_attention": attention}

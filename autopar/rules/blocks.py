@@ -53,9 +53,13 @@ def _shuffle(call: Call, deep: torch.Tensor, wide: torch.Tensor, factor: int) ->
         return tuple(tuple(x for x in text if x in sizes) for text in texts)
 
     return Spec(
-        ((*lead, *dims("cpq", "h", "w")),), ((*lead, *dims("c", "hp", "wq")),), sizes,
-        whole=frozenset({"p", "q"} & sizes.keys()), linear=FIRST, flops=deep.numel(),
-    )  # fmt: skip
+        ((*lead, *dims("cpq", "h", "w")),),
+        ((*lead, *dims("c", "hp", "wq")),),
+        sizes,
+        whole=frozenset({"p", "q"} & sizes.keys()),
+        linear=FIRST,
+        flops=deep.numel(),
+    )
 
 
 def grid(call: Call) -> Spec:
@@ -81,8 +85,14 @@ def interleaved(call: Call) -> Spec:
     again: Dim = ("r",) if times > 1 else ()
     sizes |= dict.fromkeys(again, times)
     result = (*letters[:dim], (*letters[dim], *again), *letters[dim + 1 :])
-    return Spec((letters,), (result,), sizes, whole=frozenset(again), linear=FIRST,
-                flops=call.results[0].numel())  # fmt: skip
+    return Spec(
+        (letters,),
+        (result,),
+        sizes,
+        whole=frozenset(again),
+        linear=FIRST,
+        flops=call.results[0].numel(),
+    )
 
 
 def joined_windows(call: Call) -> Spec:
@@ -98,9 +108,13 @@ def parted_windows(call: Call) -> Spec:
 
 def _windows_of(image: torch.Tensor, columns: torch.Tensor, kernel: Sequence[int]) -> Spec:
     names = {
-        "n": image.shape[0] if image.ndim > 3 else 1, "c": image.shape[-3], "h": image.shape[-2],
-        "w": image.shape[-1], "k": math.prod(kernel), "l": columns.shape[-1],
-    }  # fmt: skip
+        "n": image.shape[0] if image.ndim > 3 else 1,
+        "c": image.shape[-3],
+        "h": image.shape[-2],
+        "w": image.shape[-1],
+        "k": math.prod(kernel),
+        "l": columns.shape[-1],
+    }
     sizes = {name: int(size) for name, size in names.items() if size > 1}
 
     def dims(*texts: str) -> Letters:
@@ -108,9 +122,13 @@ def _windows_of(image: torch.Tensor, columns: torch.Tensor, kernel: Sequence[int
         return tuple(tuple(x for x in text if x in sizes) for text in own)
 
     return Spec(
-        (dims("c", "h", "w"),), (dims("ck", "l"),), sizes, whole=frozenset(sizes) - {"n", "c"},
-        linear=FIRST, flops=columns.numel(),
-    )  # fmt: skip
+        (dims("c", "h", "w"),),
+        (dims("ck", "l"),),
+        sizes,
+        whole=frozenset(sizes) - {"n", "c"},
+        linear=FIRST,
+        flops=columns.numel(),
+    )
 
 
 RULES: dict[str, Callable[[Call], Spec]] = {

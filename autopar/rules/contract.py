@@ -47,16 +47,18 @@ def float8_linear(call: Call) -> Spec:
     sizes = {letter: size for letter, size in sizes.items() if size > 1}
 
     def cut(tensor: Letters) -> Letters:
-        return tuple(
-            tuple(x for letter in dim for x in tiled.get(letter, (letter,)) if x in sizes)
-            for dim in tensor
-        )
+        return tuple(tuple(x for letter in dim for x in tiled.get(letter, (letter,)) if x in sizes) for dim in tensor)
 
     return replace(
-        spec, operands=tuple(map(cut, spec.operands)), results=tuple(map(cut, spec.results)), sizes=sizes,
-        sums=frozenset({"k", "k_in_tile"} & sizes.keys()), whole=frozenset({"j_in_tile", "k_in_tile"}),
-        linear_backward=False, product_itemsize_bytes=1,
-    )  # fmt: skip
+        spec,
+        operands=tuple(map(cut, spec.operands)),
+        results=tuple(map(cut, spec.results)),
+        sizes=sizes,
+        sums=frozenset({"k", "k_in_tile"} & sizes.keys()),
+        whole=frozenset({"j_in_tile", "k_in_tile"}),
+        linear_backward=False,
+        product_itemsize_bytes=1,
+    )
 
 
 def matmul(call: Call) -> Spec:
@@ -118,11 +120,16 @@ def convolution(call: Call) -> Spec:
     flops *= int(torch.tensor(weight.shape[2:]).prod())
     operands = [(*batch, *dims("gi"), *spatial("x")), channels + spatial("k"), dims("go")]
     return Spec(
-        tuple(operands[: len(call.operands)]), ((*batch, *dims("go"), *spatial("y")),), sizes,
-        sums=frozenset({"i"} & sizes.keys()), additive=frozenset(range(2, len(call.operands))),
+        tuple(operands[: len(call.operands)]),
+        ((*batch, *dims("go"), *spatial("y")),),
+        sizes,
+        sums=frozenset({"i"} & sizes.keys()),
+        additive=frozenset(range(2, len(call.operands))),
         whole=frozenset(letter for letter in sizes if letter[0] in "xky"),
-        batch=frozenset(sizes) & {"n"}, flops=flops, localize=_convolve_locally,
-    )  # fmt: skip
+        batch=frozenset(sizes) & {"n"},
+        flops=flops,
+        localize=_convolve_locally,
+    )
 
 
 def inner(call: Call) -> Spec:
@@ -150,8 +157,13 @@ def tensordot(call: Call) -> Spec:
         names.append(own)
     kept = [n for n in [*names[0], *names[1]] if n[0] == "x"]
     letters = [tuple((n,) if n in sizes else () for n in own) for own in (*names, kept)]
-    spec = Spec(tuple(letters[:2]), (letters[2],), sizes, sums=frozenset(n for n in sizes if n[0] == "k"),
-                linear=(frozenset({0}), frozenset({1})))  # fmt: skip
+    spec = Spec(
+        tuple(letters[:2]),
+        (letters[2],),
+        sizes,
+        sums=frozenset(n for n in sizes if n[0] == "k"),
+        linear=(frozenset({0}), frozenset({1})),
+    )
     return replace(spec, flops=2 * spec.points)
 
 

@@ -40,9 +40,7 @@ class FunctionArguments:
     positions: tuple[int, ...]
 
     @classmethod
-    def of(
-        cls, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[FunctionArguments, list[Tensor]]:
+    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[FunctionArguments, list[Tensor]]:
         """The arguments, and the tensors that were among them."""
         leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
         positions = tuple(i for i, x in enumerate(leaves) if isinstance(x, Tensor))
@@ -167,10 +165,7 @@ class CustomFunction:
         kept = spec.stated_kept or Kept()
         if call.wanted and spec.stated_kept is None:
             trial = self.trial
-            hidden = (
-                _hidden(f"saved{i}", shape, dtype, call, spec)
-                for i, (shape, dtype) in enumerate(trial.saved)
-            )
+            hidden = (_hidden(f"saved{i}", shape, dtype, call, spec) for i, (shape, dtype) in enumerate(trial.saved))
             kept = Kept(trial.saved_operands, trial.saved_results, tuple(hidden))
         flops = spec.flops if has_rule else max(spec.flops, self.trial.flops)
         return replace(spec, kept=kept, flops=flops, linear_backward=False)
@@ -181,9 +176,7 @@ def function_name(function: type[torch.autograd.Function]) -> str:
     return f"{function.__module__}.{function.__qualname__}"
 
 
-def _hidden(
-    name: str, shape: tuple[int, ...], dtype: torch.dtype, call: Call, spec: Spec
-) -> Hidden:
+def _hidden(name: str, shape: tuple[int, ...], dtype: torch.dtype, call: Call, spec: Spec) -> Hidden:
     """A tensor that `ctx` keeps. It is split as an operand or result of the same shape; without one it stays whole."""
     known = (
         *zip(call.results, spec.results, strict=True),

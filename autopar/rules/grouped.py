@@ -62,16 +62,8 @@ def _aligned(spec: Spec, call: Call) -> Spec:
     if "transformers" in str(call.node.target) or unit < 2:
         return spec
     tensors = zip([*call.operands, *call.results], [*spec.operands, *spec.results], strict=True)
-    widths = {
-        x
-        for t, dims in tensors
-        for s, dim in zip(t.stride(), dims, strict=True)
-        for x in dim
-        if s == 1
-    }
-    wide = [
-        x for x in spec.sizes if x in widths and spec.splittable(x) and not spec.sizes[x] % unit
-    ]
+    widths = {x for t, dims in tensors for s, dim in zip(t.stride(), dims, strict=True) for x in dim if s == 1}
+    wide = [x for x in spec.sizes if x in widths and spec.splittable(x) and not spec.sizes[x] % unit]
     split = {x: (x, f"{x}_row") if spec.sizes[x] > unit else (f"{x}_row",) for x in wide}
 
     def apart(letters: Letters) -> Letters:
@@ -100,9 +92,13 @@ def histogram(call: Call) -> Spec:
     count = call.results[0].numel()
     bins: Dim = ("bins",) if count > 1 else ()
     return Spec(
-        (letters,), ((bins,),), sizes | dict.fromkeys(bins, count), sums=frozenset(sizes),
-        whole=frozenset(bins), flops=call.operands[0].numel(),
-    )  # fmt: skip
+        (letters,),
+        ((bins,),),
+        sizes | dict.fromkeys(bins, count),
+        sums=frozenset(sizes),
+        whole=frozenset(bins),
+        flops=call.operands[0].numel(),
+    )
 
 
 RULES: dict[str, Callable[[Call], Spec]] = {

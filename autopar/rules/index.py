@@ -24,10 +24,16 @@ def embedding(call: Call) -> Spec:
     # A mask of rows would give an index without dims one, and would count what it leaves out as row 0.
     masks = index.ndim > 0 and not batch
     return Spec(
-        ((rows, columns), where), ((*where, columns),), sizes, sums=frozenset(rows if masks else ()),
-        whole=batch | frozenset(() if masks else rows), contiguous=frozenset(rows),
-        flops=call.results[0].numel(), looks_up=_letters(where), localize=_look_up_locally,
-    )  # fmt: skip
+        ((rows, columns), where),
+        ((*where, columns),),
+        sizes,
+        sums=frozenset(rows if masks else ()),
+        whole=batch | frozenset(() if masks else rows),
+        contiguous=frozenset(rows),
+        flops=call.results[0].numel(),
+        looks_up=_letters(where),
+        localize=_look_up_locally,
+    )
 
 
 def _letters(dims: Letters) -> tuple[str, ...]:
@@ -43,8 +49,11 @@ def _look_up_locally(local: Local) -> fx.Node:
     padding = local.args[2] if len(local.args) > 2 else -1
     here = shifted(local, index, axes, weight)
     height = local.emit(aten.sym_size.int, weight, 0)
-    mine = local.emit(aten.logical_and.default, local.emit(aten.ge.Scalar, here, 0),
-                      local.emit(aten.lt.Scalar, here, height))  # fmt: skip
+    mine = local.emit(
+        aten.logical_and.default,
+        local.emit(aten.ge.Scalar, here, 0),
+        local.emit(aten.lt.Scalar, here, height),
+    )
     rows = local.emit(aten.embedding.default, weight, local.emit(aten.mul.Tensor, here, mine))
     found = zeroed(local, rows, local.emit(aten.unsqueeze.default, mine, -1))
     if padding < 0:
@@ -60,8 +69,7 @@ def zeroed(local: Local, x: fx.Node, kept: fx.Node) -> fx.Node:
     return local.emit(aten.masked_fill.Scalar, x, gone, 0)
 
 
-def shifted(local: Local, index: fx.Node, axes: tuple[tuple[str, int], ...], like: fx.Node,
-            dim: int = 0) -> fx.Node:  # fmt: skip
+def shifted(local: Local, index: fx.Node, axes: tuple[tuple[str, int], ...], like: fx.Node, dim: int = 0) -> fx.Node:
     """`index`, counted from this rank's first row of a dim that is split along `axes`."""
     total = 1
     for _, size in axes:
@@ -69,9 +77,7 @@ def shifted(local: Local, index: fx.Node, axes: tuple[tuple[str, int], ...], lik
     device = {"device": local.node.meta["val"].device}
     position = local.emit(aten.arange.default, total, **device)
     for name, size in axes:
-        position = local.emit(
-            torch.ops.autopar.shard.default, position, [0], size, name, "all_gather"
-        )
+        position = local.emit(torch.ops.autopar.shard.default, position, [0], size, name, "all_gather")
     first = local.emit(aten.mul.Tensor, position, local.emit(aten.sym_size.int, like, dim))
     return local.emit(aten.sub.Tensor, index, first)
 
@@ -96,8 +102,14 @@ def index(call: Call) -> Spec:
     place = given[0] if adjacent else 0
     result: tuple[Dim, ...] = (*kept[:place], *chosen, *kept[place:])
     whole = frozenset(letter for dim in given for letter in letters[dim])
-    return Spec(tuple(operands), (result,), sizes | broadcast, whole=whole, flops=call.results[0].numel(),
-                looks_up=_letters(chosen) if given == [0] else None)  # fmt: skip
+    return Spec(
+        tuple(operands),
+        (result,),
+        sizes | broadcast,
+        whole=whole,
+        flops=call.results[0].numel(),
+        looks_up=_letters(chosen) if given == [0] else None,
+    )
 
 
 def index_select(call: Call) -> Spec:
@@ -108,8 +120,14 @@ def index_select(call: Call) -> Spec:
     new: Dim = ("i",) if count > 1 else ()
     sizes |= {"i": count} if count > 1 else {}
     result = (*letters[:dim], new, *letters[dim + 1 :])
-    return Spec((letters, (new,) * call.operands[1].ndim), (result,), sizes, whole=frozenset(letters[dim]),
-                flops=call.results[0].numel(), looks_up=None if dim else new)  # fmt: skip
+    return Spec(
+        (letters, (new,) * call.operands[1].ndim),
+        (result,),
+        sizes,
+        whole=frozenset(letters[dim]),
+        flops=call.results[0].numel(),
+        looks_up=None if dim else new,
+    )
 
 
 def gather(call: Call) -> Spec:
@@ -127,8 +145,7 @@ def gather(call: Call) -> Spec:
             whole |= {*letters[d], *result[d]}
     used = {letter for name in names for letter in name}
     sizes = {letter: size for letter, size in sizes.items() if letter in used} | more
-    return Spec((tuple(names), result), (result,), sizes, whole=frozenset(whole),
-                flops=where.numel())  # fmt: skip
+    return Spec((tuple(names), result), (result,), sizes, whole=frozenset(whole), flops=where.numel())
 
 
 def scattered(call: Call) -> Spec:
@@ -137,21 +154,20 @@ def scattered(call: Call) -> Spec:
     if not rank:
         raise RuleDoesNotApply("a tensor without dims")
     tensors = [*call.operands, *call.results]
-    alike = {
-        d for d in range(rank) if d != dim and len({t.shape[d] for t in tensors if t.ndim}) == 1
-    }
+    alike = {d for d in range(rank) if d != dim and len({t.shape[d] for t in tensors if t.ndim}) == 1}
     names: list[Letters] = []
     sizes: dict[str, int] = {}
     for i, tensor in enumerate(tensors):
-        names.append(
-            _dims(
-                tensor, [f"d{d}" if d in alike else f"x{i}_{d}" for d in range(tensor.ndim)], sizes
-            )
-        )
+        names.append(_dims(tensor, [f"d{d}" if d in alike else f"x{i}_{d}" for d in range(tensor.ndim)], sizes))
     whole = frozenset(letter for letter in sizes if letter[0] == "x")
     count = len(call.operands)
-    return Spec(tuple(names[:count]), tuple(names[count:]), sizes, whole=whole,
-                flops=call.results[0].numel())  # fmt: skip
+    return Spec(
+        tuple(names[:count]),
+        tuple(names[count:]),
+        sizes,
+        whole=whole,
+        flops=call.results[0].numel(),
+    )
 
 
 def _dims(tensor: torch.Tensor, names: Sequence[str], sizes: dict[str, int]) -> Letters:
@@ -170,9 +186,7 @@ def indexed_by_one(call: Call) -> Spec:
         source = tensor.ndim == x.ndim and x.ndim > 1
         own = [f"d{d}" if source and d != dim else f"x{i}" for d in range(tensor.ndim)]
         names.append(_dims(tensor, own, sizes))
-    whole = frozenset(letter for letter in sizes if letter[0] == "x") | frozenset(
-        letters[dim] if letters else ()
-    )
+    whole = frozenset(letter for letter in sizes if letter[0] == "x") | frozenset(letters[dim] if letters else ())
     return Spec(tuple(names), (letters,), sizes, whole=whole, flops=call.results[0].numel())
 
 
@@ -197,9 +211,7 @@ def index_put(call: Call) -> Spec:
     source = _dims(values, own, sizes)
     whole = {letter for dim in given for letter in letters[dim]}
     whole |= {letter for letter in sizes if letter[0] == "i"}
-    return Spec(
-        (*operands, source), (letters,), sizes, whole=frozenset(whole), flops=values.numel()
-    )
+    return Spec((*operands, source), (letters,), sizes, whole=frozenset(whole), flops=values.numel())
 
 
 def along_index(call: Call) -> Spec:
@@ -215,9 +227,7 @@ def along_index(call: Call) -> Spec:
     names[2] = tuple(names[1][d] if d == dim else names[2][d] for d in range(len(names[2])))
     sizes.pop("x2", None)
     whole = frozenset({"x0"} & sizes.keys())
-    return Spec(
-        (names[0], names[1]), (names[2],), sizes, whole=whole, flops=call.results[0].numel()
-    )
+    return Spec((names[0], names[1]), (names[2],), sizes, whole=whole, flops=call.results[0].numel())
 
 
 def looked_up_in_one(call: Call) -> Spec:
@@ -228,8 +238,13 @@ def looked_up_in_one(call: Call) -> Spec:
     letters, sizes = plain(call.operands[where].shape)
     own, more = plain(call.operands[table].shape, "t")
     operands = {where: letters, table: own}
-    return Spec((operands[0], operands[1]), (letters,), sizes | more, whole=frozenset(more),
-                flops=call.results[0].numel())  # fmt: skip
+    return Spec(
+        (operands[0], operands[1]),
+        (letters,),
+        sizes | more,
+        whole=frozenset(more),
+        flops=call.results[0].numel(),
+    )
 
 
 def searched(call: Call) -> Spec:
@@ -255,8 +270,15 @@ def bagged(call: Call) -> Spec:
         columns = y.ndim == 2 and y.shape[1] == weight.shape[1]
         results.append(_dims(y, [f"y{i}", "d"], sizes) if columns else whole(y, f"y{i}"))
     table = _dims(weight, ["v", "d"], sizes)
-    return Spec((table, *operands), tuple(results), sizes, whole=frozenset(sizes) - {"d"}, agreed=frozenset("d"),
-                flops=call.results[0].numel(), looks_up=_letters(operands[0]))  # fmt: skip
+    return Spec(
+        (table, *operands),
+        tuple(results),
+        sizes,
+        whole=frozenset(sizes) - {"d"},
+        agreed=frozenset("d"),
+        flops=call.results[0].numel(),
+        looks_up=_letters(operands[0]),
+    )
 
 
 def filled_in_order(call: Call) -> Spec:
@@ -272,8 +294,7 @@ def filled_in_order(call: Call) -> Spec:
     if source.ndim < 2 or source.shape[-1] != x.shape[-1]:
         raise RuleDoesNotApply("rows of another width")
     of_x, of_source = (
-        " ".join(f"{tag}{d}!" for d in range(ndim - 1))
-        for tag, ndim in (("x", x.ndim), ("s", source.ndim))
+        " ".join(f"{tag}{d}!" for d in range(ndim - 1)) for tag, ndim in (("x", x.ndim), ("s", source.ndim))
     )
     return line(f"{of_x} d, {of_x} d, {of_source} d -> {of_x} d")(call)
 
@@ -286,8 +307,7 @@ def one_hot(call: Call) -> Spec:
     count = call.results[0].shape[-1]
     new: Dim = ("c",) if count > 1 else ()
     sizes |= {"c": count} if count > 1 else {}
-    return Spec((letters,), ((*letters, new),), sizes, whole=frozenset(new),
-                flops=call.results[0].numel())  # fmt: skip
+    return Spec((letters,), ((*letters, new),), sizes, whole=frozenset(new), flops=call.results[0].numel())
 
 
 RULES: dict[str, Callable[[Call], Spec]] = {
@@ -299,10 +319,7 @@ RULES: dict[str, Callable[[Call], Spec]] = {
     "aten.index_put": index_put,
     "aten.one_hot": one_hot,
     **{f"aten.{name}": scattered for name in ("scatter", "scatter_add", "scatter_reduce")},
-    **{
-        f"aten.{name}": indexed_by_one
-        for name in ("index_add", "index_copy", "index_fill", "index_reduce")
-    },
+    **{f"aten.{name}": indexed_by_one for name in ("index_add", "index_copy", "index_fill", "index_reduce")},
     **{f"aten.{name}": looked_up_in_one for name in ("take", "bucketize", "isin")},
     "aten._unsafe_index": index,
     "aten.searchsorted": searched,

@@ -38,8 +38,7 @@ ROWS: dict[str, str] = {
         f"b l! h k!, b l! h k!, b l! h v!, b l! h, b h k! v! {_LINEAR_STATE}; [b l h] float32"
     ),
     "flash_attn.flash_attn_interface.FlashAttnFunc": (
-        "b s! (g r) d!, b t! g d!, b t! g d!, b (g r) -> b s! (g r) d!, b (g r) s!, b (g r) s! t! "
-        + _ATTENTION
+        "b s! (g r) d!, b t! g d!, b t! g d!, b (g r) -> b s! (g r) d!, b (g r) s!, b (g r) s! t! " + _ATTENTION
     ),
     "flash_attn.flash_attn_interface.FlashAttnKVPackedFunc": (
         "b s! (g r) d!, b t! e! g d!, b (g r) -> b s! (g r) d!, b (g r) s! " + _PACKED_ATTENTION
@@ -51,9 +50,7 @@ ROWS: dict[str, str] = {
         "s! (g r) d!, t! g d!, t! g d!, n!, m!, (g r) -> s! (g r) d!, (g r) s! "
         "| flops 4 s t g r d over t | saves x0 x1 x2 x3 x4 y0; [g r s] float32; 2 [] int64"
     ),
-    "flash_attn.layers.rotary.ApplyRotaryEmb": (
-        "b l! h d!, n! e!, n! e! -> b l! h d! | flops 3 b l h d | saves x1 x2"
-    ),
+    "flash_attn.layers.rotary.ApplyRotaryEmb": ("b l! h d!, n! e!, n! e! -> b l! h d! | flops 3 b l h d | saves x1 x2"),
     "flash_attn.ops.activations.SwiGLUFunction": _GATED,
     "flash_attn.ops.triton.cross_entropy.CrossEntropyLoss": (
         "b v!, b -> b, b | flops 5 b v | saves x0 x1; [b] float32"

@@ -96,10 +96,13 @@ def _rows(text: str, names: str) -> dict[str, Rule]:
 
 
 RULES: dict[str, Rule] = {
-    **_rows("b.. n! m! -> b.. n! m!", """
+    **_rows(
+        "b.. n! m! -> b.. n! m!",
+        """
         cholesky linalg_cholesky linalg_inv inverse matrix_exp linalg_matrix_exp linalg_matrix_power matrix_power
         cholesky_inverse
-    """),
+    """,
+    ),
     **_rows("b.. n! m! -> b.. p! q!", "linalg_pinv pinverse"),
     **_rows("b.. n! m! -> b.. p!", "linalg_svdvals linalg_eigvals linalg_eigvalsh"),
     **_rows("b.. n! m! -> b..", "linalg_det det logdet linalg_matrix_rank linalg_cond"),
@@ -127,8 +130,26 @@ RULES: dict[str, Rule] = {
     **{
         f"aten.fft_{name}": transform
         for name in (
-            "fft", "ifft", "rfft", "irfft", "hfft", "ihfft", "fft2", "ifft2", "rfft2", "irfft2", "hfft2",
-            "ihfft2", "fftn", "ifftn", "rfftn", "irfftn", "hfftn", "ihfftn", "fftshift", "ifftshift",
+            "fft",
+            "ifft",
+            "rfft",
+            "irfft",
+            "hfft",
+            "ihfft",
+            "fft2",
+            "ifft2",
+            "rfft2",
+            "irfft2",
+            "hfft2",
+            "ihfft2",
+            "fftn",
+            "ifftn",
+            "rfftn",
+            "irfftn",
+            "hfftn",
+            "ihfftn",
+            "fftshift",
+            "ifftshift",
         )
     },
-}  # fmt: skip
+}

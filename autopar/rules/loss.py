@@ -62,18 +62,22 @@ def _over_tokens(call: Call, *, flops: int, normalizes: bool) -> Spec:
     targets = letters if target.ndim == x.ndim else tokens
     every_token = frozenset(letter for dim in tokens for letter in dim) if reduced else frozenset()
     return Spec(
-        (letters, targets, (channel,))[: len(call.operands)], (() if reduced else tokens,), sizes,
-        sums=every_token | frozenset(channel), contiguous=frozenset(channel), flops=flops,
-        collectives=localizer.collectives(call), transient=normalizes, localize=localizer,
-    )  # fmt: skip
+        (letters, targets, (channel,))[: len(call.operands)],
+        (() if reduced else tokens,),
+        sizes,
+        sums=every_token | frozenset(channel),
+        contiguous=frozenset(channel),
+        flops=flops,
+        collectives=localizer.collectives(call),
+        transient=normalizes,
+        localize=localizer,
+    )
 
 
 class _Localizer:
     """Runs cross-entropy (or nll_loss, which does not normalize) on local shards."""
 
-    def __init__(
-        self, call: Call, tokens: tuple[Any, ...], channel: tuple[str, ...], normalizes: bool
-    ) -> None:
+    def __init__(self, call: Call, tokens: tuple[Any, ...], channel: tuple[str, ...], normalizes: bool) -> None:
         x, target = call.operands[:2]
         self.reduction: int = call["reduction"]
         self.ignored: int = call["ignore_index"]
@@ -100,8 +104,7 @@ class _Localizer:
 
     def __call__(self, local: Local) -> fx.Node:
         classes, tokens = (
-            tuple(axis for letter in letters for axis in local.axes(letter))
-            for letters in (self.channel, self.tokens)
+            tuple(axis for letter in letters for axis in local.axes(letter)) for letters in (self.channel, self.tokens)
         )
         given = local_arguments(local)
         averages = self.reduction == MEAN
@@ -116,9 +119,7 @@ class _Localizer:
 
     # --- the divisor of a mean
 
-    def _divided(
-        self, local: Local, given: dict[str, Any], total: fx.Node, classes: Axes, tokens: Axes
-    ) -> fx.Node:
+    def _divided(self, local: Local, given: dict[str, Any], total: fx.Node, classes: Axes, tokens: Axes) -> fx.Node:
         if self.has_probabilities:
             return local.emit(aten.div.Scalar, total, self.rows)
         each = self._is_counted(local, given)
@@ -132,9 +133,7 @@ class _Localizer:
     def _is_counted(self, local: Local, given: dict[str, Any]) -> fx.Node:
         return local.emit(aten.ne.Scalar, given["target"], self.ignored)
 
-    def _own_weight(
-        self, local: Local, given: dict[str, Any], place: fx.Node, mine: fx.Node
-    ) -> fx.Node:
+    def _own_weight(self, local: Local, given: dict[str, Any], place: fx.Node, mine: fx.Node) -> fx.Node:
         """The class weight of every token whose class is on this rank; 0 for other tokens."""
         flat = local.emit(aten.reshape.default, place, [-1])
         found = local.emit(aten.index_select.default, given["weight"], 0, flat)
@@ -145,23 +144,15 @@ class _Localizer:
     def _over_classes(self, local: Local, given: dict[str, Any], axes: Axes) -> fx.Node:
         """The part of every token's loss that comes from this rank's classes."""
         emit = local.emit
-        mass, dot = (self._of_probabilities if self.has_probabilities else self._of_indices)(
-            local, given, axes
-        )
+        mass, dot = (self._of_probabilities if self.has_probabilities else self._of_indices)(local, given, axes)
         each = emit(aten.neg.default, dot)
         if self.normalizes:
             # A mass that is 1 in all, and of which no rank has a part of its own, is counted on one rank.
             lse = self._log_sum_exp(local, given["self"], axes, shared=mass is None)
-            each = emit(
-                aten.sub.Tensor, lse if mass is None else emit(aten.mul.Tensor, mass, lse), dot
-            )
-        return (
-            each if self.has_probabilities else zeroed(local, each, self._is_counted(local, given))
-        )
+            each = emit(aten.sub.Tensor, lse if mass is None else emit(aten.mul.Tensor, mass, lse), dot)
+        return each if self.has_probabilities else zeroed(local, each, self._is_counted(local, given))
 
-    def _of_probabilities(
-        self, local: Local, given: dict[str, Any], axes: Axes
-    ) -> tuple[fx.Node, fx.Node]:
+    def _of_probabilities(self, local: Local, given: dict[str, Any], axes: Axes) -> tuple[fx.Node, fx.Node]:
         """sum_c q_ic and sum_c q_ic x_ic."""
         q = given["target"]
         if self.smoothing:
@@ -172,9 +163,7 @@ class _Localizer:
         product = local.emit(aten.mul.Tensor, q, given["self"])
         return _class_sum(local, q), _class_sum(local, product)
 
-    def _of_indices(
-        self, local: Local, given: dict[str, Any], axes: Axes
-    ) -> tuple[fx.Node | None, fx.Node]:
+    def _of_indices(self, local: Local, given: dict[str, Any], axes: Axes) -> tuple[fx.Node | None, fx.Node]:
         """The same sums for class indices. Without class weights the first is 1 over all ranks, and given as None."""
         emit, x, weight = local.emit, given["self"], given["weight"]
         place, mine = self._place(local, given, axes)
@@ -188,8 +177,11 @@ class _Localizer:
         part = self.smoothing / self.classes
         if weight is not None:
             x = emit(aten.mul.Tensor, x, self._weight_row(local, given))
-            mass = emit(aten.add.Tensor, emit(aten.mul.Scalar, mass, 1 - self.smoothing),
-                        emit(aten.mul.Scalar, emit(aten.sum.default, weight), part))  # fmt: skip
+            mass = emit(
+                aten.add.Tensor,
+                emit(aten.mul.Scalar, mass, 1 - self.smoothing),
+                emit(aten.mul.Scalar, emit(aten.sum.default, weight), part),
+            )
         dot = emit(aten.mul.Scalar, dot, 1 - self.smoothing)
         return mass, emit(aten.add.Tensor, dot, _class_sum(local, x), alpha=part)
 
@@ -203,8 +195,11 @@ class _Localizer:
         if axes:
             target = shifted(local, target, axes, given["self"], 1)
             width = emit(aten.sym_size.int, given["self"], 1)
-            here = emit(aten.logical_and.default, emit(aten.ge.Scalar, target, 0),
-                        emit(aten.lt.Scalar, target, width))  # fmt: skip
+            here = emit(
+                aten.logical_and.default,
+                emit(aten.ge.Scalar, target, 0),
+                emit(aten.lt.Scalar, target, width),
+            )
             mine = emit(aten.logical_and.default, mine, here)
         return emit(aten.mul.Tensor, target, mine), mine
 
@@ -240,8 +235,11 @@ def _pick(local: Local, x: fx.Node, place: fx.Node) -> fx.Node:
     column = emit(aten.transpose.int, emit(aten.unsqueeze.default, place, 1), 1, -1)
     width, count = emit(aten.sym_size.int, x, 1), emit(aten.sym_numel.default, place)
     rows = emit(aten.arange.default, count, device=local.node.meta["val"].device)
-    places = emit(aten.add.Tensor, emit(aten.reshape.default, column, [-1]),
-                  emit(aten.mul.Tensor, rows, width))  # fmt: skip
+    places = emit(
+        aten.add.Tensor,
+        emit(aten.reshape.default, column, [-1]),
+        emit(aten.mul.Tensor, rows, width),
+    )
     flat = emit(aten.reshape.default, by_row, [-1])
     found = emit(aten.view_as.default, emit(aten.index_select.default, flat, 0, places), column)
     return emit(aten.squeeze.dim, emit(aten.transpose.int, found, 1, -1), 1)
@@ -272,11 +270,19 @@ def _of_rows(text: str) -> Callable[[Call], Spec]:
 ELEMENTWISE = tuple(
     f"aten.{name}"
     for name in (
-        "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
-        "binary_cross_entropy_with_logits", "soft_margin_loss", "kl_div", "hinge_embedding_loss",
-        "poisson_nll_loss", "margin_ranking_loss",
+        "mse_loss",
+        "l1_loss",
+        "smooth_l1_loss",
+        "huber_loss",
+        "binary_cross_entropy",
+        "binary_cross_entropy_with_logits",
+        "soft_margin_loss",
+        "kl_div",
+        "hinge_embedding_loss",
+        "poisson_nll_loss",
+        "margin_ranking_loss",
     )
-)  # fmt: skip
+)
 
 ROWS: dict[str, Callable[[Call], Spec]] = {
     "aten.triplet_margin_loss": _of_rows("b.. c!, b.. c!, b.. c! -> b.."),

@@ -37,9 +37,13 @@ def layer_norm(call: Call) -> Spec:
     affine = (tail,) * (len(call.operands) - 1)
     statistics = [tuple(() if d in tail else d for d in letters)] * (len(call.results) - 1)
     return Spec(
-        (letters, *affine), (letters, *statistics), sizes, whole=normalized, normalized=normalized,
+        (letters, *affine),
+        (letters, *statistics),
+        sizes,
+        whole=normalized,
+        normalized=normalized,
         flops=8 * x.numel(),
-    )  # fmt: skip
+    )
 
 
 def batch_norm(call: Call) -> Spec:
@@ -48,21 +52,19 @@ def batch_norm(call: Call) -> Spec:
     channel = (letters[1],)
     others = frozenset(letter for i, dim in enumerate(letters) if i != 1 for letter in dim)
     trains = call.arguments.get("training") is not False
-    results = tuple(
-        letters if t.ndim > 1 else (channel if t.numel() else ((),)) for t in call.results
-    )
+    results = tuple(letters if t.ndim > 1 else (channel if t.numel() else ((),)) for t in call.results)
     spec = Spec(
-        (letters, *(channel,) * (len(call.operands) - 1)), results, sizes,
+        (letters, *(channel,) * (len(call.operands) - 1)),
+        results,
+        sizes,
         flops=8 * call.operands[0].numel(),
-    )  # fmt: skip
+    )
     if not trains:
         return spec
     if "aten._native_batch_norm_legit" not in str(call.node.target):
         return replace(spec, whole=others)  # its statistics change in place
     localizer = _BatchNorm(call, sorted(others))
-    return replace(
-        spec, agreed=others, collectives=localizer.collectives(call, letters[1]), localize=localizer
-    )
+    return replace(spec, agreed=others, collectives=localizer.collectives(call, letters[1]), localize=localizer)
 
 
 class _BatchNorm:
@@ -82,9 +84,7 @@ class _BatchNorm:
         """Mean and variance of every channel, which `_moments` gathers."""
         size = torch.float32.itemsize if self.widens else call.operands[0].element_size()
         backward = "reduce_scatter" if 0 in call.wanted else ""
-        return (
-            StatedCollective(frozenset(self.letters), "all_gather", backward, channel, 2 * size),
-        )
+        return (StatedCollective(frozenset(self.letters), "all_gather", backward, channel, 2 * size),)
 
     def __call__(self, local: Local) -> fx.Node | tuple[fx.Node, ...]:
         axes = [axis for letter in self.letters for axis in local.axes(letter)]
@@ -110,9 +110,7 @@ class _BatchNorm:
         mean, variance, rstd = (emit(aten.detach.default, each) for each in (mean, variance, rstd))
         return (y, mean, rstd, *self._running(local, given, mean, variance))
 
-    def _moments(
-        self, local: Local, x: fx.Node, axes: Sequence[tuple[str, int]]
-    ) -> tuple[fx.Node, fx.Node]:
+    def _moments(self, local: Local, x: fx.Node, axes: Sequence[tuple[str, int]]) -> tuple[fx.Node, fx.Node]:
         """Mean and variance (divided by the count) of every channel over all ranks."""
         emit = local.emit
         space = [0, *range(2, self.ndim)]
@@ -120,9 +118,7 @@ class _BatchNorm:
         mean, variance = (emit(operator.getitem, own, i) for i in (1, 0))
         for name, size in axes:
             parts = emit(aten.stack.default, [emit(aten.stack.default, [mean, variance])])
-            parts = emit(
-                torch.ops.autopar.all_gather.default, parts, [0], size, name, "reduce_scatter"
-            )
+            parts = emit(torch.ops.autopar.all_gather.default, parts, [0], size, name, "reduce_scatter")
             means, variances = (emit(aten.select.int, parts, 1, i) for i in (0, 1))
             between = emit(aten.var_mean.correction, means, [0], correction=0)
             within = emit(aten.mean.dim, variances, [0])
@@ -130,9 +126,7 @@ class _BatchNorm:
             variance = emit(aten.add.Tensor, within, emit(operator.getitem, between, 0))
         return mean, variance
 
-    def _running(
-        self, local: Local, given: dict[str, Any], mean: fx.Node, variance: fx.Node
-    ) -> tuple[fx.Node, ...]:
+    def _running(self, local: Local, given: dict[str, Any], mean: fx.Node, variance: fx.Node) -> tuple[fx.Node, ...]:
         """The new running statistics, if there are buffers for them; these use the unbiased variance."""
         if "running_mean" not in given:
             return ()
@@ -156,9 +150,13 @@ def group_norm(call: Call) -> Spec:
     letters = (letters[0], channel, *letters[2:])
     whole = frozenset(letter for dim in letters[1:] for letter in dim) - {"g"}
     return Spec(
-        (letters, *((channel,),) * (len(call.operands) - 1)), (letters,), sizes, whole=whole,
-        flops=8 * x.numel(), localize=_norm_locally,
-    )  # fmt: skip
+        (letters, *((channel,),) * (len(call.operands) - 1)),
+        (letters,),
+        sizes,
+        whole=whole,
+        flops=8 * x.numel(),
+        localize=_norm_locally,
+    )
 
 
 def _norm_locally(local: Local) -> fx.Node:
@@ -175,9 +173,13 @@ def instance_norm(call: Call) -> Spec:
     letters, sizes = plain(call.operands[0].shape)
     space = frozenset(letter for dim in letters[2:] for letter in dim)
     channel = (letters[1],)
-    return Spec((letters, *(channel,) * (len(call.operands) - 1)), (letters,), sizes,
-                whole=space if call["use_input_stats"] else frozenset(),
-                flops=8 * call.operands[0].numel())  # fmt: skip
+    return Spec(
+        (letters, *(channel,) * (len(call.operands) - 1)),
+        (letters,),
+        sizes,
+        whole=space if call["use_input_stats"] else frozenset(),
+        flops=8 * call.operands[0].numel(),
+    )
 
 
 def parametric_relu(call: Call) -> Spec:
@@ -196,9 +198,7 @@ def resized(call: Call) -> Spec:
 def sampled(call: Call) -> Spec:
     """grid_sampler: `n c x!.., n p.. two! -> n c p..`."""
     space = call.operands[0].ndim - 2
-    own, points = (
-        " ".join(f"{tag}{d}{end}" for d in range(space)) for tag, end in (("x", "!"), ("p", ""))
-    )
+    own, points = (" ".join(f"{tag}{d}{end}" for d in range(space)) for tag, end in (("x", "!"), ("p", "")))
     spec = spec_of(f"n c {own}, n {points} two! -> n c {points}", call)
     return replace(spec, flops=4 * call.results[0].numel())
 
@@ -254,8 +254,13 @@ def weight_norm(call: Call) -> Spec:
     letters, sizes = plain(v.shape)
     own = letters[call.dim(call["dim"])]
     norms = tuple(own if size > 1 else () for size in g.shape)
-    return Spec((letters, norms), (letters, norms)[: len(call.results)], sizes,
-                whole=frozenset(sizes) - {*own}, flops=3 * v.numel())  # fmt: skip
+    return Spec(
+        (letters, norms),
+        (letters, norms)[: len(call.results)],
+        sizes,
+        whole=frozenset(sizes) - {*own},
+        flops=3 * v.numel(),
+    )
 
 
 RULES: dict[str, Callable[[Call], Spec]] = {
@@ -283,19 +288,38 @@ RULES: dict[str, Callable[[Call], Spec]] = {
     **{
         f"aten.{name}": resized
         for name in (
-            "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d",
-            "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_linear1d",
-            "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d", "_upsample_bilinear2d_aa",
+            "upsample_nearest1d",
+            "upsample_nearest2d",
+            "upsample_nearest3d",
+            "_upsample_nearest_exact1d",
+            "_upsample_nearest_exact2d",
+            "_upsample_nearest_exact3d",
+            "upsample_linear1d",
+            "upsample_bilinear2d",
+            "upsample_bicubic2d",
+            "upsample_trilinear3d",
+            "_upsample_bilinear2d_aa",
             "_upsample_bicubic2d_aa",
         )
     },
     **{
         f"aten.{name}": pooling
         for name in (
-            "max_pool1d", "max_pool2d", "max_pool2d_with_indices", "avg_pool1d", "avg_pool2d",
-            "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_max_pool2d", "max_pool3d",
-            "max_pool1d_with_indices", "max_pool3d_with_indices", "avg_pool3d", "adaptive_avg_pool3d",
-            "adaptive_max_pool1d", "adaptive_max_pool3d",
+            "max_pool1d",
+            "max_pool2d",
+            "max_pool2d_with_indices",
+            "avg_pool1d",
+            "avg_pool2d",
+            "adaptive_avg_pool1d",
+            "adaptive_avg_pool2d",
+            "adaptive_max_pool2d",
+            "max_pool3d",
+            "max_pool1d_with_indices",
+            "max_pool3d_with_indices",
+            "avg_pool3d",
+            "adaptive_avg_pool3d",
+            "adaptive_max_pool1d",
+            "adaptive_max_pool3d",
         )
     },
-}  # fmt: skip
+}

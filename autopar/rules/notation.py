@@ -151,12 +151,8 @@ def spec_of(row: Row | str, call: Call) -> Spec:
     result_names = [p.expand(t.ndim) for p, t in zip(result_patterns, call.results, strict=True)]
     sizes = _sizes(names + result_names, [*call.operands, *call.results])
     spec = Spec(
-        operands=tuple(
-            _letters(n, t.shape, sizes) for n, t in zip(names, call.operands, strict=True)
-        ),
-        results=tuple(
-            _letters(n, t.shape, sizes) for n, t in zip(result_names, call.results, strict=True)
-        ),
+        operands=tuple(_letters(n, t.shape, sizes) for n, t in zip(names, call.operands, strict=True)),
+        results=tuple(_letters(n, t.shape, sizes) for n, t in zip(result_names, call.results, strict=True)),
         sizes=sizes,
         sums=_spread_out(row.sums, sizes),
         whole=_spread_out(row.whole, sizes),
@@ -235,8 +231,7 @@ def _sizes(names: Sequence[Sequence[str]], tensors: Sequence[object]) -> dict[st
 
 def _letters(names: Sequence[str], shape: Sequence[int], sizes: dict[str, int]) -> Letters:
     return tuple(
-        tuple(x for x in n.split() if x in sizes) if size > 1 else ()
-        for n, size in zip(names, shape, strict=True)
+        tuple(x for x in n.split() if x in sizes) if size > 1 else () for n, size in zip(names, shape, strict=True)
     )
 
 

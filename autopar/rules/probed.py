@@ -51,9 +51,7 @@ def probed(call: Call) -> Spec:
             findings[key] = next(found, "") if can_be_tried(call) else ""
     if not findings[key]:
         raise RuleDoesNotApply("rows depend on each other, or the op is too large to try")
-    return replace(
-        spec_of(findings[key], call), flops=sum(y.numel() for y in call.results), guess=GUESS
-    )
+    return replace(spec_of(findings[key], call), flops=sum(y.numel() for y in call.results), guess=GUESS)
 
 
 def _name(call: Call) -> str:
@@ -69,16 +67,10 @@ def _rows(call: Call) -> Iterator[str]:
     if many == 1 or any(not y.ndim or y.shape[0] != many for y in call.results):
         return
     alike = [bool(other.ndim) and other.shape[0] == many for other in call.operands]
-    as_deep = [
-        is_alike and other.ndim >= x.ndim
-        for is_alike, other in zip(alike, call.operands, strict=True)
-    ]
+    as_deep = [is_alike and other.ndim >= x.ndim for is_alike, other in zip(alike, call.operands, strict=True)]
     alone = [i == 0 for i in range(len(call.operands))]
     for chosen in dict.fromkeys(map(tuple, (alike, as_deep, alone))):
-        operands = [
-            _letters(f"x{i}_", o, has)
-            for i, (o, has) in enumerate(zip(call.operands, chosen, strict=True))
-        ]
+        operands = [_letters(f"x{i}_", o, has) for i, (o, has) in enumerate(zip(call.operands, chosen, strict=True))]
         results = [_letters(f"y{i}_", y, True) for i, y in enumerate(call.results)]
         yield f"{', '.join(operands)} -> {', '.join(results)}"
 

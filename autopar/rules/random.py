@@ -24,9 +24,21 @@ _KEYS = 2**31 - 1
 
 # Point by point: what the op draws depends on its place alone, and on the operands there.
 POINTS = (
-    "bernoulli", "binomial", "cauchy", "exponential", "geometric", "log_normal", "normal",
-    "normal_functional", "poisson", "rand_like", "randint_like", "randn_like", "random", "uniform",
-)  # fmt: skip
+    "bernoulli",
+    "binomial",
+    "cauchy",
+    "exponential",
+    "geometric",
+    "log_normal",
+    "normal",
+    "normal_functional",
+    "poisson",
+    "rand_like",
+    "randint_like",
+    "randn_like",
+    "random",
+    "uniform",
+)
 
 
 def dropout(call: Call) -> Spec:
@@ -57,9 +69,13 @@ def multinomial(call: Call) -> Spec:
     rows, sizes = plain(weights.shape[:-1], "b")
     (own, drawn), more = plain((weights.shape[-1], call.results[0].shape[-1]), "n")
     return Spec(
-        ((*rows, own),), ((*rows, drawn),), sizes | more, whole=frozenset(more),
-        flops=weights.numel(), localize=_Draw(tuple(sizes)),
-    )  # fmt: skip
+        ((*rows, own),),
+        ((*rows, drawn),),
+        sizes | more,
+        whole=frozenset(more),
+        flops=weights.numel(),
+        localize=_Draw(tuple(sizes)),
+    )
 
 
 class _Draw:
@@ -74,9 +90,7 @@ class _Draw:
         values = [given.get(a.name, a.default_value) for a in arguments if not a.kwarg_only]
         operands = [x for x in values if isinstance(x, fx.Node)]
         scalars = [x for x in values if isinstance(x, (bool, int, float))]
-        return _drawn(
-            local, self.letters, _with_generator(overload), operands, scalars, given.get("dtype")
-        )
+        return _drawn(local, self.letters, _with_generator(overload), operands, scalars, given.get("dtype"))
 
 
 class _Dropout:
@@ -104,9 +118,13 @@ class _Slopes:
 
 
 def _drawn(
-    local: Local, letters: tuple[str, ...], op: str, operands: list[fx.Node],
-    scalars: list[float], dtype: torch.dtype | None = None,
-) -> fx.Node:  # fmt: skip
+    local: Local,
+    letters: tuple[str, ...],
+    op: str,
+    operands: list[fx.Node],
+    scalars: list[float],
+    dtype: torch.dtype | None = None,
+) -> fx.Node:
     """The drawn tensor, without a gradient, as in torch."""
     detached = [local.emit(aten.detach.default, x) for x in operands]
     key = _key(local, letters)
@@ -148,13 +166,13 @@ def _position(local: Local, axes: list[tuple[str, int]]) -> fx.Node:
         total *= size
     position = local.emit(aten.arange.default, total)  # on the CPU, where keys are drawn
     for name, size in axes:
-        position = local.emit(
-            torch.ops.autopar.shard.default, position, [0], size, name, "all_gather"
-        )
+        position = local.emit(torch.ops.autopar.shard.default, position, [0], size, name, "all_gather")
     return position
 
 
 RULES: dict[str, Callable[[Call], Spec]] = {
     **{f"aten.{name}": points for name in POINTS},
-    "aten.native_dropout": dropout, "aten.rrelu": rrelu, "aten.multinomial": multinomial,
-}  # fmt: skip
+    "aten.native_dropout": dropout,
+    "aten.rrelu": rrelu,
+    "aten.multinomial": multinomial,
+}

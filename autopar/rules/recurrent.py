@@ -28,19 +28,18 @@ def recurrent(call: Call) -> Spec:
 
     states = len(call.results) - 1  # the hidden state, and the cells of an lstm
     where = [batch, *[1] * states]
-    results = [
-        letters(y, f"y{i}", at) for i, (y, at) in enumerate(zip(call.results, where, strict=True))
-    ]
+    results = [letters(y, f"y{i}", at) for i, (y, at) in enumerate(zip(call.results, where, strict=True))]
     at_operands: list[int | None] = [*where, *[None] * (len(call.operands) - len(where))]
-    operands = [
-        letters(y, f"x{i}", at)
-        for i, (y, at) in enumerate(zip(call.operands, at_operands, strict=True))
-    ]
+    operands = [letters(y, f"x{i}", at) for i, (y, at) in enumerate(zip(call.operands, at_operands, strict=True))]
     matrices = sum(y.numel() for y in call.operands[len(where) :] if y.ndim == 2)
     return Spec(
-        tuple(operands), tuple(results), sizes, whole=frozenset(sizes) - {"n"},
-        batch=frozenset(sizes) & {"n"}, flops=2 * x.shape[0] * x.shape[1] * matrices,
-    )  # fmt: skip
+        tuple(operands),
+        tuple(results),
+        sizes,
+        whole=frozenset(sizes) - {"n"},
+        batch=frozenset(sizes) & {"n"},
+        flops=2 * x.shape[0] * x.shape[1] * matrices,
+    )
 
 
 def cell(call: Call) -> Spec:

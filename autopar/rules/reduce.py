@@ -40,8 +40,11 @@ def summed(call: Call) -> Spec:
 def averaged(call: Call) -> Spec:
     """mean: a sum, divided by the size of the whole dim."""
     spec = summed(call)
-    return replace(spec, normalized=spec.sums if call.results[0].ndim else frozenset(),
-                   localize=_average_locally(sorted(spec.sums)))  # fmt: skip
+    return replace(
+        spec,
+        normalized=spec.sums if call.results[0].ndim else frozenset(),
+        localize=_average_locally(sorted(spec.sums)),
+    )
 
 
 def _average_locally(letters: list[str]) -> Callable[[Local], fx.Node]:
@@ -114,8 +117,13 @@ def quantiles(call: Call) -> Spec:
     new: Dim = ("q",) if count > 1 else ()
     sizes |= dict.fromkeys(new, count)
     first = (new,) if len(call.operands) > 1 and call.operands[1].ndim else ()
-    return Spec((letters, first)[: len(call.operands)], ((*first, *rest),), sizes,
-                whole=frozenset((*letters[dim], *new)), flops=x.numel())  # fmt: skip
+    return Spec(
+        (letters, first)[: len(call.operands)],
+        ((*first, *rest),),
+        sizes,
+        whole=frozenset((*letters[dim], *new)),
+        flops=x.numel(),
+    )
 
 
 def renormed(call: Call) -> Spec:
@@ -137,16 +145,42 @@ RULES: dict[str, Callable[[Call], Spec]] = {
     **{
         f"aten.{name}": whole_reduction
         for name in (
-            "amax", "amin", "var", "std", "argmax", "argmin", "logsumexp", "prod",
-            "any", "all", "norm", "linalg_vector_norm", "linalg_norm", "var_mean", "std_mean", "nanmean",
-            "aminmax", "median", "nanmedian", "mode", "kthvalue",
+            "amax",
+            "amin",
+            "var",
+            "std",
+            "argmax",
+            "argmin",
+            "logsumexp",
+            "prod",
+            "any",
+            "all",
+            "norm",
+            "linalg_vector_norm",
+            "linalg_norm",
+            "var_mean",
+            "std_mean",
+            "nanmean",
+            "aminmax",
+            "median",
+            "nanmedian",
+            "mode",
+            "kthvalue",
         )
     },
     **{
         f"aten.{name}": scanned
         for name in (
-            "cumsum", "cumprod", "softmax", "_softmax", "log_softmax", "_log_softmax", "_safe_softmax",
-            "logcumsumexp", "cummax", "cummin",
+            "cumsum",
+            "cumprod",
+            "softmax",
+            "_softmax",
+            "log_softmax",
+            "_log_softmax",
+            "_safe_softmax",
+            "logcumsumexp",
+            "cummax",
+            "cummin",
         )
     },
     "aten.max": extremum,
@@ -159,8 +193,16 @@ RULES: dict[str, Callable[[Call], Spec]] = {
     **{
         f"aten.{name}": compared
         for name in (
-            "diff", "cross", "linalg_cross", "cosine_similarity", "pairwise_distance", "trapezoid", "trapz",
-            "cumulative_trapezoid", "_softmax_backward_data", "_log_softmax_backward_data",
+            "diff",
+            "cross",
+            "linalg_cross",
+            "cosine_similarity",
+            "pairwise_distance",
+            "trapezoid",
+            "trapz",
+            "cumulative_trapezoid",
+            "_softmax_backward_data",
+            "_log_softmax_backward_data",
         )
     },
-}  # fmt: skip
+}

@@ -110,8 +110,7 @@ def _functional_op(op: str) -> str:
         )
     if any(schema(getattr(packet, overload)).is_mutable for overload in packet.overloads()):
         raise RecipeError(
-            f"The op {op} changes its arguments, and autopar splits functional ops only; return the new "
-            "value instead."
+            f"The op {op} changes its arguments, and autopar splits functional ops only; return the new value instead."
         )
     return f"{namespace}.{name}"
 
@@ -162,9 +161,7 @@ def _check_kept(name: str, row: str, call: Call, spec: Spec) -> None:
     said = sum(call.operands[i].nbytes for i in stated.operands)
     said += sum(call.results[i].nbytes for i in stated.results)
     said += sum(
-        each.times
-        * each.dtype.itemsize
-        * math.prod(spec.sizes[x] for dim in each.letters for x in dim)
+        each.times * each.dtype.itemsize * math.prod(spec.sizes[x] for dim in each.letters for x in dim)
         for each in stated.hidden
     )
     if found > said:
@@ -223,8 +220,7 @@ def _splits(spec: Spec) -> Iterator[Splitting]:
         if spec.splittable(letter) and count:
             summed = letter in spec.sums
             operands = tuple(
-                P if summed and i in spec.additive else _state(t, letter)
-                for i, t in enumerate(spec.operands)
+                P if summed and i in spec.additive else _state(t, letter) for i, t in enumerate(spec.operands)
             )
             results = tuple(_state(t, letter, P) for t in spec.results)
             yield Splitting(f"splitting the letter {letter!r}", operands, results, count)
@@ -245,17 +241,11 @@ def _state(letters: Letters, letter: str, otherwise: State = V) -> State:
 
 def _prove(name: str, row: str, call: Call, splitting: Splitting) -> None:
     """Raises RecipeError unless the op gives the same results and gradients on parts as on whole tensors."""
-    advice = (
-        "Mark a letter that must stay whole with `!`, and one that is summed away with `| sum`."
-    )
-    claim = (
-        f"The rule {row!r} of {name} does not hold: {splitting.text} into {splitting.parts} parts"
-    )
+    advice = "Mark a letter that must stay whole with `!`, and one that is summed away with `| sum`."
+    claim = f"The rule {row!r} of {name} does not hold: {splitting.text} into {splitting.parts} parts"
     try:
         error = comparison(call, splitting)
     except (RuntimeError, ValueError, IndexError) as fault:
         raise RecipeError(f"{claim} makes the op fail ({fault}). {advice}") from fault
     if not error <= tolerance_of(call):
-        raise RecipeError(
-            f"{claim} changes results or gradients by {error:.2g} of their largest value. {advice}"
-        )
+        raise RecipeError(f"{claim} changes results or gradients by {error:.2g} of their largest value. {advice}")

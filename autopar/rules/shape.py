@@ -52,9 +52,7 @@ def along(
         operands = tuple(letters(t, f"x{i}_") for i, t in enumerate(call.operands))
         results = tuple(letters(t, f"y{i}_") for i, t in enumerate(call.results))
         everything = (frozenset(range(len(operands))),) if linear else ()
-        return Spec(
-            operands, results, sizes, whole=frozenset(whole), linear=everything, is_view=is_view
-        )
+        return Spec(operands, results, sizes, whole=frozenset(whole), linear=everything, is_view=is_view)
 
     return rule
 
@@ -81,10 +79,13 @@ def joined(call: Call) -> Spec:
     count: Dim = ("n",) if len(call.operands) > 1 else ()
     sizes |= dict.fromkeys(count, len(call.operands))
     return Spec(
-        (letters,) * len(call.operands), (((*count, *letters[0]), *letters[1:]),), sizes,
-        whole=frozenset(count), linear=(frozenset(range(len(call.operands))),),
+        (letters,) * len(call.operands),
+        (((*count, *letters[0]), *letters[1:]),),
+        sizes,
+        whole=frozenset(count),
+        linear=(frozenset(range(len(call.operands))),),
         flops=call.results[0].numel(),
-    )  # fmt: skip
+    )
 
 
 def stacked(call: Call) -> Spec:
@@ -95,9 +96,7 @@ def stacked(call: Call) -> Spec:
     result = (*letters[:dim], new, *letters[dim:])
     sizes |= {"new": len(call.operands)} if new else {}
     everything = (frozenset(range(len(call.operands))),)
-    return Spec(
-        (letters,) * len(call.operands), (result,), sizes, whole=frozenset(new), linear=everything
-    )
+    return Spec((letters,) * len(call.operands), (result,), sizes, whole=frozenset(new), linear=everything)
 
 
 def cut(call: Call) -> Spec:
@@ -113,17 +112,18 @@ def cut(call: Call) -> Spec:
     letters, sizes = plain(call.operands[0].shape)
     size = sizes_along.pop()
     inner: Dim = ("s",) if size > 1 else ()
-    sizes = (
-        {k: v for k, v in sizes.items() if k != f"d{dim}"}
-        | {"n": count}
-        | dict.fromkeys(inner, size)
-    )
+    sizes = {k: v for k, v in sizes.items() if k != f"d{dim}"} | {"n": count} | dict.fromkeys(inner, size)
     operand = (*letters[:dim], ("n", *inner), *letters[dim + 1 :])
     result = (*letters[:dim], inner, *letters[dim + 1 :])
     return Spec(
-        (operand,), (result,) * count, sizes, whole=frozenset({"n"}), linear=FIRST, is_view=True,
+        (operand,),
+        (result,) * count,
+        sizes,
+        whole=frozenset({"n"}),
+        linear=FIRST,
+        is_view=True,
         localize=_cut_locally(dim),
-    )  # fmt: skip
+    )
 
 
 def _cut_locally(dim: int) -> Callable[[Local], fx.Node]:
@@ -167,8 +167,15 @@ def _strided(call: Call, dim: int) -> Spec:
 
     operand = (*letters[:dim], ("s", "n"), *letters[dim + 1 :])
     result = (*letters[:dim], ("s",), *letters[dim + 1 :])
-    return Spec((operand,), (result,), sizes, whole=frozenset({"n"}), linear=FIRST, is_view=True,
-                localize=localize)  # fmt: skip
+    return Spec(
+        (operand,),
+        (result,),
+        sizes,
+        whole=frozenset({"n"}),
+        linear=FIRST,
+        is_view=True,
+        localize=localize,
+    )
 
 
 def _take_all(dim: int) -> Callable[[Local], fx.Node]:
@@ -245,8 +252,14 @@ def diagonal_made(call: Call) -> Spec:
         sizes |= {f"y{d}": int(size)} if own and size > 1 else {}
         result.append(new if own else next(rest))
     whole = frozenset((*letters[-1], *(x for x in sizes if x[0] == "y")))
-    return Spec((letters,), (tuple(result),), sizes, whole=whole, linear=FIRST,
-                flops=call.results[0].numel())  # fmt: skip
+    return Spec(
+        (letters,),
+        (tuple(result),),
+        sizes,
+        whole=whole,
+        linear=FIRST,
+        flops=call.results[0].numel(),
+    )
 
 
 def tiled(call: Call) -> Spec:

@@ -26,17 +26,13 @@ def on_parts(run: Run, operands: Sequence[State], results: Sequence[State], coun
     """
 
     def together(*tensors: Tensor) -> Results:
-        each = zip(
-            zip(*run_parts(run, tensors, operands, count), strict=True), results, strict=True
-        )
+        each = zip(zip(*run_parts(run, tensors, operands, count), strict=True), results, strict=True)
         return tuple(join(parts, state) for parts, state in each)
 
     return together
 
 
-def run_parts(
-    run: Run, tensors: Sequence[Tensor], states: Sequence[State], count: int
-) -> list[Results]:
+def run_parts(run: Run, tensors: Sequence[Tensor], states: Sequence[State], count: int) -> list[Results]:
     """The results of every part, with operands cut by their `states`."""
     cut = [_cut(x, state, count) for x, state in zip(tensors, states, strict=True)]
     return [run(*(parts[i] for parts in cut)) for i in range(count)]
@@ -84,9 +80,7 @@ def with_gradients(run: Run, operands: Sequence[Tensor], wanted: Sequence[int]) 
         inputs = [leaves[i] for i in wanted]
         if not ends or not inputs:
             return [y.detach() for y in results]
-        grads = torch.autograd.grad(
-            ends, inputs, [weights(y) for y in ends], allow_unused=True, materialize_grads=True
-        )
+        grads = torch.autograd.grad(ends, inputs, [weights(y) for y in ends], allow_unused=True, materialize_grads=True)
     return [*(y.detach() for y in results), *map(dense, grads)]
 
 

@@ -41,9 +41,14 @@ def view(call: Call) -> Spec:
                 sizes[letter] = size
                 whole.update(() if agrees else (letter,))
     return Spec(
-        (_frozen(letters),), (_frozen(result),), sizes, whole=frozenset(whole), linear=FIRST,
-        is_view=flattens(call.operands[0], target), localize=_reshape_locally,
-    )  # fmt: skip
+        (_frozen(letters),),
+        (_frozen(result),),
+        sizes,
+        whole=frozenset(whole),
+        linear=FIRST,
+        is_view=flattens(call.operands[0], target),
+        localize=_reshape_locally,
+    )
 
 
 Pieces = list[tuple[int, int]]  # (size, dim) of parts of dims, most significant first
@@ -75,9 +80,7 @@ def common_factors(source: Sequence[int], target: Sequence[int]) -> Iterator[tup
     assert not left and not right, (source, target)
 
 
-def _until_boundaries_meet(
-    taken: Pieces, other: Pieces, left: Pieces, right: Pieces
-) -> tuple[Pieces, Pieces]:
+def _until_boundaries_meet(taken: Pieces, other: Pieces, left: Pieces, right: Pieces) -> tuple[Pieces, Pieces]:
     def total(pieces: Pieces) -> int:
         return math.prod(size for size, _ in pieces)
 
@@ -107,9 +110,7 @@ def expand(call: Call) -> Spec:
     """expand: a new letter where the result is larger than the operand, and the same letter elsewhere."""
     result, sizes = plain(call.results[0].shape)
     lead = call.results[0].ndim - call.operands[0].ndim
-    operand = tuple(
-        result[lead + i] if size > 1 else () for i, size in enumerate(call.operands[0].shape)
-    )
+    operand = tuple(result[lead + i] if size > 1 else () for i, size in enumerate(call.operands[0].shape))
     return Spec((operand,), (result,), sizes, linear=FIRST, is_view=True, localize=_expand_locally)
 
 

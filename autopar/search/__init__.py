@@ -22,6 +22,19 @@ from autopar.search.request.recipe_rows import (
 from autopar.search.request.recipes import format_recipe, resolve, split_recipe
 
 __all__ = [
-    "ALIASES", "Fold", "Found", "PIPELINE_RECIPES", "Pins", "RECIPES", "Recipe",
-    "RecipeLike", "fold", "format_recipe", "resolve", "resolve_pins", "search", "search_with_cost", "split_recipe",
-]  # fmt: skip
+    "ALIASES",
+    "Fold",
+    "Found",
+    "PIPELINE_RECIPES",
+    "Pins",
+    "RECIPES",
+    "Recipe",
+    "RecipeLike",
+    "fold",
+    "format_recipe",
+    "resolve",
+    "resolve_pins",
+    "search",
+    "search_with_cost",
+    "split_recipe",
+]

@@ -20,7 +20,24 @@ from autopar.views.terminal import show
 from autopar.views.trace import read_trace, to_trace, write_trace
 
 __all__ = [
-    "BatchRow", "BatchTable", "BlockCollective", "BlockNode", "CandidateTable", "Formula", "Page", "RooflinePoint",
-    "SensitivityTable", "StageRow", "StageSummary", "Tree", "memory_bar", "read_trace", "show", "time_bar", "to_html",
-    "to_trace", "write_html", "write_trace",
-]  # fmt: skip
+    "BatchRow",
+    "BatchTable",
+    "BlockCollective",
+    "BlockNode",
+    "CandidateTable",
+    "Formula",
+    "Page",
+    "RooflinePoint",
+    "SensitivityTable",
+    "StageRow",
+    "StageSummary",
+    "Tree",
+    "memory_bar",
+    "read_trace",
+    "show",
+    "time_bar",
+    "to_html",
+    "to_trace",
+    "write_html",
+    "write_trace",
+]

@@ -72,9 +72,11 @@ def legend(parts: Sequence[Breakdown], colours: dict[str, Colour], whole: float)
     for part in parts:
         table.add_row(
             _Glyph(colours[part.name]) if part.name in colours else "",
-            Text(part.name), units.format_as(part.unit, part.value),
-            units.format_share(part.value, whole), Text(part.note, style="dim"),
-        )  # fmt: skip
+            Text(part.name),
+            units.format_as(part.unit, part.value),
+            units.format_share(part.value, whole),
+            Text(part.note, style="dim"),
+        )
     return table
 
 
@@ -106,9 +108,7 @@ def memory_headline(memory: Breakdown, bound_bytes: float) -> str:
     """Words such as `63.1 GB of 80.0 GB, 16.9 GB free`, or how much memory is missing."""
     margin = bound_bytes - memory.value
     rest = f"{units.format_bytes(abs(margin))} {'free' if margin >= 0 else 'TOO MUCH'}"
-    return (
-        f"{units.format_as(memory.unit, memory.value)} of {units.format_bytes(bound_bytes)}, {rest}"
-    )
+    return f"{units.format_as(memory.unit, memory.value)} of {units.format_bytes(bound_bytes)}, {rest}"
 
 
 def time_bar(time: Breakdown, axes: Iterable[str] = ()) -> RenderableType:

@@ -76,9 +76,7 @@ def _boxes(nodes: Sequence[BlockNode]) -> tuple[dict[str, Box], list[tuple[str, 
     return boxes, edges
 
 
-def _on_the_way(
-    each: BlockCollective, head: str, boxes: dict[str, Box], edges: list[tuple[str, str]]
-) -> str:
+def _on_the_way(each: BlockCollective, head: str, boxes: dict[str, Box], edges: list[tuple[str, str]]) -> str:
     """The name of the box of a collective; ops that share a converted tensor share the box."""
     name = f"{each.name}@{each.axis} after {head}: {each.bytes} {each.seconds}"
     if name not in boxes:
@@ -98,9 +96,7 @@ def _collective_words(each: BlockCollective) -> str:
     return f"{each.name}{operand} @{each.axis}: {figures}"
 
 
-def _op_box(
-    node: BlockNode, sources: Sequence[BlockNode], on_top: tuple[BlockCollective, ...]
-) -> Box:
+def _op_box(node: BlockNode, sources: Sequence[BlockNode], on_top: tuple[BlockCollective, ...]) -> Box:
     """The box of an op. It shows the op's layouts only if a source has others; hovering always shows them."""
     changed = not sources or any(node.layouts != source.layouts for source in sources)
     layouts = node.layouts if changed and node.kind not in PILLS else ()
@@ -161,18 +157,14 @@ def _edge(route: Sequence[Vertex], placed: Placed, tops: Sequence[float]) -> Mar
 
 def _drawn(box: Box, x: float, y: float, colours: Mapping[str, Colour], total: float) -> Markup:
     """The collectives from the top, then the op."""
-    drawn = [
-        _chip(each, x, y + CHIP * i, box.width, colours) for i, each in enumerate(box.collectives)
-    ]
+    drawn = [_chip(each, x, y + CHIP * i, box.width, colours) for i, each in enumerate(box.collectives)]
     if box.node is not None:
         y += CHIP * len(drawn)
         drawn.append(_op(box, box.node, x, y, box.height - CHIP * len(drawn), colours, total))
     return tag("g", *drawn)
 
 
-def _chip(
-    each: BlockCollective, x: float, y: float, wide: float, colours: Mapping[str, Colour]
-) -> Markup:
+def _chip(each: BlockCollective, x: float, y: float, wide: float, colours: Mapping[str, Colour]) -> Markup:
     colour = colours.get(each.axis, REST)
     words = _collective_words(each)
     shown = fitted(words, wide - 10, SMALL)
@@ -185,28 +177,46 @@ def _chip(
 
 
 def _op(
-    box: Box, node: BlockNode, x: float, y: float, height: float, colours: Mapping[str, Colour],
+    box: Box,
+    node: BlockNode,
+    x: float,
+    y: float,
+    height: float,
+    colours: Mapping[str, Colour],
     total: float,
-) -> Markup:  # fmt: skip
+) -> Markup:
     pill = node.kind in PILLS
     frame = rect(
-        x, y, box.width, height, rx=13 if pill else 5,
-        class_="pill" if pill else "op", title=_title(node),
-    )  # fmt: skip
+        x,
+        y,
+        box.width,
+        height,
+        rx=13 if pill else 5,
+        class_="pill" if pill else "op",
+        title=_title(node),
+    )
     share = node.seconds / total if total else 0.0
     foot = rect(x, y + height - 3, box.width * share, 3, class_="share") if share else None
     kind, module, seconds = _head_parts(node)
-    shown = fitted(
-        f"{kind}  {module}".rstrip(), box.width - 20 - text_width(seconds, SMALL), NORMAL
-    )
+    shown = fitted(f"{kind}  {module}".rstrip(), box.width - 20 - text_width(seconds, SMALL), NORMAL)
     head, _, tail = shown.partition("  ")
     words = tag("text", tag("tspan", head, class_="strong"), x=x + 9, y=y + 17, font_size=NORMAL)
     if tail:
         second = tag("tspan", f"  {tail}", class_="faint")
-        words = tag("text", tag("tspan", head, class_="strong"), second, x=x + 9, y=y + 17,
-                    font_size=NORMAL, class_="spaced")  # fmt: skip
-    time = text(x + box.width - 9, y + 17, seconds, class_="faint", font_size=SMALL,
-                text_anchor="end") if seconds else None  # fmt: skip
+        words = tag(
+            "text",
+            tag("tspan", head, class_="strong"),
+            second,
+            x=x + 9,
+            y=y + 17,
+            font_size=NORMAL,
+            class_="spaced",
+        )
+    time = (
+        text(x + box.width - 9, y + 17, seconds, class_="faint", font_size=SMALL, text_anchor="end")
+        if seconds
+        else None
+    )
     return tag("g", frame, foot, words, time, *_tags(box, x, y, colours))
 
 
@@ -233,13 +243,9 @@ def _title(node: BlockNode) -> str:
 
 def _key(nodes: Sequence[BlockNode], colours: Mapping[str, Colour]) -> Markup:
     axes = dict.fromkeys(
-        axis
-        for node in nodes
-        for axis in (*(a for a, _ in node.layouts), *(c.axis for c in node.collectives))
+        axis for node in nodes for axis in (*(a for a, _ in node.layouts), *(c.axis for c in node.collectives))
     )
-    swatches = [
-        tag("span", swatch(colours.get(axis, REST)), f" {axis}", class_="key") for axis in axes
-    ]
+    swatches = [tag("span", swatch(colours.get(axis, REST)), f" {axis}", class_="key") for axis in axes]
     words = (
         "Filled: a collective over the axis, with bytes sent and time; on top of an op where it is"
         " for a parameter. Framed: what the op splits over the axis, written where it changes."

@@ -97,9 +97,7 @@ def _points(
     labels = Labels((LEFT, TOP - 8, RIGHT, BOTTOM))
     for (x0, y0), (x1, y1) in itertools.pairwise(corners):  # a level or an upright line
         labels.taken.append((min(x0, x1), min(y0, y1), max(x0, x1), max(y0, y1)))
-    places = [
-        (n, c, min(RIGHT, across(c.memory_bytes)), max(TOP, up(c.step_seconds))) for n, c in shown
-    ]
+    places = [(n, c, min(RIGHT, across(c.memory_bytes)), max(TOP, up(c.step_seconds))) for n, c in shown]
     for _, each, x, y in places:
         labels.block(x, y, 8)
         yield _point(each, x, y)
@@ -128,18 +126,17 @@ def table(candidates: Sequence[Candidate]) -> Markup:
     """All candidates, those that fit first, numbered as in the picture."""
     front = pareto(tuple(c for c in candidates if c.fits))
     head = ("", "plan", "time", "memory", "traffic", "bound by", "why not")
-    rows = (
-        _table_row(number, each, each in front)
-        for number, each in enumerate(tables.ranked(tuple(candidates)), 1)
-    )
+    rows = (_table_row(number, each, each in front) for number, each in enumerate(tables.ranked(tuple(candidates)), 1))
     header = tag("tr", *(tag("th", words, scope="col") for words in head))
     return tag("div", tag("table", tag("thead", header), tag("tbody", join(rows))), class_="scroll")
 
 
 def _table_row(number: int, each: Candidate, on_front: bool) -> Markup:
     badges = [
-        ("chosen", each.chosen), ("fastest for its memory", on_front), ("does not fit", not each.fits),
-    ]  # fmt: skip
+        ("chosen", each.chosen),
+        ("fastest for its memory", on_front),
+        ("does not fit", not each.fits),
+    ]
     shown = (tag("span", words, class_="badge") for words, holds in badges if holds)
     figures = (
         units.format_seconds(each.step_seconds),
@@ -168,9 +165,11 @@ def batch_table(batches: Sequence[BatchRow]) -> Markup:
 
 def _batch_row(each: BatchRow) -> Markup:
     badges = [
-        ("of this report", each.is_chosen), ("fastest per sample", each.is_fastest),
-        ("largest at once", each.is_largest), ("estimate", not each.is_searched),
-    ]  # fmt: skip
+        ("of this report", each.is_chosen),
+        ("fastest per sample", each.is_fastest),
+        ("largest at once", each.is_largest),
+        ("estimate", not each.is_searched),
+    ]
     shown = (tag("span", words, class_="badge") for words, holds in badges if holds)
     _, *figures, plan = tables.batch_cells(each)
     return tag(
@@ -194,9 +193,7 @@ def sensitivity_bars(sensitivity: Mapping[str, float], smallest: float = 1e-5) -
     children.append(text(zero + 8, 14, "slower", class_="small"))
     for index, (name, value) in enumerate(found):
         children.append(_sensitivity(name, value, scale, 26 + index * row))
-    return drawing(
-        "Change of the step time when a number grows by 1 %", 30 + row * len(found), *children
-    )
+    return drawing("Change of the step time when a number grows by 1 %", 30 + row * len(found), *children)
 
 
 def _sensitivity(name: str, value: float, scale: Linear, y: float) -> Markup:

@@ -156,9 +156,7 @@ def _together(row: Sequence[Span], scale: Linear) -> Iterator[list[Span]]:
     for span in row:
         if span.end_seconds <= scale.low or span.begin_seconds >= scale.high:
             continue
-        if group and not (
-            _narrow(group[-1], scale) and _narrow(span, scale) and _touch(group[-1], span, scale)
-        ):
+        if group and not (_narrow(group[-1], scale) and _narrow(span, scale) and _touch(group[-1], span, scale)):
             yield group
             group = []
         group.append(span)
@@ -179,15 +177,17 @@ def _bar(span: Span, pale: bool, x: float, y: float, wide: float) -> Iterator[Ma
     seconds = units.format_seconds(span.end_seconds - span.begin_seconds)
     title = f"{_name(span)}: {seconds}\nfrom {units.format_seconds(span.begin_seconds)}"
     opacity = PALE if pale else None
-    yield rect(
-        x, y, wide, ROW, fill=colour.fill, fill_opacity=opacity, class_="event busy", title=title
-    )  # fmt: skip
+    yield rect(x, y, wide, ROW, fill=colour.fill, fill_opacity=opacity, class_="event busy", title=title)
     number = str(span.micro_batch)
     if text_width(number, LETTERS) + MARGIN <= wide:
         yield text(
-            x + wide / 2, y + ROW * 0.68, number, fill=None if pale else colour.ink,
-            class_="event-name", text_anchor="middle",
-        )  # fmt: skip
+            x + wide / 2,
+            y + ROW * 0.68,
+            number,
+            fill=None if pale else colour.ink,
+            class_="event-name",
+            text_anchor="middle",
+        )
 
 
 def _name(span: Span) -> str:
@@ -195,10 +195,7 @@ def _name(span: Span) -> str:
 
 
 def _key(rows: _Rows) -> Markup:
-    swatches = [
-        tag("span", swatch(KINDS[kind][1]), f" {KINDS[kind][0]}", class_="key")
-        for kind in rows.kinds
-    ]
+    swatches = [tag("span", swatch(KINDS[kind][1]), f" {KINDS[kind][0]}", class_="key") for kind in rows.kinds]
     words = "Bars bear the numbers of micro-batches; blank is idle."
     if rows.pale:
         words += " Every second stage of a rank is pale."
@@ -251,9 +248,7 @@ def _cells(
     cells: list[tuple[str, Style | None]] = [(" ", None)] * width
     scale = Linear(*window, 0, width)
     for span in row:
-        start, stop = (
-            min(max(round(scale(at)), 0), width) for at in (span.begin_seconds, span.end_seconds)
-        )
+        start, stop = (min(max(round(scale(at)), 0), width) for at in (span.begin_seconds, span.end_seconds))
         colour, dim = KINDS[span.kind][1], span.stage in pale
         glyph = colour.ascii_glyph if ascii_only else colour.glyph
         cells[start:stop] = [(glyph, Style(color=colour.terminal, dim=dim))] * (stop - start)

@@ -33,12 +33,8 @@ def write_html(page: Page, path: Path | str) -> None:
     save_text(to_html(page), path)
 
 
-_UNITS = Markup(
-    "Made by autopar. Memory and traffic are of one rank, time is of one step; GB is 1,000,000,000 bytes."
-)
-_DOCUMENT = Markup(
-    " All figures stand in this file as JSON too, in the element <code>script#document</code>."
-)
+_UNITS = Markup("Made by autopar. Memory and traffic are of one rank, time is of one step; GB is 1,000,000,000 bytes.")
+_DOCUMENT = Markup(" All figures stand in this file as JSON too, in the element <code>script#document</code>.")
 
 
 def to_html(page: Page) -> str:
@@ -91,10 +87,7 @@ class Section:
 
 
 def _header(page: Page) -> Markup:
-    tiles = (
-        tag("div", tag("dt", label), tag("dd", value), class_="tile")
-        for label, value in page.figures
-    )
+    tiles = (tag("div", tag("dt", label), tag("dd", value), class_="tile") for label, value in page.figures)
     return tag(
         "header",
         tag("h1", page.title),
@@ -133,9 +126,7 @@ def _sections(page: Page) -> Iterator[Section]:
     notes = tag("ul", *(tag("li", note) for note in page.notes)) if page.notes else Markup("")
     yield Section("notes", "Notes", "", notes)
     lines = tag("pre", tag("code", "\n".join(page.launch))) if page.launch else Markup("")
-    yield Section(
-        "launch", "Launch", "The plan's file, the call that loads it, the command.", lines
-    )
+    yield Section("launch", "Launch", "The plan's file, the call that loads it, the command.", lines)
 
 
 def _memory(page: Page) -> Section:
@@ -196,9 +187,12 @@ def _comparison(page: Page) -> Section:
     if not page.candidates:
         return Section("candidates", "Candidates", lead)
     return Section(
-        "candidates", "Candidates", lead,
-        picture(page.candidates, page.memory_bound_bytes), table(page.candidates),
-    )  # fmt: skip
+        "candidates",
+        "Candidates",
+        lead,
+        picture(page.candidates, page.memory_bound_bytes),
+        table(page.candidates),
+    )
 
 
 def _tree(breakdown: Breakdown) -> Markup | None:

@@ -37,11 +37,7 @@ def rows(events: Iterable[Event]) -> tuple[LaneRow, ...]:
     lanes: dict[str, list[list[Event]]] = {COMPUTE: []}
     for event in sorted(events, key=lambda e: (e.start_seconds, -e.duration_seconds)):
         _place(lanes.setdefault(event.lane, []), event)
-    return tuple(
-        LaneRow(lane, index, tuple(row))
-        for lane, found in lanes.items()
-        for index, row in enumerate(found)
-    )
+    return tuple(LaneRow(lane, index, tuple(row)) for lane, found in lanes.items() for index, row in enumerate(found))
 
 
 def _place(found: list[list[Event]], event: Event) -> None:

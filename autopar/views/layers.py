@@ -41,9 +41,7 @@ class Placed:
     width: float
 
 
-def place(
-    widths: Mapping[str, float], edges: Sequence[tuple[str, str]], *, gap: float, bend: float
-) -> Placed:
+def place(widths: Mapping[str, float], edges: Sequence[tuple[str, str]], *, gap: float, bend: float) -> Placed:
     """Places vertices of these widths, listed in topological order, with `gap` between them.
 
     Bends are `bend` wide.
@@ -85,9 +83,10 @@ def _route(edge: tuple[str, str], layer: Mapping[str, int]) -> tuple[Vertex, ...
 
 
 def _rows(
-    names: Sequence[str], layer: Mapping[str, int],
+    names: Sequence[str],
+    layer: Mapping[str, int],
     routes: Mapping[tuple[str, str], tuple[Vertex, ...]],
-) -> list[list[Vertex]]:  # fmt: skip
+) -> list[list[Vertex]]:
     rows: list[list[Vertex]] = [[] for _ in range(max(layer.values(), default=-1) + 1)]
     for name in names:
         rows[layer[name]].append(name)
@@ -122,9 +121,12 @@ def _mean(values: Sequence[float], default: float) -> float:
 
 
 def _places(
-    rows: list[list[Vertex]], wide: Mapping[Vertex, float], before: Neighbours, after: Neighbours,
+    rows: list[list[Vertex]],
+    wide: Mapping[Vertex, float],
+    before: Neighbours,
+    after: Neighbours,
     gap: float,
-) -> dict[Vertex, float]:  # fmt: skip
+) -> dict[Vertex, float]:
     """Boxes settle near boxes, bends near the ends of their edges; then edges are straightened."""
     middle: dict[Vertex, float] = {v: 0.0 for row in rows for v in row}
     around = {v: before.get(v, []) + after.get(v, []) for v in middle}
@@ -156,8 +158,11 @@ def _ends(source: str, chain: Sequence[Bend], around: Mapping[Vertex, list[Verte
 
 
 def _wanted(
-    v: Vertex, around: Sequence[Vertex], ends: Mapping[str, set[str]], middle: Mapping[Vertex, float]
-) -> float:  # fmt: skip
+    v: Vertex,
+    around: Sequence[Vertex],
+    ends: Mapping[str, set[str]],
+    middle: Mapping[Vertex, float],
+) -> float:
     if isinstance(v, Bend):
         return _mean([middle[end] for end in sorted(ends[v.source])], middle[v])
     boxes = [middle[n] for n in around if isinstance(n, str)]
@@ -169,9 +174,13 @@ def _apart(row: Sequence[Vertex], wide: Mapping[Vertex, float], gap: float) -> l
 
 
 def _straighten(
-    chain: Sequence[Bend], home: float, rows: Sequence[Sequence[Vertex]],
-    wide: Mapping[Vertex, float], middle: dict[Vertex, float], gap: float,
-) -> None:  # fmt: skip
+    chain: Sequence[Bend],
+    home: float,
+    rows: Sequence[Sequence[Vertex]],
+    wide: Mapping[Vertex, float],
+    middle: dict[Vertex, float],
+    gap: float,
+) -> None:
     """Gives all bends of a chain one place, the nearest to home that is free in every layer."""
     for x in sorted({middle[bend] for bend in chain}, key=lambda x: (abs(x - home), x)):
         if all(_is_free(x, bend, rows[bend.layer], wide, middle, gap) for bend in chain):
@@ -180,12 +189,14 @@ def _straighten(
 
 
 def _is_free(
-    x: float, bend: Bend, row: Sequence[Vertex], wide: Mapping[Vertex, float],
-    middle: Mapping[Vertex, float], gap: float,
-) -> bool:  # fmt: skip
-    return all(
-        abs(x - middle[v]) >= (wide[v] + wide[bend]) / 2 + gap - 1e-6 for v in row if v != bend
-    )
+    x: float,
+    bend: Bend,
+    row: Sequence[Vertex],
+    wide: Mapping[Vertex, float],
+    middle: Mapping[Vertex, float],
+    gap: float,
+) -> bool:
+    return all(abs(x - middle[v]) >= (wide[v] + wide[bend]) / 2 + gap - 1e-6 for v in row if v != bend)
 
 
 def _spread(wanted: Sequence[float], apart: Sequence[float]) -> list[float]:

@@ -29,9 +29,7 @@ def escape(text: object) -> Markup:
 def tag(name: str, *children: object, **attributes: object) -> Markup:
     """An element. `stroke_width=2` is the attribute `stroke-width`, `class_` is `class`; None is left out."""
     written = "".join(
-        f' {_attribute(key)}="{escape(_number(value))}"'
-        for key, value in attributes.items()
-        if value is not None
+        f' {_attribute(key)}="{escape(_number(value))}"' for key, value in attributes.items() if value is not None
     )
     if name in VOID:
         return Markup(f"<{name}{written}>")

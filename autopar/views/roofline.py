@@ -24,9 +24,7 @@ def roof(intensity: float, peak_flops: float, memory_bytes_per_second: float) ->
     return min(peak_flops, intensity * memory_bytes_per_second)
 
 
-def roofline(
-    points: Sequence[RooflinePoint], peak_flops: float, memory_bytes_per_second: float
-) -> Markup:
+def roofline(points: Sequence[RooflinePoint], peak_flops: float, memory_bytes_per_second: float) -> Markup:
     """Ops as dots whose areas are their seconds; empty where no op does arithmetic."""
     shown = [p for p in points if p.flops_per_byte > 0 and p.flops_per_second > 0]
     if not shown or peak_flops <= 0 or memory_bytes_per_second <= 0:
@@ -74,14 +72,15 @@ def _roof_lines(across: Log, up: Log, peak: float, bandwidth: float) -> Iterator
     words = f"memory {units.format_rate(bandwidth)}"
     middle = math.sqrt(start * ridge)
     yield text(
-        across(middle) - 10, up(middle * bandwidth) - 6, words,
-        class_="small strong", text_anchor="end",
-    )  # fmt: skip
+        across(middle) - 10,
+        up(middle * bandwidth) - 6,
+        words,
+        class_="small strong",
+        text_anchor="end",
+    )
 
 
-def _dots(
-    points: Sequence[RooflinePoint], across: Log, up: Log, peak: float, ridge: float
-) -> Iterator[Markup]:
+def _dots(points: Sequence[RooflinePoint], across: Log, up: Log, peak: float, ridge: float) -> Iterator[Markup]:
     largest = max(point.seconds for point in points) or 1.0
     placed = [
         (

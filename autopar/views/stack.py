@@ -31,9 +31,7 @@ def stacked_bar(
     return drawing(label, TOP + HEIGHT + 26, *children)
 
 
-def _segments(
-    parts: Sequence[Breakdown], colours: Mapping[str, Colour], scale: Linear
-) -> Iterator[Markup]:
+def _segments(parts: Sequence[Breakdown], colours: Mapping[str, Colour], scale: Linear) -> Iterator[Markup]:
     reached = 0.0
     for number, part in enumerate(parts, 1):
         x, reached = scale(reached), reached + part.value
@@ -44,9 +42,7 @@ def _segments(
         yield tag("g", bar, *_inscription(number, part, x, wide, colour))
 
 
-def _inscription(
-    number: int, part: Breakdown, x: float, wide: float, colour: Colour
-) -> Iterator[Markup]:
+def _inscription(number: int, part: Breakdown, x: float, wide: float, colour: Colour) -> Iterator[Markup]:
     """The number of the part, and below it name or value where they fit."""
     inner = wide - 12
     if inner < 4 + TEXT_SIZE * 0.6 * (number > 9):

@@ -14,8 +14,19 @@ from autopar.views.markup import Markup, join, tag
 from autopar.views.page import StageRow
 from autopar.views.tables import ROOMY
 
-HEAD = ("stage", "rank", "modules", "layers", "parameters", "forward", "backward", "sends",
-        "in flight", "kept", "peak of rank")  # fmt: skip
+HEAD = (
+    "stage",
+    "rank",
+    "modules",
+    "layers",
+    "parameters",
+    "forward",
+    "backward",
+    "sends",
+    "in flight",
+    "kept",
+    "peak of rank",
+)
 WORDS = 3  # columns from the left, the others are figures
 NARROW = ("stage", "rank", "modules", "forward", "backward", "in flight", "peak of rank")
 
@@ -30,14 +41,18 @@ class StageSummary:
         shown = HEAD if options.max_width >= ROOMY else NARROW
         table = Table(
             title="Stages, one micro-batch each (* slowest, ! on the fullest rank)",
-            title_justify="left", show_edge=False, pad_edge=False,
-        )  # fmt: skip
+            title_justify="left",
+            show_edge=False,
+            pad_edge=False,
+        )
         for name in shown:
             words = name in HEAD[:WORDS]
             table.add_column(
-                name, justify="left" if words else "right", overflow="fold",
+                name,
+                justify="left" if words else "right",
+                overflow="fold",
                 no_wrap=name not in ("modules", "in flight"),
-            )  # fmt: skip
+            )
         for row in self.stages:
             cells = dict(zip(HEAD, _cells(row), strict=True))
             cells["stage"] += "".join(mark for mark, _ in _marks(row, self.stages))
@@ -56,9 +71,12 @@ def _html_row(row: StageRow, stages: Sequence[StageRow]) -> Markup:
     number, rank, where, *figures = _cells(row)
     badges = (tag("span", words, class_="badge") for _, words in _marks(row, stages))
     return tag(
-        "tr", tag("td", number), tag("td", rank), tag("td", where, " ", *badges),
+        "tr",
+        tag("td", number),
+        tag("td", rank),
+        tag("td", where, " ", *badges),
         *(tag("td", words, class_="number") for words in figures),
-    )  # fmt: skip
+    )
 
 
 def _marks(row: StageRow, stages: Sequence[StageRow]) -> Iterator[tuple[str, str]]:
@@ -71,10 +89,15 @@ def _marks(row: StageRow, stages: Sequence[StageRow]) -> Iterator[tuple[str, str
 def _cells(row: StageRow) -> tuple[str, ...]:
     sends = (row.send_seconds, row.gradient_seconds)
     return (
-        str(row.number), str(row.rank), row.where, str(row.layers) if row.layers else "",
-        units.format_count(row.parameters), units.format_seconds(row.forward_seconds),
+        str(row.number),
+        str(row.rank),
+        row.where,
+        str(row.layers) if row.layers else "",
+        units.format_count(row.parameters),
+        units.format_seconds(row.forward_seconds),
         units.format_seconds(row.backward_seconds),
         " + ".join(units.format_seconds(each) for each in sends if each) or "-",
         f"{row.in_flight} x {units.format_bytes(row.saved_bytes)}",
-        units.format_bytes(row.kept_bytes), units.format_bytes(row.rank_bytes),
-    )  # fmt: skip
+        units.format_bytes(row.kept_bytes),
+        units.format_bytes(row.rank_bytes),
+    )

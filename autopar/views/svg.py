@@ -20,9 +20,15 @@ TEXT_SIZE = 12.0
 def drawing(label: str, height: float, *children: object, width: float = WIDTH) -> Markup:
     """An SVG with a name for screen readers, in a frame that scrolls where the page is narrow."""
     svg = tag(
-        "svg", tag("title", label), *children, viewBox=f"0 0 {width:.0f} {height:.0f}",
-        width=f"{width:.0f}", height=f"{height:.0f}", role="img", aria_label=label,
-    )  # fmt: skip
+        "svg",
+        tag("title", label),
+        *children,
+        viewBox=f"0 0 {width:.0f} {height:.0f}",
+        width=f"{width:.0f}",
+        height=f"{height:.0f}",
+        role="img",
+        aria_label=label,
+    )
     # A frame that scrolls must be reachable by keyboard.
     return tag("div", svg, class_="drawing", tabindex=0, role="group", aria_label=label)
 
@@ -127,10 +133,13 @@ class Labels:
         wide, high = text_width(words, self.size), self.size
         gap = radius + 4
         for left, middle in (
-            (x + gap, y), (x - gap - wide, y), (x - wide / 2, y - gap - high / 2),
-            (x - wide / 2, y + gap + high / 2), (x + gap * 0.7, y - gap - high * 0.2),
+            (x + gap, y),
+            (x - gap - wide, y),
+            (x - wide / 2, y - gap - high / 2),
+            (x - wide / 2, y + gap + high / 2),
+            (x + gap * 0.7, y - gap - high * 0.2),
             (x + gap * 0.7, y + gap + high * 0.2),
-        ):  # fmt: skip
+        ):
             box = (left, middle - high / 2, left + wide, middle + high / 2)
             if _inside(box, self.frame) and not any(_meet(box, other) for other in self.taken):
                 self.taken.append(box)

@@ -66,9 +66,7 @@ def branches(breakdown: Breakdown, depth: int, smallest: float) -> Iterator[Bran
     yield from _branches(breakdown, breakdown.value, 0, depth, smallest)
 
 
-def _branches(
-    node: Breakdown, whole: float, depth: int, deepest: int, smallest: float
-) -> Iterator[Branch]:
+def _branches(node: Breakdown, whole: float, depth: int, deepest: int, smallest: float) -> Iterator[Branch]:
     share = node.value / whole if whole else 0.0
     yield Branch(depth, node.name, units.format_as(node.unit, node.value), share, node.note)
     if depth == deepest:
@@ -110,9 +108,7 @@ class CandidateTable:
             table.add_column("why not", overflow="fold")
         front = pareto(tuple(c for c in self.candidates if c.fits))
         for each in ranked(self.candidates):
-            table.add_row(
-                *_cells(each, each in front, roomy, self.first), style="bold" if each.chosen else ""
-            )
+            table.add_row(*_cells(each, each in front, roomy, self.first), style="bold" if each.chosen else "")
         yield table
 
 
@@ -140,9 +136,13 @@ def _cells(candidate: Candidate, on_front: bool, roomy: bool, first: str) -> tup
         name.append(f"\n{why}", style="not bold dim")
     memory = units.format_bytes(candidate.memory_bytes) + ("" if candidate.fits else " !")
     cells = (
-        marks(candidate, on_front), name, units.format_seconds(candidate.step_seconds), memory,
-        units.format_bytes(candidate.traffic_bytes), Text(candidate.binds),
-    )  # fmt: skip
+        marks(candidate, on_front),
+        name,
+        units.format_seconds(candidate.step_seconds),
+        memory,
+        units.format_bytes(candidate.traffic_bytes),
+        Text(candidate.binds),
+    )
     return (*cells, Text(why, style="not bold")) if roomy else cells
 
 
@@ -175,9 +175,13 @@ def batch_cells(each: BatchRow) -> tuple[str, ...]:
     }
     marks = "".join(mark for mark, holds in held.items() if holds)
     return (
-        marks, f"{each.batch:,}", units.format_seconds(each.step_seconds), f"{throughput_of(each)[1]:,.0f}",
-        units.format_bytes(each.memory_bytes), each.plan,
-    )  # fmt: skip
+        marks,
+        f"{each.batch:,}",
+        units.format_seconds(each.step_seconds),
+        f"{throughput_of(each)[1]:,.0f}",
+        units.format_bytes(each.memory_bytes),
+        each.plan,
+    )
 
 
 def throughput_of(each: BatchRow) -> tuple[str, float]:
@@ -196,9 +200,7 @@ class SensitivityTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         title = "Step time when this grows by 1 %"
-        table = Table(
-            title=title, title_justify="left", show_header=False, box=None, pad_edge=False
-        )
+        table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
         table.add_column(overflow="fold")
         table.add_column(justify="right", no_wrap=True)
         table.add_column(no_wrap=True)
@@ -206,9 +208,7 @@ class SensitivityTable:
         half = max(4, min(20, (options.max_width - 40) // 2))
         longest = max((abs(value) for _, value in found), default=1.0)
         for name, value in found:
-            bar = _diverging(
-                value / longest, half, ("-", "|") if options.ascii_only else ("━", "│")
-            )
+            bar = _diverging(value / longest, half, ("-", "|") if options.ascii_only else ("━", "│"))
             table.add_row(Text(name), units.format_change(value), bar)
         yield table
 

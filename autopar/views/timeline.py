@@ -48,9 +48,12 @@ def _window(events: Sequence[Event]) -> Span | None:
 
 
 def _figure(
-    label: str, found: Sequence[LaneRow], compute: Sequence[Span], window: Span,
+    label: str,
+    found: Sequence[LaneRow],
+    compute: Sequence[Span],
+    window: Span,
     colours: Mapping[str, Colour],
-) -> Markup:  # fmt: skip
+) -> Markup:
     left = 22 + max(text_width(row.name) for row in found)
     scale = Linear(*window, left, RIGHT)
     bottom = TOP + len(found) * (ROW + GAP)
@@ -108,14 +111,10 @@ def _row(row: LaneRow, compute: Sequence[Span], scale: Linear, y: float, colour:
     return tag("g", *(_bar(bar, row, compute, scale, y, colour) for bar in bars(row, scale)))
 
 
-def _bar(
-    bar: Bar, row: LaneRow, compute: Sequence[Span], scale: Linear, y: float, colour: Colour
-) -> Markup:
+def _bar(bar: Bar, row: LaneRow, compute: Sequence[Span], scale: Linear, y: float, colour: Colour) -> Markup:
     wide = bar.stop - bar.start
     shade = "hidden" if row.lane != COMPUTE else "busy"
-    parts = [
-        rect(bar.start, y, wide, ROW, fill=colour.fill, class_=f"event {shade}", title=_title(bar))
-    ]
+    parts = [rect(bar.start, y, wide, ROW, fill=colour.fill, class_=f"event {shade}", title=_title(bar))]
     if row.lane != COMPUTE:
         parts.extend(_exposed(bar, compute, scale, y, colour))
     words = fitted(bar.events[0].name, wide - 6, 11) if len(bar.events) == 1 else ""
@@ -125,9 +124,7 @@ def _bar(
     return tag("g", *parts)
 
 
-def _exposed(
-    bar: Bar, compute: Sequence[Span], scale: Linear, y: float, colour: Colour
-) -> Iterator[Markup]:
+def _exposed(bar: Bar, compute: Sequence[Span], scale: Linear, y: float, colour: Colour) -> Iterator[Markup]:
     """A strong foot where compute is idle meanwhile."""
     spans = lanes.busy(bar.events)
     for start, stop in (gap for span in spans for gap in lanes.exposed(span, compute)):
@@ -151,8 +148,6 @@ def _title(bar: Bar) -> str:
 
 def _key(found: Sequence[LaneRow], colours: Mapping[str, Colour]) -> Markup:
     names = dict.fromkeys(row.lane for row in found)
-    swatches = [
-        tag("span", swatch(colours.get(name, REST)), f" {name}", class_="key") for name in names
-    ]
+    swatches = [tag("span", swatch(colours.get(name, REST)), f" {name}", class_="key") for name in names]
     words = "Communication is pale where it hides behind compute; its strong foot marks where compute is idle."
     return tag("p", *swatches, tag("span", words, class_="quiet"), class_="keys")

@@ -68,6 +68,12 @@ def _complete(event: Event, tid: int, row: LaneRow) -> dict[str, Any]:
     start = round(event.start_seconds * _NANOSECONDS)
     stop = round(end(event) * _NANOSECONDS)
     return {
-        "ph": "X", "name": event.name, "cat": row.lane, "pid": PROCESS, "tid": tid,
-        "ts": start / 1e3, "dur": (stop - start) / 1e3, "args": dict(event.detail),
-    }  # fmt: skip
+        "ph": "X",
+        "name": event.name,
+        "cat": row.lane,
+        "pid": PROCESS,
+        "tid": tid,
+        "ts": start / 1e3,
+        "dur": (stop - start) / 1e3,
+        "args": dict(event.detail),
+    }

@@ -124,6 +124,9 @@ def _attention(context: Context, device: Device) -> Iterator[Found]:
         curve.append((float(length), flops / _seconds(device, attend)))
     yield Figure("attention at the greatest length", curve[-1][1], "FLOP/s")
     yield Picture(
-        "Causal attention, forward and backward", "curves", "FLOP/s", {"attention": curve},
+        "Causal attention, forward and backward",
+        "curves",
+        "FLOP/s",
+        {"attention": curve},
         across="tokens of a sequence",
-    )  # fmt: skip
+    )

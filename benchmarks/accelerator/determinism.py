@@ -18,9 +18,7 @@ STEPS = 3
 def run(context: Context) -> Iterator[Found]:
     """Trains every subject twice from the same values."""
     torch.use_deterministic_algorithms(True)
-    yield Sentence(
-        "On CUDA, CUBLAS_WORKSPACE_CONFIG=:4096:8 is set, which deterministic products need."
-    )
+    yield Sentence("On CUDA, CUBLAS_WORKSPACE_CONFIG=:4096:8 is set, which deterministic products need.")
     for subject in context.subjects(varied(context)):
         first, second = (_bits(context, subject) for _ in range(2))
         differing = sum(not torch.equal(a, b) for a, b in zip(first, second, strict=True))

@@ -75,8 +75,10 @@ def _out_of_memory(context: Context) -> Iterator[Found]:
         loss = smaller.step(x, x).item()
     yield Figure(
         f"out of memory: loss of {parts} micro-batches in the same process afterwards",
-        abs(loss / expected - 1), "error", limit=TOLERANCE,
-    )  # fmt: skip
+        abs(loss / expected - 1),
+        "error",
+        limit=TOLERANCE,
+    )
     yield Sentence(f"The error of a step without memory: {said}")
 
 
@@ -86,9 +88,7 @@ def _model(context: Context) -> Wide:
 
 
 def _compiled(context: Context, micro_batches: int) -> autopar.CompiledModule:
-    return autopar.compile(
-        _model(context), loss_fn=F.mse_loss, mesh={"dp": 1}, micro_batches=micro_batches
-    )
+    return autopar.compile(_model(context), loss_fn=F.mse_loss, mesh={"dp": 1}, micro_batches=micro_batches)
 
 
 def _plain_loss(context: Context, x: Tensor, parts: int) -> float:
@@ -134,8 +134,7 @@ def killed_rank(context: Context, joined: Join, name: str) -> Iterator[Found]:
     with tempfile.TemporaryDirectory() as folder:
         arguments = (folder, context.device.type, joined)
         processes = [
-            context.processes.Process(target=_rank, args=(rank, *arguments), daemon=True)
-            for rank in range(RANKS)
+            context.processes.Process(target=_rank, args=(rank, *arguments), daemon=True) for rank in range(RANKS)
         ]
         try:
             for process in processes:
@@ -164,8 +163,12 @@ def _rank(rank: int, folder: str, kind: str, joined: Join) -> None:
     model = nn.Sequential(*(nn.Linear(12, 12) for _ in range(4))).to(device)
     x = torch.randn(6, 12).to(device)
     made = autopar.compile(
-        model, loss_fn=F.mse_loss, mesh={"dp": RANKS}, recipe="zero3", timeout_seconds=TIMEOUT_SECONDS
-    )  # fmt: skip
+        model,
+        loss_fn=F.mse_loss,
+        mesh={"dp": RANKS},
+        recipe="zero3",
+        timeout_seconds=TIMEOUT_SECONDS,
+    )
     made.step(x, x)
     if rank == 1:
         (ready,) = made._kept.ready[True]

@@ -57,6 +57,9 @@ def _backends() -> str:
 
 def _join(backend: str, rank: int, count: int, store: str) -> None:
     dist.init_process_group(
-        backend, store=dist.FileStore(store, count), rank=rank, world_size=count,
+        backend,
+        store=dist.FileStore(store, count),
+        rank=rank,
+        world_size=count,
         timeout=timedelta(seconds=GLOO_SECONDS),
-    )  # fmt: skip
+    )

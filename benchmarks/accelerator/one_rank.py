@@ -97,15 +97,21 @@ def _figures(context: Context, subject: Subject, mode: str, pair: Pair) -> Itera
     ours, plain = pair.times
     why = "" if on_device else "asked of accelerators: a processor is shared with other work"
     yield Figure(
-        f"{name}: difference of {STEPS} losses", worst_difference(*pair.losses), "error",
+        f"{name}: difference of {STEPS} losses",
+        worst_difference(*pair.losses),
+        "error",
         limit=ROUNDING if mode == "inductor" else 0.0,
-    )  # fmt: skip
+    )
     first = worst_difference(pair.losses[0][:1], pair.losses[1][:1])
     yield Figure(f"{name}: difference of the first loss", first, "error")
     yield Figure(
-        f"{name}: step time, autopar : plain", ours.seconds / plain.seconds, "ratio",
-        limit=1.0, asked=on_device, note=why,
-    )  # fmt: skip
+        f"{name}: step time, autopar : plain",
+        ours.seconds / plain.seconds,
+        "ratio",
+        limit=1.0,
+        asked=on_device,
+        note=why,
+    )
     yield Figure(f"{name}: step time of autopar", ours.seconds, "seconds")
     yield Figure(f"{name}: step time of the plain model", plain.seconds, "seconds")
     yield Figure(f"{name}: host time of autopar", ours.host_seconds, "seconds")

@@ -51,9 +51,7 @@ def shares(context: Context, joined: Join) -> Iterator[Found]:
     yield Picture("Shares of a step", "bars", "ratio", bars)
 
 
-def _figures(
-    recipe: str, found: Trace, bars: dict[str, list[tuple[str, float]]]
-) -> Iterator[Found]:
+def _figures(recipe: str, found: Trace, bars: dict[str, list[tuple[str, float]]]) -> Iterator[Found]:
     for kind in ("communication", "copy"):
         share = found.beside_compute(kind)  # type: ignore[arg-type]
         why = "" if share is not None else f"the trace of this device has no {kind}"
@@ -72,9 +70,7 @@ def _traced(recipe: str, kind: str, sizes: tuple[int, int, int]) -> Trace:
     tokens = torch.randint(0, 256, (8, length)).to(device)
     batch = (tokens, tokens.roll(-1, 1))
     mesh = {"tp" if recipe == "tp" else "dp": RANKS}
-    made = autopar.compile(
-        model, loss_fn=loss_fn, mesh=mesh, recipe=recipe, bucket_bytes=BUCKET_BYTES
-    )
+    made = autopar.compile(model, loss_fn=loss_fn, mesh=mesh, recipe=recipe, bucket_bytes=BUCKET_BYTES)
     for _ in range(2):
         made.step(*batch)
     return traced(lambda: made.step(*batch), device)

@@ -99,10 +99,7 @@ def _header(results: Sequence[Result]) -> Markup:
                 counts[figure.verdict] += 1
     done = sum(result.state == "done" for result in results)
     figures = {"parts done": f"{done} of {len(results)}", **counts}
-    tiles = (
-        tag("div", tag("dt", name), tag("dd", value), class_="tile")
-        for name, value in figures.items()
-    )
+    tiles = (tag("div", tag("dt", name), tag("dd", value), class_="tile") for name, value in figures.items())
     run = results[0].run if results else {}
     pairs = (tag("div", tag("dt", name), tag("dd", value)) for name, value in run.items())
     return tag(
@@ -161,9 +158,15 @@ def _bars(picture: Picture) -> Markup:
         y = number * ROW_HEIGHT + 6
         children += [
             text(LABEL_WIDTH - 8, y + 11, label, class_="small", text_anchor="end"),
-            rect(LABEL_WIDTH, y, max(1.0, scale(value) - LABEL_WIDTH), BAR_HEIGHT, fill=colours[name].fill),
+            rect(
+                LABEL_WIDTH,
+                y,
+                max(1.0, scale(value) - LABEL_WIDTH),
+                BAR_HEIGHT,
+                fill=colours[name].fill,
+            ),
             text(scale(value) + 6, y + 11, shown(value, picture.unit), class_="small"),
-        ]  # fmt: skip
+        ]
     below = len(rows) * ROW_HEIGHT + 24
     return drawing(picture.title, below + 10, *children, *_legend(picture, colours, below))
 
@@ -180,9 +183,7 @@ def _curves(picture: Picture) -> Markup:
     for name, values in picture.series.items():
         places = [(across(float(size)), up(value)) for size, value in values]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        children.append(
-            tag("polyline", points=path, fill="none", stroke=colours[name].fill, stroke_width=2)
-        )
+        children.append(tag("polyline", points=path, fill="none", stroke=colours[name].fill, stroke_width=2))
         children += [tag("circle", cx=x, cy=y, r=3, fill=colours[name].fill) for x, y in places]
     legend = _legend(picture, colours, CURVES_HEIGHT + 12)
     return drawing(picture.title, CURVES_HEIGHT + 24, *children, *legend)

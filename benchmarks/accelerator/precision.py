@@ -50,10 +50,7 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
     least = max(x.abs().max().item() for x in expected.values()) / 100
-    gaps = [
-        (found[n] - x).abs().max().item() / max(x.abs().max().item(), least)
-        for n, x in expected.items()
-    ]
+    gaps = [(found[n] - x).abs().max().item() / max(x.abs().max().item(), least) for n, x in expected.items()]
     return max(gap if gap == gap else float("inf") for gap in gaps)
 
 
@@ -62,8 +59,11 @@ def _policy(context: Context, subject: Subject) -> float:
     batch = subject.inputs(context, torch.float32)
     model = subject.model(context, torch.float32)
     made = autopar.compile(
-        subject.model(context, torch.float32), example_inputs=batch, mesh={"dp": 1}, precision="bf16"
-    )  # fmt: skip
+        subject.model(context, torch.float32),
+        example_inputs=batch,
+        mesh={"dp": 1},
+        precision="bf16",
+    )
     loss = made.step(*batch)
     cast = {name: p.to(torch.bfloat16) for name, p in model.named_parameters()}
     given = tuple(x.to(torch.bfloat16) if x.is_floating_point() else x for x in batch)
@@ -91,9 +91,12 @@ def _scaled(context: Context) -> Iterator[Found]:
     found = {n: g / scaler.get_scale() for n, g in _gradients(made.original).items()}
     wanted = dict(zip(found, (g.double() for g in expected), strict=True))
     yield Figure(
-        "fp16 with a scaled loss: gradients against float32", distance(found, wanted), "error",
-        limit=8 * HALF_ROUNDING, note="8 roundings: inputs, weights, result, gradient, and their products",
-    )  # fmt: skip
+        "fp16 with a scaled loss: gradients against float32",
+        distance(found, wanted),
+        "error",
+        limit=8 * HALF_ROUNDING,
+        note="8 roundings: inputs, weights, result, gradient, and their products",
+    )
 
 
 def _float8(context: Context) -> Iterator[Found]:
@@ -106,13 +109,13 @@ def _float8(context: Context) -> Iterator[Found]:
     name = "float8 product against its values in float64"
     try:
         found = torch._scaled_mm(
-            a.to(context.device), b.to(context.device).t(), *(s.to(context.device) for s in scales),
+            a.to(context.device),
+            b.to(context.device).t(),
+            *(s.to(context.device) for s in scales),
             out_dtype=torch.bfloat16,
-        )  # fmt: skip
-    except (RuntimeError, NotImplementedError) as error:
-        yield Figure(
-            name, None, "error", note=f"this device has none: {str(error).splitlines()[0]}"
         )
+    except (RuntimeError, NotImplementedError) as error:
+        yield Figure(name, None, "error", note=f"this device has none: {str(error).splitlines()[0]}")
         return
     error = distance({"product": found.double().cpu()}, {"product": expected})
     yield Figure(name, error, "error", limit=ROUNDING)
@@ -140,18 +143,19 @@ def _attention(context: Context) -> Iterator[Found]:
         how: Any = {"is_causal": is_causal, "scale": 0.125}
         assert _torch.has_fused_attention(query, key, value, None)
         result, logsumexp = _torch.fused_attention(query, key, value, None, **how)
-        gradients = _torch.fused_attention_backward(
-            gradient, query, key, value, None, result, logsumexp, **how
-        )
+        gradients = _torch.fused_attention_backward(gradient, query, key, value, None, result, logsumexp, **how)
         names = ("result", "logsumexp", "query", "key", "value")
         found = dict(zip(names, (result, logsumexp, *gradients), strict=True))
         expected = _scored(query, key, value, gradient, is_causal=is_causal, scale=0.125)
         error = distance({n: x.double().cpu() for n, x in found.items()}, expected)
         words = "causal" if is_causal else "full"
         yield Figure(
-            f"{words} attention of rings and its gradients", error, "error", limit=4 * ROUNDING,
+            f"{words} attention of rings and its gradients",
+            error,
+            "error",
+            limit=4 * ROUNDING,
             note="4 roundings: scores, probabilities, result and gradient",
-        )  # fmt: skip
+        )
 
 
 def _scored(

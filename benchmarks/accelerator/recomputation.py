@@ -29,23 +29,21 @@ def run(context: Context) -> Iterator[Found]:
     yield Picture("Step time", "bars", "seconds", bars)
 
 
-def _compared(
-    context: Context, subject: Subject, bars: dict[str, list[tuple[str, float]]]
-) -> Iterator[Found]:
+def _compared(context: Context, subject: Subject, bars: dict[str, list[tuple[str, float]]]) -> Iterator[Found]:
     """Kept bytes, peak memory and step time of each way."""
     dtype, device = torch.bfloat16, context.device
     batch = subject.inputs(context, dtype)
-    found = contenders(
-        subject.model(context, dtype), batch, find_hardware(hardware_of(context))
-    )  # fmt: skip
+    found = contenders(subject.model(context, dtype), batch, find_hardware(hardware_of(context)))
     steps = [compiled_step(module, batch) for module, _ in found]
     for words, step, (module, priced_bytes) in zip(WAYS, steps, found, strict=True):
         step()
         kept = measured_bytes(module, batch)
         yield Figure(
-            f"{subject.name}, {words}: error of saved activations", abs(priced_bytes / kept - 1),
-            "ratio", limit=WITHIN,
-        )  # fmt: skip
+            f"{subject.name}, {words}: error of saved activations",
+            abs(priced_bytes / kept - 1),
+            "ratio",
+            limit=WITHIN,
+        )
         yield Figure(f"{subject.name}, {words}: saved activations", kept, "bytes")
         peak = peak_of(step, device)
         yield Figure(f"{subject.name}, {words}: memory that a step adds at most", peak, "bytes")
@@ -55,7 +53,10 @@ def _compared(
         yield Figure(f"{subject.name}, {words}: step time", time.seconds, "seconds")
         yield Figure(f"{subject.name}, {words}: host time", time.host_seconds, "seconds")
     yield Figure(
-        f"{subject.name}: step time, ops : blocks", times[2].seconds / times[1].seconds, "ratio",
-        limit=1.0, asked=context.on_accelerator,
+        f"{subject.name}: step time, ops : blocks",
+        times[2].seconds / times[1].seconds,
+        "ratio",
+        limit=1.0,
+        asked=context.on_accelerator,
         note="" if context.on_accelerator else "asked of accelerators: ops of these sizes take what the host takes",
-    )  # fmt: skip
+    )

@@ -90,9 +90,7 @@ def measured(run: Run, part: Part, limit_seconds: float) -> Result:
     if found.state == "running":
         found.seconds = time.monotonic() - start
         found.state = "late" if is_late else "died"
-        found.why = (
-            f"took over {limit_seconds:.0f} s" if is_late else f"ended with code {process.exitcode}"
-        )
+        found.why = f"took over {limit_seconds:.0f} s" if is_late else f"ended with code {process.exitcode}"
         _store(run, part, found)
     return found
 

@@ -66,9 +66,7 @@ def worst(parts: Sequence[dict[str, Any]], expected: dict[str, Any]) -> float:
     whole: dict[str, Any] = {}
     for part in parts:
         whole |= part
-    return max(
-        difference({key: (whole | part)[key] for key in expected}, expected) for part in parts
-    )
+    return max(difference({key: (whole | part)[key] for key in expected}, expected) for part in parts)
 
 
 def _recipes(context: Context, ranks: Ranks) -> Iterator[Found]:
@@ -89,9 +87,7 @@ def _trained(
     device = context.device.type
 
     def error() -> float:
-        parts = ranks.run(
-            _compiled, "gpt", mesh, recipe, micro_batches, device, str(context.folder)
-        )
+        parts = ranks.run(_compiled, "gpt", mesh, recipe, micro_batches, device, str(context.folder))
         return worst(parts, _alone("gpt", micro_batches, device))
 
     return _figure(name, error)
@@ -113,9 +109,7 @@ def _random_plans(context: Context, ranks: Ranks) -> Iterator[Found]:
             yield _figure(f"{count} random plans of {name} over {axis}={RANKS}", error)
 
 
-def _worst_of_random_plans(
-    name: str, mesh: dict[str, int], count: int, context: Context, ranks: Ranks
-) -> float:
+def _worst_of_random_plans(name: str, mesh: dict[str, int], count: int, context: Context, ranks: Ranks) -> float:
     device, errors = context.device.type, []
     for seed in range(count):
         found = ranks.run(randomly, name, mesh, seed, device)

@@ -94,42 +94,30 @@ class StagedGroup(dist.ProcessGroup):
         hosts = [_on_host(x) for x in tensors]
         return StagedWork(self._gloo.send(hosts, target, tag), [], [])
 
-    def allgather(
-        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
-    ) -> StagedWork:
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> StagedWork:
         hosts = [[_on_host(x) for x in each] for each in outputs]
-        work = self._gloo.allgather(
-            hosts, [_on_host(x) for x in inputs], opts or distributed_c10d.AllgatherOptions()
-        )
+        work = self._gloo.allgather(hosts, [_on_host(x) for x in inputs], opts or distributed_c10d.AllgatherOptions())
         return StagedWork(work, _flat(outputs), _flat(hosts))
 
-    def gather(
-        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
-    ) -> StagedWork:
+    def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> StagedWork:
         hosts = [[_on_host(x) for x in each] for each in outputs]
         work = self._gloo.gather(hosts, [_on_host(x) for x in inputs], opts)
         return StagedWork(work, _flat(outputs), _flat(hosts))
 
-    def scatter(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any
-    ) -> StagedWork:
+    def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> StagedWork:
         hosts = [_on_host(x) for x in outputs]
         work = self._gloo.scatter(hosts, [[_on_host(x) for x in each] for each in inputs], opts)
         return StagedWork(work, outputs, hosts)
 
     def all_gather_single(self, output: Tensor, x: Tensor, opts: Any = None) -> StagedWork:
         host = _on_host(output)
-        work = self._gloo._allgather_base(
-            host, _on_host(x), opts or distributed_c10d.AllgatherOptions()
-        )
+        work = self._gloo._allgather_base(host, _on_host(x), opts or distributed_c10d.AllgatherOptions())
         return StagedWork(work, [output], [host])
 
     def reduce_scatter_single(self, output: Tensor, x: Tensor, opts: Any = None) -> StagedWork:
         host = _on_host(output)
         opts = opts or distributed_c10d.ReduceScatterOptions()
-        return StagedWork(
-            self._gloo._reduce_scatter_base(host, _on_host(x), opts), [output], [host]
-        )
+        return StagedWork(self._gloo._reduce_scatter_base(host, _on_host(x), opts), [output], [host])
 
     def all_to_all_single(
         self, output: Tensor, x: Tensor, output_sizes: Any, sizes: Any, opts: Any = None
@@ -147,9 +135,7 @@ class StagedGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any = None
     ) -> StagedWork:
-        return _last(
-            self.reduce_scatter_single(y, x, opts) for y, x in zip(outputs, tensors, strict=True)
-        )
+        return _last(self.reduce_scatter_single(y, x, opts) for y, x in zip(outputs, tensors, strict=True))
 
     def barrier(self, opts: Any = None) -> StagedWork:
         return StagedWork(self._gloo.barrier(opts or distributed_c10d.BarrierOptions()), [], [])

@@ -107,13 +107,24 @@ _GPT2 = Transformer(**_SMALL, ffn=256)
 _VIT = VisionTransformer(hidden=64, layers=2, heads=4, ffn=256, image=32, patch=8, classes=16)
 # Llama 3.2 1B: https://huggingface.co/meta-llama/Llama-3.2-1B, config.json
 _LLAMA_1B = {
-    "hidden": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "ffn": 8192, "vocab": 128256,
+    "hidden": 2048,
+    "layers": 16,
+    "heads": 32,
+    "kv_heads": 8,
+    "ffn": 8192,
+    "vocab": 128256,
     "max_positions": 8192,
-}  # fmt: skip
+}
 _EXPERTS = {
-    "hidden": 1024, "layers": 8, "heads": 16, "ffn": 2048, "vocab": 32000, "max_positions": 2048,
-    "experts": 8, "experts_per_token": 2,
-}  # fmt: skip
+    "hidden": 1024,
+    "layers": 8,
+    "heads": 16,
+    "ffn": 2048,
+    "vocab": 32000,
+    "max_positions": 2048,
+    "experts": 8,
+    "experts_per_token": 2,
+}
 
 
 def subjects(context: Context) -> Sequence[Subject]:
@@ -122,9 +133,12 @@ def subjects(context: Context) -> Sequence[Subject]:
         small = _language(**_SMALL, ffn=128, kv_heads=2)
         experts = _language(**_SMALL, ffn=64, experts=4, experts_per_token=2)
         return (
-            Subject("gpt2", _GPT2, 4, 64), Subject("llama", small, 4, 64), Subject("vit", _VIT, 4),
-            Subject("experts", experts, 4, 64), Subject("unet", None, 2),
-        )  # fmt: skip
+            Subject("gpt2", _GPT2, 4, 64),
+            Subject("llama", small, 4, 64),
+            Subject("vit", _VIT, 4),
+            Subject("experts", experts, 4, 64),
+            Subject("unet", None, 2),
+        )
     return (
         Subject("gpt2", find_preset("gpt2").description, 8, 1024),
         Subject("llama", _language(**_LLAMA_1B), 4, 2048),

@@ -52,8 +52,10 @@ def run(context: Context) -> Iterator[Found]:
         found = measure(context, subject, recipe)
         yield Figure(
             f"{recipe}: difference of {STEPS} losses from ddp",
-            worst_difference(found.losses, expected.losses), "error", limit=ROUNDING,
-        )  # fmt: skip
+            worst_difference(found.losses, expected.losses),
+            "error",
+            limit=ROUNDING,
+        )
         yield from _figures(recipe, found)
 
 
@@ -73,9 +75,13 @@ def measure(context: Context, subject: Subject, recipe: str) -> Training:
     on_device, device = context.on_accelerator, context.device
     before = torch.accelerator.memory_allocated(device) if on_device else 0
     made, batch = compile_subject(
-        subject, context, torch.float32, recipe=recipe, precision=PRECISION,
+        subject,
+        context,
+        torch.float32,
+        recipe=recipe,
+        precision=PRECISION,
         hardware=hardware_of(context),
-    )  # fmt: skip
+    )
     optimizer = torch.optim.AdamW(made.parameters(), lr=1e-4)
     step = trained(made, lambda: made.step(*batch), optimizer)
     losses = [step().item() for _ in range(STEPS)]

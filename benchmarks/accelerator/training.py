@@ -20,9 +20,7 @@ Step = Callable[[], Tensor]
 RATE = 1e-2  # learning rate of every step
 
 
-def trained(
-    model: nn.Module, backward: Callable[[], Tensor], optimizer: torch.optim.Optimizer | None = None
-) -> Step:
+def trained(model: nn.Module, backward: Callable[[], Tensor], optimizer: torch.optim.Optimizer | None = None) -> Step:
     """A step of an optimizer, which returns its loss.
 
     By default the optimizer is SGD, by which a small change of a gradient stays a small change of a weight.
@@ -89,10 +87,7 @@ def in_turns(steps: Sequence[Step], device: torch.device, rounds: int) -> list[S
             issued = time.perf_counter()
             _torch.synchronize(device)
             found.append((time.perf_counter() - start, issued - start))
-    return [
-        StepTime(median(whole for whole, _ in found), median(host for _, host in found))
-        for found in samples
-    ]
+    return [StepTime(median(whole for whole, _ in found), median(host for _, host in found)) for found in samples]
 
 
 def worst_difference(found: Sequence[float], expected: Sequence[float]) -> float:

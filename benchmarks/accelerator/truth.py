@@ -42,9 +42,13 @@ def run(context: Context) -> Iterator[Found]:
         if subject in varied(context):
             yield from _recomputed(context, subject, hardware)
     yield Figure(
-        "median error of the step time", median(errors), "ratio", limit=STEP_GOAL,
-        asked=context.on_accelerator, note=_why_not(context),
-    )  # fmt: skip
+        "median error of the step time",
+        median(errors),
+        "ratio",
+        limit=STEP_GOAL,
+        asked=context.on_accelerator,
+        note=_why_not(context),
+    )
     yield Picture("Step time", "bars", "seconds", bars)
 
 
@@ -55,9 +59,14 @@ def _why_not(context: Context) -> str:
 
 
 def _step(
-    context: Context, subject: Subject, made: autopar.CompiledModule, batch: Batch,
-    found: Explanation, errors: list[float], bars: dict[str, list[tuple[str, float]]],
-) -> Iterator[Found]:  # fmt: skip
+    context: Context,
+    subject: Subject,
+    made: autopar.CompiledModule,
+    batch: Batch,
+    found: Explanation,
+    errors: list[float],
+    bars: dict[str, list[tuple[str, float]]],
+) -> Iterator[Found]:
     """The duration of a step."""
     step = compiled_step(made, batch)
     step()
@@ -70,9 +79,12 @@ def _step(
 
 
 def _memory(
-    context: Context, subject: Subject, made: autopar.CompiledModule, batch: Batch,
+    context: Context,
+    subject: Subject,
+    made: autopar.CompiledModule,
+    batch: Batch,
     found: Explanation,
-) -> Iterator[Found]:  # fmt: skip
+) -> Iterator[Found]:
     """Peak, saved activations and what an op holds for a moment, in bytes of tensors."""
     parts = {part.name: part.value for part in found.memory.parts}
     parameters = sum(p.numel() * p.element_size() for p in made.original.parameters())
@@ -81,14 +93,20 @@ def _memory(
     why = "" if context.on_accelerator else "asked of accelerators, whose sizes are not small"
     yield Figure(f"{subject.name}: peak memory", peak, "bytes")
     yield Figure(
-        f"{subject.name}: error of the peak memory", abs(predicted / peak - 1), "ratio",
-        limit=PEAK_GOAL, asked=context.on_accelerator, note=why,
-    )  # fmt: skip
+        f"{subject.name}: error of the peak memory",
+        abs(predicted / peak - 1),
+        "ratio",
+        limit=PEAK_GOAL,
+        asked=context.on_accelerator,
+        note=why,
+    )
     saved = measured_bytes(made, batch)
     yield Figure(
         f"{subject.name}: error of saved activations",
-        abs(parts["saved activations"] / saved - 1), "ratio", limit=WITHIN,
-    )  # fmt: skip
+        abs(parts["saved activations"] / saved - 1),
+        "ratio",
+        limit=WITHIN,
+    )
     transient = parts.get("transient peak", 0.0)
     yield Figure(f"{subject.name}: transient memory, predicted", transient, "bytes")
     yield Figure(
@@ -99,9 +117,12 @@ def _memory(
 
 
 def _ops(
-    context: Context, subject: Subject, made: autopar.CompiledModule, batch: Batch,
+    context: Context,
+    subject: Subject,
+    made: autopar.CompiledModule,
+    batch: Batch,
     found: Explanation,
-) -> Iterator[Found]:  # fmt: skip
+) -> Iterator[Found]:
     """The forward op whose predicted time is furthest off, by the seconds between the two."""
     predicted: Counter[str] = Counter()
     for event in found.events():
@@ -111,22 +132,19 @@ def _ops(
     measured = _forward_seconds(context, made, batch)
     both = predicted.keys() & measured.keys()
     if not both:
-        yield Figure(
-            f"{subject.name}: time of single ops", None, "seconds", note="no op is in both"
-        )
+        yield Figure(f"{subject.name}: time of single ops", None, "seconds", note="no op is in both")
         return
     worst = max(both, key=lambda name: abs(measured[name] - predicted[name]))
     share = sum(measured[name] for name in both) / sum(measured.values())
     yield Figure(
         f"{subject.name}: the op furthest off, predicted : measured",
-        predicted[worst] / measured[worst], "ratio",
+        predicted[worst] / measured[worst],
+        "ratio",
         note=f"{worst} of forward; ops that are compared take {share:.0%} of the measured time",
-    )  # fmt: skip
+    )
 
 
-def _forward_seconds(
-    context: Context, made: autopar.CompiledModule, batch: Batch
-) -> dict[str, float]:
+def _forward_seconds(context: Context, made: autopar.CompiledModule, batch: Batch) -> dict[str, float]:
     """Seconds of every kind of op in a forward, on the device."""
     activities = [ProfilerActivity.CPU]
     if context.on_accelerator:
@@ -146,14 +164,14 @@ def _forward_seconds(
 
 def _recomputed(context: Context, subject: Subject, hardware: str) -> Iterator[Found]:
     """Saved activations where ops are recomputed one by one, down to half of what can be saved."""
-    made, batch = compile_subject(
-        subject, context, torch.bfloat16, hardware=hardware, recompute=HALF
-    )
+    made, batch = compile_subject(subject, context, torch.bfloat16, hardware=hardware, recompute=HALF)
     found = made.explain()
     assert isinstance(found, Explanation)
     priced = {part.name: part.value for part in found.memory.parts}["saved activations"]
     saved = measured_bytes(made, batch)
     yield Figure(
         f"{subject.name}: error of saved activations with recomputation {HALF}",
-        abs(priced / saved - 1), "ratio", limit=WITHIN,
-    )  # fmt: skip
+        abs(priced / saved - 1),
+        "ratio",
+        limit=WITHIN,
+    )

@@ -39,9 +39,15 @@ from autopar.units import format_seconds
 from benchmarks.tables import markdown_table
 
 COLUMNS = (
-    "model", "mesh", "recipe", "conversions", "as the axes are named", "in the mesh's order",
-    "in their own orders", "at least",
-)  # fmt: skip
+    "model",
+    "mesh",
+    "recipe",
+    "conversions",
+    "as the axes are named",
+    "in the mesh's order",
+    "in their own orders",
+    "at least",
+)
 
 
 class Case(NamedTuple):
@@ -114,8 +120,13 @@ def row_of(case: Case) -> tuple[str, ...]:
     """The row of a case."""
     cluster = find_cluster(case.cluster)
     request = Request.on(
-        cluster, batch=case.batch, mesh=Mesh.parse(case.mesh), recipe=case.recipe, micro_batches=1, refines=True
-    )  # fmt: skip
+        cluster,
+        batch=case.batch,
+        mesh=Mesh.parse(case.mesh),
+        recipe=case.recipe,
+        micro_batches=1,
+        refines=True,
+    )
     answer = Question(find_preset(case.model), request, case.seq).answer()
     graph, plan, hardware = answer.graph, answer.plan, cluster.hardware
     plain = in_mesh_order(plan)
@@ -124,8 +135,12 @@ def row_of(case: Case) -> tuple[str, ...]:
     seconds.append(least_seconds(graph, plan, hardware))
     conversions = sum(each.source != each.target for each in conversions_of(graph, plan))
     return (
-        case.model, str(plan.mesh), str(plan.recipe_in_use), str(conversions), *map(format_seconds, seconds)
-    )  # fmt: skip
+        case.model,
+        str(plan.mesh),
+        str(plan.recipe_in_use),
+        str(conversions),
+        *map(format_seconds, seconds),
+    )
 
 
 @click.command(help=(__doc__ or "").partition("\n")[0])

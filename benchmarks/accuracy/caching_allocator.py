@@ -36,9 +36,7 @@ SMALL_SEGMENT_BYTES = 2 * MIB  # kSmallBuffer
 LARGE_SEGMENT_BYTES = 20 * MIB  # large_segment_size_, kLargeBuffer before torch 2.10
 LEAST_OWN_SEGMENT_BYTES = 10 * MIB  # kMinLargeAlloc
 ROUND_SEGMENT_BYTES = 2 * MIB  # kRoundLarge
-_POOL_BYTES = (
-    2**50
-)  # addresses of the expandable segment of the large pool, which lies before that of the small one
+_POOL_BYTES = 2**50  # addresses of the expandable segment of the large pool, which lies before that of the small one
 
 
 class Event(NamedTuple):
@@ -170,9 +168,7 @@ class CachingAllocator:
         self.most_reserved_bytes = max(self.most_reserved_bytes, self.reserved_bytes)
 
     def _has_room(self, segment_bytes: int) -> bool:
-        return (
-            self._device_bytes is None or self.reserved_bytes + segment_bytes <= self._device_bytes
-        )
+        return self._device_bytes is None or self.reserved_bytes + segment_bytes <= self._device_bytes
 
     def _release(self) -> None:
         for block in [b for b in self._blocks.values() if b.is_whole_segment]:
@@ -180,9 +176,12 @@ class CachingAllocator:
 
     def _split(self, block: _Block, size_bytes: int) -> None:
         rest = _Block(
-            block.address + size_bytes, block.size_bytes - size_bytes, block.is_small,
-            before=block, after=block.after,
-        )  # fmt: skip
+            block.address + size_bytes,
+            block.size_bytes - size_bytes,
+            block.is_small,
+            before=block,
+            after=block.after,
+        )
         if block.after is not None:
             block.after.before = rest
         if self._tails.get(block.is_small) is block:
@@ -225,9 +224,7 @@ def _segment_bytes(size_bytes: int) -> int:
     return _rounded(size_bytes, ROUND_SEGMENT_BYTES)
 
 
-def replay(
-    events: Iterable[Event], device_bytes: int | None = None, *, expandable: bool = False
-) -> CachingAllocator:
+def replay(events: Iterable[Event], device_bytes: int | None = None, *, expandable: bool = False) -> CachingAllocator:
     """The allocator after a trace. Raises OutOfMemory if the trace does not fit onto the device."""
     allocator = CachingAllocator(device_bytes, expandable=expandable)
     blocks: dict[int, _Block] = {}

@@ -28,13 +28,24 @@ from autopar.errors import AutoparError
 
 FILE = "collective_bandwidth.csv"
 NAMES = {
-    "all_reduce": "all_reduce", "all_gather": "all_gather", "reduce_scatter": "reduce_scatter",
-    "alltoall": "all_to_all", "sendrecv": "send",
-}  # fmt: skip
+    "all_reduce": "all_reduce",
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "sendrecv": "send",
+}
 COLUMNS = (
-    "collective", "gpu", "n_gpus", "n_nodes", "gpus_per_node", "interconnect", "size_bytes",
-    "time_us", "busbw_gbps", "notes",
-)  # fmt: skip
+    "collective",
+    "gpu",
+    "n_gpus",
+    "n_nodes",
+    "gpus_per_node",
+    "interconnect",
+    "size_bytes",
+    "time_us",
+    "busbw_gbps",
+    "notes",
+)
 LEAST_BUSBW_GBPS = 0.1  # the tables print two digits behind the point; less is no measurement
 
 
@@ -63,9 +74,13 @@ class Measurement:
         before = part if self.collective == "all_gather" else whole
         after = part if self.collective == "reduce_scatter" else whole
         return collective_seconds(
-            self.collective, before_bytes=before, after_bytes=after, ranks=self.ranks,
-            link=self.machine.axis_link(1, self.ranks, self.ranks), hardware=self.machine,
-        )  # fmt: skip
+            self.collective,
+            before_bytes=before,
+            after_bytes=after,
+            ranks=self.ranks,
+            link=self.machine.axis_link(1, self.ranks, self.ranks),
+            hardware=self.machine,
+        )
 
     def error(self) -> float:
         """Error of the prediction, as a fraction of the measured time."""
@@ -165,9 +180,11 @@ def show(groups: Mapping[str, Mapping[str, float]], skipped: Counter[str]) -> No
     table = Table("GPU, nodes x ranks, collective", "rows", "median error", "worst error")
     for group, values in groups.items():
         table.add_row(
-            group, f"{values['rows']:.0f}", f"{values['time_error_median']:.1%}",
+            group,
+            f"{values['rows']:.0f}",
+            f"{values['time_error_median']:.1%}",
             f"{values['time_error_worst']:.0%}",
-        )  # fmt: skip
+        )
     reasons = Table("rows skipped", "because")
     for reason, count in skipped.most_common():
         reasons.add_row(str(count), reason)
@@ -177,9 +194,7 @@ def show(groups: Mapping[str, Mapping[str, float]], skipped: Counter[str]) -> No
 
 
 @click.command(help=__doc__)
-@click.option(
-    "--data", required=True, type=click.Path(exists=True, file_okay=False, path_type=Path)
-)
+@click.option("--data", required=True, type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def main(data: Path, as_json: bool) -> None:
     path = data / FILE

@@ -35,17 +35,30 @@ from benchmarks.accuracy.subjects import Subject, subject
 from benchmarks.tables import markdown_table
 
 FIGURES = (
-    "time_error_median", "time_error_mean", "spearman", "tau_mean", "regret_mean",
-    "regret_median", "regret_worst", "memory_error_median", "oom_accuracy",
-)  # fmt: skip
+    "time_error_median",
+    "time_error_mean",
+    "spearman",
+    "tau_mean",
+    "regret_mean",
+    "regret_median",
+    "regret_worst",
+    "memory_error_median",
+    "oom_accuracy",
+)
 
 REASONS = ("source", "rows", "skipped because, or used with")
 COUNTS = ("source", "used", "skipped", "false no")
 
 PIPELINE_FIGURES = (
-    "time_error_median", "time_error_mean", "time_bias_median", "spearman", "tau_mean", "regret_mean",
-    "regret_worst", "memory_error_median",
-)  # fmt: skip
+    "time_error_median",
+    "time_error_mean",
+    "time_bias_median",
+    "spearman",
+    "tau_mean",
+    "regret_mean",
+    "regret_worst",
+    "memory_error_median",
+)
 
 
 @dataclass
@@ -114,9 +127,13 @@ def _priced(source: Source, simulates: bool) -> Iterable[Outcome]:
         first = found[0]
         try:
             prices = price_rows(
-                [s.row for s in found], first.shape, first.recompute, first.hardware, first.software,
+                [s.row for s in found],
+                first.shape,
+                first.recompute,
+                first.hardware,
+                first.software,
                 simulates=simulates,
-            )  # fmt: skip
+            )
         except (Skip, AutoparError, AssertionError, ArithmeticError, ValueError) as error:
             source.skipped[f"not priced: {str(error).splitlines()[0][:80]}"] += len(found)
             continue
@@ -127,10 +144,16 @@ def _outcome(s: Subject, price: Prediction) -> Outcome:
     """What a row says beside its price; a table has the memory of rank 0, or of the fullest."""
     at_first = s.row.memory_kind.startswith(("rank 0", "world rank 0"))
     return Outcome(
-        s.row.group, price.seconds, s.row.step_seconds,
-        price.first_bytes if at_first else price.worst_bytes, s.row.memory_bytes,
-        s.capacity_bytes, s.row.failed, price.worst_bytes, s.row.pp,
-    )  # fmt: skip
+        s.row.group,
+        price.seconds,
+        s.row.step_seconds,
+        price.first_bytes if at_first else price.worst_bytes,
+        s.row.memory_bytes,
+        s.capacity_bytes,
+        s.row.failed,
+        price.worst_bytes,
+        s.row.pp,
+    )
 
 
 def combined(sources: Sequence[Source]) -> dict[str, dict[str, Any]]:
@@ -184,9 +207,7 @@ def markdown(sources: Sequence[Source], left_out: Mapping[str, str]) -> str:
     return "\n".join(tables)
 
 
-def reasons(
-    sources: Sequence[Source], left_out: Mapping[str, str]
-) -> Iterator[tuple[str, str, str]]:
+def reasons(sources: Sequence[Source], left_out: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
     """Source, number of rows, and why they are skipped, or what their prices take in place of what ran."""
     for source in sources:
         for reason, count in source.skipped.most_common():
@@ -241,16 +262,18 @@ def show(sources: Sequence[Source], left_out: Mapping[str, str]) -> None:
     for origin, found in combined(sources).items():
         if found["oom_accuracy"] is not None:
             files = " and ".join(found["files"])
-            console.print(
-                f"{origin}: {files} together tell {found['oom_accuracy']:.1%} of failures"
-            )
+            console.print(f"{origin}: {files} together tell {found['oom_accuracy']:.1%} of failures")
 
 
 @click.command(help=__doc__)
 @click.option(
-    "--data", "folders", required=True, multiple=True,
-    type=click.Path(exists=True, path_type=Path), help="A folder or a file; may be repeated.",
-)  # fmt: skip
+    "--data",
+    "folders",
+    required=True,
+    multiple=True,
+    type=click.Path(exists=True, path_type=Path),
+    help="A folder or a file; may be repeated.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 @click.option("--markdown", "page", type=click.Path(path_type=Path), help="Write the tables there.")
 @click.option("--simulate", "simulates", is_flag=True, help="Run every pipeline action by action.")

@@ -47,9 +47,17 @@ from benchmarks.tables import markdown_table, plan_words
 FEWEST_GPUS = 64
 ZERO = ("ddp", "zero1", "zero2", "zero3")
 HEADS = (
-    "model", "GPUs", "batch", "sequence", "the makers' choice", "its price, s", "autopar's plan",
-    "its price, s", "ratio", "search, s",
-)  # fmt: skip
+    "model",
+    "GPUs",
+    "batch",
+    "sequence",
+    "the makers' choice",
+    "its price, s",
+    "autopar's plan",
+    "its price, s",
+    "ratio",
+    "search, s",
+)
 
 
 @dataclass(frozen=True)
@@ -87,8 +95,7 @@ class Choice:
         marks = "".join(f" [{each}]" for each in self.stand_ins)
         marks += f" but {', '.join(self.repeats)}" * (self.recomputation != self.recompute)
         return (
-            f"{self.mesh} {self.recipe}, {stages}{self.micro_batches} micro-batches, "
-            f"recompute {self.recompute}{marks}"
+            f"{self.mesh} {self.recipe}, {stages}{self.micro_batches} micro-batches, recompute {self.recompute}{marks}"
         )
 
 
@@ -97,16 +104,12 @@ def repeats_of(found: Subject) -> tuple[str, ...]:
     shape, model = found.shape, found.shape.family.description
     into = ("gate_up" if model.fused_projections else "gate") if model.gated else "up"
     products = ("query_key_value" if model.fused_projections else "query", into)
-    gathers = [
-        f"{at}.{name}/linear<0" for at, name in zip(("attention", "mlp"), products, strict=True)
-    ]
+    gathers = [f"{at}.{name}/linear<0" for at, name in zip(("attention", "mlp"), products, strict=True)]
     is_split = shape.traits.regathers and shape.sequence_parallel and found.row.tp > 1
     return (*gathers * is_split, *["mlp/silu"] * (shape.traits.fused and model.gated))
 
 
-def choice_of(
-    row: Row, zero_stage: int, sequence_parallel: bool, repeats: tuple[str, ...] = ()
-) -> Choice:
+def choice_of(row: Row, zero_stage: int, sequence_parallel: bool, repeats: tuple[str, ...] = ()) -> Choice:
     """The configuration that a row tells. Raises Skip for a batch that the ranks cannot share."""
     cp = round(1 / row.micro_batch) if row.micro_batch < 1 else 1
     sizes = {"pp": row.pp, "dp": row.dp // cp, "cp": cp, "tp": row.tp}
@@ -119,10 +122,13 @@ def choice_of(
     return Choice(
         ",".join(f"{name}={size}" for name, size in used.items()),
         ",".join(f"{name}:{recipes[name]}" for name in used if name in recipes) or "auto",
-        row.grad_accum, schedule, row.chunks if schedule else 1,
+        row.grad_accum,
+        schedule,
+        row.chunks if schedule else 1,
         "full" if row.recompute.startswith("full") else "none",
-        tuple(name for name, is_replaced in replaced.items() if is_replaced), repeats,
-    )  # fmt: skip
+        tuple(name for name, is_replaced in replaced.items() if is_replaced),
+        repeats,
+    )
 
 
 # --- questions
@@ -174,10 +180,16 @@ def case_of(source: str, found: Subject) -> Case:
     hardware = hardware_of(row, framework_of(row).network)
     place = Cluster(replace(hardware, devices_per_node=node), row.n_gpus // node)
     description = replace(
-        family.description, hidden=row.hidden, layers=row.layers, heads=row.heads,
-        kv_heads=row.kv_heads, head_dim=row.hidden // row.heads, ffn=row.ffn, vocab=row.vocab,
+        family.description,
+        hidden=row.hidden,
+        layers=row.layers,
+        heads=row.heads,
+        kv_heads=row.kv_heads,
+        head_dim=row.hidden // row.heads,
+        ffn=row.ffn,
+        vocab=row.vocab,
         max_positions=row.seq,
-    )  # fmt: skip
+    )
     assert isinstance(description, Transformer)
     preset = Preset(row.model, description, row.params or 0.0, row.source_ref)
     sp = found.shape.sequence_parallel and row.tp > 1
@@ -272,9 +284,14 @@ def answer(case: Case) -> Answer:
     """Both prices of a case."""
     asked = Request.on(case.cluster, batch=case.batch, training_state=case.training_state)
     found = Answer(
-        case.name, case.preset.name, str(case.cluster), case.batch, case.seq, str(case.choice),
+        case.name,
+        case.preset.name,
+        str(case.cluster),
+        case.batch,
+        case.seq,
+        str(case.choice),
         measured_seconds=case.measured_seconds,
-    )  # fmt: skip
+    )
     start_seconds = time.process_time()
     try:
         plan = Question(case.preset, asked, case.seq).answer()
@@ -292,10 +309,14 @@ def answer(case: Case) -> Answer:
 
 def _request(asked: Request, choice: Choice) -> Request:
     return asked.but(
-        mesh=Mesh.parse(choice.mesh), recipe=choice.recipe, micro_batches=choice.micro_batches,
-        schedule=choice.schedule or None, chunks=choice.chunks if choice.schedule else None,
-        recompute=choice.recomputation, must_fit=False,
-    )  # fmt: skip
+        mesh=Mesh.parse(choice.mesh),
+        recipe=choice.recipe,
+        micro_batches=choice.micro_batches,
+        schedule=choice.schedule or None,
+        chunks=choice.chunks if choice.schedule else None,
+        recompute=choice.recomputation,
+        must_fit=False,
+    )
 
 
 def _first_line(error: Exception) -> str:
@@ -311,10 +332,17 @@ def table_rows(answers: Iterable[Answer]) -> Iterator[tuple[str, ...]]:
     for each in sorted(priced, key=lambda a: -(a.ratio or 0.0)):
         fits = "" if each.choice_fits else " (does not fit)"
         yield (
-            each.model, each.gpus, str(each.batch), str(each.seq), each.choice + fits,
-            f"{each.choice_seconds:.3f}", each.plan, f"{each.plan_seconds:.3f}",
-            f"{each.ratio:.3f}", f"{each.search_seconds:.1f}",
-        )  # fmt: skip
+            each.model,
+            each.gpus,
+            str(each.batch),
+            str(each.seq),
+            each.choice + fits,
+            f"{each.choice_seconds:.3f}",
+            each.plan,
+            f"{each.plan_seconds:.3f}",
+            f"{each.ratio:.3f}",
+            f"{each.search_seconds:.1f}",
+        )
 
 
 def summary(answers: Sequence[Answer]) -> str:

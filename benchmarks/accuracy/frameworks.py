@@ -118,9 +118,7 @@ FRAMEWORKS: Mapping[str, Framework] = MappingProxyType(
         ),
         "torchtitan": Framework("torchtitan", "llama", AUTOCAST, zero_stage=3),
         # Everything in bfloat16: on one GPU 8.03e9 parameters take 80.7 GB, so that there are no float32 masters.
-        "KempnerForge": Framework(
-            "torchtitan", "llama", FULL, zero_stage=3, sequence_parallel=True
-        ),
+        "KempnerForge": Framework("torchtitan", "llama", FULL, zero_stage=3, sequence_parallel=True),
         "PyTorch DDP": Framework("apex", "bert", MIXED, flash=False),
         "AutoModel": Framework("torchtitan", "llama", AUTOCAST, zero_stage=3),
         # Qi et al. 2023, section 5.1: every layer is a chunk. The vocabulary is that of the tokenizer of

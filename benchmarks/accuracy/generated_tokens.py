@@ -29,9 +29,14 @@ def model_of(dtype: torch.dtype) -> LlamaForCausalLM:
     """A Llama of 4 layers of width 256, with the initial weights of transformers."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=256, intermediate_size=1024, num_hidden_layers=4,
-        num_attention_heads=8, num_key_value_heads=4, eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        eos_token_id=None,
+    )
     return LlamaForCausalLM(config).to(dtype).eval()
 
 
@@ -42,9 +47,13 @@ def prompts() -> Tensor:
 def generated(model: Any, count: int) -> tuple[Tensor, Tensor]:
     """Tokens after the prompts, and the logits that they were picked from, of shape `(prompts, count, vocabulary)`."""
     found = model.generate(
-        prompts(), attention_mask=torch.ones(PROMPTS, LENGTH), max_new_tokens=count, do_sample=False,
-        return_dict_in_generate=True, output_logits=True,
-    )  # fmt: skip
+        prompts(),
+        attention_mask=torch.ones(PROMPTS, LENGTH),
+        max_new_tokens=count,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
     return found.sequences, torch.stack(found.logits, 1).double()
 
 
@@ -63,9 +72,7 @@ def say_differences(plain: LlamaForCausalLM, count: int, ours: tuple[Tensor, Ten
     for row in differ:
         place = int((tokens[row] != ours[0][row]).nonzero()[0]) - LENGTH
         pair = [int(x[row, place + LENGTH]) for x in (tokens, ours[0])]
-        gap, alone, by_plan = (
-            float(x[row, place, pair[0]] - x[row, place, pair[1]]) for x in (exact, logits, ours[1])
-        )
+        gap, alone, by_plan = (float(x[row, place, pair[0]] - x[row, place, pair[1]]) for x in (exact, logits, ours[1]))
         errors = abs(alone - gap), abs(by_plan - gap)
         explained += abs(gap) <= max(errors)
         print(

@@ -33,12 +33,28 @@ from benchmarks.tables import markdown_table
 
 GIB = 2**30
 PARTS = (
-    "parameters", "gradients", "optimizer", "buffers", "saved activations", "transient peak", "reserved",
-)  # fmt: skip
+    "parameters",
+    "gradients",
+    "optimizer",
+    "buffers",
+    "saved activations",
+    "transient peak",
+    "reserved",
+)
 HEADS = (
-    "source", "row", "model", "GPUs", "layout", "precision", "recompute", "stage", "device", "measured",
-    "priced", *PARTS,
-)  # fmt: skip
+    "source",
+    "row",
+    "model",
+    "GPUs",
+    "layout",
+    "precision",
+    "recompute",
+    "stage",
+    "device",
+    "measured",
+    "priced",
+    *PARTS,
+)
 
 
 @dataclass(frozen=True)
@@ -69,23 +85,28 @@ class Verdict:
     def cells(self) -> tuple[str, ...]:
         """The row of the table, in GiB."""
         row = self.subject.row
-        layout = (
-            f"dp={row.dp} tp={row.tp} pp={row.pp}x{row.chunks} zero{self.subject.shape.zero_stage}"
-        )
+        layout = f"dp={row.dp} tp={row.tp} pp={row.pp}x{row.chunks} zero{self.subject.shape.zero_stage}"
         measured = "-" if row.memory_bytes is None else _gib(row.memory_bytes)
         by_name = {term.name: _number(term.value) for term in self.terms}
         return (
-            self.source, row.row_id, row.model, f"{row.n_gpus} {self.subject.hardware.name}", layout,
-            row.precision, str(self.subject.recompute), self.stage, _gib(self.subject.capacity_bytes),
-            measured, _gib(self.priced_bytes), *(_gib(by_name[name]) for name in PARTS),
-        )  # fmt: skip
+            self.source,
+            row.row_id,
+            row.model,
+            f"{row.n_gpus} {self.subject.hardware.name}",
+            layout,
+            row.precision,
+            str(self.subject.recompute),
+            self.stage,
+            _gib(self.subject.capacity_bytes),
+            measured,
+            _gib(self.priced_bytes),
+            *(_gib(by_name[name]) for name in PARTS),
+        )
 
 
 def verdict(source: str, subject: Subject) -> Verdict:
     """Prices the memory of one run. Raises Skip for what has no price."""
-    step = step_of(
-        [subject.row], subject.shape, subject.recompute, subject.hardware, subject.software
-    )
+    step = step_of([subject.row], subject.shape, subject.recompute, subject.hardware, subject.software)
     by_stage = {stage: step.memory(stage) for stage in STAGES}
     stage = max(by_stage, key=lambda each: _number(total(by_stage[each])))
     return Verdict(source, subject, stage, by_stage[stage])
@@ -118,9 +139,7 @@ def parts_of(found: Verdict) -> Iterator[tuple[str, ...]]:
 
 
 @click.command(help=__doc__)
-@click.option(
-    "--data", "folders", required=True, multiple=True, type=click.Path(exists=True, path_type=Path)
-)
+@click.option("--data", "folders", required=True, multiple=True, type=click.Path(exists=True, path_type=Path))
 @click.option("--all", "shows_all", is_flag=True, help="Also runs whose peak was measured.")
 @click.option("--parts", "row_id", default="", help="Show the parts of the run with this row_id.")
 @click.option("--markdown", "page", type=click.Path(path_type=Path), help="Write the table there.")
@@ -132,9 +151,7 @@ def main(folders: Sequence[Path], shows_all: bool, row_id: str, page: Path | Non
             for cells in parts_of(each):
                 console.print(*cells)
         return
-    shown = [
-        v for v in found if v.is_false_no or (shows_all and v.subject.row.memory_bytes is not None)
-    ]
+    shown = [v for v in found if v.is_false_no or (shows_all and v.subject.row.memory_bytes is not None)]
     table = Table(*HEADS)
     for each in shown:
         table.add_row(*each.cells())

@@ -87,9 +87,7 @@ def spearman(outcomes: Sequence[Outcome]) -> float | None:
     """Spearman's rank correlation over all runs of a source; None below three runs."""
     if len(outcomes) < 3:
         return None
-    found = stats.spearmanr(
-        [o.predicted_seconds for o in outcomes], [_measured(o) for o in outcomes]
-    )
+    found = stats.spearmanr([o.predicted_seconds for o in outcomes], [_measured(o) for o in outcomes])
     return None if math.isnan(found.statistic) else float(found.statistic)
 
 

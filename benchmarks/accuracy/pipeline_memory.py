@@ -87,9 +87,7 @@ def plan_of(sizes: Sizes, schedule: str, ranks: int, micro_batches: int) -> tupl
     part = tuple(x[: len(x) // micro_batches] for x in sizes.batch_of(0))
     prepared = prepare_step(sizes.model(), part, loss_fn=loss_fn)
     graph = prepared.analysis.graph
-    plan = make_plan(
-        prepared, Request(find_hardware("cpu-gloo"), mesh={"dp": 1}, micro_batches=micro_batches)
-    )
+    plan = make_plan(prepared, Request(find_hardware("cpu-gloo"), mesh={"dp": 1}, micro_batches=micro_batches))
     starts = block_starts(graph)
     cuts = tuple(starts[1 + i * (sizes.layers // ranks)] for i in range(1, ranks))
     return graph, replace(plan, pipeline=Pipeline(ranks, schedule, cuts))
@@ -115,9 +113,7 @@ def simulated(graph: Graph, plan: Plan) -> tuple[float, ...]:
     return simulate(actions(plan.pipeline, plan.micro_batches), saved_alone).peak_bytes
 
 
-def work(
-    rank: int, ranks: int, port: int, sizes: Sizes, micro_batches: int, path: Path | None
-) -> None:
+def work(rank: int, ranks: int, port: int, sizes: Sizes, micro_batches: int, path: Path | None) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
     torch.set_num_threads(1)
@@ -130,22 +126,24 @@ def work(
         dist.all_gather_object(found[schedule], measured(sizes, plan))
     if rank == 0:
         rows = [
-            row(r, ranks, micro_batches, {k: (v[r], expected[k][r]) for k, v in found.items()})
-            for r in range(ranks)
+            row(r, ranks, micro_batches, {k: (v[r], expected[k][r]) for k, v in found.items()}) for r in range(ranks)
         ]
         show(rows, path)
     dist.destroy_process_group()
 
 
 COLUMNS = (
-    "rank", "GPipe measured MB", "simulated MB", "1F1B measured MB", "simulated MB",
-    "1F1B : GPipe measured", "min(m, p - r) : m",
-)  # fmt: skip
+    "rank",
+    "GPipe measured MB",
+    "simulated MB",
+    "1F1B measured MB",
+    "simulated MB",
+    "1F1B : GPipe measured",
+    "min(m, p - r) : m",
+)
 
 
-def row(
-    rank: int, ranks: int, micro_batches: int, found: dict[str, tuple[int, float]]
-) -> tuple[str, ...]:
+def row(rank: int, ranks: int, micro_batches: int, found: dict[str, tuple[int, float]]) -> tuple[str, ...]:
     """A rank's cells; `found` is (measured, simulated) bytes by schedule."""
     cells = [f"{x / 1e6:.2f}" for schedule in ("gpipe", "1f1b") for x in found[schedule]]
     ratio = found["1f1b"][0] / found["gpipe"][0]

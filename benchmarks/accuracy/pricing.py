@@ -38,9 +38,16 @@ from benchmarks.accuracy.traits import USUAL, Traits, applied, every_second_prod
 CAPTURED_LAYERS = 3
 # Every size that a symbol stands for differs from all others, so that it tells which factor is which.
 SIGNATURE = {
-    "batch": 4, "seq": 24, "hidden": 28, "kv_heads": 6, "group": 7, "head_dim": 10, "ffn": 52,
-    "vocab": 68, "positions": 26,
-}  # fmt: skip
+    "batch": 4,
+    "seq": 24,
+    "hidden": 28,
+    "kv_heads": 6,
+    "group": 7,
+    "head_dim": 10,
+    "ffn": 52,
+    "vocab": 68,
+    "positions": 26,
+}
 # Factors that are no size of the model: query, key and value; real and imaginary; gate and up.
 CONSTANTS = (2, 3)
 
@@ -97,15 +104,24 @@ def expressions_of(shape: Shape) -> Expressions:
     data = ("ddp", "zero1", "zero2", "zero3")[shape.zero_stage]
     tensor = "tp+sp" if shape.sequence_parallel else "tp"
     plan: Plan = search(
-        graph, {"dp": 2, "tp": 2}, hardware=hardware, recipe=f"dp:{data},tp:{tensor}",
+        graph,
+        {"dp": 2, "tp": 2},
+        hardware=hardware,
+        recipe=f"dp:{data},tp:{tensor}",
         memory_bytes=10**18,
-    )  # fmt: skip
+    )
     traits = shape.traits
     found = Expressions.of(
-        graph, plan, hardware, factors=_names(graph), training_state=shape.training_state, fused=traits.fused,
-        regathers=traits.regathers, bucket_bytes=traits.bucket(),
+        graph,
+        plan,
+        hardware,
+        factors=_names(graph),
+        training_state=shape.training_state,
+        fused=traits.fused,
+        regathers=traits.regathers,
+        bucket_bytes=traits.bucket(),
         selected=every_second_product(graph, plan) if shape.recomputes_ops else None,
-    )  # fmt: skip
+    )
     return applied(_vocabulary_parallel(found), traits)
 
 
@@ -119,21 +135,36 @@ def _vocabulary_parallel(expressions: Expressions) -> Expressions:
     gathered = ("all_gather of head linear", "shard of head linear", "all_gather of  reshape")
     items = [
         replace(i, seconds=i.seconds / parts, traffic_bytes=i.traffic_bytes / parts)
-        if i.resource == COMPUTE and i.region == "after" and i.kind in _LOSS else i
-        for i in expressions.items if i.name not in gathered
-    ]  # fmt: skip
+        if i.resource == COMPUTE and i.region == "after" and i.kind in _LOSS
+        else i
+        for i in expressions.items
+        if i.name not in gathered
+    ]
     tokens = 4 * symbol("batch") * symbol("seq") / symbol("dp")
     sums = collective_seconds(
-        "all_reduce", before_bytes=tokens, after_bytes=tokens, ranks=parts,
-        link=link_symbols(["tp"])[0], hardware=expressions.machine,
-    )  # fmt: skip
+        "all_reduce",
+        before_bytes=tokens,
+        after_bytes=tokens,
+        ranks=parts,
+        link=link_symbols(["tp"])[0],
+        hardware=expressions.machine,
+    )
     items.append(
-        WorkItem("all_reduce of the loss", "all_reduce", "tp", "forward", "after", 3, sums, tokens,
-             carries="activation", ranks=parts)
-    )  # fmt: skip
+        WorkItem(
+            "all_reduce of the loss",
+            "all_reduce",
+            "tp",
+            "forward",
+            "after",
+            3,
+            sums,
+            tokens,
+            carries="activation",
+            ranks=parts,
+        )
+    )
     holdings = tuple(
-        replace(h, bytes=h.bytes / parts) if h.name.endswith("cross_entropy_loss") else h
-        for h in expressions.holdings
+        replace(h, bytes=h.bytes / parts) if h.name.endswith("cross_entropy_loss") else h for h in expressions.holdings
     )
     return replace(expressions, items=tuple(items), holdings=holdings)
 
@@ -162,9 +193,14 @@ class Prediction:
 
 
 def price_rows(
-    rows: Sequence[Row], shape: Shape, recompute: str, hardware: Hardware, software: Software,
-    *, simulates: bool = False,
-) -> list[Prediction]:  # fmt: skip
+    rows: Sequence[Row],
+    shape: Shape,
+    recompute: str,
+    hardware: Hardware,
+    software: Software,
+    *,
+    simulates: bool = False,
+) -> list[Prediction]:
     """Prices rows that share a shape, all at once.
 
     Pipelines whose schedule has no closed form are run action by action; all are, where it `simulates`.
@@ -180,27 +216,36 @@ def price_rows(
     return [Prediction(*map(float, each)) for each in zip(seconds, first, worst, strict=True)]
 
 
-def step_of(
-    rows: Sequence[Row], shape: Shape, recompute: str, hardware: Hardware, software: Software
-) -> Step:
+def step_of(rows: Sequence[Row], shape: Shape, recompute: str, hardware: Hardware, software: Software) -> Step:
     """The priced steps of rows that share a shape, with an array over the rows for every figure."""
     expressions = expressions_of(shape)
     cuts = Cuts(*np.array([cuts_of(row, shape.traits.balances) for row in rows], dtype=float).T)
     values = _columns([_sizes(row, shape.family) | _links(row, hardware) for row in rows])
     found = expressions.at(**machine_values(expressions.machine, hardware), **values)
     run = Run(
-        values["micro_batches"], values["stages"], values["chunks"], cuts,
-        "full" if recompute == "full" else "none", shape.training_state,
-    )  # fmt: skip
+        values["micro_batches"],
+        values["stages"],
+        values["chunks"],
+        cuts,
+        "full" if recompute == "full" else "none",
+        shape.training_state,
+    )
     link = link_of(values, "pp")
     parts = values["tp"] if shape.traits.scatters and not shape.sequence_parallel else 1
     # What hides has no symbol, because the price of no item depends on it.
     machine = replace(found.machine, hides=hardware.hides)
     return Step(
-        found.items, found.holdings, run, machine, software, layers=found.layers,
-        boundary_bytes=found.boundary_bytes, boundary_link=link,
-        boundary_crosses=values["crosses"], boundary_parts=parts,
-    )  # fmt: skip
+        found.items,
+        found.holdings,
+        run,
+        machine,
+        software,
+        layers=found.layers,
+        boundary_bytes=found.boundary_bytes,
+        boundary_link=link,
+        boundary_crosses=values["crosses"],
+        boundary_parts=parts,
+    )
 
 
 def cuts_of(row: Row, balances: bool) -> Cuts:
@@ -216,12 +261,22 @@ def _sizes(row: Row, family: Family) -> dict[str, float]:
     if row.ffn is None or row.vocab is None:
         raise Skip("no feed-forward width or vocabulary")
     return {
-        "batch": row.micro_batch * row.dp, "seq": row.seq, "hidden": row.hidden,
-        "kv_heads": row.kv_heads, "group": row.heads // row.kv_heads,
-        "head_dim": row.hidden // row.heads, "positions": row.seq, "ffn": row.ffn, "vocab": row.vocab,
-        "layers": row.layers, "dp": row.dp, "tp": row.tp, "stages": row.pp,
-        "chunks": row.chunks, "micro_batches": row.grad_accum,
-    }  # fmt: skip
+        "batch": row.micro_batch * row.dp,
+        "seq": row.seq,
+        "hidden": row.hidden,
+        "kv_heads": row.kv_heads,
+        "group": row.heads // row.kv_heads,
+        "head_dim": row.hidden // row.heads,
+        "positions": row.seq,
+        "ffn": row.ffn,
+        "vocab": row.vocab,
+        "layers": row.layers,
+        "dp": row.dp,
+        "tp": row.tp,
+        "stages": row.pp,
+        "chunks": row.chunks,
+        "micro_batches": row.grad_accum,
+    }
 
 
 def _links(row: Row, hardware: Hardware) -> dict[str, float]:

@@ -127,9 +127,7 @@ class WithoutValues(TorchDispatchMode):
     as large as the machine's memory can be made. What kernels allocate for themselves is not in it.
     """
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it runs the op on its local tensor
@@ -160,15 +158,19 @@ def _unwritten(x: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
 
 
-def train(
-    model: nn.Module, sizes: Sizes, recipe: str, micro_batches: int, options: dict[str, Any]
-) -> Optimizer:
+def train(model: nn.Module, sizes: Sizes, recipe: str, micro_batches: int, options: dict[str, Any]) -> Optimizer:
     """A few steps of AdamW; returns the optimizer, which holds parameters and states."""
     batch = sizes.batch_of(0)
     compiled = autopar.compile(
-        model, loss_fn=loss_fn, example_inputs=batch, mesh={"dp": dist.get_world_size()}, recipe=recipe,
-        micro_batches=micro_batches, memory_bytes=10**12, **options,  # the machine need not have them
-    )  # fmt: skip
+        model,
+        loss_fn=loss_fn,
+        example_inputs=batch,
+        mesh={"dp": dist.get_world_size()},
+        recipe=recipe,
+        micro_batches=micro_batches,
+        memory_bytes=10**12,
+        **options,  # the machine need not have them
+    )
     optimizer = torch.optim.AdamW(compiled.parameters(), lr=1e-3)
     for _ in range(sizes.steps):
         with WithoutValues():
@@ -179,9 +181,18 @@ def train(
 
 
 COLUMNS = (
-    "recipe", "micro-batches", "unseen frees", "allocated MB", "reserved", "expandable: reserved", "least device",
-    "parameters in an arena", "states", "each", "both in one",
-)  # fmt: skip
+    "recipe",
+    "micro-batches",
+    "unseen frees",
+    "allocated MB",
+    "reserved",
+    "expandable: reserved",
+    "least device",
+    "parameters in an arena",
+    "states",
+    "each",
+    "both in one",
+)
 
 
 def row(recipe: str, micro_batches: int, record: Record) -> tuple[str, ...]:
@@ -191,17 +202,26 @@ def row(recipe: str, micro_batches: int, record: Record) -> tuple[str, ...]:
     most = plain.most_allocated_bytes
     found = [plain.most_reserved_bytes, replay(events, expandable=True).most_reserved_bytes]
     arenas: tuple[tuple[frozenset[int], ...], ...] = (
-        (), (parameters,), (states,), (parameters, states), (parameters | states,)
-    )  # fmt: skip
+        (),
+        (parameters,),
+        (states,),
+        (parameters, states),
+        (parameters | states,),
+    )
     found += [least_device_bytes(reduce(in_one_block, each, events)) for each in arenas]
     ratios = [f"{size_bytes / most:.3f}" for size_bytes in found]
     return recipe, str(micro_batches), str(record.unseen_frees), f"{most / 1e6:.1f}", *ratios
 
 
 def work(
-    rank: int, ranks: int, port: int, sizes: Sizes, cases: list[tuple[str, int]],
-    precision: str | None, path: Path | None,
-) -> None:  # fmt: skip
+    rank: int,
+    ranks: int,
+    port: int,
+    sizes: Sizes,
+    cases: list[tuple[str, int]],
+    precision: str | None,
+    path: Path | None,
+) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
     torch.set_num_threads(1)
@@ -243,8 +263,13 @@ def show(rows: list[tuple[str, ...]], path: Path | None) -> None:
 @click.option("--precision", help="As of autopar.compile.")
 @click.option("--markdown", "path", type=click.Path(path_type=Path), help="Write the table there.")
 def main(
-    recipes: str, micro_batches: str, ranks: int, precision: str | None, path: Path | None, **sizes: int
-) -> None:  # fmt: skip
+    recipes: str,
+    micro_batches: str,
+    ranks: int,
+    precision: str | None,
+    path: Path | None,
+    **sizes: int,
+) -> None:
     """Print a row per recipe and number of micro-batches."""
     cases = [(r, int(m)) for m in micro_batches.split(",") for r in recipes.split(",")]
     port = get_free_port()

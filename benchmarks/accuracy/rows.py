@@ -89,9 +89,16 @@ class Row:
     def group(self) -> tuple[object, ...]:
         """What runs compete: one model on one number of GPUs, at one batch and sequence length."""
         return (
-            self.model, self.hidden, self.layers, self.seq, self.gpu, self.n_gpus, self.framework,
-            self.precision, self.micro_batch * self.grad_accum * self.dp,
-        )  # fmt: skip
+            self.model,
+            self.hidden,
+            self.layers,
+            self.seq,
+            self.gpu,
+            self.n_gpus,
+            self.framework,
+            self.precision,
+            self.micro_batch * self.grad_accum * self.dp,
+        )
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -133,21 +140,42 @@ def parse(fields: Mapping[str, str]) -> Row:
     micro_batch, grad_accum = _batches(text, dp)
     tokens = micro_batch * grad_accum * dp * seq
     return Row(
-        row_id=text.get("row_id", ""), source=text.get("source", ""),
-        source_ref=text.get("source_ref", ""), model=text["model"], params=_number(text, "params"),
-        hidden=hidden, layers=layers, heads=heads, kv_heads=_whole(text, "kv_heads") or heads,
-        ffn=_whole(text, "ffn"), vocab=_whole(text, "vocab"),
-        tied=_yes(text.get("tied_embeddings", "")), seq=seq, gpu=text["gpu"], n_gpus=n_gpus,
+        row_id=text.get("row_id", ""),
+        source=text.get("source", ""),
+        source_ref=text.get("source_ref", ""),
+        model=text["model"],
+        params=_number(text, "params"),
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=_whole(text, "kv_heads") or heads,
+        ffn=_whole(text, "ffn"),
+        vocab=_whole(text, "vocab"),
+        tied=_yes(text.get("tied_embeddings", "")),
+        seq=seq,
+        gpu=text["gpu"],
+        n_gpus=n_gpus,
         gpus_per_node=_whole(text, "gpus_per_node") or 8,
-        interconnect=text.get("interconnect", ""), framework=text["framework"], dp=dp * cp, cp=cp, tp=tp, pp=pp,
-        chunks=_chunks(text.get("vpp", "")), sequence_parallel=_yes(text.get("sp", "")) is True,
-        zero_stage=_stage(text.get("zero_stage", "")), micro_batch=micro_batch / cp,
-        grad_accum=grad_accum, precision=text.get("precision", ""),
-        recompute=text.get("recompute", ""), schedule=text.get("schedule", ""),
-        step_seconds=_seconds(text, tokens, n_gpus), memory_bytes=_memory(text),
-        memory_kind=text.get("memory_kind", ""), failed=_failed(text.get("status", "")),
+        interconnect=text.get("interconnect", ""),
+        framework=text["framework"],
+        dp=dp * cp,
+        cp=cp,
+        tp=tp,
+        pp=pp,
+        chunks=_chunks(text.get("vpp", "")),
+        sequence_parallel=_yes(text.get("sp", "")) is True,
+        zero_stage=_stage(text.get("zero_stage", "")),
+        micro_batch=micro_batch / cp,
+        grad_accum=grad_accum,
+        precision=text.get("precision", ""),
+        recompute=text.get("recompute", ""),
+        schedule=text.get("schedule", ""),
+        step_seconds=_seconds(text, tokens, n_gpus),
+        memory_bytes=_memory(text),
+        memory_kind=text.get("memory_kind", ""),
+        failed=_failed(text.get("status", "")),
         suspect=_suspect(text.get("status", "")),
-    )  # fmt: skip
+    )
 
 
 def _refuse(text: Mapping[str, str]) -> None:
@@ -205,9 +233,7 @@ def _failed(status: str) -> bool:
 
 
 def _suspect(status: str) -> bool:
-    return any(
-        word in status.lower() for word in ("suspect", "low confidence", "plotted as failed")
-    )
+    return any(word in status.lower() for word in ("suspect", "low confidence", "plotted as failed"))
 
 
 def _yes(text: str) -> bool | None:

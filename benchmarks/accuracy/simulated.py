@@ -23,9 +23,7 @@ from autopar.pipeline.simulation import StageCosts, simulate
 from benchmarks.accuracy.rows import Row, Skip
 
 # What tables call a schedule -> ours; a table that does not say means 1F1B.
-SCHEDULES: Mapping[str, str] = MappingProxyType(
-    {"": "1f1b", "1F1B": "1f1b", "1F1B-I": "interleaved", "ZB-1P": "zb"}
-)
+SCHEDULES: Mapping[str, str] = MappingProxyType({"": "1f1b", "1F1B": "1f1b", "1F1B-I": "interleaved", "ZB-1P": "zb"})
 # Those whose time the closed form gives.
 CLOSED = frozenset({"", "1F1B", "1F1B-I"})
 # The share of an op's backward that makes gradients of weights: one of a linear map's two products.
@@ -61,10 +59,7 @@ class Simulated:
         self.once = self._of_rows(total(terms[names.index("stage boundaries") + 1 :]))
         self.send = self._of_rows(step.send_seconds())
         self.cuts = np.array([self._of_rows(each) for each in step.cuts])
-        self.parts = {
-            region: np.array([self._of_rows(each) for each in _parts(step, region)])
-            for region in REGIONS
-        }
+        self.parts = {region: np.array([self._of_rows(each) for each in _parts(step, region)]) for region in REGIONS}
 
     def _of_rows(self, value: Quantity) -> np.ndarray:
         return np.broadcast_to(np.asarray(value, dtype=float), len(self.rows))
@@ -83,15 +78,15 @@ class Simulated:
         last = len(layers) - 1
         for stage, count in enumerate(layers):
             shares: dict[Region, float] = {
-                "before": stage == 0, "layers": count / row.layers, "after": stage == last
-            }  # fmt: skip
+                "before": stage == 0,
+                "layers": count / row.layers,
+                "after": stage == last,
+            }
             forward, backward, weights = sum(
                 (share * self.parts[region][:, index] for region, share in shares.items()),
                 start=np.zeros(3),
             ).tolist()
-            yield StageCosts(
-                forward + send * (stage < last), backward + send * (stage > 0), weights
-            )
+            yield StageCosts(forward + send * (stage < last), backward + send * (stage > 0), weights)
 
 
 def _parts(step: Step, region: Region) -> tuple[Quantity, Quantity, Quantity]:

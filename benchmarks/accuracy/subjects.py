@@ -67,18 +67,28 @@ def shape_of(row: Row, framework: Framework) -> Shape:
     """The family, and how it is sharded."""
     grouped = row.kv_heads != row.heads
     description = Transformer.from_dimensions(
-        framework.family, hidden=SIGNATURE["hidden"], layers=3,
+        framework.family,
+        hidden=SIGNATURE["hidden"],
+        layers=3,
         heads=SIGNATURE["kv_heads"] * (SIGNATURE["group"] if grouped else 1),
-        kv_heads=SIGNATURE["kv_heads"], head_dim=SIGNATURE["head_dim"], ffn=SIGNATURE["ffn"],
-        vocab=SIGNATURE["vocab"], max_positions=SIGNATURE["positions"], tied=row.tied,
-        fused_attention=framework.flash, fused_projections=not grouped, dropout=framework.dropout,
-    )  # fmt: skip
+        kv_heads=SIGNATURE["kv_heads"],
+        head_dim=SIGNATURE["head_dim"],
+        ffn=SIGNATURE["ffn"],
+        vocab=SIGNATURE["vocab"],
+        max_positions=SIGNATURE["positions"],
+        tied=row.tied,
+        fused_attention=framework.flash,
+        fused_projections=not grouped,
+        dropout=framework.dropout,
+    )
     stage = framework.zero_stage if row.zero_stage is None else row.zero_stage
     return Shape(
-        Family(description, grouped), stage,
+        Family(description, grouped),
+        stage,
         row.sequence_parallel or (framework.sequence_parallel and row.tp > 1),
-        *_kept_by(row, framework), row.recomputes_ops,
-    )  # fmt: skip
+        *_kept_by(row, framework),
+        row.recomputes_ops,
+    )
 
 
 def _kept_by(row: Row, framework: Framework) -> tuple[TrainingState, Traits]:
@@ -124,8 +134,11 @@ def _chunks(row: Row, framework: Framework) -> int:
 # How much faster the best product in float8 is than the best in bfloat16: `matmul_tflops.csv`, rows of the MAMF table
 # (stas00/ml-engineering at 744d01e). Others take the ratio of the datasheet's peaks.
 NARROW_GAIN = {
-    "h100": 1402.6 / 794.5, "h200": 1453.4 / 794.5, "b200": 3432.5 / 1745.0, "gb200": 3615.6 / 1822.0,
-}  # fmt: skip
+    "h100": 1402.6 / 794.5,
+    "h200": 1453.4 / 794.5,
+    "b200": 3432.5 / 1745.0,
+    "gb200": 3615.6 / 1822.0,
+}
 # Rounding operands takes the rest of that gain. Fitted to half of the groups of NVIDIA's 8-bit runs on H100; median
 # error 5.3 % on the other half.
 ROUNDED_SHARE = 0.96

@@ -144,10 +144,16 @@ class Case:
 
 
 CASES = (
-    Case("1d", (4,)), Case("2d", (2, 2)),
-    Case("1d", (8,)), Case("2.5d", (2, 2, 2)), Case("3d", (2, 2, 2)),
-    Case("1d", (16,)), Case("2d", (4, 4)), Case("2.5d", (2, 2, 4)), Case("3d", (2, 2, 4)),
-)  # fmt: skip
+    Case("1d", (4,)),
+    Case("2d", (2, 2)),
+    Case("1d", (8,)),
+    Case("2.5d", (2, 2, 2)),
+    Case("3d", (2, 2, 2)),
+    Case("1d", (16,)),
+    Case("2d", (4, 4)),
+    Case("2.5d", (2, 2, 4)),
+    Case("3d", (2, 2, 4)),
+)
 
 
 # --- counting
@@ -157,9 +163,14 @@ class Counted(TorchDispatchMode):
     """Counts the bytes that this rank receives by collectives: those of the program, and those of its parameters."""
 
     TIMES = {  # noqa: RUF012
-        "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2, "allreduce": 2,
-        "_allgather_base": 1, "_reduce_scatter_base": 1,
-    }  # fmt: skip
+        "all_gather": 1,
+        "reduce_scatter": 1,
+        "all_to_all": 1,
+        "all_reduce": 2,
+        "allreduce": 2,
+        "_allgather_base": 1,
+        "_reduce_scatter_base": 1,
+    }
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,9 +196,7 @@ class Counted(TorchDispatchMode):
 
 def _size_of(args: Any) -> int:
     """Number of ranks of the process group among the arguments of an op of c10d."""
-    (group,) = (
-        x for x in args if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type())
-    )
+    (group,) = (x for x in args if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type()))
     return dist.ProcessGroup.unbox(group).size()
 
 
@@ -220,9 +229,14 @@ def of_layers(case: Case, width: int, count: int) -> tuple[float, int]:
     torch.manual_seed(0)
     x = torch.randn(BATCH, SEQ, width)
     model = autopar.compile(
-        Layers(width, count), example_inputs=(x,), loss_fn=mean_square, mesh=case.mesh,
-        recipe=case.recipe, recompute="none", bucket_bytes=1,
-    )  # fmt: skip
+        Layers(width, count),
+        example_inputs=(x,),
+        loss_fn=mean_square,
+        mesh=case.mesh,
+        recipe=case.recipe,
+        recompute="none",
+        bucket_bytes=1,
+    )
     model.step(x)
     model.zero_grad()
     stored = {p.to_local().untyped_storage().data_ptr() for p in model.parameters()}
@@ -267,9 +281,7 @@ def main() -> None:
             )
         )
     print(
-        *markdown_table(
-            ("ranks", "recipe", "mesh", "counted", "formula", "saved"), rows, text_columns=3
-        ),
+        *markdown_table(("ranks", "recipe", "mesh", "counted", "formula", "saved"), rows, text_columns=3),
         sep="\n",
     )
 

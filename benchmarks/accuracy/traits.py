@@ -69,9 +69,7 @@ USUAL = Traits()
 def applied(expressions: Expressions, traits: Traits) -> Expressions:
     """The expressions of a step as a runtime with these traits runs it."""
     items = tuple(_items(expressions.items, traits))
-    return replace(
-        expressions, items=items, holdings=tuple(_holdings(expressions.holdings, traits))
-    )
+    return replace(expressions, items=items, holdings=tuple(_holdings(expressions.holdings, traits)))
 
 
 def _items(items: tuple[WorkItem, ...], traits: Traits) -> Iterator[WorkItem]:
@@ -81,9 +79,7 @@ def _items(items: tuple[WorkItem, ...], traits: Traits) -> Iterator[WorkItem]:
             continue
         if traits.repeats_layers and item.phase == "forward":
             item = replace(item, recomputed=1)
-        is_again = (
-            item.name in gathered and item.phase == "backward" and item.carries == "activation"
-        )
+        is_again = item.name in gathered and item.phase == "backward" and item.carries == "activation"
         if traits.hides_regathers and is_again:
             item = replace(item, hidden_seconds=item.seconds)
         yield item

@@ -50,9 +50,12 @@ def on_ranks(recipe: str, optimizer: str) -> tuple[str, dict[str, Tensor]]:
     """The order of the exchanges, and this rank's parameters after the meeting behind the last step."""
     given = random_batches(ROWS)
     model = autopar.compile(
-        small_model(), loss_fn=loss_fn, mesh={"dp": dist.get_world_size()}, recipe=recipe,
+        small_model(),
+        loss_fn=loss_fn,
+        mesh={"dp": dist.get_world_size()},
+        recipe=recipe,
         example_inputs=given[0],
-    )  # fmt: skip
+    )
     inner, pauses = optimizer_of(optimizer, model), random.Random(dist.get_rank())
     for batch in given:
         model.step(*batch)
@@ -77,9 +80,13 @@ def exact_rows(counts: tuple[int, ...]) -> list[tuple[str, ...]]:
             found = ranks.run(on_ranks, recipe, optimizer)
             order = Order.parse(count, found[0][0])
             (reference, *_) = autopar.replay(
-                small_model(), random_batches(ROWS), order, replicas=count, loss_fn=loss_fn,
+                small_model(),
+                random_batches(ROWS),
+                order,
+                replicas=count,
+                loss_fn=loss_fn,
                 optimizer_of=lambda own, name=optimizer: optimizer_of(name, own),  # type: ignore[misc]
-            )  # fmt: skip
+            )
             expected = dict(reference.named_parameters())
             error = max(relative_error(own[n], x) for _, own in found for n, x in expected.items())
             rows.append((str(count), recipe, optimizer, str(order.staleness), f"{error:.1e}"))
@@ -94,9 +101,12 @@ def step_seconds(recipe: str, steps: int) -> float:
     """Mean seconds of a step, in which every rank pauses for a random time of the mean `PAUSE_SECONDS`."""
     batch = random_batches(ROWS)[0]
     model = autopar.compile(
-        small_model(), loss_fn=loss_fn, mesh={"dp": dist.get_world_size()}, recipe=recipe,
+        small_model(),
+        loss_fn=loss_fn,
+        mesh={"dp": dist.get_world_size()},
+        recipe=recipe,
         example_inputs=batch,
-    )  # fmt: skip
+    )
     inner, pauses = optimizer_of("sgd", model), random.Random(dist.get_rank())
     model.step(*batch)
     dist.barrier()
@@ -119,9 +129,11 @@ def sent_bytes(optimizer: str, steps: int) -> tuple[int, int]:
     model = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH))
     size_bytes = sum(p.nbytes for p in model.parameters())
     made = autopar.compile(
-        model, loss_fn=lambda y: y.square().mean(), mesh={"dp": dist.get_world_size()},
+        model,
+        loss_fn=lambda y: y.square().mean(),
+        mesh={"dp": dist.get_world_size()},
         recipe="async-server:2",
-    )  # fmt: skip
+    )
     inner = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adamw": torch.optim.AdamW}
     update = inner[optimizer](made.parameters(), lr=1e-2)
     for number in range(steps):

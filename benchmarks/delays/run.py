@@ -37,9 +37,7 @@ def losses(name: str) -> list[float]:
 
 
 def _losses_of_replicas(recipe: str) -> list[float]:
-    model = autopar.compile(
-        large_model(), loss_fn=loss_fn, mesh={"dp": dist.get_world_size()}, recipe=recipe
-    )
+    model = autopar.compile(large_model(), loss_fn=loss_fn, mesh={"dp": dist.get_world_size()}, recipe=recipe)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
     found = []
     for rows in rows_of_points():
@@ -56,9 +54,7 @@ def _losses_of_replicas(recipe: str) -> list[float]:
 @click.command()
 def main() -> None:
     """Trains under every schedule and recipe and writes `losses.json`, from which the picture is drawn."""
-    record_losses(
-        LOSSES, losses, (*SCHEDULES, *REPLICAS), ranks=STAGES, steps_of_a_point=POINT_UPDATES
-    )
+    record_losses(LOSSES, losses, (*SCHEDULES, *REPLICAS), ranks=STAGES, steps_of_a_point=POINT_UPDATES)
 
 
 if __name__ == "__main__":

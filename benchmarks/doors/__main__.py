@@ -25,11 +25,7 @@ def recorded() -> dict[str, Outcome]:
 def difference(call: str, before: Outcome) -> str:
     """What a call makes now, and made before; "" if that is the same."""
     now = json.loads(json.dumps(outcome_of(call)))
-    return (
-        ""
-        if now == before
-        else f"{call}\n  before {json.dumps(before)}\n  now    {json.dumps(now)}"
-    )
+    return "" if now == before else f"{call}\n  before {json.dumps(before)}\n  now    {json.dumps(now)}"
 
 
 def main() -> None:
@@ -37,9 +33,7 @@ def main() -> None:
         outcomes = {call: outcome_of(call) for call in CALLS}
         text = json.dumps(outcomes, indent=0)
         RECORDED.write_bytes(gzip.compress(text.encode(), mtime=0))
-        print(
-            f"{len(CALLS)} calls recorded, {sum('error' in each for each in outcomes.values())} of them errors"
-        )
+        print(f"{len(CALLS)} calls recorded, {sum('error' in each for each in outcomes.values())} of them errors")
         return
     known = recorded()
     found = [line for call in CALLS if (line := difference(call, known[call]))]

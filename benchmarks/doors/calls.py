@@ -57,9 +57,22 @@ HERE = Path(__file__).parent
 CALLS = tuple(line for line in (HERE / "calls.txt").read_text().splitlines() if line)
 
 _SETTINGS = (
-    "micro_batches", "device", "init_fn", "seed", "outputs", "bucket_bytes", "executor", "batch", "returns_loss",
-    "has_stages", "timeout_seconds", "skip_nonfinite", "loss_scaling", "weights", "replicas",
-)  # fmt: skip
+    "micro_batches",
+    "device",
+    "init_fn",
+    "seed",
+    "outputs",
+    "bucket_bytes",
+    "executor",
+    "batch",
+    "returns_loss",
+    "has_stages",
+    "timeout_seconds",
+    "skip_nonfinite",
+    "loss_scaling",
+    "weights",
+    "replicas",
+)
 
 Outcome = dict[str, Any]
 
@@ -97,9 +110,7 @@ def _fields(value: Any) -> Outcome:
 
 
 def _text(value: Any) -> str:
-    if hasattr(value, "memory_bytes") and hasattr(
-        value, "name"
-    ):  # hardware, whose figures may be measured anew
+    if hasattr(value, "memory_bytes") and hasattr(value, "name"):  # hardware, whose figures may be measured anew
         return str(value.name)
     if isinstance(value, (frozenset, set)):
         return str(sorted(value))
@@ -132,12 +143,15 @@ def _compile(ranks: int, **options: Any) -> Outcome:
         "request": _fields(planner._request),
         "settings": {name: _text(getattr(chosen, name)) for name in _SETTINGS},
         "planner": {
-            "plan": None if given is None else given.recipe, "device": str(planner.device),
-            "timeout_seconds": planner._timeout_seconds, "assumed": list(planner._assumed),
-            "files": planner._files is not None, "stored": str(planner._stored.folder),
+            "plan": None if given is None else given.recipe,
+            "device": str(planner.device),
+            "timeout_seconds": planner._timeout_seconds,
+            "assumed": list(planner._assumed),
+            "files": planner._files is not None,
+            "stored": str(planner._stored.folder),
             "loss_fn": None if planner._loss_fn is None else _text(planner._loss_fn),
         },
-    }  # fmt: skip
+    }
 
 
 def _explain(**options: Any) -> Outcome:
@@ -179,9 +193,12 @@ def _cli(line: str) -> Outcome:
                 return {"request": _fields(made[-1])}
             (asked,) = found
             return {
-                "request": _fields(asked.request), "target": asked.target, "seq": asked.seq,
-                "training_state": asked.training_state, "text": asked.request.text,
-            }  # fmt: skip
+                "request": _fields(asked.request),
+                "target": asked.target,
+                "seq": asked.seq,
+                "training_state": asked.training_state,
+                "text": asked.request.text,
+            }
     error = result.exception
     if error is not None and not isinstance(error, SystemExit):
         raise error
@@ -193,11 +210,15 @@ def _flags(command: str) -> Outcome:
     found = [each for each in main.commands[command].params if isinstance(each, click.Option)]
     return {
         " ".join(each.opts): [
-            each.metavar or each.type.name, each.multiple, each.is_flag, each.hidden, _usual(each),
+            each.metavar or each.type.name,
+            each.multiple,
+            each.is_flag,
+            each.hidden,
+            _usual(each),
             *getattr(each.type, "choices", ()),
         ]
         for each in sorted(found, key=lambda each: each.opts)
-    }  # fmt: skip
+    }
 
 
 def _usual(flag: click.Option) -> str:
@@ -209,9 +230,7 @@ def _usual(flag: click.Option) -> str:
 def _backend(ranks: int, options: Mapping[str, Any], mode: str | None = None) -> Outcome:
     """What a graph of torch.compile is planned with."""
 
-    def split(
-        _: Any, module: Any, names: Any, request: Request, world_on: Any, executor: Any, *__: Any
-    ) -> None:
+    def split(_: Any, module: Any, names: Any, request: Request, world_on: Any, executor: Any, *__: Any) -> None:
         raise _Reached(request, executor)
 
     module = torch.fx.GraphModule(nn.Module(), torch.fx.Graph())
@@ -234,9 +253,13 @@ def _launch(changes: Mapping[str, Any] | None = None, few: bool = True, **asked:
     cluster = asked.pop("cluster", find_cluster("h100x8"))
     request = Request(cluster.hardware, mesh=plan.world_mesh, **asked).of_replica()
     explanation = Explanation(
-        dataclasses.replace(graph, stacks=stacks), plan, cluster,
-        run_of(plan, request.training_state), memory_bound_bytes=request.bound_bytes, request=request,
-    )  # fmt: skip
+        dataclasses.replace(graph, stacks=stacks),
+        plan,
+        cluster,
+        run_of(plan, request.training_state),
+        memory_bound_bytes=request.bound_bytes,
+        request=request,
+    )
     call = settings(explanation)
     made = _compile(plan.world_mesh.ranks, hardware="h100", **call)
     return {
@@ -274,9 +297,12 @@ def _stop(*_: Any, **__: Any) -> None:
 def _replaced(function: Callable[..., Any], by: Callable[..., Any]) -> Iterator[None]:
     """Another function in every module of autopar that has this one."""
     places = [
-        (module, name) for key, module in list(sys.modules.items()) if key.startswith("autopar")
-        for name, value in vars(module).items() if value is function
-    ]  # fmt: skip
+        (module, name)
+        for key, module in list(sys.modules.items())
+        if key.startswith("autopar")
+        for name, value in vars(module).items()
+        if value is function
+    ]
     for module, name in places:
         setattr(module, name, by)
     try:
@@ -317,8 +343,24 @@ _PLANS = {
     "half": _plan("dp=8", precision=MixedPrecision.of("bf16")),
 }
 _NAMES = {
-    "compile": _compile, "explain": _explain, "verify": _verify, "cli": _cli, "flags": _flags, "backend": _backend,
-    "launch": _launch, "autopar": autopar, "torch": torch, "nn": nn, "init_fn": init_fn, "Mesh": Mesh,
-    "MixedPrecision": MixedPrecision, "Pipeline": Pipeline, "TrainingState": TrainingState, "Cluster": Cluster,
-    "LossScaling": LossScaling, "find_hardware": find_hardware, "find_cluster": find_cluster, **_PLANS,
-}  # fmt: skip
+    "compile": _compile,
+    "explain": _explain,
+    "verify": _verify,
+    "cli": _cli,
+    "flags": _flags,
+    "backend": _backend,
+    "launch": _launch,
+    "autopar": autopar,
+    "torch": torch,
+    "nn": nn,
+    "init_fn": init_fn,
+    "Mesh": Mesh,
+    "MixedPrecision": MixedPrecision,
+    "Pipeline": Pipeline,
+    "TrainingState": TrainingState,
+    "Cluster": Cluster,
+    "LossScaling": LossScaling,
+    "find_hardware": find_hardware,
+    "find_cluster": find_cluster,
+    **_PLANS,
+}

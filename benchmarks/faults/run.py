@@ -136,14 +136,20 @@ def met(fault: Fault) -> Result:
     lost |= any("resumed" in each for each in problems)
     after = f" then {fault.after}" if fault.after != fault.ranks else ""
     return Result(
-        f"{fault.number}: {fault.plan}, {fault.place}, {fault.ranks}{after} ranks", fault.plan,
-        fault.place, fault.after != fault.ranks, hung, lost, gap, took_seconds, spent, "; ".join(problems),
-    )  # fmt: skip
+        f"{fault.number}: {fault.plan}, {fault.place}, {fault.ranks}{after} ranks",
+        fault.plan,
+        fault.place,
+        fault.after != fault.ranks,
+        hung,
+        lost,
+        gap,
+        took_seconds,
+        spent,
+        "; ".join(problems),
+    )
 
 
-def _attempt(
-    folder: Path, count: int, plan: str, accident: Accident | None
-) -> tuple[float, list[int | None]]:
+def _attempt(folder: Path, count: int, plan: str, accident: Accident | None) -> tuple[float, list[int | None]]:
     """Runs all ranks; the seconds from the first end to the last, and exit codes, None for a rank that hung."""
     # As torchrun's agent does, this process holds the store: it outlives every rank.
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -175,15 +181,11 @@ def _wrong_codes(codes: list[int | None], accident: Accident | None) -> list[str
     return []
 
 
-def _wrong_start(
-    folder: Path, number: int, expected: int | None, accident: Accident | None
-) -> list[str]:
+def _wrong_start(folder: Path, number: int, expected: int | None, accident: Accident | None) -> list[str]:
     """What is wrong with the checkpoint that an attempt went on from."""
     begun = [line for line in _lines(folder) if line.startswith("resumed")]
     if accident is not None and accident.place == "loading":
-        return [f"attempt {number} resumed from a checkpoint that it was to die in"] * (
-            len(begun) != number
-        )
+        return [f"attempt {number} resumed from a checkpoint that it was to die in"] * (len(begun) != number)
     found = int(begun[-1].split()[1])
     return [] if found == (expected or 0) else [f"attempt {number} resumed {found}, not {expected}"]
 
@@ -195,17 +197,13 @@ def _lines(folder: Path) -> list[str]:
 
 def _last(folder: Path, what: str) -> int:
     """The highest step that the log names so; 0 if it names none."""
-    return max(
-        (int(line.split()[1]) for line in _lines(folder) if line.startswith(what)), default=0
-    )
+    return max((int(line.split()[1]) for line in _lines(folder) if line.startswith(what)), default=0)
 
 
 def _checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints that are not damaged, the newest last."""
     found = (folder / "checkpoints").glob("step-*")
-    return sorted(
-        p for p in found if re.fullmatch(r"step-\d+", p.name) and not (p / "truncated").exists()
-    )
+    return sorted(p for p in found if re.fullmatch(r"step-\d+", p.name) and not (p / "truncated").exists())
 
 
 def _newest(folder: Path) -> int | None:
@@ -239,14 +237,28 @@ def table(results: list[Result]) -> list[str]:
         if own:
             rows.append(
                 (
-                    place, plan, str(len(own)), str(sum(r.halved for r in own)),
-                    str(sum(r.hung for r in own)), str(sum(r.lost for r in own)),
-                    f"{max(r.gap for r in own):.0e}", f"{max(r.end_seconds for r in own):.1f}",
+                    place,
+                    plan,
+                    str(len(own)),
+                    str(sum(r.halved for r in own)),
+                    str(sum(r.hung for r in own)),
+                    str(sum(r.lost for r in own)),
+                    f"{max(r.gap for r in own):.0e}",
+                    f"{max(r.end_seconds for r in own):.1f}",
                     str(sum(not r.problem for r in own)),
                 )
-            )  # fmt: skip
-    heads = ("accident", "plan", "runs", "of them halved", "hangs", "lost checkpoints",
-             "largest difference of a loss", "seconds to the last end", "good")  # fmt: skip
+            )
+    heads = (
+        "accident",
+        "plan",
+        "runs",
+        "of them halved",
+        "hangs",
+        "lost checkpoints",
+        "largest difference of a loss",
+        "seconds to the last end",
+        "good",
+    )
     return markdown_table(heads, rows, text_columns=2)
 
 
@@ -281,10 +293,16 @@ was cut. Losses are compared with those of one process without autopar, also tho
 def page(results: list[Result], remark: str = "") -> str:
     """The page of the documentation."""
     head = PAGE.format(
-        runs=len(results), good=sum(not r.problem for r in results), hung=sum(r.hung for r in results),
-        lost=sum(r.lost for r in results), steps=STEPS, every=EVERY, timeout=TIMEOUT_SECONDS,
-        bound=BOUND_SECONDS, remark=remark and remark + "\n",
-    )  # fmt: skip
+        runs=len(results),
+        good=sum(not r.problem for r in results),
+        hung=sum(r.hung for r in results),
+        lost=sum(r.lost for r in results),
+        steps=STEPS,
+        every=EVERY,
+        timeout=TIMEOUT_SECONDS,
+        bound=BOUND_SECONDS,
+        remark=remark and remark + "\n",
+    )
     bad = [f"- {r.name}: {r.problem}" for r in results if r.problem]
     return head + "\n".join([*table(results), *(["", *bad] if bad else [])]) + "\n"
 
@@ -293,9 +311,7 @@ def page(results: list[Result], remark: str = "") -> str:
 @click.option("--runs", default=54, help="Number of runs.")
 @click.option("--results", default="runs/faults.jsonl", type=click.Path(path_type=Path))
 @click.option("--markdown", type=click.Path(path_type=Path), help="Page to write.")
-@click.option(
-    "--remark", default="", help="A sentence for the page, such as the load of the machine."
-)
+@click.option("--remark", default="", help="A sentence for the page, such as the load of the machine.")
 def main(runs: int, results: Path, markdown: Path | None, remark: str) -> None:
     """Run faults that have no result yet, and write the table."""
     for number in range(runs):

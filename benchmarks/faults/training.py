@@ -68,9 +68,7 @@ def undisturbed() -> list[float]:
     return losses
 
 
-def compiled(
-    plan: str, count: int, module: nn.Module, batch: tuple[Tensor, Tensor]
-) -> autopar.CompiledModule:
+def compiled(plan: str, count: int, module: nn.Module, batch: tuple[Tensor, Tensor]) -> autopar.CompiledModule:
     """A model under a plan for so many ranks; each rank gives whole batches."""
     in_stages = plan.startswith("pp")
     mesh: dict[str, int] = {"dp": count}
@@ -80,9 +78,14 @@ def compiled(
     if in_stages and count == 2:
         mesh, recipe = {"pp": 2}, "1f1b"
     return autopar.compile(
-        module, loss_fn=mse_loss, mesh=mesh, recipe=recipe, example_inputs=batch,
-        timeout_seconds=TIMEOUT_SECONDS, micro_batches=2 if in_stages else 1,
-    )  # fmt: skip
+        module,
+        loss_fn=mse_loss,
+        mesh=mesh,
+        recipe=recipe,
+        example_inputs=batch,
+        timeout_seconds=TIMEOUT_SECONDS,
+        micro_batches=2 if in_stages else 1,
+    )
 
 
 def train(folder: Path, plan: str, accident: Accident | None) -> None:
@@ -114,16 +117,17 @@ def _log(folder: Path, line: str) -> None:
             file.write(f"{line}\n")
 
 
-def work(
-    rank: int, count: int, folder: str, port: int, plan: str, accident: Accident | None
-) -> None:
+def work(rank: int, count: int, folder: str, port: int, plan: str, accident: Accident | None) -> None:
     """One rank of one attempt; its processor time and its error, if it has one, are left in files."""
     torch.set_num_threads(1)
     begin_seconds, code = time.process_time(), 0
     dist.init_process_group(
-        "gloo", store=dist.TCPStore("localhost", port), rank=rank, world_size=count,
+        "gloo",
+        store=dist.TCPStore("localhost", port),
+        rank=rank,
+        world_size=count,
         timeout=timedelta(seconds=TIMEOUT_SECONDS),
-    )  # fmt: skip
+    )
     try:
         train(Path(folder), plan, accident)
         dist.destroy_process_group()

@@ -22,17 +22,70 @@ from autopar.errors import AutoparError
 
 _TINY = "benchmarks.fuzz.calls:tiny"
 _TARGETS = (
-    "benchmarks.fuzz.calls:leaves", "benchmarks.fuzz.calls:nothing", "benchmarks.fuzz.calls:odd_names", "no.such:thing",
-    "benchmarks.fuzz.calls", ":", "", "[bold]x[/nope]", "\x1b[31mred", "{folder}/config.json", "{folder}", "/dev/null",
-    "gpt9", "{folder}/deep.json", "{folder}/minus.json", "{folder}/words.json",
-)  # fmt: skip
+    "benchmarks.fuzz.calls:leaves",
+    "benchmarks.fuzz.calls:nothing",
+    "benchmarks.fuzz.calls:odd_names",
+    "no.such:thing",
+    "benchmarks.fuzz.calls",
+    ":",
+    "",
+    "[bold]x[/nope]",
+    "\x1b[31mred",
+    "{folder}/config.json",
+    "{folder}",
+    "/dev/null",
+    "gpt9",
+    "{folder}/deep.json",
+    "{folder}/minus.json",
+    "{folder}/words.json",
+)
 _WILD = (
-    "", "0", "-1", "1e999", "nan", "inf", "-inf", "٣", "1_0", "9" * 30, "x", "dp=2", "dp=0", "dp=-2,tp=2", "dp=2,dp=2",
-    "dp:zero3", "dp:zero9,tp:", "a:b:c", "{", '{"layers.*": []}', "[[[[", "auto", "h100", "h100x4", "h100x0",
-    "h100x8x1e9", "h100x8x99999999999999999999", "{folder}/none.toml", "{folder}", "/dev/full", "/dev/null",
-    "{folder}/no/such/file", "\x1b]0;x\x07", "[red]", "bfloat16", "80GB", "1PB", "-5GB", "NaNGB", "full", "3", "0.5",
-    "0.weight=", "=R", "1000000",
-)  # fmt: skip
+    "",
+    "0",
+    "-1",
+    "1e999",
+    "nan",
+    "inf",
+    "-inf",
+    "٣",
+    "1_0",
+    "9" * 30,
+    "x",
+    "dp=2",
+    "dp=0",
+    "dp=-2,tp=2",
+    "dp=2,dp=2",
+    "dp:zero3",
+    "dp:zero9,tp:",
+    "a:b:c",
+    "{",
+    '{"layers.*": []}',
+    "[[[[",
+    "auto",
+    "h100",
+    "h100x4",
+    "h100x0",
+    "h100x8x1e9",
+    "h100x8x99999999999999999999",
+    "{folder}/none.toml",
+    "{folder}",
+    "/dev/full",
+    "/dev/null",
+    "{folder}/no/such/file",
+    "\x1b]0;x\x07",
+    "[red]",
+    "bfloat16",
+    "80GB",
+    "1PB",
+    "-5GB",
+    "NaNGB",
+    "full",
+    "3",
+    "0.5",
+    "0.weight=",
+    "=R",
+    "1000000",
+)
 # Values of each option with which a command is answered, or at least refused by the product and not by its reader.
 _WHERE = (
     ("--mesh", "dp=2"),
@@ -42,37 +95,86 @@ _WHERE = (
     ("--ranks", "2"),
 )
 _PLANNED = {
-    "--recipe": ("auto", "ddp", "zero1", "dp:zero3", "tp"), "--batch": ("4", "8"), "--micro-batches": ("1", "2"),
-    "--recompute": ("none", "full", "0.5", "1"), "--max-memory": ("80GB", "1.5GB"), "--headroom": ("0.1",),
-    "--pin": ("0.weight=R", "0.weight=dp"), "--precision": ("bf16",), "--no": ("zero3", "recompute"),
-    "--keep-inside-node": ("tp", "dp"), "--stages": ("2",), "--chunks": ("1",), "--overlap-batches": ("1", "2"),
-    "--schedule": ("gpipe", "1f1b"), "--seq": ("4",), "--training-state": ("adamw", "adamw8bit gradients=2"),
-    "--decompose": ("auto",), "--memory-gb": ("20",),
-}  # fmt: skip
+    "--recipe": ("auto", "ddp", "zero1", "dp:zero3", "tp"),
+    "--batch": ("4", "8"),
+    "--micro-batches": ("1", "2"),
+    "--recompute": ("none", "full", "0.5", "1"),
+    "--max-memory": ("80GB", "1.5GB"),
+    "--headroom": ("0.1",),
+    "--pin": ("0.weight=R", "0.weight=dp"),
+    "--precision": ("bf16",),
+    "--no": ("zero3", "recompute"),
+    "--keep-inside-node": ("tp", "dp"),
+    "--stages": ("2",),
+    "--chunks": ("1",),
+    "--overlap-batches": ("1", "2"),
+    "--schedule": ("gpipe", "1f1b"),
+    "--seq": ("4",),
+    "--training-state": ("adamw", "adamw8bit gradients=2"),
+    "--decompose": ("auto",),
+    "--memory-gb": ("20",),
+}
 # Values that the reader takes, and that fit few models: sizes that divide nothing, names of other machines.
 _COUNTS = ("3", "5", "7", "64", "1000", "999983")
 _READABLE = {
-    "--mesh": ("dp=3", "tp=8", "pp=2", "pp=2,dp=2", "dp=1", "dp=2,tp=3", "x=2,y=2", "dp=2,tp=2 order tp,dp", "dp=64"),
-    "--cluster": ("h100x3", "a100x8x2", "h200", "rtx4090x4", "b200x8x16384", "h100x8x2"), "--ranks": _COUNTS,
-    "--recipe": ("zero2", "zero3-offload", "pp:gpipe", "dp:zero1,tp:tp+sp", "cp", "local:2", "naive-pp", "ep", "serve"),
-    "--recompute": ("partitioned", "offloaded", "99", "0.001", "0"), "--max-memory": ("1MB", "999TB", "1e6"),
-    "--headroom": ("0", "0.999"), "--memory-gb": ("0.001", "1e6"), "--precision": ("fp16", "bf16 reduce=fp16"),
-    "--pin": ("9.weight=R", "*=R", "0.weight=S(7)@dp", "0.weight=@0", "0=tp"), "--price": ("0", "h100=1e9", "b200=2"),
-    "--schedule": ("zbv", "pipedream", "interleaved"), "--training-state": ("sgd", "lion", "adamw masters=0"),
-    "--decompose": ("dp", "tp,dp", "z"), "--no": ("dp", "tp", "ddp"), "--seed": ("0", "999999999999"),
-}  # fmt: skip
+    "--mesh": (
+        "dp=3",
+        "tp=8",
+        "pp=2",
+        "pp=2,dp=2",
+        "dp=1",
+        "dp=2,tp=3",
+        "x=2,y=2",
+        "dp=2,tp=2 order tp,dp",
+        "dp=64",
+    ),
+    "--cluster": ("h100x3", "a100x8x2", "h200", "rtx4090x4", "b200x8x16384", "h100x8x2"),
+    "--ranks": _COUNTS,
+    "--recipe": (
+        "zero2",
+        "zero3-offload",
+        "pp:gpipe",
+        "dp:zero1,tp:tp+sp",
+        "cp",
+        "local:2",
+        "naive-pp",
+        "ep",
+        "serve",
+    ),
+    "--recompute": ("partitioned", "offloaded", "99", "0.001", "0"),
+    "--max-memory": ("1MB", "999TB", "1e6"),
+    "--headroom": ("0", "0.999"),
+    "--memory-gb": ("0.001", "1e6"),
+    "--precision": ("fp16", "bf16 reduce=fp16"),
+    "--pin": ("9.weight=R", "*=R", "0.weight=S(7)@dp", "0.weight=@0", "0=tp"),
+    "--price": ("0", "h100=1e9", "b200=2"),
+    "--schedule": ("zbv", "pipedream", "interleaved"),
+    "--training-state": ("sgd", "lion", "adamw masters=0"),
+    "--decompose": ("dp", "tp,dp", "z"),
+    "--no": ("dp", "tp", "ddp"),
+    "--seed": ("0", "999999999999"),
+}
 _FILES = {
-    "--save": ("{folder}/plan-{draw}.json",), "--html": ("{folder}/{draw}.html",), "--trace": ("{folder}/{draw}.json",),
-}  # fmt: skip
+    "--save": ("{folder}/plan-{draw}.json",),
+    "--html": ("{folder}/{draw}.html",),
+    "--trace": ("{folder}/{draw}.json",),
+}
 _OPTIONS = {
-    "explain": {**_PLANNED, **_FILES}, "fit": {**_PLANNED, "--price": ("2.5", "h200=3")},
+    "explain": {**_PLANNED, **_FILES},
+    "fit": {**_PLANNED, "--price": ("2.5", "h200=3")},
     "compare": {**_PLANNED, "--top": ("3",), "--html": _FILES["--html"]},
     "verify": {name: _PLANNED[name] for name in ("--recipe", "--micro-batches", "--precision", "--schedule")},
-}  # fmt: skip
+}
 _COMMANDS = (
-    *["explain"] * 6, *["fit"] * 3, *["compare"] * 2, *["verify"] * 2, *["verify --plan"] * 2, "verify --random",
-    *["diff"] * 2, "run",
-)  # fmt: skip
+    *["explain"] * 6,
+    *["fit"] * 3,
+    *["compare"] * 2,
+    *["verify"] * 2,
+    *["verify --plan"] * 2,
+    "verify --random",
+    *["diff"] * 2,
+    "run",
+)
 
 
 def tiny() -> object:
@@ -165,9 +267,7 @@ def _odd(word: str, option: str, draw: random.Random) -> str:
     if draw.random() < 0.5 and not word.startswith("--"):
         return draw.choice(_WILD)
     at = draw.randrange(len(word))
-    return (
-        word[:at] + draw.choice(("", "0", "9", "-", "=", ",", ":", "x", "٣", " ")) + word[at + 1 :]
-    )
+    return word[:at] + draw.choice(("", "0", "9", "-", "=", ",", ":", "x", "٣", " ")) + word[at + 1 :]
 
 
 class Misread(AutoparError):
@@ -200,9 +300,7 @@ def call(arguments: Sequence[str]) -> str | None:
     return None
 
 
-def _is_silent(
-    arguments: Sequence[str], found: Result, *, is_refused: bool, left: list[str]
-) -> bool:
+def _is_silent(arguments: Sequence[str], found: Result, *, is_refused: bool, left: list[str]) -> bool:
     """Whether a command ended well without a word, said half an answer, or left what nobody asked for."""
     if any(ord(x) < 32 and x not in "\n\t" for x in found.output):
         return True

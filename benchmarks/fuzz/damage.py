@@ -164,9 +164,7 @@ def under_a_umask(folder: Path) -> str:
 def _one_job(folder: str) -> str:
     prepared = prepare_step(model(), (X, X), loss_fn=nn.functional.mse_loss)
     request = Request(find_hardware("h100"), mesh={"dp": 2})
-    return "".join(
-        str(StoredPlans(Path(folder)).plan(make_plan, prepared, request)) for _ in range(20)
-    )
+    return "".join(str(StoredPlans(Path(folder)).plan(make_plan, prepared, request)) for _ in range(20))
 
 
 def in_a_folder_of_others(folder: Path) -> str:
@@ -200,8 +198,11 @@ def full_stdout(folder: Path) -> str:
     """What a command says on stderr where its stdout is on a full disk."""
     with Path("/dev/full").open("w") as full:
         ended = subprocess.run(
-            [sys.executable, "-m", "autopar", "--version"], stdout=full, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            [sys.executable, "-m", "autopar", "--version"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
     return f"{ended.stderr.strip()} Exit code {ended.returncode}."
 
 
@@ -237,7 +238,7 @@ PLACES: dict[str, Callable[[Path], str]] = {
     "a umask of 027": under_a_umask,
     "two jobs in one cache": two_jobs,
     "a cached file that others may write": a_file_of_others,
-}  # fmt: skip
+}
 
 
 @main.command()
@@ -247,9 +248,7 @@ def places(markdown: Path | None) -> None:
     rows = []
     for name, work in PLACES.items():
         with tempfile.TemporaryDirectory() as folder:
-            rows.append(
-                (name, work(Path(folder)).replace(f"{folder}/", "").replace(folder, "folder"))
-            )
+            rows.append((name, work(Path(folder)).replace(f"{folder}/", "").replace(folder, "folder")))
     lines = markdown_table(("where", "what is said, and what is there"), rows)
     _write(markdown, "Places that cannot be written, and others", lines, "places")
 
@@ -287,10 +286,9 @@ def cost(megabytes: int, pairs: int, markdown: Path | None) -> None:
         "zlib.adler32": lambda: zlib.adler32(data),
         "hashlib.sha1": lambda: hashlib.sha1(data).digest(),
         "hashlib.blake2b": lambda: hashlib.blake2b(data).digest(),
-    }  # fmt: skip
+    }
     rows = [
-        (name, f"{len(data) / min(_seconds(work) for _ in range(4)) / 1e9:.2f} GB/s")
-        for name, work in rates.items()
+        (name, f"{len(data) / min(_seconds(work) for _ in range(4)) / 1e9:.2f} GB/s") for name, work in rates.items()
     ]
     with tempfile.TemporaryDirectory(dir=".") as folder:
         place = Path(folder, "c")
@@ -299,8 +297,13 @@ def cost(megabytes: int, pairs: int, markdown: Path | None) -> None:
         for what, off, before, work in (
             ("save", none, lambda: None, lambda: save_checkpoint(place, big)),
             ("load from memory", unchecked, lambda: None, lambda: load_checkpoint(place, big)),
-            ("load from disk", unchecked, lambda: _leave_memory(place), lambda: load_checkpoint(place, big)),
-        ):  # fmt: skip
+            (
+                "load from disk",
+                unchecked,
+                lambda: _leave_memory(place),
+                lambda: load_checkpoint(place, big),
+            ),
+        ):
             save_checkpoint(place, big)
             work()
             found: dict[bool, list[float]] = {True: [], False: []}
@@ -319,9 +322,7 @@ def cost(megabytes: int, pairs: int, markdown: Path | None) -> None:
                 )
             )
         shutil.rmtree(place)
-    lines = markdown_table(
-        ("checksum of 67 MB in memory, one thread; or what was done", "measured"), rows
-    )
+    lines = markdown_table(("checksum of 67 MB in memory, one thread; or what was done", "measured"), rows)
     _write(markdown, "What checksums cost", lines, "cost")
 
 

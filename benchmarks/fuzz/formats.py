@@ -93,9 +93,16 @@ def formats(folder: Path) -> list[Format]:
     logging.getLogger("autopar").setLevel(logging.CRITICAL)
     folder.mkdir(parents=True, exist_ok=True)
     return [
-        *_plans(folder), *_hardware(), _config(), _trace(), *_checkpoints(folder), *_weights(folder),
-        _stored_plan(folder), _stored_capture(folder), *_texts(),
-    ]  # fmt: skip
+        *_plans(folder),
+        *_hardware(),
+        _config(),
+        _trace(),
+        *_checkpoints(folder),
+        *_weights(folder),
+        _stored_plan(folder),
+        _stored_capture(folder),
+        *_texts(),
+    ]
 
 
 def _plan() -> Plan:
@@ -109,14 +116,22 @@ def _plans(folder: Path) -> list[Format]:
     own = json.dumps(plan.to_json()).encode()
     return [
         Format("saved plan", (folder / "saved.json").read_bytes(), Plan.load, is_sealed=True),
-        Format("plan of a person", own, Plan.load, again=lambda x: Plan.from_json(x.to_json()),
-               values=json.loads),
         Format(
-            "text of a plan", str(plan).encode(), lambda p: Plan.parse(_text(p)), ".txt",
+            "plan of a person",
+            own,
+            Plan.load,
+            again=lambda x: Plan.from_json(x.to_json()),
+            values=json.loads,
+        ),
+        Format(
+            "text of a plan",
+            str(plan).encode(),
+            lambda p: Plan.parse(_text(p)),
+            ".txt",
             again=lambda x: Plan.parse(str(x)),
         ),
         Format("answer of explain", b'{"plan": ' + own + b"}", lambda p: Side.load(p).plan),
-    ]  # fmt: skip
+    ]
 
 
 def _text(path: Path) -> str:
@@ -155,10 +170,17 @@ devices_per_node = {value = 4, kind = "guess", source = "as rented"}
 
 def _config() -> Format:
     values = {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 4, "hidden_size": 64,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 256,
-        "rope_theta": 10000.0, "torch_dtype": "bfloat16",
-    }  # fmt: skip
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 4,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 128,
+        "vocab_size": 256,
+        "rope_theta": 10000.0,
+        "torch_dtype": "bfloat16",
+    }
 
     def read(path: Path) -> Any:
         with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
@@ -191,9 +213,7 @@ def _checkpoints(folder: Path) -> list[Format]:
     nn.functional.mse_loss(trained(X), X).backward()
     optimizer.step()
     save_checkpoint(saved, trained, optimizer, step=3)
-    samples = {
-        name: (saved / name).read_bytes() for name in ("shard-00001.safetensors", "state.pt")
-    }
+    samples = {name: (saved / name).read_bytes() for name in ("shard-00001.safetensors", "state.pt")}
 
     def reader(name: str) -> Callable[[Path], Any]:
         def read(path: Path) -> Any:
@@ -213,10 +233,12 @@ def _checkpoints(folder: Path) -> list[Format]:
         return read
 
     return [
-        *(Format(f"checkpoint: {name}", content, reader(name), ".bin", is_sealed=True)
-          for name, content in samples.items()),
+        *(
+            Format(f"checkpoint: {name}", content, reader(name), ".bin", is_sealed=True)
+            for name, content in samples.items()
+        ),
         _plain_state(folder, optimizer),
-    ]  # fmt: skip
+    ]
 
 
 def _plain_state(folder: Path, optimizer: torch.optim.Optimizer) -> Format:
@@ -305,8 +327,17 @@ def _stored_capture(folder: Path) -> Format:
 
 def _texts() -> list[Format]:
     return [
-        Format("text of a mesh", b"dp=2,tp=4", lambda p: Mesh.parse(_text(p)), ".txt",
-               again=lambda x: Mesh.parse(str(x))),
-        Format("text of recomputation", b'{"layers.*": ["mlp.act/gelu"]}', lambda p: parse_recompute(_text(p)),
-               again=lambda x: parse_recompute(format_recompute(x))),
-    ]  # fmt: skip
+        Format(
+            "text of a mesh",
+            b"dp=2,tp=4",
+            lambda p: Mesh.parse(_text(p)),
+            ".txt",
+            again=lambda x: Mesh.parse(str(x)),
+        ),
+        Format(
+            "text of recomputation",
+            b'{"layers.*": ["mlp.act/gelu"]}',
+            lambda p: parse_recompute(_text(p)),
+            again=lambda x: parse_recompute(format_recompute(x)),
+        ),
+    ]

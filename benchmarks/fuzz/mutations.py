@@ -8,13 +8,48 @@ from collections.abc import Callable
 from typing import Any
 
 _WILD: tuple[Any, ...] = (
-    None, True, -1, 0, 10**30, 1e308, "", "x" * 10_000, "\x1b[2J", "[bold]x[/nope]", [], {}, [[]], {"a": {}}, "٣",
-    "__import__('os').system('id')", "../../etc/passwd", "nan", "\n", "\x00",
-)  # fmt: skip
+    None,
+    True,
+    -1,
+    0,
+    10**30,
+    1e308,
+    "",
+    "x" * 10_000,
+    "\x1b[2J",
+    "[bold]x[/nope]",
+    [],
+    {},
+    [[]],
+    {"a": {}},
+    "٣",
+    "__import__('os').system('id')",
+    "../../etc/passwd",
+    "nan",
+    "\n",
+    "\x00",
+)
 _PIECES = (
-    b"{", b"[", b'"', b"}", b"\x00", b"\xff\xfe", b"NaN", b"1e999", b"Infinity", b"-1", b"[" * 3000, b'{"a":' * 3000,
-    b"9" * 5000, b"__import__('os').system('id')", b"\r", b"\n", b"\x1b[31m", b"cos\nsystem\n(S'id'\ntR.", b"../",
-)  # fmt: skip
+    b"{",
+    b"[",
+    b'"',
+    b"}",
+    b"\x00",
+    b"\xff\xfe",
+    b"NaN",
+    b"1e999",
+    b"Infinity",
+    b"-1",
+    b"[" * 3000,
+    b'{"a":' * 3000,
+    b"9" * 5000,
+    b"__import__('os').system('id')",
+    b"\r",
+    b"\n",
+    b"\x1b[31m",
+    b"cos\nsystem\n(S'id'\ntR.",
+    b"../",
+)
 
 
 def flip(content: bytes, draw: random.Random) -> bytes:
@@ -61,8 +96,15 @@ def drop_piece(content: bytes, draw: random.Random) -> bytes:
 
 
 BYTES: tuple[Callable[[bytes, random.Random], bytes], ...] = (
-    flip, flip, flip, cut, insert, overwrite, copy_piece, drop_piece,
-)  # fmt: skip
+    flip,
+    flip,
+    flip,
+    cut,
+    insert,
+    overwrite,
+    copy_piece,
+    drop_piece,
+)
 
 
 def change_value(content: bytes, draw: random.Random) -> bytes:

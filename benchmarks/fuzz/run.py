@@ -124,9 +124,7 @@ def fuzz_calls(count: int, seed: int, watch: Watch) -> Count:
 def kept() -> dict[str, Count]:
     """The counts of earlier runs by their names."""
     values = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    return {
-        name: Count(**{**each, "faults": Counter(each["faults"])}) for name, each in values.items()
-    }
+    return {name: Count(**{**each, "faults": Counter(each["faults"])}) for name, each in values.items()}
 
 
 def keep(count: Count, seed: int) -> None:
@@ -141,17 +139,22 @@ def table(counts: Sequence[Count]) -> list[str]:
     heads = ("what", "seed", "tries", "refused", *KINDS, "slowest, s")
     rows = [
         (
-            c.name, str(c.seed), f"{c.tries:,}", f"{c.refused:,}", *(str(c.faults[kind]) for kind in KINDS),
+            c.name,
+            str(c.seed),
+            f"{c.tries:,}",
+            f"{c.refused:,}",
+            *(str(c.faults[kind]) for kind in KINDS),
             f"{c.slowest_seconds:.2f}",
         )
         for c in counts
-    ]  # fmt: skip
+    ]
     return [
         f"{sum(c.tries for c in counts):,} files and calls with odd arguments, in one process. No answer is one after "
         f"{LIMIT_SECONDS:g} s; memory, growth by more than 1 GB in one try. Of the calls that were refused "
-        f"{sum(c.misread for c in counts):,} ended while their options were read, the others later.", "",
+        f"{sum(c.misread for c in counts):,} ended while their options were read, the others later.",
+        "",
         *markdown_table(heads, rows, text_columns=1),
-    ]  # fmt: skip
+    ]
 
 
 @click.command()
@@ -167,17 +170,13 @@ def main(files: int, call_count: int, seed: int, only: str, markdown: Path | Non
         kinds = [kind for kind in formats(Path(folder) / "samples") if only in kind.name]
         for count in fuzz_files(kinds, files, seed, watch):
             keep(count, seed)
-            print(
-                count.name, count.tries, dict(count.faults), *count.examples, sep="\n  ", flush=True
-            )
+            print(count.name, count.tries, dict(count.faults), *count.examples, sep="\n  ", flush=True)
     if call_count:
         count = fuzz_calls(call_count, seed, watch)
         keep(count, seed)
         print(count.name, dict(count.faults), *count.examples, sep="\n  ")
     if markdown:
-        replace_part(
-            markdown, "Files and calls", table(list(kept().values())), "benchmarks/fuzz/run.py"
-        )
+        replace_part(markdown, "Files and calls", table(list(kept().values())), "benchmarks/fuzz/run.py")
 
 
 if __name__ == "__main__":

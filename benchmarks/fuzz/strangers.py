@@ -167,9 +167,13 @@ def trainings() -> Iterator[tuple[str, float, float]]:
         found = ranks.run(with_strangers, kind, 0)
         order = Order.parse(2, found[0][0][0])
         (reference, *_) = autopar.replay(
-            small_model(), random_batches(ROWS), order, replicas=2, loss_fn=loss_fn,
+            small_model(),
+            random_batches(ROWS),
+            order,
+            replicas=2,
+            loss_fn=loss_fn,
             optimizer_of=lambda own: optimizer_of("sgd", own),
-        )  # fmt: skip
+        )
         expected = dict(reference.named_parameters())
         error = max(relative_error(own[n], x) for (_, own), _ in found for n, x in expected.items())
         yield kind or "nobody", max(seconds for _, seconds in found), error
@@ -197,9 +201,7 @@ def main(count: int, markdown: Path | None) -> None:
     table = markdown_table(heads, rows, text_columns=1)
     print(*table, sep="\n")
     if markdown:
-        replace_part(
-            markdown, "Strangers at the server's door", table, "python -m benchmarks.fuzz.strangers"
-        )
+        replace_part(markdown, "Strangers at the server's door", table, "python -m benchmarks.fuzz.strangers")
 
 
 if __name__ == "__main__":

@@ -17,8 +17,16 @@ from typing import Any, NoReturn
 LIMIT_SECONDS = 30.0
 LIMIT_BYTES = 10**9
 _CODE = frozenset(
-    ("os.system", "os.exec", "os.posix_spawn", "os.spawn", "subprocess.Popen", "pty.spawn", "ctypes.dlopen")
-)  # fmt: skip
+    (
+        "os.system",
+        "os.exec",
+        "os.posix_spawn",
+        "os.spawn",
+        "subprocess.Popen",
+        "pty.spawn",
+        "ctypes.dlopen",
+    )
+)
 
 
 class NoAnswer(BaseException):

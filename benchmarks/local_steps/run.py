@@ -53,9 +53,12 @@ def on_ranks(recipe: str, optimizer: str) -> tuple[dict[str, Tensor], float]:
     """This rank's parameters after the meeting behind the last step, and the bytes that it sent a step."""
     given = random_batches(ROWS)
     model = autopar.compile(
-        small_model(), loss_fn=loss_fn, mesh={"dp": dist.get_world_size()}, recipe=recipe,
+        small_model(),
+        loss_fn=loss_fn,
+        mesh={"dp": dist.get_world_size()},
+        recipe=recipe,
         example_inputs=given[0],
-    )  # fmt: skip
+    )
     inner = optimizer_of(optimizer, model)
     with torch.profiler.profile(record_shapes=True) as profile:
         for batch in given:
@@ -103,9 +106,14 @@ def exact_rows(counts: tuple[int, ...]) -> list[tuple[str, ...]]:
 
 def _reference(replicas: int, rule: str, steps: int, optimizer: str) -> dict[str, Tensor]:
     models, _ = train_replicas(
-        small_model(), random_batches(ROWS), lambda m, part: run_with_loss(m, part, {}, loss_fn),
-        lambda m: optimizer_of(optimizer, m), replicas=replicas, steps=steps, rule=rule,
-    )  # fmt: skip
+        small_model(),
+        random_batches(ROWS),
+        lambda m, part: run_with_loss(m, part, {}, loss_fn),
+        lambda m: optimizer_of(optimizer, m),
+        replicas=replicas,
+        steps=steps,
+        rule=rule,
+    )
     return dict(models[0].named_parameters())
 
 
@@ -120,9 +128,11 @@ def losses(recipe: str) -> list[float]:
     """The loss of every step, the mean over the replicas: each has a fourth of the batch."""
     text = training_text()
     model = autopar.compile(
-        GPT(GPTConfig(seq_len=64, layers=2, heads=4, width=64), seed=0), loss_fn=loss_fn,
-        mesh={"dp": dist.get_world_size()}, recipe=recipe,
-    )  # fmt: skip
+        GPT(GPTConfig(seq_len=64, layers=2, heads=4, width=64), seed=0),
+        loss_fn=loss_fn,
+        mesh={"dp": dist.get_world_size()},
+        recipe=recipe,
+    )
     inner = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         inner, max_lr=LR, total_steps=CURVE_STEPS, pct_start=0.1, cycle_momentum=False

@@ -99,16 +99,20 @@ def run(row: str, part: str, python: Path) -> Result:
     report.unlink(missing_ok=True)
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junit-xml={report}"]
     start = time.monotonic()
-    subprocess.run(
-        [python, *command, *SLICE[part]], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    subprocess.run([python, *command, *SLICE[part]], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
     (suite,) = ElementTree.parse(report).getroot()
     count = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
     failed = count["failures"] + count["errors"]
     return Result(
-        row, part, versions(python), count["tests"] - failed - count["skipped"], failed,
-        count["skipped"], round(time.monotonic() - start, 1), date.today().isoformat(),
-    )  # fmt: skip
+        row,
+        part,
+        versions(python),
+        count["tests"] - failed - count["skipped"],
+        failed,
+        count["skipped"],
+        round(time.monotonic() - start, 1),
+        date.today().isoformat(),
+    )
 
 
 def versions(python: Path) -> Mapping[str, str]:
@@ -143,11 +147,17 @@ def table(results: Iterable[Result]) -> list[str]:
     heads = ("row", "with", "tests of", "passed", "failed", "skipped", "seconds", "on")
     rows = [
         (
-            each.row, ", ".join(f"{name} {number}" for name, number in each.versions.items()), each.part,
-            str(each.passed), str(each.failed), str(each.skipped), f"{each.seconds:.0f}", each.day,
+            each.row,
+            ", ".join(f"{name} {number}" for name, number in each.versions.items()),
+            each.part,
+            str(each.passed),
+            str(each.failed),
+            str(each.skipped),
+            f"{each.seconds:.0f}",
+            each.day,
         )
         for each in results
-    ]  # fmt: skip
+    ]
     return markdown_table(heads, rows, text_columns=3)
 
 

@@ -36,8 +36,12 @@ from tests.runtime.training import drawn, make_on
 RESULTS = Path(__file__).with_name("results.jsonl")
 MODELS = ("mlp", "gpt", "tied", "normed")
 MESHES: tuple[Mapping[str, int], ...] = (
-    {"a": 2}, {"a": 2, "b": 2}, {"pp": 2}, {"pp": 2, "a": 2}, {"pp": 4},
-)  # fmt: skip
+    {"a": 2},
+    {"a": 2, "b": 2},
+    {"pp": 2},
+    {"pp": 2, "a": 2},
+    {"pp": 4},
+)
 SEEDS = 10  # of each mesh and model: 200 plans
 
 _ZERO3 = {"dp": "zero3", "tp": "tp+sp"}
@@ -99,9 +103,7 @@ def _random(mesh: Mapping[str, int], name: str, seed: int) -> tuple[Program, lis
     plan = drawn(name, dict(mesh), seed, lone_ops=False)
     _, batch, loss_fn = make_on("cpu", name)
     # Each rank makes the model anew, and the batch is the same.
-    program = Program(
-        mesh, "", lambda: make_on("cpu", name)[0], lambda: batch, loss_fn, {"plan": plan}
-    )
+    program = Program(mesh, "", lambda: make_on("cpu", name)[0], lambda: batch, loss_fn, {"plan": plan})
     return program, list(range(prod(mesh.values())))
 
 
@@ -111,9 +113,7 @@ def worlds() -> Iterator[tuple[str, Callable[[], tuple[Program, list[int]]]]]:
         yield f"{Mesh.of(dict(mesh))} {dict(recipe)}", partial(_world, mesh, recipe, chunks)
 
 
-def _world(
-    mesh: Mapping[str, int], recipe: Mapping[str, str], chunks: int
-) -> tuple[Program, list[int]]:
+def _world(mesh: Mapping[str, int], recipe: Mapping[str, str], chunks: int) -> tuple[Program, list[int]]:
     stages = mesh.get("pp", 1)
     count = 2 * stages if stages > 1 else 1
     rows = mesh["dp"] * count
@@ -151,11 +151,16 @@ def result_of(name: str, make: Callable[[], tuple[Program, list[int]]]) -> Resul
     if not any(call.is_message or "owners.py" in call.where for call in calls):
         found += filter(None, [unlike_orders(traces)])
     return Result(
-        name, prod(program.mesh.values()), len(ranks), len(calls),
+        name,
+        prod(program.mesh.values()),
+        len(ranks),
+        len(calls),
         sum(isinstance(event, NewGroup) for event in traces[0]),
         max(len({each.communicator for each in own.values()}) for own in launches_of(traces, "lazy").values()),
-        judged, found, round(time.process_time() - began, 1),
-    )  # fmt: skip
+        judged,
+        found,
+        round(time.process_time() - began, 1),
+    )
 
 
 def main(part: str) -> None:

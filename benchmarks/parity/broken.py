@@ -78,10 +78,16 @@ def doubled_gradients(graph: fx.Graph) -> Iterator[Site]:
 
 
 def _double(node: fx.Node) -> None:
-    _after(node, lambda g: g.call_function(
-        aten.sub.Tensor,
-        (g.call_function(aten.mul.Tensor, (node, 2)), g.call_function(aten.detach.default, (node,))),
-    ))  # fmt: skip
+    _after(
+        node,
+        lambda g: g.call_function(
+            aten.sub.Tensor,
+            (
+                g.call_function(aten.mul.Tensor, (node, 2)),
+                g.call_function(aten.detach.default, (node,)),
+            ),
+        ),
+    )
 
 
 def wrong_offsets(graph: fx.Graph) -> Iterator[Site]:
@@ -226,9 +232,7 @@ def broken(program: Program, fault: str, draw: random.Random) -> Program | None:
 def subject_of(name: str, dtype: torch.dtype) -> Subject:
     """A small architecture of the zoo in one element type."""
     model, args = build(name)
-    return Subject.of(
-        model.to(dtype), tuple(x.to(dtype) if x.is_floating_point() else x for x in args)
-    )
+    return Subject.of(model.to(dtype), tuple(x.to(dtype) if x.is_floating_point() else x for x in args))
 
 
 def judged(subject: Subject, draw: random.Random) -> Iterator[tuple[str, VerifyReport]]:
@@ -276,13 +280,9 @@ def markdown(table: Mapping[tuple[str, str], Counter[str]], plans: int) -> str:
         "|---|---|---|---|---|---|",
     ]
     for (dtype, fault), row in table.items():
-        lines.append(
-            f"| {dtype} | {fault} | {row['all']} | {row['failed']} | {row['exact']} | {row['own']} |"
-        )
+        lines.append(f"| {dtype} | {fault} | {row['all']} | {row['failed']} | {row['exact']} | {row['own']} |")
     total = sum(table.values(), Counter[str]())
-    lines.append(
-        f"| all | | {total['all']} | {total['failed']} | {total['exact']} | {total['own']} |"
-    )
+    lines.append(f"| all | | {total['all']} | {total['failed']} | {total['exact']} | {total['own']} |")
     return "\n".join(lines) + "\n"
 
 

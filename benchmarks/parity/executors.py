@@ -42,9 +42,13 @@ def trainer(recipe: str, ranks: int, layers: int, width: int, executor: str) -> 
     tokens = torch.randint(0, 256, (8, 64))
     batch = (tokens, tokens.roll(-1, 1))
     compiled = autopar.compile(
-        model, example_inputs=batch, loss_fn=loss_fn, mesh={RECIPES[recipe]: ranks}, recipe=recipe,
+        model,
+        example_inputs=batch,
+        loss_fn=loss_fn,
+        mesh={RECIPES[recipe]: ranks},
+        recipe=recipe,
         executor=executor,  # type: ignore[arg-type]
-    )  # fmt: skip
+    )
     optimizer = torch.optim.AdamW(compiled.parameters())
 
     def step() -> float:
@@ -82,9 +86,16 @@ def row(recipe: str, ranks: int, layers: int, width: int, steps: int) -> str:
 
 
 def work(
-    rank: int, ranks: int, port: int, recipes: list[str], layers: list[int], width: int, steps: int,
-    path: str, cache: str,
-) -> None:  # fmt: skip
+    rank: int,
+    ranks: int,
+    port: int,
+    recipes: list[str],
+    layers: list[int],
+    width: int,
+    steps: int,
+    path: str,
+    cache: str,
+) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
     torch.set_num_threads(1)

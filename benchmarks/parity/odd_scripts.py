@@ -38,16 +38,18 @@ def page(verdicts: Mapping[str, Verdict]) -> str:
     """The verdicts as a page of Markdown, a row for every script."""
     rows = [[name, *(_cell(verdicts.get(f"{name}, {door}")) for door in DOORS)] for name in SCRIPTS]
     lines = [
-        "# Odd scripts", "",
+        "# Odd scripts",
+        "",
         f"{len(SCRIPTS)} training scripts of five steps whose forward or loss reads or writes Python state, draws, or "
         f"has hooks: run plainly in one process, and split over {RANKS} Gloo ranks (recipe `ddp`) at three doors: "
-        "`autopar.compile`; `torch.compile(model, backend=\"autopar\")` with the loss left alone; and the same for a "
+        '`autopar.compile`; `torch.compile(model, backend="autopar")` with the loss left alone; and the same for a '
         "function of model and loss. *Equal*: the losses agree within 1e-9 in float64, and what forward wrote is the "
-        "same. *Refused*: an error that names file and line, whose beginning is shown. Written by", "",
-        "    OMP_NUM_THREADS=1 python benchmarks/parity/odd_scripts.py "
-        "--markdown benchmarks/results/odd_scripts.md", "",
+        "same. *Refused*: an error that names file and line, whose beginning is shown. Written by",
+        "",
+        "    OMP_NUM_THREADS=1 python benchmarks/parity/odd_scripts.py --markdown benchmarks/results/odd_scripts.md",
+        "",
         *markdown_table(("script", *DOORS), [*_totals(verdicts), *rows]),
-    ]  # fmt: skip
+    ]
     return "\n".join(lines) + "\n"
 
 

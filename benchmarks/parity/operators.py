@@ -80,14 +80,31 @@ MOST_GUESSES = 400
 UNCHECKED = tuple(
     f"aten.{name}"
     for name in (
-        "max_unpool2d", "max_unpool3d", "max_pool2d_with_indices_backward", "segment_reduce", "lu_solve",
-        "linalg_lu_solve", "linalg_ldl_solve", "lu_unpack", "ormqr", "linalg_householder_product",
-        "masked_scatter", "put", "embedding_bag", "_unsafe_masked_index",
-        "_unsafe_masked_index_put_accumulate", "_embedding_bag", "index_reduce", "scatter_reduce",
-        "native_batch_norm", "native_group_norm", "_softmax_backward_data", "fractional_max_pool2d",
+        "max_unpool2d",
+        "max_unpool3d",
+        "max_pool2d_with_indices_backward",
+        "segment_reduce",
+        "lu_solve",
+        "linalg_lu_solve",
+        "linalg_ldl_solve",
+        "lu_unpack",
+        "ormqr",
+        "linalg_householder_product",
+        "masked_scatter",
+        "put",
+        "embedding_bag",
+        "_unsafe_masked_index",
+        "_unsafe_masked_index_put_accumulate",
+        "_embedding_bag",
+        "index_reduce",
+        "scatter_reduce",
+        "native_batch_norm",
+        "native_group_norm",
+        "_softmax_backward_data",
+        "fractional_max_pool2d",
         "fractional_max_pool3d",
     )
-)  # fmt: skip
+)
 EVEN_SIZES = {"XS": 2, "S": 4, "M": 8, "L": 12}  # the database has 3, 5, 10 and 20
 
 
@@ -133,9 +150,7 @@ class Sample:
     @property
     def key(self) -> str:
         """Equal for samples that tell the same."""
-        shown = [
-            (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in self.leaves
-        ]
+        shown = [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in self.leaves]
         return f"{self.target} {shown} {self.spec}"
 
 
@@ -181,11 +196,7 @@ def samples_of(info: opinfo.OpInfo, most: int) -> Iterator[Sample]:
     random.seed(0)
     # Closed here: a generator that dies while another call is traced would be traced too.
     with contextlib.closing(_inputs(info, dtype)) as given:
-        inputs = [
-            x
-            for x in itertools.islice(given, MOST_INPUTS)
-            if _is_small((x.input, x.args, x.kwargs))
-        ]
+        inputs = [x for x in itertools.islice(given, MOST_INPUTS) if _is_small((x.input, x.args, x.kwargs))]
     step = max(1, len(inputs) // most)
     for sample in inputs[::-step]:  # the first of a list are often numbers
         yield from traced(info.op, (sample.input, *sample.args), sample.kwargs)
@@ -266,15 +277,23 @@ def captured(sample: Sample) -> Captured:
     module = fx.GraphModule(torch.nn.Module(), graph)
     unreduce_losses(module)
     wanted = set(sample.wanted)
-    named = {
-        wants: [n for i, n in enumerate(names) if (i in wanted) is wants] for wants in (True, False)
-    }
+    named = {wants: [n for i, n in enumerate(names) if (i in wanted) is wants] for wants in (True, False)}
     empty = pytree.tree_flatten(((), {}))[1]
     return Captured(
-        module=module, parameters={n: n for n in named[True]}, tied={}, frozen=frozenset(),
-        buffers={n: n for n in named[False]}, constants={}, inputs={}, in_spec=empty, literals={},
-        out_spec=empty, mutated={}, is_step=False, training=True,
-    )  # fmt: skip
+        module=module,
+        parameters={n: n for n in named[True]},
+        tied={},
+        frozen=frozenset(),
+        buffers={n: n for n in named[False]},
+        constants={},
+        inputs={},
+        in_spec=empty,
+        literals={},
+        out_spec=empty,
+        mutated={},
+        is_step=False,
+        training=True,
+    )
 
 
 def _values(arguments: Any) -> Any:
@@ -291,9 +310,7 @@ def _results(graph: fx.Graph, node: fx.Node, result: Any) -> Iterator[fx.Node]:
         yield item
 
 
-def split_error(
-    sample: Sample, own: Captured, analysis: Analysis, labels: dict[str, str], count: int
-) -> float:
+def split_error(sample: Sample, own: Captured, analysis: Analysis, labels: dict[str, str], count: int) -> float:
     """How far the sample, run as `labels` say on `count` ranks, is from the unsplit op on any rank."""
     mesh = Mesh.of({"a": count})
     ops = {o.name: (labels.get(o.name, UNSPLIT),) for o in analysis.graph.ops}
@@ -301,8 +318,7 @@ def split_error(
     program = build_program(own, analysis, Plan(mesh, own.fingerprint, "", 1, parameters, {}, ops))
     wanted = differentiable(sample)
     leaves = {
-        f"x{i}": [x.clone().requires_grad_(i in wanted) for _ in range(count)]
-        for i, x in enumerate(sample.operands)
+        f"x{i}": [x.clone().requires_grad_(i in wanted) for _ in range(count)] for i, x in enumerate(sample.operands)
     }
     order = [node.name for node in program.module.graph.find_nodes(op="placeholder")]
     results = run(program, [leaves[name] for name in order])
@@ -368,9 +384,7 @@ def _text(states: States) -> str:
 
 
 def _guesses(sample: Sample) -> Iterator[States]:
-    options = [
-        [V, *(S(d) for d, size in enumerate(x.shape) if size % 2 == 0)] for x in sample.operands
-    ]
+    options = [[V, *(S(d) for d, size in enumerate(x.shape) if size % 2 == 0)] for x in sample.operands]
     return (states for states in itertools.product(*options) if any(s != V for s in states))
 
 
@@ -378,9 +392,7 @@ def _holds(sample: Sample, states: States, want: Results) -> States | None:
     """The states of the results where the op on two parts gives them, gradients included."""
     try:
         parts = run_parts(sample.run, sample.operands, states, 2)
-        results = tuple(
-            _joins(each, y) for each, y in zip(zip(*parts, strict=True), want, strict=True)
-        )
+        results = tuple(_joins(each, y) for each, y in zip(zip(*parts, strict=True), want, strict=True))
         if any(state == V for state in results):
             return None
         split = on_parts(sample.run, states, results, 2)
@@ -447,9 +459,12 @@ class Row:
         more = f"; {len(self.missing) - 4} more" if len(self.missing) > 4 else ""
         wrong = "; ".join(self.wrong[:3]) if self.wrong else "0"
         return (
-            self.kind.removeprefix("aten."), f"{self.covered} of {self.samples}", str(self.tried), wrong,
+            self.kind.removeprefix("aten."),
+            f"{self.covered} of {self.samples}",
+            str(self.tried),
+            wrong,
             gaps + more or "0",
-        )  # fmt: skip
+        )
 
     @property
     def cells_without_rule(self) -> tuple[str, ...]:
@@ -490,9 +505,7 @@ def _whole(state: State) -> State:
     return S(state.dim) if state.kind == "S" else V if state == R else state
 
 
-def _try(
-    row: Row, sample: Sample, own: Captured, analysis: Analysis, op: Op, choice: Choice
-) -> None:
+def _try(row: Row, sample: Sample, own: Captured, analysis: Analysis, op: Op, choice: Choice) -> None:
     sizes = [choice.size] if choice.size > 1 else [4]
     for count in counts(sizes):
         if not is_legal(analysis.graph, op, (choice.label,), Mesh.of({"a": count})):
@@ -554,9 +567,7 @@ def markdown(rows: list[Row], samples: int, most: int) -> str:
         "They run replicated. Some have a size that depends on values, some work on all elements at once; those with",
         "a split in the last column could have a rule.",
         "",
-        *markdown_table(
-            ("op", "samples", "splits that hold"), [row.cells_without_rule for row in others]
-        ),
+        *markdown_table(("op", "samples", "splits that hold"), [row.cells_without_rule for row in others]),
     ]
     return "\n".join(lines) + "\n"
 

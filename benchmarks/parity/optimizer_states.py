@@ -33,19 +33,26 @@ def final_loss(states: str, seed: int, steps: int, recipe: str) -> float:
     text = read_source(standard_library(), limit_bytes=TEXT_BYTES)
     config = GPTConfig(seq_len=SEQ, layers=4, heads=4, width=128)
     data = list(
-        batch
-        for batch, _ in zip(
-            batches(text, batch_size=BATCH, seq_len=SEQ, seed=seed), range(steps), strict=False
-        )
+        batch for batch, _ in zip(batches(text, batch_size=BATCH, seq_len=SEQ, seed=seed), range(steps), strict=False)
     )
     model = autopar.compile(
-        GPT(config, seed=seed), example_inputs=data[0], loss_fn=loss_fn,
-        mesh={"dp": dist.get_world_size()}, recipe=recipe, training_state=states,
-    )  # fmt: skip
+        GPT(config, seed=seed),
+        example_inputs=data[0],
+        loss_fn=loss_fn,
+        mesh={"dp": dist.get_world_size()},
+        recipe=recipe,
+        training_state=states,
+    )
     losses, _ = train(
-        model, model.step, data, steps=steps, planned=steps, lr=LR, states=states,
+        model,
+        model.step,
+        data,
+        steps=steps,
+        planned=steps,
+        lr=LR,
+        states=states,
         watch=lambda number, loss: None,
-    )  # fmt: skip
+    )
     return mean_of_last(losses)
 
 
@@ -66,9 +73,7 @@ def main(seeds: int, steps: int, recipe: str) -> None:
     if dist.get_rank() == 0:
         plain, small = zip(*rows, strict=True)
         print(f"{dist.get_world_size()} ranks, {recipe}, {steps} steps, {seeds} seeds")
-        print(
-            f"mean of adamw {statistics.mean(plain):.4f}, of adamw8bit {statistics.mean(small):.4f}"
-        )
+        print(f"mean of adamw {statistics.mean(plain):.4f}, of adamw8bit {statistics.mean(small):.4f}")
         print(f"standard deviation over seeds of adamw {statistics.stdev(plain):.4f}")
     dist.destroy_process_group()
 

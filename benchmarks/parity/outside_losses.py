@@ -152,8 +152,11 @@ def distilled(model: Model, x: Tensor, y: Tensor, head: Head) -> Tensor:
     with torch.no_grad():
         taught = TEACHER(x)
     return F.kl_div(
-        (model(x) / 2).log_softmax(-1), (taught / 2).log_softmax(-1), log_target=True, reduction="batchmean"
-    )  # fmt: skip
+        (model(x) / 2).log_softmax(-1),
+        (taught / 2).log_softmax(-1),
+        log_target=True,
+        reduction="batchmean",
+    )
 
 
 def focal(model: Model, x: Tensor, y: Tensor, head: Head) -> Tensor:
@@ -171,9 +174,20 @@ def penalized(model: Model, x: Tensor, y: Tensor, head: Head) -> Tensor:
 
 
 LOSSES = (
-    mean, masked_mean, weighted, contrastive, ctc, summed, summed_over_ranks, two_losses, own_parameters, ignoring,
-    distilled, focal, penalized,
-)  # fmt: skip
+    mean,
+    masked_mean,
+    weighted,
+    contrastive,
+    ctc,
+    summed,
+    summed_over_ranks,
+    two_losses,
+    own_parameters,
+    ignoring,
+    distilled,
+    focal,
+    penalized,
+)
 
 
 # --- training
@@ -191,8 +205,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
         q, k, v = (
-            each(y).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for each in (self.query, self.key, self.value)
+            each(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in (self.query, self.key, self.value)
         )
         scores = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).softmax(-1)
         x = x + self.out((scores @ v).transpose(1, 2).flatten(2))
@@ -268,9 +281,7 @@ def trained(model: nn.Module, loss_of: Callable[..., Tensor], steps: int = STEPS
         optimizer.zero_grad()
     with torch.no_grad():
         evaluated = loss_of(model, *batches()[0], head).item()
-    return Found(
-        losses, gradients, {n: whole(p.detach()).clone() for n, p in named.items()}, evaluated
-    )
+    return Found(losses, gradients, {n: whole(p.detach()).clone() for n, p in named.items()}, evaluated)
 
 
 def compiled(ranks: int, recipe: str) -> autopar.CompiledModule:
@@ -306,9 +317,7 @@ def _apart(some: Tensor, other: Tensor) -> float:
     return far if far == far else float("inf")
 
 
-def work(
-    rank: int, ranks: int, port: int, path: str, losses: list[str], recipes: list[str]
-) -> None:
+def work(rank: int, ranks: int, port: int, path: str, losses: list[str], recipes: list[str]) -> None:
     """Every loss under every recipe on this rank; the worst row of all ranks is saved by the first."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
@@ -335,9 +344,7 @@ def work(
     every: list[Any] = [None] * ranks
     dist.all_gather_object(every, rows)
     if rank == 0:
-        Path(path).write_text(
-            json.dumps([asdict(worst(each)) for each in zip(*every, strict=True)])
-        )
+        Path(path).write_text(json.dumps([asdict(worst(each)) for each in zip(*every, strict=True)]))
     dist.destroy_process_group()
 
 

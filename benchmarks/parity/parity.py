@@ -59,10 +59,17 @@ class Row:
         worst = max(self.reports, key=lambda r: r.worst_gradient_error)
         passed = sum(r.passed for r in self.reports)
         return (
-            self.name, str(self.draws), f"{passed} of {len(self.reports)}", str(self.lone), worst.arithmetic,
-            f"{loss:.1e}", f"{worst.worst_gradient_error:.1e}", worst.worst_parameter, self._nearest,
+            self.name,
+            str(self.draws),
+            f"{passed} of {len(self.reports)}",
+            str(self.lone),
+            worst.arithmetic,
+            f"{loss:.1e}",
+            f"{worst.worst_gradient_error:.1e}",
+            worst.worst_parameter,
+            self._nearest,
             f"{self.seconds:.0f}",
-        )  # fmt: skip
+        )
 
     @property
     def _nearest(self) -> str:
@@ -85,19 +92,13 @@ COLUMNS = (
 )
 
 
-def measure(
-    name: str, meshes: list[Mesh], seeds: range, dtype: torch.dtype | None, dropout: float
-) -> Row:
+def measure(name: str, meshes: list[Mesh], seeds: range, dtype: torch.dtype | None, dropout: float) -> Row:
     """Draws and compares a plan of every seed on every mesh, of a model in the widest or in a given element type."""
     start_seconds = time.perf_counter()
     model, args = build(name, dtype=dtype, dropout=dropout)
     subject = Subject.of(model, args)
     graph, fingerprint = subject.prepared.analysis.graph, subject.prepared.captured.fingerprint
-    plans = [
-        random_plan(graph, mesh, seed=seed, fingerprint=fingerprint)
-        for mesh in meshes
-        for seed in seeds
-    ]
+    plans = [random_plan(graph, mesh, seed=seed, fingerprint=fingerprint) for mesh in meshes for seed in seeds]
     reports = tuple(subject.compare(plan) for plan in plans)
     seconds = time.perf_counter() - start_seconds
     return Row(name, reports, sum(map(has_lone_ops, plans)), seconds, len(subject.streams.ops))
@@ -119,8 +120,7 @@ def markdown(rows: list[Row], seeds: range, meshes: str, dtypes: str, dropout: f
         f"{sum(row.lone for row in rows)} of {sum(len(row.reports) for row in rows)} plans single ranks run some ops "
         "alone ([owners](owners.md#ops-on-one-rank)). Made by",
         f"`OMP_NUM_THREADS=1 python benchmarks/parity/parity.py --seeds {len(seeds)} --first {seeds.start} "
-        f"--meshes '{meshes}' --dtypes '{dtypes}'"
-        + (f" --dropout {dropout}`." if dropout else "`."),
+        f"--meshes '{meshes}' --dtypes '{dtypes}'" + (f" --dropout {dropout}`." if dropout else "`."),
         "",
         *markdown_table(COLUMNS, [row.cells for row in rows]),
     ]
@@ -135,9 +135,7 @@ def markdown(rows: list[Row], seeds: range, meshes: str, dtypes: str, dropout: f
 @click.option("--dtypes", default="", help="Element types; by default the widest of each model.")
 @click.option("--dropout", default=0.0, help="Probability of dropping, where a model drops.")
 @click.option("--markdown", "path", type=click.Path(path_type=Path), help="Write the table there.")
-def main(
-    names: str, seeds: int, first: int, meshes: str, dtypes: str, dropout: float, path: Path | None
-) -> None:
+def main(names: str, seeds: int, first: int, meshes: str, dtypes: str, dropout: float, path: Path | None) -> None:
     """Print a row per architecture; exit 1 if any plan fails."""
     console = Console()
     drawn = [Mesh.parse(text.strip()) for text in meshes.split(";")]

@@ -47,9 +47,7 @@ def draw(subject: Subject, mesh: Mesh, seed: int) -> Plan:
     return random_plan(graph, mesh, seed=seed, fingerprint=fingerprint)
 
 
-def markdown(
-    rows: list[Row], passed: Counter[str], drawn: Counter[str], plans: int, first: int
-) -> str:
+def markdown(rows: list[Row], passed: Counter[str], drawn: Counter[str], plans: int, first: int) -> str:
     """The tables as a page."""
     lines = [
         "# Parity of random plans with pipeline stages",

@@ -32,13 +32,33 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from gpt import GPT, GPTConfig, loss_fn
 
 ONE_AXIS = (
-    "ddp", "zero1", "zero2", "zero3", "zero-offload", "zero3-offload", "zero-infinity", "zero-infinity-nvme",
-    "data-parallel", "parameter-server", "serve", "tp", "tp+sp", "cp", "auto",
-)  # fmt: skip
+    "ddp",
+    "zero1",
+    "zero2",
+    "zero3",
+    "zero-offload",
+    "zero3-offload",
+    "zero-infinity",
+    "zero-infinity-nvme",
+    "data-parallel",
+    "parameter-server",
+    "serve",
+    "tp",
+    "tp+sp",
+    "cp",
+    "auto",
+)
 TWO_AXES = (
-    "dp:ddp,tp:tp", "dp:zero1,tp:tp", "dp:zero2,tp:tp+sp", "dp:zero3,tp:tp+sp", "dp:zero3-offload,tp:tp",
-    "dp:zero-infinity,tp:tp", "dp:zero-infinity-nvme,tp:tp", "dp:parameter-server,tp:tp", "auto",
-)  # fmt: skip
+    "dp:ddp,tp:tp",
+    "dp:zero1,tp:tp",
+    "dp:zero2,tp:tp+sp",
+    "dp:zero3,tp:tp+sp",
+    "dp:zero3-offload,tp:tp",
+    "dp:zero-infinity,tp:tp",
+    "dp:zero-infinity-nvme,tp:tp",
+    "dp:parameter-server,tp:tp",
+    "auto",
+)
 WITH_CP = ({"dp": 2, "cp": 2}, "dp:zero3,cp:cp"), ({"cp": 2, "tp": 2}, "cp:cp,tp:tp")
 BLOCKS = ({"x": 2, "y": 2}, "x,y:2d")
 SERVERS = tuple(({"ps": 2, "dp": 2}, f"ps:serve,dp:{inside}") for inside in ("ddp", "zero1"))
@@ -124,9 +144,13 @@ def work(rank: int, ranks: int, port: int, path: str, only: Sequence[str]) -> No
         for dtype in TOLERANCES:
             files = {"nvme": Path(path).parent} if "nvme" in case.recipe else {}
             model = autopar.compile(
-                model_of(dtype), loss_fn=loss_fn, mesh=case.mesh, recipe=case.recipe,
-                recompute=case.recompute or None, **files,
-            )  # type: ignore[arg-type]  # fmt: skip
+                model_of(dtype),
+                loss_fn=loss_fn,
+                mesh=case.mesh,
+                recipe=case.recipe,
+                recompute=case.recompute or None,
+                **files,
+            )  # type: ignore[arg-type]
             found[*case.key, dtype] = losses(model, model.step)
     if rank == 0:
         torch.save(found, path)

@@ -55,15 +55,11 @@ def optimizers() -> str:
             start += size
         parts.append(text(scale(start) + 6, y + 17, f"{start:.3g}", class_="small"))
         y += 30
-    parts.append(
-        text(
-            MARGIN, y + 16, "bytes of an element of a float32 matrix between steps", class_="small"
-        )
-    )
+    parts.append(text(MARGIN, y + 16, "bytes of an element of a float32 matrix between steps", class_="small"))
     label = (
         "Bytes that training keeps for an element of a float32 matrix of 1,024 x 1,024: parameter and gradient take 4 "
         "each, the optimizer's states 8 under AdamW, about 2 in eight bits, about 1 in four bits, and none under SGD"
-    )  # fmt: skip
+    )
     return picture(label, y + 30, *parts)
 
 
@@ -121,7 +117,7 @@ def reserved_memory() -> str:
     label = (
         "Three tensors of 6 MiB lie in a segment of 20 MiB; one is freed; a tensor of 8 MiB does not fit into the gap "
         "and takes a second segment, so that 40 MiB are reserved for 20 MiB allocated"
-    )  # fmt: skip
+    )
     return picture(label, y + 18, *parts)
 
 

@@ -21,38 +21,46 @@ _KEY_LINE = 18.0  # height of a further line of the key
 def local_steps() -> str:
     """The loss of a small GPT by step, under data parallelism and by replicas that meet every eight steps."""
     return _losses(
-        "local_steps", "step", "loss in nats per byte, mean over the replicas",
+        "local_steps",
+        "step",
+        "loss in nats per byte, mean over the replicas",
         "Loss of a byte-level GPT on four ranks over {} steps: data parallelism, and replicas that meet every eight "
         "steps; all end below the entropy of single bytes",
-    )  # fmt: skip
+    )
 
 
 def async_server() -> str:
     """The loss of a small GPT by step, under data parallelism and with an asynchronous server."""
     return _losses(
-        "async_server", "step", "loss in nats per byte, mean over the replicas",
+        "async_server",
+        "step",
+        "loss in nats per byte, mean over the replicas",
         "Loss of a byte-level GPT on four ranks over {} steps: data parallelism, and replicas that exchange with an "
         "asynchronous server, up to 0 and 2 exchanges ahead; all end below the entropy of single bytes",
-    )  # fmt: skip
+    )
 
 
 def versions() -> str:
     """The loss of a small GPT by update, under 1F1B with a flush at every update and under schedules without."""
     return _losses(
-        "versions", "update", "loss in nats per byte, mean over the rows of 32 updates",
+        "versions",
+        "update",
+        "loss in nats per byte, mean over the rows of 32 updates",
         "Loss of a byte-level GPT in four stages over {} updates: 1F1B with a flush at every update, and schedules "
         "without a flush; all end below the entropy of single bytes",
-    )  # fmt: skip
+    )
 
 
 def delays() -> str:
     """The loss of a small GPT by update, under everything that delays gradients."""
     return _losses(
-        "delays", "update", "loss in nats per byte, mean over the rows of 32 updates",
+        "delays",
+        "update",
+        "loss in nats per byte, mean over the rows of 32 updates",
         "Loss of a byte-level GPT on four ranks over {} updates: 1F1B with a flush at every update, schedules without "
         "one, and replicas that meet every four steps or exchange with a server; all end below the entropy of single "
         "bytes",
-    )  # fmt: skip
+    )
 
 
 def soak() -> str:
@@ -73,9 +81,7 @@ def soak() -> str:
     )
 
 
-def _lives(
-    ranks: dict[str, list[list[list[float]]]], across: Linear, down: Linear
-) -> Iterator[Markup]:
+def _lives(ranks: dict[str, list[list[list[float]]]], across: Linear, down: Linear) -> Iterator[Markup]:
     x = _LEFT
     for number, (name, lives) in enumerate(ranks.items()):
         colour = COLOURS[number].fill
@@ -109,9 +115,15 @@ def _losses(folder: str, unit: str, below: str, label: str) -> str:
         _HEIGHT + further,
         *_axes(across, down, unit, below, further),
         line(_LEFT, down(entropy), WIDTH - MARGIN, down(entropy), class_="pale"),
-        text(WIDTH - MARGIN, down(entropy) - 5, "entropy of single bytes", class_="small", text_anchor="end"),
+        text(
+            WIDTH - MARGIN,
+            down(entropy) - 5,
+            "entropy of single bytes",
+            class_="small",
+            text_anchor="end",
+        ),
         *_drawn(curves, across, down, steps, key),
-    )  # fmt: skip
+    )
 
 
 def _key(names: Sequence[str]) -> Iterator[tuple[float, float]]:
@@ -125,9 +137,7 @@ def _key(names: Sequence[str]) -> Iterator[tuple[float, float]]:
         x += width
 
 
-def _axes(
-    across: Linear, down: Linear, unit: str, below: str, further: float = 0.0
-) -> Iterator[Markup]:
+def _axes(across: Linear, down: Linear, unit: str, below: str, further: float = 0.0) -> Iterator[Markup]:
     """The axes of a picture that is higher than usual by so much."""
     height = _HEIGHT + further
     yield line(_LEFT, _TOP + further, _LEFT, height - _BOTTOM, class_="edge")

@@ -83,9 +83,7 @@ def arrow(x1: float, y1: float, x2: float, y2: float) -> Markup:
     return join((line(x1, y1, x2, y2, class_="edge"), tag("polygon", points=points, class_="head")))
 
 
-def grid(
-    x: float, y: float, shape: tuple[int, int], size: float, colour: Callable[[int], str | None]
-) -> Markup:
+def grid(x: float, y: float, shape: tuple[int, int], size: float, colour: Callable[[int], str | None]) -> Markup:
     """Cells of a matrix, row by row.
 
     Args:
@@ -96,10 +94,7 @@ def grid(
         colour: fill of a cell by its number; None leaves it empty.
     """
     rows, columns = shape
-    return join(
-        _cell(x + n % columns * size, y + n // columns * size, size, colour(n))
-        for n in range(rows * columns)
-    )
+    return join(_cell(x + n % columns * size, y + n // columns * size, size, colour(n)) for n in range(rows * columns))
 
 
 def _cell(x: float, y: float, size: float, fill: str | None) -> Markup:
@@ -153,8 +148,6 @@ def columns(boxes: Sequence[Box], y: float) -> tuple[Markup, float]:
     gap = 10.0
     width = (WIDTH - 2 * MARGIN - gap * (len(boxes) - 1)) / len(boxes)
     drawn = [
-        part
-        for number, box in enumerate(boxes)
-        for part in _drawn(box, MARGIN + number * (width + gap), y, width)
+        part for number, box in enumerate(boxes) for part in _drawn(box, MARGIN + number * (width + gap), y, width)
     ]
     return join(drawn), y + max(box.height for box in boxes)

@@ -69,9 +69,7 @@ def verify() -> str:
         bottom + 30,
     )
     xs = (WIDTH / 4 + 4, WIDTH * 3 / 4 - 4)
-    arrows = [
-        arrow(x, y + 4, x, y + 26) for y in (below, bottom) for x in xs[: 2 if y == below else 1]
-    ]
+    arrows = [arrow(x, y + 4, x, y + 26) for y in (below, bottom) for x in xs[: 2 if y == below else 1]]
     arrows += [arrow(xs[1], bottom + 4, xs[1], bottom + 14)]
     label = (
         "verify runs the single-device model in float64 and the plan with all ranks in one process on the same weights "
@@ -124,9 +122,7 @@ def shapes() -> str:
     )
     first, below = columns((Box("a batch comes", ("another length, an uneven last one",)),), MARGIN)
     drawn, bottom = columns(boxes, below + 30)
-    last, end = columns(
-        (Box("loss and gradients", ("those of one device on that batch",)),), bottom + 30
-    )
+    last, end = columns((Box("loss and gradients", ("those of one device on that batch",)),), bottom + 30)
     xs = (WIDTH / 4 + 4, WIDTH * 3 / 4 - 4)
     arrows = [arrow(x, below + 4, x, below + 26) for x in xs]
     arrows += [arrow(x, bottom + 4, x, bottom + 26) for x in xs]
@@ -143,14 +139,10 @@ def backend() -> str:
         Box("Python", ("as written",)),
         Box("graph 2", ("split over the ranks",)),
     )
-    first, below = columns(
-        (Box("your script", ("torch.compile(model, backend='autopar')",)),), MARGIN
-    )
+    first, below = columns((Box("your script", ("torch.compile(model, backend='autopar')",)),), MARGIN)
     drawn, bottom = columns(graphs, below + 48)
     words = centred(WIDTH / 2 + 60, below + 30, "Dynamo, cut where Python decides")
-    last, end = columns(
-        (Box("loss.backward()", ("gradients of the whole batch, in shards",)),), bottom + 30
-    )
+    last, end = columns((Box("loss.backward()", ("gradients of the whole batch, in shards",)),), bottom + 30)
     arrows = [
         arrow(76, below + 4, 76, below + 44),
         arrow(WIDTH / 2, bottom + 4, WIDTH / 2, bottom + 26),

@@ -136,9 +136,7 @@ def row(asked: Question, figures: Figures) -> list[str]:
         f"{100 * figures['mfu']:.1f} %",
         _axes(Mesh.parse(figures["mesh"])),
         figures["recipe"],
-        f"{figures['schedule']}, {figures['stages']} stages"
-        if figures["schedule"]
-        else "no stages",
+        f"{figures['schedule']}, {figures['stages']} stages" if figures["schedule"] else "no stages",
         str(figures["micro_batches"]),
         _recomputed(figures["recompute"]),
     ]

@@ -118,9 +118,7 @@ def rings() -> str:
         "numbers: chunks of the sequence, dealt out so that under",
         "a causal mask all ranks have as much to compute",
     )
-    parts += [
-        text(MARGIN, y + 4 + LINE * n, words, class_="small") for n, words in enumerate(lines)
-    ]
+    parts += [text(MARGIN, y + 4 + LINE * n, words, class_="small") for n, words in enumerate(lines)]
     label = (
         "Ring attention on four ranks: each keeps the queries of its two chunks of the sequence, while the keys and "
         "values of all ranks go from rank to rank; after four steps every query has met every key"
@@ -218,8 +216,14 @@ def product(name: str) -> Product:
     with torch.device("meta"):
         model, x = Layers(64, 1), torch.zeros(4, 4, 64)
     e = autopar.explain(
-        model, (x,), loss_fn=mean_square, mesh=mesh, recipe=recipe, recompute="none", micro_batches=1
-    )  # fmt: skip
+        model,
+        (x,),
+        loss_fn=mean_square,
+        mesh=mesh,
+        recipe=recipe,
+        recompute="none",
+        micro_batches=1,
+    )
     plan = e.plan
     down, add = (e.graph.by_name[op] for op in ("linear_1", "add"))
     used = (
@@ -235,9 +239,7 @@ def product(name: str) -> Product:
 def _sliced(layout: Layout, slices: Sequence[Layout]) -> Layout:
     """The layout of what is saved of an operand: its slice along axes of which a plan has one."""
     for split in slices:
-        layout = tuple(
-            new if new.kind == "S" else old for old, new in zip(layout, split, strict=True)
-        )
+        layout = tuple(new if new.kind == "S" else old for old, new in zip(layout, split, strict=True))
     return layout
 
 
@@ -248,9 +250,7 @@ def blocks(layouts: Sequence[Layout], mesh: Mesh, rank: int) -> list[set[int]]:
     [4, 4, 4]
     """
     cells = torch.arange(SIDE * SIDE)
-    a, c = (
-        shard(cells.reshape(2, 2, SIDE), _CUBE, layouts[n], mesh, rank).flatten() for n in (0, 2)
-    )
+    a, c = (shard(cells.reshape(2, 2, SIDE), _CUBE, layouts[n], mesh, rank).flatten() for n in (0, 2))
     weight = cells.reshape(SIDE, SIDE).T.contiguous()  # a linear layer stores B transposed
     b = shard(weight, _SQUARE, layouts[1], mesh, rank).flatten()
     return [set(each.tolist()) for each in (a, b, c)]
@@ -258,10 +258,7 @@ def blocks(layouts: Sequence[Layout], mesh: Mesh, rank: int) -> list[set[int]]:
 
 def tensor_dims() -> str:
     size, left, step, y = 15.0, 122.0, 98.0, 36.0
-    parts = [
-        centred(left + step * n + 30, 24, head, "strong")
-        for n, head in enumerate(("A", "B", "C = A B"))
-    ]
+    parts = [centred(left + step * n + 30, 24, head, "strong") for n, head in enumerate(("A", "B", "C = A B"))]
     for name, (words, _) in RECIPE_OF.items():
         parts.append(text(MARGIN, y + 24, name, class_="strong"))
         parts.append(text(MARGIN, y + 42, words, class_="small"))

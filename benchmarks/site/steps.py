@@ -36,9 +36,7 @@ def simulated(schedule: str, ranks: int, micro_batches: int, chunks: int = 1) ->
     """A step of equal stages whose backward takes twice as long as their forward."""
     cuts = tuple(f"op{n}" for n in range(ranks * chunks - 1))
     stages = Pipeline(ranks, schedule, cuts)
-    each = StageCosts(
-        FORWARD / chunks, BACKWARD / chunks, BACKWARD / chunks / 2, saved_bytes=1 / chunks
-    )
+    each = StageCosts(FORWARD / chunks, BACKWARD / chunks, BACKWARD / chunks / 2, saved_bytes=1 / chunks)
     return simulate(actions(stages, micro_batches), [each] * stages.stages)
 
 
@@ -77,9 +75,7 @@ def _bars(each: Simulation, y: float, scale: Linear) -> Iterator[Markup]:
     for span in each.spans:
         if span.kind in KINDS:
             x, stop = scale(span.begin_seconds), scale(span.end_seconds)
-            yield rect(
-                x, y + span.rank * 13, stop - x, 11, class_="cell", fill=KINDS[span.kind][1].fill
-            )
+            yield rect(x, y + span.rank * 13, stop - x, 11, class_="cell", fill=KINDS[span.kind][1].fill)
 
 
 # --- pipeline stages
@@ -234,10 +230,7 @@ def kept(recomputed: frozenset[str]) -> tuple[bool, ...]:
     made = (False, *(op in recomputed for op in CHAIN[:-1]))
     read = tuple(op in recomputed for op in CHAIN)
     everything = recomputed == frozenset(CHAIN)
-    return tuple(
-        not made[n] and (read[n] or (SAVED[n] and not (everything and n > 0)))
-        for n in range(len(TENSORS))
-    )
+    return tuple(not made[n] and (read[n] or (SAVED[n] and not (everything and n > 0))) for n in range(len(TENSORS)))
 
 
 def recomputation() -> str:
@@ -287,9 +280,7 @@ def hardware() -> str:
         if dp == 0:
             parts.append(line(x + size / 2, y + 58, x + size / 2, y + 92, class_="edge"))
     parts.append(centred(WIDTH / 2, 24, "dp=2,tp=4 on two nodes of four GPUs", "strong"))
-    boxes = (
-        Box("dp: four groups of two, over the NICs", ("each rank's own NIC or share of one",)),
-    )
+    boxes = (Box("dp: four groups of two, over the NICs", ("each rank's own NIC or share of one",)),)
     drawn, bottom = columns(boxes, 256)
     label = (
         "Ranks 0 to 7 of the mesh dp=2,tp=4 on two nodes: groups of the last axis, tp, lie inside a node, and each "

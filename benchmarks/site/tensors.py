@@ -44,9 +44,7 @@ def layouts() -> str:
     y = 52.0
     for words in ("R", "S(0)@dp", "S(1)@tp", "S(0)@dp S(1)@tp", "S(0)@dp S(0)@tp"):
         layout = parse_layout(words, mesh)
-        parts += [
-            text(MARGIN, y + 26 + 17 * n, w, class_="strong") for n, w in enumerate(words.split())
-        ]
+        parts += [text(MARGIN, y + 26 + 17 * n, w, class_="strong") for n, w in enumerate(words.split())]
         for rank in range(mesh.size):
             fill = _only(held(layout, mesh, rank), COLOURS[rank].fill)
             parts.append(grid(left + step * rank, y, (SIDE, SIDE), size, fill))
@@ -144,10 +142,7 @@ def _captured() -> Graph:
 
 def rules() -> str:
     op = _captured().ops[0]
-    parts = [
-        centred(40 + 105 * n + 60, 24, head, "strong")
-        for n, head in enumerate(("operand x", "weight", "result"))
-    ]
+    parts = [centred(40 + 105 * n + 60, 24, head, "strong") for n, head in enumerate(("operand x", "weight", "result"))]
     y = 36.0
     for choice in op.choices:
         if not choice.label[0].isalpha() and choice.label != "-":
@@ -172,8 +167,7 @@ def _two_ranks(x: float, y: float, layout: Layout) -> Markup:
     size = 15.0
     first, second = held(layout, mesh, 0), held(layout, mesh, 1)
     both = join(
-        rect(x + n % SIDE * size, y + n // SIDE * size, size / 2, size, fill=BLUE)
-        for n in sorted(first & second)
+        rect(x + n % SIDE * size, y + n // SIDE * size, size / 2, size, fill=BLUE) for n in sorted(first & second)
     )
     summed = layout[0].kind == "P"
     fills = {n: BLUE for n in first - second} | {n: YELLOW for n in second}
@@ -246,9 +240,7 @@ def search() -> str:
     return picture(label, y + 18, *parts)
 
 
-def _edges(
-    found: list[dict[str, Choice]], xs: tuple[float, ...], ys: dict[str, float]
-) -> Iterator[Markup]:
+def _edges(found: list[dict[str, Choice]], xs: tuple[float, ...], ys: dict[str, float]) -> Iterator[Markup]:
     for column in range(len(found) - 1):
         for way, before in found[column].items():
             for then, after in found[column + 1].items():

@@ -56,7 +56,7 @@ class Soak:
             tuple(Kill(**json.loads(line)) for line in (folder / "kills.jsonl").read_text().splitlines()),
             tuple((int(step), float(loss)) for _, step, loss in map(str.split, lines)),
             int((folder / "code").read_text()),
-        )  # fmt: skip
+        )
 
     @property
     def drifts(self) -> list[Drift]:
@@ -97,9 +97,19 @@ def gap(losses: Sequence[tuple[int, float]], expected: Sequence[float]) -> float
 
 
 HEADS = (
-    "life", "plan", "from minute", "to minute", "sampled steps", "MB after warm-up", "MB at the end",
-    "largest growth of a rank, %", "tensors after warm-up", "tensors at the end", "killed", "s to the next first step",
-)  # fmt: skip
+    "life",
+    "plan",
+    "from minute",
+    "to minute",
+    "sampled steps",
+    "MB after warm-up",
+    "MB at the end",
+    "largest growth of a rank, %",
+    "tensors after warm-up",
+    "tensors at the end",
+    "killed",
+    "s to the next first step",
+)
 
 
 def table(soak: Soak) -> list[str]:
@@ -115,11 +125,15 @@ def _row(soak: Soak, number: int) -> tuple[str, ...]:
     seconds = soak.restart_seconds(kills[0]) if kills else None
     begin, end = first.samples[0], first.samples[-1]
     return (
-        str(number + 1), first.plan, f"{soak.minute(begin.seconds):.1f}", f"{soak.minute(end.seconds):.1f}",
-        f"{begin.step} to {end.step}", *_memory_cells(own),
+        str(number + 1),
+        first.plan,
+        f"{soak.minute(begin.seconds):.1f}",
+        f"{soak.minute(end.seconds):.1f}",
+        f"{begin.step} to {end.step}",
+        *_memory_cells(own),
         f"{kills[0].signal}, rank {kills[0].rank}" if kills else "by itself" if number in soak.ended else "",
         "" if seconds is None else f"{seconds:.0f}",
-    )  # fmt: skip
+    )
 
 
 def _memory_cells(own: list[Drift]) -> tuple[str, ...]:
@@ -173,32 +187,61 @@ def figures(soak: Soak, expected: Sequence[float]) -> list[str]:
     found, losses = soak.drifts, soak.losses
     survived = [s for kill in soak.kills if (s := soak.restart_seconds(kill)) is not None]
     launcher = [kill.launcher_bytes / 1e6 for kill in soak.kills]
-    return markdown_table(("figure", "found", "asked"), [
-        ("growth of a rank's resident memory from its warm-up to its end, the largest of "
-         f"{len(found)}", f"{100 * max(d.resident for d in found):+.2f} %", "2 %"),
-        ("the same of the part that no file backs", f"{100 * max(d.private for d in found):+.2f} %", ""),
-        ("largest over smallest resident memory at the end of lives of the same rank and plan, less 1",
-         f"{100 * between(found):.2f} %", "2 %"),
-        (f"largest relative difference of a loss: {len(expected)} steps, of which {len(losses) - len(expected)} were "
-         "repeated", f"{gap(losses, expected):.0e}", f"{TOLERANCE:.0e}"),
-        ("kills after which training went on", f"{len(survived)} of {len(soak.kills)}", "all"),
-        ("lives that ended without a kill", str(len(soak.ended)), ""),
-        ("seconds from a kill to the next first step, median and longest",
-         f"{statistics.median(survived):.0f} and {max(survived):.0f}", ""),
-        ("resident memory of `autopar run` itself at the first and the last kill, MB",
-         f"{launcher[0]:.1f} and {launcher[-1]:.1f}", ""),
-        ("exit code of `autopar run`", str(soak.code), "0"),
-    ], text_columns=1)  # fmt: skip
+    return markdown_table(
+        ("figure", "found", "asked"),
+        [
+            (
+                f"growth of a rank's resident memory from its warm-up to its end, the largest of {len(found)}",
+                f"{100 * max(d.resident for d in found):+.2f} %",
+                "2 %",
+            ),
+            (
+                "the same of the part that no file backs",
+                f"{100 * max(d.private for d in found):+.2f} %",
+                "",
+            ),
+            (
+                "largest over smallest resident memory at the end of lives of the same rank and plan, less 1",
+                f"{100 * between(found):.2f} %",
+                "2 %",
+            ),
+            (
+                f"largest relative difference of a loss: {len(expected)} steps, "
+                f"of which {len(losses) - len(expected)} were repeated",
+                f"{gap(losses, expected):.0e}",
+                f"{TOLERANCE:.0e}",
+            ),
+            ("kills after which training went on", f"{len(survived)} of {len(soak.kills)}", "all"),
+            ("lives that ended without a kill", str(len(soak.ended)), ""),
+            (
+                "seconds from a kill to the next first step, median and longest",
+                f"{statistics.median(survived):.0f} and {max(survived):.0f}",
+                "",
+            ),
+            (
+                "resident memory of `autopar run` itself at the first and the last kill, MB",
+                f"{launcher[0]:.1f} and {launcher[-1]:.1f}",
+                "",
+            ),
+            ("exit code of `autopar run`", str(soak.code), "0"),
+        ],
+        text_columns=1,
+    )
 
 
 def page(soak: Soak, expected: Sequence[float]) -> str:
     """The page of the documentation."""
     options = soak.options
     head = PAGE.format(
-        **options, width=WIDTH, rows=ROWS, sample=SAMPLE_STEPS, warm=_WARM_SAVES * options["save_steps"],
-        figures="\n".join(figures(soak, expected)), timeout=TIMEOUT_SECONDS,
+        **options,
+        width=WIDTH,
+        rows=ROWS,
+        sample=SAMPLE_STEPS,
+        warm=_WARM_SAVES * options["save_steps"],
+        figures="\n".join(figures(soak, expected)),
+        timeout=TIMEOUT_SECONDS,
         label=curve(soak)["label"],
-    )  # fmt: skip
+    )
     return head + "\n".join(table(soak)) + "\n"
 
 
@@ -207,10 +250,11 @@ def curve(soak: Soak) -> dict[str, Any]:
     lives = {
         f"rank {rank}": [
             [[round(soak.minute(s.seconds), 2), round(s.resident_bytes / 1e6, 1)] for s in life.samples[::3]]
-            for life in soak.lives if life.rank == rank
+            for life in soak.lives
+            if life.rank == rank
         ]
         for rank in sorted({life.rank for life in soak.lives})
-    }  # fmt: skip
+    }
     return {
         "label": f"Resident memory of four ranks over {soak.options['minutes']:g} minutes and {len(soak.kills)} kills",
         "megabytes": lives,

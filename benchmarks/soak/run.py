@@ -65,9 +65,7 @@ def kills_of(
         due_seconds += every_seconds
 
 
-def disturb(
-    folder: Path, process: subprocess.Popen[bytes], due: Iterator[tuple[float, int, str]]
-) -> None:
+def disturb(folder: Path, process: subprocess.Popen[bytes], due: Iterator[tuple[float, int, str]]) -> None:
     """Kills ranks of a run at their times, and writes what was killed."""
     for when, rank, name in due:
         while time.time() < when:
@@ -111,27 +109,42 @@ def _resident_bytes(pid: int) -> int:
 @click.option("--step-seconds", default=0.5, help="Seconds from one step to the next.")
 @click.option("--save-steps", default=120, help="Steps from one checkpoint to the next.")
 @click.option("--folder", default="runs/soak", type=click.Path(path_type=Path))
-def main(
-    minutes: float, kill_minutes: float, step_seconds: float, save_steps: int, folder: Path
-) -> None:
+def main(minutes: float, kill_minutes: float, step_seconds: float, save_steps: int, folder: Path) -> None:
     """Train, and kill ranks meanwhile."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     begin_seconds = time.time()
     until_seconds = begin_seconds + 60 * minutes
-    options = {"minutes": minutes, "kill_minutes": kill_minutes, "step_seconds": step_seconds,
-               "save_steps": save_steps, "begin_seconds": begin_seconds}  # fmt: skip
+    options = {
+        "minutes": minutes,
+        "kill_minutes": kill_minutes,
+        "step_seconds": step_seconds,
+        "save_steps": save_steps,
+        "begin_seconds": begin_seconds,
+    }
     (folder / "options.json").write_text(json.dumps(options))
     due = list(kills_of(begin_seconds, until_seconds, 60 * kill_minutes, random.Random(0)))
     command = [
-        sys.executable, "-m", "autopar", "run", "--ranks", str(_RANKS), "--max-restarts", str(len(due) + 1),
-        str(_ROOT / "benchmarks" / "soak" / "training.py"), "--folder", str(folder.resolve()),
-        "--until", str(until_seconds), "--step-seconds", str(step_seconds), "--save-steps", str(save_steps),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "autopar",
+        "run",
+        "--ranks",
+        str(_RANKS),
+        "--max-restarts",
+        str(len(due) + 1),
+        str(_ROOT / "benchmarks" / "soak" / "training.py"),
+        "--folder",
+        str(folder.resolve()),
+        "--until",
+        str(until_seconds),
+        "--step-seconds",
+        str(step_seconds),
+        "--save-steps",
+        str(save_steps),
+    ]
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            command, stdout=log, stderr=log, env={**os.environ, "PYTHONPATH": str(_ROOT)}
-        )
+        process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "PYTHONPATH": str(_ROOT)})
         try:
             disturb(folder, process, iter(due))
             code = process.wait(max(0.0, until_seconds - time.time()) + _END_SECONDS)

@@ -34,14 +34,10 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _script(
-    arguments: argparse.Namespace, parallel: Callable[[nn.Module], nn.Module], part: slice
-) -> Step:
+def _script(arguments: argparse.Namespace, parallel: Callable[[nn.Module], nn.Module], part: slice) -> Step:
     """One step of a training script; `part` of the batch is what this rank gives."""
     torch.manual_seed(0)
-    config = GPTConfig(
-        seq_len=arguments.seq, layers=arguments.layers, heads=4, width=arguments.width
-    )
+    config = GPTConfig(seq_len=arguments.seq, layers=arguments.layers, heads=4, width=arguments.width)
     model = GPT(config)
     tokens = torch.randint(0, 256, (arguments.batch, arguments.seq))[part]
     wrapped = parallel(_WithLoss(model))

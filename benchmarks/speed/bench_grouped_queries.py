@@ -70,8 +70,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
         q, k, v = (
-            z.unflatten(-1, (-1, self.size)).transpose(1, 2)
-            for z in (self.query(y), self.key(y), self.value(y))
+            z.unflatten(-1, (-1, self.size)).transpose(1, 2) for z in (self.query(y), self.key(y), self.value(y))
         )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return x + self.out(y.transpose(1, 2).flatten(2))
@@ -127,10 +126,15 @@ def work(rank: int, port: int, sizes: Sizes) -> None:
         model = nn.Sequential(*(Block(sizes) for _ in range(sizes.layers)))
         compiled.append(
             autopar.compile(
-                model, example_inputs=(x,), loss_fn=loss_fn, mesh=mesh, recipe="tp",
-                hardware=machine, recompute="none",
+                model,
+                example_inputs=(x,),
+                loss_fn=loss_fn,
+                mesh=mesh,
+                recipe="tp",
+                hardware=machine,
+                recompute="none",
             )
-        )  # fmt: skip
+        )
 
     def step(model: autopar.CompiledModule) -> None:
         model.step(x)
@@ -149,9 +153,7 @@ def work(rank: int, port: int, sizes: Sizes) -> None:
 
 def print_table(compiled: list[autopar.CompiledModule], seconds: list[list[float]]) -> None:
     """Measured and priced milliseconds of both, and the ratio turn by turn."""
-    title = (
-        f"{RANKS} Gloo ranks, {KEY_VALUE_HEADS} key-value heads, median of {len(seconds[0])} turns"
-    )
+    title = f"{RANKS} Gloo ranks, {KEY_VALUE_HEADS} key-value heads, median of {len(seconds[0])} turns"
     table = Table("mesh", "step ms (range)", "priced ms", title=title)
     for model, taken in zip(compiled, seconds, strict=True):
         spread = f"{statistics.median(taken) * 1e3:.1f} ({min(taken) * 1e3:.1f} to {max(taken) * 1e3:.1f})"
@@ -159,9 +161,10 @@ def print_table(compiled: list[autopar.CompiledModule], seconds: list[list[float
     ratios = [two / one for one, two in zip(*seconds, strict=True)]
     priced = [model.explain().step_seconds for model in compiled]
     table.add_row(
-        "two axes over one", f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})",
+        "two axes over one",
+        f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})",
         f"{priced[1] / priced[0]:.3f} (ratio)",
-    )  # fmt: skip
+    )
     Console(width=110).print(table)
 
 

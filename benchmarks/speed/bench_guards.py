@@ -70,9 +70,7 @@ class Checked:
 
     def __str__(self) -> str:
         parts = (self.seconds, self.values_seconds, self.flags_seconds)
-        return "{:.1f} us ({:.1f} us of values and tables, {:.1f} us of flags)".format(
-            *(1e6 * each for each in parts)
-        )
+        return "{:.1f} us ({:.1f} us of values and tables, {:.1f} us of flags)".format(*(1e6 * each for each in parts))
 
 
 def checked(guards: Guards, structure: Structure) -> Checked:

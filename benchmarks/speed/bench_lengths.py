@@ -55,9 +55,14 @@ def llama() -> tuple[nn.Module, Any, Batch]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
-    )  # fmt: skip
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+    )
 
     def batch(length: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         text = torch.zeros(16, length, dtype=torch.long)
@@ -128,9 +133,7 @@ def start(rank: int, ranks: int, port: int, folder: str) -> None:
     imported = Taken.now()
     compile_(GPT(GPTConfig(seq_len=64)), example_inputs=(text, text), loss_fn=loss_fn, cache=folder)
     if rank == 0:
-        print(
-            f"the demo, {ranks} ranks: imports {imported - begin}, planned in {Taken.now() - imported}"
-        )
+        print(f"the demo, {ranks} ranks: imports {imported - begin}, planned in {Taken.now() - imported}")
     dist.destroy_process_group()
 
 

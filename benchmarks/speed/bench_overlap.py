@@ -76,14 +76,10 @@ def set_rate(bytes_per_second: float | None) -> None:
     """Gives the loopback of this namespace a rate; None for no bound. Every rank calls it, the first one acts."""
     dist.barrier()
     if dist.get_rank() == 0:
-        subprocess.run(
-            ["tc", "qdisc", "del", "dev", "lo", "root"], check=False, capture_output=True
-        )
+        subprocess.run(["tc", "qdisc", "del", "dev", "lo", "root"], check=False, capture_output=True)
         if bytes_per_second is not None:
             bucket = f"rate {int(bytes_per_second * 8)} burst {BURST_BYTES} limit {QUEUE_BYTES}"
-            subprocess.run(
-                ["tc", "qdisc", "add", "dev", "lo", "root", "tbf", *bucket.split()], check=True
-            )
+            subprocess.run(["tc", "qdisc", "add", "dev", "lo", "root", "tbf", *bucket.split()], check=True)
     dist.barrier()
 
 
@@ -205,10 +201,14 @@ class Subject(NamedTuple):
         at_a_time = int(turns or 1)
         mesh, batch = init_device_mesh("cpu", (ranks,), mesh_dim_names=("x",)), sizes.batch_of(0)
         how: dict[str, Any] = {
-            "example_inputs": batch, "loss_fn": loss_fn, "mesh": mesh, "recipe": recipe,
+            "example_inputs": batch,
+            "loss_fn": loss_fn,
+            "mesh": mesh,
+            "recipe": recipe,
             "decompose": "x" if "tp" in recipe and at_a_time == 1 else "",
-            "overlap_batches": at_a_time, "micro_batches": at_a_time,
-        }  # fmt: skip
+            "overlap_batches": at_a_time,
+            "micro_batches": at_a_time,
+        }
         model = autopar.compile(sizes.model(), **how)
 
         def step() -> None:
@@ -227,8 +227,11 @@ class Subject(NamedTuple):
         """
         one = Link(bandwidth_bytes_per_second=1.0, latency_seconds=0.0)
         cpu = replace(
-            find_hardware("cpu-gloo"), peak_flops=((4, flops_per_second),), launch_seconds=0.0, inside_node=one
-        )  # fmt: skip
+            find_hardware("cpu-gloo"),
+            peak_flops=((4, flops_per_second),),
+            launch_seconds=0.0,
+            inside_node=one,
+        )
         graph, plan = self.explained.graph, self.explained.plan
         bytes_seconds = sum(
             float(i.count * i.seconds) * (plan.micro_batches if runs_every_time(i) else 1)
@@ -271,17 +274,22 @@ def agreed(seconds: float) -> float:
     return value.item()
 
 
-def work(
-    rank: int, ranks: int, port: int, sizes: Sizes, recipes: list[str], gigaflops: float
-) -> None:
+def work(rank: int, ranks: int, port: int, sizes: Sizes, recipes: list[str], gigaflops: float) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     columns = (
-        "recipe", "products ms", "busy ms", "waits ms", "overlaps ms", "hidden ms", "share",
-        "waits priced", "overlaps priced",
-    )  # fmt: skip
+        "recipe",
+        "products ms",
+        "busy ms",
+        "waits ms",
+        "overlaps ms",
+        "hidden ms",
+        "share",
+        "waits priced",
+        "overlaps priced",
+    )
     table = Table(*columns, title=f"{ranks} Gloo ranks, fastest of {sizes.rounds} turns")
     for recipe in recipes:
         table.add_row(

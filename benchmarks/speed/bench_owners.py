@@ -81,11 +81,14 @@ def plan_of(graph: Graph, fingerprint: str, owners: dict[str, int]) -> Plan:
         return "-" if rank is None else f"@{rank}"
 
     return Plan(
-        Mesh.parse(f"dp={RANKS}"), fingerprint, "towers", 1,
+        Mesh.parse(f"dp={RANKS}"),
+        fingerprint,
+        "towers",
+        1,
         parameters={name: stored(name) for name in graph.parameters},
         inputs={name: (R,) for name in graph.inputs},
         ops={op.name: (label(op.module),) for op in graph.ops},
-    )  # fmt: skip
+    )
 
 
 def data(rows: int) -> tuple[Tensor, Tensor]:
@@ -131,9 +134,14 @@ def alone(sizes: Sizes) -> tuple[Step, int]:
 def machine(flops_per_second: float) -> Hardware:
     """A processor whose products have this rate, element-wise ops included, and Gloo's usual link."""
     return replace(
-        find_hardware("cpu-gloo"), peak_flops=((4, flops_per_second),), matmul_efficiency=1.0,
-        matmul_half_size=0.0, memory_bytes_per_second=math.inf, launch_seconds=0.0, host_seconds=0.0,
-    )  # fmt: skip
+        find_hardware("cpu-gloo"),
+        peak_flops=((4, flops_per_second),),
+        matmul_efficiency=1.0,
+        matmul_half_size=0.0,
+        memory_bytes_per_second=math.inf,
+        launch_seconds=0.0,
+        host_seconds=0.0,
+    )
 
 
 def median_seconds(turns: Turns) -> list[float]:
@@ -148,9 +156,7 @@ def work(rank: int, port: int, sizes: Sizes) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     title = f"Towers on two owners, {RANKS} Gloo ranks, median of {sizes.rounds} turns"
     table = Table("against", *COLUMNS, title=title)
-    (on_owners, price), (replicated, other_price) = (
-        planned(sizes, owners) for owners in (OWNERS, {})
-    )
+    (on_owners, price), (replicated, other_price) = (planned(sizes, owners) for owners in (OWNERS, {}))
     wide, flops = alone(sizes)
     against_replicated = take_turns((on_owners, replicated), sizes)
     against_wide = take_turns((on_owners, wide), sizes)
@@ -158,16 +164,10 @@ def work(rank: int, port: int, sizes: Sizes) -> None:
     table.add_row("wide tower alone", *cells(against_wide))
     rate = flops / median_seconds(against_wide)[1]
     measured = median_seconds(against_replicated)
-    prices = Table(
-        "plan", "step ms", "priced ms", "priced / measured", title=f"at {rate / 1e9:.1f} GFLOP/s"
-    )
-    for name, seconds, of in zip(
-        ("owners", "replicated"), measured, (price, other_price), strict=True
-    ):
+    prices = Table("plan", "step ms", "priced ms", "priced / measured", title=f"at {rate / 1e9:.1f} GFLOP/s")
+    for name, seconds, of in zip(("owners", "replicated"), measured, (price, other_price), strict=True):
         priced = of(machine(rate))
-        prices.add_row(
-            name, f"{seconds * 1e3:.1f}", f"{priced * 1e3:.1f}", f"{priced / seconds:.3f}"
-        )
+        prices.add_row(name, f"{seconds * 1e3:.1f}", f"{priced * 1e3:.1f}", f"{priced / seconds:.3f}")
     if rank == 0:
         Console(width=150).print(table, prices)
     dist.destroy_process_group()
@@ -175,9 +175,7 @@ def work(rank: int, port: int, sizes: Sizes) -> None:
 
 @click.command(context_settings={"show_default": True})
 @click.option("--layers", default=4, help="Hidden layers of each tower.")
-@click.option(
-    "--width", default=1024, help="Width of the narrow tower; the wide one has half more."
-)
+@click.option("--width", default=1024, help="Width of the narrow tower; the wide one has half more.")
 @click.option("--batch", default=512, help="Rows of the batch.")
 @click.option("--rounds", default=15, help="Turns of each contender.")
 @click.option("--steps", default=2, help="Steps of a turn.")

@@ -124,9 +124,7 @@ def by_hand(setup: Setup, row: Row) -> Step:
         PipelineStage(Part(model, i * layers, (i + 1) * layers), i, count, torch.device("cpu"))
         for i in range(rank, count, ranks)
     ]
-    schedule = row.by_hand(
-        stages if row.chunks > 1 else stages[0], setup.micro_batches, loss_fn=loss_fn
-    )
+    schedule = row.by_hand(stages if row.chunks > 1 else stages[0], setup.micro_batches, loss_fn=loss_fn)
     tokens, targets = sizes.batch_of(0)
     inputs = (tokens,) if rank == 0 else ()
     labels = {"target": targets} if rank == ranks - 1 else {}
@@ -139,12 +137,8 @@ def ours(setup: Setup, row: Row) -> Step:
     sizes, micro_batches = setup.sizes, setup.micro_batches
     ranks, model, batch = dist.get_world_size(), sizes.model(), sizes.batch_of(0)
     count = ranks * row.chunks
-    prepared = prepare_step(
-        model, tuple(x[: len(x) // micro_batches] for x in batch), loss_fn=loss_fn
-    )
-    plan = make_plan(
-        prepared, Request(find_hardware("cpu-gloo"), mesh={"dp": 1}, micro_batches=micro_batches)
-    )
+    prepared = prepare_step(model, tuple(x[: len(x) // micro_batches] for x in batch), loss_fn=loss_fn)
+    plan = make_plan(prepared, Request(find_hardware("cpu-gloo"), mesh={"dp": 1}, micro_batches=micro_batches))
     starts = block_starts(prepared.analysis.graph)  # the embedding, the layers, the head
     cuts = tuple(starts[1 + i * (sizes.layers // count)] for i in range(1, count))
     plan = replace(plan, pipeline=Pipeline(ranks, row.name, cuts))

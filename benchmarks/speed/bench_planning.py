@@ -34,10 +34,16 @@ class Llama(nn.Module):
         from transformers import LlamaConfig, LlamaForCausalLM
 
         config = LlamaConfig(
-            hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers, num_attention_heads=32,
-            num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192, rope_theta=5e5,
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_hidden_layers=layers,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            vocab_size=128256,
+            max_position_embeddings=8192,
+            rope_theta=5e5,
             use_cache=False,
-        )  # fmt: skip
+        )
         with torch.device("meta"):
             self.model = LlamaForCausalLM(config).to(torch.bfloat16)
 
@@ -58,9 +64,7 @@ def measure(layers: int, mesh: Mesh, batch: int, sequence: int, recipe: str) -> 
     tokens = torch.zeros(batch, sequence, dtype=torch.long, device="meta")
     hardware = find_hardware("h100")
     prepared, capture_seconds = timed(lambda: prepare_step(model, (tokens, tokens)))
-    plan, search_seconds = timed(
-        lambda: make_plan(prepared, Request(hardware, mesh=mesh, recipe=recipe))
-    )
+    plan, search_seconds = timed(lambda: make_plan(prepared, Request(hardware, mesh=mesh, recipe=recipe)))
     _, rewrite_seconds = timed(lambda: build_program(prepared.captured, prepared.analysis, plan))
     total = capture_seconds + search_seconds + rewrite_seconds
     return {
@@ -95,9 +99,7 @@ def main(mesh: str, layers: str, batch: int, sequence: int, recipe: str, repeat:
     console = Console()
     console.print(table)
     if len(searches) > 1:
-        console.print(
-            f"search of the deepest over the shallowest: {searches[-1] / searches[0]:.2f}"
-        )
+        console.print(f"search of the deepest over the shallowest: {searches[-1] / searches[0]:.2f}")
 
 
 if __name__ == "__main__":

@@ -30,14 +30,15 @@ CONFIGURATIONS = 10_000
 def main(target: str, repeat: int) -> None:
     """Print seconds of every part beside its goal."""
     cluster = find_cluster("h100x8x64")
-    seconds, (_, graph) = _timed(
-        lambda: Question(target, Request.on(cluster), seq=8192).captured(64), 1
-    )
+    seconds, (_, graph) = _timed(lambda: Question(target, Request.on(cluster), seq=8192).captured(64), 1)
     _row("capture, few layers for all", seconds, None)
     plan = search(
-        graph, {"dp": 64, "tp": 8}, hardware=cluster.hardware, recipe="dp:zero3,tp:tp+sp",
+        graph,
+        {"dp": 64, "tp": 8},
+        hardware=cluster.hardware,
+        recipe="dp:zero3,tp:tp+sp",
         memory_bytes=10**18,
-    )  # fmt: skip
+    )
 
     def explain() -> Explanation:
         run = Run(micro_batches=4, training_state=training_state_of(graph))

@@ -86,8 +86,15 @@ class Row:
 
 
 COLUMNS = (
-    "architecture", "MB kept by all", "blocks", "ops", "ms of all", "blocks", "ops", "ops / blocks",
-)  # fmt: skip
+    "architecture",
+    "MB kept by all",
+    "blocks",
+    "ops",
+    "ms of all",
+    "blocks",
+    "ops",
+    "ops / blocks",
+)
 
 
 def enlarged(inputs: Sequence[Tensor], times: int) -> tuple[Tensor, ...]:
@@ -140,9 +147,7 @@ def measure(name: str, *, times: int, rounds: int) -> Row:
     return Row(name, *runs)
 
 
-def contenders(
-    model: nn.Module, inputs: tuple[Tensor, ...], hardware: Hardware
-) -> list[tuple[CompiledModule, float]]:
+def contenders(model: nn.Module, inputs: tuple[Tensor, ...], hardware: Hardware) -> list[tuple[CompiledModule, float]]:
     """Copies of a model on one rank, and the bytes that each is priced to keep.
 
     In this order: everything kept; whole blocks recomputed; ops recomputed that keep what those blocks keep.
@@ -151,8 +156,7 @@ def contenders(
     plan = unsplit_plan(prepared.analysis.graph, prepared.captured.fingerprint)
     tables = StageTables(prepared.analysis.graph, plan, hardware, world=plan.mesh)
     return [
-        (compiled(model, prepared, each), float(tables.at(each).saved_bytes[0, -1]))
-        for each in ("none", *half(tables))
+        (compiled(model, prepared, each), float(tables.at(each).saved_bytes[0, -1])) for each in ("none", *half(tables))
     ]
 
 

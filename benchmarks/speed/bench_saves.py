@@ -68,9 +68,15 @@ def main(width: int, rows: int, saves: int, folder: str | None) -> None:
             whole = call + time.perf_counter() - start_seconds
             if number >= 2:
                 beside = meanwhile or [float("nan")]
-                found = (usual, whole / usual, call / usual, beside[0] / usual,
-                         statistics.median(beside) / usual, max(beside) / usual,
-                         (meanwhile_cpu or beside)[0] / usual_cpu)  # fmt: skip
+                found = (
+                    usual,
+                    whole / usual,
+                    call / usual,
+                    beside[0] / usual,
+                    statistics.median(beside) / usual,
+                    max(beside) / usual,
+                    (meanwhile_cpu or beside)[0] / usual_cpu,
+                )
                 rows_of_table.append(found)
     heads = (
         "a step",
@@ -81,15 +87,9 @@ def main(width: int, rows: int, saves: int, folder: str | None) -> None:
         "longest",
         "first, of processor",
     )
-    print(
-        f"{sum(p.numel() for p in model.parameters()) * 12 / 1e6:.0f} MB, medians of {saves} saves, in steps:"
-    )
+    print(f"{sum(p.numel() for p in model.parameters()) * 12 / 1e6:.0f} MB, medians of {saves} saves, in steps:")
     for head, column in zip(heads, zip(*rows_of_table, strict=True), strict=True):
-        unit = (
-            f"{statistics.median(column) * 1e3:.1f} ms"
-            if head == "a step"
-            else f"{statistics.median(column):.2f}"
-        )
+        unit = f"{statistics.median(column) * 1e3:.1f} ms" if head == "a step" else f"{statistics.median(column):.2f}"
         print(f"  {head:20} {unit}   (from {min(column):.3g} to {max(column):.3g})")
 
 

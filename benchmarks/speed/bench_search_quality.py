@@ -39,14 +39,22 @@ from benchmarks.tables import markdown_table, plan_words
 
 # Name of a preset -> tokens of a sequence; None for images.
 MODELS: Mapping[str, int | None] = {
-    "gpt2": 1024, "bert-large": 512, "vit-h": None, "llama3-8b": 4096, "mixtral-8x7b": 4096,
+    "gpt2": 1024,
+    "bert-large": 512,
+    "vit-h": None,
+    "llama3-8b": 4096,
+    "mixtral-8x7b": 4096,
     "gpt2-xl": 1024,
-}  # fmt: skip
+}
 # Cluster and mesh; "" leaves the mesh open.
 PLACES = (
-    ("h100x4", "dp=4"), ("h100x8", "dp=2,tp=4"), ("h100x8", ""), ("a100x8x2", ""),
-    ("h100x8x2", "pp=2,dp=8"), ("a100-40x8x2", "dp=16"),
-)  # fmt: skip
+    ("h100x4", "dp=4"),
+    ("h100x8", "dp=2,tp=4"),
+    ("h100x8", ""),
+    ("a100x8x2", ""),
+    ("h100x8x2", "pp=2,dp=8"),
+    ("a100-40x8x2", "dp=16"),
+)
 BATCHES = (16, 64, 256)
 # Single questions beside the product of models, places and batches, with the tokens of a sequence.
 MORE = (("llama3-70b", 4096, "h100x8x2", "", 16),)
@@ -116,14 +124,15 @@ def named(ranks: int, mesh: str, batch: int) -> Iterator[dict[str, Any]]:
                 ZERO if "dp" in sizes else ZERO[:1], TENSOR if "tp" in sizes else TENSOR[:1]
             )
         ]
-        for recipe, count, again, schedule in itertools.product(
-            recipes, counts, ("none", "full"), schedules
-        ):
+        for recipe, count, again, schedule in itertools.product(recipes, counts, ("none", "full"), schedules):
             text = ",".join(f"{axis}={size}" for axis, size in sizes.items())
             yield {
-                "mesh": text, "recipe": recipe or "auto", "micro_batches": count, "recompute": again,
+                "mesh": text,
+                "recipe": recipe or "auto",
+                "micro_batches": count,
+                "recompute": again,
                 "schedule": schedule,
-            }  # fmt: skip
+            }
 
 
 def _shapes(ranks: int) -> Iterator[dict[str, int]]:
@@ -150,9 +159,14 @@ def ask(model: str, cluster: str, mesh: str, batch: int, count: int) -> Found:
     fitting = [(a.step_seconds, _words(each)) for each, a in answers if a is not None and a.fits]
     seconds, words = min(fitting, default=(None, ""))
     return Found(
-        name, best.step_seconds if best and best.fits else None, plan_words(best) if best else refused,
-        seconds, words, len(drawn), search_seconds,
-    )  # fmt: skip
+        name,
+        best.step_seconds if best and best.fits else None,
+        plan_words(best) if best else refused,
+        seconds,
+        words,
+        len(drawn),
+        search_seconds,
+    )
 
 
 def _but(asked: Request, fields: Mapping[str, Any]) -> Request:
@@ -189,9 +203,14 @@ def rows(found: Sequence[Found]) -> Iterator[tuple[str, ...]]:
     """The cells of the table, broken laws first."""
     for each in sorted(found, key=lambda f: (not f.breaks_the_law, -(f.ratio or 0.0))):
         yield (
-            each.name, each.open_plan, _number(each.open_seconds), each.best_named or "nothing fits",
-            _number(each.best_seconds), _number(each.ratio), f"{each.search_seconds:.1f}",
-        )  # fmt: skip
+            each.name,
+            each.open_plan,
+            _number(each.open_seconds),
+            each.best_named or "nothing fits",
+            _number(each.best_seconds),
+            _number(each.ratio),
+            f"{each.search_seconds:.1f}",
+        )
 
 
 def _number(value: float | None) -> str:
@@ -199,21 +218,14 @@ def _number(value: float | None) -> str:
 
 
 @click.command(help=__doc__)
-@click.option(
-    "--results", default=Path("runs/search_quality.jsonl"), type=click.Path(path_type=Path)
-)
+@click.option("--results", default=Path("runs/search_quality.jsonl"), type=click.Path(path_type=Path))
 @click.option("--named", "count", default=6, help="Named alternatives of every question.")
 @click.option("--only", default="", help="Ask only the questions whose name has this text.")
 @click.option("--markdown", "page", type=click.Path(path_type=Path), help="Write the table there.")
 def main(results: Path, count: int, only: str, page: Path | None) -> None:
     known = stored(results, Found)
-    chosen = [
-        each for each in questions()
-        if only in f"{each[0]} {each[1]} {each[2] or 'open'} b{each[3]}"
-    ]  # fmt: skip
-    names = [
-        f"{model} {cluster} {mesh or 'open'} b{batch}" for model, cluster, mesh, batch in chosen
-    ]
+    chosen = [each for each in questions() if only in f"{each[0]} {each[1]} {each[2] or 'open'} b{each[3]}"]
+    names = [f"{model} {cluster} {mesh or 'open'} b{batch}" for model, cluster, mesh, batch in chosen]
     for name, each in track(list(zip(names, chosen, strict=True)), console=Console(stderr=True)):
         if name not in known:
             known[name] = ask(*each, count)

@@ -103,9 +103,7 @@ def _timed(call: Callable[[], object], device: torch.device) -> float:
 @click.option("--rounds", default=60, help="Rounds, in which the two ways take turns.")
 @click.option("--device", default="cpu", help="Where the layers run; the host's time is measured.")
 def main(rounds: int, device: str) -> None:
-    table = Table(
-        "layers", "whole, ms", "first half", "second half", "beyond, kernels a layer", "priced"
-    )
+    table = Table("layers", "whole, ms", "first half", "second half", "beyond, kernels a layer", "priced")
     for layers in (1, 2, 4, 8, 16):
         model = nn.Sequential(*[Layer() for _ in range(layers)]).to(device)
         kernels = kernels_of_backward(model)

@@ -74,9 +74,7 @@ def stepper(model: nn.Module, backward: Callable[[], object]) -> Step:
 
 def ours(sizes: Sizes, mesh: DeviceMesh, recipe: str) -> Step:
     batch = sizes.batch_of(0)
-    model = autopar.compile(
-        sizes.model(), example_inputs=batch, loss_fn=loss_fn, mesh=mesh, recipe=recipe
-    )
+    model = autopar.compile(sizes.model(), example_inputs=batch, loss_fn=loss_fn, mesh=mesh, recipe=recipe)
     return stepper(model, lambda: model.step(*batch))
 
 
@@ -90,9 +88,7 @@ def theirs(sizes: Sizes, model: nn.Module, mesh: DeviceMesh, *, splits_batch: bo
 
 
 def torch_ddp(sizes: Sizes, mesh: DeviceMesh) -> Step:
-    return theirs(
-        sizes, nn.parallel.DistributedDataParallel(sizes.model()), mesh, splits_batch=True
-    )
+    return theirs(sizes, nn.parallel.DistributedDataParallel(sizes.model()), mesh, splits_batch=True)
 
 
 def torch_fsdp2(sizes: Sizes, mesh: DeviceMesh) -> Step:
@@ -122,9 +118,13 @@ PAIRS: dict[str, tuple[str, Callable[[Sizes, DeviceMesh], Step]]] = {
 
 
 COLUMNS = (
-    "step ms", "theirs ms", "ratio (range of turns)",
-    "processor ms", "theirs ms", "ratio (range of turns)",
-)  # fmt: skip
+    "step ms",
+    "theirs ms",
+    "ratio (range of turns)",
+    "processor ms",
+    "theirs ms",
+    "ratio (range of turns)",
+)
 
 
 class Turn(NamedTuple):

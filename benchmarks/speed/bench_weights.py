@@ -70,9 +70,15 @@ def model_of(layers: int, dtype: torch.dtype, *, on_meta: bool) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=INNER, num_hidden_layers=layers,
-        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, tie_word_embeddings=True, use_cache=False,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=WIDTH,
+        intermediate_size=INNER,
+        num_hidden_layers=layers,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
     with torch.device("meta" if on_meta else "cpu"):
         return LlamaForCausalLM(config).to(dtype)
 
@@ -82,18 +88,20 @@ def write(folder: Path, layers: int, dtype: torch.dtype) -> None:
     model_of(layers, dtype, on_meta=False).save_pretrained(folder, max_shard_size="500MB")
 
 
-def read(
-    folder: Path, layers: int, dtype: torch.dtype, recipe: str
-) -> tuple[autopar.CompiledModule, dict[str, Any]]:
+def read(folder: Path, layers: int, dtype: torch.dtype, recipe: str) -> tuple[autopar.CompiledModule, dict[str, Any]]:
     """The compiled model, and what it took on this rank."""
     tokens = torch.empty(4, 128, dtype=torch.long, device="meta")
     model = model_of(layers, dtype, on_meta=True)
     watch, start = Watch(), time.perf_counter()
     with watch.watching():
         made = autopar.compile(
-            model, mesh={"dp": dist.get_world_size()}, recipe=recipe, device="cpu", weights=folder,
+            model,
+            mesh={"dp": dist.get_world_size()},
+            recipe=recipe,
+            device="cpu",
+            weights=folder,
             example_inputs={"input_ids": tokens, "labels": tokens},
-        )  # fmt: skip
+        )
     locals_ = [_torch.local_tensor(p) for p in made.parameters()]
     return made, {
         "seconds": time.perf_counter() - start,
@@ -122,9 +130,7 @@ def prompts() -> torch.Tensor:
 def generate(model: Any, tokens: int) -> tuple[torch.Tensor, float]:
     """Greedy tokens after the prompts, and the seconds that they took."""
     start = time.perf_counter()
-    found = model.eval().generate(
-        prompts(), attention_mask=torch.ones(4, 8), max_new_tokens=tokens, do_sample=False
-    )
+    found = model.eval().generate(prompts(), attention_mask=torch.ones(4, 8), max_new_tokens=tokens, do_sample=False)
     return found[:, 8:], time.perf_counter() - start
 
 
@@ -161,12 +167,8 @@ def differing(before: Path, after: Path) -> list[str]:
     here, there = places(before), places(after)
     differ = sorted(set(here) ^ set(there))
     for name in set(here) & set(there):
-        one, other = (
-            safe_open(place[name], framework="pt").get_tensor(name) for place in (here, there)
-        )
-        if one.dtype != other.dtype or not torch.equal(
-            one.view(torch.uint8), other.view(torch.uint8)
-        ):
+        one, other = (safe_open(place[name], framework="pt").get_tensor(name) for place in (here, there))
+        if one.dtype != other.dtype or not torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
             differ.append(name)
     return differ
 
@@ -205,11 +207,7 @@ def main(layers: int, recipe: str, dtype: str, tokens: int) -> None:
         if rank == 0:
             print(*(words(*each) for each in enumerate(rows)), sep="\n")
             found = differing(before, after)
-            print(
-                f"{len(found)} tensors differ after export: {found[:3]}"
-                if found
-                else "byte for byte the same"
-            )
+            print(f"{len(found)} tensors differ after export: {found[:3]}" if found else "byte for byte the same")
         if tokens:
             found = generate(made, tokens)
             if rank == 0:

@@ -27,11 +27,7 @@ def kind_of(text: str) -> str:
     """
     if _RANKS.search(text):
         return "real ranks"
-    return (
-        "other processes"
-        if re.search(r"subprocess|launched|autopar\.launch", text)
-        else "one process"
-    )
+    return "other processes" if re.search(r"subprocess|launched|autopar\.launch", text) else "one process"
 
 
 def rows(cases: dict[str, dict[str, float]], texts: dict[str, str]) -> Iterable[tuple[str, ...]]:
@@ -61,9 +57,7 @@ def rows(cases: dict[str, dict[str, float]], texts: dict[str, str]) -> Iterable[
 def main(log: Path) -> None:
     """Prints the table."""
     cases = seconds_of_cases(log.read_text())
-    texts = {
-        path: (ROOT / path).read_text() for path in {test.partition("::")[0] for test in cases}
-    }
+    texts = {path: (ROOT / path).read_text() for path in {test.partition("::")[0] for test in cases}}
     heads = ("folder", "where", "functions", "cases", "seconds")
     click.echo("\n".join(markdown_table(heads, rows(cases, texts), text_columns=2)))
 

@@ -11,11 +11,16 @@ from pathlib import Path
 # What a fault may be in, and the folders and files of the product that it lies in.
 AREAS = {
     "rules": ("autopar/rules", "autopar/ops/call_kinds.py", "autopar/analysis"),
-    "conversions": ("autopar/ir/conversion.py", "autopar/ir/layout.py", "autopar/ops", "autopar/proof/lockstep.py"),
+    "conversions": (
+        "autopar/ir/conversion.py",
+        "autopar/ir/layout.py",
+        "autopar/ops",
+        "autopar/proof/lockstep.py",
+    ),
     "passes": ("passes", "autopar/program"),
     "prices": ("cost_model", "autopar/pipeline"),
     "runtime": ("autopar/runtime",),
-}  # fmt: skip
+}
 
 _REDUCTIONS = {
     "sum",
@@ -37,8 +42,18 @@ _SWAPPED = {
     ast.Div: ast.Mult,
     ast.FloorDiv: ast.Mult,
 }
-_COMPARED = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
-             ast.NotEq: ast.Eq, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is}  # fmt: skip
+_COMPARED = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+}
 
 
 @dataclass(frozen=True)
@@ -95,9 +110,7 @@ def drawn(root: Path, reached: Mapping[str, Container[int]], count: int, seed: i
     return found
 
 
-def _of_area(
-    root: Path, area: str, reached: Mapping[str, Container[int]]
-) -> dict[str, list[Fault]]:
+def _of_area(root: Path, area: str, reached: Mapping[str, Container[int]]) -> dict[str, list[Fault]]:
     kinds: dict[str, list[Fault]] = {}
     for path in _files(root, area):
         name = str(path.relative_to(root))
@@ -112,9 +125,7 @@ def _files(root: Path, area: str) -> Iterator[Path]:
         yield from [path] if path.suffix else sorted(path.rglob("*.py"))
 
 
-def faults_of(
-    text: str, area: str, path: str, reached: Container[int] = range(10**9)
-) -> Iterator[Fault]:
+def faults_of(text: str, area: str, path: str, reached: Container[int] = range(10**9)) -> Iterator[Fault]:
     """All faults that can be planted in the reached lines of a module's text."""
     lines, tree = text.splitlines(), ast.parse(text)
     # Python 3.11 gives nodes inside of f-strings the places of other text.
@@ -142,23 +153,15 @@ def _dropped_reduction(node: ast.expr) -> ast.expr | None:
     if isinstance(node.func, ast.Attribute) and not isinstance(node.func.value, ast.Name):
         return node.func.value
     return (
-        node.args[0]
-        if len(node.args) == 1 and not isinstance(node.args[0], ast.GeneratorExp | ast.Starred)
-        else None
+        node.args[0] if len(node.args) == 1 and not isinstance(node.args[0], ast.GeneratorExp | ast.Starred) else None
     )
 
 
 def _swapped_operands(node: ast.expr) -> ast.expr | None:
     """`f(a, b)` -> `f(b, a)`, and `a - b` -> `b - a`."""
-    if isinstance(node, ast.BinOp) and isinstance(
-        node.op, ast.Sub | ast.Div | ast.FloorDiv | ast.Mod
-    ):
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub | ast.Div | ast.FloorDiv | ast.Mod):
         return ast.BinOp(node.right, node.op, node.left)
-    if (
-        isinstance(node, ast.Call)
-        and len(node.args) == 2
-        and not any(isinstance(a, ast.Starred) for a in node.args)
-    ):
+    if isinstance(node, ast.Call) and len(node.args) == 2 and not any(isinstance(a, ast.Starred) for a in node.args):
         if _called(node) in {"isinstance", "getattr", "hasattr", "zip", "cast", "field"}:
             return None
         return ast.Call(node.func, node.args[::-1], node.keywords)
@@ -174,11 +177,7 @@ def _other_operator(node: ast.expr) -> ast.expr | None:
 
 def _wrong_dim(node: ast.expr) -> ast.expr | None:
     """`x[0]` -> `x[-1]`, and `x.shape[i]` -> `x.shape[i - 1]`."""
-    if (
-        isinstance(node, ast.Subscript)
-        and isinstance(node.slice, ast.Constant)
-        and node.slice.value in (0, -1)
-    ):
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and node.slice.value in (0, -1):
         return ast.Subscript(node.value, ast.Constant(-1 - node.slice.value), node.ctx)
     return None
 
@@ -218,9 +217,7 @@ def _called(node: ast.Call) -> str:
 
 def _is_text(node: ast.BinOp) -> bool:
     sides = (node.left, node.right)
-    return any(
-        isinstance(s, ast.JoinedStr) or isinstance(getattr(s, "value", 0), str) for s in sides
-    )
+    return any(isinstance(s, ast.JoinedStr) or isinstance(getattr(s, "value", 0), str) for s in sides)
 
 
 KINDS: dict[str, Callable[[ast.expr], ast.expr | None]] = {

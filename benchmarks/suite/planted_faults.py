@@ -70,28 +70,39 @@ class Clone:
         if not tests:
             return ""
         command = [
-            sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no", "--timeout=90",
-            "-m", marks, *tests,
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "--tb=no",
+            "--timeout=90",
+            "-m",
+            marks,
+            *tests,
+        ]
         environment = os.environ | {"PYTHONPATH": str(self.root), "OMP_NUM_THREADS": "1"}
         try:
             run = subprocess.run(
-                command, cwd=self.root, env=environment, capture_output=True, text=True, timeout=self.limit_seconds
-            )  # fmt: skip
+                command,
+                cwd=self.root,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=self.limit_seconds,
+            )
         except subprocess.TimeoutExpired:
             return ""
         failed = re.search(r"^(?:FAILED|ERROR) (\S+)", run.stdout, re.MULTILINE)
         if failed:
             return failed[1]
         # 5: every test was deselected.
-        return (
-            "" if run.returncode in (0, 5) else f"exit code {run.returncode}: {run.stdout[-200:]}"
-        )
+        return "" if run.returncode in (0, 5) else f"exit code {run.returncode}: {run.stdout[-200:]}"
 
 
-def verdict_of(
-    fault: Fault, reach: Reach, seconds: dict[str, float], slow: Sequence[str], clone: Clone
-) -> Verdict:
+def verdict_of(fault: Fault, reach: Reach, seconds: dict[str, float], slow: Sequence[str], clone: Clone) -> Verdict:
     """Plants a fault, runs the tests that reach it, and takes the fault back."""
     path = clone.root / fault.path
     before, start = path.read_text(), time.monotonic()
@@ -106,8 +117,14 @@ def verdict_of(
     finally:
         path.write_text(before)
     return Verdict(
-        fault.name, fault.area, fault.kind, len(reaching), found, is_fast, round(time.monotonic() - start, 1)
-    )  # fmt: skip
+        fault.name,
+        fault.area,
+        fault.kind,
+        len(reaching),
+        found,
+        is_fast,
+        round(time.monotonic() - start, 1),
+    )
 
 
 @click.command()
@@ -150,9 +167,7 @@ def summary(verdicts: Iterable[Verdict]) -> list[str]:
     for area in [*dict.fromkeys(v.area for v in found), "all"]:
         of_area = [v for v in found if area in (v.area, "all")]
         whole, fast = sum(bool(v.found_by) for v in of_area), sum(v.is_fast for v in of_area)
-        rows.append(
-            f"{area}: {len(of_area)} planted, {whole} found by the whole suite, {fast} by the fast one"
-        )
+        rows.append(f"{area}: {len(of_area)} planted, {whole} found by the whole suite, {fast} by the fast one")
     return rows
 
 

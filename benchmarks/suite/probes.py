@@ -59,9 +59,7 @@ def _bodies(function: ast.AST) -> Iterator[list[ast.stmt]]:
 def _runs_of(body: list[ast.stmt], lines: list[str]) -> Iterator[range]:
     start = None
     for statement in body:
-        first = min(
-            [statement.lineno, *(d.lineno for d in getattr(statement, "decorator_list", ()))]
-        )
+        first = min([statement.lineno, *(d.lineno for d in getattr(statement, "decorator_list", ()))])
         if not _can_follow_a_probe(statement, lines[first - 1]):
             continue
         start = start or first
@@ -86,9 +84,7 @@ def probed(text: str, path: str) -> str:
     for run in sorted(runs(text), key=lambda run: -run.start):
         line = lines[run.start - 1]
         indent = line[: len(line) - len(line.lstrip())]
-        probe = (
-            f'{indent}__import__("autopar.planted_probe").planted_probe.hit("{path}:{run.start}")\n'
-        )
+        probe = f'{indent}__import__("autopar.planted_probe").planted_probe.hit("{path}:{run.start}")\n'
         lines.insert(run.start - 1, probe)
     return "".join(lines)
 
@@ -113,8 +109,23 @@ def main(into: Path, hits: Path, arguments: tuple[str, ...]) -> None:
         "OMP_NUM_THREADS": "1",
         "AUTOPAR_HITS": str(hits.resolve()),
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal", "--durations=0",
-               "--tb=no", "-p", "no:cacheprovider", "-m", "slow or not slow", *arguments]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "2",
+        "--dist",
+        "worksteal",
+        "--durations=0",
+        "--tb=no",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "slow or not slow",
+        *arguments,
+    ]
     sys.exit(subprocess.run(command, cwd=into, env=os.environ | environment).returncode)
 
 

@@ -44,9 +44,7 @@ def seconds_of_cases(log: str) -> dict[str, dict[str, float]]:
     {'tests/a.py::test_b': {'tests/a.py::test_b[1]': 0.75}}
     """
     found: dict[str, dict[str, float]] = {}
-    for seconds, case in re.findall(
-        r"^([\d.]+)s (?:call|setup|teardown) +(\S.*)$", log, re.MULTILINE
-    ):
+    for seconds, case in re.findall(r"^([\d.]+)s (?:call|setup|teardown) +(\S.*)$", log, re.MULTILINE):
         of_function = found.setdefault(case.partition("[")[0], {})
         of_function[case] = of_function.get(case, 0.0) + float(seconds)
     return found

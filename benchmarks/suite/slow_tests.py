@@ -59,13 +59,9 @@ def main(hits: Path, log: Path) -> None:
     """Writes the list of slow tests, in place of the one that is there: the log has to be of all tests."""
     cases = seconds_of_cases(log.read_text())
     seconds = {test: sum(of_test.values()) for test, of_test in cases.items()}
-    slow = [
-        case for test in redundant(Reach.read(hits), seconds) for case in slow_cases(cases[test])
-    ]
+    slow = [case for test in redundant(Reach.read(hits), seconds) for case in slow_cases(cases[test])]
     SLOW_TESTS.write_text("".join(f"{case}\n" for case in sorted(slow)))
-    click.echo(
-        f"{len(slow)} tests with {sum(cases[c.partition('[')[0]][c] for c in slow):.0f} s are slow."
-    )
+    click.echo(f"{len(slow)} tests with {sum(cases[c.partition('[')[0]][c] for c in slow):.0f} s are slow.")
 
 
 if __name__ == "__main__":

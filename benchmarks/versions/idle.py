@@ -109,9 +109,13 @@ def busy(case: Case, forward_seconds: float) -> list[list[Busy]]:
     count = case.micro_batches(ranks)
     batch = random_batches(count)[0]
     model = autopar.compile(
-        small_model(), loss_fn=loss_fn, mesh={"pp": ranks}, recipe=case.schedule, micro_batches=count,
+        small_model(),
+        loss_fn=loss_fn,
+        mesh={"pp": ranks},
+        recipe=case.schedule,
+        micro_batches=count,
         example_inputs=batch,
-    )  # fmt: skip
+    )
     optimizer = optimizer_of("sgd", model)
     if not case.flushes:
         model.attach_optimizer(optimizer)
@@ -165,8 +169,13 @@ def main(ranks: int, forward_ms: float) -> None:
         name = f"`{case.schedule}`" + (", with a flush" if case.flushes else "")
         rows.append((name, str(case.update), *(f"{100 * x:.1f}" for x in columns)))
     processes.stop()
-    heads = ("schedule", "micro-batches an update", "idle, simulated, %",
-             "measured, mean of the ranks, %", "measured, the most of a rank, %")  # fmt: skip
+    heads = (
+        "schedule",
+        "micro-batches an update",
+        "idle, simulated, %",
+        "measured, mean of the ranks, %",
+        "measured, the most of a rank, %",
+    )
     print("\n".join(markdown_table(heads, rows, text_columns=1)))
 
 

@@ -56,8 +56,12 @@ def on_ranks(schedule: str, optimizer: str) -> tuple[dict[str, Tensor], list[flo
     stages = dist.get_world_size()
     given = random_batches(4 * stages)
     model = autopar.compile(
-        small_model(), loss_fn=loss_fn, mesh={"pp": stages}, recipe=schedule, micro_batches=4 * stages
-    )  # fmt: skip
+        small_model(),
+        loss_fn=loss_fn,
+        mesh={"pp": stages},
+        recipe=schedule,
+        micro_batches=4 * stages,
+    )
     model.attach_optimizer(optimizer_of(optimizer, model))
     losses = [model.step(*batch).item() for batch in given]
     return {name: _whole(p) for name, p in model.named_parameters()}, losses, dist.get_rank()
@@ -78,26 +82,25 @@ def exact_rows(counts: tuple[int, ...]) -> list[tuple[str, ...]]:
             homes = {name: stage for own, _, stage in found for name in own}
             model, losses = _reference(schedule, optimizer, count, homes)
             expected = dict(model.named_parameters())
-            error = max(
-                relative_error(x, expected[n]) for own, _, _ in found for n, x in own.items()
-            )
-            gap = max(
-                abs(x / y - 1) for _, own, _ in found for x, y in zip(own, losses, strict=True)
-            )
+            error = max(relative_error(x, expected[n]) for own, _, _ in found for n, x in own.items())
+            gap = max(abs(x / y - 1) for _, own, _ in found for x, y in zip(own, losses, strict=True))
             rows.append((str(count), schedule, optimizer, f"{error:.1e}", f"{gap:.1e}"))
         ranks.stop()
     return rows
 
 
-def _reference(
-    schedule: str, optimizer: str, stages: int, homes: dict[str, int]
-) -> tuple[nn.Module, list[float]]:
+def _reference(schedule: str, optimizer: str, stages: int, homes: dict[str, int]) -> tuple[nn.Module, list[float]]:
     model = small_model()
     losses = train_stages(
-        model, random_batches(4 * stages), lambda m, part: run_with_loss(m, part, {}, loss_fn),
-        optimizer_of(optimizer, model), stage_of=homes.__getitem__, stages=stages, schedule=schedule,
+        model,
+        random_batches(4 * stages),
+        lambda m, part: run_with_loss(m, part, {}, loss_fn),
+        optimizer_of(optimizer, model),
+        stage_of=homes.__getitem__,
+        stages=stages,
+        schedule=schedule,
         micro_batches=4 * stages,
-    )  # fmt: skip
+    )
     return model, losses
 
 
@@ -112,9 +115,7 @@ def losses(schedule: str) -> list[float]:
     small = schedule in ("1f1b", "2bw")  # an update is several micro-batches
     parts = STAGES if small else 1
     count = parts if schedule == "1f1b" else parts * POINT_UPDATES
-    model = autopar.compile(
-        large_model(), loss_fn=loss_fn, mesh={"pp": STAGES}, recipe=schedule, micro_batches=count
-    )  # fmt: skip
+    model = autopar.compile(large_model(), loss_fn=loss_fn, mesh={"pp": STAGES}, recipe=schedule, micro_batches=count)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
     if schedule != "1f1b":
         model.attach_optimizer(optimizer)

@@ -119,11 +119,15 @@ _SAVE = "autopar.checkpoint.save_checkpoint(HERE / 'saved', model, optimizer); d
 
 CASES = (
     Case(
-        "a mesh of four ranks, where two run", "mesh dp=4 has 4 ranks, and 2 run",
-        "--nproc-per-node 4", asked={"mesh": '{"dp": 4}'},
+        "a mesh of four ranks, where two run",
+        "mesh dp=4 has 4 ranks, and 2 run",
+        "--nproc-per-node 4",
+        asked={"mesh": '{"dp": 4}'},
     ),
     Case(
-        "a mesh axis of no ranks", "tp.*0|0.*tp", "at least 1|1 or more|leave|positive",
+        "a mesh axis of no ranks",
+        "tp.*0|0.*tp",
+        "at least 1|1 or more|leave|positive",
         asked={"mesh": '{"dp": 2, "tp": 0}'},
     ),
     Case(
@@ -133,93 +137,144 @@ CASES = (
         {"batch": "x = x[:, :12]"},
     ),
     Case(
-        "an input of the wrong dtype", "same dtype.*(double|Double).*(float|Float)|Double.*Float",
+        "an input of the wrong dtype",
+        "same dtype.*(double|Double).*(float|Float)|Double.*Float",
         rf"(?s)({_LINE}|{_IN_DYNAMO})h = self\.up\(x\).*convert one to the other's dtype",
         {"batch": "x = x.double()"},
     ),
     Case(
-        "a tensor on another device", "meta",
+        "a tensor on another device",
+        "meta",
         rf"(?s)({_LINE}|{_IN_DYNAMO})h = h \+.*move both to one device",
         {"forward": 'h = h + torch.ones(32, device="meta")'},
     ),
     Case(
-        "an unknown recipe", "There is no recipe 'zero4'", "zero3", asked={"recipe": '"zero4"'},
+        "an unknown recipe",
+        "There is no recipe 'zero4'",
+        "zero3",
+        asked={"recipe": '"zero4"'},
     ),
     Case(
-        "a broken hardware file", r"box\.toml", "line 2|calibrate",
+        "a broken hardware file",
+        r"box\.toml",
+        "line 2|calibrate",
         {"before": "(HERE / 'box.toml').write_text('[device]\\nname = cpu box\\n')"},
         asked={"hardware": "str(HERE / 'box.toml')"},
     ),
     Case(
-        "a plan whose file is cut off", r"plan\.json", "save|again",
-        {"before": "(HERE / 'plan.json').write_text('{\"version\": 1, \"mesh\": [[\"dp\",')"},
-        asked={"mesh": "", "recipe": "", "plan": "str(HERE / 'plan.json')"}, doors=_COMPILE,
-    ),
-    Case(
-        "a plan of another model", "another model|plan.*(up|width|64)", "[Mm]ake|plan again|another plan",
-        {"before": 'plan = autopar.explain(Net(64), (torch.ones(8, 16), torch.ones(8, 16)), mesh={"dp": 2}, '
-                   'loss_fn=mse_loss, cluster="cpu-gloo").plan'},
-        asked={"mesh": "", "recipe": "", "plan": "plan"}, doors=_COMPILE,
-    ),
-    Case(
-        "a truncated checkpoint", "saved", "Copy it again",
-        {"after": f"model.step(torch.ones(8, 16), torch.ones(8, 16)); {_SAVE}\n"
-                  "    part = max((HERE / 'saved').rglob('*.safetensors'))\n"
-                  "    RANK or part.write_bytes(part.read_bytes()[:999]); dist.barrier()\n"
-                  "    autopar.checkpoint.load_checkpoint(HERE / 'saved', model, optimizer)"},
+        "a plan whose file is cut off",
+        r"plan\.json",
+        "save|again",
+        {"before": '(HERE / \'plan.json\').write_text(\'{"version": 1, "mesh": [["dp",\')'},
+        asked={"mesh": "", "recipe": "", "plan": "str(HERE / 'plan.json')"},
         doors=_COMPILE,
     ),
     Case(
-        "a checkpoint of another model", "64", "model",
-        {"after": "model.step(torch.ones(8, 16), torch.ones(8, 16))\n"
-                  "    other = autopar.compile(Net(64), loss_fn=mse_loss, mesh={'dp': 2}, recipe='ddp')\n"
-                  "    other.step(torch.ones(8, 16), torch.ones(8, 16))\n"
-                  "    autopar.checkpoint.save_checkpoint(HERE / 'saved', other); dist.barrier()\n"
-                  "    autopar.checkpoint.load_checkpoint(HERE / 'saved', model, optimizer)"},
+        "a plan of another model",
+        "another model|plan.*(up|width|64)",
+        "[Mm]ake|plan again|another plan",
+        {
+            "before": 'plan = autopar.explain(Net(64), (torch.ones(8, 16), torch.ones(8, 16)), mesh={"dp": 2}, '
+            'loss_fn=mse_loss, cluster="cpu-gloo").plan'
+        },
+        asked={"mesh": "", "recipe": "", "plan": "plan"},
         doors=_COMPILE,
     ),
     Case(
-        "a batch with NaN", "loss.*nan|nan.*loss", "x.*(nan|NaN)", {"batch": "x[2, 3] = float('nan')"},
-        fails=False, doors=_COMPILE,
+        "a truncated checkpoint",
+        "saved",
+        "Copy it again",
+        {
+            "after": f"model.step(torch.ones(8, 16), torch.ones(8, 16)); {_SAVE}\n"
+            "    part = max((HERE / 'saved').rglob('*.safetensors'))\n"
+            "    RANK or part.write_bytes(part.read_bytes()[:999]); dist.barrier()\n"
+            "    autopar.checkpoint.load_checkpoint(HERE / 'saved', model, optimizer)"
+        },
+        doors=_COMPILE,
     ),
     Case(
-        "a memory bound that no plan meets", "(?s)memory|bytes", "(?s)zero3|micro_batches|recompute|bound",
-        asked={"memory_bytes": "1000"}, doors=_COMPILE,
+        "a checkpoint of another model",
+        "64",
+        "model",
+        {
+            "after": "model.step(torch.ones(8, 16), torch.ones(8, 16))\n"
+            "    other = autopar.compile(Net(64), loss_fn=mse_loss, mesh={'dp': 2}, recipe='ddp')\n"
+            "    other.step(torch.ones(8, 16), torch.ones(8, 16))\n"
+            "    autopar.checkpoint.save_checkpoint(HERE / 'saved', other); dist.barrier()\n"
+            "    autopar.checkpoint.load_checkpoint(HERE / 'saved', model, optimizer)"
+        },
+        doors=_COMPILE,
     ),
     Case(
-        "out of memory in a step", "(can't|Unable to) allocate|out of memory",
-        r"train\.py:\d+.*h = h \+", {"forward": "h = h + h.new_zeros(2**20, 1, 2**30)[:, 0, :1].sum()"},
-        asked={"memory_bytes": "10**18"}, doors=_COMPILE,
+        "a batch with NaN",
+        "loss.*nan|nan.*loss",
+        "x.*(nan|NaN)",
+        {"batch": "x[2, 3] = float('nan')"},
+        fails=False,
+        doors=_COMPILE,
     ),
     Case(
-        "a rank that is killed", "Step 3 broke|another rank.*died|SIGKILL", "rank 1|own log",
+        "a memory bound that no plan meets",
+        "(?s)memory|bytes",
+        "(?s)zero3|micro_batches|recompute|bound",
+        asked={"memory_bytes": "1000"},
+        doors=_COMPILE,
+    ),
+    Case(
+        "out of memory in a step",
+        "(can't|Unable to) allocate|out of memory",
+        r"train\.py:\d+.*h = h \+",
+        {"forward": "h = h + h.new_zeros(2**20, 1, 2**30)[:, 0, :1].sum()"},
+        asked={"memory_bytes": "10**18"},
+        doors=_COMPILE,
+    ),
+    Case(
+        "a rank that is killed",
+        "Step 3 broke|another rank.*died|SIGKILL",
+        "rank 1|own log",
         {"batch": "if step == 2 and RANK == 1: os.kill(os.getpid(), signal.SIGKILL)"},
     ),
     Case(
-        "Ctrl-C", "[Ii]nterrupt", "step", {"batch": "time.sleep(0.5)"}, interrupt_at="step 2",
+        "Ctrl-C",
+        "[Ii]nterrupt",
+        "step",
+        {"batch": "time.sleep(0.5)"},
+        interrupt_at="step 2",
     ),
     Case(
         "a rank with another batch shape",
-        r"different shapes: .*\[8, 16\].*\[6, 16\]|\[6, 16\].*Ranks \[0\] did not come within 15 s", "same",
+        r"different shapes: .*\[8, 16\].*\[6, 16\]|\[6, 16\].*Ranks \[0\] did not come within 15 s",
+        "same",
         {"batch": "if step == 2 and RANK == 1: x, y = x[:6], y[:6]"},
     ),
     Case(
-        "a rank with a different batch", "different values|not the same on all 2 ranks", "seed",
+        "a rank with a different batch",
+        "different values|not the same on all 2 ranks",
+        "seed",
         {"batch": "x = x + RANK"},
     ),
     Case(
-        "control flow that depends on values", "data-dependent|value", r"train\.py:\d+ in forward: if h\.sum",
-        {"forward": "if h.sum() > 0: h = h * 2"}, doors=_COMPILE,
-    ),
-    Case(
-        "a batch too small for the mesh", "Here the batch is no dim above size 1",
-        "in a number that 2 divides", {"batch": "x, y = x[:1], y[:1]"},
+        "control flow that depends on values",
+        "data-dependent|value",
+        r"train\.py:\d+ in forward: if h\.sum",
+        {"forward": "if h.sum() > 0: h = h * 2"},
         doors=_COMPILE,
     ),
     Case(
-        "an op that cannot be traced", "mine::double|mine.double", "register_fake",
-        {"before": "@torch.library.custom_op('mine::double', mutates_args=())\n"
-                   "    def double(x: torch.Tensor) -> torch.Tensor: return 2 * x",
-         "forward": "h = torch.ops.mine.double(h)"},
+        "a batch too small for the mesh",
+        "Here the batch is no dim above size 1",
+        "in a number that 2 divides",
+        {"batch": "x, y = x[:1], y[:1]"},
+        doors=_COMPILE,
     ),
-)  # fmt: skip
+    Case(
+        "an op that cannot be traced",
+        "mine::double|mine.double",
+        "register_fake",
+        {
+            "before": "@torch.library.custom_op('mine::double', mutates_args=())\n"
+            "    def double(x: torch.Tensor) -> torch.Tensor: return 2 * x",
+            "forward": "h = torch.ops.mine.double(h)",
+        },
+    ),
+)

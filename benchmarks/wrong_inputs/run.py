@@ -69,35 +69,31 @@ def met(case: Case, door: Door) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "train.py")
         script.write_text(case.script(door))
-        screen = launch(
-            script, ranks=RANKS, timeout_seconds=LIMIT_SECONDS, interrupt_at=case.interrupt_at
-        )
-        return Row(
-            case, door, Screen(_plain(screen.text, folder), screen.exit_code, screen.seconds)
-        )
+        screen = launch(script, ranks=RANKS, timeout_seconds=LIMIT_SECONDS, interrupt_at=case.interrupt_at)
+        return Row(case, door, Screen(_plain(screen.text, folder), screen.exit_code, screen.seconds))
 
 
 def _plain(text: str, folder: str) -> str:
     """The output with paths that are the same on every machine."""
     text = text.replace(f"{folder}/", "")
-    return text.replace(f"{Path(torch.__file__).parents[1]}/", "").replace(
-        f"{Path(__file__).parents[2]}/", ""
-    )
+    return text.replace(f"{Path(torch.__file__).parents[1]}/", "").replace(f"{Path(__file__).parents[2]}/", "")
 
 
 def page(rows: list[Row]) -> str:
     """The rows as a page of Markdown: a table, and below it the texts."""
     lines = [
-        "# Wrong inputs", "",
+        "# Wrong inputs",
+        "",
         "What a user sees of a wrong input: one small training script with one wrong line, on two Gloo ranks "
         f"under `torchrun`, at both doors. The first screen ({ROWS} lines of {COLUMNS} columns) has to hold cause "
         "and remedy. Seconds include the start of Python on a machine of two cores that is busy with "
         "other work. Written by",
         "",
-        "    OMP_NUM_THREADS=1 python benchmarks/wrong_inputs/run.py --markdown benchmarks/results/wrong_inputs.md", "",
+        "    OMP_NUM_THREADS=1 python benchmarks/wrong_inputs/run.py --markdown benchmarks/results/wrong_inputs.md",
+        "",
         "| input | door | cause and remedy on the first screen | exit code | s | lines in all |",
         "|---|---|---|---|---|---|",
-    ]  # fmt: skip
+    ]
     for row in rows:
         missing = ", ".join(row.missing)
         shown = row.screen
@@ -119,9 +115,7 @@ def _said(screen: Screen) -> list[str]:
     """The lines of the first screen that the ranks wrote."""
     ranks = screen.first.partition("\nTraceback (most recent call last):")[0]
     return [
-        re.sub(r"logs/none_\w+/", "logs/.../", line)
-        for line in ranks.splitlines()
-        if not re.match(r"[WE]\d{4} ", line)
+        re.sub(r"logs/none_\w+/", "logs/.../", line) for line in ranks.splitlines() if not re.match(r"[WE]\d{4} ", line)
     ]
 
 
@@ -145,9 +139,7 @@ def _row(case: Case, door: Door, results: Path | None) -> Row:
 @click.option("--markdown", type=click.Path(path_type=Path), help="Where to write the page.")
 @click.option("--results", type=click.Path(path_type=Path), help="Where to keep what was met.")
 @click.option("--verbose", is_flag=True, help="Print every screen.")
-def main(
-    only: str, doors: tuple[str, ...], markdown: Path | None, results: Path | None, verbose: bool
-) -> None:
+def main(only: str, doors: tuple[str, ...], markdown: Path | None, results: Path | None, verbose: bool) -> None:
     """Gives all inputs, or some, and says which first screens lack something."""
     rows = []
     wanted = [(case, door) for case in CASES for door in case.doors if only in case.name]

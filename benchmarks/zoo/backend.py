@@ -17,9 +17,7 @@ from benchmarks.zoo.rows import BEYOND, PASSED, SEARCHED, SPLIT_BY_BACKEND, Row,
 from benchmarks.zoo.small import Small
 
 RANKS = 2
-WAIT = timedelta(
-    seconds=300
-)  # of one rank for the other, on a busy machine; the process's bound comes before
+WAIT = timedelta(seconds=300)  # of one rank for the other, on a busy machine; the process's bound comes before
 # That of float32 for every model: what a model's code casts inside is unknown here. The page shows the errors.
 TOLERANCE_FLOAT32 = 2e-5
 
@@ -66,9 +64,7 @@ def _compiled(small: Small, backend: str, options: dict[str, Any]) -> tuple[dict
     """Loss and gradients by torch.compile, and how many graphs it made."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    compiled = torch.compile(
-        small.step, backend=backend, **({"options": options} if options else {})
-    )
+    compiled = torch.compile(small.step, backend=backend, **({"options": options} if options else {}))
     found = _run(small.step, compiled, small.args)
     return found, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 

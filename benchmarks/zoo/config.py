@@ -34,13 +34,19 @@ REPEATS: tuple[tuple[str, int], ...] = (
     (r"num_residual_layers|num_nextn_predict_layers", 1),
     (r".*_layers|layers|n_layers?|depth|num_blocks|num_kv_shared_layers|depths", 2),
     (r".*(n_positions|position.*embeddings|source_positions|target_positions|max_seq_len)", 128),
-    (r"(max_)?2d_position_embeddings|relative_attention_max_distance|max_length|context_length", 64),
-    (r"sliding_window|attention_window|local_attention|block_size|chunk_size|attention_chunk_size", 8),
+    (
+        r"(max_)?2d_position_embeddings|relative_attention_max_distance|max_length|context_length",
+        64,
+    ),
+    (
+        r"sliding_window|attention_window|local_attention|block_size|chunk_size|attention_chunk_size",
+        8,
+    ),
     (r"image_embedding_size", IMAGE // 8),
     (r"image_size|img_size|pretrain_image_size|crop_size", IMAGE),
     (r"num_frames|frames_per_clip", 4),
     (r"num_codebooks|n_codebooks|num_quantizers", 2),
-)  # fmt: skip
+)
 # and what is wide:
 WIDE: tuple[tuple[str, int], ...] = (
     (r"num_key_value_heads|.*num_kv_heads|index_n_heads|.*num_key_heads", 2),
@@ -52,7 +58,10 @@ WIDE: tuple[tuple[str, int], ...] = (
     (r"d_ff|mlp_dim|d_inner|n_inner|moe_intermediate.*", 128),
     (r".*(hidden_size|hidden_dim|projection_dim|embedding_size|embed_dim|proj_dim)(_.*)?", 64),
     (r"projector_(in|out)put_dim|vision_output_dim|projection_hidden_dim", 64),
-    (r".*feature_size|d_model|n_embd|dim|emb_dim|proj.*_size|out_hidden_size|embedding_dim|lru_width|.*latents", 64),
+    (
+        r".*feature_size|d_model|n_embd|dim|emb_dim|proj.*_size|out_hidden_size|embedding_dim|lru_width|.*latents",
+        64,
+    ),
     (r"patch_size", 8),
     (r"num_mel_bins|feature_projection_input_dim", MEL),
     (r"codebook_size|num_embeddings|num_queries|num_query_tokens|num_filters|.*codevectors.*", 16),
@@ -61,24 +70,43 @@ WIDE: tuple[tuple[str, int], ...] = (
     (r"mamba_d_state|.*state_size|mamba_dt_rank|time_step_rank", 8),
     (r"window_size|num_conv_pos_embeddings", 4),
     (r"conv_depthwise_kernel_size|conv_kernel_size", 5),
-)  # fmt: skip
+)
 # What a default leaves open, and the model needs:
 OPEN: Mapping[str, int] = {
-    "vocab_size": VOCAB, "pad_token_id": 0, "num_key_value_heads": 2, "head_dim": 16,
-    "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "sliding_window": 8,
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "pad_token_id": 0,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "sliding_window": 8,
+}
 WIDTHS = re.compile(r"hidden_sizes|embed_dims?|.*channels|.*hidden_sizes|conv_dim|tdnn_dim|key_dim")
 ONES = re.compile(r"depths|stage_numb_of_layers|stage_num_blocks|num_block_repeats|.*_per_stack")
-OFF = ("mask_time_prob", "mask_feature_prob", "layerdrop", "apply_spec_augment", "use_cache",
-       "output_router_logits", "jitter_noise", "router_jitter_noise", "embd_pdrop", "attn_pdrop",
-       "resid_pdrop")  # fmt: skip
+OFF = (
+    "mask_time_prob",
+    "mask_feature_prob",
+    "layerdrop",
+    "apply_spec_augment",
+    "use_cache",
+    "output_router_logits",
+    "jitter_noise",
+    "router_jitter_noise",
+    "embd_pdrop",
+    "attn_pdrop",
+    "resid_pdrop",
+)
 SPECIAL = re.compile(r".*(token_id|token_index|_id)s?")
 
 # In place of a backbone that another package would build.
 RESNET: Mapping[str, Any] = {
-    "model_type": "resnet", "embedding_size": 16, "hidden_sizes": [8, 16, 32, 64],
-    "depths": [1, 1, 1, 1], "layer_type": "basic",
-}  # fmt: skip
+    "model_type": "resnet",
+    "embedding_size": 16,
+    "hidden_sizes": [8, 16, 32, 64],
+    "depths": [1, 1, 1, 1],
+    "layer_type": "basic",
+}
 
 # Attention that has as many key as query heads, whatever its configuration says.
 UNGROUPED = ("esmc", "nemotron3_diarization_audio", "nemotron3_5_transcribe_asr_audio")
@@ -102,9 +130,7 @@ def _merged(changes: Entries, others: Entries) -> dict[str, Any]:
 
 def _changes(config: PreTrainedConfig, degree: str, ids: dict[int, int]) -> dict[str, Any]:
     """The entries to change; `ids` maps the special ids met so far to small ones."""
-    found = {
-        key: _entry(key, value, config, degree, ids) for key, value in config.to_dict().items()
-    }
+    found = {key: _entry(key, value, config, degree, ids) for key, value in config.to_dict().items()}
     return {key: value for key, value in found.items() if value is not None}
 
 
@@ -144,10 +170,7 @@ def _layers(
     """What the layers that are left have each for itself."""
     left = {i: entries for i, entries in layers.items() if int(i) < LAYERS}
     return {
-        i: {
-            k: v if (new := _entry(k, v, config, degree, ids)) is None else new
-            for k, v in entries.items()
-        }
+        i: {k: v if (new := _entry(k, v, config, degree, ids)) is None else new for k, v in entries.items()}
         for i, entries in left.items()
     }
 
@@ -155,11 +178,7 @@ def _layers(
 def _size(key: str, value: Any, config: PreTrainedConfig, degree: str, ids: dict[int, int]) -> Any:
     if key == "out_indices" and hasattr(config, "depths"):
         return list(value)  # stages that the whole takes of a backbone
-    if (
-        degree in (TRIMMED, FILLED)
-        and isinstance(value, (list, tuple))
-        and len(value) == _depth(config)
-    ):
+    if degree in (TRIMMED, FILLED) and isinstance(value, (list, tuple)) and len(value) == _depth(config):
         return (list(dict.fromkeys(value)) * LAYERS)[:LAYERS]  # one of each kind
     if SPECIAL.fullmatch(key):
         return _small_ids(value, ids)

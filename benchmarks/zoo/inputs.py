@@ -57,8 +57,15 @@ def _wave(config: Any) -> list[Tensor]:
 
 def _mel(config: Any) -> list[Tensor]:
     """Spectrograms of shape `(batch, mel, frames)` or `(batch, frames, mel)`."""
-    names = ("num_mel_bins", "feature_projection_input_dim", "input_feat_size", "input_feat_per_channel",
-             "input_dim", "n_mels", "input_size")  # fmt: skip
+    names = (
+        "num_mel_bins",
+        "feature_projection_input_dim",
+        "input_feat_size",
+        "input_feat_per_channel",
+        "input_dim",
+        "n_mels",
+        "input_size",
+    )
     bins = next((size for key in names if (size := setting(config, key, 0))), MEL)
     frames = 2 * setting(config, "max_source_positions", FRAMES // 2)
     side = setting(config, "spec_size", 0)  # of the picture that a spectrogram is folded into
@@ -216,11 +223,7 @@ def _as_patches(name: str, chosen: tuple[str, ...]) -> bool:
 def _choices(model_class: Any, takes: Mapping[str, inspect.Parameter]) -> list[tuple[str, ...]]:
     """The names to give: what must be; a decoder's ids too; every modality; an own mask; all there is."""
     various = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    required = [
-        n
-        for n, p in takes.items()
-        if p.default is p.empty and n != "self" and p.kind not in various
-    ]
+    required = [n for n, p in takes.items() if p.default is p.empty and n != "self" and p.kind not in various]
     main = model_class.main_input_name
     names = [main] if isinstance(main, str) else list(main)
     names += [*required, *(n for n in ALWAYS if n in takes)]

@@ -109,15 +109,11 @@ class Architecture:
 
 ARCHITECTURES = (
     Architecture("llama", "LlamaConfig", "LlamaForCausalLM", GROUPED),
-    Architecture(
-        "mistral", "MistralConfig", "MistralForCausalLM", {**GROUPED, "sliding_window": 16}
-    ),
+    Architecture("mistral", "MistralConfig", "MistralForCausalLM", {**GROUPED, "sliding_window": 16}),
     Architecture("qwen2", "Qwen2Config", "Qwen2ForCausalLM", GROUPED),
     Architecture("qwen3", "Qwen3Config", "Qwen3ForCausalLM", {**GROUPED, "head_dim": 16}),
     Architecture("gemma2", "Gemma2Config", "Gemma2ForCausalLM", {**GROUPED, "head_dim": 16}),
-    Architecture(
-        "phi3", "Phi3Config", "Phi3ForCausalLM", {**GROUPED, "pad_token_id": 0, "eos_token_id": 2}
-    ),
+    Architecture("phi3", "Phi3Config", "Phi3ForCausalLM", {**GROUPED, "pad_token_id": 0, "eos_token_id": 2}),
     Architecture(
         "gpt2",
         "GPT2Config",

@@ -62,12 +62,41 @@ EXPLAINED = {
 def markdown(rows: Sequence[Row], known: int, note: str = "") -> str:
     """The page of what was examined of `known` architectures; `note` says what is particular to this run."""
     lines = [
-        "# The zoo", "", INTRODUCTION, "", *_making(rows, known, note), "", *_summary(rows), "", WORST, "",
-        "## Captured", "", *_captured(rows), "", "## Failures", "", *_failures(rows), "",
-        "## Captured, and run by the backend too", "", *_both(rows), "",
-        "## Not captured", "", *_refused(rows), "", "## Not built", "", *_unbuilt(rows), "",
-        "## Built with less, or more", "", *_notes(rows), "",
-    ]  # fmt: skip
+        "# The zoo",
+        "",
+        INTRODUCTION,
+        "",
+        *_making(rows, known, note),
+        "",
+        *_summary(rows),
+        "",
+        WORST,
+        "",
+        "## Captured",
+        "",
+        *_captured(rows),
+        "",
+        "## Failures",
+        "",
+        *_failures(rows),
+        "",
+        "## Captured, and run by the backend too",
+        "",
+        *_both(rows),
+        "",
+        "## Not captured",
+        "",
+        *_refused(rows),
+        "",
+        "## Not built",
+        "",
+        *_unbuilt(rows),
+        "",
+        "## Built with less, or more",
+        "",
+        *_notes(rows),
+        "",
+    ]
     return "\n".join(lines)
 
 
@@ -83,9 +112,7 @@ def _making(rows: Sequence[Row], known: int, note: str) -> Iterator[str]:
     yield (
         f"The code was {versions[0] if versions else 'none'} (`zoo_rows.code_version`)."
         if len(versions) < 2
-        else (
-            f"The rows are of {len(versions)} versions of the code: {', '.join(v or 'unknown' for v in versions)}."
-        )
+        else (f"The rows are of {len(versions)} versions of the code: {', '.join(v or 'unknown' for v in versions)}.")
     )
     if not installed():
         yield f"diffusers is not installed: its {len(NAMES)} blocks were not tried (`pip install autopar[diffusers]`)."
@@ -109,9 +136,7 @@ def _summary(rows: Sequence[Row]) -> Iterator[str]:
         f"({100 * len(passed) / max(len(captured), 1):.0f} %), "
         f"{len(wide)} of them only with float64 in place of float32 (below)"
     )
-    counts = {
-        plan: sum(row.plans.get(plan) in (PASSED, WIDE) for row in captured) for plan in PLANS
-    }
+    counts = {plan: sum(row.plans.get(plan) in (PASSED, WIDE) for row in captured) for plan in PLANS}
     yield f"- passed by plan: {', '.join(f'{plan} {count}' for plan, count in counts.items())}"
     yield f"- not captured, but run by the backend with parity: {len(by_backend)} of {len(refused)}"
     both = [row for row in captured if row.backend]
@@ -121,11 +146,7 @@ def _summary(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _captured(rows: Sequence[Row]) -> Iterator[str]:
-    yield (
-        "| architecture | model and inputs | kind | dtype | parameters | "
-        + " | ".join(PLANS)
-        + " | worst |"
-    )
+    yield ("| architecture | model and inputs | kind | dtype | parameters | " + " | ".join(PLANS) + " | worst |")
     yield "|" + "---|" * (len(PLANS) + 6)
     shown = {PASSED: "yes", WIDE: "float64"}
     for row in sorted((row for row in rows if row.captured), key=lambda r: r.name):
@@ -144,9 +165,7 @@ def _failures(rows: Sequence[Row]) -> list[str]:
         for plan, outcome in row.plans.items():
             if outcome not in (PASSED, WIDE):
                 reasons.setdefault(outcome, []).append(plan)
-        lines += [
-            f"- **{row.name}**, {', '.join(plans)}: {_plain(why)}" for why, plans in reasons.items()
-        ]
+        lines += [f"- **{row.name}**, {', '.join(plans)}: {_plain(why)}" for why, plans in reasons.items()]
         if reasons and row.name in EXPLAINED:
             lines.append(f"  {EXPLAINED[row.name]}")
     return lines or ["None."]
@@ -166,9 +185,7 @@ def _refused(rows: Sequence[Row]) -> Iterator[str]:
         cells = " | ".join(_by_backend(row, plan) for plan in SPLIT_BY_BACKEND)
         yield f"| {row.name} | `{row.model}` | {_plain(row.stopped or row.differs)} | {cells} |"
     yield ""
-    yield from (
-        f"**{row.name}**: {EXPLAINED[row.name]}" for row in refused if row.name in EXPLAINED
-    )
+    yield from (f"**{row.name}**: {EXPLAINED[row.name]}" for row in refused if row.name in EXPLAINED)
 
 
 def _both(rows: Sequence[Row]) -> Iterator[str]:

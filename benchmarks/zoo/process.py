@@ -22,14 +22,10 @@ class Task:
         memory_bytes: data that each may hold.
     """
 
-    def __init__(
-        self, works: Sequence[Callable[[], None]], seconds: float, memory_bytes: int
-    ) -> None:
+    def __init__(self, works: Sequence[Callable[[], None]], seconds: float, memory_bytes: int) -> None:
         self.start_seconds = time.perf_counter()
         self.seconds = seconds
-        self._statuses: dict[int, int | None] = {
-            _fork(work, int(seconds), memory_bytes): None for work in works
-        }
+        self._statuses: dict[int, int | None] = {_fork(work, int(seconds), memory_bytes): None for work in works}
 
     @property
     def elapsed_seconds(self) -> float:

@@ -88,10 +88,13 @@ UNRELATED = ("run.py", "page.py", "verdicts.py")
 def code_version() -> str:
     """A hash of autopar, of what examines, and of the versions of torch, transformers and diffusers."""
     return stored.code_version(
-        "autopar", "passes", "cost_model", "benchmarks/zoo",
+        "autopar",
+        "passes",
+        "cost_model",
+        "benchmarks/zoo",
         but=lambda path: path.parent.name == "zoo" and path.name in UNRELATED,
         also=str(packages_used()),
-    )  # fmt: skip
+    )
 
 
 def packages_used() -> dict[str, str]:

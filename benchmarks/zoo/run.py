@@ -138,10 +138,7 @@ class Examination:
         if self._on_ranks or not self._goes_through_the_backend(row):
             return row
         self._row, self._on_ranks = row, True
-        ranks = [
-            partial(zoo_backend.serve, row, rank, self.folder, self._scratch)
-            for rank in range(zoo_backend.RANKS)
-        ]
+        ranks = [partial(zoo_backend.serve, row, rank, self.folder, self._scratch) for rank in range(zoo_backend.RANKS)]
         self._task = self._start(ranks)
         return None
 
@@ -202,9 +199,7 @@ def examined(
             while waiting and len(running) < jobs:
                 place = Path(tempfile.mkdtemp(dir=folder))
                 name = waiting.pop()
-                running.append(
-                    Examination(name, bounds, place, backend=backend, dtype=dtype, plans=plans)
-                )
+                running.append(Examination(name, bounds, place, backend=backend, dtype=dtype, plans=plans))
             for one in list(running):
                 row = one.ended()
                 if row is not None:
@@ -220,9 +215,7 @@ def examined(
 @click.option("--only", default="", help="Architectures, separated by commas; all by default.")
 @click.option("--count", default=0, help="The first so many of the order; 0 for all.")
 @click.option("--again", is_flag=True, help="Examine those that have a result too.")
-@click.option(
-    "--any-version", is_flag=True, help="Take results of other versions of the code as they are."
-)
+@click.option("--any-version", is_flag=True, help="Take results of other versions of the code as they are.")
 @click.option("--jobs", default=1, help="How many at a time.")
 @click.option(
     "--backend",
@@ -241,9 +234,19 @@ def examined(
 @click.option("--markdown", "path", type=click.Path(path_type=Path), help="Write the page there.")
 @click.option("--note", default="", help="What the page says of this run.")
 def main(
-    results: Path, only: str, count: int, again: bool, any_version: bool, jobs: int, backend: str,
-    dtype: str, seconds: float, memory_gb: float, path: Path | None, note: str,
-) -> None:  # fmt: skip
+    results: Path,
+    only: str,
+    count: int,
+    again: bool,
+    any_version: bool,
+    jobs: int,
+    backend: str,
+    dtype: str,
+    seconds: float,
+    memory_gb: float,
+    path: Path | None,
+    note: str,
+) -> None:
     """Print a line per architecture; exit 1 if under 85 % of those captured pass."""
     console, known, version = Console(), architectures(), code_version()
     names = only.split(",") if only else known[: count or None]

@@ -23,10 +23,17 @@ MOST_PARAMETERS = 10**8  # of a model whose widths are not shrunk
 
 # Tasks in the order in which a model is wanted; the last has no loss of its own.
 TASKS = (
-    "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT", "MASKED_LM", "CAUSAL_LM",
-    "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION", "VIDEO_CLASSIFICATION",
-    "SEMANTIC_SEGMENTATION", "SEQUENCE_CLASSIFICATION",
-)  # fmt: skip
+    "SEQ_TO_SEQ_CAUSAL_LM",
+    "SPEECH_SEQ_2_SEQ",
+    "IMAGE_TEXT_TO_TEXT",
+    "MASKED_LM",
+    "CAUSAL_LM",
+    "IMAGE_CLASSIFICATION",
+    "AUDIO_CLASSIFICATION",
+    "VIDEO_CLASSIFICATION",
+    "SEMANTIC_SEGMENTATION",
+    "SEQUENCE_CLASSIFICATION",
+)
 
 
 class Step(nn.Module):
@@ -63,10 +70,7 @@ class Step(nn.Module):
         if "labels" in self.inputs:
             return output["loss"]
         values = _floating(output)
-        losses = [
-            (values[i] - getattr(self, f"target{i}")).square().mean().to(torch.float64)
-            for i in self.finite
-        ]
+        losses = [(values[i] - getattr(self, f"target{i}")).square().mean().to(torch.float64) for i in self.finite]
         return torch.stack(losses).sum()
 
 
@@ -147,9 +151,7 @@ def _require_moderate(config: Any) -> None:
     with torch.device("meta"):
         count = sum(p.numel() for p in model_class(config).parameters())
     if count > MOST_PARAMETERS:
-        raise ValueError(
-            f"with the widths of its default it has {count / 1e6:,.0f} million parameters"
-        )
+        raise ValueError(f"with the widths of its default it has {count / 1e6:,.0f} million parameters")
 
 
 def _first_running(config: Any, seed: int, masked: bool, errors: list[Exception]) -> Small | None:
@@ -157,9 +159,7 @@ def _first_running(config: Any, seed: int, masked: bool, errors: list[Exception]
     for model_class, labelled in _classes(config):
         try:
             pictured, left_out = _pictured(model_class, config, labelled)
-            models = {
-                d: _built(model_class, config, d, seed) for d in (torch.float64, torch.float32)
-            }
+            models = {d: _built(model_class, config, d, seed) for d in (torch.float64, torch.float32)}
         except ImportError:
             raise
         except Exception as error:  # of this class; there may be another
@@ -170,13 +170,9 @@ def _first_running(config: Any, seed: int, masked: bool, errors: list[Exception]
             if masked and "attention_mask" not in inputs:
                 continue
             try:
-                with (
-                    torch.no_grad()
-                ):  # what does not run at all is found out without building it again
+                with torch.no_grad():  # what does not run at all is found out without building it again
                     models[dtype](**_cast(inputs, dtype))
-                return _checked(
-                    _built(model_class, config, dtype, seed), config, inputs, dtype, left_out
-                )
+                return _checked(_built(model_class, config, dtype, seed), config, inputs, dtype, left_out)
             except Exception as error:  # the next may be what it wants
                 errors.append(error)
     return None
@@ -207,9 +203,7 @@ def _cast(inputs: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]
     return {k: x.to(dtype) if x.is_floating_point() else x for k, x in inputs.items()}
 
 
-def _checked(
-    model: nn.Module, config: Any, inputs: Mapping[str, Tensor], dtype: torch.dtype, left_out: str
-) -> Small:
+def _checked(model: nn.Module, config: Any, inputs: Mapping[str, Tensor], dtype: torch.dtype, left_out: str) -> Small:
     """Runs it, forward and backward, and finds out whether two runs draw different numbers."""
     step = Step(model, tuple(inputs))
     args = tuple(_cast(inputs, dtype).values())

@@ -183,9 +183,17 @@ def _counted(results: Sequence[Result], dtype: str) -> str:
 @click.option("--markdown", "path", type=click.Path(path_type=Path), help="Write the page there.")
 @click.option("--note", default="", help="What the page says of this run.")
 def main(
-    results: Path, only: str, order: str, count: int, minutes: float, again: bool, seconds: float, memory_gb: float,
-    path: Path | None, note: str,
-) -> None:  # fmt: skip
+    results: Path,
+    only: str,
+    order: str,
+    count: int,
+    minutes: float,
+    again: bool,
+    seconds: float,
+    memory_gb: float,
+    path: Path | None,
+    note: str,
+) -> None:
     """Print a line per architecture and format; exit 1 if a plan of any does not pass."""
     console, known, start_seconds = Console(), architectures(), time.monotonic()
     ordered = known if order == "drawn" else _known_of_page(known)

@@ -14,9 +14,7 @@ from autopar.cost_model.machines.gpu_names import canonical_gpu, catalogue_names
 from autopar.cost_model.machines.hardware import Hardware
 from autopar.cost_model.machines.hardware_toml import named_hardware, read_hardware
 
-HARDWARE: Mapping[str, Hardware] = MappingProxyType(
-    {name: named_hardware(name).hardware for name in catalogue_names()}
-)
+HARDWARE: Mapping[str, Hardware] = MappingProxyType({name: named_hardware(name).hardware for name in catalogue_names()})
 H100, A100, CPU_GLOO = HARDWARE["h100"], HARDWARE["a100"], HARDWARE["cpu-gloo"]
 
 

@@ -99,18 +99,14 @@ def _split(text: str) -> tuple[str, str | None, str | None]:
     if not sizes and gpu.lower() in HARDWARE:  # h100xeight
         return gpu, word, None
     if len(sizes) > 2:
-        raise AutoparError(
-            f"Cannot read the cluster {text!r}: write GPU x ranks in a node x nodes, as h100x8x16."
-        )
+        raise AutoparError(f"Cannot read the cluster {text!r}: write GPU x ranks in a node x nodes, as h100x8x16.")
     node, nodes = (*sizes, None, None)[:2]
     return head, node, nodes
 
 
 def _size(word: str, text: str, what: str) -> int:
     if not re.fullmatch(r"[-+]?[0-9]{1,20}", word.strip()):
-        raise AutoparError(
-            f"Cannot read the cluster {text!r}: {word!r} is no number of {what}; write h100x8x16."
-        )
+        raise AutoparError(f"Cannot read the cluster {text!r}: {word!r} is no number of {what}; write h100x8x16.")
     size = int(word)
     if size < 1:
         raise AutoparError(f"The cluster {text!r} has {size} {what}; it needs at least 1.")

@@ -140,13 +140,9 @@ class Hardware:
 
     def dtype_flops_per_second(self, dtype: str) -> float:
         """Peak FLOP/s for a dtype of `DTYPE_BYTES`. Raises AutoparError if the device has no figure for it."""
-        known = dict(self.dtype_flops) or {
-            _DTYPES[size]: flops for size, flops in self.peak_flops if size in _DTYPES
-        }
+        known = dict(self.dtype_flops) or {_DTYPES[size]: flops for size, flops in self.peak_flops if size in _DTYPES}
         if dtype not in known:
-            raise AutoparError(
-                f"{self.name} has no figure for products of {dtype}; it has {', '.join(known)}."
-            )
+            raise AutoparError(f"{self.name} has no figure for products of {dtype}; it has {', '.join(known)}.")
         return known[dtype]
 
     def with_tf32(self) -> Hardware:
@@ -155,9 +151,7 @@ class Hardware:
         peaks = tuple((size, flops if size == 4 else peak) for size, peak in self.peak_flops)
         return dataclasses.replace(self, peak_flops=peaks)
 
-    def with_network(
-        self, bandwidth_bytes_per_second: float, latency_seconds: float | None = None
-    ) -> Hardware:
+    def with_network(self, bandwidth_bytes_per_second: float, latency_seconds: float | None = None) -> Hardware:
         """This hardware with another bandwidth (per rank) and latency between nodes."""
         latency = self.across_nodes.latency_seconds if latency_seconds is None else latency_seconds
         link = dataclasses.replace(

@@ -166,9 +166,9 @@ class _File:
             self._fail(f"unknown key {key!r}{owner}{_suggest(key, known)}", path)
         if not isinstance(entry, dict):
             self._fail(
-                f"{key} is a figure with its source: "
-                f'{key} = {{value = {entry!r}, kind = "guess", source = "..."}}.', path
-            )  # fmt: skip
+                f'{key} is a figure with its source: {key} = {{value = {entry!r}, kind = "guess", source = "..."}}.',
+                path,
+            )
         self._check_entry(entry, path)
         return self._number(entry["value"], TABLES[table][key], path), self._source(entry, path)
 
@@ -176,9 +176,7 @@ class _File:
         parts = ("value", "kind", "source")
         for part in entry:
             if part not in parts:
-                self._fail(
-                    f"unknown key {part!r} of {path[-1]}{_suggest(part, parts)}", (*path, part)
-                )
+                self._fail(f"unknown key {part!r} of {path[-1]}{_suggest(part, parts)}", (*path, part))
         for part in parts:
             if part not in entry:
                 self._fail(f"{path[-1]} lacks its {part}.", path)
@@ -229,12 +227,8 @@ class _File:
         columns = CURVES[name]
         for key, value in row.items():
             if key not in columns:
-                self._fail(
-                    f"unknown key {key!r} in [[{name}]]{_suggest(key, columns)}", (name, key)
-                )
-            fits = (
-                isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-            )
+                self._fail(f"unknown key {key!r} in [[{name}]]{_suggest(key, columns)}", (name, key))
+            fits = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
             if not fits and not isinstance(value, str):
                 self._fail(f"{key} is {value!r}; it must be a number or a text.", (name, key))
 

@@ -73,9 +73,7 @@ def _flops(hardware: Hardware) -> dict[str, float]:
 
 def _entries(hardware: Hardware, table: str, values: Mapping[str, float]) -> Iterator[str]:
     """Lines of a table; a figure that has its default value and no source is left out."""
-    default = {
-        f.name: f.default for f in (*dataclasses.fields(Hardware), *dataclasses.fields(Link))
-    }
+    default = {f.name: f.default for f in (*dataclasses.fields(Hardware), *dataclasses.fields(Link))}
     stated = dict(hardware.sources)
     for key, value in values.items():
         figure = f"{table}.{key}" if table else key

@@ -86,9 +86,7 @@ class Wiring(Protocol):
     def reduce_gain_ranks(self) -> int: ...
 
 
-def axis_link(
-    hardware: Wiring, stride: Quantity, size: Quantity, ranks: Quantity | None = None
-) -> Link:
+def axis_link(hardware: Wiring, stride: Quantity, size: Quantity, ranks: Quantity | None = None) -> Link:
     """The link of groups of `size` ranks whose numbers differ by `stride`.
 
     Args:
@@ -149,16 +147,12 @@ def _across(hardware: Wiring, stride: Quantity, size: Quantity) -> Link:
     )
     send = smaller(nic * out.send_gain, inside.bandwidth_bytes_per_second * inside.send_gain)
     gain = larger(1.0, out.reduce_gain)
-    if_two = smaller(
-        inside.bandwidth_bytes_per_second * inside.reduce_gain, nic * here * 2 * (size - 1) / size
-    )
+    if_two = smaller(inside.bandwidth_bytes_per_second * inside.reduce_gain, nic * here * 2 * (size - 1) / size)
     gain = gain + larger(0.0, if_two / bandwidth - gain) * (size == 2 * here)
     most = inside.bandwidth_bytes_per_second * inside.reduce_gain / bandwidth
     return Link(
         bandwidth,
-        larger(
-            out.latency_seconds, inside.latency_seconds * inside.reduce_rounds / out.reduce_rounds
-        ),
+        larger(out.latency_seconds, inside.latency_seconds * inside.reduce_rounds / out.reduce_rounds),
         larger(out.start_seconds, inside.start_seconds),
         larger(out.fill_seconds, inside.fill_seconds),
         smaller(gain, smaller(most, 2.0)),
@@ -170,9 +164,7 @@ def _across(hardware: Wiring, stride: Quantity, size: Quantity) -> Link:
 
 def _blend(condition: np.ndarray, yes: Link, no: Link) -> Link:
     """A link whose figures are those of `yes` where the condition holds, and those of `no` elsewhere."""
-    fields: dict[str, Any] = {
-        name: np.where(condition, value, getattr(no, name)) for name, value in vars(yes).items()
-    }
+    fields: dict[str, Any] = {name: np.where(condition, value, getattr(no, name)) for name, value in vars(yes).items()}
     return Link(**fields)
 
 

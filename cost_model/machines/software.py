@@ -71,8 +71,11 @@ AUTOPAR = Software()
 # autopar's own messages 0.82 to 0.87 hide on Gloo behind a slow link (benchmarks/results/benchmarks.md); NCCL was never
 # measured.
 _EAGER = {
-    "memory_efficiency": 0.55, "attention_efficiency": 0.5, "host_seconds": 45e-6, "hides": 0.8,
-}  # fmt: skip
+    "memory_efficiency": 0.55,
+    "attention_efficiency": 0.5,
+    "host_seconds": 45e-6,
+    "hides": 0.8,
+}
 _EAGER_SOURCE = Source("guess", "as eager runtimes fitted to published runs")
 
 

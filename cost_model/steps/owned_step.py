@@ -61,9 +61,12 @@ class OwnedStep(Step):
 
     @classmethod
     def of(
-        cls, step: Step, axis_names: tuple[str, ...], order: Sequence[WorkItem],
+        cls,
+        step: Step,
+        axis_names: tuple[str, ...],
+        order: Sequence[WorkItem],
         holdings: Mapping[Position, Sequence[MemoryItem]],
-    ) -> OwnedStep:  # fmt: skip
+    ) -> OwnedStep:
         """The step with the memory of its fullest rank.
 
         Args:
@@ -73,9 +76,7 @@ class OwnedStep(Step):
             holdings: mesh coordinates of every rank -> its memory.
         """
         ranks = {
-            position: replace(
-                step, items=[i for i in step.items if i.runs_at(position)], holdings=held, _sums={}
-            )
+            position: replace(step, items=[i for i in step.items if i.runs_at(position)], holdings=held, _sums={})
             for position, held in holdings.items()
         }
         fullest = max(ranks.values(), key=lambda rank: float(rank.peak_bytes()))
@@ -86,9 +87,7 @@ class OwnedStep(Step):
     def time(self) -> tuple[Term, ...]:
         """The seconds of a step, by parts; one part is what ranks save because they work side by side."""
         note = "what single ranks do while others work, less what they wait"
-        return *super().time(), Term(
-            "owners side by side", self.run.micro_batches * self.waits_for_owners, note=note
-        )
+        return *super().time(), Term("owners side by side", self.run.micro_batches * self.waits_for_owners, note=note)
 
     @cached_property
     def waits_for_owners(self) -> float:
@@ -100,25 +99,17 @@ class OwnedStep(Step):
         """As `Step.hidden_seconds`; of what single ranks do, also an equal share of what they do side by side."""
         if not item.places:
             return float(super().hidden_seconds(item))
-        return float(item.seconds) * min(
-            1.0, max(0.0, -self.waits_for_owners) / self._alone_seconds
-        )
+        return float(item.seconds) * min(1.0, max(0.0, -self.waits_for_owners) / self._alone_seconds)
 
     @cached_property
     def _alone_seconds(self) -> float:
         """Seconds of a micro-batch's work that single ranks do, one after the other."""
-        return sum(
-            float(self.times(i) * i.count * i.seconds) for i in self.items
-            if i.places and runs_every_time(i)
-        )  # fmt: skip
+        return sum(float(self.times(i) * i.count * i.seconds) for i in self.items if i.places and runs_every_time(i))
 
     @property
     def _hidden_seconds(self) -> float:
         """Seconds of communication that overlap with compute on every rank; none where the host is late."""
-        return min(
-            sum(float(rank._hidden(r)) for r in REGIONS if not rank.is_late(r))
-            for rank in self.ranks.values()
-        )
+        return min(sum(float(rank._hidden(r)) for r in REGIONS if not rank.is_late(r)) for rank in self.ranks.values())
 
     def _optimizer_seconds(self) -> float:
         return max(float(rank._optimizer_seconds()) for rank in self.ranks.values())
@@ -134,9 +125,7 @@ class OwnedStep(Step):
 
     def in_turn_seconds(self, order: Sequence[WorkItem]) -> float:
         """Duration of some calls if all ranks take them one after the other."""
-        return sum(
-            max(self._duration(item, at) for at in self.ranks if item.runs_at(at)) for item in order
-        )
+        return sum(max(self._duration(item, at) for at in self.ranks if item.runs_at(at)) for item in order)
 
     def scheduled(self, order: Sequence[WorkItem]) -> Schedule:
         """Some calls of a micro-batch on all ranks, which begin together."""
@@ -169,7 +158,7 @@ class OwnedStep(Step):
 
     @cached_property
     def _late(self) -> Mapping[tuple[Position, str], bool]:
-        return {(p, region): rank.is_late(region) for p, rank in self.ranks.items() for region in REGIONS}  # fmt: skip
+        return {(p, region): rank.is_late(region) for p, rank in self.ranks.items() for region in REGIONS}
 
 
 @dataclass

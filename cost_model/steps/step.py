@@ -93,14 +93,15 @@ class Step(StepMemory):
         """Compute, communication by axis, the overlap of both, and the time that the device waits for the host."""
         compute = self._by_name(self.runs(region, COMPUTE), "compute", share)
         communication = tuple(
-            self._by_name(self.runs(region, axis), f"communication along {axis}", share)
-            for axis in self.axes
+            self._by_name(self.runs(region, axis), f"communication along {axis}", share) for axis in self.axes
         )
         hidden = self._hidden(region) * share
         return (
-            compute, *communication, Term("hidden behind compute", -hidden),
+            compute,
+            *communication,
+            Term("hidden behind compute", -hidden),
             Term("waiting for the host", self.waits(region) * share),
-        )  # fmt: skip
+        )
 
     def waits(self, region: Region) -> Quantity:
         """Seconds that the device waits in a region, because the host takes longer to launch kernels than they run.
@@ -130,8 +131,9 @@ class Step(StepMemory):
     def _behind_seconds(self, region: Region) -> Quantity:
         """Seconds that the host takes to launch a region, less those that the device takes to run it."""
         return self._hidden(region) + sum(
-            (n * i.count * (self.issue_seconds(i) - i.seconds) for i, n in self._all_runs(region)), start=0
-        )  # fmt: skip
+            (n * i.count * (self.issue_seconds(i) - i.seconds) for i, n in self._all_runs(region)),
+            start=0,
+        )
 
     def _all_runs(self, region: Region) -> list[tuple[WorkItem, Quantity]]:
         return [run for resource in (COMPUTE, *self.axes) for run in self.runs(region, resource)]
@@ -170,9 +172,7 @@ class Step(StepMemory):
             if item.region == region and item.resource == resource and runs_every_time(item)
         ]
 
-    def _by_name(
-        self, found: Sequence[tuple[WorkItem, Quantity]], name: str, share: Quantity
-    ) -> Term:
+    def _by_name(self, found: Sequence[tuple[WorkItem, Quantity]], name: str, share: Quantity) -> Term:
         sums: dict[str, Quantity] = {}
         for item, times in found:
             title = f"{item.name} {item.phase}" if item.resource == COMPUTE else item.name
@@ -197,9 +197,7 @@ class Step(StepMemory):
         kind = kind_of_work(item)
         if not runs_every_time(item) or kind not in ("stored", "activation"):
             return 0
-        share = self._once(
-            ("share", item.region, kind), lambda: self._share_hidden(item.region, kind)
-        )
+        share = self._once(("share", item.region, kind), lambda: self._share_hidden(item.region, kind))
         return item.hidden_seconds + share * (item.seconds - item.hidden_seconds)
 
     def _share_hidden(self, region: Region, kind: str) -> Quantity:
@@ -217,12 +215,11 @@ class Step(StepMemory):
 
     def _overlap(self, region: Region) -> dict[str, Quantity]:
         """Seconds that overlap with compute by kind of work, and those that products in pieces hide."""
-        compute = sum(
-            (times * i.count * i.seconds for i, times in self.runs(region, COMPUTE)), start=0
-        )
+        compute = sum((times * i.count * i.seconds for i, times in self.runs(region, COMPUTE)), start=0)
         pieces = sum(
-            (n * i.count * i.hidden_seconds for axis in self.axes for i, n in self.runs(region, axis)), start=0
-        )  # fmt: skip
+            (n * i.count * i.hidden_seconds for axis in self.axes for i, n in self.runs(region, axis)),
+            start=0,
+        )
         moved, hides = self._moved(region), self.hardware.hides
         stored = hides * smaller(moved["stored"], compute)
         activations: Quantity = 0
@@ -240,9 +237,13 @@ class Step(StepMemory):
         gathers = self._per_step("gather", shares)
         reductions = self._per_step("reduce", shares)
         sent = sum(
-            (i.count * i.seconds * shares.get(i.region, 1) for i in self.items
-             if i.phase == "reduce" and not i.every_micro_batch and kind_of_work(i) == "stored"), start=0,
-        )  # fmt: skip
+            (
+                i.count * i.seconds * shares.get(i.region, 1)
+                for i in self.items
+                if i.phase == "reduce" and not i.every_micro_batch and kind_of_work(i) == "stored"
+            ),
+            start=0,
+        )
         hidden = self.hardware.hides * smaller(sent, self.backward_seconds())
         return (gathers, reductions, Term("reductions hidden behind backward", -hidden))
 
@@ -250,21 +251,25 @@ class Step(StepMemory):
         """Seconds of compute in a micro-batch's backward on one stage, with which reductions overlap."""
         shares = {"layers": 1 / self.run.stages}
         return sum(
-            (i.count * i.seconds * shares.get(i.region, 1) for i in self.items
-             if i.resource == COMPUTE and i.phase == "backward"), start=0,
-        )  # fmt: skip
+            (
+                i.count * i.seconds * shares.get(i.region, 1)
+                for i in self.items
+                if i.resource == COMPUTE and i.phase == "backward"
+            ),
+            start=0,
+        )
 
     def _per_step(self, phase: str, shares: Mapping[str, Quantity]) -> Term:
         sums: dict[str, Quantity] = {}
         for i in self.items:
             if i.phase == phase and not i.every_micro_batch:
                 cost = i.count * i.seconds * shares.get(i.region, 1)
-                sums[i.kind + " along " + i.resource] = (
-                    sums.get(i.kind + " along " + i.resource, 0) + cost
-                )
+                sums[i.kind + " along " + i.resource] = sums.get(i.kind + " along " + i.resource, 0) + cost
         names = {
-            "gather": "gathering parameters", "reduce": "reducing gradients", "meet": "replicas meeting",
-        }  # fmt: skip
+            "gather": "gathering parameters",
+            "reduce": "reducing gradients",
+            "meet": "replicas meeting",
+        }
         parts = tuple(Term(name, value) for name, value in sums.items())
         return Term(names[phase], total(parts), parts)
 
@@ -280,18 +285,19 @@ class Step(StepMemory):
             return 0
         sent = self.boundary_bytes / self.boundary_parts
         one = collective_seconds(
-            "send", before_bytes=sent, after_bytes=sent, ranks=2, link=self.boundary_link,
+            "send",
+            before_bytes=sent,
+            after_bytes=sent,
+            ranks=2,
+            link=self.boundary_link,
             hardware=self.hardware,
-        )  # fmt: skip
+        )
         return one + self.software.send_seconds * self.boundary_crosses
 
     def _optimizer_seconds(self) -> Quantity:
         """Seconds to update the parameters of the first stage; each tier (device, host, nvme) has its own rate."""
         return sum(
-            (
-                self._touched_bytes(tier) / self.hardware.updates_per_second(tier)
-                for tier in self.tiers
-            ),
+            (self._touched_bytes(tier) / self.hardware.updates_per_second(tier) for tier in self.tiers),
             start=0,
         )
 

@@ -73,11 +73,7 @@ class StepData:
         return self._once(
             ("held", kind, stage, tier),
             lambda: sum(
-                (
-                    self._share(h.region, stage) * h.bytes
-                    for h in self.holdings
-                    if h.kind == kind and h.tier == tier
-                ),
+                (self._share(h.region, stage) * h.bytes for h in self.holdings if h.kind == kind and h.tier == tier),
                 start=0,
             ),
         )

@@ -89,10 +89,7 @@ class StepMemory(StepData):
     def _moments(self, stage: Stage) -> dict[Hashable, Quantity]:
         """Block -> bytes of its loss, or of its gathered parameters with their gradients, whichever is more."""
         working, gathered = (self._by_block(kind, stage) for kind in ("working", "gathered"))
-        return {
-            block: larger(working.get(block, 0), 2 * gathered.get(block, 0))
-            for block in {**working, **gathered}
-        }
+        return {block: larger(working.get(block, 0), 2 * gathered.get(block, 0)) for block in {**working, **gathered}}
 
     def _by_block(self, kind: str, stage: Stage) -> dict[Hashable, Quantity]:
         """Block -> bytes of a kind of memory that exists only while the block runs; a layer counts in full."""
@@ -123,10 +120,11 @@ class StepMemory(StepData):
             return self._recomputed(stage, flight)
         parts = self._held_parts("saved activations", stage)
         return Term(
-            "saved activations", flight * self.held("saved activations", stage),
+            "saved activations",
+            flight * self.held("saved activations", stage),
             tuple(Term(part.name, flight * part.value) for part in parts),
             "of all micro-batches in flight",
-        )  # fmt: skip
+        )
 
     def _recomputed(self, stage: Stage, flight: Quantity) -> Term:
         """Bytes of saved activations if layers are recomputed, times the micro-batches in flight.
@@ -134,9 +132,7 @@ class StepMemory(StepData):
         They are the inputs of the recomputed layers and the activations of the other layers. The activations of the
         layer that backward recomputes at the moment are part of the transient peak.
         """
-        ends = (
-            self._share(region, stage) * self._saved_of(region) for region in ("before", "after")
-        )
+        ends = (self._share(region, stage) * self._saved_of(region) for region in ("before", "after"))
         count, one = (
             self._share("layers", stage) * self.layers,
             self._saved_of("layers") / self.layers,

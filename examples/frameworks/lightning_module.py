@@ -23,9 +23,7 @@ class Sums(LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.network = torch.nn.Sequential(
-            torch.nn.Linear(12, 64), torch.nn.GELU(), torch.nn.Linear(64, 3)
-        )
+        self.network = torch.nn.Sequential(torch.nn.Linear(12, 64), torch.nn.GELU(), torch.nn.Linear(64, 3))
 
     def training_step(self, batch: list[torch.Tensor], number: int) -> torch.Tensor:
         x, y = batch
@@ -46,9 +44,14 @@ def main() -> None:
     data = TensorDataset(inputs, inputs.view(512, 3, 4).sum(-1).argmax(-1))
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     trainer = Trainer(
-        accelerator="cpu", devices=ranks, strategy=AutoparStrategy(recipe="zero3"), max_epochs=4, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=ranks,
+        strategy=AutoparStrategy(recipe="zero3"),
+        max_epochs=4,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
     trainer.fit(Sums(), DataLoader(data, 32, shuffle=True), DataLoader(data, 32))
     if trainer.is_global_zero:
         print(f"right: {float(trainer.callback_metrics['right']):.2f}")

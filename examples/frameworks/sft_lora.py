@@ -31,22 +31,33 @@ def main() -> None:
     words = {f"w{i}": i for i in range(62)} | {"<pad>": 62, "<eos>": 63}
     tokens = Tokenizer(models.WordLevel(words, unk_token="w0"))
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
         num_key_value_heads=2,
-    )  # fmt: skip
+    )
     folder = os.path.join(tempfile.gettempdir(), "autopar-sft")
     args = SFTConfig(
-        folder, per_device_train_batch_size=4, max_steps=20, learning_rate=5e-2, logging_steps=5, save_strategy="no",
-        report_to=[], disable_tqdm=True, use_cpu=not torch.cuda.is_available(), bf16=False,
-        gradient_checkpointing=False, dataset_kwargs={"skip_prepare_dataset": True},
-    )  # fmt: skip
+        folder,
+        per_device_train_batch_size=4,
+        max_steps=20,
+        learning_rate=5e-2,
+        logging_steps=5,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=not torch.cuda.is_available(),
+        bf16=False,
+        gradient_checkpointing=False,
+        dataset_kwargs={"skip_prepare_dataset": True},
+    )
     trainer = AutoparSFTTrainer(
         model=LlamaForCausalLM(config),
         args=args,
         train_dataset=counting_rows(64),
-        processing_class=PreTrainedTokenizerFast(
-            tokenizer_object=tokens, pad_token="<pad>", eos_token="<eos>"
-        ),
+        processing_class=PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token="<pad>", eos_token="<eos>"),
         peft_config=LoraConfig(r=8, target_modules="all-linear"),
         mesh={"dp": int(os.environ.get("WORLD_SIZE", "1"))},
         recipe="zero3",

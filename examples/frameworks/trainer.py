@@ -27,14 +27,25 @@ def main() -> None:
     """Trains for 20 steps, saves, and reads the weights again."""
     set_seed(0)
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
         num_key_value_heads=2,
-    )  # fmt: skip
+    )
     folder = os.path.join(tempfile.gettempdir(), "autopar-trainer")
     args = TrainingArguments(
-        folder, per_device_train_batch_size=4, max_steps=20, learning_rate=1e-2, logging_steps=5,
-        save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=not torch.cuda.is_available(),
-    )  # fmt: skip
+        folder,
+        per_device_train_batch_size=4,
+        max_steps=20,
+        learning_rate=1e-2,
+        logging_steps=5,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=not torch.cuda.is_available(),
+    )
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     trainer = AutoparTrainer(
         model=LlamaForCausalLM(config),

@@ -17,13 +17,9 @@ def expand_copies(module: fx.GraphModule) -> None:
         like, value = target.meta["val"], source.meta["val"]
         with module.graph.inserting_before(node):
             if value.dtype != like.dtype:
-                source = call_like(
-                    module.graph, node, aten._to_copy.default, source, dtype=like.dtype
-                )
+                source = call_like(module.graph, node, aten._to_copy.default, source, dtype=like.dtype)
             if value.shape != like.shape:
-                source = call_like(
-                    module.graph, node, aten.expand.default, source, list(like.shape)
-                )
+                source = call_like(module.graph, node, aten.expand.default, source, list(like.shape))
         node.replace_all_uses_with(source)
         module.graph.erase_node(node)
     module.recompile()

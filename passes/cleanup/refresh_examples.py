@@ -67,9 +67,7 @@ def _result(node: fx.Node) -> Any:
     except DependsOnValues:  # istft looks whether its window is zero anywhere
         return None
     except Exception as error:  # such as an op that has no derivative for what it is given
-        raise uncaptured(
-            traced_line(node), f"{node.target}: {error}", "Write this line with other ops"
-        ) from error
+        raise uncaptured(traced_line(node), f"{node.target}: {error}", "Write this line with other ops") from error
     if node.target is _ATTENTION and value.device.type == "meta" and value.ndim == 4:
         value = value.transpose(1, 2).contiguous().transpose(1, 2)
     return value
@@ -82,9 +80,7 @@ def _has_tensors(node: fx.Node) -> bool:
 
 def _is_tensors(node: fx.Node) -> bool:
     value = node.meta.get("val")
-    return all(
-        isinstance(x, Tensor) for x in (value if isinstance(value, (list, tuple)) else [value])
-    )
+    return all(isinstance(x, Tensor) for x in (value if isinstance(value, (list, tuple)) else [value]))
 
 
 def _shapes(value: Tensor | tuple[Tensor, ...]) -> list[torch.Size]:

@@ -10,9 +10,7 @@ aten = torch.ops.aten
 
 def single_batch_norm(module: fx.GraphModule) -> None:
     """Replaces batch norm in evaluation by an op with one result; the other two results are empty and dropped."""
-    for node in module.graph.find_nodes(
-        op="call_function", target=aten._native_batch_norm_legit_no_training.default
-    ):
+    for node in module.graph.find_nodes(op="call_function", target=aten._native_batch_norm_legit_no_training.default):
         users = list(node.users)
         if any(user.args[1] != 0 for user in users):
             continue

@@ -34,9 +34,7 @@ def test_result_logsumexp_and_gradients(kind):
     expected = F.scaled_dot_product_attention(*leaves, bias, scale=SCALE, enable_gqa=True)
     torch.testing.assert_close(result, expected)
     expected.backward(gradient)
-    found = _torch.fused_attention_backward(
-        gradient, query, key, value, given, result, logsumexp, **how
-    )
+    found = _torch.fused_attention_backward(gradient, query, key, value, given, result, logsumexp, **how)
     for x, leaf in zip(found, leaves, strict=True):
         torch.testing.assert_close(x, leaf.grad)
 

@@ -223,9 +223,12 @@ def test_tensors_are_alike_in_shape_strides_dtype_flag_device_and_modes():
     check = _torch.alike_check([x, torch.ones(2)])
     assert check(torch.zeros(4, 4).requires_grad_(), torch.zeros(2))
     others = [
-        torch.ones(4, 4), torch.ones(4, 4).t().requires_grad_(), torch.ones(4, 4).double().requires_grad_(),
-        torch.ones(4, 5).requires_grad_(), torch.ones(4, 4, device="meta").requires_grad_(),
-    ]  # fmt: skip
+        torch.ones(4, 4),
+        torch.ones(4, 4).t().requires_grad_(),
+        torch.ones(4, 4).double().requires_grad_(),
+        torch.ones(4, 5).requires_grad_(),
+        torch.ones(4, 4, device="meta").requires_grad_(),
+    ]
     assert not any(check(y, torch.ones(2)) for y in others)
     with torch.inference_mode():
         assert not check(x, torch.ones(2))

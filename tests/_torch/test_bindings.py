@@ -27,19 +27,27 @@ CALLS: dict[Any, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
     aten.abs.default: [((X,), {})],
     aten.add.Tensor: [((X, X), {}), ((X, 2), {}), ((X, X), {"alpha": 2})],
     aten.addmm.default: [((BIAS, X, _x(6, 6)), {}), ((BIAS, X, _x(6, 6)), {"beta": 2})],
-    aten.avg_pool2d.default: [((IMAGE, [2, 2]), {}), ((IMAGE, [2, 2], [1, 1], [1, 1], True, False), {})],
+    aten.avg_pool2d.default: [
+        ((IMAGE, [2, 2]), {}),
+        ((IMAGE, [2, 2], [1, 1], [1, 1], True, False), {}),
+    ],
     aten.bmm.default: [((_x(2, 3, 4), _x(2, 4, 5)), {})],
     aten.cat.default: [(([X, X],), {}), (([X, X], -1), {})],
     aten.clamp.default: [((X, 0.7), {}), ((X, None, 1.0), {}), ((X,), {"max": 1.0})],
     aten.conv1d.default: [
-        ((_x(2, 4, 6), _x(3, 4, 2)), {}), ((_x(2, 4, 6), _x(4, 1, 2), _x(4), [1], [2], [1], 4), {}),
+        ((_x(2, 4, 6), _x(3, 4, 2)), {}),
+        ((_x(2, 4, 6), _x(4, 1, 2), _x(4), [1], [2], [1], 4), {}),
     ],
     aten.conv2d.default: [
-        ((IMAGE, _x(3, 4, 2, 2)), {}), ((IMAGE, _x(3, 4, 2, 2), _x(3), [2, 2], [1, 1], [1, 1], 1), {}),
+        ((IMAGE, _x(3, 4, 2, 2)), {}),
+        ((IMAGE, _x(3, 4, 2, 2), _x(3), [2, 2], [1, 1], [1, 1], 1), {}),
     ],
     aten.cos.default: [((X,), {})],
     aten.div.Tensor: [((X, X), {}), ((X, 2.0), {})],
-    aten.embedding.default: [((X, torch.tensor([1, 3])), {}), ((X, torch.tensor([1, 3]), 0, False, False), {})],
+    aten.embedding.default: [
+        ((X, torch.tensor([1, 3])), {}),
+        ((X, torch.tensor([1, 3]), 0, False, False), {}),
+    ],
     aten.eq.Scalar: [((X, 0.5), {})],
     aten.exp.default: [((X,), {})],
     aten.expand.default: [((X, [3, 4, 6]), {}), ((X, [-1, 6]), {"implicit": False})],
@@ -75,14 +83,18 @@ CALLS: dict[Any, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
     aten.stack.default: [(([X, X],), {}), (([X, X], -1), {})],
     aten.sub.Tensor: [((X, X), {}), ((X, 2), {}), ((X, X), {"alpha": 2})],
     aten.sum.default: [((X,), {}), ((X,), {"dtype": torch.float64})],
-    aten.sum.dim_IntList: [((X, [1]), {}), ((X, [0, 1], True), {"dtype": torch.float64}), ((X, None), {})],
+    aten.sum.dim_IntList: [
+        ((X, [1]), {}),
+        ((X, [0, 1], True), {"dtype": torch.float64}),
+        ((X, None), {}),
+    ],
     aten.t.default: [((X,), {})],
     aten.tanh.default: [((X,), {})],
     aten.transpose.int: [((IMAGE, 1, -1), {})],
     aten.unsqueeze.default: [((X, 1), {})],
     aten.view.default: [((X, [2, -1]), {})],
     aten.where.self: [((X > 1, X, X), {})],
-}  # fmt: skip
+}
 
 
 class _Recording(TorchDispatchMode):

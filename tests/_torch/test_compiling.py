@@ -24,17 +24,13 @@ def test_a_backend_compiles_a_graph_for_arguments_like_these(backend):
     y, flat = run(x, w)
     torch.testing.assert_close(y, torch.tanh(x) @ w)
     assert torch.equal(flat, x.view(-1)) and y.requires_grad and not flat.requires_grad
-    torch.testing.assert_close(
-        *torch.autograd.grad(y.sum(), w), torch.tanh(x).t().sum(1, keepdim=True).expand(3, 4)
-    )
+    torch.testing.assert_close(*torch.autograd.grad(y.sum(), w), torch.tanh(x).t().sum(1, keepdim=True).expand(3, 4))
 
 
 def test_a_missing_compiler_is_told():
     from torch._inductor import config
 
-    with config.patch(
-        "cpp.cxx", (None, "no-such-compiler")
-    ):  # monkeypatch would delete it at its end
+    with config.patch("cpp.cxx", (None, "no-such-compiler")):  # monkeypatch would delete it at its end
         assert "no-such-compiler" in _torch.missing_cpp_compiler()
     assert "no-such-compiler" not in _torch.missing_cpp_compiler()
 
@@ -42,9 +38,7 @@ def test_a_missing_compiler_is_told():
 def test_complex_numbers_inside_a_graph_are_seen():
     module = torch.fx.symbolic_trace(lambda x: torch.view_as_real(torch.fft.fft(x)))
     assert _torch.computes_complex(module, (torch.ones(4),))
-    assert not _torch.computes_complex(
-        torch.fx.symbolic_trace(lambda x: x.tanh()), (torch.ones(4),)
-    )
+    assert not _torch.computes_complex(torch.fx.symbolic_trace(lambda x: x.tanh()), (torch.ones(4),))
 
 
 def test_a_second_derivative_is_noticed():
@@ -186,7 +180,6 @@ def test_calls_of_functions_with_a_cache_are_noted_with_constants(monkeypatch):
         monkeypatch.setitem(globals(), "SCALE", scale)
         run(X)
     assert found == [
-        [(cached, ((3,), (("by", 2),)), (6.0 * scale,)), (cached_tensor, ((3,), ()), ())]
-        for scale in (1, 2, 3)
+        [(cached, ((3,), (("by", 2),)), (6.0 * scale,)), (cached_tensor, ((3,), ()), ())] for scale in (1, 2, 3)
     ]
     assert inputs == [1, 1, 1] and not _torch.cached_calls()

@@ -104,8 +104,10 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "benchmarks" / "results" / "accelerators.md"
 WORDS = {"cpu", "cuda", "nccl", "gloo", "xpu"}  # as values in code
 CALLS = {"fork_rng", "get_device_module", "get_device_states"} | {
-    "autocast", "get_autocast_dtype", "is_autocast_enabled",
-}  # fmt: skip
+    "autocast",
+    "get_autocast_dtype",
+    "is_autocast_enabled",
+}
 KEYWORDS = {"non_blocking", "pin_memory"}
 
 
@@ -119,9 +121,7 @@ def device_uses(path: Path) -> set[str]:
             found.add(str(node.arg))
         elif isinstance(node, ast.Attribute):
             name = ast.unparse(node)
-            if node.attr in CALLS or re.match(
-                r"torch\.(accelerator|cuda|xpu|Event|Stream)\b", name
-            ):
+            if node.attr in CALLS or re.match(r"torch\.(accelerator|cuda|xpu|Event|Stream)\b", name):
                 found.add(name)
     return found
 
@@ -141,8 +141,6 @@ def test_the_page_lists_every_module_that_names_a_device_and_its_test() -> None:
 
 
 def test_two_modules_alone_ask_for_cuda() -> None:
-    asking = {
-        name for name, uses in users().items() if any(use.startswith("torch.cuda") for use in uses)
-    }
+    asking = {name for name, uses in users().items() if any(use.startswith("torch.cuda") for use in uses)}
     # calibrate measures NVIDIA's devices, by a class of its own; a kernel is there on one generation of GPUs alone.
     assert asking == {"autopar/calibrate/devices.py", "autopar/_torch/float8.py"}

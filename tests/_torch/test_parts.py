@@ -19,9 +19,7 @@ def _kept(x):
 
 def test_what_one_rank_has_whole_is_saved_as_a_plain_tensor(parameter):
     end = _torch.refuse_parts(lambda _: "model")
-    assert (
-        type(_kept(parameter)) is torch.nn.Parameter and type(_kept(parameter * 2)) is torch.Tensor
-    )
+    assert type(_kept(parameter)) is torch.nn.Parameter and type(_kept(parameter * 2)) is torch.Tensor
     assert type(_kept(_torch.for_a_file(parameter))) is DTensor
     end()
     assert type(_kept(parameter)) is DTensor

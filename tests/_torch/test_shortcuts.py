@@ -45,9 +45,7 @@ def decomposed() -> list[object]:
     exported = torch.export.export(Mixed(), (torch.randn(4, 8),), strict=False)
     graph = exported.run_decompositions({}).graph
     examples = [torch.utils._pytree.tree_leaves(n.meta.get("val")) for n in graph.nodes]
-    laid_out = [
-        [(x.shape, x.stride(), x.dtype) for x in given if x is not None] for given in examples
-    ]
+    laid_out = [[(x.shape, x.stride(), x.dtype) for x in given if x is not None] for given in examples]
     return [(n.format_node(), found) for n, found in zip(graph.nodes, laid_out, strict=True)]
 
 
@@ -141,9 +139,7 @@ def histories() -> list[object]:
     """The nodes that every node of a decomposed graph comes from, and the sizes that values decide."""
     examples = (torch.tensor([1.0, 0.0, 2.0]),)
     exported = torch.export.export(Chosen(), examples, strict=False).run_decompositions({})
-    known = [
-        (n.meta.get("from_node"), n.meta.get("unbacked_bindings")) for n in exported.graph.nodes
-    ]
+    known = [(n.meta.get("from_node"), n.meta.get("unbacked_bindings")) for n in exported.graph.nodes]
     return [re.sub(r"graph_id=\d+", "", str(each)) for each in known]
 
 
@@ -188,9 +184,7 @@ def examples(**given: object) -> list[object]:
     return [(str(x.shape), str(x.stride()), x.dtype, x.requires_grad) for x in tensors]
 
 
-@pytest.mark.parametrize(
-    "sizes", [{}, {"dynamic_shapes": ({0: torch.export.Dim("rows", min=3)}, None)}]
-)
+@pytest.mark.parametrize("sizes", [{}, {"dynamic_shapes": ({0: torch.export.Dim("rows", min=3)}, None)}])
 def test_quick_examples_are_those_of_torch(sizes):
     expected, kernels = examples(**sizes), dict(torch.ops.aten.matmul.default.py_kernels)
     with _torch.quick_examples():

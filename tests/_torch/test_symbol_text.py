@@ -34,10 +34,12 @@ def read_again(values):
             sizes.mode,
             [sizes.size(_torch.write_size(s)) for s in x.shape],
             [sizes.size(_torch.write_size(s)) for s in x.stride()],
-            x.dtype, x.device,
+            x.dtype,
+            x.device,
         )
-        for x in values if isinstance(x, torch.Tensor)
-    ]  # fmt: skip
+        for x in values
+        if isinstance(x, torch.Tensor)
+    ]
     sizes.settle()
     return examples
 

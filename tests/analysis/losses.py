@@ -103,9 +103,7 @@ def means_of_groups(y: Tensor, targets: Tensor) -> Tensor:
     """Every row's loss, weighted by its place in its group of two."""
     rows = each(y, targets).mean(1).view(-1, 2)
     weights = targets.double().mean(1).view(-1, 2)
-    return (
-        rows * (weights - weights.mean(1, keepdim=True)) / (1 + weights.std(1, keepdim=True))
-    ).mean()
+    return (rows * (weights - weights.mean(1, keepdim=True)) / (1 + weights.std(1, keepdim=True))).mean()
 
 
 # Their terms have shares of their own, see [Note: a loss of several terms] in autopar.analysis.objective.
@@ -170,9 +168,7 @@ def divided_by_eight(y: Tensor, targets: Tensor) -> Tensor:
 def over_summed_entropies(y: Tensor, targets: Tensor) -> Tensor:
     """Divided by the summed cross-entropy of fixed logits, which is no weight of the targets."""
     fixed = torch.linspace(0, 3, CLASSES, dtype=y.dtype).expand(y.shape)
-    return each(y, targets).sum() / F.cross_entropy(
-        fixed.flatten(0, 1), targets.flatten(), reduction="sum"
-    )
+    return each(y, targets).sum() / F.cross_entropy(fixed.flatten(0, 1), targets.flatten(), reduction="sum")
 
 
 COUNTING: dict[str, tuple[Callable[..., Tensor], str]] = {

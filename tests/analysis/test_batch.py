@@ -26,17 +26,13 @@ def dims(model, *inputs):
     clean_up(captured.module)
     graph = analyze(captured).graph
     first = graph.tensors[next(iter(graph.inputs.values()))]
-    return ["+".join(names) for names in first.factors], {
-        k: f.roles for k, f in graph.factors.items()
-    }
+    return ["+".join(names) for names in first.factors], {k: f.roles for k, f in graph.factors.items()}
 
 
 def planned(model, *inputs, axis="dp", recipe="ddp", micro_batches=None):
     """The plan for two ranks, which gives the loss and gradients of one."""
     subject = Subject.of(model.double(), inputs, loss_fn=loss)
-    plan = make_plan(
-        subject.prepared, Request(TOY, mesh={axis: 2}, recipe=recipe, micro_batches=micro_batches)
-    )
+    plan = make_plan(subject.prepared, Request(TOY, mesh={axis: 2}, recipe=recipe, micro_batches=micro_batches))
     report = subject.compare(plan)
     assert report.passed, report
     return plan
@@ -144,9 +140,7 @@ def test_the_first_dim_is_the_batch_where_ops_do_not_agree_on_another(model, x):
     assert of_batch == names[0].split("+") and not any("batch" in roles[name] for name in names[1:])
 
 
-@pytest.mark.parametrize(
-    ("model", "recipe"), [(nn.LSTM(8, 8), "ddp"), (Attends(), "zero3")], ids=["lstm", "attention"]
-)
+@pytest.mark.parametrize(("model", "recipe"), [(nn.LSTM(8, 8), "ddp"), (Attends(), "zero3")], ids=["lstm", "attention"])
 def test_data_parallel_training_with_the_batch_second(model, recipe):
     plan = planned(model, torch.randn(6, 4, 8).double(), recipe=recipe)
     assert [*plan.inputs.values()] == [(S(1),)]
@@ -187,9 +181,7 @@ class Cached(nn.Module):
     def forward(self, x, past):
         q, k, v = (y.view(4, 3, 2, 4).transpose(1, 2) for y in self.qkv(x).split(8, -1))
         k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
-        return x + self.out(
-            F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(4, 3, 8)
-        )
+        return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(4, 3, 8))
 
 
 def test_the_heads_of_a_cache_are_heads_of_the_model():
@@ -219,9 +211,7 @@ def test_without_a_batch_to_split_the_error_says_what_one_is():
         planned(Hand(), torch.zeros(6, 4, 8).double())
     message = str(error.value)
     assert "ddp splits nothing along dp=2: it asks for 'batch split, " in message
-    assert (
-        "Here the batch is dim 0 of x (size 6). It is dim 0 of an input, unless all ops" in message
-    )
+    assert "Here the batch is dim 0 of x (size 6). It is dim 0 of an input, unless all ops" in message
     assert "batch_first=True" in message and "or take the recipe 'auto'" in message
 
 

@@ -53,9 +53,7 @@ def layer_of(prepared: Prepared) -> str:
 
 
 def planned(prepared: Prepared, labels: str, mesh: Mesh) -> Plan:
-    return make_plan(
-        prepared, Request(H100, mesh=mesh, recipe="ep", pins={layer_of(prepared): labels})
-    )
+    return make_plan(prepared, Request(H100, mesh=mesh, recipe="ep", pins={layer_of(prepared): labels}))
 
 
 def test_evenly_used_experts_keep_what_is_priced(model: Loss, prepared: Prepared) -> None:
@@ -69,20 +67,29 @@ def test_evenly_used_experts_keep_what_is_priced(model: Loss, prepared: Prepared
     values = {name: x.detach() for name, x in own}
     arguments = [
         [
-            shard(values[p.name], graph.tensors[graph.parameters[p.name]].dims, layouts[p.name], TWO, i)
-            .clone().requires_grad_()
+            shard(
+                values[p.name],
+                graph.tensors[graph.parameters[p.name]].dims,
+                layouts[p.name],
+                TWO,
+                i,
+            )
+            .clone()
+            .requires_grad_()
             for i in range(2)
         ]
         for p in program.parameters
-    ]  # fmt: skip
+    ]
     stored = [x for ranks in arguments for x in ranks]
     inputs = zip(graph.inputs.items(), BATCH, strict=True)
     arguments += [
-        [shard(x, graph.tensors[t].dims, plan.inputs[name], TWO, i) for i in range(2)]
-        for (name, t), x in inputs
+        [shard(x, graph.tensors[t].dims, plan.inputs[name], TWO, i) for i in range(2)] for (name, t), x in inputs
     ]
-    arguments = [*arguments[: len(program.parameters)], *([c] * 2 for c in program.constants),
-                 *arguments[len(program.parameters) :]]  # fmt: skip
+    arguments = [
+        *arguments[: len(program.parameters)],
+        *([c] * 2 for c in program.constants),
+        *arguments[len(program.parameters) :],
+    ]
     kept = kept_bytes(lambda: run(program, arguments), stored)
     assert kept == 2 * price(graph, plan, H100).saved_bytes
 

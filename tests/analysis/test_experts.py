@@ -20,9 +20,7 @@ from benchmarks.zoo.models import build
 
 
 def layers(subject):
-    return [
-        op for op in subject.prepared.analysis.graph.ops if op.kind == "autopar.analysis.experts"
-    ]
+    return [op for op in subject.prepared.analysis.graph.ops if op.kind == "autopar.analysis.experts"]
 
 
 def planned(subject, mesh, recipe):
@@ -104,9 +102,7 @@ def dispatch():
     return Subject.of(Dispatch().double(), batch)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "recipe"), [("dp=2", "zero3"), ("ep=2", "ep"), ("dp=2,ep=2", "dp:zero1,ep:ep")]
-)
+@pytest.mark.parametrize(("mesh", "recipe"), [("dp=2", "zero3"), ("ep=2", "ep"), ("dp=2,ep=2", "dp:zero1,ep:ep")])
 def test_dense_dispatch_equals_one_device(dispatch, mesh, recipe):
     plan = planned(dispatch, mesh, recipe)
     report = dispatch.compare(plan)
@@ -114,9 +110,7 @@ def test_dense_dispatch_equals_one_device(dispatch, mesh, recipe):
     if mesh == "ep=2":  # rows change hands: from split by sequence to split by expert, and back
         assert plan.parameters["up"].storage[0].dim == 0
         graph = dispatch.prepared.analysis.graph
-        factors = [
-            op.choice(plan.ops[op.name][0]).factor for op in graph.ops if op.kind == "aten.einsum"
-        ]
+        factors = [op.choice(plan.ops[op.name][0]).factor for op in graph.ops if op.kind == "aten.einsum"]
         assert factors == ["batch", "up[0]", "up[0]", "batch"]
 
 

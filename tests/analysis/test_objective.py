@@ -81,8 +81,7 @@ def test_a_micro_batch_of_ignored_targets_alone_is_refused() -> None:
     _, objective, names = found(ignoring, 4)
     tokens, targets = batch(ignoring)
     named = [
-        dict(zip(names, (tokens[:2], t), strict=True))
-        for t in (targets[:2], torch.full_like(targets[:2], IGNORED))
+        dict(zip(names, (tokens[:2], t), strict=True)) for t in (targets[:2], torch.full_like(targets[:2], IGNORED))
     ]
     with pytest.raises(StepError, match="Micro-batch 2 of 2 has no element that counts"):
         objective.shares(named)

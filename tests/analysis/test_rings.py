@@ -75,18 +75,23 @@ def test_a_rank_keeps_its_own_part_as_priced(sizes: dict[str, int]) -> None:
     layouts = {name: how.resident for name, how in plan.parameters.items()}
     arguments = [
         [
-            shard(values[p.name], graph.tensors[graph.parameters[p.name]].dims, layouts[p.name], mesh, i)
-            .clone().requires_grad_()
+            shard(
+                values[p.name],
+                graph.tensors[graph.parameters[p.name]].dims,
+                layouts[p.name],
+                mesh,
+                i,
+            )
+            .clone()
+            .requires_grad_()
             for i in range(mesh.size)
         ]
         for p in program.parameters
-    ]  # fmt: skip
+    ]
     stored = [x for ranks in arguments for x in ranks]
     kept = kept_bytes(lambda: run(program, arguments), stored)
     assert kept == mesh.size * price(graph, plan, H100).saved_bytes
-    assert kept == 8 * seq * HEADS * (
-        WIDTH + 1
-    )  # the result and the log-sum-exp; the others are stored
+    assert kept == 8 * seq * HEADS * (WIDTH + 1)  # the result and the log-sum-exp; the others are stored
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 64])
@@ -142,9 +147,9 @@ class Masked(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         heads = self.up(x).unflatten(-1, (2, -1)).transpose(1, 2)
-        return F.scaled_dot_product_attention(
-            heads, heads, heads, attn_mask=self.slope * self.distances
-        ).square().mean()  # fmt: skip
+        return (
+            F.scaled_dot_product_attention(heads, heads, heads, attn_mask=self.slope * self.distances).square().mean()
+        )
 
 
 def test_what_cannot_go_round_is_split_along_queries() -> None:

@@ -27,9 +27,7 @@ def test_a_script_without_set_up_shows_the_line_on_stderr(
     assert (LOG.level, LOG.handlers) == (logging.NOTSET, [])
 
 
-def test_a_level_of_the_logger_hides_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_level_of_the_logger_hides_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(LOG, "level", logging.WARNING)
     announce_without_setup(monkeypatch)
     assert capsys.readouterr().err == ""

@@ -43,9 +43,7 @@ def test_one_rank_needs_no_process_group() -> None:
 
 def test_a_random_plan_on_one_rank() -> None:
     model, (x, y), _ = make("gpt")
-    report = autopar.verify(
-        model, (x, y), mesh={"a": 2, "b": 2}, plan="random", seed=3, loss_fn=make("gpt")[2]
-    )  # type: ignore[arg-type]
+    report = autopar.verify(model, (x, y), mesh={"a": 2, "b": 2}, plan="random", seed=3, loss_fn=make("gpt")[2])  # type: ignore[arg-type]
     assert report.passed, report
 
 
@@ -72,9 +70,7 @@ def test_the_explanation_prints() -> None:
     assert "up.weight" in text
 
 
-@pytest.mark.parametrize(
-    "asked", [{"schedule": "1f1b"}, {"recipe": "1f1b"}, {"recipe": "pp:auto,dp:ddp"}], ids=str
-)
+@pytest.mark.parametrize("asked", [{"schedule": "1f1b"}, {"recipe": "1f1b"}, {"recipe": "pp:auto,dp:ddp"}], ids=str)
 def test_wishes_for_stages_on_one_rank(asked: dict[str, str]) -> None:
     """A mesh that was searched need not have the axis that the wish is about."""
     made = compiled(**asked)
@@ -99,9 +95,7 @@ def test_a_single_stage_is_no_pipeline() -> None:
 
 
 def test_a_schedule_takes_an_axis_for_stages() -> None:
-    with pytest.raises(
-        autopar.MeshError, match="the mesh dp=1 has no axis 'pp': add one, such as pp=2"
-    ):
+    with pytest.raises(autopar.MeshError, match="the mesh dp=1 has no axis 'pp': add one, such as pp=2"):
         compiled(mesh={"dp": 1}, schedule="1f1b")
 
 
@@ -120,9 +114,7 @@ def test_a_plan_of_another_model() -> None:
 
 def test_a_plan_for_another_mesh() -> None:
     plan = compiled().plan
-    with pytest.raises(
-        autopar.MeshError, match="made for the mesh dp=1, and the mesh given is tp=1"
-    ):
+    with pytest.raises(autopar.MeshError, match="made for the mesh dp=1, and the mesh given is tp=1"):
         compiled(plan=plan, mesh={"tp": 1})
 
 
@@ -155,14 +147,18 @@ def test_micro_batches_of_a_plan() -> None:
 @pytest.mark.parametrize(
     ("wishes", "words"),
     [
-        ({"recipe": "zero3", "memory_bytes": "1GB"}, "recipe='zero3', memory_bytes='1GB' would have no effect"),
+        (
+            {"recipe": "zero3", "memory_bytes": "1GB"},
+            "recipe='zero3', memory_bytes='1GB' would have no effect",
+        ),
         ({"pins": {"0.weight": "dp"}, "stages": 2}, "leave out stages=, pins=, or plan= to search"),
-        ({"offload": True, "without": "dp", "inside_node": "dp"}, "inside_node='dp', offload=True, without='dp'"),
+        (
+            {"offload": True, "without": "dp", "inside_node": "dp"},
+            "inside_node='dp', offload=True, without='dp'",
+        ),
     ],
-)  # fmt: skip
-def test_wishes_for_a_search_are_refused_beside_a_plan(
-    wishes: dict[str, object], words: str
-) -> None:
+)
+def test_wishes_for_a_search_are_refused_beside_a_plan(wishes: dict[str, object], words: str) -> None:
     with pytest.raises(autopar.AutoparError, match=words):
         compiled(plan=compiled().plan, **wishes)
 
@@ -220,9 +216,7 @@ def test_no_loss_function() -> None:
 
 def test_a_loss_that_is_no_scalar() -> None:
     made = autopar.compile(MLP().double(), loss_fn=lambda y, target: (y - target) ** 2)
-    with pytest.raises(
-        autopar.StepError, match=r"returns tensors of shapes \[\[8, 8\]\]; `step` needs one scalar"
-    ):
+    with pytest.raises(autopar.StepError, match=r"returns tensors of shapes \[\[8, 8\]\]; `step` needs one scalar"):
         made.step(*batch())
 
 
@@ -250,11 +244,33 @@ def test_compiling_leaves_a_model_that_was_verified_first() -> None:
 
 def test_the_public_names_are_these() -> None:
     assert sorted(autopar.__all__) == [
-        "AutoparError", "CaptureError", "CompiledModule", "LayoutError", "LossScaling", "Mesh", "MeshError",
-        "MixedPrecision", "ParameterPlan", "PeerError", "Plan", "PlanError", "RecipeError", "SearchError", "StepError",
-        "VerifyReport", "checkpoint", "compile", "explain", "find_nan", "launch", "register_form", "register_rule",
-        "replay", "shard_", "verify",
-    ]  # fmt: skip
+        "AutoparError",
+        "CaptureError",
+        "CompiledModule",
+        "LayoutError",
+        "LossScaling",
+        "Mesh",
+        "MeshError",
+        "MixedPrecision",
+        "ParameterPlan",
+        "PeerError",
+        "Plan",
+        "PlanError",
+        "RecipeError",
+        "SearchError",
+        "StepError",
+        "VerifyReport",
+        "checkpoint",
+        "compile",
+        "explain",
+        "find_nan",
+        "launch",
+        "register_form",
+        "register_rule",
+        "replay",
+        "shard_",
+        "verify",
+    ]
 
 
 def test_an_open_number_of_micro_batches_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,9 +335,7 @@ def test_a_model_that_runs_on_micro_batches_alone() -> None:
     assert loss.item() == pytest.approx(float(expected), rel=1e-6)
 
 
-def test_a_second_start_takes_the_stored_plan(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_start_takes_the_stored_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = compiled(cache=tmp_path)
 
     def search(*given: object, **options: object) -> autopar.Plan:

@@ -134,9 +134,7 @@ def by_compile(
     monkeypatch.setattr(Planner, "_programs", programs)
     model, args, _, loss_fn = resolve_target(target).build(None)
     with pytest.raises(Planned) as found:
-        autopar.compile(
-            model, example_inputs=args, loss_fn=loss_fn, hardware=hardware, device="cpu", **options
-        )
+        autopar.compile(model, example_inputs=args, loss_fn=loss_fn, hardware=hardware, device="cpu", **options)
     plan: Plan = found.value.args[0]
     return plan
 
@@ -232,9 +230,7 @@ def test_numbers_that_are_no_power_of_two_are_tried() -> None:
 
 def test_a_batch_that_no_rank_divides_is_named_whole() -> None:
     """Six micro-batches of one sample were tried last, and the error spoke of a batch of 1."""
-    with pytest.raises(
-        SearchError, match=r"Batch size 6 is not divisible by dp=4\. Use a multiple of 4"
-    ):
+    with pytest.raises(SearchError, match=r"Batch size 6 is not divisible by dp=4\. Use a multiple of 4"):
         autopar.explain(*wide(6), mesh="dp=4", recipe="ddp", cluster="h100x4")
 
 

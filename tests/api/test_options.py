@@ -28,11 +28,7 @@ def test_no_option_is_new() -> None:
 
 
 def test_compile_names_at_most_ten_parameters() -> None:
-    named = [
-        p
-        for p in inspect.signature(autopar.compile).parameters.values()
-        if p.kind is not p.VAR_KEYWORD
-    ]
+    named = [p for p in inspect.signature(autopar.compile).parameters.values() if p.kind is not p.VAR_KEYWORD]
     assert len(named) <= 10
 
 
@@ -47,10 +43,7 @@ def test_an_unknown_option_is_an_error_with_the_nearest_name() -> None:
 def test_help_describes_every_option(door: object, kinds: tuple[type, ...]) -> None:
     named = {*inspect.signature(door).parameters}  # type: ignore[arg-type]
     text = inspect.getdoc(door) or ""
-    assert all(
-        name in named or f"{name}={each.default!r}: " in text
-        for name, each in options_of(*kinds).items()
-    )
+    assert all(name in named or f"{name}={each.default!r}: " in text for name, each in options_of(*kinds).items())
 
 
 def test_the_page_of_options_is_up_to_date() -> None:

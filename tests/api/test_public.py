@@ -11,9 +11,7 @@ def test_the_public_list_is_what_we_export():
     exported = {
         n
         for n, value in vars(autopar).items()
-        if not n.startswith("_")
-        and n != "TYPE_CHECKING"
-        and (n == "checkpoint" or not inspect.ismodule(value))
+        if not n.startswith("_") and n != "TYPE_CHECKING" and (n == "checkpoint" or not inspect.ismodule(value))
     }
     assert exported == set(autopar.__all__)
 
@@ -30,9 +28,7 @@ def test_no_subpackage_hides_a_public_function():
         "    importlib.import_module(f'autopar.{each.name}')\n"
         "print(*(n for n in autopar.__all__ if n[0].islower() and not callable(getattr(autopar, n))))"
     )
-    found = subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True
-    ).stdout.split()
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     assert found == ["checkpoint"]
 
 
@@ -42,9 +38,7 @@ def test_everything_public_is_documented():
 
 
 def test_errors_for_people_are_value_errors():
-    people = [
-        getattr(autopar, n) for n in autopar.__all__ if n.endswith("Error") and n != "PeerError"
-    ]
+    people = [getattr(autopar, n) for n in autopar.__all__ if n.endswith("Error") and n != "PeerError"]
     assert people and all(issubclass(error, ValueError) for error in people)
 
 

@@ -71,9 +71,7 @@ def test_numbers_and_activations_are_known() -> None:
     x = torch.ones(3, 2, requires_grad=True) * 2
     torch._dynamo.mark_dynamic(x, 0)
     lifted, names = _lifted(lambda x: x.reshape(x.shape[0] * 2) * x.shape[0], x)
-    assert [names[i] for i in lifted.inputs] == ["x"] and set(
-        lifted.inputs
-    ) == lifted.differentiable
+    assert [names[i] for i in lifted.inputs] == ["x"] and set(lifted.inputs) == lifted.differentiable
     assert torch.equal(lifted.module(x)[0], torch.full((6,), 6.0))
 
 
@@ -108,12 +106,14 @@ def _off_inside_autocast(x: Tensor) -> Tensor:
     [
         (_writes_a_gradient, lambda x: (x, x.clone().requires_grad_()), "detach it first"),
         (_two, lambda x: (x, x[1:]), "shares its memory with y"),
-        (_off_inside_autocast, lambda x: (x.expand(3, 3),), "turns autograd off inside torch.autocast"),
+        (
+            _off_inside_autocast,
+            lambda x: (x.expand(3, 3),),
+            "turns autograd off inside torch.autocast",
+        ),
     ],
-)  # fmt: skip
-def test_what_a_module_cannot_stand_for_is_refused(
-    function: Any, arguments: Any, sentence: str
-) -> None:
+)
+def test_what_a_module_cannot_stand_for_is_refused(function: Any, arguments: Any, sentence: str) -> None:
     x = torch.ones(3)
     with pytest.raises(CaptureError, match=sentence):
         _lifted(function, *arguments(x))

@@ -64,9 +64,7 @@ def test_meshes_that_a_recipe_leaves_open(recipe: RecipeLike, expected: list[str
     assert [str(mesh) for mesh in meshes(asked)] == expected
 
 
-@pytest.mark.parametrize(
-    "recipe", ["ddp", "serve", {"x": "ddp"}, {"pp": "auto"}, {"dp": "ddp", "x": "tp"}]
-)
+@pytest.mark.parametrize("recipe", ["ddp", "serve", {"x": "ddp"}, {"pp": "auto"}, {"dp": "ddp", "x": "tp"}])
 def test_other_recipes_are_for_one_axis(recipe: RecipeLike) -> None:
     assert not leaves_mesh_open(recipe)
 

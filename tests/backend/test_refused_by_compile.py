@@ -99,8 +99,6 @@ def test_the_backend_runs_what_compile_names_it_for(kind: type[Base]) -> None:
     plain, compiled = kind(), kind()
     torch._dynamo.reset()
     expected = trained(plain, plain)
-    assert trained(compiled, torch.compile(compiled, backend="autopar")) == pytest.approx(
-        expected, rel=1e-12
-    )
+    assert trained(compiled, torch.compile(compiled, backend="autopar")) == pytest.approx(expected, rel=1e-12)
     with pytest.raises(CaptureError, match=r'torch\.compile\(model, backend="autopar"\)'):
         autopar.compile(kind()).step(torch.randn(6, 4, dtype=torch.float64))

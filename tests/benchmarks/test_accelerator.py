@@ -132,9 +132,7 @@ def test_the_page_and_the_screen_show_every_figure_with_a_limit(tmp_path: Path) 
     figures = [Figure("step <ratio>", 1.5, "ratio", limit=1.0), Figure("x", float("inf"), "error")]
     result = Result("calibrate", IDENTITY, "done", "", figures, [curve, bars], ["One GPU <only>."])
     page = to_html([result], PARTS)
-    assert (
-        page.count("<svg") == 2 and "step &lt;ratio&gt;" in page and "One GPU &lt;only&gt;." in page
-    )
+    assert page.count("<svg") == 2 and "step &lt;ratio&gt;" in page and "One GPU &lt;only&gt;." in page
     document = page.split('id="document">')[1].split("</script>")[0]
     assert json.loads(document)["results"][0]["figures"][1]["value"] == "inf"
     console = Console(width=100, record=True, file=(tmp_path / "screen").open("w"))
@@ -162,23 +160,14 @@ EVERY = tuple(part.name for part in PARTS)
         pytest.param(EVERY, 20, id="every", marks=pytest.mark.slow),
     ],
 )
-def test_a_slice_of_the_parts_holds_on_the_processor(
-    tmp_path: Path, names: tuple[str, ...], passes: int
-) -> None:
+def test_a_slice_of_the_parts_holds_on_the_processor(tmp_path: Path, names: tuple[str, ...], passes: int) -> None:
     arguments = ["--out", str(tmp_path), "--device", "cpu", "--minutes", "2.9"]
     found = CliRunner().invoke(main, [*arguments, "--only", ",".join(names)])
-    results = {
-        name: Result.from_json(json.loads((tmp_path / f"{name}.json").read_text()))
-        for name in names
+    results = {name: Result.from_json(json.loads((tmp_path / f"{name}.json").read_text())) for name in names}
+    assert {name: result.state for name, result in results.items()} == dict.fromkeys(results, "done"), {
+        name: result.why for name, result in results.items()
     }
-    assert {name: result.state for name, result in results.items()} == dict.fromkeys(
-        results, "done"
-    ), {name: result.why for name, result in results.items()}
-    verdicts = {
-        (name, figure.name): figure.verdict
-        for name, result in results.items()
-        for figure in result.figures
-    }
+    verdicts = {(name, figure.name): figure.verdict for name, result in results.items() for figure in result.figures}
     assert not [name for name, verdict in verdicts.items() if verdict == "FAIL"]
     assert sum(verdict == "pass" for verdict in verdicts.values()) >= passes
     assert found.exit_code == 0, found.output

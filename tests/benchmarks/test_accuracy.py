@@ -20,31 +20,66 @@ from benchmarks.accuracy.simulated import layers_of, pipeline_of
 from benchmarks.accuracy.subjects import hardware_of, network_bytes_per_second, subject
 
 ROW = {
-    "source": "a sweep", "model": "Llama-like", "hidden": "2048", "layers": "16", "heads": "32",
-    "kv_heads": "32", "ffn": "8192", "vocab": "131072", "tied_embeddings": "yes", "seq_len": "4096",
-    "gpu": "H100 SXM 80GB", "n_gpus": "8", "gpus_per_node": "8", "framework": "nanotron", "dp": "4",
-    "zero_stage": "1", "tp": "1", "sp": "yes", "pp": "2", "micro_batch": "4", "grad_accum": "16",
-    "global_batch": "256", "precision": "bf16", "step_time_s": "3.37", "peak_memory_gib": "41.76",
+    "source": "a sweep",
+    "model": "Llama-like",
+    "hidden": "2048",
+    "layers": "16",
+    "heads": "32",
+    "kv_heads": "32",
+    "ffn": "8192",
+    "vocab": "131072",
+    "tied_embeddings": "yes",
+    "seq_len": "4096",
+    "gpu": "H100 SXM 80GB",
+    "n_gpus": "8",
+    "gpus_per_node": "8",
+    "framework": "nanotron",
+    "dp": "4",
+    "zero_stage": "1",
+    "tp": "1",
+    "sp": "yes",
+    "pp": "2",
+    "micro_batch": "4",
+    "grad_accum": "16",
+    "global_batch": "256",
+    "precision": "bf16",
+    "step_time_s": "3.37",
+    "peak_memory_gib": "41.76",
     "status": "ok",
-}  # fmt: skip
+}
 
 
 # Zero Bubble: 22 layers on 8 GPUs, one layer less on the first and the last.
 BUBBLES = {
-    "source": "a paper", "model": "GPT 1.5B", "hidden": "2304", "layers": "22", "heads": "24",
-    "kv_heads": "24", "ffn": "9216", "seq_len": "1024", "gpu": "A100-80GB SXM", "n_gpus": "8",
-    "gpus_per_node": "8", "framework": "Megatron-LM (zero bubble fork)", "dp": "1", "tp": "1", "pp": "8",
-    "vpp": "", "schedule": "1F1B", "micro_batch": "6", "grad_accum": "24", "step_time_s": "1.5254",
-    "peak_memory_gib": "30", "memory_kind": "max over stages",
-}  # fmt: skip
+    "source": "a paper",
+    "model": "GPT 1.5B",
+    "hidden": "2304",
+    "layers": "22",
+    "heads": "24",
+    "kv_heads": "24",
+    "ffn": "9216",
+    "seq_len": "1024",
+    "gpu": "A100-80GB SXM",
+    "n_gpus": "8",
+    "gpus_per_node": "8",
+    "framework": "Megatron-LM (zero bubble fork)",
+    "dp": "1",
+    "tp": "1",
+    "pp": "8",
+    "vpp": "",
+    "schedule": "1F1B",
+    "micro_batch": "6",
+    "grad_accum": "24",
+    "step_time_s": "1.5254",
+    "peak_memory_gib": "30",
+    "memory_kind": "max over stages",
+}
 
 
 def priced(change: dict[str, str], *, simulates: bool = False) -> Prediction:
     """The price of one row of Zero Bubble."""
     s = subject(parse(BUBBLES | change))
-    (found,) = price_rows(
-        [s.row], s.shape, s.recompute, s.hardware, s.software, simulates=simulates
-    )
+    (found,) = price_rows([s.row], s.shape, s.recompute, s.hardware, s.software, simulates=simulates)
     return found
 
 
@@ -106,11 +141,9 @@ def test_what_hides_behind_compute_is_left_out_of_a_price() -> None:
     """Half as much that hides saves half as many seconds, where the messages are shorter than the compute."""
     s = subject(parse(ROW | {"dp": "8", "pp": "1", "zero_stage": "3", "grad_accum": "8"}))
     none, half, every = (
-        price_rows(
-            [s.row], s.shape, s.recompute, replace(s.hardware, hides=hides), s.software
-        )[0].seconds
+        price_rows([s.row], s.shape, s.recompute, replace(s.hardware, hides=hides), s.software)[0].seconds
         for hides in (0.0, 0.5, 1.0)
-    )  # fmt: skip
+    )
     assert none - half == pytest.approx(half - every)
     assert none > 1.01 * half
 

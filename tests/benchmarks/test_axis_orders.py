@@ -22,12 +22,8 @@ HARDWARE = replace(find_hardware("cpu-gloo"), devices_per_node=8)
 @pytest.fixture(scope="module")
 def found():  # type: ignore[no-untyped-def]
     """The plan of 3d for axes whose order is the reverse of the recipe's, and its graph."""
-    graph = prepare_step(
-        Layers(64, 2), (torch.randn(8, 16, 64),), loss_fn=mean_square
-    ).analysis.graph
-    request = Request(
-        HARDWARE, mesh=Mesh.of("z=2,y=2,x=2"), recipe="x,y,z:3d", recompute="none", refines=True
-    )
+    graph = prepare_step(Layers(64, 2), (torch.randn(8, 16, 64),), loss_fn=mean_square).analysis.graph
+    request = Request(HARDWARE, mesh=Mesh.of("z=2,y=2,x=2"), recipe="x,y,z:3d", recompute="none", refines=True)
     return graph, search_plan(graph, request).best.plan
 
 
@@ -42,6 +38,4 @@ def test_conversions_take_longer_as_the_axes_are_named(found) -> None:  # type: 
     graph, plan = found
     named = in_order(in_mesh_order(plan), plan.mesh.placed)
     assert own_seconds(graph, named, HARDWARE) > 1.01 * own_seconds(graph, plan, HARDWARE)
-    assert least_seconds(graph, named, HARDWARE) == pytest.approx(
-        least_seconds(graph, plan, HARDWARE)
-    )
+    assert least_seconds(graph, named, HARDWARE) == pytest.approx(least_seconds(graph, plan, HARDWARE))

@@ -12,10 +12,17 @@ from autopar.cost_model import H100
 from benchmarks.accuracy.collective_accuracy import COLUMNS, FILE, Skip, main, measurement
 
 ROW = {
-    "collective": "all_reduce", "gpu": "H100 80GB HBM3 SXM", "n_gpus": "8.0", "n_nodes": "1",
-    "gpus_per_node": "8.0", "interconnect": "NVLink4", "size_bytes": "1073741824.0",
-    "time_us": "4029.4", "busbw_gbps": "466.33", "notes": "",
-}  # fmt: skip
+    "collective": "all_reduce",
+    "gpu": "H100 80GB HBM3 SXM",
+    "n_gpus": "8.0",
+    "n_nodes": "1",
+    "gpus_per_node": "8.0",
+    "interconnect": "NVLink4",
+    "size_bytes": "1073741824.0",
+    "time_us": "4029.4",
+    "busbw_gbps": "466.33",
+    "notes": "",
+}
 
 
 def write(folder: Path, *rows: dict[str, str]) -> None:
@@ -54,8 +61,11 @@ def test_a_row_that_cannot_be_compared_says_why(change: dict[str, str], reason: 
 def test_nics_that_a_row_states_are_shared() -> None:
     """4 x 100 Gb/s for 8 GPUs: 6.25 GB/s each, of which 0.96 are reached."""
     row = ROW | {
-        "gpu": "A100-80GB SXM", "n_nodes": "2", "n_gpus": "16", "interconnect": "4x100Gb EFA per node"
-    }  # fmt: skip
+        "gpu": "A100-80GB SXM",
+        "n_nodes": "2",
+        "n_gpus": "16",
+        "interconnect": "4x100Gb EFA per node",
+    }
     assert measurement(row).machine.across_nodes.bandwidth_bytes_per_second == pytest.approx(6e9)
 
 

@@ -15,9 +15,7 @@ OFTEN = [0, 8, 27, 13]
 def test_the_slice_has_every_accident_and_every_plan_twice() -> None:
     faults = [Fault.drawn(number) for number in SLICE]
     assert sorted(fault.place for fault in faults) == sorted(PLACES)
-    assert (
-        sorted(fault.plan for fault in faults) == ["ddp"] * 2 + ["pp=2 x dp=2"] * 2 + ["zero3"] * 2
-    )
+    assert sorted(fault.plan for fault in faults) == ["ddp"] * 2 + ["pp=2 x dp=2"] * 2 + ["zero3"] * 2
     assert [fault.after < fault.ranks for fault in faults].count(True) == 2
 
 

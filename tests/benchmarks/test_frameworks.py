@@ -13,21 +13,57 @@ from benchmarks.accuracy.subjects import subject
 
 # Llama 3.1 405B on 512 H100, MLPerf Training v5.0: 126 layers on 8 stages of 8 chunks, 4096 of 8192 tokens a rank.
 LLAMA = {
-    "model": "Llama 3.1 405B", "hidden": "16384", "layers": "126", "heads": "128", "kv_heads": "8",
-    "ffn": "53248", "vocab": "32000", "tied_embeddings": "no", "seq_len": "8192", "gpu": "H100 SXM 80GB",
-    "n_gpus": "512", "framework": "NVIDIA NeMo Framework", "dp": "4", "cp": "2", "tp": "8", "pp": "8",
-    "vpp": "8", "schedule": "1F1B-I", "micro_batch": "1", "grad_accum": "288", "precision": "fp8",
-    "step_time_s": "55.1", "status": "ok",
-}  # fmt: skip
+    "model": "Llama 3.1 405B",
+    "hidden": "16384",
+    "layers": "126",
+    "heads": "128",
+    "kv_heads": "8",
+    "ffn": "53248",
+    "vocab": "32000",
+    "tied_embeddings": "no",
+    "seq_len": "8192",
+    "gpu": "H100 SXM 80GB",
+    "n_gpus": "512",
+    "framework": "NVIDIA NeMo Framework",
+    "dp": "4",
+    "cp": "2",
+    "tp": "8",
+    "pp": "8",
+    "vpp": "8",
+    "schedule": "1F1B-I",
+    "micro_batch": "1",
+    "grad_accum": "288",
+    "precision": "fp8",
+    "step_time_s": "55.1",
+    "status": "ok",
+}
 
 # Llama 3 8B under torchtitan on 8 GPUs, one sequence of 8192 tokens a rank, bfloat16.
 TITAN = {
-    "model": "Llama 3 8B", "hidden": "4096", "layers": "32", "heads": "32", "kv_heads": "8", "ffn": "14336",
-    "vocab": "128256", "tied_embeddings": "no", "seq_len": "8192", "gpu": "MI300X", "n_gpus": "8",
-    "framework": "torchtitan + torchao", "dp": "8", "zero_stage": "3", "tp": "1", "pp": "1",
-    "micro_batch": "1", "grad_accum": "1", "precision": "bf16", "recompute": "selective (per op)",
-    "step_time_s": "1.52", "peak_memory_gib": "39.09", "status": "ok",
-}  # fmt: skip
+    "model": "Llama 3 8B",
+    "hidden": "4096",
+    "layers": "32",
+    "heads": "32",
+    "kv_heads": "8",
+    "ffn": "14336",
+    "vocab": "128256",
+    "tied_embeddings": "no",
+    "seq_len": "8192",
+    "gpu": "MI300X",
+    "n_gpus": "8",
+    "framework": "torchtitan + torchao",
+    "dp": "8",
+    "zero_stage": "3",
+    "tp": "1",
+    "pp": "1",
+    "micro_batch": "1",
+    "grad_accum": "1",
+    "precision": "bf16",
+    "recompute": "selective (per op)",
+    "step_time_s": "1.52",
+    "peak_memory_gib": "39.09",
+    "status": "ok",
+}
 
 
 def priced(row: dict[str, str], **change: str) -> Verdict:
@@ -51,9 +87,7 @@ def saved_bytes(found: Verdict) -> float:
         ("fp8", 4 + 2 + 4.25 + 1 + 13 + 3.25),
     ],
 )
-def test_transformer_engine_keeps_shards_and_one_tensor_of_gate_and_up(
-    precision: str, bytes_of_width: float
-) -> None:
+def test_transformer_engine_keeps_shards_and_one_tensor_of_gate_and_up(precision: str, bytes_of_width: float) -> None:
     found = priced(LLAMA, precision=precision)
     assert found.stage == "middle"
     # Chunks of a stage in flight on the second of 8 stages: 7 * 8 + 1 + 2 * 6, of 8; a stage has 16 layers.

@@ -28,9 +28,7 @@ def watch() -> Watch:
     return Watch()
 
 
-def test_mutated_files_of_every_format_are_refused_or_read_as_they_are(
-    watch: Watch, tmp_path: Path
-) -> None:
+def test_mutated_files_of_every_format_are_refused_or_read_as_they_are(watch: Watch, tmp_path: Path) -> None:
     for kind in formats(tmp_path / "samples"):
         count = Count(kind.name)
         for seed in range(2):
@@ -69,12 +67,20 @@ def hangs(path: Path) -> Any:
 
 @pytest.mark.parametrize(
     ("read", "fault"),
-    [(passes_over, "silent change"), (runs, "code run"), (raises, "raw traceback"), (hangs, "no answer")],
-)  # fmt: skip
+    [
+        (passes_over, "silent change"),
+        (runs, "code run"),
+        (raises, "raw traceback"),
+        (hangs, "no answer"),
+    ],
+)
 def test_a_planted_fault_is_found(
-    read: Callable[[Path], Any], fault: str, watch: Watch, tmp_path: Path,
+    read: Callable[[Path], Any],
+    fault: str,
+    watch: Watch,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(watching, "LIMIT_SECONDS", 0.2)
     # Of a half that is passed over no change is found: to know of one, its values have to be compared.
     kind = Format("planted", b"sample " * 9, read, ".txt", values=str)
@@ -111,7 +117,7 @@ SAID = {
     "a umask of 027": "a new file has 640, one of 604 keeps 604",
     "stdout on a full disk": "Error: The output cannot be written: No space left on device. Exit code 1.",
     "two jobs in one cache": "both have the same plan; the folder has .json",
-}  # fmt: skip
+}
 OF_ROOT = ("a checkpoint on a full disk", "a disk that is read-only", "a plan on a full disk")
 
 
@@ -119,9 +125,7 @@ OF_ROOT = ("a checkpoint on a full disk", "a disk that is read-only", "a plan on
 SLOW = ("stdout on a full disk", "two jobs in one cache")
 
 
-@pytest.mark.parametrize(
-    "place", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in SAID]
-)
+@pytest.mark.parametrize("place", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in SAID])
 def test_a_place_that_cannot_be_written_is_named(place: str, tmp_path: Path) -> None:
     assert SAID.keys() == PLACES.keys()
     if place in OF_ROOT:

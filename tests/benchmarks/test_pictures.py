@@ -34,9 +34,7 @@ def test_no_picture_is_left_over() -> None:
 @pytest.mark.parametrize("page", PICTURES)
 def test_its_page_shows_it_and_says_what_it_shows(page: str) -> None:
     home = DOCS if (DOCS / f"{page}.md").exists() else DOCS.parent / "benchmarks" / "results"
-    shown = re.findall(
-        rf"!\[(.+)\]\((?:.*/)?pictures/{page}\.svg\)", (home / f"{page}.md").read_text()
-    )
+    shown = re.findall(rf"!\[(.+)\]\((?:.*/)?pictures/{page}\.svg\)", (home / f"{page}.md").read_text())
     title = ElementTree.parse(FOLDER / f"{page}.svg").findtext(f"{SVG}title")
     assert shown == [title]
 
@@ -81,9 +79,7 @@ def test_the_cut_that_is_shown_is_the_best_of_all() -> None:
     ("recomputed", "kept"),
     [((), "xnhg"), (("gelu",), "xnh"), (("norm", "gelu"), "xh"), (steps.CHAIN, "x")],
 )
-def test_what_the_chain_keeps_is_the_table_of_the_page(
-    recomputed: tuple[str, ...], kept: str
-) -> None:
+def test_what_the_chain_keeps_is_the_table_of_the_page(recomputed: tuple[str, ...], kept: str) -> None:
     stays = steps.kept(frozenset(recomputed))
     shown = [name for name, stay in zip(steps.TENSORS, stays, strict=True) if stay]
     assert "".join(shown) == kept

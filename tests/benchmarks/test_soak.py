@@ -31,16 +31,16 @@ def test_growth_is_from_the_first_samples_after_the_warm_up_to_the_last() -> Non
 
 
 def test_a_life_too_short_for_two_medians_has_no_drift() -> None:
-    assert (
-        drifts([_life(0, [300, 350, 400, 401, 399, 402, 407]), _life(1, [])], warm_steps=40) == []
-    )
+    assert drifts([_life(0, [300, 350, 400, 401, 399, 402, 407]), _life(1, [])], warm_steps=40) == []
 
 
 def test_lives_are_compared_with_those_of_the_same_rank_and_plan() -> None:
     lives = [
-        _life(0, [400.0] * 6), _life(3, [404.0] * 6), _life(1, [500.0] * 6, plan="zero3"),
+        _life(0, [400.0] * 6),
+        _life(3, [404.0] * 6),
+        _life(1, [500.0] * 6, plan="zero3"),
         _life(0, [300.0] * 6, rank=1),
-    ]  # fmt: skip
+    ]
     assert between(drifts(lives, warm_steps=0)) == pytest.approx(0.01)
 
 

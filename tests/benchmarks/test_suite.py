@@ -50,10 +50,7 @@ def test_texts_in_braces_are_left_alone() -> None:
 def test_a_draw_has_every_area_and_repeats() -> None:
     lines = {str(path.relative_to(ROOT)): range(10_000) for path in (ROOT / "passes").rglob("*.py")}
     lines |= {name: range(10_000) for name in ("autopar/rules/shape.py", "autopar/ir/layout.py")}
-    lines |= {
-        name: range(10_000)
-        for name in ("cost_model/steps/step.py", "autopar/runtime/collectives/flat.py")
-    }
+    lines |= {name: range(10_000) for name in ("cost_model/steps/step.py", "autopar/runtime/collectives/flat.py")}
     found = drawn(ROOT, lines, 10, seed=1)
     assert found == drawn(ROOT, lines, 10, seed=1)
     assert [fault.area for fault in found[:5]] == [
@@ -68,16 +65,12 @@ def test_a_draw_has_every_area_and_repeats() -> None:
 
 def test_reach_is_read_by_runs(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("def f(x):\n    y = 1\n    if x:\n        y = 2\n    return y\n")
-    (tmp_path / "hits").write_text(
-        "a.py:2:tests/t.py::test_u\na.py:2:tests/t.py::test_v\na.py:4:tests/t.py::test_v\n"
-    )
+    (tmp_path / "hits").write_text("a.py:2:tests/t.py::test_u\na.py:2:tests/t.py::test_v\na.py:4:tests/t.py::test_v\n")
     both, one = {"tests/t.py::test_u", "tests/t.py::test_v"}, {"tests/t.py::test_v"}
     assert Reach.read(tmp_path / "hits", tmp_path).tests == {"a.py": {2: both, 3: both, 4: one}}
 
 
-def test_a_probe_tells_each_test_that_comes_by(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_probe_tells_each_test_that_comes_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "def f(x):\n    'Doc.'\n    if x:\n        return 1\n    elif x is None:\n        return 2\n"
     (tmp_path / "autopar").mkdir()
     (tmp_path / "autopar" / "__init__.py").touch()

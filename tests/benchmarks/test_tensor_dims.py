@@ -22,9 +22,7 @@ from benchmarks.accuracy.tensor_dims import (
 )
 
 WIDTH = 32
-SMALL = [
-    case for case in CASES if math.prod(case.sizes) <= 8
-]  # `python benchmarks/accuracy/tensor_dims.py` has all
+SMALL = [case for case in CASES if math.prod(case.sizes) <= 8]  # `python benchmarks/accuracy/tensor_dims.py` has all
 # x, its norm with a number for each row, up's result and gelu's: what one device saves of a layer
 WHOLE = ITEMSIZE * (ROWS * (WIDTH + WIDTH + 4 * WIDTH + 4 * WIDTH) + ROWS)
 
@@ -35,9 +33,7 @@ def test_a_layer_sends_what_the_paper_says_and_saves_its_share(case: Case) -> No
     with simulated(ranks):
         received, saved = of_a_layer(case, WIDTH)
     assert received == case.formula(WIDTH)
-    if (
-        case.name != "1d"
-    ):  # of q x q ranks each saves a q-squared-th part, the gathered operands included
+    if case.name != "1d":  # of q x q ranks each saves a q-squared-th part, the gathered operands included
         assert saved == WHOLE / ranks
 
 
@@ -52,7 +48,5 @@ def test_the_formulas_by_hand() -> None:
 def test_the_result_is_that_of_one_device(case: Case) -> None:
     torch.manual_seed(0)
     x = torch.randn(BATCH, SEQ, WIDTH, dtype=torch.float64)
-    report = autopar.verify(
-        Layers(WIDTH, 2).double(), x, mesh=case.mesh, recipe=case.recipe, loss_fn=mean_square
-    )
+    report = autopar.verify(Layers(WIDTH, 2).double(), x, mesh=case.mesh, recipe=case.recipe, loss_fn=mean_square)
     assert report.passed, str(report)

@@ -108,11 +108,24 @@ def test_one_architecture_end_to_end(tmp_path: Path) -> None:
     results, page = tmp_path / "results.jsonl", tmp_path / "zoo.md"
     # a program of its own: it forks, which takes a process without other threads
     subprocess.run(
-        [sys.executable, "benchmarks/zoo/run.py", "--only", "vit", "--jobs", "2", "--results", str(results),
-         "--markdown", str(page)],
-        cwd=Path(__file__).parents[2], env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=True, timeout=200, capture_output=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "benchmarks/zoo/run.py",
+            "--only",
+            "vit",
+            "--jobs",
+            "2",
+            "--results",
+            str(results),
+            "--markdown",
+            str(page),
+        ],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=True,
+        timeout=200,
+        capture_output=True,
+    )
     row = read(results)["vit"]
     assert row.plans == dict.fromkeys(PLANS, PASSED)
     assert row.passed and row.worst <= 1 and not row.backend
@@ -122,11 +135,16 @@ def test_one_architecture_end_to_end(tmp_path: Path) -> None:
 def test_a_refused_architecture_shows_its_remedy_and_what_the_backend_made_of_it() -> None:
     package = str(Path(torch.__file__).parents[1])
     row = Row(
-        "xmod", model="XmodForMaskedLM(input_ids, labels)", stage="capture",
+        "xmod",
+        model="XmodForMaskedLM(input_ids, labels)",
+        stage="capture",
         stopped=f"The model cannot be captured as a graph. where: {package}/transformers/modeling_xmod.py:435 "
         "reason: it makes a size of a tensor's value remedy: Keep it a tensor",
-        backend={"dp=2": "passed, 6 graphs, error 8e-16", "tp=2": "beyond the tolerance: error 1.0e+00"},
-    )  # fmt: skip
+        backend={
+            "dp=2": "passed, 6 graphs, error 8e-16",
+            "tp=2": "beyond the tolerance: error 1.0e+00",
+        },
+    )
     page = markdown([row], 605)
     assert not row.captured and not row.run_by_backend
     assert "| xmod | `XmodForMaskedLM(input_ids, labels)` | The model cannot be captured" in page
@@ -161,9 +179,7 @@ def test_what_has_a_result_is_not_examined_again(tmp_path: Path) -> None:
     row = Row("vit", stopped="build took over 0 s", version=code_version())
     append(row, results)
     page = tmp_path / "zoo.md"
-    found = CliRunner().invoke(
-        main, ["--results", str(results), "--only", "vit", "--markdown", str(page)]
-    )
+    found = CliRunner().invoke(main, ["--results", str(results), "--only", "vit", "--markdown", str(page)])
     assert found.exit_code == 0, found.output
     assert read(results) == {"vit": row}
     assert "| over the bound on time | 1 |" in page.read_text()

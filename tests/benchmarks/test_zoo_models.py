@@ -49,7 +49,5 @@ def test_dtype_is_taken_for_weights_and_pixels() -> None:
 
 
 def test_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(
-        ValueError, match="no architecture 'llma' in the zoo; there are llama, mistral"
-    ):
+    with pytest.raises(ValueError, match="no architecture 'llma' in the zoo; there are llama, mistral"):
         build("llma")

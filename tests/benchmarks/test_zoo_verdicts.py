@@ -21,8 +21,12 @@ def test_plans_that_pass_give_a_verdict_with_the_worst_tensor() -> None:
     result = result_of(DONE, "bfloat16", "version")
     assert result.name == "gpt2 in bfloat16" and result.misses == {}
     assert result.cells == (
-        "gpt2", "bfloat16", "passed", "0.050", "gradient of model.wte, in bfloat16",
-    )  # fmt: skip
+        "gpt2",
+        "bfloat16",
+        "passed",
+        "0.050",
+        "gradient of model.wte, in bfloat16",
+    )
 
 
 def test_a_plan_that_does_not_pass_is_named_with_its_reason() -> None:
@@ -51,9 +55,7 @@ def test_what_has_a_result_is_not_examined_again(tmp_path: Path) -> None:
     known = [result_of(DONE, dtype, "version") for dtype in ("float32", "bfloat16")]
     for result in known:
         store(results, result)
-    found = CliRunner().invoke(
-        main, ["--results", str(results), "--only", "gpt2", "--markdown", str(page)]
-    )
+    found = CliRunner().invoke(main, ["--results", str(results), "--only", "gpt2", "--markdown", str(page)])
     assert found.exit_code == 0, found.output
     assert list(stored(results, Result).values()) == known
     assert "1 of 1 that run in this format pass with all plans" in page.read_text()
@@ -63,6 +65,4 @@ def test_a_plan_that_was_ended_for_its_time_is_neither_passed_nor_failed() -> No
     row = replace(DONE, plans={**DONE.plans, "pp=2": "took over 120 s"})
     result = result_of(row, "float32", "version")
     assert result.verdict == "not in time: pp=2" and not result.failed
-    assert "0 of 1 that run in this format pass with all plans, 0 fail, and 1" in markdown(
-        [result], 600
-    )
+    assert "0 of 1 that run in this format pass with all plans, 0 fail, and 1" in markdown([result], 600)

@@ -11,8 +11,10 @@ LAUNCH_SECONDS = 4e-6
 MEMORY_BYTES_PER_SECOND = 3e12
 SHAPES = (
     *((n, n, n) for n in (128, 256, 512, 1024, 2048, 4096)),
-    (64, 4096, 4096), (4096, 64, 4096), (4096, 4096, 64),
-)  # fmt: skip
+    (64, 4096, 4096),
+    (4096, 64, 4096),
+    (4096, 4096, 64),
+)
 
 
 def messages(ranks, *, link=LINK, name="inside_node"):
@@ -38,9 +40,17 @@ def products(fit, *, shapes=SHAPES, number_format="bfloat16"):
 def machine(**changes):
     """A GPU that multiplies at 8e14 FLOP/s, halved at an extent of 200; float32 at a tenth."""
     found = Measurements(
-        machine="Imaginary GPU", kind="cuda", backend="nccl", samples=5, local_ranks=4,
-        devices_per_node=8, nodes=1, memory_bytes=80_000_000_000, reserved_bytes=10**9,
-        launch_seconds=LAUNCH_SECONDS, host_seconds=2e-5,
+        machine="Imaginary GPU",
+        kind="cuda",
+        backend="nccl",
+        samples=5,
+        local_ranks=4,
+        devices_per_node=8,
+        nodes=1,
+        memory_bytes=80_000_000_000,
+        reserved_bytes=10**9,
+        launch_seconds=LAUNCH_SECONDS,
+        host_seconds=2e-5,
         # on average, by time, MEMORY_BYTES_PER_SECOND: 2 / (1 / 6 + 1 / 2) = 3
         rates=(("copy", 6e12), ("add", 2e12)),
         products=(
@@ -48,5 +58,5 @@ def machine(**changes):
             *products(ProductFit(8e13, 1.0, 200.0, 0.0), number_format="float32"),
         ),
         messages=messages(4),
-    )  # fmt: skip
+    )
     return replace(found, **changes)

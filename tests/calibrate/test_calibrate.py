@@ -79,9 +79,13 @@ def check_all_reduce(file):
     assert len(rows) >= 4
     for row in rows:
         predicted = collective_seconds(
-            "all_reduce", before_bytes=row["bytes"], after_bytes=row["bytes"], ranks=2,
-            link=file.hardware.inside_node, hardware=file.hardware,
-        )  # fmt: skip
+            "all_reduce",
+            before_bytes=row["bytes"],
+            after_bytes=row["bytes"],
+            ranks=2,
+            link=file.hardware.inside_node,
+            hardware=file.hardware,
+        )
         assert row["predicted_seconds"] == pytest.approx(predicted, rel=1e-2)
         assert row["seconds"] > 0
 
@@ -90,9 +94,12 @@ def check_all_reduce(file):
 def test_one_rank_reports_every_step_and_guesses_links(left):
     seen = []
     found = calibrate(
-        device="cpu", ranks=1, quick=True, formats=["float64"],
+        device="cpu",
+        ranks=1,
+        quick=True,
+        formats=["float64"],
         progress=lambda *step: seen.append(step),
-    )  # fmt: skip
+    )
     assert found.messages == () and found.backend == ""
     assert {p.number_format for p in found.products} == {"float64"}
     assert [done for _, done, _ in seen] == list(range(len(seen)))
@@ -110,9 +117,16 @@ def test_the_ranks_of_torchrun_are_used(tmp_path):
     script.write_text(program)
     path = tmp_path / "my.toml"
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-        str(script), *QUICK, str(path),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+        *QUICK,
+        str(path),
+    ]
     here = str(Path(__file__).parents[2])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": here}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
@@ -122,9 +136,7 @@ def test_the_ranks_of_torchrun_are_used(tmp_path):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.skipif(
-    not Path(f"/proc/self/task/{os.getpid()}/children").exists(), reason="needs Linux"
-)
+@pytest.mark.skipif(not Path(f"/proc/self/task/{os.getpid()}/children").exists(), reason="needs Linux")
 def test_ranks_end_with_a_process_that_is_killed():
     script = "from autopar.calibrate import calibrate; calibrate(device='cpu', ranks=2)"
     killed = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[2])

@@ -82,9 +82,7 @@ def test_nodes_of_one_rank_have_one_link():
 
 
 def test_a_format_stands_in_for_a_missing_main_one():
-    old = tuple(
-        replace(p, number_format="float16") for p in machine().products if p.number_format != "float32"
-    )  # fmt: skip
+    old = tuple(replace(p, number_format="float16") for p in machine().products if p.number_format != "float32")
     hardware = to_hardware(machine(products=old), "v")
     assert hardware.peak_flops == ((2, 8e14),)
     assert "in float16" in hardware.source("matmul_efficiency").text

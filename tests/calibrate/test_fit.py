@@ -52,8 +52,7 @@ def test_a_link_is_recovered(ranks):
 
 
 def test_a_point_that_was_disturbed_hardly_counts():
-    disturbed = [replace(m, seconds=30 * m.seconds) if i == 7 else m for i, m in
-                 enumerate(messages(4))]  # fmt: skip
+    disturbed = [replace(m, seconds=30 * m.seconds) if i == 7 else m for i, m in enumerate(messages(4))]
     link = fit_link(disturbed, LAUNCH_SECONDS).link
     assert link.bandwidth_bytes_per_second == pytest.approx(25e9, rel=0.05)
     assert link.latency_seconds == pytest.approx(3e-6, rel=0.05)

@@ -121,9 +121,7 @@ def test_a_loss_of_unreadable_parameters_is_named():
 
 
 def test_no_loss_function():
-    with pytest.raises(
-        StepError, match=r"`step` needs a loss: the model returns tensors of shapes \[\[2, 4\]\]"
-    ):
+    with pytest.raises(StepError, match=r"`step` needs a loss: the model returns tensors of shapes \[\[2, 4\]\]"):
         capture_step(nn.Linear(4, 4), (torch.zeros(2, 4),), {}, None)
 
 
@@ -136,9 +134,7 @@ class LossBehind(nn.Linear):
 
 
 def test_a_loss_behind_other_results_is_named_in_the_order_of_the_model():
-    with pytest.raises(
-        StepError, match=r"shapes \[\[2, 4\], \[\]\], of which number 1 is one scalar"
-    ):
+    with pytest.raises(StepError, match=r"shapes \[\[2, 4\], \[\]\], of which number 1 is one scalar"):
         capture_step(LossBehind(4, 4), (torch.zeros(2, 4),), {}, None)
 
 
@@ -157,9 +153,7 @@ def test_a_loss_of_none_is_named():
 
 
 def test_a_loss_that_is_no_scalar():
-    with pytest.raises(
-        StepError, match=r"returns tensors of shapes \[\[2, 4\]\]; `step` needs one scalar"
-    ):
+    with pytest.raises(StepError, match=r"returns tensors of shapes \[\[2, 4\]\]; `step` needs one scalar"):
         capture_step(nn.Linear(4, 4), (torch.zeros(2, 4),), {}, lambda y: y * 2)
 
 
@@ -242,9 +236,7 @@ def test_a_buffer_under_two_names_that_forward_changes_is_named():
             return self.second(self.first(x)).sum()
 
     assert capture_step(Twice().eval(), (torch.ones(2, 4),), {}, None).buffers
-    with pytest.raises(
-        CaptureError, match=r"one name the buffer that first\.running_mean and second\.running_mean"
-    ):
+    with pytest.raises(CaptureError, match=r"one name the buffer that first\.running_mean and second\.running_mean"):
         capture_step(Twice(), (torch.ones(2, 4),), {}, None)
 
 
@@ -339,9 +331,7 @@ def test_inference_mode_is_refused():
                 y = x * 2
             return y.clone().sum()
 
-    with pytest.raises(
-        CaptureError, match=r"inference_mode\(\) cannot be captured; use torch.no_grad"
-    ):
+    with pytest.raises(CaptureError, match=r"inference_mode\(\) cannot be captured; use torch.no_grad"):
         capture_step(Model(), (torch.ones(2),), {}, None)
 
 
@@ -544,9 +534,7 @@ def test_masks_of_transformers_are_applied_and_not_read():
             mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
             return self.encoder(x, mask).sin().mean()
 
-    report = verify(
-        Masked().double(), (torch.randn(4, 3, 4).double(),), mesh={"dp": 2}, recipe="ddp"
-    )
+    report = verify(Masked().double(), (torch.randn(4, 3, 4).double(),), mesh={"dp": 2}, recipe="ddp")
     assert report.passed and report.parameters == 12, report
 
 

@@ -67,9 +67,7 @@ def test_parameters_in_the_format_of_use_are_not_cast():
 
 def test_outputs_are_cast_where_the_policy_says():
     policy = MixedPrecision("bf16", output_dtype="float64")
-    (loss,) = (
-        prepared(policy, nn.Linear(8, 8)).captured.module.graph.find_nodes(op="output")[0].args[0]
-    )
+    (loss,) = prepared(policy, nn.Linear(8, 8)).captured.module.graph.find_nodes(op="output")[0].args[0]
     assert loss.meta["val"].dtype is torch.float64
 
 
@@ -94,15 +92,11 @@ def test_random_plans_are_one_device_that_casts(mesh):
 def test_a_plan_brings_its_policy_and_refuses_another():
     torch.manual_seed(0)
     model, batch = nn.Linear(8, 8), (torch.randn(4, 8), torch.randn(4, 8))
-    made = autopar.compile(
-        model, loss_fn=loss_fn, example_inputs=batch, precision="bf16 reduce=fp32"
-    )
+    made = autopar.compile(model, loss_fn=loss_fn, example_inputs=batch, precision="bf16 reduce=fp32")
     assert made.plan.precision == BFLOAT16
     again = autopar.compile(nn.Linear(8, 8), loss_fn=loss_fn, example_inputs=batch, plan=made.plan)
     assert again.plan == made.plan
-    with pytest.raises(
-        autopar.AutoparError, match="made for the precision bfloat16 reduce=float32"
-    ):
+    with pytest.raises(autopar.AutoparError, match="made for the precision bfloat16 reduce=float32"):
         autopar.compile(nn.Linear(8, 8), loss_fn=loss_fn, plan=made.plan, precision="fp16")
 
 
@@ -138,7 +132,7 @@ def test_a_loss_of_two_dtypes_has_a_gradient(loss):
     x, target = torch.randn(4, 8), torch.randn(4, 8)
     policy = MixedPrecision("bf16")
     captured = prepare_step(nn.Linear(8, 8), (x, target), loss_fn=loss, precision=policy).captured
-    weight, bias = (torch.randn(*n, dtype=torch.bfloat16, requires_grad=True) for n in ((8, 8), (8,)))  # fmt: skip
+    weight, bias = (torch.randn(*n, dtype=torch.bfloat16, requires_grad=True) for n in ((8, 8), (8,)))
     (found,) = captured.module(weight, bias, x, target)
     found.backward()
     gradient = weight.grad.clone()

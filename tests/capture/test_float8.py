@@ -14,9 +14,7 @@ class Layers(nn.Module):
 
     def __init__(self, width: int = 128, classes: int = 256) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(2)
-        )
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(2))
         self.head = nn.Linear(width, classes, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -72,9 +70,7 @@ def test_a_weight_that_is_computed_is_left():
 
 def test_models_without_memory_are_rounded():
     policy = MixedPrecision.parse("fp8")
-    captured = capture_forward(
-        Layers().to("meta"), (torch.randn(4, 128, device="meta"),), {}, policy
-    )
+    captured = capture_forward(Layers().to("meta"), (torch.randn(4, 128, device="meta"),), {}, policy)
     names = [str(node.target) for node in captured.module.graph.nodes]
     assert sum("float8_linear" in name for name in names) == 3
 
@@ -127,7 +123,5 @@ def test_a_policy_that_rounds_nothing_is_an_error():
 
 
 def test_a_name_that_exempts_nothing_is_an_error():
-    with pytest.raises(
-        CaptureError, match=r"'lm_head', which is the name of no linear layer.*blocks\.0\.0"
-    ):
+    with pytest.raises(CaptureError, match=r"'lm_head', which is the name of no linear layer.*blocks\.0\.0"):
         products("fp8 exempt=lm_head")

@@ -29,11 +29,22 @@ def switch(**settings):
 
     torch.manual_seed(0)
     config = SwitchTransformersConfig(
-        vocab_size=32, d_model=16, d_kv=4, d_ff=24, num_heads=4, num_layers=1, num_decoder_layers=1,
-        num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, num_experts=4, expert_capacity=2,
-        dropout_rate=0.0, use_cache=False, decoder_start_token_id=0,
+        vocab_size=32,
+        d_model=16,
+        d_kv=4,
+        d_ff=24,
+        num_heads=4,
+        num_layers=1,
+        num_decoder_layers=1,
+        num_sparse_encoder_layers=1,
+        num_sparse_decoder_layers=1,
+        num_experts=4,
+        expert_capacity=2,
+        dropout_rate=0.0,
+        use_cache=False,
+        decoder_start_token_id=0,
         **{"router_jitter_noise": 0.0, **settings},
-    )  # fmt: skip
+    )
     model = SwitchTransformersForConditionalGeneration(config).train()
     ids = tokens()
     return model, {"input_ids": ids, "labels": ids, "output_router_logits": True}
@@ -44,13 +55,32 @@ def nllb():
 
     torch.manual_seed(0)
     config = NllbMoeConfig(
-        vocab_size=32, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
-        decoder_attention_heads=4, encoder_ffn_dim=24, decoder_ffn_dim=24, num_experts=4,
-        expert_capacity=4, encoder_sparse_step=1, decoder_sparse_step=1, max_position_embeddings=32,
-        dropout=0.0, activation_dropout=0.0, attention_dropout=0.0, encoder_layerdrop=0.0,
-        decoder_layerdrop=0.0, moe_token_dropout=0.0, second_expert_policy="all", use_cache=False,
-        pad_token_id=1, bos_token_id=0, eos_token_id=2, decoder_start_token_id=2,
-    )  # fmt: skip
+        vocab_size=32,
+        d_model=16,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=24,
+        decoder_ffn_dim=24,
+        num_experts=4,
+        expert_capacity=4,
+        encoder_sparse_step=1,
+        decoder_sparse_step=1,
+        max_position_embeddings=32,
+        dropout=0.0,
+        activation_dropout=0.0,
+        attention_dropout=0.0,
+        encoder_layerdrop=0.0,
+        decoder_layerdrop=0.0,
+        moe_token_dropout=0.0,
+        second_expert_policy="all",
+        use_cache=False,
+        pad_token_id=1,
+        bos_token_id=0,
+        eos_token_id=2,
+        decoder_start_token_id=2,
+    )
     ids = tokens()
     return NllbMoeForConditionalGeneration(config).train(), {"input_ids": ids, "labels": ids}
 
@@ -71,17 +101,11 @@ def test_switch_transformers_drops_tokens_and_splits_experts():
     subject = Subject.of(in_float64(model), batch)
     dropped = []
     router = model.encoder.block[0].layer[1].mlp.router
-    router.register_forward_hook(
-        lambda _, __, out: dropped.append(int((out[0].sum(-1) == 0).sum()))
-    )
+    router.register_forward_hook(lambda _, __, out: dropped.append(int((out[0].sum(-1) == 0).sum())))
     model(**batch)
     assert dropped[0] > 0, "no row is beyond the capacity"
-    plan = make_plan(
-        subject.prepared, Request(H100, mesh=Mesh.parse("dp=2,ep=2"), recipe="dp:zero3,ep:ep")
-    )
-    layers = [
-        op for op in subject.prepared.analysis.graph.ops if op.kind == "autopar.analysis.experts"
-    ]
+    plan = make_plan(subject.prepared, Request(H100, mesh=Mesh.parse("dp=2,ep=2"), recipe="dp:zero3,ep:ep"))
+    layers = [op for op in subject.prepared.analysis.graph.ops if op.kind == "autopar.analysis.experts"]
     assert [plan.ops[op.name] for op in layers] == [("t.0", "t.0>e")] * 2
     assert any("SwitchTransformersExperts was captured in a form" in note for note in plan.notes)
     found = stored(plan, axis=1)
@@ -94,9 +118,7 @@ def test_switch_transformers_drops_tokens_and_splits_experts():
 @pytest.mark.slow  # as Switch Transformers, and in the zoo
 def test_nllb_equals_one_device_with_experts_split():
     model, batch = nllb()
-    report = autopar.verify(
-        in_float64(model), batch, mesh={"dp": 2, "ep": 2}, recipe="dp:ddp,ep:ep"
-    )
+    report = autopar.verify(in_float64(model), batch, mesh={"dp": 2, "ep": 2}, recipe="dp:ddp,ep:ep")
     assert max(report.loss_error, report.worst_gradient_error) < 1e-9, report
 
 
@@ -116,11 +138,12 @@ class Routed(nn.Module):
 LOOPING = {
     "Dbrx": ("dbrx", "FFNConfig", {"ffn_hidden_size": 24, "moe_num_experts": 4}),
     "LongcatFlash": (
-        "longcat_flash", "Config",
+        "longcat_flash",
+        "Config",
         {"expert_ffn_hidden_size": 24, "n_routed_experts": 4, "zero_expert_num": 1},
     ),
     "Step3p7": ("step3p7", "TextConfig", {"num_local_experts": 4, "moe_intermediate_size": 24}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", LOOPING)
@@ -136,9 +159,7 @@ def test_experts_in_a_loop_are_one_op_and_split(name):
     experts.of_three_dims = name == "Dbrx"
     model = Routed(experts, 4 + sizes.get("zero_expert_num", 0)).double()
     report = autopar.verify(model, torch.randn(1, 12, 16).double(), mesh={"ep": 2}, recipe="ep")
-    assert max(report.loss_error, report.worst_gradient_error) < 1e-9, (
-        report
-    )  # ep refuses what has no experts
+    assert max(report.loss_error, report.worst_gradient_error) < 1e-9, report  # ep refuses what has no experts
 
 
 def test_a_captured_model_is_as_it_was(caplog):
@@ -149,15 +170,11 @@ def test_a_captured_model_is_as_it_was(caplog):
         captured = capture_step(model.bfloat16(), (), batch, None)
     assert torch.equal(random, torch.get_rng_state())
     assert all("forward" not in vars(module) for module in model.modules())
-    assert {x.dtype for x in model.parameters()} == {
-        torch.bfloat16
-    }  # eagerly a router is cast for good
+    assert {x.dtype for x in model.parameters()} == {torch.bfloat16}  # eagerly a router is cast for good
     assert model.state_dict().keys() == state.keys()
     assert "SwitchTransformersExperts" in caplog.text and "decoder.block.0.layer.2" in caplog.text
     assert len(captured.forms) == 3 and all("on the captured inputs" in x for x in captured.forms)
-    assert any(
-        "uniform" in str(n.target) for n in captured.module.graph.nodes
-    )  # the router's noise
+    assert any("uniform" in str(n.target) for n in captured.module.graph.nodes)  # the router's noise
 
 
 class Hits(nn.Module):
@@ -260,9 +277,7 @@ def test_no_row_for_a_form_is_a_gradient_of_zeros_and_a_module_not_called_is_not
 
 def test_a_form_is_proved_under_autocast_and_errors_of_the_model_are_its_own(forms):
     def early(module, x):  # rounds elsewhere
-        return torch.where(
-            x.sum(-1, keepdim=True) > 0, module.up(x / 3) * 3 - 2 * module.up.bias, 0.0
-        )
+        return torch.where(x.sum(-1, keepdim=True) > 0, module.up(x / 3) * 3 - 2 * module.up.bias, 0.0)
 
     autopar.register_form(Hits, early)
     with torch.autocast("cpu", torch.bfloat16):

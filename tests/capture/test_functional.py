@@ -21,9 +21,7 @@ LAYERS = 8
 class Model(nn.Module):
     """Linear layers that a function calls one after the other."""
 
-    def __init__(
-        self, run: Callable[[nn.ModuleList, Tensor], Tensor], frozen: int | None = None
-    ) -> None:
+    def __init__(self, run: Callable[[nn.ModuleList, Tensor], Tensor], frozen: int | None = None) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(LAYERS))
         for layer in self.layers:
@@ -143,8 +141,11 @@ def capture(model: nn.Module) -> list[str]:
 
 def _written(node: fx.Node) -> str:
     value = node.meta.get("val")
-    kinds = [(x.shape, x.stride(), x.dtype) for x in (value if isinstance(value, tuple | list) else [value])
-             if isinstance(x, Tensor)]  # fmt: skip
+    kinds = [
+        (x.shape, x.stride(), x.dtype)
+        for x in (value if isinstance(value, tuple | list) else [value])
+        if isinstance(x, Tensor)
+    ]
     where = node.meta.get("nn_module_stack"), node.meta.get("stack_trace")
     return f"{node.format_node()} {kinds} {where}"
 
@@ -179,9 +180,7 @@ def test_a_frozen_layer_is_like_no_other(made: list[int]) -> None:
     assert made[-1] < frozen
 
 
-def blocks_of(
-    calls: Callable[[Tensor, list[Tensor]], Tensor], count: int = 6
-) -> AlikeBlocks | None:
+def blocks_of(calls: Callable[[Tensor, list[Tensor]], Tensor], count: int = 6) -> AlikeBlocks | None:
     module = torch.export.export(_Called(calls, count), (torch.ones(3, 3),)).graph_module
     return find_alike_blocks(module.graph)
 
@@ -206,9 +205,7 @@ def test_finds_blocks() -> None:
     assert found is not None
     assert [[node.name for node in block] for block in found.blocks][1] == ["linear_1", "sin_1"]
     assert len(found.blocks) == 6
-    assert [str(other) for given in found.given for other in given.values()] == [
-        f"p_weights_{i}" for i in range(6)
-    ]
+    assert [str(other) for given in found.given for other in given.values()] == [f"p_weights_{i}" for i in range(6)]
 
 
 def test_one_parameter_for_two_is_not_alike() -> None:

@@ -111,9 +111,7 @@ def through_windows(z):  # the third and sixth of six columns are in none
     [(through_strides, "as_strided"), (after_strides, "as_strided"), (through_windows, "unfold")],
 )
 def test_a_write_that_a_graph_would_lose_is_refused_with_its_line(write, view):
-    with pytest.raises(
-        CaptureError, match=rf"writes to memory that aten.{view}.default"
-    ) as refused:
+    with pytest.raises(CaptureError, match=rf"writes to memory that aten.{view}.default") as refused:
         capture_step(Writing(write), (torch.ones(4, 8),), {}, None)
     assert "test_functionalize_strided_ops.py" in str(refused.value)
     assert "Write to slices or to a diagonal of the tensor itself" in str(refused.value)
@@ -124,9 +122,7 @@ def test_what_is_read_by_strides_before_a_write_is_no_obstacle():
         return z.as_strided((2, 3), (6, 1)).sum() + z.mul_(2).sum()
 
     captured = capture_step(Writing(read), (torch.ones(4, 8),), {}, None)
-    assert captured.module.graph.find_nodes(
-        op="call_function", target=torch.ops.aten.index_select.default
-    )
+    assert captured.module.graph.find_nodes(op="call_function", target=torch.ops.aten.index_select.default)
 
 
 def test_a_scatter_by_strides_is_refused():

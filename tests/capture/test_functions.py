@@ -46,10 +46,17 @@ def test_every_application_is_one_call() -> None:
 
 # By hand; d0 is the last dim. A norm over everything leaves none, and a division by len(batch) the last alone.
 FREE = {
-    "straight_round": {"d0", "d1"}, "reversal": {"d0", "d1"}, "scaled_exp": {"d0", "d1"},
-    "two_of_two": {"d0", "d1"}, "as_it_is": {"d0", "d1"}, "with_setup": {"d0", "d1"}, "no_gradient": set(),
-    "whole_norm": set(), "by_count": {"d0"}, "of_a_weight": {"d0"},
-}  # fmt: skip
+    "straight_round": {"d0", "d1"},
+    "reversal": {"d0", "d1"},
+    "scaled_exp": {"d0", "d1"},
+    "two_of_two": {"d0", "d1"},
+    "as_it_is": {"d0", "d1"},
+    "with_setup": {"d0", "d1"},
+    "no_gradient": set(),
+    "whole_norm": set(),
+    "by_count": {"d0"},
+    "of_a_weight": {"d0"},
+}
 
 
 @pytest.mark.parametrize("name", FREE)
@@ -169,7 +176,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
         lambda net, x: torch.func.vmap(Odd.apply)(x),
         "inside a transform of torch.func",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -182,9 +189,7 @@ def test_what_cannot_be_kept_is_refused_with_its_line(name: str) -> None:
 
 
 def test_a_gradient_inside_forward_is_refused() -> None:
-    with pytest.raises(
-        CaptureError, match=r"through the torch.autograd.Function .*Masked inside its forward"
-    ):
+    with pytest.raises(CaptureError, match=r"through the torch.autograd.Function .*Masked inside its forward"):
         capture(_inner_gradient)
 
 

@@ -23,33 +23,89 @@ from tests.support.scripts import by_compile, line_of, outcome
 from tests.support.tables import often
 
 REFUSED = [name for name, script in SCRIPTS.items() if script.line]
-TRAINED = [
-    name for name in SCRIPTS if name not in (*REFUSED, *HOOKS, *CACHES)
-]  # see test_caches.py
+TRAINED = [name for name in SCRIPTS if name not in (*REFUSED, *HOOKS, *CACHES)]  # see test_caches.py
 
 # One script for every kind of place that is read or written; benchmarks/parity/odd_scripts.py runs them all.
 PLACES = {
-    "annealed attribute", "head replaced", "tensor attribute", "tensor attribute that is filled",
-    "counter that forward reads", "probability of dropout", "list that the script grows", "number that forward sets",
-    "nested object", "slots", "class attribute shadowed", "attribute that appears", "enum", "None to number", "tuple",
-    "dict entry", "dict iteration", "set", "nested global table", "deque", "numpy array", "list alias",
-    "tensor replaced in a dict", "activation", "property", "global number", "attribute of a module",
-    "attribute of the loss function", "global of a helper", "environment", "method of an object",
-    "nonlocal of the loss", "entry of a partial's argument", "frozen parameters", "eval of one layer", "eps",
-    "forward hook added and removed", "forward pre-hook added", "forward replaced", "parameter replaced",
-    "layer appended", "attribute that nothing reads", "cached property of an object", "descriptor",
-    "own __getattr__", "weak dict", "thread-local value", "context variable", "chain of dicts",
-    "operators of an object", "class patched", "bound method replaced", "mutable default",
-    "frozen parameter that forward asks for", "buffer replaced by a tensor", "state dict edited",
-    "layers in another order", "counter in the dict of the model",
-}  # fmt: skip
+    "annealed attribute",
+    "head replaced",
+    "tensor attribute",
+    "tensor attribute that is filled",
+    "counter that forward reads",
+    "probability of dropout",
+    "list that the script grows",
+    "number that forward sets",
+    "nested object",
+    "slots",
+    "class attribute shadowed",
+    "attribute that appears",
+    "enum",
+    "None to number",
+    "tuple",
+    "dict entry",
+    "dict iteration",
+    "set",
+    "nested global table",
+    "deque",
+    "numpy array",
+    "list alias",
+    "tensor replaced in a dict",
+    "activation",
+    "property",
+    "global number",
+    "attribute of a module",
+    "attribute of the loss function",
+    "global of a helper",
+    "environment",
+    "method of an object",
+    "nonlocal of the loss",
+    "entry of a partial's argument",
+    "frozen parameters",
+    "eval of one layer",
+    "eps",
+    "forward hook added and removed",
+    "forward pre-hook added",
+    "forward replaced",
+    "parameter replaced",
+    "layer appended",
+    "attribute that nothing reads",
+    "cached property of an object",
+    "descriptor",
+    "own __getattr__",
+    "weak dict",
+    "thread-local value",
+    "context variable",
+    "chain of dicts",
+    "operators of an object",
+    "class patched",
+    "bound method replaced",
+    "mutable default",
+    "frozen parameter that forward asks for",
+    "buffer replaced by a tensor",
+    "state dict edited",
+    "layers in another order",
+    "counter in the dict of the model",
+}
 # And for every kind of refusal.
 REFUSALS = {
-    "layer drop by random.random", "numpy draw", "generator of numpy", "list that forward grows",
-    "tensor that forward keeps", "forward hook that keeps a tensor", "clock", "itertools.count", "own random.Random",
-    "list of a global", "global counter", "attribute of an object", "deleted attribute", "weak reference",
-    "generator", "hooks on saved tensors", "hook on the gradient of an activation",
-}  # fmt: skip
+    "layer drop by random.random",
+    "numpy draw",
+    "generator of numpy",
+    "list that forward grows",
+    "tensor that forward keeps",
+    "forward hook that keeps a tensor",
+    "clock",
+    "itertools.count",
+    "own random.Random",
+    "list of a global",
+    "global counter",
+    "attribute of an object",
+    "deleted attribute",
+    "weak reference",
+    "generator",
+    "hooks on saved tensors",
+    "hook on the gradient of an activation",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -74,9 +130,7 @@ def test_a_script_is_refused_by_its_line(name: str) -> None:
     assert script.cause in message and line_of(script.make, script.line) in message
 
 
-@pytest.mark.parametrize(
-    "name", often(HOOKS, [name for name in HOOKS if "step 2" in name or "parameter" in name])
-)
+@pytest.mark.parametrize("name", often(HOOKS, [name for name in HOOKS if "step 2" in name or "parameter" in name]))
 def test_a_backward_hook_is_refused_by_its_line(name: str) -> None:
     with pytest.raises(CaptureError, match=r"odd_writes\.py:\d+"):
         outcome(HOOKS[name], by_compile)

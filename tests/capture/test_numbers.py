@@ -181,9 +181,7 @@ def both(
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_an_annealed_attribute_takes_two_programs(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_annealed_attribute_takes_two_programs(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one with the first number built in, and one for all others."""
     expected, found, programs = both(Scaled(), set_attribute, F.mse_loss, monkeypatch, dtype)
     torch.testing.assert_close(found, expected, rtol=1e-12 if dtype.itemsize == 8 else 1e-5, atol=0)
@@ -244,12 +242,8 @@ def test_a_forward_that_reads_no_number_leaves_it_an_input_of_steps() -> None:
     assert len(compiled._kept.ready[True]) == 3  # 8 rows with the first number, 8 rows, 4 rows
 
 
-@pytest.mark.parametrize(
-    "kind", [Branching, Asking, Dropping, Both, Exponential, Stepwise, Listed, AskingBoth]
-)
-def test_a_number_on_which_more_depends_stays_built_in(
-    kind: type[Scaled], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("kind", [Branching, Asking, Dropping, Both, Exponential, Stepwise, Listed, AskingBoth])
+def test_a_number_on_which_more_depends_stays_built_in(kind: type[Scaled], monkeypatch: pytest.MonkeyPatch) -> None:
     """The model is captured for every value, and is right for every value."""
     expected, found, programs = both(kind(), set_attribute, F.mse_loss, monkeypatch)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)

@@ -77,7 +77,11 @@ NO_CHECK = pytest.mark.skipif(
     torch.__version__ < "2.13", reason="torch 2.11 takes indices of floats where it has no values"
 )
 FAULTS = [
-    (wide, "net.up(x)", "up, Linear(in_features=4, out_features=6, bias=True), which is given [2, 3] float32"),
+    (
+        wide,
+        "net.up(x)",
+        "up, Linear(in_features=4, out_features=6, bias=True), which is given [2, 3] float32",
+    ),
     (normed, "net.norm(x)", "norm, LayerNorm((5,), eps=1e-05"),
     pytest.param(looked_up, "nn.functional.embedding", "", marks=NO_CHECK),
     (misspelt, "net.upp(x)", ""),
@@ -85,7 +89,7 @@ FAULTS = [
     (outside, "x.transpose(0, 2)", ""),
     (recovering, "net.norm(x)", "norm, LayerNorm((5,), eps=1e-05"),
     (translating, "raise ValueError", ""),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("work", "text", "module"), FAULTS)

@@ -39,17 +39,11 @@ NEW = {
     "method of the object": lambda model: setattr(model, "doubled", lambda x: x * 7.0),
     "method of the class": lambda model: setattr(type(model), "doubled", lambda self, x: x * 7.0),
     "class method of the object": lambda model: setattr(model, "of_class", lambda: 7.0),
-    "class method of the class": lambda model: setattr(
-        type(model), "of_class", classmethod(lambda cls: 7.0)
-    ),
+    "class method of the class": lambda model: setattr(type(model), "of_class", classmethod(lambda cls: 7.0)),
     "static method of the object": lambda model: setattr(model, "of_nobody", lambda: 7.0),
-    "static method of the class": lambda model: setattr(
-        type(model), "of_nobody", staticmethod(lambda: 7.0)
-    ),
+    "static method of the class": lambda model: setattr(type(model), "of_nobody", staticmethod(lambda: 7.0)),
     "property of the class": lambda model: setattr(type(model), "rate", property(lambda self: 7.0)),
-    "forward of the object": lambda model: setattr(
-        model, "forward", lambda x: model.linear(x).mean()
-    ),
+    "forward of the object": lambda model: setattr(model, "forward", lambda x: model.linear(x).mean()),
 }
 
 

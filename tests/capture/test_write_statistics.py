@@ -49,8 +49,9 @@ def test_instance_norm_keeps_statistics_of_the_whole_batch(form: str) -> None:
     run, dims = FORMS[form]
     model, x = Tracked(run, dims).double(), torch.randn(4, 2, *[4, 3, 2][:dims]).double()
     assert list(capture_step(model, (x,), {}, None).mutated.values()) == [
-        "norm.running_mean", "norm.running_var",
-    ]  # fmt: skip
+        "norm.running_mean",
+        "norm.running_var",
+    ]
     for mesh in ({"dp": 2}, {"tp": 2}):
         report = verify(model, (x,), mesh=mesh, recipe="ddp" if "dp" in mesh else "tp")
         assert report.passed and report.buffers == 2, report

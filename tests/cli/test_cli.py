@@ -55,11 +55,17 @@ def test_explain_prints_what_was_chosen():
     result = run("explain", TARGET, "--mesh", "dp=2,tp=2", "--recipe", "dp:zero3,tp:tp+sp")
     assert result.exit_code == 0, result.output
     for words in (
-        "dp=2,tp=2 on h100x4x1", "blocks.*.mlp.up.weight", "ZeRO-3@dp", "dp=2 splits batch",
-        "Collectives of a step", "reduce_scatter", "Memory of a rank", "Time of a step",
+        "dp=2,tp=2 on h100x4x1",
+        "blocks.*.mlp.up.weight",
+        "ZeRO-3@dp",
+        "dp=2 splits batch",
+        "Collectives of a step",
+        "reduce_scatter",
+        "Memory of a rank",
+        "Time of a step",
         "Step time when this grows by 1 %",
         'model = autopar.compile(model, loss_fn=loss_fn, plan="plan.json")',
-    ):  # fmt: skip
+    ):
         assert words in result.output
     assert "1000000000" not in result.output
 
@@ -79,8 +85,7 @@ def test_explain_searches_the_mesh():
 
 def test_explain_a_preset_with_all_its_files(tmp_path):
     html, trace = tmp_path / "report.html", tmp_path / "trace.json"
-    found = document("explain", "gpt2", *HERE, "--stages", "1", "--html", str(html),
-                     "--trace", str(trace))  # fmt: skip
+    found = document("explain", "gpt2", *HERE, "--stages", "1", "--html", str(html), "--trace", str(trace))
     assert html.read_text().startswith("<!DOCTYPE html>")
     assert len(read_trace(trace)) == len(found["events"])
     chosen = [each for each in found["candidates"] if each["chosen"]]
@@ -96,8 +101,24 @@ def test_explain_a_preset_with_all_its_files(tmp_path):
 def test_explain_finds_the_batch(tmp_path):
     """The plan that is saved is of the batch that was found."""
     path = tmp_path / "plan.json"
-    found = document("explain", "gpt2", "--cluster", "h100x4", "--seq", "64", "--mesh", "dp=4", "--recipe", "zero1",
-                     "--max-memory", "4GB", "--batch", "auto", "--save", str(path))  # fmt: skip
+    found = document(
+        "explain",
+        "gpt2",
+        "--cluster",
+        "h100x4",
+        "--seq",
+        "64",
+        "--mesh",
+        "dp=4",
+        "--recipe",
+        "zero1",
+        "--max-memory",
+        "4GB",
+        "--batch",
+        "auto",
+        "--save",
+        str(path),
+    )
     best = next(row for row in found["batches"] if row["is_chosen"])
     assert found["asked"]["batch"].startswith(f"{best['batch']:,} samples")
     assert f"--batch {best['batch']} " in found["launch"][0]
@@ -133,9 +154,24 @@ def test_axes_of_one_rank_are_not_shown():
 
 
 def test_intents_are_obeyed():
-    found = document("explain", "gpt2", "--cluster", "h100x4x2", "--batch", "16", "--seq", "64",
-                     "--keep-inside-node", "tp", "--no", "recompute", "--no", "zero3",
-                     "--pin", "layers.*.mlp.*=tp")  # fmt: skip
+    found = document(
+        "explain",
+        "gpt2",
+        "--cluster",
+        "h100x4x2",
+        "--batch",
+        "16",
+        "--seq",
+        "64",
+        "--keep-inside-node",
+        "tp",
+        "--no",
+        "recompute",
+        "--no",
+        "zero3",
+        "--pin",
+        "layers.*.mlp.*=tp",
+    )
     sizes = dict(part.split("=") for part in found["plan"]["mesh"].split(","))
     assert 1 < int(sizes["tp"]) <= 4
     assert found["run"]["recompute"] == "none"
@@ -169,9 +205,25 @@ def test_fit_says_yes_and_how_much_is_left():
 
 
 def test_fit_says_no_with_the_changes_that_help_and_their_price():
-    result = run("fit", "gpt2", "--cluster", "h100x4", "--batch", "16", "--seq", "64",
-                 "--mesh", "dp=4", "--recipe", "ddp", "--max-memory", "3GB", "--price", "2.5",
-                 "--json")  # fmt: skip
+    result = run(
+        "fit",
+        "gpt2",
+        "--cluster",
+        "h100x4",
+        "--batch",
+        "16",
+        "--seq",
+        "64",
+        "--mesh",
+        "dp=4",
+        "--recipe",
+        "ddp",
+        "--max-memory",
+        "3GB",
+        "--price",
+        "2.5",
+        "--json",
+    )
     assert result.exit_code == 1, result.output
     found = json.loads(result.stdout)
     assert not found["fits"] and found["margin_bytes"] < 0
@@ -185,11 +237,14 @@ def test_fit_says_no_with_the_changes_that_help_and_their_price():
 @pytest.mark.parametrize(
     "words",
     [
-        ("compare", TARGET, "--top", "\u0663"), ("explain", TARGET, "--headroom", "\u0660.\u0665"),
-        ("explain", TARGET, "--recompute", "\u0660.\u0665"), ("fit", TARGET, "--price", "\u0663"),
-        ("run", "train.py", "--max-restarts", "\u0663"), ("verify", TARGET, "--seed", "\u0663"),
+        ("compare", TARGET, "--top", "\u0663"),
+        ("explain", TARGET, "--headroom", "\u0660.\u0665"),
+        ("explain", TARGET, "--recompute", "\u0660.\u0665"),
+        ("fit", TARGET, "--price", "\u0663"),
+        ("run", "train.py", "--max-restarts", "\u0663"),
+        ("verify", TARGET, "--seed", "\u0663"),
     ],
-)  # fmt: skip
+)
 def test_digits_of_other_scripts_are_no_numbers(words):
     result = run(*words)
     assert result.exit_code == 2 and repr(words[-1]) in result.stderr and not result.stdout
@@ -198,16 +253,23 @@ def test_digits_of_other_scripts_are_no_numbers(words):
 def test_a_search_of_many_ranks_says_at_once_that_it_is_long():
     """Its example has a batch of its own, too small for so many ranks, so that it ends at once."""
     long = run("explain", TARGET, "--cluster", "h100x8x1024")
-    assert (
-        "8192 ranks may take minutes; of 1024" in long.stderr
-        and "--mesh dp=1024,tp=8" in long.stderr
-    )
+    assert "8192 ranks may take minutes; of 1024" in long.stderr and "--mesh dp=1024,tp=8" in long.stderr
     assert long.exit_code == 1 and "No way to lay" in long.stderr and not long.stdout
 
 
 def test_fit_offers_more_ranks_and_larger_devices():
-    result = run("fit", "llama3-8b", "--cluster", "rtx4090x2", "--batch", "8", "--seq", "512",
-                 "--no", "offload")  # fmt: skip
+    result = run(
+        "fit",
+        "llama3-8b",
+        "--cluster",
+        "rtx4090x2",
+        "--batch",
+        "8",
+        "--seq",
+        "512",
+        "--no",
+        "offload",
+    )
     assert result.exit_code == 1, result.output
     assert "DOES NOT FIT" in result.output and "What would make it fit" in result.output
     assert "times the nodes" in result.output
@@ -324,8 +386,16 @@ def test_verify_proves_a_saved_pipeline(tmp_path, batches):
 
 
 def test_verify_searches_and_draws_pipelines():
-    searched = run("verify", TARGET, "--mesh", "pp=2,tp=2", "--recipe", "pp:gpipe,tp:tp",
-                   "--micro-batches", "2")  # fmt: skip
+    searched = run(
+        "verify",
+        TARGET,
+        "--mesh",
+        "pp=2,tp=2",
+        "--recipe",
+        "pp:gpipe,tp:tp",
+        "--micro-batches",
+        "2",
+    )
     assert searched.exit_code == 0, searched.output
     assert "gpipe with 2 micro-batches through 2 stages" in searched.output
     drawn = run("verify", TARGET, "--mesh", "pp=2", "--random")
@@ -345,8 +415,20 @@ def test_explain_compares_schedules():
 
 
 def test_explain_takes_chunks_and_recomputation():
-    found = document("explain", TARGET, "--mesh", "pp=2,dp=2", "--recipe", "pp:interleaved,dp:zero1",
-                     "--chunks", "2", "--recompute", "full", "--micro-batches", "4")  # fmt: skip
+    found = document(
+        "explain",
+        TARGET,
+        "--mesh",
+        "pp=2,dp=2",
+        "--recipe",
+        "pp:interleaved,dp:zero1",
+        "--chunks",
+        "2",
+        "--recompute",
+        "full",
+        "--micro-batches",
+        "4",
+    )
     assert len(found["pipeline"]["stages"]) == 4
     assert found["run"] == {"micro_batches": 4, "stages": 2, "chunks": 2, "recompute": "full"}
     assert found["plan"]["recompute"] == "full" and found["plan"]["pipeline"][0] == "interleaved"
@@ -362,13 +444,39 @@ def test_recomputation_without_stages():
 
 def test_a_searched_depth_of_a_function_is_a_plan_that_runs(tmp_path):
     path = tmp_path / "plan.json"
-    found = document("explain", TARGET, "--ranks", "2", "--no", "tp", "--no", "dp", "--stages", "2",
-                     "--micro-batches", "4", "--save", str(path))  # fmt: skip
+    found = document(
+        "explain",
+        TARGET,
+        "--ranks",
+        "2",
+        "--no",
+        "tp",
+        "--no",
+        "dp",
+        "--stages",
+        "2",
+        "--micro-batches",
+        "4",
+        "--save",
+        str(path),
+    )
     chosen = next(each["name"] for each in found["candidates"] if each["chosen"])
     assert chosen.startswith("pp=2") and found["pipeline"]["schedule"] in chosen
     assert Plan.load(path).pipeline is not None
-    named = document("explain", TARGET, "--ranks", "2", "--no", "tp", "--no", "dp", "--schedule", "1f1b",
-                     "--micro-batches", "4")  # fmt: skip
+    named = document(
+        "explain",
+        TARGET,
+        "--ranks",
+        "2",
+        "--no",
+        "tp",
+        "--no",
+        "dp",
+        "--schedule",
+        "1f1b",
+        "--micro-batches",
+        "4",
+    )
     assert named["pipeline"]["schedule"] == "1f1b"
     assert found["step_seconds"] <= named["step_seconds"]
 
@@ -379,26 +487,55 @@ def test_a_searched_depth_of_a_function_is_a_plan_that_runs(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "first"),
     [
-        (["explain"], "Missing argument 'TARGET'. Write for example: autopar explain llama3-8b --cluster h100x8x2"),
-        (["run", "--ranks", "2"], "Missing argument 'SCRIPT'. Write for example: autopar run train.py --ranks 4"),
+        (
+            ["explain"],
+            "Missing argument 'TARGET'. Write for example: autopar explain llama3-8b --cluster h100x8x2",
+        ),
+        (
+            ["run", "--ranks", "2"],
+            "Missing argument 'SCRIPT'. Write for example: autopar run train.py --ranks 4",
+        ),
         (["run", "none.py", "--ranks", "2"], "'SCRIPT': File 'none.py' does not exist."),
         (["run", __file__], "say how many processes share the CPUs, such as --ranks 4"),
-        (["explian", "gpt2"], "There is no command 'explian' (did you mean explain?); there are explain, fit,"),
+        (
+            ["explian", "gpt2"],
+            "There is no command 'explian' (did you mean explain?); there are explain, fit,",
+        ),
         (["fit", "lama3-8b", "--cluster", "h100x8"], "no model 'lama3-8b'; did you mean llama3-8b"),
         (["fit", "gpt2"], "Say where: --cluster h100x8x16, or --ranks 8"),
-        (["explain", "gpt2", "--cluster", "v9000x8"], "no GPU 'v9000' in the catalogue; did you mean v100"),
-        (["explain", "gpt2", "--cluster", "h100x8", "--mesh", "dp=3"],
-         "has 3 ranks, and h100x8x1 has 8: name axes whose sizes multiply to 8, or a cluster of 3."),
-        (["compare", "gpt2", "--cluster", "h100x8", "--batch", "many"], "write a number such as 64, or auto"),
+        (
+            ["explain", "gpt2", "--cluster", "v9000x8"],
+            "no GPU 'v9000' in the catalogue; did you mean v100",
+        ),
+        (
+            ["explain", "gpt2", "--cluster", "h100x8", "--mesh", "dp=3"],
+            "has 3 ranks, and h100x8x1 has 8: name axes whose sizes multiply to 8, or a cluster of 3.",
+        ),
+        (
+            ["compare", "gpt2", "--cluster", "h100x8", "--batch", "many"],
+            "write a number such as 64, or auto",
+        ),
         (["explain", "gpt2", "--clutser", "h100x8"], "No such option"),
-        (["verify", "nowhere.gpt:tiny", "--mesh", "dp=2"], "start the command in the folder that has nowhere"),
-        (["verify", "gpt.py:tiny", "--mesh", "dp=2"], "'gpt.py' is a file: name its module, as gpt:tiny."),
+        (
+            ["verify", "nowhere.gpt:tiny", "--mesh", "dp=2"],
+            "start the command in the folder that has nowhere",
+        ),
+        (
+            ["verify", "gpt.py:tiny", "--mesh", "dp=2"],
+            "'gpt.py' is a file: name its module, as gpt:tiny.",
+        ),
         (["verify", TARGET], "Give --mesh, such as --mesh dp=2,tp=2, or a saved --plan."),
-        (["explain", "./setup.py", "--ranks", "2"], "There is no file or directory ./setup.py: give the path"),
-        (["explain", __file__, "--ranks", "2"], "is a Python file: name a function in it, as test_cli:example"),
+        (
+            ["explain", "./setup.py", "--ranks", "2"],
+            "There is no file or directory ./setup.py: give the path",
+        ),
+        (
+            ["explain", __file__, "--ranks", "2"],
+            "is a Python file: name a function in it, as test_cli:example",
+        ),
         (["diff", "none.json", "b.json"], "none.json"),
     ],
-)  # fmt: skip
+)
 def test_the_first_line_of_a_mistake_says_what_to_do(arguments, first):
     result = run(*arguments)
     assert result.exit_code in (1, 2)
@@ -426,17 +563,29 @@ def test_help_has_an_example(command):
         (["explain", TARGET], "Say where: --cluster h100x8x16"),
         (["explain", TARGET, "--mesh", "dp=7"], "Axis dp has size 7, which divides nothing"),
         (["explain", TARGET, "--mesh", "dp=2", "--schedule", "1f1b"], "no axis 'pp'"),
-        (["explain", TARGET, "--mesh", "pp=2", "--schedule", "1f1b", "--micro-batches", "1"],
-         "Take 2 micro-batches, or the schedule gpipe"),
+        (
+            ["explain", TARGET, "--mesh", "pp=2", "--schedule", "1f1b", "--micro-batches", "1"],
+            "Take 2 micro-batches, or the schedule gpipe",
+        ),
         (["explain", TARGET, "--mesh", "pp=8", "--micro-batches", "8"], "blocks"),
-        (["explain", TARGET, "--mesh", "pp=2", "--recipe", "pp:zb", "--schedule", "1f1b"], "leave out one"),
-        (["explain", TARGET, "--mesh", "pp=2", "--micro-batches", "4", "--batch", "16"],
-         "16 is 2 times the 8 sequences"),
-        (["explain", TARGET, "--mesh", "pp=2", "--micro-batches", "3", "--batch", "8"],
-         "3 micro-batches do not divide a batch of 8"),
+        (
+            ["explain", TARGET, "--mesh", "pp=2", "--recipe", "pp:zb", "--schedule", "1f1b"],
+            "leave out one",
+        ),
+        (
+            ["explain", TARGET, "--mesh", "pp=2", "--micro-batches", "4", "--batch", "16"],
+            "16 is 2 times the 8 sequences",
+        ),
+        (
+            ["explain", TARGET, "--mesh", "pp=2", "--micro-batches", "3", "--batch", "8"],
+            "3 micro-batches do not divide a batch of 8",
+        ),
         (["explain", TARGET, "--mesh", "pp=2,dp=2", "--pin", "head.*=pp"], "the axes are dp"),
         (["explain", "gpt2", "--mesh", "pp=16", "--recompute", "none"], "use fewer ranks along pp"),
-        (["explain", TARGET, "--mesh", "dp=2", "--recompute", "full", "--no", "recompute"], "drop one"),
+        (
+            ["explain", TARGET, "--mesh", "dp=2", "--recompute", "full", "--no", "recompute"],
+            "drop one",
+        ),
         (["verify", TARGET, "--plan", "a.json", "--mesh", "dp=2"], "leave out --mesh"),
         (["verify", TARGET, "--mesh", "dp=2", "--random", "--recipe", "ddp"], "leave out --recipe"),
         (["verify", TARGET, "--mesh", "dp=2", "--seed", "1"], "leave out --seed"),
@@ -457,14 +606,20 @@ def test_help_has_an_example(command):
         (["explain", "gpt2", "--cluster", "h100x-8"], "h100x-8"),
         (["explain", "gpt2", "--cluster", "h1000x8"], "h100"),
         (["explain", "gpt2", "--cluster", "nowhere.toml"], "nowhere.toml"),
-        (["explain", "gpt2", "--cluster", "h100x8", "--html", "no/such/a.html"], "no folder no/such"),
+        (
+            ["explain", "gpt2", "--cluster", "h100x8", "--html", "no/such/a.html"],
+            "no folder no/such",
+        ),
         (["fit", "gpt2", "--cluster", "h100x8", "--mesh", "x=8"], "the mesh x=8 has x"),
-        (["compare", "gpt2", "--cluster", "h100x8", "--mesh", "dp=8", "--recipe", "local:4"], "explain` prices that"),
+        (
+            ["compare", "gpt2", "--cluster", "h100x8", "--mesh", "dp=8", "--recipe", "local:4"],
+            "explain` prices that",
+        ),
         (["diff", "a.json", "nowhere.json"], "Cannot read the plan a.json"),
         (["verify", "examples.gpt:example", "--mesh", "dp=2"], "needs real weights"),
         (["verify", "gpt2", "--mesh", "dp=2"], "write package.module:function"),
     ],
-)  # fmt: skip
+)
 def test_errors_are_one_sentence(arguments, says):
     result = run(*arguments)
     assert result.exit_code != 0
@@ -474,12 +629,20 @@ def test_errors_are_one_sentence(arguments, says):
 
 
 def test_a_cluster_too_small_for_any_plan():
-    result = run("explain", "llama3-8b", "--cluster", "rtx4090x2", "--batch", "8", "--seq", "512",
-                 "--no", "offload")  # fmt: skip
-    assert result.exit_code != 0
-    assert re.search(
-        r"does not fit on rtx4090x2x1: .* GB \([\d,]+ bytes\) more than the", result.output
+    result = run(
+        "explain",
+        "llama3-8b",
+        "--cluster",
+        "rtx4090x2",
+        "--batch",
+        "8",
+        "--seq",
+        "512",
+        "--no",
+        "offload",
     )
+    assert result.exit_code != 0
+    assert re.search(r"does not fit on rtx4090x2x1: .* GB \([\d,]+ bytes\) more than the", result.output)
     assert "What would help: about" in result.output
 
 

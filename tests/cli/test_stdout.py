@@ -40,9 +40,7 @@ sys.stdout.write(f"rank {os.environ['RANK']} has a loss of one number: {loss.num
 
 def stdout_of(*arguments: str) -> str:
     """All that a process wrote to stdout until it ended."""
-    return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, check=True
-    ).stdout
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=True).stdout
 
 
 def test_commands_with_json_write_documents_alone(tmp_path: Path) -> None:
@@ -60,8 +58,11 @@ def test_commands_with_json_write_documents_alone(tmp_path: Path) -> None:
 def test_a_full_stdout_is_one_line_on_stderr() -> None:
     with Path("/dev/full").open("w") as full:
         ended = subprocess.run(
-            [sys.executable, "-m", "autopar", "--version"], stdout=full, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            [sys.executable, "-m", "autopar", "--version"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
     assert ended.returncode == 1
     assert ended.stderr == "Error: The output cannot be written: No space left on device.\n"
 
@@ -71,6 +72,4 @@ def test_ranks_write_what_their_script_prints(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     written = stdout_of("-m", "autopar", "run", "--ranks", "2", str(script))
-    assert sorted(written.splitlines()) == [
-        f"rank {rank} has a loss of one number: True" for rank in (0, 1)
-    ]
+    assert sorted(written.splitlines()) == [f"rank {rank} has a loss of one number: True" for rank in (0, 1)]

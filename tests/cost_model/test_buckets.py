@@ -16,18 +16,21 @@ LARGE = stacked.residual(4, stacked.Sizes(batch=512, width=8192, hidden=32768, v
 def pricer(ranks: int, bucket_bytes: float | None = None) -> NodePricer:
     mesh, hardware = Mesh.of({"dp": ranks}), find_hardware("h100")
     links = [hardware.link(mesh, 0)]
-    return NodePricer(
-        LARGE, sizes=Sizes(mesh), hardware=hardware, links=links, bucket_bytes=bucket_bytes
-    )
+    return NodePricer(LARGE, sizes=Sizes(mesh), hardware=hardware, links=links, bucket_bytes=bucket_bytes)
 
 
 def test_a_bucket_grows_with_the_ranks_of_the_largest_axis() -> None:
     assert [usual_bucket_bytes((n, 8)) for n in (2, 13, 64, 512)] == [
-        BUCKET_BYTES, BUCKET_BYTES, 128_000_000, 1_024_000_000,
-    ]  # fmt: skip
+        BUCKET_BYTES,
+        BUCKET_BYTES,
+        128_000_000,
+        1_024_000_000,
+    ]
     assert [pricer(ranks).bucket_bytes for ranks in (8, 64, 512)] == [
-        BUCKET_BYTES, 128_000_000, 1_024_000_000,
-    ]  # fmt: skip
+        BUCKET_BYTES,
+        128_000_000,
+        1_024_000_000,
+    ]
 
 
 def test_fewer_rings_cost_less_time() -> None:

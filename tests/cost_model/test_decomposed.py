@@ -46,9 +46,7 @@ class Two(nn.Module):
 def explained(decompose: str, recipe: str = "tp+sp") -> autopar.Explanation:
     with torch.device("meta"):
         model, x = Two(), torch.empty(8, 256, 512)
-    return autopar.explain(
-        model, (x,), mesh={"x": RANKS}, cluster=CLUSTER, recipe=recipe, decompose=decompose
-    )
+    return autopar.explain(model, (x,), mesh={"x": RANKS}, cluster=CLUSTER, recipe=recipe, decompose=decompose)
 
 
 def items_of(found: autopar.Explanation) -> list[WorkItem]:
@@ -64,14 +62,14 @@ def test_what_a_plan_hides_is_what_its_products_leave() -> None:
             parts[item.phase] = item.count * item.seconds  # both have the same size
     assert parts["backward"] == pytest.approx(2 * parts["forward"], rel=1e-6)
     found = {(i.kind, i.phase): i for i in items if i.hidden_seconds}
-    assert {key: float(i.hidden_seconds) for key, i in found.items()} == pytest.approx({
-        ("all_gather", "forward"): min(found["all_gather", "forward"].seconds, parts["forward"] * 3 / 4),
-        ("reduce_scatter", "backward"):
-            min(found["reduce_scatter", "backward"].seconds, parts["backward"] * 7 / 8),
-        ("reduce_scatter", "forward"):
-            min(found["reduce_scatter", "forward"].seconds, parts["forward"] * 3 / 4),
-        ("all_gather", "backward"): min(found["all_gather", "backward"].seconds, parts["backward"] * 3 / 4),
-    })  # fmt: skip
+    assert {key: float(i.hidden_seconds) for key, i in found.items()} == pytest.approx(
+        {
+            ("all_gather", "forward"): min(found["all_gather", "forward"].seconds, parts["forward"] * 3 / 4),
+            ("reduce_scatter", "backward"): min(found["reduce_scatter", "backward"].seconds, parts["backward"] * 7 / 8),
+            ("reduce_scatter", "forward"): min(found["reduce_scatter", "forward"].seconds, parts["forward"] * 3 / 4),
+            ("all_gather", "backward"): min(found["all_gather", "backward"].seconds, parts["backward"] * 3 / 4),
+        }
+    )
 
 
 def test_the_composed_step_is_shorter_by_what_is_hidden() -> None:
@@ -96,9 +94,14 @@ def panels() -> autopar.Explanation:
     """Two layers over 4 x 2 ranks under SUMMA, in pieces along x."""
     layers = [nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)) for _ in range(2)]
     return autopar.explain(
-        nn.Sequential(*layers), (torch.ones(8, 4, 64),), loss_fn=lambda y: y.square().mean(),
-        mesh={"x": 4, "y": 2}, cluster="h100x8", recipe={"x,y": "2d"}, decompose="x",
-    )  # fmt: skip
+        nn.Sequential(*layers),
+        (torch.ones(8, 4, 64),),
+        loss_fn=lambda y: y.square().mean(),
+        mesh={"x": 4, "y": 2},
+        cluster="h100x8",
+        recipe={"x,y": "2d"},
+        decompose="x",
+    )
 
 
 def test_a_slice_that_comes_back_in_panels_takes_two_of_them() -> None:
@@ -113,9 +116,7 @@ def test_a_slice_that_comes_back_in_panels_takes_two_of_them() -> None:
         }
         for plan in (found.plan, whole)
     }
-    assert (
-        back[()]["linear_2"] == 8 * 4 * 64 * 4 // 2
-    )  # the whole operand of a rank: y splits the batch
+    assert back[()]["linear_2"] == 8 * 4 * 64 * 4 // 2  # the whole operand of a rank: y splits the batch
     assert back["x",]["linear_2"] == back[()]["linear_2"] / 2
 
 
@@ -128,9 +129,9 @@ def test_the_table_of_stages_prices_a_decomposed_step_of_a_slow_host_as_the_step
     for host_seconds in (0.0, 3e-5, 3e-4):
         hardware = replace(CLUSTER.hardware, host_seconds=host_seconds)
         step = composed(found.graph, found.plan, hardware, software=software)
-        table = StageTables(
-            found.graph, found.plan, hardware, world=found.plan.mesh, software=software
-        ).at(found.plan.recompute)
+        table = StageTables(found.graph, found.plan, hardware, world=found.plan.mesh, software=software).at(
+            found.plan.recompute
+        )
         one = table.stage(0, table.blocks)
         each = one.forward_seconds + one.backward_seconds
         seconds = found.plan.micro_batches * each + float(table.once_seconds[0, -1])
@@ -153,9 +154,13 @@ def test_auto_leaves_stages_alone_where_nothing_hides() -> None:
     layers = [nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)) for _ in range(2)]
     prepared = prepare_step(nn.Sequential(*layers), (torch.ones(2, 4, 16),), {}, loss_fn=torch.mean)
     request = Request(
-        find_hardware("cpu-gloo"), mesh=Mesh.parse("pp=2,x=2"), recipe="x:ddp", micro_batches=2,
-        decompose=("auto",), schedule="1f1b",
-    )  # fmt: skip
+        find_hardware("cpu-gloo"),
+        mesh=Mesh.parse("pp=2,x=2"),
+        recipe="x:ddp",
+        micro_batches=2,
+        decompose=("auto",),
+        schedule="1f1b",
+    )
     assert search_step(prepared, request).best.plan.decomposed == ()
 
 
@@ -173,9 +178,7 @@ def test_meshes_without_the_axis_are_searched_too() -> None:
 
 
 def test_unknown_axes_are_refused() -> None:
-    with pytest.raises(
-        AutoparError, match="decompose names the axis 'y', and stages have the axes x"
-    ):
+    with pytest.raises(AutoparError, match="decompose names the axis 'y', and stages have the axes x"):
         explained("y")
 
 
@@ -184,9 +187,12 @@ def decomposed_calls(prepared: Prepared, plan: Plan) -> int:
     found = build_program(prepared.captured, prepared.analysis, plan)
     names = {axis: axis for axis in plan.mesh.names}
     decompose_products(
-        found.module, gather_products, product_scatter, groups=plan.decomposed,
+        found.module,
+        gather_products,
+        product_scatter,
+        groups=plan.decomposed,
         restored=gathered_again(found.slices, plan, names),
-    )  # fmt: skip
+    )
     calls = found.module.graph.nodes
     return sum(node.target in (gather_products, product_scatter) for node in calls)
 
@@ -203,9 +209,7 @@ def test_the_graph_and_the_price_decompose_the_same_conversions() -> None:
     graph, total = prepared.analysis.graph, 0
     for seed in range(40):
         mesh = Mesh.of({"a": 2, "b": 2})
-        drawn = random_plan(
-            graph, mesh, seed=seed, fingerprint=prepared.captured.fingerprint, lone_ops=False
-        )
+        drawn = random_plan(graph, mesh, seed=seed, fingerprint=prepared.captured.fingerprint, lone_ops=False)
         plan = replace(drawn, pipeline=None, decomposed=mesh.names)
         assert decomposed_calls(prepared, plan) == priced_calls(graph, plan), seed
         total += priced_calls(graph, plan)

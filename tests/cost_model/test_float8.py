@@ -13,9 +13,7 @@ from tests.cost_model.test_price import MACHINE
 
 ROWS, INNER, COLUMNS = 512, 128, 256
 FLOPS = 2 * ROWS * INNER * COLUMNS
-FAST_MEMORY = dataclasses.replace(
-    MACHINE, peak_flops=((1, 2e12), (2, 1e12)), memory_bytes_per_second=1e30
-)
+FAST_MEMORY = dataclasses.replace(MACHINE, peak_flops=((1, 2e12), (2, 1e12)), memory_bytes_per_second=1e30)
 FAST_PRODUCTS = dataclasses.replace(MACHINE, peak_flops=((1, 2e30), (2, 1e30)))
 
 
@@ -31,9 +29,15 @@ def priced(hardware, trained: tuple[bool, bool], narrow: int | None = 1) -> OpPr
     work = Work(2, (Leaf("b", "b", ROWS),), (Leaf("j", "j", COLUMNS),), (Leaf("k", "k", INNER),))
     whole = Choice("-", (R, R), (R,))
     op = Op(
-        "y", "autopar.float8_linear", ("x", "w"), ("y",), (whole,), FLOPS, work=(work,),
+        "y",
+        "autopar.float8_linear",
+        ("x", "w"),
+        ("y",),
+        (whole,),
+        FLOPS,
+        work=(work,),
         product_itemsize_bytes=narrow,
-    )  # fmt: skip
+    )
     return OpPrice.of(op, ("-",), tensors, Sizes(Mesh.of({"a": 1})), hardware)
 
 

@@ -56,17 +56,26 @@ def plan(seed: int) -> Plan:
 
 
 def step_of(
-    seed: int, hardware: Hardware = H100, run: Run | None = None, model: Graph | None = None,
+    seed: int,
+    hardware: Hardware = H100,
+    run: Run | None = None,
+    model: Graph | None = None,
     chosen: Plan | None = None,
-) -> Step:  # fmt: skip
+) -> Step:
     """A random plan priced with plain numbers."""
     model, chosen, run = model or graph(), chosen or plan(seed), run or Run(micro_batches=2)
     links = [hardware.link(MESH, axis) for axis in range(len(MESH.axes))]
     pricer = Pricer(model, chosen, sizes=Sizes(MESH), hardware=hardware, links=links)
     return Step(
-        list(pricer.items()), list(pricer.holdings()), run, hardware, AUTOPAR,
-        layers=LAYERS, boundary_bytes=pricer.boundary_bytes(), boundary_link=hardware.across_nodes,
-    )  # fmt: skip
+        list(pricer.items()),
+        list(pricer.holdings()),
+        run,
+        hardware,
+        AUTOPAR,
+        layers=LAYERS,
+        boundary_bytes=pricer.boundary_bytes(),
+        boundary_link=hardware.across_nodes,
+    )
 
 
 def peak(step: Step) -> float:
@@ -121,8 +130,7 @@ def test_gradients_that_fill_no_bucket_take_one_collective_at_least() -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_crossing_nodes_never_costs_less(seed: int) -> None:
     inside, across, apart = (
-        step_of(seed, dataclasses.replace(H100, devices_per_node=size)).seconds()
-        for size in (8, 2, 1)
+        step_of(seed, dataclasses.replace(H100, devices_per_node=size)).seconds() for size in (8, 2, 1)
     )
     assert inside <= across <= apart
 
@@ -134,14 +142,14 @@ def test_names_and_order_of_nodes_do_not_matter(seed: int) -> None:
     ops = {op.name: f"op{i}" for i, op in enumerate(graph().ops)}
     shuffled = dataclasses.replace(
         graph(),
-        tensors={
-            new[name]: dataclasses.replace(t, name=new[name])
-            for name, t in reversed(graph().tensors.items())
-        },
+        tensors={new[name]: dataclasses.replace(t, name=new[name]) for name, t in reversed(graph().tensors.items())},
         ops=tuple(
             dataclasses.replace(
-                op, name=ops[op.name], operands=tuple(new[n] for n in op.operands),
-                results=tuple(new[n] for n in op.results), saved=tuple(new[n] for n in op.saved),
+                op,
+                name=ops[op.name],
+                operands=tuple(new[n] for n in op.operands),
+                results=tuple(new[n] for n in op.results),
+                saved=tuple(new[n] for n in op.saved),
                 hidden=tuple(new[n] for n in op.hidden),
             )
             for op in graph().ops
@@ -150,10 +158,8 @@ def test_names_and_order_of_nodes_do_not_matter(seed: int) -> None:
         buffers={k: new[v] for k, v in graph().buffers.items()},
         inputs={k: new[v] for k, v in graph().inputs.items()},
         outputs=tuple(new[n] for n in graph().outputs),
-    )  # fmt: skip
-    moved = dataclasses.replace(
-        plan(seed), ops={ops[name]: labels for name, labels in plan(seed).ops.items()}
     )
+    moved = dataclasses.replace(plan(seed), ops={ops[name]: labels for name, labels in plan(seed).ops.items()})
     plain, renamed = step_of(seed), step_of(seed, model=shuffled, chosen=moved)
     assert renamed.seconds() == pytest.approx(plain.seconds(), rel=1e-12)
     assert peak(renamed) == pytest.approx(peak(plain), rel=1e-12)
@@ -177,12 +183,8 @@ def test_an_all_reduce_lies_between_its_halves_and_their_sum(ranks: int, size_by
 
 
 @pytest.mark.parametrize("fill", [0.0, 1e-5, 1e-2])  # none, less and more than a bucket takes
-@pytest.mark.parametrize(
-    "name", ["all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce"]
-)
-def test_a_part_of_a_bucket_is_never_dearer_than_a_message_of_its_own(
-    name: str, fill: float
-) -> None:
+@pytest.mark.parametrize("name", ["all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce"])
+def test_a_part_of_a_bucket_is_never_dearer_than_a_message_of_its_own(name: str, fill: float) -> None:
     link = dataclasses.replace(H100.inside_node, fill_seconds=fill)
 
     def seconds(size_bytes: float, is_bucketed: bool) -> float:
@@ -190,9 +192,15 @@ def test_a_part_of_a_bucket_is_never_dearer_than_a_message_of_its_own(
         before = part if name == "all_gather" else whole
         after = part if name == "reduce_scatter" else whole
         return collective_seconds(
-            name, before_bytes=before, after_bytes=after, ranks=8, link=link, hardware=H100,
-            bucketed=is_bucketed, bucket_bytes=2**20,
-        )  # fmt: skip
+            name,
+            before_bytes=before,
+            after_bytes=after,
+            ranks=8,
+            link=link,
+            hardware=H100,
+            bucketed=is_bucketed,
+            bucket_bytes=2**20,
+        )
 
     sizes = [2.0**power for power in range(8, 24)]
     in_buckets = [seconds(size, True) for size in sizes]

@@ -44,9 +44,7 @@ def test_the_gathers_of_operands_are_counted(graph):
     # y has 8 x 64 numbers of 8 bytes, half of which are elsewhere, and there are 3 micro-batches
     assert (split.gathered_bytes, whole.gathered_bytes) == (3 * 8 * 64 * 8 // 2, 0)
     # the op is as slow, but waits for the gather
-    gather = conversion_seconds(
-        graph.tensors["mul"], (S(0),), (R,), sizes=Sizes(Mesh.of({"x": 2})), hardware=MACHINE
-    )
+    gather = conversion_seconds(graph.tensors["mul"], (S(0),), (R,), sizes=Sizes(Mesh.of({"x": 2})), hardware=MACHINE)
     assert 0 < whole.seconds == pytest.approx(split.seconds - 3 * gather.total)
     assert split.seconds < price(graph, plan(graph, "d1"), MACHINE).seconds
 

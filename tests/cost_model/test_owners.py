@@ -23,9 +23,7 @@ BYTES, RANKS = 1e9, 4
 
 def seconds(name: str) -> float:
     link = TOY.link(Mesh.of({"x": RANKS}), 0)
-    return collective_seconds(
-        name, before_bytes=BYTES, after_bytes=BYTES, ranks=RANKS, link=link, hardware=TOY
-    )
+    return collective_seconds(name, before_bytes=BYTES, after_bytes=BYTES, ranks=RANKS, link=link, hardware=TOY)
 
 
 def test_every_conversion_has_a_price_and_a_volume() -> None:
@@ -59,8 +57,10 @@ def test_messages_to_or_from_one_rank_count_as_their_mean() -> None:
     """Of four ranks one sends a whole tensor, or the owner three fourths of it, or three ranks a fourth each."""
     whole, part = BYTES, BYTES / RANKS
     for name, before, after, senders in (
-        ("send", whole, whole, 1), ("scatter", whole, part, 3), ("gather", part, whole, 3),
-    ):  # fmt: skip
+        ("send", whole, whole, 1),
+        ("scatter", whole, part, 3),
+        ("gather", part, whole, 3),
+    ):
         sent = traffic_bytes(name, before_bytes=before, after_bytes=after, ranks=RANKS)
         assert RANKS * sent == senders * min(before, after)
 
@@ -83,9 +83,7 @@ def planned(recipe: str, ranks: int = 4):
 
 def test_the_memory_of_a_plan_is_that_of_its_fullest_rank() -> None:
     """One owner of all holds what ddp holds; spread over 4, less by what the others own."""
-    whole, one, spread = (
-        planned(recipe).price.peak_bytes for recipe in ("ddp", "data-parallel", "parameter-server")
-    )
+    whole, one, spread = (planned(recipe).price.peak_bytes for recipe in ("ddp", "data-parallel", "parameter-server"))
     assert one == whole
     parameters = GRAPH.parameters.values()
     stored = sum(GRAPH.tensors[each].itemsize_bytes * _elements(each) for each in parameters)

@@ -61,9 +61,7 @@ def test_gathers_in_the_format_of_use_and_reductions_in_their_own() -> None:
     assert seconds(wide)[1] > seconds(plain)[1]
 
 
-def held(
-    dtype: torch.dtype, policy: MixedPrecision | None, training_state: TrainingState
-) -> dict[str, float]:
+def held(dtype: torch.dtype, policy: MixedPrecision | None, training_state: TrainingState) -> dict[str, float]:
     """Bytes of a rank by kind, of an MLP under ZeRO-1, and of what its gradients' reductions send."""
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)).to(dtype)
     batch = (torch.randn(8, 8, dtype=dtype), torch.randn(8, 8, dtype=dtype))
@@ -71,9 +69,13 @@ def held(
     hardware = find_hardware("cpu-gloo")
     plan = make_plan(prepared, Request(hardware, mesh=MESH, recipe="zero1"))
     pricer = Pricer(
-        prepared.analysis.graph, plan, sizes=Sizes(MESH), hardware=hardware,
-        links=[hardware.link(MESH, 0)], training_state=training_state,
-    )  # fmt: skip
+        prepared.analysis.graph,
+        plan,
+        sizes=Sizes(MESH),
+        hardware=hardware,
+        links=[hardware.link(MESH, 0)],
+        training_state=training_state,
+    )
     found: dict[str, float] = {}
     for holding in pricer.holdings():
         found[holding.kind] = found.get(holding.kind, 0) + holding.bytes
@@ -88,10 +90,6 @@ def test_casting_float32_holds_what_bfloat16_with_masters_does() -> None:
     masters = held(torch.bfloat16, None, MIXED_FLOAT32_GRADIENTS)
     kinds = ("parameters", "gradients", "optimizer")
     assert sum(cast[k] for k in kinds) == sum(masters[k] for k in kinds)
-    assert [cast[k] for k in ("all_gather", "reduce_scatter")] == [
-        masters[k] for k in ("all_gather", "reduce_scatter")
-    ]
-    assert (
-        cast["cast"] == (4 + 2) * 552 / 4
-    )  # once a step a shard of the 552 elements is read and written
+    assert [cast[k] for k in ("all_gather", "reduce_scatter")] == [masters[k] for k in ("all_gather", "reduce_scatter")]
+    assert cast["cast"] == (4 + 2) * 552 / 4  # once a step a shard of the 552 elements is read and written
     assert cast["gradients"] == 4 * 552

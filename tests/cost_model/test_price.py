@@ -54,9 +54,13 @@ NAMES = sorted({name for transition in TRANSITIONS.values() for name in transiti
 
 def seconds(name: str, before: int, after: int, ranks: int = 4) -> float:
     return collective_seconds(
-        name, before_bytes=before, after_bytes=after, ranks=ranks, link=MACHINE.inside_node,
+        name,
+        before_bytes=before,
+        after_bytes=after,
+        ranks=ranks,
+        link=MACHINE.inside_node,
         hardware=MACHINE,
-    )  # fmt: skip
+    )
 
 
 # Collectives
@@ -123,12 +127,17 @@ def test_every_conversion_has_a_price_that_grows_with_the_tensor() -> None:
     layouts = list(itertools.product(STATES, repeat=2))
     for source, target in itertools.product(layouts, layouts):
         costs = [
-            sum(conversion_seconds(
-                Tensor("t", ((8,), (width,)), (("",), ("",)), 4, True), source, target,
-                sizes=sizes, hardware=MACHINE,
-            ))
+            sum(
+                conversion_seconds(
+                    Tensor("t", ((8,), (width,)), (("",), ("",)), 4, True),
+                    source,
+                    target,
+                    sizes=sizes,
+                    hardware=MACHINE,
+                )
+            )
             for width in (8, 64, 512)
-        ]  # fmt: skip
+        ]
         assert costs == sorted(costs)
 
 
@@ -212,9 +221,7 @@ def test_views_are_free_and_what_needs_no_gradient_has_no_backward() -> None:
     b.op("view", "b k -> k b", [x], view=True)
     b.op("cos", "b k -> b k", [x])
     graph, sizes = b.graph(), Sizes(Mesh.of({"x": 2}))
-    costs = [
-        op_seconds(op, ("-",), graph.tensors, sizes=sizes, hardware=MACHINE) for op in graph.ops
-    ]
+    costs = [op_seconds(op, ("-",), graph.tensors, sizes=sizes, hardware=MACHINE) for op in graph.ops]
     assert costs[0] == (0.0, 0.0)
     assert costs[1] == (pytest.approx(4e-8), 0.0)
 
@@ -235,9 +242,7 @@ def test_the_stages_of_zero(plan: ParameterPlan, per_parameter: float) -> None:
     tensor = Tensor("w", ((400,), (10,)), (("",), ("",)), 4, True)
     found = parameter_bytes(tensor, plan, Sizes(Mesh.of({"x": 4})))
     assert found.total == 4000 * per_parameter
-    frozen = parameter_bytes(
-        dataclasses.replace(tensor, needs_grad=False), plan, Sizes(Mesh.of({"x": 4}))
-    )
+    frozen = parameter_bytes(dataclasses.replace(tensor, needs_grad=False), plan, Sizes(Mesh.of({"x": 4})))
     assert found.parameter == frozen.total
 
 
@@ -250,9 +255,7 @@ def test_a_saved_value_is_counted_once_for_each_layout() -> None:
     names.append(b.op("sine", "k b -> k b", [view]))
     graph = b.graph()
     ops = {op.name: ("-",) for op in graph.ops} | {names[2]: ("b",)}
-    plan = Plan(
-        Mesh.of({"x": 2}), "", "auto", 1, {"s": ParameterPlan((R,), (R,))}, {"x": (R,)}, ops
-    )
+    plan = Plan(Mesh.of({"x": 2}), "", "auto", 1, {"s": ParameterPlan((R,), (R,))}, {"x": (R,)}, ops)
     # whole: 8 * 4 * 4 = 128, once for three names of the same memory; half: 64
     assert price(graph, plan, MACHINE).saved_bytes == 128 + 64
 
@@ -263,15 +266,21 @@ def test_a_saved_value_is_counted_once_for_each_layout() -> None:
 def ddp(micro_batches: int, stage: str) -> Plan:
     graph = mlp()
     parameter = {
-        "ddp": ParameterPlan((R,), (V,)), "zero1": ParameterPlan((S(0),), (V,)),
+        "ddp": ParameterPlan((R,), (V,)),
+        "zero1": ParameterPlan((S(0),), (V,)),
         "zero2": ParameterPlan((S(0),), (V,), "micro_batch"),
         "zero3": ParameterPlan((S(0),), (S(0),)),
-    }[stage]  # fmt: skip
+    }[stage]
     ops = {op.name: ("b",) for op in graph.ops}
     return Plan(
-        Mesh.of({"x": 4}), "", stage, micro_batches, dict.fromkeys(graph.parameters, parameter),
-        {"x": (S(0),)}, ops,
-    )  # fmt: skip
+        Mesh.of({"x": 4}),
+        "",
+        stage,
+        micro_batches,
+        dict.fromkeys(graph.parameters, parameter),
+        {"x": (S(0),)},
+        ops,
+    )
 
 
 def test_data_parallelism_by_hand() -> None:
@@ -292,12 +301,8 @@ def test_zero_2_and_3_by_hand() -> None:
     half = 3e-6 + 0.75 * 2048 / 1e9  # an all-gather or a reduce-scatter of one matrix
     in_bucket = 3e-6 * 2048 / (25 * 2**20) + 0.75 * 2048 / 1e9
     for m in (1, 5):
-        assert price(mlp(), ddp(m, "zero2"), MACHINE).parameter_seconds == pytest.approx(
-            2 * (1 + m) * in_bucket
-        )
-        assert price(mlp(), ddp(m, "zero3"), MACHINE).parameter_seconds == pytest.approx(
-            2 * 3 * m * half
-        )
+        assert price(mlp(), ddp(m, "zero2"), MACHINE).parameter_seconds == pytest.approx(2 * (1 + m) * in_bucket)
+        assert price(mlp(), ddp(m, "zero3"), MACHINE).parameter_seconds == pytest.approx(2 * 3 * m * half)
 
 
 def test_ops_and_conversions_run_once_for_each_micro_batch() -> None:
@@ -313,9 +318,7 @@ def test_an_op_without_labels_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(("loss", "is_transient"), [("cross_entropy", True), ("nll_loss", False)])
-def test_operands_of_a_cross_entropy_take_memory_while_it_runs(
-    loss: str, is_transient: bool
-) -> None:
+def test_operands_of_a_cross_entropy_take_memory_while_it_runs(loss: str, is_transient: bool) -> None:
     """It keeps log-probabilities in place of the logits; nll_loss keeps its operands."""
 
     class Loss(nn.Module):

@@ -143,9 +143,7 @@ def test_what_no_gradient_comes_from_keeps_nothing() -> None:
 
     prepared = prepare_step(Routed(), (torch.randn(8, 16),))
     graph = prepared.analysis.graph
-    assert {op.kind for op in graph.ops if graph.tensors[op.results[0]].needs_grad}.isdisjoint(
-        {"aten.sin", "aten.exp"}
-    )
+    assert {op.kind for op in graph.ops if graph.tensors[op.results[0]].needs_grad}.isdisjoint({"aten.sin", "aten.exp"})
     model = Routed()
     found = program_kept_bytes(prepared, model, (torch.randn(8, 16),))
     assert abs(priced_bytes(prepared) - found) < 8  # the truth value as a number
@@ -154,17 +152,13 @@ def test_what_no_gradient_comes_from_keeps_nothing() -> None:
 # Plans that divide
 
 
-def rank_kept_bytes(
-    prepared: Prepared, model: nn.Module, inputs: tuple[Tensor, ...], plan: Plan
-) -> float:
+def rank_kept_bytes(prepared: Prepared, model: nn.Module, inputs: tuple[Tensor, ...], plan: Plan) -> float:
     """What each of the simulated ranks of a plan keeps."""
     program = build_program(prepared.captured, prepared.analysis, plan)
     mesh, parameters = plan.mesh, dict(model.named_parameters())
     arguments = [
         [
-            shard(parameters[s.name].detach(), s.dims, s.layout, mesh, rank)
-            .clone()
-            .requires_grad_()
+            shard(parameters[s.name].detach(), s.dims, s.layout, mesh, rank).clone().requires_grad_()
             for rank in range(mesh.size)
         ]
         for s in program.parameters
@@ -188,9 +182,7 @@ def test_ranks_keep_what_is_priced(recipe: str, tolerance: float) -> None:
     inputs = (torch.randint(256, (8, 16)), torch.randint(256, (8, 16)))
     prepared = prepare_step(model, inputs, loss_fn=loss_fn)
     graph = prepared.analysis.graph
-    plan = make_plan(
-        prepared, Request(HARDWARE, mesh={"x": 2}, recipe=recipe, memory_bytes=PLENTY_BYTES)
-    )
+    plan = make_plan(prepared, Request(HARDWARE, mesh={"x": 2}, recipe=recipe, memory_bytes=PLENTY_BYTES))
     found = rank_kept_bytes(prepared, model, inputs, plan)
     assert price(graph, plan, HARDWARE).saved_bytes == pytest.approx(found, rel=tolerance)
 
@@ -213,9 +205,14 @@ def saved_parts(prepared: Prepared, plan: Plan) -> dict[str, float]:
     links = [HARDWARE.link(mesh, axis) for axis in range(len(mesh.axes))]
     pricer = Pricer(graph, plan, sizes=Sizes(mesh), hardware=HARDWARE, links=links)
     step = Step(
-        list(pricer.items()), list(pricer.holdings()), Run(recompute="full"), HARDWARE, AUTOPAR,
-        layers=3, boundary_bytes=pricer.boundary_bytes(),
-    )  # fmt: skip
+        list(pricer.items()),
+        list(pricer.holdings()),
+        Run(recompute="full"),
+        HARDWARE,
+        AUTOPAR,
+        layers=3,
+        boundary_bytes=pricer.boundary_bytes(),
+    )
     saved = next(term for term in step.memory() if term.name == "saved activations")
     return {part.name: part.value for part in saved.parts}
 
@@ -239,10 +236,7 @@ def test_recomputation_divides_too() -> None:
     graph = prepared.analysis.graph
     whole = unsplit_plan(graph, prepared.captured.fingerprint)
     batch = {op.name: op for op in graph.ops}
-    labels = {
-        name: next((c.label for c in op.choices if c.factor == "batch"), "-")
-        for name, op in batch.items()
-    }
+    labels = {name: next((c.label for c in op.choices if c.factor == "batch"), "-") for name, op in batch.items()}
     plan = replace(whole, mesh=Mesh.of({"x": 2}), ops={n: (label,) for n, label in labels.items()})
     plan = replace(plan, parameters={n: ParameterPlan((R,), (R,)) for n in graph.parameters})
     halves = {name: held / 2 for name, held in saved_parts(prepared, whole).items()}

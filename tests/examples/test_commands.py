@@ -12,9 +12,7 @@ from autopar.cli import main
 from autopar.models.presets import PRESETS
 
 ROOT = Path(__file__).parents[2]
-LINE = re.compile(
-    r"^(?: {4})?(?:\$ )?(autopar (?:explain|fit|compare|diff|verify|calibrate|run) [^\n|]*)$", re.M
-)
+LINE = re.compile(r"^(?: {4})?(?:\$ )?(autopar (?:explain|fit|compare|diff|verify|calibrate|run) [^\n|]*)$", re.M)
 
 
 def _commands() -> list[tuple[str, str]]:

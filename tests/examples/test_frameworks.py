@@ -71,13 +71,9 @@ def test_the_trainer_learns_and_saves(framework_ranks: Ranks, tmp_path: Path, st
     assert "trained on 2 ranks" in text
 
 
-@pytest.mark.parametrize(
-    "name", often(["accelerate_loop.py", "lightning_module.py"], ["accelerate_loop.py"])
-)
+@pytest.mark.parametrize("name", often(["accelerate_loop.py", "lightning_module.py"], ["accelerate_loop.py"]))
 @pytest.mark.parametrize("start", STARTS)
-def test_a_framework_makes_the_process_group_and_learns(
-    tmp_path: Path, name: str, start: str
-) -> None:
+def test_a_framework_makes_the_process_group_and_learns(tmp_path: Path, name: str, start: str) -> None:
     """Accelerate makes it here as it does for the trainers of transformers."""
     text = on_new_ranks(name) if start == "forks" else launched(name, tmp_path)
     right = re.findall(r"right: ([\d.]+)", text)

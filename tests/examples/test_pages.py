@@ -215,9 +215,7 @@ def examples(page: str) -> list[str]:
     """The Python of a page, block by block: fenced, or indented up to the command that starts it."""
     text = (DOCS / f"{page}.md").read_text()
     pattern = r"```python\n(.*?)```|(?<=\n\n)((?: {4}[^\n]*\n|\n(?= {4}))+)"
-    return [
-        m[1] or _script(m[2]) for m in re.finditer(pattern, text, re.S) if m[1] or _script(m[2])
-    ]
+    return [m[1] or _script(m[2]) for m in re.finditer(pattern, text, re.S) if m[1] or _script(m[2])]
 
 
 def _script(indented: str) -> str:
@@ -233,9 +231,7 @@ def _run(case: Case, folder: Path) -> str:
         script.write_text(f"{WHOLE_LINES}{case.code}")
         command = (sys.executable, "-m", "autopar", "run", str(script), "--ranks", f"{case.ranks}")
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        return subprocess.run(
-            command, cwd=folder, env=environment, check=True, capture_output=True, text=True
-        ).stdout
+        return subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True, text=True).stdout
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(compile(case.code, f"{case.page}.md", "exec"), {"__name__": "page"})
@@ -251,9 +247,7 @@ def _parameters() -> Iterator[object]:
 
 
 @pytest.mark.parametrize("case", tuple(_parameters()))
-def test_the_examples_of_a_page_run(
-    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_examples_of_a_page_run(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     printed = _run(case, tmp_path).splitlines()
     page = (DOCS / f"{case.page}.md").read_text().splitlines()

@@ -29,9 +29,14 @@ def test_loss_falls_and_every_step_is_watched() -> None:
     data = batches(TEXT, batch_size=4, seq_len=8, seed=0)
     seen: list[int] = []
     losses, _ = train(
-        model, single_process_step(model), data,
-        steps=30, planned=30, lr=1e-2, watch=lambda number, loss: seen.append(number),
-    )  # fmt: skip
+        model,
+        single_process_step(model),
+        data,
+        steps=30,
+        planned=30,
+        lr=1e-2,
+        watch=lambda number, loss: seen.append(number),
+    )
 
     assert seen == list(range(1, 31))
     assert losses[0] == pytest.approx(math.log(256), rel=0.02)

@@ -55,9 +55,7 @@ def test_a_preset_of_few_layers_gives_its_loss_by_micro_batches(question):
 def test_formulas_of_an_answer_are_made_once(monkeypatch):
     """They took a seventh of the time of `autopar explain` of 60 layers, and were made for each part of the page."""
     made, of = [], Expressions.of
-    monkeypatch.setattr(
-        Expressions, "of", lambda *args, **fields: made.append(1) or of(*args, **fields)
-    )
+    monkeypatch.setattr(Expressions, "of", lambda *args, **fields: made.append(1) or of(*args, **fields))
     page_of(ask(TARGET, "h100x4", batch=None, seq=None).answer(), title="")
     assert made == [1]
 
@@ -67,11 +65,7 @@ def test_no_recipe_of_the_closed_forms_is_faster_than_the_answer(question, answe
     assert answer.fits and answer.step_seconds <= best.seconds * (1 + 1e-6)
     row = next(each for each in answer.candidates if each.chosen)
     assert (row.step_seconds, row.memory_bytes) == (answer.step_seconds, answer.memory_bytes)
-    assert all(
-        row.step_seconds <= each.step_seconds * (1 + 1e-6)
-        for each in answer.candidates
-        if each.fits
-    )
+    assert all(row.step_seconds <= each.step_seconds * (1 + 1e-6) for each in answer.candidates if each.fits)
 
 
 def test_an_estimate_of_data_parallelism_launches_nothing_along_tensor_parallelism():
@@ -131,11 +125,7 @@ def asked_both_ways(question, answer):
     """What every change is said to give, and what the same question gives on the changed request."""
     requests = [*faster_clusters(question.request), *larger_memories(question.request)]
     changed = {change.what: change for change in answer.changes}
-    return [
-        (changed[what], question.on(request).answer())
-        for what, request in requests
-        if what in changed
-    ]
+    return [(changed[what], question.on(request).answer()) for what, request in requests if what in changed]
 
 
 def check_changes(question, answer):
@@ -209,9 +199,7 @@ def test_the_next_best_is_the_best_of_all_candidates(question, answer):
 
 
 def test_the_question_in_a_line(question):
-    assert (
-        question.text == "gpt2 on h100x4x1, 4 ranks: batch of 16, 64 tokens a sequence, --stages 1"
-    )
+    assert question.text == "gpt2 on h100x4x1, 4 ranks: batch of 16, 64 tokens a sequence, --stages 1"
 
 
 def test_notes_speak_of_the_whole_model_and_no_other_price(answer):
@@ -244,7 +232,11 @@ def test_wishes_that_exclude_each_other():
     ("mesh", "recipe", "says"),
     [
         (None, "dp:tp", "price the recipes auto, ddp, zero1"),
-        ("dp=8", "diloco:10", "give the result of a single device, and the recipe 'diloco:10' trains replicas"),
+        (
+            "dp=8",
+            "diloco:10",
+            "give the result of a single device, and the recipe 'diloco:10' trains replicas",
+        ),
         ("dp=8", "local:10", "`autopar explain` prices that on a given --mesh"),
         ("far=2,dp=4", "far:diloco:10,dp:zero3", "trains replicas"),
         ("pp=4,dp=2", "pp:pipedream,dp:ddp", "and the schedule pipedream updates without waiting"),
@@ -253,7 +245,7 @@ def test_wishes_that_exclude_each_other():
         ("tp=4,tq=2", "tp:tp,tq:tp", "and the recipe 'tp:tp,tq:tp' is another"),
         ("tp=4,tq=2", "auto", "meshes of the axes dp, tp, pp, and the mesh tp=4,tq=2 has tq"),
     ],
-)  # fmt: skip
+)
 def test_what_has_no_closed_form_is_refused_before_capture(mesh, recipe, says):
     mesh = mesh and Mesh.parse(mesh)
     asked = ask(cluster="h100x8", mesh=mesh, recipe=recipe, micro_batches=8)
@@ -280,9 +272,7 @@ def test_chunks_that_are_fastest_once_their_cuts_are_balanced_by_simulation_are_
 
 
 def test_what_does_not_fit_says_by_how_much_and_what_would_help():
-    with pytest.raises(
-        SearchError, match=r"\([\d,]+ bytes\) more than the 1.5 GB .*about \d+ ranks"
-    ):
+    with pytest.raises(SearchError, match=r"\([\d,]+ bytes\) more than the 1.5 GB .*about \d+ ranks"):
         ask(memory_bytes=15 * 10**8, without={"offload"}).answer()
 
 
@@ -346,9 +336,7 @@ def test_a_remedy_costs_what_explain_says_of_it(too_large):
 
 
 @pytest.mark.parametrize("fits_here", [True, False])
-def test_the_host_is_tried_in_the_setting_as_asked_before_all_others(
-    question, answer, monkeypatch, fits_here
-):
+def test_the_host_is_tried_in_the_setting_as_asked_before_all_others(question, answer, monkeypatch, fits_here):
     asked = []
 
     def answered(question):
@@ -362,8 +350,11 @@ def test_the_host_is_tried_in_the_setting_as_asked_before_all_others(
     mesh = question.settings[0].setting.world_mesh
     assert [each.mesh for each in asked] == [mesh, None][: 2 - fits_here]
     assert all(each.offload for each in asked)
-    assert options == ("--offload" if not fits_here else f"--mesh {mesh} --recipe "
-        f"{asked[0].recipe} --micro-batches {asked[0].micro_batches} --offload")  # fmt: skip
+    assert options == (
+        "--offload"
+        if not fits_here
+        else f"--mesh {mesh} --recipe {asked[0].recipe} --micro-batches {asked[0].micro_batches} --offload"
+    )
 
 
 def test_fewer_tokens_are_compared_by_the_token():
@@ -420,9 +411,7 @@ def test_stages_of_a_function_and_of_a_preset_are_cut():
 
 
 def test_micro_batches_are_searched_within_the_batch():
-    found = ask(
-        TARGET, batch=None, seq=None, mesh=Mesh.parse("pp=2,dp=2"), schedule="1f1b"
-    ).answer()
+    found = ask(TARGET, batch=None, seq=None, mesh=Mesh.parse("pp=2,dp=2"), schedule="1f1b").answer()
     assert found.plan.micro_batches in (2, 4)  # of the example's 8 rows, 2 for each rank of dp
     rows = found.graph.factors["batch"].size * found.plan.micro_batches
     assert rows == 8

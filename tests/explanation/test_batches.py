@@ -37,9 +37,7 @@ class Posed:
     """A question on one rank, of which only the batch matters."""
 
     def __init__(self, batch=None, promised=0):
-        self.request = SimpleNamespace(
-            batch=batch, chosen_micro_batches=None, recipe="auto", mesh=None, but=dict
-        )
+        self.request = SimpleNamespace(batch=batch, chosen_micro_batches=None, recipe="auto", mesh=None, but=dict)
         self.cluster = SimpleNamespace(ranks=1)
         self.promised, self.progress = promised, str
 
@@ -52,9 +50,12 @@ class Posed:
             raise SearchError("none fits")
         seconds = (1 + self.request.batch) * (1 + (self.request.batch == self.promised))
         plan = SimpleNamespace(
-            world_mesh=SimpleNamespace(used=""), recipe_in_use="", pipeline=None, micro_batches=1,
+            world_mesh=SimpleNamespace(used=""),
+            recipe_in_use="",
+            pipeline=None,
+            micro_batches=1,
             recompute="none",
-        )  # fmt: skip
+        )
         return SimpleNamespace(step_seconds=seconds, memory_bytes=1.0, plan=plan)
 
 

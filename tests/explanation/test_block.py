@@ -47,7 +47,9 @@ def test_later_users_point_to_the_group():
 def test_what_would_be_a_circle_stays_apart():
     # a -> linear -> b, and c of both a and b: one node of a, b and c would feed itself
     ops = (
-        node("a", "x"), node("w", "a", kind="linear"), node("b", "w", module="m"),
+        node("a", "x"),
+        node("w", "a", kind="linear"),
+        node("b", "w", module="m"),
         node("c", "a", "b"),
-    )  # fmt: skip
+    )
     assert names(merged(ops, {"w"})) == ["a", "w", "b", "c"]

@@ -74,9 +74,7 @@ def test_the_document_has_units(sides):
 
 
 def test_signs_and_units():
-    assert (
-        str(CostChange("time", "step", "seconds", 2.0, 1.5)) == "step: 2.00 s -> 1.50 s (-500 ms)"
-    )
+    assert str(CostChange("time", "step", "seconds", 2.0, 1.5)) == "step: 2.00 s -> 1.50 s (-500 ms)"
     assert str(CostChange("memory", "m", "bytes", 1e9, 3e9)) == "m: 1.00 GB -> 3.00 GB (+2.00 GB)"
 
 
@@ -117,7 +115,5 @@ def test_pipelines_differ_in_schedule_and_cuts(sides):
 
 def test_places_stay_vacant_without_the_axes_of_one_rank():
     mesh = Mesh.parse("ps=2,dp=3,tp=1 of 4")
-    plan = Plan(
-        mesh=mesh, fingerprint="", recipe="auto", micro_batches=1, parameters={}, inputs={}, ops={}
-    )
+    plan = Plan(mesh=mesh, fingerprint="", recipe="auto", micro_batches=1, parameters={}, inputs={}, ops={})
     assert str(used_axes(plan).mesh) == "ps=2,dp=3 of 4"

@@ -101,9 +101,7 @@ def test_sensitivities_are_the_derivatives(zero1: Explanation) -> None:
     """Against finite differences of the priced step."""
     found = zero1.sensitivity()
     for name in ("peak_flops_32bit", "bandwidth_dp", "seq", "memory_bytes_per_second"):
-        up, down = (
-            float(zero1.at(**{name: zero1.values[name] * (1 + h)}).seconds()) for h in (1e-5, -1e-5)
-        )
+        up, down = (float(zero1.at(**{name: zero1.values[name] * (1 + h)}).seconds()) for h in (1e-5, -1e-5))
         slope = (up - down) / 2e-5 * 0.01 / zero1.step_seconds
         assert found.get(name, 0.0) == pytest.approx(slope, rel=1e-3, abs=1e-9), name
 
@@ -163,9 +161,7 @@ def test_the_lanes_of_a_timeline_add_up_to_the_parts_of_the_step(name: str) -> N
     e = drawn(name)
     regions = [e.step._region_terms(region, 1) for region in ("before", "layers", "after")]
     once = [t for t in e.step.time() if t.name in ("gathering parameters", "reducing gradients")]
-    sent = e.step.run.micro_batches * sum(
-        float(t.value) for terms in regions for t in terms if "along" in t.name
-    )
+    sent = e.step.run.micro_batches * sum(float(t.value) for terms in regions for t in terms if "along" in t.name)
     lanes = [event for event in e.events() if event.lane in ("dp", "tp")]
     found = sum(event.duration_seconds for event in lanes)
     assert found == pytest.approx(sent + sum(float(t.value) for t in once), rel=1e-6)
@@ -178,9 +174,10 @@ def test_what_hides_lies_beside_compute(name: str) -> None:
     hidden = -sum(float(t.value) for t in e.step.time() if "hidden" in t.name)
     hidden -= sum(
         float(part.value) * e.step.run.micro_batches
-        for region in ("before", "after") for part in e.step._region_terms(region, 1)
+        for region in ("before", "after")
+        for part in e.step._region_terms(region, 1)
         if "hidden" in part.name
-    )  # fmt: skip
+    )
     whole = sum(event.duration_seconds for event in e.events())
     assert hidden > 0
     assert whole - e.step_seconds == pytest.approx(hidden, rel=1e-6)

@@ -30,9 +30,13 @@ def explained() -> Explanation:
         model = Llama(vocab=512, width=64, inner=128, heads=8, kv_heads=4, layers=2)
         tokens = torch.zeros(16, 32, dtype=torch.int64)
     return autopar.explain(
-        model, (tokens, tokens), mesh={"dp": 16}, cluster="h100x8x2", recipe="zero1",
+        model,
+        (tokens, tokens),
+        mesh={"dp": 16},
+        cluster="h100x8x2",
+        recipe="zero1",
         micro_batches=2,
-    )  # fmt: skip
+    )
 
 
 def test_the_question_is_stated(explained: Explanation) -> None:
@@ -44,18 +48,14 @@ def test_the_question_is_stated(explained: Explanation) -> None:
     assert said["memory bound"] == "76.0 GB a rank: 80.0 GB less 5 % headroom"
     assert said["constraints"] == "--mesh dp=16, --micro-batches 2, --recipe zero1"
     exact = replace(explained, request=explained.request.but(memory_bytes=10**10))
-    assert dict(asked(replace(exact, memory_bound_bytes=10**10), "llama"))["memory bound"] == (
-        "10.0 GB a rank"
-    )
+    assert dict(asked(replace(exact, memory_bound_bytes=10**10), "llama"))["memory bound"] == ("10.0 GB a rank")
 
 
 def test_images_have_no_sequence() -> None:
     with torch.device("meta"):
         model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 4, 4), torch.nn.Flatten(1))
         batch = torch.zeros(8, 3, 16, 16), torch.zeros(8, 128)
-    found = autopar.explain(
-        model, batch, loss_fn=torch.nn.functional.mse_loss, mesh={"dp": 2}, cluster="h100x2"
-    )
+    found = autopar.explain(model, batch, loss_fn=torch.nn.functional.mse_loss, mesh={"dp": 2}, cluster="h100x2")
     assert "sequence" not in dict(asked(found, "patches"))
 
 
@@ -63,9 +63,7 @@ def test_the_last_lines_launch_the_plan(explained: Explanation) -> None:
     save, call, command = launch(explained)
     assert save == "# autopar explain ... --save plan.json writes the plan"
     assert call == 'model = autopar.compile(model, plan="plan.json")'
-    assert command == (
-        "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py"
-    )
+    assert command == ("torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py")
     call, command = launch(explained, Path("runs/a.json"))
     assert call == 'model = autopar.compile(model, plan="runs/a.json")'
     call = launch(explained, has_loss_fn=True)[1]
@@ -96,9 +94,7 @@ def test_a_long_call_has_a_line_for_each_argument(many: Explanation) -> None:
     *lines, _ = launch(replace(many, run=run))
     assert lines[0] == "model = autopar.compile(" and lines[-1] == ")"
     assert '    training_state="adamw gradients=4 masters=4",' in lines
-    hidden = many.request.but(
-        without=frozenset({"recompute"}), pins=dict.fromkeys("abcdefghi", "tp")
-    )
+    hidden = many.request.but(without=frozenset({"recompute"}), pins=dict.fromkeys("abcdefghi", "tp"))
     notes = [line for line in launch(replace(many, request=hidden)) if "--" in line][:-1]
     assert len(notes) > 2 and all(n.startswith("# ") and len(n) <= 100 for n in notes)
 
@@ -135,18 +131,14 @@ def test_what_the_call_does_not_say_stands_above_it(many: Explanation) -> None:
     host = {name: replace(how, tier="host") for name, how in many.plan.parameters.items()}
     stored = replace(many.plan, recipe="auto", parameters=host)
     count = sum(many.graph.layer_count.get(name, 1) for name in host)
-    assert (
-        f"which parameters the host stores (here {count})" in launch(replace(many, plan=stored))[0]
-    )
+    assert f"which parameters the host stores (here {count})" in launch(replace(many, plan=stored))[0]
 
 
 def test_a_plan_with_files_is_launched_with_a_folder(explained: Explanation) -> None:
     plan = explained.plan
     far = {name: replace(how, tier="nvme") for name, how in plan.parameters.items()}
     call = launch(replace(explained, plan=replace(plan, parameters=far)))[1]
-    assert call == (
-        'model = autopar.compile(model, plan="plan.json", nvme="/a/folder/on/the/disk")'
-    )
+    assert call == ('model = autopar.compile(model, plan="plan.json", nvme="/a/folder/on/the/disk")')
 
 
 def test_the_page_shows_both(explained: Explanation) -> None:

@@ -45,9 +45,7 @@ def test_the_timeline_ends_with_the_step(explained: Explanation) -> None:
 
 
 def test_a_faster_machine_is_simulated_again(explained: Explanation) -> None:
-    faster = explained.what_if(
-        memory_bandwidth=2, flops=2, host_speed=2, link_latency=0.5, link_bandwidth=2
-    )
+    faster = explained.what_if(memory_bandwidth=2, flops=2, host_speed=2, link_latency=0.5, link_bandwidth=2)
     assert faster.owned is not None
     assert faster.step_seconds == pytest.approx(explained.step_seconds / 2, rel=0.2)
     with pytest.raises(AutoparError, match="stages or owners"):

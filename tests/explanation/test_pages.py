@@ -101,23 +101,20 @@ def test_a_pipeline_says_what_is_simulated(staged, staged_page):
     assert "the closed form (p - 1) / (m + p - 1) is 20.0 %" in notes
     assert "Step, memory and stages are of the simulated schedule" in notes
     assert "cannot run" not in notes and "of other candidates" not in notes
-    assert staged_page.subtitle.startswith(
-        "pp=2,dp=2 on h100x4x1, 1f1b over 2 stages, 4 micro-batches"
-    )
+    assert staged_page.subtitle.startswith("pp=2,dp=2 on h100x4x1, 1f1b over 2 stages, 4 micro-batches")
     assert (
         "pipeline bubble",
         f"{100 * staged.simulation.bubble_fraction:.1f} % of the schedule",
     ) in staged_page.figures
-    assert [
-        p.name for p in staged.time.parts if "bubble" in p.name
-    ] == []  # one rank's waits are no bubble
+    assert [p.name for p in staged.time.parts if "bubble" in p.name] == []  # one rank's waits are no bubble
     waits = staged.time.part("waiting for other stages").value
     busiest = max(staged.simulation.busy_seconds)
     assert waits == pytest.approx(staged.simulation.step_seconds - busiest)
     assert staged_page.simulation is staged.simulation
     assert [row.where for row in staged_page.stages] == [
-        "token_embedding to blocks.0", "blocks.1 to head"
-    ]  # fmt: skip
+        "token_embedding to blocks.0",
+        "blocks.1 to head",
+    ]
 
 
 def test_formulas_of_a_pipeline_are_of_the_closed_form(staged, staged_page):
@@ -144,9 +141,12 @@ def test_a_pipeline_is_in_the_page_and_the_trace(staged_page, tmp_path):
 
 def test_stages_of_few_layers_are_those_of_all():
     request = Request.on(
-        find_cluster("h100x4"), mesh=Mesh.parse("pp=2,dp=2"), batch=16, recipe="pp:gpipe,dp:ddp",
+        find_cluster("h100x4"),
+        mesh=Mesh.parse("pp=2,dp=2"),
+        batch=16,
+        recipe="pp:gpipe,dp:ddp",
         micro_batches=2,
-    )  # fmt: skip
+    )
     found = Question("gpt2", request, 64).answer()
     page = page_of(found, "gpt2")
     assert "pp=2,dp=2 on h100x4x1, gpipe over 2 stages" in page.subtitle

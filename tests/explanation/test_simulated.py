@@ -61,10 +61,13 @@ def alike(stages: int, schedule: str, ranks: int, micro_batches: int) -> Simulat
 @pytest.mark.parametrize(
     ("stages", "schedule", "ranks", "micro_batches", "bubble"),
     [
-        (4, "1f1b", 4, 8, 3 / 11), (4, "gpipe", 4, 8, 3 / 11), (2, "1f1b", 2, 3, 1 / 4),
-        (4, "interleaved", 2, 4, 1 / 9), (4, "looped-bfs", 2, 4, 1 / 9),
+        (4, "1f1b", 4, 8, 3 / 11),
+        (4, "gpipe", 4, 8, 3 / 11),
+        (2, "1f1b", 2, 3, 1 / 4),
+        (4, "interleaved", 2, 4, 1 / 9),
+        (4, "looped-bfs", 2, 4, 1 / 9),
     ],
-)  # fmt: skip
+)
 def test_equal_stages_idle_as_the_closed_form_says(
     stages: int, schedule: str, ranks: int, micro_batches: int, bubble: float
 ) -> None:
@@ -85,9 +88,7 @@ def test_a_backward_in_halves_has_no_closed_form() -> None:
 def test_time_of_a_backward_in_halves_adds_up(schedule: str) -> None:
     """The host takes long for what the second half runs again."""
     machine = replace(MACHINE, host_seconds=1e-3)
-    request = Request(
-        machine, mesh={"pp": 2, "dp": 1}, micro_batches=8, recompute="none", schedule=schedule
-    )
+    request = Request(machine, mesh={"pp": 2, "dp": 1}, micro_batches=8, recompute="none", schedule=schedule)
     plan = search_pipeline(GRAPH, request, captured_micro_batches=8).plan
     step = SimulatedStep(GRAPH, plan, machine)
     assert step.time.value == pytest.approx(step.seconds)
@@ -96,9 +97,7 @@ def test_time_of_a_backward_in_halves_adds_up(schedule: str) -> None:
     again = {part.name: part.value for part in backward.parts}.get("split in two halves", 0.0)
     assert (again > 0.0) == (step.busiest_rank > 0 or schedule != "zb")  # stage 0 does not split
     rows = [row for row in step.stages if row.rank == step.busiest_rank]
-    assert sum(row.forward_seconds for row in rows) * 8 == pytest.approx(
-        step.time.part("forward").value
-    )
+    assert sum(row.forward_seconds for row in rows) * 8 == pytest.approx(step.time.part("forward").value)
     assert sum(row.backward_seconds for row in rows) * 8 == pytest.approx(backward.value)
 
 
@@ -123,9 +122,7 @@ def test_micro_batches_in_flight() -> None:
         assert peak == row.kept_bytes + row.in_flight * row.saved_bytes + working
 
 
-def test_the_explanation_says_what_the_search_found(
-    e: Explanation, searched: PipelineFound
-) -> None:
+def test_the_explanation_says_what_the_search_found(e: Explanation, searched: PipelineFound) -> None:
     best = searched.best
     assert e.step_seconds == pytest.approx(best.seconds)
     assert e.memory_bytes == pytest.approx(max(best.balance.rank_bytes) + 1000)
@@ -183,18 +180,17 @@ def test_stages_have_names_and_all_parameters(e: Explanation) -> None:
 def test_what_stages_share_is_held_by_each() -> None:
     tied = residual(2, Sizes(batch=4), tied=True)
     plan = search_pipeline(
-        tied, Request(MACHINE, mesh={"pp": 2}, micro_batches=2, schedule="1f1b"),
+        tied,
+        Request(MACHINE, mesh={"pp": 2}, micro_batches=2, schedule="1f1b"),
         captured_micro_batches=2,
-    ).plan  # fmt: skip
+    ).plan
     step = SimulatedStep(tied, plan, MACHINE)
     whole = sum(math.prod(tied.tensors[t].shape) for t in tied.parameters.values())
     assert sum(row.parameters for row in step.stages) == whole + 64 * 16
 
 
 def test_recomputed_layers_run_forward_twice() -> None:
-    kept, again = (
-        explained(found({"pp": 2}, schedule="1f1b", recompute=how).plan) for how in ("none", "full")
-    )
+    kept, again = (explained(found({"pp": 2}, schedule="1f1b", recompute=how).plan) for how in ("none", "full"))
 
     def part(each: Explanation, direction: str) -> dict[str, float]:
         return {p.name: p.value for p in each.time.part(direction).parts}
@@ -209,9 +205,7 @@ def test_recomputed_layers_run_forward_twice() -> None:
 def test_questions_go_to_the_schedule_or_to_the_closed_form(e: Explanation) -> None:
     faster = e.what_if(flops=2, memory_bandwidth=2)
     assert faster.simulation is not None
-    assert faster.step_seconds == pytest.approx(
-        explained_on(e, flops=2, memory_bandwidth=2).step_seconds
-    )
+    assert faster.step_seconds == pytest.approx(explained_on(e, flops=2, memory_bandwidth=2).step_seconds)
     assert e.what_if(hbm_bytes=5e6).bound_bytes == 5_000_000
     with pytest.raises(AutoparError, match=r"closed_form\.what_if\(b=16\)"):
         e.what_if(b=16)

@@ -20,9 +20,7 @@ from autopar.planning.planning import prepare_step
 from autopar.search.request.request import Request
 
 LAYERS = 4
-DEEP = Transformer.from_dimensions(
-    "gpt", hidden=16, layers=LAYERS, heads=2, ffn=32, vocab=32, max_positions=8
-)
+DEEP = Transformer.from_dimensions("gpt", hidden=16, layers=LAYERS, heads=2, ffn=32, vocab=32, max_positions=8)
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, mesh: dict[str, int]) -> Question:
@@ -33,16 +31,17 @@ def asked(monkeypatch: pytest.MonkeyPatch, mesh: dict[str, int]) -> Question:
 
 def question_about(target: str, mesh: dict[str, int]) -> Question:
     request = Request(
-        find_cluster("h100").hardware, mesh=mesh, batch=8, micro_batches=2,
+        find_cluster("h100").hardware,
+        mesh=mesh,
+        batch=8,
+        micro_batches=2,
         schedule="1f1b" if "pp" in mesh else None,
-    )  # fmt: skip
+    )
     return Question(target, request, 8)
 
 
 @pytest.mark.parametrize("mesh", [{"dp": 2, "tp": 2}, {"pp": 2, "dp": 2}])
-def test_it_passes_the_proof(
-    mesh: dict[str, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_it_passes_the_proof(mesh: dict[str, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     plan = saved_and_loaded(asked(monkeypatch, mesh), tmp_path)
     torch.manual_seed(0)
     model = build(DEEP, dtype=torch.bfloat16)
@@ -60,9 +59,14 @@ def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     transformers = pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("llama")
     transformers.LlamaConfig(
-        vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4,
-        num_key_value_heads=2, architectures=["LlamaForCausalLM"],
-    ).save_pretrained(folder)  # fmt: skip
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        architectures=["LlamaForCausalLM"],
+    ).save_pretrained(folder)
     saved_and_loaded(question_about(str(folder), {"dp": 2}), folder)
     return folder
 

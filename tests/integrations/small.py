@@ -39,12 +39,16 @@ def trained_then_resumed(*quick: str, kind: str = "") -> list[Any]:
     first = [kind] if kind else []
     return [
         pytest.param(
-            *first, count, name, other, id=" ".join([*first, f"{count} ranks {name}"]),
+            *first,
+            count,
+            name,
+            other,
+            id=" ".join([*first, f"{count} ranks {name}"]),
             marks=() if count == 2 and name in quick else pytest.mark.slow,
         )
         for count in PLANS
         for name, other in [("ddp", "zero3"), ("zero3", "tp"), ("tp", "ddp")]
-    ]  # fmt: skip
+    ]
 
 
 def own_batch() -> int:
@@ -61,17 +65,28 @@ def set_as_torchrun(port: int, rank: int, count: int, store: str = "") -> None:
     """Sets what torchrun sets for ranks that meet at a port of this machine; with a port, a `Join` of ranks."""
     number, world = str(rank), str(count)
     os.environ.update(
-        RANK=number, LOCAL_RANK=number, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world, MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port), GROUP_RANK="0", TORCHELASTIC_RUN_ID="tests",
-    )  # fmt: skip
+        RANK=number,
+        LOCAL_RANK=number,
+        WORLD_SIZE=world,
+        LOCAL_WORLD_SIZE=world,
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        GROUP_RANK="0",
+        TORCHELASTIC_RUN_ID="tests",
+    )
 
 
 def small_model() -> LlamaForCausalLM:
     set_seed(0)
     config = LlamaConfig(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
-        vocab_size=32, max_position_embeddings=16,
-    )  # fmt: skip
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=32,
+        max_position_embeddings=16,
+    )
     return LlamaForCausalLM(config)
 
 

@@ -92,9 +92,7 @@ def looped(
     model = small_model() if script.inside else Outside()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5)
     own = torch.Generator().manual_seed(4) if script.shuffle == "own" else None
-    loader: Any = DataLoader(
-        rows(script.rows), batch_size=batch, shuffle=bool(script.shuffle), generator=own
-    )
+    loader: Any = DataLoader(rows(script.rows), batch_size=batch, shuffle=bool(script.shuffle), generator=own)
     schedule: Any = torch.optim.lr_scheduler.StepLR(optimizer, accelerator.num_processes, 0.9)
     torch.manual_seed(3)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
@@ -137,9 +135,7 @@ def _logits(model: nn.Module, batch: dict[str, Tensor], inside: bool) -> Tensor:
     return logits
 
 
-def on_ranks(
-    script: Script, resume: Path | None, save: Path | None, plan: dict[str, Any]
-) -> dict[str, Any]:
+def on_ranks(script: Script, resume: Path | None, save: Path | None, plan: dict[str, Any]) -> dict[str, Any]:
     as_launched()
     accelerator = accelerator_of(script, AutoparAccelerator, **plan)
     return looped(accelerator, script, own_batch(), resume, save)
@@ -165,9 +161,7 @@ SCRIPTS = {
 
 
 @pytest.mark.parametrize(("count", "name", "other"), trained_then_resumed("ddp", "zero3"))
-def test_a_loop_is_that_of_one_process(
-    count: int, name: str, other: str, ranks_of: RanksOf, tmp_path: Path
-) -> None:
+def test_a_loop_is_that_of_one_process(count: int, name: str, other: str, ranks_of: RanksOf, tmp_path: Path) -> None:
     script = SCRIPTS[name]
     plain = accelerator_of(script, Accelerator)
     expected = looped(plain, script, BATCH, None, None)
@@ -326,7 +320,5 @@ def test_a_state_that_could_not_be_loaded_is_refused_and_leaves_the_one_before(
         accelerator.save_state(str(tmp_path / "state"))
     assert [file.name for file in tmp_path.iterdir()] == ["state"]
     assert read_extra(tmp_path / "state")["loop"]["states"] == before["loop"]["states"] == []
-    with pytest.raises(
-        AutoparError, match="states of 0 schedulers and registered objects, and there are 1"
-    ):
+    with pytest.raises(AutoparError, match="states of 0 schedulers and registered objects, and there are 1"):
         accelerator.load_state(str(tmp_path / "state"))

@@ -96,9 +96,7 @@ class Manual(Automatic):
 
 def data() -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
-    return TensorDataset(
-        torch.randn(ROWS, 8, generator=generator), torch.randint(0, 4, (ROWS,), generator=generator)
-    )
+    return TensorDataset(torch.randn(ROWS, 8, generator=generator), torch.randint(0, 4, (ROWS,), generator=generator))
 
 
 def fitted(
@@ -111,15 +109,16 @@ def fitted(
     **options: Any,
 ) -> dict[str, Any]:
     """Losses, weights and results of two epochs; a checkpoint is saved after each."""
-    own = (
-        {}
-        if isinstance(module, Manual)
-        else {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
-    )
+    own = {} if isinstance(module, Manual) else {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
     trainer = Trainer(
-        accelerator="cpu", default_root_dir=folder, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, **own, **options,
-    )  # fmt: skip
+        accelerator="cpu",
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **own,
+        **options,
+    )
     # The ranks take the first one's state.
     seeded = torch.Generator().manual_seed(5 + (dist.get_rank() if dist.is_initialized() else 0))
     loader = DataLoader(data(), batch, shuffle=shuffle, generator=seeded)
@@ -135,17 +134,17 @@ def fitted(
     trainer.save_checkpoint(folder / "last.ckpt")
     found = torch.load(folder / "last.ckpt", weights_only=False)
     return {
-        "losses": module.losses, "weights": found["state_dict"], "in shards": shards,
+        "losses": module.losses,
+        "weights": found["state_dict"],
+        "in shards": shards,
         "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()},
-    }  # fmt: skip
+    }
 
 
 KINDS = {"automatic": Automatic, "manual": Manual}
 
 
-def on_ranks(
-    kind: str, folder: Path, resume: Path | None, plan: dict[str, Any], epochs: int
-) -> dict[str, Any]:
+def on_ranks(kind: str, folder: Path, resume: Path | None, plan: dict[str, Any], epochs: int) -> dict[str, Any]:
     as_launched()
     options = {"devices": dist.get_world_size(), "strategy": AutoparStrategy(**plan)}
     return fitted(KINDS[kind](), folder, own_batch(), resume, max_epochs=epochs, **options)
@@ -181,9 +180,7 @@ def test_fitting_and_resuming_under_another_plan_are_those_of_one_process(
 def by_name(folder: Path) -> dict[str, Any]:
     as_launched()
     options = {"devices": 2, "strategy": "autopar"}
-    return fitted(Automatic(), folder, own_batch(), None, shuffle=True, max_epochs=1, **options)[
-        "losses"
-    ]
+    return fitted(Automatic(), folder, own_batch(), None, shuffle=True, max_epochs=1, **options)["losses"]
 
 
 def test_the_strategy_is_found_by_its_name(framework_ranks: Ranks, tmp_path: Path) -> None:

@@ -38,14 +38,27 @@ def with_adapters() -> PeftModel:
 def trained(folder: Path, batch: int, resume: Path | None, **plan: Any) -> list[float]:
     """The losses of four steps."""
     args = TrainingArguments(
-        str(folder), per_device_train_batch_size=batch, num_train_epochs=2, learning_rate=1e-2, logging_steps=1,
-        save_strategy="epoch", eval_strategy="epoch", per_device_eval_batch_size=batch, adam_epsilon=1e-5,
-        load_best_model_at_end=True, report_to=[], disable_tqdm=True, use_cpu=True,
-    )  # fmt: skip
+        str(folder),
+        per_device_train_batch_size=batch,
+        num_train_epochs=2,
+        learning_rate=1e-2,
+        logging_steps=1,
+        save_strategy="epoch",
+        eval_strategy="epoch",
+        per_device_eval_batch_size=batch,
+        adam_epsilon=1e-5,
+        load_best_model_at_end=True,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+    )
     trainer = (AutoparTrainer if plan else Trainer)(
-        model=with_adapters(), args=args, train_dataset=rows(8), eval_dataset=rows(4),
+        model=with_adapters(),
+        args=args,
+        train_dataset=rows(8),
+        eval_dataset=rows(4),
         **plan,
-    )  # fmt: skip
+    )
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
@@ -77,9 +90,7 @@ def test_adapters_are_those_of_one_process(
         assert worst_difference(adapted(tmp_path / folder / "checkpoint-4"), plain) < 1e-5
 
 
-def compiled_and_saved(
-    folder: Path, plan: dict[str, Any]
-) -> tuple[list[list[int]], dict[str, torch.Tensor]]:
+def compiled_and_saved(folder: Path, plan: dict[str, Any]) -> tuple[list[list[int]], dict[str, torch.Tensor]]:
     """Tokens of a model with adapters after a step, and the adapters' weights as they were then."""
     model = autopar.compile(with_adapters(), **plan)
     batch = {name: x[None].repeat(2, 1) for name, x in rows(1)[0].items()}

@@ -53,14 +53,21 @@ def accuracy(evaluated: Any) -> dict[str, float]:
 def arguments(folder: Path, batch: int, **options: Any) -> TrainingArguments:
     """Two epochs of three optimizer steps, the last of which is of one batch instead of two."""
     chosen = {
-        "num_train_epochs": 2, "gradient_accumulation_steps": 2, "learning_rate": 1e-2, "max_grad_norm": 0.5,
-        "logging_steps": 1, "save_strategy": "epoch", "eval_strategy": "epoch", "load_best_model_at_end": True,
-        "include_num_input_tokens_seen": "all", "report_to": [], "disable_tqdm": True, "use_cpu": True,
+        "num_train_epochs": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-2,
+        "max_grad_norm": 0.5,
+        "logging_steps": 1,
+        "save_strategy": "epoch",
+        "eval_strategy": "epoch",
+        "load_best_model_at_end": True,
+        "include_num_input_tokens_seen": "all",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
         "adam_epsilon": 1e-5,
-    } | options  # fmt: skip
-    return TrainingArguments(
-        str(folder), per_device_train_batch_size=batch, per_device_eval_batch_size=batch, **chosen
-    )
+    } | options
+    return TrainingArguments(str(folder), per_device_train_batch_size=batch, per_device_eval_batch_size=batch, **chosen)
 
 
 def numbers(trainer: Trainer) -> dict[str, float]:
@@ -85,16 +92,25 @@ def trained(
     kind = AutoparTrainer if plan and "torch_compile_backend" not in options else Trainer
     watch, data = Counting(), rows(count)
     trainer = kind(
-        model=small_model(), args=arguments(folder, batch, **options), train_dataset=data, eval_dataset=data[:8],
-        compute_metrics=accuracy, callbacks=[watch], **plan,
-    )  # fmt: skip
+        model=small_model(),
+        args=arguments(folder, batch, **options),
+        train_dataset=data,
+        eval_dataset=data[:8],
+        compute_metrics=accuracy,
+        callbacks=[watch],
+        **plan,
+    )
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     predicted = trainer.predict(data[:4])
     trainer.save_model(str(folder / "last"))
     return {
-        "numbers": numbers(trainer), "predicted": predicted.predictions, "steps": watch.steps, "saves": watch.saves,
-        "in shards": is_in_shards(trainer.model), "again": trainer.evaluate()["eval_loss"],
-    }  # fmt: skip
+        "numbers": numbers(trainer),
+        "predicted": predicted.predictions,
+        "steps": watch.steps,
+        "saves": watch.saves,
+        "in shards": is_in_shards(trainer.model),
+        "again": trainer.evaluate()["eval_loss"],
+    }
 
 
 def on_ranks(
@@ -146,9 +162,7 @@ def test_training_and_resuming_under_another_plan_are_those_of_one_process(
 
 
 @pytest.mark.slow
-def test_resuming_in_the_middle_of_an_epoch_with_an_uneven_last_batch(
-    framework_ranks: Ranks, tmp_path: Path
-) -> None:
+def test_resuming_in_the_middle_of_an_epoch_with_an_uneven_last_batch(framework_ranks: Ranks, tmp_path: Path) -> None:
     by_steps = {f"{what}_strategy": "steps" for what in ("save", "eval")}
     options = {**by_steps, "save_steps": 2, "eval_steps": 2}
     expected = trained(tmp_path / "plain", BATCH, None, options, 19)["numbers"]
@@ -188,9 +202,7 @@ def test_bfloat16_is_autocast_as_in_one_process(framework_ranks: Ranks, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("plan", "splits"), [({}, False), (PLANS[2]["zero3"], True)], ids=["by itself", "zero3"]
-)
+@pytest.mark.parametrize(("plan", "splits"), [({}, False), (PLANS[2]["zero3"], True)], ids=["by itself", "zero3"])
 def test_a_plain_trainer_runs_by_a_plan_where_its_arguments_name_the_backend(
     plan: dict[str, Any],
     splits: bool,
@@ -221,9 +233,7 @@ class Others(Trainer, Counted):
 
 
 @pytest.mark.parametrize("kind", [Trainer, Others, AutoparTrainer])
-def test_the_backend_makes_every_trainer_one_with_a_plan(
-    kind: type[Trainer], tmp_path: Path
-) -> None:
+def test_the_backend_makes_every_trainer_one_with_a_plan(kind: type[Trainer], tmp_path: Path) -> None:
     asked = arguments(tmp_path, 2, torch_compile_backend="autopar")
     made = kind(small_model(), asked, eval_dataset=rows(2))
     assert isinstance(made, kind) and isinstance(made, AutoparMixin)

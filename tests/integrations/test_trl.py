@@ -38,21 +38,34 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
 
 
-def trained(
-    folder: Path, batch: int, with_adapters: bool, resume: Path | None, **plan: Any
-) -> dict[str, float]:
+def trained(folder: Path, batch: int, with_adapters: bool, resume: Path | None, **plan: Any) -> dict[str, float]:
     """Every number that two steps log, but times and what is of the training as a whole."""
     data = Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in rows(8)])
     args = SFTConfig(
-        str(folder), per_device_train_batch_size=batch, num_train_epochs=1, learning_rate=1e-2, logging_steps=1,
-        adam_epsilon=1e-5, save_strategy="steps", save_steps=1, report_to=[], disable_tqdm=True,
-        use_cpu=True, bf16=False, gradient_checkpointing=False, dataset_kwargs={"skip_prepare_dataset": True},
-    )  # fmt: skip
+        str(folder),
+        per_device_train_batch_size=batch,
+        num_train_epochs=1,
+        learning_rate=1e-2,
+        logging_steps=1,
+        adam_epsilon=1e-5,
+        save_strategy="steps",
+        save_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        dataset_kwargs={"skip_prepare_dataset": True},
+    )
     adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if with_adapters else None
     trainer = (AutoparSFTTrainer if plan else SFTTrainer)(
-        model=small_model(), args=args, train_dataset=data, processing_class=tokenizer(), peft_config=adapters,
+        model=small_model(),
+        args=args,
+        train_dataset=data,
+        processing_class=tokenizer(),
+        peft_config=adapters,
         **plan,
-    )  # fmt: skip
+    )
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     return {
         f"{entry['step']} {name}": value
@@ -62,9 +75,7 @@ def trained(
     }
 
 
-def on_ranks(
-    folder: Path, with_adapters: bool, resume: Path | None, plan: dict[str, Any]
-) -> dict[str, float]:
+def on_ranks(folder: Path, with_adapters: bool, resume: Path | None, plan: dict[str, Any]) -> dict[str, float]:
     as_launched()
     return trained(folder, own_batch(), with_adapters, resume, **plan)
 

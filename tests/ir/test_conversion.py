@@ -156,9 +156,7 @@ def test_every_conversion_on_every_mesh(shape):
             )
 
 
-@pytest.mark.parametrize(
-    "text", ["a=4,b=2", "a=2,b=4", "a=4,b=2,c=2", "a=2,b=3,c=2", "a=2,b=4,c=2"]
-)
+@pytest.mark.parametrize("text", ["a=4,b=2", "a=2,b=4", "a=4,b=2,c=2", "a=2,b=3,c=2", "a=2,b=4,c=2"])
 def test_conversions_of_nested_splits(text):
     """A matrix of 16 rows, where the sizes of axes differ, and others over three axes."""
     mesh = Mesh.parse(text)

@@ -106,9 +106,7 @@ def test_a_file_that_others_own_or_can_write_is_not_own(tmp_path, monkeypatch):
     write_whole("{}", path, without=OTHERS_WRITE)
     assert read_text(path, only_own=True) == "{}" and read_document(path, only_own=True) == {}
     path.chmod(0o664)
-    with pytest.raises(
-        PlanError, match="its permissions are 664, so that other users can write it"
-    ):
+    with pytest.raises(PlanError, match="its permissions are 664, so that other users can write it"):
         read_document(path, only_own=True)
     write_whole("{}", path, without=OTHERS_WRITE)
     assert path.stat().st_mode & 0o777 == 0o644

@@ -72,9 +72,7 @@ def test_a_chunk_and_a_factor_do_not_share_a_dim():
 
 
 def test_what_does_not_divide_says_so():
-    with pytest.raises(
-        LayoutError, match=r"S\(0\)@dp cuts a factor of size 3 of dim 0 into 2 parts"
-    ):
+    with pytest.raises(LayoutError, match=r"S\(0\)@dp cuts a factor of size 3 of dim 0 into 2 parts"):
         local_shape(((3,),), (S(0), R), MESH)
 
 
@@ -92,9 +90,6 @@ def test_chunks_are_what_nested_shards_give():
         parts = [rows] * 8
         for axis, state in enumerate(layout):
             if state.kind == "S":
-                parts = [
-                    part.chunk(mesh.sizes[axis])[mesh.coordinates(rank)[axis]]
-                    for rank, part in enumerate(parts)
-                ]
+                parts = [part.chunk(mesh.sizes[axis])[mesh.coordinates(rank)[axis]] for rank, part in enumerate(parts)]
         held = [shard(rows, dims, layout, mesh, rank) for rank in range(8)]
         assert lies_in_chunks(dims, layout, mesh) == all(map(torch.equal, held, parts)), layout

@@ -23,10 +23,15 @@ input tokens: S(0)@dp
 op linear_1: b
 """
 PLAN = Plan(
-    mesh=Mesh.of({"dp": 4}), fingerprint="5be0c1", recipe="far:diloco:10,dp:zero3", micro_batches=1,
-    parameters={"up.weight": ParameterPlan((S(0),), (S(0),))}, inputs={"tokens": (S(0),)},
-    ops={"linear_1": ("b",)}, meeting=Meeting("far", 2, 10, "diloco"),
-)  # fmt: skip
+    mesh=Mesh.of({"dp": 4}),
+    fingerprint="5be0c1",
+    recipe="far:diloco:10,dp:zero3",
+    micro_batches=1,
+    parameters={"up.weight": ParameterPlan((S(0),), (S(0),))},
+    inputs={"tokens": (S(0),)},
+    ops={"linear_1": ("b",)},
+    meeting=Meeting("far", 2, 10, "diloco"),
+)
 
 
 def test_a_plan_with_replicas_is_text_and_json_and_back() -> None:
@@ -70,7 +75,11 @@ def test_the_text_of_a_meeting_reads_back(text: str, meeting: Meeting) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ("every 10 steps", "every 0 steps", "meet every 0 steps; give a whole number of at least 1"),
+        (
+            "every 10 steps",
+            "every 0 steps",
+            "meet every 0 steps; give a whole number of at least 1",
+        ),
         ("every 10 steps", "each 10 steps", "Cannot read 'each 10 steps diloco"),
         ("diloco momentum=0.9 rate=0.7", "diloco", "write 'every 4 steps local'"),
         ("diloco momentum", "geo momentum", "Cannot read"),
@@ -78,21 +87,38 @@ def test_the_text_of_a_meeting_reads_back(text: str, meeting: Meeting) -> None:
         ("rate=0.7", "rate=x", "are no two numbers"),
         ("momentum=0.9", "momentum=1", "momentum lies from 0 up to, not including, 1"),
         ("rate=0.7", "rate=0", "a rate above 0"),
-        ("diloco momentum=0.9 rate=0.7", "async-server", "Cannot read 'every 10 steps async-server'"),
+        (
+            "diloco momentum=0.9 rate=0.7",
+            "async-server",
+            "Cannot read 'every 10 steps async-server'",
+        ),
         ("diloco momentum", "async-server momentum", "write 'every 4 steps local'"),
         ("diloco momentum=0.9 rate=0.7", "geo owner=O(0) staleness=2", "Cannot read"),
-        ("diloco momentum=0.9 rate=0.7", "async-server owner=O(2) staleness=1", "it is one of O(0) to O(1)"),
-        ("diloco momentum=0.9 rate=0.7", "async-server owner=O(0) staleness=1", "is a single rank so far"),
+        (
+            "diloco momentum=0.9 rate=0.7",
+            "async-server owner=O(2) staleness=1",
+            "it is one of O(0) to O(1)",
+        ),
+        (
+            "diloco momentum=0.9 rate=0.7",
+            "async-server owner=O(0) staleness=1",
+            "is a single rank so far",
+        ),
         ("replicas far", "replicas dp", "replicas lie along the first axis of the mesh"),
         (
-            "parameter up.weight: S(0)@dp", "parameter up.weight: S(0)@far",
+            "parameter up.weight: S(0)@dp",
+            "parameter up.weight: S(0)@far",
             "along far lie 2 replicas, whose values differ for 10 steps: none of them can hold a part for another. "
             "Leave @far out",
         ),
-        ("replicas far: every", "replicas far: every 1 step local\nreplicas far: every", "gives replicas again"),
+        (
+            "replicas far: every",
+            "replicas far: every 1 step local\nreplicas far: every",
+            "gives replicas again",
+        ),
         ("| S(0)@dp | step", "| S(0)@dp | step\nreplicas", "Cannot read line 8"),
     ],
-)  # fmt: skip
+)
 def test_damaged_replicas_are_named(old: str, new: str, says: str) -> None:
     assert old in TEXT
     with pytest.raises(PlanError) as caught:
@@ -125,10 +151,7 @@ def test_copies_are_the_base_and_the_momentum() -> None:
 
 
 def test_a_replica_lacks_the_steps_between_exchanges_and_those_of_the_bound() -> None:
-    meetings = [
-        Meeting("dp", 2, k, "async-server", staleness=s)
-        for k, s in ((1, 0), (1, 2), (4, 0), (4, 2))
-    ]
+    meetings = [Meeting("dp", 2, k, "async-server", staleness=s) for k, s in ((1, 0), (1, 2), (4, 0), (4, 2))]
     assert [each.oldest_steps for each in meetings] == [0, 2, 3, 11]
     with pytest.raises(PlanError, match=r"the rule geo, which has no staleness=2 or owner=O\(1\)"):
         Meeting("dp", 2, 1, "geo", staleness=2, owner=1)

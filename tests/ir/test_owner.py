@@ -23,9 +23,7 @@ def test_the_text_names_the_rank() -> None:
 
 
 def test_an_owner_out_of_range_is_refused_with_the_numbers() -> None:
-    with pytest.raises(
-        LayoutError, match=r"rank 4 of the axis tp, which has 4 ranks.*O\(0\) to O\(3\)"
-    ):
+    with pytest.raises(LayoutError, match=r"rank 4 of the axis tp, which has 4 ranks.*O\(0\) to O\(3\)"):
         parse_layout("O(4)@tp", MESH)
     with pytest.raises(LayoutError, match=r"'O\(x\)'"):
         parse_layout("O(x)@tp", MESH)

@@ -81,9 +81,7 @@ def test_decomposed_axes_are_a_line():
     text = TEXT.replace("parameter ", "decomposed tp\nparameter ")
     assert str(plan) == text and Plan.parse(text) == plan
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
-    with pytest.raises(
-        PlanError, match="decomposes collectives along pp, and its stages have the axes dp, tp"
-    ):
+    with pytest.raises(PlanError, match="decomposes collectives along pp, and its stages have the axes dp, tp"):
         Plan.parse(text.replace("decomposed tp", "decomposed pp"))
 
 

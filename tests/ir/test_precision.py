@@ -32,9 +32,7 @@ def test_text_and_back(policy):
     assert MixedPrecision.parse(str(policy)) == policy
 
 
-@pytest.mark.parametrize(
-    "text", ["", "int8", "bf16 reduce=int8", "bf16 width=float32", "bf16 fp16"]
-)
+@pytest.mark.parametrize("text", ["", "int8", "bf16 reduce=int8", "bf16 width=float32", "bf16 fp16"])
 def test_what_is_no_policy(text):
     with pytest.raises(AutoparError):
         MixedPrecision.parse(text)
@@ -48,9 +46,7 @@ def test_a_field_is_named_once(text):
 
 def test_fp8_is_bfloat16_with_rounded_products():
     assert MixedPrecision.parse("fp8 reduce=bf16") == MixedPrecision("bf16", "bf16", None, "float8")
-    assert (
-        str(MixedPrecision.of("fp8 exempt=head,mid")) == "bfloat16 products=float8 exempt=head,mid"
-    )
+    assert str(MixedPrecision.of("fp8 exempt=head,mid")) == "bfloat16 products=float8 exempt=head,mid"
 
 
 @pytest.mark.parametrize(

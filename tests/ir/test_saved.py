@@ -38,7 +38,7 @@ def test_a_plan_with_saved_lines_is_read_back():
         ("S(1)@pp", MeshError, "pp"),
         (3, PlanError, "lies in a layout such as S(1)@tp, not 3"),
     ],
-)  # fmt: skip
+)
 def test_a_line_names_a_dim_and_an_axis(value, error, says):
     with pytest.raises(error) as caught:
         parse_saved({"layers.*.input": value}, MESH)
@@ -47,8 +47,9 @@ def test_a_line_names_a_dim_and_an_axis(value, error, says):
 
 def test_a_line_twice_is_refused_with_its_number():
     with pytest.raises(PlanError, match="Line 8 of the plan gives saved layers"):
-        Plan.parse(str(replace(PLAN, saved={"layers.*.input": SavedLayout((R, S(1)))}))
-                   + "saved layers.*.input: S(0)@tp\n")  # fmt: skip
+        Plan.parse(
+            str(replace(PLAN, saved={"layers.*.input": SavedLayout((R, S(1)))})) + "saved layers.*.input: S(0)@tp\n"
+        )
 
 
 def test_an_axis_that_splits_the_tensor_already_is_left_alone():
@@ -67,11 +68,16 @@ def test_an_axis_that_splits_the_tensor_already_is_left_alone():
         (((8,), (6, 4)), (R, R), (R, S(1, 1)), True),
         (((8,), (6, 4)), (R, R), (R, S(1, 2)), False),  # two factors
         (((8,), (6,)), (R, R), (S(1, WHOLE), R), True),
-        (((8,), (6,)), (S(0), R), (S(0), S(0)), True),  # the later axis cuts the part of the earlier one
+        (
+            ((8,), (6,)),
+            (S(0), R),
+            (S(0), S(0)),
+            True,
+        ),  # the later axis cuts the part of the earlier one
         (((8,), (6,)), (R, S(0)), (S(0), S(0)), False),  # parts would interleave
         (((), (6,)), (R, R), (S(0), R), False),  # a dim of size 1
     ],
-)  # fmt: skip
+)
 def test_a_slice_is_taken_without_asking_other_ranks(dims, layout, slice_layout, can):
     assert can_slice(dims, layout, slice_layout, MESH) == can
 
@@ -89,7 +95,4 @@ def test_words_say_what_leaves_the_device():
 
     sliced, moved = SavedLayout((R, S(1))), SavedLayout((R, R), "host")
     assert words(a=moved) == "a kept in the host's memory until backward"
-    assert (
-        words(a=sliced, b=moved)
-        == "a, b kept in slices along tp in the host's memory (some) until backward"
-    )
+    assert words(a=sliced, b=moved) == "a, b kept in slices along tp in the host's memory (some) until backward"

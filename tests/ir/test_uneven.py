@@ -81,9 +81,7 @@ def test_values_and_gradients_of_every_use_are_those_of_the_whole(source) -> Non
     targets = [(a, b) for a, b in itertools.product(uses, uses) if divides(DIMS, (a, b), MESH)]
     assert len(targets) > 5
     for target in targets:
-        own = [
-            shard(x, DIMS, source, MESH, rank).clone().requires_grad_() for rank in range(MESH.size)
-        ]
+        own = [shard(x, DIMS, source, MESH, rank).clone().requires_grad_() for rank in range(MESH.size)]
         found = convert(own, DIMS, source, target, MESH)
         weighed = [shard(w, DIMS, target, MESH, rank) for rank, w in enumerate(weights)]
         for rank, each in enumerate(found):

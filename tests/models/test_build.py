@@ -27,17 +27,13 @@ CLASSES = 8
 
 TINY = {
     "llama": Transformer.from_dimensions("llama", **SMALL, kv_heads=2),
-    "llama, fused": Transformer.from_dimensions(
-        "llama", **SMALL, kv_heads=2, fused_projections=True
-    ),
+    "llama, fused": Transformer.from_dimensions("llama", **SMALL, kv_heads=2, fused_projections=True),
     "gpt": Transformer.from_dimensions("gpt", **SMALL),
     "llm-foundry": Transformer.from_dimensions("llm-foundry", **SMALL),
     "mpt": Transformer.from_dimensions("mpt", **SMALL),
     "bert": Transformer.from_dimensions("bert", **SMALL),
     "experts": Transformer.from_dimensions("llama", **SMALL, experts=4, experts_per_token=2),
-    "t5": EncoderDecoder(
-        **BLOCKS, encoder_layers=2, vocab=64, head_dim=16, fused_attention=False, **T5
-    ),
+    "t5": EncoderDecoder(**BLOCKS, encoder_layers=2, vocab=64, head_dim=16, fused_attention=False, **T5),
     "vit": VisionTransformer(**BLOCKS, image=12, patch=4, classes=CLASSES),
 }
 
@@ -46,14 +42,9 @@ def drawn(description, batch=4):
     """Inputs of small numbers, for real."""
     vision = isinstance(description, VisionTransformer)
     top = CLASSES if vision else SMALL["vocab"]
-    examples = example_inputs(
-        description, batch, None if vision else SMALL["max_positions"], dtype=torch.float64
-    )
+    examples = example_inputs(description, batch, None if vision else SMALL["max_positions"], dtype=torch.float64)
     return tuple(
-        torch.randn(x.shape, dtype=x.dtype)
-        if x.is_floating_point()
-        else torch.randint(top, x.shape)
-        for x in examples
+        torch.randn(x.shape, dtype=x.dtype) if x.is_floating_point() else torch.randint(top, x.shape) for x in examples
     )
 
 
@@ -100,9 +91,7 @@ def test_attention_in_parts_is_the_fused_one(family):
 
 def test_relative_attention_in_parts_is_the_fused_one():
     sizes = {**BLOCKS, "encoder_layers": 2, "vocab": 64, **T5}
-    (one, args), (other, _) = (
-        made(EncoderDecoder(**sizes, fused_attention=kind)) for kind in (True, False)
-    )
+    (one, args), (other, _) = (made(EncoderDecoder(**sizes, fused_attention=kind)) for kind in (True, False))
     other.load_state_dict(one.state_dict())
     assert torch.allclose(one(*args), other(*args), rtol=1e-12)
 
@@ -170,9 +159,7 @@ def by_hand(experts, x):
 @pytest.mark.parametrize("per_token", [1, 2, 4])
 def test_experts_take_the_first_tokens_that_choose_them(per_token):
     torch.manual_seed(0)
-    description = Transformer.from_dimensions(
-        "llama", **SMALL, experts=4, experts_per_token=per_token
-    )
+    description = Transformer.from_dimensions("llama", **SMALL, experts=4, experts_per_token=per_token)
     experts = ExpertLayer(description).double()
     x = torch.randn(3, 10, 32, dtype=torch.float64)
     assert torch.allclose(experts(x), by_hand(experts, x))
@@ -205,9 +192,7 @@ def test_fewer_layers():
 
 def test_dropout_is_there_where_it_is_asked_for():
     for fused in (True, False):
-        description = Transformer.from_dimensions(
-            "gpt", **SMALL, dropout=0.5, fused_attention=fused
-        )
+        description = Transformer.from_dimensions("gpt", **SMALL, dropout=0.5, fused_attention=fused)
         model, args = made(description)
         assert model(*args) != model(*args)
         model.eval()

@@ -44,9 +44,7 @@ def test_preset_has_the_parameters_of_the_closed_form_and_of_the_literature(name
         Transformer.from_dimensions("gpt", **SMALL, gated=True, tied=False),
         Transformer.from_dimensions("llama", **SMALL, experts=4, experts_per_token=2, gated=False),
         EncoderDecoder(hidden=32, layers=2, encoder_layers=3, heads=4, ffn=64, vocab=64),
-        VisionTransformer(
-            hidden=32, layers=2, heads=4, ffn=64, image=8, patch=4, classes=5, channels=1
-        ),
+        VisionTransformer(hidden=32, layers=2, heads=4, ffn=64, image=8, patch=4, classes=5, channels=1),
     ],
     ids=lambda d: f"{type(d).__name__}-{d.activation}-{d.kv_heads}",
 )
@@ -67,9 +65,13 @@ def test_counts_are_those_of_transformers():
     gpt2 = transformers.GPT2Config()
     assert with_vocab("gpt2", 50257) == 124_439_808 == their_count("GPT2LMHeadModel", gpt2)
     llama = transformers.LlamaConfig(
-        hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
-        intermediate_size=14336, vocab_size=128256,
-    )  # fmt: skip
+        hidden_size=4096,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        intermediate_size=14336,
+        vocab_size=128256,
+    )
     assert parameter_count(PRESETS["llama3-8b"].description) == 8_030_261_248
     assert their_count("LlamaForCausalLM", llama) == 8_030_261_248
     mixtral = their_count("MixtralForCausalLM", transformers.MixtralConfig())
@@ -78,9 +80,13 @@ def test_counts_are_those_of_transformers():
     t5_count = their_count("T5ForConditionalGeneration", t5)
     assert parameter_count(PRESETS["t5-11b"].description) == t5_count
     vit = transformers.ViTConfig(
-        hidden_size=1280, num_hidden_layers=32, num_attention_heads=16, intermediate_size=5120,
-        patch_size=14, num_labels=1000,
-    )  # fmt: skip
+        hidden_size=1280,
+        num_hidden_layers=32,
+        num_attention_heads=16,
+        intermediate_size=5120,
+        patch_size=14,
+        num_labels=1000,
+    )
     vit_count = their_count("ViTForImageClassification", vit)
     assert parameter_count(PRESETS["vit-h"].description) == vit_count
 
@@ -88,9 +94,12 @@ def test_counts_are_those_of_transformers():
 def test_bert_lacks_only_pooler_types_and_the_product_before_the_head():
     vocab, hidden = 30522, 1024
     bert = transformers.BertConfig(
-        hidden_size=hidden, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096,
+        hidden_size=hidden,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        intermediate_size=4096,
         vocab_size=vocab,
-    )  # fmt: skip
+    )
     # two token types; a product with bias and norm before the head; a bias of the head
     lacking = 2 * hidden + hidden * (hidden + 3) + vocab
     assert with_vocab("bert-large", vocab) + lacking == their_count("BertForMaskedLM", bert)

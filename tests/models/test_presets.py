@@ -69,9 +69,7 @@ def test_experts_cost_what_the_tokens_visit():
     graph = prepared("mixtral-8x7b").analysis.graph
     d = PRESETS["mixtral-8x7b"].description
     tokens = 4 * d.max_positions
-    found = sum(
-        op.flops for op in graph.ops if op.module == "layers.1.mlp" and op.kind == "aten.einsum"
-    )
+    found = sum(op.flops for op in graph.ops if op.module == "layers.1.mlp" and op.kind == "aten.einsum")
     # three products for each of two experts a token, and the weighted sum of both results
     expected = 3 * 2 * 2 * tokens * d.hidden * d.ffn + 2 * 2 * tokens * d.hidden
     assert found == expected

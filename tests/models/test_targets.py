@@ -16,9 +16,14 @@ from autopar.models.targets import resolve_target, stack, weight_of
 
 LAYERS = 7
 LLAMA = {
-    "hidden_size": 64, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "vocab_size": 128,
-    "num_key_value_heads": 2, "intermediate_size": 96, "max_position_embeddings": 64,
-}  # fmt: skip
+    "hidden_size": 64,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "vocab_size": 128,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "max_position_embeddings": 64,
+}
 
 
 def saved(folder, config, model=None):
@@ -160,42 +165,53 @@ def test_configuration_is_built_with_few_layers(tmp_path):
     assert model.training
     assert args == ()
     assert {name: tuple(x.shape) for name, x in kwargs.items()} == {
-        "input_ids": (2, 16), "labels": (2, 16),
-    }  # fmt: skip
+        "input_ids": (2, 16),
+        "labels": (2, 16),
+    }
     assert weighted_parameters(target) == all_parameters(target)
     modules = modules_of(target)
-    assert {layer_of(m, target.stacks) for m in modules} == {None} | {
-        (target.stacks[0], i) for i in range(3)
-    }
+    assert {layer_of(m, target.stacks) for m in modules} == {None} | {(target.stacks[0], i) for i in range(3)}
     same = resolve_target(f"{folder}/config.json", batch=2, seq=16)
     assert same.stacks == target.stacks
 
 
 def t5():
     return transformers.T5Config(
-        d_model=64, d_kv=16, d_ff=96, num_layers=LAYERS, num_decoder_layers=5, num_heads=4,
-        vocab_size=128, decoder_start_token_id=0,
-    )  # fmt: skip
+        d_model=64,
+        d_kv=16,
+        d_ff=96,
+        num_layers=LAYERS,
+        num_decoder_layers=5,
+        num_heads=4,
+        vocab_size=128,
+        decoder_start_token_id=0,
+    )
 
 
 def vit():
     return transformers.ViTConfig(
-        hidden_size=64, num_hidden_layers=LAYERS, num_attention_heads=4, intermediate_size=96,
-        image_size=32, patch_size=8,
-    )  # fmt: skip
+        hidden_size=64,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        intermediate_size=96,
+        image_size=32,
+        patch_size=8,
+    )
 
 
 def bert():
     return transformers.BertConfig(
-        hidden_size=64, num_hidden_layers=LAYERS, num_attention_heads=4, intermediate_size=96,
-        vocab_size=128, max_position_embeddings=64,
-    )  # fmt: skip
+        hidden_size=64,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        intermediate_size=96,
+        vocab_size=128,
+        max_position_embeddings=64,
+    )
 
 
 def gpt2():
-    return transformers.GPT2Config(
-        n_embd=64, n_layer=LAYERS, n_head=4, n_positions=64, vocab_size=128
-    )
+    return transformers.GPT2Config(n_embd=64, n_layer=LAYERS, n_head=4, n_positions=64, vocab_size=128)
 
 
 @pytest.mark.parametrize(
@@ -204,9 +220,7 @@ def gpt2():
         (t5, "T5ForConditionalGeneration", 16, {"encoder.block": LAYERS, "decoder.block": 5}),
         (vit, "ViTForImageClassification", None, {"vit.layers": LAYERS}),
         (bert, "BertForMaskedLM", 16, {"bert.encoder.layer": LAYERS}),
-        pytest.param(
-            gpt2, "GPT2LMHeadModel", 16, {"transformer.h": LAYERS}, marks=pytest.mark.slow
-        ),
+        pytest.param(gpt2, "GPT2LMHeadModel", 16, {"transformer.h": LAYERS}, marks=pytest.mark.slow),
     ],
 )
 def test_other_tasks(tmp_path, config, model, seq, stacks):
@@ -235,19 +249,27 @@ def test_layers_that_alternate_keep_their_depth(tmp_path):
 
 def test_a_layer_of_its_own_kind_in_the_middle_keeps_the_depth(tmp_path):
     config = transformers.Qwen2MoeConfig(
-        **LLAMA, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
-        shared_expert_intermediate_size=32, mlp_only_layers=[4],
-    )  # fmt: skip
+        **LLAMA,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        mlp_only_layers=[4],
+    )
     target = resolve_target(saved(tmp_path, config, "Qwen2MoeForCausalLM"), seq=16)
     assert target.stacks == ()
 
 
 def test_a_configuration_of_the_size_of_llama_405b(tmp_path):
     sizes = {
-        "hidden_size": 16384, "num_hidden_layers": 126, "num_attention_heads": 128,
-        "num_key_value_heads": 8, "intermediate_size": 53248, "vocab_size": 128256,
+        "hidden_size": 16384,
+        "num_hidden_layers": 126,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 8,
+        "intermediate_size": 53248,
+        "vocab_size": 128256,
         "max_position_embeddings": 131072,
-    }  # fmt: skip
+    }
     target = resolve_target(saved(tmp_path, transformers.LlamaConfig(**sizes), "LlamaForCausalLM"))
     assert weighted_parameters(target) == parameter_count(PRESETS["llama3-405b"].description)
     assert target.build_few()[2]["input_ids"].shape == (1, 8192)  # of 131072
@@ -360,9 +382,7 @@ def test_a_configuration_that_is_nested_deeply_is_refused(tmp_path):
         resolve_target(str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    "text", ["import sys; sys.exit(0)", "import sys\ndef example():\n    sys.exit(0)"]
-)
+@pytest.mark.parametrize("text", ["import sys; sys.exit(0)", "import sys\ndef example():\n    sys.exit(0)"])
 def test_a_target_that_ends_the_program_is_an_error(tmp_path, monkeypatch, text):
     (tmp_path / "ends_here.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)

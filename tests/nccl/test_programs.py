@@ -74,9 +74,7 @@ def _pipelines() -> Iterator[tuple[str, Program, Budget]]:
         yield name, Program({"pp": 2}, {"pp": name}, model, options=options), budget
     tied = Program({"pp": 2}, {"pp": "1f1b"}, partial(Model, tied=True), options=_STEPS)
     yield "1f1b, tied weights", tied, budget
-    frozen = Program(
-        {"pp": 2}, {"pp": "zb"}, partial(Model, 2, frozen=True), options=_STEPS | {"chunks": 2}
-    )
+    frozen = Program({"pp": 2}, {"pp": "zb"}, partial(Model, 2, frozen=True), options=_STEPS | {"chunks": 2})
     yield "zb, frozen weights", frozen, budget
 
 
@@ -89,9 +87,7 @@ def _others() -> Iterator[tuple[str, Program, Budget]]:
     yield "zero3 on 4", Program({"dp": 4}, "zero3"), Budget()
     mixed = {"dp": "zero3", "tp": "tp+sp"}
     yield "zero3 x tp+sp", Program({"dp": 2, "tp": 2}, mixed), Budget(8, 3, small=20)
-    of_eight = Program(
-        {"pp": 2, "dp": 2, "tp": 2}, {"pp": "1f1b", **mixed}, options={"micro_batches": 2}
-    )
+    of_eight = Program({"pp": 2, "dp": 2, "tp": 2}, {"pp": "1f1b", **mixed}, options={"micro_batches": 2})
     yield "1f1b x zero3 x tp+sp", of_eight, Budget(24, 5, 1, 60)
 
 
@@ -107,9 +103,7 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.filterwarnings("ignore:The loss of step")  # whose values are made up
 @pytest.mark.usefixtures("shared")
 @pytest.mark.parametrize(("name", "program", "budget"), _CASES, ids=[case[0] for case in _CASES])
-def test_a_program_is_legal_and_within_its_budget(
-    name: str, program: Program, budget: Budget, tmp_path: Path
-) -> None:
+def test_a_program_is_legal_and_within_its_budget(name: str, program: Program, budget: Budget, tmp_path: Path) -> None:
     if "nvme" in name:
         program.options = {"nvme": tmp_path}
     traces = program.play()

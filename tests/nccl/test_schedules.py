@@ -54,17 +54,11 @@ def test_two_sends_at_once_would_wait_for_ever(monkeypatch: pytest.MonkeyPatch) 
         assert "deadlock" in violations(stages.played(pipeline, 4), mode)[0]
 
 
-@pytest.mark.parametrize(
-    "schedule", ["1f1b", "gpipe", "interleaved", "looped-bfs", "zb", "zbv", "dualpipev"]
-)
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "looped-bfs", "zb", "zbv", "dualpipev"])
 def test_the_simulated_step_is_that_of_communicators_of_two_ranks(schedule: str) -> None:
     """A forward takes 1 s, a backward 2 s, a message 0.02 s; the first meeting takes three messages."""
     pipeline = _pipeline(schedule, 4, _CHUNKS[PLACEMENTS[schedule]][0])
-    cost = StageCosts(
-        1.0, 2.0, weight_seconds=1.0, send_forward_seconds=0.02, send_backward_seconds=0.02
-    )
-    simulated = simulate(
-        actions(pipeline, 8), [cost] * pipeline.stages, waits_for_sends=waits_for_sends(schedule)
-    )
+    cost = StageCosts(1.0, 2.0, weight_seconds=1.0, send_forward_seconds=0.02, send_backward_seconds=0.02)
+    simulated = simulate(actions(pipeline, 8), [cost] * pipeline.stages, waits_for_sends=waits_for_sends(schedule))
     run = seconds(stages.played(pipeline, 8), "lazy", lambda call: 0.02)
     assert run == pytest.approx(simulated.step_seconds, rel=0.02)

@@ -67,9 +67,12 @@ def test_the_product_is_that_of_torchs_kernel_summed_over_tiles(dtype):
         columns = slice(t * TILE, (t + 1) * TILE)
         one = torch.ones(())
         summed = torch._scaled_mm(
-            left.codes[:, columns].contiguous(), right.codes[:, columns].contiguous().t(),
-            scale_a=one, scale_b=one, out_dtype=torch.float32,
-        )  # fmt: skip
+            left.codes[:, columns].contiguous(),
+            right.codes[:, columns].contiguous().t(),
+            scale_a=one,
+            scale_b=one,
+            out_dtype=torch.float32,
+        )
         expected += summed * left.scales[:, t, None] * right.scales[None, :, t]
     bound = 1e-5 if dtype is torch.float32 else 2**-8
     assert torch.allclose(product(left, right, dtype).float(), expected, rtol=bound, atol=bound)
@@ -84,9 +87,7 @@ def test_gradients_are_products_of_rounded_operands_but_for_the_weights():
     rows, flat = x.detach().flatten(0, 1), gradient.flatten(0, 1)
     columns = weight.detach().t()
     near = {"rtol": 1e-12, "atol": 1e-12}
-    assert torch.allclose(
-        result.flatten(0, 1), reference(rows) @ reference(weight.detach()).t(), **near
-    )
+    assert torch.allclose(result.flatten(0, 1), reference(rows) @ reference(weight.detach()).t(), **near)
     assert torch.allclose(found[0].flatten(0, 1), reference(flat) @ reference(columns).t(), **near)
     assert torch.allclose(found[1], flat.t() @ rows, **near)
 

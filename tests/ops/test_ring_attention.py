@@ -18,9 +18,7 @@ HEADS, KV_HEADS, WIDTH = 4, 2, 8
 def drawn(queries, keys, dtype=torch.float64, value_width=WIDTH):
     draw = torch.Generator().manual_seed(queries + keys)
     shapes = (HEADS, queries, WIDTH), (KV_HEADS, keys, WIDTH), (KV_HEADS, keys, value_width)
-    return [
-        torch.randn(2, *shape, generator=draw, dtype=torch.float64).to(dtype) for shape in shapes
-    ]
+    return [torch.randn(2, *shape, generator=draw, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
 def together(mesh, tensors, turns, how):
@@ -44,9 +42,7 @@ def together(mesh, tensors, turns, how):
 
 def alone(tensors, is_causal):
     leaves = [x.double().requires_grad_() for x in tensors]
-    result = F.scaled_dot_product_attention(
-        *leaves, is_causal=is_causal, scale=0.3, enable_gqa=True
-    )
+    result = F.scaled_dot_product_attention(*leaves, is_causal=is_causal, scale=0.3, enable_gqa=True)
     gradient = torch.linspace(-1, 1, result.numel(), dtype=torch.float64).view(result.shape)
     result.backward(gradient)
     return result.detach(), *(x.grad for x in leaves)

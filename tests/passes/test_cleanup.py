@@ -25,9 +25,7 @@ class Assigned(nn.Module):
 
 
 def test_a_slice_that_is_assigned_keeps_its_gradient():
-    report = verify(
-        Assigned().double(), (torch.randn(8, 4).double(),), mesh={"x": 2}, plan="random"
-    )
+    report = verify(Assigned().double(), (torch.randn(8, 4).double(),), mesh={"x": 2}, plan="random")
     assert report.passed, report
 
 
@@ -45,8 +43,12 @@ class Attention(nn.Module):
 
 NOTHING_SEEN = torch.arange(6)[:, None] > torch.arange(6)  # by the first query: its result is 0
 OPENED = [
-    {}, {"is_causal": True}, {"scale": 0.3}, {"enable_gqa": True}, {"attn_mask": NOTHING_SEEN},
-]  # fmt: skip
+    {},
+    {"is_causal": True},
+    {"scale": 0.3},
+    {"enable_gqa": True},
+    {"attn_mask": NOTHING_SEEN},
+]
 
 
 @pytest.mark.parametrize("kwargs", OPENED, ids=lambda kwargs: " ".join(kwargs) or "plain")

@@ -102,9 +102,7 @@ def sizes(regions):
     return [len(lines) - 1 for lines in regions]
 
 
-@pytest.mark.parametrize(
-    ("joined_ops", "expected"), [(3, [2] * 5), (4, [4, 4, 2]), (9, [8, 2]), (10, [10])]
-)
+@pytest.mark.parametrize(("joined_ops", "expected"), [(3, [2] * 5), (4, [4, 4, 2]), (9, [8, 2]), (10, [10])])
 def test_whole_blocks_share_a_region_up_to_a_number_of_ops(joined_ops, expected):
     program = Program()
     outer, regions = program.cut(program.layers(5), joined_ops=joined_ops)

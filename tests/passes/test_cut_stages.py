@@ -36,9 +36,7 @@ def cut(text, kept, weights=(), early_outputs=()):
     """The stages as text: `take` what a stage has of its own and receives, `give` what it returns and sends."""
     module, stage_of = read(text)
     count = max(stage_of.values()) + 1
-    stages = cut_stage_graphs(
-        module, stage_of, count, kept=kept, weights=weights, early_outputs=early_outputs
-    )
+    stages = cut_stage_graphs(module, stage_of, count, kept=kept, weights=weights, early_outputs=early_outputs)
     for stage in stages:
         verify_graph(stage.module, after="cutting")
     return [written(stage, module) for stage in stages]
@@ -294,5 +292,8 @@ def test_a_conversion_lies_where_its_op_does_and_what_a_pass_adds_where_its_inpu
             node.meta["origin"] = origins[node.name]
     numbers = stage_numbers(module, {"mul_1": 0, "relu_1": 1}, [1])
     assert {node.name: number for node, number in numbers.items()} == {
-        "first": 0, "gathered": 1, "second": 1, "added": 1,
-    }  # fmt: skip
+        "first": 0,
+        "gathered": 1,
+        "second": 1,
+        "added": 1,
+    }

@@ -44,9 +44,7 @@ class Program:
             return block
 
         self.module = fx.GraphModule(nn.Module(), self.graph)
-        self.result = fold_blocks(
-            self.module, blocks, make, parameters=self.parameters, received=received
-        )
+        self.result = fold_blocks(self.module, blocks, make, parameters=self.parameters, received=received)
         return text(self.result.graph), list(graphs.values())
 
 

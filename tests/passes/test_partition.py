@@ -35,8 +35,15 @@ def mlp():
 
 def program(model, ops, up, down, inputs=(R,), mesh=TWO):
     captured, analysis = model
-    plan = Plan(mesh, captured.fingerprint, "", 1,
-                {"up.weight": up, "down.weight": down}, {"x": inputs}, ops)  # fmt: skip
+    plan = Plan(
+        mesh,
+        captured.fingerprint,
+        "",
+        1,
+        {"up.weight": up, "down.weight": down},
+        {"x": inputs},
+        ops,
+    )
     return build_program(captured, analysis, plan)
 
 
@@ -100,9 +107,7 @@ def test_a_host_resident_that_is_used_as_it_lies_moves_alone(mlp):
 def test_data_parallel_has_no_collective_in_the_graph_but_the_loss(mlp):
     ops = {"linear": ("b0",), "relu": ("d1",), "linear_1": ("b0",), "sum_1": ("d0",)}
     replica = ParameterPlan((R,), (V,))
-    collectives = [
-        x for x in text(program(mlp, ops, replica, replica, (S(0),)).module) if "autopar" in x
-    ]
+    collectives = [x for x in text(program(mlp, ops, replica, replica, (S(0),)).module) if "autopar" in x]
     assert collectives == ["all_reduce = autopar.all_reduce(sum_1, [], 2, 'tp', 'vary')"]
 
 
@@ -119,9 +124,7 @@ def test_one_conversion_serves_all_consumers():
     clean_up(captured.module)
     analysis = analyze(captured)
     ops = {op.name: ("-",) for op in analysis.graph.ops}
-    plan = Plan(
-        TWO, captured.fingerprint, "", 1, {"w": ParameterPlan((S(0),), (S(0),))}, {"x": (R,)}, ops
-    )
+    plan = Plan(TWO, captured.fingerprint, "", 1, {"w": ParameterPlan((S(0),), (S(0),))}, {"x": (R,)}, ops)
     gathers = [x for x in text(build_program(captured, analysis, plan).module) if "all_gather" in x]
     assert sum("autopar" in line for line in gathers) == 1
     assert sum("matmul" in line for line in gathers) == 2
@@ -129,9 +132,7 @@ def test_one_conversion_serves_all_consumers():
 
 def test_retarget_and_bind(mlp):
     ops = {"linear": ("j",), "relu": ("d0",), "linear_1": ("k",), "sum_1": ("-",)}
-    module = program(
-        mlp, ops, ParameterPlan((S(0),), (S(0),)), ParameterPlan((S(1),), (S(1),))
-    ).module
+    module = program(mlp, ops, ParameterPlan((S(0),), (S(0),)), ParameterPlan((S(1),), (S(1),))).module
     bind_groups(module, {"tp": "group 7"})
     retarget_device(module, torch.device("meta"))
     assert "all_reduce = autopar.all_reduce(linear_1, [], 2, 'group 7', 'vary')" in text(module)
@@ -145,23 +146,21 @@ def test_clean_up_drops_assertions_and_reshapes_views():
     captured = capture_step(Model(), (torch.zeros(2, 3),), {}, None)
     clean_up(captured.module)
     assert [line.split(" = ")[1].split("(")[0] for line in text(captured.module)] == [
-        "aten._to_copy", "aten.reshape", "aten.sum",
-    ]  # fmt: skip
+        "aten._to_copy",
+        "aten.reshape",
+        "aten.sum",
+    ]
 
 
 def test_the_verifier_names_node_invariant_and_neighbourhood(mlp):
     ops = {"linear": ("j",), "relu": ("d0",), "linear_1": ("k",), "sum_1": ("-",)}
-    module = program(
-        mlp, ops, ParameterPlan((S(0),), (S(0),)), ParameterPlan((S(1),), (S(1),))
-    ).module
+    module = program(mlp, ops, ParameterPlan((S(0),), (S(0),)), ParameterPlan((S(1),), (S(1),))).module
     node = next(n for n in module.graph.nodes if n.name == "all_reduce")
     node.args = (*node.args[:4], "shard")
     with pytest.raises(VerifierError) as error:
         verify_graph(module, after="sabotage")
     message = str(error.value)
-    assert (
-        "After sabotage, node all_reduce: shard is not the transpose of any all_reduce." in message
-    )
+    assert "After sabotage, node all_reduce: shard is not the transpose of any all_reduce." in message
     assert "linear_1" in message and "sum" in message
 
 

@@ -69,9 +69,7 @@ def printed(module: fx.GraphModule) -> list[str]:
     return lines
 
 
-def rewritten(
-    rewrite: Callable[[fx.GraphModule], None], text: str, **arguments: Tensor
-) -> list[str]:
+def rewritten(rewrite: Callable[[fx.GraphModule], None], text: str, **arguments: Tensor) -> list[str]:
     """What a pass makes of a graph, which computes what it computed before."""
     module = parsed(text, arguments)
     torch.manual_seed(0)
@@ -237,11 +235,16 @@ def test_operands_of_shape_0_are_left_out_of_a_cat() -> None:
         c = cat.default([d, b], 0)
         return c
         """,
-        x=X, e=torch.tensor([]), d=torch.tensor([], dtype=torch.float64),
-    )  # fmt: skip
+        x=X,
+        e=torch.tensor([]),
+        d=torch.tensor([], dtype=torch.float64),
+    )
     assert found == [
-        "a = clone.default(x)", "b = cat.default([a, x], 0)", "c = cat.default([d, b], 0)", "return c",
-    ]  # fmt: skip
+        "a = clone.default(x)",
+        "b = cat.default([a, x], 0)",
+        "c = cat.default([d, b], 0)",
+        "return c",
+    ]
 
 
 def test_copies_that_only_ops_read_go() -> None:
@@ -279,8 +282,12 @@ def test_batch_norm_with_given_statistics_has_one_result() -> None:
         c = getitem(a, 0)
         return c
         """,
-        x=X, w=X[0], b=X[1], m=X[2], v=X[3],
-    )  # fmt: skip
+        x=X,
+        w=X[0],
+        b=X[1],
+        m=X[2],
+        v=X[3],
+    )
     assert found == [
         "batch_norm_default = batch_norm.default(x, w, b, m, v, False, 0.1, 1e-05, False)",
         "return batch_norm_default",

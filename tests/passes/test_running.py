@@ -38,9 +38,7 @@ def text(graph):
 
 
 def gather(graph, x, axis="dp", dim=0):
-    return graph.call_function(
-        autopar_ops.all_gather.default, (x, [dim], 2, axis, "reduce_scatter")
-    )
+    return graph.call_function(autopar_ops.all_gather.default, (x, [dim], 2, axis, "reduce_scatter"))
 
 
 def total(graph, x, axis="dp"):
@@ -68,9 +66,13 @@ def test_parameters_are_gathered_together_before_their_first_use(graph):
     chains = find_gathers(module, 2)
     assert [chain.parameter for chain in chains] == [1, 0]  # b is used first
     group_gathers(
-        module, chains, key=lambda chain: 0, size_bytes=lambda chain: 8,
-        make=lambda chains: nn.Identity(), bucket_bytes=16,
-    )  # fmt: skip
+        module,
+        chains,
+        key=lambda chain: 0,
+        size_bytes=lambda chain: 8,
+        make=lambda chains: nn.Identity(),
+        bucket_bytes=16,
+    )
     assert text(module.graph) == [
         "gather_0 = gather_0(b, a)",
         "getitem = getitem(gather_0, 0)",
@@ -87,9 +89,13 @@ def test_groups_are_closed_when_they_are_full(graph):
     module = module_of(graph)
     sizes = []
     group_gathers(
-        module, find_gathers(module, 3), key=lambda chain: 0, size_bytes=lambda chain: 8,
-        make=lambda chains: sizes.append(len(chains)) or nn.Identity(), bucket_bytes=16,
-    )  # fmt: skip
+        module,
+        find_gathers(module, 3),
+        key=lambda chain: 0,
+        size_bytes=lambda chain: 8,
+        make=lambda chains: sizes.append(len(chains)) or nn.Identity(),
+        bucket_bytes=16,
+    )
     assert sizes == [2, 1]
 
 
@@ -161,9 +167,7 @@ def captured(model, batch, loss_fn):
 
 
 def test_a_loss_is_its_terms_and_their_mean():
-    module = captured(
-        nn.Identity(), (torch.ones(4, 2, requires_grad=True), torch.ones(4, 2)), F.mse_loss
-    )
+    module = captured(nn.Identity(), (torch.ones(4, 2, requires_grad=True), torch.ones(4, 2)), F.mse_loss)
     assert text(module.graph) == [
         "mse_loss = aten.mse_loss(batch_0, batch_1, 0)",
         "mean = aten.mean(mse_loss,)",

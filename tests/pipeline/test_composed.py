@@ -28,9 +28,7 @@ RUNTIMES = (
     Software(hides=0.7, hides_activations=0.3, host_seconds=5e-7, step_seconds=1e-3),
     Software(hides=0.4, runs_ahead=True, memory_efficiency=0.25, matmul_efficiency=0.5),
 )
-SMALL = LlamaSizes(
-    batch=8, seq=16, layers=2, dim=32, kv_heads=4, group=2, head_dim=4, ffn=64, vocab=128
-)
+SMALL = LlamaSizes(batch=8, seq=16, layers=2, dim=32, kv_heads=4, group=2, head_dim=4, ffn=64, vocab=128)
 
 
 def explained(graph: Graph, plan: Plan, software: Software, state: TrainingState) -> Explanation:
@@ -38,8 +36,11 @@ def explained(graph: Graph, plan: Plan, software: Software, state: TrainingState
 
 
 GRAPHS = {
-    "residual": residual(4), "tied": residual(3, tied=True), "llama": llama(SMALL), "short": residual(2)
-}  # fmt: skip
+    "residual": residual(4),
+    "tied": residual(3, tied=True),
+    "llama": llama(SMALL),
+    "short": residual(2),
+}
 
 
 @functools.cache
@@ -68,9 +69,9 @@ def test_a_table_of_stages_with_one_stage_is_composed_alike(
     graph = GRAPHS[name]
     for plan, state in itertools.product(plans(name, recompute), (FULL, MIXED_FLOAT32_GRADIENTS)):
         found = composed(graph, plan, MACHINE, software=software, training_state=state)
-        table = StageTables(
-            graph, plan, MACHINE, world=plan.mesh, training_state=state, software=software
-        ).at(plan.recompute)
+        table = StageTables(graph, plan, MACHINE, world=plan.mesh, training_state=state, software=software).at(
+            plan.recompute
+        )
         one = table.stage(0, table.blocks)
         each = one.forward_seconds + one.backward_seconds
         seconds = plan.micro_batches * each + float(table.once_seconds[0, -1])
@@ -107,12 +108,10 @@ def test_full_recomputation_gathers_parameters_twice_a_micro_batch() -> None:
     graph = residual(2)
     sent = {}
     for recompute in ("none", "full"):
-        plan = replace(
-            search(graph, {"x": 2}, hardware=MACHINE, recipe="zero3"), recompute=recompute
-        )
+        plan = replace(search(graph, {"x": 2}, hardware=MACHINE, recipe="zero3"), recompute=recompute)
         tree = explained(graph, plan, AUTOPAR, FULL).traffic.part("along x")
         sent[recompute] = sum(
             part.value for part in tree.parts if ".*." in part.name and part.name.startswith(("all_g", "red"))
-        )  # fmt: skip
+        )
     whole = sum(4 * 16 * 32 * 2 for _ in range(2))  # bytes of up and down in two layers
     assert sent == {"none": 3 * whole / 2, "full": 3 * whole / 2}

@@ -30,9 +30,7 @@ def tables(graph: Graph, plan: Plan) -> StageTables:
 def test_ops_are_named_within_their_block() -> None:
     found = op_names(GRAPH, unsplit(GRAPH))
     assert {path for path, _ in found.values()} == {"layers.0", "layers.1", "layers.2"}
-    first, second = (
-        [name for path, name in found.values() if path == f"layers.{i}"] for i in (0, 1)
-    )
+    first, second = ([name for path, name in found.values() if path == f"layers.{i}"] for i in (0, 1))
     assert first == second and len(set(first)) == len(first)
 
 
@@ -80,8 +78,6 @@ def test_formulas_and_tables_agree(recipe: str, seed: int) -> None:
     table = StageTables(GRAPH, plan, TOY, world=plan.mesh, software=Software()).at(chosen)
     price = composed(GRAPH, plan, TOY, software=Software())
     once = table.once_seconds[0, -1]
-    assert price.step_seconds == pytest.approx(
-        (table.forward_seconds + table.backward_seconds)[0, -1] + once
-    )
+    assert price.step_seconds == pytest.approx((table.forward_seconds + table.backward_seconds)[0, -1] + once)
     held = (table.saved_bytes + table.kept_bytes + table.transient_bytes)[0, -1]
     assert price.peak_bytes == pytest.approx(held + TOY.reserved_bytes)

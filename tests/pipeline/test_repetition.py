@@ -28,9 +28,7 @@ from tests.support.tables import often
 LAYERS = 5
 SMALL = {"hidden": 32, "heads": 4, "ffn": 64, "vocab": 64}
 GPT = Transformer.from_dimensions("gpt", layers=LAYERS, **SMALL, max_positions=16)
-T5 = EncoderDecoder(
-    **SMALL, layers=LAYERS, encoder_layers=LAYERS, norm="rms", bias=False, activation="relu"
-)
+T5 = EncoderDecoder(**SMALL, layers=LAYERS, encoder_layers=LAYERS, norm="rms", bias=False, activation="relu")
 TINY = replace(H100, memory_bytes=10**9, reserved_bytes=0)
 DESCRIPTIONS: dict[str, Transformer | EncoderDecoder] = {"gpt": GPT, "t5": T5}
 MODELS = ["llama", *DESCRIPTIONS]
@@ -111,9 +109,7 @@ RECIPES = "dp:zero1,tp:tp", "dp:zero3,tp:tp+sp"
         ],
     ),
 )
-def test_a_table_of_three_layers_is_that_of_all(
-    model: str, recipe: str, recompute: str | int
-) -> None:
+def test_a_table_of_three_layers_is_that_of_all(model: str, recipe: str, recompute: str | int) -> None:
     short, whole = (each.at(recompute) for each in tables_of(model, recipe))  # type: ignore[arg-type]
     for field in fields(short):
         a, b = getattr(short, field.name), getattr(whole, field.name)
@@ -132,9 +128,7 @@ def test_a_table_of_three_layers_is_that_of_all(
 )
 def test_the_pipeline_found_is_the_same(model: str, stages: int) -> None:
     short, whole = (
-        search_pipeline(
-            graph, Request(TINY, mesh={"pp": stages, "dp": 2}, recipe="dp:zero1", schedule="gpipe")
-        )
+        search_pipeline(graph, Request(TINY, mesh={"pp": stages, "dp": 2}, recipe="dp:zero1", schedule="gpipe"))
         for graph in graphs_of(model)
     )
     assert short.best.setting == whole.best.setting
@@ -149,9 +143,7 @@ def test_the_pipeline_found_is_the_same(model: str, stages: int) -> None:
         2,
         pytest.param(
             0.5,
-            marks=pytest.mark.xfail(
-                strict=True, reason="ops are selected only in graphs that have all their layers"
-            ),
+            marks=pytest.mark.xfail(strict=True, reason="ops are selected only in graphs that have all their layers"),
         ),
     ],
 )

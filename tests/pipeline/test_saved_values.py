@@ -103,14 +103,25 @@ def test_a_second_input_has_a_number():
 @pytest.mark.parametrize(
     ("state", "name", "says"),
     [
-        ("S(1)@tp", "layers.*.input", "saves layers.*.input in a layout of its own, which the model does not "
-         "have. The activations that enter its blocks are blocks.*.input;"),
-        ("S(1)@tp", "blocks.*.input#2", "The activations that enter its blocks are blocks.*.input; they make and keep "
-         "blocks.*.attention_norm/layer_norm<0, "),
-        ("S(3)@tp", "blocks.*.input", "saves blocks.1.input as S(3)@tp, which does not slice it: it has the shape "
-         "[4, 16, 32]"),
+        (
+            "S(1)@tp",
+            "layers.*.input",
+            "saves layers.*.input in a layout of its own, which the model does not "
+            "have. The activations that enter its blocks are blocks.*.input;",
+        ),
+        (
+            "S(1)@tp",
+            "blocks.*.input#2",
+            "The activations that enter its blocks are blocks.*.input; they make and keep "
+            "blocks.*.attention_norm/layer_norm<0, ",
+        ),
+        (
+            "S(3)@tp",
+            "blocks.*.input",
+            "saves blocks.1.input as S(3)@tp, which does not slice it: it has the shape [4, 16, 32]",
+        ),
     ],
-)  # fmt: skip
+)
 def test_lines_that_mean_nothing_are_refused(state, name, says):
     graph, _ = planned()
     with pytest.raises(PlanError) as error:
@@ -135,17 +146,10 @@ def gathers(graph: Graph, plan: Plan) -> float:
 def test_slices_halve_what_enters_and_cost_a_gather_each():
     graph, plan = planned()
     sliced = with_line("S(1)@tp")
-    assert (
-        held(graph, plan) - held(graph, sliced) == 2 * STREAM / 2
-    )  # of the second and the third block
-    (item,) = {
-        i.traffic_bytes for i in step_of(graph, sliced, HARDWARE).items if "of saved" in i.name
-    }
+    assert held(graph, plan) - held(graph, sliced) == 2 * STREAM / 2  # of the second and the third block
+    (item,) = {i.traffic_bytes for i in step_of(graph, sliced, HARDWARE).items if "of saved" in i.name}
     assert item == STREAM / 2  # of two ranks, each gets the other's half
-    slower = (
-        composed(graph, sliced, HARDWARE).step_seconds
-        - composed(graph, plan, HARDWARE).step_seconds
-    )
+    slower = composed(graph, sliced, HARDWARE).step_seconds - composed(graph, plan, HARDWARE).step_seconds
     assert slower == pytest.approx(gathers(graph, sliced)) and slower > 0
 
 
@@ -173,10 +177,5 @@ def test_what_crosses_between_stages_is_left_alone():
     staged = replace(plan, micro_batches=4, pipeline=Pipeline(2, "1f1b", (starts[2],)))
     assert [each.name for each in SavedValues(graph, staged).slices] == ["blocks.2.input"]
     whole = replace(staged, saved={})
-    assert (
-        composed(graph, staged, HARDWARE).peak_bytes <= composed(graph, whole, HARDWARE).peak_bytes
-    )
-    assert (
-        composed(graph, staged, HARDWARE).step_seconds
-        > composed(graph, whole, HARDWARE).step_seconds
-    )
+    assert composed(graph, staged, HARDWARE).peak_bytes <= composed(graph, whole, HARDWARE).peak_bytes
+    assert composed(graph, staged, HARDWARE).step_seconds > composed(graph, whole, HARDWARE).step_seconds

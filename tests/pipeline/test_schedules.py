@@ -39,12 +39,8 @@ def text(rank_actions) -> str:
 
 def test_1f1b_is_written_out():
     first, last = actions(pipeline("1f1b", 2), 3)
-    assert text(first) == (
-        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0F2 0SEND_F2 0RECV_B1 0B1 0RECV_B2 0B2"
-    )
-    assert text(last) == (
-        "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1RECV_F2 1F2 1B2 1SEND_B2"
-    )
+    assert text(first) == ("0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0F2 0SEND_F2 0RECV_B1 0B1 0RECV_B2 0B2")
+    assert text(last) == ("1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1RECV_F2 1F2 1B2 1SEND_B2")
 
 
 def test_gpipe_is_written_out():
@@ -117,12 +113,18 @@ def test_a_deadlock_names_what_waits():
     ("schedule", "ranks", "chunks", "micro_batches", "words"),
     [
         (
-            "1f1b", 4, 1, 3,
+            "1f1b",
+            4,
+            1,
+            3,
             "The schedule 1f1b takes at least as many micro-batches as there are stages, and there are 3 "
             "for 4 stages. Take 4 micro-batches, or the schedule gpipe, which takes any number.",
         ),
         (
-            "interleaved", 4, 2, 9,
+            "interleaved",
+            4,
+            2,
+            9,
             "The schedule interleaved runs 9 micro-batches on 4 pipeline ranks in 2 rounds (9 // 4), and "
             "2 does not divide 9. Take 8 or 10 micro-batches, or the schedule looped-bfs, which takes "
             "any number.",
@@ -131,10 +133,8 @@ def test_a_deadlock_names_what_waits():
         ("dualpipev", 2, 2, 3, "are 3 for 4 stages. Take 4 micro-batches, or the schedule zbv"),
         ("gpipe", 2, 1, 0, "A pipeline runs at least one micro-batch, and 0 are asked."),
     ],
-)  # fmt: skip
-def test_a_number_of_micro_batches_is_refused_in_words(
-    schedule, ranks, chunks, micro_batches, words
-):
+)
+def test_a_number_of_micro_batches_is_refused_in_words(schedule, ranks, chunks, micro_batches, words):
     with pytest.raises(PlanError) as found:
         actions(pipeline(schedule, ranks, chunks), micro_batches)
     assert words in str(found.value)

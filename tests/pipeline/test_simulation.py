@@ -25,9 +25,7 @@ def pipeline(schedule: str, ranks: int, chunks: int = 1) -> Pipeline:
 
 def equal(stages: int, chunks: int = 1, **changes) -> list[StageCosts]:
     """Stages alike; a rank saves one byte for every micro-batch in flight on all of its stages."""
-    each = StageCosts(
-        FORWARD / chunks, BACKWARD / chunks, BACKWARD / chunks / 2, saved_bytes=1 / chunks
-    )
+    each = StageCosts(FORWARD / chunks, BACKWARD / chunks, BACKWARD / chunks / 2, saved_bytes=1 / chunks)
     return [replace(each, **changes)] * stages
 
 
@@ -141,9 +139,7 @@ def test_a_rank_keeps_all_of_its_stages():
 def test_stages_and_costs_must_agree():
     with pytest.raises(AssertionError, match=r"2 costs are given for the stages \[0, 1, 2\]"):
         simulate(actions(pipeline("gpipe", 3), 2), equal(2))
-    with pytest.raises(
-        AssertionError, match=r"one half of the backward takes 3\.0 s, and both together 2\.0 s"
-    ):
+    with pytest.raises(AssertionError, match=r"one half of the backward takes 3\.0 s, and both together 2\.0 s"):
         StageCosts(1.0, 2.0, weight_seconds=3.0)
 
 
@@ -152,11 +148,19 @@ def test_stages_and_costs_must_agree():
 SECONDS = st.floats(0.01, 10.0)
 COSTS = st.builds(
     lambda forward, backward, share, send, saved: StageCosts(
-        forward, backward, share * backward, saved, send_forward_seconds=send,
+        forward,
+        backward,
+        share * backward,
+        saved,
+        send_forward_seconds=send,
         send_backward_seconds=send,
     ),
-    SECONDS, SECONDS, st.floats(0.0, 1.0), st.floats(0.0, 1.0), st.integers(0, 9),
-)  # fmt: skip
+    SECONDS,
+    SECONDS,
+    st.floats(0.0, 1.0),
+    st.floats(0.0, 1.0),
+    st.integers(0, 9),
+)
 
 
 @st.composite
@@ -262,6 +266,4 @@ def test_the_worked_example_of_the_document():
 @pytest.mark.parametrize("schedule", ["1f1b", "zb"])
 def test_the_pictures_of_the_document(schedule):
     picture = as_text(Gantt(run(schedule, 4, 8, saved_bytes=1e9)), width=81)
-    assert "\n".join(f"    {line.rstrip()}" for line in picture.splitlines()) in DOCUMENT.read_text(
-        encoding="utf-8"
-    )
+    assert "\n".join(f"    {line.rstrip()}" for line in picture.splitlines()) in DOCUMENT.read_text(encoding="utf-8")

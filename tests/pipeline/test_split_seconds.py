@@ -71,9 +71,7 @@ def test_small_products_take_what_the_host_takes(graph: Graph) -> None:
 
 
 def test_a_message_of_activations_belongs_to_the_first_half(graph: Graph) -> None:
-    item = WorkItem(
-        "all_reduce", "all_reduce", "tp", "backward", "layers", 1, 1.0, 8, of=graph.ops[0].name
-    )
+    item = WorkItem("all_reduce", "all_reduce", "tp", "backward", "layers", 1, 1.0, 8, of=graph.ops[0].name)
     split = SplitSeconds(graph, TOY)
     assert split.halves(replace(item, carries="activation")) == (0.0, 0.0)
     assert split.halves(replace(item, carries="gradient")) == (1.0, 0.0)

@@ -27,9 +27,14 @@ ROW = SIZES.batch * 4  # bytes of a batch of one number each
 def unsplit(graph: Graph) -> Plan:
     whole = ParameterPlan((R,), (R,))
     return Plan(
-        Mesh.of({"dp": 1}), "", "auto", 1, dict.fromkeys(graph.parameters, whole),
-        dict.fromkeys(graph.inputs, (R,)), {op.name: ("-",) for op in graph.ops},
-    )  # fmt: skip
+        Mesh.of({"dp": 1}),
+        "",
+        "auto",
+        1,
+        dict.fromkeys(graph.parameters, whole),
+        dict.fromkeys(graph.inputs, (R,)),
+        {op.name: ("-",) for op in graph.ops},
+    )
 
 
 def table(graph: Graph, plan: Plan | None = None, **options: object) -> StageTable:
@@ -41,15 +46,11 @@ def test_one_stage_is_the_whole_model() -> None:
     graph = residual(3)
     whole, cost = table(graph), price(graph, unsplit(graph), TOY)
     assert whole.saved_bytes[0, -1] == cost.saved_bytes
-    assert (
-        whole.kept_bytes[0, -1] == cost.parameter_bytes + cost.gradient_bytes + cost.optimizer_bytes
-    )
+    assert whole.kept_bytes[0, -1] == cost.parameter_bytes + cost.gradient_bytes + cost.optimizer_bytes
     adding = 3 * 4 * sum(np.prod(graph.tensors[t].shape) for t in graph.parameters.values())
     seconds = float(whole.forward_seconds[0, -1] + whole.backward_seconds[0, -1])
     launches = sum(2 + (op.kind == "linear") for op in graph.ops) * TOY.launch_seconds
-    assert seconds == pytest.approx(
-        cost.compute_seconds + adding / TOY.memory_bytes_per_second, abs=2 * launches
-    )
+    assert seconds == pytest.approx(cost.compute_seconds + adding / TOY.memory_bytes_per_second, abs=2 * launches)
 
 
 def test_work_adds_up_wherever_it_is_cut() -> None:
@@ -74,9 +75,7 @@ def test_more_than_half_of_backward_makes_gradients_of_weights() -> None:
     found = table(residual(2))
     share = found.weight_seconds[1, 2] / found.backward_seconds[1, 2]
     assert 0.5 < share < 1
-    assert found.weight_seconds[0, 1] == pytest.approx(
-        found.backward_seconds[0, 1]
-    )  # the input needs none
+    assert found.weight_seconds[0, 1] == pytest.approx(found.backward_seconds[0, 1])  # the input needs none
     assert found.split_seconds[0].max() == 0 < found.split_seconds[1].max()
 
 
@@ -119,13 +118,8 @@ def test_a_stage_holds_what_its_ops_keep_and_what_it_received_and_sent() -> None
 def test_operands_of_a_transient_op_take_memory_while_it_runs() -> None:
     graph = residual(3)
     loss = replace(graph.ops[-1], transient=True)
-    found = (
-        table(replace(graph, ops=(*graph.ops[:-1], loss))).transient_bytes
-        - table(graph).transient_bytes
-    )
-    assert (
-        found[0, -1] == found[-2, -1] == ROW * (SIZES.vocab + 1) + 4
-    )  # logits, labels and the loss
+    found = table(replace(graph, ops=(*graph.ops[:-1], loss))).transient_bytes - table(graph).transient_bytes
+    assert found[0, -1] == found[-2, -1] == ROW * (SIZES.vocab + 1) + 4  # logits, labels and the loss
     assert found[0, -2] == 0
 
 
@@ -162,9 +156,11 @@ def test_work_of_forward_alone_before_the_first_layer() -> None:
     graph = in_modules(mlp(layers=3), [*modules, ""])
     plan = unsplit(graph)
     columns = replace(
-        plan, mesh=Mesh.of({"tp": 2}), ops=plan.ops | {"linear_0": ("f",)},
+        plan,
+        mesh=Mesh.of({"tp": 2}),
+        ops=plan.ops | {"linear_0": ("f",)},
         recompute=Selection.of({"layers.*": ["relu"]}),
-    )  # fmt: skip
+    )
     slow = replace(TOY, host_seconds=1e-3)
     found = stage_table(graph, columns, slow).forward_seconds[0, -1]
     # of every layer three, the copy, the collective after the first product, and the sum

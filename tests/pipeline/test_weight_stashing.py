@@ -109,9 +109,7 @@ def test_between_warm_up_and_drain_no_rank_waits(schedule: str, ranks: int) -> N
     begin, end = found.full_seconds
     assert end - begin > 0.7 * found.step_seconds
     assert found.idle_seconds(begin, end) == (0.0,) * ranks
-    assert (
-        max(found.idle_seconds(0.0, found.step_seconds)) > 0
-    )  # it fills and runs empty once a step
+    assert max(found.idle_seconds(0.0, found.step_seconds)) > 0  # it fills and runs empty once a step
 
 
 def test_a_flush_after_every_update_waits_every_time() -> None:
@@ -131,20 +129,24 @@ def test_activations_are_those_of_1f1b() -> None:
 @pytest.mark.parametrize(
     ("schedule", "micro_batches", "says"),
     [
-        ("pipedream", 3, "takes at least as many micro-batches as there are stages, and there are 3 for 4 stages"),
-        ("2bw", 6, "updates after every 4 micro-batches, as many as there are stages, and there are 6. Take 4 or 8"),
+        (
+            "pipedream",
+            3,
+            "takes at least as many micro-batches as there are stages, and there are 3 for 4 stages",
+        ),
+        (
+            "2bw",
+            6,
+            "updates after every 4 micro-batches, as many as there are stages, and there are 6. Take 4 or 8",
+        ),
     ],
-)  # fmt: skip
-def test_numbers_of_micro_batches_that_are_refused(
-    schedule: str, micro_batches: int, says: str
-) -> None:
+)
+def test_numbers_of_micro_batches_that_are_refused(schedule: str, micro_batches: int, says: str) -> None:
     with pytest.raises(PlanError) as caught:
         check_micro_batches(pipeline(schedule, 4), micro_batches)
     assert says in str(caught.value) and "gpipe" not in str(caught.value)
 
 
 def test_one_stage_has_no_such_schedule() -> None:
-    with pytest.raises(
-        PlanError, match="pipedream needs at least 2 pipeline ranks, and the plan has 1"
-    ):
+    with pytest.raises(PlanError, match="pipedream needs at least 2 pipeline ranks, and the plan has 1"):
         pipeline("pipedream", 1)

@@ -14,33 +14,54 @@ from tests.support.tables import often
 
 UNKNOWN = {
     "asks torch": ("F.gelu(", "(torch.get_num_threads() or 1) * F.gelu(", "get_num_threads"),
-    "asks for a rank": ("F.gelu(", "(torch.distributed.is_available() + 1) * F.gelu(", "distributed"),
+    "asks for a rank": (
+        "F.gelu(",
+        "(torch.distributed.is_available() + 1) * F.gelu(",
+        "distributed",
+    ),
     "reads a file": ("F.gelu(", "len(open(__file__).read()) * F.gelu(", "open"),
-    "imports": ("return F.gelu", "import platform; return len(platform.system()) * F.gelu", "platform"),
+    "imports": (
+        "return F.gelu",
+        "import platform; return len(platform.system()) * F.gelu",
+        "platform",
+    ),
     "evaluates": ("return F.gelu", "return eval('helper.un' + 'used')(x) + F.gelu", "eval"),
     "finds code by its name": (
-        "return F.gelu", "return self.forward.__globals__['hel' + 'per'].unused(x) + F.gelu", "found in a way",
+        "return F.gelu",
+        "return self.forward.__globals__['hel' + 'per'].unused(x) + F.gelu",
+        "found in a way",
     ),
     "finds a number by its name": (
-        "return F.gelu", "return vars(helper)['FAC' + 'TOR'] * F.gelu", "for anything",
+        "return F.gelu",
+        "return vars(helper)['FAC' + 'TOR'] * F.gelu",
+        "for anything",
     ),
     "a function that keeps results": (
-        "def made(", "import functools\n\n@functools.lru_cache\ndef made(", "made keeps results",
+        "def made(",
+        "import functools\n\n@functools.lru_cache\ndef made(",
+        "made keeps results",
     ),
     "a method of a lock": (
-        "return F.gelu", "return (1 + helper.is_locked()) * F.gelu", "helper.is_locked",
+        "return F.gelu",
+        "return (1 + helper.is_locked()) * F.gelu",
+        "helper.is_locked",
     ),
     "an attribute of a tensor": (
-        "return F.gelu", "return helper.TABLE.rate * F.gelu", "helper.TABLE",
+        "return F.gelu",
+        "return helper.TABLE.rate * F.gelu",
+        "helper.TABLE",
     ),
     "a default": (
         "    def forward(self, x):\n        return F.gelu",
-        "    def forward(self, x, lock=helper.LOCK):\n        return (1 + lock.locked()) * F.gelu", "a default of",
+        "    def forward(self, x, lock=helper.LOCK):\n        return (1 + lock.locked()) * F.gelu",
+        "a default of",
     ),
     "a lock": (
-        "return F.gelu", "return (1 + helper.LOCK.locked()) * F.gelu", "helper.LOCK",
+        "return F.gelu",
+        "return (1 + helper.LOCK.locked()) * F.gelu",
+        "helper.LOCK",
     ),
-}  # fmt: skip
+}
 
 
 LATE = """import math, threading, torch
@@ -53,8 +74,12 @@ TABLE.rate = 2.0
 
 
 ALSO_UNKNOWN = {
-    "asks for a rank", "finds code by its name", "a method of a lock", "an attribute of a tensor", "evaluates",
-}  # fmt: skip
+    "asks for a rank",
+    "finds code by its name",
+    "a method of a lock",
+    "an attribute of a tensor",
+    "evaluates",
+}
 
 
 @pytest.mark.parametrize("name", often(UNKNOWN, UNKNOWN.keys() - ALSO_UNKNOWN))
@@ -123,9 +148,13 @@ def test_a_number_that_only_the_forward_imports_is_not_stored(starts, caplog, mo
 def test_a_model_of_an_installed_library_is_not_stored(starts, caplog):
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=2,
-    )  # fmt: skip
+        vocab_size=8,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
     model = transformers.LlamaForCausalLM(config)
     question = CaptureQuestion(model, (), {}, None, True, None, ())
     assert "belongs to an installed library" in question.state().obstacle

@@ -61,9 +61,7 @@ def test_a_second_start_captures_no_length(starts):
     for runs in (2, 0):
         captures, digests = SizedCaptures(), []
         for rows in (4, 6, 8, 16):
-            made = captures.captured(
-                ((rows, 4), (rows, 4)), lambda dims, rows=rows: starts.start(rows=rows, dims=dims)
-            )
+            made = captures.captured(((rows, 4), (rows, 4)), lambda dims, rows=rows: starts.start(rows=rows, dims=dims))
             digests.append((made.fingerprint, made.guards.hold(), made.is_clean))
         assert captures.count == runs and not captures.why_closed
         found.append(digests)
@@ -85,26 +83,25 @@ FILES = {
     "a closure": edited("written", "made(1.5)", "made(1.25)"),
     "a function that a closure makes": edited("written", "x + offset", "x - offset"),
     "a loss": edited("written", "F.mse_loss(", "F.l1_loss("),
-    "what a name stands for": edited(
-        "written", "import torch.nn.functional as F", "import fake as F"
-    ),
+    "what a name stands for": edited("written", "import torch.nn.functional as F", "import fake as F"),
     "a function of torch": edited("written", "class Body", "F.gelu = F.silu\n\nclass Body"),
 }
 
 
 NAMED_ELSEWHERE = {  # others are read in the same way
-    "a helper in another file", "a global number", "an attribute of a module's class",
-    "a function that a closure makes", "what a name stands for",
-}  # fmt: skip
+    "a helper in another file",
+    "a global number",
+    "an attribute of a module's class",
+    "a function that a closure makes",
+    "what a name stands for",
+}
 
 
 @pytest.mark.parametrize("name", often(FILES, FILES.keys() - NAMED_ELSEWHERE))
 def test_an_edited_file_is_captured_anew(starts, name, monkeypatch):
     monkeypatch.setattr(F, "gelu", F.gelu)  # put back afterwards
     before = starts.start()
-    starts.write(
-        "fake", "from torch.nn.functional import *\nfrom torch.nn.functional import silu as gelu"
-    )
+    starts.write("fake", "from torch.nn.functional import *\nfrom torch.nn.functional import silu as gelu")
     FILES[name](starts)
     after = starts.start()
     assert starts.count == 2 and not is_same_program(before, after)
@@ -177,9 +174,22 @@ def another_table(model, script):
 
 
 CHANGES = [
-    set_beta, evaluate, freeze, other_dtype, wider, hooked, patched, patched_class, patched_helper, longer, tied,
-    another_scale, another_table, patched_inside_torch, patched_by_the_user,
-]  # fmt: skip
+    set_beta,
+    evaluate,
+    freeze,
+    other_dtype,
+    wider,
+    hooked,
+    patched,
+    patched_class,
+    patched_helper,
+    longer,
+    tied,
+    another_scale,
+    another_table,
+    patched_inside_torch,
+    patched_by_the_user,
+]
 
 
 ALIKE = {evaluate, other_dtype, wider, patched_helper, longer, another_scale, patched_by_the_user}
@@ -243,9 +253,7 @@ SURROUNDINGS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", often(SURROUNDINGS, SURROUNDINGS.keys() - {"no gradients", "a precision of products"})
-)
+@pytest.mark.parametrize("name", often(SURROUNDINGS, SURROUNDINGS.keys() - {"no gradients", "a precision of products"}))
 def test_other_modes_and_versions_are_captured_anew(starts, name):
     starts.start()
     with SURROUNDINGS[name]():
@@ -284,9 +292,7 @@ def damaged(text: str) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize(
-    "kind", often(damaged('{"a": 1}\n'), ("cut short", "edited", "of another question"))
-)
+@pytest.mark.parametrize("kind", often(damaged('{"a": 1}\n'), ("cut short", "edited", "of another question")))
 def test_a_file_that_cannot_be_used_is_made_again(starts, caplog, kind):
     first = starts.start()
     (path,) = starts.files
@@ -314,12 +320,8 @@ def test_a_file_of_others_is_not_used_and_replaced(starts, caplog, how, monkeypa
     assert starts.count == 2 and path.stat().st_mode & 0o022 == 0
 
 
-@pytest.mark.parametrize(
-    "raised", [AssertionError("a shape"), RecursionError("too deep"), MemoryError("too long")]
-)
-def test_whatever_reading_raises_means_that_the_file_is_not_used(
-    starts, caplog, raised, monkeypatch
-):
+@pytest.mark.parametrize("raised", [AssertionError("a shape"), RecursionError("too deep"), MemoryError("too long")])
+def test_whatever_reading_raises_means_that_the_file_is_not_used(starts, caplog, raised, monkeypatch):
     starts.start()
     read, left = stored_captures.read_captured, [raised]
 
@@ -369,9 +371,7 @@ def test_another_process_uses_it(tmp_path):
     for seed in ("1", "2"):
         environment = os.environ | {"PYTHONHASHSEED": seed}
         command = [sys.executable, str(script), str(tmp_path / "kept"), seed]
-        found = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=300, check=True
-        )
+        found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
         assert "equal True" in found.stdout
         said.append(found.stderr)
     assert "The capture was stored by an earlier start" not in said[0]

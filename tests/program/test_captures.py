@@ -102,9 +102,7 @@ def test_what_is_given_for_a_size_is_what_a_capture_gives(name):
         found = captured(captures, model, *inputs(rows, length))
         alone = captured(SizedCaptures(), model, *inputs(rows, length))
         assert _digest(found) == _digest(alone)
-        assert (
-            found.module.graph.python_code("self").src == alone.module.graph.python_code("self").src
-        )
+        assert found.module.graph.python_code("self").src == alone.module.graph.python_code("self").src
     assert captures.count == 2 and not captures.why_closed
     captured(captures, model, *inputs(2, 12))
     assert captures.count == 3, "another dim is open from now on"
@@ -145,8 +143,9 @@ def test_parts_of_a_batch_are_apart_from_the_batch():
         for parts in (1, 2):
             x = torch.ones(4 // parts, length, 4)
             captures.captured(
-                parts, (tuple(x.shape),),
+                parts,
+                (tuple(x.shape),),
                 lambda open_dims, x=x: capture_step(model, (x,), {}, None, open_dims=open_dims),
-            )  # fmt: skip
+            )
     assert captures.count == 4
     assert captures.why_closed == ""

@@ -80,9 +80,7 @@ def test_the_first_difference_is_named(mlp):
     width = own["parameter up.weight"][0]
     assert own["input x"] == (6, 4) and own["parameter up.weight"] == (width, 4)
     batch = changed(dataclasses.replace(plan, shapes=own), "shapes", **{"input x": (3, 4)})
-    assert "its input x has the shape [6, 4], and the plan takes [3, 4]. Make" in refusal(
-        mlp, batch
-    )
+    assert "its input x has the shape [6, 4], and the plan takes [3, 4]. Make" in refusal(mlp, batch)
     parts = dataclasses.replace(batch, micro_batches=2)
     assert "the plan takes [3, 4] in each of 2 micro-batches" in refusal(mlp, parts)
     narrow = changed(batch, "shapes", **{"input x": (6, 4), "parameter up.weight": (1, 4)})

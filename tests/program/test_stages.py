@@ -131,9 +131,7 @@ class Late(nn.Module):
 
 
 def test_a_buffer_that_another_stage_would_read_old_is_refused():
-    with pytest.raises(
-        PlanError, match="Stage 1 of the pipeline changes the buffer mean, and stage 0 reads it"
-    ):
+    with pytest.raises(PlanError, match="Stage 1 of the pipeline changes the buffer mean, and stage 0 reads it"):
         stages_of(Late(), (torch.randn(4, 8),), ("linear_1",))
 
 
@@ -183,9 +181,7 @@ def test_a_stage_may_have_no_parameter_of_its_own():
 
 def test_a_matrix_on_several_stages_is_met_on_any_of_them():
     ends, middle = {"table.weight": (0, 2)}, {"up.weight": (1,), "up.bias": (1,)}
-    assert not strays(
-        graph_of(Net(), TOKENS), ends | middle | {"down.weight": (2,), "down.bias": (2,)}, 3
-    )
+    assert not strays(graph_of(Net(), TOKENS), ends | middle | {"down.weight": (2,), "down.bias": (2,)}, 3)
     everywhere = {name: (0, 1, 2) for name in HOMES}  # as layers that share their parameters
     assert not strays(graph_of(Line(), torch.randn(4, 8)), everywhere, 3)
 
@@ -205,17 +201,13 @@ def test_casts_of_parameters_run_where_their_results_are_used():
 
 def test_another_order_of_parameters_is_refused():
     graph = graph_of(Line().eval(), torch.randn(4, 8))
-    with pytest.raises(
-        PlanError, match=r"layers.\d.weight lies on stage \d of .* in another order"
-    ):
+    with pytest.raises(PlanError, match=r"layers.\d.weight lies on stage \d of .* in another order"):
         cuts_where_parameters_lie(graph, HOMES, 3)
 
 
 def test_more_stages_than_there_is_to_run_are_refused():
     graph = graph_of(Line(), torch.randn(4, 8))  # three maps and three relus
-    with pytest.raises(
-        PlanError, match=r"stage \d of 7 are not used here, .*use step\(\*batch\) only"
-    ):
+    with pytest.raises(PlanError, match=r"stage \d of 7 are not used here, .*use step\(\*batch\) only"):
         cuts_where_parameters_lie(graph, HOMES, 7)
 
 

@@ -33,8 +33,11 @@ def program(subject: Subject) -> Program:
     """The program of a plan without fault, which passes."""
     prepared = subject.prepared
     plan = random_plan(
-        prepared.analysis.graph, Mesh.parse("a=2,b=2"), seed=3, fingerprint=prepared.captured.fingerprint
-    )  # fmt: skip
+        prepared.analysis.graph,
+        Mesh.parse("a=2,b=2"),
+        seed=3,
+        fingerprint=prepared.captured.fingerprint,
+    )
     found = build_program(prepared.captured, prepared.analysis, plan)
     assert subject.compare_program(found).passed
     return found

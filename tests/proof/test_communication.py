@@ -56,12 +56,19 @@ class Counted(TorchDispatchMode):
     """(collective -> number, bytes); bytes are those of the larger side on one rank."""
 
     NAMES = {  # noqa: RUF012
-        "allreduce": "all_reduce", "all_reduce": "all_reduce",
-        "_allgather_base": "all_gather", "all_gather": "all_gather",
-        "_reduce_scatter_base": "reduce_scatter", "reduce_scatter": "reduce_scatter",
-        "all_to_all": "all_to_all", "alltoall_base": "all_to_all",
-        "broadcast": "broadcast", "reduce": "reduce", "send": "send", "recv": "receive",
-    }  # fmt: skip
+        "allreduce": "all_reduce",
+        "all_reduce": "all_reduce",
+        "_allgather_base": "all_gather",
+        "all_gather": "all_gather",
+        "_reduce_scatter_base": "reduce_scatter",
+        "reduce_scatter": "reduce_scatter",
+        "all_to_all": "all_to_all",
+        "alltoall_base": "all_to_all",
+        "broadcast": "broadcast",
+        "reduce": "reduce",
+        "send": "send",
+        "recv": "receive",
+    }
 
     def __init__(self):
         super().__init__()
@@ -72,9 +79,7 @@ class Counted(TorchDispatchMode):
         if func.namespace in ("c10d", "autopar"):  # those of the runtime, and those of the graph
             name = self.NAMES.get(func._schema.name.split("::")[1].rstrip("_"))
             if name:
-                tensors = [
-                    x for x in pytree.tree_leaves((args, result)) if isinstance(x, torch.Tensor)
-                ]
+                tensors = [x for x in pytree.tree_leaves((args, result)) if isinstance(x, torch.Tensor)]
                 self.number[name] += 1
                 self.bytes[name] += max(x.nbytes for x in tensors)
         return result
@@ -92,9 +97,13 @@ def counted(recipe, micro_batches=1):
     torch.manual_seed(0)
     x = torch.randn(BATCH, SEQ, WIDTH)
     model = autopar.compile(
-        Model(), example_inputs=(x,), loss_fn=loss_fn, mesh={"x": RANKS}, recipe=recipe,
+        Model(),
+        example_inputs=(x,),
+        loss_fn=loss_fn,
+        mesh={"x": RANKS},
+        recipe=recipe,
         micro_batches=micro_batches,
-    )  # fmt: skip
+    )
     model.step(x)
     model.zero_grad()
     with Counted() as counted:
@@ -114,8 +123,10 @@ def test_zero1_scatters_gradients_once_and_gathers_parameters_once():
     for micro_batches in (1, 2):
         found = counted("zero1", micro_batches)
         assert found.bytes == {
-            "all_gather": PARAMETERS, "reduce_scatter": PARAMETERS, "all_reduce": SCALAR,
-        }  # fmt: skip
+            "all_gather": PARAMETERS,
+            "reduce_scatter": PARAMETERS,
+            "all_reduce": SCALAR,
+        }
 
 
 def test_zero2_scatters_gradients_for_every_micro_batch():
@@ -141,8 +152,10 @@ def test_data_parallel_sends_parameters_out_and_gradients_back():
     for micro_batches in (1, 2):
         found = counted("data-parallel", micro_batches)
         assert found.bytes == {
-            "broadcast": PARAMETERS, "reduce": PARAMETERS, "all_reduce": SCALAR,
-        }  # fmt: skip
+            "broadcast": PARAMETERS,
+            "reduce": PARAMETERS,
+            "all_reduce": SCALAR,
+        }
         assert found.number == {"broadcast": 1, "reduce": 1, "all_reduce": 1}
 
 
@@ -173,8 +186,10 @@ def test_sequence_parallel_scatters_and_gathers_instead():
     # in forward a gather before each up and a scatter behind each down, in backward the transposes;
     # the norms' gradients are sums over all positions, in one bucket
     assert found.bytes == {
-        "all_gather": 4 * STREAM, "reduce_scatter": 4 * STREAM, "all_reduce": 2 * NORM + SCALAR,
-    }  # fmt: skip
+        "all_gather": 4 * STREAM,
+        "reduce_scatter": 4 * STREAM,
+        "all_reduce": 2 * NORM + SCALAR,
+    }
     assert found.number == {"all_gather": 4, "reduce_scatter": 4, "all_reduce": 2}
 
 
@@ -222,18 +237,27 @@ def of_a_step(model, batch, loss, mesh, pins):
 
 LOSSES = {
     # every rank's largest logit of every token, and the sum of exponentials
-    "four": ({"x": 4}, "n1@x", likelihood, {("x", "all_gather"): 3 * TOKENS, ("x", "all_reduce"): 1.5 * TOKENS}),
+    "four": (
+        {"x": 4},
+        "n1@x",
+        likelihood,
+        {("x", "all_gather"): 3 * TOKENS, ("x", "all_reduce"): 1.5 * TOKENS},
+    ),
     # half of the tokens on a rank, and along their axis the number of those that count, of 8 bytes
     "two": (
-        {"a": 2, "x": 2}, "n0.0@a n1@x", likelihood,
+        {"a": 2, "x": 2},
+        "n0.0@a n1@x",
+        likelihood,
         {("x", "all_gather"): TOKENS / 2, ("x", "all_reduce"): TOKENS / 2, ("a", "all_reduce"): 8},
     ),
     # with class weights the sum runs again in backward, and the sum of the weights is one over classes too
     "weights": (
-        {"x": 4}, "n1@x", weighted,
+        {"x": 4},
+        "n1@x",
+        weighted,
         {("x", "all_gather"): 3 * TOKENS, ("x", "all_reduce"): 2 * 1.5 * TOKENS + 1.5 * SCALAR},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", LOSSES)
@@ -242,9 +266,7 @@ def test_a_loss_over_split_classes_sends_what_it_is_priced_for(case):
     batch = torch.randn(BATCH, SEQ, WIDTH), torch.randint(VOCABULARY, (BATCH, SEQ))
     counted, priced, inside = of_a_step(Head(), batch, loss, mesh, {"cross_entropy*": labels})
     assert priced == counted
-    assert inside == {
-        (a, f"{kind} inside cross_entropy_loss"): n for (a, kind), n in expected.items()
-    }
+    assert inside == {(a, f"{kind} inside cross_entropy_loss"): n for (a, kind), n in expected.items()}
 
 
 @pytest.mark.parametrize("axes", [{"x": 4}, {"a": 2, "x": 2}])
@@ -255,10 +277,7 @@ def test_batch_statistics_send_what_they_are_priced_for(axes):
     )
     assert priced == counted
     # in forward all have the moments of all, in backward all add up the gradients of theirs
-    titles = (
-        f"{kind} inside _native_batch_norm_legit_functional"
-        for kind in ("all_gather", "reduce_scatter")
-    )
+    titles = (f"{kind} inside _native_batch_norm_legit_functional" for kind in ("all_gather", "reduce_scatter"))
     assert inside == {(a, title): (n - 1) * MOMENTS for title in titles for a, n in axes.items()}
 
 
@@ -285,16 +304,28 @@ class Layered(nn.Module):
     ("recipe", "recompute"),
     often(
         itertools.product(("ddp", "zero2", "zero3", "tp", "tp+sp"), ("none", 2, "full")),
-        [("ddp", "full"), ("zero2", 2), ("zero3", "none"), ("zero3", "full"), ("tp", 2), ("tp+sp", "full")],
+        [
+            ("ddp", "full"),
+            ("zero2", 2),
+            ("zero3", "none"),
+            ("zero3", "full"),
+            ("tp", 2),
+            ("tp+sp", "full"),
+        ],
     ),
-)  # fmt: skip
+)
 def test_recomputed_layers_send_what_they_are_priced_for(recipe, recompute):
     torch.manual_seed(0)
     x = torch.randn(BATCH, SEQ, WIDTH)
     compiled = autopar.compile(
-        Layered(), example_inputs=(x,), loss_fn=loss_fn, mesh={"x": RANKS}, recipe=recipe,
-        recompute=recompute, bucket_bytes=1,  # so that no parameter is gathered again for its neighbour
-    )  # fmt: skip
+        Layered(),
+        example_inputs=(x,),
+        loss_fn=loss_fn,
+        mesh={"x": RANKS},
+        recipe=recipe,
+        recompute=recompute,
+        bucket_bytes=1,  # so that no parameter is gathered again for its neighbour
+    )
     compiled.step(x)
     compiled.zero_grad()
     with Counted() as counted:
@@ -308,9 +339,13 @@ def test_parts_of_different_sizes_send_what_they_are_padded_to(recipe, gathers):
     model = nn.Sequential(nn.Linear(6, 9, bias=False), nn.GELU(), nn.Linear(9, 6, bias=False))
     x = torch.randn(BATCH, 6)
     compiled = autopar.compile(
-        model, example_inputs=(x,), loss_fn=loss_fn, mesh={"x": RANKS}, recipe=recipe,
+        model,
+        example_inputs=(x,),
+        loss_fn=loss_fn,
+        mesh={"x": RANKS},
+        recipe=recipe,
         bucket_bytes=1,
-    )  # fmt: skip
+    )
     compiled.step(x)
     compiled.zero_grad()
     with Counted() as counted:

@@ -57,16 +57,15 @@ class Block(nn.Module):
     def __init__(self, width: int = 8, heads: int = 2) -> None:
         super().__init__()
         self.heads = heads
-        self.query, self.key, self.value, self.output = (
-            nn.Linear(width, width, bias=False) for _ in range(4)
+        self.query, self.key, self.value, self.output = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 16),
+            nn.Linear(16, width),
         )
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 16), nn.Linear(16, width)  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            f(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for f in (self.query, self.key, self.value)
-        )
+        q, k, v = (f(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.query, self.key, self.value))
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True)
         x = x + F.dropout(self.output(y.transpose(1, 2).flatten(2)), 0.1)
         return x + self.down(F.dropout(F.gelu(self.up(self.norm(x))), 0.5))
@@ -74,9 +73,7 @@ class Block(nn.Module):
 
 def blocks(count: int = 1) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(8, 8), *(Block() for _ in range(count)), nn.Linear(8, 8)
-    ).double()
+    return nn.Sequential(nn.Linear(8, 8), *(Block() for _ in range(count)), nn.Linear(8, 8)).double()
 
 
 def batch_of(*shape: int) -> tuple[Tensor, Tensor]:
@@ -110,10 +107,17 @@ HOW: dict[str, dict[str, Any]] = {
     ("how", "loss"),
     often(
         [(how, loss) for how in HOW for loss in LOSSES],
-        {("ddp", "mean"), ("zero3", "ratio"), ("tp+sp", "sum"), ("accumulation", "sum"),
-         ("pipeline", "ratio"), ("versions", "sum"), ("replicas", "mean")},
+        {
+            ("ddp", "mean"),
+            ("zero3", "ratio"),
+            ("tp+sp", "sum"),
+            ("accumulation", "sum"),
+            ("pipeline", "ratio"),
+            ("versions", "sum"),
+            ("replicas", "mean"),
+        },
     ),
-)  # fmt: skip
+)
 def test_dropout_is_exact_under(how: str, loss: str) -> None:
     report = proof(loss, **HOW[how])
     assert is_exact(report), report
@@ -187,18 +191,22 @@ def own(x: Tensor) -> Tensor:
     return x * torch.rand_like(x)
 
 
-sprinkled = torch.library.custom_op(
-    "draws_test::own", own, mutates_args=(), tags=[torch.Tag.nondeterministic_seeded]
-)
+sprinkled = torch.library.custom_op("draws_test::own", own, mutates_args=(), tags=[torch.Tag.nondeterministic_seeded])
 sprinkled.register_fake(torch.empty_like)
 
 KINDS: dict[str, Callable[[Tensor], Tensor]] = {
-    "dropout": dropped, "normal": normal, "in place": in_place, "of values": of_values, "numbers": numbers,
-    "rrelu": lambda x: F.rrelu(x, training=True), "gumbel": F.gumbel_softmax, "run again": run_again,
+    "dropout": dropped,
+    "normal": normal,
+    "in place": in_place,
+    "of values": of_values,
+    "numbers": numbers,
+    "rrelu": lambda x: F.rrelu(x, training=True),
+    "gumbel": F.gumbel_softmax,
+    "run again": run_again,
     "own": lambda x: F.dropout(x * sprinkled(x.detach()), 0.5),
     "pooling": lambda x: F.fractional_max_pool2d(x, 2, (2, 4)),
     "function": lambda x: F.dropout(Masks.apply(x), 0.5),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -207,7 +215,7 @@ def test_any_draw_is_exact_under_random_plans(kind: str) -> None:
     subject = Subject.of(model, (x,))
     captured, graph = subject.prepared.captured, subject.prepared.analysis.graph
     for seed in range(4):
-        plan = random_plan(graph, Mesh.parse("a=2,b=2"), seed=seed, fingerprint=captured.fingerprint)  # fmt: skip
+        plan = random_plan(graph, Mesh.parse("a=2,b=2"), seed=seed, fingerprint=captured.fingerprint)
         report = subject.compare(plan)
         assert is_exact(report), (seed, report)
 
@@ -277,9 +285,7 @@ def noisy() -> Subject:
 def recomputing(recompute: str, mesh: str = "a=2", seed: int = 0) -> VerifyReport:
     """The proof of a plan drawn at random that recomputes all of two blocks, or half of their ops."""
     captured, graph = noisy().prepared.captured, noisy().prepared.analysis.graph
-    plan = random_plan(
-        graph, Mesh.parse(mesh), seed=seed, fingerprint=captured.fingerprint, lone_ops=False
-    )
+    plan = random_plan(graph, Mesh.parse(mesh), seed=seed, fingerprint=captured.fingerprint, lone_ops=False)
     names = recomputable_names(graph, plan)
     half = Selection(tuple((path, tuple(own[::2])) for path, own in names.items()))
     return noisy().compare(replace(plan, recompute=half if recompute == "half" else "full"))
@@ -301,9 +307,7 @@ def test_recomputed_blocks_of_stages_are_exact(seed: int) -> None:
 
 
 @pytest.mark.parametrize("recompute", ["full", "half"])
-def test_a_recomputation_that_draws_anew_fails(
-    recompute: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recomputation_that_draws_anew_fails(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autopar.runtime.execute.recompute.set_generators", lambda state: None)
     report = recomputing(recompute)
     assert not report.passed and "gradient" in str(report), report
@@ -329,7 +333,7 @@ def two_masks_for_one_tensor(graph: fx.Graph) -> None:
     """key -> key + position along the axis that replicates the op."""
     mask = next(node for node in graph.nodes if node.target is torch.ops.autopar.keep_mask.default)
     with graph.inserting_before(mask):
-        other = graph.call_function(torch.ops.aten.add.Tensor, (mask.args[1], _position(graph, "b")))  # fmt: skip
+        other = graph.call_function(torch.ops.aten.add.Tensor, (mask.args[1], _position(graph, "b")))
     mask.update_arg(1, other)
 
 
@@ -347,7 +351,7 @@ def dropping(labels: tuple[str, str]) -> tuple[Subject, Program]:
     model = Drawing(lambda x: F.dropout(F.dropout(x, 0.5), 0.25))
     subject = Subject.of(model, (batch_of(2, 4, 8)[0],))
     captured, analysis = subject.prepared.captured, subject.prepared.analysis
-    plan = random_plan(analysis.graph, Mesh.parse("a=2,b=2"), seed=0, fingerprint=captured.fingerprint)  # fmt: skip
+    plan = random_plan(analysis.graph, Mesh.parse("a=2,b=2"), seed=0, fingerprint=captured.fingerprint)
     masks = {op.name: labels for op in analysis.graph.ops if op.kind == "aten.native_dropout"}
     return subject, build_program(captured, analysis, replace(plan, ops=plan.ops | masks))
 
@@ -368,7 +372,7 @@ def test_a_rule_that_splits_an_op_with_one_mask_for_all_fails(
 ) -> None:
     monkeypatch.setitem(RULES, "aten.native_dropout", elementwise)
     subject, program = dropping(("d1", "-"))
-    assert any(node.target is torch.ops.aten.native_dropout.default for node in program.module.graph.nodes)  # fmt: skip
+    assert any(node.target is torch.ops.aten.native_dropout.default for node in program.module.graph.nodes)
     assert not subject.compare_program(program).passed
 
 
@@ -388,7 +392,5 @@ class Fickle(nn.Module):
 
 
 def test_a_model_that_draws_otherwise_than_its_capture_is_refused() -> None:
-    with pytest.raises(
-        AutoparError, match=r"draws 2 random tensors .* captured step 1, .*test_draws\.py"
-    ):
+    with pytest.raises(AutoparError, match=r"draws 2 random tensors .* captured step 1, .*test_draws\.py"):
         autopar.verify(Fickle(), (torch.ones(4, 8),), mesh={"a": 2}, plan="random", seed=0)

@@ -10,10 +10,16 @@ from tests.support.kernels import KERNELS, stand_in
 
 FLASH, LOSS, NORM, ROPE, SILU = (
     stand_in(name, kernel)
-    for end in ("FlashAttnFunc", "CrossEntropyFunction", "LigerRMSNormFunction", "RopeFunction", "SiLUMulFunction")
+    for end in (
+        "FlashAttnFunc",
+        "CrossEntropyFunction",
+        "LigerRMSNormFunction",
+        "RopeFunction",
+        "SiLUMulFunction",
+    )
     for name, kernel in KERNELS.items()
     if name.endswith(end)
-)  # fmt: skip
+)
 WIDTH, HEADS, GROUPS, HIDDEN, WORDS, LENGTH = 16, 4, 2, 32, 12, 6
 
 
@@ -25,9 +31,7 @@ class Llama(nn.Module):
         self.words = nn.Embedding(WORDS, WIDTH)
         self.norms = nn.ParameterList([torch.ones(WIDTH), torch.ones(WIDTH)])
         self.query, self.output = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
-        self.key, self.value = (
-            nn.Linear(WIDTH, WIDTH * GROUPS // HEADS, bias=False) for _ in range(2)
-        )
+        self.key, self.value = (nn.Linear(WIDTH, WIDTH * GROUPS // HEADS, bias=False) for _ in range(2))
         self.gate, self.up = (nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(2))
         self.down, self.head = (
             nn.Linear(HIDDEN, WIDTH, bias=False),
@@ -46,9 +50,7 @@ class Llama(nn.Module):
         return LOSS.apply(rows, weight, targets.reshape(-1), None, None, -100, 0.0, 0.0, "sum")
 
     def _attention(self, x: Tensor) -> Tensor:
-        heads = (
-            f(x).unflatten(-1, (-1, WIDTH // HEADS)) for f in (self.query, self.key, self.value)
-        )
+        heads = (f(x).unflatten(-1, (-1, WIDTH // HEADS)) for f in (self.query, self.key, self.value))
         q, k, v = (each.transpose(1, 2) for each in heads)
         q, k = ROPE.apply(q, k, self.cos, self.sin)
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
@@ -56,9 +58,7 @@ class Llama(nn.Module):
         return self.output(y.flatten(2))
 
 
-@pytest.mark.parametrize(
-    "recipe", ["dp:zero3,tp:tp", pytest.param("dp:ddp,tp:tp+sp", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("recipe", ["dp:zero3,tp:tp", pytest.param("dp:ddp,tp:tp+sp", marks=pytest.mark.slow)])
 def test_a_llama_of_public_kernels_trains_as_on_one_device(recipe: str) -> None:
     torch.manual_seed(0)
     batch = torch.randint(WORDS, (4, LENGTH)), torch.randint(WORDS, (4, LENGTH))
@@ -80,7 +80,7 @@ damped.register_fake(torch.empty_like)
 damped.register_autograd(
     lambda ctx, grad: torch.autograd.functional.vjp(_damped, ctx.saved_tensors[0], grad)[1],
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-)  # fmt: skip
+)
 
 
 class Damped(nn.Module):

@@ -45,10 +45,7 @@ def test_a_step_of_lone_ops_is_that_of_one_device(subject: Subject, owners: dict
 @pytest.mark.parametrize("resident", [R, V], ids=str)
 def test_parameters_of_a_tower_may_lie_everywhere(subject: Subject, resident) -> None:
     plan = plan_of(subject, {"a": 0, "b": 1})
-    parameters = {
-        name: replace(how, storage=(R,), resident=(resident,))
-        for name, how in plan.parameters.items()
-    }
+    parameters = {name: replace(how, storage=(R,), resident=(resident,)) for name, how in plan.parameters.items()}
     assert subject.compare(replace(plan, parameters=parameters)).passed
 
 
@@ -65,9 +62,7 @@ def test_a_tower_may_keep_running_statistics() -> None:
 def test_random_plans_with_lone_ops(subject: Subject, mesh: str) -> None:
     graph, captured = subject.prepared.analysis.graph, subject.prepared.captured
     for seed in range(5):
-        plan = random_plan(
-            graph, Mesh.parse(mesh), seed=seed, fingerprint=captured.fingerprint, lone_ops=True
-        )
+        plan = random_plan(graph, Mesh.parse(mesh), seed=seed, fingerprint=captured.fingerprint, lone_ops=True)
         assert any(map(runs_alone, plan.ops.values()))
         report = subject.compare(plan)
         assert report.passed, str(report)
@@ -78,9 +73,7 @@ def test_random_plans_with_lone_ops_in_stages(subject: Subject, mesh: str) -> No
     """Cuts at any op: what one rank of a stage has crosses to the same rank of the next one."""
     graph, captured = subject.prepared.analysis.graph, subject.prepared.captured
     for seed in range(4):
-        plan = random_plan(
-            graph, Mesh.parse(mesh), seed=seed, fingerprint=captured.fingerprint, lone_ops=True
-        )
+        plan = random_plan(graph, Mesh.parse(mesh), seed=seed, fingerprint=captured.fingerprint, lone_ops=True)
         assert plan.pipeline is not None and any(map(runs_alone, plan.ops.values()))
         report = subject.compare(plan)
         assert report.passed, str(report)
@@ -114,13 +107,10 @@ def test_a_rank_that_is_not_there_is_refused(subject: Subject) -> None:
 
 
 @pytest.mark.parametrize("stored", [R, S(0), O(1)], ids=str)
-def test_a_parameter_that_one_rank_uses_may_be_stored_elsewhere(
-    subject: Subject, stored: State
-) -> None:
+def test_a_parameter_that_one_rank_uses_may_be_stored_elsewhere(subject: Subject, stored: State) -> None:
     plan = plan_of(subject, {"a": 0})
     parameters = {
-        name: replace(how, storage=(stored,)) if name.startswith("a.") else how
-        for name, how in plan.parameters.items()
+        name: replace(how, storage=(stored,)) if name.startswith("a.") else how for name, how in plan.parameters.items()
     }
     assert {how.resident for name, how in parameters.items() if name.startswith("a.")} == {(O(0),)}
     assert subject.compare(replace(plan, parameters=parameters)).passed
@@ -141,9 +131,10 @@ def test_what_does_not_go_with_lone_ops_is_refused(subject: Subject) -> None:
 
 def test_updates_inside_of_a_step_do_not_go_with_lone_ops(subject: Subject) -> None:
     plan = replace(
-        plan_of(subject, {"a": 0}), micro_batches=2,
+        plan_of(subject, {"a": 0}),
+        micro_batches=2,
         pipeline=Pipeline(2, "2bw", ("linear_4",)),
-    )  # fmt: skip
+    )
     with pytest.raises(PlanError, match=r"3 of \d+ ops on one rank .* the schedule 2bw"):
         subject.compare(plan)
 

@@ -66,11 +66,20 @@ SUBJECTS = {
 # Every model, every mesh and every one of the stages, the larger models on few ranks; `make slow` runs all, and
 # benchmarks/parity more models.
 OFTEN = {
-    ("llama", "a=2,b=2,c=2", 0), ("conv", "a=2", 1), ("gpt2", "a=2,b=2", 2), ("t5", "a=2", 0),
-    ("mixtral", "a=4", 2), ("swin", "a=2", 2),
-    ("conv", "a=3", 1), ("conv", "a=5", 0), ("llama", "a=2,b=3", 1),
-    ("conv", "pp=2", 8), ("llama", "pp=2,a=2", 3), ("gpt2", "a=2,pp=2", 14), ("llama", "pp=4", 6),
-}  # fmt: skip
+    ("llama", "a=2,b=2,c=2", 0),
+    ("conv", "a=2", 1),
+    ("gpt2", "a=2,b=2", 2),
+    ("t5", "a=2", 0),
+    ("mixtral", "a=4", 2),
+    ("swin", "a=2", 2),
+    ("conv", "a=3", 1),
+    ("conv", "a=5", 0),
+    ("llama", "a=2,b=3", 1),
+    ("conv", "pp=2", 8),
+    ("llama", "pp=2,a=2", 3),
+    ("gpt2", "a=2,pp=2", 14),
+    ("llama", "pp=4", 6),
+}
 
 
 @functools.cache
@@ -79,9 +88,7 @@ def subject_of(name):
     return Subject.of(*SUBJECTS[name]())
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh", "seed"), often(itertools.product(SUBJECTS, MESHES, SEEDS), OFTEN)
-)
+@pytest.mark.parametrize(("name", "mesh", "seed"), often(itertools.product(SUBJECTS, MESHES, SEEDS), OFTEN))
 def test_random_plans_equal_one_device(name, mesh, seed):
     subject = subject_of(name)
     prepared = subject.prepared
@@ -118,9 +125,7 @@ def test_a_wrong_plan_is_found(name):
     """The proof can fail: one parameter's gradient counted twice, or on one rank only."""
     subject = subject_of(name)
     graph = subject.prepared.analysis.graph
-    plan = random_plan(
-        graph, Mesh.parse("a=2"), seed=0, fingerprint=subject.prepared.captured.fingerprint
-    )
+    plan = random_plan(graph, Mesh.parse("a=2"), seed=0, fingerprint=subject.prepared.captured.fingerprint)
     reference = subject.reference(micro_batches=1)
     (results,) = reference.steps
     weakened = dict(results.gradients)

@@ -128,16 +128,12 @@ def test_recipes_by_axis() -> None:
 
 
 def test_more_stages_than_blocks() -> None:
-    with pytest.raises(
-        autopar.SearchError, match=r"has 6 blocks, and 8 pipeline ranks .* take 8 stages"
-    ):
+    with pytest.raises(autopar.SearchError, match=r"has 6 blocks, and 8 pipeline ranks .* take 8 stages"):
         explained({"pp": 8}, layers=4)
 
 
 def test_a_stage_that_does_not_fit() -> None:
-    with pytest.raises(
-        autopar.SearchError, match=r"rank \d takes .*, .* too much \(stage \d from "
-    ):
+    with pytest.raises(autopar.SearchError, match=r"rank \d takes .*, .* too much \(stage \d from "):
         explained({"pp": 2}, memory_bytes=1_000_020_000)  # 1 GB is reserved on an H100
 
 
@@ -158,9 +154,7 @@ def test_control_flow_between_stages() -> None:
 
 
 def test_an_unknown_schedule() -> None:
-    with pytest.raises(
-        autopar.RecipeError, match=r"There is no schedule 'chimera'; choose among gpipe"
-    ):
+    with pytest.raises(autopar.RecipeError, match=r"There is no schedule 'chimera'; choose among gpipe"):
         explained({"pp": 2}, schedule="chimera")
 
 
@@ -188,8 +182,6 @@ def test_grouped_experts_in_bfloat16_are_proved_with_stages() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Expert(), Expert()).bfloat16()
     inputs = torch.randn(16, 16, dtype=torch.bfloat16)
-    report = autopar.verify(
-        model, inputs, mesh={"pp": 2}, loss_fn=lambda output: output.square().mean()
-    )
+    report = autopar.verify(model, inputs, mesh={"pp": 2}, loss_fn=lambda output: output.square().mean())
     assert report.passed, report
     assert report.arithmetic == "bfloat16"

@@ -37,9 +37,7 @@ def rehearsal(*, weaken=lambda stage: stage, micro_batches=2):
     torch.manual_seed(0)
     model, x = Net().double(), torch.randn(4, 4).double()
     prepared = prepare_step(model, (x,))
-    plan = with_stages(
-        prepared, Pipeline(2, "1f1b", ("linear_1",)), micro_batches, {"dp": 2}, "ddp"
-    )
+    plan = with_stages(prepared, Pipeline(2, "1f1b", ("linear_1",)), micro_batches, {"dp": 2}, "ddp")
     whole = build_program(prepared.captured, prepared.analysis, plan)
     stages = [weaken(s) for s in cut_stages(whole, prepared.analysis.graph)]
     parameters = dict(model.named_parameters())

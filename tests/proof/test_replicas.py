@@ -32,9 +32,7 @@ def model_and_rows(rows: int = 8) -> tuple[nn.Module, Tensor]:
 
 def verified(recipe: Any, mesh: dict[str, int] | None = None, **options: Any) -> Any:
     model, x = model_and_rows()
-    return autopar.verify(
-        model, x, mesh=mesh or {"dp": 2}, recipe=recipe, loss_fn=square, **options
-    )
+    return autopar.verify(model, x, mesh=mesh or {"dp": 2}, recipe=recipe, loss_fn=square, **options)
 
 
 @pytest.mark.parametrize(
@@ -129,9 +127,13 @@ def test_a_replay_needs_the_batches_of_all_steps() -> None:
     model, x = model_and_rows()
     with pytest.raises(StepError, match="more than 1 steps of replica 0"):
         autopar.replay(
-            model, [(x,)], "0+1 0= 0+1 meet", replicas=2, loss_fn=square,
+            model,
+            [(x,)],
+            "0+1 0= 0+1 meet",
+            replicas=2,
+            loss_fn=square,
             optimizer_of=lambda m: torch.optim.SGD(m.parameters()),
-        )  # fmt: skip
+        )
 
 
 def test_a_replay_in_half_precision_adds_up_thirds_as_the_server_does() -> None:
@@ -140,9 +142,13 @@ def test_a_replay_in_half_precision_adds_up_thirds_as_the_server_does() -> None:
     nn.init.zeros_(model.weight)
     rows = torch.tensor([[3.0], [2.0], [0.0]]).bfloat16()
     (found, *_) = autopar.replay(
-        model, [(rows,)], "0+1 1+1 meet", replicas=3, loss_fn=lambda y: -y.mean(),
+        model,
+        [(rows,)],
+        "0+1 1+1 meet",
+        replicas=3,
+        loss_fn=lambda y: -y.mean(),
         optimizer_of=lambda own: torch.optim.SGD(own.parameters(), lr=1.0),
-    )  # fmt: skip
+    )
     like = {"weight": torch.zeros(1, 1).bfloat16()}
     table, parcel = (
         ServerTable(Meeting("dp", 3, 1, "async-server", staleness=1), like),
@@ -159,18 +165,20 @@ def test_a_replay_needs_the_replicas_of_its_order() -> None:
     model, x = model_and_rows()
     with pytest.raises(StepError, match="is one of 3 replicas, and replicas=2 was given"):
         autopar.replay(
-            model, [(x,)], Order.parse(3, "0+1 meet"), replicas=2, loss_fn=square,
+            model,
+            [(x,)],
+            Order.parse(3, "0+1 meet"),
+            replicas=2,
+            loss_fn=square,
             optimizer_of=lambda m: torch.optim.SGD(m.parameters()),
-        )  # fmt: skip
+        )
 
 
 def test_a_plan_from_explain_is_verified() -> None:
     model, x = model_and_rows()
     plan = autopar.explain(model, x, mesh={"dp": 2}, recipe="geo:3", loss_fn=square).plan
     edited = dataclasses.replace(plan, meeting=Meeting("dp", 2, 2, "diloco", 0.5, 0.9))
-    served = dataclasses.replace(
-        plan, meeting=Meeting("dp", 2, 2, "async-server", staleness=1, owner=1)
-    )
+    served = dataclasses.replace(plan, meeting=Meeting("dp", 2, 2, "async-server", staleness=1, owner=1))
     for each in (plan, edited, served, autopar.Plan.parse(str(edited))):
         assert autopar.verify(model, x, mesh={"dp": 2}, plan=each, loss_fn=square).passed
     with pytest.raises(PlanError):

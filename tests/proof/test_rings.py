@@ -29,9 +29,14 @@ class Rotary(nn.Module):
     def __init__(self):
         super().__init__()
         config = LlamaConfig(
-            vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
-            num_key_value_heads=2, use_cache=False,
-        )  # fmt: skip
+            vocab_size=32,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            use_cache=False,
+        )
         self.model = LlamaForCausalLM(config)
 
     def forward(self, tokens, targets):

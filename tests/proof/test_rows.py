@@ -44,9 +44,7 @@ def subject_of(**options: Any) -> Subject:
     tokens = torch.randint(0, 8, (4, 6))
     tokens[3] = 3
     batch = (tokens, torch.randint(0, 4, (4, 6)))
-    return Subject.of(
-        model, batch, loss_fn=lambda y, target: F.cross_entropy(y.flatten(0, 1), target.flatten())
-    )
+    return Subject.of(model, batch, loss_fn=lambda y, target: F.cross_entropy(y.flatten(0, 1), target.flatten()))
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +55,12 @@ def subject() -> Subject:
 def planned(subject: Subject, mesh: str, recipe: str) -> Plan:
     prepared = subject.prepared
     return search(
-        prepared.analysis.graph, Mesh.parse(mesh), hardware=HARDWARE, recipe=recipe,
+        prepared.analysis.graph,
+        Mesh.parse(mesh),
+        hardware=HARDWARE,
+        recipe=recipe,
         fingerprint=prepared.captured.fingerprint,
-    )  # fmt: skip
+    )
 
 
 def gradient_bytes(subject: Subject, plan: Plan) -> float:
@@ -85,9 +86,7 @@ def test_a_table_goes_by_rows_and_all_else_whole(
     assert Plan.parse(str(plan)) == plan and " | step by rows\n" in str(plan)
     (note,) = [str(n) for n in plan.notes if kind_of(n) == "owners" and "by rows" in n]
     message = format_bytes(indices * (ROW + 8) + 8)
-    assert note.endswith(
-        f"by rows: at most {message} from a rank in place of {format_bytes(WHOLE)}"
-    )
+    assert note.endswith(f"by rows: at most {message} from a rank in place of {format_bytes(WHOLE)}")
     assert subject.compare(plan).passed
 
 
@@ -134,10 +133,13 @@ def test_random_plans_have_rows_and_are_exact(subject: Subject, mesh: str) -> No
     prepared = subject.prepared
     plans = [
         random_plan(
-            prepared.analysis.graph, Mesh.parse(mesh), seed=seed, fingerprint=prepared.captured.fingerprint
+            prepared.analysis.graph,
+            Mesh.parse(mesh),
+            seed=seed,
+            fingerprint=prepared.captured.fingerprint,
         )
         for seed in range(40)
-    ]  # fmt: skip
+    ]
     chosen = [p for p in plans if any(how.by_rows for how in p.parameters.values())]
     assert len(chosen) >= 3
     assert all(subject.compare(plan).passed for plan in chosen[:3])

@@ -72,9 +72,7 @@ def test_random_plans_with_slices(name: str) -> None:
     subject = Subject.of(*SUBJECTS[name]())
     captured, graph = subject.prepared.captured, subject.prepared.analysis.graph
     for mesh, seed in itertools.product(("a=2", "a=2,b=2", "pp=2,a=2"), range(2)):
-        drawn = random_plan(
-            graph, Mesh.parse(mesh), seed=seed, fingerprint=captured.fingerprint, lone_ops=False
-        )
+        drawn = random_plan(graph, Mesh.parse(mesh), seed=seed, fingerprint=captured.fingerprint, lone_ops=False)
         plan = in_slices(subject, drawn)
         assert Plan.parse(str(plan)) == plan
         report = subject.compare(plan)

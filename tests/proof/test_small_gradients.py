@@ -33,9 +33,7 @@ def test_the_bias_before_a_batch_norm_passes() -> None:
     report = autopar.verify(model, (x, weights), mesh={"dp": 2}, recipe="zero3")
     (bias,) = (v for v in report.verdicts if v.name == "conv.bias")
     assert report.passed
-    assert (
-        bias.own > 0 and bias.error > 1e-9 * bias.scale
-    )  # it misses the bound that knows no addends
+    assert bias.own > 0 and bias.error > 1e-9 * bias.scale  # it misses the bound that knows no addends
     assert bias.bound < 100 * bias.own
 
 

@@ -27,9 +27,7 @@ def subject() -> Subject:
     return Subject.of(Towers().double(), batch, loss_fn=torch.nn.functional.cross_entropy)
 
 
-@pytest.mark.parametrize(
-    "mesh", ["ps=2,dp=3 of 4", "ps=2,dp=3 of 5", "ps=3,dp=2 of 5", "a=2,b=2,c=2 of 5"]
-)
+@pytest.mark.parametrize("mesh", ["ps=2,dp=3 of 4", "ps=2,dp=3 of 5", "ps=3,dp=2 of 5", "a=2,b=2,c=2 of 5"])
 def test_conversions_that_ranks_can_take_are_right_there_and_back(mesh: str) -> None:
     grid = Mesh.parse(mesh)
     states = (R, S(0), S(1), O(0), O(1))

@@ -88,9 +88,13 @@ def test_a_proof_of_delays_leaves_no_tensor_of_its_own_cached(axis: str, recipe:
     thirds.cache_clear()
     model = nn.Sequential(*(Caching(also_traced=True) for _ in range(2)))
     report = autopar.verify(
-        model, torch.randn(8, 8), mesh={axis: 2}, recipe=recipe, loss_fn=torch.mean,
+        model,
+        torch.randn(8, 8),
+        mesh={axis: 2},
+        recipe=recipe,
+        loss_fn=torch.mean,
         micro_batches=4 if axis == "pp" else 1,
-    )  # fmt: skip
+    )
     assert report.passed and thirds(torch.float32).dtype == torch.float32
 
 
@@ -129,13 +133,9 @@ class Multiplied(nn.Module):
         return RootOfStep.apply(x)
 
 
-@pytest.mark.parametrize(
-    "last", [Guarded(), Gumbels(), Multiplied()], ids=lambda m: type(m).__name__
-)
+@pytest.mark.parametrize("last", [Guarded(), Gumbels(), Multiplied()], ids=lambda m: type(m).__name__)
 @pytest.mark.parametrize("dtype", often([torch.float32, torch.bfloat16], [torch.bfloat16]))
-def test_limits_of_the_models_own_type_are_those_of_the_reference(
-    last: nn.Module, dtype: torch.dtype
-) -> None:
+def test_limits_of_the_models_own_type_are_those_of_the_reference(last: nn.Module, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     batch = tuple(torch.randn(2, 4, 8, dtype=dtype))
     report = proof(nn.Sequential(nn.Linear(8, 8), last).to(dtype), batch)
@@ -245,9 +245,7 @@ def test_autocast_is_held_to_the_precision_of_bfloat16(recipe: str) -> None:
     assert report.passed, report
 
 
-@pytest.mark.parametrize(
-    ("dtype", "expected"), [(torch.float32, "float32"), (torch.float64, "float64")]
-)
+@pytest.mark.parametrize(("dtype", "expected"), [(torch.float32, "float32"), (torch.float64, "float64")])
 def test_a_model_is_compared_in_its_own_arithmetic(dtype: torch.dtype, expected: str) -> None:
     model, batch, _ = make("mlp", dtype)
     report = proof(model, batch)
@@ -296,9 +294,7 @@ class Attending(nn.Module):
         self.query, self.key, self.value = (nn.Linear(16, 16) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            f(x).unflatten(-1, (4, 4)).transpose(1, 2) for f in (self.query, self.key, self.value)
-        )
+        q, k, v = (f(x).unflatten(-1, (4, 4)).transpose(1, 2) for f in (self.query, self.key, self.value))
         y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return y.transpose(1, 2).flatten(2)
 
@@ -359,9 +355,13 @@ def test_new_weights_between_steps_reach_the_plan() -> None:
                 parameter.mul_(0.5)
 
     report = autopar.verify(
-        MLP(), tuple(x.float() for x in make("mlp")[1]), mesh=DP, recipe="zero3",
-        loss_fn=mean_square, between=shrink,
-    )  # fmt: skip
+        MLP(),
+        tuple(x.float() for x in make("mlp")[1]),
+        mesh=DP,
+        recipe="zero3",
+        loss_fn=mean_square,
+        between=shrink,
+    )
     assert report.passed and report.steps == 2, report
 
 
@@ -423,9 +423,7 @@ class Chunked(nn.Module):
         self.linear = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x.transpose(0, 1)).transpose(
-            0, 1
-        )  # (batch, time, 8), in memory (time, batch, 8)
+        y = self.linear(x.transpose(0, 1)).transpose(0, 1)  # (batch, time, 8), in memory (time, batch, 8)
         batch, steps, width = y.stride()
         chunks = y.as_strided((y.shape[0], 3, 4, 8), (batch, 2 * steps, steps, width))
         return (chunks * torch.arange(4.0).view(4, 1)).sum((1, 2))
@@ -493,8 +491,6 @@ def test_an_axis_along_which_nothing_is_split_is_told() -> None:
 
 def test_a_proof_of_too_many_runs_is_refused_at_once() -> None:
     model, x = nn.Linear(4, 4), torch.ones(8, 4)
-    says = (
-        r"4 x 999983 times, and at most 2048 times.* at most 1 ranks, or at most 512 micro-batches"
-    )
+    says = r"4 x 999983 times, and at most 2048 times.* at most 1 ranks, or at most 512 micro-batches"
     with pytest.raises(autopar.AutoparError, match=says):
         autopar.verify(model, x, mesh={"dp": 4}, loss_fn=torch.mean, micro_batches=999_983)

@@ -73,17 +73,20 @@ def test_running_statistics_follow_the_micro_batches() -> None:
 
 def test_recomputed_blocks() -> None:
     found = autopar.explain(
-        nn.Sequential(Layer(), Layer()).double(), torch.randn(4, 8, dtype=torch.float64), mesh={"pp": 2},
-        recipe="pipedream-sync", micro_batches=4, recompute="full", loss_fn=square,
-    )  # fmt: skip
+        nn.Sequential(Layer(), Layer()).double(),
+        torch.randn(4, 8, dtype=torch.float64),
+        mesh={"pp": 2},
+        recipe="pipedream-sync",
+        micro_batches=4,
+        recompute="full",
+        loss_fn=square,
+    )
     assert verified("pipedream-sync", plan=found.plan).passed
 
 
 def test_a_model_in_float32() -> None:
     model = nn.Sequential(Layer(), Layer())
-    report = autopar.verify(
-        model, torch.randn(4, 8), mesh={"pp": 2}, recipe="2bw", micro_batches=8, loss_fn=square
-    )
+    report = autopar.verify(model, torch.randn(4, 8), mesh={"pp": 2}, recipe="2bw", micro_batches=8, loss_fn=square)
     assert report.passed and report.arithmetic == "float32"
 
 
@@ -130,9 +133,7 @@ def test_shares_of_a_whole_step_fail() -> None:
 def test_a_plan_with_another_schedule_passes_by_its_own_delays() -> None:
     model = nn.Sequential(Layer(), Layer()).double()
     x = torch.randn(4, 8, dtype=torch.float64)
-    plan = autopar.explain(
-        model, x, mesh={"pp": 2}, recipe="1f1b", micro_batches=4, loss_fn=square
-    ).plan
+    plan = autopar.explain(model, x, mesh={"pp": 2}, recipe="1f1b", micro_batches=4, loss_fn=square).plan
     for schedule in VERSIONED:
         edited = autopar.Plan.parse(str(plan).replace("pipeline 1f1b", f"pipeline {schedule}"))
         assert edited.pipeline == replace(plan.pipeline, schedule=schedule)
@@ -143,6 +144,4 @@ def test_formulas_are_those_of_the_actions() -> None:
     for schedule in VERSIONED:
         pipeline = Pipeline(4, schedule, ("a", "b", "c"))
         seen = WeightVersions(pipeline, 16).seen
-        assert seen == tuple(
-            tuple(version_seen(pipeline, s, m) for m in range(16)) for s in range(4)
-        )
+        assert seen == tuple(tuple(version_seen(pipeline, s, m) for m in range(16)) for s in range(4))

@@ -35,9 +35,7 @@ class Alone(nn.Module):
         result = self.op(*(getattr(self, name) for name in self.names))
         parts = [r for r in (result if isinstance(result, (tuple, list)) else [result])]
         floating = [r for r in parts if r.is_floating_point()]
-        weighted = [
-            torch.linspace(1, 2, r.numel(), dtype=r.dtype).reshape(r.shape) * r for r in floating
-        ]
+        weighted = [torch.linspace(1, 2, r.numel(), dtype=r.dtype).reshape(r.shape) * r for r in floating]
         return torch.stack([w.sum() for w in weighted]).sum()
 
 
@@ -79,19 +77,14 @@ def _compare(module, captured, analysis, name, label):
     plan = Plan(MESH, captured.fingerprint, "", 1, parameters, {}, ops)
     program = build_program(captured, analysis, plan)
     own = dict(module.named_parameters())
-    leaves = {
-        s.name: [own[s.name].detach().clone().requires_grad_() for _ in range(2)]
-        for s in program.parameters
-    }
+    leaves = {s.name: [own[s.name].detach().clone().requires_grad_() for _ in range(2)] for s in program.parameters}
     buffers = dict(module.named_buffers())
     fixed = [[buffers[s.name]] * 2 for s in program.buffers] + [[c] * 2 for c in program.constants]
     (losses,) = run(program, [*leaves.values(), *fixed])
     want = module()
     torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses])
     for loss in losses:
-        torch.testing.assert_close(
-            loss, want, rtol=1e-10, atol=1e-12, msg=f"{name} split by {label}"
-        )
+        torch.testing.assert_close(loss, want, rtol=1e-10, atol=1e-12, msg=f"{name} split by {label}")
     for parameter, ranks in leaves.items():
         grad = own[parameter].grad
         for x in ranks:

@@ -17,9 +17,7 @@ RING = {"q>k"}
 
 
 def rand(*shape):
-    return torch.randn(
-        *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape))
-    )
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 def qkv(kv_heads=HEADS, queries=QUERIES, keys=KEYS):

@@ -7,9 +7,7 @@ from proof import labels_of, prove
 
 
 def rand(*shape):
-    return torch.randn(
-        *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape))
-    )
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 SPACE = {1: (4,), 2: (4, 2), 3: (2, 2, 4)}
@@ -43,8 +41,6 @@ def test_batch_statistics_that_nobody_keeps():
     for affine in (True, False):
 
         def norm(x, weight, bias, affine=affine):
-            return F.batch_norm(
-                x * x, None, None, *((weight, bias) if affine else ()), training=True
-            )
+            return F.batch_norm(x * x, None, None, *((weight, bias) if affine else ()), training=True)
 
         assert prove(norm, rand(4, 6, 4), rand(6), rand(6), kind=kind) >= 4

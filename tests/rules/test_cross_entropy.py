@@ -15,9 +15,7 @@ REDUCED = list(itertools.product(("mean", "sum", "none"), SHAPES))
 
 
 def rand(*shape):
-    return torch.randn(
-        *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape))
-    )
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape)))
 
 
 def classes(shape, ignored=IGNORED):
@@ -38,9 +36,12 @@ def test_class_indices(reduction, name):
 
         def loss(x, target, weight, weighted=weighted, smoothing=smoothing):
             return F.cross_entropy(
-                x, target, weight.detach().exp() if weighted else None, reduction=reduction,
+                x,
+                target,
+                weight.detach().exp() if weighted else None,
+                reduction=reduction,
                 label_smoothing=smoothing,
-            )  # fmt: skip
+            )
 
         tensors = rand(*shape), classes(shape), rand(6)
         assert splits(loss, tensors, shape)
@@ -57,9 +58,12 @@ def test_class_probabilities(reduction, name):
 
         def loss(x, target, weight, weighted=weighted, smoothing=smoothing):
             return F.cross_entropy(
-                x, target.softmax(1), weight.exp() if weighted else None, reduction=reduction,
+                x,
+                target.softmax(1),
+                weight.exp() if weighted else None,
+                reduction=reduction,
                 label_smoothing=smoothing,
-            )  # fmt: skip
+            )
 
         assert splits(loss, (rand(*shape), rand(*shape) * 2, rand(6)), shape)
 
@@ -75,9 +79,7 @@ def test_negative_likelihoods(reduction):
 
         def loss(x, target, weight, weighted=weighted):
             logs = x.log_softmax(1)
-            return F.nll_loss(
-                logs, target, weight.detach().exp() if weighted else None, reduction=reduction
-            )
+            return F.nll_loss(logs, target, weight.detach().exp() if weighted else None, reduction=reduction)
 
         tensors = rand(2, 6, 4), classes((2, 6, 4)), rand(6)
         assert labels_of(loss, *tensors, kind="aten.nll_loss_nd") == {"-", "n0", "n1", "n2"}

@@ -16,9 +16,7 @@ product = torch.ops.transformers.grouped_mm_fallback
 
 
 def draw(*shape):
-    return torch.randn(
-        *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape))
-    )
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 def ids():
@@ -31,9 +29,7 @@ def routed(chosen, body):
     """Rows in the order of their experts -> body -> rows as they came."""
     flat = chosen.reshape(-1)
     ordered, order = torch.sort(flat)
-    ends = torch.cumsum(
-        torch.histc(ordered.double(), EXPERTS, 0, EXPERTS - 1), 0, dtype=torch.int32
-    )
+    ends = torch.cumsum(torch.histc(ordered.double(), EXPERTS, 0, EXPERTS - 1), 0, dtype=torch.int32)
     y = body(ordered, order, ends)
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order))
@@ -64,10 +60,21 @@ def one_slot(x, chosen, weight):
     return routed(chosen, lambda ordered, order, ends: product(x[order], weight, ends).tanh())
 
 
-GATED = (draw(ROWS, WIDTH), ids(), draw(EXPERTS, 2 * INNER, WIDTH), draw(EXPERTS, WIDTH, INNER),
-         draw(ROWS, SLOTS))  # fmt: skip
-BIASED = (draw(ROWS, WIDTH), ids(), draw(EXPERTS, WIDTH, 2 * INNER), draw(EXPERTS, 2 * INNER),
-          draw(EXPERTS, INNER, WIDTH), draw(EXPERTS, WIDTH))  # fmt: skip
+GATED = (
+    draw(ROWS, WIDTH),
+    ids(),
+    draw(EXPERTS, 2 * INNER, WIDTH),
+    draw(EXPERTS, WIDTH, INNER),
+    draw(ROWS, SLOTS),
+)
+BIASED = (
+    draw(ROWS, WIDTH),
+    ids(),
+    draw(EXPERTS, WIDTH, 2 * INNER),
+    draw(EXPERTS, 2 * INNER),
+    draw(EXPERTS, INNER, WIDTH),
+    draw(EXPERTS, WIDTH),
+)
 ONE = (draw(ROWS, WIDTH), ids()[:, 0], draw(EXPERTS, WIDTH, INNER))
 
 
@@ -75,9 +82,7 @@ def test_masks_of_dropout_keep_rows_where_they_are():
     def dropped(x, chosen, weight):
         return routed(
             chosen,
-            lambda ordered, order, ends: nn.functional.dropout(
-                product(x[order], weight, ends), 0.5
-            ),
+            lambda ordered, order, ends: nn.functional.dropout(product(x[order], weight, ends), 0.5),
         )
 
     assert labels_of(dropped, *ONE, kind=EXPERTS_KIND) == {"-", "t", "e", "d1"}
@@ -107,7 +112,7 @@ FROZEN = frozenset(), frozenset({2}), frozenset({0})
         for i, frozen in enumerate(FROZEN)
         for j, layer in enumerate(LAYERS)
     ],
-)  # fmt: skip
+)
 def test_kept_bytes_are_those_of_autograd(frozen, layer, tensors, labels):
     model = Between(layer, tensors, frozen)
     prepared = prepare_step(model, ())

@@ -27,14 +27,15 @@ def test_tiles_are_letters_of_their_own():
     assert spec.operands[1] == (("j", "j_in_tile"), ("k", "k_in_tile"))
     assert spec.results[0][-1] == ("j", "j_in_tile")
     assert {x: spec.sizes[x] for x in ("j", "k", "j_in_tile", "k_in_tile")} == {
-        "j": 2, "k": 4, "j_in_tile": 128, "k_in_tile": 128,
-    }  # fmt: skip
+        "j": 2,
+        "k": 4,
+        "j_in_tile": 128,
+        "k_in_tile": 128,
+    }
     assert spec.flops == 2 * (2 * 3 * 512 * 256)
 
 
-@pytest.mark.parametrize(
-    ("inner", "columns", "splits"), [(512, 256, "jk"), (128, 256, "j"), (128, 128, "")]
-)
+@pytest.mark.parametrize(("inner", "columns", "splits"), [(512, 256, "jk"), (128, 256, "j"), (128, 128, "")])
 def test_a_dim_of_one_tile_stays_whole(inner, columns, splits):
     spec = spec_of(rows=3, inner=inner, columns=columns)
     assert {x for x in spec.sizes if spec.splittable(x) and x[0] in "jk"} == set(splits)

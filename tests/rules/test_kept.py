@@ -34,9 +34,7 @@ UNPRICED_BYTES = {
 class Between(nn.Module):
     """sum(op(x + 0, ...)): floating tensors are parameters, others buffers, and `x + 0` is no leaf."""
 
-    def __init__(
-        self, op: Callable[..., object], tensors: tuple[Tensor, ...], frozen: frozenset[int]
-    ) -> None:
+    def __init__(self, op: Callable[..., object], tensors: tuple[Tensor, ...], frozen: frozenset[int]) -> None:
         super().__init__()
         self.op, self.count = op, len(tensors)
         for i, x in enumerate(tensors):
@@ -322,19 +320,82 @@ def gap_bytes(
 
 # Ops that keep their operand, their result, a mask, indices, a part, a copy, or nothing; the others keep as these do.
 ONE_OF_EACH = {
-    "abs", "ceil", "exp", "log", "sigmoid", "sqrt", "gelu", "glu", "hardtanh", "leaky_relu", "silu", "softplus", "pow",
-    "clamp", "masked_fill", "to float32", "sum", "amax", "max", "max of all", "var", "logsumexp", "prod", "norm",
-    "cumprod", "softmax", "softmax in float32", "topk", "pad", "reflect", "repeat", "split", "select", "expand",
-    "expanded and saved", "reshape that copies", "transposed linear", "not on the way to the loss", "masked by zeros",
-    "detached", "type_as itself", "avg_pool2d", "max_pool2d", "interpolate",
-}  # fmt: skip
+    "abs",
+    "ceil",
+    "exp",
+    "log",
+    "sigmoid",
+    "sqrt",
+    "gelu",
+    "glu",
+    "hardtanh",
+    "leaky_relu",
+    "silu",
+    "softplus",
+    "pow",
+    "clamp",
+    "masked_fill",
+    "to float32",
+    "sum",
+    "amax",
+    "max",
+    "max of all",
+    "var",
+    "logsumexp",
+    "prod",
+    "norm",
+    "cumprod",
+    "softmax",
+    "softmax in float32",
+    "topk",
+    "pad",
+    "reflect",
+    "repeat",
+    "split",
+    "select",
+    "expand",
+    "expanded and saved",
+    "reshape that copies",
+    "transposed linear",
+    "not on the way to the loss",
+    "masked by zeros",
+    "detached",
+    "type_as itself",
+    "avg_pool2d",
+    "max_pool2d",
+    "interpolate",
+}
 MANY_OF_EACH = {
-    "mul", "div", "masked_fill", "prelu", "linear", "bmm", "matmul", "matmul by a matrix", "einsum", "conv2d",
-    "layer_norm", "group_norm", "batch_norm", "attention with a bias", "grouped attention",
-    "attention of transposed", "index", "scatter", "index_put", "cat", "cross_entropy", "smoothed cross_entropy",
-    "cross_entropy with distributions", "complex products", "embedding_bag", "masked_scatter",
-    "weighted nll_loss", "glu of a product", "dropped attention",
-}  # fmt: skip
+    "mul",
+    "div",
+    "masked_fill",
+    "prelu",
+    "linear",
+    "bmm",
+    "matmul",
+    "matmul by a matrix",
+    "einsum",
+    "conv2d",
+    "layer_norm",
+    "group_norm",
+    "batch_norm",
+    "attention with a bias",
+    "grouped attention",
+    "attention of transposed",
+    "index",
+    "scatter",
+    "index_put",
+    "cat",
+    "cross_entropy",
+    "smoothed cross_entropy",
+    "cross_entropy with distributions",
+    "complex products",
+    "embedding_bag",
+    "masked_scatter",
+    "weighted nll_loss",
+    "glu of a product",
+    "dropped attention",
+}
 
 
 @pytest.mark.parametrize("name", often(ONE, ONE_OF_EACH))
@@ -357,6 +418,4 @@ def differentiable(op: Callable[..., object], tensors: tuple[Tensor, ...]) -> li
     """The operands that get a gradient; an op may detach others, as it does its targets."""
     model = Between(op, tensors, frozenset())
     model().backward()
-    return [
-        int(name.removeprefix("x")) for name, x in model.named_parameters() if x.grad is not None
-    ]
+    return [int(name.removeprefix("x")) for name, x in model.named_parameters() if x.grad is not None]

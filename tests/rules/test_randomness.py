@@ -48,10 +48,11 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "normal_": lambda x: torch.empty_like(x).normal_(),
     "poisson": lambda x: torch.poisson(torch.ones_like(x)) - 1,
     "rrelu": lambda x: (F.rrelu(-torch.ones_like(x), 0.0, 1.0, training=True) + 0.5) * 12**0.5,
-    "multinomial": lambda x: torch.multinomial(torch.ones_like(x).flatten(0, 2).repeat(1, 2), 8).view(
-        SHAPE) / 21.25**0.5 - 7.5 / 21.25**0.5,
+    "multinomial": lambda x: (
+        torch.multinomial(torch.ones_like(x).flatten(0, 2).repeat(1, 2), 8).view(SHAPE) / 21.25**0.5 - 7.5 / 21.25**0.5
+    ),
     "rand": lambda x: x * 0 + (torch.rand(SHAPE) - 0.5) * 12**0.5,
-}  # fmt: skip
+}
 COARSE = {"feature dropout": (2, 3), "stochastic depth": (1, 2, 3)}  # dims that have one draw
 DEPENDENT = {"multinomial"}  # without replacement the numbers of a row differ
 
@@ -131,9 +132,7 @@ def test_replicas_agree_and_parts_are_independent(mesh: dict[str, int], seed: in
 
 
 @pytest.mark.parametrize(("mesh", "seed"), PLANS[::2])
-def test_one_seed_gives_one_draw_and_no_two_ops_have_the_same(
-    mesh: dict[str, int], seed: int
-) -> None:
+def test_one_seed_gives_one_draw_and_no_two_ops_have_the_same(mesh: dict[str, int], seed: int) -> None:
     program = program_of(mesh, seed)
     found, again, other = (whole_results(program, number) for number in (1, 1, 2))
     for name, x in found.items():

@@ -37,9 +37,7 @@ def scale_backward(ctx, grad):
 
 
 scaled = define("scale", scale)
-scaled.register_autograd(
-    scale_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
-)
+scaled.register_autograd(scale_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
 
 
 def center(x: torch.Tensor) -> torch.Tensor:
@@ -104,9 +102,7 @@ library.impl("composite", lambda x, weight: torch.relu(x) * weight, "CompositeIm
 
 
 def rand(*shape):
-    return torch.randn(
-        *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape))
-    )
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape)))
 
 
 def test_one_line_lets_an_op_be_split():
@@ -209,9 +205,7 @@ class Normed(torch.autograd.Function):
 
 def test_the_backward_of_a_function_is_proved():
     autopar.register_rule(Normed, "b h -> b h")
-    with pytest.raises(
-        RecipeError, match=r"Normed does not hold: splitting the letter 'h' into 2 parts"
-    ):
+    with pytest.raises(RecipeError, match=r"Normed does not hold: splitting the letter 'h' into 2 parts"):
         labels_of(Normed.apply, rand(4, 6), kind=function_name(Normed))
     autopar.register_rule(Normed, "b h! -> b h!")
     assert labels_of(Normed.apply, rand(4, 6), kind=function_name(Normed)) == {"-", "b"}
@@ -260,9 +254,7 @@ def test_heads_of_groups_are_one_dim():
         labels_of(grouped, rand(4, 6), rand(4, 2), kind="rules_test.groups")
 
 
-@pytest.mark.parametrize(
-    "clause", sorted(["flops", "flops b", "flops 2 b over h", "saves z0", "saves [b] single"])
-)
+@pytest.mark.parametrize("clause", sorted(["flops", "flops b", "flops 2 b over h", "saves z0", "saves [b] single"]))
 def test_a_clause_that_cannot_be_read_is_shown(clause):
     with pytest.raises(RecipeError, match=f"Cannot read.*{re.escape(clause.split()[-1])}"):
         autopar.register_rule("rules_test::center", f"b h! -> b h! | {clause}")

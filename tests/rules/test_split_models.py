@@ -33,9 +33,14 @@ def check(subject: Subject, mesh: str, *wishes: Wish) -> list[dict[str, str]]:
                     break
     whole = ParameterPlan((R,) * len(wishes), (R,) * len(wishes))
     plan = Plan(
-        sizes, subject.prepared.captured.fingerprint, "wished", 1, dict.fromkeys(graph.parameters, whole),
-        {name: whole.storage for name in graph.inputs}, {k: tuple(v) for k, v in labels.items()},
-    )  # fmt: skip
+        sizes,
+        subject.prepared.captured.fingerprint,
+        "wished",
+        1,
+        dict.fromkeys(graph.parameters, whole),
+        {name: whole.storage for name in graph.inputs},
+        {k: tuple(v) for k, v in labels.items()},
+    )
     report = subject.compare(plan)
     assert report.passed, f"{report}\n{plan}"
     return taken
@@ -102,19 +107,31 @@ def test_convolution_net_over_both(conv_net):
 
 
 CONVOLUTIONAL = [
-    "conv2d", "conv_transpose2d", "group_norm", "instance_norm", "max_pool2d", "avg_pool2d",
-    "adaptive_avg_pool2d", "prelu", "pad", "upsample_bilinear2d", "pixel_shuffle",
-    "_native_batch_norm_legit_functional", "_native_batch_norm_legit",
-]  # fmt: skip
+    "conv2d",
+    "conv_transpose2d",
+    "group_norm",
+    "instance_norm",
+    "max_pool2d",
+    "avg_pool2d",
+    "adaptive_avg_pool2d",
+    "prelu",
+    "pad",
+    "upsample_bilinear2d",
+    "pixel_shuffle",
+    "_native_batch_norm_legit_functional",
+    "_native_batch_norm_legit",
+]
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_convolution_net_at_random(conv_net, seed):
     prepared = conv_net.prepared
     plan = random_plan(
-        prepared.analysis.graph, Mesh.parse("a=2,b=2"), seed=seed,
+        prepared.analysis.graph,
+        Mesh.parse("a=2,b=2"),
+        seed=seed,
         fingerprint=prepared.captured.fingerprint,
-    )  # fmt: skip
+    )
     assert conv_net.compare(plan).passed
 
 
@@ -173,9 +190,15 @@ def attends(how: str) -> Subject:
         model = Llama(vocab=32, width=16, inner=24, heads=4, kv_heads=2, layers=1)
         return Subject.of(model.double(), (tokens, tokens))
     config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, use_cache=False, attn_implementation=how,
-    )  # fmt: skip
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        use_cache=False,
+        attn_implementation=how,
+    )
     return Subject.of(LlamaForCausalLM(config).double(), {"input_ids": tokens, "labels": tokens})
 
 

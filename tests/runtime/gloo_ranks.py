@@ -181,9 +181,12 @@ def _serve(rank: int, count: int, store: str, pipe: Connection, joined: Join) ->
 def join(rank: int, count: int, store: str) -> None:
     """Joins the process group whose ranks meet at the file `store`."""
     dist.init_process_group(
-        "gloo", store=dist.FileStore(store, count), rank=rank, world_size=count,
+        "gloo",
+        store=dist.FileStore(store, count),
+        rank=rank,
+        world_size=count,
         timeout=timedelta(seconds=GLOO_SECONDS),
-    )  # fmt: skip
+    )
 
 
 def equal_on_all(results: Sequence[Any]) -> Any:

@@ -141,9 +141,7 @@ def make(name: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Batc
     return model, (tokens, tokens.roll(1, 1)), loss_fn
 
 
-def make_on(
-    device: str, name: str, dtype: torch.dtype = torch.float64
-) -> tuple[nn.Module, Batch, object]:
+def make_on(device: str, name: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Batch, object]:
     """The same on a device."""
     model, batch, loss = make(name, dtype)
     return model.to(device), tuple(x.to(device) for x in batch), loss

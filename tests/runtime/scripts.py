@@ -87,9 +87,14 @@ def llama(compile: Compile) -> Result:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16,
-    )  # fmt: skip
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=16,
+    )
     model = LlamaForCausalLM(config).double()
     compiled, tokens = compile(model), torch.randint(0, 32, (4, 8))
     losses = (compiled(input_ids=tokens, labels=tokens).loss for _ in range(3))
@@ -377,8 +382,11 @@ def dropout(compile: Compile) -> Result:
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
         draws.append(compiled(torch.ones(8, 8)))
-    return {"same": torch.equal(draws[0], draws[1]), "kept": [x.count_nonzero() for x in draws],
-            "other": not torch.equal(draws[0], draws[2])}  # fmt: skip
+    return {
+        "same": torch.equal(draws[0], draws[1]),
+        "kept": [x.count_nonzero() for x in draws],
+        "other": not torch.equal(draws[0], draws[2]),
+    }
 
 
 @_script

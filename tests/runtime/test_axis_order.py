@@ -29,9 +29,7 @@ RECIPE = {"dp": "zero3", "tp": "tp"}
 def on_ranks(mesh: Any, pins: dict[str, str]) -> tuple[str, tuple[int, ...], dict[str, Any]]:
     """The plan, the place of this rank in its device mesh, and what training gets."""
     model, batch, loss_fn = make_on("cpu", "mlp")
-    made = autopar.compile(
-        model, loss_fn=loss_fn, mesh=mesh, recipe=RECIPE, example_inputs=batch, pins=pins
-    )
+    made = autopar.compile(model, loss_fn=loss_fn, mesh=mesh, recipe=RECIPE, example_inputs=batch, pins=pins)
     parameter = next(made.parameters())
     place = parameter.device_mesh.get_coordinate()
     return str(made.plan), tuple(place), train(made, made.step, batch)
@@ -100,9 +98,7 @@ def test_ranks_in_no_order_are_refused(four_ranks: Ranks) -> None:
 def with_a_copied_layer(mesh: Any, is_early: bool) -> tuple[str, float]:
     """The plan and the loss of a model whose layer becomes a copy, made before the plan or after it."""
     model, batch, loss_fn = make_on("cpu", "mlp")
-    made = autopar.compile(
-        model, loss_fn=loss_fn, mesh=mesh, recipe=RECIPE, pins={"up.weight": "S(0)@dp"}
-    )
+    made = autopar.compile(model, loss_fn=loss_fn, mesh=mesh, recipe=RECIPE, pins={"up.weight": "S(0)@dp"})
     early = copy.deepcopy(model.up)
     made.step(*batch)
     model.up = early if is_early else copy.deepcopy(model.up)
@@ -110,9 +106,7 @@ def with_a_copied_layer(mesh: Any, is_early: bool) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("is_early", [False, True])
-def test_a_layer_is_replaced_by_its_copy_in_an_order_of_the_search(
-    four_ranks: Ranks, is_early: bool
-) -> None:
+def test_a_layer_is_replaced_by_its_copy_in_an_order_of_the_search(four_ranks: Ranks, is_early: bool) -> None:
     expected = single("mlp", steps=1)["losses"][0]
     for plan, loss in four_ranks.run(with_a_copied_layer, {"dp": 2, "tp": 2}, is_early):
         assert f"mesh {ORDERED}" in plan and abs(loss - expected) < 1e-9
@@ -145,9 +139,7 @@ ONE_OF_ONE = "dp=2,z=1,tp=2 order tp,z,dp"
     ],
     ids=str,
 )
-def test_shards_on_ordered_meshes_and_beside_axes_of_one_rank(
-    four_ranks: Ranks, cut: Any, given: Any
-) -> None:
+def test_shards_on_ordered_meshes_and_beside_axes_of_one_rank(four_ranks: Ranks, cut: Any, given: Any) -> None:
     expected = single("mlp")
     for found in four_ranks.run(sharded_and_compiled, cut, given):
         assert difference(found, expected) < 1e-9

@@ -20,10 +20,26 @@ from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.training import difference
 
 EQUAL = [
-    "loss_outside", "loss_inside", "llama", "batch_norm", "graph_break", "other_batches", "inference",
-    "dropout_off", "tied", "masked", "reshaped", "no_module", "custom_backward", "checkpointed",
-    "in_place", "autocast", "queue", "inner_gradient", "per_sample_gradients",
-]  # fmt: skip
+    "loss_outside",
+    "loss_inside",
+    "llama",
+    "batch_norm",
+    "graph_break",
+    "other_batches",
+    "inference",
+    "dropout_off",
+    "tied",
+    "masked",
+    "reshaped",
+    "no_module",
+    "custom_backward",
+    "checkpointed",
+    "in_place",
+    "autocast",
+    "queue",
+    "inner_gradient",
+    "per_sample_gradients",
+]
 # float32 in its norms and its loss; bfloat16
 BOUND = {"llama": 1e-5, "autocast": 3e-2}
 
@@ -111,9 +127,7 @@ def test_recurrent_layers_are_split_and_not_skipped(two_ranks: Ranks) -> None:
 
 
 def _many_lengths() -> None:
-    model = torch.compile(
-        nn.Linear(2, 2, bias=False), backend="autopar", dynamic=True, options={"recipe": "ddp"}
-    )
+    model = torch.compile(nn.Linear(2, 2, bias=False), backend="autopar", dynamic=True, options={"recipe": "ddp"})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graphs, "KEPT_PROGRAMS", 3)
         patch.setattr(recurrence, "PLANNED_AT_ONCE", 9)

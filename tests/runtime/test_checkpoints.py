@@ -67,9 +67,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1, eps=1e-6)
 
 
-def in_one_process(
-    name: str, *, load: str | None = None, save: str | None = None, steps: int = 5
-) -> dict[str, Any]:
+def in_one_process(name: str, *, load: str | None = None, save: str | None = None, steps: int = 5) -> dict[str, Any]:
     """What a process without autopar gets, from the beginning or from a checkpoint."""
     model, batch, loss_fn = a_model(name)
     optimizer = adamw(model)
@@ -91,17 +89,13 @@ def compiled(name: str, mesh: dict[str, int] | str, recipe: Recipe) -> autopar.C
     """With its plan, which is a random one where the recipe is a seed."""
     model, batch, loss_fn = a_model(name)
     if not isinstance(recipe, int):
-        return autopar.compile(
-            model, loss_fn=loss_fn, mesh=mesh, recipe=recipe, example_inputs=batch
-        )
+        return autopar.compile(model, loss_fn=loss_fn, mesh=mesh, recipe=recipe, example_inputs=batch)
     plan = drawn(name, mesh, recipe)
     return autopar.compile(model, loss_fn=loss_fn, plan=plan, example_inputs=batch)
 
 
 @captured_once()
-def half(
-    name: str, path: str, mesh: dict[str, int], recipe: Recipe, load: bool
-) -> tuple[dict[str, Any], int]:
+def half(name: str, path: str, mesh: dict[str, int], recipe: Recipe, load: bool) -> tuple[dict[str, Any], int]:
     """Trains five steps and saves, or loads and trains five steps; also tells the extra value."""
     made, batch = compiled(name, mesh, recipe), a_model(name)[1]
     optimizer = adamw(made)
@@ -150,9 +144,7 @@ def test_each_plan_goes_on_where_the_one_before_ended(four_ranks: Ranks, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["tied", "normed", "partly"])
-def test_fewer_ranks_and_one_process(
-    four_ranks: Ranks, two_ranks: Ranks, tmp_path: Path, name: str
-) -> None:
+def test_fewer_ranks_and_one_process(four_ranks: Ranks, two_ranks: Ranks, tmp_path: Path, name: str) -> None:
     path, expected = str(tmp_path / "c"), in_one_process(name, steps=10)
     (before, _), *_ = four_ranks.run(half, name, path, {"dp": 4}, "zero3", False)
     for after, _ in two_ranks.run(half, name, path, {"dp": 2}, "zero1", True):
@@ -213,9 +205,7 @@ def meta_then_loaded(path: str) -> bool:
         with torch.device("meta"):
             model = Normed()
         _, batch, loss_fn = make("normed", torch.float32)
-        made = autopar.compile(
-            model, loss_fn=loss_fn, mesh={"dp": 2}, recipe="zero3", example_inputs=batch, seed=seed
-        )
+        made = autopar.compile(model, loss_fn=loss_fn, mesh={"dp": 2}, recipe="zero3", example_inputs=batch, seed=seed)
         optimizer = adamw(made)
         if seed == 1:
             go_on(made, made.step, optimizer, batch, 2)
@@ -236,9 +226,7 @@ def dropped(path: str, recipes: tuple[str, str]) -> tuple[list[float], list[floa
         torch.manual_seed(load)
         model = nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.5), nn.Linear(32, 8)).double()
         _, batch, _ = make("mlp")
-        made = autopar.compile(
-            model, loss_fn=mean_square, mesh={"dp": 2}, recipe=recipe, example_inputs=batch
-        )
+        made = autopar.compile(model, loss_fn=mean_square, mesh={"dp": 2}, recipe=recipe, example_inputs=batch)
         if load:
             load_checkpoint(path, made)
         else:
@@ -296,9 +284,7 @@ def work(rank: int, folder: str, victim: int) -> None:
     join(rank, RANKS, f"{folder}/store")
     torch.manual_seed(0)
     batch = (torch.randn(6, 8), torch.randn(6, 8))
-    made = autopar.compile(
-        MLP(), loss_fn=mean_square, mesh={"dp": RANKS}, recipe="zero3", example_inputs=batch
-    )
+    made = autopar.compile(MLP(), loss_fn=mean_square, mesh={"dp": RANKS}, recipe="zero3", example_inputs=batch)
     optimizer = adamw(made)
     made.step(*batch)
     optimizer.step()
@@ -321,9 +307,7 @@ def hang(folder: str) -> None:
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_dies_in_a_save_costs_nothing(tmp_path: Path, victim: int) -> None:
     left = [rank for rank in range(RANKS) if rank != victim]
-    processes = [
-        CONTEXT.Process(target=work, args=(rank, str(tmp_path), victim)) for rank in range(RANKS)
-    ]
+    processes = [CONTEXT.Process(target=work, args=(rank, str(tmp_path), victim)) for rank in range(RANKS)]
     try:
         for process in processes:
             process.start()

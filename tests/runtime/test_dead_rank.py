@@ -33,9 +33,7 @@ def hang() -> None:
     time.sleep(10 * BOUND_SECONDS)
 
 
-def work(
-    rank: int, folder: str, recipe: str, accident: Callable[[], None], timeout_seconds: float
-) -> None:
+def work(rank: int, folder: str, recipe: str, accident: Callable[[], None], timeout_seconds: float) -> None:
     join(rank, RANKS, f"{folder}/store")
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(12, 12) for _ in range(4)))
@@ -77,10 +75,7 @@ def test_the_others_end_with_an_error(
     for rank in (0, 2):
         message = (tmp_path / f"error{rank}").read_text()
         assert message.startswith("Step 2 broke in ")
-        assert (
-            f"over axis 'dp' of dp={RANKS} on rank {rank}: another rank of that axis died"
-            in message
-        )
+        assert f"over axis 'dp' of dp={RANKS} on rank {rank}: another rank of that axis died" in message
         assert re.search(r"waited in Step 2: \w+ over axis 'dp' of dp=3", message), message
         # The collectives of tp in backward are those of autograd, which knows no op.
         assert ("\nfor:    the " in message) == (recipe != "tp")
@@ -91,9 +86,7 @@ def test_the_others_end_with_an_error(
 
 def run_all(target: Callable[..., None], folder: Path, *args: object) -> None:
     """Runs all ranks, of which the one in the middle has an accident and the others find out in time."""
-    processes = [
-        CONTEXT.Process(target=target, args=(rank, str(folder), *args)) for rank in range(RANKS)
-    ]
+    processes = [CONTEXT.Process(target=target, args=(rank, str(folder), *args)) for rank in range(RANKS)]
     try:
         for process in processes:
             process.start()
@@ -114,9 +107,13 @@ def as_replicas(rank: int, folder: str, accident: Callable[[], None]) -> None:
     model = nn.Linear(12, 12)
     batch = (torch.randn(6, 12), torch.randn(6, 12))
     made = autopar.compile(
-        model, loss_fn=mean_square, mesh={"dp": RANKS}, recipe="local:2", example_inputs=batch,
+        model,
+        loss_fn=mean_square,
+        mesh={"dp": RANKS},
+        recipe="local:2",
+        example_inputs=batch,
         timeout_seconds=HANG_SECONDS,
-    )  # fmt: skip
+    )
     made.step(*batch)
     made.step(*batch)
     if rank == 1:
@@ -145,9 +142,14 @@ def in_stages(rank: int, folder: str, accident: Callable[[], None]) -> None:
     model = nn.Sequential(*(nn.Linear(12, 12) for _ in range(6)))
     batch = (torch.randn(6, 12), torch.randn(6, 12))
     made = autopar.compile(
-        model, loss_fn=mean_square, mesh={"pp": RANKS}, recipe="1f1b", micro_batches=3,
-        example_inputs=batch, timeout_seconds=HANG_SECONDS if accident is hang else 15,
-    )  # fmt: skip
+        model,
+        loss_fn=mean_square,
+        mesh={"pp": RANKS},
+        recipe="1f1b",
+        micro_batches=3,
+        example_inputs=batch,
+        timeout_seconds=HANG_SECONDS if accident is hang else 15,
+    )
     optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
     made.step(*batch)
     optimizer.step()

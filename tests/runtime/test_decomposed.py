@@ -80,9 +80,7 @@ def with_panels() -> tuple[dict[str, Any], int]:
 
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("dim", [0, 1, 2])
-def test_gathered_products_are_those_of_the_gathered_operand(
-    four_ranks: Ranks, dim: int, again: bool
-) -> None:
+def test_gathered_products_are_those_of_the_gathered_operand(four_ranks: Ranks, dim: int, again: bool) -> None:
     """Along rows and along features; forward, and the gradients of operand, weights and bias."""
     for error, kept_bytes in four_ranks.run(gathered_in_pieces, dim, again):
         assert error < 1e-12
@@ -100,9 +98,7 @@ def gathered_in_pieces(dim: int, again: bool) -> tuple[float, int]:
     b = torch.randn(3, generator=draw, dtype=torch.float64, requires_grad=True)
     expected = F.linear(whole, v).square().sum() * (rank + 1) + F.linear(whole, w, b).sin().sum()
     of_whole = torch.autograd.grad(expected, (whole, v, w, b))
-    dist.all_reduce(
-        of_whole[0]
-    )  # the gradients of all ranks for the operand are added up and scattered
+    dist.all_reduce(of_whole[0])  # the gradients of all ranks for the operand are added up and scattered
     x = whole.detach().chunk(4, dim)[rank].contiguous().requires_grad_()
     sizes: list[int] = []
 
@@ -146,17 +142,12 @@ def scattered_in_pieces(dim: int) -> float:
     rank, group = dist.get_rank(), group_name(dist.group.WORLD)  # type: ignore[arg-type]
     draw = torch.Generator().manual_seed(0)
     xs, ws, bs = (
-        [
-            torch.randn(shape, generator=draw, dtype=torch.float64, requires_grad=True)
-            for _ in range(4)
-        ]
+        [torch.randn(shape, generator=draw, dtype=torch.float64, requires_grad=True) for _ in range(4)]
         for shape in ((4, 8, 6), (12, 6), (12,))
     )
     whole = sum(map(F.linear, xs, ws, bs), start=torch.zeros(()))
     own = (xs[rank], ws[rank], bs[rank])
-    expected = torch.autograd.grad(
-        whole.square().sum(), own
-    )  # every rank's loss is that of its part
+    expected = torch.autograd.grad(whole.square().sum(), own)  # every rank's loss is that of its part
     part = product_scatter(*own, dim, 4, group)
     found = torch.autograd.grad(part.square().sum(), own)
     pairs = [*zip(found, expected, strict=True), (part, whole.chunk(4, dim)[rank])]
@@ -184,9 +175,7 @@ def randomly(name: str, mesh: dict[str, int], seed: int) -> tuple[dict[str, Any]
     plan = drawn(name, mesh, seed, lone_ops=False)
     plan = replace(plan, decomposed=plan.mesh.names)
     made = autopar.compile(model, loss_fn=loss_fn, plan=plan)  # type: ignore[arg-type]
-    with mock.patch.object(
-        _torch, "start_exchange_rows", wraps=_torch.start_exchange_rows
-    ) as sends:
+    with mock.patch.object(_torch, "start_exchange_rows", wraps=_torch.start_exchange_rows) as sends:
         return train(made, made.step, batch), plan.micro_batches, sends.call_count
 
 

@@ -63,9 +63,7 @@ def nowhere() -> str:
     """What is said of a row that no expert has."""
     group = group_name(dist.group.WORLD)  # type: ignore[arg-type]
     with pytest.raises(AutoparError) as error:
-        torch.ops.autopar.dispatch(
-            torch.ones(3, 2), [], 2, group, "combine", torch.ones(2, 2, dtype=torch.int32)
-        )
+        torch.ops.autopar.dispatch(torch.ones(3, 2), [], 2, group, "combine", torch.ones(2, 2, dtype=torch.int32))
     return str(error.value)
 
 
@@ -112,9 +110,11 @@ def far(ranks: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> list[str
     """What is not the same on every rank as on one device, but for rounding in float64."""
     assert all(set(found) == set(expected) for found in ranks)
     return [
-        name for found in ranks for name, x in expected.items()
+        name
+        for found in ranks
+        for name, x in expected.items()
         if not torch.allclose(found[name], x, rtol=1e-12, atol=1e-14)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("kind", ["even", "skewed", "lone"])
@@ -136,8 +136,13 @@ def compiled_twice() -> tuple[dict[str, dict[str, Tensor]], tuple[int, int]]:
     """The results of two routings, and how many regions were compiled after each."""
     model, batch = subject("even")
     made = autopar.compile(
-        model, example_inputs=batch, loss_fn=square, mesh={"ep": 2}, recipe="ep", executor="aot_eager"
-    )  # fmt: skip
+        model,
+        example_inputs=batch,
+        loss_fn=square,
+        mesh={"ep": 2},
+        recipe="ep",
+        executor="aot_eager",
+    )
     found, compiled = {}, []
     for kind in ("even", "skewed"):
         made.zero_grad()
@@ -213,9 +218,13 @@ def staged(schedule: str, recompute: str) -> dict[str, Tensor]:
     """The loss, and the gradients of this rank's stage."""
     model, batch = stacked()
     made = autopar.compile(
-        model, loss_fn=square, mesh={"pp": 2, "ep": 2}, recipe={"pp": schedule, "ep": "ep"},
-        micro_batches=2, recompute=recompute,
-    )  # fmt: skip
+        model,
+        loss_fn=square,
+        mesh={"pp": 2, "ep": 2},
+        recipe={"pp": schedule, "ep": "ep"},
+        micro_batches=2,
+        recompute=recompute,
+    )
     found = gradients(made, batch)
     layers = [x for name, x in made.plan.ops.items() if "experts" in name]
     assert len(layers) == 2 and all(">" in x[-1] for x in layers), layers
@@ -257,9 +266,12 @@ def sent_and_priced(mesh: dict[str, int]) -> tuple[dict[str, int], dict[str, flo
     """What a step sends, as counted and as the price has it."""
     model, batch = subject("even")
     made = autopar.compile(
-        model, example_inputs=batch, loss_fn=square, mesh=mesh,
+        model,
+        example_inputs=batch,
+        loss_fn=square,
+        mesh=mesh,
         recipe={axis: "ep" if axis == "ep" else "ddp" for axis in mesh},
-    )  # fmt: skip
+    )
     made.step(*batch)
     with Sent() as sent:
         made.step(*batch)

@@ -44,8 +44,12 @@ class Images(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)
-        )  # fmt: skip
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Conv2d(8, 8, 3),
+            nn.BatchNorm2d(8),
+        )
         self.head = nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -66,9 +70,7 @@ def trained(case: Case, executor: ExecutorName) -> dict[str, Any]:
     """What training gives on this rank, and of `Images` what evaluation does, without autograd."""
     name, mesh, recipe, options = case
     model, batch, loss_fn = made_of(name)
-    made = autopar.compile(
-        model, loss_fn=loss_fn, mesh=mesh, recipe=recipe, executor=executor, **options
-    )
+    made = autopar.compile(model, loss_fn=loss_fn, mesh=mesh, recipe=recipe, executor=executor, **options)
     found = train(made, made.step, batch)
     if name == "images":
         made.eval()
@@ -122,9 +124,7 @@ def keeping(executor: ExecutorName) -> tuple[int, int]:
         return kept
 
     model, batch, loss_fn = made_of("gpt")
-    made = autopar.compile(
-        model, loss_fn=loss_fn, mesh={"dp": 2}, recipe="zero3", executor=executor
-    )
+    made = autopar.compile(model, loss_fn=loss_fn, mesh={"dp": 2}, recipe="zero3", executor=executor)
     Gathers._pack = counted  # type: ignore[method-assign]
     try:
         made.step(*batch)
@@ -199,9 +199,7 @@ def test_every_script(two_ranks: Ranks, name: str, executor: ExecutorName, shard
     if sharded and name == "recurrent":
         pytest.skip("shard_ refuses an LSTM by name")
     if sharded and name == "reshaped":
-        pytest.skip(
-            "torch takes no norm of DTensors beside a parameter that lies outside of modules"
-        )
+        pytest.skip("torch takes no norm of DTensors beside a parameter that lies outside of modules")
     assert not beyond(two_ranks.run(split, [name], executor, sharded), [name])
 
 
@@ -282,9 +280,7 @@ def test_dropped_programs_take_along_what_was_compiled(monkeypatch: pytest.Monke
 def test_inductor_says_what_it_lacks() -> None:
     from torch._inductor import config
 
-    sentence = (
-        "needs a C\\+\\+ compiler .*no-such-compiler.*variable CXX, or use the executor 'aot_eag"
-    )
+    sentence = "needs a C\\+\\+ compiler .*no-such-compiler.*variable CXX, or use the executor 'aot_eag"
     # torch's own way to change its settings; monkeypatch would delete this one at its end
     with (
         config.patch("cpp.cxx", (None, "no-such-compiler")),
@@ -305,16 +301,11 @@ def graphs_of(made: autopar.CompiledModule) -> int:
 
 def test_what_is_compiled_does_not_depend_on_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "JOINED_OPS", 4)  # two layers
-    runs = [
-        graphs_of(autopar.compile(layers(count), mesh={"dp": 1}, executor="aot_eager"))
-        for count in (4, 8)
-    ]
+    runs = [graphs_of(autopar.compile(layers(count), mesh={"dp": 1}, executor="aot_eager")) for count in (4, 8)]
     assert runs[0] == runs[1]
 
 
-def step_of(
-    name: str, executor: ExecutorName, **options: Any
-) -> tuple[list[Tensor], autopar.CompiledModule]:
+def step_of(name: str, executor: ExecutorName, **options: Any) -> tuple[list[Tensor], autopar.CompiledModule]:
     """Loss and gradients of a step on one rank, and the module that ran it."""
     model, batch, loss_fn = made_of(name)
     made = autopar.compile(model, loss_fn=loss_fn, mesh={"dp": 1}, executor=executor, **options)
@@ -329,9 +320,7 @@ def regions_of(made: autopar.CompiledModule) -> int:
 
 
 @pytest.mark.parametrize("name", ["gpt", "images", "dropout"])
-def test_joined_blocks_give_the_bits_of_separate_ones(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_joined_blocks_give_the_bits_of_separate_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     joined, made = step_of(name, "aot_eager")
     monkeypatch.setattr(compiled, "JOINED_OPS", 0)
     separate, other = step_of(name, "aot_eager")
@@ -340,9 +329,7 @@ def test_joined_blocks_give_the_bits_of_separate_ones(
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_joined_blocks_hold_no_more_at_the_peak(
-    recompute: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_joined_blocks_hold_no_more_at_the_peak(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
     peaks = []
     for joined_ops in (compiled.JOINED_OPS, 0):
         monkeypatch.setattr(compiled, "JOINED_OPS", joined_ops)
@@ -352,9 +339,7 @@ def test_joined_blocks_hold_no_more_at_the_peak(
     assert peaks[0] <= peaks[1]
 
 
-@pytest.mark.parametrize(
-    "options", [{"micro_batches": 2}, {"precision": "bf16"}, {"recompute": "full"}], ids=str
-)
+@pytest.mark.parametrize("options", [{"micro_batches": 2}, {"precision": "bf16"}, {"recompute": "full"}], ids=str)
 def test_where_gradients_are_waited_for_every_block_is_a_region(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,9 +51,7 @@ def loss_and_more(out: dict[str, Tensor], targets: Tensor) -> tuple[Tensor, dict
         "masked accuracy": (right & counts).sum() / counts.sum(),
         "right": right.sum(),
         "hits": right,
-        "right by class": (right.unsqueeze(-1) * F.one_hot(targets.clamp(min=0), CLASSES)).sum(
-            (0, 1)
-        ),
+        "right by class": (right.unsqueeze(-1) * F.one_hot(targets.clamp(min=0), CLASSES)).sum((0, 1)),
         "logits": logits,
         "guesses": logits.argmax(-1),
         "flat": logits.flatten(0, 1),
@@ -134,21 +132,20 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp, interleaved": (2, {"mesh": {"pp": 2}, "micro_batches": 4, "schedule": "interleaved"}),
     "dp x tp": (4, {"mesh": {"dp": 2, "tp": 2}, "recipe": {"dp": "ddp", "tp": "tp"}}),
     "dp x tp, accumulation": (
-        4, {"mesh": {"dp": 2, "tp": 2}, "recipe": {"dp": "zero2", "tp": "tp"}, "micro_batches": 2},
+        4,
+        {"mesh": {"dp": 2, "tp": 2}, "recipe": {"dp": "zero2", "tp": "tp"}, "micro_batches": 2},
     ),
     "pp x dp": (4, {"mesh": {"pp": 2, "dp": 2}, "micro_batches": 2}),
     "recomputed": (2, {"mesh": {"dp": 2}, "recipe": "ddp", "recompute": "full"}),
     "aot": (2, {"mesh": {"dp": 2}, "recipe": "ddp", "executor": "aot_eager"}),
-}  # fmt: skip
+}
 
 
 SELDOM = {"1 rank", "dp", "tp", "pp"}  # what they do the others do, and more
 
 
 @pytest.mark.parametrize("way", often(WAYS, WAYS.keys() - SELDOM))
-def test_extra_results_are_those_of_one_device(
-    way: str, two_ranks: Ranks, four_ranks: Ranks
-) -> None:
+def test_extra_results_are_those_of_one_device(way: str, two_ranks: Ranks, four_ranks: Ranks) -> None:
     count, options = WAYS[way]
     expected, expected_gradients = in_one_process()
     ranks = {2: two_ranks, 4: four_ranks}
@@ -173,15 +170,17 @@ PARTS: dict[str, dict[str, Any]] = {
     "batch=local": {"mesh": {"dp": 2}, "recipe": "ddp", "micro_batches": 2, "batch": "local"},
     "batch=local, tp": {"mesh": {"tp": 2}, "recipe": "tp", "micro_batches": 2, "batch": "local"},
     "as DTensors": {
-        "mesh": {"dp": 2}, "recipe": "ddp", "micro_batches": 2, "batch": "local", "outputs": "dtensor",
+        "mesh": {"dp": 2},
+        "recipe": "ddp",
+        "micro_batches": 2,
+        "batch": "local",
+        "outputs": "dtensor",
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("way", PARTS)
-def test_rows_are_in_the_order_of_the_batch_that_ranks_gave_in_parts(
-    way: str, two_ranks: Ranks
-) -> None:
+def test_rows_are_in_the_order_of_the_batch_that_ranks_gave_in_parts(way: str, two_ranks: Ranks) -> None:
     expected, _ = in_one_process()
     for found in two_ranks.run(of_parts, PARTS[way]):
         assert worst(found, expected) < 1e-12
@@ -189,9 +188,13 @@ def test_rows_are_in_the_order_of_the_batch_that_ranks_gave_in_parts(
 
 def kinds(micro_batches: int) -> list[str]:
     made = autopar.compile(
-        Words(), loss_fn=loss_and_more, mesh={"dp": 2}, recipe="ddp", outputs="dtensor",
+        Words(),
+        loss_fn=loss_and_more,
+        mesh={"dp": 2},
+        recipe="ddp",
+        outputs="dtensor",
         micro_batches=micro_batches,
-    )  # fmt: skip
+    )
     _, extras = made.step(*batch())
     return [str(extras["logits"].placements), type(extras["accuracy"]).__name__]
 
@@ -260,9 +263,7 @@ def largest(out: dict[str, Tensor], targets: Tensor) -> tuple[Tensor, dict[str, 
 
 def test_what_micro_batches_do_not_give_is_refused_by_name_and_op() -> None:
     made = autopar.compile(Words(), loss_fn=largest, micro_batches=2)
-    with pytest.raises(
-        StepError, match=r"result\[1\]\['largest'\] cannot be put together"
-    ) as caught:
+    with pytest.raises(StepError, match=r"result\[1\]\['largest'\] cannot be put together") as caught:
         made.step(*batch())
     assert "max (in the loss function) is neither a row for every sample" in str(caught.value)
 
@@ -275,9 +276,7 @@ def places(out: dict[str, Tensor], targets: Tensor) -> tuple[Tensor, dict[str, T
 def test_numbers_of_the_rows_are_refused_by_name() -> None:
     """Every micro-batch would number its rows from 0."""
     made = autopar.compile(Words(), loss_fn=places, micro_batches=2)
-    with pytest.raises(
-        StepError, match=r"\['places'\] cannot be put together from 2 micro-batches: arange \("
-    ):
+    with pytest.raises(StepError, match=r"\['places'\] cannot be put together from 2 micro-batches: arange \("):
         made.step(*batch())
 
 
@@ -314,7 +313,5 @@ def test_a_batch_of_which_nothing_counts_has_the_loss_of_one_device() -> None:
 
 
 def test_verify_takes_a_loss_with_extra_results() -> None:
-    report = autopar.verify(
-        Words(), batch(), mesh={"pp": 2, "dp": 2}, micro_batches=2, loss_fn=loss_and_more
-    )
+    report = autopar.verify(Words(), batch(), mesh={"pp": 2, "dp": 2}, micro_batches=2, loss_fn=loss_and_more)
     assert report.passed, report

@@ -73,9 +73,7 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("way", WAYS)
-def test_frozen_parameters_have_no_gradient_and_no_state(
-    way: str, two_ranks: Ranks, four_ranks: Ranks
-) -> None:
+def test_frozen_parameters_have_no_gradient_and_no_state(way: str, two_ranks: Ranks, four_ranks: Ranks) -> None:
     count, options = WAYS[way]
     # What is unfrozen after the first step is trained from then on, and what is frozen again is not.
     flags = (True, True) if "pp" in way else (True, False, True)
@@ -83,9 +81,7 @@ def test_frozen_parameters_have_no_gradient_and_no_state(
     freeze(plain, True)
     expected, expected_states = steps(plain, flags)
     ranks = {2: two_ranks, 4: four_ranks}
-    results = (
-        ranks[count].run(on_a_rank, options, flags) if count > 1 else [on_a_rank(options, flags)]
-    )
+    results = ranks[count].run(on_a_rank, options, flags) if count > 1 else [on_a_rank(options, flags)]
     for found, states, held in results:
         assert states == expected_states & held
         for own, other in zip(found, expected, strict=True):

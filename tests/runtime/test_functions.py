@@ -66,18 +66,11 @@ def test_two_ranks_split_the_batch(two_ranks: Ranks, name: str) -> None:
     ),
 )
 def test_four_ranks(four_ranks: Ranks, name: str, tp: str) -> None:
-    assert (
-        _distance(
-            four_ranks.run(_compiled, name, {"dp": 2, "tp": 2}, {"dp": "zero3", "tp": tp}), name
-        )
-        < 1e-9
-    )
+    assert _distance(four_ranks.run(_compiled, name, {"dp": 2, "tp": 2}, {"dp": "zero3", "tp": tp}), name) < 1e-9
 
 
 def _staged(recompute: str) -> dict[str, Any]:
-    return _compiled(
-        "stack", {"pp": 2}, "1f1b", micro_batches=2, recompute=recompute, executor="aot_eager"
-    )
+    return _compiled("stack", {"pp": 2}, "1f1b", micro_batches=2, recompute=recompute, executor="aot_eager")
 
 
 @pytest.mark.multiprocess

@@ -35,10 +35,7 @@ class Grouped(nn.Module):
         self.value = nn.Linear(WIDTH, KEY_VALUE_HEADS * SIZE)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            y.unflatten(-1, (-1, SIZE)).transpose(1, 2)
-            for y in (self.query(x), self.key(x), self.value(x))
-        )
+        q, k, v = (y.unflatten(-1, (-1, SIZE)).transpose(1, 2) for y in (self.query(x), self.key(x), self.value(x)))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.out(y.transpose(1, 2).flatten(2))
 
@@ -61,9 +58,7 @@ def trained(model: Any, step: Any, batch: tuple[Tensor, Tensor]) -> dict[str, An
 
 def on_ranks() -> tuple[str, dict[str, Any]]:
     model, batch = example()
-    made = autopar.compile(
-        model, loss_fn=mean_square, mesh=MESH, recipe=RECIPE, example_inputs=batch
-    )
+    made = autopar.compile(model, loss_fn=mean_square, mesh=MESH, recipe=RECIPE, example_inputs=batch)
     return str(made.plan), trained(made, made.step, batch)
 
 
@@ -78,11 +73,7 @@ def test_queries_of_a_head_lie_on_two_ranks_and_train_as_one_process(four_ranks:
 
     expected = trained(model, step, batch)
     for plan, found in four_ranks.run(on_ranks):
-        assert (
-            "mesh tp=2,tq=2" in plan
-            and SPLIT in plan
-            and "op scaled_dot_product_attention: b0 group" in plan
-        )
+        assert "mesh tp=2,tq=2" in plan and SPLIT in plan and "op scaled_dot_product_attention: b0 group" in plan
         assert difference(found, expected) < 1e-9
 
 
@@ -93,6 +84,4 @@ def test_what_would_lie_in_pieces_is_refused() -> None:
     plan = str(made.plan).replace(str(made.plan.mesh), "tq=1")
     plan = plan.replace("query.weight: R | R", "query.weight: S(0.1)@tq | R")
     with pytest.raises(PlanError, match=r"S\(0.1\)@tq, which gives a rank several pieces of a dim"):
-        autopar.compile(
-            model, loss_fn=mean_square, example_inputs=batch, plan=autopar.Plan.parse(plan)
-        )
+        autopar.compile(model, loss_fn=mean_square, example_inputs=batch, plan=autopar.Plan.parse(plan))

@@ -47,9 +47,7 @@ def over_lengths(settings: dict[str, Any], rows: int = 4) -> tuple[float, int, i
         ({"stages": ("1f1b", 2, 4)}, 4),
     ],
 )
-def test_15_lengths_take_two_captures(
-    two_ranks: Ranks, settings: dict[str, Any], captures: int
-) -> None:
+def test_15_lengths_take_two_captures(two_ranks: Ranks, settings: dict[str, Any], captures: int) -> None:
     for worst, count, plans in two_ranks.run(over_lengths, settings):
         assert worst < 1e-12
         assert count == captures
@@ -165,9 +163,7 @@ def test_a_list_of_shapes_says_what_is_being_prepared(caplog: pytest.LogCaptureF
     with caplog.at_level(logging.INFO, "autopar"):
         with_a_batch(autopar.compile(Scaled()))
     said = [text for text in caplog.messages if text.startswith("Shapes")]
-    assert said == [
-        f"Shapes {n} of 4: [2, {length}, 4]." for n, length in enumerate((3, 4, 5, 4), 1)
-    ]
+    assert said == [f"Shapes {n} of 4: [2, {length}, 4]." for n, length in enumerate((3, 4, 5, 4), 1)]
 
 
 def test_a_list_of_shapes_needs_a_batch_and_shapes_of_it() -> None:

@@ -38,8 +38,12 @@ def lone_change(rank: int, folder: str, recipe: str) -> None:
     torch.manual_seed(0)
     batch = (torch.randn(6, 12), torch.randn(6, 12))
     made = autopar.compile(
-        Repeated(), loss_fn=mean_square, mesh={"dp": RANKS}, recipe=recipe, timeout_seconds=TIMEOUT_SECONDS
-    )  # fmt: skip
+        Repeated(),
+        loss_fn=mean_square,
+        mesh={"dp": RANKS},
+        recipe=recipe,
+        timeout_seconds=TIMEOUT_SECONDS,
+    )
     made.step(*batch)
     if rank == 1:
         made.times = 2
@@ -54,9 +58,7 @@ def lone_change(rank: int, folder: str, recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", ["ddp", "zero3"])
 def test_a_value_that_changes_on_one_rank_is_named_on_all(tmp_path: Path, recipe: str) -> None:
-    processes = [
-        CONTEXT.Process(target=lone_change, args=(rank, str(tmp_path), recipe)) for rank in range(RANKS)
-    ]  # fmt: skip
+    processes = [CONTEXT.Process(target=lone_change, args=(rank, str(tmp_path), recipe)) for rank in range(RANKS)]
     for process in processes:
         process.start()
     for process in processes:

@@ -50,9 +50,7 @@ def trained(owners: dict[str, int] | None, mesh: str, seed: int = 0) -> tuple[An
     return results, sum(p.to_local().nbytes for p in made.parameters())
 
 
-def compiled(
-    owners: dict[str, int] | None, mesh: str, seed: int = 0, **options: Any
-) -> autopar.CompiledModule:
+def compiled(owners: dict[str, int] | None, mesh: str, seed: int = 0, **options: Any) -> autopar.CompiledModule:
     model, batch = towers()
     prepared = prepared_once(model, batch, loss_fn)
     graph, fingerprint, axes = (
@@ -80,9 +78,7 @@ def test_a_chain_of_owners_trains_as_one_process_does(two_ranks: Ranks) -> None:
     assert max(difference(each, on_one_process()) for each, _ in found) < 1e-9
 
 
-@pytest.mark.parametrize(
-    "seed", often(range(3), [2])
-)  # in 2 the loss counts its targets over the owners of the loss
+@pytest.mark.parametrize("seed", often(range(3), [2]))  # in 2 the loss counts its targets over the owners of the loss
 def test_random_lone_ops_on_four_ranks(four_ranks: Ranks, seed: int) -> None:
     found = four_ranks.run(trained, None, "a=2,b=2", seed)
     assert max(difference(each, on_one_process()) for each, _ in found) < 1e-9
@@ -91,9 +87,7 @@ def test_random_lone_ops_on_four_ranks(four_ranks: Ranks, seed: int) -> None:
 @captured_once()
 def pinned() -> dict[str, Any]:
     model, batch = towers()
-    made = autopar.compile(
-        model, loss_fn=loss_fn, mesh={"dp": 2}, pins={"a": "@0", "b.*": "@1"}, example_inputs=batch
-    )
+    made = autopar.compile(model, loss_fn=loss_fn, mesh={"dp": 2}, pins={"a": "@0", "b.*": "@1"}, example_inputs=batch)
     assert made.plan.ops["linear_2"] == ("@1",)
     return train(made, made.step, batch, steps=10)
 
@@ -134,9 +128,14 @@ def test_pinned_towers_train_as_one_process_does(two_ranks: Ranks) -> None:
 def pinned_in_stages() -> dict[str, Any]:
     model, batch = towers()
     made = autopar.compile(
-        model, loss_fn=loss_fn, mesh={"pp": 2, "dp": 2}, recipe="pp:1f1b,dp:ddp", micro_batches=2,
-        pins={"a": "@0@dp", "b.*": "@1@dp"}, example_inputs=batch,
-    )  # fmt: skip
+        model,
+        loss_fn=loss_fn,
+        mesh={"pp": 2, "dp": 2},
+        recipe="pp:1f1b,dp:ddp",
+        micro_batches=2,
+        pins={"a": "@0@dp", "b.*": "@1@dp"},
+        example_inputs=batch,
+    )
     assert made.plan.ops["linear_2"] == ("@1",) and made.plan.pipeline is not None
     return train(made, made.step, batch, steps=10)
 
@@ -154,9 +153,13 @@ def test_pinned_towers_in_stages_train_as_one_process_does(four_ranks: Ranks) ->
 def sharded() -> dict[str, Any]:
     model, batch = towers()
     made = autopar.compile(
-        model, loss_fn=loss_fn, mesh="x=2,y=2 order y,x", recipe={"x": "ddp", "y": "zero1"},
-        pins={"b": "@0@x"}, example_inputs=batch,
-    )  # fmt: skip
+        model,
+        loss_fn=loss_fn,
+        mesh="x=2,y=2 order y,x",
+        recipe={"x": "ddp", "y": "zero1"},
+        pins={"b": "@0@x"},
+        example_inputs=batch,
+    )
     plan = str(made.plan)
     assert "parameter a.2.weight: S(0)@y | V@y V@x" in plan
     assert "parameter b.2.weight: S(0)@y O(0)@x | V@y O(0)@x" in plan

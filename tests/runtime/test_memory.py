@@ -30,9 +30,7 @@ def live_bytes() -> int:
     tensors = [x for x in gc.get_objects() if issubclass(type(x), Tensor) and not x.is_meta]
     gradients = [x.grad for x in tensors if x.is_leaf and x.grad is not None]
     found: dict[int, int] = {}
-    for tensor in (
-        tensors + gradients
-    ):  # a gradient that Python never saw is no object of its own yet
+    for tensor in tensors + gradients:  # a gradient that Python never saw is no object of its own yet
         try:
             storage = tensor.untyped_storage()
             if storage.device.type != "meta":
@@ -116,9 +114,7 @@ def test_memory(four_ranks: Ranks, recipe: str, multiple: float) -> None:
         pytest.param("zero3-offload", (2 + 4 + 4 + 8) / 4 / 4, marks=pytest.mark.slow),
     ],
 )
-def test_memory_where_gradients_are_reduced_in_bfloat16(
-    four_ranks: Ranks, recipe: str, multiple: float
-) -> None:
+def test_memory_where_gradients_are_reduced_in_bfloat16(four_ranks: Ranks, recipe: str, multiple: float) -> None:
     """The figures that `autopar.cost_model.memory` prices: `.grad` is in the format of the parameter."""
     for found in four_ranks.run(model_bytes, recipe, "bf16 reduce=bf16"):
         assert found == pytest.approx(multiple, rel=0.05)
@@ -135,9 +131,7 @@ def device_peak_bytes(recipe: str, layers: int) -> int:
     before = live_bytes()
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
     batch = (torch.randn(4, WIDTH), torch.randn(4, WIDTH))
-    made = autopar.compile(
-        model, loss_fn=mean_square, mesh={"dp": 4}, recipe=recipe, bucket_bytes=100_000
-    )
+    made = autopar.compile(model, loss_fn=mean_square, mesh={"dp": 4}, recipe=recipe, bucket_bytes=100_000)
     made.step(*batch)
     made.zero_grad()
     (ready,) = made._kept.ready[True]
@@ -178,9 +172,7 @@ def kept_between() -> tuple[int, int]:
     """How many parameters zero3 gathers in a forward, and how many of them are alive before backward."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(LAYERS)))
     batch = (torch.randn(8, 64), torch.randn(8, 64))
-    made = autopar.compile(
-        model, loss_fn=mean_square, mesh={"dp": 4}, recipe="zero3", bucket_bytes=1
-    )
+    made = autopar.compile(model, loss_fn=mean_square, mesh={"dp": 4}, recipe="zero3", bucket_bytes=1)
     made.step(*batch)
     (ready,) = made._kept.ready[True]
     runner = ready.bound._runner

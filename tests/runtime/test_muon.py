@@ -52,10 +52,7 @@ def train(model: nn.Module, nesterov: bool) -> tuple[dict[str, Tensor], int]:
             optimizer.zero_grad()
     finally:
         torch.optim._muon._zeropower_via_newtonschulz = inner
-    found = {
-        name: p.full_tensor() if hasattr(p, "full_tensor") else p
-        for name, p in model.named_parameters()
-    }
+    found = {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in model.named_parameters()}
     return {name: p.detach().clone() for name, p in found.items()}, len(calls)
 
 
@@ -87,9 +84,7 @@ def test_each_matrix_is_orthogonalized_by_one_rank(two_ranks: Ranks, nesterov: b
     [({"dp": 2}, "ddp"), ({"dp": 2}, "zero1"), ({"tp": 2}, "tp")],
     ids=["ddp", "zero1", "tp"],
 )
-def test_every_recipe_ends_where_one_device_does(
-    two_ranks: Ranks, mesh: dict[str, int], recipe: str
-) -> None:
+def test_every_recipe_ends_where_one_device_does(two_ranks: Ranks, mesh: dict[str, int], recipe: str) -> None:
     assert len(check(two_ranks, mesh, recipe, nesterov=True)) == 2
 
 

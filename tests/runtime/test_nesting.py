@@ -28,9 +28,14 @@ def turned(recipe: Any, **asked: Any) -> Plan:
     model, batch, loss_fn = make("gpt")
     rows = len(batch[0]) // asked.get("micro_batches", 1)
     plan = autopar.explain(
-        model, tuple(x[:rows] for x in batch), loss_fn=loss_fn, mesh="tp=2,tq=2", recipe=recipe,
-        cluster="h100x4", **asked,
-    ).plan  # fmt: skip
+        model,
+        tuple(x[:rows] for x in batch),
+        loss_fn=loss_fn,
+        mesh="tp=2,tq=2",
+        recipe=recipe,
+        cluster="h100x4",
+        **asked,
+    ).plan
     ops = {name: nested_labels(labels, (1, 0)) for name, labels in plan.ops.items()}
     assert ops != plan.ops
     return replace(plan, ops=ops)

@@ -61,9 +61,7 @@ def plain() -> list[float]:
 
 
 def compiled(mesh: dict[str, int], recipe: str, micro_batches: int) -> tuple[list[float], int]:
-    model = autopar.compile(
-        Annealed(), loss_fn=F.mse_loss, mesh=mesh, recipe=recipe, micro_batches=micro_batches
-    )
+    model = autopar.compile(Annealed(), loss_fn=F.mse_loss, mesh=mesh, recipe=recipe, micro_batches=micro_batches)
     found = losses(model, model.step)
     return found, len(model._kept.ready[True])
 

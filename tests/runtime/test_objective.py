@@ -89,9 +89,7 @@ def test_losses_are_those_of_one_process(way: str, two_ranks: Ranks, four_ranks:
 
 def test_a_loss_that_micro_batches_change_is_refused_with_its_op() -> None:
     made = autopar.compile(words(), loss_fn=plus_rows, micro_batches=2)
-    with pytest.raises(
-        autopar.StepError, match=r"2 micro-batches give another .*: add \(in the loss"
-    ):
+    with pytest.raises(autopar.StepError, match=r"2 micro-batches give another .*: add \(in the loss"):
         made.step(*batch(plus_rows))
     parts = zip(*(x.chunk(2) for x in batch(plus_rows)), strict=True)
     followed = autopar.compile(words(), loss_fn=plus_rows)
@@ -126,9 +124,7 @@ def divided_by(rows: list[float]) -> Callable[[Tensor, Tensor], Tensor]:
     return loss
 
 
-@pytest.mark.parametrize(
-    "numbers", often([[8.0, 8.0], [5.0, 8.0], [8.0, 5.0, 8.0]], [[5.0, 8.0], [8.0, 5.0, 8.0]])
-)
+@pytest.mark.parametrize("numbers", often([[8.0, 8.0], [5.0, 8.0], [8.0, 5.0, 8.0]], [[5.0, 8.0], [8.0, 5.0, 8.0]]))
 def test_a_number_that_equals_the_rows_is_a_number_whatever_came_before(
     numbers: list[float],
 ) -> None:

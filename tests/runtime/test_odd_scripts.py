@@ -36,8 +36,6 @@ def test_a_script_trains_as_it_does_plainly(two_ranks: Ranks, name: str, door: s
         ("cached function", "backend with the loss", "cached_scale"),
     ],
 )
-def test_what_dynamo_does_not_see_is_refused_with_its_line(
-    two_ranks: Ranks, name: str, door: str, cause: str
-) -> None:
+def test_what_dynamo_does_not_see_is_refused_with_its_line(two_ranks: Ranks, name: str, door: str, cause: str) -> None:
     for found in two_ranks.run(verdict, name, door):
         assert found.word == "refused" and cause in found.text

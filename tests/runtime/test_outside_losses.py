@@ -41,12 +41,8 @@ def found(recipe: str) -> list[Row]:
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 @pytest.mark.parametrize("recipe", ["tp+sp", "pp"])
-def test_losses_outside_of_the_model_are_those_of_one_process(
-    two_ranks: Ranks, recipe: str
-) -> None:
+def test_losses_outside_of_the_model_are_those_of_one_process(two_ranks: Ranks, recipe: str) -> None:
     refused = {summed_over_ranks.__name__, *(["penalized"] if recipe == "pp" else [])}
     for rows in two_ranks.run(found, recipe):
         assert {each.name for each in rows if each.refused} == refused
-        assert all(each.passes for each in rows if not each.refused), [
-            dataclasses.asdict(each) for each in rows
-        ]
+        assert all(each.passes for each in rows if not each.refused), [dataclasses.asdict(each) for each in rows]

@@ -29,13 +29,9 @@ TP = {"tp": 2}
     ("name", "mesh", "recipe", "options"),
     [
         ("gpt", {"tp": 4}, "tp+sp", {}),
-        pytest.param(
-            "gpt", {"dp": 2, "tp": 2}, {"dp": "zero3", "tp": "tp"}, {}, marks=pytest.mark.slow
-        ),
+        pytest.param("gpt", {"dp": 2, "tp": 2}, {"dp": "zero3", "tp": "tp"}, {}, marks=pytest.mark.slow),
         ("gpt", {"dp": 2, "tp": 2}, {"dp": "zero2", "tp": "tp+sp"}, {"decompose": "tp"}),
-        pytest.param(
-            "gpt", {"dp": 2, "tp": 2}, "auto", {"micro_batches": 4}, marks=pytest.mark.slow
-        ),
+        pytest.param("gpt", {"dp": 2, "tp": 2}, "auto", {"micro_batches": 4}, marks=pytest.mark.slow),
         ("gpt", {"tp": 4}, "tp+sp", {"executor": "aot_eager"}),
         ("routed", {"ep": 4}, "ep", {}),
         ("tied", {"tp": 4}, "tp", {"overlap_batches": 4, "micro_batches": 4}),
@@ -58,9 +54,7 @@ def test_ranks_train_as_one_process(
         assert difference(found, expected) < 1e-9
 
 
-def trained(
-    name: str, mesh: dict[str, int], recipe: Any, options: dict[str, Any]
-) -> dict[str, Any]:
+def trained(name: str, mesh: dict[str, int], recipe: Any, options: dict[str, Any]) -> dict[str, Any]:
     return compiled(name, mesh, recipe, **{"micro_batches": 2, "overlap_batches": 2, **options})
 
 
@@ -77,8 +71,12 @@ def randomly_in_turns(seed: int) -> dict[str, Any]:
     model, batch, loss_fn = make("gpt")
     plan = replace(
         plan_of_part("gpt", {"a": 2, "b": 2}, seed, micro_batches=2, lone_ops=False),
-        pipeline=None, recompute="none", saved={}, micro_batches=2, overlap_batches=2,
-    )  # fmt: skip
+        pipeline=None,
+        recompute="none",
+        saved={},
+        micro_batches=2,
+        overlap_batches=2,
+    )
     made = autopar.compile(model, loss_fn=loss_fn, plan=plan)  # type: ignore[arg-type]
     return train(made, made.step, batch)
 
@@ -89,9 +87,7 @@ def test_a_collective_starts_before_the_other_micro_batch_computes(two_ranks: Ra
         for found in (forward, backward):
             starts = [found[:i] for i, event in enumerate(found) if event == "s"]
             beside = sum(begun.count("s") > begun.count("e") for begun in starts)
-            assert (
-                beside >= len(starts) / 3
-            )  # while a message of the other micro-batch is under way
+            assert beside >= len(starts) / 3  # while a message of the other micro-batch is under way
 
 
 @captured_once()
@@ -109,13 +105,13 @@ def order_of_messages() -> str:
         return mock.patch.object(async_collectives.StartedCollective, name, noted)
 
     model, batch, loss_fn = make("gpt")
-    made = autopar.compile(
-        model, loss_fn=loss_fn, mesh=TP, recipe="tp+sp", micro_batches=2, overlap_batches=2
-    )  # type: ignore[arg-type]
+    made = autopar.compile(model, loss_fn=loss_fn, mesh=TP, recipe="tp+sp", micro_batches=2, overlap_batches=2)  # type: ignore[arg-type]
     with (
-        noting("send", "s"), noting("arrive", "e"), noting("send_back", "s"),
+        noting("send", "s"),
+        noting("arrive", "e"),
+        noting("send_back", "s"),
         noting("arrive_back", "e"),
-    ):  # fmt: skip
+    ):
         made.step(*batch)
     return "".join(events)
 
@@ -130,9 +126,7 @@ def test_a_batch_with_an_odd_number_of_micro_batches_runs_one_at_a_time(two_rank
 def of_two_sizes() -> tuple[float, float, list[float]]:
     model, batch, loss_fn = make("mlp")
     alone, _, _ = make("mlp")
-    made = autopar.compile(
-        model, loss_fn=loss_fn, mesh=TP, recipe="tp", micro_batches=4, overlap_batches=4
-    )  # type: ignore[arg-type]
+    made = autopar.compile(model, loss_fn=loss_fn, mesh=TP, recipe="tp", micro_batches=4, overlap_batches=4)  # type: ignore[arg-type]
     short = tuple(x[:6] for x in batch)
     expected = [F.mse_loss(alone(x), y).item() for x, y in (batch, short)]
     return made.step(*batch).item(), made.step(*short).item(), expected
@@ -166,10 +160,7 @@ def masked() -> float:
     (loss, extras), (expected, others) = made.step(tokens, labels), alone(tokens, labels)
     expected.backward()
     pairs = [(loss, expected), (extras["most"], others["most"])]
-    pairs += [
-        (p.grad.full_tensor(), q.grad)
-        for p, q in zip(model.parameters(), alone.parameters(), strict=True)
-    ]
+    pairs += [(p.grad.full_tensor(), q.grad) for p, q in zip(model.parameters(), alone.parameters(), strict=True)]
     return max(float((a - b).abs().max()) for a, b in pairs)
 
 
@@ -184,9 +175,7 @@ def dropped() -> tuple[float, float]:
     def loss() -> float:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.Linear(64, 8))
-        made = autopar.compile(
-            model, loss_fn=F.mse_loss, mesh=TP, recipe="tp", micro_batches=2, overlap_batches=2
-        )
+        made = autopar.compile(model, loss_fn=F.mse_loss, mesh=TP, recipe="tp", micro_batches=2, overlap_batches=2)
         return made.step(torch.ones(8, 8), torch.zeros(8, 8)).item()
 
     return loss(), loss()
@@ -213,6 +202,4 @@ def test_what_does_not_go_together_is_said(options: dict[str, Any], why: str) ->
 def test_statistics_of_batches_are_refused_by_name() -> None:
     model, batch, loss_fn = make("normed")
     with pytest.raises(PlanError, match=r"updates its buffer .*running_mean"):
-        autopar.compile(
-            model, example_inputs=batch, loss_fn=loss_fn, micro_batches=2, overlap_batches=2
-        )  # type: ignore[arg-type]
+        autopar.compile(model, example_inputs=batch, loss_fn=loss_fn, micro_batches=2, overlap_batches=2)  # type: ignore[arg-type]

@@ -81,12 +81,8 @@ ALWAYS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("way", "plan"), often(itertools.product(WAYS, ("searched", "planned")), ALWAYS)
-)
-def test_training_by_backward_is_that_of_one_device(
-    way: str, plan: str, two_ranks: Ranks, four_ranks: Ranks
-) -> None:
+@pytest.mark.parametrize(("way", "plan"), often(itertools.product(WAYS, ("searched", "planned")), ALWAYS))
+def test_training_by_backward_is_that_of_one_device(way: str, plan: str, two_ranks: Ranks, four_ranks: Ranks) -> None:
     count, options = WAYS[way]
     expected = trained(Losing())
     ranks = {2: two_ranks, 4: four_ranks}
@@ -169,8 +165,13 @@ def early_forward(mesh: dict[str, int], recipe: str) -> tuple[float, float, bool
         return result[0]
 
     plan = autopar.compile(
-        OwnLoss(), loss_fn=loss_of, mesh=mesh, recipe=recipe, micro_batches=2, example_inputs=batch()
-    ).plan  # fmt: skip
+        OwnLoss(),
+        loss_fn=loss_of,
+        mesh=mesh,
+        recipe=recipe,
+        micro_batches=2,
+        example_inputs=batch(),
+    ).plan
     made = autopar.compile(plain, loss_fn=loss_of, plan=plan)
     with torch.no_grad():
         before = made(*batch())[0].item()

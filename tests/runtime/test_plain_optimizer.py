@@ -51,9 +51,7 @@ def before(*, names: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
 def go_on(mesh: dict[str, int], recipe: Any, names: bool) -> list[float]:
     """Losses of three further steps by a plan, from what one device left."""
     model, optimizer = before(names=names)
-    made = autopar.compile(
-        make(), loss_fn=mean_square, mesh=mesh, recipe=recipe, example_inputs=(X, Y)
-    )
+    made = autopar.compile(make(), loss_fn=mean_square, mesh=mesh, recipe=recipe, example_inputs=(X, Y))
     made.load_state_dict(model.state_dict())
     other = adamw(made, 0.5)  # whose learning rate the state replaces
     load_optimizer_state(made, other, optimizer.state_dict())
@@ -71,9 +69,7 @@ def go_on(mesh: dict[str, int], recipe: Any, names: bool) -> list[float]:
     ],
     ids=["zero3", "zero1", "tp", "stages"],
 )
-def test_training_goes_on_from_a_plain_state(
-    two_ranks: Ranks, mesh: dict[str, int], recipe: Any, names: bool
-) -> None:
+def test_training_goes_on_from_a_plain_state(two_ranks: Ranks, mesh: dict[str, int], recipe: Any, names: bool) -> None:
     expected = train(*before(names=names), 3)
     for losses in two_ranks.run(go_on, mesh, recipe, names):
         assert losses == pytest.approx(expected, rel=1e-12)
@@ -83,9 +79,7 @@ def test_other_groups_are_refused() -> None:
     _, optimizer = before(names=False)
     model = make()
     with pytest.raises(AutoparError, match=r"groups of \[4\].*groups of \[2\]"):
-        fewer = torch.optim.AdamW(
-            [model.get_parameter("up.weight"), model.get_parameter("up.bias")]
-        )
+        fewer = torch.optim.AdamW([model.get_parameter("up.weight"), model.get_parameter("up.bias")])
         load_optimizer_state(model, fewer, optimizer.state_dict())
 
 

@@ -79,8 +79,7 @@ def distance(found: Gradients, expected: Gradients) -> float:
     """
     largest = max(value.abs().max().item() for value in expected.values())
     gaps = [
-        (found[name].double() - value.double()).abs().max().item()
-        / max(value.abs().max().item(), largest / 100)
+        (found[name].double() - value.double()).abs().max().item() / max(value.abs().max().item(), largest / 100)
         for name, value in expected.items()
         if name in found
     ]
@@ -93,9 +92,7 @@ def distances(cases: list[dict[str, Any]]) -> list[float]:
 
 
 @captured_once()
-def measure(
-    policy: MixedPrecision, *, model: str = "gpt", micro_batches: int = 2, **kwargs: Any
-) -> float:
+def measure(policy: MixedPrecision, *, model: str = "gpt", micro_batches: int = 2, **kwargs: Any) -> float:
     stored = STORED[policy.param_dtype]
     subject, batch, loss_fn = make(model, stored)
     made = autopar.compile(
@@ -164,9 +161,7 @@ def counted() -> Iterator[Counter[tuple[str, torch.dtype]]]:
 
 
 @captured_once()
-def travelled(
-    recipe: str, policy: MixedPrecision, micro_batches: int
-) -> dict[tuple[str, torch.dtype], int]:
+def travelled(recipe: str, policy: MixedPrecision, micro_batches: int) -> dict[tuple[str, torch.dtype], int]:
     model, batch, loss_fn = make("mlp", torch.float32)
     made = autopar.compile(
         model,
@@ -185,12 +180,12 @@ def test_gathers_carry_bfloat16_and_reductions_float32(two_ranks: Ranks) -> None
     """The MLP has 8 * 32 + 32 + 32 * 8 + 8 = 552 elements, of which each of two ranks stores 276."""
     bf16, fp32, policy = torch.bfloat16, torch.float32, MixedPrecision("bf16", "fp32")
     run = two_ranks.run
-    assert equal_on_all(run(travelled, "ddp", policy, 2)) == {
-        ("all_reduce", fp32): 552 + 1
-    }  # the loss
+    assert equal_on_all(run(travelled, "ddp", policy, 2)) == {("all_reduce", fp32): 552 + 1}  # the loss
     assert equal_on_all(run(travelled, "zero1", policy, 2)) == {
-        ("all_gather", bf16): 276, ("reduce_scatter", fp32): 552, ("all_reduce", fp32): 1,
-    }  # fmt: skip
+        ("all_gather", bf16): 276,
+        ("reduce_scatter", fp32): 552,
+        ("all_reduce", fp32): 1,
+    }
     assert equal_on_all(run(travelled, "zero2", policy, 2))["reduce_scatter", fp32] == 2 * 552
     zero3 = equal_on_all(run(travelled, "zero3", policy, 1))
     assert zero3["all_gather", bf16] >= 276  # and once more what backward needs
@@ -271,11 +266,7 @@ def autocast(recipe: str) -> list[float]:
         assert first.dtype is (torch.bfloat16 if is_cast else torch.float32)
         assert (last != last.bfloat16()).any(), "the last region was computed without autocast"
         expected.backward()
-        errors.append(
-            distance(
-                {"loss": loss, **gradients(made)}, {"loss": expected.detach(), **gradients(alone)}
-            )
-        )
+        errors.append(distance({"loss": loss, **gradients(made)}, {"loss": expected.detach(), **gradients(alone)}))
         made.zero_grad()
         alone.zero_grad()
     return errors
@@ -290,9 +281,7 @@ def test_autocast_is_part_of_a_program(two_ranks: Ranks, recipe: str) -> None:
 def resumed(folder: str) -> list[float]:
     """Losses of three steps: with a policy, then without, then with one again, from checkpoints."""
     losses: list[float] = []
-    for number, (policy, recipe) in enumerate(
-        [(FLOAT32, "zero1"), (None, "zero3"), (MixedPrecision("bf16"), "ddp")]
-    ):
+    for number, (policy, recipe) in enumerate([(FLOAT32, "zero1"), (None, "zero3"), (MixedPrecision("bf16"), "ddp")]):
         model, batch, loss_fn = make("mlp", torch.float64)
         made = autopar.compile(
             model,

@@ -27,9 +27,7 @@ def together(parts: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def distance(
-    ranks: Ranks, name: str, mesh: dict[str, int], seed: int, lone_ops: bool | None = None
-) -> float:
+def distance(ranks: Ranks, name: str, mesh: dict[str, int], seed: int, lone_ops: bool | None = None) -> float:
     """The largest difference of a rank from one process, under the plan that a seed draws.
 
     Plans with stages have ops on single ranks where these are asked for.
@@ -39,9 +37,7 @@ def distance(
     parts = ranks.run(randomly, name, mesh, seed, "cpu", lone_ops)
     expected = alone(name, parts[0][1])
     whole = together([part for part, _ in parts])
-    return max(
-        difference({key: (whole | part)[key] for key in expected}, expected) for part, _ in parts
-    )
+    return max(difference({key: (whole | part)[key] for key in expected}, expected) for part, _ in parts)
 
 
 @pytest.mark.parametrize(
@@ -110,9 +106,7 @@ def test_two_stages_by_two(four_ranks: Ranks, name: str, seed: int) -> None:
     assert distance(four_ranks, name, {"pp": 2, "a": 2}, seed) < 1e-9
 
 
-@pytest.mark.parametrize(
-    ("name", "seed"), often([("tied", 6), ("gpt", 2)], [("tied", 6)]), ids=["1f1b", "dualpipev"]
-)
+@pytest.mark.parametrize(("name", "seed"), often([("tied", 6), ("gpt", 2)], [("tied", 6)]), ids=["1f1b", "dualpipev"])
 def test_four_stages(four_ranks: Ranks, name: str, seed: int) -> None:
     assert distance(four_ranks, name, {"pp": 4}, seed) < 1e-9
 

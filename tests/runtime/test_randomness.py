@@ -67,10 +67,7 @@ def plan_of(kind: str) -> Plan:
     prepared = prepare_step(Masked(), (BATCH[:ROWS],))
     graph, fingerprint = prepared.analysis.graph, prepared.captured.fingerprint
     mesh = Mesh.of({"a": 1 if kind == "staged" else 2})
-    plans = (
-        random_plan(graph, mesh, seed=s, fingerprint=fingerprint, lone_ops=False)
-        for s in itertools.count()
-    )
+    plans = (random_plan(graph, mesh, seed=s, fingerprint=fingerprint, lone_ops=False) for s in itertools.count())
     plan = next(p for p in plans if kind != "split" or _splits_masks(graph, p))
     if kind == "staged":
         plan = replace(plan, pipeline=Pipeline(2, "1f1b", (block_starts(graph)[1],)))
@@ -164,8 +161,13 @@ class Dropping(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.Sequential(
-            nn.Linear(8, 16), nn.Dropout(0.5), nn.Tanh(), nn.Linear(16, 16), nn.Dropout(0.5), nn.Linear(16, 4)
-        ).double()  # fmt: skip
+            nn.Linear(8, 16),
+            nn.Dropout(0.5),
+            nn.Tanh(),
+            nn.Linear(16, 16),
+            nn.Dropout(0.5),
+            nn.Linear(16, 4),
+        ).double()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x).square().mean()
@@ -194,18 +196,19 @@ SEEDED: dict[str, dict[str, Any]] = {
 
 
 ALWAYS = {  # one rank has no other seed to differ from
-    ("1 rank", "alike"), ("1 rank, accumulation", "alike"), ("tp", "alike"),
-    ("dp", "differ"), ("tp", "differ"), ("pp", "differ"), ("compiled", "differ"),
-}  # fmt: skip
+    ("1 rank", "alike"),
+    ("1 rank, accumulation", "alike"),
+    ("tp", "alike"),
+    ("dp", "differ"),
+    ("tp", "differ"),
+    ("pp", "differ"),
+    ("compiled", "differ"),
+}
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    ("way", "seeds_of_ranks"), often(itertools.product(SEEDED, ("alike", "differ")), ALWAYS)
-)
-def test_a_seed_repeats_the_draws_of_the_steps_after_it(
-    way: str, seeds_of_ranks: str, two_ranks: Ranks
-) -> None:
+@pytest.mark.parametrize(("way", "seeds_of_ranks"), often(itertools.product(SEEDED, ("alike", "differ")), ALWAYS))
+def test_a_seed_repeats_the_draws_of_the_steps_after_it(way: str, seeds_of_ranks: str, two_ranks: Ranks) -> None:
     options = SEEDED[way]
     if "mesh" in options:
         results = two_ranks.run(seeded_twice, options, seeds_of_ranks)

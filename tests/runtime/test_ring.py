@@ -78,9 +78,9 @@ class Attending(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         query = self.query(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
         key, value = self.both(x).unflatten(-1, (2, KV_HEADS, -1)).transpose(1, 3).unbind(2)
-        return F.scaled_dot_product_attention(
-            query, key, value, is_causal=self.is_causal, enable_gqa=True
-        ).square().mean()  # fmt: skip
+        return (
+            F.scaled_dot_product_attention(query, key, value, is_causal=self.is_causal, enable_gqa=True).square().mean()
+        )
 
 
 @captured_once()
@@ -134,6 +134,8 @@ def test_causal_rows_are_dealt_out_as_priced(four_ranks: Ranks, mesh: dict[str, 
     for i, expected in enumerate([ROTATED + forward, 3 * ROTATED + forward + backward]):
         assert sum(sent[i] for sent, _ in found) / 4 == expected
     assert found[0][1] == {
-        "rotate forward": ROTATED, "rotate_back backward": 2 * ROTATED,
-        "all_to_all forward": forward, "all_to_all backward": backward,
-    }  # fmt: skip
+        "rotate forward": ROTATED,
+        "rotate_back backward": 2 * ROTATED,
+        "all_to_all forward": forward,
+        "all_to_all backward": backward,
+    }

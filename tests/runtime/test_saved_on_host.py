@@ -76,9 +76,7 @@ def moved(model: Any, batch: Batch, plan: Plan, graph: Graph, patch: pytest.Monk
     return Moved(max(most), priced, Counter(found), to_move, tiers.live_bytes["host"])
 
 
-def on_host(
-    text: str, pipeline: tuple[str, int], micro_batches: int = MICRO_BATCHES
-) -> tuple[Plan, Graph]:
+def on_host(text: str, pipeline: tuple[str, int], micro_batches: int = MICRO_BATCHES) -> tuple[Plan, Graph]:
     """The plan of `tp` that recomputes blocks, and keeps their inputs as a line says."""
     plan, graph = planned((*gpt(), loss_fn), {"tp": 2}, "tp", micro_batches, pipeline)
     line = SavedLayout.parse(text, "it", plan.mesh)

@@ -129,9 +129,7 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 def train(kind: str, model: nn.Module, step: Callable[..., Tensor]) -> Trained:
     if kind == "gan":
         return gan(model, step)
-    return in_turns(
-        model, step, ("critic", "actor") if kind == "actor and critic" else (True, False)
-    )
+    return in_turns(model, step, ("critic", "actor") if kind == "actor and critic" else (True, False))
 
 
 KINDS: dict[str, tuple[type[nn.Module], Any]] = {
@@ -168,22 +166,21 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp x tp": (4, {"mesh": {"dp": 2, "tp": 2}, "recipe": {"dp": "zero2", "tp": "tp"}}),
 }
 ALWAYS = {  # every kind and every way; `make slow` runs the whole table
-    ("gan", "accumulation"), ("gan", "tp"),
-    ("actor and critic", "zero3, accumulation"), ("actor and critic", "dp x tp"),
-    ("distillation", "accumulation"), ("distillation", "ddp"),
-}  # fmt: skip
+    ("gan", "accumulation"),
+    ("gan", "tp"),
+    ("actor and critic", "zero3, accumulation"),
+    ("actor and critic", "dp x tp"),
+    ("distillation", "accumulation"),
+    ("distillation", "ddp"),
+}
 
 
 @pytest.mark.parametrize(("kind", "way"), often(itertools.product(KINDS, WAYS), ALWAYS))
-def test_losses_in_turns_train_as_on_one_device(
-    kind: str, way: str, two_ranks: Ranks, four_ranks: Ranks
-) -> None:
+def test_losses_in_turns_train_as_on_one_device(kind: str, way: str, two_ranks: Ranks, four_ranks: Ranks) -> None:
     count, options = WAYS[way]
     losses, expected = in_one_process(kind)
     ranks = {2: two_ranks, 4: four_ranks}
-    results = (
-        ranks[count].run(on_a_rank, kind, options) if count > 1 else [on_a_rank(kind, options)]
-    )
+    results = ranks[count].run(on_a_rank, kind, options) if count > 1 else [on_a_rank(kind, options)]
     for found, own in results:
         assert found == pytest.approx(losses, rel=1e-9)
         assert max((own[name] - expected[name]).abs().max().item() for name in expected) < 1e-9

@@ -69,9 +69,12 @@ def rows(x: Tensor) -> Tensor:
 
 
 def distance(
-    made: autopar.CompiledModule, reference: nn.Module, batch: Batch, *mask: Tensor,
+    made: autopar.CompiledModule,
+    reference: nn.Module,
+    batch: Batch,
+    *mask: Tensor,
     part: Callable[[Tensor], Tensor] = whole,
-) -> float:  # fmt: skip
+) -> float:
     """The largest difference of the loss and of any gradient from those of one device."""
     for each in (made, reference):
         each.zero_grad()
@@ -91,9 +94,7 @@ Found = tuple[float, list[str], int]
 
 
 @captured_once()
-def several(
-    shapes: Sequence[Shape], settings: dict[str, Any], part: Callable[[Tensor], Tensor] = whole
-) -> Found:
+def several(shapes: Sequence[Shape], settings: dict[str, Any], part: Callable[[Tensor], Tensor] = whole) -> Found:
     """The worst distance over batches of these shapes, what was warned of, and how many programs were made.
 
     The first batch is whole, the others are given as `part` has them.
@@ -271,10 +272,7 @@ def bounded() -> tuple[int, list[str], float, bool]:
 
 def test_programs_are_bounded_and_planned_once(two_ranks: Ranks) -> None:
     count, said, worst, alike = equal_on_all(
-        [
-            (n, [text for text in s if "programs so far" not in text], w, a)
-            for n, s, w, a in two_ranks.run(bounded)
-        ]
+        [(n, [text for text in s if "programs so far" not in text], w, a) for n, s, w, a in two_ranks.run(bounded)]
     )
     assert (count, said, alike) == (2, [], True)
     assert worst < 1e-12

@@ -60,9 +60,7 @@ def test_scripts_on_two_ranks(two_ranks: Ranks) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    "name", ["graph_break", pytest.param("loss_outside", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["graph_break", pytest.param("loss_outside", marks=pytest.mark.slow)])
 def test_scripts_on_two_axes(four_ranks: Ranks, name: str) -> None:
     names = [name]
     options = {"mesh": TWO, "recipe": {"dp": "ddp", "tp": "tp"}}
@@ -133,12 +131,15 @@ def _in_shards(folder: str) -> dict[str, Any]:
         same = torch.allclose(model(x), plain(x), atol=1e-12)  # uncompiled, too
     trained = full_state(model)
     return {
-        "losses": losses, "state": trained, "loaded": [*_loaded(model, trained)],
+        "losses": losses,
+        "state": trained,
+        "loaded": [*_loaded(model, trained)],
         "placements": {name: x.placements for name, x in parameters.items()},
-        "held": sum(map(_numel, parameters.values())), "moments": sum(map(_numel, state)),
+        "held": sum(map(_numel, parameters.values())),
+        "moments": sum(map(_numel, state)),
         "gradients": {name: (g.placements, _numel(g)) for name, g in gradients.items()},
         "plain": same and torch.equal(trained["odd"], plain.odd),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.multiprocess
@@ -149,8 +150,10 @@ def test_only_shards_are_held_between_steps(two_ranks: Ranks, tmp_path: Path) ->
         assert difference({"losses": found["losses"]}, {"losses": losses}) < 1e-9
         assert difference(found["state"], full_state(model)) < 1e-9
         assert found["placements"] == {
-            "up.weight": (Shard(0),), "down.weight": (Shard(0),), "odd": (Replicate(),)
-        }  # fmt: skip
+            "up.weight": (Shard(0),),
+            "down.weight": (Shard(0),),
+            "odd": (Replicate(),),
+        }
         assert found["held"] == (16 + 8) // 2 + 3
         assert found["moments"] == 2 * (16 // 2 + 3)  # of what is trained
         assert found["gradients"] == {"up.weight": ((Shard(0),), 8), "odd": ((Replicate(),), 3)}
@@ -243,9 +246,7 @@ def _refused() -> list[str]:
     note(CaptureError, nn.Sequential(nn.Embedding(4, 4, max_norm=1.0)))
     note(CaptureError, autopar.shard_(model))
     other = torch.compile(model, backend="autopar", options={"mesh": {"data": 2}})
-    with pytest.raises(
-        Exception, match="cut the parameters over the mesh dp=2, and the backend is"
-    ):
+    with pytest.raises(Exception, match="cut the parameters over the mesh dp=2, and the backend is"):
         other(torch.ones(2, 4))
     return messages
 

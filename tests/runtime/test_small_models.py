@@ -125,9 +125,11 @@ class Images(nn.Module):
         super().__init__()
         self.conv = nn.Conv2d(2, 4, 3, padding=1)
         self.norms = nn.Sequential(
-            nn.BatchNorm2d(4), nn.BatchNorm2d(4, momentum=0.3), nn.BatchNorm2d(4, track_running_stats=False),
+            nn.BatchNorm2d(4),
+            nn.BatchNorm2d(4, momentum=0.3),
+            nn.BatchNorm2d(4, track_running_stats=False),
             nn.GroupNorm(2, 4),
-        )  # fmt: skip
+        )
         self.head = nn.Linear(4, 8)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -171,7 +173,10 @@ CASES = {
     "frozen and unused": Case(Partly, vectors(target), recipes=("zero2",)),
     "many outputs": Case(ManyOutputs, vectors(), of_many, ("zero1",)),
     "optional and keyword inputs": Case(
-        ManyOutputs, vectors(target), of_many, ("tp",),
+        ManyOutputs,
+        vectors(target),
+        of_many,
+        ("tp",),
         kwargs=lambda: {"scale": torch.rand(8).double(), "power": 2},
     ),
     "none given for an optional input": Case(
@@ -180,11 +185,9 @@ CASES = {
     "integers and booleans": Case(Mixed, mixed, F.cross_entropy, ("zero1",)),
     "batch norm": Case(Normed, vectors(target), recipes=("zero3",)),
     "own buffers": Case(Averages, vectors(target), recipes=("zero2",)),
-    "norms of images": Case(
-        Images, lambda: (torch.randn(8, 2, 4, 4).double(), target()), recipes=("ddp", "tp")
-    ),
+    "norms of images": Case(Images, lambda: (torch.randn(8, 2, 4, 4).double(), target()), recipes=("ddp", "tp")),
     "a loss without a signature": Case(lambda: nn.Linear(8, 8), vectors(), torch.mean, ("ddp",)),
-}  # fmt: skip
+}
 
 
 def full(x: Tensor) -> Tensor:
@@ -214,11 +217,7 @@ def compare(case: Case, recipe: str) -> float:
 
 
 def all_cases() -> dict[str, float]:
-    return {
-        f"{name} under {recipe}": compare(case, recipe)
-        for name, case in CASES.items()
-        for recipe in case.recipes
-    }
+    return {f"{name} under {recipe}": compare(case, recipe) for name, case in CASES.items() for recipe in case.recipes}
 
 
 def test_small_models_equal_one_device(two_ranks: Ranks) -> None:

@@ -65,9 +65,14 @@ def optimizer_of(name: str, model: nn.Module, lr: float = 1e-2) -> Optimizer:
 
     torch.compiler.set_stance("force_eager")  # to compile the optimizer would take most of a minute
     makers: dict[str, Any] = {
-        "adamw": AdamW, "adamw8bit": AdamW8bit, "adamw4bit": AdamW4bit, "adamwfp8": AdamWFp8,
-        "adamwbf16": AdamWBf16, "sgd": SGD, "adafactor": Adafactor,
-    }  # fmt: skip
+        "adamw": AdamW,
+        "adamw8bit": AdamW8bit,
+        "adamw4bit": AdamW4bit,
+        "adamwfp8": AdamWFp8,
+        "adamwbf16": AdamWBf16,
+        "sgd": SGD,
+        "adafactor": Adafactor,
+    }
     if name == "muon":
         return MuonAndAdamW(model)  # type: ignore[return-value]
     if name == "sgd-momentum":
@@ -77,9 +82,13 @@ def optimizer_of(name: str, model: nn.Module, lr: float = 1e-2) -> Optimizer:
 
 def compiled(mesh: dict[str, int], recipe: str, state: str = "adamw") -> autopar.CompiledModule:
     return autopar.compile(
-        make(), loss_fn=mean_square, mesh=mesh, recipe=recipe, example_inputs=(X, Y),
+        make(),
+        loss_fn=mean_square,
+        mesh=mesh,
+        recipe=recipe,
+        example_inputs=(X, Y),
         training_state=state,
-    )  # fmt: skip
+    )
 
 
 def train(model: nn.Module, optimizer: Optimizer, steps: int) -> list[float]:
@@ -130,9 +139,7 @@ def counted_and_priced(name: str, mesh: dict[str, int], recipe: str) -> tuple[in
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("mesh, recipe", [DP2, TP2, WHOLE], ids=["zero3", "tp", "ddp"])
-def test_states_take_the_bytes_that_were_priced(
-    two_ranks: Ranks, mesh: dict[str, int], recipe: str
-) -> None:
+def test_states_take_the_bytes_that_were_priced(two_ranks: Ranks, mesh: dict[str, int], recipe: str) -> None:
     for name in OPTIMIZERS:
         for counted, priced in two_ranks.run(counted_and_priced, name, mesh, recipe):
             assert counted == priced, name
@@ -149,9 +156,7 @@ def losses(name: str, mesh: dict[str, int], recipe: str, steps: int) -> list[flo
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("mesh, recipe", [DP2, TP2], ids=["zero3", "tp"])
-def test_factors_are_those_of_one_process(
-    two_ranks: Ranks, mesh: dict[str, int], recipe: str
-) -> None:
+def test_factors_are_those_of_one_process(two_ranks: Ranks, mesh: dict[str, int], recipe: str) -> None:
     expected = alone("adafactor", 5)
     for found in two_ranks.run(losses, "adafactor", mesh, recipe, 5):
         assert found == pytest.approx(expected, rel=1e-5)
@@ -159,9 +164,7 @@ def test_factors_are_those_of_one_process(
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", ["adamw8bit", "adamw4bit", "adamwfp8", "adamwbf16"])
-def test_losses_are_those_of_one_process_where_blocks_are_the_same(
-    two_ranks: Ranks, name: str
-) -> None:
+def test_losses_are_those_of_one_process_where_blocks_are_the_same(two_ranks: Ranks, name: str) -> None:
     """Parts of rows have the blocks of the whole; sums over ranks round differently, as with any optimizer."""
     expected = alone(name, 5)
     for found in two_ranks.run(losses, name, *DP2, 5):
@@ -180,9 +183,7 @@ def saved(folder: str, name: str, mesh: dict[str, int], recipe: str) -> list[flo
     return train(model, optimizer, 2)
 
 
-def resumed(
-    folder: str, name: str, mesh: dict[str, int], recipe: str
-) -> tuple[list[float], list[str]]:
+def resumed(folder: str, name: str, mesh: dict[str, int], recipe: str) -> tuple[list[float], list[str]]:
     """Losses of two steps after loading, and the formats that the states have by then."""
     model = compiled(mesh, recipe)
     optimizer = optimizer_of(name, model, lr=0.5)  # which the checkpoint replaces
@@ -209,27 +210,21 @@ NATIVE = {
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", ["adamw8bit", "adamw4bit", "adamwfp8", "adamwbf16"])
-def test_training_goes_on_bit_for_bit_under_the_same_plan(
-    two_ranks: Ranks, tmp_path: Path, name: str
-) -> None:
+def test_training_goes_on_bit_for_bit_under_the_same_plan(two_ranks: Ranks, tmp_path: Path, name: str) -> None:
     folder = str(tmp_path / "c")
     expected = two_ranks.run(saved, folder, name, *DP2)
     assert two_ranks.run(resumed, folder, name, *DP2) == [(each, NATIVE[name]) for each in expected]
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    "before, after", [("adamw8bit", "adamw8bit"), ("adamw", "adamw8bit"), ("adamw8bit", "adamw")]
-)
+@pytest.mark.parametrize("before, after", [("adamw8bit", "adamw8bit"), ("adamw", "adamw8bit"), ("adamw8bit", "adamw")])
 def test_under_another_plan_or_optimizer_values_are_quantised_again(
     two_ranks: Ranks, tmp_path: Path, before: str, after: str
 ) -> None:
     """The columns of a matrix have other blocks than its rows; the losses stay near."""
     folder = str(tmp_path / "c")
     expected = two_ranks.run(saved, folder, before, *DP2)
-    for (found, kept), wanted in zip(
-        two_ranks.run(resumed, folder, after, *TP2), expected, strict=True
-    ):
+    for (found, kept), wanted in zip(two_ranks.run(resumed, folder, after, *TP2), expected, strict=True):
         assert kept == NATIVE[after]
         assert found[0] == pytest.approx(wanted[0], rel=1e-5)  # the same parameters
         assert found[1] == pytest.approx(wanted[1], rel=2e-3)  # other moments

@@ -165,9 +165,7 @@ def evaluated(recipe: str) -> tuple[float, float, bool]:
     return alone, made.step(*batch).item(), left
 
 
-@pytest.mark.parametrize(
-    "recipe", often(["ddp", "zero1", "zero2", "zero3", "tp+sp"], ["ddp", "zero3", "tp+sp"])
-)
+@pytest.mark.parametrize("recipe", often(["ddp", "zero1", "zero2", "zero3", "tp+sp"], ["ddp", "zero3", "tp+sp"]))
 def test_a_step_without_grad_is_an_evaluation(two_ranks: Ranks, recipe: str) -> None:
     for alone, stepped, left in two_ranks.run(evaluated, recipe):
         assert alone == pytest.approx(stepped, rel=1e-12)

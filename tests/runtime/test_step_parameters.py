@@ -81,9 +81,7 @@ def unfrozen(recipe: str, local: bool) -> list[list[bool]]:
         mean_square(reference(x), y).backward()
         part = dist.get_rank() if local and free else None  # the first call tells the global shape
         made.step(*(b if part is None else b.chunk(2)[part] for b in (x, y)))
-        found.append(
-            [same_gradient(p, made.get_parameter(n)) for n, p in reference.named_parameters()]
-        )
+        found.append([same_gradient(p, made.get_parameter(n)) for n, p in reference.named_parameters()])
     return found
 
 

@@ -41,9 +41,7 @@ def early_optimizers(recipe: str) -> list[float]:
             losses.append(made.step(*batch).item())
             optimizer.step()
             optimizer.zero_grad()
-        assert {id(p) for g in optimizer.param_groups for p in g["params"]} == {
-            id(p) for p in made.parameters()
-        }
+        assert {id(p) for g in optimizer.param_groups for p in g["params"]} == {id(p) for p in made.parameters()}
     return losses
 
 
@@ -143,9 +141,7 @@ def gradients_with_earlier_ones(options: dict[str, Any]) -> list[dict[str, float
         made.step(*batch)
         own = dict(plain.named_parameters())
         left = [p.grad.full_tensor() - own[n].grad for n, p in made.named_parameters()]  # type: ignore[union-attr]
-        found.append(
-            {"least": min(x.min().item() for x in left), "most": max(x.max().item() for x in left)}
-        )
+        found.append({"least": min(x.min().item() for x in left), "most": max(x.max().item() for x in left)})
     return found
 
 
@@ -227,9 +223,7 @@ def loaded_before_the_first_step(options: dict[str, Any]) -> list[float]:
             made.load_state_dict(given, assign=assign)
         with torch.no_grad():
             made.eval().step(*batch)
-        gaps.append(
-            max((x - given[name]).abs().max().item() for name, x in full_state(made).items())
-        )
+        gaps.append(max((x - given[name]).abs().max().item() for name, x in full_state(made).items()))
     return gaps
 
 
@@ -280,9 +274,7 @@ def saved(folder: str, recipe: str, load: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("first", "second"), [("zero1", "zero3"), ("zero3", "ddp")])
-def test_a_checkpoint_goes_on_under_another_recipe(
-    two_ranks: Ranks, tmp_path: Path, first: str, second: str
-) -> None:
+def test_a_checkpoint_goes_on_under_another_recipe(two_ranks: Ranks, tmp_path: Path, first: str, second: str) -> None:
     expected = two_ranks.run(saved, str(tmp_path / "c"), first, False)[0]
     for found in two_ranks.run(saved, str(tmp_path / "c"), second, True):
         assert difference(found, expected) < 1e-9

@@ -30,9 +30,7 @@ class Long(nn.Module):
         self.map, self.head = nn.Linear(8, 64), nn.Linear(64, 5)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(
-            self.head(self.map(x).sigmoid()).flatten(0, 1), y.flatten(), ignore_index=-1
-        )
+        return F.cross_entropy(self.head(self.map(x).sigmoid()).flatten(0, 1), y.flatten(), ignore_index=-1)
 
 
 class Counting(Long):
@@ -145,9 +143,7 @@ def _halves_fit() -> int:
     return int(made.explain().memory_bytes)
 
 
-def _distances(
-    made: autopar.CompiledModule, plain: nn.Module, batch: tuple[Tensor, Tensor]
-) -> float:
+def _distances(made: autopar.CompiledModule, plain: nn.Module, batch: tuple[Tensor, Tensor]) -> float:
     """The largest distance of the loss and of every gradient from those of one process."""
     loss, expected = made.step(*batch), plain(*batch)
     expected.backward()
@@ -186,9 +182,7 @@ def test_a_step_that_is_faster_in_parts_gives_the_results_of_one_process(two_ran
 
 
 @pytest.mark.parametrize("kind", [Normalized, Squared])
-def test_a_step_whose_parts_have_other_results_is_not_cut(
-    two_ranks: Ranks, kind: type[Deep]
-) -> None:
+def test_a_step_whose_parts_have_other_results_is_not_cut(two_ranks: Ranks, kind: type[Deep]) -> None:
     for count, recompute, notes, far in two_ranks.run(in_parts, kind):
         assert count == 1 and recompute != "none" and not notes
         assert max(far) < 1e-12
@@ -213,9 +207,7 @@ def larger() -> tuple[int, int, float]:
     torch.manual_seed(0)
     model = Deep().double()
     plain = copy.deepcopy(model)
-    bound = int(
-        _deep(copy.deepcopy(model), micro_batches=1, recompute="none").explain().memory_bytes
-    )
+    bound = int(_deep(copy.deepcopy(model), micro_batches=1, recompute="none").explain().memory_bytes)
     made = _deep(model, memory_bytes=bound, recompute="none")
     far = _distances(made, plain, _deep_batch(64))
     return made.plan.micro_batches, made._programs.kept.ready[True][-1].count, far
@@ -233,9 +225,14 @@ def beside_own_rows() -> float:
     plain = nn.Linear(8, 4).double()
     x = torch.randn(8, 8, dtype=torch.float64)
     made = autopar.compile(
-        copy.deepcopy(plain), loss_fn=F.mse_loss, mesh=DP, recipe="ddp", micro_batches=2,
-        example_inputs=(x, torch.zeros(8, 4, dtype=torch.float64)), outputs="local",
-    )  # fmt: skip
+        copy.deepcopy(plain),
+        loss_fn=F.mse_loss,
+        mesh=DP,
+        recipe="ddp",
+        micro_batches=2,
+        example_inputs=(x, torch.zeros(8, 4, dtype=torch.float64)),
+        outputs="local",
+    )
     with torch.no_grad():
         targets, expected = made(x) * torch.arange(1.0, 5.0), plain(x) * torch.arange(1.0, 5.0)
     assert len(targets) == 4
@@ -260,9 +257,7 @@ def rows_beside_own_rows() -> float:
     torch.manual_seed(0)
     plain = Scored(8, 4).double()
     x, y = torch.randn(8, 8, dtype=torch.float64), torch.randn(8, 4, dtype=torch.float64)
-    made = autopar.compile(
-        copy.deepcopy(plain), mesh=DP, recipe="ddp", micro_batches=2, example_inputs=(x, y)
-    )
+    made = autopar.compile(copy.deepcopy(plain), mesh=DP, recipe="ddp", micro_batches=2, example_inputs=(x, y))
     _, scores = made.step(x, y.chunk(2)[torch.distributed.get_rank()])
     return float((scores - plain(x, y)[1]).abs().max())
 
@@ -283,9 +278,7 @@ def divided_by_none(dtype: torch.dtype) -> str:
     """What a step says in whose second micro-batch no row is counted, and all are added up."""
     x, holds = torch.randn(8, 8), torch.zeros(8, dtype=dtype)
     holds[:3] = 1
-    made = autopar.compile(
-        Boxes(8, 4), mesh=DP, recipe="ddp", micro_batches=2, example_inputs=(x, holds)
-    )
+    made = autopar.compile(Boxes(8, 4), mesh=DP, recipe="ddp", micro_batches=2, example_inputs=(x, holds))
     with pytest.raises(autopar.StepError) as error:
         made.step(x, holds)
     return str(error.value)
@@ -346,9 +339,7 @@ class Telling(Long):
 
 
 @captured_once()
-def evaluated(
-    kind: type[Long], rows: int, is_asked: bool = False
-) -> tuple[int, float, list[bool]] | str:
+def evaluated(kind: type[Long], rows: int, is_asked: bool = False) -> tuple[int, float, list[bool]] | str:
     """Micro-batches of a training, and an evaluation under its bound against one process: loss and other results."""
     torch.manual_seed(0)
     model = kind().double()
@@ -376,9 +367,7 @@ def evaluated(
 
 
 @pytest.mark.parametrize(("kind", "rows"), [(Long, 16), (Telling, 16), (Telling, 8)])
-def test_an_evaluation_that_does_not_fit_whole_runs_in_parts(
-    two_ranks: Ranks, kind: type[Long], rows: int
-) -> None:
+def test_an_evaluation_that_does_not_fit_whole_runs_in_parts(two_ranks: Ranks, kind: type[Long], rows: int) -> None:
     for found in two_ranks.run(evaluated, kind, rows):
         assert not isinstance(found, str), found
         count, far, are_equal = found

@@ -24,9 +24,7 @@ DP = {"dp": 3}
 
 @pytest.mark.parametrize("recipe", ["zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_three_ranks_train_as_one_process(
-    three_ranks: Ranks, recipe: str, micro_batches: int
-) -> None:
+def test_three_ranks_train_as_one_process(three_ranks: Ranks, recipe: str, micro_batches: int) -> None:
     expected = single("odd", steps=10)
     for found in three_ranks.run(_ten_steps, recipe, micro_batches):
         assert difference(found, expected) < 1e-9
@@ -59,9 +57,7 @@ def forward_and_backward(recipe: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("recipe", ["zero1", "zero3"])
-def test_a_backward_outside_of_a_step_gives_whole_gradients(
-    three_ranks: Ranks, recipe: str
-) -> None:
+def test_a_backward_outside_of_a_step_gives_whole_gradients(three_ranks: Ranks, recipe: str) -> None:
     model, batch, loss_fn = make("odd")
     run_with_loss(model, batch, {}, loss_fn).backward()  # type: ignore[arg-type]
     for gradients in three_ranks.run(forward_and_backward, recipe):
@@ -71,9 +67,7 @@ def test_a_backward_outside_of_a_step_gives_whole_gradients(
 
 
 @pytest.mark.parametrize("recipe", ["zero1", "zero3"])
-def test_ranks_have_the_parts_of_torch_chunk_and_the_gradients_of_one_process(
-    three_ranks: Ranks, recipe: str
-) -> None:
+def test_ranks_have_the_parts_of_torch_chunk_and_the_gradients_of_one_process(three_ranks: Ranks, recipe: str) -> None:
     found = three_ranks.run(first_step, recipe)
     model, batch, loss_fn = make("odd")
     run_with_loss(model, batch, {}, loss_fn).backward()  # type: ignore[arg-type]

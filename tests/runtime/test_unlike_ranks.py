@@ -35,9 +35,12 @@ def differing(how: str) -> str:
     x = torch.ones(4, 4, dtype=model[0].weight.dtype)
     try:
         compiled = autopar.compile(
-            model, loss_fn=nn.functional.mse_loss, mesh={"dp": 2}, example_inputs=(x, x),
+            model,
+            loss_fn=nn.functional.mse_loss,
+            mesh={"dp": 2},
+            example_inputs=(x, x),
             recipe="zero3" if differs and how == "options" else "ddp",
-        )  # fmt: skip
+        )
         return str(float(compiled.step(x, x)) >= 0)
     except (AutoparError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
@@ -49,18 +52,32 @@ def differing(how: str) -> str:
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        ("width", "differs from rank 0 in its model: it has parameter 0.weight of shape [5, 4] and float32, "
-                  "and rank 0 has parameter 0.weight of shape [4, 4] and float32"),
+        (
+            "width",
+            "differs from rank 0 in its model: it has parameter 0.weight of shape [5, 4] and float32, "
+            "and rank 0 has parameter 0.weight of shape [4, 4] and float32",
+        ),
         ("op", "in its model: it has op relu, and rank 0 has op tanh"),
-        ("format", "in its model: it has input input of shape [4, 4] and float64, and rank 0 has input input of shape "
-                   "[4, 4] and float32"),
-        ("frozen", "in its model: it has parameter 0.weight without a gradient, and rank 0 has nothing more"),
-        ("environment", "in its environment: it has NVIDIA_TF32_OVERRIDE=0, and rank 0 has NVIDIA_TF32_OVERRIDE="),
+        (
+            "format",
+            "in its model: it has input input of shape [4, 4] and float64, and rank 0 has input input of shape "
+            "[4, 4] and float32",
+        ),
+        (
+            "frozen",
+            "in its model: it has parameter 0.weight without a gradient, and rank 0 has nothing more",
+        ),
+        (
+            "environment",
+            "in its environment: it has NVIDIA_TF32_OVERRIDE=0, and rank 0 has NVIDIA_TF32_OVERRIDE=",
+        ),
         ("options", "in its options: it has --recipe zero3, and rank 0 has --recipe ddp"),
-        ("settings", "in its settings of torch: it has matmul precision medium, and rank 0 has matmul precision "
-                     "highest"),
+        (
+            "settings",
+            "in its settings of torch: it has matmul precision medium, and rank 0 has matmul precision highest",
+        ),
     ],
-)  # fmt: skip
+)
 def test_one_rank_that_differs_is_named_on_all(two_ranks: Ranks, how: str, says: str) -> None:
     first, second = two_ranks.run(differing, how)
     assert first == second and first.startswith("MeshError: Rank 1 differs from rank 0")

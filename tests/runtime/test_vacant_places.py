@@ -68,9 +68,11 @@ def _randomly(name: str, seed: int) -> dict[str, Any]:
     model, batch, loss_fn = of_twelve(name)
     prepared = prepared_once(model, batch, loss_fn)
     plan = random_plan(
-        prepared.analysis.graph, Mesh.parse(MESH), seed=seed,
+        prepared.analysis.graph,
+        Mesh.parse(MESH),
+        seed=seed,
         fingerprint=prepared.captured.fingerprint,
-    )  # fmt: skip
+    )
     made = autopar.compile(model, loss_fn=loss_fn, plan=plan)
     return train(made, made.step, batch)
 
@@ -96,9 +98,7 @@ def _kept() -> dict[str, int]:
     }
 
 
-def test_a_checkpoint_of_a_server_goes_on_in_shards_and_back(
-    four_ranks: Ranks, tmp_path: Any
-) -> None:
+def test_a_checkpoint_of_a_server_goes_on_in_shards_and_back(four_ranks: Ranks, tmp_path: Any) -> None:
     """Two steps with one server, two in shards, two with one server, in one run of six of a single process."""
     folder = str(tmp_path / "saved")
     for number, (mesh, recipe) in enumerate([(MESH, SERVED), ("dp=4", "zero3"), (MESH, SERVED)]):

@@ -21,9 +21,7 @@ Step = Callable[..., Tensor]
 DP = {"dp": 2}
 
 
-def compile_mlp(
-    recipe: str = "zero3", **kwargs: Any
-) -> tuple[autopar.CompiledModule, tuple[Tensor, ...]]:
+def compile_mlp(recipe: str = "zero3", **kwargs: Any) -> tuple[autopar.CompiledModule, tuple[Tensor, ...]]:
     """The compiled `mlp` on two ranks, and its batch."""
     model, batch, _ = make("mlp")
     return autopar.compile(model, loss_fn=mean_square, mesh=DP, recipe=recipe, **kwargs), batch
@@ -60,10 +58,7 @@ def _trained_gpt(recipe: Any, options: dict[str, Any]) -> dict[str, Any]:
 def full_state(model: nn.Module) -> dict[str, Tensor]:
     """Every entry of the state dict, in full."""
     state = model.state_dict()
-    return {
-        k: (v.full_tensor() if isinstance(v, DTensor) else v).detach().cpu().clone()
-        for k, v in state.items()
-    }
+    return {k: (v.full_tensor() if isinstance(v, DTensor) else v).detach().cpu().clone() for k, v in state.items()}
 
 
 def single(
@@ -90,14 +85,18 @@ def single(
 
 @captured_once()
 def compiled(
-    name: str, mesh: dict[str, int], recipe: str | dict[str, str] = "auto", micro_batches: int = 1,
-    *, device: str = "cpu", steps: int = 3, **options: Any,
-) -> dict[str, Any]:  # fmt: skip
+    name: str,
+    mesh: dict[str, int],
+    recipe: str | dict[str, str] = "auto",
+    micro_batches: int = 1,
+    *,
+    device: str = "cpu",
+    steps: int = 3,
+    **options: Any,
+) -> dict[str, Any]:
     """What autopar gets on this rank; `options` are further ones of `compile`."""
     model, batch, loss_fn = make_on(device, name)
-    made = autopar.compile(
-        model, loss_fn=loss_fn, mesh=mesh, recipe=recipe, micro_batches=micro_batches, **options
-    )  # type: ignore[arg-type]
+    made = autopar.compile(model, loss_fn=loss_fn, mesh=mesh, recipe=recipe, micro_batches=micro_batches, **options)  # type: ignore[arg-type]
     return train(made, made.step, batch, steps=steps)
 
 
@@ -124,9 +123,14 @@ def drawn(
 
 
 def plan_of_part(
-    name: str, mesh: dict[str, int], seed: int, device: str = "cpu", *, micro_batches: int,
+    name: str,
+    mesh: dict[str, int],
+    seed: int,
+    device: str = "cpu",
+    *,
+    micro_batches: int,
     lone_ops: bool | None,
-) -> autopar.Plan:  # fmt: skip
+) -> autopar.Plan:
     """A plan drawn at random, for a micro-batch of a batch that is cut into so many."""
     model, batch, loss_fn = make_on(device, name)
     part = tuple(x[: len(x) // micro_batches] for x in batch)

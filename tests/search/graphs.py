@@ -95,26 +95,26 @@ class Builder:
                 groups["batch"].append(leaf)
             else:
                 groups["rows" if letter in left else "columns"].append(leaf)
-        return Work(
-            2 if groups["inner"] else 1, **{name: tuple(found) for name, found in groups.items()}
-        )
+        return Work(2 if groups["inner"] else 1, **{name: tuple(found) for name, found in groups.items()})
 
     def output(self, name: str) -> None:
         self.outputs.append(name)
 
     def graph(self) -> Graph:
         factors = {
-            name: Factor(name, size, frozenset(self.roles.get(name, "").split()))
-            for name, size in self.sizes.items()
+            name: Factor(name, size, frozenset(self.roles.get(name, "").split())) for name, size in self.sizes.items()
         }
         return Graph(
-            dict(self.tensors), tuple(self.ops), dict(self.parameters), dict(self.buffers),
-            dict(self.inputs), tuple(self.outputs), factors,
-        )  # fmt: skip
+            dict(self.tensors),
+            tuple(self.ops),
+            dict(self.parameters),
+            dict(self.buffers),
+            dict(self.inputs),
+            tuple(self.outputs),
+            factors,
+        )
 
-    def _tensor(
-        self, name: str, dims: Names, *, needs_grad: bool, itemsize_bytes: int | None = None
-    ) -> str:
+    def _tensor(self, name: str, dims: Names, *, needs_grad: bool, itemsize_bytes: int | None = None) -> str:
         plain = tuple(tuple(_plain(letter) for letter in dim) for dim in dims)
         sizes = tuple(tuple(self.sizes[letter] for letter in dim) for dim in plain)
         size = itemsize_bytes or self.itemsize_bytes
@@ -200,20 +200,39 @@ def llama(sizes: LlamaSizes = LlamaSizes()) -> Graph:
     """A bfloat16 Llama: embedding, RMSNorm, rotary, grouped attention, gated MLP, head, loss."""
     b = Builder(
         {
-            "b": sizes.batch, "s": sizes.seq, "t": sizes.seq, "d": sizes.dim, "h": sizes.kv_heads,
-            "g": sizes.group, "e": sizes.head_dim, "f": sizes.ffn, "v": sizes.vocab,
+            "b": sizes.batch,
+            "s": sizes.seq,
+            "t": sizes.seq,
+            "d": sizes.dim,
+            "h": sizes.kv_heads,
+            "g": sizes.group,
+            "e": sizes.head_dim,
+            "f": sizes.ffn,
+            "v": sizes.vocab,
         },
         {
-            "b": "batch", "s": "input", "t": "input", "d": "parameter normalized", "h": "parameter",
-            "g": "parameter", "e": "parameter", "f": "parameter", "v": "parameter",
+            "b": "batch",
+            "s": "input",
+            "t": "input",
+            "d": "parameter normalized",
+            "h": "parameter",
+            "g": "parameter",
+            "e": "parameter",
+            "f": "parameter",
+            "v": "parameter",
         },
-    )  # fmt: skip
+    )
     tokens, targets = b.input("tokens", "b s"), b.input("targets", "b s")
     frequencies = b.buffer("frequencies", "s e")
     cos = b.op("cos", "s e -> s e", [frequencies], saves=[])
     table = b.parameter("embed.weight", "v d")
-    x = b.op("embedding", "b s, v d -> b s d", [tokens, table], saves=[0],
-             flops=sizes.batch * sizes.seq * sizes.dim)  # fmt: skip
+    x = b.op(
+        "embedding",
+        "b s, v d -> b s d",
+        [tokens, table],
+        saves=[0],
+        flops=sizes.batch * sizes.seq * sizes.dim,
+    )
     for i in range(sizes.layers):
         x = _attention(b, x, cos, f"layers.{i}.attention")
         x = _gated_mlp(b, x, f"layers.{i}.mlp")
@@ -241,9 +260,7 @@ def _norm(b: Builder, x: str, name: str) -> str:
 
 def _attention(b: Builder, x: str, cos: str, path: str) -> str:
     y = _norm(b, x, f"{path}.norm.weight")
-    q = _linear(
-        b, "b s d, (h g e) d -> b s (h g e)", y, b.parameter(f"{path}.q.weight", "(h g e) d")
-    )
+    q = _linear(b, "b s d, (h g e) d -> b s (h g e)", y, b.parameter(f"{path}.q.weight", "(h g e) d"))
     k = _linear(b, "b s d, (h e) d -> b s (h e)", y, b.parameter(f"{path}.k.weight", "(h e) d"))
     v = _linear(b, "b s d, (h e) d -> b s (h e)", y, b.parameter(f"{path}.v.weight", "(h e) d"))
     q = _view(b, "b s (h g e) -> b s (h g) e", q)
@@ -255,9 +272,11 @@ def _attention(b: Builder, x: str, cos: str, path: str) -> str:
     q = b.op("mul", "b (h g) s e, s e -> b (h g) s e", [q, cos], saves=[1], linear=[[0]])
     k = b.op("mul", "b h s e, s e -> b h s e", [k, cos], saves=[1], linear=[[0]])
     y = b.op(
-        "attention", "b (h g) s e!, b h t! e!, b h t! e! -> b (h g) s e!", [q, k, v],
+        "attention",
+        "b (h g) s e!, b h t! e!, b h t! e! -> b (h g) s e!",
+        [q, k, v],
         saves_result=True,
-    )  # fmt: skip
+    )
     y = _view(b, "b (h g) s e -> b s (h g) e", y)
     y = _view(b, "b s (h g) e -> b s (h g e)", y)
     weight = b.parameter(f"{path}.o.weight", "d (h g e)")

@@ -28,9 +28,7 @@ def one_sequence():
 
 @pytest.fixture(scope="module")
 def many_sequences():
-    return prepared(
-        batch=4096, sequence=512
-    )  # two million tokens: gradients cost little beside them
+    return prepared(batch=4096, sequence=512)  # two million tokens: gradients cost little beside them
 
 
 def splits(plan, graph):
@@ -61,10 +59,10 @@ def test_its_collectives_are_gathers_and_scatters_around_attention_and_mlp(one_s
     plan = make_plan(one_sequence, Request(H100, mesh=EIGHT))
     program = build_program(one_sequence.captured, one_sequence.analysis, plan)
     around = [
-        n for n in program.module.graph.nodes
-        if str(n.target).startswith(("autopar.all_gather", "autopar.reduce_scatter"))
-        and list(n.args[1]) == [1]
-    ]  # fmt: skip
+        n
+        for n in program.module.graph.nodes
+        if str(n.target).startswith(("autopar.all_gather", "autopar.reduce_scatter")) and list(n.args[1]) == [1]
+    ]
     names = [str(n.target).split(".")[1] for n in around]
     # two blocks, each gathering before and scattering after attention and MLP; and one more gather
     # or scatter on each side may serve the embedding and the head
@@ -78,27 +76,21 @@ def test_loose_memory_gives_plain_data_parallelism(many_sequences):
     plan = make_plan(many_sequences, Request(H100, mesh=EIGHT, memory_bytes=10**15))
     ddp = make_plan(many_sequences, Request(H100, mesh=EIGHT, recipe="ddp", memory_bytes=10**15))
     assert composed(graph, plan, H100).step_seconds <= composed(graph, ddp, H100).step_seconds
-    linears = [
-        f for (_, kind), fs in splits(plan, graph).items() if kind == "aten.linear" for f in fs
-    ]
+    linears = [f for (_, kind), fs in splits(plan, graph).items() if kind == "aten.linear" for f in fs]
     assert set(linears) == {"batch"}
 
 
 def test_tight_memory_shards_the_parameters(many_sequences):
     graph = many_sequences.analysis.graph
     loose = make_plan(many_sequences, Request(H100, mesh=EIGHT, memory_bytes=10**15))
-    parameters = sum(
-        2 * torch.Size(graph.tensors[t].shape).numel() for t in graph.parameters.values()
-    )
+    parameters = sum(2 * torch.Size(graph.tensors[t].shape).numel() for t in graph.parameters.values())
     # replicas need 8 bytes of bfloat16 states a parameter: half of that is too little
     bound = memory_of(loose) - 2 * parameters
     plan = make_plan(many_sequences, Request(H100, mesh=EIGHT, memory_bytes=bound))
     big = [n for n in plan.parameters if "norm" not in n]
     sharded = [n for n in big if plan.parameters[n].storage[0].kind == "S"]
     assert len(sharded) >= len(big) / 2
-    linears = [
-        f for (_, kind), fs in splits(plan, graph).items() if kind == "aten.linear" for f in fs
-    ]
+    linears = [f for (_, kind), fs in splits(plan, graph).items() if kind == "aten.linear" for f in fs]
     assert linears.count("batch") >= 0.9 * len(linears)
 
 

@@ -24,9 +24,7 @@ from tests.search.toy import TOY
 
 descent = importlib.import_module("autopar.search.exact.descent")
 
-SMALL = LlamaSizes(
-    batch=8, seq=16, layers=1, dim=32, kv_heads=4, group=2, head_dim=4, ffn=64, vocab=128
-)
+SMALL = LlamaSizes(batch=8, seq=16, layers=1, dim=32, kv_heads=4, group=2, head_dim=4, ffn=64, vocab=128)
 HOST = Host(10**9, 1e9, 1e-6, 1e9)
 WITH_HOST = dataclasses.replace(TOY, host=HOST)
 GRAPHS = [pytest.param(mlp(layers=2, batch=64), id="mlp"), pytest.param(llama(SMALL), id="llama")]
@@ -156,9 +154,7 @@ def test_layouts_for_another_number_of_micro_batches_are_not_left_out() -> None:
     graph = residual(6, Sizes(batch=16, width=64, hidden=256, vocab=64))
     asked = Request(TOY, mesh={"pp": 1, "x": 2}, schedule="1f1b")
     for micro_batches in (None, 1):
-        search = _Search(
-            graph, asked.but(micro_batches=micro_batches), 1, "", None, 1e-9, Searches()
-        )
+        search = _Search(graph, asked.but(micro_batches=micro_batches), 1, "", None, 1e-9, Searches())
         inside = search._inside(1)
         bound = int(inside.within(None).cost.memory_bytes)
         assert search._has_only_slower(inside, bound) == (micro_batches is not None)

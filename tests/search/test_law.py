@@ -25,24 +25,33 @@ from tests.search.toy import TOY
 
 MACHINE = replace(TOY, host_seconds=2e-6, reserved_bytes=500, memory_efficiency=0.5)
 HIDING = Software(hides=0.8, hides_activations=0.2, host_seconds=1e-6)
-SMALL = LlamaSizes(
-    batch=4, seq=8, layers=1, dim=16, kv_heads=2, group=2, head_dim=4, ffn=32, vocab=64
-)
+SMALL = LlamaSizes(batch=4, seq=8, layers=1, dim=16, kv_heads=2, group=2, head_dim=4, ffn=32, vocab=64)
 ROWS = ("ddp", "zero1", "zero2", "zero3", "tp", "tp+sp", "ep", "auto")
 TOLERANCE = 1.001
 
 
 def price(
-    graph: Graph, mesh: dict[str, int], recipe: str, bound: int | None = None, *,
-    hardware: Hardware = MACHINE, software: Software = AUTOPAR, state: TrainingState = FULL,
-) -> Composed | None:  # fmt: skip
+    graph: Graph,
+    mesh: dict[str, int],
+    recipe: str,
+    bound: int | None = None,
+    *,
+    hardware: Hardware = MACHINE,
+    software: Software = AUTOPAR,
+    state: TrainingState = FULL,
+) -> Composed | None:
     """The composed price of what a recipe leads to; None where it has no plan that fits."""
     settings = {"software": software, "training_state": state}
     try:
         plan = search(
-            graph, mesh, hardware=hardware, recipe=recipe, memory_bytes=bound, micro_batches=2,
+            graph,
+            mesh,
+            hardware=hardware,
+            recipe=recipe,
+            memory_bytes=bound,
+            micro_batches=2,
             **settings,  # type: ignore[arg-type]
-        )  # fmt: skip
+        )
     except AutoparError:
         return None
     found = composed(graph, plan, hardware, **settings)  # type: ignore[arg-type]
@@ -52,9 +61,7 @@ def price(
 
 @pytest.mark.parametrize("software", [AUTOPAR, HIDING])
 @pytest.mark.parametrize("graph", [residual(2), llama(SMALL)])
-def test_no_recipe_on_one_axis_is_faster_than_the_open_search(
-    graph: Graph, software: Software
-) -> None:
+def test_no_recipe_on_one_axis_is_faster_than_the_open_search(graph: Graph, software: Software) -> None:
     named = [price(graph, {"x": 2}, row, software=software) for row in ROWS]
     best = price(graph, {"x": 2}, "auto", software=software)
     assert best is not None
@@ -73,17 +80,12 @@ def test_no_pair_of_recipes_is_faster_than_the_open_search() -> None:
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize("software", [AUTOPAR, HIDING])
-def test_no_recipe_of_a_stage_is_faster_than_the_open_search(
-    software: Software, micro_batches: int
-) -> None:
+def test_no_recipe_of_a_stage_is_faster_than_the_open_search(software: Software, micro_batches: int) -> None:
     graph, mesh = residual(4), {"pp": 2, "x": 2}
     request = Request(MACHINE, mesh=mesh, software=software, micro_batches=micro_batches)
     rows = ("ddp", "zero1", "zero2", "zero3", "auto")
     requests = [request.but(recipe=f"x:{row}") for row in rows]
-    named = [
-        search_pipeline(graph, each, captured_micro_batches=micro_batches).best.seconds
-        for each in requests
-    ]
+    named = [search_pipeline(graph, each, captured_micro_batches=micro_batches).best.seconds for each in requests]
     assert named[-1] <= TOLERANCE * min(named)
 
 
@@ -127,9 +129,7 @@ def test_no_mesh_on_which_single_ops_are_split_is_faster(ranks: int, mesh: str) 
     Links of 10 us made the open answer 10 % slower than the mesh of two axes, and 13 % than that of three.
     """
     gloo = find_hardware("cpu-gloo")
-    near, far = (
-        replace(link, latency_seconds=1e-5) for link in (gloo.inside_node, gloo.across_nodes)
-    )
+    near, far = (replace(link, latency_seconds=1e-5) for link in (gloo.inside_node, gloo.across_nodes))
     hardware = replace(gloo, inside_node=near, across_nodes=far)
     graph = residual(2, Sizes(batch=8, width=128, hidden=64, vocab=1024))
     request = Request(hardware, ranks=ranks)
@@ -164,8 +164,7 @@ def test_more_memory_is_not_slower_where_all_communication_hides() -> None:
     assert loose is not None
     bounds = [int(part * loose.peak_bytes) for part in (0.7, 0.8)]
     tight, wider = (
-        price(graph, {"x": 2, "y": 2}, "auto", bound, software=software, hardware=hardware)
-        for bound in bounds
+        price(graph, {"x": 2, "y": 2}, "auto", bound, software=software, hardware=hardware) for bound in bounds
     )
     assert tight is not None and wider is not None
     assert wider.step_seconds <= TOLERANCE * tight.step_seconds

@@ -125,9 +125,7 @@ def test_tight_memory_shards_more() -> None:
     graph = residual(6, Sizes(batch=256, width=64, hidden=128, vocab=64))
     free = found({"pp": 2, "dp": 4}, graph, recipe={"dp": "ddp"}, schedule="1f1b", recompute="none")
     held = max(free.best.balance.rank_bytes)
-    tight = found(
-        {"pp": 2, "dp": 4}, graph, schedule="1f1b", recompute="none", memory_bytes=int(0.75 * held)
-    )
+    tight = found({"pp": 2, "dp": 4}, graph, schedule="1f1b", recompute="none", memory_bytes=int(0.75 * held))
     assert max(tight.best.balance.rank_bytes) <= 0.75 * held
     assert _stored_in_shards(tight.plan) > _stored_in_shards(free.plan)
 
@@ -184,17 +182,25 @@ def test_recipes_name_the_schedule(recipe: Any, schedule: str, inside: Any) -> N
     ("options", "error", "words"),
     [
         ({"recipe": "1f1b", "schedule": "gpipe"}, RecipeError, "names the pipeline '1f1b'"),
-        ({"schedule": "gpipipe"}, RecipeError, "There is no schedule 'gpipipe' .did you mean gpipe..; choose"),
+        (
+            {"schedule": "gpipipe"},
+            RecipeError,
+            "There is no schedule 'gpipipe' .did you mean gpipe..; choose",
+        ),
         ({"recipe": "naive-pp", "micro_batches": 4}, RecipeError, "use gpipe"),
         ({"recipe": {"pp": "tp"}}, RecipeError, "There is no recipe 'tp' for the axis pp"),
         ({"micro_batches": 5}, SearchError, "A batch of 32 cannot be divided into 5 micro-batches"),
         ({"schedule": "1f1b", "micro_batches": 1}, PlanError, "there are 1 for 2 stages"),
-        ({"schedule": "1f1b", "chunks": 2}, PlanError, "runs 1 stage on each pipeline rank, and chunks=2"),
+        (
+            {"schedule": "1f1b", "chunks": 2},
+            PlanError,
+            "runs 1 stage on each pipeline rank, and chunks=2",
+        ),
         ({"schedule": "gpipe", "mesh": {"pp": 16}}, SearchError, "8 blocks, and 16 pipeline ranks"),
         ({"mesh": {"dp": 2}}, MeshError, "has no axis 'pp'"),
         ({"memory_bytes": 10**5}, SearchError, "No cuts into .* stages fit into 100 kB"),
     ],
-)  # fmt: skip
+)
 def test_refuses(options: dict[str, Any], error: type[AutoparError], words: str) -> None:
     options = dict(options)
     with pytest.raises(error, match=words):

@@ -101,9 +101,7 @@ def test_notes_say_what_running_again_saves_and_takes() -> None:
     slower = 1e3 * (some.best.seconds - none.best.seconds)
     assert saved > 0 and slower > 0
     (note,) = [n for n in some.plan.notes if n.startswith("recompute ")]
-    assert note.startswith(
-        f"recompute 2 blocks: {format_bytes(int(saved))} less on the fullest rank"
-    )
+    assert note.startswith(f"recompute 2 blocks: {format_bytes(int(saved))} less on the fullest rank")
     assert f"for {slower:.3f} ms more a step" in note
     assert not [n for n in none.plan.notes if n.startswith("recompute ")]
 
@@ -115,9 +113,7 @@ def test_a_part_of_the_memory_for_activations() -> None:
     for part in (0.9, 0.5, 0.2):
         chosen, bound = found(1, recompute=part), least + part * (most - least)
         assert tables.at(chosen.plan.recompute).saved_bytes[0, -1] <= bound
-        enough = (
-            k for k in (*range(1, LAYERS), "full") if tables.at(k).saved_bytes[0, -1] <= bound
-        )
+        enough = (k for k in (*range(1, LAYERS), "full") if tables.at(k).saved_bytes[0, -1] <= bound)
         blocks = found(1, recompute=next(enough))
         assert chosen.best.seconds <= blocks.best.seconds * (1 + 1e-9)
     for wrong in (0.0, 1.0, 1.5):
@@ -142,9 +138,7 @@ def test_more_blocks_than_there_are_are_refused() -> None:
 
     assert recompute(2, {"dp": 2}) == 2 and recompute(3, {"dp": 2}) == "full"
     for mesh in ({"dp": 2}, {"pp": 2}):
-        with pytest.raises(
-            PlanError, match=r"recompute=4 .* has 3 blocks that can run again: ask for 3"
-        ):
+        with pytest.raises(PlanError, match=r"recompute=4 .* has 3 blocks that can run again: ask for 3"):
             recompute(4, mesh)
 
 
@@ -183,10 +177,7 @@ def test_none_and_full_are_ends_of_one_scale() -> None:
     for name in ("saved_bytes", "backward_seconds", "transient_bytes"):
         full = getattr(tables.at("full"), name)
         assert (getattr(tables.at(LAYERS), name) == full).all(), name
-    held = [
-        balance_of(tables.at(k or "none"), found(1).best.setting.shape, ()).rank_bytes[0]
-        for k in range(LAYERS)
-    ]
+    held = [balance_of(tables.at(k or "none"), found(1).best.setting.shape, ()).rank_bytes[0] for k in range(LAYERS)]
     assert held == sorted(held, reverse=True) and len(set(held)) == LAYERS
 
 
@@ -236,9 +227,7 @@ def test_a_plan_without_stages_has_the_fewest_blocks_that_fit() -> None:
         plan_of({"dp": 1}, memory_bytes=10_000)
     said, (*_, last) = str(refused.value), str(refused.value).splitlines()
     assert "Nor does it with blocks run again" in said and said.count("What would help") == 1
-    needed = re.fullmatch(
-        r"What would help: .*memory_bytes=(\d+) \(--max-memory\) if a rank has .*", last
-    )
+    needed = re.fullmatch(r"What would help: .*memory_bytes=(\d+) \(--max-memory\) if a rank has .*", last)
     assert needed and plan_of({"dp": 1}, memory_bytes=int(needed[1]))
     with pytest.raises(SearchError, match="No plan for the mesh dp=1 fits"):
         plan_of({"dp": 1}, recompute="none", memory_bytes=int(held[2]))

@@ -45,9 +45,13 @@ def subject_of(model: nn.Module) -> Subject:
 def planned(subject: Subject, mesh: str, recipe: str, **options: Any) -> Plan:
     prepared = subject.prepared
     return search(
-        prepared.analysis.graph, Mesh.parse(mesh), hardware=HARDWARE, recipe=recipe,
-        fingerprint=prepared.captured.fingerprint, **options,
-    )  # fmt: skip
+        prepared.analysis.graph,
+        Mesh.parse(mesh),
+        hardware=HARDWARE,
+        recipe=recipe,
+        fingerprint=prepared.captured.fingerprint,
+        **options,
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,9 +105,7 @@ def twelve() -> Subject:
         ("ps=2,dp=2,tp=2 of 5", "dp:ddp,tp:tp", {(1, 0, 0)}),
     ],
 )
-def test_fewer_servers_than_workers(
-    twelve: Subject, mesh: str, inside: str, owners: set[tuple[int, ...]]
-) -> None:
+def test_fewer_servers_than_workers(twelve: Subject, mesh: str, inside: str, owners: set[tuple[int, ...]]) -> None:
     plan = planned(twelve, mesh, f"ps:serve,{inside}")
     found = [tuple(s.owner for s in how.storage) for how in plan.parameters.values()]
     assert {*found} == owners
@@ -141,9 +143,7 @@ def test_one_server_of_four_ranks_holds_all_states_and_the_bytes_are_a_mean_over
         ("ps=2,dp=3 of 4", "ps:serve,dp:zero1", "zero1 of the axis dp stores parts"),
     ],
 )
-def test_who_else_would_need_the_vacant_places_is_said(
-    twelve: Subject, mesh: str, recipe: str, says: str
-) -> None:
+def test_who_else_would_need_the_vacant_places_is_said(twelve: Subject, mesh: str, recipe: str, says: str) -> None:
     with pytest.raises(RecipeError, match=says):
         planned(twelve, mesh, recipe)
 
@@ -178,21 +178,13 @@ def test_worker_and_server_each_hold_the_gradients(subject: Subject) -> None:
     assert step._optimizer_seconds() == pytest.approx(alike._optimizer_seconds())
 
 
-@pytest.mark.parametrize(
-    ("mesh", "recipe"), [("ps=2", "serve"), ("ps=2,dp=2", "ps:serve,dp:zero1")]
-)
-def test_a_step_sends_the_mean_over_workers_and_servers(
-    subject: Subject, mesh: str, recipe: str
-) -> None:
+@pytest.mark.parametrize(("mesh", "recipe"), [("ps=2", "serve"), ("ps=2,dp=2", "ps:serve,dp:zero1")])
+def test_a_step_sends_the_mean_over_workers_and_servers(subject: Subject, mesh: str, recipe: str) -> None:
     """Of P bytes on N workers: there and back P / N from each rank, and 2 P (N - 1) / N from each worker alone."""
     plan = planned(subject, mesh, recipe)
     bytes_, workers = 8 * sum(p.numel() for p in Towers().parameters()), plan.mesh.size // 2
     own = {"all_gather", "reduce_scatter", "send"}
-    items = [
-        i
-        for i in step_of(subject.prepared.analysis.graph, plan, HARDWARE).items
-        if i.of in plan.parameters
-    ]
+    items = [i for i in step_of(subject.prepared.analysis.graph, plan, HARDWARE).items if i.of in plan.parameters]
     sent = sum(float(i.count * i.traffic_bytes) for i in items if i.kind in own)
     assert sent == pytest.approx(bytes_ / workers + bytes_ * (workers - 1) / workers)
 
@@ -253,9 +245,7 @@ def test_an_op_that_exchanges_rows_is_refused_without_a_word_of_pins() -> None:
     ],
 )
 def test_what_servers_cannot_have_yet_is_refused(options: dict[str, Any], what: str) -> None:
-    with pytest.raises(
-        RecipeError, match=f"the recipe 'serve', which leaves ops to one rank, and {what}"
-    ):
+    with pytest.raises(RecipeError, match=f"the recipe 'serve', which leaves ops to one rank, and {what}"):
         Request(HARDWARE, recipe="serve", **options)
 
 
@@ -267,6 +257,10 @@ def test_explain_says_who_works_and_who_stores() -> None:
 
 def explained(model: nn.Module) -> Explanation:
     return autopar.explain(
-        model, (torch.randn(8, 8), torch.randint(0, 3, (8,))), mesh={"ps": 2}, recipe="serve",
-        loss_fn=nn.functional.cross_entropy, cluster=find_cluster("h100x2"),
-    )  # fmt: skip
+        model,
+        (torch.randn(8, 8), torch.randint(0, 3, (8,))),
+        mesh={"ps": 2},
+        recipe="serve",
+        loss_fn=nn.functional.cross_entropy,
+        cluster=find_cluster("h100x2"),
+    )

@@ -24,9 +24,7 @@ TOY = Hardware(
 def all_plans(graph: Graph, axis_size: int, micro_batches: int = 1) -> Iterator[Plan]:
     """Every legal plan on one axis: all choices, all storages, all inputs."""
     mesh = Mesh.of({"x": axis_size})
-    labels = [
-        [c.label for c in op.choices if is_legal(graph, op, (c.label,), mesh)] for op in graph.ops
-    ]
+    labels = [[c.label for c in op.choices if is_legal(graph, op, (c.label,), mesh)] for op in graph.ops]
     for chosen in itertools.product(*labels):
         ops = {op.name: (label,) for op, label in zip(graph.ops, chosen, strict=True)}
         parameters = [list(_parameter_plans(graph, name, ops, mesh)) for name in graph.parameters]
@@ -34,24 +32,21 @@ def all_plans(graph: Graph, axis_size: int, micro_batches: int = 1) -> Iterator[
         for stored in itertools.product(*parameters):
             for taken in itertools.product(*inputs):
                 yield Plan(
-                    mesh, "", "auto", micro_batches,
+                    mesh,
+                    "",
+                    "auto",
+                    micro_batches,
                     dict(zip(graph.parameters, stored, strict=True)),
                     dict(zip(graph.inputs, taken, strict=True)),
                     ops,
-                )  # fmt: skip
+                )
 
 
-def priced_plans(
-    graph: Graph, axis_size: int, micro_batches: int = 1
-) -> list[tuple[Plan, StepCost]]:
-    return [
-        (plan, cost_of(graph, plan, TOY)) for plan in all_plans(graph, axis_size, micro_batches)
-    ]
+def priced_plans(graph: Graph, axis_size: int, micro_batches: int = 1) -> list[tuple[Plan, StepCost]]:
+    return [(plan, cost_of(graph, plan, TOY)) for plan in all_plans(graph, axis_size, micro_batches)]
 
 
-def _parameter_plans(
-    graph: Graph, name: str, ops: dict[str, tuple[str]], mesh: Mesh
-) -> Iterator[ParameterPlan]:
+def _parameter_plans(graph: Graph, name: str, ops: dict[str, tuple[str]], mesh: Mesh) -> Iterator[ParameterPlan]:
     tensor = graph.tensors[graph.parameters[name]]
     uses = {
         op.choice(ops[op.name][0]).operands[i]

@@ -32,8 +32,10 @@ def seeming_accelerators(count: int, current: int = 0) -> Iterator[list[str]]:
     """
     taken: list[str] = []
     with mock.patch.multiple(
-        torch.accelerator, current_accelerator=lambda check_available=False: torch.device("cuda"),
-        device_count=lambda: count, current_device_index=lambda: current,
+        torch.accelerator,
+        current_accelerator=lambda check_available=False: torch.device("cuda"),
+        device_count=lambda: count,
+        current_device_index=lambda: current,
         set_device_index=lambda device: taken.append(str(device)),
-    ):  # fmt: skip
+    ):
         yield taken

@@ -22,6 +22,13 @@ def dumping(profile: Path, address: str, *options: str) -> list[str]:
     assert BROWSER is not None, REASON
     root = ["--no-sandbox"] if os.geteuid() == 0 else []
     return [
-        BROWSER, "--headless", "--disable-gpu", "--no-first-run", f"--user-data-dir={profile}",
-        *root, *options, "--dump-dom", address,
-    ]  # fmt: skip
+        BROWSER,
+        "--headless",
+        "--disable-gpu",
+        "--no-first-run",
+        f"--user-data-dir={profile}",
+        *root,
+        *options,
+        "--dump-dom",
+        address,
+    ]

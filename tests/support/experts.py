@@ -72,9 +72,7 @@ class Routed(nn.Module):
         ordered, order = ids.reshape(-1).sort()
         ends = F.one_hot(ordered, len(self.up)).sum(0).cumsum(0).to(torch.int32)
         product = torch.ops.transformers.grouped_mm_fallback
-        gate, value = (product(x[order // slots], self.up, ends) + self.up_bias[ordered]).chunk(
-            2, -1
-        )
+        gate, value = (product(x[order // slots], self.up, ends) + self.up_bias[ordered]).chunk(2, -1)
         y = product(F.silu(gate) * value, self.down, ends) * share.reshape(-1)[order].unsqueeze(-1)
         return x + y[order.argsort()].view(len(x), slots, -1).sum(1)
 

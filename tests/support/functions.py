@@ -224,9 +224,7 @@ def plain(name: str, micro_batches: int = 1) -> dict[str, Tensor | None]:
     for part in zip(*(x.chunk(micro_batches) for x in batch), strict=True):
         losses.append(model(*part) / micro_batches)
         losses[-1].backward()
-    return {"loss": torch.stack(losses).sum().detach()} | {
-        n: p.grad for n, p in model.named_parameters()
-    }
+    return {"loss": torch.stack(losses).sum().detach()} | {n: p.grad for n, p in model.named_parameters()}
 
 
 def worst(found: dict[str, Any], expected: dict[str, Any]) -> float:

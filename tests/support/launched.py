@@ -41,9 +41,7 @@ class Screen:
         return "\n".join(shown)
 
 
-def launch(
-    script: Path, *, ranks: int, timeout_seconds: float, interrupt_at: str | None = None
-) -> Screen:
+def launch(script: Path, *, ranks: int, timeout_seconds: float, interrupt_at: str | None = None) -> Screen:
     """Runs a script on ranks of this machine by torchrun, at a free port.
 
     Args:
@@ -53,10 +51,21 @@ def launch(
         interrupt_at: text in the output at which the launcher gets the signal of Ctrl-C.
     """
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(ranks),
-        "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
-        "--log-dir", str(script.parent / "logs"), str(script),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        "1",
+        "--nproc-per-node",
+        str(ranks),
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "localhost:0",
+        "--log-dir",
+        str(script.parent / "logs"),
+        str(script),
+    ]
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
@@ -64,9 +73,13 @@ def launch(
     }
     start = time.monotonic()
     launcher = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
         start_new_session=True,
-    )  # fmt: skip
+    )
     ended = threading.Event()
     timer = threading.Timer(timeout_seconds, _end, (launcher, ended))
     timer.start()

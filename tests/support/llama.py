@@ -26,10 +26,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            f(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for f in (self.query, self.key, self.value)
-        )
+        q, k, v = (f(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for f in (self.query, self.key, self.value))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.output(y.transpose(1, 2).flatten(2))
 
@@ -60,9 +57,7 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """Returns the mean cross-entropy of `targets` given `tokens`, both of shape (batch, seq)."""
 
-    def __init__(
-        self, *, vocab: int, width: int, inner: int, heads: int, kv_heads: int, layers: int
-    ) -> None:
+    def __init__(self, *, vocab: int, width: int, inner: int, heads: int, kv_heads: int, layers: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocab, width)
         self.layers = nn.ModuleList(Block(width, inner, heads, kv_heads) for _ in range(layers))

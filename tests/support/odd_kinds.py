@@ -160,40 +160,35 @@ def fill_tensor(model: Any, i: int) -> None:
 
 
 KINDS = {
-    "annealed attribute": Script(
-        Scaled, between=lambda m, i: setattr(m, "beta", 0.5 * i + 0.5)
-    ),
+    "annealed attribute": Script(Scaled, between=lambda m, i: setattr(m, "beta", 0.5 * i + 0.5)),
     "list that the loss reads": Script(Scaled, weighted_sum, set_weights),
     "head replaced": Script(Scaled, between=replacing()),
-    "tensor attribute": Script(
-        Scaled, between=lambda m, i: setattr(m, "beta", torch.tensor(0.5 * i + 0.5))
-    ),
+    "tensor attribute": Script(Scaled, between=lambda m, i: setattr(m, "beta", torch.tensor(0.5 * i + 0.5))),
     "tensor attribute that is filled": Script(Scaled, between=fill_tensor),
     "counter": Script(Counting, wrote=lambda m: m.calls),
     "counter that forward reads": Script(WarmingUp, wrote=lambda m: m.calls),
-    "probability of dropout": Script(
-        Dropping, between=lambda m, i: setattr(m.drop, "p", float(i % 2))
-    ),
+    "probability of dropout": Script(Dropping, between=lambda m, i: setattr(m.drop, "p", float(i % 2))),
     "global table": Script(FromTable, between=lambda m, i: TABLE.update(scale=1.0 + i)),
     "list that the script grows": Script(Growing, between=lambda m, i: m.factors.append(0.5)),
     "number that forward sets": Script(Noting, wrote=lambda m: m.width),
     "layer drop by random.random": Script(
         Skipping, line="random.random()", cause="draws from Python's or numpy's random numbers"
     ),
-    "numpy draw": Script(
-        NoisyByNumpy, line="np.random.rand()", cause="draws from Python's or numpy's random numbers"
-    ),
-    "generator of numpy": Script(
-        NoisyByGenerator, line="uniform()", cause="reads the Generator model.source"
-    ),
+    "numpy draw": Script(NoisyByNumpy, line="np.random.rand()", cause="draws from Python's or numpy's random numbers"),
+    "generator of numpy": Script(NoisyByGenerator, line="uniform()", cause="reads the Generator model.source"),
     "list that forward grows": Script(
-        Recording, wrote=lambda m: [x.item() for x in m.means],
-        line="self.means.append", cause="changes model.means",
+        Recording,
+        wrote=lambda m: [x.item() for x in m.means],
+        line="self.means.append",
+        cause="changes model.means",
     ),
     "tensor that forward keeps": Script(
-        Remembering, wrote=lambda m: m.last.tolist(), line="self.last = out", cause="sets model.last"
+        Remembering,
+        wrote=lambda m: m.last.tolist(),
+        line="self.last = out",
+        cause="sets model.last",
     ),
     "forward hook that keeps a tensor": Script(
         Hooked, wrote=lambda m: m.stored["out"].tolist(), line="def keep", cause="changes store of"
     ),
-}  # fmt: skip
+}

@@ -344,20 +344,12 @@ OBJECTS = {
     "descriptor": Script(Described, between=lambda m, i: setattr(m, "scale", 1.0 + i)),
     "classmethod": Script(ByClass),
     "own __getattr__": Script(Forwarding, between=lambda m, i: m.table.update(scale=1.0 + i)),
-    "weak reference": Script(
-        Weak, between=lose, line="self.reference()", cause="reads the weak reference"
-    ),
-    "weak dict": Script(
-        reading(lambda m: SCALES.get(m, 1.0)), between=lambda m, i: SCALES.update({m: 1.0 + i})
-    ),
+    "weak reference": Script(Weak, between=lose, line="self.reference()", cause="reads the weak reference"),
+    "weak dict": Script(reading(lambda m: SCALES.get(m, 1.0)), between=lambda m, i: SCALES.update({m: 1.0 + i})),
     "cached property of the model": Script(Caching, between=forget),
     "generator": Script(Yielding, line="next(self.source)", cause="reads the generator"),
-    "thread-local value": Script(
-        reading(lambda m: LOCAL.scale), between=lambda m, i: setattr(LOCAL, "scale", 1.0 + i)
-    ),
-    "context variable": Script(
-        reading(lambda m: CONTEXT.get()), between=lambda m, i: CONTEXT.set(1.0 + i)
-    ),
+    "thread-local value": Script(reading(lambda m: LOCAL.scale), between=lambda m, i: setattr(LOCAL, "scale", 1.0 + i)),
+    "context variable": Script(reading(lambda m: CONTEXT.get()), between=lambda m, i: CONTEXT.set(1.0 + i)),
     "attribute of an enum": Script(
         reading(lambda m: m.mode.scale, mode=Mode.SOFT),
         between=lambda m, i: setattr(Mode.SOFT, "scale", 1.0 + i),
@@ -386,14 +378,10 @@ OBJECTS = {
         reading(lambda m: Meter.scale), between=lambda m, i: setattr(Meter, "state", 1.0 + i)
     ),
     "class patched": Script(Patched, between=patch),
-    "bound method replaced": Script(
-        Switching, between=lambda m, i: setattr(m, "bend", m.hard if i % 2 else m.soft)
-    ),
+    "bound method replaced": Script(Switching, between=lambda m, i: setattr(m, "bend", m.hard if i % 2 else m.soft)),
     "mutable default": Script(Scaled, by_default, set_default),
     "cached function": Script(Scaled, by_cached, set_cached),
-    "context manager": Script(
-        Scaled, by_context, lambda m, i: globals().update(SCALE=1.0 + i)
-    ),
+    "context manager": Script(Scaled, by_context, lambda m, i: globals().update(SCALE=1.0 + i)),
     "frozen parameter that forward asks for": Script(
         Freezable, between=lambda m, i: m.body.weight.requires_grad_(i % 2 == 0)
     ),
@@ -402,13 +390,9 @@ OBJECTS = {
     "layers in another order": Script(Listed, between=reorder),
     "copy of a layer": Script(Scaled, between=copied_head),
     "counter in the dict of the model": Script(Counted, wrote=lambda m: m.calls),
-    "written into the dict of the model": Script(
-        Scaled, between=lambda m, i: vars(m).update(beta=0.5 * i + 0.5)
-    ),
-    "hooks on saved tensors": Script(
-        Rounded, line="saved_tensors_hooks", cause="changes what is saved for backward"
-    ),
+    "written into the dict of the model": Script(Scaled, between=lambda m, i: vars(m).update(beta=0.5 * i + 0.5)),
+    "hooks on saved tensors": Script(Rounded, line="saved_tensors_hooks", cause="changes what is saved for backward"),
     "hook on the gradient of an activation": Script(
         Damped, line="hidden.register_hook", cause="registers a hook on a gradient"
     ),
-}  # fmt: skip
+}

@@ -171,46 +171,62 @@ def _before(step: int, hook: Callable[[Any], None]) -> Between:
 WRITES = {
     "clock": Script(Clocked, line="time.time()", cause="reads the clock"),
     "random.choice": Script(Choosing, line="random.choice", cause="draws from Python's"),
-    "numpy permutation": Script(
-        Shuffling, line="np.random.permutation", cause="draws from Python's or numpy's"
-    ),
-    "itertools.count": Script(
-        Iterating, line="next(self.source)", cause="reads the count model.source"
-    ),
+    "numpy permutation": Script(Shuffling, line="np.random.permutation", cause="draws from Python's or numpy's"),
+    "itertools.count": Script(Iterating, line="next(self.source)", cause="reads the count model.source"),
     "own random.Random": Script(Generating, line="self.own.random()", cause="draws from Python's"),
     "list of a global": Script(
-        IntoGlobal, between=forget, wrote=lambda m: [x.item() for x in SEEN],
-        line="SEEN.append", cause="changes the global SEEN",
+        IntoGlobal,
+        between=forget,
+        wrote=lambda m: [x.item() for x in SEEN],
+        line="SEEN.append",
+        cause="changes the global SEEN",
     ),
     "tensor into a global dict": Script(
-        IntoCache, between=forget, wrote=lambda m: CACHE["last"].tolist(),
-        line="CACHE[", cause="changes the global CACHE",
+        IntoCache,
+        between=forget,
+        wrote=lambda m: CACHE["last"].tolist(),
+        line="CACHE[",
+        cause="changes the global CACHE",
     ),
     "global counter": Script(
-        GlobalCounter, between=forget, wrote=lambda m: COUNT,
-        line="COUNT += 1", cause="changes the global COUNT",
+        GlobalCounter,
+        between=forget,
+        wrote=lambda m: COUNT,
+        line="COUNT += 1",
+        cause="changes the global COUNT",
     ),
     "attribute of an object": Script(
-        IntoObject, wrote=lambda m: m.box.scale.item(),
-        line="self.box.scale", cause="changes model.box.scale",
+        IntoObject,
+        wrote=lambda m: m.box.scale.item(),
+        line="self.box.scale",
+        cause="changes model.box.scale",
     ),
     "new attribute of an object": Script(
-        IntoNewAttribute, wrote=lambda m: m.box.mean.item(),
-        line="self.box.mean", cause="changes model.box.mean",
+        IntoNewAttribute,
+        wrote=lambda m: m.box.mean.item(),
+        line="self.box.mean",
+        cause="changes model.box.mean",
     ),
     "cached property of an object": Script(IntoProperty, wrote=lambda m: m.box.scale.item()),
     "attribute of a submodule": Script(
-        IntoSubmodule, wrote=lambda m: m.body.seen.tolist(),
-        line="self.body.seen", cause="sets model.body.seen",
+        IntoSubmodule,
+        wrote=lambda m: m.body.seen.tolist(),
+        line="self.body.seen",
+        cause="sets model.body.seen",
     ),
     "deleted attribute": Script(
-        Deleting, wrote=lambda m: hasattr(m, "first"), line="del self.first", cause="deletes model.first"
+        Deleting,
+        wrote=lambda m: hasattr(m, "first"),
+        line="del self.first",
+        cause="deletes model.first",
     ),
     "list iterator": Script(
-        Yielding, wrote=lambda m: len(list(m.scales)),
-        line="next(self.scales)", cause="reads the list_iterator model.scales",
+        Yielding,
+        wrote=lambda m: len(list(m.scales)),
+        line="next(self.scales)",
+        cause="reads the list_iterator model.scales",
     ),
-}  # fmt: skip
+}
 HOOKS = {
     f"hook on {what}, added before step {step}": Script(Scaled, between=_before(step, hook))
     for what, hook in {

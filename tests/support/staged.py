@@ -103,9 +103,12 @@ def _kind(x: Any) -> Hashable:
 
 
 def _key(
-    model: nn.Module, batch: Sequence[Any], loss_fn: Any, precision: MixedPrecision | None,
+    model: nn.Module,
+    batch: Sequence[Any],
+    loss_fn: Any,
+    precision: MixedPrecision | None,
     kwargs: Mapping[str, Any] | None = None,
-) -> Hashable:  # fmt: skip
+) -> Hashable:
     """The modules with their attributes, and the kinds of parameters, buffers and inputs."""
     named = [*model.named_parameters(), *model.named_buffers(), *enumerate(batch)]
     kinds = tuple((name, _kind(x)) for name, x in [*named, *(kwargs or {}).items()])
@@ -174,9 +177,7 @@ def prepared_once(model: nn.Module, batch: Sequence[Any], loss_fn: Any) -> Prepa
 
     def capture() -> Prepared:
         # A copy: a capture leaves weak references on what it saw.
-        return _analyzed(
-            CaptureQuestion(copy.deepcopy(model), tuple(batch), {}, loss_fn, True, None, ())
-        )
+        return _analyzed(CaptureQuestion(copy.deepcopy(model), tuple(batch), {}, loss_fn, True, None, ()))
 
     return _prepared(_Step(_key(model, batch, loss_fn, None), capture))
 
@@ -193,36 +194,46 @@ def captured_once(caller: types.ModuleType = planner) -> Iterator[None]:
     """
 
     def prepared(
-        model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, loss_fn: Any,
-        precision: MixedPrecision | None, numbers: Sequence[Any] = (),
-    ) -> Prepared:  # fmt: skip
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        loss_fn: Any,
+        precision: MixedPrecision | None,
+        numbers: Sequence[Any] = (),
+    ) -> Prepared:
         def capture() -> Prepared:
             return _analyzed(CaptureQuestion(model, args, kwargs, loss_fn, True, precision, ()))
 
         inputs = (*args, *kwargs.values())
         if numbers or not all(isinstance(x, (Tensor, *_PLAIN)) for x in inputs):
-            return prepare_step(
-                model, args, kwargs, loss_fn=loss_fn, precision=precision, numbers=numbers
-            )
+            return prepare_step(model, args, kwargs, loss_fn=loss_fn, precision=precision, numbers=numbers)
         return _prepared(_Step(_key(model, args, loss_fn, precision, kwargs), capture))
 
     def captured(
-        model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: Any,
-        precision: MixedPrecision | None, numbers: Sequence[Any] = (), open_dims: OpenDims = (),
-    ) -> Captured:  # fmt: skip
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        loss_fn: Any,
+        precision: MixedPrecision | None,
+        numbers: Sequence[Any] = (),
+        open_dims: OpenDims = (),
+    ) -> Captured:
         if any(open_dims) and not numbers:
-            return _captured(
-                CaptureQuestion(model, args, kwargs, loss_fn, True, precision, open_dims)
-            )
+            return _captured(CaptureQuestion(model, args, kwargs, loss_fn, True, precision, open_dims))
         if any(open_dims):
             return capture_step(model, args, kwargs, loss_fn, precision, numbers, open_dims)
         options = {"loss_fn": loss_fn, "precision": precision, "numbers": numbers}
         return copied(prepared(model, args, kwargs, **options))
 
     def captured_forward(
-        model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
-        precision: MixedPrecision | None, numbers: Sequence[Any] = (), open_dims: OpenDims = (),
-    ) -> Captured:  # fmt: skip
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        precision: MixedPrecision | None,
+        numbers: Sequence[Any] = (),
+        open_dims: OpenDims = (),
+    ) -> Captured:
         if any(open_dims) or numbers or not all(isinstance(x, Tensor) for x in args) or kwargs:
             return capture_forward(model, args, kwargs, precision, numbers, open_dims)
 

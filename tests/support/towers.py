@@ -14,9 +14,7 @@ class Towers(nn.Module):
     def __init__(self, narrow: int = 16, wide: int = 32) -> None:
         super().__init__()
         self.a = nn.Sequential(nn.Linear(8, narrow), nn.Tanh(), nn.Linear(narrow, 4))
-        self.b = nn.Sequential(
-            nn.Linear(8, wide), nn.ReLU(), nn.LayerNorm(wide), nn.Linear(wide, 4)
-        )
+        self.b = nn.Sequential(nn.Linear(8, wide), nn.ReLU(), nn.LayerNorm(wide), nn.Linear(wide, 4))
         self.head = nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -39,8 +37,11 @@ def towers_plan(graph: Graph, fingerprint: str, owners: dict[str, int], mesh: Me
         return ParameterPlan(layout, layout)
 
     return Plan(
-        mesh, fingerprint, "towers", 1,
+        mesh,
+        fingerprint,
+        "towers",
+        1,
         parameters={name: stored(name) for name in graph.parameters},
         inputs={name: (R,) for name in graph.inputs},
         ops={op.name: (label(op.module),) for op in graph.ops},
-    )  # fmt: skip
+    )

@@ -62,9 +62,7 @@ def test_nothing_at_all():
 
 
 def test_cells_add_up_at_every_width():
-    parts = tuple(
-        (value, colour) for value, colour in zip((1, 1, 1, 0.01, 7), PALETTE, strict=False)
-    )
+    parts = tuple((value, colour) for value, colour in zip((1, 1, 1, 0.01, 7), PALETTE, strict=False))
     for width in range(1, 200):
         assert len(lines(StackedBar(parts), width)[0]) == width
 

@@ -59,9 +59,12 @@ def measure(folder, *, width: int = 1200, dark: bool = False) -> tuple[dict, str
     page = folder / "page.html"
     page.write_text(to_html(sample.page()).replace("</body>", PROBE + "</body>"), encoding="utf-8")
     options = (
-        f"--window-size={width},1000", "--hide-scrollbars", "--enable-logging=stderr",
-        f"--blink-settings=preferredColorScheme={0 if dark else 1}", "--virtual-time-budget=5000",
-    )  # fmt: skip
+        f"--window-size={width},1000",
+        "--hide-scrollbars",
+        "--enable-logging=stderr",
+        f"--blink-settings=preferredColorScheme={0 if dark else 1}",
+        "--virtual-time-budget=5000",
+    )
     command = dumping(folder / "profile", page.as_uri(), *options)
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     inside = re.search(r'<pre id="probe">(.*?)</pre>', done.stdout, re.S)
@@ -114,9 +117,11 @@ def test_segments_lie_end_to_end_and_are_as_long_as_what_they_stand_for(found):
 
 def overlap(a: dict, b: dict) -> bool:
     return (
-        a["left"] < b["right"] - 0.5 and b["left"] < a["right"] - 0.5
-        and a["top"] < b["bottom"] - 0.5 and b["top"] < a["bottom"] - 0.5
-    )  # fmt: skip
+        a["left"] < b["right"] - 0.5
+        and b["left"] < a["right"] - 0.5
+        and a["top"] < b["bottom"] - 0.5
+        and b["top"] < a["bottom"] - 0.5
+    )
 
 
 def test_boxes_of_the_block_do_not_overlap(found):
@@ -133,9 +138,7 @@ def test_texts_do_not_overlap(found):
         assert a["drawing"] != b["drawing"] or not overlap(a, b), (a["text"], b["text"])
 
 
-@pytest.mark.parametrize(
-    "kind", ["sections", "tiles", "math", "swatches", "ops", "chips", "dots", "texts", "roof"]
-)
+@pytest.mark.parametrize("kind", ["sections", "tiles", "math", "swatches", "ops", "chips", "dots", "texts", "roof"])
 def test_everything_is_visible(found, kind):
     assert found[kind]
     for box in found[kind]:

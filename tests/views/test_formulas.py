@@ -7,17 +7,13 @@ a, b = sympy.symbols("a b", positive=True)
 
 
 def test_a_fraction():
-    assert typeset(a / b) == (
-        '<math display="block"><mrow><mfrac><mi>a</mi><mi>b</mi></mfrac></mrow></math>'
-    )
+    assert typeset(a / b) == ('<math display="block"><mrow><mfrac><mi>a</mi><mi>b</mi></mfrac></mrow></math>')
 
 
 def test_names_are_words_with_a_short_subscript():
     words = sympy.Symbol("memory_bytes_per_second")
     assert typeset(words).count("<mi>memory\xa0bytes\xa0per\xa0second</mi>") == 1
-    assert "<msub><mi>bandwidth</mi><mtext>tp</mtext></msub>" in typeset(
-        sympy.Symbol("bandwidth_tp")
-    )
+    assert "<msub><mi>bandwidth</mi><mtext>tp</mtext></msub>" in typeset(sympy.Symbol("bandwidth_tp"))
 
 
 def test_sums_have_a_row_for_every_summand():
@@ -38,9 +34,7 @@ def test_names_cannot_be_markup():
 
 
 def test_everything_the_cost_model_uses_is_typeset():
-    found = typeset(
-        sympy.Max(a, b, evaluate=False) + sympy.log(a) / sympy.log(2) + sympy.ceiling(a / b)
-    )
+    found = typeset(sympy.Max(a, b, evaluate=False) + sympy.log(a) / sympy.log(2) + sympy.ceiling(a / b))
     assert "<mo>max</mo>" in found and "<mo>⌈</mo>" in found and "entity" not in found
 
 

@@ -71,9 +71,7 @@ def test_every_number_is_written(reader):
     for cost in (page.memory, page.time, page.traffic):
         for depth, node in cost.walk():
             if node.value > 0.002 * cost.value or (depth == 1 and node.value):
-                assert node.name in words and units.format_as(node.unit, node.value) in words, (
-                    node.name
-                )
+                assert node.name in words and units.format_as(node.unit, node.value) in words, node.name
     for each in page.candidates:
         assert each.name in words and units.format_seconds(each.step_seconds) in words
         assert each.why_not in words
@@ -124,23 +122,38 @@ def hostile_page():
 
     page = sample.page()
     return sample.page(
-        title=HOSTILE, subtitle=HOSTILE, figures=((HOSTILE, HOSTILE),), notes=(HOSTILE,),
-        memory=renamed(page.memory), time=renamed(page.time), traffic=renamed(page.traffic),
+        title=HOSTILE,
+        subtitle=HOSTILE,
+        figures=((HOSTILE, HOSTILE),),
+        notes=(HOSTILE,),
+        memory=renamed(page.memory),
+        time=renamed(page.time),
+        traffic=renamed(page.traffic),
         events=tuple(
             Event(e.lane + HOSTILE, HOSTILE, e.start_seconds, e.duration_seconds, {HOSTILE: HOSTILE})
             for e in page.events[:400]
         ),
         candidates=(Candidate(HOSTILE, 1.0, 1e9, 1e9, HOSTILE, True, why_not=HOSTILE),),
-        roofline=(RooflinePoint(HOSTILE, 10.0, 1e12, 1.0),), sensitivity={HOSTILE: 0.5},
+        roofline=(RooflinePoint(HOSTILE, 10.0, 1e12, 1.0),),
+        sensitivity={HOSTILE: 0.5},
         block=(
             BlockNode(HOSTILE, "input"),
-            BlockNode("b", HOSTILE, HOSTILE, ((HOSTILE, HOSTILE),), 1.0, (HOSTILE, "w" + HOSTILE),
-                      (BlockCollective(HOSTILE, HOSTILE, 1.0, 1.0, HOSTILE),
-                       BlockCollective("tp", HOSTILE, 1.0, 1.0, "w" + HOSTILE))),
+            BlockNode(
+                "b",
+                HOSTILE,
+                HOSTILE,
+                ((HOSTILE, HOSTILE),),
+                1.0,
+                (HOSTILE, "w" + HOSTILE),
+                (
+                    BlockCollective(HOSTILE, HOSTILE, 1.0, 1.0, HOSTILE),
+                    BlockCollective("tp", HOSTILE, 1.0, 1.0, "w" + HOSTILE),
+                ),
+            ),
         ),
         stages=tuple(row._replace(first=HOSTILE, last=HOSTILE + "x") for row in page.stages),
         document={HOSTILE: HOSTILE},
-    )  # fmt: skip
+    )
 
 
 def test_hostile_names_stay_text():
@@ -152,9 +165,16 @@ def test_hostile_names_stay_text():
 
 def test_empty_sections_are_left_out():
     empty = sample.page(
-        events=(), simulation=None, stages=(), candidates=(), roofline=(), block=(), formulas=(),
-        sensitivity={}, notes=(),
-    )  # fmt: skip
+        events=(),
+        simulation=None,
+        stages=(),
+        candidates=(),
+        roofline=(),
+        block=(),
+        formulas=(),
+        sensitivity={},
+        notes=(),
+    )
     reader = read(to_html(empty))
     found = [a["id"] for name, a in reader.elements if name == "section"]
     assert found == ["memory", "time", "traffic"]

@@ -13,14 +13,14 @@ def test_what_overlaps_gets_a_row_of_its_own():
         Event("dp", "d", 4, 1),
     ]
     assert [(row.name, [e.name for e in row.events]) for row in lanes.rows(events)] == [
-        ("compute", ["c"]), ("dp", ["a", "d"]), ("dp (2)", ["b"]),
-    ]  # fmt: skip
+        ("compute", ["c"]),
+        ("dp", ["a", "d"]),
+        ("dp (2)", ["b"]),
+    ]
 
 
 def test_exposed_is_what_compute_leaves():
-    compute = lanes.busy(
-        [Event("compute", "", 1, 1), Event("compute", "", 2, 1), Event("compute", "", 5, 9)]
-    )
+    compute = lanes.busy([Event("compute", "", 1, 1), Event("compute", "", 2, 1), Event("compute", "", 5, 9)])
     assert compute == ((1, 3), (5, 14))
     assert lanes.exposed((0, 6), compute) == ((0, 1), (3, 5))
     assert lanes.exposed((1, 2), compute) == ()

@@ -7,9 +7,7 @@ from autopar.views.layers import Bend, place
 
 
 def test_a_diamond_stands_straight():
-    placed = place(
-        dict.fromkeys("abcd", 10.0), [("a", "b"), ("a", "c"), ("b", "d"), ("c", "d")], gap=4, bend=2
-    )
+    placed = place(dict.fromkeys("abcd", 10.0), [("a", "b"), ("a", "c"), ("b", "d"), ("c", "d")], gap=4, bend=2)
     assert placed.layers == (("a",), ("b", "c"), ("d",))
     assert placed.middle["a"] == placed.middle["d"] == 12  # 10 + 4 + 10 wide
     assert placed.width == 24

@@ -20,9 +20,18 @@ def test_columns_by_width(width, head):
 def test_figures_and_marks():
     first, second = as_text(StageSummary(sample.stages()), width=160).splitlines()[-2:]
     assert [cell.strip() for cell in first.split("│")] == [
-        "0", "0", "embedding to layers.15", "16", "4.01 G", "31.0 ms", "66.0 ms", "2.00 ms",
-        "2 x 1.10 GB", "9.20 GB", "11.8 GB",
-    ]  # fmt: skip
+        "0",
+        "0",
+        "embedding to layers.15",
+        "16",
+        "4.01 G",
+        "31.0 ms",
+        "66.0 ms",
+        "2.00 ms",
+        "2 x 1.10 GB",
+        "9.20 GB",
+        "11.8 GB",
+    ]
     assert second.startswith("1*!") and "12.9 GB" in second
 
 

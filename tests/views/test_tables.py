@@ -56,9 +56,11 @@ CANDIDATES = (
 def test_candidates_are_ranked_and_marked():
     found = [line.split("│") for line in lines(CandidateTable(CANDIDATES), 120)[3:]]
     assert [[row[0].strip(), row[1].strip(), row[-1].strip()] for row in found] == [
-        ["*+", "good", "chosen"], ["", "worse", "larger and slower"], ["+", "slow", "twice as slow"],
+        ["*+", "good", "chosen"],
+        ["", "worse", "larger and slower"],
+        ["+", "slow", "twice as slow"],
         ["", "large", "does not fit"],
-    ]  # fmt: skip
+    ]
 
 
 def test_where_nothing_was_chosen_the_first_is_the_fastest():

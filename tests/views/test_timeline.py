@@ -19,8 +19,6 @@ def test_narrow_neighbours_are_drawn_as_one_and_none_is_lost():
 
 
 def test_what_is_wide_stands_alone():
-    row = lanes.LaneRow(
-        "tp", 0, (Event("tp", "a", 0, 1), Event("tp", "b", 1, 1), Event("tp", "c", 5, 9))
-    )
+    row = lanes.LaneRow("tp", 0, (Event("tp", "a", 0, 1), Event("tp", "b", 1, 1), Event("tp", "c", 5, 9)))
     found = bars(row, Linear(0.0, 6.0, 0.0, 60.0))
     assert [(bar.start, bar.stop) for bar in found] == [(0, 10), (10, 20), (50, 60)]

@@ -16,16 +16,39 @@ def test_a_small_trace():
     assert to_trace(events) == {
         "displayTimeUnit": "ms",
         "traceEvents": [
-            {"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "args": {"name": "predicted step"}},
+            {
+                "ph": "M",
+                "name": "process_name",
+                "pid": 0,
+                "tid": 0,
+                "args": {"name": "predicted step"},
+            },
             {"ph": "M", "name": "thread_name", "pid": 0, "tid": 0, "args": {"name": "compute"}},
             {"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": 0, "args": {"sort_index": 0}},
             {"ph": "M", "name": "thread_name", "pid": 0, "tid": 1, "args": {"name": "tp"}},
             {"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": 1, "args": {"sort_index": 1}},
-            {"ph": "X", "name": "linear", "cat": "compute", "pid": 0, "tid": 0, "ts": 0.0, "dur": 1000.0, "args": {}},
-            {"ph": "X", "name": "all_gather", "cat": "tp", "pid": 0, "tid": 1, "ts": 1000.0, "dur": 2.0,
-             "args": {"bytes": 64}},
+            {
+                "ph": "X",
+                "name": "linear",
+                "cat": "compute",
+                "pid": 0,
+                "tid": 0,
+                "ts": 0.0,
+                "dur": 1000.0,
+                "args": {},
+            },
+            {
+                "ph": "X",
+                "name": "all_gather",
+                "cat": "tp",
+                "pid": 0,
+                "tid": 1,
+                "ts": 1000.0,
+                "dur": 2.0,
+                "args": {"bytes": 64},
+            },
         ],
-    }  # fmt: skip
+    }
 
 
 def test_the_schema_of_a_whole_step(tmp_path):
@@ -61,9 +84,7 @@ def test_round_trip(tmp_path):
 
 def test_names_and_details_of_any_kind(tmp_path):
     path = tmp_path / "trace.json"
-    write_trace(
-        [Event("compute", 'a "b" </script>\n☃', 0, 1, {"shape": (2, 3), "dtype": object})], path
-    )
+    write_trace([Event("compute", 'a "b" </script>\n☃', 0, 1, {"shape": (2, 3), "dtype": object})], path)
     (found,) = read_trace(path)
     assert found.name == 'a "b" </script>\n☃' and found.detail["shape"] == [2, 3]
 

@@ -79,9 +79,7 @@ def exchange_rows(x: Tensor, sent: list[int], received: list[int], group: str) -
     return start_exchange_rows(x, sent, received, group)()
 
 
-def start_exchange_rows(
-    x: Tensor, sent: list[int], received: list[int], group: str
-) -> Callable[[], Tensor]:
+def start_exchange_rows(x: Tensor, sent: list[int], received: list[int], group: str) -> Callable[[], Tensor]:
     """Starts `exchange_rows` and returns a function that waits for its result; the function keeps `x` alive."""
     ops = torch.ops._c10d_functional
     coming = ops.all_to_all_single(x, received, sent, group)

@@ -31,8 +31,17 @@ GroupOf = Callable[[torch.optim.Optimizer], dist.ProcessGroup | None]
 
 # AdamW is Adam with an option. Left out are those that compute norms or products of whole parameters.
 _ENTRY_BY_ENTRY = (
-    "adadelta", "adagrad", "adam", "adamax", "asgd", "nadam", "radam", "rmsprop", "rprop", "sgd",
-)  # fmt: skip
+    "adadelta",
+    "adagrad",
+    "adam",
+    "adamax",
+    "asgd",
+    "nadam",
+    "radam",
+    "rmsprop",
+    "rprop",
+    "sgd",
+)
 
 
 def update_by_shards(owns: Owns) -> Callable[[], None]:
@@ -76,9 +85,7 @@ def _by_shards(update: Callable[..., None]) -> Callable[..., None]:
     return update_shards
 
 
-def _update(
-    update: Callable[..., None], shards: list[list[Tensor | None]], options: Mapping[str, Any]
-) -> None:
+def _update(update: Callable[..., None], shards: list[list[Tensor | None]], options: Mapping[str, Any]) -> None:
     """Runs an update on local shards.
 
     A fused update goes through the memory of a tensor, whatever its strides are (torch 2.13): of a shard that is a part
@@ -123,9 +130,7 @@ def _shard(x: Tensor | None) -> Tensor | None:
     return x._local_tensor if isinstance(x, DTensor) else x
 
 
-def _fill(
-    states: list[Tensor | None], shards: list[Tensor | None], parameters: Sequence[Tensor]
-) -> None:
+def _fill(states: list[Tensor | None], shards: list[Tensor | None], parameters: Sequence[Tensor]) -> None:
     """Puts states that the update has made, such as the first momentum of SGD, into a list as DTensors."""
     for i, made in enumerate(shards):
         if states[i] is None and made is not None:
@@ -162,9 +167,12 @@ def _groups_of() -> list[GroupOf]:
 
     @functools.wraps(unscale)
     def unscale_and_share(
-        self: GradScaler, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor,
+        self: GradScaler,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
         allow_fp16: bool,
-    ) -> dict[torch.device, Tensor]:  # fmt: skip
+    ) -> dict[torch.device, Tensor]:
         groups = [found for of in _groups_of() if (found := of(optimizer)) is not None]
         own = unscale(self, optimizer, inv_scale, found_inf, allow_fp16)
         for group in groups:

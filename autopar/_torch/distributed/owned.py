@@ -69,9 +69,7 @@ class Owned(Shard):
     def __str__(self) -> str:
         return f"O({self.owner})"
 
-    def _local_shard_size_and_offset(
-        self, curr_local_size: int, num_chunks: int, rank: Any
-    ) -> tuple[int, Any]:
+    def _local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: Any) -> tuple[int, Any]:
         return (curr_local_size if rank == self.owner else 0), 0
 
     def _split_tensor(
@@ -111,10 +109,7 @@ def _keep_owners() -> None:
     def filled(found: Any, rows: Any) -> Any:
         owners = {each.owner for each in found if isinstance(each, Owned)}
         return fill(found, rows) + [
-            [
-                Owned(owner) if isinstance(x, single_dim_strategy._ShardingPlaceholder) else x
-                for x in row
-            ]
+            [Owned(owner) if isinstance(x, single_dim_strategy._ShardingPlaceholder) else x for x in row]
             for row in rows
             for owner in owners
             if _along_rows(row, single_dim_strategy._ShardingPlaceholder)

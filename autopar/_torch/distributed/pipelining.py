@@ -12,9 +12,7 @@ ActionTuples = tuple[tuple[str, int, int], ...]
 _KINDS = frozenset({"F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"})
 
 
-def pipeline_actions(
-    name: str, stages_of: Sequence[Sequence[int]], micro_batches: int
-) -> tuple[ActionTuples, ...]:
+def pipeline_actions(name: str, stages_of: Sequence[Sequence[int]], micro_batches: int) -> tuple[ActionTuples, ...]:
     """The actions of every rank in the list that a schedule class makes at birth, sends and receives included.
 
     The class takes several stages a rank. A forward and a backward that it overlaps come one after the other.
@@ -60,9 +58,7 @@ def _places(stages_of: Sequence[Sequence[int]]) -> list[SimpleNamespace]:
     """What a class asks of the first rank's stages before it makes the lists of all ranks: where they stand."""
     ranks, count = len(stages_of), sum(map(len, stages_of))
     return [
-        SimpleNamespace(
-            stage_index=index, num_stages=count, group_rank=0, group_size=ranks, submod=None
-        )
+        SimpleNamespace(stage_index=index, num_stages=count, group_rank=0, group_size=ranks, submod=None)
         for index in stages_of[0]
     ]
 

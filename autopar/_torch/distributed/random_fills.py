@@ -19,9 +19,14 @@ from autopar._torch.distributed.owned import cut_like
 
 _aten = torch.ops.aten
 _IN_PLACE = (
-    _aten.normal_.default, _aten.uniform_.default, _aten.bernoulli_.float, _aten.exponential_.default,
-    _aten.random_.default, _aten.random_.to, getattr(_aten.random_, "from"),
-)  # fmt: skip
+    _aten.normal_.default,
+    _aten.uniform_.default,
+    _aten.bernoulli_.float,
+    _aten.exponential_.default,
+    _aten.random_.default,
+    _aten.random_.to,
+    getattr(_aten.random_, "from"),
+)
 _LIKE = (_aten.randn_like.default, _aten.rand_like.default)
 
 

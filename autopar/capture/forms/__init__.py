@@ -60,16 +60,12 @@ def register_form(module_class: type[nn.Module], form: Form) -> None:
     >>> autopar.register_form(Halves, lambda module, x: x * 0.5)
     """
     if not (isinstance(module_class, type) and issubclass(module_class, nn.Module)):
-        raise CaptureError(
-            f"A form belongs to a class of torch.nn.Module, not to {module_class!r}; give the class."
-        )
+        raise CaptureError(f"A form belongs to a class of torch.nn.Module, not to {module_class!r}; give the class.")
     FORMS[_name(module_class)] = form
 
 
 @contextlib.contextmanager
-def capturable(
-    run: Callable[..., Any], model: nn.Module, args: Any, kwargs: Any
-) -> Iterator[tuple[str, ...]]:
+def capturable(run: Callable[..., Any], model: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[str, ...]]:
     """Context in which proved forms replace the forwards of modules; yields a line for each class of such modules.
 
     Args:
@@ -112,9 +108,7 @@ def _lines(found: Mapping[str, nn.Module], proved: Sequence[nn.Module]) -> Itera
             if is_proved
             else "not here, where it is not called with values (autopar.verify calls it so)"
         )
-        yield (
-            f"{kind} was captured in a form without control flow on values, proved {how}: {', '.join(where)}"
-        )
+        yield (f"{kind} was captured in a form without control flow on values, proved {how}: {', '.join(where)}")
 
 
 @contextlib.contextmanager
@@ -145,9 +139,7 @@ def _has_value(x: Tensor) -> bool:
 # --- proof
 
 
-def _prove(
-    run: Callable[[], Any], model: nn.Module, found: Mapping[str, nn.Module]
-) -> list[nn.Module]:
+def _prove(run: Callable[[], Any], model: nn.Module, found: Mapping[str, nn.Module]) -> list[nn.Module]:
     """Runs the model, and every module with a form twice, itself and as its form; returns the compared modules."""
     names = {module: name.removeprefix("model.") for name, module in found.items()}
     compared: list[nn.Module] = []
@@ -155,9 +147,7 @@ def _prove(
 
     def both(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         values = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if not running and not any(
-            x.is_meta for x in values
-        ):  # those inside it are compared by themselves
+        if not running and not any(x.is_meta for x in values):  # those inside it are compared by themselves
             running.append(module)
             _compare(module, names[module], args, kwargs)
             compared.append(running.pop())
@@ -204,9 +194,7 @@ def _compare(module: nn.Module, name: str, args: Any, kwargs: Any) -> None:
             with _torch.as_if_compiling():  # forms may ask, and so do models
                 got = _outcome(form, module, args, kwargs)
         except (RuntimeError, ValueError, IndexError, TypeError) as fault:
-            raise CaptureError(
-                f"{claim}: it fails ({fault}). Register one that computes the same."
-            ) from fault
+            raise CaptureError(f"{claim}: it fails ({fault}). Register one that computes the same.") from fault
     if len(want) != len(got):
         raise CaptureError(f"{claim}: it gives {len(got)} tensors, and the module {len(want)}.")
     error = max((distance(g.to(w.dtype), w) for g, w in zip(got, want, strict=True)), default=0.0)
@@ -247,9 +235,7 @@ def _gradients(results: Sequence[Tensor], wanted: Sequence[Tensor]) -> tuple[Ten
         return tuple(map(torch.zeros_like, wanted))
     if not wanted:
         return ()
-    return torch.autograd.grad(
-        ends, wanted, [weights(y) for y in ends], allow_unused=True, materialize_grads=True
-    )
+    return torch.autograd.grad(ends, wanted, [weights(y) for y in ends], allow_unused=True, materialize_grads=True)
 
 
 @contextlib.contextmanager

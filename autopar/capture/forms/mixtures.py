@@ -28,16 +28,17 @@ def _grouped(rows: Tensor, ids: Tensor, shares: Tensor, **layer: Any) -> Tensor:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     usual = {
-        "has_bias": False, "is_transposed": False, "has_post_expert_norm": False, "_is_expert_parallel": False,
-    }  # fmt: skip
+        "has_bias": False,
+        "is_transposed": False,
+        "has_post_expert_norm": False,
+        "_is_expert_parallel": False,
+    }
     experts = SimpleNamespace(**{**usual, **layer})
     found: Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](experts, rows, ids, shares)
     return found
 
 
-def _modules(
-    module: Any, rows: Tensor, ids: Tensor, shares: Tensor, up: str, down: str, **more: Any
-) -> Tensor:
+def _modules(module: Any, rows: Tensor, ids: Tensor, shares: Tensor, up: str, down: str, **more: Any) -> Tensor:
     """Experts `down(dropout(act(up(x))))` that are modules.
 
     Args:
@@ -56,9 +57,16 @@ def _modules(
         stacked |= {"up_proj_bias": torch.stack([x.bias for x in ups])}
         stacked |= {"down_proj_bias": torch.stack([x.bias for x in downs])}
     return _grouped(
-        rows, ids, shares, num_experts=module.num_experts, has_gate=False, has_bias=has_bias,
-        act_fn=lambda x: experts[0].dropout(experts[0].act(x)), **stacked, **more,
-    )  # fmt: skip
+        rows,
+        ids,
+        shares,
+        num_experts=module.num_experts,
+        has_gate=False,
+        has_bias=has_bias,
+        act_fn=lambda x: experts[0].dropout(experts[0].act(x)),
+        **stacked,
+        **more,
+    )
 
 
 def _gated(act: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -95,19 +103,30 @@ def dbrx_experts(module: Any, rows: Tensor, ids: Tensor, shares: Tensor) -> Tens
     apart = (experts, module.ffn_hidden_size, module.hidden_size)
     w1, v1, w2 = (x.view(apart) for x in (module.mlp.w1, module.mlp.v1, module.mlp.w2))
     found = _grouped(
-        rows.reshape(-1, module.hidden_size), ids, shares, num_experts=experts, has_gate=True,
-        gate_up_proj=torch.cat([w1, v1], 1), down_proj=w2.transpose(1, 2),
+        rows.reshape(-1, module.hidden_size),
+        ids,
+        shares,
+        num_experts=experts,
+        has_gate=True,
+        gate_up_proj=torch.cat([w1, v1], 1),
+        down_proj=w2.transpose(1, 2),
         _apply_gate=_gated(module.mlp.activation_fn),
-    )  # fmt: skip
+    )
     return found.view(rows.shape[0], -1, module.hidden_size)
 
 
 def step_experts(module: Any, rows: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
     """Step3p7Experts, which clamps the inputs of its gate."""
     return _grouped(
-        rows, ids, shares, num_experts=module.num_experts, has_gate=True,
-        gate_up_proj=module.gate_up_proj, down_proj=module.down_proj, _apply_gate=module._apply_gate,
-    )  # fmt: skip
+        rows,
+        ids,
+        shares,
+        num_experts=module.num_experts,
+        has_gate=True,
+        gate_up_proj=module.gate_up_proj,
+        down_proj=module.down_proj,
+        _apply_gate=module._apply_gate,
+    )
 
 
 def longcat_experts(module: Any, rows: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
@@ -118,10 +137,15 @@ def longcat_experts(module: Any, rows: Tensor, ids: Tensor, shares: Tensor) -> T
     if experts == 0:
         return given_back
     found = _grouped(
-        rows, ids.clamp(max=experts - 1), shares * computed, num_experts=experts, has_gate=True,
-        gate_up_proj=module.gate_up_proj[:experts], down_proj=module.down_proj,
+        rows,
+        ids.clamp(max=experts - 1),
+        shares * computed,
+        num_experts=experts,
+        has_gate=True,
+        gate_up_proj=module.gate_up_proj[:experts],
+        down_proj=module.down_proj,
         _apply_gate=_gated(module.act_fn),
-    )  # fmt: skip
+    )
     return found + given_back
 
 
@@ -145,9 +169,7 @@ def _cast_where_used(linear: nn.Linear) -> Iterator[None]:
             del vars(linear)[name]
 
 
-def masked_stack(
-    module: Any, input_ids: Any = None, attention_mask: Any = None, **kwargs: Any
-) -> Any:
+def masked_stack(module: Any, input_ids: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
     """SwitchTransformersStack with a mask of ones, which the class fills in only if it is not traced."""
     states = kwargs.get("inputs_embeds")
     first = input_ids if states is None else states

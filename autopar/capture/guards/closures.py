@@ -50,15 +50,11 @@ class Closures:
         for each in wanted:
             self._found.setdefault(id(each), [])
 
-    def running(
-        self, code: types.CodeType, variables: Mapping[str, Any]
-    ) -> list[types.FunctionType]:
+    def running(self, code: types.CodeType, variables: Mapping[str, Any]) -> list[types.FunctionType]:
         """The functions that may be running: those with this code whose cells hold the values of its free variables."""
 
         def is_it(function: types.FunctionType) -> bool:
-            return all(
-                content_of(cell) is variables.get(n, MISSING) for n, cell in cells_of(function)
-            )
+            return all(content_of(cell) is variables.get(n, MISSING) for n, cell in cells_of(function))
 
         return [function for function in self._found.get(id(code), ()) if is_it(function)]
 

@@ -85,9 +85,7 @@ class Unwritten(Generic[C]):
 
     def _check_often(self, written: set[int]) -> None:
         """Has the checks of some dicts made every time; the others are looked at once more for new versions."""
-        self._often += [
-            check for each in self._ids if each in written for check in self._checks[each]
-        ]
+        self._often += [check for each in self._ids if each in written for check in self._checks[each]]
         self._often_hold = self._together(self._often)
         self._ids = [each for each in self._ids if each not in written]
         self._versions = None

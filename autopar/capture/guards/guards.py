@@ -251,9 +251,7 @@ class Guards:
         """Where a number stood, and another one of its kind stands now, that a tensor can take the place of."""
         settable = (g for g in self._guards if g.place.can_be_set)
         return [
-            g.place
-            for g in settable
-            if is_number_like(now := g.place.get(), g.before) and not is_same(now, g.before)
+            g.place for g in settable if is_number_like(now := g.place.get(), g.before) and not is_same(now, g.before)
         ]
 
     def hold(self) -> bool:

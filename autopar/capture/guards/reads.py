@@ -405,9 +405,7 @@ class Reads:
             yield Guard(place, before)
             if cached_by(value) is not None:
                 was = partial(_was_emptied, value, times_computed(value), cache_of(value))
-                yield Guard(
-                    Place(was, CALL, f"whether {place.words} was emptied", place.line), False
-                )
+                yield Guard(Place(was, CALL, f"whether {place.words} was emptied", place.line), False)
         for name, function in _ASKED.items():
             if name in self._names:
                 place = Place(function, CALL, f"what {name} says", "a line of the forward")

@@ -125,9 +125,7 @@ class Structure:
             for table in (module._modules, module._parameters)
             if table
         ]
-        self._present = [
-            p for m in modules.values() for p in m._parameters.values() if p is not None
-        ]
+        self._present = [p for m in modules.values() for p in m._parameters.values() if p is not None]
         self._flags = GradientFlags(self._present)
         self._hooks = [getattr(m, name) for m in modules.values() for name in _HOOKS]
         self._hooked = [hooks for hooks in self._hooks if hooks]
@@ -138,9 +136,7 @@ class Structure:
         self._plain = [_Plain(vars(m)) for m in users if "forward" not in vars(m)]
         checks: list[tuple[dict[str, Any], Check]] = [(table.now, table) for table in self._tables]
         checks += [(plain.attributes, plain) for plain in self._plain]
-        self._buffers = [
-            _BufferNames(m._buffers, frozenset(m._buffers)) for m in modules.values() if m._buffers
-        ]
+        self._buffers = [_BufferNames(m._buffers, frozenset(m._buffers)) for m in modules.values() if m._buffers]
         checks += [(names.now, names) for names in self._buffers]
         self._forwards = _ClassForwards(dict.fromkeys(map(type, users)))
         self._in_dicts: Unwritten[Check] = Unwritten(checks)

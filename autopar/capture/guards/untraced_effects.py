@@ -30,9 +30,7 @@ def _called_by_user(frame: FrameType | None) -> bool:
     """Whether user code entered a mode: the nearest frame, decorators left out, is outside torch."""
     while frame is not None and frame.f_code.co_filename.endswith("_contextlib.py"):
         frame = frame.f_back
-    return frame is not None and not frame.f_code.co_filename.startswith(
-        os.path.dirname(torch.__file__)
-    )
+    return frame is not None and not frame.f_code.co_filename.startswith(os.path.dirname(torch.__file__))
 
 
 @contextlib.contextmanager
@@ -140,9 +138,7 @@ class OutsideLeaves(TorchFunctionMode):
         self._own = set(map(id, model.parameters()))
         self.found: dict[int, Tensor] = {}
 
-    def __torch_function__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         for given in (*args, *(kwargs or {}).values()):
             for x in given if isinstance(given, list | tuple) else (given,):
                 taken = type(x) in (Tensor, nn.Parameter) and x.is_leaf and x.requires_grad

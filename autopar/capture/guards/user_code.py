@@ -92,9 +92,12 @@ def _counts(code: types.CodeType, offset: int, name: str) -> bool:
     stored = next((op for op in rest if not op.opname.startswith(("SWAP", "LOAD_FAST"))), None)
     return (
         constant.opname in ("LOAD_CONST", "LOAD_SMALL_INT")
-        and add.opname == "BINARY_OP" and add.argrepr in _COUNTS
-        and stored is not None and stored.opname == "STORE_ATTR" and stored.argval == name
-    )  # fmt: skip
+        and add.opname == "BINARY_OP"
+        and add.argrepr in _COUNTS
+        and stored is not None
+        and stored.opname == "STORE_ATTR"
+        and stored.argval == name
+    )
 
 
 def globals_of(code: types.CodeType) -> Iterator[tuple[str, int]]:
@@ -142,9 +145,7 @@ def reads_clock(function: Any) -> bool:
     """Whether a built-in function returns the time or noise of the machine."""
     name = getattr(function, "__name__", "")
     is_clock = getattr(function, "__module__", "") == "time" and name not in ("sleep", "strftime")
-    return (
-        is_clock or name == "urandom" or (name in ("now", "utcnow", "today") and _is_date(function))
-    )
+    return is_clock or name == "urandom" or (name in ("now", "utcnow", "today") and _is_date(function))
 
 
 def _is_date(function: Any) -> bool:

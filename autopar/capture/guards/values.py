@@ -18,9 +18,22 @@ import torch
 from torch import Tensor, nn
 
 _PLAIN = (
-    int, float, complex, str, bytes, type(None), type(...), range, enum.Enum, np.generic,
-    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
-)  # fmt: skip
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    type(...),
+    range,
+    enum.Enum,
+    np.generic,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    torch.Size,
+)
 
 MUTABLE = (list, dict, set, deque)
 CONTAINERS = (*MUTABLE, tuple, frozenset)

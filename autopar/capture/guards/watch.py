@@ -47,9 +47,7 @@ _TABLES = frozenset([*vars(nn.Module()), *vars(nn.Module)]) - {"training"}
 class _Unwatched(TorchFunctionMode):
     """Runs ops without the profile function: they take most of the time, and contain no code of the user."""
 
-    def __torch_function__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return function(*args, **(kwargs or {}))
         with profiled_by(None):
@@ -75,9 +73,7 @@ class Watch:
         self._roots = [(loss_fn, "loss_fn")] if loss_fn is not None else []
         if isinstance(loss_fn, nn.Module):
             self._modules += loss_fn.modules()
-            self._paths |= {
-                id(m): f"loss_fn.{path}".rstrip(".") for path, m in loss_fn.named_modules()
-            }
+            self._paths |= {id(m): f"loss_fn.{path}".rstrip(".") for path, m in loss_fn.named_modules()}
         self._reads, self._writes = Reads(self._paths), Writes(self._paths, self._modules)
         # Lines, and whether the generator is a `random.Random` of the user's own.
         self._drawn: list[tuple[str, bool]] = []
@@ -175,23 +171,17 @@ class Watch:
             return False
         return self._reads.has_read(module, name) or not self._writes.has_set(module, name)
 
-    def _put_back(
-        self, before: list[dict[str, Any]]
-    ) -> tuple[list[tuple[nn.Module, str, Any, Any]], list[Place]]:
+    def _put_back(self, before: list[dict[str, Any]]) -> tuple[list[tuple[nn.Module, str, Any, Any]], list[Place]]:
         """Restores the Python values from before a run.
 
         Returns the attributes that were put back, see `Writes.written`, and all other places that were.
         """
         self._reads.find_imports()
-        written = [
-            w for w in self._writes.written(before) if not self._writes.keeps(w[0], w[1], w[3])
-        ]
+        written = [w for w in self._writes.written(before) if not self._writes.keeps(w[0], w[1], w[3])]
         for module, name, old, _ in written:
             Place(vars(module), name, "", "").put(old)
         attributes = {id(holder) for m in self._modules for holder in (m, vars(m))}
-        changed = [
-            each for each in self._reads.changed(attributes) if not self._writes.stays(each[0])
-        ]
+        changed = [each for each in self._reads.changed(attributes) if not self._writes.stays(each[0])]
         for place, value in changed:
             place.put(value)
         return written, [place for place, _ in changed] + self._reads.refilled()

@@ -34,9 +34,7 @@ class Write:
 
     def repeat(self) -> None:
         """Makes the change once more."""
-        self.attributes[self.name] = (
-            self.attributes[self.name] + self.value if self.adds else self.value
-        )
+        self.attributes[self.name] = self.attributes[self.name] + self.value if self.adds else self.value
 
 
 class Writes:
@@ -102,9 +100,7 @@ class Writes:
         key = id(module), name
         return key in self._internal and key not in self._lines
 
-    def effect(
-        self, module: nn.Module, name: str, old: Any, new: Any, *, is_counter: bool
-    ) -> Write | None:
+    def effect(self, module: nn.Module, name: str, old: Any, new: Any, *, is_counter: bool) -> Write | None:
         """The write that repeats after every step what a forward did to an attribute.
 
         None, with a warning, for a write of an installed library that cannot be repeated; CaptureError for such

@@ -12,9 +12,7 @@ from autopar.capture.rewrites.keep_no_grad import keep_no_grad
 from autopar.capture.rewrites.promote_losses import promote_losses
 from autopar.capture.rewrites.write_statistics import write_statistics
 
-EXPORTED: tuple[
-    Callable[[fx.GraphModule], None], ...
-] = (  # raise CaptureError for what they cannot say
+EXPORTED: tuple[Callable[[fx.GraphModule], None], ...] = (  # raise CaptureError for what they cannot say
     drop_assertions,  # of numbers that nothing else reads; not all can be decomposed
     keep_no_grad,  # regions are inlined, and what they make would get gradients
     functionalize_strided_ops,  # writes to memory by strides

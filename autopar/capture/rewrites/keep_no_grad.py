@@ -64,9 +64,7 @@ def _takes_gradient(node: fx.Node, trained: set[fx.Node]) -> bool:
     value = node.meta.get("val")
     if node.op == "placeholder":
         return isinstance(value, Tensor) and value.requires_grad
-    if node.target is aten.detach.default or (
-        isinstance(value, Tensor) and not _is_floating(value)
-    ):
+    if node.target is aten.detach.default or (isinstance(value, Tensor) and not _is_floating(value)):
         return False
     return any(each in trained for each in node.all_input_nodes)
 
@@ -102,9 +100,7 @@ def _written(node: fx.Node) -> Iterator[fx.Node]:
         return
     for position, argument in enumerate(_torch.schema(node.target).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            value = node.kwargs.get(
-                argument.name, node.args[position] if position < len(node.args) else None
-            )
+            value = node.kwargs.get(argument.name, node.args[position] if position < len(node.args) else None)
             if isinstance(value, fx.Node):
                 yield value
 

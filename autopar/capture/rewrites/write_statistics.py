@@ -27,10 +27,14 @@ aten = torch.ops.aten
 _SILENT = frozenset(
     f"aten::{name}"
     for name in (
-        "instance_norm", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm_update_stats",
-        "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts",
+        "instance_norm",
+        "cudnn_batch_norm",
+        "miopen_batch_norm",
+        "batch_norm_update_stats",
+        "batch_norm_gather_stats",
+        "batch_norm_gather_stats_with_counts",
     )
-)  # fmt: skip
+)
 
 
 def write_statistics(module: fx.GraphModule) -> None:

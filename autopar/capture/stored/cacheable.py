@@ -17,24 +17,94 @@ from autopar.capture.guards.user_code import globals_of, imports_of, is_installe
 from autopar.capture.stored.python_state import NoText, PythonState
 
 # Modules of the standard library that compute, and read nothing of the machine.
-_PURE = frozenset({
-    "__future__", "abc", "bisect", "builtins", "cmath", "collections", "contextlib", "copy", "dataclasses", "enum",
-    "fractions", "functools", "heapq", "itertools", "math", "numbers", "operator", "re", "statistics", "string",
-    "types", "typing", "warnings",
-})  # fmt: skip
+_PURE = frozenset(
+    {
+        "__future__",
+        "abc",
+        "bisect",
+        "builtins",
+        "cmath",
+        "collections",
+        "contextlib",
+        "copy",
+        "dataclasses",
+        "enum",
+        "fractions",
+        "functools",
+        "heapq",
+        "itertools",
+        "math",
+        "numbers",
+        "operator",
+        "re",
+        "statistics",
+        "string",
+        "types",
+        "typing",
+        "warnings",
+    }
+)
 # Names by which code asks the process, the machine or a file, or finds a value in a way that is not watched.
-_ASKING = frozenset({
-    "__annotations__", "__config__", "__dataclass_fields__", "__dict__", "__doc__", "__import__", "__version__", "_C",
-    "accelerator", "are_deterministic_algorithms_enabled", "argv", "backends", "cuda", "distributed", "environ", "eval",
-    "exec", "fields", "from_file", "fromfile", "genfromtxt", "get_num_threads", "get_rank", "get_rng_state",
-    "get_world_size", "getenv", "globals", "hash", "hub", "id", "import_module", "initial_seed", "input",
-    "is_available", "is_initialized", "jit", "load", "loadtxt", "memmap", "mps", "open", "version", "xpu",
-})  # fmt: skip
+_ASKING = frozenset(
+    {
+        "__annotations__",
+        "__config__",
+        "__dataclass_fields__",
+        "__dict__",
+        "__doc__",
+        "__import__",
+        "__version__",
+        "_C",
+        "accelerator",
+        "are_deterministic_algorithms_enabled",
+        "argv",
+        "backends",
+        "cuda",
+        "distributed",
+        "environ",
+        "eval",
+        "exec",
+        "fields",
+        "from_file",
+        "fromfile",
+        "genfromtxt",
+        "get_num_threads",
+        "get_rank",
+        "get_rng_state",
+        "get_world_size",
+        "getenv",
+        "globals",
+        "hash",
+        "hub",
+        "id",
+        "import_module",
+        "initial_seed",
+        "input",
+        "is_available",
+        "is_initialized",
+        "jit",
+        "load",
+        "loadtxt",
+        "memmap",
+        "mps",
+        "open",
+        "version",
+        "xpu",
+    }
+)
 _LOOKING = frozenset({"attrgetter", "getattr", "vars"})  # find an entry by a name that is computed
 _LIBRARIES = ("torch", "numpy")
-_PROCESS = tuple(f"torch.{name}" for name in (
-    "distributed", "cuda", "backends", "hub", "serialization", "jit",
-))  # fmt: skip
+_PROCESS = tuple(
+    f"torch.{name}"
+    for name in (
+        "distributed",
+        "cuda",
+        "backends",
+        "hub",
+        "serialization",
+        "jit",
+    )
+)
 
 
 def refuse_unportable(captured: Captured, state: PythonState) -> None:
@@ -77,9 +147,7 @@ def _refuse_asking(code: types.CodeType, space: Mapping[str, Any], where: str) -
         module = _module_of(value)
         if not _is_pure(module):
             raise NoText(f"{where} uses {module}, which may say something else at every start")
-        is_users = (
-            isinstance(value, types.ModuleType) and module.partition(".")[0] not in _LIBRARIES
-        )
+        is_users = isinstance(value, types.ModuleType) and module.partition(".")[0] not in _LIBRARIES
         if is_users and _LOOKING & set(code.co_names):
             raise NoText(f"{where} may ask the module {module} for anything")
 

@@ -31,10 +31,20 @@ from autopar.ir import MixedPrecision
 
 # Fields that are JSON as they are, but for the type that they are given back.
 _PLAIN = {
-    "parameters": dict, "tied": dict, "frozen": frozenset, "buffers": dict, "inputs": dict, "is_step": bool,
-    "training": bool, "has_loss_fn": bool, "has_more": bool, "differentiable": frozenset, "whole_outputs": bool,
-    "forms": tuple, "is_clean": bool,
-}  # fmt: skip
+    "parameters": dict,
+    "tied": dict,
+    "frozen": frozenset,
+    "buffers": dict,
+    "inputs": dict,
+    "is_step": bool,
+    "training": bool,
+    "has_loss_fn": bool,
+    "has_more": bool,
+    "differentiable": frozenset,
+    "whole_outputs": bool,
+    "forms": tuple,
+    "is_clean": bool,
+}
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
@@ -81,10 +91,7 @@ def read_captured(
         out_spec=pytree.read_tree(document["result"]),
         mutated=dict(document["mutated"]),
         precision=precision,
-        stored={
-            name: dtype_of(dtype.removeprefix("torch."))
-            for name, dtype in document["stored"].items()
-        },
+        stored={name: dtype_of(dtype.removeprefix("torch.")) for name, dtype in document["stored"].items()},
         guards=Guards(Guard(place, seen(place.get())) for place in places),
         writes=tuple(_read_write(each, state) for each in document["writes"]),
     )

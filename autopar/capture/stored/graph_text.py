@@ -31,7 +31,7 @@ _BY_NAME = (torch.dtype, torch.layout, torch.memory_format)
 # What computes with results of several parts, and with open sizes.
 _FUNCTIONS = {
     name: getattr(operator, name) for name in ("getitem", "add", "sub", "mul", "floordiv", "mod", "neg", "pow")
-}  # fmt: skip
+}
 _CONTAINERS = (
     "builtins",
     "torch.fx.immutable_collections",
@@ -89,9 +89,7 @@ def read_graph(document: Json) -> fx.GraphModule:
     return fx.GraphModule({}, graph)
 
 
-def _written(
-    node: fx.Node, numbers: dict[fx.Node, int], tensors: _Shared, texts: _Shared
-) -> list[Json]:
+def _written(node: fx.Node, numbers: dict[fx.Node, int], tensors: _Shared, texts: _Shared) -> list[Json]:
     stack, line = node.meta.get("nn_module_stack"), node.meta.get("stack_trace")
     modules = None if stack is None else [[key, *entry] for key, entry in stack.items()]
     return [
@@ -209,10 +207,16 @@ def _result_text(value: Any, tensors: _Shared) -> Json:
         raise NoText(f"a result is a {type(value).__name__}")
     if value.layout is not torch.strided:
         raise NoText(f"a result is {value.layout}")
-    return tensors.place([
-        list(map(_size, value.shape)), list(map(_size, value.stride())),
-        str(value.dtype).removeprefix("torch."), str(value.device), value.requires_grad, is_parameter,
-    ])  # fmt: skip
+    return tensors.place(
+        [
+            list(map(_size, value.shape)),
+            list(map(_size, value.stride())),
+            str(value.dtype).removeprefix("torch."),
+            str(value.device),
+            value.requires_grad,
+            is_parameter,
+        ]
+    )
 
 
 def sizes_of(module: fx.GraphModule) -> Json:

@@ -68,11 +68,7 @@ class PythonState(StateOfObjects):
 
         Raises NoText where the value at this place is no part of the state.
         """
-        inner = (
-            id(gc.get_referents(place.holder)[0])
-            if isinstance(place.holder, types.MappingProxyType)
-            else 0
-        )
+        inner = id(gc.get_referents(place.holder)[0]) if isinstance(place.holder, types.MappingProxyType) else 0
         is_space = id(place.holder) in self._spaces or inner in self._spaces
         number = self._spaces.get(inner or id(place.holder))
         number = self._numbers.get(id(place.holder)) if number is None else number
@@ -106,9 +102,7 @@ class PythonState(StateOfObjects):
     def has_unknown_default(self, code: types.CodeType) -> bool:
         """Whether a function with this code has a default that is no part of the state."""
         found = [f for f in self._functions.get(code, ()) if f.__defaults__ or f.__kwdefaults__]
-        return any(
-            map(self._has_unknown, (x for f in found for x in (f.__defaults__, f.__kwdefaults__)))
-        )
+        return any(map(self._has_unknown, (x for f in found for x in (f.__defaults__, f.__kwdefaults__))))
 
     def _is_known(self, number: int, place: Place, is_space: bool) -> bool:
         """Whether the value at a place, or that there is none, is said by the text."""

@@ -57,9 +57,7 @@ class StateOfCode(StateLines):
         code = function.__code__
         is_watched = is_users(code.co_filename)
         self._functions.setdefault(code, []).append(function)
-        self._lines.append(
-            f"{function.__module__}.{function.__qualname__} {hash_of_code(code, self._codes)}"
-        )
+        self._lines.append(f"{function.__module__}.{function.__qualname__} {hash_of_code(code, self._codes)}")
         for name in ("__defaults__", "__kwdefaults__"):
             self._entry(function, name, getattr(function, name), hidden=not is_watched)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):

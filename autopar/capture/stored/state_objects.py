@@ -34,16 +34,24 @@ _TABLES = frozenset(vars(nn.Module()))
 _DICTS = (dict, OrderedDict)
 _OWN_TABLES = ("_parameters", "_buffers", "_modules")
 _NAMED = (
-    types.BuiltinFunctionType, types.WrapperDescriptorType, types.MethodDescriptorType, types.MethodWrapperType,
-    types.ClassMethodDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType,
-)  # fmt: skip
+    types.BuiltinFunctionType,
+    types.WrapperDescriptorType,
+    types.MethodDescriptorType,
+    types.MethodWrapperType,
+    types.ClassMethodDescriptorType,
+    types.GetSetDescriptorType,
+    types.MemberDescriptorType,
+)
 _ATTRIBUTES = (types.GetSetDescriptorType, types.MemberDescriptorType)  # of slots
 _FIELD: Any = type(vars(namedtuple("_Named", "field"))["field"])
 _PARTS = {
-    property: ("fget", "fset", "fdel"), staticmethod: ("__func__",), classmethod: ("__func__",),
-    functools.cached_property: ("func", "attrname"), functools.partial: ("func", "args", "keywords"),
+    property: ("fget", "fset", "fdel"),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    functools.cached_property: ("func", "attrname"),
+    functools.partial: ("func", "args", "keywords"),
     types.MethodType: ("__func__", "__self__"),
-}  # fmt: skip
+}
 
 
 class StateOfObjects(StateOfCode):
@@ -98,9 +106,7 @@ class StateOfObjects(StateOfCode):
         for name, child in module._modules.items():
             self._put(f"module {name}", child)
         self._spaces[id(vars(module))] = self._numbers[id(module)]
-        hooks = {
-            name: x for name, x in vars(module).items() if name in _TABLES and type(x) in _DICTS
-        }
+        hooks = {name: x for name, x in vars(module).items() if name in _TABLES and type(x) in _DICTS}
         for name, x in vars(module).items():
             if name not in _OWN_TABLES and name not in hooks:
                 self._entry(module, name, x)

@@ -17,16 +17,39 @@ from autopar.capture.guards.user_code import OTHERS
 
 _MADE_BY_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 # Entries of a class that no code reads, or that Python fills in when it likes.
-UNREAD = frozenset({
-    "__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__annotate__", "__firstlineno__",
-    "__static_attributes__", "__slotnames__", "_abc_impl", "__abstractmethods__", "__annotations_cache__",
-})  # fmt: skip
+UNREAD = frozenset(
+    {
+        "__dict__",
+        "__weakref__",
+        "__doc__",
+        "__module__",
+        "__annotations__",
+        "__annotate__",
+        "__firstlineno__",
+        "__static_attributes__",
+        "__slotnames__",
+        "_abc_impl",
+        "__abstractmethods__",
+        "__annotations_cache__",
+    }
+)
 # What a code object does, and the lines that errors name.
 _OF_CODE = (
-    "co_code", "co_names", "co_varnames", "co_freevars", "co_cellvars", "co_flags", "co_argcount",
-    "co_posonlyargcount", "co_kwonlyargcount", "co_exceptiontable", "co_filename", "co_qualname", "co_firstlineno",
+    "co_code",
+    "co_names",
+    "co_varnames",
+    "co_freevars",
+    "co_cellvars",
+    "co_flags",
+    "co_argcount",
+    "co_posonlyargcount",
+    "co_kwonlyargcount",
+    "co_exceptiontable",
+    "co_filename",
+    "co_qualname",
+    "co_firstlineno",
     "co_linetable",
-)  # fmt: skip
+)
 
 
 def hash_of_code(code: types.CodeType, known: dict[types.CodeType, str]) -> str:
@@ -38,10 +61,7 @@ def hash_of_code(code: types.CodeType, known: dict[types.CodeType, str]) -> str:
     """
     if code not in known:
         said = [getattr(code, name) for name in _OF_CODE]
-        said += [
-            hash_of_code(c, known) if isinstance(c, types.CodeType) else plain_text(c)
-            for c in code.co_consts
-        ]
+        said += [hash_of_code(c, known) if isinstance(c, types.CodeType) else plain_text(c) for c in code.co_consts]
         known[code] = hashlib.sha256(repr(said).encode()).hexdigest()
     return known[code]
 

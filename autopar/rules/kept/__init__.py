@@ -121,7 +121,13 @@ FUNCTIONS: dict[str, Rule] = {
     **{
         f"aten.{name}": _indices
         for name in (
-            "embedding", "index", "index_select", "index_put", "scatter", "index_fill", "masked_scatter",
+            "embedding",
+            "index",
+            "index_select",
+            "index_put",
+            "scatter",
+            "index_fill",
+            "masked_scatter",
         )
     },
     "aten.pow": _power,
@@ -141,8 +147,11 @@ FUNCTIONS: dict[str, Rule] = {
     **{
         f"aten.{name}": batch_norm
         for name in (
-            "batch_norm", "native_batch_norm", "_native_batch_norm_legit",
-            "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training",
+            "batch_norm",
+            "native_batch_norm",
+            "_native_batch_norm_legit",
+            "_native_batch_norm_legit_functional",
+            "_native_batch_norm_legit_no_training",
         )
     },
     "aten.instance_norm": instance_norm,
@@ -155,4 +164,4 @@ FUNCTIONS: dict[str, Rule] = {
     "aten.adaptive_avg_pool1d": _adaptive_pool,
     "aten.adaptive_avg_pool2d": _adaptive_pool,
     "aten.cross_entropy_loss": _cross_entropy,
-}  # fmt: skip
+}

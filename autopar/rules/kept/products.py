@@ -30,9 +30,7 @@ def matmul(call: Call, spec: Spec) -> Kept:
     return Kept(tuple(operands), (), tuple(hidden))
 
 
-def _is_matrix_already(
-    x: torch.Tensor, other: torch.Tensor, batch: torch.Size, *, is_left: bool
-) -> bool:
+def _is_matrix_already(x: torch.Tensor, other: torch.Tensor, batch: torch.Size, *, is_left: bool) -> bool:
     """Whether matmul uses the memory of `x` without a copy; see should_fold in ATen/native/LinearAlgebra.cpp."""
     if x.ndim < 3:
         return True
@@ -86,7 +84,5 @@ def einsum(call: Call, spec: Spec) -> Kept:
 
 def _broadcasts(names: list[list[str]], call: Call) -> bool:
     """Whether a letter has different sizes in the two operands."""
-    left, right = (
-        dict(zip(n, x.shape, strict=True)) for n, x in zip(names, call.operands, strict=True)
-    )
+    left, right = (dict(zip(n, x.shape, strict=True)) for n, x in zip(names, call.operands, strict=True))
     return any(left[n] != right[n] for n in left.keys() & right.keys())

@@ -45,9 +45,7 @@ def row(text: str) -> Rule:
             elif each.wanting is None or each.wanting & call.wanted:
                 count = len(call.operands if each.kind == "x" else call.results)
                 found[each.kind] += range(each.first, min(count, each.end))
-        return Kept(
-            tuple(dict.fromkeys(found["x"])), tuple(dict.fromkeys(found["y"])), tuple(hidden)
-        )
+        return Kept(tuple(dict.fromkeys(found["x"])), tuple(dict.fromkeys(found["y"])), tuple(hidden))
 
     return rule
 
@@ -87,9 +85,7 @@ def _entries(text: str) -> Iterator[_Tensors | _Own]:
     for word in tensors.split():
         match = re.fullmatch(r"([xy])(\d+)(\.\.)?", word)
         if not match:
-            raise ValueError(
-                f"Cannot read {word!r} in {text!r}; write x0 y1, x1.., x0 for 1 2 or [b s] float32."
-            )
+            raise ValueError(f"Cannot read {word!r} in {text!r}; write x0 y1, x1.., x0 for 1 2 or [b s] float32.")
         first = int(match[2])
         yield _Tensors(match[1], first, 1 << 30 if match[3] else first + 1, wanting)
 
@@ -100,7 +96,9 @@ def _rows(text: str, *names: str) -> dict[str, str]:
 
 ROWS: dict[str, str] = {
     **dict.fromkeys([*views.RULES, *shape.RULES, *blocks.RULES], ""),
-    **_rows("", """
+    **_rows(
+        "",
+        """
         add sub rsub neg positive clone alias detach _to_copy type_as copy ceil floor round trunc frac
         sign deg2rad rad2deg real imag sum mean cumsum tril triu any all
         repeat_interleave unfold as_strided diff pixel_shuffle pixel_unshuffle im2col col2im
@@ -108,17 +106,24 @@ ROWS: dict[str, str] = {
         upsample_bicubic2d upsample_trilinear3d _upsample_nearest_exact1d _upsample_nearest_exact2d
         _upsample_nearest_exact3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa broadcast_tensors
         affine_grid_generator trapezoid trapz
-    """),
-    **_rows("y0", """
+    """,
+    ),
+    **_rows(
+        "y0",
+        """
         exp exp2 expm1 sigmoid tanh tan sqrt rsqrt reciprocal relu softmax _softmax _safe_softmax
         log_softmax _log_softmax
-    """),
-    **_rows("x0", """
+    """,
+    ),
+    **_rows(
+        "x0",
+        """
         abs acos acosh angle asin asinh atan atanh celu clamp_max clamp_min cos cosh digamma elu erf
         erfc erfinv gelu glu hardshrink hardsigmoid hardswish hardtanh leaky_relu lgamma log log10
         log1p log2 logit mish nan_to_num polygamma silu selu sin sinc sinh softplus
         softshrink threshold square var var_mean avg_pool1d avg_pool2d avg_pool3d where
-    """),
+    """,
+    ),
     **_rows("x0; y0", "amax amin std logsumexp prod norm linalg_vector_norm cumprod sgn logcumsumexp"),
     **_rows("x0; y0..", "aminmax"),
     **_rows("y1", "topk sort kthvalue median mode native_dropout"),
@@ -144,12 +149,24 @@ ROWS: dict[str, str] = {
     **_rows("x0 for 2; x1 for 3; x2 for 0; x3 for 1; y0", "rnn_tanh_cell rnn_relu_cell"),
     **_rows("x1; x0 for 1", "kl_div"),
     **_rows("x0..; y1; y2", "native_layer_norm"),
-}  # fmt: skip
+}
 
 NOT_DIFFERENTIABLE = frozenset(
     f"aten.{name}"
     for name in (
-        "detach", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like",
-        "new_zeros", "new_ones", "new_full", "new_empty", "bernoulli", "histc", "heaviside",
+        "detach",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "empty_like",
+        "rand_like",
+        "randn_like",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_empty",
+        "bernoulli",
+        "histc",
+        "heaviside",
     )
-)  # fmt: skip
+)

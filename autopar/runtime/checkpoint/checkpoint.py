@@ -35,8 +35,13 @@ from autopar.runtime.ranks.all_ranks import AllRanks
 PathLike = str | os.PathLike[str]
 
 __all__ = [
-    "Checkpoints", "LastCheckpoint", "load_checkpoint", "load_optimizer_state", "read_extra", "save_checkpoint",
-]  # fmt: skip
+    "Checkpoints",
+    "LastCheckpoint",
+    "load_checkpoint",
+    "load_optimizer_state",
+    "read_extra",
+    "save_checkpoint",
+]
 
 
 def save_checkpoint(
@@ -74,17 +79,13 @@ def save_checkpoint(
     """
     folder, model = Path(path).resolve(), _torch.uncompiled(model)
     ranks = AllRanks(f"Saving {folder}")
-    tensors, notes = ranks.each(
-        lambda: collect(model, optimizer, extra, with_model=not only_optimizer)
-    )
+    tensors, notes = ranks.each(lambda: collect(model, optimizer, extra, with_model=not only_optimizer))
     save = Save.begin(ranks, folder, tensors, notes)
     ranks.each(save.write)
     ranks.first_alone(save.commit)
 
 
-def load_checkpoint(
-    path: PathLike, model: nn.Module, optimizer: Optimizer | None = None
-) -> dict[str, Any]:
+def load_checkpoint(path: PathLike, model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
     """Loads what `save_checkpoint` saved, under this plan or another, or into a plain module.
 
     Every rank calls this. A compiled module needs its plan first, from `example_inputs` or `prepare`:
@@ -149,11 +150,7 @@ def load_optimizer_state(model: nn.Module, optimizer: Optimizer, state: Mapping[
     catch_up(model, optimizer)
     fill_states(optimizer)
     groups = plain_groups(model, optimizer, state)
-    names = {
-        number: name
-        for (own, _), numbers in groups
-        for name, number in zip(own, numbers, strict=True)
-    }
+    names = {number: name for (own, _), numbers in groups for name, number in zip(own, numbers, strict=True)}
     restorer = Restorer(model, optimizer, [group for group, _ in groups], {})
     parameters = restorer.sources()
     ranks = AllRanks("Loading the optimizer's state")

@@ -152,9 +152,7 @@ class Checkpoints:
         if self._background:
             ranks.each(lambda: save.stage(self._host))
         on_host = all(tensor.device.type == "cpu" for tensor in tensors.values())
-        self._pending = BackgroundSave(
-            ranks, save, self._prune, self._timeout_seconds, on_host=on_host
-        )
+        self._pending = BackgroundSave(ranks, save, self._prune, self._timeout_seconds, on_host=on_host)
         if not self._background:
             self.finish()
 

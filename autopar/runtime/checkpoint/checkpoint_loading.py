@@ -29,9 +29,7 @@ from autopar.runtime.model.module import CompiledModule
 from autopar.runtime.ranks.all_ranks import AllRanks
 
 
-def load(
-    folder: Path, model: nn.Module, optimizer: Optimizer | None, *, checked: bool = False
-) -> Mapping[str, Any]:
+def load(folder: Path, model: nn.Module, optimizer: Optimizer | None, *, checked: bool = False) -> Mapping[str, Any]:
     """Loads a checkpoint and returns its `state.pt`; every rank calls it.
 
     Args:
@@ -104,11 +102,7 @@ class Loading:
             fill_states(optimizer)
             restorer = Restorer(model, optimizer, notes["groups"], notes["ties"])
             _refuse_other_shapes(folder, restorer.sources(), notes.get("shapes", {}))
-            states = {
-                k.removeprefix(prefix): v
-                for k, v in saved.items()
-                if k.startswith(f"{prefix}optimizer.")
-            }
+            states = {k.removeprefix(prefix): v for k, v in saved.items() if k.startswith(f"{prefix}optimizer.")}
             room.update(_optimizer_room(restorer, states, notes.get("blocks", {})))
         return Loading(folder, model, notes, saved, room, objects, restorer, prefix)
 
@@ -124,16 +118,12 @@ class Loading:
     def finish(self) -> None:
         """Gives what was read to whom it belongs."""
         model, notes = self.model, self.notes
-        tensors = {
-            k.removeprefix("model."): v for k, v in self.room.items() if k.startswith("model.")
-        }
+        tensors = {k.removeprefix("model."): v for k, v in self.room.items() if k.startswith("model.")}
         if notes.get("has_model", True):
             model.load_state_dict({**tensors, **{k: notes["objects"][k] for k in self.objects}})
         meetings = meetings_of(model)
         if meetings is not None:
-            momentum = {
-                k.removeprefix(MOMENTUM): v for k, v in self.room.items() if k.startswith(MOMENTUM)
-            }
+            momentum = {k.removeprefix(MOMENTUM): v for k, v in self.room.items() if k.startswith(MOMENTUM)}
             meetings.begin_again(momentum)
         if self.restorer is not None:
             self.restorer.restore(self._optimizer_states())
@@ -158,18 +148,14 @@ class Loading:
         return states
 
 
-def _refuse_other_model(
-    folder: Path, room: Mapping[str, Tensor], saved: Mapping[str, TensorStorageMetadata]
-) -> None:
+def _refuse_other_model(folder: Path, room: Mapping[str, Tensor], saved: Mapping[str, TensorStorageMetadata]) -> None:
     problems = []
     for name, tensor in room.items():
         own = name.removeprefix("model.")
         if name not in saved:
             problems.append(f"{own} is not in it")
         elif saved[name].size != tensor.shape:
-            problems.append(
-                f"{own} has shape {list(saved[name].size)} in it and {list(tensor.shape)} in the model"
-            )
+            problems.append(f"{own} has shape {list(saved[name].size)} in it and {list(tensor.shape)} in the model")
         elif _kind(saved[name].properties.dtype) != _kind(tensor.dtype):
             problems.append(
                 f"{own} has numbers of another kind, {saved[name].properties.dtype} in it and {tensor.dtype} in the "
@@ -188,9 +174,7 @@ def _refuse_unknown(every: Sequence[list[str]], folder: Path) -> None:
     unknown = sorted(set(every[0]).intersection(*every))
     if unknown:
         names = few([name.removeprefix("model.") for name in unknown])
-        raise AutoparError(
-            f"The checkpoint {folder} is of another model: it has {names}, which the model lacks."
-        )
+        raise AutoparError(f"The checkpoint {folder} is of another model: it has {names}, which the model lacks.")
 
 
 def _parameter_and_key(entry: str) -> tuple[str, str]:

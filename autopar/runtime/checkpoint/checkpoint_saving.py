@@ -33,9 +33,7 @@ from autopar.runtime.model.module import CompiledModule
 from autopar.runtime.ranks.all_ranks import AllRanks
 from autopar.runtime.replicas.meetings import Meetings
 
-Host = dict[
-    MetadataIndex, Tensor
-]  # copies in the host's memory, by what torch calls a part of a tensor
+Host = dict[MetadataIndex, Tensor]  # copies in the host's memory, by what torch calls a part of a tensor
 
 
 MOMENTUM = "outer_momentum."  # begins the names of what the outer optimizer of replicas keeps
@@ -58,9 +56,7 @@ class StagedPlanner(dcp.DefaultSavePlanner):
             del host[index]
         for index, value in parts.items():
             if index not in host or not _alike(host[index], value):
-                host[index] = torch.empty(
-                    value.shape, dtype=value.dtype, pin_memory=not value.is_cpu
-                )
+                host[index] = torch.empty(value.shape, dtype=value.dtype, pin_memory=not value.is_cpu)
             host[index].copy_(value, non_blocking=True)
         if any(not value.is_cpu for value in parts.values()):
             torch.accelerator.synchronize()
@@ -94,9 +90,7 @@ class Save:
     whole: tuple[Metadata, dict[str, Any]] | None
 
     @classmethod
-    def begin(
-        cls, ranks: AllRanks, folder: Path, tensors: dict[str, Tensor], notes: dict[str, Any]
-    ) -> Save:
+    def begin(cls, ranks: AllRanks, folder: Path, tensors: dict[str, Tensor], notes: dict[str, Any]) -> Save:
         """Makes way for a save, and shares out what is to be written; every rank calls it.
 
         Args:
@@ -134,9 +128,7 @@ class Save:
     def write(self, rest: Callable[[], None] | None = None) -> None:
         """Writes this rank's file, with rests as `write_shard` takes them; no rank waits for another."""
         parts = {
-            item.index.fqn: ShardPart(
-                self.planner.lookup_object(item.index), item.index.offset or ()
-            )
+            item.index.fqn: ShardPart(self.planner.lookup_object(item.index), item.index.offset or ())
             for item in self.plan.items
         }
         if parts:
@@ -241,9 +233,7 @@ def _merged(every: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {}
     merged = dict(every[0])
     for key in ("ties", "shapes", "objects", "values", "blocks"):
-        merged[key] = {
-            name: value for notes in reversed(every) for name, value in notes[key].items()
-        }
+        merged[key] = {name: value for notes in reversed(every) for name, value in notes[key].items()}
     merged["loops"] = [loop for notes in every for loop in notes["loops"]]
     known: set[str] = set()
     merged["groups"] = []

@@ -73,9 +73,7 @@ def start_all_reduce(hops: list[Hop], tensors: list[Tensor], world: World) -> St
 
 def start_all_gather(hops: list[Hop], tensors: list[Tensor], world: World) -> Started:
     group, size = group_of(hops[0], world), hops[0].size
-    flat = (
-        torch.cat([x.reshape(-1) for x in tensors]) if len(tensors) > 1 else tensors[0].reshape(-1)
-    )
+    flat = torch.cat([x.reshape(-1) for x in tensors]) if len(tensors) > 1 else tensors[0].reshape(-1)
     gathered = flat.new_empty(size, flat.numel())
 
     def unpack() -> list[Tensor]:
@@ -123,10 +121,7 @@ def stack(hops: list[Hop], tensors: list[Tensor], sizes: list[int]) -> Tensor:
         sizes: number of elements of each tensor's part.
     """
     size = hops[0].size
-    cut = [
-        x.unflatten(h.dims[-1], (size, -1)).movedim(h.dims[-1], 0)
-        for x, h in zip(tensors, hops, strict=True)
-    ]
+    cut = [x.unflatten(h.dims[-1], (size, -1)).movedim(h.dims[-1], 0) for x, h in zip(tensors, hops, strict=True)]
     if len(cut) == 1:
         return cut[0].contiguous().view(size, -1)
     stacked = tensors[0].new_empty(size, sum(sizes))

@@ -74,18 +74,34 @@ class Hop:
     def transposed(self) -> Hop:
         """The hop that takes the gradient back."""
         return Hop(
-            self.backward, self.name, self.dims[::-1], self.axis, self.size,
-            self.after, self.result, self.viewed, self.before, self.formats[::-1], self.tier,
-            self.owners, self.is_elsewhere,
-        )  # fmt: skip
+            self.backward,
+            self.name,
+            self.dims[::-1],
+            self.axis,
+            self.size,
+            self.after,
+            self.result,
+            self.viewed,
+            self.before,
+            self.formats[::-1],
+            self.tier,
+            self.owners,
+            self.is_elsewhere,
+        )
 
 
 Route = tuple[Hop, ...]
 
 
 def route(
-    dims: Dims, source: Layout, target: Layout, mesh: Mesh, *, rank: int = 0, back_by_rows: bool = False
-) -> Route:  # fmt: skip
+    dims: Dims,
+    source: Layout,
+    target: Layout,
+    mesh: Mesh,
+    *,
+    rank: int = 0,
+    back_by_rows: bool = False,
+) -> Route:
     """The hops of a rank from one layout of a tensor to another; axes of one rank need none.
 
     All ranks have the same hops, but for `is_elsewhere`. With `back_by_rows` the transposed hops carry the gradient by
@@ -108,10 +124,19 @@ def route(
         backward = call.back_by_rows.backward if back_by_rows else call.backward
         hops.append(
             Hop(
-                call.name, backward, call.dims, call.axis, size, shape, viewed, result, after,
-                owners=owners, is_elsewhere=any(position[other] != owner for other, owner in owners),
+                call.name,
+                backward,
+                call.dims,
+                call.axis,
+                size,
+                shape,
+                viewed,
+                result,
+                after,
+                owners=owners,
+                is_elsewhere=any(position[other] != owner for other, owner in owners),
             )
-        )  # fmt: skip
+        )
         shape = after
     if is_fitted and uneven_axes(dims, target, mesh):
         hops.append(fit(shape, part_shape(dims, target, mesh, rank)))
@@ -120,11 +145,7 @@ def route(
 
 def _owners_beside(layout: Sequence[State], axis: int) -> tuple[tuple[int, int], ...]:
     """Axis and owner of every state O along another axis than the one that is given."""
-    return tuple(
-        (other, state.owner)
-        for other, state in enumerate(layout)
-        if state.kind == "O" and other != axis
-    )
+    return tuple((other, state.owner) for other, state in enumerate(layout) if state.kind == "O" and other != axis)
 
 
 def cast(shape: Shape, before: torch.dtype, after: torch.dtype, tier: Tier = "device") -> Hop:

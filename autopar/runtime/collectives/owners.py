@@ -49,9 +49,7 @@ def _start_reduce(hops: list[Hop], tensors: list[Tensor], world: World) -> Start
     flat, is_owner = _flat(tensors), group.rank() == owner
     with naming_failures("reduce", group_name(group)):
         work = dist.reduce(flat, group=group, group_dst=owner, async_op=True)
-    return Started(
-        hops, work, group, lambda: _apart(flat, hops) if is_owner else without(hops, flat)
-    )
+    return Started(hops, work, group, lambda: _apart(flat, hops) if is_owner else without(hops, flat))
 
 
 def _start_scatter(hops: list[Hop], tensors: list[Tensor], world: World) -> Started:
@@ -91,9 +89,7 @@ def _start_send(hops: list[Hop], tensors: list[Tensor], world: World) -> Started
             work = dist.isend(flat, group=group, group_dst=target)
         elif rank == target:
             work = dist.irecv(flat, group=group, group_src=source)
-    return Started(
-        hops, work, group, lambda: _apart(flat, hops) if rank == target else without(hops, flat)
-    )
+    return Started(hops, work, group, lambda: _apart(flat, hops) if rank == target else without(hops, flat))
 
 
 def _start_keep(hops: list[Hop], tensors: list[Tensor], world: World) -> Started:

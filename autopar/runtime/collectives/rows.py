@@ -36,8 +36,14 @@ class _Works(NamedTuple):
 
 
 def _start(
-    hops: list[Hop], tensors: list[Tensor], world: World, *, senders: Sequence[int], owner: int, bases: list[Tensor],
-) -> Started:  # fmt: skip
+    hops: list[Hop],
+    tensors: list[Tensor],
+    world: World,
+    *,
+    senders: Sequence[int],
+    owner: int,
+    bases: list[Tensor],
+) -> Started:
     """Starts messages from some ranks to an owner, which adds what they bring to the tensors in `bases`."""
     group = group_of(hops[0], world)
     rank, like = group.rank(), tensors[0]
@@ -46,22 +52,23 @@ def _start(
             counts = [like.new_empty(len(hops), dtype=_COUNT) for _ in senders]
             pairs = zip(counts, senders, strict=True)
             works = [dist.irecv(count, group=group, group_src=source) for count, source in pairs]
-            return Started(
-                hops, _Works(works), group, lambda: _received(hops, bases, counts, senders, group)
-            )
+            return Started(hops, _Works(works), group, lambda: _received(hops, bases, counts, senders, group))
         if rank not in senders:
             return Started(hops, None, group, lambda: without(hops, like))
         rows = [rows_of(x) for x in tensors]
         count = torch.tensor([len(each.indices) for each in rows], dtype=_COUNT, device=like.device)
         work = dist.isend(count, group=group, group_dst=owner)
-        return Started(
-            hops, _Works([work]), group, lambda: _sent(hops, rows, count, like, group, owner)
-        )
+        return Started(hops, _Works([work]), group, lambda: _sent(hops, rows, count, like, group, owner))
 
 
 def _sent(
-    hops: list[Hop], rows: list[NonzeroRows], count: Tensor, like: Tensor, group: dist.ProcessGroup, owner: int
-) -> list[Tensor]:  # fmt: skip
+    hops: list[Hop],
+    rows: list[NonzeroRows],
+    count: Tensor,
+    like: Tensor,
+    group: dist.ProcessGroup,
+    owner: int,
+) -> list[Tensor]:
     """Sends rows, of which the owner knows the numbers; returns what a rank has of a tensor that it does not own."""
     parts = [each.indices for each in rows] + [each.values for each in rows]
     message = torch.cat([part.view(torch.uint8).reshape(-1) for part in parts])
@@ -72,8 +79,12 @@ def _sent(
 
 
 def _received(
-    hops: list[Hop], bases: list[Tensor], counts: list[Tensor], senders: Sequence[int], group: dist.ProcessGroup
-) -> list[Tensor]:  # fmt: skip
+    hops: list[Hop],
+    bases: list[Tensor],
+    counts: list[Tensor],
+    senders: Sequence[int],
+    group: dist.ProcessGroup,
+) -> list[Tensor]:
     """Receives the rows of all senders, in their order, and adds them to the tensors in `bases`."""
     for count, source in zip(counts, senders, strict=True):
         numbers = count.tolist()

@@ -58,9 +58,7 @@ class Transfer:
         self._stages = [list(stage) for stage in zip(*moving, strict=True)]
         self._tensors = list(tensors)
         # The last hop of a route may be one that moves nothing, and has a shape all the same.
-        self._shapes = [
-            hops[-1].after if hops else x.shape for hops, x in zip(routes, tensors, strict=True)
-        ]
+        self._shapes = [hops[-1].after if hops else x.shape for hops, x in zip(routes, tensors, strict=True)]
         self._started: Started | None = None
         self._advance()
 

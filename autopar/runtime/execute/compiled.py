@@ -57,9 +57,7 @@ class Executor:
             raise AutoparError(f"There is no executor {name!r}{near}; executor is one of {known}.")
         self.name = name
         # By code and kind of arguments; what no region uses any more goes with the last program that had it.
-        self._runs: weakref.WeakValueDictionary[Any, _CompiledRegion] = (
-            weakref.WeakValueDictionary()
-        )
+        self._runs: weakref.WeakValueDictionary[Any, _CompiledRegion] = weakref.WeakValueDictionary()
 
     @property
     def compiles(self) -> bool:
@@ -101,9 +99,7 @@ class Region(nn.Module):
     a derivative of a gradient.
     """
 
-    def __init__(
-        self, graph: fx.GraphModule, backend: str, shared: MutableMapping[Any, _CompiledRegion]
-    ) -> None:
+    def __init__(self, graph: fx.GraphModule, backend: str, shared: MutableMapping[Any, _CompiledRegion]) -> None:
         super().__init__()
         self._graph, self._backend, self._shared = graph, backend, shared
         self._runs: dict[Any, _CompiledRegion] = {}
@@ -132,9 +128,7 @@ class Region(nn.Module):
         run = self._shared.get(key)
         if run is None:
             backend = self._backend_for(arguments)
-            run = self._shared[key] = _CompiledRegion(
-                _torch.compile_graph(self._graph, arguments, backend)
-            )
+            run = self._shared[key] = _CompiledRegion(_torch.compile_graph(self._graph, arguments, backend))
         return run
 
     def _backend_for(self, arguments: Sequence[Tensor]) -> str:

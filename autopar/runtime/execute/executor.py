@@ -76,10 +76,7 @@ class Runner:
     ) -> None:
         self.program, self.world, self._model = program, store.world, model
         self.runs_backward_whole = executor.compiles or bool(
-            program.recomputed
-            or program.slices
-            or program.plan.decomposed
-            or program.has_lone_calls
+            program.recomputed or program.slices or program.plan.decomposed or program.has_lone_calls
         )
         self._seeds = seeds
         # Those without dims may be numbers that Python changes: they are moved before every run.
@@ -100,15 +97,15 @@ class Runner:
         if program.plan.pipeline is None and not executor.compiles and not has_lone_calls:
             axes = {group: axis for axis, group in groups.items()}
             start_early(
-                self._graph, lambda call: StartCollective(call._replace(group=axes[call.group]), self.world), finish
-            )  # fmt: skip
+                self._graph,
+                lambda call: StartCollective(call._replace(group=axes[call.group]), self.world),
+                finish,
+            )
         verify_graph(self._graph, after="binding to process groups")
         self._graph = executor.ready(self._graph, joins=self._joins_blocks)
         self._reducer = Reducer(
             self._residents,
-            every_micro_batch=[
-                program.storage(s.name).reduce == "micro_batch" for s in program.parameters
-            ],
+            every_micro_batch=[program.storage(s.name).reduce == "micro_batch" for s in program.parameters],
             late=self._gathers.late,
             order=order,
             bucket_bytes=bucket_bytes,
@@ -123,9 +120,7 @@ class Runner:
         inputs = [(local_shape(s.dims, s.layout, mesh), s.dtype) for s in fed]
         examples = [*leaves, *((x.shape, x.dtype) for x in state), *inputs]
         shares = shares_of_work(self._graph, examples, self.world.device)
-        overlap_batches(
-            self._graph, copies=at_a_time, inputs=len(inputs), seconds=shares.__getitem__
-        )
+        overlap_batches(self._graph, copies=at_a_time, inputs=len(inputs), seconds=shares.__getitem__)
 
     def _bind(self, bucket_bytes: int, executor: Executor) -> bool:
         """Binds the graph to this rank and its process groups; returns whether some ranks alone run a call."""
@@ -148,13 +143,14 @@ class Runner:
         """Makes one call of every recomputed block, and starts sums for inputs of the graph early if `hoists`."""
         parameters, received = len(self.program.parameters), len(self.program.received)
         self._graph = fold_blocks(
-            self._graph, self.program.recomputed, lambda block: Recomputed(executor.ready(block)),
-            parameters=parameters, received=received,
-        )  # fmt: skip
+            self._graph,
+            self.program.recomputed,
+            lambda block: Recomputed(executor.ready(block)),
+            parameters=parameters,
+            received=received,
+        )
         if hoists:
-            hoist_input_sums(
-                self._graph, start_sum, finish_sum, parameters=parameters, received=received
-            )
+            hoist_input_sums(self._graph, start_sum, finish_sum, parameters=parameters, received=received)
 
     @property
     def _joins_blocks(self) -> bool:
@@ -276,9 +272,14 @@ class BoundProgram:
         takes_turns = program.is_step and not executor.compiles
         self._at_a_time = program.plan.overlap_batches if takes_turns else 1
         self._runner = Runner(
-            program, store, model, seeds=seeds, bucket_bytes=bucket_bytes, executor=executor,
+            program,
+            store,
+            model,
+            seeds=seeds,
+            bucket_bytes=bucket_bytes,
+            executor=executor,
             at_a_time=self._at_a_time,
-        )  # fmt: skip
+        )
 
     def step(
         self,
@@ -301,9 +302,7 @@ class BoundProgram:
         self._runner.begin()
         loss: Tensor | None = None
         pieces = list[Sequence[Tensor]]()
-        groups = [
-            range(first, first + self._at_a_time) for first in range(0, len(batch), self._at_a_time)
-        ]
+        groups = [range(first, first + self._at_a_time) for first in range(0, len(batch), self._at_a_time)]
         (*_, last) = (group for group in groups if any(shares[-1][number] for number in group))
         for numbers in groups:
             weights = [shares[-1][number] for number in numbers]
@@ -363,10 +362,18 @@ def sum_over(x: Tensor, axes: Sequence[str], world: World) -> Transfer:
     mesh, shape = world.mesh, tuple(x.shape)
     hops = tuple(
         Hop(
-            "all_reduce", "vary", (), mesh.index(axis), dict(mesh.axes)[axis], shape, shape, shape, shape
+            "all_reduce",
+            "vary",
+            (),
+            mesh.index(axis),
+            dict(mesh.axes)[axis],
+            shape,
+            shape,
+            shape,
+            shape,
         )
         for axis in axes
-    )  # fmt: skip
+    )
     return Transfer([hops], [x], world)
 
 

@@ -186,9 +186,7 @@ def cuts(program: Program, world: World) -> list[Shape]:
     return [
         tuple(
             whole // max(part, 1)
-            for whole, part in zip(
-                spec.shape, local_shape(spec.dims, spec.layout, world.mesh), strict=True
-            )
+            for whole, part in zip(spec.shape, local_shape(spec.dims, spec.layout, world.mesh), strict=True)
         )
         for spec in program.inputs
     ]
@@ -252,9 +250,7 @@ def fitting_micro_batches(
     return min((n for n in range(1, rows + 1) if rows % n == 0), key=order)
 
 
-def cut_inputs(
-    program: Program, arguments: Arguments, micro_batches: int, world: World
-) -> list[list[Tensor]]:
+def cut_inputs(program: Program, arguments: Arguments, micro_batches: int, world: World) -> list[list[Tensor]]:
     """For every micro-batch this rank's inputs.
 
     Where whole tensors were given as well as parts, such as results of `model(...)`, parts of a batch of several
@@ -305,9 +301,7 @@ def _refuse_gradients(program: Program, arguments: Arguments) -> None:
             )
 
 
-def _cut_input(
-    spec: TensorSpec, x: Tensor, part: Shape, micro_batches: int, world: World
-) -> list[Tensor]:
+def _cut_input(spec: TensorSpec, x: Tensor, part: Shape, micro_batches: int, world: World) -> list[Tensor]:
     whole = whole_shape(spec, micro_batches)
     if tuple(x.shape) not in (whole, part):
         raise _wrong_shape(spec, x, whole, part, micro_batches)
@@ -323,9 +317,7 @@ def _cut_input(
     return [y.detach().to(world.device, non_blocking=True).contiguous() for y in pieces]
 
 
-def _wrong_shape(
-    spec: TensorSpec, x: Tensor, whole: Shape, part: Shape, micro_batches: int
-) -> StepError:
+def _wrong_shape(spec: TensorSpec, x: Tensor, whole: Shape, part: Shape, micro_batches: int) -> StepError:
     count = f" ({micro_batches} micro-batches)" if micro_batches > 1 else ""
     return StepError(
         f"Input {spec.name!r} has shape {list(x.shape)}; the plan for this batch takes the global shape "

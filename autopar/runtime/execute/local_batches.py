@@ -38,9 +38,7 @@ def shapes_of_whole(arguments: Arguments, ranks: int) -> tuple[Shape, ...]:
     )
 
 
-def whole_or_own(
-    program: Program, arguments: Arguments, micro_batches: int, world: World
-) -> Arguments:
+def whole_or_own(program: Program, arguments: Arguments, micro_batches: int, world: World) -> Arguments:
     """The arguments as the program can cut them: as they are, or gathered from all ranks.
 
     Raises PeerError if another rank does not take part.

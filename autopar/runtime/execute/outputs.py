@@ -111,9 +111,7 @@ def _different(spec: TensorSpec, gradient: Tensor) -> StepError:
     )
 
 
-def words_of_split(
-    outputs: Sequence[Tensor], specs: Sequence[TensorSpec], world: World, batch: Batch
-) -> str | None:
+def words_of_split(outputs: Sequence[Tensor], specs: Sequence[TensorSpec], world: World, batch: Batch) -> str | None:
     """What to know of outputs of which this rank has a part; None where it has what its caller expects.
 
     A rank that gives rows of its own expects the results of these rows.
@@ -144,9 +142,13 @@ def as_dtensor(x: Tensor, spec: TensorSpec, world: World) -> Tensor:
     target = _nameable(spec.layout)
     x = travel(x, route(spec.dims, spec.layout, target, world.mesh), world)
     return DTensor.from_local(
-        x, world.device_mesh, placements(target, world.mesh), run_check=False,
-        shape=torch.Size(spec.shape), stride=torch.empty(spec.shape, device="meta").stride(),
-    )  # fmt: skip
+        x,
+        world.device_mesh,
+        placements(target, world.mesh),
+        run_check=False,
+        shape=torch.Size(spec.shape),
+        stride=torch.empty(spec.shape, device="meta").stride(),
+    )
 
 
 def local_part(x: DTensor, spec: TensorSpec, world: World) -> Tensor:

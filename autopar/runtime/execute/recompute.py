@@ -56,9 +56,7 @@ class Recomputed(nn.Module):
         super().__init__()
         self._current = CurrentRecording()
         self._calls = _Calls(block)
-        self._steps = {
-            node.name: RecordedCall(node, block, self._current) for node in self._calls.recorded
-        }
+        self._steps = {node.name: RecordedCall(node, block, self._current) for node in self._calls.recorded}
         self._graph = self._copy(block.graph.nodes, {})
         self._second: dict[frozenset[str], _SecondRun] = {}
 
@@ -123,13 +121,7 @@ class _Calls:
         self.given = self._given(calls)
 
     def _given(self, calls: Sequence[fx.Node]) -> dict[str, list[tuple[int | None, str]]]:
-        read = {
-            x
-            for n in calls
-            if self._recomputed[n]
-            for x in n.all_input_nodes
-            if not self._recomputed[x]
-        }
+        read = {x for n in calls if self._recomputed[n] for x in n.all_input_nodes if not self._recomputed[x]}
         given: dict[str, list[tuple[int | None, str]]] = {}
         for node in sorted(read, key=self.order.__getitem__):
             if node.target is operator.getitem:
@@ -161,9 +153,7 @@ class _Calls:
 class _FirstRun(CallRecording):
     """The forward run of a block, which lives as long as backward may ask for its handles."""
 
-    def __init__(
-        self, calls: _Calls, inputs: Sequence[Any], second_run: Callable[..., _SecondRun]
-    ) -> None:
+    def __init__(self, calls: _Calls, inputs: Sequence[Any], second_run: Callable[..., _SecondRun]) -> None:
         super().__init__()
         self._calls, self._second_run = calls, second_run
         self._outer = _torch.saved_tensor_hooks()

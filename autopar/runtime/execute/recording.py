@@ -41,9 +41,7 @@ class RecordedCall(nn.Module):
     def __init__(self, node: fx.Node, root: nn.Module, current: CurrentRecording) -> None:
         super().__init__()
         self.name, self.draws = node.name, draws(node)
-        self._call: Any = (
-            root.get_submodule(str(node.target)) if node.op == "call_module" else node.target
-        )
+        self._call: Any = root.get_submodule(str(node.target)) if node.op == "call_module" else node.target
         self._current = current
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

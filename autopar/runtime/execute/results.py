@@ -37,9 +37,7 @@ class StepResults:
     extras: Sequence[Tensor] = ()
 
 
-def joined(
-    program: Program, pieces: Sequence[Sequence[Tensor]], shares: Sequence[Sequence[float]]
-) -> list[Tensor]:
+def joined(program: Program, pieces: Sequence[Sequence[Tensor]], shares: Sequence[Sequence[float]]) -> list[Tensor]:
     """This rank's part of each extra result, of its pieces from every micro-batch.
 
     Args:
@@ -48,22 +46,16 @@ def joined(
         shares: for every extra result the share of each micro-batch.
     """
     columns = zip(program.extras, program.outputs, zip(*pieces, strict=True), shares, strict=False)
-    return [
-        _joined(extra, spec, column, own, program.plan.mesh) for extra, spec, column, own in columns
-    ]
+    return [_joined(extra, spec, column, own, program.plan.mesh) for extra, spec, column, own in columns]
 
 
-def _joined(
-    extra: Extra, spec: TensorSpec, pieces: Sequence[Tensor], shares: Sequence[float], mesh: Mesh
-) -> Tensor:
+def _joined(extra: Extra, spec: TensorSpec, pieces: Sequence[Tensor], shares: Sequence[float], mesh: Mesh) -> Tensor:
     if len(pieces) == 1 or (extra.rows is None and extra.objective is None):
         return pieces[-1]
     if extra.rows is not None:
         return _concatenated(pieces, spec, extra.rows, mesh)
     # The share of a micro-batch in which nothing counts is 0, and its result 0 / 0.
-    counted = [
-        x if share == 1 else x * share for x, share in zip(pieces, shares, strict=True) if share
-    ]
+    counted = [x if share == 1 else x * share for x, share in zip(pieces, shares, strict=True) if share]
     return torch.stack(counted or list(pieces)).sum(0, dtype=pieces[0].dtype)
 
 
@@ -112,11 +104,15 @@ def delivered(
     """
     extras = [
         _delivered(
-            x, spec_of_batch(spec, extra.rows, micro_batches), extra.rows, world,
-            as_dtensors=as_dtensors, parts=input_parts if micro_batches > 1 else 1,
+            x,
+            spec_of_batch(spec, extra.rows, micro_batches),
+            extra.rows,
+            world,
+            as_dtensors=as_dtensors,
+            parts=input_parts if micro_batches > 1 else 1,
         )
         for x, spec, extra in zip(results.extras, program.outputs, program.extras, strict=False)
-    ]  # fmt: skip
+    ]
     return [*extras, results.loss]
 
 
@@ -148,9 +144,7 @@ def spec_of_batch(spec: TensorSpec, rows: Rows | None, micro_batches: int) -> Te
         is_behind = state.kind == "S" and state.dim == rows.dim and state.factor >= rows.factor
         return state._replace(factor=state.factor + 1) if is_behind else state
 
-    return replace(
-        spec, dims=tuple(dims), shape=tuple(shape), layout=tuple(map(moved, spec.layout))
-    )
+    return replace(spec, dims=tuple(dims), shape=tuple(shape), layout=tuple(map(moved, spec.layout)))
 
 
 def _in_order_of_ranks(x: Tensor, spec: TensorSpec, rows: Rows, parts: int) -> Tensor:

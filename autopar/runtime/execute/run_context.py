@@ -30,9 +30,7 @@ class RunContext:
     def now(cls, inputs: Sequence[Any]) -> RunContext:
         devices = tuple(dict.fromkeys(x.device for each in inputs for x in tensors_of(each)))
         kinds = sorted({"cpu", *(device.type for device in devices)})
-        return cls(
-            {k: (torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds}, devices
-        )
+        return cls({k: (torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds}, devices)
 
     def generators(self) -> Any:
         """The states of the generators that a call may draw from."""

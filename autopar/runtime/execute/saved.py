@@ -75,9 +75,7 @@ class SlicedSaves:
         tiers: the memories besides the device's.
     """
 
-    def __init__(
-        self, slices: Mapping[str, SavedSlice], mesh: Mesh, convert: Convert, tiers: Tiers
-    ) -> None:
+    def __init__(self, slices: Mapping[str, SavedSlice], mesh: Mesh, convert: Convert, tiers: Tiers) -> None:
         self._slices, self._mesh, self._convert, self._tiers = slices, mesh, convert, tiers
         self._hooks: Hooks | None = None
         # Storage -> a reference that keeps its address from being used again, the slice in it, and of which rank.
@@ -130,9 +128,7 @@ class SlicedSaves:
             return self._hooks[1]
         return functools.partial(self._tiers.to_device, tier=how.tier)
 
-    def _back(
-        self, name: str, ranks: Sequence[Tensor]
-    ) -> Callable[[Sequence[object]], list[Tensor]]:
+    def _back(self, name: str, ranks: Sequence[Tensor]) -> Callable[[Sequence[object]], list[Tensor]]:
         unpack, steps = self._fetch(self._slices[name]), self._slices[name].back(self._mesh)
         views = [SavedView.of(x) for x in ranks]
 
@@ -164,9 +160,7 @@ class _KeptParts:
         name: the block's name of the tensor.
     """
 
-    def __init__(
-        self, name: str, parts: list[object], back: Callable[[Sequence[object]], list[Tensor]]
-    ) -> None:
+    def __init__(self, name: str, parts: list[object], back: Callable[[Sequence[object]], list[Tensor]]) -> None:
         self.name, self._parts, self._back = name, parts, back
         self._handles: list[weakref.ref[_SliceHandle]] = []
 

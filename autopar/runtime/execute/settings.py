@@ -67,9 +67,7 @@ class RunOptions:
     # What was made of an option before stays what it is: Settings are made of RunOptions.
     weights: WeightFiles | None = option(
         None,
-        parse=lambda given: (
-            WeightFiles.at(given) if isinstance(given, str | os.PathLike) else given
-        ),
+        parse=lambda given: WeightFiles.at(given) if isinstance(given, str | os.PathLike) else given,
     )
     nvme: Files | None = option(
         None,

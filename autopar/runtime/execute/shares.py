@@ -32,9 +32,7 @@ class StepShares(NamedTuple):
     terms: list[list[Tensor]]
 
 
-def step_shares(
-    program: Program, parts: Sequence[list[Tensor]], model: nn.Module, world: World
-) -> StepShares:
+def step_shares(program: Program, parts: Sequence[list[Tensor]], model: nn.Module, world: World) -> StepShares:
     """The shares of the micro-batches of a step, the same on every rank.
 
     Args:
@@ -53,9 +51,7 @@ def step_shares(
     skips_empty = pipeline is None or not pipeline.update_every
 
     def shares(objective: Objective) -> list[float]:
-        return objective.shares(
-            _read(objective, program, parts, model, world), skips_empty=skips_empty
-        )
+        return objective.shares(_read(objective, program, parts, model, world), skips_empty=skips_empty)
 
     results = [[] if each is None else shares(each) for each in every] + [shares(program.objective)]
     terms: list[list[Tensor]] = [[] for _ in parts]

@@ -66,9 +66,7 @@ def show_failure(error: BaseException) -> None:
 class _Shown:
     """The hook for errors that nobody catches."""
 
-    def __call__(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         with _finishing() as received:
             path = Path(os.environ[_FILE])
             whole = path.with_suffix(".traceback.txt")
@@ -83,9 +81,7 @@ class _Shown:
             others = reports.exchange(received, knows=knows, headline=headline)
             speaker = reports.settled(_speaker(others), knows=knows)
             if speaks := speaker == reports.rank:
-                text = "\n".join(
-                    [*screen(error), *_silent(others, knows), f"  all frames: {whole}"]
-                )
+                text = "\n".join([*screen(error), *_silent(others, knows), f"  all frames: {whole}"])
                 sys.stderr.write(f"[rank {reports.rank}] {text}\n")
                 sys.stderr.flush()
             is_same = not speaks and reports.headline(speaker) == headline
@@ -94,9 +90,7 @@ class _Shown:
             elif not speaks:
                 text = f"{headline} (rank {speaker} says more; all frames: {whole})"
             if not isinstance(error, KeyboardInterrupt):
-                _record(
-                    path, text, follows=not (knows and speaks), same_as=speaker if is_same else None
-                )
+                _record(path, text, follows=not (knows and speaks), same_as=speaker if is_same else None)
 
 
 def screen(error: BaseException) -> list[str]:
@@ -119,9 +113,7 @@ def _headline(error: BaseException) -> str:
         for line in f"{type(error).__name__}: {error}".splitlines()
         if line.strip() and not line.strip().startswith(_DYNAMOS)
     ]
-    kept = [
-        textwrap.shorten(line, 4 * _COLUMNS) if len(line) > 4 * _COLUMNS else line for line in lines
-    ]
+    kept = [textwrap.shorten(line, 4 * _COLUMNS) if len(line) > 4 * _COLUMNS else line for line in lines]
     return "\n".join(kept[:_LINES] + ["  ..."] * (len(kept) > _LINES))
 
 
@@ -192,17 +184,17 @@ class _Reports:
             return cls(rank, size, None)
         try:
             store = dist.TCPStore(
-                env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False,
+                env["MASTER_ADDR"],
+                int(env["MASTER_PORT"]),
+                is_master=False,
                 timeout=timedelta(seconds=_PATIENCE_SECONDS),
-            )  # fmt: skip
+            )
         except (RuntimeError, dist.DistError):  # torchrun has ended
             return cls(rank, size, None)
         attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
         return cls(rank, size, dist.PrefixStore(f"autopar/failures/{attempt}", store))
 
-    def exchange(
-        self, received: Sequence[int] = (), *, knows: bool, headline: str = ""
-    ) -> dict[int, bool]:
+    def exchange(self, received: Sequence[int] = (), *, knows: bool, headline: str = "") -> dict[int, bool]:
         """Reports whether this rank knows the cause; gives what is known of the others.
 
         A rank that knows waits for the ranks below it alone, and for a short time. Reports are numbered as they come,

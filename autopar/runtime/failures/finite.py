@@ -20,9 +20,7 @@ class FiniteLoss:
 
     def __init__(self) -> None:
         self._warned = False
-        self._copy: tuple[int, Tensor, torch.Event] | None = (
-            None  # step, its loss, the end of the copy
-        )
+        self._copy: tuple[int, Tensor, torch.Event] | None = None  # step, its loss, the end of the copy
 
     def found(self, loss: Tensor, step: int) -> int | None:
         """The number of the first step whose loss is not finite, once; None before and after.

@@ -83,9 +83,7 @@ def _sentence(found: dict[int, str], ranks: int) -> str:
     if not silent:
         return f"{said}. All of them answer: they run different programs, or a link between them is lost"
     verbs = (
-        "says nothing: it died, hangs, or computes"
-        if len(silent) == 1
-        else "say nothing: they died, hang, or compute"
+        "says nothing: it died, hangs, or computes" if len(silent) == 1 else "say nothing: they died, hang, or compute"
     )
     return f"{said}. {_ranks(silent).capitalize()} {verbs}"
 

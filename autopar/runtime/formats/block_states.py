@@ -96,10 +96,7 @@ def entries(states: Mapping[str, Mapping[str, Tensor]]) -> Iterator[tuple[str, s
 def cuts_of(states: Mapping[str, Mapping[str, Tensor]]) -> dict[str, list[str]]:
     """`<parameter>.<key>` of every state in blocks -> its cut, which determines its blocks."""
     return {
-        f"{name}.{key}": cut_of(state)
-        for name, own in states.items()
-        for key, state in own.items()
-        if in_blocks(state)
+        f"{name}.{key}": cut_of(state) for name, own in states.items() for key, state in own.items() if in_blocks(state)
     }
 
 
@@ -113,9 +110,7 @@ def fill_states(optimizer: Optimizer) -> None:
     if not is_torchao or optimizer.state:
         return
     rates = [group["lr"] for group in optimizer.param_groups]
-    trained = [
-        p for group in optimizer.param_groups for p in group["params"] if p.requires_grad
-    ]  # fmt: skip
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     gradients = [p.grad for p in trained]
     for group in optimizer.param_groups:
         group["lr"] = torch.zeros_like(torch.as_tensor(group["lr"]))

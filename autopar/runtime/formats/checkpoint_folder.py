@@ -43,8 +43,7 @@ def clear(folder: Path, partial: Path) -> None:
     """Makes way for a save."""
     if folder.exists() and not _is_checkpoint(folder) and any(folder.iterdir()):
         raise AutoparError(
-            f"{folder} has files and is no checkpoint, and would be replaced; give a folder for the "
-            "checkpoint alone."
+            f"{folder} has files and is no checkpoint, and would be replaced; give a folder for the checkpoint alone."
         )
     _remove(partial)
 
@@ -103,8 +102,7 @@ def located(folder: Path) -> Path:
             return place
     unfinished = beside(folder, "partial").exists()
     raise AutoparError(
-        f"There is no checkpoint at {folder}"
-        + (": the first save to it was not finished." if unfinished else ".")
+        f"There is no checkpoint at {folder}" + (": the first save to it was not finished." if unfinished else ".")
     )
 
 
@@ -191,6 +189,4 @@ _REMEDY = "Copy it again, or load an earlier checkpoint."
 def _refuse_other_size(file: Path, wanted_bytes: int) -> None:
     found = f"{file.stat().st_size} bytes" if file.is_file() else "missing"
     if found != f"{wanted_bytes} bytes":
-        raise AutoparError(
-            f"{file.parent} is damaged: {file.name} is {found}, of {wanted_bytes} bytes. {_REMEDY}"
-        )
+        raise AutoparError(f"{file.parent} is damaged: {file.name} is {found}, of {wanted_bytes} bytes. {_REMEDY}")

@@ -21,9 +21,7 @@ from autopar.ir.files import check_keys
 from autopar.runtime.formats.block_states import formats_here
 
 _NO_OPTIONS = ("params", "param_names")
-Group = tuple[
-    list[str], dict[str, Any]
-]  # names of parameters, and options of the group such as `lr`
+Group = tuple[list[str], dict[str, Any]]  # names of parameters, and options of the group such as `lr`
 
 
 @dataclass(frozen=True)
@@ -54,8 +52,7 @@ def read_state(model: nn.Module, optimizer: Optimizer) -> OptimizerState:
     for names, group in _named_groups(model, optimizer):
         parameters += group["params"]
         states += [
-            (name, optimizer.state.get(parameter, {}))
-            for name, parameter in zip(names, group["params"], strict=True)
+            (name, optimizer.state.get(parameter, {})) for name, parameter in zip(names, group["params"], strict=True)
         ]
         groups.append((names, {k: v for k, v in group.items() if k not in _NO_OPTIONS}))
     return OptimizerState(
@@ -97,9 +94,7 @@ def placed_like(parameter: nn.Parameter, key: str, value: Tensor) -> Tensor:
     return _torch.cut_like(value, room)
 
 
-def plain_groups(
-    model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]
-) -> list[tuple[Group, list[int]]]:
+def plain_groups(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> list[tuple[Group, list[int]]]:
     """The groups of a plain optimizer's `state_dict()`: names, options, and the numbers of the parameters.
 
     Names are the state's `param_names`. Without them they are the names of the parameters at the same positions in the

@@ -58,9 +58,7 @@ class ShardPart:
     offsets: Sequence[int]
 
 
-def write_shard(
-    path: Path, parts: Mapping[str, ShardPart], rest: Callable[[], None] | None = None
-) -> None:
+def write_shard(path: Path, parts: Mapping[str, ShardPart], rest: Callable[[], None] | None = None) -> None:
     """Writes a file and waits until it is on the disk. Raises OSError where it cannot be written.
 
     Args:
@@ -96,19 +94,21 @@ def _entries(values: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
     for name, value in values.items():
         begin, end = end, end + value.numel() * value.element_size()
         entries[name] = {
-            "dtype": _dtype_name(value.dtype), "shape": list(value.shape), "data_offsets": [begin, end],
-        }  # fmt: skip
+            "dtype": _dtype_name(value.dtype),
+            "shape": list(value.shape),
+            "data_offsets": [begin, end],
+        }
     return entries
 
 
-def _header(
-    entries: Mapping[str, Any], offsets: Mapping[str, Any], sums: Mapping[str, int]
-) -> memoryview:
+def _header(entries: Mapping[str, Any], offsets: Mapping[str, Any], sums: Mapping[str, int]) -> memoryview:
     """The length of the header and the header."""
     about = {
-        _OFFSETS: json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt",
+        _OFFSETS: json.dumps(offsets),
+        "DCP_VERSION": "1.0",
+        "format": "pt",
         _CHECKSUMS: json.dumps({name: f"{found:08x}" for name, found in sums.items()}),
-    }  # fmt: skip
+    }
     text = json.dumps({"__metadata__": about, **entries}).encode()
     text += b" " * (-len(text) % 8)
     return memoryview(len(text).to_bytes(8, "little") + text)
@@ -143,9 +143,7 @@ def _factors() -> Tensor:
     return torch.tensor(odd, device="cpu")  # whatever the default device is
 
 
-def _checksum(
-    name: str, entry: Mapping[str, Any], offsets: Mapping[str, Any], data: memoryview
-) -> int:
+def _checksum(name: str, entry: Mapping[str, Any], offsets: Mapping[str, Any], data: memoryview) -> int:
     found = _begun(name, entry, offsets)
     for piece in _pieces(data, _CHECKED_BYTES):
         found = _summed(piece, found)
@@ -164,9 +162,7 @@ def check_shard(path: Path, own: Collection[str]) -> None:
         header = _parsed(whole[8:begin])
         about = header.pop("__metadata__")
         if _CHECKSUMS not in about:
-            raise AutoparError(
-                "its checksums are not those of this autopar; load it where it was saved."
-            )
+            raise AutoparError("its checksums are not those of this autopar; load it where it was saved.")
         offsets, sums = _parsed(about[_OFFSETS]), _parsed(about[_CHECKSUMS])
         if not (header.keys() == offsets.keys() == sums.keys()):
             raise AutoparError("its header names other tensors than were saved.")

@@ -40,10 +40,20 @@ _JOINED = "model-*-of-*.safetensors"
 _OPEN_FILES = 256  # shards that are open at a time; the usual limit of a process is 1,024 files
 # The names of dtypes in the safetensors format.
 _NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int64: "I64", torch.int32: "I32",
-    torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL", torch.complex64: "C64",
-}  # fmt: skip
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
 PathLike = str | os.PathLike[str]
 
 
@@ -77,9 +87,7 @@ class WeightFiles:
         except AutoparError:
             raise
         except Exception as error:  # whatever json and safetensors raise for a damaged file
-            raise AutoparError(
-                f"The weights at {given} cannot be read. {type(error).__name__}: {error}"
-            ) from error
+            raise AutoparError(f"The weights at {given} cannot be read. {type(error).__name__}: {error}") from error
         saved = {k: v for k, v in found.items() if isinstance(v, TensorStorageMetadata)}
         _refuse_torn_tensors(given, saved)
         return WeightFiles(given, files, saved, stated)
@@ -148,10 +156,15 @@ class WeightFiles:
             f"{source} is {dtype} in its file and {expected} {where}"
             for name, source in self.names(model).items()
             for dtype in [self.saved[source].properties.dtype]
-            for expected, where in ((state[name].dtype, "in the model"), (self.stated, "by config.json"))
-            if expected is not None and expected != dtype and expected.itemsize == dtype.itemsize
+            for expected, where in (
+                (state[name].dtype, "in the model"),
+                (self.stated, "by config.json"),
+            )
+            if expected is not None
+            and expected != dtype
+            and expected.itemsize == dtype.itemsize
             and expected.is_floating_point == dtype.is_floating_point
-        ]  # fmt: skip
+        ]
         if found:
             raise AutoparError(
                 f"The weights at {self.path} have another format of the same width: {few(found)}. Numbers of one are "
@@ -174,9 +187,7 @@ def _files_at(given: Path) -> list[Path]:
     if (given / _INDEX).is_file():
         named = sorted(set(read_json(given / _INDEX)["weight_map"].values()))
         if outside := [name for name in named if Path(name).name != name]:
-            raise AutoparError(
-                f"{given / _INDEX} names {few(outside)}, which is no file of its own folder."
-            )
+            raise AutoparError(f"{given / _INDEX} names {few(outside)}, which is no file of its own folder.")
         files = [given / name for name in named]
         missing = [file.name for file in files if not file.is_file()]
         if missing:
@@ -259,9 +270,7 @@ def read_weights(model: nn.Module, path: PathLike) -> None:
 def _refuse_torn_ties(files: WeightFiles, model: nn.Module, ranks: AllRanks) -> None:
     """Raises AutoparError, before the model changes, if the files have different values for tied names."""
     state = model.state_dict()
-    pairs = [
-        (a, b) for a, b in ties(model).items() if {a, b} <= {*files.saved} and {a, b} <= {*state}
-    ]
+    pairs = [(a, b) for a, b in ties(model).items() if {a, b} <= {*files.saved} and {a, b} <= {*state}]
     room = {name: torch.empty_like(state[name]) for pair in pairs for name in pair}
     if not any(ranks.everyones(bool(room))):
         return
@@ -287,9 +296,7 @@ def _local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def _opened(
-    model: nn.Module, path: PathLike
-) -> tuple[WeightFiles, dict[str, Tensor | DTensor], set[str]]:
+def _opened(model: nn.Module, path: PathLike) -> tuple[WeightFiles, dict[str, Tensor | DTensor], set[str]]:
     """The files at a path, the tensors to read into by their names in the files, and `WeightFiles.readable`."""
     files = WeightFiles.at(path)
     files.refuse(files.problems(model))
@@ -302,9 +309,7 @@ def _opened(
 # --- writing
 
 
-def write_weights(
-    model: nn.Module, folder: PathLike, *, original: nn.Module, file_bytes: int = FILE_BYTES
-) -> None:
+def write_weights(model: nn.Module, folder: PathLike, *, original: nn.Module, file_bytes: int = FILE_BYTES) -> None:
     """Writes a model's state dict as plain safetensors files with an index, and its `config` into the same folder.
 
     Every rank calls this. A tied parameter is written once, under its first name, as `safetensors.torch.save_model`
@@ -434,9 +439,7 @@ def _header(kinds: Mapping[str, Any]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _whole(
-    name: str, kind: Any, places: Mapping[MetadataIndex, Any], opened: Callable[[str], Any]
-) -> Tensor:
+def _whole(name: str, kind: Any, places: Mapping[MetadataIndex, Any], opened: Callable[[str], Any]) -> Tensor:
     """A whole tensor, put together from the chunks that ranks have written to files; `opened` opens a file."""
     whole = torch.empty(kind.size, dtype=kind.properties.dtype)
     for chunk in kind.chunks:

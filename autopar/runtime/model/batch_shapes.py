@@ -47,9 +47,7 @@ class BatchShapes:
         gathers: whether all ranks gather the results of a forward.
     """
 
-    def __init__(
-        self, batch: Batch, comparison: Comparison, ranks: int, *, gathers: bool = False
-    ) -> None:
+    def __init__(self, batch: Batch, comparison: Comparison, ranks: int, *, gathers: bool = False) -> None:
         self._gathers = gathers
         self._is_local, self._ranks = batch == "local", ranks
         self._comparison = comparison
@@ -58,9 +56,7 @@ class BatchShapes:
         self._wholes = {True: 0, False: 0}
         self._cuts: dict[str, Shape] = {}  # path of an input -> how the first program cuts its dims
 
-    def whole(
-        self, arguments: Arguments, known: Sequence[ReadyProgram], *, is_step: bool
-    ) -> tuple[Shape, ...]:
+    def whole(self, arguments: Arguments, known: Sequence[ReadyProgram], *, is_step: bool) -> tuple[Shape, ...]:
         """The shapes of the whole batch, see [Note: whole or part].
 
         Args:
@@ -106,9 +102,7 @@ class BatchShapes:
         found = [json.loads(text) for text in self._comparison.gather(own, why)]
         others = [rank for rank, each in enumerate(found) if each[0] != found[0][0]]
         if others:
-            said = "; ".join(
-                f"rank {rank} {shape_words(found[rank][0])}" for rank in (0, *others[:4])
-            )
+            said = "; ".join(f"rank {rank} {shape_words(found[rank][0])}" for rank in (0, *others[:4]))
             raise StepError(
                 f"The ranks gave batches of different shapes: {said}. Each has to give the same whole "
                 "batch, or parts of one shape: pad parts to one length, and let the samplers drop what "
@@ -144,9 +138,7 @@ def micro_batches_near(
         pipeline: stages of the model, whose schedule allows only some numbers.
         world: the mesh of the ranks.
     """
-    count = fitting_micro_batches(
-        shapes, first, usual, world, lambda count: pipeline is None or takes(pipeline, count)
-    )
+    count = fitting_micro_batches(shapes, first, usual, world, lambda count: pipeline is None or takes(pipeline, count))
     if count != usual:
         warn_together(
             f"A batch of the shapes {shape_words(shapes)} is run in {count} micro-batches, not {usual}, which do not "

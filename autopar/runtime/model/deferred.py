@@ -21,9 +21,7 @@ from autopar.errors import StepError
 from autopar.runtime.parameters.gradients import gradients_of
 
 
-def with_deferred_gradients(
-    run: Callable[[], list[Tensor]], parameters: Sequence[nn.Parameter]
-) -> list[Tensor]:
+def with_deferred_gradients(run: Callable[[], list[Tensor]], parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     """Runs a step; its results are differentiable, and their backward returns the gradients of the step.
 
     Args:
@@ -45,9 +43,7 @@ class _HandOut(torch.autograd.Function):
     """The results of a step; the backward returns each parameter's gradient and drops it."""
 
     @staticmethod
-    def forward(
-        ctx: Any, gradients: list[Tensor], count: int, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, gradients: list[Tensor], count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.gradients, ctx.count = gradients, count
         results = tuple(x.view_as(x) for x in tensors[:count])

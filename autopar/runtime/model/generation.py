@@ -64,9 +64,7 @@ def generate(model: nn.Module, run: Run, args: tuple[Any, ...], kwargs: Mapping[
     if callable(getattr(model, "get_base_model", None)):  # PEFT: the forward is that with adapters
         model = model.get_base_model()  # type: ignore[operator]
     if not callable(getattr(model, "generate", None)):
-        raise StepError(
-            f"{type(model).__name__} has no method generate; the models of transformers have one."
-        )
+        raise StepError(f"{type(model).__name__} has no method generate; the models of transformers have one.")
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         raise StepError(
@@ -87,11 +85,7 @@ def generate(model: nn.Module, run: Run, args: tuple[Any, ...], kwargs: Mapping[
 def _refuse_prompt_learning(model: nn.Module) -> None:
     """Raises StepError for a PEFT model that puts learned positions before the prompt in its own `generate`."""
     configs: Mapping[str, Any] = getattr(model, "peft_config", None) or {}
-    learned = [
-        type(each).__name__
-        for each in configs.values()
-        if getattr(each, "is_prompt_learning", False)
-    ]
+    learned = [type(each).__name__ for each in configs.values() if getattr(each, "is_prompt_learning", False)]
     if learned:
         raise StepError(
             f"generate was called for a model with {', '.join(learned)}, whose learned prompt the forwards of the "
@@ -190,9 +184,7 @@ class PlannedForward:
             return_dict: not used; the result always has names.
             others: arguments that are not supported.
         """
-        given = sorted(
-            name for name, value in others.items() if value is not None and value is not False
-        )
+        given = sorted(name for name, value in others.items() if value is not None and value is not False)
         if given:
             raise StepError(
                 f"generate gives the model {', '.join(given)}, and by a plan it runs on input_ids, attention_mask and "
@@ -206,23 +198,17 @@ class PlannedForward:
             return self._from_first(input_ids, own, past_key_values)
         return self._next(input_ids, own, past_key_values)
 
-    def _from_first(
-        self, tokens: Tensor, own: Mapping[str, Tensor | None], past: Past | None
-    ) -> Any:
+    def _from_first(self, tokens: Tensor, own: Mapping[str, Tensor | None], past: Past | None) -> Any:
         """The result of a forward of all tokens, padded; fills the cache if there is one."""
         count = tokens.shape[1]
         more = padded_length(count + 1, self._limit) - count
-        given: dict[str, Any] = {
-            k: F.pad(x, (0, more), value=1) for k, x in own.items() if x is not None
-        }
+        given: dict[str, Any] = {k: F.pad(x, (0, more), value=1) for k, x in own.items() if x is not None}
         if past is not None:
             given["past_key_values"] = Slots({}, {}, None)
 
         def run(padding: int) -> tuple[Tensor, Any]:
             padded = F.pad(tokens, (0, more), value=padding)
-            return self._logits(
-                {**given, "input_ids": padded, "use_cache": past is not None}, count - 1
-            )
+            return self._logits({**given, "input_ids": padded, "use_cache": past is not None}, count - 1)
 
         logits, results = run(0)
         if more and (len(tokens), count + more) not in self._checked:
@@ -257,9 +243,7 @@ class PlannedForward:
             "input_ids": tokens,
             "attention_mask": self._mask(own["attention_mask"], len(tokens), past),
             "position_ids": own["position_ids"],
-            "past_key_values": Slots(
-                past.slots.keys, past.slots.values, torch.tensor([past.length])
-            ),
+            "past_key_values": Slots(past.slots.keys, past.slots.values, torch.tensor([past.length])),
             "use_cache": True,
         }
         logits, results = self._logits(given, 0)

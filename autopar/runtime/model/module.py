@@ -435,9 +435,7 @@ class CompiledModule(nn.Module):
         state = self._original.state_dict(*args, **kwargs)
         return of_rank(state, self._rank, self._placement.part.elsewhere)
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads a state dict as `nn.Module.load_state_dict` does; before planning into a meta-device model, too.
 
         Raises StepError for `assign=True` after planning, and for the shards of another rank.

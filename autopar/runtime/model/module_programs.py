@@ -125,9 +125,15 @@ class ModulePrograms:
             elif replaced:
                 self.placement.place_replaced(programs, replaced)
             ready = ReadyProgram(
-                self._bind(programs, count), self._state(), count,
-                programs.guards, Structure(model), captures, programs.writes, programs.numbers,
-            )  # fmt: skip
+                self._bind(programs, count),
+                self._state(),
+                count,
+                programs.guards,
+                Structure(model),
+                captures,
+                programs.writes,
+                programs.numbers,
+            )
         self._shapes.learn(arguments, ready.bound.program, ready.bound.world)
         seconds, was_captured = time.perf_counter() - start, captures.count > runs
         self.kept.add(ready, arguments, seconds, was_captured=was_captured)
@@ -145,9 +151,7 @@ class ModulePrograms:
             self.kept.clear()
         return replaced
 
-    def _request(
-        self, arguments: Arguments, captures: Captures, *, is_step: bool
-    ) -> ProgramRequest:
+    def _request(self, arguments: Arguments, captures: Captures, *, is_step: bool) -> ProgramRequest:
         return ProgramRequest(
             is_step=is_step,
             micro_batches=self._count(arguments) if is_step else 1,
@@ -176,9 +180,7 @@ class ModulePrograms:
         own = rows_of_replica(arguments.tensors, replicas.number, count)
         return replace(arguments, tensors=tuple(own))
 
-    def _add_again(
-        self, earlier: ReadyProgram, arguments: Arguments, *, is_step: bool
-    ) -> ReadyProgram:
+    def _add_again(self, earlier: ReadyProgram, arguments: Arguments, *, is_step: bool) -> ReadyProgram:
         """Captures the model again after a Python value that it reads has changed; warns which one, and how often."""
         difference = earlier.broken()
         assert difference is not None, "its guards do not hold"
@@ -203,14 +205,10 @@ class ModulePrograms:
             return self.micro_batches
         assert fixed is not None, "there was a first program"
         assert self.micro_batches is not None, "the first step had some number"
-        return micro_batches_near(
-            self.micro_batches, arguments.shapes, first, fixed.pipeline, self._planner.world()
-        )
+        return micro_batches_near(self.micro_batches, arguments.shapes, first, fixed.pipeline, self._planner.world())
 
     @contextlib.contextmanager
-    def _stand_ins(
-        self, arguments: Arguments, count: int
-    ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    def _stand_ins(self, arguments: Arguments, count: int) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Context in which the model can be captured, and arguments of one micro-batch to capture it with."""
         examples, device = first_micro_batch(arguments, count), self._settings.device
         with stand_ins(self._model, examples, device, self.placement.part.absent) as fakes:
@@ -221,20 +219,29 @@ class ModulePrograms:
         assert store is not None
         self.placement.refuse_other_factors(programs.whole)
         executor = self._settings.executor
-        bucket_bytes = self._settings.bucket_bytes or int(
-            usual_bucket_bytes(programs.whole.plan.mesh.sizes)
-        )
+        bucket_bytes = self._settings.bucket_bytes or int(usual_bucket_bytes(programs.whole.plan.mesh.sizes))
         if programs.pipeline is None:
             return BoundProgram(
-                programs.whole, store, self._model, seeds=self.seeds.generator,
-                bucket_bytes=bucket_bytes, executor=executor,
-            )  # fmt: skip
+                programs.whole,
+                store,
+                self._model,
+                seeds=self.seeds.generator,
+                bucket_bytes=bucket_bytes,
+                executor=executor,
+            )
         assert shared is not None, "there was a first program, with stages"
         return BoundPipeline(
-            programs.whole, programs.stages, store, self._model, seeds=self.seeds.generator,
-            bucket_bytes=bucket_bytes, micro_batches=micro_batches, shared=shared,
-            executor=executor, optimizer=self.optimizer,
-        )  # fmt: skip
+            programs.whole,
+            programs.stages,
+            store,
+            self._model,
+            seeds=self.seeds.generator,
+            bucket_bytes=bucket_bytes,
+            micro_batches=micro_batches,
+            shared=shared,
+            executor=executor,
+            optimizer=self.optimizer,
+        )
 
     def _place(self, programs: Programs) -> None:
         """Puts the parameters into the layouts between steps that the first plan gives them."""
@@ -243,9 +250,12 @@ class ModulePrograms:
         store, replicas = self.placement.store, self._settings.replicas
         if replicas is not None and store is not None:
             self.meetings = meetings_between(
-                replicas, store, self._model, statistics=list(programs.whole.mutated.values()),
+                replicas,
+                store,
+                self._model,
+                statistics=list(programs.whole.mutated.values()),
                 settings=self._settings,
-            )  # fmt: skip
+            )
 
     def _state(self) -> tuple[object, ...]:
         """Modes that a program depends on. The `training` flags of submodules have guards."""

@@ -88,16 +88,20 @@ class ModuleRuns:
                 shares, terms = step_shares(bound.program, parts, self._model, bound.world)
                 batch = [[*part, *own] for part, own in zip(parts, terms, strict=True)]
                 found = self.scaler.step(
-                    partial(bound.step, batch, shares), self.trained,
+                    partial(bound.step, batch, shares),
+                    self.trained,
                     lambda: self.gradient_norm(torch.inf),
-                )  # fmt: skip
+                )
                 # Rows of several micro-batches alone come in another order than ranks gave them.
                 is_cut = ready.count > 1
                 results = delivered(
-                    bound.program, found, bound.world, micro_batches=ready.count,
+                    bound.program,
+                    found,
+                    bound.world,
+                    micro_batches=ready.count,
                     as_dtensors=self._settings.outputs == "dtensor",
                     input_parts=parts_given(arguments, ready.shapes) if is_cut else 1,
-                )  # fmt: skip
+                )
         except PeerError as error:
             waiting = self._programs.comparison.waiting()
             doing = f"Step {self.steps}" if trains else "The evaluation"
@@ -113,9 +117,7 @@ class ModuleRuns:
         if self._clock.tick() and world.rank == 0 and log.isEnabledFor(logging.INFO):
             log.info("%s", self._clock.against(self._predicted(), self._settings.device))
 
-    def _warn_of_loss(
-        self, bound: BoundProgram | BoundPipeline, loss: Tensor, arguments: Arguments
-    ) -> None:
+    def _warn_of_loss(self, bound: BoundProgram | BoundPipeline, loss: Tensor, arguments: Arguments) -> None:
         """Warns once of a loss that is not finite; ranks with different losses each check their own."""
         step = self.finite.found(loss, self.steps)
         if step is None:
@@ -150,14 +152,10 @@ class ModuleRuns:
         specs = bound.program.outputs
         if outputs == "local" and not torch.is_grad_enabled():
             self._warn_of_split(results, bound)
-        results = [
-            as_asked(x, spec, bound.world, outputs) for x, spec in zip(results, specs, strict=True)
-        ]
+        results = [as_asked(x, spec, bound.world, outputs) for x, spec in zip(results, specs, strict=True)]
         return unflatten_outputs(bound.program, results)
 
-    def _warn_of_split(
-        self, results: Sequence[Tensor], bound: BoundProgram | BoundPipeline
-    ) -> None:
+    def _warn_of_split(self, results: Sequence[Tensor], bound: BoundProgram | BoundPipeline) -> None:
         """Warns once that ranks have parts of the results: a script that evaluates them may expect them whole."""
         words = words_of_split(results, bound.program.outputs, bound.world, self._settings.batch)
         if words is not None and not self._has_said_split:
@@ -194,18 +192,14 @@ class ModuleRuns:
         """The norm of all gradients, the same on every rank."""
         world = self._planner.world()
         try:
-            return gradient_norm(
-                self._model.named_parameters(), world, norm_type, **self._counted(world)
-            )
+            return gradient_norm(self._model.named_parameters(), world, norm_type, **self._counted(world))
         except PeerError as error:
             raise world.explain(error, f"Looking at the gradients of step {self.steps}") from error
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> Tensor:
         """Scales all gradients; returns their norm before that, see `CompiledModule.clip_grad_norm_`."""
         world = self._planner.world()
-        return clip_grad_norm_(
-            self._model.named_parameters(), world, max_norm, norm_type, **self._counted(world)
-        )
+        return clip_grad_norm_(self._model.named_parameters(), world, max_norm, norm_type, **self._counted(world))
 
     def _counted(self, world: World) -> dict[str, Any]:
         """Arguments of a norm over all stages: the group of the stages, and the gradients that another rank counts."""

@@ -116,11 +116,7 @@ def find_nan(model: CompiledModule, *batch: Any, **kwargs: Any) -> NonFinite | N
     every = AllRanks("Looking for NaN").everyones((is_finite, given or watch.found()))
     if all(finite for finite, _ in every):
         return None
-    found = [
-        replace(each, rank=rank)
-        for rank, (finite, each) in enumerate(every)
-        if each is not None and not finite
-    ]
+    found = [replace(each, rank=rank) for rank, (finite, each) in enumerate(every) if each is not None and not finite]
     first = min(found, key=_position, default=None)
     return first or NonFinite("NaN or infinity", _PHASES[-1], 0, "a collective")
 

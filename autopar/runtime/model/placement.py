@@ -62,9 +62,12 @@ class Placement:
             held = held_by(pipe.rank, users, programs.pipeline)
         weights = settings.weights
         values = initial_values(
-            model, world, init_fn=settings.init_fn, seed=settings.seed,
+            model,
+            world,
+            init_fn=settings.init_fn,
+            seed=settings.seed,
             read_later=() if weights is None else weights.names(model),
-        )  # fmt: skip
+        )
         self._settle_gradients()
         self.store = ParameterStore(world)
         self.store.fill(programs.whole, model, values, held)
@@ -138,11 +141,7 @@ class Placement:
 def _refuse_unlike_gradients(model: nn.Module) -> None:
     """Raises StepError on all ranks for whole gradients, there before the first step, that differ between ranks."""
     ranks = AllRanks("Comparing the gradients before the first step")
-    own = {
-        name: digest_of([_torch.local_tensor(p.grad)])
-        for name, p in model.named_parameters()
-        if p.grad is not None
-    }
+    own = {name: digest_of([_torch.local_tensor(p.grad)]) for name, p in model.named_parameters() if p.grad is not None}
     first, *others = ranks.everyones(own)
     for rank, found in enumerate(others, 1):
         for name in first.keys() | found.keys():

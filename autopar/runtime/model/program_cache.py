@@ -97,17 +97,13 @@ class ProgramCache:
         """The programs that take such arguments, of whatever sizes."""
         return [r for r in self.ready[is_step] if arguments.fits(r.bound.program)]
 
-    def fit_for(
-        self, arguments: Arguments, state: tuple[object, ...], *, is_step: bool
-    ) -> ReadyProgram | None:
+    def fit_for(self, arguments: Arguments, state: tuple[object, ...], *, is_step: bool) -> ReadyProgram | None:
         """The program for arguments of these shapes as the model is now; None if there is none."""
         known = self.fitting(arguments, is_step=is_step)
         alike = (r for r in known if r.state == state and r.shapes == arguments.shapes)
         return next((r for r in alike if r.holds()), None)
 
-    def captures(
-        self, arguments: Arguments, state: tuple[object, ...], *, is_step: bool
-    ) -> Captures:
+    def captures(self, arguments: Arguments, state: tuple[object, ...], *, is_step: bool) -> Captures:
         """The captures of the model as it is now, for such arguments of any sizes; new ones where it has changed."""
         known = reversed(self.fitting(arguments, is_step=is_step))
         found = (r.captures for r in known if r.state == state and r.holds())
@@ -118,14 +114,10 @@ class ProgramCache:
         programs = self.ready[program.bound.program.is_step]
         programs.append(programs.pop(programs.index(program)))
 
-    def add(
-        self, ready: ReadyProgram, arguments: Arguments, seconds: float, *, was_captured: bool
-    ) -> None:
+    def add(self, ready: ReadyProgram, arguments: Arguments, seconds: float, *, was_captured: bool) -> None:
         """Keeps a program, logs the seconds of its capture and planning, and warns if shapes are many."""
         program = ready.bound.program
-        alike = [
-            r for r in self.fitting(arguments, is_step=program.is_step) if r.state == ready.state
-        ]
+        alike = [r for r in self.fitting(arguments, is_step=program.is_step) if r.state == ready.state]
         another = bool(alike) and all(r.shapes != ready.shapes for r in alike)
         kept = self.ready[program.is_step]
         if program.is_step and self.first_step is None:

@@ -62,9 +62,7 @@ class Slots(Staying):
 
     is_compileable = False
 
-    def __init__(
-        self, keys: Mapping[int, Tensor], values: Mapping[int, Tensor], place: Tensor | None
-    ) -> None:
+    def __init__(self, keys: Mapping[int, Tensor], values: Mapping[int, Tensor], place: Tensor | None) -> None:
         self.keys, self.values, self.place = dict(keys), dict(values), place
 
     @property
@@ -72,9 +70,7 @@ class Slots(Staying):
         """The number of slots."""
         return next(iter(self.keys.values())).shape[2]
 
-    def update(
-        self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """The keys and values of a layer, including the new ones."""
         if self.place is not None:
             is_new = (torch.arange(self.count, device=keys.device) == self.place)[:, None]

@@ -107,8 +107,11 @@ class Adoption:
 
 
 def adopt(
-    model: nn.Module, device_mesh: DeviceMesh, earlier: Adoption | None = None, planned: DeviceMesh | None = None
-) -> Adoption:  # fmt: skip
+    model: nn.Module,
+    device_mesh: DeviceMesh,
+    earlier: Adoption | None = None,
+    planned: DeviceMesh | None = None,
+) -> Adoption:
     """Replaces every parameter by a replicated DTensor; after an earlier adoption, only the new parameters.
 
     These may be shards, or owners' parts, of copies that the script made of the model's layers: they are gathered.

@@ -49,9 +49,7 @@ def clip_grad_norm_(
         raise StepError(f"norm_type is {norm_type}; a p-norm has p above 0, such as 2.0 or inf.")
     named = list(named_parameters)
     try:
-        total = gradient_norm(
-            named, world, norm_type, stages=stages, counted_elsewhere=counted_elsewhere
-        )
+        total = gradient_norm(named, world, norm_type, stages=stages, counted_elsewhere=counted_elsewhere)
     except PeerError as error:
         raise world.explain(error, "Clipping gradients") from error
     norm = total.to(_number_format(p.grad for _, p in named))
@@ -68,11 +66,7 @@ def gradient_norm(
     counted_elsewhere: Collection[str],
 ) -> Tensor:
     """The norm of all gradients, in float64 and the same on every rank; see `clip_grad_norm_` for the arguments."""
-    counted = [
-        p.grad
-        for name, p in named_parameters
-        if p.grad is not None and name not in counted_elsewhere
-    ]
+    counted = [p.grad for name, p in named_parameters if p.grad is not None and name not in counted_elsewhere]
     return _norm_over([*world.covering, stages], _own_norm(counted, norm_type, world), norm_type)
 
 
@@ -101,9 +95,7 @@ def _first_copy(grad: Tensor) -> Tensor | None:
     return grad.to_local()
 
 
-def _norm_over(
-    groups: Iterable[dist.ProcessGroup | None], norm: Tensor, norm_type: float
-) -> Tensor:
+def _norm_over(groups: Iterable[dist.ProcessGroup | None], norm: Tensor, norm_type: float) -> Tensor:
     """The norm of a whole, given the norms of its parts.
 
     The norms are gathered rather than summed as powers, so that nothing overflows and a NaN is kept for every p. They

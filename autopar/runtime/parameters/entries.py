@@ -36,16 +36,11 @@ class Entries:
         self._entering: list[int] = []
         self._backward: _Backward | None = None
 
-    def install(
-        self, module: fx.GraphModule, parameters: Sequence[Tensor], bucket_bytes: int
-    ) -> None:
+    def install(self, module: fx.GraphModule, parameters: Sequence[Tensor], bucket_bytes: int) -> None:
         """Finds and groups them; the collectives of the graph still name mesh axes."""
         chains = find_entries(module, len(parameters))
         self._entering = sorted({chain.parameter for chain in chains})
-        routes = {
-            chain: route_of(chain, tuple(parameters[chain.parameter].shape), self.world.mesh)
-            for chain in chains
-        }
+        routes = {chain: route_of(chain, tuple(parameters[chain.parameter].shape), self.world.mesh) for chain in chains}
 
         def key(chain: Chain) -> object:
             parameter = parameters[chain.parameter]
@@ -53,19 +48,21 @@ class Entries:
             return there, back, parameter.dtype
 
         def size_bytes(chain: Chain) -> int:
-            return (
-                torch.Size(routes[chain][-1].after).numel()
-                * parameters[chain.parameter].element_size()
-            )
+            return torch.Size(routes[chain][-1].after).numel() * parameters[chain.parameter].element_size()
 
         def make(group: list[Chain]) -> nn.Module:
             places = [self._entering.index(chain.parameter) for chain in group]
             return _Entry(self, places, [routes[chain] for chain in group])
 
         group_gathers(
-            module, chains, key=key, size_bytes=size_bytes, make=make, name="entry",
+            module,
+            chains,
+            key=key,
+            size_bytes=size_bytes,
+            make=make,
+            name="entry",
             bucket_bytes=overlapping_bytes(sum(map(size_bytes, chains)), bucket_bytes),
-        )  # fmt: skip
+        )
 
     def open(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         """The leaves in the form that the graph takes; called before each run of it."""
@@ -149,9 +146,7 @@ class _Start(torch.autograd.Function):
     """The entry of a group; in backward it starts one collective for all gradients of the group."""
 
     @staticmethod
-    def forward(
-        ctx: Any, backward: _Backward, entry: _Entry, *leaves: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, backward: _Backward, entry: _Entry, *leaves: Tensor) -> tuple[Tensor, ...]:
         ctx.backward_of, ctx.entry = backward, entry
         ctx.set_materialize_grads(False)
         return _kept_local(entry, leaves)

@@ -69,9 +69,7 @@ class Gathers:
         self.in_step = self.mutes = False
         self._ahead: tuple[int, Transfer] | None = None
         self._calls: list[_Call] = []
-        self._saved: dict[
-            int, tuple[Any, _Call, int]
-        ] = {}  # storage -> weak reference, gather, position
+        self._saved: dict[int, tuple[Any, _Call, int]] = {}  # storage -> weak reference, gather, position
         self._under_way: list[tuple[list[int], Transfer]] = []
 
     @property
@@ -93,21 +91,21 @@ class Gathers:
             return there, back, formats, parameter.requires_grad
 
         def size_bytes(chain: Chain) -> int:
-            return (
-                torch.Size(routes[chain][-1].after).numel() * specs[chain.parameter].dtype.itemsize
-            )
+            return torch.Size(routes[chain][-1].after).numel() * specs[chain.parameter].dtype.itemsize
 
         def make(group: list[Chain]) -> nn.Module:
-            made = GatherGroup(
-                self, len(self.groups), [c.parameter for c in group], [routes[c] for c in group]
-            )
+            made = GatherGroup(self, len(self.groups), [c.parameter for c in group], [routes[c] for c in group])
             self.groups.append(made)
             return made
 
         group_gathers(
-            module, chains, key=key, size_bytes=size_bytes, make=make,
+            module,
+            chains,
+            key=key,
+            size_bytes=size_bytes,
+            make=make,
             bucket_bytes=overlapping_bytes(sum(map(size_bytes, chains)), bucket_bytes),
-        )  # fmt: skip
+        )
 
     def _route(self, chain: Chain, mesh: Mesh) -> Route:
         """The hops of a chain, with the cast that its gradient begins with."""
@@ -128,9 +126,7 @@ class Gathers:
 
     def open(self, group: GatherGroup, shards: Sequence[Tensor]) -> _Call:
         """Begins a forward's gather of a group."""
-        ahead = (
-            self._ahead[1] if self._ahead is not None and self._ahead[0] == group.number else None
-        )
+        ahead = self._ahead[1] if self._ahead is not None and self._ahead[0] == group.number else None
         call = _Call(self, group, [x.detach() for x in shards], ahead, self._calls)
         self._ahead = None
         self._calls.append(call)
@@ -198,9 +194,7 @@ class Gathers:
 class GatherGroup(nn.Module):
     """Parameters that are gathered by one collective: shards in, full parameters out."""
 
-    def __init__(
-        self, owner: Gathers, number: int, members: list[int], routes: list[Route]
-    ) -> None:
+    def __init__(self, owner: Gathers, number: int, members: list[int], routes: list[Route]) -> None:
         super().__init__()
         self.number, self.members, self.routes = number, members, routes
         self._owner = owner
@@ -329,8 +323,7 @@ class _Gather(torch.autograd.Function):
 def _owned(gradients: Sequence[Tensor], routes: Sequence[Route]) -> list[Tensor]:
     """Gradients to work on: autograd may give the same tensor to others, and an all_reduce is done in place."""
     return [
-        g.clone() if hops and hops[0].name == "all_reduce" else g
-        for g, hops in zip(gradients, routes, strict=True)
+        g.clone() if hops and hops[0].name == "all_reduce" else g for g, hops in zip(gradients, routes, strict=True)
     ]
 
 
@@ -355,11 +348,7 @@ def route_of(chain: Chain, shape: tuple[int, ...], mesh: Mesh) -> Route:
             continue
         call, size = found.call(mesh), found.size
         result = tuple(result_shape(call.name, viewed, call.dims, size))
-        hops.append(
-            Hop(
-                call.name, call.backward, call.dims, call.axis, size, before, viewed, result, result
-            )
-        )
+        hops.append(Hop(call.name, call.backward, call.dims, call.axis, size, before, viewed, result, result))
         viewed = result
     hops[-1] = _ending(hops[-1], viewed)
     return tuple(hops)

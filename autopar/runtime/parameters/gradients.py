@@ -10,9 +10,7 @@ from torch import Tensor, nn
 Result = TypeVar("Result")
 
 
-def gradients_of(
-    run: Callable[[], Result], parameters: Sequence[nn.Parameter]
-) -> tuple[Result, list[Tensor | None]]:
+def gradients_of(run: Callable[[], Result], parameters: Sequence[nn.Parameter]) -> tuple[Result, list[Tensor | None]]:
     """Runs a step and returns its gradients; `.grad` of every parameter is left as it was.
 
     Args:

@@ -124,9 +124,7 @@ def replaced_values(model: nn.Module, names: Sequence[str], world: World) -> Ite
     parameters = dict(model.named_parameters())
     for name in names:
         if parameters[name].is_meta:
-            raise CaptureError(
-                f"Parameter {name} was replaced by one on the meta device, which has no values."
-            )
+            raise CaptureError(f"Parameter {name} was replaced by one on the meta device, which has no values.")
         yield name, _first_ranks(parameters[name], world)
 
 

@@ -55,14 +55,10 @@ class LossScaling:
         )
         for name, is_right, words in ranges:
             if not is_right:
-                raise AutoparError(
-                    f"LossScaling was given {name}={getattr(self, name)!r}, which has to be {words}."
-                )
+                raise AutoparError(f"LossScaling was given {name}={getattr(self, name)!r}, which has to be {words}.")
 
     @classmethod
-    def of(
-        cls, given: LossScaling | float | None, precision: MixedPrecision | None
-    ) -> LossScaling | None:
+    def of(cls, given: LossScaling | float | None, precision: MixedPrecision | None) -> LossScaling | None:
         """Reads the argument `loss_scale` of `compile` for a precision policy; None if the loss is not scaled.
 
         A number is a scale that stays. None is the default scaling where parameters or gradients are of float16.

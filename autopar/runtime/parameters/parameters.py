@@ -129,18 +129,14 @@ class ParameterStore:
             if name not in self.kept or self.kept[name].parameter is not parameter
         ]
 
-    def _keep(
-        self, spec: TensorSpec, how: ParameterPlan, parameter: nn.Parameter, value: Tensor
-    ) -> None:
+    def _keep(self, spec: TensorSpec, how: ParameterPlan, parameter: nn.Parameter, value: Tensor) -> None:
         mesh, rank, storage = self.world.mesh, self.world.rank, how.storage
         gathered = without_v(spec.layout)
         full = part = None
         keeps_full = value.dtype == spec.dtype and how.tier == "device"
         hops = route(spec.dims, storage, gathered, mesh, rank=rank)
         if keeps_full and _gathers(hops):
-            full = shard(value, spec.dims, gathered, mesh, rank).clone(
-                memory_format=torch.contiguous_format
-            )
+            full = shard(value, spec.dims, gathered, mesh, rank).clone(memory_format=torch.contiguous_format)
             part = cut(full, hops, self.world)
         own = shard(value, spec.dims, storage, mesh, rank)
         local = part if part is not None else own.clone(memory_format=torch.contiguous_format)
@@ -152,18 +148,12 @@ class ParameterStore:
             whole = _torch.local_tensor(gradient).to(self.world.device)
             part_of_it = shard(whole, spec.dims, storage, mesh, rank).to(local.device, copy=True)
             _torch.accumulate_gradient(parameter, part_of_it.contiguous())
-        self.kept[spec.name] = ParameterAtRest(
-            spec, parameter, storage, how.tier, gathered, full, part
-        )
+        self.kept[spec.name] = ParameterAtRest(spec, parameter, storage, how.tier, gathered, full, part)
 
-    def _swap(
-        self, parameter: nn.Parameter, local: Tensor, spec: TensorSpec, how: ParameterPlan
-    ) -> None:
+    def _swap(self, parameter: nn.Parameter, local: Tensor, spec: TensorSpec, how: ParameterPlan) -> None:
         stored: Tensor = local
         if self.world.device_mesh is not None:
-            stored = _torch.dtensor(
-                local, self.world.device_mesh, placements(how.storage, self.world.mesh), spec.shape
-            )
+            stored = _torch.dtensor(local, self.world.device_mesh, placements(how.storage, self.world.mesh), spec.shape)
         if stored is local and parameter.device == local.device and parameter.dtype == local.dtype:
             # Unlike a swap, that is possible while something holds on to it, as an earlier capture does.
             parameter.data = local
@@ -243,9 +233,13 @@ class Residents:
         kept, spec = self.kept[i], self.specs[i]
         mesh = self.world.mesh
         converting = route(
-            kept.spec.dims, kept.storage, spec.layout, mesh, rank=self.world.rank,
+            kept.spec.dims,
+            kept.storage,
+            spec.layout,
+            mesh,
+            rank=self.world.rank,
             back_by_rows=self._by_rows[i],
-        )  # fmt: skip
+        )
         stored, casts = kept.local.dtype, not kept.local.dtype == spec.dtype == spec.gradient_dtype
         found = _Way(part_shape(kept.spec.dims, kept.storage, mesh, self.world.rank), kept.tier)
         if casts:
@@ -277,9 +271,7 @@ class Residents:
         under_way: list[tuple[list[int], Transfer]] = []
         for batch in self._batches:
             under_way.append((batch, self._start(batch)))
-            if (
-                len(under_way) > 1
-            ):  # one moves while another is unpacked: no more memory than two need
+            if len(under_way) > 1:  # one moves while another is unpacked: no more memory than two need
                 changed |= self._land(*under_way.pop(0))
         for batch, transfer in under_way:
             changed |= self._land(batch, transfer)
@@ -352,9 +344,7 @@ class Residents:
         self.leaves[i] = leaf
 
     def _start(self, batch: Sequence[int]) -> Transfer:
-        return Transfer(
-            [self._routes[i] for i in batch], [self.kept[i].local for i in batch], self.world
-        )
+        return Transfer([self._routes[i] for i in batch], [self.kept[i].local for i in batch], self.world)
 
 
 class _Way:

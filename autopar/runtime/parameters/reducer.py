@@ -82,17 +82,13 @@ class Reducer:
         self._departing: list[Bucket] = []  # this micro-batch's buckets that wait for gradients
         self._under_way: list[Bucket] = []
 
-    def _make_buckets(
-        self, every_micro_batch: Sequence[bool], order: Sequence[int], bucket_bytes: int
-    ) -> list[Bucket]:
+    def _make_buckets(self, every_micro_batch: Sequence[bool], order: Sequence[int], bucket_bytes: int) -> list[Bucket]:
         returns = self._residents.returns
         signatures = [
             (("when", int(each)), ("late", int(i in self._late)), *signature(hops))
             for i, (hops, each) in enumerate(zip(returns, every_micro_batch, strict=True))
         ]
-        order = sorted(
-            order, key=lambda i: not self._leaves_early(i)
-        )  # they must not hold up the others
+        order = sorted(order, key=lambda i: not self._leaves_early(i))  # they must not hold up the others
         shapes = [
             self._residents.largest(kept.spec, spec.layout, spec.gradient_dtype)
             for kept, spec in zip(self._residents.kept, self._residents.specs, strict=True)

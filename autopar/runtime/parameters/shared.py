@@ -75,9 +75,7 @@ class SharedParameters:
         finally:
             for (parameter, _), gradient in zip(shared, before, strict=True):
                 if gradient is not None:
-                    parameter.grad = (
-                        gradient if parameter.grad is None else gradient.add_(parameter.grad)
-                    )
+                    parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
 
     def refuse_backward(self, used: Container[str]) -> None:
         """Raises StepError for parameters whose gradients a backward outside of a step would not add up."""
@@ -112,9 +110,7 @@ class ChangedBuffers:
         model: the module that has the buffers.
     """
 
-    def __init__(
-        self, stages: Sequence[Program], pipeline: Pipeline, pipe: Pipe, model: nn.Module
-    ) -> None:
+    def __init__(self, stages: Sequence[Program], pipeline: Pipeline, pipe: Pipe, model: nn.Module) -> None:
         self._pipe, self._model = pipe, model
         self._names: dict[int, list[str]] = {}  # by the position that changes them
         for number, stage in enumerate(stages):

@@ -224,15 +224,11 @@ def take_part(
     return RankPart(
         absent=absent,
         elsewhere=frozenset(n for n in before if n not in after),
-        counted_elsewhere=frozenset(
-            name for name, own in users.items() if min(map(pipeline.rank_of, own)) < rank
-        ),
+        counted_elsewhere=frozenset(name for name, own in users.items() if min(map(pipeline.rank_of, own)) < rank),
     )
 
 
-def _take_out(
-    model: nn.Module, held: Container[str], adoption: Adoption, device_mesh: DeviceMesh
-) -> list[Absent]:
+def _take_out(model: nn.Module, held: Container[str], adoption: Adoption, device_mesh: DeviceMesh) -> list[Absent]:
     """Takes out of a model, and of the optimizers that follow it, all parameters but those held."""
     absent: list[Absent] = []
     likenesses: dict[int, nn.Parameter] = {}

@@ -83,11 +83,15 @@ class BoundPipeline:
         self._stage_seeds = {number: torch.Generator() for number in numbers}
         self._runners = {
             number: Runner(
-                stages[number], store, model, bucket_bytes=bucket_bytes,
-                seeds=self._stage_seeds[number], executor=executor,
+                stages[number],
+                store,
+                model,
+                bucket_bytes=bucket_bytes,
+                seeds=self._stage_seeds[number],
+                executor=executor,
             )
             for number in numbers
-        }  # fmt: skip
+        }
         self._changed = ChangedBuffers(stages, self._pipeline, self._pipe, model)
         self._shared, self._used = shared, {spec.name for spec in program.parameters}
         self._optimizer, self._stage_versions = optimizer, dict[int, StageVersions]()
@@ -96,9 +100,7 @@ class BoundPipeline:
             self._versions = WeightVersions(self._pipeline, micro_batches)
         self._shares: Sequence[float] = ()
         self._scale = 1.0
-        self._pieces: dict[
-            int, list[Tensor]
-        ] = {}  # results of micro-batches, on the last stage's rank
+        self._pieces: dict[int, list[Tensor]] = {}  # results of micro-batches, on the last stage's rank
         self._losses: list[Tensor] = []  # terms of the loss, on the last stage's rank
         # The stages and their order, made for the first step.
         self._stages: Mapping[int, StageRun] = {}
@@ -171,9 +173,7 @@ class BoundPipeline:
             if not self._stages:
                 greet(self._pipeline, self._pipe, self.world.device)
                 self._stages = {number: self._stage(number) for number in self._runners}
-            run = StageActions(
-                self._stages, self._pipeline, self._pipe, self.world.device, trains=trains
-            )
+            run = StageActions(self._stages, self._pipeline, self._pipe, self.world.device, trains=trains)
             own = actions(self._pipeline, self._count)[self._pipe.rank]
             with self._shared.summed(self._used) if trains else contextlib.nullcontext():
                 run.run(own, exchanges=waits_for_sends(self._pipeline.schedule))
@@ -183,11 +183,12 @@ class BoundPipeline:
     def _stage(self, number: int) -> _Stage:
         runner = self._runners[number]
         return _Stage(
-            self, number,
+            self,
+            number,
             received=self._examples(runner.program.received),
             sent=self._examples(runner.program.sent),
             first_half=WholeBackward if runner.runs_backward_whole else SplitBackward,
-        )  # fmt: skip
+        )
 
     def _examples(self, wires: Sequence[Wire]) -> tuple[Tensor, ...]:
         shapes = map(self._shape, wires)
@@ -355,9 +356,11 @@ class BoundPipeline:
             if isinstance(error, PeerError) or not _torch.broke_in_communication(error):
                 raise
             raise PeerError(
-                str(error).strip().partition("\n")[0], collective="send or receive",
-                group=self._pipe.group_name, op=f"stage {', '.join(map(str, self._runners))}",
-            ) from error  # fmt: skip
+                str(error).strip().partition("\n")[0],
+                collective="send or receive",
+                group=self._pipe.group_name,
+                op=f"stage {', '.join(map(str, self._runners))}",
+            ) from error
 
 
 @dataclass

@@ -61,11 +61,7 @@ class SplitBackward:
             for x, g in zip(results, gradients, strict=True)
             if x.requires_grad
         ]
-        leaves = {
-            i: get_gradient_edge(x)
-            for i, x in enumerate(inputs)
-            if isinstance(x, Tensor) and x.requires_grad
-        }
+        leaves = {i: get_gradient_edge(x) for i, x in enumerate(inputs) if isinstance(x, Tensor) and x.requires_grad}
         # Under torch 2.11 an edge keeps the node of a Python function alive, the node itself does not.
         self._roots = [edge for edge, _ in roots]
         walked = trunk([edge.node for edge, _ in roots], {edge.node for edge in leaves.values()})
@@ -85,9 +81,12 @@ class SplitBackward:
         hooks = [node.register_prehook(self._noting(node)) for node in self._leaving]
         try:
             return torch.autograd.grad(
-                [edge for edge, _ in roots], leaves, [g for _, g in roots],
-                retain_graph=True, allow_unused=True,
-            )  # fmt: skip
+                [edge for edge, _ in roots],
+                leaves,
+                [g for _, g in roots],
+                retain_graph=True,
+                allow_unused=True,
+            )
         finally:
             for hook in hooks:
                 hook.remove()
@@ -191,9 +190,7 @@ class _PassedOn:
     def _pass_on(self) -> None:
         ready, self._ready, self._ready_bytes = self._ready, {}, 0
         if ready:
-            torch.autograd.backward(
-                list(itertools.starmap(GradientEdge, ready)), list(ready.values())
-            )
+            torch.autograd.backward(list(itertools.starmap(GradientEdge, ready)), list(ready.values()))
 
 
 def _dense_bytes(gradient: Tensor) -> int:
@@ -219,9 +216,7 @@ class WholeBackward:
         roots = [(x, g) for x, g in zip(results, gradients, strict=True) if x.requires_grad]
         if roots:
             torch.autograd.backward([x for x, _ in roots], [g for _, g in roots])
-        self.input_gradients = tuple(
-            x.grad if is_leaf else None for x, is_leaf in zip(inputs, leaves, strict=True)
-        )
+        self.input_gradients = tuple(x.grad if is_leaf else None for x, is_leaf in zip(inputs, leaves, strict=True))
 
     def run_weights(self) -> None:
         """Does nothing, because the gradients of the weights are already there."""
@@ -240,15 +235,9 @@ def trunk(roots: Sequence[Node], ends: set[Node]) -> dict[Node, Edges]:
         elif node not in following:
             following[node] = node.next_functions
             waiting.append((node, True))
-            waiting += [
-                (n, False) for n, _ in following[node] if n is not None and n not in following
-            ]
+            waiting += [(n, False) for n, _ in following[node] if n is not None and n not in following]
     return {node: _leaving(following.get(node, ()), found) for node in found}
 
 
 def _leaving(following: Iterable[tuple[Node | None, int]], found: set[Node]) -> Edges:
-    return {
-        i: GradientEdge(n, number)
-        for i, (n, number) in enumerate(following)
-        if n is not None and n not in found
-    }
+    return {i: GradientEdge(n, number) for i, (n, number) in enumerate(following) if n is not None and n not in found}

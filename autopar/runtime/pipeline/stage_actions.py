@@ -148,9 +148,7 @@ class StageActions:
         if stage + 1 < self.pipeline.stages:
             self._hand_on(Action("SEND_F", stage, micro_batch), results)
 
-    def _first_half(
-        self, stage: int, micro_batch: int, kind: type[SplitBackward] | type[WholeBackward]
-    ) -> None:
+    def _first_half(self, stage: int, micro_batch: int, kind: type[SplitBackward] | type[WholeBackward]) -> None:
         """Runs a backward, or its first half, and hands the gradients of what was received to the stage before."""
         flight, run = self._flights[stage, micro_batch], self.stages[stage]
         flight.halves = kind(*self._roots(stage, micro_batch), flight.received)

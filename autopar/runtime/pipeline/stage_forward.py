@@ -154,9 +154,7 @@ class _Receive(torch.autograd.Function):
 
     @staticmethod
     @torch.compiler.disable  # [Note: backward inside forward]
-    def backward(
-        ctx: Any, _: Tensor | None, *gradients: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, _: Tensor | None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         _refuse_second_derivative()
         with ctx.boundary.naming():
             ctx.boundary.send_gradients(gradients)

@@ -123,9 +123,7 @@ class AllRanks:
                 yield
         except CheckpointException as error:  # known to all ranks
             rank, (cause, _) = min(error.failures.items())
-            raise AutoparError(
-                f"{self.doing} failed on rank {rank}. {type(cause).__name__}: {cause}"
-            ) from cause
+            raise AutoparError(f"{self.doing} failed on rank {rank}. {type(cause).__name__}: {cause}") from cause
         except RuntimeError as error:
             if self.alone:
                 raise

@@ -52,9 +52,7 @@ class Comparison:
         self._name = ""
         self._times = 0
 
-    def gather(
-        self, text: str, why: str, remedy: str = SAME_SHAPES, kind: str = "shapes"
-    ) -> list[str]:
+    def gather(self, text: str, why: str, remedy: str = SAME_SHAPES, kind: str = "shapes") -> list[str]:
         """The texts of all ranks, by rank.
 
         Raises StepError, naming the ranks that are missing, when the time is over, and where another rank compares
@@ -83,9 +81,7 @@ class Comparison:
         store.delete_key(self._keys(self._times - 1)[own])
         said = [json.loads(verdict["texts"][i]) for i in verdict["given"]]
         if len({found for found, _, _ in said}) > 1:
-            whys = "; ".join(
-                f"rank {rank}: {reason}" for rank, (_, reason, _) in zip(keys, said, strict=True)
-            )
+            whys = "; ".join(f"rank {rank}: {reason}" for rank, (_, reason, _) in zip(keys, said, strict=True))
             raise StepError(f"The ranks are at different places of the program. {whys}")
         return [found for _, _, found in said]
 
@@ -145,9 +141,7 @@ class Comparison:
                 store.set(self._verdict(), json.dumps({"missing": missing, "signals": signals}))
                 self._refuse(missing, signals, why, remedy)
 
-    def _hear(
-        self, store: dist.Store, keys: Mapping[int, str], why: str, remedy: str
-    ) -> dict[str, Any]:
+    def _hear(self, store: dist.Store, keys: Mapping[int, str], why: str, remedy: str) -> dict[str, Any]:
         """The verdict of the first rank; where it does not come, each rank looks who is missing."""
         key = self._verdict()
         with told_to_end() as signals:
@@ -159,16 +153,16 @@ class Comparison:
                 self._refuse(verdict["missing"], signals or verdict["signals"], why, remedy)
         return verdict
 
-    def _refuse(
-        self, missing: Sequence[int], signals: Sequence[int], why: str, remedy: str
-    ) -> NoReturn:
+    def _refuse(self, missing: Sequence[int], signals: Sequence[int], why: str, remedy: str) -> NoReturn:
         """Raises the error of a wait in vain."""
         if signals:
             raise PeerError(
                 f"This rank was told to end while it waited for ranks {missing}: another rank has died or was ended. "
                 f"What it waited with: {why}",
-                collective="comparison", group=self._name, reason="SIGTERM",
-            )  # fmt: skip
+                collective="comparison",
+                group=self._name,
+                reason="SIGTERM",
+            )
         raise StepError(
             f"{why} Ranks {missing} did not come within {self._limit_seconds:g} s: this is not new to them, or they "
             f"have no batch left, or died. {remedy}"
@@ -196,9 +190,7 @@ def _new_name() -> str:
     return name[0]
 
 
-def _missing(
-    store: dist.Store, keys: Mapping[int, str], seconds: float, signals: Sequence[int]
-) -> list[int]:
+def _missing(store: dist.Store, keys: Mapping[int, str], seconds: float, signals: Sequence[int]) -> list[int]:
     """The ranks whose keys are missing from the store after a timeout, or after a signal has come.
 
     The store is asked again and again. A wait inside of it would let Python handle no signal, and prints a warning when

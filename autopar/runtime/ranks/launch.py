@@ -39,17 +39,22 @@ def launch(function: Callable[..., Any], *args: Any, ranks: int) -> list[Any]:
     """
     check_ranks(ranks)
     config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id="autopar", rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1, start_method=_start_method(function),
-    )  # fmt: skip
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id="autopar",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+        start_method=_start_method(function),
+    )
     threads = threads_of_a_rank(ranks)
     try:
         results = elastic_launch(config, _run)(function, args, threads)
     except ChildFailedError as error:
         rank, failure = first_failure(error)
-        raise AutoparError(
-            f"Rank {rank} of {ranks} failed: {message_of(failure.message)}"
-        ) from None
+        raise AutoparError(f"Rank {rank} of {ranks} failed: {message_of(failure.message)}") from None
     return [results[rank] for rank in range(ranks)]
 
 

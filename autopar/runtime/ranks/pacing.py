@@ -11,9 +11,7 @@ from __future__ import annotations
 import threading
 import time
 
-_LOOK_SECONDS = (
-    0.1  # between two looks whether the script has ended, which then waits for the thread
-)
+_LOOK_SECONDS = 0.1  # between two looks whether the script has ended, which then waits for the thread
 
 
 class Pace:

@@ -199,9 +199,7 @@ def axes_of_device_mesh(device_mesh: DeviceMesh) -> Mesh:
     """
     names = device_mesh.mesh_dim_names
     if names is None:
-        raise MeshError(
-            "The DeviceMesh has no axis names; make it with init_device_mesh(..., mesh_dim_names=('dp',))."
-        )
+        raise MeshError("The DeviceMesh has no axis names; make it with init_device_mesh(..., mesh_dim_names=('dp',)).")
     axes = tuple(zip(names, device_mesh.shape, strict=True))
     return _axes(axes, _torch.ranks_of(device_mesh))
 
@@ -243,18 +241,13 @@ def refuse_unlike(own: Mapping[str, str], parts: Callable[[], Sequence[str]]) ->
         own: subject -> what this rank says of it, such as `{"torch": "2.13.0"}`; subjects alike on all ranks.
         parts: lines of what the subject `model` stands for, which are compared where the subject differs.
     """
-    if (
-        not dist.is_initialized() or world_size() == 1 or dist.get_backend() == "fake"
-    ):  # which imagines the other ranks
+    if not dist.is_initialized() or world_size() == 1 or dist.get_backend() == "fake":  # which imagines the other ranks
         return
     ranks = AllRanks("Comparing the ranks")
     with _waiting_for_plans():  # ranks capture a model for as long as the slowest of them
         found = ranks.everyones(dict(own))
     unlike = [
-        (rank, subject)
-        for rank, said in enumerate(found)
-        for subject in own
-        if said[subject] != found[0][subject]
+        (rank, subject) for rank, said in enumerate(found) for subject in own if said[subject] != found[0][subject]
     ]
     if not unlike:
         return

@@ -119,9 +119,7 @@ class World:
         return cls(inner, device, device_mesh[inner.names], pipe)
 
     @classmethod
-    def of_replica(
-        cls, mesh: Mesh, device: torch.device, device_mesh: DeviceMesh | None, meeting: Meeting
-    ) -> World:
+    def of_replica(cls, mesh: Mesh, device: torch.device, device_mesh: DeviceMesh | None, meeting: Meeting) -> World:
         """The world of one rank of a replica, given the mesh of a replica and the device mesh of all ranks."""
         line = Mesh(((meeting.axis, meeting.replicas),))
         if device_mesh is None:
@@ -132,9 +130,13 @@ class World:
         rows = device_mesh.mesh.flatten(1).sort().values.tolist() if device_mesh.ndim > 1 else [[0]]
         inner = device_mesh[mesh.names] if device_mesh.ndim > 1 else None
         replicas = Replicas(
-            meeting, number, tuple(rows[number] if inner else (dist.get_rank(),)), across, device_mesh,
+            meeting,
+            number,
+            tuple(rows[number] if inner else (dist.get_rank(),)),
+            across,
+            device_mesh,
             "" if inner is None else _group_of(inner, rows),
-        )  # fmt: skip
+        )
         return cls(mesh, device, inner, replicas=replicas)
 
     def __post_init__(self) -> None:
@@ -214,9 +216,7 @@ class World:
             dist.broadcast(agreed, src=self.replicas.ranks[0], group=self.everyone)
         return int(agreed)
 
-    def explain(
-        self, error: PeerError, doing: str, waiting: Mapping[int, str] | None = None
-    ) -> PeerError:
+    def explain(self, error: PeerError, doing: str, waiting: Mapping[int, str] | None = None) -> PeerError:
         """The error of a collective with what was being done, and the axis in place of its group.
 
         Args:
@@ -236,15 +236,15 @@ class World:
         axis = f"axis {axes[0]!r} of {mesh}" if axes else "its group"
         cause = "another rank of that axis died, hangs, or runs another program. Its own error is in its own log."
         if waiting:
-            cause = " ".join(
-                f"rank {other} runs another program. {why}" for other, why in waiting.items()
-            )
+            cause = " ".join(f"rank {other} runs another program. {why}" for other, why in waiting.items())
         where = f"{error.collective} over {axis}" + (f", for {error.op}" if error.op else "")
         explained = PeerError(
-            f"{doing} broke in {error.collective} over {axis} on rank {rank}: {cause} "
-            f"({error.reason or error})",
-            collective=error.collective, group=error.group, reason=error.reason, op=error.op,
-        )  # fmt: skip
+            f"{doing} broke in {error.collective} over {axis} on rank {rank}: {cause} ({error.reason or error})",
+            collective=error.collective,
+            group=error.group,
+            reason=error.reason,
+            op=error.op,
+        )
         if error.op:
             explained.add_note(f"for:    {error.op}")
         if words := who_waits(f"{doing}: {where}"):
@@ -252,9 +252,7 @@ class World:
         return explained
 
 
-def _pipeline_group(
-    device_mesh: DeviceMesh, device: torch.device, timeout_seconds: float | None
-) -> str:
+def _pipeline_group(device_mesh: DeviceMesh, device: torch.device, timeout_seconds: float | None) -> str:
     """The group along the pipeline. Gloo takes the timeout of a send or receive at a group's birth."""
     group = device_mesh.get_group(PIPELINE_AXIS)
     if timeout_seconds is None:

@@ -100,9 +100,7 @@ def _rows(read: Callable[[bytearray | memoryview], object], count: int, rows: in
         raise ConnectionAbortedError(f"the other end announced {count} rows of a tensor of {rows}")
     found = _read(read, torch.empty(count, dtype=_INDEX))
     if count and not 0 <= int(found.min()) <= int(found.max()) < rows:
-        raise ConnectionAbortedError(
-            f"the other end sent rows that a tensor of {rows} does not have"
-        )
+        raise ConnectionAbortedError(f"the other end sent rows that a tensor of {rows} does not have")
     return found
 
 

@@ -56,9 +56,7 @@ class Meetings:
         steps: number of steps since the last meeting.
     """
 
-    def __init__(
-        self, replicas: Replicas, store: ParameterStore, model: nn.Module, *, bucket_bytes: int
-    ) -> None:
+    def __init__(self, replicas: Replicas, store: ParameterStore, model: nn.Module, *, bucket_bytes: int) -> None:
         self.meeting, self.steps = replicas.meeting, 0
         # What begins the names of a checkpoint's entries that each replica has for itself, but for the first.
         self.prefix = f"replicas.{replicas.number}." if replicas.number else ""
@@ -95,9 +93,7 @@ class Meetings:
         """
         self.steps += 1
         self._statistics.update(written)
-        self._trained.update(
-            n for n, kept in self._store.kept.items() if kept.parameter.requires_grad
-        )
+        self._trained.update(n for n, kept in self._store.kept.items() if kept.parameter.requires_grad)
 
     def require(self, doing: str) -> None:
         """Holds a meeting that is due; raises StepError where replicas differ and none is.
@@ -154,9 +150,7 @@ class Meetings:
         parameter = self._store.kept[name].parameter
         if not isinstance(parameter, DTensor):
             return local
-        return _torch.dtensor(
-            local, parameter.device_mesh, parameter.placements, tuple(parameter.shape)
-        )
+        return _torch.dtensor(local, parameter.device_mesh, parameter.placements, tuple(parameter.shape))
 
     # --- what
 
@@ -203,9 +197,7 @@ class Meetings:
         Counters stay, as all replicas count alike.
         """
         for name, x in self._parameters():
-            yield _Exchanged(
-                x, partial(self._outer.sent, name, x), partial(self._outer.take, name, x)
-            )
+            yield _Exchanged(x, partial(self._outer.sent, name, x), partial(self._outer.take, name, x))
         for name in sorted(self._statistics):
             buffer = self._model.get_buffer(name)
             if buffer.is_floating_point():

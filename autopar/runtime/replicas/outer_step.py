@@ -31,9 +31,7 @@ class OuterStep:
         self.momentum: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def begin(
-        self, parameters: Iterable[tuple[str, Tensor]], momentum: Mapping[str, Tensor]
-    ) -> None:
+    def begin(self, parameters: Iterable[tuple[str, Tensor]], momentum: Mapping[str, Tensor]) -> None:
         """Takes parameters as those of a meeting.
 
         Args:

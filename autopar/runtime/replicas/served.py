@@ -85,9 +85,7 @@ class ServedMeetings(Meetings):
         statistics: Sequence[str],
         settings: Settings,
     ) -> None:
-        self._averaged = [
-            name for name in sorted(statistics) if model.get_buffer(name).is_floating_point()
-        ]
+        self._averaged = [name for name in sorted(statistics) if model.get_buffer(name).is_floating_point()]
         self._desk: ServerClient | None = None
         self._apart = False  # whether replicas may differ, because steps were run since a meeting
         super().__init__(replicas, store, model, bucket_bytes=_bucket_bytes(settings, store))
@@ -162,9 +160,7 @@ class ServedMeetings(Meetings):
         Returns what the server did since the last one. Raises PeerError if another rank died unseen or hangs.
         """
         assert self._desk is not None, "it was made at birth"
-        if (
-            not self.steps
-        ):  # nothing is pushed, so that other changes than those of steps are undone
+        if not self.steps:  # nothing is pushed, so that other changes than those of steps are undone
             for name, x in self._exchanged():
                 self._outer.undo(name, x)
         self._put_differences(self._desk.parcel)
@@ -180,8 +176,10 @@ class ServedMeetings(Meetings):
         """The error with what was being done."""
         return PeerError(
             f"{doing} along {self.meeting.axis} broke: {error}",
-            collective=error.collective, group=error.group, reason=error.reason,
-        )  # fmt: skip
+            collective=error.collective,
+            group=error.group,
+            reason=error.reason,
+        )
 
     @torch.no_grad()
     def _put_differences(self, parcel: ExchangeBuffer) -> None:
@@ -236,11 +234,11 @@ def _desk(replicas: Replicas, values: Mapping[str, Tensor], seconds: float) -> S
     except TimeoutError as error:
         raise PeerError(
             f"The server of the replicas along {meeting.axis} has no connection to all of them: {error}.",
-            collective="connect", group="", reason=str(error),
-        ) from error  # fmt: skip
-    lines = {
-        i: Connection(connection, ExchangeBuffer(common)) for i, connection in connections.items()
-    }
+            collective="connect",
+            group="",
+            reason=str(error),
+        ) from error
+    lines = {i: Connection(connection, ExchangeBuffer(common)) for i, connection in connections.items()}
     return LocalClient(server, own, ExchangeBuffer(common), lines)
 
 
@@ -253,11 +251,11 @@ def _far_desk(replicas: Replicas, values: Mapping[str, Tensor], seconds: float) 
     except ConnectionError as error:
         raise PeerError(
             f"Replica {replicas.number} along {meeting.axis} cannot reach the server on rank {owner}: {error}.",
-            collective="connect", group="", reason=str(error),
-        ) from error  # fmt: skip
-    return RemoteClient(
-        Connection(connection, ExchangeBuffer(values)), f"rank {owner}", meeting.replicas
-    )
+            collective="connect",
+            group="",
+            reason=str(error),
+        ) from error
+    return RemoteClient(Connection(connection, ExchangeBuffer(values)), f"rank {owner}", meeting.replicas)
 
 
 def _rank_of_owner(replicas: Replicas) -> int:
@@ -297,9 +295,7 @@ def _difference(first: Mapping[str, str], other: Mapping[str, str], rank: int, a
     """Why ranks cannot exchange: the first tensor that they do not both have, or have in another order."""
     differing = (n for n in [*first, *other] if first.get(n) != other.get(n))
     name = next(differing, "")
-    told = (
-        [each.get(name, "nothing") for each in (first, other)] if name else ["one order", "another"]
-    )
+    told = [each.get(name, "nothing") for each in (first, other)] if name else ["one order", "another"]
     return (
         f"Ranks along {axis} exchange different tensors: of {name or 'the same names'} rank 0 exchanges {told[0]}, and "
         f"rank {rank} {told[1]}. Give all ranks the same model, with requires_grad set on the same parameters."

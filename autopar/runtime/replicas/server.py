@@ -32,13 +32,9 @@ class Server:
         # Replicas that wait for a pull, and for a meeting, each with what takes the parameters.
         self._pulls: dict[int, ExchangeBuffer] = {}
         self._meeting: dict[int, ExchangeBuffer] = {}
-        self._new: ExchangeBuffer | None = (
-            None  # what the next meeting takes as the common parameters
-        )
+        self._new: ExchangeBuffer | None = None  # what the next meeting takes as the common parameters
         self._failure = ""  # why nobody gets an answer any more
-        self._under_way: set[int] = (
-            set()
-        )  # replicas of other processes whose answer was not sent yet
+        self._under_way: set[int] = set()  # replicas of other processes whose answer was not sent yet
         # Nobody can come to a meeting before it has the order of the last one.
         self._meetings, self._order = 0, Order(table.meeting.replicas, ())
 

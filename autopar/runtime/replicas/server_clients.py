@@ -25,9 +25,7 @@ from autopar.runtime.replicas.server_connections import LATER_SECONDS, Connectio
 
 log = logging.getLogger("autopar")
 
-_MOST_TEXT_BYTES = (
-    64 * 2**20
-)  # of an order, which names the replica of every push since the last meeting
+_MOST_TEXT_BYTES = 64 * 2**20  # of an order, which names the replica of every push since the last meeting
 _PUSH, _MEET, _BEGIN, _END, _VALUES, _ORDER, _ERROR = b"p", b"m", b"b", b"q", b"v", b"o", b"e"
 
 
@@ -74,9 +72,7 @@ class LocalClient:
         lines: replica -> connection of the others.
     """
 
-    def __init__(
-        self, server: Server, replica: int, parcel: ExchangeBuffer, lines: Mapping[int, Connection]
-    ) -> None:
+    def __init__(self, server: Server, replica: int, parcel: ExchangeBuffer, lines: Mapping[int, Connection]) -> None:
         self._server, self._replica, self._lines = server, replica, lines
         self.parcel = parcel
         for number, line in lines.items():

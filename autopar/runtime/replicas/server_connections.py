@@ -18,9 +18,7 @@ from autopar.runtime.replicas.exchange_buffer import ExchangeBuffer
 
 Buffer = TypeVar("Buffer", bound=bytearray | memoryview)
 _HEAD = struct.Struct("!cqQ")  # kind, number, bytes of a text that follows
-LATER_SECONDS = (
-    10.0  # that an answer may take beyond the time for which the server waits for others
-)
+LATER_SECONDS = 10.0  # that an answer may take beyond the time for which the server waits for others
 
 
 class ServerMessage(NamedTuple):

@@ -136,9 +136,7 @@ class Listener:
         with self._socket, _Waiting(self._socket, len(replicas) + _MOST_WAITING) as waiting:
             while missing := set(replicas) - set(found):
                 if time.monotonic() >= end:
-                    raise TimeoutError(
-                        f"replicas {sorted(missing)} did not connect within {seconds:g} s"
-                    )
+                    raise TimeoutError(f"replicas {sorted(missing)} did not connect within {seconds:g} s")
                 for guest in waiting.greeted(end):
                     replica = self._admitted(guest, replicas)
                     if replica in found:  # it has given up the earlier one

@@ -32,17 +32,13 @@ class ServerTable:
 
     def __init__(self, meeting: Meeting, values: Mapping[str, Tensor]) -> None:
         self.meeting = meeting
-        self._values = {
-            name: x.to(torch.promote_types(x.dtype, torch.float32)) for name, x in values.items()
-        }
+        self._values = {name: x.to(torch.promote_types(x.dtype, torch.float32)) for name, x in values.items()}
         self.left = set(range(meeting.replicas))
         self.meeting_of: set[int] = set()
         self._clocks = [0] * meeting.replicas
         self._events: list[ServerEvent] = []
         # Number of pushes when each row changed last, and when each replica pulled last.
-        self._changed = {
-            name: torch.zeros(len(x), dtype=torch.int64) for name, x in values.items() if x.ndim > 1
-        }
+        self._changed = {name: torch.zeros(len(x), dtype=torch.int64) for name, x in values.items() if x.ndim > 1}
         self._pushes, self._seen = 0, [0] * meeting.replicas
 
     @property

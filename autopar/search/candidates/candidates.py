@@ -144,9 +144,7 @@ class SettingEstimator:
     def _step_layers(self) -> int:
         return sum(stack.layers for stack in self.graph.stacks) or 1
 
-    def _fewest_blocks(
-        self, plan: Plan, settings: list[ClusterSetting], bound_bytes: np.ndarray
-    ) -> np.ndarray:
+    def _fewest_blocks(self, plan: Plan, settings: list[ClusterSetting], bound_bytes: np.ndarray) -> np.ndarray:
         """For every setting the fewest recomputed layers with which both ends of the pipeline fit.
 
         Each recomputed layer but the last frees the same memory.
@@ -163,9 +161,7 @@ class SettingEstimator:
 
     def over_sequences(self) -> Iterator[ClusterSetting]:
         """All ways to write the ranks as dp x cp x tp x stages where a micro-batch of a rank of dp is one sample."""
-        for stages, tp, dp in itertools.product(
-            self.stages, self._tensor_sizes(), divisors(self.batch)
-        ):
+        for stages, tp, dp in itertools.product(self.stages, self._tensor_sizes(), divisors(self.batch)):
             cp, rest = divmod(self.cluster.ranks, stages * tp * dp)
             if rest or cp == 1 or not any(length % cp == 0 for length in self._lengths):
                 continue
@@ -181,9 +177,7 @@ class SettingEstimator:
             dp, rest = divmod(self.cluster.ranks, tp)
             if rest or self.batch % dp:
                 continue
-            for cut, each, data in itertools.product(
-                divisors(dp)[1:-1], divisors(self.batch // dp), OUTSIDE
-            ):
+            for cut, each, data in itertools.product(divisors(dp)[1:-1], divisors(self.batch // dp), OUTSIDE):
                 if not self._keeps_batch(1) or each * dp == captured_batch(self.graph):
                     count = self.batch // dp // each
                     yield ClusterSetting(dp, tp, 1, each, count, data, TENSOR[-1], cut=cut)
@@ -217,9 +211,7 @@ class SettingEstimator:
         return self._searched_on("dp", INNER_DATA, "tp")
 
     def _searched_on(self, *axes: str) -> MeshSearch:
-        return MeshSearch.of(
-            self.graph, dict.fromkeys(axes, 2), hardware=self.cluster.hardware, pins=self.pins
-        )
+        return MeshSearch.of(self.graph, dict.fromkeys(axes, 2), hardware=self.cluster.hardware, pins=self.pins)
 
     def _groups(self) -> Iterator[tuple[Plan, Recompute, list[ClusterSetting]]]:
         for data, tensor in itertools.product(DATA, TENSOR):
@@ -229,9 +221,7 @@ class SettingEstimator:
                 if plan is not None:
                     yield plan, recompute, legal
 
-    def _legal(
-        self, kind: _Kind, settings: list[ClusterSetting]
-    ) -> tuple[Plan | None, list[ClusterSetting]]:
+    def _legal(self, kind: _Kind, settings: list[ClusterSetting]) -> tuple[Plan | None, list[ClusterSetting]]:
         """The plan by which settings of one kind are priced, and those of them that it allows.
 
         Where the recipe for tp splits nothing of the model, these are the settings without that axis.
@@ -257,9 +247,16 @@ class SettingEstimator:
                 if self._keeps_batch(stages) and micro_batch * dp != captured_batch(self.graph):
                     continue
                 yield ClusterSetting(
-                    dp, tp, stages, micro_batch, self.batch // dp // micro_batch, data, tensor,
-                    recompute, inner,
-                )  # fmt: skip
+                    dp,
+                    tp,
+                    stages,
+                    micro_batch,
+                    self.batch // dp // micro_batch,
+                    data,
+                    tensor,
+                    recompute,
+                    inner,
+                )
 
     def _keeps_batch(self, stages: int) -> bool:
         """Whether micro-batches must have the captured size: no dim is the batch, or the batch must not be cut."""
@@ -321,14 +318,10 @@ class SettingEstimator:
         if not settings:
             return []
         work, rows = self._work(plan, settings)
-        step = self._step(
-            work, work.spread(recompute, rows) if isinstance(recompute, np.ndarray) else recompute
-        )
+        step = self._step(work, work.spread(recompute, rows) if isinstance(recompute, np.ndarray) else recompute)
         found = (
             PricedCandidate(setting, float(s), float(m), float(t), parts, float(moves))
-            for setting, s, m, t, moves, parts in zip(
-                settings, *self._figures(step, work, rows), strict=True
-            )
+            for setting, s, m, t, moves, parts in zip(settings, *self._figures(step, work, rows), strict=True)
         )
         return [each if self.graph.stacks else _of_equal_stages(each) for each in found]
 
@@ -361,13 +354,17 @@ class SettingEstimator:
             recompute=recompute,
             training_state=self.training_state,
         )
-        boundary = hardware.axis_link(
-            at.dp * at.tp, np.maximum(2, at.stages), np.maximum(2, at.stages) * at.dp * at.tp
-        )
+        boundary = hardware.axis_link(at.dp * at.tp, np.maximum(2, at.stages), np.maximum(2, at.stages) * at.dp * at.tp)
         return Step(
-            work.items, work.holdings, run, hardware, self.software, layers=self._step_layers,
-            boundary_bytes=work.boundary_bytes, boundary_link=boundary,
-        )  # fmt: skip
+            work.items,
+            work.holdings,
+            run,
+            hardware,
+            self.software,
+            layers=self._step_layers,
+            boundary_bytes=work.boundary_bytes,
+            boundary_link=boundary,
+        )
 
     def _work(self, plan: Plan, settings: Sequence[ClusterSetting]) -> tuple[_Work, list[int]]:
         """The work of settings, which does not depend on recomputation, and the places of some settings among them.
@@ -388,19 +385,23 @@ class SettingEstimator:
             del axes[1]
         links = tuple(hardware.axis_link(stride, size, ranks) for stride, size in axes)
         sizes = _ManySizes(
-            plan.mesh, dict.fromkeys(self._batch_factors, at.batch),
+            plan.mesh,
+            dict.fromkeys(self._batch_factors, at.batch),
             tuple(1.0 * size for _, size in axes),
-        )  # fmt: skip
+        )
         pricer = Pricer(
-            self.graph, plan, sizes=sizes, hardware=hardware, links=links, training_state=self.training_state,
-        )  # fmt: skip
+            self.graph,
+            plan,
+            sizes=sizes,
+            hardware=hardware,
+            links=links,
+            training_state=self.training_state,
+        )
         return _Work(at, tuple(pricer.items()), tuple(pricer.holdings()), pricer.boundary_bytes())
 
     def _nothing(self) -> str:
         layers, depths = self._layers(), " or ".join(map(str, self.stages))
-        stages = (
-            f", and {depths} pipeline stages its {layers} layers" if self.stages != (1,) else ""
-        )
+        stages = f", and {depths} pipeline stages its {layers} layers" if self.stages != (1,) else ""
         return (
             f"No way to lay {self.batch} sequences on {self.cluster.ranks} ranks: some split of the "
             f"ranks must divide the batch and the model's heads or widths{stages}. Choose a batch that is "
@@ -412,9 +413,11 @@ def _of_equal_stages(each: PricedCandidate) -> PricedCandidate:
     """The price of a pipeline without a bubble, given the price of the whole model on the mesh of one stage."""
     share = 1 / each.setting.stages
     return replace(
-        each, seconds=share * each.seconds, memory_bytes=share * each.memory_bytes,
+        each,
+        seconds=share * each.seconds,
+        memory_bytes=share * each.memory_bytes,
         parts={name: share * seconds for name, seconds in each.parts.items()},
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)
@@ -442,10 +445,14 @@ class _Columns:
             return np.array([read(each) for each in settings], dtype=np.int64)
 
         return cls(
-            column(lambda s: s.dp * s.cp), column(lambda s: s.tp), column(lambda s: s.stages),
-            column(lambda s: s.micro_batches), 1.0 * column(lambda s: s.micro_batch * s.dp),
-            column(lambda s: s.cp), column(lambda s: s.cut),
-        )  # fmt: skip
+            column(lambda s: s.dp * s.cp),
+            column(lambda s: s.tp),
+            column(lambda s: s.stages),
+            column(lambda s: s.micro_batches),
+            1.0 * column(lambda s: s.micro_batch * s.dp),
+            column(lambda s: s.cp),
+            column(lambda s: s.cut),
+        )
 
 
 @dataclass(frozen=True)

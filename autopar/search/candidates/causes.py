@@ -14,9 +14,12 @@ from autopar.cost_model.steps.step import Step
 
 # Term of a step's time -> its cause, for terms with a single cause.
 _CAUSES = {
-    "pipeline bubble": "bubble", "stage boundaries": "along pp", "waiting for the host": "host",
-    "optimizer": "memory bandwidth", "fixed": "fixed",
-}  # fmt: skip
+    "pipeline bubble": "bubble",
+    "stage boundaries": "along pp",
+    "waiting for the host": "host",
+    "optimizer": "memory bandwidth",
+    "fixed": "fixed",
+}
 
 
 def where_time_goes(step: Step) -> dict[str, Quantity]:

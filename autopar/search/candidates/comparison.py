@@ -42,16 +42,15 @@ def compared(
         listed = [chosen, *listed[: count - 1]]
     return tuple(
         replace(
-            each.candidate(bound_bytes), chosen=each is chosen,
+            each.candidate(bound_bytes),
+            chosen=each is chosen,
             why_not=why_not(each, chosen, bound_bytes, chosen_seconds),
         )
         for each in listed
-    )  # fmt: skip
+    )
 
 
-def _best_of_every_kind(
-    priced: Sequence[PricedCandidate], bound_bytes: float
-) -> list[PricedCandidate]:
+def _best_of_every_kind(priced: Sequence[PricedCandidate], bound_bytes: float) -> list[PricedCandidate]:
     kept: dict[tuple[object, ...], PricedCandidate] = {}
     for each in sorted(priced, key=lambda p: (p.memory_bytes > bound_bytes, p.seconds)):
         s = each.setting

@@ -61,9 +61,7 @@ def cut_trials_of(graph: Graph, request: Request, explored: Explored | None) -> 
             yield trial._replace(recipe=request.inside) if setting.tp == 1 else trial
 
 
-def _fitting(
-    graph: Graph, request: Request, explored: Explored, settings: Iterable[ClusterSetting]
-) -> Iterator[Trial]:
+def _fitting(graph: Graph, request: Request, explored: Explored, settings: Iterable[ClusterSetting]) -> Iterator[Trial]:
     """The settings among these that a request allows and that fit, in the order of their search."""
     node = request.hardware.devices_per_node
     priced = explored.space.price_of(each for each in settings if allows(request, each, node))

@@ -67,9 +67,7 @@ class SettingSearch:
         """Number of samples of a step."""
         return self.request.batch or captured_batch(self.graph) * self.captured
 
-    def plan(
-        self, trial: Trial, faster_than_seconds: float = math.inf, *, gives_up: bool = False
-    ) -> Planned:
+    def plan(self, trial: Trial, faster_than_seconds: float = math.inf, *, gives_up: bool = False) -> Planned:
         """The plan of a setting. With stages it must be faster than `faster_than_seconds`, or SlowerError is raised.
 
         With `gives_up`, UnsearchedError is raised where no plan can fit, in place of a search for an error that says
@@ -79,20 +77,21 @@ class SettingSearch:
         count = trial.micro_batches or self.captured
         rows, rest = divmod(self.rows, count)
         if rest:
-            raise SearchError(
-                f"{count} micro-batches do not divide a batch of {self.rows} samples."
-            )
+            raise SearchError(f"{count} micro-batches do not divide a batch of {self.rows} samples.")
         graph = self.searches.with_batch(self.graph, rows)
-        asked = asked.but(
-            batch=None, micro_batches=trial.micro_batches or (None if asked.has_stages else count)
-        )
+        asked = asked.but(batch=None, micro_batches=trial.micro_batches or (None if asked.has_stages else count))
         known = trial.known
         if known is not None:
             faster_than_seconds = known.price.step_seconds
         given = GivenMesh(
-            graph, asked, self.fingerprint, count, self.fixed_storage, faster_than_seconds,
+            graph,
+            asked,
+            self.fingerprint,
+            count,
+            self.fixed_storage,
+            faster_than_seconds,
             self.searches,
-        )  # fmt: skip
+        )
         if gives_up and given.cannot_fit:
             raise UnsearchedError(f"No plan with {counted(count, 'micro-batch')} fits.")
         found = given.search()
@@ -114,10 +113,14 @@ class SettingSearch:
         there = tuple(axis for axis in request.decompose if axis in trial.mesh.names)
         return request.but(
             decompose=request.decompose if request.decompose == AUTO_AXES else there,
-            mesh=trial.mesh, recipe=trial.recipe, stages=None, without=frozenset(), inside_node=(),
+            mesh=trial.mesh,
+            recipe=trial.recipe,
+            stages=None,
+            without=frozenset(),
+            inside_node=(),
             schedule=request.chosen_schedule if staged else None,
             chunks=request.chunks if staged else None,
-        )  # fmt: skip
+        )
 
     def on_mesh(self, mesh: Mesh, faster_than_seconds: float) -> Searched:
         """The plan for the mesh that the user names. With stages it must be faster than `faster_than_seconds`."""

@@ -102,9 +102,7 @@ def search_plan(
     """
     if words := words_of_reserved(request):
         raise StateError(words)
-    outer = _Outer(
-        graph, request, captured_micro_batches, fingerprint, fixed_storage, progress=progress
-    )
+    outer = _Outer(graph, request, captured_micro_batches, fingerprint, fixed_storage, progress=progress)
     try:
         return outer.with_or_without_host()
     except MemoryBoundError as error:
@@ -135,9 +133,13 @@ class _Outer:
     def _inside(self) -> SettingSearch:
         """The search for the plan of one setting."""
         return SettingSearch(
-            self.graph, self.request, self.captured, self.fingerprint, self.fixed_storage,
+            self.graph,
+            self.request,
+            self.captured,
+            self.fingerprint,
+            self.fixed_storage,
             self.searches,
-        )  # fmt: skip
+        )
 
     def with_or_without_host(self) -> Searched:
         """The best plan; parameters may be in the host's memory where the request leaves it open, or asks for it."""
@@ -222,9 +224,7 @@ class _Outer:
             is_near = plan.price.step_seconds <= MOST_SHOWN * best_seconds
             if mesh is not None and is_near and not is_open(trial.recipe):
                 known = plan if few and trial is best[0] else None
-                free = trial._replace(
-                    mesh=mesh, recipe=self.request.inside, promise_seconds=0.0, known=known
-                )
+                free = trial._replace(mesh=mesh, recipe=self.request.inside, promise_seconds=0.0, known=known)
                 self._try([free], tried)
 
     def with_or_without_streaming(self) -> Searched:
@@ -297,8 +297,7 @@ class _Outer:
         others = [
             each
             for each in explored.settings
-            if each.setting.world_mesh == mesh
-            and (mesh, each.setting.micro_batches) not in tried.searched
+            if each.setting.world_mesh == mesh and (mesh, each.setting.micro_batches) not in tried.searched
         ]
         near = [each for each in others if each.setting.micro_batches in (best // 2, 2 * best)]
         far = [each for each in others if each not in near]
@@ -338,10 +337,7 @@ class _Outer:
         """
         trials = open_trials_of(self.graph, self.request, explored, tried.best_seconds)
         plain = {parts_of(each.mesh): each for each, _ in reversed(tried.ranked)}
-        trials = [
-            plain.get(parts_of(each.mesh), each)._replace(recipe=each.recipe, known=None)
-            for each in trials
-        ]
+        trials = [plain.get(parts_of(each.mesh), each)._replace(recipe=each.recipe, known=None) for each in trials]
         self._try_by_promises(trials, tried)
         if tried.found and tried.ranked[0][0].mesh in [each.mesh for each in trials]:
             self._try_by_promises(with_axis_as_two(tried.ranked[0][0]), tried)
@@ -350,9 +346,7 @@ class _Outer:
         """Searches settings without stages; the promise of each is its step without a bound on memory."""
         promised = []
         for each in trials:
-            asked = self.request.but(
-                mesh=each.mesh, recipe=each.recipe, micro_batches=each.micro_batches, stages=None
-            )
+            asked = self.request.but(mesh=each.mesh, recipe=each.recipe, micro_batches=each.micro_batches, stages=None)
             promised.append(each._replace(promise_seconds=self._promise(asked)))
         self._try(sorted(promised, key=lambda each: each.promise_seconds), tried)
 
@@ -375,9 +369,7 @@ class _Outer:
             except (MeshError, PlanError, RecipeError, SearchError) as error:
                 tried.refusals.append((trial.mesh, error))
                 count += isinstance(error, SlowerError)
-                may_fit = isinstance(error, SearchError) and not isinstance(
-                    error, (SlowerError, StateError)
-                )
+                may_fit = isinstance(error, SearchError) and not isinstance(error, (SlowerError, StateError))
                 if may_fit and not is_open(trial.recipe):
                     tried.failed.append(trial)
 
@@ -402,10 +394,7 @@ class _Outer:
         The promise is the step under a recipe without a bound on memory. As on a searched mesh, the search without
         recipes follows where one under a recipe has been faster.
         """
-        asked = [
-            self.request.but(mesh=finer.mesh, recipe=recipe, refines=False)
-            for recipe in finer.recipes
-        ]
+        asked = [self.request.but(mesh=finer.mesh, recipe=recipe, refines=False) for recipe in finer.recipes]
         if not self.request.has_stages and whole is not None:
             asked = [each for each in asked if self._promise(each) < whole]
         found = [result for each in asked if (result := self._searched(each)) is not None]
@@ -456,7 +445,5 @@ class _Outer:
         assert request.mesh is not None, "a refined mesh is given"
         asked = (request.mesh, format_recipe(request.recipe), request.micro_batches or 1)
         if asked not in self.promises:
-            self.promises[asked] = replace(self._inside, request=request).unbounded_seconds(
-                asked[-1]
-            )
+            self.promises[asked] = replace(self._inside, request=request).unbounded_seconds(asked[-1])
         return self.promises[asked]

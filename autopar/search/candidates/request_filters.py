@@ -37,10 +37,7 @@ def has_closed_form(request: Request) -> bool:
     inside = request.inside
     given = {"": inside} if isinstance(inside, str) else inside
     known = {"": (*DATA, *TENSOR), "dp": DATA, "tp": TENSOR}
-    return all(
-        axis in known and ALIASES.get(name, name) in ("auto", *known[axis])
-        for axis, name in given.items()
-    )
+    return all(axis in known and ALIASES.get(name, name) in ("auto", *known[axis]) for axis, name in given.items())
 
 
 def check_closed_form(request: Request) -> None:

@@ -144,6 +144,10 @@ class PricedCandidate:
     def candidate(self, bound_bytes: float) -> Candidate:
         """The setting as a row of a comparison."""
         return Candidate(
-            self.setting.name, self.seconds, self.memory_bytes, self.traffic_bytes, self.binds,
+            self.setting.name,
+            self.seconds,
+            self.memory_bytes,
+            self.traffic_bytes,
+            self.binds,
             self.memory_bytes <= bound_bytes,
-        )  # fmt: skip
+        )

@@ -27,9 +27,7 @@ from autopar.units import counted, format_seconds
 
 MOST_EXACT = 5  # number of settings whose plans are searched; the fifth was the best one of Nemotron 340B on 128 H100
 MOST_OPENED = 2  # number of settings that are searched without the recipe of their estimate, which had no plan
-WORTH_MOVING = (
-    0.25  # smallest state of training worth moving to the host, as a part of the memory for tensors
-)
+WORTH_MOVING = 0.25  # smallest state of training worth moving to the host, as a part of the memory for tensors
 _SAME_MESH = 2  # numbers of micro-batches to try on one mesh, and again on the best mesh
 _FULL = 0.8  # smallest part of the bound on memory that a plan takes if memory is tight
 # Least estimate of a step that is surely slower than the best one, as its multiple: estimates are above the price of a
@@ -167,9 +165,7 @@ def explore(graph: Graph, request: Request, rows: int) -> Explored | None:
     return Explored(space, closed_forms(space, request))
 
 
-def trials_of(
-    graph: Graph, request: Request, explored: Explored | None
-) -> tuple[list[Trial], list[Trial]]:
+def trials_of(graph: Graph, request: Request, explored: Explored | None) -> tuple[list[Trial], list[Trial]]:
     """Two lists of settings in the order of their search; the second is for the case that the first has no plan."""
     first, if_none_fits = depths_of(graph, request)
     if explored is None:
@@ -193,9 +189,7 @@ def refined_trials_of(graph: Graph, request: Request, explored: Explored | None)
     return promising(refined, request, blocks_of(graph))
 
 
-def overfull_trials_of(
-    graph: Graph, request: Request, explored: Explored | None
-) -> Iterator[Trial]:
+def overfull_trials_of(graph: Graph, request: Request, explored: Explored | None) -> Iterator[Trial]:
     """Settings that fit only with what the host stores, in the order of their search."""
     if explored is None:
         return iter(())
@@ -213,9 +207,7 @@ def depths_of(graph: Graph, request: Request) -> tuple[Sequence[int], Sequence[i
     assert request.ranks is not None, "a searched mesh needs a number of ranks"
     depths = [depth for depth in divisors(request.ranks) if depth <= blocks_of(graph)]
     if request.depths is not None:
-        _refuse_depths(
-            [depth for depth in request.depths if depth not in depths], depths, request.ranks
-        )
+        _refuse_depths([depth for depth in request.depths if depth not in depths], depths, request.ranks)
         return [depth for depth in depths if depth in request.depths], ()
     if request.chosen_schedule or request.chunks:
         return depths[1:] or depths, ()
@@ -245,11 +237,17 @@ def space_of(graph: Graph, request: Request, rows: int) -> SettingEstimator:
     again = [r for r in recomputations(request) if not isinstance(r, float)] or ["none", "full"]
     first, if_none_fits = depths_of(graph, request)
     return SettingEstimator(
-        graph, cluster_of(request.hardware, request.ranks), rows, request.training_state,
-        request.software, stages=(*first, *if_none_fits),
-        recomputes=tuple(again) if graph.stacks else ("none",), pins=request.pins,
-        own_batch=not request.cuts_batch, shares_sequences=request.leaves_axes_open,
-    )  # fmt: skip
+        graph,
+        cluster_of(request.hardware, request.ranks),
+        rows,
+        request.training_state,
+        request.software,
+        stages=(*first, *if_none_fits),
+        recomputes=tuple(again) if graph.stacks else ("none",),
+        pins=request.pins,
+        own_batch=not request.cuts_batch,
+        shares_sequences=request.leaves_axes_open,
+    )
 
 
 def cluster_of(hardware: Hardware, ranks: int) -> Cluster:
@@ -286,9 +284,7 @@ def _every(space: SettingEstimator, request: Request) -> list[PricedCandidate]:
     return priced
 
 
-def _beside_host(
-    space: SettingEstimator, priced: Sequence[PricedCandidate], request: Request
-) -> list[PricedCandidate]:
+def _beside_host(space: SettingEstimator, priced: Sequence[PricedCandidate], request: Request) -> list[PricedCandidate]:
     """Settings that need the host, with the fewest recomputed layers with which it can store the rest."""
     host = request.hardware.host if request.offload else None
     if host is None or not {"none", "full"} <= {*space.recomputes}:
@@ -296,9 +292,7 @@ def _beside_host(
     return space.with_fewest_blocks(priced, request.bound_bytes, host.memory_bytes)
 
 
-def promising(
-    settings: Sequence[PricedCandidate], request: Request, blocks: int
-) -> Iterator[Trial]:
+def promising(settings: Sequence[PricedCandidate], request: Request, blocks: int) -> Iterator[Trial]:
     """Settings in the order in which they are searched. Every mesh occurs with at most `_SAME_MESH` micro-batches.
 
     First come those whose estimated memory fits, by the mean of estimate and promise: the best promises alone would
@@ -361,11 +355,7 @@ def moved_seconds(each: PricedCandidate, request: Request) -> float:
     excess_bytes, host = each.memory_bytes - request.bound_bytes, request.hardware.host
     if excess_bytes <= 0:
         return 0.0
-    if (
-        not request.offload
-        or host is None
-        or excess_bytes > min(host.memory_bytes, each.movable_bytes)
-    ):
+    if not request.offload or host is None or excess_bytes > min(host.memory_bytes, each.movable_bytes):
         return math.inf
     return excess_bytes / max(host.bandwidth_bytes_per_second, host.update_bytes_per_second)
 

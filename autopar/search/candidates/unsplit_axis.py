@@ -61,9 +61,7 @@ def unsplit_trials_of(
         yield trial._replace(mesh=setting.world_mesh, recipe=_recipe(trial.priced.setting))
 
 
-def open_trials_of(
-    graph: Graph, request: Request, explored: Explored | None, best_seconds: float
-) -> list[Trial]:
+def open_trials_of(graph: Graph, request: Request, explored: Explored | None, best_seconds: float) -> list[Trial]:
     """Every mesh without stages and without a recipe, where messages take longer than the work.
 
     That is where half of the ranks could take less than `best_seconds`, if they shared the seconds of one rank evenly

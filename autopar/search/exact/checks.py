@@ -36,9 +36,7 @@ def check_axes(graph: Graph, mesh: Mesh, recipes: Sequence[Recipe] = ()) -> None
                 if closest
                 else "None of its sizes is above 1."
             )
-            raise MeshError(
-                f"Axis {axis} has size {size}, which divides nothing in this model. {remedy}"
-            )
+            raise MeshError(f"Axis {axis} has size {size}, which divides nothing in this model. {remedy}")
 
 
 def _closest(size: int, named: Iterable[tuple[str, int]]) -> str:
@@ -83,12 +81,7 @@ def _about_batch(graph: Graph, words: str, axis: str, size: int) -> str:
         for dim, factors in enumerate(graph.tensors[tensor].factors)
         if any(is_batch(graph.factors[factor].roles) for factor in factors)
     }
-    able = (
-        (op.name, c.label)
-        for op in graph.ops
-        for c in op.choices
-        if op.flops and c.splits and c.size % size == 0
-    )
+    able = ((op.name, c.label) for op in graph.ops for c in op.choices if op.flops and c.splits and c.size % size == 0)
     pin = next((f", with pins such as {{{name!r}: '{label}@{axis}'}}" for name, label in able), "")
     rings = [c for op in graph.ops for c in op.choices if EXCHANGED in c.label]
     lengths = [c.size for c in rings if is_seq(graph.factors[c.factor].roles)]

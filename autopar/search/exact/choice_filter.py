@@ -49,11 +49,7 @@ class ChoiceFilter:
         return any(name in self._activations for name in op.results)
 
     def _splitting(self, op: Op, legal: Sequence[Choice], kinds: Iterable[Which]) -> list[Choice]:
-        return [
-            choice
-            for choice in legal
-            if choice.splits and any(kind(self.roles(choice)) for kind in kinds)
-        ]
+        return [choice for choice in legal if choice.splits and any(kind(self.roles(choice)) for kind in kinds)]
 
     def roles(self, choice: Choice) -> Roles:
         """Roles of the factor that `choice` splits; none if it splits nothing."""

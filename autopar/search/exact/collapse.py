@@ -82,9 +82,7 @@ class CollapsedViews:
         if entry.producer is None or entry.is_output or len(entry.consumers) > 1:
             return None
         siblings = [
-            other
-            for other in self._entries_of[entry.producer[0]]
-            if self._entries[other].producer == entry.producer
+            other for other in self._entries_of[entry.producer[0]] if self._entries[other].producer == entry.producer
         ]
         return uses[0] if len(siblings) == 1 else None
 
@@ -92,12 +90,7 @@ class CollapsedViews:
         """The class that computes the result of a view if the view is collapsed; None if it cannot be collapsed."""
         op, source = self._ops[index], self._ops[producer.index]
         view = self._saved.view(op.results[0])
-        if (
-            view is None
-            or not view.is_whole
-            or op.name in self._pins.labels
-            or not self._same_factors(op)
-        ):
+        if view is None or not view.is_whole or op.name in self._pins.labels or not self._same_factors(op):
             return None
         onward = {before: after for after, before in view.states.items()}
         for axis, choices in enumerate(self._filters):
@@ -115,7 +108,4 @@ class CollapsedViews:
         """Whether a view's choices split factors of the same size in its operand and result."""
         before, after = (self._graph.tensors[name].dims for name in (op.operands[0], op.results[0]))
         pairs = [(c.operands[0], c.results[0]) for c in op.choices if c.splits]
-        return all(
-            a.kind == b.kind == "S" and before[a.dim][a.factor] == after[b.dim][b.factor]
-            for a, b in pairs
-        )
+        return all(a.kind == b.kind == "S" and before[a.dim][a.factor] == after[b.dim][b.factor] for a, b in pairs)

@@ -45,8 +45,7 @@ _TIGHTER = 0.8  # bound on memory of a second search, as a fraction of the best 
 # One recipe for each way to split ops, which allows every way to store parameters. Its best plan is at least as fast
 # as that of any recipe that splits ops in this way.
 _FAMILIES = tuple(
-    replace(RECIPES[name], stages=RECIPES["auto"].stages, gathers=True)
-    for name in ("ddp", "tp", "tp+sp", "ep")
+    replace(RECIPES[name], stages=RECIPES["auto"].stages, gathers=True) for name in ("ddp", "tp", "tp+sp", "ep")
 )
 
 
@@ -178,9 +177,7 @@ def _axes(problem: Problem) -> Sequence[int]:
     return range(len(problem.recipes))
 
 
-def _from_recipes(
-    problem: Problem, combinations: Sequence[_Combination], bound: int | None
-) -> list[Descent]:
+def _from_recipes(problem: Problem, combinations: Sequence[_Combination], bound: int | None) -> list[Descent]:
     """Descents under combinations of recipes for the axes without one, and descents without recipes from the best.
 
     A combination is skipped if even its fastest plan without a bound is slower than a plan found within the bound.
@@ -196,10 +193,7 @@ def _from_recipes(
             best_seconds = min(best_seconds, each.weighed_seconds)
         found.setdefault((each.assignment.labels, *each.assignment.parameters.values()), each)
     ranked = sorted(found.values(), key=partial(_rank, bound))
-    return ranked + [
-        _descend(problem, _axes(problem), bound, start=each.assignment)
-        for each in ranked[:_FOLLOWED]
-    ]
+    return ranked + [_descend(problem, _axes(problem), bound, start=each.assignment) for each in ranked[:_FOLLOWED]]
 
 
 def _combinations(problem: Problem) -> list[_Combination]:
@@ -219,9 +213,7 @@ def _combinations(problem: Problem) -> list[_Combination]:
     return sorted(found, key=lambda each: each.fastest.weighed_seconds)
 
 
-def _again(
-    problem: Problem, known: Sequence[_Combination], best: Descent, bound: int | None
-) -> list[_Combination]:
+def _again(problem: Problem, known: Sequence[_Combination], best: Descent, bound: int | None) -> list[_Combination]:
     """The same combinations at other slopes, each searched from its plan at the slopes before, fastest first.
 
     A combination is left out if a plan that fits is faster than the combination's plan would be with everything hidden
@@ -230,9 +222,7 @@ def _again(
     best_seconds = best.weighed_seconds if fits(best, bound) else math.inf
     found = [
         each._replace(
-            fastest=_descend(
-                problem.under(each.recipes), _axes(problem), None, start=each.fastest.assignment
-            )
+            fastest=_descend(problem.under(each.recipes), _axes(problem), None, start=each.fastest.assignment)
         )
         for each in known
         if each.least_seconds < best_seconds
@@ -283,9 +273,7 @@ def _from_tighter_bound(problem: Problem, best: Descent, bound: int) -> Descent:
     return _descend(problem, _axes(problem), bound, start=smaller.assignment)
 
 
-def _descend(
-    problem: Problem, order: Sequence[int], bound: int | None, start: Assignment | None = None
-) -> Descent:
+def _descend(problem: Problem, order: Sequence[int], bound: int | None, start: Assignment | None = None) -> Descent:
     """Solves axis after axis, round after round, until every axis is the best one given the others.
 
     Without a `start` all axes begin unsplit. In the first round the bound is multiplied by the sizes of the axes that
@@ -315,9 +303,15 @@ def _descend(
     assert best is not None
     best = _loosen(problem, axis, best, bound)
     return Descent(
-        best.assignment, best.seconds, best.bytes, best.weighed_seconds, max(each.gap for each in latest.values()),
-        tuple(latest[axis].shape for axis in sorted(latest)), refused, best.least_seconds,
-    )  # fmt: skip
+        best.assignment,
+        best.seconds,
+        best.bytes,
+        best.weighed_seconds,
+        max(each.gap for each in latest.values()),
+        tuple(latest[axis].shape for axis in sorted(latest)),
+        refused,
+        best.least_seconds,
+    )
 
 
 def _solution(solutions: AxisSolutions, bound: int | None, is_tight: bool) -> Outcome:
@@ -334,9 +328,7 @@ def _solution(solutions: AxisSolutions, bound: int | None, is_tight: bool) -> Ou
 def _is_better(found: Outcome, best: Outcome, bound: int | None) -> bool:
     """Whether `found` exceeds the bound by less than `best`, or by as much and is faster."""
     over, least = excess(found.bytes, bound), excess(best.bytes, bound)
-    return over < least or (
-        over == least and found.weighed_seconds < best.weighed_seconds * (1 - 1e-9)
-    )
+    return over < least or (over == least and found.weighed_seconds < best.weighed_seconds * (1 - 1e-9))
 
 
 def _loosen(problem: Problem, axis: int, found: Outcome, bound: int | None) -> Outcome:
@@ -345,11 +337,7 @@ def _loosen(problem: Problem, axis: int, found: Outcome, bound: int | None) -> O
         return found
     loose = AxisSolutions.of(problem, axis, found.assignment).fastest
     is_as_good = loose is not None and fits(loose, bound)
-    return (
-        loose
-        if loose and is_as_good and loose.weighed_seconds <= found.weighed_seconds * (1 + 1e-9)
-        else found
-    )
+    return loose if loose and is_as_good and loose.weighed_seconds <= found.weighed_seconds * (1 + 1e-9) else found
 
 
 def _unsplit(problem: Problem) -> Assignment:

@@ -106,9 +106,7 @@ class Fold:
     class_of: Mapping[str, int]
 
 
-def fold(
-    graph: Graph, *, mark: Callable[[str], Hashable] = lambda name: None, repeats: bool = True
-) -> Fold:
+def fold(graph: Graph, *, mark: Callable[[str], Hashable] = lambda name: None, repeats: bool = True) -> Fold:
     """Folds a graph.
 
     Args:
@@ -146,10 +144,7 @@ def _groups(graph: Graph, mark: Callable[[str], Hashable]) -> list[list[int]]:
     while repeat := _best_repeat(sequence):
         start, period, count = repeat
         stop = start + period * count
-        block = [
-            [i for at in range(start + offset, stop, period) for i in groups[at]]
-            for offset in range(period)
-        ]
+        block = [[i for at in range(start + offset, stop, period) for i in groups[at]] for offset in range(period)]
         groups = groups[:start] + block + groups[stop:]
         sequence = np.concatenate([sequence[: start + period], sequence[stop:]])
     return groups
@@ -167,10 +162,7 @@ def _signature(op: Op, graph: Graph) -> Hashable:
     return (
         op.kind,
         tuple((t.dims, t.formats, t.needs_grad) for t in tensors),
-        tuple(
-            (c.label, c.operands, c.results, c.size, c.stretch, _roles(c.factor, graph))
-            for c in op.choices
-        ),
+        tuple((c.label, c.operands, c.results, c.size, c.stretch, _roles(c.factor, graph)) for c in op.choices),
         tuple(t.name in op.saved for t in tensors),
         leaves,
         op.flops,
@@ -228,18 +220,29 @@ def _entries(
     for name, tensor in graph.tensors.items():
         leaf, public_name = leaves.get(name, ("", name))
         entry = Entry(
-            tensor, (), leaf, producers.get(name), tuple(sorted(consumers.get(name, ()))),
-            name in outputs, name in kept,
-        )  # fmt: skip
+            tensor,
+            (),
+            leaf,
+            producers.get(name),
+            tuple(sorted(consumers.get(name, ()))),
+            name in outputs,
+            name in kept,
+        )
         key = (
-            tensor.dims, tensor.formats, tensor.needs_grad, leaf, entry.producer,
-            entry.consumers, entry.is_output, entry.is_saved, mark(public_name) if leaf else None,
-        )  # fmt: skip
+            tensor.dims,
+            tensor.formats,
+            tensor.needs_grad,
+            leaf,
+            entry.producer,
+            entry.consumers,
+            entry.is_output,
+            entry.is_saved,
+            mark(public_name) if leaf else None,
+        )
         groups.setdefault(key, entry)
         names.setdefault(key, []).append(name)
     return tuple(
-        replace(entry, names=tuple(names[key]), count=count_of(names[key], graph))
-        for key, entry in groups.items()
+        replace(entry, names=tuple(names[key]), count=count_of(names[key], graph)) for key, entry in groups.items()
     )
 
 
@@ -263,9 +266,7 @@ def _leaves(graph: Graph) -> dict[str, tuple[str, str]]:
     return {name: (kind, public) for kind, leaves in kinds for public, name in leaves.items()}
 
 
-def _saved_entries(
-    graph: Graph, class_of: Mapping[str, int], saved: SavedTensors
-) -> tuple[SavedEntry, ...]:
+def _saved_entries(graph: Graph, class_of: Mapping[str, int], saved: SavedTensors) -> tuple[SavedEntry, ...]:
     """Groups the tensors that autograd saves by the classes that save them, and by the views through which they do."""
     stored = {*graph.parameters.values(), *graph.buffers.values()}
     savers: dict[str, dict[Hashable, tuple[int, int, str]]] = {}
@@ -283,14 +284,10 @@ def _saved_entries(
         tensor = graph.tensors[root]
         alike = (tensor.dims, tensor.formats, frozenset(found))
         groups.setdefault(alike, (tensor, [], tuple(found.values())))[1].append(root)
-    return tuple(
-        SavedEntry(t, count_of(roots, graph), found) for t, roots, found in groups.values()
-    )
+    return tuple(SavedEntry(t, count_of(roots, graph), found) for t, roots, found in groups.values())
 
 
-def _path(
-    name: str, graph: Graph, class_of: Mapping[str, int], saved: SavedTensors
-) -> tuple[int, ...]:
+def _path(name: str, graph: Graph, class_of: Mapping[str, int], saved: SavedTensors) -> tuple[int, ...]:
     """Classes of the views between a saved tensor and the tensor whose memory it shares."""
     path = []
     while view := saved.view(name):

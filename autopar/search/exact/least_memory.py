@@ -29,10 +29,7 @@ def least_bytes(problem: Problem, *, may_offload: bool) -> float:
     kept: dict[str, list[str]] = {}  # tensor -> the views of its memory that ops save
     for name in _always_saved(graph, may_offload):
         kept.setdefault(problem.saved.root(name), []).append(name)
-    saved = sum(
-        graph.layer_count.get(root, 1) * problem.least_saved_bytes(kept[root])
-        for root in kept.keys() - stored
-    )
+    saved = sum(graph.layer_count.get(root, 1) * problem.least_saved_bytes(kept[root]) for root in kept.keys() - stored)
     whole = (UNSPLIT,) * len(problem.mesh.axes)
     working = (problem.prices.working_bytes(index, whole) for index in range(len(problem.ops)))
     ranks = math.prod(problem.mesh.sizes)

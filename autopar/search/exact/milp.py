@@ -59,9 +59,7 @@ class AxisProgram:
             in use, which is enough if memory does not matter. With True it also has slower ones that save memory.
     """
 
-    def __init__(
-        self, problem: Problem, axis: int, given: Assignment, *, saves_memory: bool
-    ) -> None:
+    def __init__(self, problem: Problem, axis: int, given: Assignment, *, saves_memory: bool) -> None:
         self.problem, self.axis, self.given = problem, axis, given
         self._saves_memory = saves_memory
         self._select = pareto if saves_memory else fastest
@@ -79,9 +77,7 @@ class AxisProgram:
         if saves_memory:
             self._add_transient()
 
-    def solve(
-        self, *, minimize: Objective = "seconds", max_bytes: float | None = None
-    ) -> Outcome | None:
+    def solve(self, *, minimize: Objective = "seconds", max_bytes: float | None = None) -> Outcome | None:
         """Solves the program; None if no assignment stays within `max_bytes`.
 
         Args:
@@ -101,10 +97,16 @@ class AxisProgram:
         step = composed(self.problem, assignment)
         seconds, bytes = float(step.seconds()), float(step.peak_bytes())
         return Outcome(
-            assignment, seconds, bytes, seconds + price * bytes, solution.gap, self.program.shape,
-            self._saves_memory, self._least_bytes(solution) if minimize == "bytes" else 0.0,
+            assignment,
+            seconds,
+            bytes,
+            seconds + price * bytes,
+            solution.gap,
+            self.program.shape,
+            self._saves_memory,
+            self._least_bytes(solution) if minimize == "bytes" else 0.0,
             self._least_seconds(solution) if minimize == "seconds" else 0.0,
-        )  # fmt: skip
+        )
 
     def least_seconds(self, max_bytes: float) -> float:
         """A lower bound on the weighed seconds of all assignments within `max_bytes`, by the linear relaxation.
@@ -191,8 +193,7 @@ class AxisProgram:
     def _demand(self, index: int, position: int) -> _ByLayout:
         """The layouts in which an op class can need one of its operands."""
         return columns_of(
-            (self.problem.layouts(index, labels).operands[position], column)
-            for column, labels in self._labels(index)
+            (self.problem.layouts(index, labels).operands[position], column) for column, labels in self._labels(index)
         )
 
     def _made(self, index: int) -> _ByTiered:
@@ -233,9 +234,7 @@ class AxisProgram:
         return columns_of((plan.in_use, column) for column, plan in options.items())
 
     def _strategy(self, strategy: Strategy, count: int) -> int:
-        return self.program.binary(
-            seconds=strategy.seconds * count, bytes=strategy.bytes * count, preference=1.0
-        )
+        return self.program.binary(seconds=strategy.seconds * count, bytes=strategy.bytes * count, preference=1.0)
 
     def _add_lone_parameter(self, index: int, demand: _ByLayout) -> None:
         """Adds a parameter with one consumer, for which the best strategies are known for each layout that it needs."""
@@ -297,9 +296,7 @@ class AxisProgram:
         else:
             self._flow(index, prices, sources, demands, delivered)
 
-    def _pay(
-        self, columns: list[int], index: int, source: TieredLayout, target: Layout, prices: _Prices
-    ) -> None:
+    def _pay(self, columns: list[int], index: int, source: TieredLayout, target: Layout, prices: _Prices) -> None:
         """Adds the seconds of a conversion to the columns that require it."""
         self._charge(columns, prices[source, target])
         if prices[source, target] is not None:
@@ -335,11 +332,7 @@ class AxisProgram:
         delivered: dict[TieredLayout, Layout],
     ) -> None:
         """Adds y and z of a group of consumers, and the rows that contain them."""
-        y = {
-            pair: self.program.continuous(seconds=price)
-            for pair, price in prices.items()
-            if price is not None
-        }
+        y = {pair: self.program.continuous(seconds=price) for pair, price in prices.items() if price is not None}
         for (source, target), column in y.items():
             self._gather([column], index, source, target)
         if len(demands) == 1 and not delivered:
@@ -353,9 +346,7 @@ class AxisProgram:
         for source, target in delivered.items():
             self.program.row([y[source, target]], sources[source], lower=0.0, upper=math.inf)
 
-    def _transport(
-        self, z: dict[tuple[TieredLayout, Layout], int], sources: _ByTiered, demand: _ByLayout
-    ) -> None:
+    def _transport(self, z: dict[tuple[TieredLayout, Layout], int], sources: _ByTiered, demand: _ByLayout) -> None:
         """Adds the rows of a transport problem: z sums to what each layout needs, and to what each layout gives."""
         for target, columns in demand.items():
             into = [column for (_, t), column in z.items() if t == target]

@@ -36,8 +36,7 @@ def _along(
     open_bytes = {
         name: _bytes(graph, name, how, mesh)
         for name, how in parameters.items()
-        if how.storage[axis] == O(ANY)
-        and (len(serving) == 1 or graph.layer_count.get(name, 1) == 1)
+        if how.storage[axis] == O(ANY) and (len(serving) == 1 or graph.layer_count.get(name, 1) == 1)
     }
     found = {}
     for name, owner in _shared_out(open_bytes, serving).items():
@@ -58,9 +57,13 @@ def _shared_out(sizes_bytes: Mapping[str, int], ranks: Sequence[int]) -> dict[st
 
 
 def on_mesh(
-    graph: Graph, plan: Plan, mesh: Mesh, recipes: Sequence[Recipe], alone: LonePins,
+    graph: Graph,
+    plan: Plan,
+    mesh: Mesh,
+    recipes: Sequence[Recipe],
+    alone: LonePins,
     fixed: Collection[str] = (),
-) -> Plan:  # fmt: skip
+) -> Plan:
     """The plan for a mesh with vacant places, given the plan for the same mesh without: its servers own parameters.
 
     The worker row is whole. The ranks of other rows share out the parameters that have an owner along the first axis.
@@ -119,9 +122,7 @@ def _bytes(graph: Graph, name: str, how: ParameterPlan, mesh: Mesh) -> int:
     return count * local_elements(tensor.dims, how.storage, mesh) * tensor.itemsize_bytes
 
 
-def owner_notes(
-    graph: Graph, parameters: Mapping[str, ParameterPlan], mesh: Mesh
-) -> tuple[Note, ...]:
+def owner_notes(graph: Graph, parameters: Mapping[str, ParameterPlan], mesh: Mesh) -> tuple[Note, ...]:
     """A sentence for each axis along which parameters have owners: how many bytes each rank owns."""
     notes = []
     if mesh.occupied is not None:
@@ -135,18 +136,12 @@ def owner_notes(
             elif state.kind == "O":
                 owned_bytes[state.owner] += own
         if any(owned_bytes):
-            each = ", ".join(
-                f"{format_bytes(owned)} on rank {i}" for i, owned in enumerate(owned_bytes) if owned
-            )
-            notes.append(
-                Note(f"along {name} one rank stores and updates each parameter: {each}", "owners")
-            )
+            each = ", ".join(f"{format_bytes(owned)} on rank {i}" for i, owned in enumerate(owned_bytes) if owned)
+            notes.append(Note(f"along {name} one rank stores and updates each parameter: {each}", "owners"))
     return tuple(notes)
 
 
-def _notes_by_rank(
-    graph: Graph, parameters: Mapping[str, ParameterPlan], mesh: Mesh
-) -> tuple[Note, ...]:
+def _notes_by_rank(graph: Graph, parameters: Mapping[str, ParameterPlan], mesh: Mesh) -> tuple[Note, ...]:
     """A sentence on how many bytes each rank of a mesh with vacant places owns."""
     owned_bytes = dict[int, int]()
     for parameter, how in parameters.items():
@@ -154,8 +149,6 @@ def _notes_by_rank(
             rank = mesh.rank_at([state.owner for state in how.storage])
             own = _bytes(graph, parameter, how, mesh)
             owned_bytes[rank] = owned_bytes.get(rank, 0) + own
-    each = ", ".join(
-        f"{format_bytes(owned)} on rank {i}" for i, owned in sorted(owned_bytes.items())
-    )
+    each = ", ".join(f"{format_bytes(owned)} on rank {i}" for i, owned in sorted(owned_bytes.items()))
     text = f"one of the {mesh.ranks} ranks stores and updates each parameter: {each}"
     return (Note(text, "owners"),) if each else ()

@@ -90,9 +90,7 @@ def storable(
     )
     if not plans:
         asked = ", ".join(f"{state}@{mesh.names[axis]}" for axis, state in pinned)
-        names = ", ".join(
-            f"{axis}:{row.name}" for axis, row in zip(mesh.names, recipes, strict=True)
-        )
+        names = ", ".join(f"{axis}:{row.name}" for axis, row in zip(mesh.names, recipes, strict=True))
         raise RecipeError(
             f"Parameter {name} of shape {tensor.shape} is pinned to {asked}, and the recipe "
             f"{names} on the mesh {mesh} leaves no such storage."
@@ -100,9 +98,7 @@ def storable(
     return plans
 
 
-def strategies(
-    plans: Iterable[ParameterPlan], price: Callable[[ParameterPlan], Strategy]
-) -> tuple[Strategy, ...]:
+def strategies(plans: Iterable[ParameterPlan], price: Callable[[ParameterPlan], Strategy]) -> tuple[Strategy, ...]:
     """The ways to store a parameter with their prices, without those that are worse in every respect.
 
     For each resident layout and tier the result has the fastest way, and slower ways that take fewer bytes.
@@ -133,17 +129,13 @@ def _stored_in(tier: Tier, resident: Tier, plan: ParameterPlan) -> Iterator[Para
         yield replace(plan, tier=tier, resident_tier=used, reduce="micro_batch")
 
 
-def _plans(
-    tensor: Tensor, recipes: Sequence[Recipe], pinned: dict[int, State], mesh: Mesh
-) -> Iterator[ParameterPlan]:
+def _plans(tensor: Tensor, recipes: Sequence[Recipe], pinned: dict[int, State], mesh: Mesh) -> Iterator[ParameterPlan]:
     has_owners = any(recipe.owner is not None for recipe in recipes)
     per_axis = [
         _axis_options(tensor, recipe, size, pinned.get(axis), mesh.sizes[:axis], has_owners)
         for axis, (recipe, size) in enumerate(zip(recipes, mesh.sizes, strict=True))
     ]
-    combined = [
-        options for options in itertools.product(*per_axis) if _legal(options, tensor, mesh)
-    ]
+    combined = [options for options in itertools.product(*per_axis) if _legal(options, tensor, mesh)]
     fewest = min((_fallbacks(options) for options in combined), default=0)
     for options in combined:
         if _fallbacks(options) == fewest:
@@ -173,9 +165,13 @@ def _reductions(options: Sequence[_AxisOption]) -> Iterator[Reduction]:
 
 
 def _axis_options(
-    tensor: Tensor, recipe: Recipe, size: int, pinned: State | None, earlier: Sequence[int],
+    tensor: Tensor,
+    recipe: Recipe,
+    size: int,
+    pinned: State | None,
+    earlier: Sequence[int],
     has_owners: bool,
-) -> list[_AxisOption]:  # fmt: skip
+) -> list[_AxisOption]:
     shards = [*_shards(tensor, size), *_inner_shards(tensor, size, earlier)]
     if not shards and not has_owners and size > 1:  # an owner has the whole of a dim
         shards = [S(dim, WHOLE) for dim, length in enumerate(tensor.shape) if length > 1]

@@ -86,8 +86,9 @@ class MarginalCosts:
         for region in REGIONS:
             sums = _sums(step, region)
             for kind, part in (
-                ("stored", hides), ("activation", software.hides_activations),
-            ):  # fmt: skip
+                ("stored", hides),
+                ("activation", software.hides_activations),
+            ):
                 shorter = kind if sums[kind] <= sums["compute"] else "compute"
                 every[region, shorter] -= part
             if step.is_late(region):
@@ -99,8 +100,11 @@ class MarginalCosts:
         )
         is_short = bool(reductions <= step.backward_seconds())
         return cls(
-            every, frozenset(late), 1 - hides * is_short, hides * (not is_short),
-        )  # fmt: skip
+            every,
+            frozenset(late),
+            1 - hides * is_short,
+            hides * (not is_short),
+        )
 
     def seconds(self, item: WorkItem, step: Step) -> float:
         """Seconds by which one execution of an item per micro-batch makes a step longer.
@@ -169,16 +173,29 @@ class Prices:
     """
 
     def __init__(
-        self, graph: Graph, mesh: Mesh, fold: Fold, *, sizes: Sizes, hardware: Hardware,
-        software: Software, training_state: TrainingState, micro_batches: int,
+        self,
+        graph: Graph,
+        mesh: Mesh,
+        fold: Fold,
+        *,
+        sizes: Sizes,
+        hardware: Hardware,
+        software: Software,
+        training_state: TrainingState,
+        micro_batches: int,
         fixed_storage: Mapping[str, ParameterPlan],
-    ) -> None:  # fmt: skip
+    ) -> None:
         machine = software.on(hardware)
         links = [machine.link(mesh, axis) for axis in range(len(mesh.axes))]
         self.nodes = NodePricer(
-            graph, sizes=sizes, hardware=machine, links=links, training_state=training_state,
-            position=busiest_owner(graph, fixed_storage, mesh), micro_batches=micro_batches,
-        )  # fmt: skip
+            graph,
+            sizes=sizes,
+            hardware=machine,
+            links=links,
+            training_state=training_state,
+            position=busiest_owner(graph, fixed_storage, mesh),
+            micro_batches=micro_batches,
+        )
         run = Run(micro_batches, training_state=training_state)
         layers = sum(stack.layers for stack in graph.stacks) or 1
         self.step = Step((), (), run, machine, software, layers=layers)
@@ -222,9 +239,7 @@ class Prices:
             self._conversions[key] = tuple(once)
         return self._conversions[key]
 
-    def parameter(
-        self, index: int, how: ParameterPlan
-    ) -> tuple[tuple[WorkItem, ...], tuple[MemoryItem, ...]]:
+    def parameter(self, index: int, how: ParameterPlan) -> tuple[tuple[WorkItem, ...], tuple[MemoryItem, ...]]:
         """Items and holdings of one parameter of an entry, stored in this way."""
         key = (self._kinds[index], how)
         if key not in self._parameters:
@@ -245,9 +260,7 @@ class Prices:
             self._every[count, key] = _scaled(items, count)
         return self._every[count, key]
 
-    def parameters(
-        self, index: int, how: ParameterPlan
-    ) -> tuple[tuple[WorkItem, ...], tuple[MemoryItem, ...]]:
+    def parameters(self, index: int, how: ParameterPlan) -> tuple[tuple[WorkItem, ...], tuple[MemoryItem, ...]]:
         """Items and holdings of all parameters of an entry, stored in this way."""
         key, count = (self._kinds[index], how), self.fold.entries[index].count
         if (count, key) not in self._all_parameters:
@@ -312,9 +325,14 @@ class Prices:
             is_parameter = entry.leaf == "parameter"
             region = self.nodes.place(name, self.nodes.modules.get(name, ""))[0]
             key = (
-                tensor.dims, tensor.formats, tensor.needs_grad, is_parameter,
-                is_parameter and entry.is_saved, region, self.graph.lookups.get(name),
-            )  # fmt: skip
+                tensor.dims,
+                tensor.formats,
+                tensor.needs_grad,
+                is_parameter,
+                is_parameter and entry.is_saved,
+                region,
+                self.graph.lookups.get(name),
+            )
             found.append(numbers.setdefault(key, len(numbers)))
         return found
 

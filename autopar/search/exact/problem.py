@@ -90,9 +90,16 @@ class Problem:
         self._hides = bool(hides or software.hides_activations or software.runs_ahead)
         self.fold: Fold = fold(graph, mark=self._mark, repeats=repeats)
         self.prices = Prices(
-            graph, mesh, self.fold, sizes=self.sizes, hardware=hardware, software=software,
-            training_state=training_state, micro_batches=micro_batches, fixed_storage=self.fixed_storage,
-        )  # fmt: skip
+            graph,
+            mesh,
+            self.fold,
+            sizes=self.sizes,
+            hardware=hardware,
+            software=software,
+            training_state=training_state,
+            micro_batches=micro_batches,
+            fixed_storage=self.fixed_storage,
+        )
         self.exposure, self.byte_seconds = self._least, 0.0
         self.constant_bytes = hardware.reserved_bytes + sum(h.bytes for h in self.prices.buffers())
         self.entries = self.fold.entries
@@ -173,9 +180,7 @@ class Problem:
     def _collapse(self) -> tuple[list[ChoiceFilter], CollapsedViews]:
         """The choices that the recipes allow on every axis, and the views that are collapsed under them."""
         filters = [ChoiceFilter(self.graph, recipe) for recipe in self.recipes]
-        views = CollapsedViews(
-            self.graph, self.fold, self.saved, self.pins, filters, self._dividing
-        )
+        views = CollapsedViews(self.graph, self.fold, self.saved, self.pins, filters, self._dividing)
         return filters, views
 
     def _mark(self, name: str) -> Hashable:
@@ -237,10 +242,7 @@ class Problem:
         producer = self.collapsed[index]
         given = producer.layout(self.layouts(producer.index, labels).results)
         choices = self.ops[index].choices
-        return tuple(
-            next(choice.label for choice in choices if choice.operands[0] == state)
-            for state in given
-        )
+        return tuple(next(choice.label for choice in choices if choice.operands[0] == state) for state in given)
 
     def serving(self, index: int, target: Layout) -> list[Strategy]:
         """The ways to store a parameter that a use in the layout `target` allows, each with the seconds of that use."""
@@ -284,9 +286,7 @@ class Problem:
             for axis, (state, states) in enumerate(zip(resident, needed, strict=True))
         )
 
-    def _serves_along(
-        self, axis: int, state: State, needed: frozenset[State], undecided: bool, mixed: bool
-    ) -> bool:
+    def _serves_along(self, axis: int, state: State, needed: frozenset[State], undecided: bool, mixed: bool) -> bool:
         if state.kind == "R":
             return R in needed or not needed if undecided else needed <= {R}
         if state.kind == "V":
@@ -312,8 +312,7 @@ class Problem:
     def least_bytes(self) -> float:
         """A lower bound on the peak memory of a rank that recomputes nothing: state, and its share of saved tensors."""
         whole = sum(
-            entry.count * self.least_saved_bytes(name for *_, name in entry.savers)
-            for entry in self.fold.saved
+            entry.count * self.least_saved_bytes(name for *_, name in entry.savers) for entry in self.fold.saved
         )
         return self.least_state_bytes + whole / math.prod(self.mesh.sizes)
 
@@ -322,15 +321,12 @@ class Problem:
 
         A plan may convert a view before an op saves it, and then the memory around the view is not saved.
         """
-        return max(
-            min(self.bytes(each, self.whole) for each in self.saved.shown(name)) for name in names
-        )
+        return max(min(self.bytes(each, self.whole) for each in self.saved.shown(name)) for name in names)
 
     def _dividing_choices(self, op: Op) -> list[list[Choice]]:
         """For every axis, the choices whose factor the axis size divides; on an axis of one rank only `-`."""
         return [
-            [c for c in op.choices if c.size % size == 0] if size > 1 else [op.choices[0]]
-            for size in self.mesh.sizes
+            [c for c in op.choices if c.size % size == 0] if size > 1 else [op.choices[0]] for size in self.mesh.sizes
         ]
 
     def _is_legal(self, index: int, labels: Labels) -> bool:
@@ -339,9 +335,7 @@ class Problem:
             op, layouts = self.ops[index], self.layouts(index, labels)
             self._legal[key] = go_together(labels) and all(
                 self._divides(name, layout)
-                for name, layout in zip(
-                    (*op.operands, *op.results), (*layouts.operands, *layouts.results), strict=True
-                )
+                for name, layout in zip((*op.operands, *op.results), (*layouts.operands, *layouts.results), strict=True)
             )
         return self._legal[key]
 
@@ -351,9 +345,7 @@ class Problem:
             self._cuts[key] = divides(*key, self.mesh)
         return self._cuts[key]
 
-    def _pinned(
-        self, index: int, axis: int, allowed: list[Choice], legal: list[Choice]
-    ) -> list[Choice]:
+    def _pinned(self, index: int, axis: int, allowed: list[Choice], legal: list[Choice]) -> list[Choice]:
         op = self.ops[index]
         label = dict(self.pins.labels.get(op.name, ())).get(axis)
         if label is None:
@@ -361,15 +353,12 @@ class Problem:
         pinned = [choice for choice in allowed if choice.label == label]
         if not pinned:
             why = (
-                f"the recipe {self.recipes[axis].name} leaves it only "
-                f"{', '.join(choice.label for choice in allowed)}"
+                f"the recipe {self.recipes[axis].name} leaves it only {', '.join(choice.label for choice in allowed)}"
                 if label in [choice.label for choice in legal]
                 else "another axis already splits that factor as far as it divides, or exchanges rows for it where "
                 "this one does not (or the other way round)"
             )
-            raise RecipeError(
-                f"The pin of {op.name} to {label}@{self.mesh.names[axis]} cannot hold: {why}."
-            )
+            raise RecipeError(f"The pin of {op.name} to {label}@{self.mesh.names[axis]} cannot hold: {why}.")
         return pinned
 
     def _strategies(self) -> dict[int, tuple[Strategy, ...]]:
@@ -398,9 +387,7 @@ class Problem:
         asked = tuple(each.storage for each in self.recipes)
         key = (asked, tensor.dims, pinned, tuple(self.tiers))
         if key not in self._allowed_plans:
-            self._allowed_plans[key] = storable(
-                tensor, name, self.recipes, pinned, self.mesh, tiers=self.tiers
-            )
+            self._allowed_plans[key] = storable(tensor, name, self.recipes, pinned, self.mesh, tiers=self.tiers)
         return self._allowed_plans[key]
 
     def _strategy(self, index: int, how: ParameterPlan) -> Strategy:

@@ -30,14 +30,13 @@ def with_rows(plan: Plan, nodes: NodePricer, fixed: Container[str]) -> Plan:
             name: how if name in fixed or not _can(graph, plan, name) else _cheaper(name, how, nodes)
             for name, how in plan.parameters.items()
         },
-    )  # fmt: skip
+    )
 
 
 def _messages_bytes(name: str, how: ParameterPlan, nodes: NodePricer) -> tuple[float, float]:
     """Bytes that a rank sends of a gradient to its owner by rows, at most, and whole."""
     by_rows, whole = (
-        sum(map(float, nodes.messages_to_owner(name, replace(how, by_rows=each))))
-        for each in (True, False)
+        sum(map(float, nodes.messages_to_owner(name, replace(how, by_rows=each)))) for each in (True, False)
     )
     return by_rows, whole
 
@@ -49,9 +48,7 @@ def _can(graph: Graph, plan: Plan, name: str) -> bool:
 
 def _cheaper(name: str, how: ParameterPlan, nodes: NodePricer) -> ParameterPlan:
     def seconds(given: ParameterPlan) -> float:
-        return sum(
-            float(i.seconds) for i in nodes.between_steps(name, given) if i.phase == "reduce"
-        )
+        return sum(float(i.seconds) for i in nodes.between_steps(name, given) if i.phase == "reduce")
 
     by_rows, whole = _messages_bytes(name, how, nodes)  # with all rows the indices come on top
     ways = (False, True) if by_rows < whole else (False,)

@@ -100,9 +100,7 @@ def search(
     Raises RecipeError for a recipe or pin that this model and mesh cannot satisfy, MeshError for an axis along which
     nothing in the model can be split, SearchError if no plan fits into memory.
     """
-    return search_with_cost(
-        graph, mesh, hardware=hardware, memory_bytes=memory_bytes, **choices
-    ).plan
+    return search_with_cost(graph, mesh, hardware=hardware, memory_bytes=memory_bytes, **choices).plan
 
 
 @dataclass(frozen=True)
@@ -196,10 +194,18 @@ class MeshSearch:
         lone = resolve_lone_pins(pins, graph, mesh, _durations(graph, mesh, software.on(hardware)))
         layouts = resolve_pins(without_lone_pins(pins), graph, mesh)
         problem = Problem(
-            graph, mesh, rows, hardware=hardware, pins=layouts,
-            micro_batches=micro_batches, fixed_storage=fixed_storage or {}, repeats=repeats,
-            software=software, training_state=training_state, tiers=tiers,
-        )  # fmt: skip
+            graph,
+            mesh,
+            rows,
+            hardware=hardware,
+            pins=layouts,
+            micro_batches=micro_batches,
+            fixed_storage=fixed_storage or {},
+            repeats=repeats,
+            software=software,
+            training_state=training_state,
+            tiers=tiers,
+        )
         return cls(problem, recipe, fingerprint, hardware, software, training_state, lone, given)
 
     def under(self, recipe: RecipeLike, tiers: Sequence[Tiering] | None = None) -> MeshSearch:
@@ -282,9 +288,13 @@ class MeshSearch:
             plan, cost = spread, self._cost(spread)
         seconds = tuple(d.seconds if fits(d, memory_bytes) else math.inf for d in found)
         notes = explain(
-            problem.graph, plan, cost, bound_bytes=memory_bytes or self.hardware.memory_bytes,
-            hardware=self.hardware, descents_seconds=() if is_spread else seconds,
-        )  # fmt: skip
+            problem.graph,
+            plan,
+            cost,
+            bound_bytes=memory_bytes or self.hardware.memory_bytes,
+            hardware=self.hardware,
+            descents_seconds=() if is_spread else seconds,
+        )
         is_tight = any(min(d.seconds, d.refused_seconds) < best.seconds for d in found)
         notes += owner_notes(problem.graph, plan.parameters, plan.mesh)
         notes += row_notes(plan, problem.prices.nodes)
@@ -300,9 +310,12 @@ class MeshSearch:
 
     def _cost(self, plan: Plan) -> StepCost:
         return cost_of(
-            self.problem.graph, plan, self.hardware, software=self.software,
+            self.problem.graph,
+            plan,
+            self.hardware,
+            software=self.software,
             training_state=self.training_state,
-        )  # fmt: skip
+        )
 
     @property
     def _alone(self) -> LonePins:
@@ -320,10 +333,13 @@ class MeshSearch:
         plan, alone = replace(plan, parameters=owned), self._alone
         if alone.owners:
             plan = with_lone_ops(
-                problem.graph, plan, alone, fixed=problem.fixed_storage,
+                problem.graph,
+                plan,
+                alone,
+                fixed=problem.fixed_storage,
                 opens=[row.name == "auto" for row in problem.recipes],
                 seconds=lambda each: self._cost(each).seconds,
-            )  # fmt: skip
+            )
         if self.mesh.occupied is not None:
             fixed = problem.fixed_storage
             plan = on_mesh(problem.graph, plan, self.mesh, problem.recipes, alone, fixed)
@@ -381,9 +397,7 @@ def expand(problem: Problem, assignment: Assignment, recipe: str, fingerprint: s
         fingerprint=fingerprint,
         recipe=recipe,
         micro_batches=problem.micro_batches,
-        parameters={
-            name: assignment.parameters[at[tensor][0]] for name, tensor in graph.parameters.items()
-        },
+        parameters={name: assignment.parameters[at[tensor][0]] for name, tensor in graph.parameters.items()},
         inputs={name: layout(tensor) for name, tensor in graph.inputs.items()},
         ops={op.name: assignment.labels[problem.fold.class_of[op.name]] for op in graph.ops},
         precision=graph.precision,
@@ -419,10 +433,7 @@ def _does_not_fit(found: Descent, bound: int, problem: Problem) -> MemoryBoundEr
     batch, state = ["a smaller batch (or more micro-batches of a smaller one)"], ""
     if state_bytes > bound:
         batch = []
-        state = (
-            "; parameters, gradients, optimizer states and buffers alone take "
-            f"{format_bytes(state_bytes)}"
-        )
+        state = f"; parameters, gradients, optimizer states and buffers alone take {format_bytes(state_bytes)}"
     return (StateError if state else MemoryBoundError).of(
         f"No plan for the mesh {problem.mesh} fits into {format_bytes(bound)}: the smallest found takes "
         f"{format_bytes(needed)} of a rank, {format_bytes(needed - bound)} too much{state}.",

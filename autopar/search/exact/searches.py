@@ -25,9 +25,7 @@ class Searches:
     _known: list[tuple[_Question, MeshSearch]] = field(default_factory=list)
     _graphs: dict[tuple[int, int], tuple[Graph, Graph]] = field(default_factory=dict)
 
-    def on(
-        self, graph: Graph, mesh: Mesh, *, hardware: Hardware, **choices: Unpack[Choices]
-    ) -> MeshSearch:
+    def on(self, graph: Graph, mesh: Mesh, *, hardware: Hardware, **choices: Unpack[Choices]) -> MeshSearch:
         """The search on a mesh; the same object for equal arguments. Arguments and errors are those of `search`.
 
         Graphs and placed parameters are compared by identity, everything else by value.

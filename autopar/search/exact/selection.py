@@ -35,13 +35,8 @@ def fastest_within(block: BlockChoices[T], budget_bytes: float) -> frozenset[str
     Returns None if the block keeps more even if all ops are recomputed. Raises SearchError at the solver's limits.
     """
     program = MixedIntegerProgram()
-    recomputed = {
-        name: program.binary(seconds=op.seconds, preference=1) for name, op in block.ops.items()
-    }
-    kept = {
-        key: program.continuous(bytes=tensor.bytes)
-        for key, tensor in block.tensors.items()
-    }  # fmt: skip
+    recomputed = {name: program.binary(seconds=op.seconds, preference=1) for name, op in block.ops.items()}
+    kept = {key: program.continuous(bytes=tensor.bytes) for key, tensor in block.tensors.items()}
     for key, tensor in block.tensors.items():
         made = [recomputed[tensor.producer]] if tensor.producer else []
         if tensor.is_saved:
@@ -78,9 +73,7 @@ class Frontier(Generic[T]):
         return self._found[part]
 
 
-def select(
-    blocks: Sequence[tuple[str, BlockChoices[T]]], part: float
-) -> Selection:  # fmt: skip
+def select(blocks: Sequence[tuple[str, BlockChoices[T]]], part: float) -> Selection:
     """The fastest selection of ops to recompute that keeps a given part of the saved activations.
 
     Args:

@@ -134,9 +134,7 @@ class MixedIntegerProgram:
         """Fixes a column to 0."""
         self._upper[column] = 0.0
 
-    def row(
-        self, plus: Sequence[int], minus: Sequence[int] = (), *, lower: float, upper: float
-    ) -> None:
+    def row(self, plus: Sequence[int], minus: Sequence[int] = (), *, lower: float, upper: float) -> None:
         """Adds lower <= sum of the columns `plus` - sum of the columns `minus` <= upper."""
         self._indices += [*plus, *minus]
         self._values += [1.0] * len(plus) + [-1.0] * len(minus)
@@ -260,9 +258,15 @@ def _digest(lp: highspy.HighsLp, binary: np.ndarray) -> bytes:
     numbers = hashlib.blake2b(digest_size=16)
     rows = lp.a_matrix_
     for each in (
-        lp.col_cost_, lp.col_upper_, lp.row_lower_, lp.row_upper_, binary, rows.start_, rows.index_,
+        lp.col_cost_,
+        lp.col_upper_,
+        lp.row_lower_,
+        lp.row_upper_,
+        binary,
+        rows.start_,
+        rows.index_,
         rows.value_,
-    ):  # fmt: skip
+    ):
         numbers.update(np.asarray(each).tobytes())
     return numbers.digest()
 

@@ -44,9 +44,12 @@ def with_decomposed(found: Planned, request: Request) -> Planned:
 
 def _price(found: Planned, plan: Plan, request: Request) -> Composed:
     return composed(
-        found.graph, plan, request.hardware, software=request.software,
+        found.graph,
+        plan,
+        request.hardware,
+        software=request.software,
         training_state=request.training_state,
-    )  # fmt: skip
+    )
 
 
 def _words(decomposed: Sequence[str], price: Composed, before: Composed) -> str:

@@ -18,9 +18,7 @@ def with_delays(found: Planned, request: Request) -> Planned:
     pipeline = found.plan.pipeline
     if pipeline is None or not pipeline.update_every:
         return found
-    step = ExecutedStep(
-        found.graph, found.plan, request.hardware, request.training_state, request.software
-    )
+    step = ExecutedStep(found.graph, found.plan, request.hardware, request.training_state, request.software)
     note = Note(_sentence(step, pipeline), "versions")
     return found._replace(plan=replace(found.plan, notes=(*found.plan.notes, note)))
 
@@ -30,10 +28,7 @@ def _sentence(step: ExecutedStep, pipeline: Pipeline) -> str:
     flushed = _flushed(step, pipeline)
     every = pipeline.update_every
     after = "each micro-batch" if every == 1 else f"every {every} micro-batches"
-    further = [
-        (count - 1) * cost.version_bytes
-        for count, cost in zip(versions.alive, step.costs, strict=True)
-    ]
+    further = [(count - 1) * cost.version_bytes for count, cost in zip(versions.alive, step.costs, strict=True)]
     times = counted(versions.updates, "time")
     flushed_seconds = versions.updates * flushed.seconds
     return (

@@ -62,11 +62,14 @@ def with_nesting(found: Planned, request: Request) -> Planned:
         return found
     before, price = (
         composed(
-            found.graph, each, request.hardware, software=request.software,
+            found.graph,
+            each,
+            request.hardware,
+            software=request.software,
             training_state=request.training_state,
         )
         for each in (plan, replace(plan, ops=ops))
-    )  # fmt: skip
+    )
     bound = request.search_bound_bytes or math.inf
     is_shorter = price.step_seconds < (1 - _WORTH) * before.step_seconds
     if not is_shorter or price.peak_bytes > max(bound, before.peak_bytes):
@@ -118,8 +121,7 @@ class NestingOfGroups:
     def cost(self, tensors: Iterable[str]) -> float:
         """Seconds of the conversions of some tensors, in all layers for which they stand."""
         return sum(
-            self.graph.layer_count.get(name, 1)
-            * self._conversion(name, self._produced(name), target)
+            self.graph.layer_count.get(name, 1) * self._conversion(name, self._produced(name), target)
             for name in tensors
             for target in dict.fromkeys(self._targets(name))
         )

@@ -89,12 +89,13 @@ def in_order(plan: Plan, mesh: Mesh) -> Plan:
         return replace(how, storage=layout(how.storage), resident=layout(how.resident))
 
     return replace(
-        plan, mesh=mesh,
+        plan,
+        mesh=mesh,
         parameters={name: parameter(how) for name, how in plan.parameters.items()},
         inputs={name: layout(states) for name, states in plan.inputs.items()},
         ops={name: labels(each) for name, each in plan.ops.items()},
         saved={name: replace(line, split=layout(line.split)) for name, line in plan.saved.items()},
-    )  # fmt: skip
+    )
 
 
 def in_mesh_order(plan: Plan) -> Plan:
@@ -125,8 +126,12 @@ def words_of_order(mesh: Mesh, before: Mesh, seconds: float, other_seconds: floa
 
 def _seconds(graph: Graph, plan: Plan, request: Request) -> float:
     return composed(
-        graph, plan, request.hardware, software=request.software, training_state=request.training_state
-    ).step_seconds  # fmt: skip
+        graph,
+        plan,
+        request.hardware,
+        software=request.software,
+        training_state=request.training_state,
+    ).step_seconds
 
 
 def _has_pair(layout: Layout) -> bool:

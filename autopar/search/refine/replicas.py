@@ -36,9 +36,7 @@ def with_meeting(found: Planned, request: Request) -> Planned:
     step = step_of(found.graph, plan, request.hardware, software=software, training_state=state)
     price = composed(found.graph, plan, request.hardware, software=software, training_state=state)
     every_step = replace(plan, meeting=Meeting(meeting.axis, meeting.replicas, 1))
-    together = step_of(
-        found.graph, every_step, request.hardware, software=software, training_state=state
-    )
+    together = step_of(found.graph, every_step, request.hardware, software=software, training_state=state)
     note = Note(_sentence(found.graph, meeting, step, together), "replicas")
     return found._replace(plan=replace(plan, notes=(*plan.notes, note)), price=price)
 
@@ -63,9 +61,7 @@ def _sentence(graph: Graph, meeting: Meeting, step: Step, together: Step) -> str
         return _sentence_of_server(meeting, own, whole)
     steps = meeting.oldest_steps
     older = f"up to {counted(steps, 'step')} old" if steps else "never old"
-    size_words = (
-        f"{format_bytes(own.size_bytes)} a step in place of {format_bytes(whole.size_bytes)}"
-    )
+    size_words = f"{format_bytes(own.size_bytes)} a step in place of {format_bytes(whole.size_bytes)}"
     seconds_words = f"{format_seconds(own.seconds)} in place of {format_seconds(whole.seconds)}"
     return (
         f"Not the result of a single device: {counted(meeting.replicas, 'replica')} along {meeting.axis} train on rows "
@@ -106,9 +102,7 @@ def _sent(meeting: Meeting, step: Step, gradients_of: Graph | None = None) -> _S
     """What is sent along the axis of the replicas; of gradients in place of parameters where a graph is given."""
     items = [i for i in step.items if i.phase == "meet" and i.resource == meeting.axis]
     state = step.run.training_state
-    scales = [
-        1.0 if gradients_of is None else _gradient_scale(gradients_of, i.of, state) for i in items
-    ]
+    scales = [1.0 if gradients_of is None else _gradient_scale(gradients_of, i.of, state) for i in items]
     pairs = list(zip(items, scales, strict=True))
     return _Sent(
         sum(float(i.count * i.traffic_bytes) * scale for i, scale in pairs),

@@ -41,9 +41,13 @@ _LARGER = {"host": "a host with more memory", "nvme": "larger disks"}
 
 def _stored(found: Planned, request: Request, tier: Tier) -> float:
     return stored_bytes(
-        found.graph, found.plan, request.hardware, tier, software=request.software,
+        found.graph,
+        found.plan,
+        request.hardware,
+        tier,
+        software=request.software,
         training_state=request.training_state,
-    )  # fmt: skip
+    )
 
 
 def _lines(found: Planned, sizes: Mapping[Tier, float]) -> Iterator[str]:

@@ -85,9 +85,7 @@ def _axis_line(graph: Graph, plan: Plan, axis: int) -> str:
         for op in graph.ops
         if (choice := op.choice(plan.ops[op.name][axis])).splits
     )
-    factors = ", ".join(
-        f"{factor} ({counted(count, 'op')})" for factor, count in split.most_common(6)
-    )
+    factors = ", ".join(f"{factor} ({counted(count, 'op')})" for factor, count in split.most_common(6))
     uses = _parameter_uses(graph, plan, axis)
     stages = Counter(_stage(how, uses[name], axis) for name, how in plan.parameters.items())
     stored = ", ".join(f"{count} {kind}" for kind, count in sorted(stages.items()))
@@ -99,10 +97,7 @@ _LARGE = 0.05  # smallest part of the bytes of all parameters that is worth a no
 
 def undivided_lines(graph: Graph, plan: Plan) -> tuple[Note, ...]:
     """Lines on large dims, and heads of attention, that an axis may split and does not divide: one line for each."""
-    may = [
-        row.may is None or is_model in row.may
-        for row in resolve(split_recipe(plan.recipe)[1], plan.mesh)
-    ]
+    may = [row.may is None or is_model in row.may for row in resolve(split_recipe(plan.recipe)[1], plan.mesh)]
     large, heads = _large_factors(graph), head_factors(graph)
     return tuple(
         Note(_undivided_line(graph, plan, axis, factors, factors[0] in heads), "undivided")
@@ -155,18 +150,14 @@ def _by_layer(graph: Graph, factors: Iterable[str]) -> list[list[str]]:
     return list(found.values())
 
 
-def _undivided_line(
-    graph: Graph, plan: Plan, axis: int, factors: Sequence[str], is_heads: bool
-) -> str:
+def _undivided_line(graph: Graph, plan: Plan, axis: int, factors: Sequence[str], is_heads: bool) -> str:
     (axis_name, parts), size = plan.mesh.axes[axis], graph.factors[factors[0]].size
     taken: Counter[str] = Counter()
     for op in graph.ops:
         if any(choice.factor in factors for choice in op.choices):
             factor = op.choice(plan.ops[op.name][axis]).factor
             taken[_place_of(factor) if factor else ""] += graph.layer_count.get(op.name, 1)
-    instead = next(
-        (f" is split by {each} instead" for each in _most(taken) if each), " is not split"
-    )
+    instead = next((f" is split by {each} instead" for each in _most(taken) if each), " is not split")
     above = -(-size // parts) * parts
     remedy = f"{above} would be split"
     if is_heads:
@@ -203,9 +194,7 @@ def _two_axes(graph: Graph, factors: Sequence[str], parts: int) -> str:
         for before, inner in itertools.pairwise(dim)
         if before in factors
     }
-    splits = outer == graph.factors[factors[0]].size and any(
-        size % (parts // outer) == 0 for size in following
-    )
+    splits = outer == graph.factors[factors[0]].size and any(size % (parts // outer) == 0 for size in following)
     return f"of {outer} and {parts // outer} ranks" if splits and outer < parts else ""
 
 
@@ -277,11 +266,14 @@ def _divided(graph: Graph, plan: Plan, axis: int) -> float:
 
 def _memory_line(cost: StepCost, bound_bytes: int) -> str:
     kinds = {
-        "parameters": cost.parameter_bytes, "gradients": cost.gradient_bytes,
-        "optimizer": cost.optimizer_bytes, "saved for backward": cost.saved_bytes,
-        "buffers": cost.buffer_bytes, "transient": cost.transient_bytes,
+        "parameters": cost.parameter_bytes,
+        "gradients": cost.gradient_bytes,
+        "optimizer": cost.optimizer_bytes,
+        "saved for backward": cost.saved_bytes,
+        "buffers": cost.buffer_bytes,
+        "transient": cost.transient_bytes,
         "reserved": cost.reserved_bytes,
-    }  # fmt: skip
+    }
     parts = " + ".join(f"{format_bytes(size)} {kind}" for kind, size in kinds.items() if size)
     total, bound = format_bytes(cost.memory_bytes), format_bytes(bound_bytes)
     return f"{total} a rank, of {bound}: {parts or 'nothing'}"

@@ -134,9 +134,7 @@ class PlanOptions:
 
     has_flags: ClassVar = True
 
-    mesh: Mesh | None = option(
-        None, metavar="AXES", parse=_unless_none(Mesh.of), serves_backend=True
-    )
+    mesh: Mesh | None = option(None, metavar="AXES", parse=_unless_none(Mesh.of), serves_backend=True)
     micro_batches: int | None = option(None, metavar="N")
     schedule: str | None = option(None, choices=tuple(PLACEMENTS))
     chunks: int | None = option(None, metavar="V")
@@ -145,9 +143,7 @@ class PlanOptions:
         metavar="none|full|partitioned|offloaded|N|PART",
         parse=lambda given: parse_wish(given) if isinstance(given, str) else given,
     )
-    stages: tuple[int, ...] | None = option(
-        None, metavar="N", repeats=True, parse=listed_depths, is_limit=True
-    )
+    stages: tuple[int, ...] | None = option(None, metavar="N", repeats=True, parse=listed_depths, is_limit=True)
     recipe: RecipeLike = option(
         "auto",
         metavar="R",
@@ -167,9 +163,7 @@ class PlanOptions:
     inside_node: tuple[str, ...] = option(
         (), flag="--keep-inside-node", choices=AXES, repeats=True, parse=listed_names, is_limit=True
     )
-    decompose: tuple[str, ...] = option(
-        (), metavar="AXES", parse=listed_names, write=lambda given: (",".join(given),)
-    )
+    decompose: tuple[str, ...] = option((), metavar="AXES", parse=listed_names, write=lambda given: (",".join(given),))
     overlap_batches: int = option(1, metavar="N", parse=lambda given: 1 if given is None else given)
     offload: bool | None = option(None, write=lambda given: [""] * bool(given), is_limit=True)
     without: frozenset[str] = option(
@@ -190,20 +184,18 @@ class PlanOptions:
         is_constraint=False,
     )
     headroom: float = option(HEADROOM, metavar="PART", is_constraint=False)
-    precision: MixedPrecision | None = option(
-        None, metavar="POLICY", parse=MixedPrecision.of, is_constraint=False
-    )
-    training_state: TrainingState = option(
-        FULL, metavar="WORDS", parse=TrainingState.of, is_constraint=False
-    )
+    precision: MixedPrecision | None = option(None, metavar="POLICY", parse=MixedPrecision.of, is_constraint=False)
+    training_state: TrainingState = option(FULL, metavar="WORDS", parse=TrainingState.of, is_constraint=False)
 
     def __post_init__(self) -> None:
         for name, parse in _PARSERS:
             object.__setattr__(self, name, parse(getattr(self, name)))
         counts = {
-            "micro_batches": self.micro_batches, "chunks": self.chunks, "memory_bytes": self.memory_bytes,
+            "micro_batches": self.micro_batches,
+            "chunks": self.chunks,
+            "memory_bytes": self.memory_bytes,
             "overlap_batches": self.overlap_batches,
-        } | {f"stages[{i}]": value for i, value in enumerate(self.stages or ())}  # fmt: skip
+        } | {f"stages[{i}]": value for i, value in enumerate(self.stages or ())}
         check_counts(counts)
         self._check_numbers()
         self._check_names()
@@ -219,9 +211,8 @@ class PlanOptions:
     def text(self) -> str:
         """The user's constraints, written as options of the command line."""
         words = [
-            text for name, each in _OPTIONS.items() if each.is_constraint
-            for text in each.words(getattr(self, name))
-        ]  # fmt: skip
+            text for name, each in _OPTIONS.items() if each.is_constraint for text in each.words(getattr(self, name))
+        ]
         return ", ".join(words) or "the model's sizes"
 
     @property
@@ -305,9 +296,7 @@ class PlanOptions:
             given = getattr(self, each.name) if each.choices and each.repeats else ()
             for unknown in sorted({*given} - {*each.choices}):
                 near = did_you_mean(unknown, each.choices)
-                raise AutoparError(
-                    f"{each.name} names {unknown!r}{near}; choose among {', '.join(each.choices)}."
-                )
+                raise AutoparError(f"{each.name} names {unknown!r}{near}; choose among {', '.join(each.choices)}.")
 
     def _check_decompose(self) -> None:
         names = AXES if self.mesh is None else self.mesh.names
@@ -328,13 +317,11 @@ class PlanOptions:
             )
         if named and self.schedule not in (None, self.chosen_schedule):
             raise RecipeError(
-                f"The recipe names the pipeline {named!r}, and schedule={self.schedule!r} another; "
-                "leave out one."
+                f"The recipe names the pipeline {named!r}, and schedule={self.schedule!r} another; leave out one."
             )
         if named == NAIVE and self.micro_batches not in (None, 1):
             raise RecipeError(
-                f"The recipe {NAIVE} runs one micro-batch, and micro_batches={self.micro_batches} was "
-                "given; use gpipe."
+                f"The recipe {NAIVE} runs one micro-batch, and micro_batches={self.micro_batches} was given; use gpipe."
             )
         schedule = self.chosen_schedule
         takes = {"one": 1, "v": 2}.get(PLACEMENTS[schedule]) if schedule else None
@@ -349,9 +336,7 @@ class PlanOptions:
         if self.offload and "offload" in self.without:
             raise AutoparError("--offload and --no offload cannot both hold; drop one.")
         if "recompute" in self.without and self.recompute not in (None, "none"):
-            raise AutoparError(
-                f"--recompute {self.recompute} and --no recompute cannot both hold; drop one."
-            )
+            raise AutoparError(f"--recompute {self.recompute} and --no recompute cannot both hold; drop one.")
         sizes = dict(self.mesh.axes) if self.mesh else {}
         for axis in sorted(self.without & {*AXES}):
             if sizes.get(axis, 1) > 1:
@@ -360,9 +345,7 @@ class PlanOptions:
                     "axis out; drop one."
                 )
         for name in sorted(self.without & self.named_recipes()):
-            raise RecipeError(
-                f"The recipe {format_recipe(self.recipe)!r} and --no {name} cannot both hold; drop one."
-            )
+            raise RecipeError(f"The recipe {format_recipe(self.recipe)!r} and --no {name} cannot both hold; drop one.")
 
 
 def check_counts(counts: Mapping[str, Any]) -> None:

@@ -81,9 +81,7 @@ class _Pinned(Generic[_T]):
 def _axis_of(part: str, pattern: str, text: str, mesh: Mesh) -> tuple[str, int]:
     value, at, axis = part.partition("@")
     if not at:
-        raise RecipeError(
-            f"The pin {pattern!r}: {text!r} names no axis; write {value}@{mesh.names[0]}."
-        )
+        raise RecipeError(f"The pin {pattern!r}: {text!r} names no axis; write {value}@{mesh.names[0]}.")
     try:
         return value, mesh.index(axis)
     except MeshError as error:
@@ -104,8 +102,7 @@ def _matching(pattern: str, names: Iterable[str], what: str) -> list[str]:
     if not found:
         some = ", ".join(names[:3])
         raise RecipeError(
-            f"The pin {pattern!r} matches no {what} of the model, whose {len(names)} {what}s are "
-            f"named like {some}."
+            f"The pin {pattern!r} matches no {what} of the model, whose {len(names)} {what}s are named like {some}."
         )
     return found
 
@@ -138,9 +135,7 @@ def _storable(state: State, tensor: Tensor, axis: int, mesh: Mesh, where: str) -
             "come from the recipes data-parallel, parameter-server and serve, or stand in the text of a plan.)"
         )
     if state.dim >= len(tensor.dims):
-        raise RecipeError(
-            f"The pin {where} asks for dim {state.dim}, and its shape is {tensor.shape}."
-        )
+        raise RecipeError(f"The pin {where} asks for dim {state.dim}, and its shape is {tensor.shape}.")
     factors = tensor.dims[state.dim]
     if state.factor == 0 and factors and factors[0] % size == 0:
         return state
@@ -171,8 +166,7 @@ def _check_label(op: Op, label: str, axis: tuple[str, int], pattern: str) -> Non
     if not found:
         known = ", ".join(choice.label for choice in op.choices)
         raise RecipeError(
-            f"The pin {pattern!r} asks {op.name} ({op.kind}) for the choice {label!r}, and its "
-            f"choices are {known}."
+            f"The pin {pattern!r} asks {op.name} ({op.kind}) for the choice {label!r}, and its choices are {known}."
         )
     if found[0].size % size:
         raise RecipeError(

@@ -34,11 +34,7 @@ def refusal_of_all(request: Request, refusals: Sequence[Refusal]) -> SearchError
     of them. Otherwise it has a line for each reason.
     """
     head = f"No plan on {counted(request.ranks or 1, 'rank')}"
-    lacking = [
-        (mesh, error)
-        for mesh, error in refusals
-        if isinstance(error, MemoryBoundError) and error.needed_bytes
-    ]
+    lacking = [(mesh, error) for mesh, error in refusals if isinstance(error, MemoryBoundError) and error.needed_bytes]
     if not lacking:
         return SearchError("\n".join([f"{head}.", *_reasons(request, refusals)]))
     least: dict[Mesh, MemoryBoundError] = {}

@@ -87,9 +87,7 @@ class Request(PlanOptions):
         check_counts({"ranks": self.ranks, "batch": self.batch})
         count = self.micro_batches
         if self.batch is not None and count is not None and self.batch % count:
-            raise AutoparError(
-                f"{count} micro-batches do not divide a batch of {self.batch} sequences."
-            )
+            raise AutoparError(f"{count} micro-batches do not divide a batch of {self.batch} sequences.")
         self._check_mesh()
         check_features("You ask for", self.features, RecipeError)
         self._check_versions()
@@ -107,9 +105,7 @@ class Request(PlanOptions):
 
     def of_micro_batches(self, count: int | None) -> Request:
         """The request for a step of so many micro-batches, of which as many run at a time as the number allows."""
-        return self.but(
-            micro_batches=count, overlap_batches=math.gcd(self.overlap_batches, count or 1)
-        )
+        return self.but(micro_batches=count, overlap_batches=math.gcd(self.overlap_batches, count or 1))
 
     def of_replica(self, given: Plan | None = None) -> Request:
         """The request for the plan of one replica, if the recipe or a given plan has replicas; else the request itself.
@@ -123,10 +119,12 @@ class Request(PlanOptions):
         assert self.mesh is not None, "replicas lie along an axis of a mesh"
         self._check_replicas(meeting)
         return self.but(
-            mesh=mesh_of_replica(self.mesh, meeting.axis), recipe=self.inside, meeting=meeting,
+            mesh=mesh_of_replica(self.mesh, meeting.axis),
+            recipe=self.inside,
+            meeting=meeting,
             batch=None if self.batch is None else self.batch // meeting.replicas,
             training_state=replace(self.training_state, meeting_copies=meeting.copies),
-        )  # fmt: skip
+        )
 
     # --- what follows from it
 
@@ -195,9 +193,7 @@ class Request(PlanOptions):
         depth = dict(mesh.axes).get(PIPELINE_AXIS, 1)
         if self.stages is not None and depth not in self.stages:
             words = ", ".join(map(str, self.stages))
-            raise MeshError(
-                f"The mesh {mesh} has {depth} pipeline ranks, and stages asks for {words}."
-            )
+            raise MeshError(f"The mesh {mesh} has {depth} pipeline ranks, and stages asks for {words}.")
         meeting = meeting_of(self.recipe, mesh)
         inside = mesh if meeting is None else mesh_of_replica(mesh, meeting.axis)
         if self.has_stages:
@@ -252,10 +248,8 @@ class Request(PlanOptions):
             Feature.STAGES: 1 not in depths and f"{' or '.join(map(str, depths))} pipeline ranks",
             Feature.VERSIONS: self.has_versions and f"the schedule {self.chosen_schedule}",
             Feature.LONE_OPS: self.has_lone_ops and f"{lone} which leaves ops to one rank,",
-            Feature.OFF_DEVICE: (self.offload or "offload" in self.named_recipes())
-            and "storage on the host",
-            Feature.RECOMPUTED: self.recompute not in (None, "none")
-            and f"recompute={self.recompute!r}",
+            Feature.OFF_DEVICE: (self.offload or "offload" in self.named_recipes()) and "storage on the host",
+            Feature.RECOMPUTED: self.recompute not in (None, "none") and f"recompute={self.recompute!r}",
             Feature.DECOMPOSED: self.decompose and f"decompose={','.join(self.decompose)!r}",
             Feature.OVERLAP: self.overlap_batches > 1 and f"overlap_batches={self.overlap_batches}",
             Feature.PRECISION: self.precision and f"precision={str(self.precision)!r}",

@@ -78,11 +78,7 @@ def with_workers(pins: LonePins, graph: Graph, mesh: Mesh, recipes: Sequence[Rec
 
     Raises RecipeError for a pin that gives an op to another rank of such an axis.
     """
-    working = {
-        axis: row.worker
-        for axis, row in enumerate(recipes)
-        if row.worker is not None and mesh.sizes[axis] > 1
-    }
+    working = {axis: row.worker for axis, row in enumerate(recipes) if row.worker is not None and mesh.sizes[axis] > 1}
     if not working:
         return pins
     for name, owners in pins.owners.items():
@@ -91,9 +87,7 @@ def with_workers(pins: LonePins, graph: Graph, mesh: Mesh, recipes: Sequence[Rec
                 f"A pin gives {name} to @{owners[axis]}@{mesh.names[axis]}, and the recipe {recipes[axis].name} runs "
                 f"all ops on rank {working[axis]} of this axis; leave out the pin, or take another recipe."
             )
-    alone = {
-        op.name: {**pins.owners.get(op.name, {}), **working} for op in graph.ops if not op.draws
-    }
+    alone = {op.name: {**pins.owners.get(op.name, {}), **working} for op in graph.ops if not op.draws}
     drawing = sum(op.draws for op in graph.ops)
     return LonePins(alone, drawing, frozenset(working))
 
@@ -141,8 +135,12 @@ def resolve_lone_pins(
 
 
 def _balance(
-    owners: Mapping[str, dict[int, int]], graph: Graph, axis: int, size: int, seconds: Callable[[Op], float]
-) -> None:  # fmt: skip
+    owners: Mapping[str, dict[int, int]],
+    graph: Graph,
+    axis: int,
+    size: int,
+    seconds: Callable[[Op], float],
+) -> None:
     """Chooses the ranks of an axis that run the ops with `@*`."""
     open_ops = [op for op in graph.ops if owners.get(op.name, {}).get(axis) == ANY]
     busy_seconds = [0.0] * size
@@ -165,11 +163,7 @@ def _branches(ops: Sequence[Op], graph: Graph) -> list[list[Op]]:
     for op in ops:
         makers = (graph.producer.get(name) for name in op.operands)
         edges.add_edges_from((made.name, op.name) for made in makers if made and made.name in names)
-    group_of = {
-        name: number
-        for number, group in enumerate(networkx.connected_components(edges))
-        for name in group
-    }
+    group_of = {name: number for number, group in enumerate(networkx.connected_components(edges)) for name in group}
     found: dict[int, list[Op]] = {}
     for op in ops:
         found.setdefault(group_of[op.name], []).append(op)
@@ -244,9 +238,14 @@ def lone_notes(pins: LonePins) -> tuple[Note, ...]:
 
 
 def with_lone_ops(
-    graph: Graph, plan: Plan, pins: LonePins, *, fixed: Mapping[str, ParameterPlan],
-    opens: Sequence[bool], seconds: Callable[[Plan], float],
-) -> Plan:  # fmt: skip
+    graph: Graph,
+    plan: Plan,
+    pins: LonePins,
+    *,
+    fixed: Mapping[str, ParameterPlan],
+    opens: Sequence[bool],
+    seconds: Callable[[Plan], float],
+) -> Plan:
     """The fastest plan that leaves ops to single ranks and is otherwise the given one, or unsplit along their axes.
 
     Args:
@@ -269,8 +268,12 @@ def with_lone_ops(
 
 
 def _put(
-    graph: Graph, plan: Plan, pins: LonePins, fixed: Mapping[str, ParameterPlan], unsplit: Sequence[int]
-) -> Plan:  # fmt: skip
+    graph: Graph,
+    plan: Plan,
+    pins: LonePins,
+    fixed: Mapping[str, ParameterPlan],
+    unsplit: Sequence[int],
+) -> Plan:
     """The plan with ops of single ranks, and all other ops unsplit along some axes."""
 
     def labels(op: Op) -> Labels:
@@ -283,11 +286,7 @@ def _put(
         return tuple(found)
 
     ops = {op.name: labels(op) for op in graph.ops}
-    refused = {
-        op.name: why_not_alone(op, ops[op.name], plan.mesh)
-        for op in graph.ops
-        if op.name in pins.owners
-    }
+    refused = {op.name: why_not_alone(op, ops[op.name], plan.mesh) for op in graph.ops if op.name in pins.owners}
     for name, why in refused.items():
         if why:
             asked = "What the recipe asks of" if pins.served else "The pin of"
@@ -299,7 +298,8 @@ def _put(
     }
     axes = {axis for owners in pins.owners.values() for axis in owners}
     return replace(
-        plan, ops=ops,
+        plan,
+        ops=ops,
         parameters={
             name: how if name in fixed else _stored(how, owned.get(name, {}), unsplit, pins.served)
             for name, how in plan.parameters.items()
@@ -308,15 +308,13 @@ def _put(
             name: tuple(R if axis in axes else state for axis, state in enumerate(layout))
             for name, layout in plan.inputs.items()
         },
-    )  # fmt: skip
+    )
 
 
 def _can_own(graph: Graph, plan: Plan, name: str, how: ParameterPlan) -> bool:
     """Whether a parameter with owners can be stored so: in one run of each dim, and in parts of one size."""
     dims = graph.tensors[graph.parameters[name]].dims
-    return lies_in_chunks(dims, how.storage, plan.mesh) and not uneven_axes(
-        dims, how.storage, plan.mesh
-    )
+    return lies_in_chunks(dims, how.storage, plan.mesh) and not uneven_axes(dims, how.storage, plan.mesh)
 
 
 def _stored(
@@ -330,9 +328,7 @@ def _stored(
     stored = {axis: state for axis, state in used.items() if axis not in served}
 
     def states(layout: Layout, owned: Mapping[int, State]) -> Layout:
-        return tuple(
-            owned.get(axis, R if axis in unsplit else state) for axis, state in enumerate(layout)
-        )
+        return tuple(owned.get(axis, R if axis in unsplit else state) for axis, state in enumerate(layout))
 
     return replace(how, storage=states(how.storage, stored), resident=states(how.resident, used))
 

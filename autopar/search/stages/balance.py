@@ -95,9 +95,7 @@ def balance(
     return found
 
 
-def least_overfull(
-    table: StageTable, shape: Shape, *, memory_bytes: float, executed: bool = False
-) -> Balance:
+def least_overfull(table: StageTable, shape: Shape, *, memory_bytes: float, executed: bool = False) -> Balance:
     """The best cuts for a pipeline as in `balance`; if no cuts fit, those that exceed the memory least."""
     shape.check(table.blocks)
     return _Problem(table, shape, memory_bytes).least_overfull(executed)
@@ -147,9 +145,7 @@ class _Problem:
         if self.shape.chunks > 1:
             return np.asarray(np.array(self.shape.in_flight())[:, None, None] * saved)
         moments = np.moveaxis(self.shape.flights_of_stages, -1, 0)[..., None, None]
-        most: np.ndarray = np.max(
-            [flights * saved + waiting * late for flights, waiting in moments], axis=0
-        )
+        most: np.ndarray = np.max([flights * saved + waiting * late for flights, waiting in moments], axis=0)
         return most
 
     @cached_property
@@ -252,12 +248,7 @@ class _Problem:
     def _moved(self, cuts: tuple[int, ...]) -> np.ndarray:
         """All cuts that differ from the given ones in the place of a single cut, of shape `(moves, cuts)`."""
         edges = (0, *cuts, self.table.blocks)
-        moves = [
-            (k, to)
-            for k, at in enumerate(cuts)
-            for to in range(edges[k] + 1, edges[k + 2])
-            if to != at
-        ]
+        moves = [(k, to) for k, at in enumerate(cuts) for to in range(edges[k] + 1, edges[k + 2]) if to != at]
         moved = np.tile(np.array(cuts, dtype=int), (len(moves), 1))
         for row, (k, to) in zip(moved, moves, strict=True):
             row[k] = to
@@ -310,9 +301,7 @@ class _Problem:
         begin, end = edges[:, self._stages_of], edges[:, self._stages_of + 1]
         seconds = self._table_seconds[begin, end].sum(axis=-1)
         memories = self.table.saved_bytes, self.table.late_bytes
-        saved, late = (
-            np.moveaxis(each[begin, end], 1, 0) for each in memories
-        )  # ranks, cuts, chunks
+        saved, late = (np.moveaxis(each[begin, end], 1, 0) for each in memories)  # ranks, cuts, chunks
         flights, waiting = self.shape.flights
         held = (saved @ flights + late @ waiting).max(axis=-1).T
         held += self.table.kept_bytes[begin, end].sum(axis=-1)
@@ -360,11 +349,7 @@ class _Problem:
 
     def _version_words(self, stage: int, edge: tuple[int, int]) -> str:
         count = int(self.versions[stage])
-        return (
-            f"{count} x {_bytes(self.table.version_bytes[edge])} of older versions, "
-            if count
-            else ""
-        )
+        return f"{count} x {_bytes(self.table.version_bytes[edge])} of older versions, " if count else ""
 
 
 def _remedies(shape: Shape) -> list[str]:

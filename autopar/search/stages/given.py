@@ -157,11 +157,18 @@ class GivenMesh:
         request = self.request
         assert request.mesh is not None, "a mesh was given"
         return self.searches.on(
-            self.graph, request.mesh, hardware=request.hardware, recipe=request.recipe,
-            pins=request.pins, micro_batches=request.micro_batches or 1,
-            fingerprint=self.fingerprint, fixed_storage=self.fixed_storage,
-            software=request.software, training_state=request.training_state, tiers=request.tiers,
-        )  # fmt: skip
+            self.graph,
+            request.mesh,
+            hardware=request.hardware,
+            recipe=request.recipe,
+            pins=request.pins,
+            micro_batches=request.micro_batches or 1,
+            fingerprint=self.fingerprint,
+            fixed_storage=self.fixed_storage,
+            software=request.software,
+            training_state=request.training_state,
+            tiers=request.tiers,
+        )
 
     def _kept(self, flat: Found) -> Planned:
         """A plan without recomputation, with its time and memory."""
@@ -171,18 +178,25 @@ class GivenMesh:
         """A plan without stages, with the time and memory of its step."""
         request = self.request
         price = composed(
-            self.graph, plan, request.hardware, software=request.software,
+            self.graph,
+            plan,
+            request.hardware,
+            software=request.software,
             training_state=request.training_state,
-        )  # fmt: skip
+        )
         return Planned(plan, self.graph, price)
 
     def _staged(self, request: Request) -> Planned:
         """The plan with pipeline stages."""
         found = search_pipeline(
-            self.graph, request, captured_micro_batches=self.captured,
-            fingerprint=self.fingerprint, fixed_storage=self.fixed_storage,
-            faster_than_seconds=self.faster_than_seconds, searches=self.searches,
-        )  # fmt: skip
+            self.graph,
+            request,
+            captured_micro_batches=self.captured,
+            fingerprint=self.fingerprint,
+            fixed_storage=self.fixed_storage,
+            faster_than_seconds=self.faster_than_seconds,
+            searches=self.searches,
+        )
         best, count = found.best, found.plan.micro_batches
         graph = self.graph
         if count != self.captured:
@@ -195,9 +209,10 @@ class GivenMesh:
         request = self.request
         assert request.mesh is not None, "a mesh was given"
         whole = request.but(
-            mesh=with_pipeline(request.mesh, 1, 0), schedule="1f1b",
+            mesh=with_pipeline(request.mesh, 1, 0),
+            schedule="1f1b",
             micro_batches=request.micro_batches or 1,
-        )  # fmt: skip
+        )
         return self._priced(replace(self._staged(whole).plan, pipeline=None))
 
     def _but(self, **changes: Any) -> GivenMesh:
@@ -296,9 +311,7 @@ class GivenMesh:
         mesh, request = self.request.mesh, self.request
         if mesh is None or not request.must_fit or not is_whole(self.graph):
             return []
-        named = dict(
-            zip(mesh.names, (row.name for row in resolve(request.inside, mesh)), strict=True)
-        )
+        named = dict(zip(mesh.names, (row.name for row in resolve(request.inside, mesh)), strict=True))
         found = list[Planned]()
         for recipe in starts(named, mesh):
             best = min(

@@ -21,9 +21,7 @@ from autopar.search.request.request import Request
 from autopar.units import format_bytes
 
 
-def in_slices(
-    graph: Graph, plan: Plan, request: Request, tier: Tier = "device"
-) -> tuple[Plan, Composed]:
+def in_slices(graph: Graph, plan: Plan, request: Request, tier: Tier = "device") -> tuple[Plan, Composed]:
     """The plan with slices in place of the replicated activations that its blocks save, and its price.
 
     Raises PlanError if only some of the model's layers were captured, because then the others have no names, and
@@ -50,6 +48,9 @@ def in_slices(
 
 def _price(graph: Graph, plan: Plan, request: Request) -> Composed:
     return composed(
-        graph, plan, request.hardware, software=request.software,
+        graph,
+        plan,
+        request.hardware,
+        software=request.software,
         training_state=request.training_state,
-    )  # fmt: skip
+    )

@@ -101,13 +101,16 @@ def search_pipeline(
     fits, or if none is faster than the known step.
     """
     if not request.has_stages:
-        raise MeshError(
-            f"The mesh {request.mesh} has no axis {PIPELINE_AXIS!r} for the stages of a pipeline."
-        )
+        raise MeshError(f"The mesh {request.mesh} has no axis {PIPELINE_AXIS!r} for the stages of a pipeline.")
     found = _Search(
-        graph, request, captured_micro_batches, fingerprint, fixed_storage, faster_than_seconds,
+        graph,
+        request,
+        captured_micro_batches,
+        fingerprint,
+        fixed_storage,
+        faster_than_seconds,
         searches or Searches(),
-    ).run()  # fmt: skip
+    ).run()
     plan = replace(found.plan, recipe=format_recipe(request.recipe))
     return replace(found, best=replace(found.best, plan=plan))
 
@@ -142,10 +145,15 @@ class _Search:
     """The search of `search_pipeline`, with its intermediate results."""
 
     def __init__(
-        self, graph: Graph, request: Request, captured: int, fingerprint: str,
-        fixed_storage: Mapping[str, ParameterPlan] | None, faster_than_seconds: float,
+        self,
+        graph: Graph,
+        request: Request,
+        captured: int,
+        fingerprint: str,
+        fixed_storage: Mapping[str, ParameterPlan] | None,
+        faster_than_seconds: float,
         searches: Searches,
-    ) -> None:  # fmt: skip
+    ) -> None:
         assert request.mesh is not None, "a mesh with stages"
         self.graph, self.request, self.captured = graph, request, captured
         self.mesh, self.hardware = request.mesh, request.hardware
@@ -179,11 +187,7 @@ class _Search:
         self._execute_nearest()
         (best, staged), *rest = self.found.ranked
         others = tuple(each for each, _ in rest)
-        refused = {
-            name: str(error)
-            for name, error in self.found.refused.items()
-            if name not in self.found.priced
-        }
+        refused = {name: str(error) for name, error in self.found.refused.items() if name not in self.found.priced}
         best = replace(best, kept_whole=staged.kept_whole(best))
         notes = (*of_layouts(best.plan.notes), *notes_of(best, others))
         best = replace(best, plan=replace(best.plan, notes=notes))
@@ -385,12 +389,18 @@ class _Search:
         """The search on the mesh of one stage."""
         if micro_batches not in self.inside:
             self.inside[micro_batches] = self.searches.on(
-                self._graph(micro_batches), self.stage_mesh, hardware=self.hardware,
-                micro_batches=micro_batches, recipe=self.request.inside,
-                pins=self.request.pins, fixed_storage=self.fixed_storage,
-                fingerprint=self.fingerprint, software=self.request.software,
-                training_state=self.request.training_state, tiers=self.request.tiers,
-            )  # fmt: skip
+                self._graph(micro_batches),
+                self.stage_mesh,
+                hardware=self.hardware,
+                micro_batches=micro_batches,
+                recipe=self.request.inside,
+                pins=self.request.pins,
+                fixed_storage=self.fixed_storage,
+                fingerprint=self.fingerprint,
+                software=self.request.software,
+                training_state=self.request.training_state,
+                tiers=self.request.tiers,
+            )
         return self.inside[micro_batches]
 
     def _graph(self, micro_batches: int) -> Graph:
@@ -444,9 +454,13 @@ class _Search:
         known, tables = self.tables.get(micro_batches, (None, None))
         if tables is None or known is not plan:
             tables = StageTables(
-                self._graph(micro_batches), replace(plan, micro_batches=micro_batches), self.hardware, world=self.mesh,
-                training_state=self.request.training_state, software=self.request.software,
-            )  # fmt: skip
+                self._graph(micro_batches),
+                replace(plan, micro_batches=micro_batches),
+                self.hardware,
+                world=self.mesh,
+                training_state=self.request.training_state,
+                software=self.request.software,
+            )
             self.tables[micro_batches] = plan, tables
         return tables
 
@@ -469,16 +483,16 @@ class _Search:
         """The error if no setting has a plan: about the setting that exceeds memory least, or the first one refused."""
         found = self.found
         if found.has_slower:
-            return SlowerError(
-                f"No plan on the mesh {self.mesh} is faster than {found.known_seconds:.6g} s."
-            )
+            return SlowerError(f"No plan on the mesh {self.mesh} is faster than {found.known_seconds:.6g} s.")
         if found.overfull:
             least = min(found.overfull, key=lambda each: each.excess_bytes)
             try:
                 balance(
-                    least.table, least.shape, memory_bytes=self.bound,
+                    least.table,
+                    least.shape,
+                    memory_bytes=self.bound,
                     reserved_bytes=self.request.hardware.reserved_bytes,
-                )  # fmt: skip
+                )
             except SearchError as error:
                 return error
         if not found.refused:

@@ -140,9 +140,7 @@ def _chunks(request: Request, schedule: str, ranks: int, blocks: int) -> tuple[i
     kind, is_chosen = PLACEMENTS[schedule], request.chosen_schedule is not None
     takes_one = is_chosen or schedule not in _SAME_WITH_ONE_STAGE
     if request.chunks is not None:
-        has_it = (
-            request.chunks > 1 or takes_one if kind == "rounds" else request.chunks == _FIXED[kind]
-        )
+        has_it = request.chunks > 1 or takes_one if kind == "rounds" else request.chunks == _FIXED[kind]
         return (request.chunks,) if is_chosen or has_it else ()
     if kind in _FIXED:
         return (_FIXED[kind],) if ranks > 1 or kind == "one" or is_chosen else ()
@@ -150,9 +148,7 @@ def _chunks(request: Request, schedule: str, ranks: int, blocks: int) -> tuple[i
     return (1, *several) if takes_one and (ranks > 1 or is_chosen) else several
 
 
-def wish_for(
-    request: Request, shape: Shape, wish: RecomputeOption | None
-) -> RecomputeOption | None:
+def wish_for(request: Request, shape: Shape, wish: RecomputeOption | None) -> RecomputeOption | None:
     """The recomputation to search with a shape; none with a schedule that the search proposes only without it.
 
     Stages that recompute run their backward whole. With several stages per rank, `zb` is then much like `interleaved`

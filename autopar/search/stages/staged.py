@@ -99,9 +99,7 @@ class Findings:
     @property
     def best_seconds(self) -> float:
         """Seconds of the fastest step that is known."""
-        return min(
-            self.known_seconds, *(each.seconds for each, _ in self.priced.values()), math.inf
-        )
+        return min(self.known_seconds, *(each.seconds for each, _ in self.priced.values()), math.inf)
 
     def add(self, priced: Priced, staged: StagedPlan) -> None:
         """Records a setting that fits; a better price of the same setting replaces a worse one."""
@@ -127,9 +125,7 @@ class StagedPlan:
         findings: results of the search, to which prices and reasons are added.
     """
 
-    def __init__(
-        self, tables: StageTables, share: float, step_seconds: float, findings: Findings
-    ) -> None:
+    def __init__(self, tables: StageTables, share: float, step_seconds: float, findings: Findings) -> None:
         self.tables, self.share, self.step_seconds = tables, share, step_seconds
         self.plan: Plan = tables.blocks.plan
         self.findings, self.bound = findings, findings.bound_bytes
@@ -243,9 +239,7 @@ class StagedPlan:
 
         Nothing is priced if the numbers of blocks that fit are slower than the best setting.
         """
-        if math.isfinite(self.findings.best_seconds) and not any(
-            self._fits(shape, each) for each in self._most(shape)
-        ):
+        if math.isfinite(self.findings.best_seconds) and not any(self._fits(shape, each) for each in self._most(shape)):
             if not self.findings:  # the price tells whether something slower fits
                 self.price(Setting(shape, "full"))
             return
@@ -312,12 +306,8 @@ class StagedPlan:
         if cuts is None:
             return False
         edges = itertools.pairwise((0, *cuts.cuts, len(self.tables.parts)))
-        least, now, all_of_it = (
-            self.tables.at(each).saved_bytes for each in ("full", recompute, "none")
-        )
-        return all(
-            now[edge] - least[edge] <= part * (all_of_it[edge] - least[edge]) for edge in edges
-        )
+        least, now, all_of_it = (self.tables.at(each).saved_bytes for each in ("full", recompute, "none"))
+        return all(now[edge] - least[edge] <= part * (all_of_it[edge] - least[edge]) for edge in edges)
 
     def _balanced(self, setting: Setting, *, executed: bool = False) -> Balance | None:
         """The best cuts of a setting; None if it is impossible, and the reason is recorded."""

@@ -58,9 +58,7 @@ def test_a_dtensor_over_a_part_of_a_conjugated_buffer(parameter):
 
 
 def test_a_dtensor_over_a_meta_shard(parameter):
-    made = _torch.dtensor(
-        torch.empty(4, 3, device="meta"), parameter.device_mesh, [Replicate()], (4, 3)
-    )
+    made = _torch.dtensor(torch.empty(4, 3, device="meta"), parameter.device_mesh, [Replicate()], (4, 3))
     assert isinstance(made, DTensor) and made.shape == (4, 3) and made.is_meta
 
 
@@ -88,9 +86,7 @@ def test_the_ranks_of_a_mesh_are_numbers_even_among_fake_tensors(parameter):
 
 
 def test_a_gradient_through_a_local_shard_has_a_gradient(parameter):
-    (gradient,) = torch.autograd.grad(
-        _torch.differentiable_local(parameter).pow(3).sum(), parameter, create_graph=True
-    )
+    (gradient,) = torch.autograd.grad(_torch.differentiable_local(parameter).pow(3).sum(), parameter, create_graph=True)
     assert isinstance(gradient, DTensor) and gradient.placements == parameter.placements
     gradient.to_local().sum().backward()
     expected = 6 * _torch.local_tensor(parameter)
@@ -109,9 +105,7 @@ def stored_on_host(parameter, monkeypatch):
 def test_what_is_made_like_a_parameter_on_the_host_stays_there(stored_on_host):
     _torch.differentiable_local(stored_on_host).pow(2).sum().backward()
     assert stored_on_host.grad._local_tensor.tolist() == [0, 2, 4, 6]
-    _torch.make_states_by(
-        lambda shape, dtype: torch.empty(shape, dtype=dtype), stored_on_host
-    )  # fmt: skip
+    _torch.make_states_by(lambda shape, dtype: torch.empty(shape, dtype=dtype), stored_on_host)
     assert torch.ones_like(stored_on_host)._local_tensor.tolist() == [1, 1, 1, 1]
     whole = _torch.cut_like(torch.full((4,), 5.0), stored_on_host)
     assert whole._local_tensor.tolist() == [5, 5, 5, 5]

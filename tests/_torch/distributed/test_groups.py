@@ -79,9 +79,13 @@ def test_the_flight_recorder_is_read_where_it_is_on():
     )
     for size, expected in ("10", ["gloo:all_reduce"]), ("0", []):
         said = subprocess.run(
-            [sys.executable, "-c", program], env=os.environ | {"TORCH_FR_BUFFER_SIZE": size},
-            capture_output=True, text=True, check=True, timeout=120,
-        ).stdout.strip()  # fmt: skip
+            [sys.executable, "-c", program],
+            env=os.environ | {"TORCH_FR_BUFFER_SIZE": size},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        ).stdout.strip()
         entries = json.loads(said)["entries"] if said else []
         assert [each["profiling_name"] for each in entries] == expected
 

@@ -90,22 +90,13 @@ def step(optimizer: optim.Optimizer, seed: int) -> int:
 
 def bits(optimizer: optim.Optimizer) -> list[Any]:
     """Local values of parameters and states with their classes and placements."""
-    states = [
-        (key, x)
-        for p in optimizer.param_groups[0]["params"]
-        for key, x in optimizer.state[p].items()
-    ]
+    states = [(key, x) for p in optimizer.param_groups[0]["params"] for key, x in optimizer.state[p].items()]
     named = [*(("", p.detach()) for p in optimizer.param_groups[0]["params"]), *states]
-    return [
-        (key, type(x), getattr(x, "placements", None), _torch.local_tensor(x).tolist())
-        for key, x in named
-    ]
+    return [(key, type(x), getattr(x, "placements", None), _torch.local_tensor(x).tolist()) for key, x in named]
 
 
 @pytest.mark.parametrize("make", [_of_dtensors(name) for name in MAKES])
-def test_shards_are_updated_to_the_same_bits_and_states_are_dtensors(
-    make: Make, own: list[nn.Parameter]
-) -> None:
+def test_shards_are_updated_to_the_same_bits_and_states_are_dtensors(make: Make, own: list[nn.Parameter]) -> None:
     others = copy.deepcopy(own)
     on_shards, on_dtensors = make(own[:2]), make(others[:2])
     for seed in range(3):
@@ -237,9 +228,7 @@ def test_data_that_is_assigned_gets_into_shards(own: list[nn.Parameter]) -> None
     assert [p.tolist() for p in shards] == [x.tolist(), (x * 2).tolist()]
     nn.utils.vector_to_parameters(torch.ones(24), own)
     assert all(p.detach().eq(1).all() for p in (*shards, plain))
-    with pytest.raises(
-        StepError, match=r"shape \[3\], torch.float32 on cpu, and the parameter has"
-    ):
+    with pytest.raises(StepError, match=r"shape \[3\], torch.float32 on cpu, and the parameter has"):
         cut.data = torch.zeros(3)
     other = distribute_tensor(torch.zeros(2, 4), cut.device_mesh, [Replicate()])  # type: ignore[attr-defined]
     other.data = x  # it is of someone else, for whom torch goes on to lose it
@@ -258,11 +247,19 @@ def test_a_fused_update_of_columns_leaves_their_neighbours_alone():
         alone.grad = gradient.clone()
         plain.step()
         optimizers._update(
-            sgd, [[part], [gradient], momentum],
+            sgd,
+            [[part], [gradient], momentum],
             {
-                "has_sparse_grad": False, "foreach": False, "fused": True, "weight_decay": 0.0, "momentum": 0.9,
-                "lr": 0.1, "dampening": 0.0, "nesterov": False, "maximize": False,
+                "has_sparse_grad": False,
+                "foreach": False,
+                "fused": True,
+                "weight_decay": 0.0,
+                "momentum": 0.9,
+                "lr": 0.1,
+                "dampening": 0.0,
+                "nesterov": False,
+                "maximize": False,
             },
-        )  # fmt: skip
+        )
     assert torch.equal(part, alone.detach())
     assert torch.equal(whole[:, 2:], others)

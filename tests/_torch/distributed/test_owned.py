@@ -34,9 +34,7 @@ def test_a_checkpoint_learns_which_part_a_rank_has(parameter, owner, shape, offs
 
 
 @pytest.mark.parametrize("make", [torch.zeros_like, torch.empty_like, torch.Tensor.detach])
-def test_a_cache_that_finds_a_shard_under_the_same_hash_takes_it_for_no_owner(
-    parameter, make, monkeypatch
-):
+def test_a_cache_that_finds_a_shard_under_the_same_hash_takes_it_for_no_owner(parameter, make, monkeypatch):
     monkeypatch.setattr(_torch.Owned, "__hash__", lambda _: hash(Shard(0)))
     shard = _torch.dtensor(torch.arange(4.0), parameter.device_mesh, [Shard(0)], (4,))
     for x in (shard, owned(parameter, 0), shard):
@@ -51,9 +49,7 @@ def test_a_copy_has_the_owner_of_what_was_copied(parameter):
     assert _torch.owned_as(parameter, parameter) is parameter
 
 
-@pytest.mark.skipif(
-    not "2.13" <= torch.__version__ < "2.14", reason="a clone has the owner under other torches"
-)
+@pytest.mark.skipif(not "2.13" <= torch.__version__ < "2.14", reason="a clone has the owner under other torches")
 def test_a_clone_has_no_owner(parameter):
     """Why `copied` is there."""
     assert type(owned(parameter, 0).clone().placements[0]) is Shard

@@ -19,9 +19,11 @@ EQUAL = [name for name in CACHES if name not in (*CHANGING, *STALE)]
 
 
 OFTEN = {
-    "cached tensor emptied after each change", "cached number emptied after one change",
-    "cached number whose global goes back", "cached number that was asked before",
-}  # fmt: skip
+    "cached tensor emptied after each change",
+    "cached number emptied after one change",
+    "cached number whose global goes back",
+    "cached number that was asked before",
+}
 
 
 @pytest.mark.parametrize("name", often(EQUAL, OFTEN | {"cached function whose dict is written"}))

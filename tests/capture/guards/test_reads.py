@@ -284,9 +284,7 @@ CHOSEN, NAMED = Chosen(), ChosenNamed()
 
 
 @pytest.mark.parametrize("name", ["rate", "apply"])
-@pytest.mark.parametrize(
-    ("value", "holder"), [(CHOSEN, CHOSEN), (CHOSEN, Chosen), (NAMED, ChosenNamed)]
-)
+@pytest.mark.parametrize(("value", "holder"), [(CHOSEN, CHOSEN), (CHOSEN, Chosen), (NAMED, ChosenNamed)])
 def test_what_would_hide_an_entry_of_a_class_is_guarded(value, holder, name, monkeypatch):
     """Attributes of an object hide those of its class, and entries of a class those of the classes above it."""
     guards = capture_forward(Scaled(value), (torch.ones(2),), {}).guards

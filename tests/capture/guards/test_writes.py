@@ -26,9 +26,7 @@ def test_a_counter_counts_and_costs_one_capture(caplog: pytest.LogCaptureFixture
 
 def test_a_number_that_forward_sets_is_set_in_every_step() -> None:
     seen: list[Any] = []
-    outcome(
-        Script(Noting, between=lambda m, i: seen.append(vars(m).pop("width", None))), by_compile
-    )
+    outcome(Script(Noting, between=lambda m, i: seen.append(vars(m).pop("width", None))), by_compile)
     assert seen == [None, 4, 4, 4, 4]
 
 

@@ -138,9 +138,7 @@ MODELS = {
     "constants": lambda: asked(Constants(), (X, X), loss=F.mse_loss),
     "writes and buffers": lambda: asked(Counting(), (X, X), loss=F.mse_loss),
     "results and keywords": lambda: asked(Parts(), (X,), {"scale": 0.5}),
-    "mixed precision": lambda: asked(
-        Counting(), (X, X), loss=F.mse_loss, precision=MixedPrecision.of("bf16")
-    ),
+    "mixed precision": lambda: asked(Counting(), (X, X), loss=F.mse_loss, precision=MixedPrecision.of("bf16")),
     "open sizes": lambda: asked(Tokens(), (X, X), loss=F.mse_loss, dims=((0,), (0,))),
     "a loss that holds weights": lambda: asked(
         nn.Linear(4, 4), (X, X[0].long()), loss=nn.CrossEntropyLoss(torch.ones(4))
@@ -186,9 +184,7 @@ def test_a_constant_that_the_model_holds_is_that_of_the_reading_process():
     question = MODELS["constants"]()
     made = captured(question)
     other = asked(Constants(), (X, X), loss=F.mse_loss)
-    read = read_captured(
-        write_captured(made, question.state()), other.state(), (other.args, {}), None
-    )
+    read = read_captured(write_captured(made, question.state()), other.state(), (other.args, {}), None)
     held = [x for x in read.constants.values() if x is other.model.shift or x is TABLE]
     assert len(held) == 2
     assert all(g.place.holder is not vars(question.model) for g in read.guards)
@@ -228,13 +224,9 @@ def test_what_has_no_text_is_not_stored_and_a_line_says_why(tmp_path, caplog, na
 def test_examples_of_a_read_graph_are_of_one_fake_mode():
     question = MODELS["the demo"]()
     made = captured(question)
-    read = read_captured(
-        write_captured(made, question.state()), question.state(), (question.args, {}), None
-    )
+    read = read_captured(write_captured(made, question.state()), question.state(), (question.args, {}), None)
     modes = {id(n.meta["val"].fake_mode) for n in read.module.graph.nodes if "val" in n.meta}
-    assert len(modes) == 1 and isinstance(
-        next(iter(read.module.graph.nodes)).meta["val"].fake_mode, FakeTensorMode
-    )
+    assert len(modes) == 1 and isinstance(next(iter(read.module.graph.nodes)).meta["val"].fake_mode, FakeTensorMode)
 
 
 RAN = []  # what a forged capture would add to, if text of it were run
@@ -268,9 +260,7 @@ def test_a_forged_graph_is_refused_and_none_of_it_is_run(name):
     question = asked(nn.Linear(4, 4), (X, X), loss=F.mse_loss)
     document = write_captured(captured(question), question.state())
     with pytest.raises(NoText, match=r"no name|takes no|no operator|no node of the kind"):
-        read_captured(
-            forged(document, **FORGERIES[name]), question.state(), (question.args, {}), None
-        )
+        read_captured(forged(document, **FORGERIES[name]), question.state(), (question.args, {}), None)
     assert not RAN
 
 

@@ -51,9 +51,19 @@ latency_seconds = {value = 1e-5, kind = "measured", source = "nccl-tests"}
 
 def test_the_catalogue_has_what_people_train_on() -> None:
     names = {
-        "v100", "a100-40", "a100", "h100", "h100-pcie", "h200", "b200", "gb200", "mi300x", "l4",
-        "rtx4090", "cpu-gloo",
-    }  # fmt: skip
+        "v100",
+        "a100-40",
+        "a100",
+        "h100",
+        "h100-pcie",
+        "h200",
+        "b200",
+        "gb200",
+        "mi300x",
+        "l4",
+        "rtx4090",
+        "cpu-gloo",
+    }
     assert names <= set(HARDWARE)
     assert all(hardware.name == name for name, hardware in HARDWARE.items())
     assert find_hardware("h100") is H100
@@ -71,9 +81,7 @@ def test_every_figure_of_the_catalogue_has_its_source(hardware: Hardware) -> Non
     for link in ("inside_node", "across_nodes"):
         fields = dataclasses.fields(Link)
         values = {f.name: (getattr(getattr(hardware, link), f.name), f.default) for f in fields}
-        assert all(
-            f"{link}.{k}" in stated for k, (value, default) in values.items() if value != default
-        )
+        assert all(f"{link}.{k}" in stated for k, (value, default) in values.items() if value != default)
     assert {f"peak_flops.{dtype}" for dtype, _ in hardware.dtype_flops} <= set(stated)
 
 
@@ -88,9 +96,7 @@ def test_a_peak_for_every_number_format() -> None:
     assert H100.dtype_flops_per_second("tf32") == 494.7e12
     assert H100.with_tf32().flops_per_second(4) == 494.7e12
     assert A100.flops_per_second(1) == 312e12  # no float8: what is narrow is computed in 2 bytes
-    with pytest.raises(
-        AutoparError, match="a100 has no figure for products of float8; it has bfloat16"
-    ):
+    with pytest.raises(AutoparError, match="a100 has no figure for products of float8; it has bfloat16"):
         A100.dtype_flops_per_second("float8")
 
 
@@ -188,9 +194,7 @@ def test_a_file_may_start_from_a_machine_of_the_catalogue() -> None:
     across = dataclasses.replace(H100.across_nodes, bandwidth_bytes_per_second=12e9)
     figure = "across_nodes.bandwidth_bytes_per_second"
     assert file.hardware.source(figure) == Source("measured", "nccl-tests")
-    expected = dataclasses.replace(
-        H100, name="ours", across_nodes=across, sources=file.hardware.sources
-    )
+    expected = dataclasses.replace(H100, name="ours", across_nodes=across, sources=file.hardware.sources)
     assert file.hardware == expected
     assert [name for name, _ in file.hardware.sources] == [name for name, _ in H100.sources]
 
@@ -239,44 +243,121 @@ def test_quotes_and_umlauts_survive(tmp_path: Path) -> None:
     ("old", "new", "message"),
     [
         ("value = 4,", "value = 4 4,", r"mine.toml, line 2: "),
-        ("value = 4,", "value = 0,", "line 2: devices_per_node is 0; it must be a positive whole number"),
+        (
+            "value = 4,",
+            "value = 0,",
+            "line 2: devices_per_node is 0; it must be a positive whole number",
+        ),
         ("value = 4,", "value = -8,", "line 2: devices_per_node is -8; it must be"),
         ("value = 4,", "value = 2.5,", "line 2: devices_per_node is 2.5; it must be"),
         ("value = 4,", "value = true,", "line 2: devices_per_node is True; it must be"),
-        ("value = 2e12", 'value = "2e12"', "line 4: memory_bytes_per_second is '2e12'; it must be a pos"),
-        ("value = 2e12", "value = nan", "line 4: memory_bytes_per_second is nan; it must be a positive"),
-        ("value = 2e12", "value = inf", "line 4: memory_bytes_per_second is inf; it must be a positive"),
-        ("value = 2e-6", "value = -1", "line 12: latency_seconds is -1; it must be a number, 0 or more"),
-        ("value = 25e9", "value = 0", "line 15: bandwidth_bytes_per_second is 0; it must be a positive"),
-        ('kind = "datasheet", source = "the v', 'kind = "rumour", source = "the v',
-         "line 8: the kind of bfloat16 is 'rumour'; kinds are datasheet, measured, fitted, guess"),
+        (
+            "value = 2e12",
+            'value = "2e12"',
+            "line 4: memory_bytes_per_second is '2e12'; it must be a pos",
+        ),
+        (
+            "value = 2e12",
+            "value = nan",
+            "line 4: memory_bytes_per_second is nan; it must be a positive",
+        ),
+        (
+            "value = 2e12",
+            "value = inf",
+            "line 4: memory_bytes_per_second is inf; it must be a positive",
+        ),
+        (
+            "value = 2e-6",
+            "value = -1",
+            "line 12: latency_seconds is -1; it must be a number, 0 or more",
+        ),
+        (
+            "value = 25e9",
+            "value = 0",
+            "line 15: bandwidth_bytes_per_second is 0; it must be a positive",
+        ),
+        (
+            'kind = "datasheet", source = "the v',
+            'kind = "rumour", source = "the v',
+            "line 8: the kind of bfloat16 is 'rumour'; kinds are datasheet, measured, fitted, guess",
+        ),
         ('"x + 1"', '""', "line 5: the source of launch_seconds must say where it comes from"),
         (', source = "x + 1"', "", "line 5: launch_seconds lacks its source"),
-        ("{value = 4e-6,", "{valeu = 4e-6,", "line 5: unknown key 'valeu' of launch_seconds; did you mean 'va"),
-        ("launch_seconds", "lunch_seconds", "line 5: unknown key 'lunch_seconds'; did you mean 'launch_sec"),
-        ("bfloat16 =", "bflaot16 =", r"line 8: unknown key 'bflaot16' in \[peak_flops\]; did you mean 'bfloat16'"),
-        ("latency_seconds = {value = 1e-5", "latency = {value = 1e-5",
-         r"line 16: unknown key 'latency' in \[across_nodes\]; did you mean 'latency_seconds'"),
-        ('{value = 4e-6, kind = "measured", source = "x + 1"}', "4e-6",
-         "line 5: launch_seconds is a figure with its source: launch_seconds = {value = 4e-06, kind"),
+        (
+            "{value = 4e-6,",
+            "{valeu = 4e-6,",
+            "line 5: unknown key 'valeu' of launch_seconds; did you mean 'va",
+        ),
+        (
+            "launch_seconds",
+            "lunch_seconds",
+            "line 5: unknown key 'lunch_seconds'; did you mean 'launch_sec",
+        ),
+        (
+            "bfloat16 =",
+            "bflaot16 =",
+            r"line 8: unknown key 'bflaot16' in \[peak_flops\]; did you mean 'bfloat16'",
+        ),
+        (
+            "latency_seconds = {value = 1e-5",
+            "latency = {value = 1e-5",
+            r"line 16: unknown key 'latency' in \[across_nodes\]; did you mean 'latency_seconds'",
+        ),
+        (
+            '{value = 4e-6, kind = "measured", source = "x + 1"}',
+            "4e-6",
+            "line 5: launch_seconds is a figure with its source: launch_seconds = {value = 4e-06, kind",
+        ),
         ("launch_seconds", "#", "line 1: launch_seconds is missing"),
-        ("latency_seconds = {value = 2e-6", "# = {value = 2e-6",
-         r"line 10: latency_seconds of \[inside_node\] is missing"),
-        ("[peak_flops]\nbfloat16", "#\n#", r"line 1: \[peak_flops\] is missing; give one of float8"),
+        (
+            "latency_seconds = {value = 2e-6",
+            "# = {value = 2e-6",
+            r"line 10: latency_seconds of \[inside_node\] is missing",
+        ),
+        (
+            "[peak_flops]\nbfloat16",
+            "#\n#",
+            r"line 1: \[peak_flops\] is missing; give one of float8",
+        ),
         ('name = "mine"', "name = 7", "line 1: name must be a word"),
-        ('name = "mine"', 'name = "mine"\nlike = "h1oo"',
-         "line 2: there is no 'h1oo' in the catalogue; did you mean 'h100'"),
-        ("[peak_flops]\n", "[peak_flosp]\n", "line 7: unknown key 'peak_flosp'; did you mean 'peak_flops'"),
-        ("[across_nodes]\n", "[across_nodes]\nreduce_gain = {value = 3, kind = 'guess', source = 'x'}\n",
-         "line 15: reduce_gain is 3; it must be a number from 1 to 2"),
-        ("launch_seconds", "matmul = 3\nlaunch_seconds", r"line 5: \[\[matmul\]\] is a list of tables"),
-        ("[peak_flops]", "[[matmul]]\nrowz = 8\n[peak_flops]",
-         r"line 8: unknown key 'rowz' in \[\[matmul\]\]; did you mean 'rows'"),
-        ("[peak_flops]", "[[matmul]]\nrows = nan\n[peak_flops]", "line 8: rows is nan; it must be a number"),
-        ('name = "mine"', "name = " + "[" * 10_000, "line 1: lists or tables are nested too deeply"),
+        (
+            'name = "mine"',
+            'name = "mine"\nlike = "h1oo"',
+            "line 2: there is no 'h1oo' in the catalogue; did you mean 'h100'",
+        ),
+        (
+            "[peak_flops]\n",
+            "[peak_flosp]\n",
+            "line 7: unknown key 'peak_flosp'; did you mean 'peak_flops'",
+        ),
+        (
+            "[across_nodes]\n",
+            "[across_nodes]\nreduce_gain = {value = 3, kind = 'guess', source = 'x'}\n",
+            "line 15: reduce_gain is 3; it must be a number from 1 to 2",
+        ),
+        (
+            "launch_seconds",
+            "matmul = 3\nlaunch_seconds",
+            r"line 5: \[\[matmul\]\] is a list of tables",
+        ),
+        (
+            "[peak_flops]",
+            "[[matmul]]\nrowz = 8\n[peak_flops]",
+            r"line 8: unknown key 'rowz' in \[\[matmul\]\]; did you mean 'rows'",
+        ),
+        (
+            "[peak_flops]",
+            "[[matmul]]\nrows = nan\n[peak_flops]",
+            "line 8: rows is nan; it must be a number",
+        ),
+        (
+            'name = "mine"',
+            "name = " + "[" * 10_000,
+            "line 1: lists or tables are nested too deeply",
+        ),
         ("value = 4,", f"value = {'9' * 10_000},", "line 1: Exceeds the limit"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_file_is_named_with_its_line(old: str, new: str, message: str) -> None:
     assert old in MINE
     with pytest.raises(AutoparError, match=f"mine.toml, {message.removeprefix('mine.toml, ')}"):
@@ -290,9 +371,7 @@ def test_a_key_that_is_written_twice_is_found_in_its_table() -> None:
 
 
 def test_a_file_that_is_missing_or_no_text(tmp_path: Path) -> None:
-    with pytest.raises(
-        AutoparError, match=r"Cannot read the hardware of .*none.toml: No such file"
-    ):
+    with pytest.raises(AutoparError, match=r"Cannot read the hardware of .*none.toml: No such file"):
         read_hardware(tmp_path / "none.toml")
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(AutoparError, match=r"Cannot read the hardware of .*binary.toml"):
@@ -320,9 +399,7 @@ def test_a_host_is_read_and_written() -> None:
 
 
 def test_half_a_host_is_refused_by_its_line() -> None:
-    with pytest.raises(
-        AutoparError, match=r"line \d+: update_bytes_per_second of \[host\] is missing"
-    ):
+    with pytest.raises(AutoparError, match=r"line \d+: update_bytes_per_second of \[host\] is missing"):
         parse_hardware(MINE + HOST, "mine.toml")
 
 

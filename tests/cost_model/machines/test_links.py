@@ -41,9 +41,14 @@ def seconds(
     before = whole / ranks if name == "all_gather" else whole
     after = whole / ranks if name == "reduce_scatter" else whole
     return collective_seconds(
-        name, before_bytes=before, after_bytes=after, ranks=ranks, link=link, hardware=hardware,
+        name,
+        before_bytes=before,
+        after_bytes=after,
+        ranks=ranks,
+        link=link,
+        hardware=hardware,
         bucketed=bucketed,
-    )  # fmt: skip
+    )
 
 
 # By hand
@@ -81,10 +86,7 @@ def test_the_fewest_are_never_more_than_counting_finds() -> None:
         counted = min(
             sum(1 for rank in group if rank // 8 == node)
             for block in range(8)
-            for group in (
-                [(block * size + i) * stride + offset for i in range(size)]
-                for offset in range(stride)
-            )
+            for group in ([(block * size + i) * stride + offset for i in range(size)] for offset in range(stride))
             for node in {rank // 8 for rank in group}
         )
         assert 1 <= ranks_in_node(PLAIN, stride, size) <= counted, (stride, size)
@@ -220,9 +222,7 @@ def test_arrays_of_sizes_give_the_links_of_every_one(hardware: Hardware) -> None
 def test_arrays_of_ranks_are_priced_at_once() -> None:
     sizes = np.array([1, 2, 8, 16])
     links = axis_link(H100, 1, sizes, sizes)
-    found = collective_seconds(
-        "all_reduce", before_bytes=1e8, after_bytes=1e8, ranks=sizes, link=links, hardware=H100
-    )
+    found = collective_seconds("all_reduce", before_bytes=1e8, after_bytes=1e8, ranks=sizes, link=links, hardware=H100)
     single = [seconds("all_reduce", 1e8, n, axis_link(H100, 1, n, n), H100) for n in sizes.tolist()]
     assert found == pytest.approx(single)
     assert found[0] == 0.0

@@ -46,9 +46,10 @@ def test_guesses_fill_only_what_nobody_stated() -> None:
     assert guessed.host_seconds > 0
     assert guessed.source("host_seconds").kind == "guess"
     measured = replace(
-        cluster.hardware, host_seconds=9e-6,
+        cluster.hardware,
+        host_seconds=9e-6,
         sources=(*cluster.hardware.sources, ("host_seconds", Source("measured", "here"))),
-    )  # fmt: skip
+    )
     kept = with_eager_runs(replace(cluster, hardware=measured)).hardware
     assert kept.host_seconds == pytest.approx(9e-6)
 

@@ -26,9 +26,12 @@ ROWS, WIDTH, NARROW, WIDE = 8, 64, 512, 1024
 FLOPS = 1e9
 # Only products and messages take time on this machine.
 MACHINE = replace(
-    TOY, peak_flops=((8, FLOPS),), memory_bytes_per_second=math.inf, launch_seconds=0.0,
+    TOY,
+    peak_flops=((8, FLOPS),),
+    memory_bytes_per_second=math.inf,
+    launch_seconds=0.0,
     inside_node=replace(TOY.inside_node, latency_seconds=0.0),
-)  # fmt: skip
+)
 # Forward is a product, and so is backward, which makes the gradient of the weight alone.
 A = 2 * 2 * ROWS * WIDTH * NARROW / FLOPS
 B = 2 * 2 * ROWS * WIDTH * WIDE / FLOPS
@@ -117,12 +120,10 @@ def test_a_rank_waits_for_the_other(branches: Graph) -> None:
 def test_a_late_host_launches_for_its_own_rank(branches: Graph, runs_ahead: bool) -> None:
     """Every op takes longer to launch than to run; one rank has the ops of one branch, and those of all."""
     software = Software(host_seconds=1.0, runs_ahead=runs_ahead)
-    together, apart = (
-        step(branches, owners, software) for owners in ({"a": 0, "b": 0}, {"a": 0, "b": 1})
-    )
+    together, apart = (step(branches, owners, software) for owners in ({"a": 0, "b": 0}, {"a": 0, "b": 1}))
     launched = sum(
         i.count for i in apart.items if i.kernels and i.phase in ("forward", "backward") and i.places == ((0, (0,)),)
-    )  # fmt: skip
+    )
     assert launched >= 2
     # side by side every rank also launches what drops the input of the other's branch
     assert work(together) - work(apart) == pytest.approx(launched - 1, rel=0.01)
@@ -136,15 +137,14 @@ def test_a_step_of_all_ranks_has_the_same_price(branches: Graph, runs_ahead: boo
     for seed in range(6):
         mesh = Mesh.parse("a=2,b=2")
         plan = random_plan(graph, mesh, seed=seed, fingerprint="", lone_ops=False)
-        device = {name: replace(how, tier="device", resident_tier="device")
-                  for name, how in plan.parameters.items()}  # fmt: skip
+        device = {name: replace(how, tier="device", resident_tier="device") for name, how in plan.parameters.items()}
         plan = replace(plan, parameters=device, saved={}, recompute="none")
         plain = step_of(graph, plan, MACHINE, software=software)
         every = plain.items
         order = sorted(
             (i for i in every if i.every_micro_batch and i.phase in ("forward", "backward", "reduce")),
             key=lambda i: i.phase == "backward",
-        )  # fmt: skip
+        )
         found = OwnedStep.of(plain, mesh.names, order, {(0, 0): plain.holdings})
         assert float(found.seconds()) == pytest.approx(float(plain.seconds()), rel=1e-9)
 
@@ -180,10 +180,7 @@ def test_random_plans_have_a_price(branches: Graph) -> None:
     for each in found:
         assert isinstance(each, OwnedStep)
         schedule = each.schedule
-        one_by_one = sum(
-            max(each._duration(item, at) for at in each.ranks if item.runs_at(at))
-            for item in each.order
-        )
+        one_by_one = sum(max(each._duration(item, at) for at in each.ranks if item.runs_at(at)) for item in each.order)
         busiest = max(schedule.busy_seconds.values())
         assert 0 < busiest <= schedule.makespan_seconds * (1 + 1e-9)
         assert schedule.makespan_seconds <= one_by_one * (1 + 1e-9)

@@ -23,16 +23,21 @@ LINK = H100.across_nodes
 def step(run: Run, *holdings: MemoryItem, parts: int = 1) -> Step:
     """Eight layers that keep what `holdings` say, with 1e6 bytes from one to the next."""
     return Step(
-        (), holdings, run, H100, AUTOPAR, layers=8, boundary_bytes=1e6, boundary_link=LINK,
+        (),
+        holdings,
+        run,
+        H100,
+        AUTOPAR,
+        layers=8,
+        boundary_bytes=1e6,
+        boundary_link=LINK,
         boundary_parts=parts,
-    )  # fmt: skip
+    )
 
 
 def sends(found: Step) -> float:
     """Seconds of stage boundaries in those of one message of 1e6 bytes."""
-    one = collective_seconds(
-        "send", before_bytes=1e6, after_bytes=1e6, ranks=2, link=LINK, hardware=H100
-    )
+    one = collective_seconds("send", before_bytes=1e6, after_bytes=1e6, ranks=2, link=LINK, hardware=H100)
     return next(t.value for t in found.time() if t.name == "stage boundaries") / one
 
 
@@ -86,9 +91,7 @@ def test_the_fullest_stage_may_be_the_second() -> None:
 
 
 def test_ends_are_held_by_the_stages_that_have_them() -> None:
-    held = [
-        MemoryItem(region, "parameters", region, 1e9) for region in ("before", "layers", "after")
-    ]
+    held = [MemoryItem(region, "parameters", region, 1e9) for region in ("before", "layers", "after")]
     found = step(Run(stages=4), *held)
     assert [found.held("parameters", stage) for stage in STAGES] == [1.25e9, 0.25e9, 1.25e9]
     assert step(Run(), *held).held("parameters", "first") == 3e9
@@ -110,13 +113,9 @@ def test_stages_have_all_layers(layers: int, stages: int) -> None:
 
 
 @pytest.mark.parametrize(("resource", "seconds"), [("dp", 2.5), ("host", 3.0), ("nvme", 3.0)])
-def test_messages_hide_behind_compute_and_moves_between_memories_do_not(
-    resource: str, seconds: float
-) -> None:
+def test_messages_hide_behind_compute_and_moves_between_memories_do_not(resource: str, seconds: float) -> None:
     product = WorkItem("product", "linear", COMPUTE, "forward", "layers", 1, 2.0, 0)
-    gather = WorkItem(
-        "weight", "gather", resource, "forward", "layers", 1, 1.0, 0, carries="parameter"
-    )
+    gather = WorkItem("weight", "gather", resource, "forward", "layers", 1, 1.0, 0, carries="parameter")
     machine = replace(H100, hides=0.5)
     made = Step((product, gather), (), Run(), machine, AUTOPAR, layers=8, boundary_bytes=0)
     assert made.seconds() == pytest.approx(seconds)
@@ -126,9 +125,7 @@ def test_messages_hide_behind_compute_and_moves_between_memories_do_not(
 def test_a_step_takes_what_its_host_needs_to_launch_it(runs_ahead: bool) -> None:
     """Each op takes as long to launch as to run, and half of the gather would hide: the host needs 3 s."""
     product = WorkItem("product", "linear", COMPUTE, "forward", "layers", 1, 2.0, 0, kernels=2)
-    gather = WorkItem(
-        "weight", "gather", "dp", "forward", "layers", 1, 1.0, 0, carries="parameter", ranks=2
-    )
+    gather = WorkItem("weight", "gather", "dp", "forward", "layers", 1, 1.0, 0, carries="parameter", ranks=2)
     machine = replace(H100, hides=0.5, host_seconds=1.0)
     software = replace(AUTOPAR, runs_ahead=runs_ahead)
     made = Step((product, gather), (), Run(), machine, software, layers=8, boundary_bytes=0)
@@ -140,9 +137,17 @@ def test_a_step_takes_what_its_host_needs_to_launch_it(runs_ahead: bool) -> None
 def test_reductions_hide_behind_backward_and_moves_do_not(resource: str, seconds: float) -> None:
     product = WorkItem("product", "linear", COMPUTE, "backward", "layers", 1, 2.0, 0)
     reduction = WorkItem(
-        "weight", "reduce", resource, "reduce", "layers", 1, 1.0, 0, carries="gradient",
+        "weight",
+        "reduce",
+        resource,
+        "reduce",
+        "layers",
+        1,
+        1.0,
+        0,
+        carries="gradient",
         every_micro_batch=False,
-    )  # fmt: skip
+    )
     machine = replace(H100, hides=0.5)
     made = Step((product, reduction), (), Run(), machine, AUTOPAR, layers=8, boundary_bytes=0)
     assert made.seconds() == pytest.approx(seconds)

@@ -221,9 +221,7 @@ def test_a_link_stays_a_link(saved: Path) -> None:
 
 def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(
-        autopar.AutoparError, match=r"has files and is no checkpoint.*give a folder"
-    ):
+    with pytest.raises(autopar.AutoparError, match=r"has files and is no checkpoint.*give a folder"):
         save_checkpoint(tmp_path, make())
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
@@ -247,9 +245,7 @@ def test_between_the_two_renames(saved: Path, monkeypatch: pytest.MonkeyPatch) -
     assert [each.name for each in saved.parent.iterdir()] == ["c"]
 
 
-def test_a_save_that_cannot_write_leaves_the_one_before(
-    saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_that_cannot_write_leaves_the_one_before(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -343,14 +339,16 @@ def test_a_changed_byte_in_a_file_of_torch_save_is_named(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "state",
     [
-        None, {"state": {}}, {"state": {}, "param_groups": [{"lr": 1.0}]},
+        None,
+        {"state": {}},
+        {"state": {}, "param_groups": [{"lr": 1.0}]},
         {"state": {9: {}}, "param_groups": [{"params": [0, 1]}]},
         {"state": {0: 5}, "param_groups": [{"params": [0, 1]}]},
         {"state": {}, "param_groups": [{"params": [0, 0]}]},
         {"state": {}, "param_groups": [{"params": [0, 1], "param_names": ["weight"]}]},
         {"state": {}, "param_groups": [], "statee": {}},
     ],
-)  # fmt: skip
+)
 def test_what_is_no_state_of_an_optimizer_is_refused(state: Any) -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(autopar.AutoparError, match=r"no state_dict\(\) of an optimizer"):
@@ -400,9 +398,7 @@ def test_a_checkpoint_reads_files_of_its_own_folder_alone(saved: Path, name: str
 
 
 def test_a_file_that_was_not_saved_with_it_is_no_part_of_a_checkpoint(saved: Path) -> None:
-    (saved / "shard-00002.safetensors").write_bytes(
-        (saved / "shard-00001.safetensors").read_bytes()
-    )
+    (saved / "shard-00002.safetensors").write_bytes((saved / "shard-00001.safetensors").read_bytes())
     with pytest.raises(autopar.AutoparError, match=r"shard-00002\.safetensors is in it"):
         loads(saved)
 
@@ -453,9 +449,7 @@ def test_another_model_is_named(saved: Path) -> None:
 
 def test_an_older_version_is_named(saved: Path) -> None:
     torch.save({"version": 0}, saved / "state.pt")
-    with pytest.raises(
-        autopar.AutoparError, match="of version 0, and this autopar reads version 1"
-    ):
+    with pytest.raises(autopar.AutoparError, match="of version 0, and this autopar reads version 1"):
         loads(saved)
 
 

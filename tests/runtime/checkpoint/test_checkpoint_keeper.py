@@ -92,9 +92,7 @@ def test_the_last_are_kept_and_each_is_a_checkpoint(tmp_path: Path) -> None:
         Checkpoints(tmp_path, keep=0)
 
 
-def test_training_goes_on_while_a_save_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_goes_on_while_a_save_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The files have the values of the moment of the save; the checkpoint counts when they are written."""
     model, optimizer, loader = parts()
     train(model, optimizer, loader)
@@ -132,18 +130,14 @@ def flip(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("accident", [shorten, empty, flip])
-def test_a_damaged_checkpoint_falls_back_to_the_one_before(
-    tmp_path: Path, accident: Callable[[Path], None]
-) -> None:
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path, accident: Callable[[Path], None]) -> None:
     model, optimizer, _ = parts()
     checkpoints = Checkpoints(tmp_path)
     for step in (1, 2):
         checkpoints.save(step, model, optimizer)
     checkpoints.finish()
     accident(tmp_path / "step-00000002")
-    with pytest.warns(
-        UserWarning, match=r"step-00000002 is damaged.*set aside as step-00000002\.damaged"
-    ) as caught:
+    with pytest.warns(UserWarning, match=r"step-00000002 is damaged.*set aside as step-00000002\.damaged") as caught:
         assert checkpoints.load_last(model, optimizer).step == 1
     assert caught[0].filename == __file__
     assert saved_steps(tmp_path) == ["step-00000001", "step-00000002.damaged"]
@@ -172,9 +166,7 @@ def full(*_: Any) -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_a_save_that_fails_is_raised_and_costs_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_that_fails_is_raised_and_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer, _ = parts()
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, model, optimizer)

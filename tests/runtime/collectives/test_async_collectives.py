@@ -28,12 +28,8 @@ class Branches(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.norm = nn.LayerNorm(4)
-        self.first = nn.Sequential(
-            nn.Linear(4, 8, bias=False), nn.ReLU(), nn.Linear(8, 4, bias=False)
-        )
-        self.second = nn.Sequential(
-            nn.Linear(4, 8, bias=False), nn.ReLU(), nn.Linear(8, 4, bias=False)
-        )
+        self.first = nn.Sequential(nn.Linear(4, 8, bias=False), nn.ReLU(), nn.Linear(8, 4, bias=False))
+        self.second = nn.Sequential(nn.Linear(4, 8, bias=False), nn.ReLU(), nn.Linear(8, 4, bias=False))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(x)
@@ -71,9 +67,7 @@ def ordered() -> tuple[list[str], float, dict[str, Tensor]]:
         return noted
 
     class Products(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is torch.ops.aten.mm.default:
                 events.append("mm")
             return func(*args, **(kwargs or {}))
@@ -87,9 +81,7 @@ def ordered() -> tuple[list[str], float, dict[str, Tensor]]:
     with (
         mock.patch.multiple(
             StartedCollective,
-            **{
-                name: noting(word, getattr(StartedCollective, name)) for name, word in names.items()
-            },
+            **{name: noting(word, getattr(StartedCollective, name)) for name, word in names.items()},
         ),
         Products(),
     ):
@@ -108,8 +100,6 @@ def started(name: str, mesh: dict[str, int], seed: int) -> int:
     """Number of collectives that a step under a random plan starts early."""
     model, batch, loss_fn = make(name)
     made = autopar.compile(model, loss_fn=loss_fn, plan=drawn(name, mesh, seed))  # type: ignore[arg-type]
-    with mock.patch.object(
-        StartedCollective, "send", autospec=True, side_effect=StartedCollective.send
-    ) as sends:
+    with mock.patch.object(StartedCollective, "send", autospec=True, side_effect=StartedCollective.send) as sends:
         made.step(*batch)
     return sends.call_count

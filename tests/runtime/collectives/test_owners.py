@@ -53,9 +53,7 @@ MATRIX, BIAS = 4 * WIDTH * WIDTH, 4 * WIDTH  # bytes in float32
     ],
     ids=str,
 )
-def test_training_equals_one_process(
-    two_ranks: Ranks, recipe: str, options: dict[str, Any]
-) -> None:
+def test_training_equals_one_process(two_ranks: Ranks, recipe: str, options: dict[str, Any]) -> None:
     assert distance_from_one_process(two_ranks, recipe, **options) < 1e-9
 
 
@@ -110,9 +108,13 @@ def test_a_server_of_micro_batches_keeps_every_parameter_and_computes_nothing(
 def _work_and_memory() -> dict[str, int]:
     batch = (torch.randn(8, WIDTH), torch.randn(8, WIDTH))
     made = autopar.compile(
-        network(), loss_fn=mean_square, mesh={"ps": 2}, recipe="serve", micro_batches=2,
+        network(),
+        loss_fn=mean_square,
+        mesh={"ps": 2},
+        recipe="serve",
+        micro_batches=2,
         example_inputs=batch,
-    )  # fmt: skip
+    )
     optimizer = AdamW(made.parameters())
     with FlopCounterMode(display=False) as counter:
         made.step(*batch)
@@ -142,19 +144,14 @@ def test_conversions_on_ranks_are_those_of_the_definition(four_ranks: Ranks) -> 
 def _worst_conversion() -> float:
     """The largest difference of a rank's tensors from lockstep, there and back, by transfers and by autograd."""
     mesh, dims = Mesh.of({"a": 2, "b": 2}), ((4, 4), (4,))
-    world = World(
-        mesh, torch.device("cpu"), init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    )
+    world = World(mesh, torch.device("cpu"), init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")))
     states = (R, V, P, S(0), S(0, 1), O(0), O(1))
     layouts = [x for x in itertools.product(states, states) if x.count(P) < 2]
     pairs = [(a, b) for a, b in itertools.product(layouts, layouts) if _owned(a) or _owned(b)]
     generator = torch.Generator().manual_seed(0)
     worst = 0.0
     for source, target in pairs[::19]:
-        ranks = [
-            shard(_integers((16, 4), generator), dims, source, mesh, rank).requires_grad_()
-            for rank in range(4)
-        ]
+        ranks = [shard(_integers((16, 4), generator), dims, source, mesh, rank).requires_grad_() for rank in range(4)]
         there = route(dims, source, target, mesh, rank=world.rank)
         expected = convert(ranks, dims, source, target, mesh)
         gradients = [_integers(x.shape, generator) for x in expected]
@@ -197,9 +194,7 @@ def test_a_message_between_owners_goes_from_one_to_the_other() -> None:
 
 
 @pytest.mark.parametrize("way", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
-def test_one_optimizer_updates_parameters_of_different_owners(
-    two_ranks: Ranks, way: dict[str, bool]
-) -> None:
+def test_one_optimizer_updates_parameters_of_different_owners(two_ranks: Ranks, way: dict[str, bool]) -> None:
     """Each parameter has states on its owner alone, and torch's own clipping knows the norm of all."""
     first, second = two_ranks.run(_stepped, way)
     assert first["values"] == pytest.approx(second["values"], rel=1e-12)
@@ -224,9 +219,7 @@ def _stepped(way: dict[str, bool]) -> dict[str, Any]:
     return {
         "values": [p.full_tensor().norm().item() for p in named.values()],  # type: ignore[attr-defined]
         "rows": {n: len(_torch.local_tensor(p)) for n, p in named.items()},
-        "state rows": {
-            n: len(_torch.local_tensor(optimizer.state[p]["exp_avg"])) for n, p in named.items()
-        },
+        "state rows": {n: len(_torch.local_tensor(optimizer.state[p]["exp_avg"])) for n, p in named.items()},
     }
 
 
@@ -255,9 +248,7 @@ def network() -> nn.Module:
         ),  # of three matrices; the other rank has one, and the biases
     ],
 )
-def test_the_busiest_owner_holds_what_was_priced(
-    two_ranks: Ranks, recipe: str, busiest_bytes: int
-) -> None:
+def test_the_busiest_owner_holds_what_was_priced(two_ranks: Ranks, recipe: str, busiest_bytes: int) -> None:
     """Parameter and two moments in float32 on the owner: 12 bytes of each parameter that it owns."""
     found = two_ranks.run(_kept, recipe)
     assert max(each["states"] for each in found) == 2 * busiest_bytes
@@ -300,29 +291,20 @@ def test_a_checkpoint_goes_on_under_other_owners(two_ranks: Ranks, tmp_path: Any
     assert all(losses == pytest.approx(found[0], rel=1e-12) for losses in found)
 
 
-def test_tied_weights_and_momentum_go_with_a_checkpoint_of_owners(
-    two_ranks: Ranks, tmp_path: Any
-) -> None:
+def test_tied_weights_and_momentum_go_with_a_checkpoint_of_owners(two_ranks: Ranks, tmp_path: Any) -> None:
     ways = [("ddp", "ddp"), ("parameter-server", "data-parallel"), ("data-parallel", "zero3")]
-    found = [
-        two_ranks.run(_resumed, str(tmp_path / "-".join(way)), *way, "tied", True)[0]
-        for way in ways
-    ]
+    found = [two_ranks.run(_resumed, str(tmp_path / "-".join(way)), *way, "tied", True)[0] for way in ways]
     assert all(losses == pytest.approx(found[0], rel=1e-12) for losses in found)
 
 
 @captured_once()
-def _resumed(
-    folder: str, first: str, then: str, name: str = "mlp", has_momentum: bool = False
-) -> list[float]:
+def _resumed(folder: str, first: str, then: str, name: str = "mlp", has_momentum: bool = False) -> list[float]:
     """Losses of two steps under one recipe, and of two more under another from its checkpoint."""
     losses = []
     for recipe in (first, then):
         torch.manual_seed(0)
         model, batch, loss_fn = make(name)
-        made = autopar.compile(
-            model, loss_fn=loss_fn, mesh={"dp": 2}, recipe=recipe, example_inputs=batch
-        )
+        made = autopar.compile(model, loss_fn=loss_fn, mesh={"dp": 2}, recipe=recipe, example_inputs=batch)
         optimizer = (
             torch.optim.SGD(made.parameters(), lr=0.1, momentum=0.9)  # whose state is a clone
             if has_momentum
@@ -367,9 +349,7 @@ def _exported(folder: str) -> list[float]:
     autopar.checkpoint.load_optimizer_state(made, after, before.state_dict())
     pairs = zip(made.parameters(), plain.parameters(), strict=True)
     moments = [(after.state[p]["exp_avg"], before.state[q]["exp_avg"]) for p, q in pairs]
-    worst.append(
-        _gap(dict(enumerate(a for a, _ in moments)), dict(enumerate(b for _, b in moments)))
-    )
+    worst.append(_gap(dict(enumerate(a for a, _ in moments)), dict(enumerate(b for _, b in moments))))
     return worst
 
 
@@ -421,18 +401,14 @@ def plan_of_mlp(storage: str, resident: str = "V@dp") -> autopar.Plan:
     text = str(made.plan).replace("mesh dp=1", "mesh dp=2")
     first = next(iter(made.plan.parameters))
     lines = [
-        f"parameter {first}: {storage} | {resident} | step"
-        if line.startswith(f"parameter {first}:")
-        else line
+        f"parameter {first}: {storage} | {resident} | step" if line.startswith(f"parameter {first}:") else line
         for line in text.split("\n")
     ]
     return autopar.Plan.parse("\n".join(lines))
 
 
 def test_an_owner_that_the_axis_does_not_have_is_named_with_the_numbers_there_are() -> None:
-    with pytest.raises(
-        autopar.PlanError, match=r"rank 2 of the axis dp, which has 2 ranks.*O\(1\)"
-    ):
+    with pytest.raises(autopar.PlanError, match=r"rank 2 of the axis dp, which has 2 ranks.*O\(1\)"):
         plan_of_mlp("O(2)@dp")
 
 

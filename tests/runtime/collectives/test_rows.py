@@ -58,9 +58,7 @@ class Sent(TorchDispatchMode):
 def trained(recipe: str, ranks: int, whole: bool = False) -> dict[str, Any]:
     """Ten steps, the gradient of the table, and the bytes that this rank sends to single ranks in a step."""
     model, batch = made()
-    compiled = autopar.compile(
-        model, example_inputs=batch, loss_fn=loss_fn, mesh={"x": ranks}, recipe=recipe
-    )
+    compiled = autopar.compile(model, example_inputs=batch, loss_fn=loss_fn, mesh={"x": ranks}, recipe=recipe)
     plan = compiled.plan
     assert plan.parameters["table.weight"].by_rows
     assert not plan.parameters["head.weight"].by_rows

@@ -37,9 +37,7 @@ def test_routes_of_equal_signature_share_a_collective() -> None:
     there = [route(dims, (S(0), R), (V, V), MESH) for dims in DIMS]
     assert {signature(hops) for hops in there} == {(("all_gather", 0),)}
     back = [transposed(hops) for hops in there]
-    assert {frozenset(signature(hops)) for hops in back} == {
-        frozenset({("reduce_scatter", 0), ("all_reduce", 1)})
-    }
+    assert {frozenset(signature(hops)) for hops in back} == {frozenset({("reduce_scatter", 0), ("all_reduce", 1)})}
 
 
 def test_axes_of_one_rank_need_no_hop() -> None:
@@ -48,9 +46,7 @@ def test_axes_of_one_rank_need_no_hop() -> None:
 
 def worst() -> float:
     """The largest difference between flat transfers and the ops of the graph, there and back."""
-    world = World(
-        MESH, torch.device("cpu"), init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    )
+    world = World(MESH, torch.device("cpu"), init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")))
     differences = [0.0]
     for source, target in CASES + NESTED + EXCHANGED:
         used = DIMS if (source, target) in CASES else [((8,), (3,)), ((4,), ())]
@@ -58,21 +54,13 @@ def worst() -> float:
         there = [route(dims, source, target, MESH) for dims in used]
         if len({signature(hops) for hops in there}) > 1:
             continue
-        fulls = [
-            torch.randn([max(1, torch.Size(d).numel()) for d in dims], dtype=torch.float64)
-            for dims in used
-        ]
-        shards = [
-            shard(x, d, source, MESH, world.rank).requires_grad_()
-            for x, d in zip(fulls, used, strict=True)
-        ]
+        fulls = [torch.randn([max(1, torch.Size(d).numel()) for d in dims], dtype=torch.float64) for dims in used]
+        shards = [shard(x, d, source, MESH, world.rank).requires_grad_() for x, d in zip(fulls, used, strict=True)]
         expected = [travel(x, hops, world) for x, hops in zip(shards, there, strict=True)]
         found = Transfer(there, [x.detach() for x in shards], world).wait()
         grads = [torch.randn_like(x) for x in expected]
         torch.autograd.backward(expected, grads)
-        back = Transfer(
-            [transposed(hops) for hops in there], [g.clone() for g in grads], world
-        ).wait()
+        back = Transfer([transposed(hops) for hops in there], [g.clone() for g in grads], world).wait()
         differences += [_largest(a - b) for a, b in zip(found, expected, strict=True)]
         differences += [_largest(a - x.grad) for a, x in zip(back, shards, strict=True)]  # type: ignore[operator]
     return max(differences, key=nan_last)

@@ -31,9 +31,7 @@ PLANS: list[tuple[dict[str, int], str, int]] = [
 def trained(mesh: dict[str, int], recipe: str, micro_batches: int) -> dict[str, Any]:
     """What training gives where each rank has a part of the model's batch, in the order of the ranks."""
     model, batch, loss_fn = make("gpt")
-    made = autopar.compile(
-        model, loss_fn=loss_fn, mesh=mesh, recipe=recipe, micro_batches=micro_batches, batch="local"
-    )
+    made = autopar.compile(model, loss_fn=loss_fn, mesh=mesh, recipe=recipe, micro_batches=micro_batches, batch="local")
     own = tuple(x.chunk(dist.get_world_size())[dist.get_rank()] for x in batch)
     return train(made, made.step, own)
 
@@ -78,16 +76,18 @@ def test_the_rows_of_a_distributed_sampler(two_ranks: Ranks) -> None:
 def shapes() -> tuple[list[float], str]:
     """Distances for several shapes of parts, and what is said of parts that differ in shape."""
     made = autopar.compile(
-        reader(), loss_fn=cross_entropy, mesh={"dp": 2}, recipe="ddp", batch="local",
+        reader(),
+        loss_fn=cross_entropy,
+        mesh={"dp": 2},
+        recipe="ddp",
+        batch="local",
         example_inputs=tuple(x[:2] for x in tokens((4, 8))),
-    )  # fmt: skip
+    )
 
     def own(x: torch.Tensor) -> torch.Tensor:
         return x.chunk(2)[dist.get_rank()]
 
-    found = [
-        distance(made, reader(), tokens(shape), part=own) for shape in ((4, 8), (2, 8), (4, 6))
-    ]
+    found = [distance(made, reader(), tokens(shape), part=own) for shape in ((4, 8), (2, 8), (4, 6))]
     with pytest.raises(autopar.StepError) as refused:
         made.step(*tokens((3 + dist.get_rank(), 8)))
     return found, str(refused.value)
@@ -102,9 +102,7 @@ def test_parts_of_several_shapes(two_ranks: Ranks) -> None:
 @captured_once()
 def mixed() -> list[float]:
     """The losses of a whole batch, of its parts, and of whole tokens beside parts of targets, in two micro-batches."""
-    made = autopar.compile(
-        reader(), loss_fn=cross_entropy, mesh={"dp": 2}, recipe="ddp", micro_batches=2
-    )
+    made = autopar.compile(reader(), loss_fn=cross_entropy, mesh={"dp": 2}, recipe="ddp", micro_batches=2)
     whole = tokens((8, 8))
     parts = tuple(x.chunk(2)[dist.get_rank()] for x in whole)
     return [made.step(*batch).item() for batch in (whole, parts, (whole[0], parts[1]))]
@@ -132,9 +130,7 @@ def test_parts_without_a_word_are_refused(two_ranks: Ranks) -> None:
 def test_another_word_is_refused() -> None:
     with pytest.raises(autopar.AutoparError, match="'mine' is neither 'global' nor 'local'"):
         autopar.compile(reader(), batch="mine")  # type: ignore[arg-type]
-    with pytest.raises(
-        autopar.AutoparError, match="'logits' is neither 'local', 'whole' nor 'dtensor'"
-    ):
+    with pytest.raises(autopar.AutoparError, match="'logits' is neither 'local', 'whole' nor 'dtensor'"):
         autopar.compile(reader(), outputs="logits")  # type: ignore[arg-type]
 
 

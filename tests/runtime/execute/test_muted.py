@@ -85,11 +85,7 @@ def distances(kind: type[Labelled], mesh: str, recipe: str, schedule: str) -> li
         (loss, scores), (expected, own) = made.step(*_batch(empty)), plain(*_batch(empty))
         expected.backward()
         gradients = {name: p.grad for name, p in plain.named_parameters()}
-        whole = {
-            name: p.grad.full_tensor()
-            for name, p in made.named_parameters()
-            if p.numel() and p.grad is not None
-        }
+        whole = {name: p.grad.full_tensor() for name, p in made.named_parameters() if p.numel() and p.grad is not None}
         far.append(difference(whole, {name: gradients[name] for name in whole}))
         far += [abs((loss - expected).item()), (scores - own).abs().max().item()]
         made.zero_grad()

@@ -47,9 +47,7 @@ class Layers(nn.Module):
     def __init__(self, middle: Callable[[], nn.Module], layers: int = 3) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, WIDTH), middle(), nn.GELU()) for _ in range(layers)
-        )
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), middle(), nn.GELU()) for _ in range(layers))
         self.last = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -76,9 +74,7 @@ def planned(
     model, batch, loss = made
     part = tuple(x[: len(x) // micro_batches] for x in batch)
     prepared = prepared_once(model, part, loss)
-    plan = make_plan(
-        prepared, Request(HARDWARE, mesh=mesh, recipe=recipe, micro_batches=micro_batches)
-    )
+    plan = make_plan(prepared, Request(HARDWARE, mesh=mesh, recipe=recipe, micro_batches=micro_batches))
     schedule, stages = pipeline
     if schedule:
         cuts = block_starts(prepared.analysis.graph)[1:stages]
@@ -99,9 +95,13 @@ def random_selection(graph: Graph, plan: Plan, seed: int) -> Selection:
 
 @captured_once()
 def trained(
-    name: str, mesh: dict[str, int], recipe: str, micro_batches: int, pipeline: tuple[str, int],
+    name: str,
+    mesh: dict[str, int],
+    recipe: str,
+    micro_batches: int,
+    pipeline: tuple[str, int],
     recompute: Recompute | Callable[[Graph, Plan], Selection] = "full",
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     made = model_of(name)
     plan, graph = planned(made, mesh, recipe, micro_batches, pipeline)
     model, batch, loss = made
@@ -211,9 +211,13 @@ def test_masks_are_the_same_again(
     ],
 )
 def test_any_ops_may_be_recomputed(
-    two_ranks: Ranks, name: str, mesh: dict[str, int], recipe: str, micro_batches: int,
+    two_ranks: Ranks,
+    name: str,
+    mesh: dict[str, int],
+    recipe: str,
+    micro_batches: int,
     pipeline: tuple[str, int],
-) -> None:  # fmt: skip
+) -> None:
     """Ops drawn at random: the same parameters after three steps as with all of them kept."""
     arguments = (name, mesh, recipe, micro_batches, pipeline)
     for kept, *again in two_ranks.run(trained_with_random_ops, arguments, (0, 1)):
@@ -237,9 +241,7 @@ def test_an_op_without_a_key_draws_the_same_again() -> None:
     assert "1/rand" in recomputable_names(graph, plan)["layers.0"]
     found = []
     for recompute in ("none", "full", *(random_selection(graph, plan, seed) for seed in range(2))):
-        compiled = autopar.compile(
-            copy.deepcopy(model), loss_fn=mean_square, plan=replace(plan, recompute=recompute)
-        )
+        compiled = autopar.compile(copy.deepcopy(model), loss_fn=mean_square, plan=replace(plan, recompute=recompute))
         torch.manual_seed(1)
         found.append(train(compiled, compiled.step, batch))
     assert max(difference(each, found[0]) for each in found[1:]) < 1e-12
@@ -263,9 +265,7 @@ def test_conjugated_views_are_recomputed() -> None:
     plan, graph = planned((model, batch, mean_square), {"dp": 1}, "ddp", 1, NO_PIPELINE)
     found = []
     for recompute in ("none", "full", *(random_selection(graph, plan, seed) for seed in range(2))):
-        compiled = autopar.compile(
-            copy.deepcopy(model), loss_fn=mean_square, plan=replace(plan, recompute=recompute)
-        )
+        compiled = autopar.compile(copy.deepcopy(model), loss_fn=mean_square, plan=replace(plan, recompute=recompute))
         found.append(train(compiled, compiled.step, batch))
     assert max(difference(each, found[0]) for each in found[1:]) < 1e-12
 
@@ -275,9 +275,7 @@ def test_a_forward_after_steps_that_recompute_ops() -> None:
     model, batch, loss = model_of("dropout")
     plan, graph = planned((model, batch, loss), {"dp": 1}, "ddp", 1, NO_PIPELINE)
     names = recomputable_names(graph, plan)
-    compiled = autopar.compile(
-        model, loss_fn=loss, plan=replace(plan, recompute=Selection.of(names))
-    )
+    compiled = autopar.compile(model, loss_fn=loss, plan=replace(plan, recompute=Selection.of(names)))
     compiled.step(*batch)
     in_training = compiled(batch[0]).sum()
     in_training.backward()

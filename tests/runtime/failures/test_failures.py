@@ -124,9 +124,7 @@ def test_it_is_hooked_once(error_file: Path) -> None:
     assert sys.excepthook is first is not sys.__excepthook__
 
 
-def test_the_file_holds_the_text_of_the_screen(
-    error_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_file_holds_the_text_of_the_screen(error_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     failures.show_failures()
     error = ValueError("wrong")
     error.add_note("where:  here")
@@ -137,9 +135,7 @@ def test_the_file_holds_the_text_of_the_screen(
     assert message.startswith("ValueError: wrong\n  where:  here\n  all frames: ")
 
 
-def test_a_handler_that_python_did_not_install_stays(
-    error_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_handler_that_python_did_not_install_stays(error_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python knows such a handler as None, and cannot install it again."""
     failures.show_failures()
     replaced: list[object] = []
@@ -288,11 +284,7 @@ assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 def test_a_rank_that_waits_says_so_when_torchrun_ends_it() -> None:
     """Another rank was killed before it came; torchrun then ends those who wait for it."""
-    ended = subprocess.run(
-        [sys.executable, "-c", WAITS], capture_output=True, text=True, timeout=120
-    )
+    ended = subprocess.run([sys.executable, "-c", WAITS], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.startswith(
-        "PeerError This rank was told to end while it waited for ranks [1]"
-    )
+    assert ended.stdout.startswith("PeerError This rank was told to end while it waited for ranks [1]")
     assert "another rank has died" in ended.stdout and "The batch is new." in ended.stdout

@@ -21,16 +21,12 @@ def test_the_first_step_is_named_once() -> None:
 def test_the_cause_is_the_first_tensor_that_is_not_finite() -> None:
     good, bad = torch.ones(2, 3), torch.tensor([[1.0, 2.0], [float("nan"), float("inf")]])
     named = about_loss(7, [("tokens", torch.ones(2).long()), ("x", bad)], [("w", bad)])
-    assert named.startswith(
-        "The loss of step 7 is NaN or infinite, and so are its gradients. Input x of shape [2, 2]"
-    )
+    assert named.startswith("The loss of step 7 is NaN or infinite, and so are its gradients. Input x of shape [2, 2]")
     assert "2 values that are NaN or infinite, the first at [1, 0]. Mend the data" in named
     assert "Parameter w of shape [2, 2]" in about_loss(7, [("x", good)], [("w", bad)])
     assert "An earlier update made it so" in about_loss(2, [], [("w", bad)])
     assert "It was so before the first step" in about_loss(1, [], [("w", bad)])
-    assert "An earlier update made it so" in about_loss(
-        1, None, [("w", bad)]
-    )  # told after its update
+    assert "An earlier update made it so" in about_loss(1, None, [("w", bad)])  # told after its update
     assert "so that the forward makes it" in about_loss(7, [("x", good)], [("w", good)])
 
 

@@ -43,9 +43,7 @@ def test_ranks_that_all_answer_run_different_programs(store: dist.Store) -> None
     assert time.monotonic() - begin < 0.3  # it does not wait for more
 
 
-def test_a_store_that_hangs_holds_nobody_up(
-    store: dist.Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_hangs_holds_nobody_up(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     released = threading.Event()
     monkeypatch.setattr(dist, "PrefixStore", lambda *_: released.wait(20) and store)
     begin = time.monotonic()
@@ -54,18 +52,14 @@ def test_a_store_that_hangs_holds_nobody_up(
     released.set()
 
 
-def test_under_torchrun_a_rank_loses_no_time(
-    store: dist.Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_under_torchrun_a_rank_loses_no_time(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun's agent ends it as soon as another rank has died, and its own error would be lost."""
     monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
     begin = time.monotonic()
     assert stragglers.who_waits("Step 7: all_reduce") == "" and time.monotonic() - begin < 0.3
 
 
-def test_a_store_that_has_gone_says_nothing(
-    store: dist.Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_has_gone_says_nothing(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(*_: object) -> None:
         raise dist.DistNetworkError("gone")
 

@@ -22,9 +22,17 @@ from autopar.runtime.formats.shard_file import (
 )
 
 FORMATS = [
-    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8,
-    torch.bool, torch.float8_e4m3fn,
-]  # fmt: skip
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.float8_e4m3fn,
+]
 
 
 def a_tensor(dtype: torch.dtype) -> Tensor:
@@ -77,9 +85,7 @@ def add_and_take(data: bytearray) -> None:
         add_and_take,
     ],
 )
-def test_changes_that_leave_a_rows_sum_are_found(
-    change: Callable[[bytearray], None], tmp_path: Path
-) -> None:
+def test_changes_that_leave_a_rows_sum_are_found(change: Callable[[bytearray], None], tmp_path: Path) -> None:
     path, values = tmp_path / "x", torch.rand(2048, generator=torch.Generator().manual_seed(0))
     write_shard(path, {"x": ShardPart(values, [0])})
     check_shard(path, ["x"])

@@ -97,9 +97,11 @@ def test_one_name_of_a_tied_weight_is_enough(tmp_path: Path) -> None:
     weights = {k: v for k, v in there.state_dict().items() if k != "embedding.weight"}
     save_file(weights, tmp_path / "one.safetensors")
     made = autopar.compile(
-        seeded(Tied, 2), loss_fn=tied_loss, example_inputs=(TOKENS, TOKENS),
+        seeded(Tied, 2),
+        loss_fn=tied_loss,
+        example_inputs=(TOKENS, TOKENS),
         weights=tmp_path / "one.safetensors",
-    )  # fmt: skip
+    )
     assert torch.equal(made.get_parameter("embedding.weight"), there.embedding.weight)
 
 
@@ -109,9 +111,7 @@ def test_two_values_of_a_tied_weight_are_refused_before_any_is_read(tmp_path: Pa
     weights = there.state_dict()
     save_file({**weights, "head.weight": weights["head.weight"] + 1}, tmp_path / "torn.safetensors")
     compiled = autopar.compile(made, loss_fn=tied_loss, example_inputs=(TOKENS, TOKENS))
-    with pytest.raises(
-        AutoparError, match=r"different values for head\.weight and embedding\.weight"
-    ):
+    with pytest.raises(AutoparError, match=r"different values for head\.weight and embedding\.weight"):
         compiled.load_weights(tmp_path / "torn.safetensors")
     assert all(torch.equal(value, before[k]) for k, value in compiled.state_dict().items())
     weights["embedding.weight"][0] = torch.nan  # equal by its bits
@@ -128,9 +128,7 @@ def tied_loss(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def test_what_is_exported_is_read_again_and_loads_plainly(tmp_path: Path) -> None:
-    made = autopar.compile(
-        seeded(Tied, 1), loss_fn=tied_loss, example_inputs=(TOKENS, TOKENS)
-    )  # fmt: skip
+    made = autopar.compile(seeded(Tied, 1), loss_fn=tied_loss, example_inputs=(TOKENS, TOKENS))
     made.export(tmp_path / "out")
     found = load_file(tmp_path / "out" / "model-00001-of-00001.safetensors")
     assert list(found) == ["embedding.weight", "middle.weight", "middle.bias"]
@@ -139,9 +137,7 @@ def test_what_is_exported_is_read_again_and_loads_plainly(tmp_path: Path) -> Non
     assert torch.equal(again(TOKENS), seeded(Tied, 1)(TOKENS))
 
 
-def test_an_export_opens_each_file_of_shards_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_export_opens_each_file_of_shards_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
 
     def counting(path: str, **options: Any) -> Any:
@@ -160,8 +156,10 @@ def test_an_export_replaces_the_one_before_and_nothing_else(tmp_path: Path) -> N
     made = on_one_rank(seeded(MLP, 1))
     made.export(folder)
     assert sorted(file.name for file in folder.iterdir()) == [
-        "model-00001-of-00001.safetensors", "model.safetensors.index.json", "tokenizer.json",
-    ]  # fmt: skip
+        "model-00001-of-00001.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+    ]
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(made.state_dict())
     assert index["metadata"]["total_size"] == sum(x.nbytes for x in made.state_dict().values())
@@ -227,9 +225,7 @@ def test_a_damaged_index(tmp_path: Path) -> None:
 
 
 def test_no_files(tmp_path: Path) -> None:
-    with pytest.raises(
-        AutoparError, match=r"neither .*index.json nor .* and 0 files \*.safetensors"
-    ):
+    with pytest.raises(AutoparError, match=r"neither .*index.json nor .* and 0 files \*.safetensors"):
         autopar.compile(MLP(), loss_fn=F.mse_loss, weights=tmp_path)
 
 
@@ -240,9 +236,7 @@ def test_a_file_that_the_index_names_is_missing(tmp_path: Path) -> None:
         autopar.compile(MLP(), loss_fn=F.mse_loss, weights=tmp_path)
 
 
-@pytest.mark.parametrize(
-    "name", ["../secret.safetensors", "/secret.safetensors", "a/b.safetensors"]
-)
+@pytest.mark.parametrize("name", ["../secret.safetensors", "/secret.safetensors", "a/b.safetensors"])
 def test_an_index_names_files_of_its_folder_alone(tmp_path: Path, name: str) -> None:
     there = tmp_path / "there"
     there.mkdir()
@@ -309,9 +303,7 @@ def test_another_model(tmp_path: Path) -> None:
     made = on_one_rank(MLP())
     wrong = {"up.weight": torch.zeros(3, 8), "up.bias": torch.zeros(32)}
     save_file(wrong, tmp_path / "less.safetensors")
-    with pytest.raises(
-        AutoparError, match=r"down.weight is not there.*\[3, 8\] there and \[32, 8\]"
-    ):
+    with pytest.raises(AutoparError, match=r"down.weight is not there.*\[3, 8\] there and \[32, 8\]"):
         made.load_weights(tmp_path / "less.safetensors")
     with pytest.raises(AutoparError, match="of another model: more, which the model lacks"):
         made.load_weights(saved(tmp_path, MLP(), more=torch.zeros(1)))
@@ -330,23 +322,30 @@ def llama(*, on_meta: bool) -> nn.Module:
     """A small Llama of transformers with tied embeddings, from its configuration."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True, use_cache=False,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
     torch.manual_seed(0)
     with torch.device("meta" if on_meta else "cpu"):
         return transformers.LlamaForCausalLM(config)
 
 
 @captured_once()
-def read_train_write(
-    folder: Path, out: Path, mesh: dict[str, int], recipe: Any
-) -> tuple[float, dict[str, Tensor]]:
+def read_train_write(folder: Path, out: Path, mesh: dict[str, int], recipe: Any) -> tuple[float, dict[str, Tensor]]:
     """The loss of a step of a meta-device model with the folder's weights, which are written again."""
     made = autopar.compile(
-        llama(on_meta=True), mesh=mesh, recipe=recipe, weights=folder,
+        llama(on_meta=True),
+        mesh=mesh,
+        recipe=recipe,
+        weights=folder,
         example_inputs={"input_ids": TOKENS, "labels": TOKENS},
-    )  # fmt: skip
+    )
     loss = made.step(input_ids=TOKENS, labels=TOKENS).item()
     made.export(out)
     return loss, full_state(made) if "pp" not in mesh else {}
@@ -384,8 +383,12 @@ def test_sharded_files_go_into_shards_and_come_out_byte_for_byte(
 def refusal_of_torn_weights(folder: Path) -> str:
     """What two stages say of files in which the embedding and the head differ."""
     made = autopar.compile(
-        Tied(), loss_fn=loss_fn, mesh={"pp": 2}, recipe={"pp": "1f1b"}, example_inputs=(TOKENS, TOKENS)
-    )  # fmt: skip
+        Tied(),
+        loss_fn=loss_fn,
+        mesh={"pp": 2},
+        recipe={"pp": "1f1b"},
+        example_inputs=(TOKENS, TOKENS),
+    )
     with pytest.raises(AutoparError) as error:
         made.load_weights(folder)
     return str(error.value)

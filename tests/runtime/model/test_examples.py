@@ -33,9 +33,7 @@ def test_an_entry_is_a_shape_or_names_with_shapes_or_all_shapes(wanted: Any, sha
     assert found.tensors[0].dtype == torch.long
 
 
-@pytest.mark.parametrize(
-    "wanted", [16, (6, 16, 2), {"words": (6, 16)}, {"kinds": (6, 1)}, [(6, 16)]]
-)
+@pytest.mark.parametrize("wanted", [16, (6, 16, 2), {"words": (6, 16)}, {"kinds": (6, 1)}, [(6, 16)]])
 def test_another_entry_is_refused(wanted: Any) -> None:
     with pytest.raises(StepError, match="An entry of shapes is the shape of the first tensor"):
         at_shape(Arguments.of((), WORDS), wanted)

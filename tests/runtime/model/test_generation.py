@@ -32,9 +32,18 @@ def llama(layers: int = 1, **options: Any) -> LlamaForCausalLM:
     """A model of four heads; its weights are large, so that its tokens are far from each other."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=32, max_position_embeddings=64, initializer_range=0.5, eos_token_id=31, pad_token_id=0, **options,
-    )  # fmt: skip
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=32,
+        max_position_embeddings=64,
+        initializer_range=0.5,
+        eos_token_id=31,
+        pad_token_id=0,
+        **options,
+    )
     return LlamaForCausalLM(config)
 
 
@@ -171,9 +180,16 @@ def test_tokens_are_those_of_one_device_while_training(
 def gpt2(**options: Any) -> GPT2LMHeadModel:
     torch.manual_seed(0)
     config = GPT2Config(
-        n_embd=16, n_layer=1, n_head=2, vocab_size=32, n_positions=48, initializer_range=0.5, eos_token_id=31,
-        pad_token_id=0, **options,
-    )  # fmt: skip
+        n_embd=16,
+        n_layer=1,
+        n_head=2,
+        vocab_size=32,
+        n_positions=48,
+        initializer_range=0.5,
+        eos_token_id=31,
+        pad_token_id=0,
+        **options,
+    )
     return GPT2LMHeadModel(config)
 
 
@@ -227,9 +243,17 @@ def local_attention(kind: type[GPTNeoForCausalLM]) -> GPTNeoForCausalLM:
     """A model whose second layer sees four tokens, by a mask of its own."""
     torch.manual_seed(0)
     config = GPTNeoConfig(
-        hidden_size=16, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]], window_size=4,
-        vocab_size=32, max_position_embeddings=64, initializer_range=0.5, eos_token_id=31, pad_token_id=0,
-    )  # fmt: skip
+        hidden_size=16,
+        num_layers=2,
+        num_heads=2,
+        attention_types=[[["global", "local"], 1]],
+        window_size=4,
+        vocab_size=32,
+        max_position_embeddings=64,
+        initializer_range=0.5,
+        eos_token_id=31,
+        pad_token_id=0,
+    )
     return kind(config)
 
 
@@ -278,9 +302,7 @@ def test_a_model_whose_results_are_tuples() -> None:
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_options_that_need_other_forwards_are_refused(
-    options: dict[str, Any], planned: Any
-) -> None:
+def test_options_that_need_other_forwards_are_refused(options: dict[str, Any], planned: Any) -> None:
     with pytest.raises(StepError, match=f"generate was given {next(iter(options))}, for which"):
         generated(planned, **GREEDY, **options)
 
@@ -299,9 +321,7 @@ def test_what_cannot_be_generated_is_refused_in_words() -> None:
         generated(unplanned, **GREEDY)
     with pytest.raises(StepError, match="Linear has no method generate"):
         x = torch.randn(4, 4)
-        linear = autopar.compile(
-            nn.Linear(4, 4), loss_fn=nn.functional.mse_loss, example_inputs=(x, x)
-        )
+        linear = autopar.compile(nn.Linear(4, 4), loss_fn=nn.functional.mse_loss, example_inputs=(x, x))
         linear.generate(x)
     local = compiled(model, batch="local").eval()
     with pytest.raises(StepError, match='generate was called with batch="local"'):

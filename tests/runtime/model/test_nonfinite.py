@@ -139,9 +139,11 @@ class RootOfSum(nn.Module):
 
 def test_a_nan_that_made_a_loss_scale_skip_the_step_is_named() -> None:
     made = autopar.compile(
-        nn.Sequential(nn.Linear(4, 4, bias=False), RootOfSum()), loss_fn=_mean, precision="fp16",
+        nn.Sequential(nn.Linear(4, 4, bias=False), RootOfSum()),
+        loss_fn=_mean,
+        precision="fp16",
         loss_scale=autopar.LossScaling(initial=2.0**8),
-    )  # fmt: skip
+    )
     x = torch.rand(8, 4)
     assert autopar.find_nan(made, x + 1) is None
     x[6] = 0

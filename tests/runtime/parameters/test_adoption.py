@@ -51,9 +51,7 @@ def _writes(recipe: str) -> int:
 @pytest.mark.parametrize("recipe", ["zero3", "parameter-server"])
 def test_a_deep_copy_of_a_layer_takes_its_place(two_ranks: Ranks, recipe: str) -> None:
     plain, script = outcome(OBJECTS["copy of a layer"]), OBJECTS["copy of a layer"]
-    for losses, _ in two_ranks.run(
-        outcome, script, by_compile, {"mesh": {"dp": 2}, "recipe": recipe}
-    ):
+    for losses, _ in two_ranks.run(outcome, script, by_compile, {"mesh": {"dp": 2}, "recipe": recipe}):
         assert losses == pytest.approx(plain[0], rel=1e-9)
 
 
@@ -68,9 +66,7 @@ def filled(recipe: str) -> tuple[list[Tensor], list[Tensor]]:
         with torch.no_grad():
             for p in model.parameters():
                 nn.init.uniform_(p).add_(torch.randn_like(p))
-    return [p.detach().full_tensor() for p in made.parameters()], [
-        p.detach() for p in plain.parameters()
-    ]  # type: ignore[attr-defined]
+    return [p.detach().full_tensor() for p in made.parameters()], [p.detach() for p in plain.parameters()]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("recipe", ["zero1", "zero3"])

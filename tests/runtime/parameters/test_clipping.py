@@ -57,9 +57,7 @@ def clipped(
         made.zero_grad()
         made.step(*batch)
         assert made._placement.store is not None
-        norm = clip_grad_norm_(
-            made.named_parameters(), made._placement.store.world, max_norm, norm_type
-        )
+        norm = clip_grad_norm_(made.named_parameters(), made._placement.store.world, max_norm, norm_type)
         grads = {
             n: p.grad.full_tensor()  # type: ignore[operator]
             for n, p in made.named_parameters()
@@ -81,9 +79,7 @@ def expected(name: str, max_norm: float) -> list[tuple[float, dict[str, Tensor]]
     return found
 
 
-def differing(
-    found: list[tuple[float, dict[str, Tensor]]], wanted: list[tuple[float, dict[str, Tensor]]]
-) -> list[str]:
+def differing(found: list[tuple[float, dict[str, Tensor]]], wanted: list[tuple[float, dict[str, Tensor]]]) -> list[str]:
     """Names of the norms and gradients that are not those of one process."""
     names = []
     for (norm, grads), (wanted_norm, wanted_grads) in zip(found, wanted, strict=True):
@@ -105,9 +101,7 @@ def test_one_axis(two_ranks: Ranks, recipe: str) -> None:
             assert not differing(found, wanted)
 
 
-@pytest.mark.parametrize(
-    "recipe", [{"dp": "zero3", "tp": "tp"}, {"dp": "ddp", "tp": "zero1"}], ids=str
-)
+@pytest.mark.parametrize("recipe", [{"dp": "zero3", "tp": "tp"}, {"dp": "ddp", "tp": "zero1"}], ids=str)
 def test_two_axes(four_ranks: Ranks, recipe: dict[str, str]) -> None:
     wanted = expected("mlp", 0.1)
     for found in four_ranks.run(clipped, "mlp", {"dp": 2, "tp": 2}, recipe, 0.1):
@@ -122,9 +116,13 @@ def staged(norm_type: float) -> list[float]:
         parameters[name].grad = torch.tensor(value)
     elsewhere = {"tied"} if dist.get_rank() == 1 else set()
     norm = clip_grad_norm_(
-        parameters.items(), ONE, 1.0, norm_type,
-        stages=dist.group.WORLD, counted_elsewhere=elsewhere,
-    )  # fmt: skip
+        parameters.items(),
+        ONE,
+        1.0,
+        norm_type,
+        stages=dist.group.WORLD,
+        counted_elsewhere=elsewhere,
+    )
     return [norm.item(), *(p.grad.item() for p in parameters.values())]  # type: ignore[union-attr]
 
 

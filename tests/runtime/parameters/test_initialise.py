@@ -42,9 +42,13 @@ def test_a_rank_holds_its_shards_and_one_whole_tensor_at_most(recipe: str, parts
     placed = Placement.place
     with mock.patch.object(Placement, "place", place):
         autopar.compile(
-            model, loss_fn=torch.nn.functional.mse_loss, mesh={"dp": RANKS}, recipe=recipe, device="cpu",
+            model,
+            loss_fn=torch.nn.functional.mse_loss,
+            mesh={"dp": RANKS},
+            recipe=recipe,
+            device="cpu",
             example_inputs=(torch.zeros(8, WIDTH), torch.zeros(8, WIDTH)),
-        )  # fmt: skip
+        )
     whole = before[0].nbytes
     shards = LAYERS * whole // parts
     assert 0 <= counted.now - shards <= SMALL

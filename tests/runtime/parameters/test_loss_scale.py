@@ -33,10 +33,7 @@ def small() -> nn.Module:
 
 def batches() -> list[tuple[Tensor, Tensor]]:
     """Batches of 8 rows; the last row of one of them has a loss whose scaled gradient overflows float16."""
-    found = [
-        tuple(torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(i)))
-        for i in range(STEPS)
-    ]
+    found = [tuple(torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(i))) for i in range(STEPS)]
     found[BAD][1][-1] = 3e4
     return found  # type: ignore[return-value]
 
@@ -45,9 +42,7 @@ def by_torch() -> tuple[list[float], list[float], list[Tensor]]:
     """Losses, scales after each step, and the parameters, of one process with torch's own scaler."""
     model, found, scales = small(), [], []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6)
-    scaler = torch.amp.GradScaler(
-        "cpu", FIRST.initial, FIRST.growth, FIRST.backoff, FIRST.growth_steps
-    )
+    scaler = torch.amp.GradScaler("cpu", FIRST.initial, FIRST.growth, FIRST.backoff, FIRST.growth_steps)
     for x, y in batches():
         halves = {name: p.half() for name, p in model.named_parameters()}
         loss = square(torch.func.functional_call(model, halves, (x.half(),)), y)
@@ -63,23 +58,24 @@ def by_torch() -> tuple[list[float], list[float], list[Tensor]]:
 @captured_once()
 def by_autopar(recipe: Any, mesh: dict[str, int]) -> tuple[list[float], list[float], int, Any]:
     made = autopar.compile(
-        small(), loss_fn=square, mesh=mesh, recipe=recipe, precision="fp16", loss_scale=FIRST,
-        micro_batches=mesh.get("pp", 1), example_inputs=batches()[0],
-    )  # fmt: skip
+        small(),
+        loss_fn=square,
+        mesh=mesh,
+        recipe=recipe,
+        precision="fp16",
+        loss_scale=FIRST,
+        micro_batches=mesh.get("pp", 1),
+        example_inputs=batches()[0],
+    )
     optimizer = torch.optim.AdamW(made.parameters(), lr=1e-2, eps=1e-6)
     found, scales = [], []
     for batch in batches():
         found.append(made.step(*batch).item())
         scales.append(made.loss_scale)
-        assert not any(
-            math.isinf(p.grad.abs().max().item()) for p in made.parameters() if p.grad is not None
-        )
+        assert not any(math.isinf(p.grad.abs().max().item()) for p in made.parameters() if p.grad is not None)
         optimizer.step()
         optimizer.zero_grad()
-    state = {
-        name: getattr(x, "full_tensor", lambda x=x: x)().clone()
-        for name, x in made.state_dict().items()
-    }
+    state = {name: getattr(x, "full_tensor", lambda x=x: x)().clone() for name, x in made.state_dict().items()}
     return found, scales, made.skipped_steps, state
 
 
@@ -179,14 +175,10 @@ def test_a_checkpoint_holds_the_scale(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:The loss of step 1")
 def test_a_scale_below_one_is_said_once() -> None:
     """No scale helps gradients that are NaN."""
-    made = autopar.compile(
-        small(), loss_fn=square, precision="fp16", loss_scale=LossScaling(initial=2.0)
-    )
+    made = autopar.compile(small(), loss_fn=square, precision="fp16", loss_scale=LossScaling(initial=2.0))
     x, y = torch.full((8, 8), math.nan), torch.zeros(8, 8)
     made.step(x, y)
-    with pytest.warns(
-        UserWarning, match=r"fell below 1, to 0\.5, after 2 skipped.*find_nan"
-    ) as said:
+    with pytest.warns(UserWarning, match=r"fell below 1, to 0\.5, after 2 skipped.*find_nan") as said:
         made.step(x, y)
         made.step(x, y)
     assert len(said) == 1
@@ -215,9 +207,7 @@ def test_what_is_no_scale_is_refused(given: Any, words: str) -> None:
         autopar.compile(Tiny(), precision="fp16", loss_scale=given)
 
 
-@pytest.mark.parametrize(
-    "values", [{"growth": 0.5}, {"backoff": 0}, {"backoff": 2}, {"growth_steps": 0}]
-)
+@pytest.mark.parametrize("values", [{"growth": 0.5}, {"backoff": 0}, {"backoff": 2}, {"growth_steps": 0}])
 def test_a_scaling_out_of_range_is_refused(values: dict[str, Any]) -> None:
     with pytest.raises(AutoparError, match=f"{next(iter(values))}="):
         LossScaling(**values)
@@ -269,9 +259,7 @@ def with_torchs_scaler(early: bool) -> Any:
 @pytest.mark.multiprocess
 def test_all_stages_skip_a_step_that_overflows_on_one(two_ranks: Ranks) -> None:
     plain = Deep()
-    scale, expected = trained_with_a_scaler(
-        plain, plain, torch.optim.SGD(plain.parameters(), lr=0.5)
-    )
+    scale, expected = trained_with_a_scaler(plain, plain, torch.optim.SGD(plain.parameters(), lr=0.5))
     for early in (False, True):
         for found, state in two_ranks.run(with_torchs_scaler, early):
             assert found == scale == 8.0 and 0 < len(state) < len(expected)

@@ -100,9 +100,7 @@ def alive(schedule: str, micro_batches: int) -> tuple[int, int]:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(24, 24), nn.Tanh()) for _ in range(4)))
     batch = torch.randn(5 * micro_batches, 24)
-    made = autopar.compile(
-        model, loss_fn=total, mesh={"pp": 2}, schedule=schedule, micro_batches=micro_batches
-    )  # fmt: skip
+    made = autopar.compile(model, loss_fn=total, mesh={"pp": 2}, schedule=schedule, micro_batches=micro_batches)
     made.step(batch)
     with Living(5 * 24) as living:
         made.step(batch)
@@ -127,17 +125,11 @@ def loaded(mesh: dict[str, int]) -> float:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
     batch = torch.randn(8, 8)
     recipe = {"dp": "zero3"} if "dp" in mesh else "gpipe"
-    made = autopar.compile(
-        model, loss_fn=total, mesh=mesh, recipe=recipe, example_inputs=(batch,)
-    )  # fmt: skip
+    made = autopar.compile(model, loss_fn=total, mesh=mesh, recipe=recipe, example_inputs=(batch,))
     made.load_state_dict(plain.state_dict())
-    own = {
-        k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in made.state_dict().items()
-    }
+    own = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in made.state_dict().items()}
     assert own
-    return max(
-        ((v - plain.state_dict()[k]).abs().max().item() for k, v in own.items()), key=nan_last
-    )
+    return max(((v - plain.state_dict()[k]).abs().max().item() for k, v in own.items()), key=nan_last)
 
 
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"pp": 2}])

@@ -46,9 +46,7 @@ def loaded_from_the_first(file: Path, recipe: str, whole: bool) -> tuple[str, fl
 def test_another_ranks_shards_are_refused(two_ranks: Ranks, tmp_path: Path) -> None:
     first, second = two_ranks.run(loaded_from_the_first, tmp_path / "shards.pt", "zero3", False)
     assert first == ("", 0.0)
-    assert second[0].startswith(
-        "load_state_dict on rank 1 was given the state dict of rank 0, whose"
-    )
+    assert second[0].startswith("load_state_dict on rank 1 was given the state dict of rank 0, whose")
     assert "save_checkpoint" in second[0]
 
 
@@ -148,9 +146,7 @@ def test_parameters_of_one_stage_are_said_to_be_that(two_ranks: Ranks) -> None:
     first, second = two_ranks.run(said_of_one_stage)
     assert first[0] == second[0] == second[1] == []  # every rank would say the same
     (said,) = first[1]
-    assert said.startswith(
-        "test_stage_partition.py: model.parameters() gives the parameters of this rank's"
-    )
+    assert said.startswith("test_stage_partition.py: model.parameters() gives the parameters of this rank's")
     assert "2 more lie on other ranks" in said
     for refused in (*first[2], *second[2]):
         assert "those of other stages lie on other ranks" in refused

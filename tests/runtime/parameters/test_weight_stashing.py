@@ -61,9 +61,14 @@ def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
 
 @captured_once()
 def trained(
-    schedule: str, stages: int, optimizer: str, mesh: dict[str, int] | None = None, recipe: Any = "auto",
-    recompute: Any = "none", executor: str = "eager",
-) -> dict[str, Any]:  # fmt: skip
+    schedule: str,
+    stages: int,
+    optimizer: str,
+    mesh: dict[str, int] | None = None,
+    recipe: Any = "auto",
+    recompute: Any = "none",
+    executor: str = "eager",
+) -> dict[str, Any]:
     micro_batches = 4 * stages
     model, batches = make(stages, 4 * micro_batches)
     plan = plan_for(model, batches[0], mean_square, schedule, stages, micro_batches, mesh, recipe)
@@ -81,10 +86,15 @@ def expected(schedule: str, stages: int, optimizer: str) -> dict[str, Any]:
     micro_batches = 4 * stages
     model, batches = make(stages, 4 * micro_batches)
     losses = train_stages(
-        model, batches, lambda m, part: run_with_loss(m, part, {}, mean_square),  # type: ignore[arg-type]
-        optimizer_of(optimizer, model), stage_of=lambda name: int(name.split(".")[0]), stages=stages,
-        schedule=schedule, micro_batches=micro_batches,
-    )  # fmt: skip
+        model,
+        batches,
+        lambda m, part: run_with_loss(m, part, {}, mean_square),  # type: ignore[arg-type]
+        optimizer_of(optimizer, model),
+        stage_of=lambda name: int(name.split(".")[0]),
+        stages=stages,
+        schedule=schedule,
+        micro_batches=micro_batches,
+    )
     return {"losses": losses, **full_state(model)}
 
 
@@ -102,9 +112,7 @@ def distance(parts: list[dict[str, Any]], reference: dict[str, Any]) -> float:
         [("pipedream", "sgd"), ("pipedream-sync", "adamw"), ("2bw", "sgd")],
     ),
 )
-def test_two_stages_train_as_the_delayed_reference(
-    two_ranks: Ranks, schedule: str, optimizer: str
-) -> None:
+def test_two_stages_train_as_the_delayed_reference(two_ranks: Ranks, schedule: str, optimizer: str) -> None:
     found = two_ranks.run(trained, schedule, 2, optimizer)
     assert distance(found, expected(schedule, 2, optimizer)) < 1e-9
 
@@ -120,9 +128,7 @@ def test_two_stages_train_as_the_delayed_reference(
         pytest.param("2bw", "sgd", marks=pytest.mark.slow),
     ],
 )
-def test_four_stages_train_as_the_delayed_reference(
-    four_ranks: Ranks, schedule: str, optimizer: str
-) -> None:
+def test_four_stages_train_as_the_delayed_reference(four_ranks: Ranks, schedule: str, optimizer: str) -> None:
     found = four_ranks.run(trained, schedule, 4, optimizer)
     assert distance(found, expected(schedule, 4, optimizer)) < 1e-9
 
@@ -167,9 +173,7 @@ def _weights(optimizer: torch.optim.Optimizer, earlier: set[int]) -> int:
         ("2bw", [2, 2, 2, 2]),
     ],
 )
-def test_versions_that_are_alive_are_counted_as_tensors(
-    four_ranks: Ranks, schedule: str, alive: list[int]
-) -> None:
+def test_versions_that_are_alive_are_counted_as_tensors(four_ranks: Ranks, schedule: str, alive: list[int]) -> None:
     assert four_ranks.run(counted, schedule, 4) == alive
 
 
@@ -181,17 +185,13 @@ def test_versions_that_are_alive_are_counted_as_tensors(
         ("2bw", {"dp": 2}, "ddp"),
     ],
 )
-def test_stages_of_several_ranks(
-    four_ranks: Ranks, schedule: str, mesh: dict[str, int], recipe: str
-) -> None:
+def test_stages_of_several_ranks(four_ranks: Ranks, schedule: str, mesh: dict[str, int], recipe: str) -> None:
     found = four_ranks.run(trained, schedule, 2, "adamw", mesh, recipe)
     assert distance(found, expected(schedule, 2, "adamw")) < 1e-9
 
 
 @pytest.mark.parametrize("recompute", often(["full", 1], [1]))
-def test_recomputed_blocks_take_the_version_of_their_forward(
-    two_ranks: Ranks, recompute: Any
-) -> None:
+def test_recomputed_blocks_take_the_version_of_their_forward(two_ranks: Ranks, recompute: Any) -> None:
     found = two_ranks.run(trained, "pipedream-sync", 2, "sgd", None, "auto", recompute)
     assert distance(found, expected("pipedream-sync", 2, "sgd")) < 1e-9
 
@@ -209,9 +209,7 @@ def test_a_compiled_executor(two_ranks: Ranks) -> None:
 def as_written() -> dict[str, Any]:
     """A loop of 1f1b with two lines changed; evaluation between the steps, and the optimizer's step left in place."""
     model, batches = make(2, 32)
-    made = autopar.compile(
-        model, loss_fn=mean_square, mesh={"pp": 2}, recipe="pipedream", micro_batches=8
-    )
+    made = autopar.compile(model, loss_fn=mean_square, mesh={"pp": 2}, recipe="pipedream", micro_batches=8)
     optimizer = optimizer_of("sgd", made)
     made.attach_optimizer(optimizer)
     losses, seen = [], []
@@ -221,9 +219,7 @@ def as_written() -> dict[str, Any]:
         losses.append(made.step(*each).item())
         optimizer.step()
         optimizer.zero_grad()
-    assert (
-        seen[1] != losses[1]
-    )  # the one is of the newest parameters, the other of those that micro-batches saw
+    assert seen[1] != losses[1]  # the one is of the newest parameters, the other of those that micro-batches saw
     return {"losses": losses, **full_state(made.original)}
 
 
@@ -263,9 +259,7 @@ def test_what_cannot_be_says_so(two_ranks: Ranks) -> None:
         no_optimizer, no_torch, clipping, finding, skipping, flushing = found
         assert "no optimizer was given. Call model.attach_optimizer(optimizer) once" in no_optimizer
         assert "attach_optimizer was given int" in no_torch
-        assert clipping.startswith(
-            "clip_grad_norm_ needs the gradients of a whole step, and the sch"
-        )
+        assert clipping.startswith("clip_grad_norm_ needs the gradients of a whole step, and the sch")
         assert finding.startswith("find_nan needs the gradients of a whole step")
         assert skipping.startswith("skip_nonfinite=True needs the gradients of a whole step")
         assert 'call optimizer.step() after each step, or ask for schedule="pipedream"' in flushing
@@ -275,8 +269,12 @@ def test_what_cannot_be_says_so(two_ranks: Ranks) -> None:
 def calls_a_model_that_returns_its_loss() -> str:
     model, batches = make(2, 32)
     made = autopar.compile(
-        WithLoss(model), mesh={"pp": 2}, recipe="pipedream", micro_batches=8, example_inputs=batches[0]
-    )  # fmt: skip
+        WithLoss(model),
+        mesh={"pp": 2},
+        recipe="pipedream",
+        micro_batches=8,
+        example_inputs=batches[0],
+    )
     made.attach_optimizer(optimizer_of("sgd", made))
     with pytest.raises(autopar.StepError) as caught:
         made(*batches[0])

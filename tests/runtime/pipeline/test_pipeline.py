@@ -28,9 +28,16 @@ pytestmark = pytest.mark.multiprocess
 
 
 def compiled(
-    model: nn.Module, batch: Batch, loss: Any, *, schedule: str = "1f1b", ranks: int = 2,
-    micro_batches: int = 4, mesh: dict[str, int] | None = None, recipe: Any = "auto",
-) -> autopar.CompiledModule:  # fmt: skip
+    model: nn.Module,
+    batch: Batch,
+    loss: Any,
+    *,
+    schedule: str = "1f1b",
+    ranks: int = 2,
+    micro_batches: int = 4,
+    mesh: dict[str, int] | None = None,
+    recipe: Any = "auto",
+) -> autopar.CompiledModule:
     plan = plan_for(model, batch, loss, schedule, ranks, micro_batches, mesh, recipe)
     return autopar.compile(model, loss_fn=loss, plan=plan)
 
@@ -74,9 +81,7 @@ def distance(parts: list[dict[str, Any]], name: str) -> float:
 
 def distance_of(parts: list[dict[str, Any]], expected: dict[str, Any]) -> float:
     whole = together(parts)
-    return max(
-        difference({key: (whole | part)[key] for key in expected}, expected) for part in parts
-    )
+    return max(difference({key: (whole | part)[key] for key in expected}, expected) for part in parts)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -95,9 +100,7 @@ def test_every_schedule(two_ranks: Ranks, schedule: str) -> None:
         ("dualpipev", {"tp": 2}, "tp+sp"),
     ],
 )
-def test_schedules_with_other_axes(
-    four_ranks: Ranks, schedule: str, mesh: dict[str, int], recipe: str
-) -> None:
+def test_schedules_with_other_axes(four_ranks: Ranks, schedule: str, mesh: dict[str, int], recipe: str) -> None:
     assert distance(four_ranks.run(trained, "gpt", schedule, 2, mesh, recipe), "gpt") < 1e-9
 
 
@@ -137,12 +140,8 @@ def trained_choosing(schedule: str, cuts: tuple[str, ...]) -> dict[str, Any]:
     return train(made, made.step, batch)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "cuts"), [("1f1b", ("tanh",)), ("zbv", ("relu", "tanh", "tanh_1"))]
-)
-def test_values_without_gradients_pass_stages(
-    two_ranks: Ranks, schedule: str, cuts: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize(("schedule", "cuts"), [("1f1b", ("tanh",)), ("zbv", ("relu", "tanh", "tanh_1"))])
+def test_values_without_gradients_pass_stages(two_ranks: Ranks, schedule: str, cuts: tuple[str, ...]) -> None:
     model, batch = choosing()
 
     def step(x: Tensor) -> Tensor:
@@ -185,9 +184,7 @@ def single_tied() -> dict[str, Any]:
     return train(model, step, batch)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "ranks"), often([("1f1b", 2), ("zbv", 2), ("1f1b", 4)], [("zbv", 2)])
-)
+@pytest.mark.parametrize(("schedule", "ranks"), often([("1f1b", 2), ("zbv", 2), ("1f1b", 4)], [("zbv", 2)]))
 def test_a_tied_matrix_is_the_same_on_both_of_its_stages(
     two_ranks: Ranks, four_ranks: Ranks, schedule: str, ranks: int
 ) -> None:
@@ -249,9 +246,7 @@ def losses_outside(schedule: str, mesh: Any, recipe: Any) -> tuple[float, float,
 
 
 @pytest.mark.parametrize("schedule", often(["1f1b", "interleaved", "zbv"], ["interleaved"]))
-def test_a_loss_outside_of_the_model_goes_back_through_the_stages(
-    two_ranks: Ranks, schedule: str
-) -> None:
+def test_a_loss_outside_of_the_model_goes_back_through_the_stages(two_ranks: Ranks, schedule: str) -> None:
     for far, apart, message in two_ranks.run(losses_outside, schedule, None, "auto"):
         assert max(far, apart) < 1e-12
         assert message.startswith("A derivative is to be taken of a gradient")
@@ -385,9 +380,7 @@ def missing_entries() -> tuple[str, list[str]]:
 
 
 def test_a_missing_entry_of_this_ranks_is_named(two_ranks: Ranks) -> None:
-    for name, (message, missing) in zip(
-        ["up.weight", "down.weight"], two_ranks.run(missing_entries), strict=True
-    ):
+    for name, (message, missing) in zip(["up.weight", "down.weight"], two_ranks.run(missing_entries), strict=True):
         assert f'Missing key(s) in state_dict: "{name}"' in message
         assert missing == [name]
 
@@ -417,9 +410,7 @@ def test_an_optimizer_made_before_holds_what_its_rank_does(two_ranks: Ranks) -> 
         optimizer.step()
         optimizer.zero_grad()
     results = two_ranks.run(early_optimizer)
-    assert sorted(n for _, names in results for n in names) == sorted(
-        n for n, _ in model.named_parameters()
-    )
+    assert sorted(n for _, names in results for n in names) == sorted(n for n, _ in model.named_parameters())
     for losses, _ in results:
         assert losses == pytest.approx(expected, rel=1e-9)
 
@@ -501,8 +492,10 @@ def materialised() -> tuple[float, float, bool]:
         made.prepare(*batch)
     held = sum(p.nbytes for p in made.parameters())
     return (
-        bytes_.most / (4 * width**2), held / (4 * width**2), all(p.full_tensor().std() > 0 for p in made.parameters())  # type: ignore[attr-defined]
-    )  # fmt: skip
+        bytes_.most / (4 * width**2),
+        held / (4 * width**2),
+        all(p.full_tensor().std() > 0 for p in made.parameters()),  # type: ignore[attr-defined]
+    )
 
 
 def test_a_stage_is_all_that_a_rank_materialises(four_ranks: Ranks) -> None:
@@ -639,6 +632,4 @@ def test_refusals_have_their_numbers(two_ranks: Ranks) -> None:
     few, count, mesh = equal_on_all(two_ranks.run(refusals))
     assert few.startswith("PlanError: The schedule 1f1b takes at least as many micro-batches as")
     assert "The plan has micro_batches=4, and compile was given micro_batches=2" in count
-    assert mesh == (
-        "MeshError: The plan was made for the mesh pp=2,dp=1, and the mesh given is dp=2."
-    )
+    assert mesh == ("MeshError: The plan was made for the mesh pp=2,dp=1, and the mesh given is dp=2.")

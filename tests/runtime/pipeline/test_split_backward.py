@@ -87,10 +87,18 @@ def functions_of_the_user(w: Sequence[Tensor], x: Sequence[Tensor]) -> list[Tens
 
 
 FUNCTIONS: list[Function] = [
-    straight, met_in_two_places, used_twice, made_of_another, weights_alone, two_results,
-    one_tensor_twice, an_input_passes_through, several_results_of_one_node, broadcast_and_shared,
+    straight,
+    met_in_two_places,
+    used_twice,
+    made_of_another,
+    weights_alone,
+    two_results,
+    one_tensor_twice,
+    an_input_passes_through,
+    several_results_of_one_node,
+    broadcast_and_shared,
     functions_of_the_user,
-]  # fmt: skip
+]
 
 
 def leaves() -> tuple[list[Tensor], list[Tensor]]:
@@ -127,10 +135,7 @@ def added_product(w: Sequence[Tensor], x: Sequence[Tensor]) -> list[Tensor]:
 
 def batches_of_products(w: Sequence[Tensor], x: Sequence[Tensor]) -> list[Tensor]:
     a, b, row = x[0].view(2, 2, 4), w[0].view(2, 4, 2), w[1][:1, :2].unsqueeze(0)
-    return [
-        torch.baddbmm(row, a, b, alpha=2.0, beta=0.5)
-        @ torch.bmm(w[1].view(2, 2, 4), x[1].view(2, 4, 2))
-    ]
+    return [torch.baddbmm(row, a, b, alpha=2.0, beta=0.5) @ torch.bmm(w[1].view(2, 2, 4), x[1].view(2, 4, 2))]
 
 
 def convolution(w: Sequence[Tensor], x: Sequence[Tensor]) -> list[Tensor]:
@@ -160,10 +165,7 @@ def test_both_halves_are_a_whole_backward(
 def test_complex_factors_of_a_product_are_conjugated() -> None:
     def step(halves: bool) -> list[Tensor | None]:
         generator = torch.Generator().manual_seed(0)
-        x, w, b = (
-            torch.randn(2, 2, generator=generator, dtype=torch.complex128).requires_grad_()
-            for _ in range(3)
-        )
+        x, w, b = (torch.randn(2, 2, generator=generator, dtype=torch.complex128).requires_grad_() for _ in range(3))
         y = torch.addmm(b, x, w, alpha=2.5 + 1j, beta=0.3 - 2j)
         gradient = torch.full_like(y, 1 + 2j)
         if halves:
@@ -293,8 +295,10 @@ def test_the_trunk_is_what_leads_to_an_input() -> None:
     assert root is not None
     found = trunk([root], {end})
     assert {node.name() for node in found} == {
-        "ReluBackward0", "MmBackward0", "torch::autograd::AccumulateGrad",
-    }  # fmt: skip
+        "ReluBackward0",
+        "MmBackward0",
+        "torch::autograd::AccumulateGrad",
+    }
     assert len(found) == 3  # of the weight's own node, none
     leaving = [(node.name(), *edges) for node, edges in found.items() if edges]
     assert leaving == [("MmBackward0", 1)]
@@ -314,9 +318,7 @@ def by_torch(function: Function) -> list[Tensor | None]:
     module, (_, x) = copy.deepcopy(Plain(function)), leaves()
     weights = list(module.weights)
     results = function(weights, x)
-    _, groups = torchs.stage_backward_input(
-        list(results), gradients_of(results), x[:1], iter(module.parameters())
-    )
+    _, groups = torchs.stage_backward_input(list(results), gradients_of(results), x[:1], iter(module.parameters()))
     torchs.stage_backward_weight(iter(module.parameters()), groups)
     return [p.grad for p in weights]
 

@@ -30,12 +30,8 @@ pytestmark = pytest.mark.multiprocess
 NVME = "zero-infinity-nvme"
 
 
-@pytest.mark.parametrize(
-    "options", [{"steps": 10}, {"micro_batches": 2, "recompute": "full"}], ids=str
-)
-def test_training_equals_one_process(
-    two_ranks: Ranks, tmp_path: Path, options: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("options", [{"steps": 10}, {"micro_batches": 2, "recompute": "full"}], ids=str)
+def test_training_equals_one_process(two_ranks: Ranks, tmp_path: Path, options: dict[str, Any]) -> None:
     assert distance_from_one_process(two_ranks, NVME, nvme=str(tmp_path), **options) < 1e-9
     assert not list(tmp_path.iterdir())
 
@@ -50,8 +46,14 @@ def measured(folder: str, precision: str | None) -> dict[str, Any]:
     model = network()
     batch = (torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH))
     made = autopar.compile(
-        model, loss_fn=mean_square, mesh={"dp": 2}, recipe=NVME, nvme=folder, micro_batches=1, precision=precision,
-    )  # fmt: skip
+        model,
+        loss_fn=mean_square,
+        mesh={"dp": 2},
+        recipe=NVME,
+        nvme=folder,
+        micro_batches=1,
+        precision=precision,
+    )
     optimizer = torch.optim.AdamW(made.parameters())
     made.step(*batch)
     optimizer.step()
@@ -61,9 +63,7 @@ def measured(folder: str, precision: str | None) -> dict[str, Any]:
     before = dict(tiers.moved_bytes)
     made.step(*batch)
     gc.collect()
-    graph = prepare_step(
-        network(), batch, loss_fn=mean_square, precision=policy_of(precision)
-    ).analysis.graph
+    graph = prepare_step(network(), batch, loss_fn=mean_square, precision=policy_of(precision)).analysis.graph
     to_move: dict[Any, float] = {}
     for i in step_of(graph, made.plan, CPU_GLOO).items:
         if i.resource in ("host", "nvme"):
@@ -79,9 +79,7 @@ def measured(folder: str, precision: str | None) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("precision", [None, "bf16 reduce=bf16"])
-def test_bytes_kept_and_moved_are_those_of_the_price(
-    two_ranks: Ranks, tmp_path: Path, precision: str | None
-) -> None:
+def test_bytes_kept_and_moved_are_those_of_the_price(two_ranks: Ranks, tmp_path: Path, precision: str | None) -> None:
     """Files keep parameter, gradient and two moments in float32, 16 bytes over the ranks.
 
     A step reads 4 bytes of each parameter and writes 4 of its gradient. On the host they are cast, and from there they
@@ -103,10 +101,7 @@ def test_bytes_kept_and_moved_are_those_of_the_price(
 
 def test_a_checkpoint_goes_on_from_and_into_files(two_ranks: Ranks, tmp_path: Path) -> None:
     ways = [("zero3", "zero3"), (NVME, "zero3"), ("zero3", NVME)]
-    found = [
-        two_ranks.run(_resumed, str(tmp_path / str(n)), str(tmp_path), *way)[0]
-        for n, way in enumerate(ways)
-    ]
+    found = [two_ranks.run(_resumed, str(tmp_path / str(n)), str(tmp_path), *way)[0] for n, way in enumerate(ways)]
     assert all(losses == pytest.approx(found[0], rel=1e-12) for losses in found)
 
 
@@ -138,9 +133,7 @@ def _resumed(folder: str, nvme: str, first: str, then: str) -> list[float]:
 
 def made_on_one_rank(**options: Any) -> autopar.CompiledModule:
     model, batch, _ = make("mlp")
-    return autopar.compile(
-        model, loss_fn=mean_square, mesh={"dp": 1}, recipe=NVME, example_inputs=batch, **options
-    )
+    return autopar.compile(model, loss_fn=mean_square, mesh={"dp": 1}, recipe=NVME, example_inputs=batch, **options)
 
 
 def test_a_plan_with_files_asks_for_a_folder() -> None:
@@ -150,9 +143,7 @@ def test_a_plan_with_files_asks_for_a_folder() -> None:
 
 @pytest.mark.parametrize("folder", ["", 7])
 def test_what_names_no_folder_is_refused(folder: Any) -> None:
-    with pytest.raises(
-        autopar.AutoparError, match=f"nvme={folder!r} names no folder; give its path"
-    ):
+    with pytest.raises(autopar.AutoparError, match=f"nvme={folder!r} names no folder; give its path"):
         made_on_one_rank(nvme=folder)
 
 
@@ -160,8 +151,13 @@ def test_a_folder_that_the_plan_does_not_use_is_a_warning(tmp_path: Path) -> Non
     model, batch, _ = make("mlp")
     with pytest.warns(UserWarning, match="is not used: the plan, of the recipe zero3, keeps no"):
         autopar.compile(
-            model, loss_fn=mean_square, mesh={"dp": 1}, recipe="zero3", example_inputs=batch, nvme=tmp_path
-        )  # fmt: skip
+            model,
+            loss_fn=mean_square,
+            mesh={"dp": 1},
+            recipe="zero3",
+            example_inputs=batch,
+            nvme=tmp_path,
+        )
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -174,9 +170,7 @@ def test_a_folder_that_cannot_be_written_to_is_found_before_training() -> None:
         made_on_one_rank(nvme="/proc")
 
 
-def test_a_full_disk_is_found_before_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_found_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1000, 0, 1000))
     with pytest.raises(
@@ -200,9 +194,7 @@ def _refused(folder: str) -> str:
     return str(found.value)
 
 
-def test_no_room_for_a_tensor_is_an_error_and_leaves_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_room_for_a_tensor_is_an_error_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 

@@ -75,9 +75,7 @@ sys.exit(int(sys.argv[-1]))
 def test_a_script_runs_with_its_own_arguments_and_its_failure_is_seen(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    result = CliRunner().invoke(
-        main, ["run", str(script), "--ranks", "2", "--max-restarts", "0", "--local", "5", "3"]
-    )
+    result = CliRunner().invoke(main, ["run", str(script), "--ranks", "2", "--max-restarts", "0", "--local", "5", "3"])
     assert result.exit_code == 1
     assert re.search(r"train.py failed on rank [01]: exit code 3", result.output)
     said = [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)]
@@ -104,11 +102,7 @@ def test_ranks_with_the_error_of_another_have_no_line_of_their_own(tmp_path: Pat
         "rank 0: MeshError: 8 ranks, and 4 run",
         "rank 2: OSError: no space (rank 0 says more; all frames: /tmp/c)",
     ]
-    ranks[
-        1
-    ].timestamp -= (
-        5  # a rank that reports the error of another is not the first, however early it reports
-    )
+    ranks[1].timestamp -= 5  # a rank that reports the error of another is not the first, however early it reports
     assert first_failure(ChildFailedError("train.py", ranks))[0] == 0
     assert [_is_killed(ranks[rank]) for rank in (0, 3)] == [False, True]
     assert _cause(failure(tmp_path, 4, "", None, -9)) == "killed by SIGKILL"
@@ -134,9 +128,7 @@ if rank == size - 1:
     [
         ("twice", ["--ranks", "2", "--max-restarts", "1", "--restore-minutes", "0"], [2, 2, 2], 0),
         ("large", ["--ranks", "4", "--max-restarts", "1", "--min-ranks", "2"], [4, 4, 2], 0),
-        pytest.param(
-            "large", ["--ranks", "3", "--max-restarts", "0"], [3], 1, marks=pytest.mark.slow
-        ),
+        pytest.param("large", ["--ranks", "3", "--max-restarts", "0"], [3], 1, marks=pytest.mark.slow),
         ("error", ["--ranks", "2"], [2, 2], 1),
     ],
     ids=["again", "fewer", "never", "twice the same error"],

@@ -28,18 +28,21 @@ def trained(recipe: Any, mesh: dict[str, int], bad: tuple[int, ...]) -> tuple[in
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 8))
     made = autopar.compile(
-        model.double(), loss_fn=mean_square, mesh=mesh, recipe=recipe, skip_nonfinite=True,
-        micro_batches=mesh.get("pp", 1), example_inputs=batches(())[0],
-    )  # fmt: skip
+        model.double(),
+        loss_fn=mean_square,
+        mesh=mesh,
+        recipe=recipe,
+        skip_nonfinite=True,
+        micro_batches=mesh.get("pp", 1),
+        example_inputs=batches(())[0],
+    )
     optimizer = torch.optim.AdamW(made.parameters(), lr=1e-2, eps=1e-6)
     for number, batch in enumerate(batches(bad)):
         if bad or number in (0, 3):
             made.step(*batch)
             optimizer.step()
             optimizer.zero_grad()
-    state = {
-        name: getattr(x, "full_tensor", lambda x=x: x)() for name, x in made.state_dict().items()
-    }
+    state = {name: getattr(x, "full_tensor", lambda x=x: x)() for name, x in made.state_dict().items()}
     return made.skipped_steps, {name: x.clone() for name, x in state.items()}
 
 
@@ -68,9 +71,7 @@ def test_ranks_skip_alike(two_ranks: Ranks, recipe: str, mesh: dict[str, int]) -
 
 
 def test_gradients_alone_are_looked_at() -> None:
-    skips, goes_on = (
-        autopar.compile(RootOfProduct(), skip_nonfinite=skip) for skip in (True, False)
-    )
+    skips, goes_on = (autopar.compile(RootOfProduct(), skip_nonfinite=skip) for skip in (True, False))
     for made in (skips, goes_on):
         assert made.step(torch.ones(2)) == 0
     assert skips.weight.grad is None and skips.skipped_steps == 1

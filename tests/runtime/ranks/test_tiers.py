@@ -42,9 +42,7 @@ PARAMETERS = LAYERS * (WIDTH * WIDTH + WIDTH)
     ],
     ids=str,
 )
-def test_training_equals_one_process(
-    two_ranks: Ranks, recipe: str, options: dict[str, Any]
-) -> None:
+def test_training_equals_one_process(two_ranks: Ranks, recipe: str, options: dict[str, Any]) -> None:
     assert distance_from_one_process(two_ranks, recipe, **options) < 1e-9
 
 
@@ -88,9 +86,13 @@ def test_owners_outside_the_device_train_as_one_process_does(
 def _owned_far(recipe: str, tier: Any, folder: str) -> tuple[dict[str, Any], int, Any, int]:
     model, batch, loss_fn = make("mlp")
     plan = autopar.compile(
-        copy.deepcopy(model), loss_fn=loss_fn, mesh={"dp": 2}, recipe=recipe, micro_batches=1,
+        copy.deepcopy(model),
+        loss_fn=loss_fn,
+        mesh={"dp": 2},
+        recipe=recipe,
+        micro_batches=1,
         example_inputs=batch,
-    ).plan  # fmt: skip
+    ).plan
     far = {name: replace(how, tier=tier) for name, how in plan.parameters.items()}
     plan = autopar.Plan.parse(str(replace(plan, parameters=far)))
     files = {"nvme": folder} if tier == "nvme" else {}
@@ -140,12 +142,8 @@ def measured(recipe: str, precision: str | None) -> dict[str, Any]:
     optimizer.zero_grad()
     made.step(*batch)
     gc.collect()
-    states = sum(
-        x.to_local().nbytes for s in optimizer.state.values() for n, x in s.items() if n != "step"
-    )
-    graph = prepare_step(
-        network(), batch, loss_fn=mean_square, precision=policy_of(precision)
-    ).analysis.graph
+    states = sum(x.to_local().nbytes for s in optimizer.state.values() for n, x in s.items() if n != "step")
+    graph = prepare_step(network(), batch, loss_fn=mean_square, precision=policy_of(precision)).analysis.graph
     step = step_of(graph, made.plan, CPU_GLOO)
     priced = {i.kind: 0.0 for i in step.items if i.resource == "host"}
     for i in step.items:
@@ -160,9 +158,7 @@ def measured(recipe: str, precision: str | None) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("recipe", ["zero-offload", "zero3-offload"])
-def test_bytes_kept_and_moved_are_those_of_the_paper_and_of_the_price(
-    two_ranks: Ranks, recipe: str
-) -> None:
+def test_bytes_kept_and_moved_are_those_of_the_paper_and_of_the_price(two_ranks: Ranks, recipe: str) -> None:
     """bfloat16 in use: 2 bytes a parameter down and 2 up in a step (Ren et al. 2021, section 4.1), over the ranks.
 
     The host keeps the parameter, its gradient and two moments in float32, 16 bytes over the ranks; the paper's 14
@@ -197,9 +193,12 @@ def test_residents_on_the_host_move_for_every_use(two_ranks: Ranks, precision: s
 
 def test_a_checkpoint_goes_on_under_another_tier(two_ranks: Ranks, tmp_path: Any) -> None:
     ways = [
-        ("zero3", "zero3"), ("zero-offload", "zero3"), ("ddp", "zero3-offload"), ("zero-infinity", "zero1"),
+        ("zero3", "zero3"),
+        ("zero-offload", "zero3"),
+        ("ddp", "zero3-offload"),
+        ("zero-infinity", "zero1"),
         ("zero1", "zero-infinity"),
-    ]  # fmt: skip
+    ]
     found = [two_ranks.run(_resumed, str(tmp_path / "-".join(way)), *way)[0] for way in ways]
     assert all(losses == pytest.approx(found[0], rel=1e-12) for losses in found)
 
@@ -211,9 +210,7 @@ def _resumed(folder: str, first: str, then: str) -> list[float]:
     for recipe in (first, then):
         torch.manual_seed(0)
         model, batch, _ = make("mlp")
-        made = autopar.compile(
-            model, loss_fn=mean_square, mesh={"dp": 2}, recipe=recipe, example_inputs=batch
-        )
+        made = autopar.compile(model, loss_fn=mean_square, mesh={"dp": 2}, recipe=recipe, example_inputs=batch)
         optimizer = AdamW(made.parameters(), lr=1e-2)
         if losses:
             autopar.checkpoint.load_checkpoint(folder, made, optimizer)
@@ -234,9 +231,7 @@ def test_an_evaluation_leaves_no_parameters_on_the_device(two_ranks: Ranks) -> N
 def _left_after_evaluation() -> int:
     """Bytes of the copies of parameters on the device after a step and a forward without autograd."""
     model, batch, _ = make("mlp")
-    made = autopar.compile(
-        model, loss_fn=mean_square, mesh={"dp": 2}, recipe="zero3-offload", example_inputs=batch
-    )
+    made = autopar.compile(model, loss_fn=mean_square, mesh={"dp": 2}, recipe="zero3-offload", example_inputs=batch)
     near, copied = Tiers(torch.device("cpu")), _torch.device_copy
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_torch, "device_copy", lambda *x: near.counted(copied(*x), "device"))

@@ -54,16 +54,19 @@ def trained(
     return {"losses": losses, **full_state(made.original)}
 
 
-def expected(
-    name: str, replicas: int, recipe: str, optimizer: str, count: int = STEPS
-) -> list[dict[str, Any]]:
+def expected(name: str, replicas: int, recipe: str, optimizer: str, count: int = STEPS) -> list[dict[str, Any]]:
     """The same of every replica, in plain PyTorch."""
     model, _, loss_fn = make(name)
     rule, _, steps = recipe.partition(":")
     found, losses = train_replicas(
-        model, batches(name, count), lambda m, part: run_with_loss(m, part, {}, loss_fn),  # type: ignore[arg-type]
-        lambda m: optimizer_of(optimizer, m), replicas=replicas, steps=int(steps), rule=rule,
-    )  # fmt: skip
+        model,
+        batches(name, count),
+        lambda m, part: run_with_loss(m, part, {}, loss_fn),  # type: ignore[arg-type]
+        lambda m: optimizer_of(optimizer, m),
+        replicas=replicas,
+        steps=int(steps),
+        rule=rule,
+    )
     return [{"losses": own, **full_state(m)} for m, own in zip(found, losses, strict=True)]
 
 
@@ -109,16 +112,12 @@ def test_four_replicas(four_ranks: Ranks, recipe: str, optimizer: str) -> None:
     [
         ({"far": 2, "dp": 2}, {"far": "diloco:3", "dp": "zero3"}),
         pytest.param({"far": 2, "dp": 2}, {"far": "geo:3", "dp": "zero1"}, marks=pytest.mark.slow),
-        pytest.param(
-            {"far": 2, "dp": 2}, {"far": "diloco:3", "dp": "data-parallel"}, marks=pytest.mark.slow
-        ),
+        pytest.param({"far": 2, "dp": 2}, {"far": "diloco:3", "dp": "data-parallel"}, marks=pytest.mark.slow),
         ({"dp": 2, "tp": 2}, {"dp": "local:3", "tp": "tp"}),
     ],
     ids=str,
 )
-def test_replicas_of_several_ranks(
-    four_ranks: Ranks, mesh: dict[str, int], recipe: dict[str, str]
-) -> None:
+def test_replicas_of_several_ranks(four_ranks: Ranks, mesh: dict[str, int], recipe: dict[str, str]) -> None:
     results = four_ranks.run(_gpt, mesh, recipe)
     ways = expected("gpt", 2, recipe[next(iter(mesh))], "adamw", 7)
     reference = [ways[0], ways[0], ways[1], ways[1]]
@@ -134,9 +133,7 @@ def by_plan(line: str) -> dict[str, Any]:
     """Parameters after six steps by a plan whose line of replicas was edited."""
     model, batch, loss_fn = make("mlp")
     part = tuple(x[:4] for x in batch)  # a micro-batch of both replicas
-    plan = autopar.explain(
-        model, part, mesh={"dp": 2}, recipe="diloco:3", loss_fn=loss_fn, micro_batches=2
-    ).plan
+    plan = autopar.explain(model, part, mesh={"dp": 2}, recipe="diloco:3", loss_fn=loss_fn, micro_batches=2).plan
     text = str(plan).replace("every 3 steps diloco momentum=0.9 rate=0.7", line)
     assert line in text
     made = autopar.compile(model, loss_fn=loss_fn, plan=autopar.Plan.parse(text))
@@ -253,13 +250,9 @@ def resumed(folder: str, mesh: dict[str, int], recipe: Any) -> tuple[dict[str, A
     return full_state(whole.original), full_state(again.original)
 
 
-def _built(
-    mesh: dict[str, int], recipe: Any
-) -> tuple[autopar.CompiledModule, torch.optim.Optimizer]:
+def _built(mesh: dict[str, int], recipe: Any) -> tuple[autopar.CompiledModule, torch.optim.Optimizer]:
     model, batch, loss_fn = make("mlp")
-    made = autopar.compile(
-        model, loss_fn=loss_fn, mesh=mesh, recipe=recipe, example_inputs=batch, micro_batches=1
-    )  # type: ignore[arg-type]
+    made = autopar.compile(model, loss_fn=loss_fn, mesh=mesh, recipe=recipe, example_inputs=batch, micro_batches=1)  # type: ignore[arg-type]
     return made, optimizer_of("adamw", made)
 
 
@@ -269,9 +262,7 @@ def test_a_run_goes_on_from_a_checkpoint(two_ranks: Ranks, tmp_path: Any, recipe
         assert difference(again, whole) == 0
 
 
-def test_a_run_of_sharded_replicas_goes_on_from_a_checkpoint(
-    four_ranks: Ranks, tmp_path: Any
-) -> None:
+def test_a_run_of_sharded_replicas_goes_on_from_a_checkpoint(four_ranks: Ranks, tmp_path: Any) -> None:
     mesh, recipe = {"far": 2, "dp": 2}, {"far": "diloco:4", "dp": "zero3"}
     for whole, again in four_ranks.run(resumed, str(tmp_path / "saved"), mesh, recipe):
         assert difference(again, whole) == 0
@@ -351,12 +342,7 @@ def sent(recipe: str, count: int) -> float:
     with torch.profiler.profile(record_shapes=True) as profile:
         _run(made, steps, batches("mlp", count))
         made.meet()
-    shapes = [
-        shape
-        for event in profile.events()
-        if event.name.startswith("gloo:")
-        for shape in event.input_shapes
-    ]
+    shapes = [shape for event in profile.events() if event.name.startswith("gloo:") for shape in event.input_shapes]
     return sum(_elements(shape) for shape in shapes) * 8 / count
 
 
@@ -371,9 +357,7 @@ PARAMETER_BYTES = 8 * (8 * 32 + 32 + 32 * 8 + 8)
 
 
 @pytest.mark.parametrize("recipe", ["local:4", "geo:4", "diloco:4"])
-def test_replicas_send_their_parameters_once_in_so_many_steps(
-    two_ranks: Ranks, recipe: str
-) -> None:
+def test_replicas_send_their_parameters_once_in_so_many_steps(two_ranks: Ranks, recipe: str) -> None:
     assert two_ranks.run(sent, recipe, 4) == [PARAMETER_BYTES / 4] * 2
 
 
@@ -386,9 +370,7 @@ def test_data_parallelism_sends_as_much_in_every_step(two_ranks: Ranks) -> None:
 def kept(mesh: dict[str, int], recipe: Any) -> tuple[int, float]:
     """Bytes that a rank keeps for meetings after one, and what was priced for them."""
     model, batch, loss_fn = make("mlp")
-    made = autopar.compile(
-        model, loss_fn=loss_fn, mesh=mesh, recipe=recipe, example_inputs=batch, micro_batches=1
-    )  # type: ignore[arg-type]
+    made = autopar.compile(model, loss_fn=loss_fn, mesh=mesh, recipe=recipe, example_inputs=batch, micro_batches=1)  # type: ignore[arg-type]
     _run(made, optimizer_of("sgd", made), batches("mlp", 1))
     made.meet()
     meetings = made._meetings

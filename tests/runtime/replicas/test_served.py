@@ -28,9 +28,7 @@ pytestmark = pytest.mark.multiprocess
 STEPS = 20
 
 
-def run(
-    model: autopar.CompiledModule, optimizer: torch.optim.Optimizer, own: Any, pause: float = 0.0
-) -> None:
+def run(model: autopar.CompiledModule, optimizer: torch.optim.Optimizer, own: Any, pause: float = 0.0) -> None:
     """Steps with pauses of random lengths, up to so many seconds, which mix up the order of the ranks."""
     pauses = random.Random(dist.get_rank())
     for each in own:
@@ -56,9 +54,13 @@ def replayed(order: str, replicas: int, optimizer: str, name: str, count: int) -
     """The same in plain PyTorch, in one process."""
     model, _, loss_fn = make(name)
     found = autopar.replay(
-        model, batches(name, count), order, replicas=replicas, loss_fn=loss_fn,  # type: ignore[arg-type]
+        model,
+        batches(name, count),
+        order,
+        replicas=replicas,
+        loss_fn=loss_fn,  # type: ignore[arg-type]
         optimizer_of=lambda own: optimizer_of(optimizer, own),
-    )  # fmt: skip
+    )
     return full_state(found[0])
 
 
@@ -78,9 +80,7 @@ def test_without_staleness_it_is_a_meeting_after_every_step(two_ranks: Ranks) ->
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_a_replay_gives_what_four_ranks_had(
-    four_ranks: Ranks, staleness: int, optimizer: str
-) -> None:
+def test_a_replay_gives_what_four_ranks_had(four_ranks: Ranks, staleness: int, optimizer: str) -> None:
     results = four_ranks.run(trained, f"async-server:{staleness}", optimizer, "mlp", STEPS, 0.01)
     ((order, _), *_) = results
     read = Order.parse(4, order)
@@ -117,16 +117,18 @@ def of_kind(kind: torch.dtype) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
-def test_parameters_of_half_precision_are_replayed_to_the_bit(
-    two_ranks: Ranks, kind: torch.dtype
-) -> None:
+def test_parameters_of_half_precision_are_replayed_to_the_bit(two_ranks: Ranks, kind: torch.dtype) -> None:
     """Messages have 16 bits, and the owner's sums 32."""
     results = two_ranks.run(in_half_precision, kind)
     model, _, loss_fn = make("mlp")
     reference = autopar.replay(
-        model.to(kind), of_kind(kind), results[0][0], replicas=2, loss_fn=loss_fn,
+        model.to(kind),
+        of_kind(kind),
+        results[0][0],
+        replicas=2,
+        loss_fn=loss_fn,
         optimizer_of=lambda own: optimizer_of("sgd", own),
-    )  # fmt: skip
+    )
     for _, found, sent in results:
         assert difference(found, full_state(reference[0])) == 0
         assert all(x.dtype == kind for x in found.values())
@@ -137,9 +139,7 @@ def test_parameters_of_half_precision_are_replayed_to_the_bit(
 def by_plan(line: str) -> tuple[str, dict[str, Any]]:
     """The same after seven steps by a plan whose line of replicas was edited."""
     model, batch, loss_fn = make("mlp")
-    plan = autopar.explain(
-        model, batch, mesh={"dp": 2}, recipe="async-server:0", loss_fn=loss_fn
-    ).plan  # type: ignore[arg-type]
+    plan = autopar.explain(model, batch, mesh={"dp": 2}, recipe="async-server:0", loss_fn=loss_fn).plan  # type: ignore[arg-type]
     text = str(plan).replace("every 1 step async-server owner=O(0) staleness=0", line)
     assert line in text
     made = autopar.compile(model, loss_fn=loss_fn, plan=autopar.Plan.parse(text))  # type: ignore[arg-type]
@@ -184,9 +184,7 @@ def resumed(folder: str) -> tuple[dict[str, Any], ...]:
 
 def _built() -> tuple[autopar.CompiledModule, torch.optim.Optimizer]:
     model, batch, loss_fn = make("mlp")
-    made = autopar.compile(
-        model, loss_fn=loss_fn, mesh={"dp": 2}, recipe="async-server:1", example_inputs=batch
-    )  # type: ignore[arg-type]
+    made = autopar.compile(model, loss_fn=loss_fn, mesh={"dp": 2}, recipe="async-server:1", example_inputs=batch)  # type: ignore[arg-type]
     return made, optimizer_of("adamw", made)
 
 
@@ -252,9 +250,13 @@ def test_rows_of_an_embedding_that_no_batch_looked_up_are_not_sent(two_ranks: Ra
     model, given = words()
     results = two_ranks.run(looked_up)
     reference = autopar.replay(
-        model, given, results[0][0], replicas=2, loss_fn=mean_square,
+        model,
+        given,
+        results[0][0],
+        replicas=2,
+        loss_fn=mean_square,
         optimizer_of=lambda own: torch.optim.SGD(own.parameters(), lr=0.1),
-    )  # fmt: skip
+    )
     for _, found, sent in results:
         assert difference(found, full_state(reference[0])) < 1e-9
         assert 0 < sent < 0.05 * 6 * 500 * 4 * 8 + 1000
@@ -271,9 +273,7 @@ def frozen() -> tuple[bool, bool]:
     run(made, steps, batches("mlp", 2))
     made.meet()
     after = full_state(made.original)
-    return torch.equal(before["up.weight"], after["up.weight"]), torch.equal(
-        before["up.bias"], after["up.bias"]
-    )
+    return torch.equal(before["up.weight"], after["up.weight"]), torch.equal(before["up.bias"], after["up.bias"])
 
 
 def test_a_parameter_that_is_frozen_stays(two_ranks: Ranks) -> None:
@@ -321,9 +321,7 @@ def frozen_on_one() -> str:
     model, batch, loss_fn = make("mlp")
     model.get_parameter("up.weight").requires_grad_(dist.get_rank() == 0)
     with pytest.raises(autopar.MeshError) as caught:
-        autopar.compile(
-            model, loss_fn=loss_fn, mesh={"dp": 2}, recipe="async-server:1", example_inputs=batch
-        )  # type: ignore[arg-type]
+        autopar.compile(model, loss_fn=loss_fn, mesh={"dp": 2}, recipe="async-server:1", example_inputs=batch)  # type: ignore[arg-type]
     return str(caught.value)
 
 
@@ -371,9 +369,7 @@ def given_batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def after(accident: str, folder: Path) -> list[Any]:
     """What ranks 0 and 1 wrote."""
-    processes = [
-        CONTEXT.Process(target=work, args=(rank, str(folder), accident)) for rank in range(RANKS)
-    ]
+    processes = [CONTEXT.Process(target=work, args=(rank, str(folder), accident)) for rank in range(RANKS)]
     for process in processes:
         process.start()
     for process in processes[:2]:
@@ -389,9 +385,13 @@ def test_the_others_go_on_without_a_rank_that_died(tmp_path: Path) -> None:
     assert "2!" in order.split()
     torch.manual_seed(0)
     reference = autopar.replay(
-        nn.Linear(12, 12).double(), given_batches(), order, replicas=RANKS, loss_fn=mean_square,
+        nn.Linear(12, 12).double(),
+        given_batches(),
+        order,
+        replicas=RANKS,
+        loss_fn=mean_square,
         optimizer_of=lambda own: torch.optim.SGD(own.parameters(), lr=0.1),
-    )  # fmt: skip
+    )
     assert difference(found, full_state(reference[0])) < 1e-9 and difference(found, other) == 0
 
 
@@ -419,7 +419,5 @@ def without_owner() -> str:
 
 def test_an_owner_that_leaves_first_is_an_error(two_ranks: Ranks) -> None:
     _, said = two_ranks.run(without_owner)
-    assert said.startswith(
-        "An exchange with the server along dp broke: rank 0, which has the common parameters, died"
-    )
+    assert said.startswith("An exchange with the server along dp broke: rank 0, which has the common parameters, died")
     assert "Call model.meet() on every rank after the last step" in said

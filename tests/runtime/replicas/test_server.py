@@ -207,8 +207,12 @@ def test_an_owner_that_wakes_late_does_not_wait_for_the_next_meeting() -> None:
 
 # --- connections
 
-TENSORS = {"w": torch.arange(3.0, dtype=torch.float64), "b": torch.tensor(2, dtype=torch.int8),
-           "h": torch.ones(2, 2, dtype=torch.bfloat16), "none": torch.empty(0, 4)}  # fmt: skip
+TENSORS = {
+    "w": torch.arange(3.0, dtype=torch.float64),
+    "b": torch.tensor(2, dtype=torch.int8),
+    "h": torch.ones(2, 2, dtype=torch.bfloat16),
+    "none": torch.empty(0, 4),
+}
 
 
 def test_a_parcel_crosses_a_connection_with_its_formats() -> None:
@@ -230,9 +234,7 @@ def test_rows_that_did_not_change_are_not_sent() -> None:
     """Rows 1 and 4 of 100 are two numbers of a row and two rows of 3 numbers; a tensor of many changes goes whole."""
     like = {"table": torch.zeros(100, 3, dtype=torch.float64), "b": torch.zeros(5)}
     here, there = (Connection(each, ExchangeBuffer(like)) for each in socket.socketpair())
-    here.parcel.tensors["table"][[1, 4]] = torch.tensor(
-        [[1.0, 0, 0], [0, float("nan"), 2]]
-    ).double()
+    here.parcel.tensors["table"][[1, 4]] = torch.tensor([[1.0, 0, 0], [0, float("nan"), 2]]).double()
     here.parcel.tensors["b"].fill_(7)
     here.parcel.keep_changed_rows()
     here.send(b"p", 1)
@@ -418,9 +420,7 @@ WILD = {
 
 
 @pytest.mark.parametrize("name", WILD)
-def test_a_wild_message_ends_its_connection_alone(
-    name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_wild_message_ends_its_connection_alone(name: str, caplog: pytest.LogCaptureFixture) -> None:
     here, there = socket.socketpair()
     here.settimeout(WAIT_SECONDS)
     there.settimeout(WAIT_SECONDS)

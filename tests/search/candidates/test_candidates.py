@@ -88,15 +88,17 @@ def test_arrays_agree_with_the_expressions(space, priced):
             f"{short}_{axis}": getattr(hardware.link(mesh, position), field)
             for position, axis in ((1, "dp"), (2, "tp"))
             for field, short in (
-                ("bandwidth_bytes_per_second", "bandwidth"), ("latency_seconds", "latency"),
-                ("start_seconds", "start"), ("fill_seconds", "fill"),
-                ("reduce_gain", "reduce_gain"), ("reduce_rounds", "reduce_rounds"),
-                ("exchange_gain", "exchange_gain"), ("send_gain", "send_gain"),
+                ("bandwidth_bytes_per_second", "bandwidth"),
+                ("latency_seconds", "latency"),
+                ("start_seconds", "start"),
+                ("fill_seconds", "fill"),
+                ("reduce_gain", "reduce_gain"),
+                ("reduce_rounds", "reduce_rounds"),
+                ("exchange_gain", "exchange_gain"),
+                ("send_gain", "send_gain"),
             )
-        }  # fmt: skip
-        step = e.at(
-            dp=s.dp, tp=s.tp, batch=s.micro_batch * s.dp, micro_batches=s.micro_batches, **links
-        )
+        }
+        step = e.at(dp=s.dp, tp=s.tp, batch=s.micro_batch * s.dp, micro_batches=s.micro_batches, **links)
         assert float(step.seconds()) == pytest.approx(each.seconds, rel=1e-9)
 
 
@@ -104,8 +106,15 @@ def test_parts_add_up_to_the_step(priced):
     for each in priced:
         assert sum(each.parts.values()) == pytest.approx(each.seconds, rel=1e-9)
     assert {p.binds for p in priced} <= {
-        "compute", "memory bandwidth", "along dp", "along tp", "along pp", "bubble", "host", "fixed",
-    }  # fmt: skip
+        "compute",
+        "memory bandwidth",
+        "along dp",
+        "along tp",
+        "along pp",
+        "bubble",
+        "host",
+        "fixed",
+    }
 
 
 def test_pipelines_pay_a_bubble():

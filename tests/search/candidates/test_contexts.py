@@ -31,9 +31,7 @@ def long() -> Graph:
 
 
 def asked(ranks: int, **options: Any) -> Request:
-    return Request(
-        NODE, **{"ranks": ranks, "batch": BATCH, "cuts_batch": True, "recompute": "none", **options}
-    )
+    return Request(NODE, **{"ranks": ranks, "batch": BATCH, "cuts_batch": True, "recompute": "none", **options})
 
 
 def best(request: Request) -> Planned:
@@ -151,9 +149,7 @@ def test_data_parallelism_is_cut_at_every_size() -> None:
     assert hybrid.name == "dp=32 ddp x dp_inner=4 zero3 x tp=2 tp+sp, 1 x 2"
 
 
-@pytest.mark.parametrize(
-    "options", [{"mesh": "dp=256"}, {"recipe": "dp:auto,tp:auto"}, {"ranks": 8}]
-)
+@pytest.mark.parametrize("options", [{"mesh": "dp=256"}, {"recipe": "dp:auto,tp:auto"}, {"ranks": 8}])
 def test_nothing_is_cut_where_a_user_names_axes_or_one_node_has_all_ranks(
     options: dict[str, Any],
 ) -> None:
@@ -166,9 +162,7 @@ def test_what_is_cut_has_the_step_that_its_estimate_promises() -> None:
     assert cuts()
     for trial in cuts()[:2]:
         assert trial.priced is not None
-        named = of_samples(
-            mesh=trial.mesh, recipe=trial.priced.setting.recipe, micro_batches=trial.micro_batches
-        )
+        named = of_samples(mesh=trial.mesh, recipe=trial.priced.setting.recipe, micro_batches=trial.micro_batches)
         seconds = search_plan(samples(), named).best.price.step_seconds
         assert seconds == pytest.approx(trial.promise_seconds, rel=0.01)
 

@@ -24,9 +24,7 @@ def of(**options: Any) -> SettingSearch:
     return SettingSearch(mlp(batch=8), request, 1, "", None, Searches())
 
 
-def lacks_memory(
-    search: SettingSearch, trial: Trial, _: float = 0, *, gives_up: bool = False
-) -> None:
+def lacks_memory(search: SettingSearch, trial: Trial, _: float = 0, *, gives_up: bool = False) -> None:
     """Stands for `SettingSearch.plan`, where parts of one row have another error than larger ones."""
     if trial.micro_batches == search.rows:
         raise SearchError("It splits nothing of a batch of 1.")

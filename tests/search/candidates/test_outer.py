@@ -23,9 +23,7 @@ from tests.search.stacked import Sizes, residual
 from tests.search.toy import TOY
 
 GRAPH = residual(6, Sizes(batch=4, width=64, hidden=128, vocab=64))
-SMALL = LlamaSizes(
-    batch=4, seq=8, layers=1, dim=16, kv_heads=2, group=2, head_dim=4, ffn=32, vocab=64
-)
+SMALL = LlamaSizes(batch=4, seq=8, layers=1, dim=16, kv_heads=2, group=2, head_dim=4, ffn=32, vocab=64)
 
 
 @functools.cache
@@ -150,9 +148,7 @@ def test_depths_are_those_of_the_request_and_no_more_than_the_blocks() -> None:
     assert depths_of(GRAPH, Request(TOY, ranks=12)) == ([1, 2, 3, 4, 6], ())
     assert depths_of(GRAPH, Request(TOY, ranks=4, stages=(1, 2))) == ([1, 2], ())
     assert depths_of(GRAPH, Request(TOY, ranks=4, recipe="zero3")) == ([1], [2, 4])
-    with pytest.raises(
-        SearchError, match=r"stages=3: with 4 ranks this model can have 1 or 2 or 4 stages"
-    ):
+    with pytest.raises(SearchError, match=r"stages=3: with 4 ranks this model can have 1 or 2 or 4 stages"):
         depths_of(GRAPH, Request(TOY, ranks=4, stages=(1, 2, 3)))
 
 

@@ -30,10 +30,7 @@ class Grouped(nn.Module):
         self.key, self.value = (nn.Linear(WIDTH, heads * SIZE) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            y.unflatten(-1, (-1, SIZE)).transpose(1, 2)
-            for y in (self.query(x), self.key(x), self.value(x))
-        )
+        q, k, v = (y.unflatten(-1, (-1, SIZE)).transpose(1, 2) for y in (self.query(x), self.key(x), self.value(x)))
         y = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
         return self.out(y.transpose(1, 2).flatten(2)).square().mean()
 
@@ -53,9 +50,7 @@ def test_the_sizes_of_grouped_queries() -> None:
     assert grouping_of(graph(4)) is None  # a query for every key
 
 
-@pytest.mark.parametrize(
-    ("ranks", "inner"), [(2, 1), (4, 1), (8, 2), (16, 4), (32, 1), (12, 1), (6, 1)]
-)
+@pytest.mark.parametrize(("ranks", "inner"), [(2, 1), (4, 1), (8, 2), (16, 4), (32, 1), (12, 1), (6, 1)])
 def test_an_inner_axis_splits_the_queries_where_both_sizes_divide(ranks: int, inner: int) -> None:
     """4 heads of 4 queries: 8 ranks are 4 x 2 and 16 are 4 x 4; 12 are 4 x 3, and 3 does not divide 4."""
     assert Grouping(4, 4).inner_ranks(ranks) == inner
@@ -82,8 +77,7 @@ def test_the_open_search_on_a_mesh_is_no_slower_than_one_or_two_axes() -> None:
     best = found(mesh={"tp": 4}, refines=True).best.price.step_seconds
     one = found(mesh={"tp": 4}).best.price.step_seconds
     two = [
-        found(mesh={"tp": 2, "tq": 2}, recipe=f"tp:{row},tq:{row}").best.price.step_seconds
-        for row in ("tp", "tp+sp")
+        found(mesh={"tp": 2, "tq": 2}, recipe=f"tp:{row},tq:{row}").best.price.step_seconds for row in ("tp", "tp+sp")
     ]
     assert best <= 1.001 * min(one, *two)
 

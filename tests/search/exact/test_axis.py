@@ -15,9 +15,7 @@ from autopar.search.exact.search import MeshSearch
 from tests.search.graphs import LlamaSizes, llama, mlp
 from tests.search.toy import TOY
 
-SMALL = LlamaSizes(
-    batch=8, seq=16, layers=1, dim=32, kv_heads=4, group=2, head_dim=4, ffn=64, vocab=128
-)
+SMALL = LlamaSizes(batch=8, seq=16, layers=1, dim=32, kv_heads=4, group=2, head_dim=4, ffn=64, vocab=128)
 MESH = {"x": 2, "y": 2}
 
 
@@ -60,9 +58,7 @@ def shared() -> MeshSearch:
 
 
 @pytest.mark.parametrize(("part", "is_tight"), [(2.0, False), (1.0, False), (0.9, True)])
-def test_memory_is_tight_only_where_something_faster_was_refused(
-    part: float, is_tight: bool
-) -> None:
+def test_memory_is_tight_only_where_something_faster_was_refused(part: float, is_tight: bool) -> None:
     of_mesh = shared()
     loose = of_mesh.within(None).cost
     assert of_mesh.within(int(part * loose.memory_bytes)).is_tight == is_tight

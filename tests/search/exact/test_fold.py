@@ -19,9 +19,7 @@ from autopar.search.request.recipes import resolve
 from tests.search.graphs import Builder, LlamaSizes, llama, mlp
 from tests.search.toy import TOY
 
-SMALL = LlamaSizes(
-    batch=4, seq=8, layers=3, dim=16, kv_heads=2, group=2, head_dim=4, ffn=32, vocab=64
-)
+SMALL = LlamaSizes(batch=4, seq=8, layers=3, dim=16, kv_heads=2, group=2, head_dim=4, ffn=32, vocab=64)
 
 
 def members(graph: Graph) -> list[int]:
@@ -31,9 +29,15 @@ def members(graph: Graph) -> list[int]:
 def problem(graph: Graph, *, repeats: bool) -> Problem:
     mesh = Mesh.of({"x": 2})
     return Problem(
-        graph, mesh, resolve("auto", mesh), hardware=TOY, pins=Pins(), micro_batches=1,
-        fixed_storage={}, repeats=repeats,
-    )  # fmt: skip
+        graph,
+        mesh,
+        resolve("auto", mesh),
+        hardware=TOY,
+        pins=Pins(),
+        micro_batches=1,
+        fixed_storage={},
+        repeats=repeats,
+    )
 
 
 def axis_program(found: Problem) -> AxisProgram:
@@ -49,8 +53,9 @@ def test_depth_leaves_classes_and_entries_as_they_are() -> None:
 
 
 def test_every_layer_is_folded() -> None:
-    per_layer = (len(llama(dataclasses.replace(SMALL, layers=2)).ops) - len(llama(
-        dataclasses.replace(SMALL, layers=1)).ops))  # fmt: skip
+    per_layer = len(llama(dataclasses.replace(SMALL, layers=2)).ops) - len(
+        llama(dataclasses.replace(SMALL, layers=1)).ops
+    )
     graph = llama(dataclasses.replace(SMALL, layers=8))
     assert len(members(graph)) <= len(graph.ops) - 7 * per_layer
     assert max(members(graph)) == 8
@@ -123,9 +128,7 @@ def test_unfolded_with_ties_costs_what_folded_costs() -> None:
 
 
 def tie(program: AxisProgram, first: int, second: int) -> None:
-    columns = [
-        {labels: column for column, labels in program._labels(index)} for index in (first, second)
-    ]
+    columns = [{labels: column for column, labels in program._labels(index)} for index in (first, second)]
     for labels in columns[0].keys() & columns[1].keys():
         program.program.row([columns[0][labels]], [columns[1][labels]], lower=0.0, upper=0.0)
 
@@ -135,9 +138,7 @@ def tie(program: AxisProgram, first: int, second: int) -> None:
 def test_the_expanded_plan_costs_what_the_solver_said(recipe: str, micro_batches: int) -> None:
     """`search_with_cost` asserts it; two axes and several micro-batches make it hard."""
     mesh = {"x": 2, "y": 2}
-    found = search_with_cost(
-        llama(SMALL), mesh, hardware=TOY, recipe=recipe, micro_batches=micro_batches
-    )
+    found = search_with_cost(llama(SMALL), mesh, hardware=TOY, recipe=recipe, micro_batches=micro_batches)
     assert found.cost.seconds == pytest.approx(min(found.descents), rel=1e-6)
 
 

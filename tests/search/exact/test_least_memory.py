@@ -16,9 +16,7 @@ from tests.search.graphs import Builder, LlamaSizes, llama
 from tests.search.stacked import Sizes, residual
 from tests.search.toy import TOY
 
-SMALL = LlamaSizes(
-    batch=8, seq=16, layers=2, dim=32, kv_heads=4, group=2, head_dim=4, ffn=64, vocab=128
-)
+SMALL = LlamaSizes(batch=8, seq=16, layers=2, dim=32, kv_heads=4, group=2, head_dim=4, ffn=64, vocab=128)
 MESH = {"x": 2, "y": 2}
 
 
@@ -35,9 +33,7 @@ def test_no_plan_takes_less_than_the_bound() -> None:
 
 def test_a_converted_view_frees_the_memory_around_it() -> None:
     """A head over 2 of 64 features of a frozen model saves these alone if it splits them."""
-    b = Builder(
-        {"b": 64, "d": 64, "e": 2, "f": 2}, {"b": "batch", "d": "parameter"}, itemsize_bytes=4
-    )
+    b = Builder({"b": 64, "d": 64, "e": 2, "f": 2}, {"b": "batch", "d": "parameter"}, itemsize_bytes=4)
     frozen = b.parameter("frozen", "d", needs_grad=False)
     y = b.op("mul", "b d, d -> b d", [b.input("x", "b d"), frozen])
     y = b.op("narrow", "b d! -> b e!", [y], saves=[], linear=[[0]], view=True)

@@ -57,9 +57,11 @@ def whole_result() -> Graph:
 
 
 GRAPHS = {
-    "one layer": one_layer, "residual": residual, "chain of views": chain_of_views,
+    "one layer": one_layer,
+    "residual": residual,
+    "chain of views": chain_of_views,
     "whole result": whole_result,
-}  # fmt: skip
+}
 
 
 @functools.cache
@@ -71,9 +73,7 @@ def all_priced(name: str, micro_batches: int) -> list[tuple[Plan, Cost]]:
 ALWAYS = {(name, 3) for name in GRAPHS}  # a batch in parts does all that a whole one does
 
 
-@pytest.mark.parametrize(
-    ("name", "micro_batches"), often(itertools.product(GRAPHS, (1, 3)), ALWAYS)
-)
+@pytest.mark.parametrize(("name", "micro_batches"), often(itertools.product(GRAPHS, (1, 3)), ALWAYS))
 def test_the_optimum_is_that_of_brute_force(name: str, micro_batches: int) -> None:
     graph = GRAPHS[name]()
     best = min(cost.seconds for _, cost in all_priced(name, micro_batches))
@@ -118,7 +118,5 @@ def test_the_optimum_with_a_price_of_memory_is_that_of_brute_force(name: str) ->
 def test_below_the_smallest_plan_the_error_names_it(name: str) -> None:
     graph = GRAPHS[name]()
     smallest = min(cost.memory_bytes for _, cost in all_priced(name, 3))
-    with pytest.raises(
-        SearchError, match=rf"memory_bytes={smallest} \(--max-memory\) if a rank has"
-    ):
+    with pytest.raises(SearchError, match=rf"memory_bytes={smallest} \(--max-memory\) if a rank has"):
         search_with_cost(graph, {"x": 2}, hardware=TOY, micro_batches=3, memory_bytes=smallest - 1)

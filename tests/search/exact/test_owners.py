@@ -34,9 +34,7 @@ def plan_of(recipe: object, **options: object) -> Plan:
 
 def test_data_parallel_stores_all_on_the_first_rank() -> None:
     plan = plan_of("data-parallel")
-    assert {(how.storage, how.resident, how.reduce) for how in plan.parameters.values()} == {
-        ((O(0),), (V,), "step")
-    }
+    assert {(how.storage, how.resident, how.reduce) for how in plan.parameters.values()} == {((O(0),), (V,), "step")}
     (note,) = [note for note in plan.notes if kind_of(note) == "owners"]
     assert note.startswith("along dp one rank stores and updates each parameter: ")
     assert note.endswith("on rank 0") and note.count("on rank") == 1
@@ -83,9 +81,7 @@ def test_owners_are_given_by_bytes_the_largest_first() -> None:
 @pytest.mark.parametrize("recipe", ["data-parallel", "parameter-server"])
 def test_owners_without_a_batch_that_can_be_shared_are_refused(recipe: str) -> None:
     graph = residual(2, Sizes(batch=6, width=64, hidden=128, vocab=64))
-    with pytest.raises(
-        SearchError, match=r"Batch size 6 is not divisible by dp=4\. Use a multiple"
-    ):
+    with pytest.raises(SearchError, match=r"Batch size 6 is not divisible by dp=4\. Use a multiple"):
         search_plan(graph, Request(TOY, mesh={"dp": 4}, recipe=recipe))  # type: ignore[arg-type]
 
 
@@ -96,9 +92,7 @@ def test_what_has_no_owner_stays() -> None:
 
 
 def test_gradients_go_to_owners_once_a_step_and_that_does_not_go_with_zero2() -> None:
-    with pytest.raises(
-        RecipeError, match="data-parallel on dp reduces gradients once per step and zero2"
-    ):
+    with pytest.raises(RecipeError, match="data-parallel on dp reduces gradients once per step and zero2"):
         search_plan(
             GRAPH,
             Request(TOY, mesh={"dp": 2, "x": 2}, recipe={"dp": "data-parallel", "x": "zero2"}),
@@ -127,30 +121,30 @@ def test_an_owner_on_the_host_keeps_four_copies_there_and_moves_its_parameters_t
     """Parameter, gradient and two moments; a parameter goes to the owner's device and its gradient comes back."""
     plan = on_host(recipe)
     assert Plan.parse(str(plan)) == plan
-    assert {(how.tier, how.resident_tier) for how in plan.parameters.values()} == {
-        ("host", "device")
-    }
+    assert {(how.tier, how.resident_tier) for how in plan.parameters.values()} == {("host", "device")}
     most = max(owned_bytes(plan).values())
     assert stored_bytes(GRAPH, plan, HOSTED, "host") == 4 * most
     moves = [i for i in step_of(GRAPH, plan, HOSTED).items if i.resource == "host"]
     assert sum(float(i.count * i.traffic_bytes) for i in moves) == 2 * most
 
 
-def test_an_owner_on_the_host_keeps_a_copy_and_a_sum_of_gradients_on_the_device_like_others() -> (
-    None
-):
+def test_an_owner_on_the_host_keeps_a_copy_and_a_sum_of_gradients_on_the_device_like_others() -> None:
     step = step_of(GRAPH, on_host("data-parallel"), HOSTED)
     whole = sum(size(how) for how in GRAPH.parameters)
     assert [float(step.held(kind, "first")) for kind in ("parameters", "gradients", "optimizer")] == [
-        whole, whole, 0,
-    ]  # fmt: skip
+        whole,
+        whole,
+        0,
+    ]
 
 
 def test_one_axis_has_owners_and_another_stores_on_the_host() -> None:
     request = Request(
-        HOSTED, mesh={"dp": 2, "x": 2}, recipe={"dp": "data-parallel", "x": "zero3-offload"},
+        HOSTED,
+        mesh={"dp": 2, "x": 2},
+        recipe={"dp": "data-parallel", "x": "zero3-offload"},
         micro_batches=1,
-    )  # fmt: skip
+    )
     plan = search_plan(GRAPH, request).best.plan
     found = {format_place(how.storage, how.tier, plan.mesh) for how in plan.parameters.values()}
     assert {"O(0)@dp S(0)@x host"} <= found
@@ -168,9 +162,7 @@ def test_a_stage_is_priced_by_the_rank_that_owns_most_of_it(recipe: str) -> None
         ops = [op.name for op in GRAPH.ops]
         last = ops.index(starts[end]) if end < len(starts) else len(ops)
         used = {x for op in GRAPH.ops[ops.index(starts[begin]) : last] for x in op.operands}
-        here = {
-            name: how for name, how in plan.parameters.items() if GRAPH.parameters[name] in used
-        }
+        here = {name: how for name, how in plan.parameters.items() if GRAPH.parameters[name] in used}
         most = max(owned_bytes(replace(plan, parameters=here)).values())
         assert table.kept_bytes[begin, end] == 2 * sum(map(size, here)) + 2 * most
 

@@ -26,7 +26,7 @@ from autopar.ir import (
     V,
     operand_layouts,
     result_layouts,
-)  # fmt: skip
+)
 from autopar.pipeline.composed import cost_of
 from autopar.planning.planning import make_plan, prepare_step
 from autopar.program.program import build_program
@@ -35,9 +35,7 @@ from autopar.search.request.request import Request
 from tests.search.graphs import Builder, LlamaSizes, llama, mlp
 from tests.search.toy import TOY
 
-SMALL = LlamaSizes(
-    batch=8, seq=16, layers=2, dim=32, kv_heads=4, group=2, head_dim=4, ffn=64, vocab=128
-)
+SMALL = LlamaSizes(batch=8, seq=16, layers=2, dim=32, kv_heads=4, group=2, head_dim=4, ffn=64, vocab=128)
 
 ONE_LAYER = dataclasses.replace(SMALL, layers=1)
 
@@ -117,10 +115,17 @@ def test_the_seed_of_hashes_changes_nothing() -> None:
     """A process that hashes otherwise than this one makes the same plans and programs."""
     other = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     elsewhere = subprocess.run(
-        [sys.executable, "-c", "from tests.search.exact.test_search import made; print(made(), end='')"],
-        check=True, capture_output=True, text=True, cwd=Path(__file__).parents[3],
+        [
+            sys.executable,
+            "-c",
+            "from tests.search.exact.test_search import made; print(made(), end='')",
+        ],
+        check=True,
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[3],
         env={**os.environ, "PYTHONHASHSEED": other},
-    ).stdout  # fmt: skip
+    ).stdout
     assert elsewhere == made()
     assert "note" in elsewhere and "reduce_scatter" in elsewhere
 
@@ -184,9 +189,7 @@ def test_auto_is_never_worse_than_a_recipe(mesh: dict[str, int]) -> None:
 def test_the_program_does_not_grow_with_depth() -> None:
     """32 layers are 8 layers said four times: rows, columns and binaries are the same."""
     mesh = {"dp": 8, "tp": 8}
-    found = [
-        search_with_cost(llama(LlamaSizes(batch=8, layers=n)), mesh, hardware=H100) for n in (8, 32)
-    ]
+    found = [search_with_cost(llama(LlamaSizes(batch=8, layers=n)), mesh, hardware=H100) for n in (8, 32)]
     assert found[0].programs == found[1].programs
     shared = llama(LlamaSizes(batch=8, layers=7)).ops[:-5]
     assert all(found[0].plan.ops[op.name] == found[1].plan.ops[op.name] for op in shared)
@@ -211,9 +214,7 @@ def test_micro_batches_favour_reducing_gradients_once() -> None:
     graph = llama(SMALL)
 
     def seconds(recipe: str, micro_batches: int) -> float:
-        found = search_with_cost(
-            graph, {"x": 4}, hardware=TOY, recipe=recipe, micro_batches=micro_batches
-        )
+        found = search_with_cost(graph, {"x": 4}, hardware=TOY, recipe=recipe, micro_batches=micro_batches)
         return found.cost.parameter_seconds
 
     assert seconds("zero1", 1) == pytest.approx(seconds("zero2", 1))
@@ -294,9 +295,7 @@ def test_resident_is_r_only_where_every_use_is() -> None:
             uses = [
                 layout
                 for op in graph.ops
-                for operand, layout in zip(
-                    op.operands, operand_layouts(op, plan.ops[op.name]), strict=True
-                )
+                for operand, layout in zip(op.operands, operand_layouts(op, plan.ops[op.name]), strict=True)
                 if operand == graph.parameters[name]
             ]
             for axis, state in enumerate(how.resident):

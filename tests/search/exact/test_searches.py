@@ -18,9 +18,7 @@ from autopar.search.request.recipe_rows import ON_DEVICE, Tiering
 from tests.search.graphs import LlamaSizes, llama, mlp
 from tests.search.toy import TOY
 
-GRAPH = llama(
-    LlamaSizes(batch=8, seq=16, layers=1, dim=32, kv_heads=4, group=2, head_dim=4, ffn=64, vocab=64)
-)
+GRAPH = llama(LlamaSizes(batch=8, seq=16, layers=1, dim=32, kv_heads=4, group=2, head_dim=4, ffn=64, vocab=64))
 MESH = Mesh.of({"dp": 2, "tp": 2})
 
 

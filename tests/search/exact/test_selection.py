@@ -18,10 +18,7 @@ def block(ops: dict[str, tuple[float, str]], tensors: dict[str, tuple[float, str
     """Ops with their seconds and what they read, tensors with bytes, producer ("" for none), and whether saved."""
     return BlockChoices(
         {name: RecomputableOp(s, tuple(reads.split())) for name, (s, reads) in ops.items()},
-        {
-            name: BlockTensor(b, producer or None, saved)
-            for name, (b, producer, saved) in tensors.items()
-        },
+        {name: BlockTensor(b, producer or None, saved) for name, (b, producer, saved) in tensors.items()},
     )
 
 
@@ -29,10 +26,13 @@ def block(ops: dict[str, tuple[float, str]], tensors: dict[str, tuple[float, str
 MLP = block(
     {"norm": (1, "x"), "up": (40, "n"), "gelu": (4, "h"), "down": (40, "g")},
     {
-        "x": (1, "", True), "n": (1, "norm", True), "h": (4, "up", True), "g": (4, "gelu", True),
+        "x": (1, "", True),
+        "n": (1, "norm", True),
+        "h": (4, "up", True),
+        "g": (4, "gelu", True),
         "y": (1, "down", False),
     },
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize(

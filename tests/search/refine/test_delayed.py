@@ -50,9 +50,7 @@ def sentence(schedule: str) -> str:
 # --- price
 
 
-@pytest.mark.parametrize(
-    ("schedule", "further"), [("pipedream", 3), ("pipedream-sync", 3), ("2bw", 1)]
-)
+@pytest.mark.parametrize(("schedule", "further"), [("pipedream", 3), ("pipedream-sync", 3), ("2bw", 1)])
 def test_memory_counts_versions(schedule: str, further: int) -> None:
     flushed, found = explained("1f1b"), explained(schedule)
     assert found.memory_bytes - flushed.memory_bytes == further * STAGE_BYTES
@@ -112,9 +110,7 @@ def test_the_plan_reads_back() -> None:
 
 # --- by name alone
 
-WITHOUT_COPIES = (
-    "ddp, tp, tp+sp, columns, width, ep"  # recipes whose ops use parameters as they are stored
-)
+WITHOUT_COPIES = "ddp, tp, tp+sp, columns, width, ep"  # recipes whose ops use parameters as they are stored
 
 
 def test_nothing_else_asks_for_one() -> None:
@@ -130,13 +126,16 @@ def test_nothing_else_asks_for_one() -> None:
         ({"mesh": None, "ranks": 4}, "give both, such as mesh={'pp': 4}, micro_batches=16"),
         ({"precision": "bf16"}, "and precision='bfloat16', which do not go together"),
         ({"offload": True}, "and storage on the host, which do not go together"),
-        ({"mesh": {"pp": 2, "dp": 2}}, f"the recipe of the axis dp is auto. Name one among {WITHOUT_COPIES}"),
+        (
+            {"mesh": {"pp": 2, "dp": 2}},
+            f"the recipe of the axis dp is auto. Name one among {WITHOUT_COPIES}",
+        ),
         (
             {"mesh": {"pp": 2, "dp": 2}, "recipe": {"pp": "2bw", "dp": "zero1"}},
             f"the recipe of the axis dp is zero1. Name one among {WITHOUT_COPIES}",
         ),
     ],
-)  # fmt: skip
+)
 def test_requests_that_cannot_be(options: dict[str, Any], says: str) -> None:
     asked = {"mesh": {"pp": 4}, "recipe": "pipedream", "micro_batches": 8} | options
     if asked["mesh"] is None:
@@ -175,18 +174,14 @@ class Tied(nn.Module):
 def test_a_parameter_of_two_stages_is_refused() -> None:
     tokens = torch.zeros(8, dtype=torch.long)
     with pytest.raises(PlanError, match=r"Stages 0 and 1 both use the parameter embedding\.weight"):
-        autopar.verify(
-            Tied(), tokens, mesh={"pp": 2}, recipe="pipedream", micro_batches=4, loss_fn=torch.mean
-        )
+        autopar.verify(Tied(), tokens, mesh={"pp": 2}, recipe="pipedream", micro_batches=4, loss_fn=torch.mean)
 
 
 def test_a_plan_whose_parameters_are_gathered_is_refused() -> None:
     model = nn.Sequential(Layer(), Layer())
     asked: dict[str, Any] = {"mesh": {"pp": 2, "dp": 2}, "loss_fn": torch.mean}
     x = torch.empty(8, WIDTH)
-    plan = autopar.explain(
-        model, x, recipe={"pp": "1f1b", "dp": "zero1"}, micro_batches=4, **asked
-    ).plan
+    plan = autopar.explain(model, x, recipe={"pp": "1f1b", "dp": "zero1"}, micro_batches=4, **asked).plan
     edited = replace(plan, pipeline=replace(plan.pipeline, schedule="2bw"))
     with pytest.raises(PlanError, match=r"is stored S.*and used as .*, and the schedule 2bw keeps"):
         autopar.verify(model, x, plan=edited, **asked)

@@ -47,9 +47,7 @@ def seconds(plan: Plan, hardware: Hardware, ops: Mapping[str, Labels]) -> float:
 def test_half_of_a_message_goes_between_the_nodes() -> None:
     """Of partial sums over both axes tq, inside of a node, is reduced first, as its ranks then split the rows first."""
     plan = found(TWO_NODES)
-    assert seconds(plan, TWO_NODES, plan.ops) < 0.999 * seconds(
-        plan, TWO_NODES, in_mesh_order(plan).ops
-    )
+    assert seconds(plan, TWO_NODES, plan.ops) < 0.999 * seconds(plan, TWO_NODES, in_mesh_order(plan).ops)
     turned = [name for name, labels in plan.ops.items() if labels != in_mesh_order(plan).ops[name]]
     assert turned and all("^1" in plan.ops[name][0] for name in turned)
     (note,) = (note for note in plan.notes if "nest in another order" in note)

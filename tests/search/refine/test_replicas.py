@@ -29,9 +29,7 @@ def test_the_first_axis_is_the_first_that_is_placed() -> None:
         meeting_of({"tp": "local:4"}, mesh)
 
 
-@pytest.mark.parametrize(
-    "recipe", ["far:diloco:10,dp:zero3", "local:4", "async-server:0", "dp:geo:2,tp:tp+sp"]
-)
+@pytest.mark.parametrize("recipe", ["far:diloco:10,dp:zero3", "local:4", "async-server:0", "dp:geo:2,tp:tp+sp"])
 def test_the_text_of_a_recipe_reads_back(recipe: str) -> None:
     assert format_recipe(recipe) == recipe
 
@@ -50,29 +48,73 @@ def test_a_recipe_names_replicas_and_the_rest() -> None:
 @pytest.mark.parametrize(
     ("recipe", "mesh", "says"),
     [
-        ("local:0", {"dp": 2}, "meet every 0 steps; give a whole number of at least 1, such as local:4"),
+        (
+            "local:0",
+            {"dp": 2},
+            "meet every 0 steps; give a whole number of at least 1, such as local:4",
+        ),
         ("local:4", {"dp": 2, "tp": 2}, "recipe={'dp': 'local:4'}"),
         ({"dp": "local:4"}, {"tp": 2, "dp": 2}, "replicas lie along one axis, which is the first"),
         ({"dp": "local:4", "tp": "geo:4"}, {"dp": 2, "tp": 2}, "replicas lie along one axis"),
-        ("local:4", None, "Say along which axis replicas lie, such as mesh={'dp': 4}, recipe='local:4'"),
-        ("local", {"dp": 2}, "for the first axis of a mesh local:K, geo:K, diloco:K, async-server:S"),
+        (
+            "local:4",
+            None,
+            "Say along which axis replicas lie, such as mesh={'dp': 4}, recipe='local:4'",
+        ),
+        (
+            "local",
+            {"dp": 2},
+            "for the first axis of a mesh local:K, geo:K, diloco:K, async-server:S",
+        ),
         ("async-server:x", {"dp": 2}, "may be ahead of the slowest, and 'x' is no whole number"),
-        ({"far": "async-server:1"}, {"far": 2, "dp": 2}, "Take a mesh of one axis, such as mesh={'far': 4}"),
+        (
+            {"far": "async-server:1"},
+            {"far": 2, "dp": 2},
+            "Take a mesh of one axis, such as mesh={'far': 4}",
+        ),
         ("locl:4", {"dp": 2}, "There is no recipe '4' for the axis 'locl'; choose among auto"),
-        ("locl:4", {"dp": 2}, "Replicas that meet every 4 steps are of local:4, geo:4 or diloco:4."),
-        ("local:four", {"dp": 2}, "Cannot read 'local:four': after 'local:' stands the number of steps"),
+        (
+            "locl:4",
+            {"dp": 2},
+            "Replicas that meet every 4 steps are of local:4, geo:4 or diloco:4.",
+        ),
+        (
+            "local:four",
+            {"dp": 2},
+            "Cannot read 'local:four': after 'local:' stands the number of steps",
+        ),
         ("far:geo:-3,dp:ddp", {"far": 2, "dp": 2}, "Cannot read 'geo:-3'"),
         ("local:2.5", {"dp": 2}, "and '2.5' is no whole number. Write local:4, for example."),
         ("local:", {"dp": 2}, "and '' is no whole number"),
-        ({"dp": "diloco:4:0.9"}, {"dp": 2}, "'4:0.9' is no whole number. Write diloco:4, for example. Other numbers"),
+        (
+            {"dp": "diloco:4:0.9"},
+            {"dp": 2},
+            "'4:0.9' is no whole number. Write diloco:4, for example. Other numbers",
+        ),
         ("diloco:4,dp:ddp", {"far": 2, "dp": 2}, "does not say along which axis replicas lie"),
-        ({"far": "local:4", "dp": "zero3"}, {"far": 2}, "names the axis 'dp', and the mesh far=2 has far."),
+        (
+            {"far": "local:4", "dp": "zero3"},
+            {"far": 2},
+            "names the axis 'dp', and the mesh far=2 has far.",
+        ),
         ({"dp": "local:4", "pp": "1f1b"}, {"dp": 2, "pp": 2}, "cannot be run together yet"),
-        ("local:4", {"pp": 2}, "cannot be run together yet. Take a mesh without the axis pp, such as mesh={'dp': 2}"),
-        ({"dp": "local:4"}, {"pp": 2, "dp": 2}, "such as mesh={'dp': 4}, or a recipe without replicas"),
-        ({"far": "local:4", "dp": "zero-offload"}, {"far": 2, "dp": 2}, "whose parameters lie on the host cannot meet"),
+        (
+            "local:4",
+            {"pp": 2},
+            "cannot be run together yet. Take a mesh without the axis pp, such as mesh={'dp': 2}",
+        ),
+        (
+            {"dp": "local:4"},
+            {"pp": 2, "dp": 2},
+            "such as mesh={'dp': 4}, or a recipe without replicas",
+        ),
+        (
+            {"far": "local:4", "dp": "zero-offload"},
+            {"far": 2, "dp": 2},
+            "whose parameters lie on the host cannot meet",
+        ),
     ],
-)  # fmt: skip
+)
 def test_replicas_that_cannot_be(recipe: Any, mesh: dict[str, int] | None, says: str) -> None:
     with pytest.raises(AutoparError) as caught:
         Request(H100, ranks=4 if mesh is None else None, mesh=mesh, recipe=recipe).of_replica()  # type: ignore[arg-type]
@@ -93,8 +135,13 @@ def test_other_doors_refuse_replicas() -> None:
 def explained(recipe: Any, mesh: dict[str, int] | None = None, **options: Any) -> Any:
     model = nn.Linear(WIDTH, WIDTH)
     return autopar.explain(
-        model, torch.empty(ROWS, WIDTH), mesh=mesh or {"dp": 2}, loss_fn=torch.mean, recipe=recipe, **options
-    )  # fmt: skip
+        model,
+        torch.empty(ROWS, WIDTH),
+        mesh=mesh or {"dp": 2},
+        loss_fn=torch.mean,
+        recipe=recipe,
+        **options,
+    )
 
 
 def test_the_plan_says_what_is_no_longer_the_result_of_one_device() -> None:
@@ -109,9 +156,7 @@ def test_the_plan_says_what_is_no_longer_the_result_of_one_device() -> None:
 
 def test_the_plan_says_how_stale_a_gradient_may_be_and_what_that_buys() -> None:
     """The server's rank answers each of three others with 16.6 kB; an all-reduce sends 2 * 3/4 of that."""
-    (note,) = (
-        n for n in explained("async-server:2", {"dp": 4}).plan.notes if kind_of(n) == "replicas"
-    )
+    (note,) = (n for n in explained("async-server:2", {"dp": 4}).plan.notes if kind_of(n) == "replicas")
     assert note.startswith(
         "Not the result of a single device: 4 replicas along dp train on rows of their own and exchange differences "
         "with a server on O(0)@dp after every step, so that a gradient may lack up to the last 2 steps of each other "
@@ -154,9 +199,7 @@ def test_memory_has_the_base_and_the_momentum() -> None:
 
 def test_replicas_of_several_ranks_are_planned_on_their_own_mesh() -> None:
     found = explained({"far": "diloco:10", "dp": "zero3"}, {"far": 2, "dp": 4}, cluster="h100x8")
-    assert found.plan.mesh == Mesh.parse("dp=4") and found.plan.world_mesh == Mesh.parse(
-        "far=2,dp=4"
-    )
+    assert found.plan.mesh == Mesh.parse("dp=4") and found.plan.world_mesh == Mesh.parse("far=2,dp=4")
     assert found.plan.recipe == "far:diloco:10,dp:zero3" and found.ranks == 8
     assert all(how.zero_stage(0) == 3 for how in found.plan.parameters.values())
 

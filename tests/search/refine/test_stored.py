@@ -26,9 +26,7 @@ from tests.search.stacked import Sizes, residual
 from tests.search.toy import TOY
 
 GRAPH = residual(6, Sizes(batch=4, width=64, hidden=128, vocab=64))
-HOST = Host(
-    10**9, bandwidth_bytes_per_second=1e9, latency_seconds=1e-6, update_bytes_per_second=1e9
-)
+HOST = Host(10**9, bandwidth_bytes_per_second=1e9, latency_seconds=1e-6, update_bytes_per_second=1e9)
 WITH_HOST = dataclasses.replace(TOY, host=HOST)
 
 
@@ -72,8 +70,7 @@ def test_settings_that_fit_with_the_host_alone_come_by_their_seconds() -> None:
     machine = dataclasses.replace(TOY, host=host, memory_bytes=80 * 10**9)
     asked = Request(machine, ranks=16, headroom=0.05)
     near, far = (
-        [trial.promise_seconds for trial in promising(estimates, asked.but(offload=how), 1)]
-        for how in (False, True)
+        [trial.promise_seconds for trial in promising(estimates, asked.but(offload=how), 1)] for how in (False, True)
     )
     assert near == [20.0, 10.0] and far == [10.5, 20.0 + 8 / 50]
 
@@ -100,9 +97,7 @@ def test_an_open_mesh_is_no_slower_than_a_given_one(offload: bool | None) -> Non
 
 def test_recomputation_makes_room_for_parameters_that_the_host_would_store() -> None:
     """Moves are slow here: a plan that recomputes one block and stores two parameters beats one with neither or one."""
-    slow = Host(
-        10**9, bandwidth_bytes_per_second=2e8, latency_seconds=1e-6, update_bytes_per_second=1e7
-    )
+    slow = Host(10**9, bandwidth_bytes_per_second=2e8, latency_seconds=1e-6, update_bytes_per_second=1e7)
     graph = residual(8, Sizes(batch=64, width=64, hidden=256, vocab=64))
     request = Request(dataclasses.replace(TOY, host=slow), ranks=1, memory_bytes=4_885_010)
     both = search_plan(graph, request).best
@@ -118,9 +113,7 @@ def test_a_search_with_the_host_is_left_out_only_where_it_finds_nothing_faster(
 ) -> None:
     """Links and updates of eight rates, the slowest of which never pay, and the fastest always."""
     graph = residual(8, Sizes(batch=64, width=64, hidden=256, vocab=64))
-    asked = Request(
-        TOY, ranks=1, memory_bytes=memory_bytes, mesh={"pp": 1}, schedule="1f1b", micro_batches=1
-    )
+    asked = Request(TOY, ranks=1, memory_bytes=memory_bytes, mesh={"pp": 1}, schedule="1f1b", micro_batches=1)
     known = pipeline.search_pipeline(graph, asked.but(offload=False)).best.seconds
     idle = []
     for rate in (1e4, 1e5, 1e6, 1e7, 1e8, 1e9, 1e10, 1e11):
@@ -139,9 +132,12 @@ def test_a_search_with_the_host_is_not_left_out_for_another_number_of_micro_batc
     graph = residual(8, Sizes(batch=8, width=16, hidden=64, vocab=64))
     host = Host(10**9, 6e9, 1e-7, 2.4e10)
     asked = Request(
-        dataclasses.replace(TOY, host=host), ranks=1, memory_bytes=454_518, mesh={"pp": 1},
+        dataclasses.replace(TOY, host=host),
+        ranks=1,
+        memory_bytes=454_518,
+        mesh={"pp": 1},
         schedule="1f1b",
-    )  # fmt: skip
+    )
     search = functools.partial(pipeline.search_pipeline, graph, captured_micro_batches=8)
     known = search(asked.but(offload=False)).best.seconds
     assert search(asked.but(offload=True), faster_than_seconds=known).best.seconds < 0.995 * known
@@ -167,9 +163,7 @@ def faster(graph: Graph, far: Request, known_seconds: float) -> float | None:
 def test_parameters_stay_on_the_host_during_a_step_where_nothing_else_fits() -> None:
     """Less memory than resident parameters take: the plan moves some for each use, in every micro-batch and phase."""
     few, more = planned(least_near() // 5), planned(least_near() // 3)
-    used, others = (
-        {how.resident_tier for how in each.plan.parameters.values()} for each in (few, more)
-    )
+    used, others = ({how.resident_tier for how in each.plan.parameters.values()} for each in (few, more))
     assert "host" in used and others == {"device"}
     assert few.price.peak_bytes <= least_near() // 5
     assert few.price.step_seconds > more.price.step_seconds
@@ -193,9 +187,7 @@ def test_the_plan_says_what_the_host_keeps() -> None:
     assert price.peak_bytes <= 0.6 * least_near() and price == found.price
 
 
-@pytest.mark.parametrize(
-    "refused", [{"offload": False}, {"without": frozenset({"offload"})}], ids=str
-)
+@pytest.mark.parametrize("refused", [{"offload": False}, {"without": frozenset({"offload"})}], ids=str)
 def test_a_request_may_rule_the_host_out(refused: dict[str, object]) -> None:
     with pytest.raises(SearchError, match="fits"):
         planned(int(least_near() * 0.8), **refused)
@@ -203,16 +195,12 @@ def test_a_request_may_rule_the_host_out(refused: dict[str, object]) -> None:
 
 def test_a_recipe_of_the_host_contradicts_a_request_that_rules_it_out() -> None:
     with pytest.raises(RecipeError, match="'dp:zero-offload' and --no offload cannot both hold"):
-        Request(
-            WITH_HOST, mesh={"dp": 2}, recipe={"dp": "zero-offload"}, without=frozenset({"offload"})
-        )
+        Request(WITH_HOST, mesh={"dp": 2}, recipe={"dp": "zero-offload"}, without=frozenset({"offload"}))
 
 
 def test_a_host_that_is_too_small_is_refused_with_both_numbers() -> None:
     small = dataclasses.replace(WITH_HOST, host=dataclasses.replace(HOST, memory_bytes=1000))
-    with pytest.raises(
-        SearchError, match=r"keep .* of its host, and its share of that is 1.*kB"
-    ) as found:
+    with pytest.raises(SearchError, match=r"keep .* of its host, and its share of that is 1.*kB") as found:
         search_plan(GRAPH, Request(small, mesh={"dp": 2}, recipe="zero-offload"))
     assert str(found.value).count("its share of that") == 1  # the search on the host fails alike
 

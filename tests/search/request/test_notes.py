@@ -25,10 +25,7 @@ class Attention(nn.Module):
         self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            f(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for f in (self.query, self.key, self.value)
-        )
+        q, k, v = (f(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.query, self.key, self.value))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return x + self.out(y.transpose(1, 2).flatten(2))
 
@@ -79,10 +76,7 @@ def test_what_no_axis_divides_is_said_with_what_would(recipe: str, instead: str)
         f"A vocabulary of 97 cannot be split over tp=2, so it is {instead}; pad it to 98, with "
         "resize_token_embeddings(98)."
     )
-    assert (
-        heads
-        == f"3 attention heads cannot be split over tp=2, so attention is {instead}; 4 would be split."
-    )
+    assert heads == f"3 attention heads cannot be split over tp=2, so attention is {instead}; 4 would be split."
 
 
 def test_what_is_divided_or_not_wanted_is_not_said() -> None:
@@ -93,9 +87,7 @@ def test_what_is_divided_or_not_wanted_is_not_said() -> None:
 @pytest.mark.parametrize("recipe", often(["tp", "tp+sp"], ["tp+sp"]))
 def test_another_dim_is_split_and_nothing_is_wrong(recipe: str) -> None:
     subject = Subject.of(*speaker(97, 3))
-    plan = make_plan(
-        subject.prepared, Request(find_hardware("h100"), mesh={"tp": 2}, recipe=recipe)
-    )
+    plan = make_plan(subject.prepared, Request(find_hardware("h100"), mesh={"tp": 2}, recipe=recipe))
     assert plan.ops["linear_8"] != ("-",), "the columns of the mlp"
     report = subject.compare(plan)
     assert report.passed, report
@@ -110,10 +102,7 @@ class Grouped(nn.Module):
         self.out = nn.Linear(32, 32)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            y.unflatten(-1, (-1, 4)).transpose(1, 2)
-            for y in (self.query(x), self.key(x), self.value(x))
-        )
+        q, k, v = (y.unflatten(-1, (-1, 4)).transpose(1, 2) for y in (self.query(x), self.key(x), self.value(x)))
         y = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
         return self.out(y.transpose(1, 2).flatten(2)).square().mean()
 
@@ -132,21 +121,15 @@ def test_two_axes_are_named_where_they_split_grouped_queries() -> None:
 
 def test_every_axis_has_what_it_gains_and_what_it_costs() -> None:
     prepared = spoken(98, 4)
-    request = Request(
-        find_hardware("h100"), mesh={"dp": 2, "tp": 2}, recipe={"dp": "zero1", "tp": "tp"}
-    )
+    request = Request(find_hardware("h100"), mesh={"dp": 2, "tp": 2}, recipe={"dp": "zero1", "tp": "tp"})
     notes = make_plan(prepared, request).notes
     (dp,) = (note for note in notes if note.startswith("dp=2 divides"))
     (tp,) = (note for note in notes if note.startswith("tp=2 divides"))
-    assert re.fullmatch(
-        r"dp=2 divides 100 % of the arithmetic by 2, and sends for \d.\d+ ms a step", dp
-    )
+    assert re.fullmatch(r"dp=2 divides 100 % of the arithmetic by 2, and sends for \d.\d+ ms a step", dp)
     seconds = [float(note.split("sends for ")[1].split(" ms")[0]) for note in (dp, tp)]
     assert all(seconds) and kind_of(dp) == "price"
     alone = make_plan(prepared, Request(find_hardware("h100"), mesh={"tp": 2}))
-    assert (
-        "tp=2 divides nothing: no faster plan was found that does, under recipe auto" in alone.notes
-    )
+    assert "tp=2 divides nothing: no faster plan was found that does, under recipe auto" in alone.notes
 
 
 class Patches(nn.Module):

@@ -23,9 +23,7 @@ from autopar.search.request.request import Request
 from tests.search.graphs import LlamaSizes, llama
 from tests.search.toy import TOY
 
-SIZES = LlamaSizes(
-    batch=8, seq=16, layers=2, dim=32, kv_heads=4, group=2, head_dim=4, ffn=64, vocab=128
-)
+SIZES = LlamaSizes(batch=8, seq=16, layers=2, dim=32, kv_heads=4, group=2, head_dim=4, ffn=64, vocab=128)
 
 
 def factors(graph: Graph, plan: Plan, axis: int = 0) -> dict[str, str]:
@@ -36,9 +34,7 @@ def stages(plan: Plan, axis: int = 0) -> set[int]:
     return {how.zero_stage(axis) for how in plan.parameters.values()}
 
 
-@pytest.mark.parametrize(
-    ("recipe", "stage"), [("ddp", 0), ("zero1", 1), ("zero2", 2), ("zero3", 3), ("fsdp", 3)]
-)
+@pytest.mark.parametrize(("recipe", "stage"), [("ddp", 0), ("zero1", 1), ("zero2", 2), ("zero3", 3), ("fsdp", 3)])
 def test_data_parallel_recipes_split_the_batch_and_name_the_stage(recipe: str, stage: int) -> None:
     graph = llama(SIZES)
     plan = search(graph, {"x": 4}, hardware=TOY, recipe=recipe)
@@ -108,11 +104,7 @@ def test_the_text_of_a_recipe_reads_back() -> None:
         assert format_recipe(text) == text
         assert resolve(format_recipe(text), mesh) == resolve(text, mesh)
     assert format_recipe("dp:ddp,x,y:2d") == "dp:ddp,x:columns,y:zero3"
-    assert (
-        resolve("2d", mesh)
-        == resolve({"dp,tp": "2d"}, mesh)
-        == resolve("dp:columns,tp:zero3", mesh)
-    )
+    assert resolve("2d", mesh) == resolve({"dp,tp": "2d"}, mesh) == resolve("dp:columns,tp:zero3", mesh)
     assert format_recipe({"dp": "fsdp"}) == "dp:zero3"
     assert [row.name for row in resolve("tp:tp", mesh)] == ["auto", "tp"]
 
@@ -251,9 +243,7 @@ def test_a_pin_that_does_not_divide_gives_the_numbers() -> None:
 def test_a_pin_against_the_recipe_says_so() -> None:
     with pytest.raises(RecipeError) as error:
         pinned({"norm.weight": "S(0)@dp"}, recipe="ddp")
-    assert "norm.weight of shape (32,) is pinned to S(0)@dp, and the recipe dp:ddp" in str(
-        error.value
-    )
+    assert "norm.weight of shape (32,) is pinned to S(0)@dp, and the recipe dp:ddp" in str(error.value)
     with pytest.raises(RecipeError) as error:
         pinned({"add_*": "d@tp"}, recipe="dp:ddp,tp:tp")
     assert "the recipe tp leaves it only -, +0+1" in str(error.value)
@@ -286,9 +276,7 @@ def test_tables_and_masks_stay_whole_under_sequence_parallelism() -> None:
     plan = make_plan(prepared, Request(TOY, mesh={"tp": 2}, recipe="tp+sp"))
     links = [TOY.link(plan.mesh, 0)]
     pricer = Pricer(graph, plan, sizes=Sizes(plan.mesh), hardware=TOY, links=links)
-    sent = Counter(
-        item.kind for item in pricer.items() if item.resource != COMPUTE and item.phase == "forward"
-    )
+    sent = Counter(item.kind for item in pricer.items() if item.resource != COMPUTE and item.phase == "forward")
     assert sent == {"reduce_scatter": 1, "all_reduce": 1}  # the second is of the loss
 
 

@@ -32,9 +32,7 @@ def test_what_does_not_fit_is_one_error_of_the_mesh_that_needs_least() -> None:
     assert first.startswith("No plan on 4 ranks fits into 100 kB: a rank needs ")
     sizes = [each.split(" on ")[0] for each in first.split("needs ")[1].split(" kB")]
     assert first.split(" on ")[2].split(",")[0] in on and len(sizes) <= 6
-    assert (
-        text.count("What would help") == 1 and f"memory_bytes={error.needed_bytes} (--max" in last
-    )
+    assert text.count("What would help") == 1 and f"memory_bytes={error.needed_bytes} (--max" in last
     assert len(text.splitlines()) <= 4
     assert search_plan(GRAPH, Request(TOY, ranks=4, memory_bytes=error.needed_bytes)).best
 
@@ -50,9 +48,7 @@ def test_memory_that_is_all_reserved_is_refused_at_once() -> None:
     for options in ({"ranks": 4}, {"mesh": {"dp": 2}}):
         with pytest.raises(StateError, match=r"h100 every rank has 1\.00 GB reserved") as caught:
             search_plan(GRAPH, Request(h100, memory_bytes=10**5, **options))
-        assert str(caught.value).endswith(
-            "What would help: memory_bytes (--max-memory) above 1000000000."
-        )
+        assert str(caught.value).endswith("What would help: memory_bytes (--max-memory) above 1000000000.")
 
 
 def test_every_other_reason_is_a_line_once() -> None:
@@ -61,6 +57,4 @@ def test_every_other_reason_is_a_line_once() -> None:
     found = refusal_of_all(request, [(mesh, RecipeError("It is ruled out.")) for mesh in meshes])
     assert str(found) == "No plan on 4 ranks.\ndp=4: It is ruled out."
     many = [(meshes[0], SearchError(f"Reason {i}.")) for i in range(7)]
-    assert str(refusal_of_all(request, many)).endswith(
-        "Reason 4.\nAnd 2 other reasons on other meshes."
-    )
+    assert str(refusal_of_all(request, many)).endswith("Reason 4.\nAnd 2 other reasons on other meshes.")

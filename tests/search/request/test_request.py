@@ -59,7 +59,11 @@ def test_constraints_are_written_as_a_command_line() -> None:
         ({"schedule": "1f1b", "chunks": 2}, PlanError, "1 stage on each pipeline rank.*chunks=2"),
         ({"schedule": "zbv", "chunks": 4}, PlanError, "2 stages on each pipeline rank"),
         ({"mesh": {"dp": 2}, "schedule": "1f1b"}, MeshError, "has no axis 'pp'"),
-        ({"mesh": {"dp": 2}, "chunks": 2}, MeshError, "^chunks=2 can be had with .*dp=2 has no axis 'pp'"),
+        (
+            {"mesh": {"dp": 2}, "chunks": 2},
+            MeshError,
+            "^chunks=2 can be had with .*dp=2 has no axis 'pp'",
+        ),
         ({"mesh": {"dp": 2}, "recipe": "tp:tp"}, RecipeError, "names the axis 'tp'"),
         ({"mesh": {"pp": 2, "dp": 2}, "recipe": "tp:tp"}, RecipeError, "names the axis 'tp'"),
         ({"mesh": {"dp": 2}, "ranks": 4}, MeshError, "dp=2 has 2 ranks, and h100x8x1 has 4"),
@@ -68,12 +72,24 @@ def test_constraints_are_written_as_a_command_line() -> None:
         ({"recipe": "fsdp", "without": {"zero3"}}, RecipeError, "'zero3' and --no zero3"),
         ({"recipe": "tp+sp", "without": {"sp"}}, RecipeError, "--no sp cannot both hold"),
         ({"recompute": "full", "without": {"recompute"}}, AutoparError, "cannot both hold"),
-        ({"without": {"zero4"}}, AutoparError, "without names 'zero4' .did you mean zero3 or .*; choose"),
+        (
+            {"without": {"zero4"}},
+            AutoparError,
+            "without names 'zero4' .did you mean zero3 or .*; choose",
+        ),
         ({"inside_node": ("pp",)}, AutoparError, "inside_node names 'pp'; choose among dp, tp"),
         ({"recompute": 1.5}, PlanError, "between 0 and 1"),
-        ({"recompute": "some"}, PlanError, "'full', 'partitioned', 'offloaded', .* 3, .* 0.5, or .*Selection.of"),
+        (
+            {"recompute": "some"},
+            PlanError,
+            "'full', 'partitioned', 'offloaded', .* 3, .* 0.5, or .*Selection.of",
+        ),
         ({"recompute": True}, PlanError, "no recompute=True: it is 'none'"),
-        ({"batch": 10, "micro_batches": 4}, AutoparError, "4 micro-batches do not divide a batch of 10"),
+        (
+            {"batch": 10, "micro_batches": 4},
+            AutoparError,
+            "4 micro-batches do not divide a batch of 10",
+        ),
         ({"micro_batches": 0}, AutoparError, "micro_batches=0 is less than 1"),
         ({"micro_batches": "4"}, AutoparError, "micro_batches='4' is no whole number"),
         ({"ranks": 2.0}, AutoparError, "ranks=2.0 is no whole number"),
@@ -81,14 +97,16 @@ def test_constraints_are_written_as_a_command_line() -> None:
         ({"stages": ()}, AutoparError, "leaves no number of stages"),
         ({"stages": (0, 2)}, AutoparError, r"stages\[0\]=0 is less than 1"),
         ({"headroom": "x"}, AutoparError, "headroom='x' is a fraction"),
-        ({"memory_bytes": "70 apples"}, AutoparError, "'70 apples' is no size of a memory; write 70GB"),
+        (
+            {"memory_bytes": "70 apples"},
+            AutoparError,
+            "'70 apples' is no size of a memory; write 70GB",
+        ),
         ({"memory_bytes": 0}, AutoparError, "memory_bytes=0 is less than 1"),
         ({"headroom": 1.0}, AutoparError, "headroom=1.0 is a fraction"),
         ({"precision": "bf16 reduce=fp32 reduce=bf16"}, AutoparError, "names a field twice"),
     ],
-)  # fmt: skip
-def test_contradictions_are_refused(
-    fields: dict[str, Any], error: type[AutoparError], words: str
-) -> None:
+)
+def test_contradictions_are_refused(fields: dict[str, Any], error: type[AutoparError], words: str) -> None:
     with pytest.raises(error, match=words):
         Request(H100, **fields)

@@ -37,9 +37,12 @@ def explained(pins: dict[str, str], model: type[nn.Module] = Towers, **options: 
     torch.manual_seed(0)
     options = {"mesh": {"dp": 2}, "cluster": CLUSTER, **options}
     return autopar.explain(
-        model(), (torch.randn(8, 8), torch.randint(0, 3, (8,))), loss_fn=nn.functional.cross_entropy,
-        pins=pins, **options,
-    )  # fmt: skip
+        model(),
+        (torch.randn(8, 8), torch.randint(0, 3, (8,))),
+        loss_fn=nn.functional.cross_entropy,
+        pins=pins,
+        **options,
+    )
 
 
 def labels(plan: Plan, names: list[str]) -> list[str]:
@@ -79,9 +82,13 @@ def test_a_step_is_that_of_one_device(recipe: str) -> None:
     subject = Subject.of(Towers().double(), batch, loss_fn=nn.functional.cross_entropy)
     prepared = subject.prepared
     plan = search(
-        prepared.analysis.graph, {"dp": 2}, hardware=CLUSTER.hardware, recipe=recipe, pins=SIDES,
+        prepared.analysis.graph,
+        {"dp": 2},
+        hardware=CLUSTER.hardware,
+        recipe=recipe,
+        pins=SIDES,
         fingerprint=prepared.captured.fingerprint,
-    )  # fmt: skip
+    )
     assert plan.ops["linear_2"] == ("@1",)
     assert subject.compare(plan).passed
 
@@ -114,9 +121,7 @@ def test_branches_are_shared_out_by_their_work() -> None:
     model = Branches(*(64 * widths[name] for name in sorted(widths)))
     graph = prepare_step(model, (torch.randn(4, 8),)).analysis.graph
     work = {op.name: widths[op.module.rpartition(".")[2]] for op in graph.ops if op.module}
-    found = resolve_lone_pins(
-        {"branches.*": "@*"}, graph, Mesh.parse("dp=2"), lambda op: float(work[op.name])
-    )
+    found = resolve_lone_pins({"branches.*": "@*"}, graph, Mesh.parse("dp=2"), lambda op: float(work[op.name]))
     owners = {work[name]: axes[0] for name, axes in found.owners.items()}
     assert owners == {7: 0, 6: 1, 5: 1, 4: 0, 3: 0}
 
@@ -131,16 +136,24 @@ def test_what_pins_name_counts_for_the_balance() -> None:
 @pytest.mark.parametrize(
     ("pins", "options", "message"),
     [
-        ({"a": "@2"}, {}, r"asks for rank 2 of the axis dp, and it has 2 ranks, .* @0 to @1, or give dp at least 3"),
+        (
+            {"a": "@2"},
+            {},
+            r"asks for rank 2 of the axis dp, and it has 2 ranks, .* @0 to @1, or give dp at least 3",
+        ),
         ({"c": "@0"}, {}, r"'c' matches no submodule and no op of the model; the 8 submodules"),
         ({"a": "@0", "*": "@1"}, {}, r"'a' \(@0@dp\) and '\*' \(@1@dp\) both hold for linear"),
-        ({"a": "@0"}, {"mesh": {"dp": 1, "tp": 2}}, "names no axis, and the mesh dp=1,tp=2 has 2; write @0@tp"),
+        (
+            {"a": "@0"},
+            {"mesh": {"dp": 1, "tp": 2}},
+            "names no axis, and the mesh dp=1,tp=2 has 2; write @0@tp",
+        ),
         ({"a": "@0@ep"}, {}, "'a': '@0@ep' cannot hold"),
         ({"a": "@0 k@dp"}, {}, "mixes k@dp, a choice of layouts"),
         ({"a": "@0"}, {"recompute": "full"}, "and recompute='full', which do not go together"),
         ({"a": "@0"}, {"recipe": "local:2"}, r"and replicas \(local:2\), which do not"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_hold(pins: dict[str, str], options: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         explained(pins, **options)
@@ -158,7 +171,5 @@ def test_closed_forms_are_refused() -> None:
 
 
 def test_no_pins_leave_a_plan_as_it_is() -> None:
-    found = resolve_lone_pins(
-        {"x": "S(0)@dp"}, explained({}).graph, Mesh.parse("dp=2"), lambda op: 1.0
-    )
+    found = resolve_lone_pins({"x": "S(0)@dp"}, explained({}).graph, Mesh.parse("dp=2"), lambda op: 1.0)
     assert found == LonePins({})

@@ -90,14 +90,16 @@ def test_brute_force_of_one_stage_a_rank(schedule: str, seed: int) -> None:
     n, stages, m = draw.randint(3, 9), draw.randint(1, 3), draw.randint(3, 6)
     numbers = [[draw.randint(1, 9) for _ in range(n)] for _ in range(5)]
     made = table(
-        numbers[0], backward=numbers[1], kept=numbers[2], saved=numbers[3], transient=numbers[4],
+        numbers[0],
+        backward=numbers[1],
+        kept=numbers[2],
+        saved=numbers[3],
+        transient=numbers[4],
         send=draw.choice([0.0, 2.0]),
-    )  # fmt: skip
+    )
     shape = Shape(stages, 1, schedule, m)
     flights = shape.in_flight()
-    every = [
-        _figures(made, cuts, flights) for cuts in itertools.combinations(range(1, n), stages - 1)
-    ]
+    every = [_figures(made, cuts, flights) for cuts in itertools.combinations(range(1, n), stages - 1)]
     room = sorted(size for _, size, _ in every)
     for bound in (room[0] - 1, room[0], room[len(room) // 2], room[-1]):
         fitting = [each for each in every if each[1] <= bound]
@@ -133,9 +135,7 @@ def test_what_can_fit_is_what_fits(seed: int) -> None:
     assert answers == {True, False}
 
 
-def _figures(
-    made: StageTable, cuts: tuple[int, ...], flights: Sequence[int]
-) -> tuple[float, float, tuple[int, ...]]:
+def _figures(made: StageTable, cuts: tuple[int, ...], flights: Sequence[int]) -> tuple[float, float, tuple[int, ...]]:
     edges = list(itertools.pairwise((0, *cuts, made.blocks)))
     seconds = max(made.seconds[edge] for edge in edges)
     held = max(
@@ -150,16 +150,12 @@ def test_laws(seed: int) -> None:
     """More memory is never slower; more stages have no slower slowest one, if sending is free."""
     draw = random.Random(seed)
     n = 8
-    made = table(
-        [draw.randint(1, 9) for _ in range(n)], saved=[draw.randint(1, 9) for _ in range(n)]
-    )
+    made = table([draw.randint(1, 9) for _ in range(n)], saved=[draw.randint(1, 9) for _ in range(n)])
     shape = Shape(3, 1, "1f1b", 4)
     least = max(least_overfull(made, shape, memory_bytes=0).rank_bytes)
     slowest = [balance(made, shape, memory_bytes=least * more).seconds for more in (1, 1.2, 1.5, 3)]
     assert slowest == sorted(slowest, reverse=True)
-    deeper = [
-        balance(made, Shape(p, 1, "gpipe", 1), memory_bytes=np.inf).seconds for p in range(1, n + 1)
-    ]
+    deeper = [balance(made, Shape(p, 1, "gpipe", 1), memory_bytes=np.inf).seconds for p in range(1, n + 1)]
     assert deeper == sorted(deeper, reverse=True)
     assert deeper[0] == made.seconds[0, n] and deeper[-1] == max(np.diff(made.forward_seconds[0]))
 
@@ -185,9 +181,7 @@ def test_ranks_with_several_stages_are_near_the_best(schedule: str, chunks: int,
 def test_executed_cuts_end_no_later(seed: int) -> None:
     draw = random.Random(seed)
     shape = Shape(2, 2, "interleaved", 4)
-    made = table(
-        [draw.randint(1, 9) for _ in range(9)], backward=[draw.randint(1, 9) for _ in range(9)]
-    )
+    made = table([draw.randint(1, 9) for _ in range(9)], backward=[draw.randint(1, 9) for _ in range(9)])
 
     def seconds(cuts: Sequence[int]) -> float:
         return simulate(actions(shape.blank, 4), made.stages(cuts)).step_seconds
@@ -198,9 +192,7 @@ def test_executed_cuts_end_no_later(seed: int) -> None:
     assert best <= seconds(executed.cuts) <= min(1.1 * best, seconds(plain.cuts))
 
 
-def _rank_sums(
-    made: StageTable, cuts: Sequence[int], rank_of: Sequence[int], ranks: int
-) -> list[float]:
+def _rank_sums(made: StageTable, cuts: Sequence[int], rank_of: Sequence[int], ranks: int) -> list[float]:
     sums = [0.0] * ranks
     for rank, edge in zip(rank_of, itertools.pairwise((0, *cuts, made.blocks)), strict=True):
         sums[rank] += made.seconds[edge]
@@ -228,18 +220,18 @@ def test_micro_batches_in_flight() -> None:
 
 @pytest.mark.parametrize(("schedule", "chunks"), SHAPES)
 @pytest.mark.parametrize("seed", range(4))
-def test_a_rank_takes_what_the_simulated_step_holds_at_most(
-    schedule: str, chunks: int, seed: int
-) -> None:
+def test_a_rank_takes_what_the_simulated_step_holds_at_most(schedule: str, chunks: int, seed: int) -> None:
     """Stages of one rank do not hold their most at the same time."""
     draw = random.Random(seed)
     ranks = draw.randint(2, 4)
     shape = Shape(ranks, chunks, schedule, 3 * ranks)
     made = table(
-        [1.0] * 12, backward=[2.0] * 12,
-        saved=[draw.randint(1, 9) for _ in range(12)], kept=[draw.randint(1, 9) for _ in range(12)],
+        [1.0] * 12,
+        backward=[2.0] * 12,
+        saved=[draw.randint(1, 9) for _ in range(12)],
+        kept=[draw.randint(1, 9) for _ in range(12)],
         late=[draw.randint(1, 15) for _ in range(12)],
-    )  # fmt: skip
+    )
     cuts = tuple(sorted(draw.sample(range(1, 12), shape.stages - 1)))
     run = simulate(actions(shape.blank, shape.micro_batches), made.stages(cuts))
     assert balance_of(made, shape, cuts).rank_bytes == run.peak_bytes
@@ -277,18 +269,13 @@ def test_says_which_stage_does_not_fit_and_by_how_much() -> None:
     text = str(caught.value)
     assert "No cuts into 2 stages fit into 7.00 kB under gpipe" in text
     assert "pipeline rank 0 takes 10.0 kB, 3.00 kB too much" in text
-    assert (
-        "stage 0 from op0, 2 of 4 parts: 2.00 kB kept, 4 x 2.00 kB of micro-batches in flight"
-        in text
-    )
+    assert "stage 0 from op0, 2 of 4 parts: 2.00 kB kept, 4 x 2.00 kB of micro-batches in flight" in text
     assert "schedule='1f1b', which holds at most 2 of them at once" in text
     assert "memory_bytes=10000" in text
 
 
 def test_refuses_more_stages_than_blocks() -> None:
-    with pytest.raises(
-        SearchError, match="The model has 3 blocks, and 2 pipeline ranks with 2 chunks take 4"
-    ):
+    with pytest.raises(SearchError, match="The model has 3 blocks, and 2 pipeline ranks with 2 chunks take 4"):
         balance(table([1.0] * 3), Shape(2, 2, "interleaved", 2), memory_bytes=np.inf)
 
 

@@ -23,9 +23,7 @@ from tests.support.tables import often
 
 # One node of 64 devices with even links, whose host stores nothing.
 EVEN = replace(find_hardware("h100"), devices_per_node=64, host=None, reserved_bytes=0)
-SMALL = LlamaSizes(
-    batch=4, seq=8, layers=1, dim=16, kv_heads=2, group=2, head_dim=4, ffn=32, vocab=64
-)
+SMALL = LlamaSizes(batch=4, seq=8, layers=1, dim=16, kv_heads=2, group=2, head_dim=4, ffn=32, vocab=64)
 TWO, THREE = {"x": 2, "y": 2}, {"x": 2, "y": 2, "z": 2}
 
 

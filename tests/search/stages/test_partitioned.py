@@ -117,9 +117,7 @@ def test_memory_for_a_plan_that_was_found_is_enough() -> None:
 def test_a_bound_that_tensors_cannot_use_is_too_small() -> None:
     """An H100 has 1 GB for its context and libraries."""
     h100, (model, batch) = find_hardware("h100"), _model()
-    request = Request(
-        h100, mesh={"tp": 2}, memory_bytes=h100.reserved_bytes, offload=True, micro_batches=1
-    )
+    request = Request(h100, mesh={"tp": 2}, memory_bytes=h100.reserved_bytes, offload=True, micro_batches=1)
     with pytest.raises(SearchError, match=r"1\.00 GB reserved"):
         search_step(prepare_step(model, batch, loss_fn=loss_fn), request)
 
@@ -165,9 +163,7 @@ def test_a_model_without_blocks_is_refused() -> None:
 
 def test_a_plan_in_slices_is_what_the_word_asks_for() -> None:
     plan = searched("partitioned").plan
-    explanation = autopar.explain(
-        *_model(), loss_fn=loss_fn, mesh={"tp": 2}, recipe="tp", recompute="partitioned"
-    )
+    explanation = autopar.explain(*_model(), loss_fn=loss_fn, mesh={"tp": 2}, recipe="tp", recompute="partitioned")
     assert explanation.plan.saved == {"blocks.*.input": SavedLayout((S(0),))} == plan.saved
     assert "blocks.*.input kept in slices along tp until backward" in str(explanation)
     with pytest.raises(AutoparError, match="recompute"):

@@ -70,10 +70,7 @@ def test_what_fits_is_not_ruled_out(schedule: str, chunks: int, seed: int) -> No
     """Of all cuts, those that take least memory fit into what they take; far below that nothing may fit."""
     draw = random.Random(f"{schedule} {chunks} {seed}")
     shape = Shape(2, chunks, schedule, 4)
-    figures = {
-        each: [draw.randint(0, 9) for _ in range(8)]
-        for each in ("kept", "saved", "late", "transient")
-    }
+    figures = {each: [draw.randint(0, 9) for _ in range(8)] for each in ("kept", "saved", "late", "transient")}
     made = table([1.0] * 8, **figures)
     every = itertools.combinations(range(1, 8), shape.stages - 1)
     least_bytes = min(max(balance_of(made, shape, cuts).rank_bytes) for cuts in every)

@@ -29,9 +29,24 @@ def table(recompute, seconds: Sequence[float], saved_bytes: float) -> StageTable
     saved[0, n] = saved_bytes
     nothing, ends = np.zeros((n + 1, n + 1)), np.zeros(n + 1)
     return StageTable(
-        tuple(f"op{i}" for i in range(n)), recompute, (True,) * n,
-        forward, nothing, nothing, nothing, nothing, saved, saved, nothing, nothing, nothing, ends, ends, ends, ends,
-    )  # fmt: skip
+        tuple(f"op{i}" for i in range(n)),
+        recompute,
+        (True,) * n,
+        forward,
+        nothing,
+        nothing,
+        nothing,
+        nothing,
+        saved,
+        saved,
+        nothing,
+        nothing,
+        nothing,
+        ends,
+        ends,
+        ends,
+        ends,
+    )
 
 
 class Tables:

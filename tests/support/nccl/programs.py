@@ -30,10 +30,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
-        q, k, v = (
-            f(y).unflatten(-1, (HEADS, -1)).transpose(1, 2)
-            for f in (self.query, self.key, self.value)
-        )
+        q, k, v = (f(y).unflatten(-1, (HEADS, -1)).transpose(1, 2) for f in (self.query, self.key, self.value))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         x = x + self.dropout(self.output(y))
         return x + self.down(F.gelu(self.up(x)))
@@ -42,9 +39,7 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Words to words, by so many blocks."""
 
-    def __init__(
-        self, blocks: int = 1, dropout: float = 0.0, tied: bool = False, frozen: bool = False
-    ) -> None:
+    def __init__(self, blocks: int = 1, dropout: float = 0.0, tied: bool = False, frozen: bool = False) -> None:
         super().__init__()
         self.embedding = nn.Embedding(WORDS, WIDTH)
         self.blocks = nn.Sequential(*(Block(dropout) for _ in range(blocks)))
@@ -101,9 +96,7 @@ class Program:
             options: dict[str, Any] = {"mesh": dict(self.mesh), "recipe": self.recipe}
             if "plan" in self.options:
                 options = {}
-            model = autopar.compile(
-                self.model(), example_inputs=batch, loss_fn=self.loss_fn, **options, **self.options
-            )
+            model = autopar.compile(self.model(), example_inputs=batch, loss_fn=self.loss_fn, **options, **self.options)
             # A stage may have no parameters.
             optimizer = torch.optim.SGD([*model.parameters()] or [torch.zeros(())], lr=0.01)
             if model.plan.pipeline is not None and model.plan.pipeline.update_every:

@@ -60,9 +60,7 @@ class Recorder:
         self._batch = None
         return works
 
-    def broadcast_object_list(
-        self, objects: list[Any], src: int | None = None, group: Any = None
-    ) -> None:
+    def broadcast_object_list(self, objects: list[Any], src: int | None = None, group: Any = None) -> None:
         """Stands in for torch's function: rank 0 is played first."""
         if dist.get_rank() == 0:
             self.told.append(list(objects))
@@ -74,9 +72,7 @@ class Recorder:
         """Stands in for torch's function: all ranks say the same."""
         results[:] = [value] * len(results)
 
-    def new_group(
-        self, real: Any, ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any
-    ) -> Any:
+    def new_group(self, real: Any, ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Makes a group as torch does."""
         self.trace.append(NewGroup(tuple(range(dist.get_world_size()) if ranks is None else ranks)))
         return real(ranks, *args, **kwargs)
@@ -123,16 +119,21 @@ class _Group(dist.ProcessGroup):
     def group_name(self) -> str:
         return _C10D._world.pg_names.get(self, "?")
 
-    def _note(
-        self, kind: str, tensors: Sequence[Tensor], detail: Any = None, peer: int | None = None
-    ) -> _Done:
+    def _note(self, kind: str, tensors: Sequence[Tensor], detail: Any = None, peer: int | None = None) -> _Done:
         members = tuple(_C10D._world.pg_group_ranks.get(self, {}))
         dtypes = {str(x.dtype).removeprefix("torch.") for x in tensors}
         call = Call(
-            self.group_name, members, kind, sum(x.numel() for x in tensors), " ".join(sorted(dtypes)),
-            sum(x.nbytes for x in tensors), None if peer is None else members[peer], detail,
-            all(x.is_contiguous() for x in tensors), _where(sys._getframe(2)),
-        )  # fmt: skip
+            self.group_name,
+            members,
+            kind,
+            sum(x.numel() for x in tensors),
+            " ".join(sorted(dtypes)),
+            sum(x.nbytes for x in tensors),
+            None if peer is None else members[peer],
+            detail,
+            all(x.is_contiguous() for x in tensors),
+            _where(sys._getframe(2)),
+        )
         return _Done(self._recorder, self._recorder.add(call))
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> _Done:
@@ -167,9 +168,7 @@ class _Group(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> _Done:
         return self._note("barrier", [])
 
-    def allgather(
-        self, results: list[list[Tensor]], tensors: list[Tensor], opts: Any = None
-    ) -> _Done:
+    def allgather(self, results: list[list[Tensor]], tensors: list[Tensor], opts: Any = None) -> _Done:
         _fill(results, tensors)
         return self._note("all_gather of a list", tensors)
 
@@ -182,16 +181,12 @@ class _Group(dist.ProcessGroup):
         result.view(-1).copy_(x.reshape(-1)[: result.numel()])
         return self._note("reduce_scatter", [result], _reduction(opts))
 
-    def all_gather_single_coalesced(
-        self, results: list[Tensor], tensors: list[Tensor], opts: Any = None
-    ) -> _Done:
+    def all_gather_single_coalesced(self, results: list[Tensor], tensors: list[Tensor], opts: Any = None) -> _Done:
         for result, x in zip(results, tensors, strict=True):
             result.view(self._size, -1).copy_(x.reshape(1, -1))
         return self._note("all_gather of several", tensors)
 
-    def reduce_scatter_single_coalesced(
-        self, results: list[Tensor], tensors: Any, opts: Any = None
-    ) -> _Done:
+    def reduce_scatter_single_coalesced(self, results: list[Tensor], tensors: Any, opts: Any = None) -> _Done:
         for result, x in zip(results, tensors, strict=True):
             result.view(-1).copy_(x.reshape(-1)[: result.numel()])
         return self._note("reduce_scatter of several", results)

@@ -11,9 +11,20 @@ from tests.support.nccl.traces import Call, NewGroup, Traces, calls_of
 from tests.support.nccl.waiting import endless, longest_seconds
 
 _DTYPES = frozenset(
-    ["float64", "float32", "float16", "bfloat16", "int64", "int32",
-     "int8", "uint8", "bool", "float8_e4m3fn", "float8_e5m2"]
-)  # fmt: skip
+    [
+        "float64",
+        "float32",
+        "float16",
+        "bfloat16",
+        "int64",
+        "int32",
+        "int8",
+        "uint8",
+        "bool",
+        "float8_e4m3fn",
+        "float8_e5m2",
+    ]
+)
 
 
 def violations(traces: Traces, mode: Mode) -> list[str]:
@@ -65,9 +76,7 @@ def _operands(launches: Sequence[Launch]) -> Iterator[str]:
 
 def _collectives(launches: Sequence[Launch], traces: Traces) -> Iterator[str]:
     """The members of a communicator run the same collectives in the same order; sets the mates of each."""
-    by_communicator: dict[Communicator, dict[int, list[Launch]]] = defaultdict(
-        lambda: defaultdict(list)
-    )
+    by_communicator: dict[Communicator, dict[int, list[Launch]]] = defaultdict(lambda: defaultdict(list))
     for each in launches:
         if not each.calls[0].is_message:
             by_communicator[each.communicator][each.rank].append(each)
@@ -88,9 +97,7 @@ def _unlike(members: Sequence[int], line: Sequence[Launch | None]) -> str:
     if len(there) < len(line):
         absent = [rank for rank, each in zip(members, line, strict=True) if each is None]
         return f"{there[0]}, and ranks {absent} run none"
-    other = next(
-        (each for each in there if _shared(each.calls[0]) != _shared(there[0].calls[0])), None
-    )
+    other = next((each for each in there if _shared(each.calls[0]) != _shared(there[0].calls[0])), None)
     if other is not None:
         return f"{there[0]} ({there[0].calls[0].detail}), but {other} ({other.calls[0].detail})"
     return _uneven(there) if there[0].calls[0].kind == "all_to_all" else ""
@@ -140,10 +147,7 @@ def unlike_orders(traces: Traces) -> str:
 
     NCCL asks for one order where several communicators are busy at once (NCCL_LAUNCH_ORDER_IMPLICIT).
     """
-    orders = {
-        rank: [_place(call) for e in trace for call in calls_of(e)]
-        for rank, trace in traces.items()
-    }
+    orders = {rank: [_place(call) for e in trace for call in calls_of(e)] for rank, trace in traces.items()}
     first = min(orders)
     for rank, own in orders.items():
         for number, (mine, other) in enumerate(zip_longest(orders[first], own)):

@@ -32,9 +32,7 @@ def played(pipeline: Pipeline, micro_batches: int, *, trains: bool = True) -> Tr
             mesh = init_device_mesh("cpu", (pipeline.ranks,), mesh_dim_names=("pp",))
             pipe = Pipe(rank, mesh, group_name(mesh.get_group()))
             stage_actions.greet(pipeline, pipe, _DEVICE)
-            stages = {
-                i: _Stage(recorder.trace, i, pipeline.stages) for i in pipeline.stages_of(rank)
-            }
+            stages = {i: _Stage(recorder.trace, i, pipeline.stages) for i in pipeline.stages_of(rank)}
             run = stage_actions.StageActions(stages, pipeline, pipe, _DEVICE, trains=trains)
             with _timed_backwards(recorder.trace):
                 run.run(lists[rank], exchanges=waits_for_sends(pipeline.schedule))

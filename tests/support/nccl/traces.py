@@ -43,9 +43,7 @@ class Call(NamedTuple):
         return self.peer is not None
 
     def __str__(self) -> str:
-        other = (
-            "" if self.peer is None else f" {'to' if self.kind == 'send' else 'from'} {self.peer}"
-        )
+        other = "" if self.peer is None else f" {'to' if self.kind == 'send' else 'from'} {self.peer}"
         return f"{self.kind}{other} of {self.elements} {self.dtype} on group {self.group}"
 
 
@@ -143,7 +141,12 @@ def _call(word: str, members: Sequence[int]) -> Call:
         sent, received = (tuple(map(int, part.split(","))) for part in detail.split("/"))
         detail = sent, received
     return Call(
-        found["group"] or "world", tuple(members), kind.removeprefix("strided_"), int(found["elements"] or 8),
-        dtype=found["dtype"] or "float32", peer=None if peer is None else int(peer), detail=detail,
+        found["group"] or "world",
+        tuple(members),
+        kind.removeprefix("strided_"),
+        int(found["elements"] or 8),
+        dtype=found["dtype"] or "float32",
+        peer=None if peer is None else int(peer),
+        detail=detail,
         is_contiguous=not kind.startswith("strided_"),
-    )  # fmt: skip
+    )

@@ -18,9 +18,7 @@ from graphlib import CycleError, TopologicalSorter
 from tests.support.nccl.launches import Communicator, Launches, Mode
 from tests.support.nccl.traces import Call, Compute, Sync, Traces, Wait
 
-Node = tuple[
-    str, int, int
-]  # "comes", "host", "stream", "begin" or "end", the rank, the number of the event
+Node = tuple[str, int, int]  # "comes", "host", "stream", "begin" or "end", the rank, the number of the event
 
 
 def waits(traces: Traces, launches: Launches, mode: Mode) -> dict[Node, set[Node]]:
@@ -55,9 +53,7 @@ def waits(traces: Traces, launches: Launches, mode: Mode) -> dict[Node, set[Node
                         if n is not None
                     }
                 graph["begin", rank, i] = {host, stream, queues.get(communicator, host)}
-                graph["end", rank, i] = {
-                    ("begin", each.rank, each.event) for each in (launch, *launch.mates)
-                }
+                graph["end", rank, i] = {("begin", each.rank, each.event) for each in (launch, *launch.mates)}
                 queues[communicator] = ("end", rank, i)
     return graph
 
@@ -80,9 +76,7 @@ def endless(traces: Traces, launches: Launches, mode: Mode) -> list[str]:
         for communicator, ranks in used.items():
             absent = {*communicator.members} & {*traces} - ranks
             if absent:
-                return [
-                    f"ranks {sorted(absent)} never come to make the communicator of {communicator.group}"
-                ]
+                return [f"ranks {sorted(absent)} never come to make the communicator of {communicator.group}"]
     try:
         tuple(TopologicalSorter(waits(traces, launches, mode)).static_order())
     except CycleError as error:
@@ -97,16 +91,10 @@ def _moment(node: Node, traces: Traces, launches: Launches) -> str:
         return str(launches[rank][i])
     if what == "host" and isinstance(traces[rank][i], Sync):
         return f"rank {rank}: host in {traces[rank][i]}"
-    return (
-        f"rank {rank}: host at {launches[rank][i]}"
-        if what == "host" and i in launches[rank]
-        else ""
-    )
+    return f"rank {rank}: host at {launches[rank][i]}" if what == "host" and i in launches[rank] else ""
 
 
-def longest_seconds(
-    traces: Traces, launches: Launches, mode: Mode, message_seconds: Callable[[Call], float]
-) -> float:
+def longest_seconds(traces: Traces, launches: Launches, mode: Mode, message_seconds: Callable[[Call], float]) -> float:
     """The time of a run whose hosts are ahead of their devices; collectives take none."""
     graph = waits(traces, launches, mode)
     ends: dict[Node, float] = {}
