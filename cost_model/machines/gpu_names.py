@@ -12,7 +12,7 @@ from types import MappingProxyType
 from autopar.errors import AutoparError
 
 ALIASES: Mapping[str, str] = MappingProxyType(
-    {"a100-80": "a100", "h100-80": "h100", "v100-32": "v100", "cpu": "cpu-gloo", "4090": "rtx4090"}
+    {"a100-80": "a100", "h100-80": "h100", "v100-32": "v100", "cpu": "cpu-gloo", "4090": "rtx4090", "5090": "rtx5090"}
 )
 # Chip -> GB of memory -> name in the catalogue.
 _BY_MEMORY: Mapping[str, Mapping[int, str]] = MappingProxyType(
@@ -23,9 +23,17 @@ _BY_MEMORY: Mapping[str, Mapping[int, str]] = MappingProxyType(
         "h200": {141: "h200"},
         "b200": {180: "b200", 192: "b200"},
         "gb200": {186: "gb200", 192: "gb200"},
+        "b300": {270: "b300", 288: "b300"},
+        "gb300": {279: "gb300", 288: "gb300"},
+        "h20": {96: "h20"},
         "mi300x": {192: "mi300x"},
+        "mi325x": {256: "mi325x"},
+        "mi350x": {288: "mi350x"},
+        "mi355x": {288: "mi355x"},
         "l4": {24: "l4"},
+        "l40s": {48: "l40s"},
         "rtx4090": {24: "rtx4090"},
+        "rtx5090": {32: "rtx5090"},
     }
 )
 _CHIP = re.compile(r"(?:gb|gh|rtx|mi|[a-z])\d{1,4}[a-z]*|\d{4}")
