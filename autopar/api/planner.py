@@ -56,6 +56,7 @@ from autopar.planning.planning import (
     refuse_sum,
     unsplit_plan,
 )
+from autopar.planning.remarks import with_remarks
 from autopar.planning.stored_captures import CaptureQuestion, StoredCaptures
 from autopar.planning.stored_plans import StoredPlans
 from autopar.program.program import build_program
@@ -153,6 +154,7 @@ class Planner:
         plan = agreed(lambda: self._chosen(prepared, micro_batches, asked.fixed, is_step))
         if is_step and self._request.micro_batches is None and plan.micro_batches != count:
             prepared, plan = in_parts(plan, batch, captured, functools.partial(self._searched, fixed=asked.fixed))
+        plan = with_remarks(plan, prepared.analysis.graph, self._request)
         programs = self._programs(prepared, plan, batch)
         if asked.fixed is not None and asked.fixed.pipeline is not None:
             refuse_strays(programs.stages, asked.fixed.users)

@@ -26,6 +26,7 @@ from autopar.explanation.simulated import SimulatedStep
 from autopar.ir import TIERS, Graph, Mesh, Plan, Tier
 from autopar.pipeline.composed import RecomputationPrice, step_of
 from autopar.pipeline.simulation import Simulation
+from autopar.planning.remarks import op_seconds
 from autopar.search.request.request import Request
 
 STAGES: tuple[Literal["first", "last"], ...] = ("first", "last")
@@ -166,6 +167,12 @@ class PlanCost:
     def step(self) -> Step:
         """The step as numbers."""
         return self.owned or self.at()
+
+    @property
+    def op_seconds(self) -> Mapping[str, float]:
+        """Op name -> seconds of a step that it takes on the cluster, see `autopar.planning.remarks.op_seconds`."""
+        hardware, state = self.cluster.hardware, self.run.training_state
+        return op_seconds(self.graph, self.plan, hardware, self.software, state)
 
     def at(self, **values: Any) -> Step:
         """The step at other values of symbols; arrays price many configurations at once."""

@@ -42,7 +42,7 @@ class Explanation(PlanCost, JupyterMixin):
         if self.owned is not None:
             sentences = owner_sentences(self.graph, self.plan, self.owned)
         notes = (*self._choices, *sentences, self._prediction)
-        return explain(replace(self.plan, notes=notes), self.graph)
+        return explain(replace(self.plan, notes=notes), self.graph, self.op_seconds)
 
     @property
     def _choices(self) -> tuple[str, ...]:

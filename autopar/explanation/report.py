@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TypeVar
@@ -16,9 +16,12 @@ from rich.text import Text
 from autopar.cost_model.items import COMPUTE, WorkItem
 from autopar.cost_model.steps.step import Step
 from autopar.ir import EXCHANGED, Graph, Mesh, Op, Plan, owner_of
+from autopar.ir.layout import format_layout
+from autopar.ir.op import result_layouts
 from autopar.ir.parameter_plan import PARAMETER_WORDS
 from autopar.ir.recompute import words_of_recompute
 from autopar.ir.saved import words_of_saved
+from autopar.search.request.notes import place_of
 from autopar.units import counted, format_bytes, format_seconds
 from autopar.views.terminal import Screen
 
@@ -27,17 +30,18 @@ _T = TypeVar("_T")
 Words = Mapping[str, str]  # factor -> what people call it
 NO_WORDS: Words = MappingProxyType({})
 _NAME_WIDTH = 20  # columns that the name of a parameter has where the terminal is narrow
+_WHOLE = "(run whole)"  # in place of the module, where nothing is split
 ZERO_NAMES = {1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
 
 
-def explain(plan: Plan, graph: Graph) -> RenderableType:
-    """A plan as a headline, what was chosen and why, and tables of parameters and ops."""
+def explain(plan: Plan, graph: Graph, seconds: Mapping[str, float]) -> RenderableType:
+    """A plan as a headline, what was chosen and why, and tables of parameters and ops; `seconds` by name of op."""
     return Group(
         headline(plan),
         *map(Text, plan.notes),
         Text(),
         parameter_table(plan, graph),
-        op_table(plan, graph),
+        op_table(plan, graph, seconds),
     )
 
 
@@ -141,48 +145,43 @@ def _kept(plan: Plan, graph: Graph, name: str, axis: int) -> str:
     return PARAMETER_WORDS.get(stage, "replicated")
 
 
-def op_table(plan: Plan, graph: Graph, words: Words = NO_WORDS) -> Table:
-    """What every op splits along every axis, by the names of the factors; views are left out."""
-    table = Table(title="Ops", title_justify="left", show_edge=False)
-    for column in ("module", "op", "of", *(f"{name}={size}" for name, size in plan.mesh.axes)):
+def op_table(plan: Plan, graph: Graph, seconds: Mapping[str, float], words: Words = NO_WORDS) -> Table:
+    """What every op splits along every axis, how its results lie, and its seconds of a step; views are left out."""
+    table = Table(title="Ops (time of a step, before anything overlaps)", title_justify="left", show_edge=False)
+    for column in ("module", "op", "of", *(f"{name}={size}" for name, size in plan.mesh.axes), "result"):
         table.add_column(column, overflow="fold")
+    table.add_column("time", justify="right")
     previous = ""
-    for module, kinds, count, row in _merged(_folded(_op_rows(plan, graph, words))):
-        table.add_row("" if module == previous else module, kinds, _times(count), *row)
+    lines = _op_lines(plan, graph, seconds, words)
+    for (module, row), (kinds, count, seconds) in sorted(lines.items(), key=lambda line: line[0][0] == _WHOLE):
+        shown = "" if module == previous else module
+        table.add_row(shown, ", ".join(dict.fromkeys(kinds)), _times(count), *row, format_seconds(seconds))
         previous = module
     return table
 
 
-def _merged(
-    rows: Iterable[tuple[str, int, tuple[str, ...]]],
-) -> Iterator[tuple[str, str, int, tuple[str, ...]]]:
-    """Neighbours of one module that are split alike as one row; what nothing splits comes last."""
-    found: dict[tuple[str, tuple[str, ...]], tuple[list[str], int]] = {}
-    for key, count, row in rows:
-        module, kind = key.rsplit(" ", 1)
-        whole = set(row) == {"-"}
-        kinds, total = found.setdefault(("(run whole)" if whole else module, row), ([], 0))
-        kinds.append(kind)
-        found[("(run whole)" if whole else module, row)] = (kinds, total + count)
-    for last in (False, True):
-        for (module, row), (kinds, count) in found.items():
-            if (module == "(run whole)") is last:
-                yield module, ", ".join(dict.fromkeys(kinds)), count, row
-
-
-def _op_rows(plan: Plan, graph: Graph, words: Words) -> Iterable[tuple[str, tuple[str, ...], int]]:
+def _op_lines(
+    plan: Plan, graph: Graph, seconds: Mapping[str, float], words: Words
+) -> dict[tuple[str, tuple[str, ...]], tuple[list[str], int, float]]:
+    """Module and row -> the kinds of its ops that are split alike, their number and seconds, the layers folded."""
+    found: dict[tuple[str, tuple[str, ...]], tuple[list[str], int, float]] = {}
     for op in graph.ops:
-        if not op.is_view and op.has_rule:
-            labels = plan.ops[op.name]
-            kind = op.kind.removeprefix("aten.")
-            split = tuple(_split(op, label, words) for label in labels)
-            yield f"{op.module or '(top)'} {kind}", split, graph.layer_count.get(op.name, 1)
+        if op.is_view or not op.has_rule:
+            continue
+        labels = plan.ops[op.name]
+        split = tuple(_split(op, label, words) for label in labels)
+        module = _WHOLE if set(split) == {"-"} else _numbers_out(op.module) or "(top)"
+        key = module, (*split, format_layout(result_layouts(op, labels)[0], plan.mesh))
+        kinds, count, taken = found.get(key, ([], 0, 0.0))
+        count += graph.layer_count.get(op.name, 1)
+        found[key] = ([*kinds, op.kind.removeprefix("aten.")], count, taken + seconds.get(op.name, 0.0))
+    return found
 
 
 def _split(op: Op, label: str, words: Words = NO_WORDS) -> str:
     choice = op.choice(label)
     if choice.splits:
-        name = words.get(choice.factor, "") or _numbers_out(choice.factor)
+        name = words.get(choice.factor, "") or place_of(choice.factor)
         return f"{name} (rows exchanged)" if EXCHANGED in label else name
     if (owner := owner_of(label)) is not None:
         return f"rank {owner} alone"

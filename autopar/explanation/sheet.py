@@ -70,7 +70,7 @@ class Sheet:
             yield Gantt(page.simulation)
             yield StageSummary(page.stages)
         yield parameter_table(plan, advice.graph)
-        yield op_table(plan, advice.graph, advice.factor_words)
+        yield op_table(plan, advice.graph, advice.op_seconds, advice.factor_words)
         if collectives(advice.step):
             yield collective_table(advice.step)
         yield Group(

@@ -39,6 +39,9 @@ the right column):
     note ...                                          what was chosen and why
     note(price) ...                                   a note of the kind "price", see `autopar.ir.note`
 
+Where a plan was made for a model in this process, every line of an op ends in a remark, which `Plan.parse` skips: its
+seconds in a step, and the layouts of its operands and results, `op linear_1: b j  #  41 µs  S(0)@dp, R -> S(0)@dp`.
+
 Between steps a parameter lies in its *storage* layout (as a DTensor). Once per step it is converted to its
 *resident* layout, and inside the graph from there to the layout that each op takes. ZeRO's stages (Rajbhandari et
 al. 2020, section 5) are choices of these two layouts, see `zero_stage`.
@@ -64,7 +67,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from html import escape
@@ -81,6 +84,7 @@ from autopar.ir.note import Note, kind_of
 from autopar.ir.parameter_plan import ParameterPlan
 from autopar.ir.pipeline import Pipeline, with_pipeline, without_pipeline
 from autopar.ir.plan_reading import (
+    REMARK,
     SCALAR,
     VERSION,
     check_fields,
@@ -113,6 +117,8 @@ from autopar.ir.saved import SavedLayout, parse_saved
 from autopar.ir.tier import format_place
 from autopar.units import counted
 
+_REMARK_COLUMN = 60  # longer lines of ops push their remarks to the right
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -138,6 +144,8 @@ class Plan:
         decomposed: axes along which all-gathers before products, and reduce-scatters after them, run piece by piece
             while the products are computed; see `autopar.ops.decomposed`.
         overlap_batches: number of micro-batches that run at a time and take turns (`autopar.passes.overlap_batches`).
+        remarks: function from a plan to remarks about its ops, by name, which `str` prints for people; None for none.
+            It is no part of the plan: equal plans may have different remarks, and files have none.
 
     Raises PlanError for a field that no plan can have, such as an axis that the mesh does not have.
     """
@@ -159,6 +167,7 @@ class Plan:
     decomposed: tuple[str, ...] = ()
     overlap_batches: int = 1
     dtypes: Mapping[str, str] = field(default_factory=dict)
+    remarks: Callable[[Plan], Mapping[str, str]] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_recompute(self.recompute)
@@ -227,7 +236,12 @@ class Plan:
         return {feature: str(words) for feature, words in found.items() if words}
 
     def __hash__(self) -> int:
-        return hash(str(self))
+        return hash(self._bare)
+
+    @cached_property
+    def _bare(self) -> str:
+        """The text without remarks."""
+        return "\n".join(self._lines({}))
 
     @property
     def world_mesh(self) -> Mesh:
@@ -251,19 +265,19 @@ class Plan:
         return with_pipeline(self.mesh, self.pipeline.ranks, self.pipeline.position)
 
     def __str__(self) -> str:
-        return "\n".join(self._lines) + "\n"
+        return "\n".join(self._lines({} if self.remarks is None else self.remarks(self))) + "\n"
 
     def _repr_html_(self) -> str:
         """HTML of the plan for a notebook: mesh, recipe and notes, and a collapsed list of all lines."""
         notes = "".join(f"<li>{escape(note)}</li>" for note in self.notes)
         chosen = f"{self.world_mesh}, recipe {self.recipe}, micro-batches {self.micro_batches}"
+        text = str(self)
         return (
             f"<b>autopar plan</b> {escape(chosen)}<ul>{notes}</ul>"
-            f"<details><summary>all {len(self._lines)} lines</summary><pre>{escape(str(self))}</pre></details>"
+            f"<details><summary>all {text.count(chr(10))} lines</summary><pre>{escape(text)}</pre></details>"
         )
 
-    @cached_property
-    def _lines(self) -> list[str]:
+    def _lines(self, remarks: Mapping[str, str]) -> list[str]:
         def text(layout: Layout) -> str:
             return format_layout(layout, self.mesh)
 
@@ -289,7 +303,11 @@ class Plan:
         lines += [f"parameter {name}: {' | '.join(self._parameter_fields(p))}" for name, p in self.parameters.items()]
         lines += [f"saved {name}: {how.text(self.mesh)}" for name, how in self.saved.items()]
         lines += [f"input {name}: {text(layout)}" for name, layout in self.inputs.items()]
-        lines += [f"op {name}: {' '.join(labels)}" for name, labels in self.ops.items()]
+        ops = {name: f"op {name}: {' '.join(labels)}" for name, labels in self.ops.items()}
+        width = min(_REMARK_COLUMN, max(map(len, ops.values()), default=0))
+        lines += [
+            f"{op:{width}}{REMARK}{remarks[name].rstrip()}" if name in remarks else op for name, op in ops.items()
+        ]
         lines += [
             f"shape {name}: {' '.join(map(str, shape)) or SCALAR} {self.dtypes.get(name, '')}".rstrip()
             for name, shape in self.shapes.items()

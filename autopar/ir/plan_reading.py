@@ -51,6 +51,7 @@ OPTIONAL_FIELDS = (
     "digest",
 )
 SCALAR = "scalar"
+REMARK = "  # "  # what follows it in the line of an op is for people
 _BY_ROWS = " by rows"
 _DTYPE = re.compile(r"bool|(?:u?int|b?float|complex)\d\w*")
 
@@ -263,6 +264,8 @@ def read_line(line: str, number: int, document: dict[str, Any]) -> None:
         value = parse_recompute(rest) if word == "recompute" else rest
         document[word] = [schedule, cuts] if word == "pipeline" else value
         return
+    if word == "op":
+        rest = rest.partition(REMARK)[0].rstrip()
     name, colon, value = rest.rpartition(": ")  # a name may have ": ", a value never has
     if not colon or word not in ("parameter", "saved", "input", "op", "shape", "replicas"):
         raise PlanError(f"Cannot read line {number} of the plan: {line!r}.")

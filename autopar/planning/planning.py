@@ -41,6 +41,7 @@ from autopar.pipeline.blocks import has_blocks
 from autopar.pipeline.parts import count_repeating
 from autopar.pipeline.saved_values import possible_lines
 from autopar.planning.garbage import collecting_rarely
+from autopar.planning.remarks import with_remarks
 from autopar.search.candidates.outer import search_plan
 from autopar.search.candidates.trials import Searched
 from autopar.search.request.notes import undivided_lines
@@ -200,7 +201,8 @@ def search_step(
         progress=progress,
     )
     best = found.best
-    return found._replace(best=best._replace(plan=_finished(best.plan, best.graph, prepared)))
+    plan = with_remarks(_finished(best.plan, best.graph, prepared), best.graph, request)
+    return found._replace(best=best._replace(plan=plan))
 
 
 def _refuse_more_blocks(graph: Graph, recompute: RecomputeOption | None) -> None:

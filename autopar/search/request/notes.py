@@ -81,7 +81,7 @@ def _exchanging(plan: Plan, ops: Sequence[Op]) -> str:
 def _axis_line(graph: Graph, plan: Plan, axis: int) -> str:
     axis_name, size = plan.mesh.axes[axis]
     split = Counter(
-        _place_of(choice.factor or choice.label)
+        place_of(choice.factor or choice.label)
         for op in graph.ops
         if (choice := op.choice(plan.ops[op.name][axis])).splits
     )
@@ -156,7 +156,7 @@ def _undivided_line(graph: Graph, plan: Plan, axis: int, factors: Sequence[str],
     for op in graph.ops:
         if any(choice.factor in factors for choice in op.choices):
             factor = op.choice(plan.ops[op.name][axis]).factor
-            taken[_place_of(factor) if factor else ""] += graph.layer_count.get(op.name, 1)
+            taken[place_of(factor) if factor else ""] += graph.layer_count.get(op.name, 1)
     instead = next((f" is split by {each} instead" for each in _most(taken) if each), " is not split")
     above = -(-size // parts) * parts
     remedy = f"{above} would be split"
@@ -166,7 +166,7 @@ def _undivided_line(graph: Graph, plan: Plan, axis: int, factors: Sequence[str],
         what, whose = f"A vocabulary of {size}", "it"
         remedy = f"pad it to {above}, with resize_token_embeddings({above})"
     else:
-        what, whose = f"Size {size} ({_place_of(factors[0])})", "it"
+        what, whose = f"Size {size} ({place_of(factors[0])})", "it"
     if inner := _two_axes(graph, factors, parts):
         remedy += f", or two axes {inner} in place of {axis_name}"
     return f"{what} cannot be split over {axis_name}={parts}, so {whose}{instead}; {remedy}."
@@ -176,7 +176,7 @@ def _most(taken: Counter[str]) -> list[str]:
     return [name for name, _ in taken.most_common()]
 
 
-def _place_of(factor: str) -> str:
+def place_of(factor: str) -> str:
     """A factor for people: `batch`, or `dim 0 of layers.*.query.weight` for `layers.3.query.weight[0].0`."""
     return re.sub(r"(.*)\[(\d+)\](\.\d+)?", r"dim \2 of \1", _any_layer(factor))
 
