@@ -18,8 +18,8 @@ from autopar.capture.captured import Captured
 from autopar.cost_model.collectives import usual_bucket_bytes
 from autopar.errors import PeerError
 from autopar.ops.nodes import draws
-from autopar.passes import bind_groups, verify_graph
 from autopar.runtime.execute.compiled import Executor
+from autopar.runtime.execute.lowering import LOWERING_OF_LOCAL_GRAPH, Binding, lower
 from autopar.runtime.failures.failing_op import naming_line
 from autopar.runtime.parameters.entries import Entries
 from autopar.runtime.parameters.gather import Gathers
@@ -105,12 +105,9 @@ class LocalGraph:
         self._changed = [lifted.buffers[name] for _, name in sorted(captured.mutated.items())]
         sources = _Shards([examples[i] for i in self._parameters])
         self._gathers = Gathers(sources, world)
-        bucket_bytes = int(usual_bucket_bytes(world.mesh.sizes))
-        self._gathers.install(local, world.mesh, bucket_bytes)
         self._entries = Entries(world)
-        self._entries.install(local, [each.local for each in sources.kept], bucket_bytes)
-        bind_groups(local, world.group_names)
-        verify_graph(local, after="binding to process groups")
+        bucket_bytes = int(usual_bucket_bytes(world.mesh.sizes))
+        lower(Binding(local, world, executor, self._gathers, bucket_bytes, self._entries), LOWERING_OF_LOCAL_GRAPH)
         is_random = any(draws(node) for node in local.graph.nodes)
         self._graph = executor.ready(local)
         self._seed = (lambda: _same_seed(world)) if is_random else contextlib.nullcontext

@@ -6,35 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from autopar import _torch
 from autopar._torch import pytree
-from autopar.ir import local_shape
-from autopar.ops.decomposed import gather_products, product_scatter
-from autopar.ops.work import shares_of_work
-from autopar.passes import (
-    bind_groups,
-    decompose_products,
-    defer_loss_sum,
-    fold_blocks,
-    hoist_input_sums,
-    overlap_batches,
-    retarget_device,
-    start_early,
-    verify_graph,
-)
 from autopar.program.program import Program
-from autopar.program.slices import gathered_again
-from autopar.runtime.collectives.alone import leave_to_owners
-from autopar.runtime.collectives.async_collectives import StartCollective, finish
 from autopar.runtime.collectives.hops import Hop, signature
-from autopar.runtime.collectives.transfer import Transfer, finish_sum, start_sum
+from autopar.runtime.collectives.transfer import Transfer
 from autopar.runtime.execute.compiled import Executor
+from autopar.runtime.execute.lowering import Binding, copied, lower
 from autopar.runtime.execute.muted import muted
-from autopar.runtime.execute.recompute import Recomputed
 from autopar.runtime.execute.results import StepResults, joined
-from autopar.runtime.execute.saved import SlicedSaves, converter, install_notes
+from autopar.runtime.execute.saved import SlicedSaves, converter
 from autopar.runtime.execute.shares import refuse_divided_by_none
 from autopar.runtime.failures.failing_op import naming_line, naming_op
 from autopar.runtime.parameters.gather import Gathers
@@ -85,72 +68,27 @@ class Runner:
         self._gathers = Gathers(self._residents, self.world)
         mesh, groups = self.world.mesh, self.world.group_names
         self._saves = SlicedSaves(program.slices, mesh, converter(mesh, groups), self.world.tiers)
-        self._graph = _copy(program.module)
-        retarget_device(self._graph, self.world.device)
-        self.loss_axes = defer_loss_sum(self._graph) if program.is_step else ()
-        if at_a_time > 1:
-            self._overlap(at_a_time)
-        order = completion_order(self._graph, len(program.parameters))
-        has_lone_calls = self._bind(bucket_bytes, executor)
-        self._fold(executor, hoists=not has_lone_calls)
-        # Which collectives start early depends on the calls around them, which differ between owners and other ranks.
-        if program.plan.pipeline is None and not executor.compiles and not has_lone_calls:
-            axes = {group: axis for axis, group in groups.items()}
-            start_early(
-                self._graph,
-                lambda call: StartCollective(call._replace(group=axes[call.group]), self.world),
-                finish,
-            )
-        verify_graph(self._graph, after="binding to process groups")
-        self._graph = executor.ready(self._graph, joins=self._joins_blocks)
+        binding = Binding(
+            copied(program.module),
+            self.world,
+            executor,
+            self._gathers,
+            bucket_bytes,
+            state=[*(model.get_buffer(spec.name) for spec in program.buffers), *self._constants],
+            saves=self._saves,
+            at_a_time=at_a_time,
+            program=program,
+        )
+        lower(binding)
+        self.loss_axes = binding.loss_axes
+        self._graph = executor.ready(binding.graph, joins=self._joins_blocks)
         self._reducer = Reducer(
             self._residents,
             every_micro_batch=[program.storage(s.name).reduce == "micro_batch" for s in program.parameters],
             late=self._gathers.late,
-            order=order,
+            order=binding.order,
             bucket_bytes=bucket_bytes,
         )
-
-    def _overlap(self, at_a_time: int) -> None:
-        """Makes the graph of a micro-batch that of several, whose ops take turns."""
-        program, model, mesh = self.program, self._model, self.world.mesh
-        leaves = [(self._residents.shape(i), s.dtype) for i, s in enumerate(program.parameters)]
-        state = [model.get_buffer(spec.name) for spec in program.buffers] + self._constants
-        fed = (*program.inputs, *program.shares)
-        inputs = [(local_shape(s.dims, s.layout, mesh), s.dtype) for s in fed]
-        examples = [*leaves, *((x.shape, x.dtype) for x in state), *inputs]
-        shares = shares_of_work(self._graph, examples, self.world.device)
-        overlap_batches(self._graph, copies=at_a_time, inputs=len(inputs), seconds=shares.__getitem__)
-
-    def _bind(self, bucket_bytes: int, executor: Executor) -> bool:
-        """Binds the graph to this rank and its process groups; returns whether some ranks alone run a call."""
-        groups, decomposed = self.world.group_names, self.program.plan.decomposed
-        has_lone_calls = leave_to_owners(self._graph, self.world, compiles=executor.compiles)
-        self._gathers.install(self._graph, self.world.mesh, bucket_bytes)
-        bind_groups(self._graph, groups)
-        if decomposed:
-            decompose_products(
-                self._graph,
-                gather_products,
-                product_scatter,
-                groups=[groups[axis] for axis in decomposed],
-                restored=gathered_again(self.program.slices, self.program.plan, groups),
-            )
-        install_notes(self._graph, self._saves)
-        return has_lone_calls
-
-    def _fold(self, executor: Executor, *, hoists: bool) -> None:
-        """Makes one call of every recomputed block, and starts sums for inputs of the graph early if `hoists`."""
-        parameters, received = len(self.program.parameters), len(self.program.received)
-        self._graph = fold_blocks(
-            self._graph,
-            self.program.recomputed,
-            lambda block: Recomputed(executor.ready(block)),
-            parameters=parameters,
-            received=received,
-        )
-        if hoists:
-            hoist_input_sums(self._graph, start_sum, finish_sum, parameters=parameters, received=received)
 
     @property
     def _joins_blocks(self) -> bool:
@@ -375,24 +313,6 @@ def sum_over(x: Tensor, axes: Sequence[str], world: World) -> Transfer:
         for axis in axes
     )
     return Transfer([hops], [x], world)
-
-
-def _copy(module: fx.GraphModule) -> fx.GraphModule:
-    graph = fx.Graph()
-    output = graph.graph_copy(module.graph, {})
-    graph.output(output)
-    return fx.GraphModule(nn.Module(), graph)
-
-
-def completion_order(module: fx.GraphModule, parameters: int) -> list[int]:
-    """Parameters in the order in which backward completes their gradients: that of first use, reversed."""
-    position = {node: i for i, node in enumerate(module.graph.nodes)}
-    leaves = module.graph.find_nodes(op="placeholder")[:parameters]
-
-    def first_use(node: fx.Node) -> int:
-        return min((position[user] for user in node.users), default=0)
-
-    return sorted(range(parameters), key=lambda i: (-first_use(leaves[i]), i))
 
 
 def unflatten_outputs(program: Program, outputs: Sequence[Any]) -> Any:
