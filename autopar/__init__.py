@@ -22,7 +22,7 @@ from autopar.errors import (
     StepError,
 )
 from autopar.ir import Mesh, MixedPrecision, ParameterPlan, Plan
-from autopar.versions import VERSION as __version__  # noqa: F401
+from autopar.versions import VERSION as __version__
 from autopar.versions import check_torch as _check_torch
 
 if TYPE_CHECKING:

@@ -69,25 +69,3 @@ def clean_up(module: fx.GraphModule) -> None:
             rewrite(module)
             verify_graph(module, after=rewrite.__name__)
     module.recompile()
-
-
-__all__ = [
-    "CLEANUP",
-    "bind_groups",
-    "call_bindings",
-    "clean_up",
-    "close_sizes",
-    "cut_regions",
-    "cut_stage_graphs",
-    "decompose_products",
-    "defer_loss_sum",
-    "find_gathers",
-    "fold_blocks",
-    "group_gathers",
-    "hoist_input_sums",
-    "overlap_batches",
-    "partition",
-    "retarget_device",
-    "start_early",
-    "verify_graph",
-]

@@ -5,5 +5,3 @@ from autopar.versions import check_torch
 check_torch()  # before what a torch that is too old cannot import
 
 from autopar.backend.backend import autopar  # noqa: E402
-
-__all__ = ["autopar"]

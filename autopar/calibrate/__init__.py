@@ -6,7 +6,5 @@ that differs between kinds of devices.
 """
 
 from autopar.calibrate.document import to_hardware
-from autopar.calibrate.measure import Measurements, Message, Product
+from autopar.calibrate.measure import Measurements
 from autopar.calibrate.run import calibrate
-
-__all__ = ["Measurements", "Message", "Product", "calibrate", "to_hardware"]

@@ -3,8 +3,6 @@
 from autopar.models.build import build, check_sequence, example_inputs, longest, with_layers
 from autopar.models.description import (
     FAMILIES,
-    Blocks,
-    Description,
     EncoderDecoder,
     Transformer,
     VisionTransformer,
@@ -13,23 +11,3 @@ from autopar.models.description import (
     repeated_layers,
 )
 from autopar.models.presets import PRESETS, Preset, find_preset
-
-__all__ = [
-    "Blocks",
-    "Description",
-    "EncoderDecoder",
-    "FAMILIES",
-    "PRESETS",
-    "Preset",
-    "Transformer",
-    "VisionTransformer",
-    "build",
-    "check_sequence",
-    "example_inputs",
-    "find_preset",
-    "longest",
-    "padded",
-    "parameter_count",
-    "repeated_layers",
-    "with_layers",
-]

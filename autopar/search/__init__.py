@@ -9,32 +9,7 @@ Its folders, each of which imports only those to its left:
     request < exact < stages < refine < candidates
 """
 
-from autopar.search.exact.fold import Fold, fold
-from autopar.search.exact.search import Found, search, search_with_cost
-from autopar.search.request.pins import Pins, resolve_pins
-from autopar.search.request.recipe_rows import (
-    ALIASES,
-    PIPELINE_RECIPES,
-    RECIPES,
-    Recipe,
-    RecipeLike,
-)
-from autopar.search.request.recipes import format_recipe, resolve, split_recipe
-
-__all__ = [
-    "ALIASES",
-    "Fold",
-    "Found",
-    "PIPELINE_RECIPES",
-    "Pins",
-    "RECIPES",
-    "Recipe",
-    "RecipeLike",
-    "fold",
-    "format_recipe",
-    "resolve",
-    "resolve_pins",
-    "search",
-    "search_with_cost",
-    "split_recipe",
-]
+from autopar.search.exact.fold import fold
+from autopar.search.exact.search import search, search_with_cost
+from autopar.search.request.recipe_rows import RECIPES, RecipeLike
+from autopar.search.request.recipes import format_recipe, resolve

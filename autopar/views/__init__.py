@@ -18,26 +18,3 @@ from autopar.views.stages import StageSummary
 from autopar.views.tables import BatchTable, CandidateTable, SensitivityTable, Tree
 from autopar.views.terminal import show
 from autopar.views.trace import read_trace, to_trace, write_trace
-
-__all__ = [
-    "BatchRow",
-    "BatchTable",
-    "BlockCollective",
-    "BlockNode",
-    "CandidateTable",
-    "Formula",
-    "Page",
-    "RooflinePoint",
-    "SensitivityTable",
-    "StageRow",
-    "StageSummary",
-    "Tree",
-    "memory_bar",
-    "read_trace",
-    "show",
-    "time_bar",
-    "to_html",
-    "to_trace",
-    "write_html",
-    "write_trace",
-]
