@@ -305,32 +305,6 @@ def own_collectives(op: Op, labels: Labels, sizes: Sizes) -> Iterator[tuple[int,
                 before = before * (sizes.axis(axis) if each.forward == "rotate" else 1)
 
 
-def own_seconds(op: Op, labels: Labels, *, sizes: Sizes, hardware: Hardware) -> Seconds:
-    """Seconds of the collectives that `op` runs as part of its computation, without conversions of its operands."""
-    forward = backward = 0.0
-    for axis, name, back, before, after in own_collectives(op, labels, sizes):
-        link, ranks = hardware.link(sizes.mesh, axis), sizes.axis(axis)
-        if name:
-            forward += collective_seconds(
-                name,
-                before_bytes=before,
-                after_bytes=after,
-                ranks=ranks,
-                link=link,
-                hardware=hardware,
-            )
-        if back:
-            backward += collective_seconds(
-                back,
-                before_bytes=after,
-                after_bytes=before,
-                ranks=ranks,
-                link=link,
-                hardware=hardware,
-            )
-    return Seconds(forward, backward)
-
-
 def _along(
     step: LayoutStep,
     name: str,

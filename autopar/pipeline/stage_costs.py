@@ -32,7 +32,7 @@ from autopar.ir import Graph, Mesh, Plan
 from autopar.ir.recompute import Recompute, Selection
 from autopar.pipeline.crossings import Crossings
 from autopar.pipeline.owned_stages import side_by_side
-from autopar.pipeline.parts import block_starts, ends_of_repeats
+from autopar.pipeline.parts import ends_of_repeats
 from autopar.pipeline.priced_blocks import PricedBlocks
 from autopar.pipeline.producers import Memory
 from autopar.pipeline.recomputable import BlockChoices
@@ -76,22 +76,6 @@ def stage_table(
         software=software,
     )
     return tables.at(plan.recompute)
-
-
-def costs_of_stages(
-    graph: Graph,
-    plan: Plan,
-    hardware: Hardware,
-    *,
-    training_state: TrainingState = FULL,
-    software: Software = AUTOPAR,
-) -> tuple[StageCosts, ...]:
-    """The costs of the stages of a plan; a plan without a pipeline has one stage."""
-    cuts = plan.pipeline.cuts if plan.pipeline else ()
-    places = {op.name: i for i, op in enumerate(graph.ops)}
-    starts = sorted({*block_starts(graph), *cuts}, key=places.__getitem__)
-    tables = StageTables(graph, plan, hardware, starts=starts, training_state=training_state, software=software)
-    return tables.costs(plan.recompute, [starts.index(name) for name in cuts])
 
 
 class _Halves(NamedTuple):

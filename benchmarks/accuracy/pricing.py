@@ -5,6 +5,7 @@ way to shard it, and from there only numbers.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,7 +15,7 @@ import torch
 
 from autopar.cost_model import Hardware, find_hardware
 from autopar.cost_model.collectives import collective_seconds
-from autopar.cost_model.cuts import Cuts, cuts_by_weight, cuts_of_equal_ends
+from autopar.cost_model.cuts import Cuts, equal_cuts
 from autopar.cost_model.items import COMPUTE, TrainingState, WorkItem
 from autopar.cost_model.machines.software import Software
 from autopar.cost_model.steps.run import Run, total
@@ -290,6 +291,45 @@ def _links(row: Row, hardware: Hardware) -> dict[str, float]:
 
 def _columns(rows: Sequence[Mapping[str, float]]) -> dict[str, np.ndarray]:
     return {name: np.array([row[name] for row in rows], dtype=float) for name in rows[0]}
+
+
+def cuts_by_weight(layers: int, stages: int, *, before: float = 0.0, after: float = 0.0) -> Cuts:
+    """Cuts a model into stages of about equal weight, between whole layers.
+
+    With s the total weight divided by `stages`, stage k ends after the first layer at which the weight so far,
+    `before` included, is at least k * s.
+
+    Args:
+        layers: number of repeated layers, each of weight 1.
+        stages: number of pipeline stages.
+        before, after: weights of what comes before the first layer and after the last, such as an embedding
+            and a head, in layers.
+
+    >>> cuts_by_weight(7, 3, after=2.0)
+    Cuts(first=3, middle=3, last=1)
+    """
+    counts = [0] * stages
+    share = (before + layers + after) / stages
+    stage, reached = 0, before
+    for _ in range(layers):
+        counts[stage] += 1
+        reached += 1
+        if stage < stages - 1 and reached >= share * (stage + 1) - 1e-9:
+            stage += 1
+    return Cuts(counts[0], max(counts[1:-1], default=0), counts[-1])
+
+
+def cuts_of_equal_ends(layers: int, stages: int) -> Cuts:
+    """The division of Megatron-LM users where the stages do not divide the layers.
+
+    The embedding and the head count as one layer each, so that the first and last stages have one layer less.
+    """
+    if stages == 1 or layers % stages == 0:
+        return equal_cuts(layers, stages)
+    if stages == 2:
+        return Cuts(math.ceil(layers / 2), 0, layers // 2)
+    share = math.ceil((layers + 2) / stages)
+    return Cuts(share - 1, share, share - 1)
 
 
 __all__ = ["Family", "Prediction", "Shape", "price_rows"]

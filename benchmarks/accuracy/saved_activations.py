@@ -22,7 +22,7 @@ from rich.progress import track
 from torch import Tensor, nn
 
 from autopar.capture.export import run_with_loss
-from autopar.cost_model import find_hardware, price
+from autopar.cost_model import find_hardware
 from autopar.ir import UNSPLIT, Graph, Mesh, ParameterPlan, Plan, R
 from autopar.planning.planning import Prepared, prepare_step
 from autopar.program.program import build_program
@@ -30,6 +30,7 @@ from autopar.program.program import build_program
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.tables import markdown_table
 from benchmarks.zoo.models import NAMES, architecture, build
+from tests.support.price_oracle import price
 
 WITHIN = 0.02
 

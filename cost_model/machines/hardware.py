@@ -145,12 +145,6 @@ class Hardware:
             raise AutoparError(f"{self.name} has no figure for products of {dtype}; it has {', '.join(known)}.")
         return known[dtype]
 
-    def with_tf32(self) -> Hardware:
-        """This hardware where matrix products of float32 run in tf32 (`torch.backends.cuda.matmul.allow_tf32`)."""
-        flops = self.dtype_flops_per_second("tf32")
-        peaks = tuple((size, flops if size == 4 else peak) for size, peak in self.peak_flops)
-        return dataclasses.replace(self, peak_flops=peaks)
-
     def with_network(self, bandwidth_bytes_per_second: float, latency_seconds: float | None = None) -> Hardware:
         """This hardware with another bandwidth (per rank) and latency between nodes."""
         latency = self.across_nodes.latency_seconds if latency_seconds is None else latency_seconds

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.cost_model import H100, price
+from autopar.cost_model import H100
 from autopar.errors import PlanError, RecipeError
 from autopar.ir import Mesh, Plan, is_legal
 from autopar.ops.sharding import shard
@@ -18,6 +18,7 @@ from autopar.proof.lockstep import run
 from autopar.search.request.request import Request
 from benchmarks.accuracy.saved_activations import kept_bytes
 from tests.support.experts import Routed, routes
+from tests.support.price_oracle import price
 
 TWO, FOUR = Mesh.of({"ep": 2}), Mesh.of({"a": 2, "b": 2})
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.cost_model import H100, price
+from autopar.cost_model import H100
 from autopar.cost_model.compute import OpPrice
 from autopar.cost_model.sizes import Sizes
 from autopar.errors import SearchError
@@ -21,6 +21,7 @@ from autopar.proof.lockstep import run
 from autopar.search.request.request import Request
 from benchmarks.accuracy.saved_activations import kept_bytes
 from tests.support.llama import Llama
+from tests.support.price_oracle import price
 
 KIND = "aten.scaled_dot_product_attention"
 HEADS, KV_HEADS, WIDTH = 4, 2, 8

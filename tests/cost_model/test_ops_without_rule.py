@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.cost_model import Sizes, conversion_seconds, find_hardware, price, unruled
+from autopar.cost_model import Sizes, conversion_seconds, find_hardware, unruled
 from autopar.ir import Mesh, ParameterPlan, Plan, R, S, V
 from autopar.planning.planning import prepare_step
 from autopar.search.request.notes import unruled_lines
+from tests.support.price_oracle import price
 
 MACHINE = find_hardware("h100")
 

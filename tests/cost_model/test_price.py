@@ -16,9 +16,7 @@ from autopar.cost_model import (
     collective_seconds,
     conversion_seconds,
     op_seconds,
-    own_seconds,
     parameter_bytes,
-    price,
 )
 from autopar.ir import (
     Choice,
@@ -37,6 +35,7 @@ from autopar.ir import (
 from autopar.ir.conversion import TRANSITIONS
 from autopar.planning.planning import prepare_forward
 from tests.search.graphs import Builder, mlp
+from tests.support.price_oracle import own_seconds, price
 
 MACHINE = Hardware(
     name="round numbers",

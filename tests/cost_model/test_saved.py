@@ -11,7 +11,7 @@ from gpt import GPT, GPTConfig, loss_fn
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from autopar.cost_model import SavedTensors, Sizes, find_hardware, price
+from autopar.cost_model import SavedTensors, Sizes, find_hardware
 from autopar.cost_model.machines.software import AUTOPAR
 from autopar.cost_model.pricer import Pricer
 from autopar.cost_model.steps.run import Run
@@ -31,6 +31,7 @@ from benchmarks.accuracy.saved_activations import (
     unsplit_plan,
 )
 from tests.support.llama import Llama
+from tests.support.price_oracle import price
 
 HARDWARE = find_hardware("cpu-gloo")
 PLENTY_BYTES = 10**15

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from autopar.cost_model import find_hardware
 from autopar.ir import Graph, Mesh, Pipeline, Plan
 from autopar.pipeline.composed import composed
-from autopar.pipeline.stage_costs import costs_of_stages
 from autopar.planning.planning import prepare_step
+from tests.support.stage_costs import costs_of_stages
 from tests.support.towers import towers_plan
 
 H100 = find_hardware("h100")

@@ -8,16 +8,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autopar.cost_model import price
 from autopar.cost_model.machines.software import Software
 from autopar.ir import Graph, Mesh, ParameterPlan, Pipeline, Plan, R
 from autopar.ir.recompute import Recompute, Selection
-from autopar.pipeline.stage_costs import StageTables, costs_of_stages, stage_table
+from autopar.pipeline.stage_costs import StageTables, stage_table
 from autopar.pipeline.stage_table import StageTable
 from autopar.search import search
 from tests.search.graphs import mlp
 from tests.search.stacked import Sizes, in_modules, residual
 from tests.search.toy import TOY
+from tests.support.price_oracle import price
+from tests.support.stage_costs import costs_of_stages
 
 SIZES = Sizes(batch=8, width=16, hidden=32, vocab=64)
 WORLD = Mesh.of({"pp": 2, "dp": 1})

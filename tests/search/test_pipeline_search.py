@@ -12,7 +12,6 @@ from autopar.ir import Graph, Mesh, Plan, is_legal
 from autopar.pipeline.parts import block_starts
 from autopar.pipeline.schedules import actions
 from autopar.pipeline.simulation import simulate
-from autopar.pipeline.stage_costs import costs_of_stages
 from autopar.search.request.recipe_rows import PIPELINE_RECIPES
 from autopar.search.request.recipes import format_recipe, resolve, split_recipe
 from autopar.search.request.request import Request
@@ -20,6 +19,7 @@ from autopar.search.stages.pipeline import search_pipeline
 from autopar.search.stages.pipeline_settings import PipelineFound
 from tests.search.stacked import Sizes, residual
 from tests.search.toy import TOY
+from tests.support.stage_costs import costs_of_stages
 
 GRAPH = residual(6, Sizes(batch=4, width=64, hidden=128, vocab=64))
 

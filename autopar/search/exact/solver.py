@@ -127,9 +127,6 @@ class MixedIntegerProgram:
         self._binary.append(binary)
         return len(self.seconds) - 1
 
-    def is_binary(self, column: int) -> bool:
-        return self._binary[column]
-
     def forbid(self, column: int) -> None:
         """Fixes a column to 0."""
         self._upper[column] = 0.0

@@ -9,7 +9,7 @@ import pytest
 
 from autopar.cost_model import H100
 from autopar.cost_model.collectives import collective_seconds
-from autopar.cost_model.cuts import Cuts, cuts_of_equal_ends
+from autopar.cost_model.cuts import Cuts
 from autopar.cost_model.items import COMPUTE, MemoryItem, WorkItem
 from autopar.cost_model.machines.software import AUTOPAR
 from autopar.cost_model.steps.run import STAGES, Run, Stage, total
@@ -103,13 +103,6 @@ def test_a_message_in_parts_is_kept_whole() -> None:
     assert sends(parts) < sends(whole)
     assert total(parts.memory()) == total(whole.memory())
     assert total(whole.memory()) == 2 * 4 * 1e6 + H100.reserved_bytes  # two layers, four in flight
-
-
-@pytest.mark.parametrize(("layers", "stages"), [(8, 4), (5, 2), (22, 8), (7, 1)])
-def test_stages_have_all_layers(layers: int, stages: int) -> None:
-    cuts = cuts_of_equal_ends(layers, stages)
-    ends = cuts.first + (cuts.last if stages > 1 else 0)
-    assert ends + cuts.middle * max(0, stages - 2) == pytest.approx(layers)
 
 
 @pytest.mark.parametrize(("resource", "seconds"), [("dp", 2.5), ("host", 3.0), ("nvme", 3.0)])

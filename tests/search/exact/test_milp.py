@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.cost_model import Cost
 from autopar.cost_model.flow import Flow
 from autopar.errors import SearchError
 from autopar.ir import Graph, Mesh, Plan
@@ -16,6 +15,7 @@ from autopar.search import search_with_cost
 from autopar.search.exact.search import MeshSearch
 from tests.search.graphs import Builder
 from tests.search.toy import TOY, priced_plans
+from tests.support.price_oracle import Cost
 from tests.support.tables import often
 
 

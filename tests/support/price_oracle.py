@@ -12,7 +12,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.cost_model.collectives import Seconds, communicates, conversion_seconds, own_seconds
+from autopar.cost_model.collectives import (
+    Seconds,
+    collective_seconds,
+    communicates,
+    conversion_seconds,
+    own_collectives,
+)
 from autopar.cost_model.compute import op_seconds
 from autopar.cost_model.flow import Flow
 from autopar.cost_model.machines.hardware import Hardware
@@ -20,7 +26,9 @@ from autopar.cost_model.memory import ParameterBytes, keeps, parameter_bytes
 from autopar.cost_model.sizes import Sizes
 from autopar.ir import (
     Graph,
+    Labels,
     Layout,
+    Op,
     ParameterPlan,
     Plan,
     Tensor,
@@ -194,3 +202,29 @@ class _Pricer:
                     root, at = self.flow.saved.memory(name, layout)
                     seen[root, at] = self.count(root) * self.sizes.bytes(self.graph.tensors[root], at)
         return sum(seen.values())
+
+
+def own_seconds(op: Op, labels: Labels, *, sizes: Sizes, hardware: Hardware) -> Seconds:
+    """Seconds of the collectives that `op` runs as part of its computation, without conversions of its operands."""
+    forward = backward = 0.0
+    for axis, name, back, before, after in own_collectives(op, labels, sizes):
+        link, ranks = hardware.link(sizes.mesh, axis), sizes.axis(axis)
+        if name:
+            forward += collective_seconds(
+                name,
+                before_bytes=before,
+                after_bytes=after,
+                ranks=ranks,
+                link=link,
+                hardware=hardware,
+            )
+        if back:
+            backward += collective_seconds(
+                back,
+                before_bytes=after,
+                after_bytes=before,
+                ranks=ranks,
+                link=link,
+                hardware=hardware,
+            )
+    return Seconds(forward, backward)
