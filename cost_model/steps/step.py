@@ -21,30 +21,101 @@ of saved activations counts as many micro-batches in flight as 1F1B has.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+
+import numpy as np
 
 from autopar.cost_model.arith import Quantity, larger, power, smaller
 from autopar.cost_model.collectives import collective_seconds
+from autopar.cost_model.cuts import Cuts, equal_cuts
 from autopar.cost_model.items import (
     COMPUTE,
     TOUCHED,
+    MemoryItem,
     Region,
     WorkItem,
     kind_of_work,
     runs_every_time,
 )
-from autopar.cost_model.steps.run import REGIONS, Term, total
-from autopar.cost_model.steps.step_memory import StepMemory
+from autopar.cost_model.machines.hardware import Hardware, Link
+from autopar.cost_model.machines.software import Software
+from autopar.cost_model.steps.run import REGIONS, STAGES, Run, Stage, Term, total
 from autopar.ir import Tier
 
 
-class Step(StepMemory):
-    """Time and memory of one step of a plan; see `StepData` for its attributes.
+@dataclass
+class Step:
+    """Time and memory of one step of a plan.
 
     Every method computes with numbers or with symbols, whichever the attributes have.
+
+    Attributes:
+        items: work of a step, such as matrix products and collectives, each with its duration.
+        holdings: memory of a rank, such as parameters and saved activations.
+        run: number of micro-batches, stages and so on.
+        hardware: figures of the machine.
+        software: figures of the runtime, such as what it overlaps with compute.
+        layers: number of repeated layers in the whole model.
+        boundary_bytes: size of the activations that one layer passes to the next, of one micro-batch on one rank.
+        boundary_link: link between two pipeline stages.
+        boundary_crosses: 1 where messages between stages leave the node, 0 where none does.
+        boundary_parts: number of ranks that each send a part of these activations to the next stage, whose ranks
+            gather them (Narayanan et al. 2021, section 4.1). Saved activations stay whole.
     """
 
-    # --- time
+    items: Sequence[WorkItem]
+    holdings: Sequence[MemoryItem]
+    run: Run
+    hardware: Hardware
+    software: Software
+    layers: Quantity = 1
+    boundary_bytes: Quantity = 0
+    boundary_link: Link | None = None
+    boundary_crosses: Quantity = 0
+    boundary_parts: Quantity = 1
+    _sums: dict[object, Quantity] = field(default_factory=dict)
+
+    @property
+    def cuts(self) -> Cuts:
+        """Number of layers of the first, middle and last stages."""
+        return self.run.cuts or equal_cuts(self.layers, self.run.stages)
+
+    @property
+    def _alone(self) -> Quantity:
+        """1 for a single stage, which has the regions before and after the layers; else 0."""
+        return larger(0, 2 - self.run.stages)
+
+    def _share(self, region: Region, stage: Stage) -> Quantity:
+        """Fraction of a region that a stage has, 0 to 1."""
+        if region == "layers":
+            return getattr(self.cuts, stage) / self.layers
+        if stage == "middle":
+            return 0
+        return 1 if (region, stage) in (("before", "first"), ("after", "last")) else self._alone
+
+    def held(self, kind: str, stage: Stage, tier: Tier = "device") -> Quantity:
+        """Bytes of one kind of holding on a stage, for one micro-batch."""
+        return self._once(
+            ("held", kind, stage, tier),
+            lambda: sum(
+                (self._share(h.region, stage) * h.bytes for h in self.holdings if h.kind == kind and h.tier == tier),
+                start=0,
+            ),
+        )
+
+    def _held_parts(self, kind: str, stage: Stage, tier: Tier = "device") -> tuple[Term, ...]:
+        sums: dict[str, Quantity] = {}
+        for h in self.holdings:
+            if h.kind == kind and h.tier == tier:
+                sums[h.name] = sums.get(h.name, 0) + self._share(h.region, stage) * h.bytes
+        return tuple(Term(name, value) for name, value in sums.items())
+
+    def _once(self, key: object, make: Callable[[], Quantity]) -> Quantity:
+        if key not in self._sums:
+            self._sums[key] = make()
+        return self._sums[key]
 
     def time(self) -> tuple[Term, ...]:
         """The seconds of a step, by parts."""
@@ -344,3 +415,144 @@ class Step(StepMemory):
         """
         run, sent = self.run, self.boundary_bytes / self.boundary_parts
         return smaller(2, run.stages - 1) * run.micro_batches * run.chunks * sent
+
+    # --- memory
+
+    def peak_bytes(self) -> Quantity:
+        """Peak memory of the fullest rank."""
+        first, middle, last = (total(self.memory(stage)) for stage in STAGES)
+        return larger(first, larger(middle, last))
+
+    def memory(self, stage: Stage = "first") -> tuple[Term, ...]:
+        """Peak memory of a device on a pipeline stage, by parts; "middle" is the fullest stage between the ends."""
+        kinds = ("parameters", "gradients", "optimizer", "buffers")
+        saved = self._saved(stage)
+        return (
+            *(Term(kind, self.held(kind, stage), self._held_parts(kind, stage)) for kind in kinds),
+            saved,
+            Term(
+                "transient peak",
+                self._transient(stage),
+                note="the loss, or one layer gathered or run again",
+            ),
+            Term("reserved", self.hardware.reserved_bytes, note="context and library buffers"),
+        )
+
+    def stored(self, tier: Tier, stage: Stage = "first") -> tuple[Term, ...]:
+        """Memory that a rank keeps on the host or in files, by parts."""
+        return tuple(
+            Term(kind, self.held(kind, stage, tier), self._held_parts(kind, stage, tier))
+            for kind in (*TOUCHED, "saved activations")
+        )
+
+    def _transient(self, stage: Stage) -> Quantity:
+        """Bytes of the largest memory that exists only while one block (a layer) runs.
+
+        While a loss runs, its operands and their gradients exist, which autograd does not save. While a block with
+        sharded parameters runs, the gathered parameters and their gradients exist. While a block is recomputed, all
+        activations that it saves exist; the blocks after the recomputed ones have freed theirs by then.
+        """
+        moments = self._moments(stage)
+        found = list(moments.values())
+        if recomputed := self._by_block("recomputed", stage):
+            returned = sum((h.bytes for h in self.holdings if h.kind == "returned"), start=0)
+            found += [moments.get(block, 0) + held - returned for block, held in recomputed.items()]
+        elif self._recomputes:
+            found.append(self._last_layer_again(stage, moments))
+        return reduce(larger, _distinct(found), 0)
+
+    @property
+    def _recomputes(self) -> bool:
+        return not (isinstance(self.run.recompute, str) and self.run.recompute == "none")
+
+    def _last_layer_again(self, stage: Stage, moments: Mapping[Hashable, Quantity]) -> Quantity:
+        """Bytes of the last layer while it is recomputed, beyond what the loss and the head have freed by then.
+
+        It takes no more than layers that run once, where there are such: they have freed theirs.
+        """
+        layers = self._saved_of("layers")
+        count = self._share("layers", stage) * self.layers
+        is_last = larger(0, 1 - (count - self.run.again(count)))
+        blocks = {h.block for h in self.holdings if h.region == "layers"}
+        moment = reduce(larger, (moments[block] for block in blocks if block in moments), 0)
+        freed = self._share("after", stage) * self._saved_of("after")
+        return moment + is_last * layers / self.layers - freed
+
+    def _saved_of(self, region: Region) -> Quantity:
+        """Bytes of a region's activations that stay where nothing is recomputed, of the whole model."""
+        found = (h.bytes for h in self.holdings if self._is(h, "saved activations", region))
+        return sum(found, start=0)
+
+    def _moments(self, stage: Stage) -> dict[Hashable, Quantity]:
+        """Block -> bytes of its loss, or of its gathered parameters with their gradients, whichever is more."""
+        working, gathered = (self._by_block(kind, stage) for kind in ("working", "gathered"))
+        return {block: larger(working.get(block, 0), 2 * gathered.get(block, 0)) for block in {**working, **gathered}}
+
+    def _by_block(self, kind: str, stage: Stage) -> dict[Hashable, Quantity]:
+        """Block -> bytes of a kind of memory that exists only while the block runs; a layer counts in full."""
+        found: dict[Hashable, Quantity] = {}
+        for h in self.holdings:
+            if h.kind == kind:
+                share = 1 if h.region == "layers" else self._share(h.region, stage)
+                found[h.block] = found.get(h.block, 0) + share * h.bytes
+        return found
+
+    def _in_flight(self, stage: Stage) -> Quantity:
+        """Number of micro-batches whose activations a stage keeps at once under 1F1B, counted in whole stages.
+
+        Stage r keeps p - r of them. With v chunks it runs 2 (p - 1 - r) + (v - 1) p + 1 of its chunks
+        before the first backward (Narayanan et al. 2021, section 2.2), which is p + (p - 1) / v on the
+        first stage.
+        """
+        if self.run.overlap_batches != 1:  # without stages
+            return self.run.overlap_batches
+        p, v = self.run.stages, self.run.chunks
+        behind = {"first": p - 1, "middle": p - 2, "last": 0}[stage]
+        return smaller(self.run.micro_batches, ((v - 1) * p + 1 + smaller(2, v) * behind) / v)
+
+    def _saved(self, stage: Stage) -> Term:
+        """Saved activations of the micro-batches in flight."""
+        flight = self._in_flight(stage)
+        if self._recomputes:
+            return self._recomputed(stage, flight)
+        parts = self._held_parts("saved activations", stage)
+        return Term(
+            "saved activations",
+            flight * self.held("saved activations", stage),
+            tuple(Term(part.name, flight * part.value) for part in parts),
+            "of all micro-batches in flight",
+        )
+
+    def _recomputed(self, stage: Stage, flight: Quantity) -> Term:
+        """Bytes of saved activations if layers are recomputed, times the micro-batches in flight.
+
+        They are the inputs of the recomputed layers and the activations of the other layers. The activations of the
+        layer that backward recomputes at the moment are part of the transient peak.
+        """
+        ends = (self._share(region, stage) * self._saved_of(region) for region in ("before", "after"))
+        count, one = (
+            self._share("layers", stage) * self.layers,
+            self._saved_of("layers") / self.layers,
+        )
+        again = self.run.again(count)
+        parts = (
+            Term("inputs of layers", flight * self.boundary_bytes * again),
+            Term("layers that run once", flight * one * (count - again)),
+            Term("embedding, head and loss", flight * sum(ends)),
+        )
+        return Term("saved activations", total(parts), parts, "layers are run again in backward")
+
+    @staticmethod
+    def _is(h: MemoryItem, kind: str, region: Region) -> bool:
+        return h.kind == kind and h.region == region
+
+
+def _distinct(values: Iterable[Quantity]) -> list[Quantity]:
+    """The values without repetitions, since equal blocks have equal formulas. Arrays are all kept."""
+    kept, seen = [], set()
+    for value in values:
+        key = id(value) if isinstance(value, np.ndarray) else value
+        if key not in seen:
+            seen.add(key)
+            kept.append(value)
+    return kept
