@@ -259,14 +259,7 @@ class Planner:
                 warn_of_unused_folder(self._files, plan)
             return
         request = self._request
-        needed_bytes = stored_bytes(
-            prepared.analysis.graph,
-            plan,
-            request.hardware,
-            "nvme",
-            software=request.software,
-            training_state=request.training_state,
-        )
+        needed_bytes = stored_bytes(prepared.analysis.graph, plan, **request.figures, tier="nvme")
         together = AllRanks("Keeping parameters in files")
 
         def check(files: Files, disks: Sequence[tuple[str, int]]) -> None:
@@ -289,13 +282,7 @@ class Planner:
         """Predicted seconds of a step and peak bytes of a rank, of the plan of the first program."""
         assert self._first is not None, "a plan was made for a program"
         request = self._request
-        found = composed(
-            self._first.analysis.graph,
-            plan,
-            request.hardware,
-            software=request.software,
-            training_state=request.training_state,
-        )
+        found = composed(self._first.analysis.graph, plan, **request.figures)
         return found.step_seconds, found.peak_bytes
 
     def _searched(self, prepared: Prepared, count: int, *, fixed: Fixed | None) -> Plan:
@@ -363,14 +350,7 @@ class Planner:
         if plan.pipeline is not None or plan.recompute != "none":
             return True
         request = self._request
-        step = step_of(
-            prepared.analysis.graph,
-            plan,
-            request.hardware,
-            software=request.software,
-            training_state=request.training_state,
-            with_items=False,
-        )
+        step = step_of(prepared.analysis.graph, plan, **request.figures, with_items=False)
         return step.peak_bytes() <= request.bound_bytes
 
     def _search_anew(self, prepared: Prepared, fixed: Fixed, micro_batches: int, *, is_open: bool) -> Plan:

@@ -24,7 +24,7 @@ from autopar.cost_model.steps.step import Step
 from autopar.cost_model.symbols import Expressions, link_of, link_symbols, link_values, symbol
 from autopar.explanation.simulated import SimulatedStep
 from autopar.ir import TIERS, Graph, Mesh, Plan, Tier
-from autopar.pipeline.composed import RecomputationPrice, step_of
+from autopar.pipeline.composed import Figures, RecomputationPrice, step_of
 from autopar.pipeline.simulation import Simulation
 from autopar.planning.remarks import op_seconds
 from autopar.search.request.request import Request
@@ -128,13 +128,7 @@ class PlanCost:
         """The step of a plan in which single ranks run ops side by side; None for any other."""
         if self.in_turn or self.plan.pipeline is not None or not has_lone_ops(self.plan):
             return None
-        step = step_of(
-            self.graph,
-            self.plan,
-            self.cluster.hardware,
-            software=self.software,
-            training_state=self.run.training_state,
-        )
+        step = step_of(self.graph, self.plan, **self._figures)
         assert isinstance(step, OwnedStep)
         return step
 
@@ -171,8 +165,12 @@ class PlanCost:
     @property
     def op_seconds(self) -> Mapping[str, float]:
         """Op name -> seconds of a step that it takes on the cluster, see `autopar.planning.remarks.op_seconds`."""
-        hardware, state = self.cluster.hardware, self.run.training_state
-        return op_seconds(self.graph, self.plan, hardware, self.software, state)
+        return op_seconds(self.graph, self.plan, **self._figures)
+
+    @property
+    def _figures(self) -> Figures:
+        state = self.run.training_state
+        return {"hardware": self.cluster.hardware, "software": self.software, "training_state": state}
 
     def at(self, **values: Any) -> Step:
         """The step at other values of symbols; arrays price many configurations at once."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 from autopar.cost_model.items import FULL, TOUCHED, TrainingState
 from autopar.cost_model.machines.hardware import Hardware
@@ -28,6 +28,20 @@ from autopar.pipeline.executed import ExecutedStep
 from autopar.pipeline.parts import is_whole, ops_recomputed_by, parts_of_ops
 from autopar.pipeline.recomputable import selected
 from autopar.pipeline.saved_values import SavedValues
+
+
+class Figures(TypedDict):
+    """What prices a plan, as keyword arguments of `composed` and of the other functions of this module.
+
+    Attributes:
+        hardware: figures of the machine.
+        software: figures of the runtime.
+        training_state: gradients and optimizer states that training keeps for each parameter.
+    """
+
+    hardware: Hardware
+    software: Software
+    training_state: TrainingState
 
 
 class Composed(NamedTuple):

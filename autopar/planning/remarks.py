@@ -12,14 +12,13 @@ import functools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Unpack
 
-from autopar.cost_model.items import TrainingState, runs_every_time
-from autopar.cost_model.machines.hardware import Hardware
-from autopar.cost_model.machines.software import Software
+from autopar.cost_model.items import runs_every_time
 from autopar.ir import Graph, Mesh, Op, Plan
 from autopar.ir.layout import Layout, format_layout
 from autopar.ir.op import operand_layouts, result_layouts
-from autopar.pipeline.composed import step_of
+from autopar.pipeline.composed import Figures, step_of
 from autopar.search.request.request import Request
 from autopar.units import format_seconds
 
@@ -33,21 +32,18 @@ def remarks(graph: Graph, request: Request, plan: Plan) -> dict[str, str]:
     """Op name -> its seconds in a step, its layouts and its module, for people; none for a plan of another graph."""
     if plan.ops.keys() != {op.name for op in graph.ops}:
         return {}
-    found = op_seconds(graph, plan, request.hardware, request.software, request.training_state)
+    found = op_seconds(graph, plan, **request.figures)
     shown = {op: format_seconds(seconds) for op, seconds in found.items()}
     wide = max(map(len, shown.values()), default=0)
     return {op.name: f"{shown.get(op.name, ''):>{wide}}  {op_layouts(op, plan)}  {op.module}" for op in graph.ops}
 
 
-def op_seconds(
-    graph: Graph, plan: Plan, hardware: Hardware, software: Software, training_state: TrainingState
-) -> dict[str, float]:
+def op_seconds(graph: Graph, plan: Plan, **figures: Unpack[Figures]) -> dict[str, float]:
     """Op name -> seconds of a step that it computes, and that its operands are converted, before anything overlaps.
 
     Ops that take no time, such as views, are left out. Of pipeline stages all are counted.
     """
-    whole = replace(plan, pipeline=None)
-    step = step_of(graph, whole, hardware, software=software, training_state=training_state)
+    step = step_of(graph, replace(plan, pipeline=None), **figures)
     found: dict[str, float] = defaultdict(float)
     for item in step.items:
         if item.of in plan.ops and runs_every_time(item) and item.seconds:

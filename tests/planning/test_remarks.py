@@ -59,9 +59,8 @@ def test_a_plan_of_other_ops_has_no_remarks(plan: Plan) -> None:
 def test_the_seconds_of_ops_add_up_to_those_of_a_step_that_run_every_micro_batch(
     prepared: Prepared, plan: Plan
 ) -> None:
-    asked = REQUEST.hardware, REQUEST.software, REQUEST.training_state
     graph = prepared.analysis.graph
-    step = step_of(graph, plan, asked[0], software=asked[1], training_state=asked[2])
+    step = step_of(graph, plan, **REQUEST.figures)
     named = {op.name for op in graph.ops}
     found = sum(float(i.count * i.seconds) for i in step.items if i.of in named and i.every_micro_batch)
-    assert sum(op_seconds(graph, plan, *asked).values()) == pytest.approx(found)
+    assert sum(op_seconds(graph, plan, **REQUEST.figures).values()) == pytest.approx(found)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from autopar.ir import Plan
 from autopar.ir.note import Note
 from autopar.pipeline.composed import Composed, composed
 from autopar.search.request.options import AUTO_AXES
@@ -25,11 +24,11 @@ def with_decomposed(found: Planned, request: Request) -> Planned:
     if not request.decompose:
         return found
     # A search of stages adds a time to launch kernels, so that its own price is not the one to compare with.
-    before = _price(found, found.plan, request)
+    before = composed(found.graph, found.plan, **request.figures)
     plan, price = found.plan, before
     for axes in _attempts(found, request):
         tried = replace(plan, decomposed=(*plan.decomposed, *axes))
-        cost = _price(found, tried, request)
+        cost = composed(found.graph, tried, **request.figures)
         if request.decompose != AUTO_AXES or cost.step_seconds < price.step_seconds:
             plan, price = tried, cost
     if plan is found.plan:
@@ -39,16 +38,6 @@ def with_decomposed(found: Planned, request: Request) -> Planned:
     return found._replace(
         plan=replace(plan, notes=(*plan.notes, note)),
         price=Composed(found.price.step_seconds - gained, price.peak_bytes),
-    )
-
-
-def _price(found: Planned, plan: Plan, request: Request) -> Composed:
-    return composed(
-        found.graph,
-        plan,
-        request.hardware,
-        software=request.software,
-        training_state=request.training_state,
     )
 
 

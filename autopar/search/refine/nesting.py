@@ -60,16 +60,7 @@ def with_nesting(found: Planned, request: Request) -> Planned:
     ops = NestingOfGroups(found.graph, plan, request.hardware).best()
     if ops == plan.ops:
         return found
-    before, price = (
-        composed(
-            found.graph,
-            each,
-            request.hardware,
-            software=request.software,
-            training_state=request.training_state,
-        )
-        for each in (plan, replace(plan, ops=ops))
-    )
+    before, price = (composed(found.graph, each, **request.figures) for each in (plan, replace(plan, ops=ops)))
     bound = request.search_bound_bytes or math.inf
     is_shorter = price.step_seconds < (1 - _WORTH) * before.step_seconds
     if not is_shorter or price.peak_bytes > max(bound, before.peak_bytes):

@@ -125,13 +125,7 @@ def words_of_order(mesh: Mesh, before: Mesh, seconds: float, other_seconds: floa
 
 
 def _seconds(graph: Graph, plan: Plan, request: Request) -> float:
-    return composed(
-        graph,
-        plan,
-        request.hardware,
-        software=request.software,
-        training_state=request.training_state,
-    ).step_seconds
+    return composed(graph, plan, **request.figures).step_seconds
 
 
 def _has_pair(layout: Layout) -> bool:

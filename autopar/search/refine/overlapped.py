@@ -29,16 +29,7 @@ def with_overlap(found: Planned, request: Request) -> Planned:
         return found
     _check_unasked(request, found.plan)
     plan = replace(found.plan, overlap_batches=count)
-    before, price = (
-        composed(
-            found.graph,
-            each,
-            request.hardware,
-            software=request.software,
-            training_state=request.training_state,
-        )
-        for each in (found.plan, plan)
-    )
+    before, price = (composed(found.graph, each, **request.figures) for each in (found.plan, plan))
     _check_memory(request, price, before)
     note = Note(
         f"{count} micro-batches run at a time, and collectives of activations of each travel while another computes: a "

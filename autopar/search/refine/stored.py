@@ -22,7 +22,7 @@ def with_stores(found: Planned, request: Request) -> Planned:
     tiers = {how.tier for how in found.plan.parameters.values()}
     if tiers | {how.tier for how in found.plan.saved.values()} <= {"device"}:
         return found
-    sizes = {tier: _stored(found, request, tier) for tier in TIERS[1:]}
+    sizes = {tier: stored_bytes(found.graph, found.plan, tier=tier, **request.figures) for tier in TIERS[1:]}
     for tier, size in sizes.items():
         room = request.hardware.storing(tier).memory_bytes if size else 0
         if room and size > room:
@@ -37,17 +37,6 @@ def with_stores(found: Planned, request: Request) -> Planned:
 
 _PLACES = {"host": "in the memory of its host", "nvme": "in files on its disks"}
 _LARGER = {"host": "a host with more memory", "nvme": "larger disks"}
-
-
-def _stored(found: Planned, request: Request, tier: Tier) -> float:
-    return stored_bytes(
-        found.graph,
-        found.plan,
-        request.hardware,
-        tier,
-        software=request.software,
-        training_state=request.training_state,
-    )
 
 
 def _lines(found: Planned, sizes: Mapping[Tier, float]) -> Iterator[str]:

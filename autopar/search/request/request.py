@@ -28,6 +28,7 @@ from autopar.ir import (
     without_pipeline,
 )
 from autopar.ir.features import Feature, check_features
+from autopar.pipeline.composed import Figures
 from autopar.search.request.options import PlanOptions, check_counts
 from autopar.search.request.recipe_rows import ON_DEVICE, STORED_ON_HOST, USED_FROM_HOST, Tiering
 from autopar.search.request.recipes import (
@@ -127,6 +128,11 @@ class Request(PlanOptions):
         )
 
     # --- what follows from it
+
+    @property
+    def figures(self) -> Figures:
+        """The machine, runtime and training state by which a plan is priced: `composed(graph, plan, **figures)`."""
+        return {"hardware": self.hardware, "software": self.software, "training_state": self.training_state}
 
     @property
     def bound_bytes(self) -> int:

@@ -177,13 +177,7 @@ class GivenMesh:
     def _priced(self, plan: Plan) -> Planned:
         """A plan without stages, with the time and memory of its step."""
         request = self.request
-        price = composed(
-            self.graph,
-            plan,
-            request.hardware,
-            software=request.software,
-            training_state=request.training_state,
-        )
+        price = composed(self.graph, plan, **request.figures)
         return Planned(plan, self.graph, price)
 
     def _staged(self, request: Request) -> Planned:

@@ -34,7 +34,7 @@ def in_slices(graph: Graph, plan: Plan, request: Request, tier: Tier = "device")
             "returns it, package.module:function), or ask for recompute='full'."
         )
     sliced = replace(plan, saved=SavedValues(graph, plan).partitioned(tier))
-    whole, price = (_price(graph, each, request) for each in (plan, sliced))
+    whole, price = (composed(graph, each, **request.figures) for each in (plan, sliced))
     less = format_bytes(max(0, round(whole.peak_bytes - price.peak_bytes)))
     slower = 1e3 * (price.step_seconds - whole.step_seconds)
     says = (
@@ -44,13 +44,3 @@ def in_slices(graph: Graph, plan: Plan, request: Request, tier: Tier = "device")
     )
     notes = tuple(note for note in plan.notes if kind_of(note) != "price")
     return replace(sliced, notes=(*notes, says)), price
-
-
-def _price(graph: Graph, plan: Plan, request: Request) -> Composed:
-    return composed(
-        graph,
-        plan,
-        request.hardware,
-        software=request.software,
-        training_state=request.training_state,
-    )
