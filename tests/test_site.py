@@ -46,12 +46,12 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 QUESTIONS_FROM_DEEPSPEED = (
-    "deepspeed.md#where-is-my-ds_configjson",
-    "deepspeed.md#how-do-i-set-the-batch-micro-batches-and-accumulation",
-    "deepspeed.md#how-do-i-save-resume-and-get-one-fp32-state-dict",
-    "deepspeed.md#where-is-activation-checkpointing",
-    "deepspeed.md#how-do-i-launch-on-several-nodes-with-a-hostfile",
-    "deepspeed.md#how-do-i-use-a-pipeline-or-a-mixture-of-experts",
+    "coming_from.md#where-is-my-ds_configjson",
+    "coming_from.md#how-do-i-set-the-batch-micro-batches-and-accumulation",
+    "coming_from.md#how-do-i-save-resume-and-get-one-fp32-state-dict",
+    "coming_from.md#where-is-activation-checkpointing",
+    "coming_from.md#how-do-i-launch-on-several-nodes-with-a-hostfile",
+    "coming_from.md#how-do-i-use-a-pipeline-or-a-mixture-of-experts",
 )
 
 

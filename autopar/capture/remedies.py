@@ -213,7 +213,7 @@ _OPERANDS = (
     (
         r"in-place operations that require placement changes are not supported",
         "an optimizer that takes norms over whole parameters has to take them over all ranks: in place of "
-        "torch.optim.Adafactor take autopar.runtime.parameters.adafactor.Adafactor; docs/optimizers.md lists "
+        "torch.optim.Adafactor take autopar.runtime.parameters.adafactor.Adafactor; docs/precision.md lists "
         "what is right",
     ),
 )

@@ -1,7 +1,7 @@
 """AdamW with moments in bfloat16, for parameters in any format; it needs the extra `autopar[torchao]`.
 
 The 8-bit, 4-bit and fp8 optimizers of `torchao.optim` need nothing of this module: a compiled model's
-parameters are what they take, see docs/optimizers.md.
+parameters are what they take, see docs/precision.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Layouts: how one tensor lies on the mesh.
 
-For each mesh axis a tensor is in one of five states (docs/layouts.md):
+For each mesh axis a tensor is in one of five states (docs/plans.md):
 
     R        replicated, and every rank does the same with it       gradient: R
     V        replicated, but each rank does different work with it   gradient: P

@@ -43,7 +43,7 @@ def replay(
     """Trains once more as ranks did with an asynchronous server, in plain PyTorch, on one device and in their order.
 
     Up to rounding it gives the parameters that the ranks had after the meeting, of a model without random ops
-    (docs/async_server.md).
+    (docs/replicas.md).
 
     Args:
         model: plain PyTorch, with the parameters that the ranks began with; left as it is.

@@ -53,11 +53,11 @@ def verify(
 
     Raises StepError for a number of micro-batches that was asked for and gives another loss, as `compile` does.
 
-    A plan whose schedule updates inside of a step (docs/versions.md) is compared so with one update a step, and then
+    A plan whose schedule updates inside of a step (docs/pipeline.md) is compared so with one update a step, and then
     with a single device that has the same delays, for two steps of SGD in float64.
 
     A plan with replicas that meet every so many steps is compared with plain replicas that meet as often: three steps
-    are run between meetings, or fewer, with SGD, two meetings and one step more (docs/local_steps.md).
+    are run between meetings, or fewer, with SGD, two meetings and one step more (docs/replicas.md).
 
     Needs no process group and no device; the model must have real weights and is left as it was.
 

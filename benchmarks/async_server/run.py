@@ -156,7 +156,7 @@ def main() -> None:
 @main.command()
 @click.option("--ranks", default=(2, 4), multiple=True, type=int, help="Numbers of ranks.")
 def exact(ranks: tuple[int, ...]) -> None:
-    """Prints the first table of docs/async_server.md; exits with 1 where an error is 1e-9 or more."""
+    """Prints the first table of docs/replicas.md; exits with 1 where an error is 1e-9 or more."""
     rows = exact_rows(ranks)
     heads = ("ranks", "recipe", "optimizer", "ahead at most", "largest relative error")
     print("\n".join(markdown_table(heads, rows, text_columns=3)))
@@ -166,7 +166,7 @@ def exact(ranks: tuple[int, ...]) -> None:
 @main.command()
 @click.option("--steps", default=5 * EXACT_STEPS, help="Number of steps.")
 def waits(steps: int) -> None:
-    """Prints the second table of docs/async_server.md."""
+    """Prints the second table of docs/replicas.md."""
     ranks = Ranks(RANKS)
     rows = []
     for recipe in WAIT_RECIPES:
@@ -178,7 +178,7 @@ def waits(steps: int) -> None:
 
 @main.command()
 def rows() -> None:
-    """Prints the third table of docs/async_server.md."""
+    """Prints the third table of docs/replicas.md."""
     ranks, found = Ranks(RANKS), []
     for optimizer in ("sgd", "adagrad", "adamw"):
         (size_bytes, owner), *others = ranks.run(sent_bytes, optimizer, EXACT_STEPS)

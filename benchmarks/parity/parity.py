@@ -116,9 +116,10 @@ def markdown(rows: list[Row], seeds: range, meshes: str, dtypes: str, dropout: f
         "",
         f"Plans drawn at random, {len(seeds)} on each of the meshes {meshes}, all ranks simulated, against the eager",
         "model on one device in float64. Errors are relative and in float64 arithmetic, the worst of all plans and",
-        "ranks. In the model's own arithmetic an error is given as a share of its bound, see [verify](verify.md). In",
+        "ranks. In the model's own arithmetic an error is given as a share of its bound, see",
+        "[verify](../../docs/verify.md). In",
         f"{sum(row.lone for row in rows)} of {sum(len(row.reports) for row in rows)} plans single ranks run some ops "
-        "alone ([owners](owners.md#ops-on-one-rank)). Made by",
+        "alone ([owners](../../docs/replicas.md#ops-on-one-rank)). Made by",
         f"`OMP_NUM_THREADS=1 python benchmarks/parity/parity.py --seeds {len(seeds)} --first {seeds.start} "
         f"--meshes '{meshes}' --dtypes '{dtypes}'" + (f" --dropout {dropout}`." if dropout else "`."),
         "",

@@ -129,7 +129,8 @@ def markdown(results: Sequence[Result], known: int, note: str = "") -> str:
     lines = [
         "# Verdicts on the zoo",
         "",
-        "[`verify`](verify.md) on right plans of [the zoo](zoo.md)'s architectures, in float32 and in bfloat16: three",
+        "[`verify`](../../docs/verify.md) "
+        "on right plans of [the zoo](zoo.md)'s architectures, in float32 and in bfloat16: three",
         f"plans of each ({'; '.join(PLANS)}), all ranks simulated, against the single device in float64. A verdict",
         "other than `passed` is a false alarm of the bound or a fault. Made by",
         "`OMP_NUM_THREADS=1 python benchmarks/zoo/verdicts.py --results benchmarks/zoo/verdicts.jsonl --order small",

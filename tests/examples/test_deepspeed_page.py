@@ -25,8 +25,8 @@ from autopar.search.request.options import PlanOptions
 from autopar.search.request.request import Request
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE = (DOCS / "deepspeed.md").read_text()
-PAGES = {name: (DOCS / name).read_text() for name in ("deepspeed.md", "coming_from.md")}
+PAGE = (DOCS / "coming_from.md").read_text()
+PAGES = {name: (DOCS / name).read_text() for name in ("coming_from.md",)}
 
 
 def _trained_by_torch() -> float:

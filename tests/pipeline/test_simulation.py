@@ -246,9 +246,9 @@ def test_1f1b_waits_for_each_round_trip():
     assert three.bubble_fraction > two.bubble_fraction
 
 
-# --- docs/schedules.md
+# --- docs/pipeline.md
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "schedules.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "pipeline.md"
 ROW = re.compile(r"\| `(\S+)` \| (\d) \| (\S+) \| (\S+) \| (\S+ %) \| ([\d. ]+) \|")
 
 

@@ -48,7 +48,7 @@ def halves(graph: Graph, parameter: str, seconds: float) -> tuple[float, float]:
 
 
 def test_a_product_divides_and_a_norm_runs_twice(graph: Graph) -> None:
-    """The example of docs/schedules.md; the walk takes 0.4 x 0.05 ms for each."""
+    """The example of docs/pipeline.md; the walk takes 0.4 x 0.05 ms for each."""
     assert halves(graph, "out.weight", 10e-3) == pytest.approx((5.0, 0.02))
     assert halves(graph, "norm.weight", 1e-3) == pytest.approx((1.0, 1.02))
 

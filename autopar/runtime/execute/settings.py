@@ -35,7 +35,7 @@ class RunOptions:
         weights: folder or file of safetensors with initial values under the names of `state_dict()`, such as
             `save_pretrained` of transformers writes; each rank reads its own shards alone.
         nvme: folder on a disk of this machine, for a plan or recipe that keeps parameters in the tier nvme; files there
-            have no names, and their space is free again when the process ends (docs/tiers.md).
+            have no names, and their space is free again when the process ends (docs/memory.md).
         cache: folder where the plans that the first rank searches and the captures of the model are kept, as JSON, for
             the next start of the script; by default what the environment variable AUTOPAR_CACHE names, and nothing is
             kept without it (docs/search.md). They are taken again only for the same model, Python code and values,

@@ -81,7 +81,7 @@ class CompiledModule(nn.Module):
         """Runs forward and backward of one global batch and leaves the gradients in `.grad`.
 
         Under `torch.no_grad()` it computes only the loss and does not change gradients. Schedules that update
-        parameters inside a step (docs/versions.md) call the attached optimizer, and leave no gradients.
+        parameters inside a step (docs/pipeline.md) call the attached optimizer, and leave no gradients.
 
         Args:
             batch: the model's inputs, followed by the arguments of the loss function after the model's
@@ -96,7 +96,7 @@ class CompiledModule(nn.Module):
             returns `(loss, extras)`, where `extras` is any tree of tensors, `step` returns such a tuple. Extra
             results belong to the whole batch and are whole on every rank; with outputs="dtensor" they are DTensors in
             the layout of the plan (docs/training.md). A loss that averages over unmasked tokens averages over
-            those of the whole batch. Replicas that meet every K steps (docs/local_steps.md) each
+            those of the whole batch. Replicas that meet every K steps (docs/replicas.md) each
             return the results of their own rows.
 
         Raises StepError if the ranks give different shapes or values, or one gives none, and for a loss or an extra
@@ -270,7 +270,7 @@ class CompiledModule(nn.Module):
     def meet(self) -> Order | None:
         """Holds a meeting of the replicas now, before it is due: they exchange parameters, which are then equal.
 
-        Every rank calls this (docs/local_steps.md). Without replicas it does nothing, nor where no step was run since
+        Every rank calls this (docs/replicas.md). Without replicas it does nothing, nor where no step was run since
         the last meeting. Raises PeerError if another rank died or hangs.
 
         Returns:
@@ -280,7 +280,7 @@ class CompiledModule(nn.Module):
         return None if self._meetings is None else self._meetings.hold()
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Sets the optimizer that `step` calls under schedules that update inside a step (docs/versions.md).
+        """Sets the optimizer that `step` calls under schedules that update inside a step (docs/pipeline.md).
 
         With `schedule="pipedream"` and the like, `step` updates parameters after every micro-batch or every few, and
         leaves no gradients. Every rank calls this once, before the first step, with an optimizer of its own parameters.

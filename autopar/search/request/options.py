@@ -87,7 +87,7 @@ class PlanOptions:
             what the search finds best, which is 1 unless memory is scarce, and where several would change a result.
         schedule: order in which stages run micro-batches; by default what the search finds best.
             Under pipedream, pipedream-sync and 2bw stages update inside of a step, which is no longer the result
-            of one device (docs/versions.md).
+            of one device (docs/pipeline.md).
         chunks: stages of each pipeline rank, for schedules that take several; by default searched.
         recompute: `none` keeps everything for backward; `full` keeps only the inputs of every layer, and recomputes the
             layer in backward; `partitioned` keeps each rank's slice of these inputs along axes on which they are
@@ -99,29 +99,29 @@ class PlanOptions:
             default any; under a recipe that does not name `pp`, several only where no plan with one fits.
         recipe: constraints on the search, for all axes or by axis: `pp:1f1b,dp:zero1,tp:tp`. With `local:K`, `geo:K` or
             `diloco:K` for its first axis the ranks along it are replicas that meet every K steps, which is no longer
-            the result of one device (docs/local_steps.md).
+            the result of one device (docs/replicas.md).
         pins: single choices by name of a parameter, op or submodule: `layers.*.mlp.up.weight=S(0)@tp` says how it is
             split, `towers.left=@0` runs it on one rank, and on the command line `layers.*.mlp.*=tp` splits over an
             axis.
         inside_node: axes, dp or tp, whose ranks must share a node.
         decompose: mesh axes, such as `tp`, along which an all-gather before linear layers, or a reduce-scatter after
-            one, runs piece by piece while the pieces that are there are multiplied (docs/overlap.md); `auto` for the
+            one, runs piece by piece while the pieces that are there are multiplied (docs/splitting.md); `auto` for the
             axes along which that makes the priced step shorter. By default none.
         overlap_batches: number of micro-batches that run at a time, such as 2: their ops take turns, so that the
-            collectives of each travel while another computes (docs/overlap.md).
+            collectives of each travel while another computes (docs/splitting.md).
         offload: whether parameters may be stored in the host's memory, and updated there, also where a plan fits
-            without; by default only where that is needed, or promises a faster step (docs/tiers.md).
+            without; by default only where that is needed, or promises a faster step (docs/memory.md).
         without: what the plan must not use.
         memory_bytes: bound on the memory of a rank, in bytes or as text such as `70GB` (GB is 1e9 bytes); by default
             the memory of the hardware less the headroom. Where nothing fits on the devices, or where that is faster,
-            parameters are stored in the host's memory (docs/tiers.md).
+            parameters are stored in the host's memory (docs/memory.md).
         headroom: fraction of the hardware's memory that the plan leaves free, where no bound is given.
         precision: a mixed-precision policy, such as `bf16`, or `bf16 reduce=bf16` to reduce gradients in it too:
             parameters stay in their own format, are cast once a step before they are gathered, and gradients are added
             up and reduced in the format of the policy. By default everything is computed in the model's own formats
             (docs/precision.md).
         training_state: what the optimizer will keep for each parameter, such as `adamw8bit` for the AdamW8bit of
-            torchao; the memory of a plan is priced with it (docs/optimizers.md). `adamw8bit gradients=2 masters=0`
+            torchao; the memory of a plan is priced with it (docs/precision.md). `adamw8bit gradients=2 masters=0`
             trains bf16 parameters without float32 masters. By default AdamW with two moments in the parameters' own
             formats.
 

@@ -243,7 +243,7 @@ def _check_rule(text: str, rule: str, steps: str) -> None:
             f"{text!r} stands beside the recipes of other axes, and does not say along which axis replicas lie. Put "
             f"the first axis of the mesh before it, such as far:{text}."
         )
-    further = " Other numbers of the outer optimizer stand in a plan (docs/local_steps.md)."
+    further = " Other numbers of the outer optimizer stand in a plan (docs/replicas.md)."
     if rule == SERVER:
         raise RecipeError(
             f"Cannot read {text!r}: after '{rule}:' stands the number of exchanges that a replica may be ahead of the "
