@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autopar.ops.nodes import draws
+from autopar.ops.nodes import draws, reached
 
 
 @dataclass(frozen=True)
@@ -151,14 +151,7 @@ class _Cut:
     @staticmethod
     def _needed(roots: Iterable[fx.Node], given: set[fx.Node]) -> set[fx.Node]:
         """The roots and all nodes on which they depend, without `given` nodes and those behind them."""
-        needed: set[fx.Node] = set()
-        waiting = [n for n in roots if n not in given]
-        while waiting:
-            node = waiting.pop()
-            if node not in needed:
-                needed.add(node)
-                waiting += [n for n in node.all_input_nodes if n not in given]
-        return needed
+        return reached({*roots} - given, lambda node: {*node.all_input_nodes} - given)
 
 
 def stage_numbers(module: fx.GraphModule, places: Mapping[str, int], begins: Sequence[int]) -> dict[fx.Node, int]:

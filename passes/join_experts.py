@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from autopar.analysis.experts import Experts
 from autopar.ops.build import call_like
-from autopar.ops.nodes import tensor_operands
+from autopar.ops.nodes import reached, tensor_operands
 from autopar.rules import operator_name
 from autopar.rules.grouped import PRODUCTS
 
@@ -149,13 +149,7 @@ def _after(node: fx.Node) -> dict[fx.Node, None]:
 
 def _before(node: fx.Node) -> list[fx.Node]:
     """The nodes on which a node depends, in the graph's order."""
-    found: set[fx.Node] = set()
-    waiting = list(node.all_input_nodes)
-    while waiting:
-        here = waiting.pop()
-        if here not in found:
-            found.add(here)
-            waiting += here.all_input_nodes
+    found = reached(node.all_input_nodes, lambda here: here.all_input_nodes)
     return [n for n in node.graph.nodes if n in found]
 
 

@@ -15,6 +15,7 @@ from autopar.capture.remedies import (
     uncaptured,
 )
 from autopar.errors import CaptureError
+from autopar.ops.nodes import reached
 
 aten = torch.ops.aten
 
@@ -55,15 +56,8 @@ def refuse_fake_constants(exported: Any) -> None:
 
 def _takes_gradient(node: fx.Node) -> bool:
     """Whether a result of the graph is computed from `node` without a detach between them."""
-    waiting, seen = [node], {node}
-    while waiting:
-        for user in waiting.pop().users:
-            if user.op == "output":
-                return True
-            if user not in seen and not _cuts_gradient(user):
-                waiting.append(user)
-                seen.add(user)
-    return False
+    found = reached([node], lambda seen: (u for u in seen.users if u.op == "output" or not _cuts_gradient(u)))
+    return any(user.op == "output" for user in found)
 
 
 def _cuts_gradient(node: fx.Node) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,18 @@ from torch import fx
 
 from autopar import _torch
 from autopar._torch import OpOverload
+
+
+def reached(starts: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    """The nodes of `starts`, those that follow one of them, and so on; `following` gives the next ones of a node."""
+    found: set[fx.Node] = set()
+    waiting = list(starts)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += following(node)
+    return found
 
 
 def is_operator(node: fx.Node) -> bool:

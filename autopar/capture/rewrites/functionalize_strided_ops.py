@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from autopar import _torch
 from autopar._torch import pytree
 from autopar.capture.remedies import traced_line, uncaptured
-from autopar.ops.nodes import bound_arguments
+from autopar.ops.nodes import bound_arguments, reached
 
 aten = torch.ops.aten
 
@@ -152,12 +152,7 @@ def _is_strided_view(node: fx.Node) -> bool:
 
 def _views(node: fx.Node) -> set[fx.Node]:
     """A node and all its views."""
-    found, waiting = {node}, [node]
-    while waiting:
-        users = {u for u in waiting.pop().users if _storages(u) & _storages(node)} - found
-        found |= users
-        waiting += users
-    return found
+    return reached([node], lambda seen: (user for user in seen.users if _storages(user) & _storages(node)))
 
 
 def _written(node: fx.Node) -> set[int]:

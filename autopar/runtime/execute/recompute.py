@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopar import _torch
+from autopar.ops.nodes import reached
 from autopar.runtime.execute.recording import (
     CallRecording,
     CurrentRecording,
@@ -136,13 +137,8 @@ class _Calls:
 
     def needed(self, names: frozenset[str]) -> tuple[list[fx.Node], list[fx.Node]]:
         """The recomputed calls that the named ones need, in order, and the other nodes that these read."""
-        found: dict[fx.Node, None] = {}
-        waiting = [self.names[name] for name in names]
-        while waiting:
-            node = waiting.pop()
-            if node not in found:
-                found[node] = None
-                waiting += [x for x in node.all_input_nodes if self._recomputed[x]]
+        roots = [self.names[name] for name in names]
+        found = reached(roots, lambda node: filter(self._recomputed.__getitem__, node.all_input_nodes))
         reads = {x for node in found for x in node.all_input_nodes if x not in found}
         return sorted(found, key=self.order.__getitem__), sorted(reads, key=self.order.__getitem__)
 
