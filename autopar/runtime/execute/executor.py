@@ -74,7 +74,7 @@ class Runner:
             executor,
             self._gathers,
             bucket_bytes,
-            state=[*(model.get_buffer(spec.name) for spec in program.buffers), *self._constants],
+            state=self._state,
             saves=self._saves,
             at_a_time=at_a_time,
             program=program,

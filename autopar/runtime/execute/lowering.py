@@ -49,7 +49,7 @@ class Binding:
         gathers: parameters that are collected at their uses.
         bucket_bytes: approximate bytes of one collective.
         entries: parameters of a graph of torch.compile of which only gradients travel; None for a program.
-        state: buffers and constants of the program, in the order of its inputs.
+        state: function that returns the buffers and constants of the program, in the order of its inputs.
         saves: tensors that the program saves in slices; None for a graph of torch.compile.
         at_a_time: number of micro-batches of one run, whose ops take turns.
         program: the program that the graph is of; None for a graph of torch.compile.
@@ -64,7 +64,7 @@ class Binding:
     gathers: Gathers
     bucket_bytes: int
     entries: Entries | None = None
-    state: Sequence[Tensor] = ()
+    state: Callable[[], Sequence[Tensor]] = list
     saves: SlicedSaves | None = None
     at_a_time: int = 1
     program: Program | None = None
@@ -98,7 +98,7 @@ def interleave_micro_batches(binding: Binding) -> None:
     leaves = [(residents.shape(i), s.dtype) for i, s in enumerate(program.parameters)]
     fed = (*program.inputs, *program.shares)
     inputs = [(local_shape(s.dims, s.layout, mesh), s.dtype) for s in fed]
-    examples = [*leaves, *((x.shape, x.dtype) for x in binding.state), *inputs]
+    examples = [*leaves, *((x.shape, x.dtype) for x in binding.state()), *inputs]
     shares = shares_of_work(binding.graph, examples, binding.world.device)
     overlap_batches(binding.graph, copies=binding.at_a_time, inputs=len(inputs), seconds=shares.__getitem__)
 
