@@ -153,9 +153,9 @@ def op_table(plan: Plan, graph: Graph, seconds: Mapping[str, float], words: Word
     table.add_column("time", justify="right")
     previous = ""
     lines = _op_lines(plan, graph, seconds, words)
-    for (module, row), (kinds, count, seconds) in sorted(lines.items(), key=lambda line: line[0][0] == _WHOLE):
+    for (module, row), (kinds, count, taken) in sorted(lines.items(), key=lambda line: line[0][0] == _WHOLE):
         shown = "" if module == previous else module
-        table.add_row(shown, ", ".join(dict.fromkeys(kinds)), _times(count), *row, format_seconds(seconds))
+        table.add_row(shown, ", ".join(dict.fromkeys(kinds)), _times(count), *row, format_seconds(taken))
         previous = module
     return table
 
