@@ -171,7 +171,8 @@ def _op_lines(
         labels = plan.ops[op.name]
         split = tuple(_split(op, label, words) for label in labels)
         module = _WHOLE if set(split) == {"-"} else _numbers_out(op.module) or "(top)"
-        key = module, (*split, format_layout(result_layouts(op, labels)[0], plan.mesh))
+        result = next(iter(result_layouts(op, labels)), ())
+        key = module, (*split, format_layout(result, plan.mesh))
         kinds, count, taken = found.get(key, ([], 0, 0.0))
         count += graph.layer_count.get(op.name, 1)
         found[key] = ([*kinds, op.kind.removeprefix("aten.")], count, taken + seconds.get(op.name, 0.0))

@@ -27,6 +27,8 @@ def test_a_model_on_the_meta_device_is_explained() -> None:
     assert {part.name for part in e.traffic.parts} == {"along dp", "along tp"}
     assert e.what_if(link_bandwidth=2).step_seconds < e.step_seconds
     assert "mlp.up.weight" in str(e)
+    (product,) = (line for line in str(e).splitlines() if "mlp.up" in line and "linear" in line)
+    assert "S(0)@dp S(2)@tp" in product and product.rstrip().endswith("s")  # its result's layout, and seconds
 
 
 def test_an_unknown_cluster_is_named_with_the_nearest() -> None:
