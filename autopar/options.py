@@ -44,6 +44,7 @@ class Option:
         is_limit: whether it limits which plans are searched, so that it means nothing beside a given plan.
         is_constraint: whether a line that says what was asked names it; what is left is shown by itself.
         serves_backend: whether the backend of torch.compile takes it, too.
+        may_differ: whether each rank may be given another value.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Option:
     is_limit: bool = False
     is_constraint: bool = True
     serves_backend: bool = False
+    may_differ: bool = False
 
     @property
     def sentence(self) -> str:
@@ -66,11 +68,12 @@ class Option:
         return f"{self.help.rstrip('.')}: {', '.join(self.choices)}." if self.choices else self.help
 
     def words(self, value: Any) -> list[str]:
-        """A value as flags of the command line, such as `--stages 2`; empty for the default."""
+        """A value as flags of the command line, such as `--stages 2`, or as `batch=local`; none for the default."""
         if value == self.default:
             return []
         parts = sorted(value) if isinstance(value, frozenset) else value if self.repeats else [value]
-        return [f"{self.flag} {text}".rstrip() for text in (self.write(value) if self.write else parts)]
+        name = f"{self.flag} " if self.flag else f"{self.name}="
+        return [f"{name}{text}".rstrip() for text in (self.write(value) if self.write else parts)]
 
 
 def option(default: Any, **how: Any) -> Any:
@@ -103,6 +106,12 @@ def _described(kind: type) -> dict[str, str]:
 def _default(field: dataclasses.Field[Any]) -> Any:
     make: Any = field.default_factory
     return field.default if make is dataclasses.MISSING else make()
+
+
+def shared_words(given: object, kind: Any) -> list[str]:
+    """The options of a dataclass that all ranks must be given alike, as words; those of the default value have none."""
+    alike = [each for each in options_of(kind).values() if not each.may_differ]
+    return [text for each in alike for text in each.words(getattr(given, each.name))]
 
 
 def split_options(given: Mapping[str, Any], *kinds: Any) -> tuple[dict[str, Any], ...]:

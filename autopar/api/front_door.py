@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +10,23 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.api.machine import MeshLike, axes_of, device_of, hardware_of
+from autopar.api.asked import alike_asked, read_asked, without_idle
+from autopar.api.machine import MeshLike, axes_of, device_of
 from autopar.api.notebook import shown_planning
 from autopar.api.planner import Planner
 from autopar.capture.export import LossFunction
 from autopar.capture.rows import arguments_of_replica
 from autopar.cost_model import Cluster, Hardware, find_cluster
 from autopar.cost_model.machines.software import with_eager_runs
-from autopar.errors import AutoparError, MeshError
+from autopar.errors import MeshError
 from autopar.explanation.costs import run_of
 from autopar.explanation.explanation import Explanation
 from autopar.ir import Mesh, MixedPrecision, Plan
-from autopar.ir.recompute import SAVED_TIERS, is_saved_option
-from autopar.options import options_of, split_options, takes_options
+from autopar.options import takes_options
 from autopar.planning.planning import (
     Prepared,
     in_parts,
     make_plan,
-    policy_of,
     prepare_step,
     split_example,
 )
@@ -38,10 +36,9 @@ from autopar.runtime.execute.settings import RunOptions, Settings
 from autopar.runtime.failures.failures import show_failures
 from autopar.runtime.model.module import CompiledModule
 from autopar.runtime.parameters.loss_scale import LossScaling
-from autopar.runtime.ranks.processes import check_world, join_process_group, world_size
+from autopar.runtime.ranks.processes import join_process_group
 from autopar.search import RecipeLike
 from autopar.search.request.options import PlanOptions
-from autopar.search.request.recipes import format_recipe, is_open
 from autopar.search.request.request import Request
 
 
@@ -94,25 +91,11 @@ def compile(
     another model, and CaptureError, RecipeError or SearchError where no plan can be made.
     """
     show_failures()
-    asked, run_options = split_options(options | {"recipe": recipe}, PlanOptions, RunOptions)
-    loaded = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
-    if loaded is not None:
-        _check_beside_plan(loaded, asked)
-        asked["micro_batches"] = loaded.micro_batches
-    asked["precision"] = policy_of(precision, loaded)
     device = device_of(model, mesh, device)
     join_process_group(device)
-    run = RunOptions(**run_options)
-    priced, assumed = hardware_of(run.hardware, device)
-    request = Request(
-        priced,
-        ranks=world_size(),
-        mesh=_checked(axes_of(mesh, loaded)),
-        cuts_batch=True,
-        splits_backward=not run.executor.compiles,
-        refines=loaded is None and not isinstance(mesh, DeviceMesh),
-        **_open(asked),
-    ).of_replica(loaded)
+    given = options | {"mesh": mesh, "recipe": recipe, "precision": precision}
+    asked = alike_asked(lambda: read_asked(given, plan, device), has_example=example_inputs is not None)
+    request, run, loaded, assumed = asked
     planner = Planner(
         request,
         loss_fn=loss_fn,
@@ -140,46 +123,6 @@ def compile(
     return _prepared(CompiledModule(model, planner, settings), example_inputs)
 
 
-def _open(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The options for a request, to which offload=False says no more than leaving it out."""
-    return {name: value for name, value in asked.items() if name != "offload" or value}
-
-
-def _check_beside_plan(plan: Plan, asked: Mapping[str, Any]) -> None:
-    """Raises AutoparError for an option that the given plan was not made with, or that is for a search alone."""
-    found = {
-        "micro_batches": plan.micro_batches,
-        "schedule": plan.pipeline and plan.pipeline.schedule,
-        "chunks": plan.pipeline and plan.pipeline.chunks,
-        "recompute": plan.recompute,
-        "decompose": plan.decomposed,
-        "overlap_batches": plan.overlap_batches,
-    }
-    wish = asked.get("recompute")
-    tiers = {how.tier for how in plan.saved.values()}
-    if is_saved_option(wish) and plan.recompute == "full" and tiers <= {SAVED_TIERS[wish]}:
-        found["recompute"] = wish
-    beside = {}
-    for name, each in options_of(PlanOptions).items():
-        value = asked.get(name)
-        if name in found and value is not None and each.parse(value) not in ((), found[name]):
-            raise AutoparError(
-                f"The plan has {name}={found[name]!r}, and compile was given {name}={value!r}; leave it out, or make "
-                "another plan."
-            )
-        if each.is_limit and value and not _is_recipe_of(plan, name, value):
-            beside[name] = f"{name}={value!r}"
-    if beside:
-        raise AutoparError(
-            f"A plan is given, so that nothing is searched, and {', '.join(beside.values())} would have no effect: "
-            f"leave out {', '.join(f'{name}=' for name in beside)}, or plan= to search with it."
-        )
-
-
-def _is_recipe_of(plan: Plan, name: str, value: Any) -> bool:
-    return name == "recipe" and (is_open(value) or format_recipe(value) == plan.recipe)
-
-
 def _stored(cache: str | os.PathLike[str] | None) -> StoredPlans:
     """The folder of plans that was named, by the caller or else by the environment."""
     folder = cache or os.environ.get("AUTOPAR_CACHE")
@@ -194,13 +137,6 @@ def _prepared(compiled: CompiledModule, example_inputs: Any) -> CompiledModule:
             progress("capturing and planning the model")
             compiled.prepare(*args, **kwargs)
     return compiled
-
-
-def _checked(mesh: Mesh | None) -> Mesh | None:
-    """A mesh that has as many ranks as run; MeshError otherwise."""
-    if mesh is not None:
-        check_world(mesh)
-    return mesh
 
 
 @takes_options(PlanOptions)
@@ -243,7 +179,7 @@ def explain(
         mesh=axes,
         refines=True,
         cuts_batch=True,
-        **_open(options),
+        **without_idle(options),
     )
     args, kwargs = split_example(example_inputs)
     request = request.of_replica()

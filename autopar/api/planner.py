@@ -41,7 +41,7 @@ from autopar.ir import (
 from autopar.pipeline.composed import composed, step_of, stored_bytes
 from autopar.pipeline.saved_values import possible_lines
 from autopar.pipeline.schedules import check_micro_batches, takes, unbounded
-from autopar.planning.likeness import likeness, model_lines
+from autopar.planning.likeness import likeness_of_model, model_lines
 from autopar.planning.planning import (
     Prepared,
     are_given_by_micro_batches,
@@ -130,7 +130,9 @@ class Planner:
         for a micro-batch and for the batch, which shows what of the step counts rows (`autopar.analysis.row_counts`).
         """
         micro_batches, is_step = asked.micro_batches, asked.is_step
+        keeps_open = self._keeps_open_number(asked)
 
+        @functools.cache
         def captured(count: int) -> Prepared:
             def capture(open_dims: OpenDims) -> Captured:
                 with stand_ins(count) as (args, kwargs):
@@ -138,10 +140,11 @@ class Planner:
 
             return prepared_of(asked.captures.captured(count, asked.shapes(count), capture))
 
+        _refuse_unlike_models(lambda: captured(1 if keeps_open else micro_batches or 1))
         if micro_batches is None and asked.fixed is not None:
             micro_batches = self._best_count(captured)
         count = micro_batches or 1
-        if count > 1 and self._keeps_open_number(asked):
+        if count > 1 and keeps_open:
             batch = captured(1)
             part = part_that_keeps_results(batch, lambda: captured(count))
             prepared = part or batch
@@ -150,7 +153,6 @@ class Planner:
             prepared, batch = self._part_and_batch(captured, count)
         if self._request.meeting is not None and is_step and self._first is None:
             refuse_sum(prepared, self._request.meeting, lambda: captured(2 * count))
-        refuse_unlike(likeness(prepared, self._request), functools.partial(model_lines, prepared))
         plan = agreed(lambda: self._chosen(prepared, micro_batches, asked.fixed, is_step))
         if is_step and self._request.micro_batches is None and plan.micro_batches != count:
             prepared, plan = in_parts(plan, batch, captured, functools.partial(self._searched, fixed=asked.fixed))
@@ -419,6 +421,18 @@ class Planner:
         """The plan of the first program for people, with what it costs."""
         assert self._first is not None, "a plan was made for a program"
         return _explained(self._first.analysis.graph, plan, self._request)
+
+
+def _refuse_unlike_models(capture: Callable[[], Prepared]) -> None:
+    """Captures the model; raises MeshError, on all ranks with one sentence, where a rank has another, or has none."""
+    found: Prepared | Exception
+    try:
+        found = capture()
+    except Exception as error:  # whatever the model itself raises
+        found = error
+    refuse_unlike(likeness_of_model(found), lambda: model_lines(found))
+    if isinstance(found, Exception):
+        raise found
 
 
 def _explained(graph: Graph, plan: Plan, request: Request) -> Explanation:

@@ -127,7 +127,7 @@ def by_compile(
     def programs(self: Planner, prepared: object, plan: Plan, batch: object) -> None:
         raise Planned(plan)
 
-    for room in ("api.front_door", "api.planner", "runtime.ranks.processes"):
+    for room in ("api.asked", "api.planner", "runtime.ranks.processes"):
         monkeypatch.setattr(f"autopar.{room}.world_size", lambda: ranks)
     monkeypatch.setattr("autopar.api.planner.agreed", lambda make: make())
     monkeypatch.setattr(Planner, "device_mesh", lambda self: None)

@@ -24,6 +24,10 @@ Outputs = Literal["local", "whole", "dtensor"]
 Batch = Literal["global", "local"]
 
 
+def _name_of(function: InitFunction) -> list[str]:
+    return [getattr(function, "__qualname__", type(function).__name__)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """What people may ask of a run, beside its plan.
@@ -62,28 +66,32 @@ class RunOptions:
     Raises AutoparError for a word that an option does not take, and for files that are not there.
     """
 
-    hardware: Hardware | str | os.PathLike[str] | None = option(None, serves_backend=True)
-    init_fn: InitFunction | None = option(None)
+    # The first rank makes the plan, with its own hardware and cache; files and limits of time are each rank's own.
+    hardware: Hardware | str | os.PathLike[str] | None = option(None, serves_backend=True, may_differ=True)
+    init_fn: InitFunction | None = option(None, write=_name_of)
     # What was made of an option before stays what it is: Settings are made of RunOptions.
     weights: WeightFiles | None = option(
         None,
         parse=lambda given: WeightFiles.at(given) if isinstance(given, str | os.PathLike) else given,
+        write=lambda given: [given.words],
     )
     nvme: Files | None = option(
         None,
         parse=lambda given: given if given is None or isinstance(given, Files) else Files.at(given),
+        may_differ=True,
     )
-    cache: str | os.PathLike[str] | None = option(None)
+    cache: str | os.PathLike[str] | None = option(None, may_differ=True)
     seed: int = option(0)
     batch: Batch = option("global", choices=get_args(Batch))
     outputs: Outputs = option(None, choices=get_args(Outputs))
-    timeout_seconds: float | None = option(None, serves_backend=True)
+    timeout_seconds: float | None = option(None, serves_backend=True, may_differ=True)
     skip_nonfinite: bool = option(False)
     loss_scale: LossScaling | float | None = option(None)
     bucket_bytes: int | None = option(None)
     executor: Executor = option(
         "eager",
         parse=lambda given: given if isinstance(given, Executor) else Executor(given),
+        write=lambda given: [given.name],
         serves_backend=True,
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 import json
 import math
 import os
@@ -91,6 +92,12 @@ class WeightFiles:
         saved = {k: v for k, v in found.items() if isinstance(v, TensorStorageMetadata)}
         _refuse_torn_tensors(given, saved)
         return WeightFiles(given, files, saved, stated)
+
+    @property
+    def words(self) -> str:
+        """What the files have, in words that are the same wherever they lie."""
+        kinds = [f"{name} {list(x.size)} {x.properties.dtype}" for name, x in sorted(self.saved.items())]
+        return f"{len(kinds)} tensors {hashlib.sha256(repr(kinds).encode()).hexdigest()[:12]}"
 
     def names(self, model: nn.Module) -> dict[str, str]:
         """Name in the model's state dict -> name in the files, which may have any one of the names of tied tensors."""

@@ -232,13 +232,13 @@ def _numbers(mesh: Mesh) -> torch.Tensor:
     return ranks.permute([placed.index(name) for name in mesh.names])
 
 
-def refuse_unlike(own: Mapping[str, str], parts: Callable[[], Sequence[str]]) -> None:
+def refuse_unlike(own: Mapping[str, Sequence[str]], parts: Callable[[], Sequence[str]] = list) -> None:
     """Raises MeshError, on all ranks with one sentence, where a rank says another thing than the first one.
 
     Every rank calls it. A rank that dies before it comes is a PeerError on the others.
 
     Args:
-        own: subject -> what this rank says of it, such as `{"torch": "2.13.0"}`; subjects alike on all ranks.
+        own: subject -> what this rank says of it, such as `{"options": ["--recipe ddp"]}`; subjects alike on all ranks.
         parts: lines of what the subject `model` stands for, which are compared where the subject differs.
     """
     if not dist.is_initialized() or world_size() == 1 or dist.get_backend() == "fake":  # which imagines the other ranks
@@ -256,24 +256,22 @@ def refuse_unlike(own: Mapping[str, str], parts: Callable[[], Sequence[str]]) ->
     if subject == "model":
         lines = ranks.everyones(list(parts()))
         pairs = itertools.zip_longest(lines[0], lines[rank], fillvalue="nothing more")
-        first, other = next((pair for pair in pairs if pair[0] != pair[1]), (first, other))
-    else:
-        first, other = _parts_that_differ(first, other)
+        first, other = next(([a], [b]) for a, b in pairs if a != b)
+    its_first, its_other = _parts_that_differ(first, other)
     count = len({each for each, _ in unlike})
     raise MeshError(
-        f"Rank {rank} differs from rank 0 in its {subject}: it has {other}, and rank 0 has {first}"
+        f"Rank {rank} differs from rank 0 in its {subject}: it has {its_other}, and rank 0 has {its_first}"
         f"{f' ({count} ranks differ)' if count > 1 else ''}. Start all ranks with the same "
         "code, versions, environment, options and model; what depends on the rank must not change them."
     )
 
 
-def _parts_that_differ(first: str, other: str) -> tuple[str, str]:
-    """Two lists with commas, each without what the other one has, too.
+def _parts_that_differ(one: Sequence[str], two: Sequence[str]) -> tuple[str, str]:
+    """What each of two lists has that the other one lacks, as text.
 
-    >>> _parts_that_differ("--mesh dp=2, --recipe ddp", "--mesh dp=2")
+    >>> _parts_that_differ(["--mesh dp=2", "--recipe ddp"], ["--mesh dp=2"])
     ('--recipe ddp', 'nothing else')
     """
-    one, two = first.split(", "), other.split(", ")
     return (
         ", ".join(each for each in one if each not in two) or "nothing else",
         ", ".join(each for each in two if each not in one) or "nothing else",

@@ -182,6 +182,7 @@ class PlanOptions:
         parse=in_bytes,
         is_limit=True,
         is_constraint=False,
+        may_differ=True,  # each rank may ask its own device; the bound of the first counts
     )
     headroom: float = option(HEADROOM, metavar="PART", is_constraint=False)
     precision: MixedPrecision | None = option(None, metavar="POLICY", parse=MixedPrecision.of, is_constraint=False)
