@@ -127,6 +127,15 @@ class VerifierError(AssertionError):
     """A pass broke an invariant of the graph: a defect of autopar, not of the model."""
 
 
+def first_line(said: BaseException | str) -> str:
+    """The first line of an error's text; of an error without text the name of its kind.
+
+    >>> first_line(RuntimeError("Connection closed.\\nException raised from ...")), first_line(KeyboardInterrupt())
+    ('Connection closed.', 'KeyboardInterrupt')
+    """
+    return next(iter(str(said).strip().splitlines()), type(said).__name__)
+
+
 def did_you_mean(name: object, known: Iterable[str], *, cutoff: float = 0.6) -> str:
     """The known names that are written almost like this, as a question; "" for none.
 

@@ -18,6 +18,7 @@ from autopar._torch import pytree
 from autopar.capture.remedies import traced_line
 from autopar.errors import AutoparError, StepError
 from autopar.runtime.ranks.comparison import SAME_SHAPES, Comparison
+from autopar.runtime.ranks.processes import unlike_ranks
 from autopar.runtime.ranks.world import World
 
 _TO_DEVICE = ("to", "cuda")  # their number is a device
@@ -31,8 +32,12 @@ def comparison_of(timeout_seconds: float | None) -> Comparison:
     return _COMPARISONS.setdefault(dist.group.WORLD, Comparison(timeout_seconds))
 
 
-def check_calls(comparison: Comparison, graph: fx.Graph, named: Mapping[str, Any], place: str) -> None:
+def check_calls(
+    comparison: Comparison, graph: fx.Graph, named: Mapping[str, Any], place: str, options: Sequence[str]
+) -> None:
     """Raises StepError, naming the first difference, unless all ranks call the same graph with the same shapes.
+
+    Raises MeshError where they have other options.
 
     Ranks compare through the store: a missing rank is named, and no collective of the others waits for it.
 
@@ -41,6 +46,7 @@ def check_calls(comparison: Comparison, graph: fx.Graph, named: Mapping[str, Any
         graph: the graph of torch.compile.
         named: the arguments by their names.
         place: the line of the user's code that the graph begins with, as a line to add to an error.
+        options: the options of this rank's backend, as words.
     """
     ops = list(_ops(graph))
     digest = hashlib.sha256(repr([text for text, _ in ops]).encode()).hexdigest()
@@ -49,11 +55,19 @@ def check_calls(comparison: Comparison, graph: fx.Graph, named: Mapping[str, Any
     given = [[name, shape] for name, shape in own if name not in _parameters(named)]
     why += f" Here they are {', '.join(' '.join(each) for each in given[:4]) or 'parameters alone'}."
     remedy = f"{SAME_SHAPES}{place}"
-    found = comparison.gather(json.dumps([digest, own]), why, remedy)
+    found = comparison.gather(json.dumps([digest, own, options]), why, remedy)
     said = [json.loads(text) for text in found]
-    if any(other != digest for other, _ in said):
+    _refuse_options([given for _, _, given in said])
+    if any(other != digest for other, _, _ in said):
         _refuse_ops([json.loads(x) for x in comparison.gather(json.dumps(ops), why, remedy)])
-    _refuse_arguments([arguments for _, arguments in said])
+    _refuse_arguments([arguments for _, arguments, _ in said])
+
+
+def _refuse_options(said: Sequence[Sequence[str]]) -> None:
+    """Raises MeshError where a rank has other options than rank 0."""
+    unlike = [rank for rank, options in enumerate(said) if options != said[0]]
+    if unlike:
+        raise unlike_ranks(unlike[0], "options", said[0], said[unlike[0]], len(unlike))
 
 
 def _ops(graph: fx.Graph) -> Iterator[tuple[str, str]]:

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from autopar import _torch
 from autopar.backend.interpreter import DynamoInterpreter, storage_of, version_of
 from autopar.backend.sharding import whole_parameter
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, first_line
 
 
 @dataclass(frozen=True)
@@ -84,12 +84,10 @@ def _run_fake(interpreter: DynamoInterpreter, fakes: Sequence[Any]) -> Sequence[
     except CaptureError as error:
         raise CaptureError(f"{error}{interpreter.place}") from error
     except Exception as error:  # whatever an op without a fake kernel raises
-        text = str(error).strip().splitlines() or [type(error).__name__]
-        if "_local_scalar_dense" in text[0]:
-            text = [
-                "it reads a number from a tensor; Dynamo also makes a tensor of a float argument whose value changes"
-            ]
-        reason = f"The graph cannot be run on fake tensors: {text[0].rstrip('.')}."
+        text = first_line(error)
+        if "_local_scalar_dense" in text:
+            text = "it reads a number from a tensor; Dynamo also makes a tensor of a float argument whose value changes"
+        reason = f"The graph cannot be run on fake tensors: {text.rstrip('.')}."
         raise CaptureError(reason + interpreter.place) from error
 
 

@@ -24,10 +24,12 @@ from autopar.backend.summary import summary
 from autopar.backend.unwatched import CachedCalls, Methods
 from autopar.errors import AutoparError, CaptureError
 from autopar.ir import Graph, Mesh, Plan
+from autopar.options import shared_words
 from autopar.runtime.execute.compiled import Executor
 from autopar.runtime.model.program_cache import KEPT_PROGRAMS
 from autopar.runtime.ranks.comparison import Comparison
 from autopar.runtime.ranks.world import World
+from autopar.search.request.options import PlanOptions
 from autopar.search.request.request import Request
 
 log = logging.getLogger("autopar")
@@ -81,7 +83,8 @@ class SplitGraph:
             return self._whole(arguments)
         if run is None:
             named = dict(zip(self._names, arguments, strict=True))
-            check_calls(self._comparison, self._module.graph, named, place_of(self._module))
+            options = [*shared_words(self._request, PlanOptions), f"executor={self._executor.name}"]
+            check_calls(self._comparison, self._module.graph, named, place_of(self._module), options)
             check_alike(self._world, named)
             run = self._made(arguments)
             self._with_offsets = self._with_offsets or _share_storage(arguments)

@@ -29,7 +29,7 @@ from autopar._torch import TorchDispatchMode, pytree
 from autopar.capture.guards.profiling import profiled_by
 from autopar.capture.pointwise import free_dims
 from autopar.capture.remedies import uncaptured
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, first_line
 from autopar.ops import functions as ops
 from autopar.ops.nodes import draws_numbers
 from autopar.rules.functions import CustomFunction, FunctionArguments, FunctionTrial, function_name
@@ -258,7 +258,7 @@ class _TrialRun:
             raise
         except _torch.VALUES_READ as error:
             raise self.where.refused(
-                f"reads the values of a tensor in its forward ({_first_line(error)})",
+                f"reads the values of a tensor in its forward ({first_line(error)})",
                 "Keep such numbers tensors (torch.where instead of `if`, no .item())",
             ) from error
         return found, counter.get_total_flops()
@@ -308,10 +308,6 @@ def _leaf(x: Tensor, device: torch.device | str | None = None) -> Tensor:
     differentiable = x.is_floating_point() or x.is_complex()
     made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device or x.device)
     return made.requires_grad_(differentiable)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _kept(

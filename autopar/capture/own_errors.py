@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from autopar import _torch
 from autopar._torch import pytree
 from autopar.capture.remedies import MODEL
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, first_line
 
 _MOST_ELEMENTS = 2**24  # of the zeros on which a call is repeated
 _TORCH = Path(torch.__file__).parent
@@ -123,7 +123,7 @@ def _place(error: BaseException, wrapper: nn.Module) -> str:
             for x in pytree.tree_leaves(args)
             if isinstance(x, Tensor)
         )
-        kind = repr(module).splitlines()[0]
+        kind = first_line(repr(module))
         lines.append(f"module: {names[module]}, {kind}{f', which is given {given}' if given else ''}")
     return "\n".join([*lines, "The model fails so on one device too; autopar has no part in it."])
 

@@ -29,7 +29,7 @@ from torch import Tensor, fx
 
 from autopar import _torch
 from autopar._torch import OpOverload
-from autopar.errors import AutoparError, PeerError
+from autopar.errors import AutoparError, PeerError, first_line
 from autopar.ir import CollectiveCall, Mesh
 from autopar.ir.conversion import OWNER_COLLECTIVES
 from autopar.ops.exchange import EXCHANGES, combined, dispatched, table_of, turned
@@ -210,7 +210,7 @@ def naming_failures(collective: str, group: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        reason = (str(error).strip().splitlines() or ["no reason"])[0]
+        reason = first_line(error)
         message = (
             f"{collective} broke: another rank died, hangs, or runs another program. Its own error is in its own "
             f"log. ({reason})"

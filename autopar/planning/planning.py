@@ -16,7 +16,7 @@ from autopar.analysis.objective import BatchCapture, objective_of
 from autopar.capture.captured import Captured
 from autopar.capture.export import LossFunction, capture_forward, capture_step
 from autopar.capture.guards.guards import Place
-from autopar.errors import AutoparError, PlanError, RecipeError, StepError
+from autopar.errors import AutoparError, PlanError, RecipeError, StepError, first_line
 from autopar.ir import (
     UNSPLIT,
     Graph,
@@ -112,10 +112,9 @@ def prepare_whole(capture: Callable[[], Prepared], part: Prepared, warn: Callabl
     try:
         return capture()
     except Exception as error:  # whatever the model's own code raises at that size
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
         warn(
-            f"The model runs on a micro-batch and not on the whole batch ({first}), so that it shows no number "
-            "that counts rows: in the loss, such as / len(targets), it is taken for that of the whole batch."
+            f"The model runs on a micro-batch and not on the whole batch ({first_line(error)}), so that it shows no "
+            "number that counts rows: in the loss, such as / len(targets), it is taken for that of the whole batch."
         )
         return part
 
@@ -338,7 +337,7 @@ def part_of(batch: Prepared, capture: Callable[[], Prepared]) -> Prepared | None
     try:
         part = capture()
     except Exception as error:  # whatever the model's own code raises at that size
-        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        said = first_line(f"{type(error).__name__}: {error}")
         log.info("The batch is not cut, as the model does not run on a part of it (%s).", said)
         return None
     return part if are_given_by_micro_batches(part, batch) else None

@@ -193,6 +193,22 @@ def _scaled_by_rank() -> str:
     return str(caught.value)
 
 
+def _with_own_recipe() -> str:
+    """What a rank is told where each has another recipe."""
+    options = {"recipe": ("auto", "zero3")[torch.distributed.get_rank()]}
+    try:
+        scripts.run_compiled("loss_inside", options)
+    except MeshError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.multiprocess
+def test_ranks_with_other_options_are_refused(two_ranks: Ranks) -> None:
+    for text in two_ranks.run(_with_own_recipe):
+        assert "Rank 1 differs from rank 0 in its options: it has --mesh dp=2, --recipe zero3, and" in text
+
+
 @pytest.mark.multiprocess
 def test_ranks_with_other_numbers_in_a_graph_are_refused_by_the_line(two_ranks: Ranks) -> None:
     for text in two_ranks.run(_scaled_by_rank):

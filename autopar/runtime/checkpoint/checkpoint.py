@@ -85,11 +85,20 @@ def save_checkpoint(
     ranks.first_alone(save.commit)
 
 
-def load_checkpoint(path: PathLike, model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
+def load_checkpoint(
+    path: PathLike, model: nn.Module, optimizer: Optimizer | None = None, *, check_bytes: bool = True
+) -> dict[str, Any]:
     """Loads what `save_checkpoint` saved, under this plan or another, or into a plain module.
 
     Every rank calls this. A compiled module needs its plan first, from `example_inputs` or `prepare`:
     values are read to where the plan has put the parameters.
+
+    Args:
+        path: the folder of the checkpoint.
+        model: module to load into, compiled or not.
+        optimizer: optimizer of the model's parameters; None to load the model alone.
+        check_bytes: whether every byte is compared with its checksum before the model is touched, for which it is read
+            twice. False leaves that out, where the store compares checksums itself; a bit that changed is then loaded.
 
     Returns:
         The `extra` values, their tensors on the CPU.
@@ -107,7 +116,9 @@ def load_checkpoint(path: PathLike, model: nn.Module, optimizer: Optimizer | Non
     >>> torch.equal(saved.weight, loaded.weight)
     True
     """
-    extra: dict[str, Any] = load(Path(path).resolve(), _torch.uncompiled(model), optimizer)["extra"]
+    extra: dict[str, Any] = load(Path(path).resolve(), _torch.uncompiled(model), optimizer, checked=not check_bytes)[
+        "extra"
+    ]
     return extra
 
 

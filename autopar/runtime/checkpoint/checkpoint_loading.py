@@ -11,8 +11,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from autopar import _torch
 from autopar.errors import AutoparError
 from autopar.runtime.checkpoint.checkpoint_saving import MOMENTUM, catch_up, meetings_of, progress
 from autopar.runtime.formats.block_states import (
@@ -24,6 +26,7 @@ from autopar.runtime.formats.block_states import (
 )
 from autopar.runtime.formats.checkpoint_folder import check_bytes, located, opened
 from autopar.runtime.formats.optimizer_state import Restorer, empty_like
+from autopar.runtime.formats.shard_reader import ShardReader
 from autopar.runtime.formats.weights import few
 from autopar.runtime.model.module import CompiledModule
 from autopar.runtime.ranks.all_ranks import AllRanks
@@ -36,15 +39,14 @@ def load(folder: Path, model: nn.Module, optimizer: Optimizer | None, *, checked
         folder: folder of the checkpoint.
         model: what it is loaded into; a checkpoint that is refused leaves it as it was.
         optimizer: optimizer of the model's parameters, if its state is to be loaded.
-        checked: whether `check_bytes` has found no damage already.
+        checked: whether the bytes are taken as they are, such as where `check_bytes` has found no damage already.
     """
     ranks = AllRanks(f"Loading {folder}")
     loading = ranks.each(lambda: Loading.begin(folder, model, optimizer))
     _refuse_unknown(ranks.everyones(loading.unknown()), folder)
-    if not checked:
-        own = ranks.share(sorted(loading.saved))
-        ranks.each(lambda: check_bytes(loading.folder, loading.notes, own))
-    reader = dcp.HuggingFaceStorageReader(str(loading.folder))
+    own = ranks.share(sorted(loading.saved))
+    ranks.each(lambda: None if checked else check_bytes(loading.folder, loading.notes, own))
+    reader = ShardReader(str(loading.folder))
     with ranks.naming_failures():
         dcp.load(loading.room_on_disk, storage_reader=reader, no_dist=ranks.alone)
     ranks.each(loading.finish)
@@ -118,7 +120,10 @@ class Loading:
     def finish(self) -> None:
         """Gives what was read to whom it belongs."""
         model, notes = self.model, self.notes
-        tensors = {k.removeprefix("model."): v for k, v in self.room.items() if k.startswith("model.")}
+        read = {k.removeprefix("model."): v for k, v in self.room.items() if k.startswith("model.")}
+        own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+        # What was read in place is given as the model's own tensor, which torch does not copy onto itself.
+        tensors = {k: own[k] if _is_same(own.get(k), x) else x for k, x in read.items()}
         if notes.get("has_model", True):
             model.load_state_dict({**tensors, **{k: notes["objects"][k] for k in self.objects}})
         meetings = meetings_of(model)
@@ -163,6 +168,14 @@ def _refuse_other_model(folder: Path, room: Mapping[str, Tensor], saved: Mapping
             )
     if problems:
         raise AutoparError(f"The checkpoint {folder} is of another model: {few(problems)}.")
+
+
+def _is_same(own: Tensor | None, x: Tensor) -> bool:
+    """Whether a tensor is the memory of a model's own one."""
+    if own is None or type(x) is not (DTensor if isinstance(own, DTensor) else Tensor) or x.is_meta:
+        return False
+    a, b = _torch.local_tensor(own), _torch.local_tensor(x)
+    return a.data_ptr() == b.data_ptr() and (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
 
 
 def _kind(dtype: torch.dtype) -> tuple[bool, bool]:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autopar._torch import pytree
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, first_line
 from autopar.runtime.formats.block_states import cuts_of, entries
 from autopar.runtime.formats.checkpoint_folder import VERSION, beside, clear, commit
 from autopar.runtime.formats.optimizer_state import read_state, ties
@@ -220,9 +220,8 @@ def _refuse_unloadable(what: str, value: Any) -> None:
         buffer.seek(0)
         torch.load(buffer, weights_only=True)
     except Exception as error:  # whatever pickling the caller's objects raises
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise AutoparError(
-            f"The {what} cannot be saved so that it loads without running code: {reason} Numbers, text, "
+            f"The {what} cannot be saved so that it loads without running code: {first_line(error)} Numbers, text, "
             "lists, dicts and tensors can be."
         ) from error
 

@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from autopar import _torch
 from autopar.capture.remedies import remedy_of_operands
-from autopar.errors import AutoparError, PeerError
+from autopar.errors import AutoparError, PeerError, first_line
 
 _MAIN = threading.main_thread()
 _FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun looks for a rank's error
@@ -77,7 +77,7 @@ class _Shown:
                 error.add_note(f"flight recorder: {flight}")
             reports = _Reports.of_this_run()
             knows = not _lost_peer(error)
-            headline = _headline(error).splitlines()[0][:_COLUMNS]
+            headline = first_line(_headline(error))[:_COLUMNS]
             others = reports.exchange(received, knows=knows, headline=headline)
             speaker = reports.settled(_speaker(others), knows=knows)
             if speaks := speaker == reports.rank:

@@ -277,7 +277,8 @@ def read_weights(model: nn.Module, path: PathLike) -> None:
 def _refuse_torn_ties(files: WeightFiles, model: nn.Module, ranks: AllRanks) -> None:
     """Raises AutoparError, before the model changes, if the files have different values for tied names."""
     state = model.state_dict()
-    pairs = [(a, b) for a, b in ties(model).items() if {a, b} <= {*files.saved} and {a, b} <= {*state}]
+    both = files.saved.keys() & state.keys()
+    pairs = [(a, b) for a, b in ties(model).items() if a in both and b in both]
     room = {name: torch.empty_like(state[name]) for pair in pairs for name in pair}
     if not any(ranks.everyones(bool(room))):
         return

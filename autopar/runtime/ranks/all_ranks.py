@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
-from autopar.errors import AutoparError, PeerError
+from autopar.errors import AutoparError, PeerError, first_line
 from autopar.ops.collectives import group_name
 
 T = TypeVar("T")
@@ -130,7 +130,7 @@ class AllRanks:
             raise self._peer_error(error) from error
 
     def _peer_error(self, error: RuntimeError) -> PeerError:
-        reason = (str(error).strip().splitlines() or ["no reason"])[0]
+        reason = first_line(error)
         assert dist.group.WORLD is not None
         return PeerError(
             f"{self.doing} broke on rank {dist.get_rank()}: another rank died, hangs, or does something "

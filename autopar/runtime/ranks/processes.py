@@ -257,9 +257,21 @@ def refuse_unlike(own: Mapping[str, Sequence[str]], parts: Callable[[], Sequence
         lines = ranks.everyones(list(parts()))
         pairs = itertools.zip_longest(lines[0], lines[rank], fillvalue="nothing more")
         first, other = next(([a], [b]) for a, b in pairs if a != b)
+    raise unlike_ranks(rank, subject, first, other, len({each for each, _ in unlike}))
+
+
+def unlike_ranks(rank: int, subject: str, first: Sequence[str], other: Sequence[str], count: int) -> MeshError:
+    """The error for ranks that differ.
+
+    Args:
+        rank: number of the first rank that differs.
+        subject: in what it differs from rank 0, such as "options".
+        first: what rank 0 says of that.
+        other: what the rank says of it.
+        count: number of ranks that differ.
+    """
     its_first, its_other = _parts_that_differ(first, other)
-    count = len({each for each, _ in unlike})
-    raise MeshError(
+    return MeshError(
         f"Rank {rank} differs from rank 0 in its {subject}: it has {its_other}, and rank 0 has {its_first}"
         f"{f' ({count} ranks differ)' if count > 1 else ''}. Start all ranks with the same "
         "code, versions, environment, options and model; what depends on the rank must not change them."

@@ -370,6 +370,14 @@ def test_parts_are_checked_where_torch_sums_no_files(tmp_path: Path) -> None:
         load_checkpoint(tmp_path / "c", make())
 
 
+def test_bytes_are_taken_as_they_are_where_that_is_asked(saved: Path) -> None:
+    file = saved / "shard-00001.safetensors"
+    flip(file, 8 * file.stat().st_size - 1)
+    with pytest.raises(autopar.AutoparError, match="has other bytes than were saved"):
+        load_checkpoint(saved, make())
+    assert load_checkpoint(saved, make(), check_bytes=False)["step"] == 3
+
+
 def test_a_checkpoint_without_checksums_loads(saved: Path) -> None:
     """Those of before have none."""
     notes = torch.load(saved / "state.pt", weights_only=True)
