@@ -43,7 +43,7 @@ class Count:
         refused: number that ended with an error for people.
         misread: number of those that ended while the options of a command were read.
         faults: number of each of `KINDS`.
-        slowest_seconds: duration of the slowest try.
+        slowest_seconds: time of the processor for the slowest try.
         examples: seed and error of some faults.
         seed: seed of the tries.
     """
@@ -150,8 +150,8 @@ def table(counts: Sequence[Count]) -> list[str]:
     ]
     return [
         f"{sum(c.tries for c in counts):,} files and calls with odd arguments, in one process. No answer is one after "
-        f"{LIMIT_SECONDS:g} s; memory, growth by more than 1 GB in one try. Of the calls that were refused "
-        f"{sum(c.misread for c in counts):,} ended while their options were read, the others later.",
+        f"{LIMIT_SECONDS:g} s of a processor; memory, growth by more than 1 GB in one try. Of the calls that were "
+        f"refused {sum(c.misread for c in counts):,} ended while their options were read, the others later.",
         "",
         *markdown_table(heads, rows, text_columns=1),
     ]

@@ -28,7 +28,7 @@ from autopar.runtime.formats.block_states import cuts_of, entries
 from autopar.runtime.formats.checkpoint_folder import VERSION, beside, clear, commit
 from autopar.runtime.formats.optimizer_state import read_state, ties
 from autopar.runtime.formats.shard_file import ShardPart, write_shard
-from autopar.runtime.formats.weights import apart
+from autopar.runtime.formats.weights_export import apart
 from autopar.runtime.model.module import CompiledModule
 from autopar.runtime.ranks.all_ranks import AllRanks
 from autopar.runtime.replicas.meetings import Meetings

@@ -21,7 +21,8 @@ from autopar.ir.order import Order
 from autopar.runtime.execute.executor import unflatten_outputs
 from autopar.runtime.execute.inputs import Arguments, shape_words
 from autopar.runtime.execute.settings import Outputs, Settings
-from autopar.runtime.formats.weights import PathLike, read_weights, write_weights
+from autopar.runtime.formats.weights import PathLike, read_weights
+from autopar.runtime.formats.weights_export import write_weights
 from autopar.runtime.model.examples import Examples
 from autopar.runtime.model.generation import generate
 from autopar.runtime.model.module_programs import ModulePrograms

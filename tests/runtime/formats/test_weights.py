@@ -144,7 +144,7 @@ def test_an_export_opens_each_file_of_shards_once(tmp_path: Path, monkeypatch: p
         opened.append(path)
         return safe_open(path, **options)
 
-    monkeypatch.setattr("autopar.runtime.formats.weights.safe_open", counting)
+    monkeypatch.setattr("autopar.runtime.formats.weights_export.safe_open", counting)
     on_one_rank(seeded(MLP, 1)).export(tmp_path)
     assert len(opened) == len(set(opened)) == 1
 
