@@ -23,6 +23,7 @@ from autopar.explanation.costs import run_of
 from autopar.explanation.explanation import Explanation
 from autopar.ir import Mesh, MixedPrecision, Plan
 from autopar.options import takes_options
+from autopar.planning.cache_files import cache_key
 from autopar.planning.planning import (
     Prepared,
     in_parts,
@@ -124,8 +125,10 @@ def compile(
 
 
 def _stored(cache: str | os.PathLike[str] | None) -> StoredPlans:
-    """The folder of plans that was named, by the caller or else by the environment."""
+    """The folder of plans that was named, by the caller or by the environment. Raises AutoparError for a bad key."""
     folder = cache or os.environ.get("AUTOPAR_CACHE")
+    if folder:
+        cache_key()
     return StoredPlans(Path(folder) if folder else None)
 
 

@@ -56,13 +56,13 @@ _BY_ROWS = " by rows"
 _DTYPE = re.compile(r"bool|(?:u?int|b?float|complex)\d\w*")
 
 
-def read_document(path: str | os.PathLike[str], *, only_own: bool = False) -> Any:
-    """Reads a JSON file; with `only_own` one that no other user could have written.
+def read_document(path: str | os.PathLike[str]) -> Any:
+    """Reads a JSON file.
 
     Raises PlanError if it is another file, or no such JSON as `parse_json` reads.
     """
     try:
-        return parse_json(read_text(path, only_own=only_own))
+        return parse_json(read_text(path))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise PlanError(
             f"{path} is not a whole JSON file ({error}); was it cut short? Copy it again, or save the plan again "

@@ -34,13 +34,11 @@ from autopar.capture.stored.python_state import NoText, PythonState
 from autopar.ir import MixedPrecision
 from autopar.ir.files import (
     MOST_BYTES,
-    OTHERS_WRITE,
     check_nesting,
     parse_json,
-    read_text,
-    write_whole,
 )
 from autopar.passes import clean_up
+from autopar.planning.cache_files import read_cached, write_cached
 from autopar.planning.stored_plans import code_version, text_of
 
 log = logging.getLogger("autopar")
@@ -146,7 +144,7 @@ class StoredCaptures:
         if not path.is_file():
             return None
         try:
-            head, _, body = read_text(path, only_own=True).partition("\n")
+            head, _, body = read_cached(path).partition("\n")
             if parse_json(head) != _head(key, body):
                 raise NoText("it is not whole, or not the answer to the question of its name")
             arguments = question.args, question.kwargs
@@ -175,8 +173,7 @@ class StoredCaptures:
             again = read_captured(parse_json(body), state, arguments, question.precision)
             if not is_same_capture(captured, again):
                 raise NoText("its text does not say all of it")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(f"{json.dumps(_head(key, body))}\n{body}", path, without=OTHERS_WRITE)
+            write_cached(f"{json.dumps(_head(key, body))}\n{body}", path)
         except NoText as error:
             log.info("The capture is not stored: %s.", error)
         except OSError as error:

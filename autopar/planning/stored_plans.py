@@ -21,8 +21,9 @@ import torch
 
 from autopar.errors import PlanError
 from autopar.ir import Plan
-from autopar.ir.files import OTHERS_WRITE, write_whole
-from autopar.ir.plan_reading import read_document, with_digest
+from autopar.ir.files import parse_json
+from autopar.ir.plan_reading import with_digest
+from autopar.planning.cache_files import read_cached, write_cached
 from autopar.planning.planning import Prepared, why_not_again
 from autopar.search.request.request import Request
 
@@ -78,7 +79,7 @@ class StoredPlans:
         if not path.is_file():
             return None
         try:
-            document = read_document(path, only_own=True)
+            document = parse_json(read_cached(path))
             if not isinstance(document, dict) or document.keys() != {"question", "plan"}:
                 raise PlanError("it has other fields than a question and a plan")
             if document["question"] != key:
@@ -100,9 +101,7 @@ class StoredPlans:
             log.info("The plan is not stored, because its JSON does not say all of it.")
             return
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            text = json.dumps({"question": key, "plan": with_digest(document)}, indent=1) + "\n"
-            write_whole(text, path, without=OTHERS_WRITE)
+            write_cached(json.dumps({"question": key, "plan": with_digest(document)}, indent=1) + "\n", path)
         except OSError as error:
             log.warning("The plan is not stored in %s: %s.", path.parent, error.strerror)
 

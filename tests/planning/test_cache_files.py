@@ -1,0 +1,66 @@
+"""Files of a cache folder that users share by a key."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from autopar.errors import AutoparError
+from autopar.planning.cache_files import KEY_VARIABLE, read_cached, write_cached
+
+TEXT = '{"a": 1}\n'
+
+
+@pytest.fixture
+def key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of a key, which the environment names."""
+    path = tmp_path / "key"
+    path.write_bytes(bytes(range(32)))
+    path.chmod(0o640)
+    monkeypatch.setenv(KEY_VARIABLE, str(path))
+    return path
+
+
+def test_with_a_key_a_file_of_another_user_counts(key: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "folder" / "x.json"
+    write_cached(TEXT, path)
+    monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+    path.chmod(0o666)
+    assert read_cached(path) == TEXT
+    monkeypatch.delenv(KEY_VARIABLE)
+    with pytest.raises(ValueError, match="it is a file of user"):
+        read_cached(path)
+
+
+def test_what_was_not_written_with_the_key_does_not_count(key: Path, tmp_path: Path) -> None:
+    path, other = tmp_path / "x.json", tmp_path / "y.json"
+    write_cached(TEXT, path)
+    sealed = path.read_bytes()
+    forged = [TEXT.encode(), sealed.replace(b"1", b"2", 1), sealed[:-1], sealed[:-1] + bytes([sealed[-1] ^ 1]), b""]
+    for content in forged:
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="not written with the key"):
+            read_cached(path)
+    other.write_bytes(sealed)  # the answer to another question
+    with pytest.raises(ValueError, match="not written with the key"):
+        read_cached(other)
+    path.write_bytes(sealed)
+    key.write_bytes(bytes(32))
+    with pytest.raises(ValueError, match="not written with the key"):
+        read_cached(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "says"),
+    [(bytes(31), 0o600, "has 31 bytes, and a key has 32"), (bytes(32), 0o604, "which everyone can read or write")],
+)
+def test_a_weak_key_is_refused(key: Path, content: bytes, mode: int, says: str, tmp_path: Path) -> None:
+    key.write_bytes(content)
+    key.chmod(mode)
+    with pytest.raises(AutoparError, match=says):
+        write_cached(TEXT, tmp_path / "x.json")
+    key.unlink()
+    with pytest.raises(AutoparError, match="which cannot be read: No such file"):
+        read_cached(tmp_path / "x.json")
