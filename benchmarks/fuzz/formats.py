@@ -147,6 +147,7 @@ def _hardware() -> list[Format]:
     def values(text: str) -> Any:
         found = tomllib.loads(text)
         found.get("nodes", {}).pop("source", None)  # a text for people, which is not kept
+        found["like"] = str(found.get("like")).lower()  # names of the catalogue are found in any case
         return found
 
     whole = resources.files("autopar.cost_model").joinpath("catalogue", "h100.toml").read_bytes()
