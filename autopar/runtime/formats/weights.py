@@ -271,7 +271,7 @@ def _bits(x: Tensor) -> Tensor:
 
 def local_part(x: Tensor) -> Tensor:
     """This rank's part of a tensor."""
-    return x.tolocal_part() if isinstance(x, DTensor) else x
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def _opened(model: nn.Module, path: PathLike) -> tuple[WeightFiles, dict[str, Tensor | DTensor], set[str]]:

@@ -265,9 +265,9 @@ def unlike_ranks(rank: int, subject: str, first: Sequence[str], other: Sequence[
 
     Args:
         rank: number of the first rank that differs.
-        subject: in what it differs from rank 0, such as "options".
-        first: what rank 0 says of that.
-        other: what the rank says of it.
+        subject: name of what differs, such as "options".
+        first: parts that rank 0 has of that.
+        other: parts that the rank has of it.
         count: number of ranks that differ.
     """
     its_first, its_other = _parts_that_differ(first, other)
