@@ -22,13 +22,14 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import click
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from autopar.cost_model import find_hardware
@@ -36,7 +37,6 @@ from autopar.errors import AutoparError
 from autopar.ir import Mesh, Plan
 from autopar.planning.planning import make_plan, prepare_step
 from autopar.planning.stored_plans import StoredPlans
-from autopar.runtime.checkpoint import checkpoint_loading
 from autopar.runtime.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from autopar.runtime.formats import shard_file
 from autopar.search.request.request import Request
@@ -256,10 +256,10 @@ def places(markdown: Path | None) -> None:
 # --- what checksums cost
 
 
-def _seconds(work: Callable[[], Any]) -> float:
-    begin = time.perf_counter()
+def _seconds(work: Callable[[], Any], clock: Callable[[], float] = time.process_time) -> float:
+    begin = clock()
     work()
-    return time.perf_counter() - begin
+    return clock() - begin
 
 
 def _leave_memory(folder: Path) -> None:
@@ -270,11 +270,40 @@ def _leave_memory(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+def load_by_torch(folder: Path, to: nn.Module) -> None:
+    """Loads a checkpoint's tensors as torch alone does it, without checksums."""
+    state = to.state_dict()
+    room = {f"model.{name}": value for name, value in state.items()}
+    dcp.load(room, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
+    to.load_state_dict(state)
+
+
+def _in_turns(
+    works: Mapping[str, Callable[[], Any]], count: int, clock: Callable[[], float], before: Callable[[], Any]
+) -> list[str]:
+    """The median of each work's seconds, and how it stands to the first one's, for a table."""
+    found: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(count):
+        for name, work in works.items():
+            before()
+            found[name].append(_seconds(work, clock))
+    first, *_ = found.values()
+    return [
+        f"{name} {statistics.median(own):.3f} s"
+        + (
+            f" ({statistics.median(a / b - 1 for a, b in zip(own, first, strict=True)):+.1%})"
+            if own is not first
+            else ""
+        )
+        for name, own in found.items()
+    ]
+
+
 @main.command()
 @click.option("--megabytes", default=256)
-@click.option("--pairs", default=7)
+@click.option("--count", default=7)
 @_PAGE
-def cost(megabytes: int, pairs: int, markdown: Path | None) -> None:
+def cost(megabytes: int, count: int, markdown: Path | None) -> None:
     """Saves and loads with checksums and without, in turns."""
     torch.manual_seed(0)
     width = int((megabytes * 1e6 / 16 / 4) ** 0.5)
@@ -292,38 +321,27 @@ def cost(megabytes: int, pairs: int, markdown: Path | None) -> None:
     ]
     with tempfile.TemporaryDirectory(dir=".") as folder:
         place = Path(folder, "c")
-        none = mock.patch.object(shard_file, "_summed", return_value=0)
-        unchecked = mock.patch.object(checkpoint_loading, "check_bytes")
-        for what, off, before, work in (
-            ("save", none, lambda: None, lambda: save_checkpoint(place, big)),
-            ("load from memory", unchecked, lambda: None, lambda: load_checkpoint(place, big)),
-            (
-                "load from disk",
-                unchecked,
-                lambda: _leave_memory(place),
-                lambda: load_checkpoint(place, big),
-            ),
+
+        def save_unsummed() -> None:
+            with mock.patch.object(shard_file, "_summed", return_value=0):
+                save_checkpoint(place, big)
+
+        saves = {"without sums": save_unsummed, "with": lambda: save_checkpoint(place, big)}
+        loads = {
+            "by torch alone": lambda: load_by_torch(place, big),
+            "without checks": lambda: load_checkpoint(place, big, check_bytes=False),
+            "with": lambda: load_checkpoint(place, big),
+        }
+        for what, works, clock, before in (
+            ("save, time of the processor", saves, time.process_time, gc.collect),
+            ("load from the system's memory, time of the processor", loads, time.process_time, gc.collect),
+            ("load from the disk, by the clock", loads, time.perf_counter, lambda: _leave_memory(place)),
         ):
             save_checkpoint(place, big)
-            work()
-            found: dict[bool, list[float]] = {True: [], False: []}
-            for _ in range(pairs):
-                before()
-                found[True].append(_seconds(work))
-                before()
-                with off:
-                    found[False].append(_seconds(work))
-            plain, checked = (statistics.median(found[x]) for x in (False, True))
-            share = statistics.median(a / b - 1 for a, b in zip(*found.values(), strict=True))
-            rows.append(
-                (
-                    f"{what}, {megabytes} MB, {torch.get_num_threads()} threads",
-                    f"{plain:.3f} s without, {checked:.3f} s with: {share:+.1%} (median of {pairs} pairs)",
-                )
-            )
+            rows.append((f"{what}, {megabytes} MB", ", ".join(_in_turns(works, count, clock, before))))
         shutil.rmtree(place)
-    lines = markdown_table(("checksum of 67 MB in memory, one thread; or what was done", "measured"), rows)
-    _write(markdown, "What checksums cost", lines, "cost")
+    heads = ("checksum of 67 MB in memory, one thread; or what was done", f"measured; medians of {count} in turns")
+    _write(markdown, "What checksums cost", markdown_table(heads, rows), "cost")
 
 
 if __name__ == "__main__":
