@@ -30,7 +30,7 @@ from autopar.search.request.request import Request
 log = logging.getLogger("autopar")
 
 _PLAIN = (str, int, float, bool, type(None))
-_SEARCHERS = ("highspy", "numpy", "networkx", "sympy")
+_SEARCHERS = ("highspy", "numpy", "sympy")
 
 
 @dataclasses.dataclass(frozen=True)

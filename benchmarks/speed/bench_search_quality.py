@@ -57,7 +57,11 @@ PLACES = (
 )
 BATCHES = (16, 64, 256)
 # Single questions beside the product of models, places and batches, with the tokens of a sequence.
-MORE = (("llama3-70b", 4096, "h100x8x2", "", 16),)
+MORE = (
+    ("llama3-70b", 4096, "h100x8x2", "", 16),
+    ("llama3-8b", 4096, "h100x8x32", "dp=8,dp_inner=8,tp=4", 128),
+    ("gpt2-xl", 1024, "h100x8x2", "dp=2,dp_inner=4,tp=2", 32),
+)
 TOLERANCE = 1.001
 ZERO = ("ddp", "zero1", "zero2", "zero3")
 TENSOR = ("tp", "tp+sp")
@@ -115,14 +119,12 @@ def _tokens(model: str) -> int | None:
 def named(ranks: int, mesh: str, batch: int) -> Iterator[dict[str, Any]]:
     """Everything that is named for a question, as fields of a request."""
     for sizes in [dict(Mesh.parse(mesh).axes)] if mesh else list(_shapes(ranks)):
-        data = sizes.get("dp", 1)
+        data = sizes.get("dp", 1) * sizes.get("dp_inner", 1)
         counts = [m for m in (1, 2, 4, 8, 16) if batch % (m * data) == 0]
         schedules = ("1f1b", "gpipe", "zb", "zbv") if sizes.get("pp", 1) > 1 else (None,)
+        known = {axis: TENSOR if axis == "tp" else ZERO for axis in sizes if axis != "pp"}
         recipes = [
-            ",".join(filter(None, (f"dp:{zero}" * ("dp" in sizes), f"tp:{tp}" * ("tp" in sizes))))
-            for zero, tp in itertools.product(
-                ZERO if "dp" in sizes else ZERO[:1], TENSOR if "tp" in sizes else TENSOR[:1]
-            )
+            ",".join(map(":".join, zip(known, each, strict=True))) for each in itertools.product(*known.values())
         ]
         for recipe, count, again, schedule in itertools.product(recipes, counts, ("none", "full"), schedules):
             text = ",".join(f"{axis}={size}" for axis, size in sizes.items())

@@ -7,7 +7,6 @@ Nothing here starts a thread: a fork would leave it behind.
 import contextlib
 
 import hypothesis  # noqa: F401
-import networkx  # noqa: F401
 import pytest  # noqa: F401
 import torch
 import torch._inductor.compile_fx

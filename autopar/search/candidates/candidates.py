@@ -195,7 +195,7 @@ class SettingEstimator:
         if key not in self._plans:
             searched = self._searched_cut if is_cut else self._searched
             try:
-                self._plans[key] = searched.under(key).within(None).plan
+                self._plans[key] = searched.under(key).fastest_plan()
             except SearchError:
                 self._plans[key] = None
         return self._plans[key]

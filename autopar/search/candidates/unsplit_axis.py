@@ -108,8 +108,10 @@ def _least_seconds(estimates: list[PricedCandidate]) -> float:
 
 def _estimates(explored: Explored, request: Request, ranks: int) -> list[PricedCandidate]:
     """Estimates of all settings that a request allows, on fewer ranks."""
-    space = explored.space.on(cluster_of(request.hardware, ranks))
-    return [] if space.is_empty else allowed(space, request)
+    if ranks not in explored.on_fewer:
+        space = explored.space.on(cluster_of(request.hardware, ranks))
+        explored.on_fewer[ranks] = [] if space.is_empty else allowed(space, request)
+    return explored.on_fewer[ranks]
 
 
 def _on_all_ranks(part: ClusterSetting, request: Request) -> ClusterSetting | None:

@@ -5,8 +5,8 @@ axes. Repeating it over the axes is a descent to a local optimum. Descents start
 
 - with every axis unsplit, once in every order of the axes; in the first round the bound on memory is multiplied by the
   sizes of the axes that are still unsplit;
-- at the best plan under every combination of recipes for the axes (`_FAMILIES`), so that naming a recipe never gives a
-  faster plan than naming none.
+- at the best plan under every combination of recipes for the axes (`_FAMILIES`), and of `ddp` to `zero3` where they
+  split the batch, so that naming a recipe never gives a faster plan than naming none.
 
 The result is the fastest plan whose peak memory fits. Both figures are those of a whole step
 (`autopar.pipeline.composed`), which reports show.
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -101,6 +101,11 @@ def descents(problem: Problem, bound: int | None) -> list[Descent]:
         found += [_descend(unhidden, order, bound) for order in _orders(problem.mesh)]
     combinations = _combinations(problem)
     found += _from_recipes(problem, combinations, bound)
+    stored = _by_storage(problem, combinations, _seconds_within(found, bound))
+    found += _from_recipes(problem, stored, bound)
+    combinations += stored
+    if stored:
+        found.append(_with_others_open(problem, stored[0], bound))
     best = best_of(found, bound)
     if bound is not None and fits(best, bound) and len(problem.recipes) > 1:
         found.append(_from_tighter_bound(problem, best, bound))
@@ -111,7 +116,7 @@ def descents(problem: Problem, bound: int | None) -> list[Descent]:
             break
         problem = problem.exposed(exposure)
         found.append(_descend(problem, _axes(problem), bound, start=best.assignment))
-        combinations = _again(problem, combinations, best_of(found, bound), bound)
+        combinations = _again(problem, combinations, _seconds_within(found, bound))
         found += _from_recipes(problem, combinations, bound)
     return found
 
@@ -150,6 +155,12 @@ def _axis_of(mesh: Mesh) -> int | None:
     """The only axis of a mesh that has more than one rank; None if there are several such axes."""
     (axis, *_), *others = _orders(mesh)
     return None if others else axis
+
+
+def _seconds_within(found: Sequence[Descent], bound: int | None) -> float:
+    """Weighed seconds of the best plan that fits into memory; infinite without one."""
+    best = best_of(found, bound)
+    return best.weighed_seconds if fits(best, bound) else math.inf
 
 
 def best_of(descents: Sequence[Descent], bound: int | None) -> Descent:
@@ -200,26 +211,60 @@ def _combinations(problem: Problem) -> list[_Combination]:
     """Every combination of recipes for the axes without one, with its plan under no bound on memory, fastest first."""
     free = [axis for axis, row in enumerate(problem.recipes) if row.may is None]
     free = [axis for axis in free if problem.mesh.sizes[axis] > 1]
-    found = []
+    named = []
     for families in itertools.product(_families(problem), repeat=len(free)) if free else ():
         rows = list(problem.recipes)
         for axis, row in zip(free, families, strict=True):
             rows[axis] = row
+        named.append(tuple(rows))
+    return sorted(_solved(problem, named), key=lambda each: each.fastest.weighed_seconds)
+
+
+def _solved(problem: Problem, named: Iterable[tuple[Recipe, ...]]) -> Iterator[_Combination]:
+    """Combinations of recipes with their plans under no bound on memory, but for those that leave none."""
+    for rows in named:
         try:
             fastest = _descend(problem.under(rows), _axes(problem), None)
         except (RecipeError, SearchError):
             continue  # pins, or layouts of placed parameters, contradict this combination
-        found.append(_Combination(tuple(rows), fastest, fastest.least_seconds))
-    return sorted(found, key=lambda each: each.fastest.weighed_seconds)
+        yield _Combination(rows, fastest, fastest.least_seconds)
 
 
-def _again(problem: Problem, known: Sequence[_Combination], best: Descent, bound: int | None) -> list[_Combination]:
+def _by_storage(problem: Problem, known: Sequence[_Combination], best_seconds: float) -> list[_Combination]:
+    """Combinations that say for each axis that splits the batch how it stores parameters, as `ddp` and `zero3` do.
+
+    Where gathers take about as long as what hides them, a change of slopes turns the storage of all parameters at once,
+    so that descents without recipes pass over hybrid sharding. On one axis the program compares all storages itself.
+    Combinations are left out as in `_again`.
+    """
+    if _axis_of(problem.mesh) is not None:
+        return []
+    named = [
+        rows
+        for each in known
+        if each.least_seconds < best_seconds and each.fastest.weighed_seconds > _PROVEN * each.least_seconds
+        for rows in itertools.product(*map(_stored_alike, each.recipes))
+        if rows != each.recipes and _may_reduce(rows)
+    ]
+    return sorted(_solved(problem, named), key=lambda each: each.fastest.weighed_seconds)
+
+
+def _with_others_open(problem: Problem, stored: _Combination, bound: int | None) -> Descent:
+    """A descent from the plan of a combination that keeps how it stores parameters, and leaves other axes open."""
+    rows = [
+        named if named in _stored_alike(_FAMILIES[0]) else row
+        for named, row in zip(stored.recipes, problem.recipes, strict=True)
+    ]
+    full = problem.exposed(MarginalCosts.full())
+    return _descend(full.under(rows), _axes(problem), bound, start=stored.fastest.assignment)
+
+
+def _again(problem: Problem, known: Sequence[_Combination], best_seconds: float) -> list[_Combination]:
     """The same combinations at other slopes, each searched from its plan at the slopes before, fastest first.
 
     A combination is left out if a plan that fits is faster than the combination's plan would be with everything hidden
     that can be: no slopes make one of its plans faster than that.
     """
-    best_seconds = best.weighed_seconds if fits(best, bound) else math.inf
     found = [
         each._replace(
             fastest=_descend(problem.under(each.recipes), _axes(problem), None, start=each.fastest.assignment)
@@ -240,8 +285,8 @@ def named_recipes(problem: Problem) -> Iterator[tuple[float, Problem]]:
     for recipes, fastest, _ in _combinations(problem):
         kinds = [_named_alike(row) for row in recipes]
         for rows in itertools.product(*kinds):
-            if {(1,), (2,)} <= {row.stages for row in rows}:
-                continue  # `check_reductions` refuses these
+            if not _may_reduce(rows):
+                continue
             try:
                 named = problem.under(rows)
             except RecipeError:
@@ -259,6 +304,16 @@ def _named_alike(row: Recipe) -> tuple[Recipe, ...]:
         if (each.may, each.must, each.products_must) == (row.may, row.must, row.products_must)
         and (each.tier, each.owner) == (row.tier, row.owner)
     )
+
+
+def _may_reduce(rows: Iterable[Recipe]) -> bool:
+    """Whether recipes of all axes agree on when gradients are reduced; `resolve` refuses others."""
+    return not {(1,), (2,)} <= {row.stages for row in rows}
+
+
+def _stored_alike(row: Recipe) -> tuple[Recipe, ...]:
+    """A row of `_FAMILIES` that splits the batch with each way to store parameters; any other row as it is."""
+    return _named_alike(row) if row is _FAMILIES[0] else (row,)
 
 
 def _families(problem: Problem) -> tuple[Recipe, ...]:

@@ -275,11 +275,20 @@ class MeshSearch:
         found = descents(self.problem, 0)
         return self._found(best_of(found, 0), found, None)
 
-    def _found(self, best: Descent, found: Sequence[Descent], memory_bytes: int | None) -> Found:
-        """The plan of the best descent for the whole graph, with owners of parameters and notes."""
+    def fastest_plan(self) -> Plan:
+        """The plan that `within(None)` finds, without its cost and notes."""
+        found = descents(self.problem, None)
+        return self._with_owners(self._expanded(best_of(found, None)))
+
+    def _expanded(self, best: Descent) -> Plan:
         problem, recipe = self.problem, format_recipe(self.recipe)
         plan = expand(problem, best.assignment, recipe, self.fingerprint)
         check_used(problem.graph, plan, problem.recipes)
+        return plan
+
+    def _found(self, best: Descent, found: Sequence[Descent], memory_bytes: int | None) -> Found:
+        """The plan of the best descent for the whole graph, with owners of parameters and notes."""
+        problem, plan = self.problem, self._expanded(best)
         cost = self._cost_once(best.assignment, plan)
         _agree(best, cost)
         spread = self._with_owners(plan)

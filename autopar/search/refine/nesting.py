@@ -20,8 +20,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-import networkx as nx
-
 from autopar.cost_model.collectives import conversion_seconds
 from autopar.cost_model.flow import Flow
 from autopar.cost_model.machines.hardware import Hardware
@@ -40,6 +38,7 @@ from autopar.ir import (
 from autopar.ir.choice import can_nest
 from autopar.ir.note import Note, kind_of
 from autopar.pipeline.composed import composed
+from autopar.search.request.connected import connected
 from autopar.search.request.request import Request
 from autopar.search.stages.given import Planned
 from autopar.units import format_seconds
@@ -156,16 +155,10 @@ class NestingOfGroups:
     @cached_property
     def groups(self) -> list[_Group]:
         """Ops with axes that may nest in several orders, grouped by the tensors that they share in one layout."""
-        joined = nx.Graph()
-        joined.add_nodes_from(op.name for op in self.graph.ops if _nests(self.plan.ops[op.name]))
-        # Of each tensor in a layout, one op that makes or uses it.
-        users = dict[tuple[str, Layout], str]()
-        for op in self.graph.ops:
-            if op.name in joined:
-                for place in self._places(op):
-                    joined.add_edge(op.name, users.setdefault(place, op.name))
-        found = nx.connected_components(joined)
-        return [[op for op in self.graph.ops if op.name in group] for group in found]
+        nesting = {op.name: op for op in self.graph.ops if _nests(self.plan.ops[op.name])}
+        users = dict[tuple[str, Layout], str]()  # of each tensor in a layout, one op that makes or uses it
+        pairs = ((op.name, users.setdefault(at, op.name)) for op in nesting.values() for at in self._places(op))
+        return [[op for name, op in nesting.items() if name in group] for group in connected(nesting, pairs)]
 
     def _places(self, op: Op) -> Iterator[tuple[str, Layout]]:
         labels = self.plan.ops[op.name]

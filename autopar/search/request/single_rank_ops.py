@@ -21,8 +21,6 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-import networkx
-
 from autopar.errors import MeshError, RecipeError
 from autopar.ir import (
     ANY,
@@ -44,6 +42,7 @@ from autopar.ir import (
     why_not_alone,
 )
 from autopar.ir.note import Note
+from autopar.search.request.connected import connected
 from autopar.search.request.recipe_rows import Recipe
 
 _PIN = re.compile(rf"{OWNED}(\d+|\*)(@.+)?")
@@ -157,17 +156,10 @@ def _balance(
 
 def _branches(ops: Sequence[Op], graph: Graph) -> list[list[Op]]:
     """The ops in groups that do not use each other's results, in the order of their first ops."""
-    names = {op.name for op in ops}
-    edges = networkx.Graph()
-    edges.add_nodes_from(op.name for op in ops)
-    for op in ops:
-        makers = (graph.producer.get(name) for name in op.operands)
-        edges.add_edges_from((made.name, op.name) for made in makers if made and made.name in names)
-    group_of = {name: number for number, group in enumerate(networkx.connected_components(edges)) for name in group}
-    found: dict[int, list[Op]] = {}
-    for op in ops:
-        found.setdefault(group_of[op.name], []).append(op)
-    return list(found.values())
+    by_name = {op.name: op for op in ops}
+    makers = ((graph.producer.get(name), op.name) for op in ops for name in op.operands)
+    pairs = ((made.name, name) for made, name in makers if made and made.name in by_name)
+    return [[op for op in ops if op.name in group] for group in connected(by_name, pairs)]
 
 
 def _digits(owner: int) -> str:
