@@ -171,16 +171,16 @@ class SettingEstimator:
                 if not self._is_repeated(data, tensor, dp, tp):
                     yield ClusterSetting(dp, tp, stages, 1, self.batch // dp, data, tensor, cp=cp)
 
-    def over_two_data_axes(self) -> Iterator[ClusterSetting]:
-        """All ways to cut data parallelism in two, without stages; along the outer axis each of `OUTSIDE` is priced."""
-        for tp in self._tensor_sizes():
-            dp, rest = divmod(self.cluster.ranks, tp)
+    def over_two_data_axes(self, depths: Iterable[int] = (1,)) -> Iterator[ClusterSetting]:
+        """All ways to cut data parallelism in two, in so many stages, with each of `OUTSIDE` along the outer axis."""
+        for stages, tp in itertools.product(depths, self._tensor_sizes()):
+            dp, rest = divmod(self.cluster.ranks, stages * tp)
             if rest or self.batch % dp:
                 continue
             for cut, each, data in itertools.product(divisors(dp)[1:-1], divisors(self.batch // dp), OUTSIDE):
-                if not self._keeps_batch(1) or each * dp == captured_batch(self.graph):
+                if not self._keeps_batch(stages) or each * dp == captured_batch(self.graph):
                     count = self.batch // dp // each
-                    yield ClusterSetting(dp, tp, 1, each, count, data, TENSOR[-1], cut=cut)
+                    yield ClusterSetting(dp, tp, stages, each, count, data, TENSOR[-1], cut=cut)
 
     def on(self, cluster: Cluster) -> SettingEstimator:
         """The same space on another cluster, with the plans that were searched for this one."""

@@ -13,18 +13,20 @@ faster plan, or where the batch has fewer samples than there are ranks.
 both. Neighbours share out what they store. Along dp, parameters are whole (hybrid sharding, Zhao et al. 2023, section
 3.2.2: no gather leaves the group) or in shards, too; then a collective over both axes has fewer rounds than one over
 all ranks. The search tries these settings last, where their estimates are lower than with one axis and than the best
-step.
+step: without stages and with as many as the best plan has, and with layers that run again where that makes them fit.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from autopar.ir import Graph, Mesh
+from autopar.search.candidates.candidates import SettingEstimator
 from autopar.search.candidates.request_filters import allows
-from autopar.search.candidates.settings import ClusterSetting
+from autopar.search.candidates.settings import ClusterSetting, PricedCandidate
 from autopar.search.candidates.trials import Explored, Trial, blocks_of, promising
 from autopar.search.request.request import Request
 
@@ -35,36 +37,47 @@ def context_trials_of(graph: Graph, request: Request, explored: Explored | None)
     """Settings with an axis cp that fit without recomputation, in the order of their search."""
     if explored is None:
         return iter(())
-    return _fitting(graph, request, explored, explored.space.over_sequences())
+    space = explored.space
+    return _fitting(graph, request, _allowed(request, space, space.over_sequences()))
 
 
-def cut_trials_of(graph: Graph, request: Request, explored: Explored | None) -> Iterator[Trial]:
-    """Settings with two axes of data parallelism that fit without recomputation, in the order of their search.
+def cut_trials_of(graph: Graph, request: Request, explored: Explored | None, depth: int = 1) -> Iterator[Trial]:
+    """Settings with two axes of data parallelism that fit, in the order of their search.
 
-    Left out are those whose estimate is no faster than that with the same ranks and micro-batches along dp alone, and
-    all of them in a single node, where there is one kind of links.
+    They have no stages, or `depth` of them, and run no, some or all layers again. Left out are those whose estimate is
+    no faster than the best one that fits with the same ranks, stages and micro-batches along dp alone, and all of them
+    in a single node, where there is one kind of links.
     """
     is_single = explored is None or explored.space.cluster.nodes == 1
     if explored is None or is_single or not request.leaves_axes_open:
         return
-    alone = {
-        (each.setting.dp, each.setting.tp, each.setting.micro_batches): each.seconds
-        for each in reversed(explored.settings)
-        if each.setting.stages == 1 and each.setting.recompute == "none"
-    }
-    for trial in _fitting(graph, request, explored, explored.space.over_two_data_axes()):
-        assert trial.priced is not None, "it has an estimate"
-        setting = trial.priced.setting
-        before = alone.get((setting.dp, setting.tp, setting.micro_batches), math.inf)
-        if trial.priced.seconds < (1 - _WORTH) * before:
-            # Without recipes three axes have too many combinations.
-            yield trial._replace(recipe=request.inside) if setting.tp == 1 else trial
+    space = explored.space
+    alone: dict[tuple[int, ...], float] = {}
+    for each in explored.settings:
+        if each.memory_bytes <= request.bound_bytes:
+            alone.setdefault(_without_cut(each.setting), each.seconds)
+    settings = itertools.product(space.over_two_data_axes(sorted({1, depth})), space.recomputes)
+    priced = _allowed(request, space, (replace(each, recompute=again) for each, again in settings))
+    if len(space.recomputes) > 1:
+        priced += space.with_fewest_blocks(priced, request.bound_bytes)
+    faster = [each for each in priced if each.seconds < (1 - _WORTH) * alone.get(_without_cut(each.setting), math.inf)]
+    for trial in _fitting(graph, request, faster):
+        # Without recipes three axes have too many combinations.
+        yield trial._replace(recipe=request.inside) if trial.priced and trial.priced.setting.tp == 1 else trial
 
 
-def _fitting(graph: Graph, request: Request, explored: Explored, settings: Iterable[ClusterSetting]) -> Iterator[Trial]:
-    """The settings among these that a request allows and that fit, in the order of their search."""
+def _without_cut(setting: ClusterSetting) -> tuple[int, ...]:
+    return setting.dp, setting.tp, setting.stages, setting.micro_batches
+
+
+def _allowed(request: Request, space: SettingEstimator, settings: Iterable[ClusterSetting]) -> list[PricedCandidate]:
+    """The estimates of the settings among these that a request allows."""
     node = request.hardware.devices_per_node
-    priced = explored.space.price_of(each for each in settings if allows(request, each, node))
+    return space.price_of(each for each in settings if allows(request, each, node))
+
+
+def _fitting(graph: Graph, request: Request, priced: Iterable[PricedCandidate]) -> Iterator[Trial]:
+    """The settings among these that fit, in the order of their search."""
     fit = [each for each in priced if each.memory_bytes <= request.bound_bytes]
     return promising(fit, request, blocks_of(graph))
 

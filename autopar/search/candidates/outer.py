@@ -47,6 +47,7 @@ from autopar.search.candidates.trials import (
     Trial,
     Tried,
     blocks_of,
+    depth_of,
     explore,
     is_tight,
     overfull_trials_of,
@@ -200,7 +201,8 @@ class _Outer:
         self._try(self._recounted(tried, explored), tried)
         self._try(self._opened(tried), tried)
         self._try_best_without_recipe(tried)
-        self._try(cut_trials_of(self.graph, self.request, explored), tried)
+        depth = depth_of(tried.ranked[0][0].mesh)
+        self._try(cut_trials_of(self.graph, self.request, explored, depth), tried)
         (trial, best), *rest = tried.ranked
         others = tuple(each for other, each in rest if other.mesh != trial.mesh)
         return Searched(self._noted(best), trial, others, explored)

@@ -14,7 +14,7 @@ from autopar.ir import PIPELINE_AXIS, Graph, Mesh, with_pipeline
 from autopar.pipeline.blocks import has_blocks
 from autopar.pipeline.parts import block_starts
 from autopar.search.candidates.candidates import SettingEstimator
-from autopar.search.candidates.request_filters import allows, has_closed_form, recomputations
+from autopar.search.candidates.request_filters import allows, has_closed_form, recomputations, stays_inside
 from autopar.search.candidates.settings import PricedCandidate
 from autopar.search.exact.search import meshes_of
 from autopar.search.request.recipe_rows import RecipeLike
@@ -383,7 +383,8 @@ def every_mesh(request: Request, depths: Sequence[int]) -> Iterator[Trial]:
     is_staged = bool(request.chosen_schedule or request.chunks)
     for depth in depths:
         for mesh in sorted(meshes_of(request.ranks // depth, named), key=lambda each: len(each.axes)):
-            if any(size > 1 and name in request.without for name, size in mesh.axes):
+            is_refused = any(size > 1 and name in request.without for name, size in mesh.axes)
+            if is_refused or not stays_inside(request, mesh, request.hardware.devices_per_node):
                 continue
             world = with_pipeline(mesh, depth, 0) if depth > 1 or is_staged else mesh
             yield Trial(world, request.chosen_micro_batches, request.inside)

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from autopar.ir import PIPELINE_AXIS, Graph, Mesh
 from autopar.search.candidates.refined import refine
-from autopar.search.candidates.request_filters import allows, recipes_of_axes, stays_inside
+from autopar.search.candidates.request_filters import allows, recipes_of_axes
 from autopar.search.candidates.settings import ClusterSetting, PricedCandidate
 from autopar.search.candidates.trials import (
     Explored,
@@ -72,12 +72,8 @@ def open_trials_of(graph: Graph, request: Request, explored: Explored | None, be
     one = _estimates(explored, request, 1)
     if not one or 2 * _least_seconds(one) >= request.ranks * best_seconds:
         return []
-    depths, node = depths_of(graph, request)[0], request.hardware.devices_per_node
-    return [
-        each._replace(micro_batches=one[0].setting.micro_batches)
-        for each in every_mesh(request, [1] if 1 in depths else [])
-        if stays_inside(request, each.mesh, node)
-    ]
+    flat = [depth for depth in depths_of(graph, request)[0] if depth == 1]
+    return [each._replace(micro_batches=one[0].setting.micro_batches) for each in every_mesh(request, flat)]
 
 
 def with_axis_as_two(trial: Trial) -> list[Trial]:

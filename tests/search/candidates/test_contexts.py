@@ -19,6 +19,7 @@ from autopar.search.candidates.trials import Explored, Trial, explore
 from autopar.search.request.request import Request
 from autopar.search.stages.given import Planned
 from tests.search.graphs import LlamaSizes, llama
+from tests.search.stacked import Sizes, residual
 
 NODE = replace(find_hardware("h100"), host=None, reserved_bytes=0)
 BATCH = 2
@@ -147,6 +148,20 @@ def test_data_parallelism_is_cut_at_every_size() -> None:
     assert str(hybrid.mesh) == "dp=32,dp_inner=4,tp=2"
     assert hybrid.recipe == "dp:ddp,dp_inner:zero3,tp:tp+sp"
     assert hybrid.name == "dp=32 ddp x dp_inner=4 zero3 x tp=2 tp+sp, 1 x 2"
+
+
+def test_data_parallelism_inside_of_stages_is_cut_too() -> None:
+    found = list(all_samples().space.over_two_data_axes((1, 2)))
+    assert {s.outer * s.cut * s.tp * s.stages for s in found} == {ROWS}
+    (hybrid, *_) = (s for s in found if (s.stages, s.cut, s.tp, s.micro_batches) == (2, 4, 2, 2))
+    assert str(hybrid.world_mesh) == "pp=2,dp=16,dp_inner=4,tp=2"
+
+
+def test_what_is_cut_runs_layers_again_where_that_makes_it_fit() -> None:
+    graph = residual(4, Sizes(batch=256, width=512, hidden=2048, vocab=1024))
+    request = of_samples(batch=2048, micro_batches=1, recompute=None, memory_bytes=6 * 10**6)
+    trials = cut_trials_of(graph, request, explore(graph, request, 2048))
+    assert {"none"} < {each.priced.setting.recompute for each in trials if each.priced}
 
 
 @pytest.mark.parametrize("options", [{"mesh": "dp=256"}, {"recipe": "dp:auto,tp:auto"}, {"ranks": 8}])
