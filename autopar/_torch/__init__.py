@@ -105,6 +105,7 @@ from autopar._torch.distributed.groups import (
     group_seconds,
     reduce_scatter,
     resolve_group,
+    runs_at_once,
     set_group_timeout,
     start_all_gather,
     start_all_reduce,
@@ -118,10 +119,6 @@ from autopar._torch.distributed.groups import (
 )
 from autopar._torch.distributed.optimizers import share_overflows, update_by_shards
 from autopar._torch.distributed.owned import Owned, copied, cut_like, owned_as, whole_of
-from autopar._torch.distributed.pipelining import (
-    pipeline_actions,
-    pipeline_computations,
-)
 from autopar._torch.distributed.random_fills import draw_whole_on_processors
 from autopar._torch.exporting import (
     VALUES_READ,

@@ -13,7 +13,7 @@ from autopar.errors import PlanError
 from autopar.ir.mesh import PIPELINE_AXIS, Mesh
 
 # Schedule -> placement of its stages on the p ranks: "one" stage per rank, in "rounds" (rank r has the stages r,
-# r + p, ...), or as a "v" (rank r has the stages r and 2p - 1 - r). torch.distributed.pipelining has all of them.
+# r + p, ...), or as a "v" (rank r has the stages r and 2p - 1 - r). All but the last two are torch's, too.
 SCHEDULES = {
     "gpipe": "one",
     "1f1b": "one",
@@ -22,7 +22,11 @@ SCHEDULES = {
     "zb": "rounds",
     "zbv": "v",
     "dualpipev": "v",
+    "v-half": "v",
+    "v-min": "v",
 }
+# Schedules that run the two halves of a backward as separate actions.
+SPLIT = ("zb", "zbv", "dualpipev", "v-half", "v-min")
 # Schedules that update parameters without waiting until the pipeline is empty, with one stage per rank: see
 # `autopar.pipeline.weight_stashing`. Their gradients differ from those of one device, so the search never chooses one;
 # a user must name it.

@@ -19,8 +19,8 @@ of owners, see `CollectiveCall`.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -204,18 +204,32 @@ def _on_bytes(kernel: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return kernel(x)
 
 
-@contextlib.contextmanager
-def naming_failures(collective: str, group: str) -> Iterator[None]:
-    """Context that turns an error of communication in the group with this c10d name into a PeerError."""
-    try:
-        yield
-    except RuntimeError as error:
+class _NamingFailures:
+    """See `naming_failures`: a generator would take the host 2 microseconds, a third of a small collective."""
+
+    __slots__ = ("collective", "group")
+
+    def __init__(self, collective: str, group: str) -> None:
+        self.collective, self.group = collective, group
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, RuntimeError):
+            return
+        collective, group = self.collective, self.group
         reason = first_line(error)
         message = (
             f"{collective} broke: another rank died, hangs, or runs another program. Its own error is in its own "
             f"log. ({reason})"
         )
         raise PeerError(message, collective=collective, group=group, reason=reason) from error
+
+
+def naming_failures(collective: str, group: str) -> AbstractContextManager[None]:
+    """Context that turns an error of communication in the group with this c10d name into a PeerError."""
+    return _NamingFailures(collective, group)
 
 
 def _group_all_reduce(x: Tensor, dims: list[int], size: int, group: str) -> Tensor:
@@ -347,9 +361,35 @@ class _Transposed(torch.autograd.Function):
     @torch.compiler.disable  # [Note: backward inside forward]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         name, dims, size, group, backward = ctx.call
-        transposed = _torch.autopar_op(backward)
-        found = transposed(grad, dims[::-1], size, group, name, *ctx.counts)
+        found = run_collective(backward, grad, dims[::-1], size, group, name, *ctx.counts)
         return found, None, *(None for _ in ctx.counts)
+
+
+def run_collective(
+    name: str, x: Tensor, dims: list[int], size: int, group: str, backward: str, *counts: Tensor
+) -> Tensor:
+    """Calls `torch.ops.autopar.<name>`, without the dispatcher of ops where nobody traces or watches them.
+
+    The dispatcher takes the host as long as the collective of a small tensor.
+    """
+    if counts or not _torch.runs_at_once(x):
+        return _torch.autopar_op(name)(x, dims, size, group, backward, *counts)
+    if x.requires_grad and torch.is_grad_enabled():
+        return _record(x, (name, dims, size, group, backward))
+    return KERNELS[name](x, dims, size, group)
+
+
+class _TransposedAtOnce(_Transposed):
+    """The same where nobody traces or watches ops."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: tuple[str, list[int], int, str, str], *counts: Tensor) -> Tensor:
+        ctx.call, ctx.counts = call, counts
+        return KERNELS[call[0]](x, *call[1:-1])
+
+
+# `Function.apply` without its questions about transforms of torch.func, which `runs_at_once` has asked.
+_record = super(torch.autograd.Function, _TransposedAtOnce).apply
 
 
 def _register(library: torch.library.Library, name: str) -> None:

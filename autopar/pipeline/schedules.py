@@ -9,10 +9,9 @@ micro-batch 0 on stage 2. The kinds are
     SEND_B, RECV_B send the gradient of its input to the previous stage, receive that of its output
     U              an update of the stage's parameters, after the backward of this micro-batch
 
-Neighbouring stages on one rank send nothing. The simulation and the run use the same lists. Those of one stage a rank
-are made here, as `ScheduleGPipe` and `Schedule1F1B` of torch.distributed.pipelining run them; for several stages a rank
-torch's classes make them (`_torch.pipeline_actions`). Schedules without a flush are 1F1B with updates between backwards
-(`autopar.pipeline.weight_stashing`).
+Neighbouring stages on one rank send nothing. The simulation and the run use the same lists. `building_blocks` says what
+a rank computes, for schedules of torch.distributed.pipelining the same as its classes; sends and receives are added
+here. Schedules without a flush are 1F1B with updates between backwards (`autopar.pipeline.weight_stashing`).
 """
 
 from __future__ import annotations
@@ -23,11 +22,21 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
-from autopar import _torch
 from autopar.errors import PlanError
-from autopar.ir.pipeline import PLACEMENTS, Pipeline
+from autopar.ir.pipeline import PLACEMENTS, SPLIT, Pipeline
+from autopar.pipeline.building_blocks import (
+    Computation,
+    Place,
+    dual_pipe_v,
+    in_a_v,
+    in_phases,
+    in_rounds,
+    v_half,
+    v_min,
+    zbv,
+)
 
 Kind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "U"]
 
@@ -159,38 +168,67 @@ def _whole_groups(pipeline: Pipeline, micro_batches: int) -> str:
 
 
 class _Row(NamedTuple):
-    """A schedule: its class in torch, and a function naming the rule that a number of micro-batches breaks.
+    """A schedule.
 
-    A class of `_AHEAD` has one stage a rank.
+    Attributes:
+        broken: function that names the rule which a number of micro-batches breaks, or "".
+        computed: function from a rank to its computations, in order.
+        exchanges: whether a rank sends a tensor and receives a gradient at once, see `waits_for_sends`.
     """
 
-    torch_class: str
     broken: Callable[[Pipeline, int], str]
+    computed: Callable[[Place], Iterable[Computation]]
+    exchanges: bool = False
 
 
-# Forwards of a stage before its first backward, by the stages from it to the last, and the number of micro-batches.
-_AHEAD: Mapping[str, Callable[[int, int], int]] = {
-    "ScheduleGPipe": lambda stages, micro_batches: micro_batches,
-    "Schedule1F1B": lambda stages, micro_batches: stages,
-}
+def _all_forwards_first(place: Place, *, last_first: bool = False) -> Iterator[Computation]:
+    return in_rounds(place, ahead=place.chunks * place.micro_batches, last_first=last_first)
 
+
+def _one_forward_one_backward(place: Place) -> Iterator[Computation]:
+    return in_rounds(place, ahead=place.to_last)
+
+
+def _interleaved(place: Place) -> Iterator[Computation]:
+    size = _round_size(place)
+    return in_rounds(place, ahead=(place.chunks - 1) * size + 2 * place.to_last, round_size=size)
+
+
+def _zero_bubble(place: Place) -> Iterator[Computation]:
+    size = _round_size(place)
+    return in_rounds(place, ahead=(place.chunks - 1) * size + place.to_last, round_size=size, behind=place.rank)
+
+
+def _round_size(place: Place) -> int:
+    """Number of micro-batches that a chunk runs before the next one, where `_equal_rounds` holds."""
+    return place.micro_batches // max(1, place.micro_batches // place.ranks)
+
+
+def _zbv(place: Place) -> Iterator[Computation]:
+    enough = place._replace(micro_batches=max(place.micro_batches, 2 * place.ranks - 1))
+    return in_phases(zbv(enough), place.micro_batches)
+
+
+_1F1B = _Row(_as_many_as_stages, _one_forward_one_backward, exchanges=True)
 _ROWS = {
-    "gpipe": _Row("ScheduleGPipe", _any_number),
-    "1f1b": _Row("Schedule1F1B", _as_many_as_stages),
-    "interleaved": _Row("ScheduleInterleaved1F1B", _equal_rounds),
-    "looped-bfs": _Row("ScheduleLoopedBFS", _any_number),
-    "zb": _Row("ScheduleInterleavedZeroBubble", _equal_rounds),
-    "zbv": _Row("ScheduleZBVZeroBubble", _any_number),
-    "dualpipev": _Row("ScheduleDualPipeV", _as_many_as_stages),
-    "pipedream": _Row("Schedule1F1B", _as_many_as_stages),
-    "pipedream-sync": _Row("Schedule1F1B", _as_many_as_stages),
-    "2bw": _Row("Schedule1F1B", _whole_groups),
+    "gpipe": _Row(_any_number, _all_forwards_first),
+    "1f1b": _1F1B,
+    "interleaved": _Row(_equal_rounds, _interleaved),
+    "looped-bfs": _Row(_any_number, functools.partial(_all_forwards_first, last_first=True)),
+    "zb": _Row(_equal_rounds, _zero_bubble),
+    "zbv": _Row(_any_number, _zbv),
+    "dualpipev": _Row(_as_many_as_stages, lambda place: in_phases(dual_pipe_v(place), place.micro_batches)),
+    "v-half": _Row(_any_number, lambda place: in_a_v(place, v_half(place))),
+    "v-min": _Row(_any_number, lambda place: in_a_v(place, v_min(place))),
+    "pipedream": _1F1B,
+    "pipedream-sync": _1F1B,
+    "2bw": _1F1B._replace(broken=_whole_groups),
 }
 
 
 def splits_backward(pipeline: Pipeline) -> bool:
     """Whether the schedule runs the two halves of a backward as separate actions."""
-    return pipeline.schedule in ("zb", "zbv", "dualpipev")
+    return pipeline.schedule in SPLIT
 
 
 def waits_for_sends(schedule: str) -> bool:
@@ -198,7 +236,7 @@ def waits_for_sends(schedule: str) -> bool:
 
     Of two neighbours each sends while the other one does. NCCL would wait for ever in two sends one after the other.
     """
-    return _ROWS[schedule].torch_class == "Schedule1F1B"
+    return _ROWS[schedule].exchanges
 
 
 def check_micro_batches(pipeline: Pipeline, micro_batches: int) -> None:
@@ -246,60 +284,75 @@ def actions(pipeline: Pipeline, micro_batches: int) -> ActionLists:
     Raises PlanError if the schedule cannot run this number of micro-batches.
     """
     check_micro_batches(pipeline, micro_batches)
-    placement = _placement(pipeline)
-    return _actions(pipeline.schedule, placement, micro_batches, pipeline.update_every)
+    return _actions(replace(pipeline, cuts=("",) * len(pipeline.cuts), position=0), micro_batches)
 
 
 def computations(pipeline: Pipeline, micro_batches: int) -> Actions:
     """For every pipeline rank the forwards and backwards of `actions`, in order.
 
-    Computing them takes a small part of the time of `actions` if the schedule has several stages a rank. Raises
-    PlanError if the schedule cannot run this number of micro-batches.
+    Raises PlanError if the schedule cannot run this number of micro-batches.
     """
     check_micro_batches(pipeline, micro_batches)
-    name = _ROWS[pipeline.schedule].torch_class
-    if name in _AHEAD:
-        return actions(pipeline, micro_batches)
-    lists = _torch.pipeline_computations(name, _placement(pipeline), micro_batches)
-    return [list(itertools.starmap(Action, own)) for own in lists]
-
-
-def _placement(pipeline: Pipeline) -> tuple[tuple[int, ...], ...]:
-    """The stages of every pipeline rank."""
-    return tuple(pipeline.stages_of(rank) for rank in range(pipeline.ranks))
+    computed = _ROWS[pipeline.schedule].computed
+    found = []
+    for rank in range(pipeline.ranks):
+        stages = pipeline.stages_of(rank)
+        run = computed(Place(rank, pipeline.ranks, pipeline.chunks, micro_batches))
+        found.append([Action(cast(Kind, kind), stages[chunk], i) for kind, chunk, i in run])
+    return found
 
 
 # A search asks for the same lists many times. Lists of 200,000 actions, with their cached properties, take about 45 MB.
 @functools.lru_cache(maxsize=12)
-def _actions(
-    schedule: str, placement: tuple[tuple[int, ...], ...], micro_batches: int, update_every: int
-) -> ActionLists:
-    lists: Iterable[Iterable[Action]]
-    name, ranks = _ROWS[schedule].torch_class, len(placement)
-    if name in _AHEAD:
-        ahead = [_AHEAD[name](ranks - stage, micro_batches) for stage in range(ranks)]
-        lists = (_alternating(stage, ranks, micro_batches, ahead[stage]) for stage in range(ranks))
-    else:
-        found = _torch.pipeline_actions(name, placement, micro_batches)
-        lists = (itertools.starmap(Action, each) for each in found)
-    return ActionLists(tuple(_with_updates(each, update_every)) for each in lists)
+def _actions(pipeline: Pipeline, micro_batches: int) -> ActionLists:
+    lists = computations(pipeline, micro_batches)
+    rank_of = {stage: pipeline.rank_of(stage) for stage in range(pipeline.stages)}
+    received = _received_when_used if PLACEMENTS[pipeline.schedule] == "one" else _received_when_sent
+    return ActionLists(tuple(_with_updates(each, pipeline.update_every)) for each in received(lists, rank_of))
 
 
-def _alternating(stage: int, stages: int, micro_batches: int, ahead: int) -> Iterator[Action]:
-    """The actions of a stage: so many forwards, then a backward and a forward in turn, then the other backwards."""
-    forward: list[Kind] = ["RECV_F", "F", "SEND_F"]
-    backward: list[Kind] = ["RECV_B", "B", "SEND_B"]
-    if stage == 0:
-        forward.remove("RECV_F")
-        backward.remove("SEND_B")
-    if stage == stages - 1:
-        forward.remove("SEND_F")
-        backward.remove("RECV_B")
-    yield from (Action(kind, stage, i) for i in range(ahead) for kind in forward)
-    for i in range(micro_batches):
-        yield from (Action(kind, stage, i) for kind in backward)
-        if i + ahead < micro_batches:
-            yield from (Action(kind, stage, i + ahead) for kind in forward)
+def _received_when_used(lists: Actions, rank_of: Mapping[int, int]) -> Iterator[Iterator[Action]]:
+    """The lists with sends and receives, each receive before the computation that needs it."""
+    return (_with_receives(own, rank_of) for own in lists)
+
+
+def _with_receives(own: Iterable[Action], rank_of: Mapping[int, int]) -> Iterator[Action]:
+    for action in own:
+        yield from (each for each in _needs(action, rank_of) if each.kind in ("RECV_F", "RECV_B"))
+        yield action
+        yield from itertools.islice(_transfer(action, rank_of), 1)
+
+
+def _received_when_sent(lists: Actions, rank_of: Mapping[int, int]) -> list[list[Action]]:
+    """The lists with sends and receives, each receive where its rank stands when the other one sends.
+
+    Ranks take turns, and run a computation a turn if they have what it needs.
+    """
+    rest, found = [deque(own) for own in lists], [list[Action]() for _ in lists]
+    done = set[Action]()
+    while any(rest):
+        count = len(done)
+        for rank, own in enumerate(rest):
+            if own and all(each in done for each in _needs(own[0], rank_of)):
+                action = own.popleft()
+                run = [action, *_transfer(action, rank_of)]
+                found[rank] += run[:2]
+                for receive in run[2:]:
+                    found[rank_of[receive.stage]].append(receive)
+                done.update(*map(_results, run))
+        assert len(done) > count, _deadlock({own[0]: [rank] for rank, own in enumerate(rest) if own}, rest)
+    return found
+
+
+def _transfer(action: Action, rank_of: Mapping[int, int]) -> Iterator[Action]:
+    """The send of a computation's result, and its receive; nothing if the result stays on the rank."""
+    kind, stage, micro_batch = action
+    if kind == "W":
+        return
+    send, receive, target = ("SEND_F", "RECV_F", stage + 1) if kind == "F" else ("SEND_B", "RECV_B", stage - 1)
+    if target in rank_of and rank_of[target] != rank_of[stage]:
+        yield Action(cast(Kind, send), stage, micro_batch)
+        yield Action(cast(Kind, receive), target, micro_batch)
 
 
 def _with_updates(own: Iterable[Action], every: int) -> Iterator[Action]:

@@ -2,23 +2,34 @@
 
 import itertools
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
+from torch.distributed import pipelining
 
-from autopar._torch.distributed.pipelining import _places, schedule_class
 from autopar.errors import PlanError
-from autopar.ir.pipeline import SCHEDULES, Pipeline
-from autopar.pipeline import schedules
+from autopar.ir.pipeline import SCHEDULES, SPLIT, Pipeline
 from autopar.pipeline.schedules import (
     Action,
     ActionLists,
     actions,
     check_micro_batches,
+    computations,
     fewest_micro_batches,
+    takes,
 )
 
 CHUNKS = {"one": (1,), "rounds": (1, 2, 3), "v": (2,)}
-SPLIT = ("zb", "zbv", "dualpipev")  # backwards into inputs' and weights'
+# Schedules that torch has, and their classes.
+TORCH = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "looped-bfs": "ScheduleLoopedBFS",
+    "zb": "ScheduleInterleavedZeroBubble",
+    "zbv": "ScheduleZBVZeroBubble",
+    "dualpipev": "ScheduleDualPipeV",
+}
 
 
 def pipeline(schedule: str, ranks: int, chunks: int = 1) -> Pipeline:
@@ -140,8 +151,65 @@ def test_a_number_of_micro_batches_is_refused_in_words(schedule, ranks, chunks, 
     assert words in str(found.value)
 
 
+def torch_lists(found: Pipeline, micro_batches: int):
+    """What the class of torch.distributed.pipelining lists for all ranks, once it knows where rank 0 stands."""
+    places = [
+        SimpleNamespace(stage_index=s, num_stages=found.stages, group_rank=0, group_size=found.ranks, submod=None)
+        for s in found.stages_of(0)
+    ]
+    single = SCHEDULES[found.schedule] == "one"
+    made = getattr(pipelining, TORCH[found.schedule])(places[0] if single else places, micro_batches)
+    return [[*_flat(made.pipeline_order[rank])] for rank in range(found.ranks)]
+
+
+def _flat(listed):
+    """The computations of a list, without its gaps; a forward and a backward that are overlapped, one after the other."""
+    for part in (part for each in listed if each for part in each.sub_actions or (each,)):
+        if part.computation_type.value in "FBIW":
+            yield Action(part.computation_type.value, part.stage_index, part.microbatch_index)
+
+
+@pytest.mark.parametrize("schedule", [each for each in TORCH if SCHEDULES[each] != "one"])
+def test_computations_are_those_of_torch(schedule):
+    for ranks, chunks in itertools.product((1, 2, 3, 5), CHUNKS[SCHEDULES[schedule]]):
+        found = pipeline(schedule, ranks, chunks)
+        for micro_batches in (1, 2, 4, 5, 8, 10, 15):
+            if takes(found, micro_batches):
+                assert computations(found, micro_batches) == torch_lists(found, micro_batches)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_computations_of_one_stage_a_rank_are_those_of_torch_but_for_the_last_rank(schedule):
+    found = pipeline(schedule, 3)
+    listed, own = torch_lists(found, 4), computations(found, 4)
+    assert own[:2] == listed[:2]
+    if schedule == "gpipe":
+        assert own == listed
+    # Of 1F1B's last rank torch tells 1F, 0B, 2F, 1B, ..., a micro-batch that there is not.
+    assert sorted(each.micro_batch for each in own[2] if each.kind == "F") == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "counts"),
+    [
+        ("v-half", {2: 4, 3: 4, 4: 6, 6: 8, 8: 10, 16: 18}),
+        ("v-min", {2: 4, 3: 4, 4: 4, 6: 6, 8: 8, 16: 12}),
+    ],
+)
+def test_a_lean_schedule_holds_a_half_or_a_third_of_what_1f1b_holds(schedule, counts):
+    """Of 2p stages in flight p + 2, and 2p/3 + 2, at most: the numbers of arXiv:2405.15362 and of its authors' code."""
+    for ranks, most in counts.items():
+        held = [_most_held(each) for each in computations(pipeline(schedule, ranks, 2), 4 * ranks)]
+        assert max(held) == most
+
+
+def _most_held(own) -> int:
+    """Largest number of a rank's stages and micro-batches whose backward has not ended."""
+    return max(itertools.accumulate({"F": 1, "B": -1, "I": 0, "W": -1}[each.kind] for each in own))
+
+
 def test_we_refuse_what_torch_refuses_and_nothing_else():
-    for schedule, ranks in itertools.product(SCHEDULES, (1, 2, 3, 5)):
+    for schedule, ranks in itertools.product(TORCH, (1, 2, 3, 5)):
         for chunks in CHUNKS[SCHEDULES[schedule]][:2]:
             found = pipeline(schedule, ranks, chunks)
             for micro_batches in range(1, 12):
@@ -157,10 +225,8 @@ def _is_taken(found: Pipeline, micro_batches: int) -> bool:
 
 
 def _is_taken_by_torch(found: Pipeline, micro_batches: int) -> bool:
-    name = schedules._ROWS[found.schedule].torch_class
-    stages = _places([found.stages_of(rank) for rank in range(found.ranks)])
     try:
-        schedule_class(name)(stages[0] if name in schedules._AHEAD else stages, micro_batches)
+        torch_lists(found, micro_batches)
     except ValueError:
         return False
     return True

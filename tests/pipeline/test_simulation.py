@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from autopar.explanation.report import as_text
 from autopar.ir.pipeline import SCHEDULES, Pipeline
-from autopar.pipeline.schedules import actions, fewest_micro_batches
+from autopar.pipeline.schedules import actions, fewest_micro_batches, waits_for_sends
 from autopar.pipeline.simulation import Simulation, Span, StageCosts, simulate
 from autopar.pipeline.step_timer import StepTimer
 from autopar.views.gantt import Gantt
 
 FORWARD, BACKWARD = 1.0, 2.0  # of a rank's layers, whatever its number of stages
+SENDS = {"send_forward_seconds": 0.02, "send_backward_seconds": 0.02}
 
 
 def pipeline(schedule: str, ranks: int, chunks: int = 1) -> Pipeline:
@@ -66,6 +67,23 @@ def test_halved_backwards_fill_the_bubble(ranks, micro_batches):
     whole = run("1f1b", ranks, micro_batches).bubble_seconds
     for schedule, chunks in (("zb", 1), ("zb", 2), ("zbv", 2), ("dualpipev", 2)):
         assert run(schedule, ranks, micro_batches, chunks).bubble_seconds < whole
+
+
+def test_the_order_of_the_schedules_on_eight_ranks():
+    """First halves of backwards take longer than forwards, second halves less, and a message 2 % of a forward.
+
+    V-Min hurries every micro-batch, so that whatever delays one delays all.
+    """
+
+    def seconds(schedule: str, chunks: int, micro_batches: int) -> float:
+        costs = equal(8 * chunks, chunks, weight_seconds=0.8 / chunks, **SENDS)
+        lists = actions(pipeline(schedule, 8, chunks), micro_batches)
+        return simulate(lists, costs, waits_for_sends=waits_for_sends(schedule)).step_seconds
+
+    for micro_batches in (16, 32, 64):
+        faster = [("zb", 4), ("zbv", 2), ("interleaved", 2), ("v-half", 2), ("1f1b", 1), ("v-min", 2)]
+        times = [seconds(schedule, chunks, micro_batches) for schedule, chunks in faster]
+        assert times == sorted(set(times))
 
 
 def test_what_waits_for_its_weights_gradients_is_held():

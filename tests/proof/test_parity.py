@@ -22,8 +22,8 @@ from tests.support.tables import often
 
 MESHES = ["a=2", "a=4", "a=2,b=2", "a=2,b=2,c=2", "a=3", "a=5", "a=2,b=3"]
 SEEDS = range(3)
-# These seeds draw the schedules interleaved, zbv, zb and 1f1b.
-STAGES = [("pp=2", 8), ("pp=2,a=2", 3), ("a=2,pp=2", 14), ("pp=4", 6)]
+# These seeds draw the schedules interleaved, zbv, zb, 1f1b, v-half and v-min.
+STAGES = [("pp=2", 4), ("pp=2,a=2", 9), ("a=2,pp=2", 8), ("pp=4", 7), ("pp=4", 23), ("pp=4", 3)]
 
 
 def llama():
@@ -75,10 +75,12 @@ OFTEN = {
     ("conv", "a=3", 1),
     ("conv", "a=5", 0),
     ("llama", "a=2,b=3", 1),
-    ("conv", "pp=2", 8),
-    ("llama", "pp=2,a=2", 3),
-    ("gpt2", "a=2,pp=2", 14),
-    ("llama", "pp=4", 6),
+    ("conv", "pp=2", 4),
+    ("llama", "pp=2,a=2", 9),
+    ("gpt2", "a=2,pp=2", 8),
+    ("llama", "pp=4", 7),
+    ("conv", "pp=4", 23),
+    ("conv", "pp=4", 3),
 }
 
 

@@ -90,7 +90,7 @@ def test_rows_change_hands(four_ranks: Ranks, mesh: dict[str, int], seed: int) -
 
 @pytest.mark.parametrize(
     ("name", "seed"),
-    [("gpt", 2), ("tied", 3), ("normed", 5), ("tied", 6), ("normed", 7), ("gpt", 8), ("gpt", 14)],
+    [("gpt", 1), ("tied", 9), ("normed", 2), ("tied", 7), ("normed", 13), ("gpt", 4), ("gpt", 8)],
     ids=["dualpipev", "zbv", "looped-bfs", "1f1b", "gpipe", "interleaved", "zb"],
 )
 def test_two_stages(two_ranks: Ranks, name: str, seed: int) -> None:
@@ -99,14 +99,18 @@ def test_two_stages(two_ranks: Ranks, name: str, seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "seed"),
-    often([("mlp", 6), ("gpt", 8), ("gpt", 14)], [("mlp", 6), ("gpt", 14)]),
+    often([("mlp", 7), ("gpt", 4), ("gpt", 8)], [("mlp", 7), ("gpt", 8)]),
     ids=["1f1b", "interleaved", "zb"],
 )
 def test_two_stages_by_two(four_ranks: Ranks, name: str, seed: int) -> None:
     assert distance(four_ranks, name, {"pp": 2, "a": 2}, seed) < 1e-9
 
 
-@pytest.mark.parametrize(("name", "seed"), often([("tied", 6), ("gpt", 2)], [("tied", 6)]), ids=["1f1b", "dualpipev"])
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    often([("tied", 0), ("gpt", 1), ("gpt", 23), ("gpt", 3)], [("tied", 0), ("gpt", 3)]),
+    ids=["1f1b", "dualpipev", "v-half", "v-min"],
+)
 def test_four_stages(four_ranks: Ranks, name: str, seed: int) -> None:
     assert distance(four_ranks, name, {"pp": 4}, seed) < 1e-9
 
@@ -116,7 +120,7 @@ def test_four_stages(four_ranks: Ranks, name: str, seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "seed"),
-    often([("gpt", 0), ("tied", 1), ("gpt", 2)], [("tied", 1)]),
+    often([("gpt", 9), ("tied", 2), ("gpt", 1)], [("tied", 2)]),
     ids=["zbv", "looped-bfs", "dualpipev"],
 )
 def test_two_stages_of_owners(four_ranks: Ranks, name: str, seed: int) -> None:

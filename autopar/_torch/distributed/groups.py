@@ -46,20 +46,51 @@ def waiting_longer(group: dist.ProcessGroup, seconds: float) -> Iterator[None]:
         set_group_timeout(group, before)
 
 
+def runs_at_once(x: Tensor) -> bool:
+    """Whether ops on `x` are run now, by torch itself: nobody traces them, and no dispatch mode watches them."""
+    return (
+        type(x) in (Tensor, torch.nn.Parameter)
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.maybe_current_level() is None
+        and not torch.compiler.is_compiling()
+    )
+
+
+# [Note: two ways to a group] A tracer and a dispatch mode see a collective as a functional op of c10d and a wait. These
+# take the host some 70 microseconds, where the same calls of the process group take 10. They are called where nobody
+# looks: both give the same result, and an error in the wait. Complex numbers are pairs for the functional ops alone.
+
+
+def _is_direct(x: Tensor) -> bool:
+    return runs_at_once(x) and not x.is_complex()
+
+
 def all_reduce(x: Tensor, group: str) -> Tensor:
-    """Sum of `x` over the group."""
+    """Sum of a contiguous `x` over the group."""
+    if _is_direct(x):
+        result = x.clone()
+        start_all_reduce(result, resolve_group(group)).wait()
+        return result
     ops = torch.ops._c10d_functional
     return ops.wait_tensor(ops.all_reduce(x, "sum", group))
 
 
 def all_gather(x: Tensor, size: int, group: str) -> Tensor:
-    """The `x` of all ranks of the group, concatenated along dim 0."""
+    """The contiguous `x` of all ranks of the group, concatenated along dim 0."""
+    if _is_direct(x):
+        result = x.new_empty((size * x.shape[0], *x.shape[1:]))
+        start_all_gather(result, x, resolve_group(group)).wait()
+        return result
     ops = torch.ops._c10d_functional
     return ops.wait_tensor(ops.all_gather_into_tensor(x, size, group))
 
 
 def reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
-    """This rank's part of the sum of `x` over the group, cut along dim 0."""
+    """This rank's part of the sum of a contiguous `x` over the group, cut along dim 0."""
+    if _is_direct(x):
+        result = x.new_empty((x.shape[0] // size, *x.shape[1:]))
+        start_reduce_scatter(result, x, resolve_group(group)).wait()
+        return result
     ops = torch.ops._c10d_functional
     if x.is_complex():
         pairs = torch.view_as_real(x).contiguous()
@@ -68,7 +99,11 @@ def reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
 
 
 def all_to_all(x: Tensor, size: int, group: str) -> Tensor:
-    """Sends part i of `x` along dim 0 to rank i, and returns the received parts concatenated along dim 0."""
+    """Sends part i of a contiguous `x` along dim 0 to rank i, and returns the received parts along dim 0."""
+    if _is_direct(x):
+        result = torch.empty_like(x)
+        start_all_to_all(result, x, resolve_group(group)).wait()
+        return result
     ops = torch.ops._c10d_functional
     parts = [x.shape[0] // size] * size
     return ops.wait_tensor(ops.all_to_all_single(x, parts, parts, group))

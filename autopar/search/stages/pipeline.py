@@ -59,7 +59,7 @@ from autopar.search.request.request import Request
 from autopar.search.stages.balance import balance
 from autopar.search.stages.pipeline_bounds import mean_bytes
 from autopar.search.stages.pipeline_notes import notes_of, of_layouts
-from autopar.search.stages.pipeline_settings import PipelineFound, divisors, shapes_of, wish_for
+from autopar.search.stages.pipeline_settings import LEAN, PipelineFound, divisors, shapes_of, wish_for
 from autopar.search.stages.staged import Findings, SlowerError, StagedPlan
 from autopar.units import counted
 
@@ -89,7 +89,7 @@ def search_pipeline(
     Args:
         graph: the captured model with all its layers, at the size of a micro-batch.
         request: the user's wishes, with a mesh that has the axis `pp`. What the user leaves open is searched: the
-            schedule among `SEARCHED_SCHEDULES`, the chunks among `searched_chunks`, the number of micro-batches among
+            schedule among `SEARCHED_SCHEDULES` (see `shapes_of`), the chunks among `searched_chunks`, the number of micro-batches among
             the divisors of the batch, and the recomputation of as few blocks as fit.
         captured_micro_batches: number of captured batches that make up a step.
         fingerprint, fixed_storage: as in `search`.
@@ -424,7 +424,7 @@ class _Search:
         return [m for m in divisors(rows) if m <= max(most, self.captured)]
 
     def _price_all(self, inner: _Inner, micro_batches: int) -> None:
-        """Prices a plan of layouts with every schedule and number of chunks."""
+        """Prices a plan of layouts with every schedule and number of chunks; with `LEAN` where others do not fit."""
         graph, plan = self._graph(micro_batches), inner.plan
         if micro_batches != plan.micro_batches and not fits_graph(plan, graph):
             self.found.refuse(
@@ -434,7 +434,10 @@ class _Search:
             return
         tables = self._tables(plan, micro_batches)
         staged = StagedPlan(tables, inner.share, self.request.software.step_seconds, self.found)
+        fitted = len(self.found.overfull)
         for shape in shapes_of(self.request, self.ranks, micro_batches, len(tables.parts)):
+            if shape.schedule in LEAN and len(self.found.overfull) == fitted and not self.request.chosen_schedule:
+                continue
             name = f"{shape.schedule}, {counted(micro_batches, 'micro-batch')}"
             try:
                 shape.check(len(tables.parts))

@@ -18,6 +18,9 @@ from autopar.units import counted
 SEARCHED_SCHEDULES = ("1f1b", "gpipe", "interleaved", "looped-bfs")
 # Schedules to search besides, if backward can run in two halves.
 ZERO_BUBBLE = ("zb", "zbv", "dualpipev")
+# Schedules to search besides where others do not fit into memory without recomputation: they hold half and a third of
+# the activations of 1f1b, and idle longer.
+LEAN = ("v-half", "v-min")
 # Numbers of chunks to search for schedules that run stages in rounds, in addition to divisors of a rank's blocks.
 _SEARCHED_CHUNKS = (2, 3, 4, 6)
 
@@ -127,9 +130,9 @@ def divisors(n: int) -> list[int]:
 
 
 def shapes_of(request: Request, ranks: int, micro_batches: int, blocks: int) -> Iterator[Shape]:
-    """Every schedule to search with every number of chunks; on one pipeline rank only the first schedule."""
+    """Every schedule to search with every number of chunks, `LEAN` last; on one pipeline rank only the first one."""
     chosen = request.chosen_schedule
-    searched = SEARCHED_SCHEDULES + (ZERO_BUBBLE if request.splits_backward else ())
+    searched = SEARCHED_SCHEDULES + ((*ZERO_BUBBLE, *LEAN) if request.splits_backward else ())
     schedules = (chosen,) if chosen else searched
     for schedule in schedules if ranks > 1 else schedules[:1]:
         for chunks in _chunks(request, schedule, ranks, blocks):
@@ -152,9 +155,10 @@ def wish_for(request: Request, shape: Shape, wish: RecomputeOption | None) -> Re
     """The recomputation to search with a shape; none with a schedule that the search proposes only without it.
 
     Stages that recompute run their backward whole. With several stages per rank, `zb` is then much like `interleaved`
-    (and `dualpipev` like `zbv`), and the search for the fewest blocks that fit would take as long again.
+    (and `dualpipev` like `zbv`), and the search for the fewest blocks that fit would take as long again. `LEAN` is
+    searched to do without.
     """
-    is_alike = shape.schedule == "dualpipev" or (shape.schedule == "zb" and shape.chunks > 1)
+    is_alike = shape.schedule in ("dualpipev", *LEAN) or (shape.schedule == "zb" and shape.chunks > 1)
     return "none" if wish is None and is_alike and request.chosen_schedule is None else wish
 
 
