@@ -29,7 +29,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 import autopar
 
@@ -110,10 +117,26 @@ def torch_tensor_parallel(sizes: Sizes, mesh: DeviceMesh) -> Step:
     return theirs(sizes, model, mesh, splits_batch=False)
 
 
+def torch_sequence_parallel(sizes: Sizes, mesh: DeviceMesh) -> Step:
+    model, whole, cut = sizes.model(), Replicate(), Shard(1)
+    join = PrepareModuleInput(input_layouts=cut, desired_input_layouts=whole, use_local_output=True)
+    split = PrepareModuleInput(input_layouts=whole, desired_input_layouts=cut, use_local_output=True)
+    for block in model.blocks:
+        columns = ("attention.query", "attention.key", "attention.value", "mlp.up")
+        plan: dict[str, object] = {name: ColwiseParallel() for name in columns}
+        plan |= {name: RowwiseParallel(output_layouts=cut) for name in ("attention.output", "mlp.down")}
+        plan |= {"attention_norm": SequenceParallel(), "mlp_norm": SequenceParallel(), "attention": join, "mlp": join}
+        parallelize_module(block, mesh, plan)  # type: ignore[arg-type]
+        block.attention.heads = sizes.heads // mesh.size()
+    parallelize_module(model, mesh, {"blocks": split, "norm": join})
+    return theirs(sizes, model, mesh, splits_batch=False)
+
+
 PAIRS: dict[str, tuple[str, Callable[[Sizes, DeviceMesh], Step]]] = {
     "ddp": ("DistributedDataParallel", torch_ddp),
     "zero3": ("FSDP2 (fully_shard)", torch_fsdp2),
     "tp": ("parallelize_module", torch_tensor_parallel),
+    "tp+sp": ("parallelize_module, SequenceParallel", torch_sequence_parallel),
 }
 
 

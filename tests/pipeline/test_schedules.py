@@ -163,7 +163,7 @@ def torch_lists(found: Pipeline, micro_batches: int):
 
 
 def _flat(listed):
-    """The computations of a list, without its gaps; a forward and a backward that are overlapped, one after the other."""
+    """The computations of a list, without its gaps; a forward and a backward at once, one after the other."""
     for part in (part for each in listed if each for part in each.sub_actions or (each,)):
         if part.computation_type.value in "FBIW":
             yield Action(part.computation_type.value, part.stage_index, part.microbatch_index)

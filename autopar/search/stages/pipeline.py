@@ -89,7 +89,7 @@ def search_pipeline(
     Args:
         graph: the captured model with all its layers, at the size of a micro-batch.
         request: the user's wishes, with a mesh that has the axis `pp`. What the user leaves open is searched: the
-            schedule among `SEARCHED_SCHEDULES` (see `shapes_of`), the chunks among `searched_chunks`, the number of micro-batches among
+            schedule among those of `shapes_of`, the chunks among `searched_chunks`, the number of micro-batches among
             the divisors of the batch, and the recomputation of as few blocks as fit.
         captured_micro_batches: number of captured batches that make up a step.
         fingerprint, fixed_storage: as in `search`.
