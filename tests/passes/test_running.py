@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from autopar.capture.export import capture_step
 from autopar.ir import Mesh
+from autopar.ops.collectives import run_collective
 from autopar.passes import (
     call_bindings,
     clean_up,
@@ -180,6 +181,16 @@ def test_a_batch_norm_in_evaluation_has_one_result():
     calls = [node for node in module.graph.nodes if node.op == "call_function"]
     assert [str(node.target) for node in calls] == ["aten.batch_norm.default", "aten.sum.default"]
     assert all(node.target is not operator.getitem for node in calls)
+
+
+def test_collectives_are_called_without_the_dispatcher(graph):
+    x = graph.placeholder("x")
+    graph.output(graph.call_function(torch.ops.autopar.vary.default, (x, [], 2, "group", "all_reduce")))
+    module = module_of(graph)
+    call_bindings(module)
+    (call,) = (node for node in graph.nodes if node.op == "call_function")
+    assert call.target is run_collective and call.args == ("vary", x, [], 2, "group", "all_reduce")
+    assert module(torch.ones(4)).tolist() == [1.0] * 4
 
 
 def test_ops_are_called_by_the_functions_of_python(graph):

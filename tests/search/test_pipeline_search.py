@@ -107,6 +107,19 @@ def test_a_backward_in_two_halves_fills_the_bubble_where_the_runtime_splits_it()
     assert halved.best.balance.rank_bytes[-1] > whole.others[0].balance.rank_bytes[-1]
 
 
+def test_a_lean_schedule_wins_where_the_faster_ones_do_not_fit() -> None:
+    """V-Half takes 1.36 s, ZBV 1.24 s with 12 % more memory, and 1F1B 1.54 s with 9 % less."""
+    graph = residual(8, Sizes(batch=64, width=64, hidden=128, vocab=64))
+    half = found({"pp": 4}, graph, recompute="none", schedule="v-half").best
+    bound = int(max(half.balance.rank_bytes)) + 1
+    tight = found({"pp": 4}, graph, memory_bytes=bound)
+    assert tight.best.setting == half.setting
+    assert tight.best.seconds == pytest.approx(half.seconds)
+    assert "1f1b" in {each.setting.shape.schedule for each in tight.others}
+    wide = found({"pp": 4}, graph)
+    assert not {"v-half", "v-min"} & {each.setting.shape.schedule for each in (wide.best, *wide.others)}
+
+
 def test_layers_run_again_only_where_memory_is_tight() -> None:
     wide = residual(6, Sizes(batch=64, width=16, hidden=256, vocab=16))
     free = found({"pp": 2}, wide, schedule="1f1b")

@@ -9,6 +9,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar import _torch
 from autopar.ops.collectives import group_name
@@ -35,6 +37,27 @@ def test_functional_collectives_of_one_rank_return_their_input(group):
     assert torch.equal(_torch.exchange_rows(X, [2], [2], name), X)
     assert _torch.exchange_rows(X[:0], [0], [0], name).shape == (0, 3)
     assert torch.equal(_torch.start_exchange_rows(X, [2], [2], name)(), X)
+
+
+class _Watching(TorchDispatchMode):
+    """A mode that sees ops, and changes none."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen = func.namespace
+        return func(*args, **(kwargs or {}))
+
+
+def test_who_watches_or_traces_ops_sees_functional_collectives(group):
+    assert _torch.runs_at_once(X)
+    with _Watching() as mode:
+        assert not _torch.runs_at_once(X)
+        assert torch.equal(_torch.all_reduce(X, group_name(group)), X)
+    assert mode.seen == "_c10d_functional"
+    with FakeTensorMode() as fakes:
+        assert not _torch.runs_at_once(fakes.from_tensor(X))
+    asked = []
+    torch.func.vmap(lambda x: asked.append(_torch.runs_at_once(x)) or x)(X)
+    assert asked == [False]
 
 
 def test_complex_numbers_are_gathered_and_summed_as_pairs(group):
