@@ -9,6 +9,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar._torch.arithmetic import Float64Arithmetic, RandomLastBits, widened_dtype
 from autopar._torch.attention import (
+    FLEX_DEVICES,
+    LookupsByTensors,
+    block_mask,
+    blocks_agree,
+    flex_attention,
+    flex_attention_by,
     fused_attention,
     fused_attention_backward,
     has_fused_attention,

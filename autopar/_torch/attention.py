@@ -6,8 +6,15 @@ without masks. There is no public call of them.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention as flex
+from torch.overrides import TorchFunctionMode
 
 aten = torch.ops.aten
 
@@ -95,3 +102,104 @@ def fused_attention_backward(
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
         gradient, query, key, value, result, finite, 0.0, is_causal, attn_mask=bias, scale=scale
     )
+
+
+FLEX_DEVICES = ("cuda", "xpu")  # where torch's flex_attention has a backward
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Callable[..., Tensor] | None,
+    score: Callable[..., Tensor] | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """The result of torch's flex_attention, compiled on an accelerator, and the log-sum-exp of every query's scores.
+
+    Args:
+        query, key, value: tensors of shape (batch, heads, rows, width).
+        mask, score: mask_mod and score_mod; None for none.
+        scale: factor of the scores.
+    """
+    call, make = flex.flex_attention, flex.create_block_mask
+    if query.device.type in FLEX_DEVICES:
+        call, make = _compiled_flex()
+    blocks = None
+    if mask is not None:
+        blocks = make(mask, *query.shape[:3], key.shape[2], device=query.device)
+    grouped = query.shape[1] != key.shape[1]
+    result, aux = call(
+        query, key, value, score, blocks, scale, enable_gqa=grouped, return_aux=flex.AuxRequest(lse=True)
+    )
+    return result, aux.lse
+
+
+@functools.cache
+def _compiled_flex() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    return torch.compile(flex.flex_attention, dynamic=False), torch.compile(flex.create_block_mask, dynamic=False)
+
+
+def blocks_agree(mask: Any) -> bool:
+    """Whether the blocks of a block mask, which have values, are those that its function gives."""
+    again = flex.create_block_mask(mask.mask_mod, *mask.shape, mask.kv_num_blocks.device, mask.BLOCK_SIZE)
+    return torch.equal(mask.to_dense(), again.to_dense())
+
+
+def block_mask(mask: Callable[..., Tensor], blocks: Tensor, counts: Tensor, lengths: tuple[int, int], size: Any) -> Any:
+    """A block mask of torch.
+
+    Args:
+        mask: its mask_mod.
+        blocks: indices of the blocks of keys, of shape (batch, heads, blocks of queries, blocks of keys).
+        counts: numbers of these blocks for every block of queries.
+        lengths: numbers of queries and keys.
+        size: queries and keys of a block.
+    """
+    return flex.BlockMask.from_kv_blocks(
+        counts, blocks, None, None, BLOCK_SIZE=size, mask_mod=mask, seq_lengths=lengths, compute_q_blocks=False
+    )
+
+
+@contextlib.contextmanager
+def flex_attention_by(attend: Callable[..., Any], make: Callable[..., Any]) -> Iterator[None]:
+    """Context in which other functions run in the place of two of torch's, also through names bound before.
+
+    Args:
+        attend: function that is called for flex_attention.
+        make: function that is called for create_block_mask.
+    """
+    functions = (flex.flex_attention, _handed_to_attend), (flex.create_block_mask, _handed_to_make)
+    before = [(x.__code__, x.__defaults__, x.__kwdefaults__) for x, _ in functions]
+    vars(flex).update(_autopar_attend=attend, _autopar_make=make)
+    for function, other in functions:
+        function.__code__, function.__defaults__, function.__kwdefaults__ = other.__code__, None, None
+    try:
+        yield
+    finally:
+        for (function, _), own in zip(functions, before, strict=True):
+            function.__code__, function.__defaults__, function.__kwdefaults__ = own
+        del vars(flex)["_autopar_attend"], vars(flex)["_autopar_make"]
+
+
+# The codes that the functions of torch have meanwhile, which run with the globals of their module.
+def _handed_to_attend(*args: Any, **kwargs: Any) -> Any:
+    return _autopar_attend(*args, **kwargs)  # type: ignore[name-defined]  # noqa: F821
+
+
+def _handed_to_make(*args: Any, **kwargs: Any) -> Any:
+    return _autopar_make(*args, **kwargs)  # type: ignore[name-defined]  # noqa: F821
+
+
+class LookupsByTensors(TorchFunctionMode):
+    """Context in which `x[i, j]` by integer scalars of a trace is the operator `index`, which does not read values."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__:
+            x, given = args
+            indices = list(given) if isinstance(given, tuple) else [given]
+            tensors = [i for i in indices if isinstance(i, Tensor)]
+            if tensors and all(isinstance(i, Tensor) or type(i) is int for i in indices):
+                like = tensors[0]
+                return aten.index.Tensor(x, [i if isinstance(i, Tensor) else like.new_full((), i) for i in indices])
+        return func(*args, **(kwargs or {}))

@@ -30,6 +30,7 @@ from autopar.capture.checks import (
     refuse_numbers_from_tensors,
     refuse_trained_constants,
 )
+from autopar.capture.flex import keeping_flex_attention
 from autopar.capture.forms import capturable
 from autopar.capture.functional import make_functional
 from autopar.capture.functions import keeping_functions
@@ -289,6 +290,7 @@ def _capture(
 def _export(wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], open_dims: OpenDims) -> Any:
     with (
         keeping_functions(wrapper) as put_functions,
+        keeping_flex_attention() as put_flex_attention,
         _torch.without_value_checks(),
         _torch.plain_checkpoints(),
         _torch.quiet_export(),
@@ -309,6 +311,7 @@ def _export(wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
                 rewrite(exported.graph_module)
             exported = make_functional(exported)
             put_functions(exported.graph_module)
+            put_flex_attention(exported.graph_module)
             refuse_strides(exported.graph_module)
         except CaptureError:
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -69,16 +70,20 @@ def zeroed(local: Local, x: fx.Node, kept: fx.Node) -> fx.Node:
     return local.emit(aten.masked_fill.Scalar, x, gone, 0)
 
 
+def position(local: Local, axes: Sequence[tuple[str, int]], device: torch.device | None = None) -> fx.Node:
+    """A tensor of one element: the position of this rank among the ranks that split the op along `axes`."""
+    total = math.prod(size for _, size in axes)
+    where = {} if device is None else {"device": device}  # keys are drawn on the CPU
+    found = local.emit(aten.arange.default, total, **where)
+    for name, size in axes:
+        found = local.emit(torch.ops.autopar.shard.default, found, [0], size, name, "all_gather")
+    return found
+
+
 def shifted(local: Local, index: fx.Node, axes: tuple[tuple[str, int], ...], like: fx.Node, dim: int = 0) -> fx.Node:
     """`index`, counted from this rank's first row of a dim that is split along `axes`."""
-    total = 1
-    for _, size in axes:
-        total *= size
-    device = {"device": local.node.meta["val"].device}
-    position = local.emit(aten.arange.default, total, **device)
-    for name, size in axes:
-        position = local.emit(torch.ops.autopar.shard.default, position, [0], size, name, "all_gather")
-    first = local.emit(aten.mul.Tensor, position, local.emit(aten.sym_size.int, like, dim))
+    own = position(local, axes, local.node.meta["val"].device)
+    first = local.emit(aten.mul.Tensor, own, local.emit(aten.sym_size.int, like, dim))
     return local.emit(aten.sub.Tensor, index, first)
 
 

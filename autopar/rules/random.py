@@ -17,6 +17,7 @@ from torch import fx
 
 from autopar.ops.nodes import bound_arguments, named_arguments, schema
 from autopar.rules.elementwise import elementwise
+from autopar.rules.index import position
 from autopar.rules.spec import Call, Local, Spec, plain, run_as_is
 
 aten = torch.ops.aten
@@ -151,23 +152,12 @@ def _key(local: Local, letters: tuple[str, ...]) -> fx.Node:
     axes = [axis for letter in letters for axis in local.axes(letter)]
     if not axes:
         return key
-    return local.emit(aten.add.Tensor, key, _position(local, axes), alpha=_KEYS)
+    return local.emit(aten.add.Tensor, key, position(local, axes), alpha=_KEYS)
 
 
 def is_key(node: fx.Node) -> bool:
     """Whether a node draws the key of a random op, which is smaller than the state of the generator."""
     return node.target is aten.randint.default and node.args[:2] == (_KEYS, [1])
-
-
-def _position(local: Local, axes: list[tuple[str, int]]) -> fx.Node:
-    """A tensor of one element: the position of this rank among the ranks that split the op."""
-    total = 1
-    for _, size in axes:
-        total *= size
-    position = local.emit(aten.arange.default, total)  # on the CPU, where keys are drawn
-    for name, size in axes:
-        position = local.emit(torch.ops.autopar.shard.default, position, [0], size, name, "all_gather")
-    return position
 
 
 RULES: dict[str, Callable[[Call], Spec]] = {
