@@ -15,6 +15,7 @@ from autopar._torch.attention import (
     blocks_agree,
     flex_attention,
     flex_attention_by,
+    flex_attention_by_definition,
     fused_attention,
     fused_attention_backward,
     has_fused_attention,

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
+import math
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._higher_order_ops.flex_attention import math_attention
 from torch.nn.attention import flex_attention as flex
 from torch.overrides import TorchFunctionMode
 
@@ -169,17 +173,54 @@ def flex_attention_by(attend: Callable[..., Any], make: Callable[..., Any]) -> I
         attend: function that is called for flex_attention.
         make: function that is called for create_block_mask.
     """
-    functions = (flex.flex_attention, _handed_to_attend), (flex.create_block_mask, _handed_to_make)
-    before = [(x.__code__, x.__defaults__, x.__kwdefaults__) for x, _ in functions]
-    vars(flex).update(_autopar_attend=attend, _autopar_make=make)
-    for function, other in functions:
-        function.__code__, function.__defaults__, function.__kwdefaults__ = other.__code__, None, None
+    with _code_of(flex.flex_attention, _handed_to_attend), _code_of(flex.create_block_mask, _handed_to_make):
+        vars(flex).update(_autopar_attend=attend, _autopar_make=make)
+        try:
+            yield
+        finally:
+            del vars(flex)["_autopar_attend"], vars(flex)["_autopar_make"]
+
+
+@contextlib.contextmanager
+def flex_attention_by_definition() -> Iterator[None]:
+    """Context in which flex_attention on a processor is torch's definition of it, which has a backward.
+
+    Compiled functions run as they are written.
+    """
+    with _code_of(flex.flex_attention, _handed_to_attend) as call, torch.compiler.set_stance("force_eager"):
+        vars(flex)["_autopar_attend"] = functools.partial(_attend_by_definition, call)
+        try:
+            yield
+        finally:
+            del vars(flex)["_autopar_attend"]
+
+
+def _attend_by_definition(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    given = inspect.signature(call).bind(*args, **kwargs)
+    given.apply_defaults()
+    query, key, value, score, mask, scale = list(given.arguments.values())[:6]
+    if query.device.type != "cpu":
+        return call(*args, **kwargs)
+    blocks = (mask or flex._create_empty_block_mask(query, key)).as_tuple()
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    result, *sums = math_attention(query, key, value, score or flex._identity, blocks, scale, {})
+    aux = flex.AuxOutput(*(x * math.log(2) for x in sums))  # it divides them by this
+    if given.arguments["return_aux"] is not None:
+        return result, aux
+    return (result, aux.lse) if given.arguments["return_lse"] else result
+
+
+@contextlib.contextmanager
+def _code_of(function: Any, other: Any) -> Iterator[Callable[..., Any]]:
+    """Context in which a function has the code of another; yields a function with its own code."""
+    before = function.__code__, function.__defaults__, function.__kwdefaults__
+    own = types.FunctionType(before[0], function.__globals__, function.__name__, before[1])
+    own.__kwdefaults__ = before[2]
+    function.__code__, function.__defaults__, function.__kwdefaults__ = other.__code__, None, None
     try:
-        yield
+        yield own
     finally:
-        for (function, _), own in zip(functions, before, strict=True):
-            function.__code__, function.__defaults__, function.__kwdefaults__ = own
-        del vars(flex)["_autopar_attend"], vars(flex)["_autopar_make"]
+        function.__code__, function.__defaults__, function.__kwdefaults__ = before
 
 
 # The codes that the functions of torch have meanwhile, which run with the globals of their module.

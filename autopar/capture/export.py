@@ -178,7 +178,8 @@ def run_with_loss(
     precision: MixedPrecision | None = None,
 ) -> Tensor:
     """The loss without capture, as a single device computes it."""
-    result = _WithLoss(model, loss_fn, is_step=True, precision=precision)(*args, **kwargs)
+    with _torch.flex_attention_by_definition():
+        result = _WithLoss(model, loss_fn, is_step=True, precision=precision)(*args, **kwargs)
     loss: Tensor = result[-1] if isinstance(result, tuple) else result
     return loss
 
