@@ -15,6 +15,7 @@ from autopar.api.machine import MeshLike, axes_of, device_of
 from autopar.api.notebook import shown_planning
 from autopar.api.planner import Planner
 from autopar.capture.export import LossFunction
+from autopar.capture.quantized import inner_tensors_stored, store_inner_tensors
 from autopar.capture.rows import arguments_of_replica
 from autopar.cost_model import Cluster, Hardware, find_cluster
 from autopar.cost_model.machines.software import with_eager_runs
@@ -109,6 +110,7 @@ def compile(
         stored=_stored(run.cache),
     )
     device_mesh = planner.device_mesh()
+    store_inner_tensors(model)
     if run.weights is not None:
         run.weights.check(model)
     settings = Settings(
@@ -197,7 +199,7 @@ def explain(
     def searched(prepared: Prepared, count: int) -> Plan:
         return make_plan(prepared, request.of_micro_batches(count))
 
-    with shown_planning() as progress:
+    with shown_planning() as progress, inner_tensors_stored(model):
         progress("capturing the model")
         batch = captured(1)
         progress("searching the plan")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -120,3 +121,14 @@ def _is_number(node: fx.Node) -> bool:
 
 def plain_name(name: str) -> str:
     return name.removeprefix(MODEL)
+
+
+def refuse_nested(tensors: Iterable[Tensor]) -> None:
+    """Raises CaptureError for an input that is a nested tensor, whose rows have lengths of their own."""
+    for number, x in enumerate(tensors):
+        if x.is_nested:
+            raise CaptureError(
+                f"Tensor {number} of the batch is a nested tensor ({x.layout}), and no plan says how rows of other lengths "
+                "are split. Give its values and its offsets as two inputs, x.values() and x.offsets(), and attend within "
+                "documents (flex_attention with a mask, torch.nn.attention.varlen); or pad it, x.to_padded_tensor(0.0)."
+            )

@@ -27,6 +27,7 @@ from autopar.capture.checks import (
     refuse_bodies,
     refuse_changed_parameters,
     refuse_fake_constants,
+    refuse_nested,
     refuse_numbers_from_tensors,
     refuse_trained_constants,
 )
@@ -261,6 +262,7 @@ def _capture(
     *,
     is_step: bool,
 ) -> Captured:
+    refuse_nested(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
     # Export merges inputs that are one object, and a batch may contain one tensor twice.
     args, kwargs = pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, (args, kwargs))
 

@@ -89,6 +89,7 @@ def _traced(
     with _torch.LookupsByTensors():
         seen = [block_mask.mask_mod(*indices)] if block_mask is not None else []
         scores = [score_mod(score, *indices)] if score_mod is not None else []
+    scores = [x for x in scores if x is not score]  # as it was
     names = _MASK if seen else "", _SCORE if scores else ""
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     result, logsumexp = ours.flex_attention.default(query, key, value, [*seen, *scores], *names, scale)
@@ -143,7 +144,9 @@ def _put(module: fx.GraphModule) -> None:
         tensors = list(dict.fromkeys(x for way in ways for x in _read(way)))
         operands = [_as_tensor(x) for x in tensors]
         made = iter(zip(ends, ways, strict=True))
-        texts = [_text(node, *next(made), tensors, takes_score=name == _SCORE) if name else "" for name in (mask, score)]
+        texts = [
+            _text(node, *next(made), tensors, takes_score=name == _SCORE) if name else "" for name in (mask, score)
+        ]
         node.args = (query, key, value, operands, *texts, scale)
     module.graph.eliminate_dead_code()
     for node in module.graph.find_nodes(op="call_function", target=ours.untraced_blocks.default):
@@ -207,8 +210,7 @@ def _text(call: fx.Node, end: fx.Node, way: Sequence[fx.Node], tensors: Sequence
     lines = []
     for node in way:
         kwargs = {key: x for key, x in node.kwargs.items() if key not in ("device", "pin_memory", "layout")}
-        args = fx.map_arg((node.args, kwargs), at)
-        lines.append((str(node.target), *args))
+        lines.append(_constant(node) or (str(node.target), *fx.map_arg((node.args, kwargs), at)))
     try:
         result = at(end).number
         if end not in way and _point_of(end) is None:
@@ -223,6 +225,16 @@ def _text(call: fx.Node, end: fx.Node, way: Sequence[fx.Node], tensors: Sequence
             f"the {which} of flex_attention cannot be written as a program: {error}",
             "Compute with tensor operators of torch from the indices alone, and read tensors as x[i, j]",
         ) from error
+
+
+def _constant(node: fx.Node) -> tuple[str, Any, Any] | None:
+    """The line of a call such as `new_ones` of an index, which vmap does not take; None for another call."""
+    value = {aten.new_ones.default: 1, aten.new_zeros.default: 0}.get(node.target)
+    if node.target is aten.new_full.default:
+        value = node.args[2]
+    if value is None or list(node.args[1]):  # type: ignore[call-overload]
+        return None
+    return "aten.scalar_tensor.default", (value,), {"dtype": node.meta["val"].dtype}
 
 
 def _refuse_unknown(way: Sequence[fx.Node]) -> None:

@@ -32,7 +32,14 @@ def _results(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor
 
 
 def _of_run(
-    first: int, query: Tensor, key: Tensor, value: Tensor, tensors: Sequence[Tensor], mask: str, score: str, scale: float
+    first: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tensors: Sequence[Tensor],
+    mask: str,
+    score: str,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Result and log-sum-exp of a run of queries, as torch's own definition computes them."""
     dtype = wide(query.dtype)
@@ -66,7 +73,14 @@ def _forward(query: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 
 def _backward(
-    gradient: Tensor, of_sum: Tensor, wanted: list[bool], query: Tensor, key: Tensor, value: Tensor, tensors: list[Tensor], *rest: Any
+    gradient: Tensor,
+    of_sum: Tensor,
+    wanted: list[bool],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tensors: list[Tensor],
+    *rest: Any,
 ) -> list[Tensor]:
     """Gradients of query, key, value and tensors; empty tensors where they are not wanted."""
     operands = (query, key, value, *tensors)
@@ -152,7 +166,16 @@ def register() -> torch.library.Library:
     return library
 
 
-def _shapes(gradient: Tensor, of_sum: Tensor, wanted: list[bool], query: Tensor, key: Tensor, value: Tensor, tensors: list[Tensor], *_: Any) -> list[Tensor]:
+def _shapes(
+    gradient: Tensor,
+    of_sum: Tensor,
+    wanted: list[bool],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tensors: list[Tensor],
+    *_: Any,
+) -> list[Tensor]:
     operands = (query, key, value, *tensors)
     return [x.new_empty(x.shape if want else (0,)) for x, want in zip(operands, wanted, strict=True)]
 

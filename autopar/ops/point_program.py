@@ -96,7 +96,9 @@ class PointProgram:
 
         def line(name: str, args: Any, kwargs: Any) -> Line:
             is_local = name == LOOKUP and isinstance(args[0], At) and args[0].number in tensors
-            new = (lambda at: renumbered(at)) if is_local else (lambda at: moved if at.number == own else renumbered(at))
+            new = (
+                (lambda at: renumbered(at)) if is_local else (lambda at: moved if at.number == own else renumbered(at))
+            )
             return name, *_replaced((args, kwargs), new)
 
         first: Line = "aten.add.Tensor", (At(own), At(last)), {}

@@ -9,6 +9,7 @@ from torch import nn
 
 from autopar.analysis.objective import objective_of
 from autopar.capture.export import LossFunction
+from autopar.capture.quantized import inner_tensors_stored
 from autopar.cost_model import find_hardware
 from autopar.errors import AutoparError
 from autopar.ir import PIPELINE_AXIS, Mesh, MixedPrecision, Plan
@@ -86,7 +87,35 @@ def verify(
     >>> autopar.verify(model, torch.ones(4, 8), mesh=mesh, loss_fn=torch.mean).passed
     True
     """
-    mesh = Mesh.of(mesh)
+    with inner_tensors_stored(model):
+        return _verified(
+            model,
+            example_inputs,
+            Mesh.of(mesh),
+            plan,
+            recipe,
+            seed,
+            loss_fn,
+            micro_batches,
+            schedule,
+            policy_of(precision, plan if isinstance(plan, Plan) else None),
+            between,
+        )
+
+
+def _verified(
+    model: nn.Module,
+    example_inputs: Any,
+    mesh: Mesh,
+    plan: Plan | str | None,
+    recipe: RecipeLike,
+    seed: int,
+    loss_fn: LossFunction | None,
+    micro_batches: int | None,
+    schedule: str | None,
+    policy: MixedPrecision | None,
+    between: Between | None,
+) -> VerifyReport:
     _refuse_long(mesh, plan.micro_batches if isinstance(plan, Plan) else micro_batches or 1)
     request = Request(
         find_hardware("cpu-gloo"),
@@ -95,7 +124,6 @@ def verify(
         micro_batches=micro_batches,
         schedule=schedule,
     ).of_replica(plan if isinstance(plan, Plan) else None)
-    policy = policy_of(precision, plan if isinstance(plan, Plan) else None)
     subject = Subject.of(
         model,
         example_inputs,

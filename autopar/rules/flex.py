@@ -1,4 +1,4 @@
-"""Rule of flex_attention: split over batch, heads and queries, by where its mask and score functions read the indices.
+"""Rules of flex_attention and varlen_attn. flex_attention is split over batch, heads and queries, by where its mask and score functions read the indices.
 
     b (g r) q e!, b g k! e!, b g k! v!, tensors -> b (g r) q v!, b (g r) q
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from torch import fx
 from autopar.ops.point_program import INDICES, PointProgram, over_all, read_program
 from autopar.rules.index import position
 from autopar.rules.kept.kernels import on_accelerator
-from autopar.rules.spec import Call, Dim, Kept, Letters, Local, Spec, local_arguments
+from autopar.rules.notation import spec_of
+from autopar.rules.spec import Call, Dim, Kept, Letters, Local, RuleDoesNotApply, Spec, local_arguments
 
 aten = torch.ops.aten
 
@@ -161,4 +163,26 @@ def _shifted(text: str, index: str, own: Sequence[int]) -> str:
     return program.shifted(index, frozenset(program.scalars + i for i in own)).text()
 
 
-RULES: dict[str, Callable[[Call], Spec]] = {"autopar.flex_attention": flex_attention}
+def variable_length(call: Call) -> Spec:
+    """varlen_attn of torch, of documents one behind the other, whose first positions x3 and x4 list: split over heads.
+
+    FLOPs are those of one document. The state of random numbers, its last result, is the same everywhere.
+    """
+    if len(call.operands) != 5:
+        raise RuleDoesNotApply("keys in pages, or of which a part is used")
+    spec = spec_of("s! (g r) d!, t! g d!, t! g d!, n!, n! -> s! (g r) d!, (g r) s!, z!", call)
+    points = (4.0, tuple(x for x in "stgrd" if x in spec.sizes))
+    return replace(
+        spec,
+        whole=spec.whole | ({"r"} if "g" in spec.sizes else set()),  # else heads of a part would not follow each other
+        agreed=frozenset({"g", "r"} & spec.sizes.keys()),
+        flops=int(4 * math.prod(spec.sizes[x] for x in points[1])),
+        nests=(points,),
+        stated_kept=Kept((0, 1, 2, 3, 4), (0, 1, 2)) if call.wanted else Kept(),
+    )
+
+
+RULES: dict[str, Callable[[Call], Spec]] = {
+    "autopar.flex_attention": flex_attention,
+    "torch_attn._varlen_attn": variable_length,
+}

@@ -3,8 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from proof import labels_of, prove
-from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
+from proof import Alone, labels_of, prove
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
+
+import autopar
+from autopar.capture.export import capture_step
+from autopar.errors import CaptureError
 
 KIND = "autopar.flex_attention"
 BATCH, HEADS, ROWS, WIDTH = 2, 4, 16, 4
@@ -48,3 +52,102 @@ def test_masks(name):
     tensors = *qkv(), *TENSORS.get(name, ())
     assert labels_of(attending(name), *tensors, kind=KIND) == {"-", "b", "g", "q"}
     assert prove(attending(name), *tensors, kind=KIND) == 5  # and the same everywhere
+
+
+def test_grouped_heads():
+    tensors = *qkv(kv_heads=2), DOCUMENTS
+    assert labels_of(attending("documents"), *tensors, kind=KIND) == {"-", "b", "g", "r", "q"}
+    assert prove(attending("documents"), *tensors, kind=KIND) == 6
+
+
+def slopes(lead):
+    def attend(query, key, value, slope):
+        def score(s, b, h, q, k):
+            return s + slope[h] * (k - q)
+
+        if torch.compiler.is_exporting():
+            return flex_attention(query, key, value, score, enable_gqa=lead)
+        places = torch.arange(ROWS)
+        bias = slope[:, None, None] * (places - places[:, None])
+        return F.scaled_dot_product_attention(query, key, value, bias, enable_gqa=lead)
+
+    return attend
+
+
+def test_a_score_function_with_a_trained_tensor():
+    """It is split with the heads; where heads of queries are counted, those of a group stay together."""
+    for kv_heads, count in ((HEADS, 4), (2, 4)):
+        tensors = *qkv(kv_heads), rand(HEADS)
+        assert labels_of(slopes(kv_heads < HEADS), *tensors, kind=KIND) == {"-", "b", "g", "q"}
+        assert prove(slopes(kv_heads < HEADS), *tensors, kind=KIND) == count + 1
+
+
+def refused(attend, *tensors):
+    with pytest.raises(CaptureError) as error:
+        capture_step(Alone(attend, tensors), (), {}, None)
+    return str(error.value)
+
+
+def test_what_a_plan_cannot_say_is_refused():
+    def of_blocks(query, key, value):
+        mask = create_block_mask(MASKS["causal"](None), None, None, ROWS, ROWS, "cpu")
+        return flex_attention(query, key, value, block_mask=mask) * mask.kv_num_blocks.sum()
+
+    assert "reads the blocks of a block mask" in refused(of_blocks, *qkv())
+    window = BlockMask.from_kv_blocks(torch.ones(1, 1, 1).int(), torch.zeros(1, 1, 1, 2).int(), BLOCK_SIZE=(16, 8))
+
+    def of_other_blocks(query, key, value):
+        return flex_attention(query, key, value, block_mask=window)
+
+    assert "say different things" in refused(of_other_blocks, *qkv())
+
+    def of_draws(query, key, value):
+        return flex_attention(query, key, value, lambda s, b, h, q, k: s * torch.rand_like(s))
+
+    assert "draws random numbers" in refused(of_draws, *qkv())
+
+
+def test_documents_by_their_lengths():
+    """varlen_attn, with its definition in the place of the kernel of an accelerator."""
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    starts = torch.tensor([0, 5, 12, 16], dtype=torch.int32)
+    documents = torch.tensor([0] * 5 + [1] * 7 + [2] * 4)
+
+    def attend(query, key, value, starts=None):
+        q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+        seen = (documents[:, None] == documents).tril()
+        return F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True).transpose(0, 1)
+
+    def forward(query, key, value, *_):
+        sums = query.new_zeros(query.shape[1::-1], dtype=torch.float32)
+        return attend(query, key, value).contiguous(), sums, torch.zeros(2, dtype=torch.uint64)
+
+    def backward(gradient, query, key, value, *_):
+        with torch.enable_grad():
+            own = [x.detach().requires_grad_() for x in (query, key, value)]
+            return torch.autograd.grad(attend(*own), own, gradient)
+
+    def by_lengths(*tensors):
+        if not torch.compiler.is_exporting():
+            return attend(*tensors)
+        q, k, v, starts = tensors
+        return varlen.varlen_attn(q, k, v, starts, starts, 7, 7, window_size=(-1, 0), enable_gqa=True)
+
+    varlen._varlen_attn.register_kernel("cpu", forward)
+    varlen._varlen_attn_backward.register_kernel("cpu", backward)
+    tensors = rand(ROWS, 4, 8), rand(ROWS, 2, 8), rand(ROWS, 2, 8), starts
+    assert labels_of(by_lengths, *tensors, kind="torch_attn._varlen_attn") == {"-", "g"}
+    assert prove(by_lengths, *tensors, kind="torch_attn._varlen_attn") == 3
+
+
+def test_a_nested_batch_is_refused_and_its_values_are_taken():
+    rows = [torch.randn(3, 4), torch.randn(5, 4)]
+    nested = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    model = torch.nn.Linear(4, 4)
+    for given in (nested,), (nested.values(),), (nested.to_padded_tensor(0.0),):
+        compiled = autopar.compile(model, loss_fn=lambda y: y.square().sum())
+        if given[0].is_nested:
+            with pytest.raises(CaptureError, match="nested tensor.*x.values.*x.offsets.*to_padded_tensor"):
+                compiled.step(*given)
+        else:
+            assert compiled.step(*given).isfinite()

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar._torch import pytree
+from autopar.capture.checks import refuse_nested
 from autopar.errors import StepError
 from autopar.ir import R, local_shape
 from autopar.ops.sharding import shard
@@ -97,7 +98,8 @@ class Arguments:
         return replace(self, tensors=tuple(tensors))
 
     def without_values(self) -> Arguments:
-        """The same inputs with tensors of the meta device."""
+        """The same inputs with tensors of the meta device. Raises CaptureError for a nested tensor."""
+        refuse_nested(self.tensors)
         tensors = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in self.tensors]
         return replace(self, tensors=tuple(tensors), whole=frozenset())
 
