@@ -3,6 +3,7 @@
 another recipe, recomputation, micro-batches, tensor parallelism    settings of the question's own cluster
 parameters stored and updated on the host                           the same question, which allows it
 other optimizer states, pure 16-bit training, fewer tokens          the same question with other words
+adapters on layers in 4 bits                                        the same question about a model with them
 more nodes, larger devices                                          the same question on another cluster
 """
 
@@ -20,6 +21,7 @@ from autopar.errors import AutoparError
 from autopar.explanation.advice import Question
 from autopar.explanation.answers import Advice
 from autopar.ir import Mesh, R, Tensor
+from autopar.models.adapted import RANK, SUFFIX
 from autopar.search.candidates.comparison import best_that_fits
 from autopar.search.candidates.request_filters import allows
 from autopar.search.candidates.settings import DATA, ClusterSetting, PricedCandidate
@@ -46,6 +48,7 @@ def remedies(question: Question, asked: Advice, setting: ClusterSetting) -> Iter
     yield from _offloaded(question, setting)
     yield from _states(question, asked)
     yield from _fewer_tokens(question, asked)
+    yield from _adapters(question)
     yield from _clusters(question)
 
 
@@ -233,6 +236,16 @@ def _fewer_tokens(question: Question, asked: Advice) -> Iterator[Found]:
             if advice is not None:
                 yield f"sequences of {whole // part:,} tokens", f"--seq {whole // part}", advice
                 return
+
+
+def _adapters(question: Question) -> Iterator[Found]:
+    """Adapters of low rank, where only these are trained, on layers in 4 bits."""
+    target = question.target
+    if not isinstance(target, str) or target.endswith(SUFFIX) or not question.model.stacks:
+        return
+    advice = answered(replace(question, target=target + SUFFIX, _captured={}, _plans={}))
+    if advice is not None:
+        yield f"adapters of rank {RANK} alone trained, on layers in 4 bits", f"{target}{SUFFIX}", advice
 
 
 # --- another cluster

@@ -11,7 +11,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,6 +34,7 @@ from autopar.models import (
     longest,
     repeated_layers,
 )
+from autopar.models.adapted import SUFFIX, adapted
 from autopar.models.hugging_face import Pretrained, alike_stacks
 from autopar.models.importing import importing, staying
 
@@ -96,7 +97,8 @@ def resolve_target(
 
     Args:
         text: a preset or the name of one (`autopar.models.PRESETS`), path of a Hugging Face config.json
-            or of a directory that has one, or package.module:function.
+            or of a directory that has one, or package.module:function. With `+qlora` behind it: with adapters on
+            layers that are frozen in 4 bits (`autopar.models.adapted`).
         batch: sequences or images of a micro-batch; 1 if None.
         seq: tokens of a sequence; None for the longest the model is known for, at most `DEFAULT_SEQ`.
         dtype: element type of the parameters of a preset or configuration.
@@ -106,6 +108,8 @@ def resolve_target(
     for name, value in (("batch", batch), ("seq", seq)):
         if value is not None and value < 1:
             raise AutoparError(f"{name}={value} is less than 1.")
+    if isinstance(text, str) and text.endswith(SUFFIX):
+        return _adapted(resolve_target(text.removesuffix(SUFFIX), batch=batch, seq=seq, dtype=dtype))
     if isinstance(text, Preset):
         return _of_preset(text, batch or 1, seq, dtype)
     if text in PRESETS:
@@ -121,6 +125,18 @@ def resolve_target(
             "directory that has one."
         )
     return _of_preset(find_preset(text), batch or 1, seq, dtype)
+
+
+def _adapted(target: Target) -> Target:
+    """A target with adapters on layers that are frozen in 4 bits."""
+
+    def make(layers: int | None) -> Built:
+        model, *rest = target.build(layers)
+        return adapted(model, tuple(each.path for each in target.stacks)), *rest
+
+    if not target.stacks:
+        raise AutoparError(f"{target.name} has no layers that are alike, of which {SUFFIX} would make adapters.")
+    return replace(target, name=target.name + SUFFIX, build=make)
 
 
 # --- presets
