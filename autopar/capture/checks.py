@@ -128,7 +128,8 @@ def refuse_nested(tensors: Iterable[Tensor]) -> None:
     for number, x in enumerate(tensors):
         if x.is_nested:
             raise CaptureError(
-                f"Tensor {number} of the batch is a nested tensor ({x.layout}), and no plan says how rows of other lengths "
-                "are split. Give its values and its offsets as two inputs, x.values() and x.offsets(), and attend within "
-                "documents (flex_attention with a mask, torch.nn.attention.varlen); or pad it, x.to_padded_tensor(0.0)."
+                f"Tensor {number} of the batch is a nested tensor ({x.layout}), and no plan says how rows of other "
+                "lengths are split. Give its values and its offsets as two inputs, x.values() and x.offsets(), and "
+                "attend within documents (flex_attention with a mask, torch.nn.attention.varlen); or pad it, "
+                "x.to_padded_tensor(0.0)."
             )

@@ -2,7 +2,7 @@
 
 While export traces, a call of flex_attention runs both functions once, on scalars of the op `score_point`:
 
-    %point = score_point(%q);  %seen = ge(%point[3], %point[4]);  %out = flex_attention(%q, %k, %v, [%seen], "seen", ...)
+    %point = score_point(%q);  %seen = ge(%point[3], %point[4]);  %out = flex_attention(%q, %k, %v, [%seen], ...)
     -> %out = flex_attention(%q, %k, %v, [], '{"lines": [["aten.ge.Tensor", ...', ...)
 
 When the graph is functional, what was computed from these scalars becomes a program (`autopar.ops.point_program`), and
@@ -57,7 +57,7 @@ def _made(
     *_: Any,
     **__: Any,
 ) -> Any:
-    """The block mask that stands in a trace for one of create_block_mask, with its arguments: nothing has its blocks."""
+    """The block mask that stands in a trace for one of create_block_mask, with its arguments, but without blocks."""
     size = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
     shape = [B or 1, H or 1, *(-(-length // own) for length, own in zip((Q_LEN, KV_LEN), size, strict=True))]
     like = torch.zeros((), dtype=torch.int32, device=device or torch.accelerator.current_accelerator() or "cpu")

@@ -6,8 +6,8 @@ parameters of the model in its place, by torch's parametrization, and the model'
 
     layer.weight  ->  dequantize(layer.parametrizations.weight.original0, ...original1)
 
-So a graph has the codes and the scales as parameters. They are stored, split and gathered as they are; along which dims,
-the rules of the ops of `dequantize` say: rows of codes and scales together, columns where no block is cut.
+So a graph has the codes and the scales as parameters. They are stored, split and gathered as they are; along which
+dims, the rules of the ops of `dequantize` say: rows of codes and scales together, columns where no block is cut.
 
 That is the subclass only if its own product is the product with its numbers, which is tried on random ones: one that
 rounds what it is multiplied with, too, is refused.
@@ -132,8 +132,9 @@ def _check(name: str, weight: nn.Parameter) -> None:
         rounds = not _multiplies(weight)
     if rounds:
         raise CaptureError(
-            f"The weight {name} is quantized ({kind}), and its product is not the product with weight.dequantize(): it "
-            "rounds what it is multiplied with, too. Quantize weights alone, such as by Int8WeightOnlyConfig of torchao."
+            f"The weight {name} is quantized ({kind}), and its product is not the product with weight.dequantize(): "
+            "it rounds what it is multiplied with, too. Quantize weights alone, such as by Int8WeightOnlyConfig of "
+            "torchao."
         )
 
 

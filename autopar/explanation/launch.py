@@ -66,7 +66,9 @@ def _precision(e: Explanation) -> str:
     states = _states(e.run.training_state)
     if e.plan.precision is not None:
         return f"{e.plan.precision}; states of {e.run.training_state.optimizer.name}"
-    sizes = [e.graph.tensors[t].itemsize_bytes for t in e.graph.parameters.values()]
+    parameters = [e.graph.tensors[t] for t in e.graph.parameters.values()]
+    trained = [t for t in parameters if t.needs_grad] or parameters  # a frozen base may have other formats
+    sizes = [t.itemsize_bytes for t in trained]
     return f"parameters of {min(sizes, default=4)} bytes; {states}"
 
 

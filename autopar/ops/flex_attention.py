@@ -1,11 +1,11 @@
 """Attention with a function of every score as an op: `torch.nn.attention.flex_attention` as text in a graph.
 
-    torch.ops.autopar.flex_attention(query, key, value, tensors, mask, score, scale) -> (result, logsumexp)
+    flex_attention(query, key, value, tensors, mask, score, scale) -> (result, logsumexp)
 
-`mask` and `score` are mask_mod and score_mod as `autopar.ops.point_program` writes them, "" for none, both of which read
+`mask` and `score` are mask_mod and score_mod as `autopar.ops.point_program` writes them, "" for none; both read
 `tensors`. On an accelerator torch's flex_attention runs, compiled, on a block mask of the program. Elsewhere torch has
 no backward of it, and the scores of runs of queries are computed one after the other, in forward and again in backward.
-`score_point` makes the scalars with which a function is traced, and `untraced_blocks` stands for the blocks of a mask.
+`score_point` makes the scalars with which a function is traced; `untraced_blocks` stands for the blocks of a mask.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rules of flex_attention and varlen_attn. flex_attention is split over batch, heads and queries, by where its mask and score functions read the indices.
+"""Rules of flex_attention and varlen_attn. The first is split by where its functions read the indices.
 
     b (g r) q e!, b g k! e!, b g k! v!, tensors -> b (g r) q v!, b (g r) q
 

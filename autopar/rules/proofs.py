@@ -21,7 +21,7 @@ _TOLERANCES = {
 }
 _HALF_TOLERANCE = 3e-2
 # Elements of all tensors of a call above which it is not run only to find out something.
-_MOST_ELEMENTS = 1 << 24
+MOST_ELEMENTS = 1 << 24
 
 
 class Splitting(NamedTuple):
@@ -114,7 +114,7 @@ def can_be_tried(call: Call) -> bool:
     """Whether a call may run only to find out something: its sizes are known, and its tensors are small."""
     tensors = [*call.operands, *call.results]
     known = all(isinstance(size, int) for x in tensors for size in x.shape)
-    return known and sum(x.numel() for x in tensors) <= _MOST_ELEMENTS
+    return known and sum(x.numel() for x in tensors) <= MOST_ELEMENTS
 
 
 def decomposes(node: fx.Node, parts: Callable[..., Any]) -> bool:

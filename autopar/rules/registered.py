@@ -11,7 +11,8 @@ one table of this package that changes after import. It starts with the rows of 
 
 [Note: proof of a registered rule] For every call in a captured graph the op is run on random tensors of
 the captured shapes and dtypes, whole and on parts, once for every letter that the rule lets be split, and
-results and gradients are compared. Integers are drawn from {0, 1}, because every table has these rows. What
+results and gradients are compared: on smaller ones of the same letters where these have more than 16.8
+million elements, if the op runs on them. Integers are drawn from {0, 1}, because every table has these rows. What
 backward keeps of the whole tensors may not be more than the row says. Where the kernel does not run (a model
 on the meta device is planned on a machine without its accelerator), a row is used without a proof, and plans
 call it a guess.
@@ -19,8 +20,9 @@ call it a guess.
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -33,6 +35,7 @@ from autopar.rules.kept.rows import row as kept_row
 from autopar.rules.kernels import ROWS
 from autopar.rules.notation import parse, spec_of
 from autopar.rules.proofs import (
+    MOST_ELEMENTS,
     Splitting,
     comparison,
     examples,
@@ -66,6 +69,7 @@ class Registered:
 RULES: dict[str, Registered] = {name: Registered(row, is_ours=True) for name, row in ROWS.items()}
 
 _MOST_PARTS = 8
+_LEAST_POSITIONS = 2048  # of a letter that stays whole and is made shorter for a proof
 
 
 def register_rule(op: str | type[torch.autograd.Function], row: str) -> None:
@@ -136,6 +140,9 @@ def _proved(name: str, rule: Registered, call: Call) -> Spec:
 def _finding(name: str, rule: Registered, call: Call, spec: Spec) -> str:
     """Proves a row on a call; why it is a guess if the op cannot run. Raises RecipeError where it does not hold."""
     with forked_randomness(call):
+        small, its_spec = _small(call, spec)
+        if small is not call and not why_not_run(small):
+            call, spec = small, its_spec
         fault = why_not_run(call)
         if fault and (rule.is_ours or call.operands[0].device.type == "meta"):
             return "its kernel does not run on this machine, so that its rule is not proved"
@@ -144,6 +151,38 @@ def _finding(name: str, rule: Registered, call: Call, spec: Spec) -> str:
         if spec.stated_kept is not None and not fault and not rule.is_ours:
             _check_kept(name, rule.row, call, spec)
     return ""
+
+
+def _small(call: Call, spec: Spec) -> tuple[Call, Spec]:
+    """A call on parts of its operands that have few elements together, with its spec; the call if there are none.
+
+    Letters that can be split become shorter, and then others that are long, each by the number of parts that it is
+    tried in, so that it can still be cut.
+    """
+    sizes = dict(spec.sizes)
+
+    def shapes(tensors: Iterable[Letters]) -> list[list[int]]:
+        return [[math.prod(sizes[x] for x in dim) for dim in letters] for letters in tensors]
+
+    def shorter(x: str) -> int:
+        parts = max(_parts(sizes[x]), 1)
+        new = sizes[x] // parts
+        is_enough = new % parts == 0 and (spec.splittable(x) or new >= _LEAST_POSITIONS)
+        return new if new < sizes[x] and is_enough else 0
+
+    while sum(map(math.prod, shapes([*spec.operands, *spec.results]))) > MOST_ELEMENTS:
+        letters = [x for x in sizes if shorter(x)]
+        if not letters:
+            break
+        longest = max(letters, key=lambda x: (spec.splittable(x), sizes[x]))
+        sizes[longest] = shorter(longest)
+    if sizes == spec.sizes:
+        return call, spec
+    small = copy.copy(call)
+    for name, own in (("operands", spec.operands), ("results", spec.results)):
+        made = zip(getattr(call, name), shapes(own), strict=True)
+        setattr(small, name, [x.new_empty(shape) for x, shape in made])
+    return small, replace(spec, sizes=sizes)
 
 
 def stated_row(name: str) -> str:

@@ -7,6 +7,7 @@ import torch
 from proof import _captured, labels_of, prove
 
 import autopar
+from autopar._torch import FakeTensor
 from autopar.analysis.factors import analyze
 from autopar.errors import RecipeError
 from autopar.ir import VARIED
@@ -289,3 +290,21 @@ def test_an_op_made_of_others_is_split_by_its_parts():
     assert not labels_of(composite, x, weight, kind=kind)
     autopar.register_rule("rules_test::composite", "b h, h -> b h")
     assert labels_of(composite, rand(4, 6), rand(6), kind=kind) == {"-", "b", "h"}
+
+
+@pytest.mark.parametrize("least", [0, 96])
+def test_a_row_is_proved_on_small_tensors(monkeypatch, least):
+    """Of 96 x 4096 numbers an op is tried on few rows; on all of them where it refuses fewer."""
+    monkeypatch.setattr(registered, "MOST_ELEMENTS", 1 << 15)
+    tried = []
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        if not isinstance(x, FakeTensor) and not x.is_meta:
+            tried.append(len(x))
+            assert len(x) >= least / 2  # and its halves
+        return 2 * x
+
+    define(f"double_{least}", double)
+    autopar.register_rule(f"rules_test::double_{least}", "b h! -> b h!")
+    assert op_of(getattr(torch.ops.rules_test, f"double_{least}"), rand(96, 4096), kind=f"rules_test.double_{least}")
+    assert max(tried) == (96 if least else 6)
