@@ -5,6 +5,7 @@ The first four sets of sizes are planned at once; a later set only after it has 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -28,12 +29,17 @@ from autopar.options import shared_words
 from autopar.runtime.execute.compiled import Executor
 from autopar.runtime.model.program_cache import KEPT_PROGRAMS
 from autopar.runtime.ranks.comparison import Comparison
+from autopar.runtime.ranks.stderr_log import heard
 from autopar.runtime.ranks.world import World
 from autopar.search.request.options import PlanOptions
 from autopar.search.request.request import Request
 
 log = logging.getLogger("autopar")
 Run = Callable[[Sequence[Any]], list[Any]]
+_SHOWN_GRAPHS = 8  # a script with graph breaks has more
+_HINT = "TORCH_LOGS=+autopar shows the plans; logging.getLogger('autopar').setLevel('WARNING') hides these lines"
+_LAST = "TORCH_LOGS=autopar shows such a line for every further graph"
+_shown = set[str]()  # lines of the user's code with whose graphs plans were shown
 
 
 class SplitGraph:
@@ -104,12 +110,13 @@ class SplitGraph:
                 lifted = lift(self._module, self._names, given, frozenset(sharded))
                 prepared = prepare(lifted, tuple(arguments[i] for i in lifted.inputs))
             stored = {n: sharded[i] for n, i in lifted.parameters.items() if i in sharded}
-            plan = plan_of(prepared, self._request, stored)
-            local = local_graph(prepared, plan)
+            with self._heard():
+                plan = plan_of(prepared, self._request, stored)
+                local = local_graph(prepared, plan)
+                self._tell(prepared.analysis.graph, plan, local, time.perf_counter() - start)
         except AutoparError as error:
             self._warn(str(error))
             return self._whole
-        self._tell(prepared.analysis.graph, plan, local, time.perf_counter() - start)
         world = self._world_on(plan.mesh)
         return LocalGraph(lifted, prepared.captured, local, world, self._executor, arguments)
 
@@ -122,6 +129,14 @@ class SplitGraph:
                 "The graph uses as_strided, and an argument is a view with a storage offset; "
                 f"take slices, or give a clone.{place_of(self._module)}"
             )
+
+    def _heard(self) -> contextlib.AbstractContextManager[None]:
+        """Shows the first plan of the graphs that begin at one line on stderr, as `autopar.compile` shows its plan."""
+        place = place_of(self._module)
+        if place in _shown or len(_shown) == _SHOWN_GRAPHS:
+            return contextlib.nullcontext()
+        _shown.add(place)
+        return heard({1: _HINT, _SHOWN_GRAPHS: _LAST}.get(len(_shown), ""))
 
     def _tell(self, graph: Graph, plan: Plan, local: fx.GraphModule, seconds: float) -> None:
         if self._world.rank == 0:
