@@ -75,6 +75,7 @@ from autopar.runtime.ranks.processes import (
 from autopar.runtime.ranks.tiers import Tiers
 from autopar.runtime.ranks.world import World, set_timeout
 from autopar.search.candidates.refined import with_inner_axes
+from autopar.search.candidates.trials import asks_for_no_stages
 from autopar.search.request.request import Request
 from autopar.units import counted
 
@@ -215,7 +216,9 @@ class Planner:
         if fixed is not None:
             is_open = is_step and self._request.micro_batches is None
             return self._following(prepared, fixed, count, is_step=is_step, is_open=is_open)
-        return self._search(prepared, micro_batches if is_step else None, captured=count)
+        # A script that calls model(...) before `step`, and has no loss_fn, has a training loop of its own.
+        with_stages = is_step or self._loss_fn is not None
+        return self._search(prepared, micro_batches if is_step else None, captured=count, with_stages=with_stages)
 
     def _beside(self, given: Plan, prepared: Prepared, is_step: bool) -> Plan:
         """A plan of a forward that comes before the step that a plan was given for, with its parameters.
@@ -293,10 +296,26 @@ class Planner:
             return agreed(lambda: self._following(prepared, fixed, count, is_step=True, is_open=False))
         return agreed(lambda: self._search(prepared, count, captured=count))
 
-    def _search(self, prepared: Prepared, micro_batches: int | None, *, captured: int) -> Plan:
+    def _search(
+        self, prepared: Prepared, micro_batches: int | None, *, captured: int, with_stages: bool = True
+    ) -> Plan:
+        """The best plan; where nobody asks for stages, and without `with_stages`, one that has them only if it must.
+
+        A loop of the script's own may take norms of `model.parameters()`, or save some of them, which are those of
+        one stage where there are stages.
+        """
         request = self._request.of_micro_batches(micro_batches).but(mesh=self._mesh)
 
-        plan = self._stored.plan(make_plan, prepared, request, captured_micro_batches=captured)
+        def search(asked: Request) -> Plan:
+            return self._stored.plan(make_plan, prepared, asked, captured_micro_batches=captured)
+
+        if with_stages or self._mesh is not None or not asks_for_no_stages(request):
+            plan = search(request)
+        else:
+            try:
+                plan = search(request.but(stages=(1,)))
+            except (MeshError, RecipeError, SearchError):
+                plan = search(request)
         if self._mesh is not None:
             warn_of_idle_axes(plan)
         warn_of_repeated_work(plan)

@@ -45,6 +45,7 @@ _REFUSED = (
     "past_key_values",
     "cache_implementation",
 )
+_LIBRARIES = ("torch", "transformers", "peft")  # whose methods take the model apart
 Run = Callable[[Mapping[str, Any]], Any]
 
 
@@ -80,6 +81,11 @@ def generate(model: nn.Module, run: Run, args: tuple[Any, ...], kwargs: Mapping[
     vars(sampled).update(forward=forward, _forward_hooks={}, _forward_pre_hooks={})
     past = {"past_key_values": Past()} if keeps else {"use_cache": False}
     return sampled.generate(*args, **{**kwargs, **past})  # type: ignore[operator]
+
+
+def is_of_script(found: Any) -> bool:
+    """Whether a value is a method that neither torch nor a library of models has written."""
+    return inspect.ismethod(found) and found.__func__.__module__.partition(".")[0] not in _LIBRARIES
 
 
 def _refuse_prompt_learning(model: nn.Module) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from autopar.runtime.execute.settings import Outputs, Settings
 from autopar.runtime.formats.weights import PathLike, read_weights
 from autopar.runtime.formats.weights_export import write_weights
 from autopar.runtime.model.examples import Examples
-from autopar.runtime.model.generation import generate
+from autopar.runtime.model.generation import generate, is_of_script
 from autopar.runtime.model.module_programs import ModulePrograms
 from autopar.runtime.model.module_runs import ModuleRuns
 from autopar.runtime.model.program_builder import ProgramBuilder
@@ -211,14 +212,14 @@ class CompiledModule(nn.Module):
         return ready
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the model's own `generate`, as models of transformers have it; its forwards run by the plan of training.
+        """Runs the model's own `generate`, whose forwards run by the plan of training.
 
         Every rank calls it with the same whole prompts and gets the tokens that a single device gives. If tokens are
         sampled, all ranks use the first rank's state of torch's random generator. Keys and values are cached in the
-        layouts of the plan (docs/checkpoints.md).
+        layouts of the plan (docs/checkpoints.md). A `generate` that the script itself defines is called as it is.
 
-        Raises PlanError before there is a plan; StepError with batch="local", for a model that is not a causal
-        language model, and for arguments that it does not support; PeerError if another rank died or hangs.
+        Raises PlanError before there is a plan; StepError with batch="local", for a model of transformers that is not a
+        causal language model, and for arguments that it does not support; PeerError if another rank died or hangs.
         """
         _ = self.plan
         if self._settings.batch == "local":
@@ -227,6 +228,9 @@ class CompiledModule(nn.Module):
                 'with batch="global", or export the weights (model.export).'
             )
         draw_alike(self._settings.device)
+        own = getattr(self._original, "generate", None)
+        if is_of_script(own):
+            return self._with_self(own)(*args, **kwargs)
 
         def run(given: Mapping[str, Any]) -> Any:
             return self._forward(Arguments.of((), given), "dtensor")
@@ -467,7 +471,12 @@ class CompiledModule(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.__dict__["_original"], name)
+            return self._with_self(getattr(self.__dict__["_original"], name))
+
+    def _with_self(self, found: Any) -> Any:
+        """A method of the script's model, which calls the compiled module where it calls `self`; else the value."""
+        is_own = is_of_script(found) and found.__self__ is self.__dict__["_original"]
+        return MethodType(found.__func__, self) if is_own else found
 
     def __setattr__(self, name: str, value: Any) -> None:
         original = self.__dict__.get("_original")

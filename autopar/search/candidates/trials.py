@@ -227,9 +227,15 @@ def depths_of(graph: Graph, request: Request) -> tuple[Sequence[int], Sequence[i
         return [depth for depth in depths if depth in request.depths], ()
     if request.chosen_schedule or request.chunks:
         return depths[1:] or depths, ()
-    if PIPELINE_AXIS in recipe_axes(request.recipe) or is_open(request.inside):
+    if not asks_for_no_stages(request) or is_open(request.inside):
         return depths, ()
     return depths[:1], depths[1:]
+
+
+def asks_for_no_stages(request: Request) -> bool:
+    """Whether nothing that the user asks for has to do with pipeline stages."""
+    named = request.depths is not None or request.chosen_schedule or request.chunks
+    return not named and PIPELINE_AXIS not in recipe_axes(request.recipe)
 
 
 def _refuse_depths(asked: Sequence[int], known: Sequence[int], ranks: int) -> None:
