@@ -134,6 +134,7 @@ from autopar._torch.exporting import (
     as_if_compiling,
     call_with,
     fake_mode,
+    is_transformed,
     quiet_export,
     user_line,
     validates_distribution,
@@ -155,7 +156,7 @@ from autopar._torch.imports import quiet_torchao
 from autopar._torch.limits import AskedLimits
 from autopar._torch.modules import BatchNormBase, DropoutBase, is_computing
 from autopar._torch.operators import autopar_op, decomposition_of, required_arguments, schema
-from autopar._torch.parts import for_a_file, has_shards, refuse_parts
+from autopar._torch.parts import as_entry_of_stage, for_a_file, has_shards, refuse_parts
 from autopar._torch.product_nodes import operand_gradients
 from autopar._torch.shortcuts import (
     code_when_called,

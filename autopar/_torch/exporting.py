@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import apis, eager_transforms, vmap
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -152,6 +153,12 @@ def validates_distribution(error: BaseException) -> bool:
 
     frames = traceback.extract_tb(error.__traceback__)
     return any(frame.filename == distribution.__file__ for frame in frames)
+
+
+def is_transformed(error: BaseException) -> bool:
+    """Whether an error was raised inside of a transform of torch.func (vmap, grad, jvp)."""
+    files = {each.__file__ for each in (apis, eager_transforms, vmap)}
+    return any(frame.filename in files for frame in traceback.extract_tb(error.__traceback__))
 
 
 @contextlib.contextmanager

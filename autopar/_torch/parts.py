@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, serialization
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad, convert_parameters
 
@@ -21,12 +21,13 @@ from autopar.errors import StepError
 # Whether a model has a DTensor as all ranks have theirs ("model"), as those of one pipeline stage ("stage"), or not.
 KindOf = Callable[[DTensor], Literal["", "model", "stage"]]
 _FOR_A_FILE = "is_shard_for_a_file"  # an attribute of the DTensors that `for_a_file` makes
+_OF_STAGE_STATE = "is_entry_of_one_stage"  # an attribute of those that `as_entry_of_stage` has seen
 
 
 def refuse_parts(kind_of: KindOf) -> Callable[[], None]:
     """Makes `torch.save`, and norms and vectors of `torch.nn.utils`, raise StepError where they see a part.
 
-    Whole tensors are pickled as plain ones.
+    Whole tensors are pickled as plain ones. What is refused leaves the file of an earlier `torch.save` as it is.
 
     Args:
         kind_of: function that says whether a DTensor is of a model, and whether of one pipeline stage.
@@ -41,6 +42,9 @@ def refuse_parts(kind_of: KindOf) -> Callable[[], None]:
 def _kinds() -> list[KindOf]:
     """The registered functions; the first call replaces functions of torch, where other functions of torch look."""
     DTensor.__reduce_ex__ = _reduced  # type: ignore[method-assign, assignment]
+    DTensor.full_tensor = _of_model(DTensor.full_tensor)  # type: ignore[method-assign]
+    files: Any = serialization
+    files._open_zipfile_writer = _opened_late(files._open_zipfile_writer)
     clip_grad._get_total_norm = _of_whole(clip_grad._get_total_norm)
     torch.nn.utils.get_total_norm = _of_whole(torch.nn.utils.get_total_norm)
     of_vectors: Any = convert_parameters
@@ -67,6 +71,62 @@ def for_a_file(x: Any) -> Any:
     found = x.detach()
     setattr(found, _FOR_A_FILE, True)
     return found
+
+
+def as_entry_of_stage(x: Any) -> Any:
+    """The same tensor, of a state dict that has one pipeline stage's: its `full_tensor()` raises StepError."""
+    if isinstance(x, DTensor) and not isinstance(x, nn.Parameter):
+        setattr(x, _OF_STAGE_STATE, True)
+    return x
+
+
+def _of_model(full_tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`DTensor.full_tensor` that raises StepError for an entry of one stage's state dict."""
+
+    @functools.wraps(full_tensor)
+    def checked(x: DTensor, **options: Any) -> Tensor:
+        if getattr(x, _OF_STAGE_STATE, False):
+            raise StepError(
+                "full_tensor() is called on an entry of a state dict that has the parameters of this rank's pipeline "
+                "stages alone: a file of such tensors lacks those of other ranks. On all ranks, model.export(folder) "
+                "writes whole weights and autopar.checkpoint.save_checkpoint(folder, model, optimizer) a checkpoint "
+                "(docs/checkpoints.md). For this rank's entries: model.state_dict().shards()."
+            )
+        return full_tensor(x, **options)
+
+    return checked
+
+
+class _LateFile:
+    """A file of `torch.save` that is opened for its first record, after all tensors are pickled."""
+
+    def __init__(self, opener: Callable[[], Any]) -> None:
+        self._opener, self._opened, self._file = opener, None, None
+
+    def __enter__(self) -> _LateFile:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._opened is not None:
+            self._opened.__exit__(*error)
+
+    def __getattr__(self, name: str) -> Any:
+        if self._opened is None:
+            self._opened = self._opener()
+            self._file = self._opened.__enter__()
+        return getattr(self._file, name)
+
+
+def _opened_late(opener: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`torch.serialization._open_zipfile_writer` that leaves a file as it is where pickling is refused."""
+
+    @functools.wraps(opener)
+    def opened(name_or_buffer: Any) -> Any:
+        if not isinstance(name_or_buffer, str):
+            return opener(name_or_buffer)
+        return _LateFile(lambda: opener(name_or_buffer))
+
+    return opened
 
 
 def _reduced(x: DTensor, protocol: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar import _torch
 from autopar.api.asked import alike_asked, read_asked, without_idle
-from autopar.api.machine import MeshLike, axes_of, device_of
+from autopar.api.machine import MeshLike, axes_of, device_of, measured_hardware
 from autopar.api.notebook import shown_planning
 from autopar.api.planner import Planner
 from autopar.capture.export import LossFunction
@@ -38,9 +40,10 @@ from autopar.runtime.execute.settings import RunOptions, Settings
 from autopar.runtime.failures.failures import show_failures
 from autopar.runtime.model.module import CompiledModule
 from autopar.runtime.parameters.loss_scale import LossScaling
-from autopar.runtime.ranks.processes import join_process_group
+from autopar.runtime.ranks.processes import join_process_group, world_size
 from autopar.search import RecipeLike
 from autopar.search.request.options import PlanOptions
+from autopar.search.request.recipes import is_open
 from autopar.search.request.request import Request
 
 
@@ -98,6 +101,12 @@ def compile(
     given = options | {"mesh": mesh, "recipe": recipe, "precision": precision}
     asked = alike_asked(lambda: read_asked(given, plan, device), has_example=example_inputs is not None)
     request, run, loaded, assumed = asked
+    stored = _stored(run.cache)
+    # Only where the search decides whether anything is split: recipes hold on any machine.
+    opens = mesh is None and loaded is None and is_open(recipe) and world_size() > 1
+    if opens and run.hardware is None and not _torch.is_accelerator(device):
+        hardware, assumed = measured_hardware(request.hardware, stored.folder)
+        request = dataclasses.replace(request, hardware=hardware)
     planner = Planner(
         request,
         loss_fn=loss_fn,
@@ -107,7 +116,7 @@ def compile(
         device_mesh=mesh if isinstance(mesh, DeviceMesh) else None,
         assumed=assumed,
         files=run.nvme,
-        stored=_stored(run.cache),
+        stored=stored,
     )
     device_mesh = planner.device_mesh()
     store_inner_tensors(model)

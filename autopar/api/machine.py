@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import _torch
+from autopar.calibrate.at_start import measured_at_start
 from autopar.cost_model import Hardware
 from autopar.cost_model.machines.software import named_hardware
 from autopar.errors import AutoparError, MeshError
@@ -23,6 +25,7 @@ from autopar.ir import (
     without_pipeline,
 )
 from autopar.runtime.ranks.processes import axes_of_device_mesh
+from autopar.units import format_seconds
 
 MeshLike = DeviceMesh | Mesh | Mapping[str, int] | str
 
@@ -107,6 +110,19 @@ def hardware_of(
         return named_hardware(hardware), ()
     name = _torch.catalogue_name(device)
     return named_hardware(name), (f"priced for {name}, a guess from the device {device.type}",)
+
+
+def measured_hardware(hardware: Hardware, folder: Path | None) -> tuple[Hardware, tuple[str, ...]]:
+    """Processors that were guessed, with the times of this machine, and a note for the plan.
+
+    Args:
+        hardware: the processors of the catalogue.
+        folder: folder that keeps what was measured for the next start; None keeps nothing.
+    """
+    found = measured_at_start(hardware, folder)
+    op, message = found.launch_seconds, found.inside_node.latency_seconds
+    words = f"{format_seconds(op)} for an op, {format_seconds(message)} for a message"
+    return found, (f"priced for {found.name}, with what this machine took at the start: {words}",)
 
 
 def axes_of(mesh: MeshLike | None, plan: Plan | None) -> Mesh | None:

@@ -174,7 +174,7 @@ def _host(team: Team) -> float:
     It is the average over forward and backward of a small layer, some in a row: a matrix product takes a CPU several
     times as long to issue as an element-wise kernel, and the first kernel after a wait longer than the next ones.
     """
-    run = _layer(team.device.device)
+    run = layer(team.device.device)
     run()
     with KernelCount() as count:
         run()
@@ -182,8 +182,8 @@ def _host(team: Team) -> float:
     return team.largest(median(samples)) / count.kernels
 
 
-def _layer(device: torch.device, width: int = 64) -> Callable[[], object]:
-    """The forward and backward of layer norm, two products, GELU and a sum."""
+def layer(device: torch.device, width: int = 64) -> Callable[[], object]:
+    """A function that runs forward and backward of layer norm, two products, GELU and a sum."""
     x, up, down, scale, shift = (
         torch.randn(*shape, device=device, requires_grad=True)
         for shape in ((width, width), (width, width), (width, width), (width,), (width,))
@@ -265,17 +265,17 @@ def _messages(team: Team, effort: Effort, count: _Counter) -> Iterator[Message]:
             for size in effort.message_bytes:
                 elements = max(1, size // 4 // len(members)) * len(members)
                 count(f"{collective} of {4 * elements} bytes {link.replace('_', ' ')}")
-                run = _collective(collective, group, members, team, elements)
+                run = collective(collective, group, members, team, elements)
                 seconds = team.seconds(run, effort, meets=True)
                 if collective == "send":
                     seconds /= 2  # there and back
                 yield Message(link, collective, len(members), 4 * elements, seconds)
 
 
-def _collective(
+def collective(
     name: str, group: dist.ProcessGroup, members: Sequence[int], team: Team, elements: int
 ) -> Callable[[], object]:
-    """One call of a collective whose whole is of so many float32 elements."""
+    """A function that runs a collective whose whole is of so many float32 elements."""
     whole = torch.zeros(elements, device=team.device.device)
     part = torch.zeros(elements // len(members), device=team.device.device)
     other = torch.zeros_like(whole) if name == "all_to_all" else whole

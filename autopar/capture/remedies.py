@@ -49,6 +49,8 @@ def explained(error: Exception, wrapper: nn.Module) -> CaptureError:
     reason = text[0] if text else type(error).__name__
     if isinstance(error, _torch.SizeDependsOnValues):  # says its name alone
         reason += " has no kernel that export takes: the size of a result depends on values"
+    if _torch.is_transformed(error):
+        reason = f"torch.func transforms (vmap, grad, jvp) compute here, which export does not follow ({reason})"
     line = _torch.user_line(error) or _module_named_in(reason, wrapper)
     remedy = _remedy(error, line, wrapper) or "Write this line so that torch.export takes it"
     return uncaptured(line, reason, remedy)
@@ -124,6 +126,8 @@ _REMEDIES = (
 
 def _remedy(error: Exception, line: str, wrapper: nn.Module) -> str | None:
     remedy = _remedy_of_values(error, line, wrapper)
+    if remedy is None and _torch.is_transformed(error):
+        return 'Take torch.compile(model, backend="autopar"), which runs such a graph whole on every rank'
     for said, known in _REMEDIES:
         remedy = remedy or (known if re.search(said, str(error)) else None)
     return remedy or _remedy_of_arguments(error, wrapper)

@@ -39,3 +39,25 @@ def test_a_tensor_of_one_stage_is_refused_by_what_would_take_it_for_all(paramete
     end()
     norm = of_torch.get_total_norm(iter([parameter])).item()
     assert norm == pytest.approx((1 + 4 + 9) ** 0.5)
+
+
+def test_what_is_refused_leaves_the_last_good_file(parameter, tmp_path):
+    path = tmp_path / "last.pt"
+    torch.save({"x": torch.ones(3)}, path)
+    end = _torch.refuse_parts(lambda _: "stage")
+    with pytest.raises(StepError, match="one pipeline stage"):
+        torch.save({"x": parameter}, path)
+    with pytest.raises(RuntimeError, match="directory"):
+        torch.save({}, tmp_path / "none" / "file.pt")
+    end()
+    assert torch.load(path)["x"].tolist() == [1, 1, 1]
+    torch.save({"x": torch.zeros(3)}, str(path))
+    assert torch.load(path)["x"].tolist() == [0, 0, 0] and [x.name for x in tmp_path.iterdir()] == ["last.pt"]
+
+
+def test_an_entry_of_one_stage_does_not_pass_for_one_of_the_model(parameter):
+    _torch.refuse_parts(lambda _: "stage")()
+    entry = _torch.as_entry_of_stage(parameter.detach())
+    with pytest.raises(StepError, match=r"model.export\(folder\)"):
+        entry.full_tensor()
+    assert _torch.for_a_file(entry).full_tensor().shape == parameter.shape

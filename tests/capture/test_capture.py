@@ -552,6 +552,19 @@ class Packed(nn.Module):
         return self.layer(pack_padded_sequence(x, [6, 5]))[0].data.sum()
 
 
+class Transformed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x, _):
+        def loss(parameters, row):
+            return torch.func.functional_call(self.layer, parameters, row).sum()
+
+        each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(dict(self.layer.named_parameters()), x)
+        return each["weight"].pow(2).sum()
+
+
 class Unary(nn.Module):
     def forward(self, x):
         return x.sum()
@@ -564,6 +577,7 @@ class Unary(nn.Module):
             Ctc(),
             "has no kernel that export takes.*\n  remedy: Compute this outside of what is captured",
         ),
+        (Transformed(), r"torch.func transforms \(vmap, grad, jvp\) compute here"),
         (Packed(), "Packed sequences do: give the recurrent layer the padded batch"),
         (Unary(), "Call it with the arguments that the model's forward takes"),
     ],

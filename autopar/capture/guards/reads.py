@@ -6,6 +6,7 @@ ran. Torch, numpy and the standard library are nobody's to change: their code is
 
 from __future__ import annotations
 
+import builtins
 import enum
 import inspect
 import os
@@ -402,7 +403,7 @@ class Reads:
                 raise refusals.reads_iterator(value, place)
             if is_weak(value):
                 raise refusals.reads_weakly(place)
-            yield Guard(place, before)
+            yield Guard(place, _as_it_stays(place, before))
             if cached_by(value) is not None:
                 was = partial(_was_emptied, value, times_computed(value), cache_of(value))
                 yield Guard(Place(was, CALL, f"whether {place.words} was emptied", place.line), False)
@@ -410,6 +411,18 @@ class Reads:
             if name in self._names:
                 place = Place(function, CALL, f"what {name} says", "a line of the forward")
                 yield Guard(place, seen(function()))
+
+
+def _as_it_stays(place: Place, before: Any) -> Any:
+    """What was read; where a tracer had wrapped a function for the time of the trace, what stands there after it.
+
+    torch.fx so wraps, in every trace, the globals that `torch.fx.wrap` names, such as timm's.
+    """
+    if not isinstance(before, types.FunctionType) or not hasattr(before, "__wrapped__"):
+        return before
+    now = place.get()
+    stays = getattr(builtins, str(place.key), MISSING) if now is MISSING else now
+    return now if before.__wrapped__ is stays else before
 
 
 def _was_emptied(cached: Any, times: int, cache: Cache) -> bool:

@@ -27,6 +27,7 @@ from autopar.program.program import TensorSpec
 from autopar.runtime.collectives.hops import route
 from autopar.runtime.collectives.transfer import travel
 from autopar.runtime.execute.settings import Batch, Outputs
+from autopar.runtime.failures.failures import blame_parts
 from autopar.runtime.parameters.parameters import placements
 from autopar.runtime.ranks.world import World
 
@@ -124,11 +125,15 @@ def words_of_split(outputs: Sequence[Tensor], specs: Sequence[TensorSpec], world
         }
         if split.keys() - ({0} if batch == "local" else set()):
             along = " and ".join(f"dim {dim} ({axis})" for dim, axis in sorted(split.items()))
-            return (
+            words = (
                 f"model(...) returns each rank's part of its results: of one of shape {list(spec.shape)}, split along "
-                f'{along}, this rank has {list(x.shape)}. autopar.compile(..., outputs="whole") gathers them for '
-                'every rank, and outputs="dtensor" returns DTensors.'
+                f'{along}, this rank has {list(x.shape)}, as outputs="local" asks. A loss of it takes the targets of '
+                "these rows, and counts as a part of the loss, which is the mean over the ranks. With "
+                'autopar.compile(..., outputs="whole") every rank gets all of them, and computes the loss of all.'
             )
+            for dim in split:
+                blame_parts(x.shape[dim], spec.shape[dim], words)
+            return words
     return None
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 import textwrap
@@ -50,6 +51,15 @@ _DYNAMOS = (
 )
 # Texts of the errors of torch's collectives where a peer is lost; Gloo raises them as plain RuntimeErrors.
 _LOST_PEER = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
+
+
+# Sizes of a part and of the whole that a script was given, and what an error that names both may come from.
+_PARTS: dict[tuple[int, int], str] = {}
+
+
+def blame_parts(part: int, whole: int, words: str) -> None:
+    """Has an error that ends this rank, and names both sizes, shown with `words`: a script has mixed part and whole."""
+    _PARTS[part, whole] = words
 
 
 def show_failures() -> None:
@@ -99,6 +109,9 @@ def screen(error: BaseException) -> list[str]:
     remedy = remedy_of_operands(error)
     if remedy is not None:
         notes.append(f"  remedy: {remedy}")
+    if not isinstance(error, AutoparError):
+        sizes = {int(n) for n in re.findall(r"\b\d{1,12}\b", str(error))}
+        notes += [f"  remedy: {words}" for (part, whole), words in _PARTS.items() if {part, whole} <= sizes]
     return [_headline(error), *notes, *_frames(error)]
 
 

@@ -150,7 +150,7 @@ class ModuleRuns:
             raise bound.world.explain(error, "The forward", waiting) from error
         ready.finish()
         specs = bound.program.outputs
-        if outputs == "local" and not torch.is_grad_enabled():
+        if outputs == "local":
             self._warn_of_split(results, bound)
         results = [as_asked(x, spec, bound.world, outputs) for x, spec in zip(results, specs, strict=True)]
         return unflatten_outputs(bound.program, results)

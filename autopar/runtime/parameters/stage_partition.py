@@ -161,7 +161,7 @@ def of_rank(state: dict[str, Any], rank: int, lacks: Collection[str]) -> dict[st
     if not hasattr(state, "_metadata"):  # the caller gave a plain dict to fill
         return state
     state._metadata.setdefault("", {})[_RANK] = rank
-    found = RankState(state)
+    found = RankState({name: _torch.as_entry_of_stage(x) for name, x in state.items()} if lacks else state)
     found.lacks, found._metadata = lacks, state._metadata
     return found
 

@@ -304,3 +304,20 @@ def test_an_object_may_keep_what_it_computes_once():
     guards = capture_forward(Scaled(value), (torch.ones(2),), {}).guards
     assert value.rate == 2.0
     assert guards.hold()
+
+
+@torch.fx.wrap
+def wrapped_scale(x, factor):
+    return x * factor
+
+
+class Scaling(nn.Module):
+    def forward(self, x):
+        return wrapped_scale(x, 2.0)
+
+
+def test_a_function_that_torch_fx_wraps_for_the_time_of_a_trace_has_not_changed(monkeypatch):
+    guards = capture_forward(Scaling(), (torch.ones(2),), {}).guards
+    assert guards.broken() is None
+    monkeypatch.setattr(sys.modules[__name__], "wrapped_scale", lambda x, factor: x + factor)
+    assert "wrapped_scale" in guards.broken().words

@@ -127,7 +127,7 @@ def loaded(mesh: dict[str, int]) -> float:
     recipe = {"dp": "zero3"} if "dp" in mesh else "gpipe"
     made = autopar.compile(model, loss_fn=total, mesh=mesh, recipe=recipe, example_inputs=(batch,))
     made.load_state_dict(plain.state_dict())
-    own = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in made.state_dict().items()}
+    own = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in made.state_dict().shards().items()}
     assert own
     return max(((v - plain.state_dict()[k]).abs().max().item() for k, v in own.items()), key=nan_last)
 

@@ -1,0 +1,102 @@
+"""The times of an op and of a message that a search starts with, where nobody names the hardware.
+
+The catalogue's processes have a core each. Where they share cores a message takes several times as long, and an op of a
+training step always takes several times as long to issue as a bare kernel. A small model that is split at the
+catalogue's prices may then be slower than on one process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch.distributed as dist
+
+from autopar.calibrate.devices import Effort, find_device
+from autopar.calibrate.fit import RINGS, fit_link
+from autopar.calibrate.measure import LAYERS, KernelCount, Message, collective, layer
+from autopar.calibrate.team import Team
+from autopar.cost_model import Hardware
+from autopar.cost_model.machines.hardware import Source
+from autopar.cost_model.machines.hardware_toml import parse_hardware
+from autopar.cost_model.machines.hardware_writing import format_hardware
+from autopar.errors import AutoparError
+from autopar.ir.files import save_text
+
+# A fifth of a second on two idle cores; message sizes of small models.
+_EFFORT = Effort(7, 2e-3, 0.0, (), 0, (), 0, (2**12, 2**17, 2**20))
+_DIGITS = 2
+_found: weakref.WeakKeyDictionary[Any, Hardware] = weakref.WeakKeyDictionary()  # by the default process group
+
+
+def measured_at_start(hardware: Hardware, folder: Path | None) -> Hardware:
+    """Processors of the catalogue with the times of this machine, measured by all ranks together, once.
+
+    Args:
+        hardware: the machine of the catalogue.
+        folder: folder that keeps the times for the next start, so that it finds the plan again; None keeps none.
+
+    The same on every rank. Ranks on several nodes are not measured.
+    """
+    team = Team.of_process_group(find_device("cpu", 0))
+    if team.nodes > 1 or team.size == 1:
+        return hardware
+    group = dist.group.WORLD
+    if group not in _found:
+        file = None if folder is None else folder / f"{hardware.name}-{team.size}.toml"
+        _found[group] = _kept(file, team) or _measured(hardware, team, file)
+    return _found[group]
+
+
+def _kept(file: Path | None, team: Team) -> Hardware | None:
+    """What an earlier start has kept, as the first rank reads it; None if there is nothing, or it is damaged."""
+    text: list[str | None] = [file.read_text() if team.rank == 0 and file is not None and file.exists() else None]
+    dist.broadcast_object_list(text, src=0)
+    try:
+        return None if text[0] is None else parse_hardware(text[0], str(file)).hardware
+    except AutoparError:
+        return None
+
+
+def _measured(hardware: Hardware, team: Team, file: Path | None) -> Hardware:
+    op_seconds = _op_seconds(team)
+    members = list(range(team.size))
+    messages = []
+    for name, size in ((name, size) for name in RINGS[:1] for size in _EFFORT.message_bytes):
+        run = collective(name, dist.group.WORLD, members, team, size // 4)
+        messages.append(Message("inside_node", name, team.size, size, team.seconds(run, _EFFORT, meets=True)))
+    fitted = fit_link(messages, op_seconds).link
+    link = dataclasses.replace(
+        hardware.inside_node,
+        bandwidth_bytes_per_second=_rounded(fitted.bandwidth_bytes_per_second),
+        latency_seconds=_rounded(fitted.latency_seconds),
+    )
+    source = Source("measured", f"at the start of {team.size} ranks on {team.device.machine}")
+    figures = ("launch_seconds", "inside_node.bandwidth_bytes_per_second", "inside_node.latency_seconds")
+    found = dataclasses.replace(
+        hardware,
+        launch_seconds=_rounded(op_seconds),
+        inside_node=link,
+        sources=(*((k, v) for k, v in hardware.sources if k not in figures), *((each, source) for each in figures)),
+    )
+    if team.rank == 0 and file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        save_text(format_hardware(found), file)
+    return found
+
+
+def _op_seconds(team: Team) -> float:
+    """Seconds of an op of a training step, autograd and Python included, with hardly any work in it."""
+    run = layer(team.device.device, width=8)
+    run()
+    with KernelCount() as count:
+        run()
+    samples = [team.device.seconds(run, LAYERS) for _ in range(_EFFORT.samples)]
+    return team.largest(median(samples)) / count.kernels
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{_DIGITS}g}")
