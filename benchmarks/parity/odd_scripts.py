@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import click
@@ -25,18 +25,43 @@ SAFE = ("equal", "refused")
 _WIDTH = 110  # letters of a refusal in the table
 
 
-def met(ranks: Ranks, name: str, door: str) -> Verdict:
+def met(ranks: Ranks, run: Callable[[str, str], Verdict], name: str, door: str) -> Verdict:
     """The end of a script at a door, on the first rank whose end is not a safe one, else on rank 0."""
     try:
-        found: list[Verdict] = ranks.run(verdict, name, door)
+        found: list[Verdict] = ranks.run(run, name, door)
     except RankFailed as error:
         return Verdict(f"{name}, {door}", "breaks", str(error))
     return next((each for each in found if each.word not in SAFE), found[0])
 
 
+def all_met(
+    run: Callable[[str, str], Verdict], names: Collection[str], doors: Collection[str], results: Path | None
+) -> dict[str, Verdict]:
+    """The ends of scripts at all doors; those that the file of results has are not run again.
+
+    Args:
+        run: function of a script's name and a door, which every rank calls.
+        names: the scripts.
+        doors: the doors.
+        results: file of verdicts, one a line; None keeps none.
+    """
+    verdicts = {} if results is None else stored(results, Verdict)
+    ranks = Ranks(RANKS)
+    try:
+        for name, door in ((n, d) for n in names for d in doors):
+            label = f"{name}, {door}"
+            if label not in verdicts:
+                verdicts[label] = met(ranks, run, name, door)
+                if results is not None:
+                    store(results, verdicts[label])
+            click.echo(f"{label}: {verdicts[label].word} {verdicts[label].text[:300]}")
+    finally:
+        ranks.stop()
+    return verdicts
+
+
 def page(verdicts: Mapping[str, Verdict]) -> str:
     """The verdicts as a page of Markdown, a row for every script."""
-    rows = [[name, *(_cell(verdicts.get(f"{name}, {door}")) for door in DOORS)] for name in SCRIPTS]
     lines = [
         "# Odd scripts",
         "",
@@ -48,19 +73,19 @@ def page(verdicts: Mapping[str, Verdict]) -> str:
         "",
         "    OMP_NUM_THREADS=1 python benchmarks/parity/odd_scripts.py --markdown benchmarks/results/odd_scripts.md",
         "",
-        *markdown_table(("script", *DOORS), [*_totals(verdicts), *rows]),
+        *table(verdicts, SCRIPTS, DOORS),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _totals(verdicts: Mapping[str, Verdict]) -> list[list[str]]:
-    counts = {door: Counter[str]() for door in DOORS}
-    for name in SCRIPTS:
-        for door in DOORS:
-            found = verdicts.get(f"{name}, {door}")
-            counts[door][found.word if found else "not run"] += 1
+def table(verdicts: Mapping[str, Verdict], names: Collection[str], doors: Collection[str]) -> list[str]:
+    """The lines of a table with a row for every script and a column for every door, and their numbers on top."""
+    rows = [[name, *(_cell(verdicts.get(f"{name}, {door}")) for door in doors)] for name in names]
+    counts = {door: Counter[str]() for door in doors}
+    for label, found in ((f"{name}, {door}", door) for name in names for door in doors):
+        counts[found][verdicts[label].word if label in verdicts else "not run"] += 1
     words = [", ".join(f"{n} {word}" for word, n in sorted(c.items())) for c in counts.values()]
-    return [[f"all {len(SCRIPTS)}", *words]]
+    return markdown_table(("script", *doors), [[f"all {len(names)}", *words], *rows])
 
 
 def _cell(found: Verdict | None) -> str:
@@ -79,18 +104,7 @@ def _cell(found: Verdict | None) -> str:
 @click.option("--results", type=click.Path(path_type=Path), help="Where to keep the verdicts.")
 def main(only: str, markdown: Path | None, results: Path | None) -> None:
     """Runs all scripts, or some, and exits with 1 if one neither trains as it does plainly nor is refused by a line."""
-    verdicts = {} if results is None else stored(results, Verdict)
-    ranks = Ranks(RANKS)
-    try:
-        for name, door in ((n, d) for n in SCRIPTS if only in n for d in DOORS):
-            label = f"{name}, {door}"
-            if label not in verdicts:
-                verdicts[label] = met(ranks, name, door)
-                if results is not None:
-                    store(results, verdicts[label])
-            click.echo(f"{label}: {verdicts[label].word} {verdicts[label].text[:300]}")
-    finally:
-        ranks.stop()
+    verdicts = all_met(verdict, [n for n in SCRIPTS if only in n], DOORS, results)
     if markdown is not None:
         markdown.write_text(page(verdicts))
     sys.exit(any(found.word not in SAFE for found in verdicts.values()))

@@ -7,7 +7,7 @@ checkpoints, `train()` and `eval()` work as they did before.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -46,6 +46,14 @@ from autopar.runtime.ranks.stderr_log import heard, say
 from autopar.runtime.replicas.meetings import Meetings
 
 
+_CONTAINER = ("__getitem__", "__setitem__", "__delitem__", "__len__", "__iter__", "__contains__", "__reversed__")
+
+
+def _of_original(name: str) -> Callable[..., Any]:
+    """A method of a compiled module that is the one of this name of its model."""
+    return lambda compiled, *args: getattr(type(compiled.original), name)(compiled.original, *args)
+
+
 class CompiledModule(nn.Module):
     """A model that runs on all ranks; `autopar.compile` returns it.
 
@@ -53,6 +61,14 @@ class CompiledModule(nn.Module):
     only the forward. Parameters, buffers, the keys of `state_dict` and attributes have the names that they have in the
     original model, and hooks are those of the model. It is an instance of the model's class, too.
     """
+
+    def __new__(cls, model: nn.Module | None = None, *_: Any) -> CompiledModule:
+        """Makes an object that also has the methods of a container that the model has, such as `model[0]`.
+
+        Python looks for them in the class alone.
+        """
+        own = {name: _of_original(name) for name in _CONTAINER if hasattr(type(model), name)}
+        return super().__new__(type(cls.__name__, (cls,), own) if own else cls)
 
     def __init__(self, model: nn.Module, planner: ProgramBuilder, settings: Settings) -> None:
         super().__init__()

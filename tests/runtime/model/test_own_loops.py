@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -90,3 +91,11 @@ def test_a_step_and_a_loss_function_leave_stages_to_the_search(monkeypatch: pyte
     )
     autopar.compile(nn.Linear(4, 4), loss_fn=nn.functional.mse_loss)(torch.ones(2, 4))
     assert found == [None]
+
+
+def test_a_compiled_container_is_one() -> None:
+    model: Any = autopar.compile(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
+    assert len(model) == 2 and list(model)[1] is model[-1] and isinstance(model, autopar.CompiledModule)
+    model[1] = nn.ReLU()
+    assert type(model.original[1]) is nn.ReLU and len(copy.deepcopy(model)) == 2
+    assert autopar.compile(nn.Linear(2, 2)), "a module without length is true"

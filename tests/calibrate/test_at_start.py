@@ -1,0 +1,41 @@
+"""Where the search decides whether anything is split, it knows what a message takes between the ranks of this run."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from autopar.api.machine import hardware_of
+from autopar.calibrate.at_start import measured_at_start
+from autopar.cost_model import CPU_GLOO, Hardware
+from tests.runtime.gloo_ranks import Ranks, equal_on_all
+
+
+def measured(folder: Path) -> tuple[Hardware, bool, str]:
+    """The figures of a start, whether a second one finds them, and the note."""
+    start = time.perf_counter()
+    found, (note,) = hardware_of(None, torch.device("cpu"), measures=True, folder=folder)
+    assert time.perf_counter() - start < 30, "a second, on a machine that does nothing else"
+    return found, measured_at_start(CPU_GLOO, folder) is found, note
+
+
+@pytest.mark.multiprocess
+def test_all_ranks_have_the_times_of_this_machine_and_the_next_start_has_them_too(
+    two_ranks: Ranks, tmp_path: Path
+) -> None:
+    found, is_kept, note = equal_on_all(two_ranks.run(measured, tmp_path))
+    assert is_kept and "for a message" in note
+    assert found.source("launch_seconds").kind == found.source("inside_node.latency_seconds").kind == "measured"
+    assert found.launch_seconds > 2e-6 and found.peak_flops == CPU_GLOO.peak_flops
+    (file,) = tmp_path.iterdir()
+    file.write_text(file.read_text().replace(f"{found.launch_seconds}", "0.25"))
+    two_ranks.stop()
+    assert {each.launch_seconds for each, _, _ in two_ranks.run(measured, tmp_path)} == {0.25}
+
+
+def test_one_process_is_not_measured() -> None:
+    _, (note,) = hardware_of(None, torch.device("cpu"))
+    assert note == "priced for cpu-gloo, a guess from the device cpu"
