@@ -27,7 +27,8 @@ _OF_STAGE_STATE = "is_entry_of_one_stage"  # an attribute of those that `as_entr
 def refuse_parts(kind_of: KindOf) -> Callable[[], None]:
     """Makes `torch.save`, and norms and vectors of `torch.nn.utils`, raise StepError where they see a part.
 
-    Whole tensors are pickled as plain ones. What is refused leaves the file of an earlier `torch.save` as it is.
+    So do `float(x)` and `x.item()` of a sum or norm of shards. Whole tensors are pickled as plain ones. What is refused
+    leaves the file of an earlier `torch.save` as it is.
 
     Args:
         kind_of: function that says whether a DTensor is of a model, and whether of one pipeline stage.
@@ -43,6 +44,8 @@ def _kinds() -> list[KindOf]:
     """The registered functions; the first call replaces functions of torch, where other functions of torch look."""
     DTensor.__reduce_ex__ = _reduced  # type: ignore[method-assign, assignment]
     DTensor.full_tensor = _of_model(DTensor.full_tensor)  # type: ignore[method-assign]
+    for name in ("item", "tolist", "__float__", "__int__", "__bool__"):
+        setattr(DTensor, name, _of_sum(getattr(DTensor, name)))
     files: Any = serialization
     files._open_zipfile_writer = _opened_late(files._open_zipfile_writer)
     clip_grad._get_total_norm = _of_whole(clip_grad._get_total_norm)
@@ -95,6 +98,27 @@ def _of_model(full_tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return full_tensor(x, **options)
 
     return checked
+
+
+def _of_sum(read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """A method that reads a value, and raises StepError where this rank has one term of a sum, norm or maximum."""
+
+    @functools.wraps(read)
+    def checked(x: Tensor) -> Any:
+        if isinstance(x, DTensor) and _has_terms(x):
+            raise StepError(
+                f"{read.__name__}() reads a {list(x.placements)} of parameters or gradients in shards, of which this "
+                "rank has its own term: the number is another on every rank. Call .full_tensor() before it, on all "
+                "ranks (not under `if rank == 0`): float(p.grad.norm().full_tensor())."
+            )
+        return read(x)
+
+    return checked
+
+
+def _has_terms(x: DTensor) -> bool:
+    """Whether other ranks have other terms of a reduction that has not taken place."""
+    return any(p.is_partial() and size > 1 for p, size in zip(x.placements, x.device_mesh.shape, strict=True))
 
 
 class _LateFile:

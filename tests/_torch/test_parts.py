@@ -7,6 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autopar import _torch
+from autopar._torch import parts
 from autopar.errors import StepError
 
 
@@ -61,3 +62,13 @@ def test_an_entry_of_one_stage_does_not_pass_for_one_of_the_model(parameter):
     with pytest.raises(StepError, match=r"model.export\(folder\)"):
         entry.full_tensor()
     assert _torch.for_a_file(entry).full_tensor().shape == parameter.shape
+
+
+def test_one_term_of_a_sum_is_not_read_as_the_sum(parameter, monkeypatch):
+    _torch.refuse_parts(lambda _: "model")()
+    assert float(parameter.norm()) == pytest.approx(14**0.5)
+    monkeypatch.setattr(parts, "_has_terms", lambda x: any(p.is_partial() for p in x.placements))
+    for read in (float, bool, lambda x: x.item(), lambda x: f"{float(x):.1f}"):
+        with pytest.raises(StepError, match=r"\.full_tensor\(\) before it, on all ranks"):
+            read(parameter.norm())
+    assert float(parameter.norm().full_tensor()) == pytest.approx(14**0.5)

@@ -299,7 +299,8 @@ def _refuse_gradients(program: Program, arguments: Arguments) -> None:
         if x.requires_grad:
             raise StepError(
                 f"Input {spec.name!r} requires a gradient, and gradients flow to parameters only. Give "
-                "x.detach(), or make what computes it part of the model that is compiled."
+                "x.detach(), or make what computes it part of the model that is compiled (docs/training.md, several "
+                'losses). torch.compile(model, backend="autopar") gives inputs gradients, also for a penalty of them.'
             )
 
 

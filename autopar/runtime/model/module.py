@@ -45,7 +45,6 @@ from autopar.runtime.ranks.skipping import Skipping
 from autopar.runtime.ranks.stderr_log import heard, say
 from autopar.runtime.replicas.meetings import Meetings
 
-
 _CONTAINER = ("__getitem__", "__setitem__", "__delitem__", "__len__", "__iter__", "__contains__", "__reversed__")
 
 
