@@ -19,6 +19,7 @@ from autopar.ir import (
     Tensor,
     Work,
     local_elements,
+    split_counts,
     split_factors,
     steps_of,
     uneven_axes,
@@ -58,11 +59,12 @@ class Sizes:
         What parts of different sizes are padded with counts, see [Note: uneven parts] in autopar/ir/uneven.py.
         """
         layout, before = list(source), self.bytes(tensor, source)
-        uneven = uneven_axes(tensor.dims, source, self.mesh)
+        leaves, enters = (uneven_axes(tensor.dims, each, self.mesh) for each in (source, target))
         for step in steps_of(tensor.dims, source, target, self.mesh):
             layout[step.axis] = step.target
             after = self.bytes(tensor, tuple(layout))
-            yield step, before, before * self.axis(step.axis) if step.axis in uneven else after
+            gathered = before * self.axis(step.axis) if step.axis in leaves else after
+            yield step, after * self.axis(step.axis) if step.axis in enters else before, gathered
             before = after
 
     def factor(self, leaf: Leaf) -> Quantity:
@@ -72,24 +74,35 @@ class Sizes:
     def extent(self, leaves: Sequence[Leaf], labels: Labels) -> Quantity:
         """Product of the sizes of `leaves` on one rank, if the op runs under these labels."""
         whole = math.prod((self.factor(leaf) for leaf in leaves), start=1)
-        parts = math.prod(
-            (
-                self.axis(axis)
-                for axis, label in enumerate(labels)
-                if any(leaf.label in split_factors(label) for leaf in leaves)
-            ),
-            start=1,
-        )
-        return whole / parts
+        along = [
+            (axis, leaf)
+            for axis, label in enumerate(labels)
+            if (leaf := next((x for x in leaves if x.label in split_factors(label)), None))
+        ]
+        parts = math.prod((self.axis(axis) for axis, _ in along), start=1)
+        counts: dict[Leaf, int] = {}
+        for axis, leaf in along:
+            counts[leaf] = counts.get(leaf, 1) * self.mesh.sizes[axis]
+        return whole / parts * math.prod(largest_share(leaf.size, count) for leaf, count in counts.items())
 
     def flops(self, op: Op, work: Work, labels: Labels) -> Quantity:
-        """Floating-point operations of a loop nest of `op` on one rank; axes that split `op` share the work."""
+        """Floating-point operations of a loop nest of `op` on the busiest rank; axes that split `op` share the work."""
         whole = math.prod((self.factor(leaf) for leaf in work.leaves), start=work.coefficient)
         parts = math.prod(
             (self.axis(axis) for axis, label in enumerate(labels) if op.choice(label).splits),
             start=1,
         )
-        return whole / parts
+        counts = split_counts(op, labels, self.mesh)
+        return whole / parts * math.prod(largest_share(choice.size, count) for choice, count in counts)
+
+
+def largest_share(size: int, count: int) -> float:
+    """The largest of so many parts of a size over the mean of all parts: 1 where all are equal.
+
+    >>> largest_share(32, 3), largest_share(33, 3)
+    (1.03125, 1.0)
+    """
+    return -(-size // count) * count / size
 
 
 class SymbolicSizes(Sizes):
@@ -135,8 +148,7 @@ def _largest_share(dims: Dims, layout: Layout, mesh: Mesh) -> sympy.Rational:
 
     A formula takes it as it is on this mesh, so that it has a slope everywhere.
     """
-    uneven = uneven_axes(dims, layout, mesh)
-    sizes = [math.prod(dims[layout[axis].dim]) for axis in uneven]
-    parts = [mesh.sizes[axis] for axis in uneven]
-    largest = (-(-size // count) for size, count in zip(sizes, parts, strict=True))
-    return sympy.Rational(math.prod(largest) * math.prod(parts), math.prod(sizes))
+    if not uneven_axes(dims, layout, mesh):
+        return sympy.Integer(1)
+    parts = math.prod(size for state, size in zip(layout, mesh.sizes, strict=True) if state.kind == "S")
+    return sympy.Rational(local_elements(dims, layout, mesh) * parts, math.prod(map(math.prod, dims)))

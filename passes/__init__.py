@@ -37,7 +37,7 @@ from autopar.passes.open_unruled import open_unruled
 from autopar.passes.overlap_batches import overlap_batches
 from autopar.passes.overlap_sums import defer_loss_sum, hoist_input_sums
 from autopar.passes.partition import partition
-from autopar.passes.retarget import bind_groups, retarget_device
+from autopar.passes.retarget import arguments_on, bind_groups, bind_sizes, retarget_device
 from autopar.passes.start_early import start_early
 
 Pass = Callable[[fx.GraphModule], None]

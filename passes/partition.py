@@ -7,8 +7,9 @@ collective in backward.
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -186,16 +187,22 @@ class _Partitioner:
             node.meta["converts"] = tensor
         else:
             node = self.placed[tensor, source]
+        shape = local_shape(spec.dims, source, self.mesh)
         for before, call, after in calls_between(spec.dims, source, target, self.mesh):
+            shape = call.before or shape
             if call.name != "vary" or spec.needs_grad:
-                shape = call.before or local_shape(spec.dims, before, self.mesh)
                 for target_op, arguments, alone in self._calls(call, before, after, shape):
                     node = self.call(target_op, (node, *arguments))
                     node.meta["converts"] = tensor
                     node.meta["ndim"] = len(shape)
                     if alone is not None:
                         node.meta["alone"] = alone
+            shape = call.after or call.fits or self._result(call, shape)
         return node
+
+    def _result(self, call: CollectiveCall, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of a collective's result."""
+        return tuple(result_shape(call.name, shape, call.dims, self.mesh.sizes[call.axis]))
 
     def _calls(
         self, call: CollectiveCall, before: Layout, after: Layout, shape: tuple[int, ...]
@@ -204,25 +211,27 @@ class _Partitioner:
 
         A collective that converts from or to O is run by all ranks of its axis, which lie elsewhere along none.
         """
-        if call.name == FIT:
-            assert call.after is not None
-            yield fitted, (list(call.after),), Alone.at(before, self.mesh, call.after)
-            return
-        (name, size), mesh = self.mesh.axes[call.axis], self.mesh
+        mesh = self.mesh
         if call.before is not None:
             yield aten.reshape.default, (list(call.before),), Alone.at(before, mesh, call.before)
+        if call.name == FIT:
+            yield fitted, (list(call.fits),), Alone.at(before, mesh, call.fits)
+        else:
+            yield self._sent(call, before, after, shape)
+        if call.after is not None:
+            yield aten.reshape.default, (list(call.after),), Alone.at(after, mesh, call.after)
+
+    def _sent(
+        self, call: CollectiveCall, before: Layout, after: Layout, shape: tuple[int, ...]
+    ) -> tuple[Any, tuple[Any, ...], Alone | None]:
+        """The op of a collective, with its arguments after the tensor, and the ranks that run it if not all do."""
+        (name, size), mesh = self.mesh.axes[call.axis], self.mesh
         op = getattr(torch.ops.autopar, call.name).default
-        result = tuple(result_shape(call.name, shape, call.dims, size))
+        result = self._result(call, shape)
         arguments = (list(call.dims), size, name, call.backward)
         elsewhere = (*before[: call.axis], R, *before[call.axis + 1 :])
         owned = has_owner((*before, *after))
-        yield (
-            op,
-            arguments,
-            Alone(owners_of(elsewhere, mesh), result, taken=shape) if owned else None,
-        )
-        if call.after is not None:
-            yield aten.reshape.default, (list(call.after),), Alone.at(after, mesh, call.after)
+        return op, arguments, Alone(owners_of(elsewhere, mesh), result, taken=shape) if owned else None
 
     def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
         """Adds a call, named for its op."""
@@ -271,6 +280,10 @@ class _LocalCall:
         labels = own.get(letter, ())
         found = ((self._owner.mesh.axes[i], self._labels[i]) for i in nesting_of(self._labels))
         return tuple(axis for axis, label in found if axis[1] > 1 and not {*labels}.isdisjoint(split_factors(label)))
+
+    def is_even(self, letters: Iterable[str]) -> bool:
+        sizes = self._owner.analysis.specs[self.node.name].sizes
+        return all(sizes[letter] % math.prod(size for _, size in self.axes(letter)) == 0 for letter in letters)
 
     def exchanges(self, letter: str) -> tuple[tuple[str, int], ...]:
         axes = zip(self._owner.mesh.axes, self._labels, strict=True)

@@ -8,7 +8,7 @@ rule.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -133,6 +133,7 @@ class BodyRule:
             kept=kept,
             experts=frozenset({"e"} & found.keys()),
             exchanges=pairs,
+            equal=frozenset(found),
             collectives=self._stated(pairs),
             localize=self._localize,
         )
@@ -378,6 +379,9 @@ class _BodyLocal:
     def axes(self, letter: str) -> tuple[tuple[str, int], ...]:
         names = self._rule._named([[self._rule.letters[self.node][letter]]])[0]
         return tuple(axis for name in names for axis in self._local.axes(name))
+
+    def is_even(self, letters: Iterable[str]) -> bool:
+        return True  # no other parts go to experts
 
     def exchanges(self, letter: str) -> tuple[tuple[str, int], ...]:
         return ()  # of a letter of its own: what is exchanged are the rows of the whole

@@ -382,6 +382,7 @@ class _Analyzer:
             leaf.size,
             self.factor_names[id(leaf)],
             spec.stretch.get(over, 1.0),
+            needs_equal=letter in spec.equal or len(parts) > 1,
         )
 
 

@@ -50,7 +50,9 @@ from autopar.ir.op import (
     OwnCollective,
     Work,
     operand_layouts,
+    parts_fit,
     result_layouts,
+    split_counts,
     why_not_alone,
 )
 from autopar.ir.parameter_plan import ParameterPlan

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Mapping
 
 from autopar.errors import SearchError
-from autopar.ir import Choice, Graph, Leaf, Op, OwnCollective, Plan, Tensor, Work, divides, is_legal
+from autopar.ir import Choice, Graph, Leaf, Op, OwnCollective, Plan, Tensor, Work, is_legal
 
 
 def captured_batch(graph: Graph) -> int:
     """Number of rows of the batch with which the graph was captured; 1 where no input has a batch dim."""
-    return max((graph.factors[name].size for name in batch_factors(graph)), default=1)
+    return max((graph.factors[name].size for name in graph.batch), default=1)
 
 
 def with_batch(graph: Graph, batch: int) -> Graph:
@@ -21,7 +21,7 @@ def with_batch(graph: Graph, batch: int) -> Graph:
     computed from the batch size (such as its double) stay the same, too. The result is therefore good enough to price a
     plan, and a model that is to run is captured again. Raises SearchError for a graph without a batch.
     """
-    names = batch_factors(graph)
+    names = graph.batch
     if not names:
         raise SearchError(
             "No dim of the model's inputs is known as its batch, so that other micro-batches cannot be "
@@ -39,21 +39,10 @@ def with_batch(graph: Graph, batch: int) -> Graph:
 
 
 def fits_graph(plan: Plan, graph: Graph) -> bool:
-    """Whether a plan that was made for another batch size is legal for this graph: everything it splits divides."""
+    """Whether a plan that was made for another batch size is legal for this graph."""
     mesh = plan.mesh
-    inputs = all(divides(graph.tensors[graph.inputs[name]].dims, layout, mesh) for name, layout in plan.inputs.items())
+    inputs = all(graph.can_take(graph.inputs[name], layout, mesh) for name, layout in plan.inputs.items())
     return inputs and all(is_legal(graph, op, plan.ops[op.name], mesh) for op in graph.ops)
-
-
-def batch_factors(graph: Graph) -> list[str]:
-    """Names of the factors that are the batch: those of the largest size among the batch dims of inputs.
-
-    An input such as a table of positions has a smaller leading dim, which is not the batch.
-    """
-    of_inputs = {f for name in graph.inputs.values() for dim in graph.tensors[name].factors for f in dim}
-    named = {name: f.size for name, f in graph.factors.items() if "batch" in f.roles and name in of_inputs}
-    largest = max(named.values(), default=0)
-    return [name for name, size in named.items() if size == largest]
 
 
 def _tensor(tensor: Tensor, sizes: Mapping[str, int]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -10,12 +11,13 @@ from autopar.ir.layout import (
     WHOLE,
     Dims,
     Layout,
+    State,
     local_elements,
     local_factors,
     local_shape,
 )
 from autopar.ir.mesh import Mesh
-from autopar.ir.uneven import uneven_axes
+from autopar.ir.share import on
 
 FIT = "fit"
 
@@ -34,8 +36,8 @@ class CollectiveCall:
         axis: position of the mesh axis; -1 of a `fit`.
         before: shape as which the local tensor is viewed before the call, so that an inner factor is a dim by itself;
             None where no view is needed.
-        after: shape of the local tensor in its new layout; None where no view is needed. Of a `fit` the shape that the
-            local tensor gets.
+        after: shape in which the result is viewed; None where no view is needed.
+        fits: shape that a `fit` gives the viewed tensor; () of a collective.
     """
 
     name: str
@@ -44,10 +46,16 @@ class CollectiveCall:
     axis: int
     before: tuple[int, ...] | None = None
     after: tuple[int, ...] | None = None
+    fits: tuple[int, ...] = ()
 
     def is_same_forward(self, other: CollectiveCall) -> bool:
         """Whether two calls differ in nothing but their transposes, as those of S -> R and S -> V do."""
         return replace(self, backward=other.backward) == other
+
+    def on(self, rank: int) -> CollectiveCall:
+        """The same call with the shapes of one rank."""
+        before, after = (shape and on(shape, rank) for shape in (self.before, self.after))
+        return replace(self, before=before, after=after, fits=on(self.fits, rank))
 
     @property
     def back_by_rows(self) -> CollectiveCall:
@@ -65,26 +73,56 @@ def calls_between(
 ) -> Iterator[tuple[Layout, CollectiveCall, Layout]]:
     """Yields the calls that convert a tensor, each with the layouts before and after it."""
     layout = source
-    uneven = uneven_axes(dims, source, mesh)
-    stays = uneven_axes(dims, target, mesh)
-    assert all(source[axis] == target[axis] for axis in stays), (source, target)
-    short = bool(uneven)  # whether ranks have tensors of different shapes
     for step in steps_of(dims, source, target, mesh):
         after = (*layout[: step.axis], step.target, *layout[step.axis + 1 :])
         if mesh.sizes[step.axis] > 1:
-            call = _call(dims, step, layout, after, mesh)
-            if short and (step.axis in uneven or call.before is not None):
-                yield layout, _fit(dims, layout, mesh), layout
-                short = False
-            yield layout, call, after
-            if step.axis in uneven:
-                yield after, _fit(dims, after, mesh), after
+            yield from _fitted(_call(dims, step, layout, after, mesh), dims, step, layout, after, mesh)
         layout = after
 
 
-def _fit(dims: Dims, layout: Layout, mesh: Mesh) -> CollectiveCall:
-    """Pads or cuts a local tensor to the shape of a largest part."""
-    return CollectiveCall(FIT, FIT, (), -1, after=local_shape(dims, layout, mesh))
+def _fitted(
+    call: CollectiveCall, dims: Dims, step: LayoutStep, before: Layout, after: Layout, mesh: Mesh
+) -> Iterator[tuple[Layout, CollectiveCall, Layout]]:
+    """A call, between fits where ranks have parts of different sizes along its axis; see [Note: uneven parts]."""
+    views = call.before is not None
+    given, made = (_viewed(dims, layout, mesh) if views else local_shape(dims, layout, mesh) for layout in (before, after))
+    taken, left, size = [*given], [*made], mesh.sizes[step.axis]
+    if step.over < 0 and step.source.kind == "S":
+        gathered = call.dims[0]
+        taken[gathered] = _largest(made[gathered], _within(dims, step.source, after, mesh, views=views), size)
+        left[gathered] = taken[gathered] * size
+    if step.over < 0 and step.target.kind == "S":
+        cut = call.dims[-1]
+        left[cut] = _largest(given[cut], _within(dims, step.target, before, mesh, views=views), size)
+        taken[cut] = left[cut] * size
+    pads, cuts = tuple(taken) != given, tuple(left) != made
+    if pads:
+        yield before, CollectiveCall(FIT, FIT, (), -1, before=call.before, fits=tuple(taken)), before
+    yield before, replace(call, before=None if pads else call.before, after=None if cuts else call.after), after
+    if cuts:
+        yield after, CollectiveCall(FIT, FIT, (), -1, after=call.after, fits=made), after
+
+
+def _largest(size: int, within: int, ranks: int) -> int:
+    """The largest part of a dim, cut over so many ranks in pieces of `within` entries."""
+    return -(-(size // within) // ranks) * within
+
+
+def _within(dims: Dims, state: State, layout: Layout, mesh: Mesh, *, views: bool) -> int:
+    """Number of neighbouring entries of a dim that lie within one entry of the factor that a state splits.
+
+    Args:
+        layout: the layout in which the factor is whole.
+        views: whether the factor is a dim by itself.
+    """
+    if views or state.factor == WHOLE:
+        return 1
+    return math.prod(local_factors(dims, layout, mesh)[state.dim][1:])
+
+
+def _viewed(dims: Dims, layout: Layout, mesh: Mesh) -> tuple[int, ...]:
+    """The shape of a rank's part in which every factor is a dim by itself; a dim without factors stays one of 1."""
+    return tuple(size for sizes in local_factors(dims, layout, mesh) for size in sizes or (1,))
 
 
 def _call(dims: Dims, step: LayoutStep, before: Layout, after: Layout, mesh: Mesh) -> CollectiveCall:
@@ -99,13 +137,9 @@ def _call(dims: Dims, step: LayoutStep, before: Layout, after: Layout, mesh: Mes
     # A dim without factors (of size 1) keeps its place as a factor of 1.
     factors = [sizes or (1,) for sizes in local_factors(dims, before, mesh)]
     positions = [s.owner if s.kind == "O" else sum(len(f) for f in factors[: s.dim]) + max(s.factor, 0) for s in placed]
+    viewed = _viewed(dims, before, mesh)
     return CollectiveCall(
-        name,
-        backward,
-        tuple(positions),
-        step.axis,
-        before=tuple(size for sizes in factors for size in sizes),
-        after=local_shape(dims, after, mesh),
+        name, backward, tuple(positions), step.axis, before=viewed, after=local_shape(dims, after, mesh)
     )
 
 

@@ -39,6 +39,7 @@ class Choice:
             nothing is split.
         factor: name of the split factor in the whole graph; "" where nothing is split.
         stretch: imbalance of the work: the work of the busiest rank, divided by the mean over the ranks.
+        needs_equal: whether the op is right on parts of one size alone.
     """
 
     label: str
@@ -47,6 +48,7 @@ class Choice:
     size: int = 0
     factor: str = ""
     stretch: float = 1.0
+    needs_equal: bool = False
 
     @property
     def splits(self) -> bool:

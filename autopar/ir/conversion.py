@@ -65,6 +65,7 @@ from autopar.ir.layout import (
     nested,
 )
 from autopar.ir.mesh import Mesh
+from autopar.ir.uneven import uneven_axes
 from autopar.ir.vacancy import can_step
 
 
@@ -172,8 +173,9 @@ def steps_of(dims: Dims, source: Layout, target: Layout, mesh: Mesh) -> tuple[La
     On a mesh with vacant places it is the first order of the steps that the ranks can take. Raises LayoutError where
     there is none.
     """
-    # The steps of most conversions are the same for all dims and sizes.
-    known = (dims, mesh.sizes) if _unnests(source, target) else ((), ())
+    # The steps of most conversions are the same for all dims and sizes. Parts of different sizes are not reordered.
+    is_known = _unnests(source, target) and not (uneven_axes(dims, source, mesh) or uneven_axes(dims, target, mesh))
+    known = (dims, mesh.sizes) if is_known else ((), ())
     found = _path(source, target, *known)
     return found if mesh.occupied is None else _among_present(found, source, target, mesh)
 

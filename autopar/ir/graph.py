@@ -12,10 +12,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from autopar.ir.choice import Labels, go_together, is_least_deep, runs_alone
-from autopar.ir.layout import Dims, Layout, R, divides, nested, shape_of
+from autopar.ir.layout import Dims, Layout, R, nested, shape_of
 from autopar.ir.mesh import Mesh
-from autopar.ir.op import Leaf, Op, operand_layouts, result_layouts, why_not_alone
+from autopar.ir.op import Leaf, Op, operand_layouts, parts_fit, result_layouts, why_not_alone
 from autopar.ir.precision import MixedPrecision
+from autopar.ir.uneven import can_split
 
 
 @dataclass(frozen=True)
@@ -239,6 +240,22 @@ class Graph:
         return {name: tuple(self.tensors[tensor].shape) for name, tensor in edges}
 
     @cached_property
+    def batch(self) -> frozenset[str]:
+        """Names of the factors that are the batch: those of the largest size among the batch dims of inputs.
+
+        An input such as a table of positions has a smaller leading dim, which is not the batch.
+        """
+        of_inputs = {f for name in self.inputs.values() for dim in self.tensors[name].factors for f in dim}
+        named = {name: f.size for name, f in self.factors.items() if "batch" in f.roles and name in of_inputs}
+        largest = max(named.values(), default=0)
+        return frozenset(name for name, size in named.items() if size == largest)
+
+    def can_take(self, name: str, layout: Layout, mesh: Mesh) -> bool:
+        """Whether ops may take or leave a tensor in a layout, and a rank may be given an input in it."""
+        tensor = self.tensors[name]
+        return can_split(tensor.dims, tensor.factors, layout, mesh, self.batch)
+
+    @cached_property
     def by_name(self) -> Mapping[str, Op]:
         return {op.name: op for op in self.ops}
 
@@ -252,10 +269,12 @@ def is_legal(graph: Graph, op: Op, labels: Labels, mesh: Mesh) -> bool:
     """Whether an op can run under these choices on the mesh.
 
     The choices must go together, their depths must be the least, every size that they split must divide by the number
-    of parts, and one rank must be able to run the op alone where a label says so (`why_not_alone`).
+    of parts or be a batch that they can split in parts of different sizes, and one rank must be able to run the op
+    alone where a label says so (`why_not_alone`).
     """
     if not (go_together(labels) and is_least_deep(labels)) or (runs_alone(labels) and why_not_alone(op, labels, mesh)):
         return False
     names = (*op.operands, *op.results)
     layouts = (*operand_layouts(op, labels), *result_layouts(op, labels))
-    return all(divides(graph.tensors[name].dims, layout, mesh) for name, layout in zip(names, layouts, strict=True))
+    takes = all(graph.can_take(name, layout, mesh) for name, layout in zip(names, layouts, strict=True))
+    return takes and parts_fit(op, labels, mesh)

@@ -12,11 +12,11 @@ A *factor* is one of the sizes whose product is the size of a dim, most signific
 `x.view(32, 128)` of a dim of size 4096, that dim has the factors (32, 128) in every tensor that it runs through,
 and S(0.1) splits the 128. When two axes split the same factor, one of them is the major one: it cuts the factor, and
 the other cuts the pieces. It is the earlier axis of the mesh, as in DTensor, unless states say how *deep* axes lie.
-S(d.*) cuts dim d into contiguous chunks whatever its factors are; one axis may so cut a dim that it does not divide
-(`autopar.ir.uneven`). Only parameters between steps ("at rest") are in S(d.*). Parameters, and the operands and results
+S(d.*) cuts dim d into contiguous chunks whatever its factors are. Where ranks do not divide what they split, they have
+parts of different sizes (`autopar.ir.uneven`). Only parameters between steps ("at rest") are in S(d.*). Parameters, and the operands and results
 of ops that one rank runs alone (`@i`), are in O(i).
 
-Local shapes in this module are those of a rank that holds a largest part. Under O(i) the other ranks hold a tensor of
+Local shapes have the sizes of every rank where these differ (`autopar.ir.share`). Under O(i) the other ranks hold a tensor of
 the same shape with a first dim of 0, see `autopar.ops.collectives.seen`.
 
 Grammar of the text:  state = "R" | "V" | "P" | "S(" dim ["." (factor | "*")] ")"
@@ -36,6 +36,7 @@ from typing import Literal, NamedTuple
 
 from autopar.errors import LayoutError
 from autopar.ir.mesh import Mesh
+from autopar.ir.share import Share
 
 Dims = tuple[tuple[int, ...], ...]  # for every dim of a tensor the sizes of its factors; a dim of size 1 is (1,) or ()
 WHOLE = -1  # value of `State.factor` in S(d.*)
@@ -238,34 +239,35 @@ def split_count(layout: Layout, mesh: Mesh, dim: int, factor: int) -> int:
 
 
 def local_factors(dims: Dims, layout: Layout, mesh: Mesh) -> Dims:
-    """Factor sizes of the largest part of a tensor that a rank holds.
-
-    A dim in S(d.*) has one factor, the size of the first chunk. Raises LayoutError for a factor whose size the number
-    of parts does not divide, and for a dim that several axes in S(d.*) do not divide.
-    """
+    """Factor sizes of the part of a tensor that a rank holds; a dim in S(d.*) has one factor, the size of the chunk."""
     return tuple(_local_dim(sizes, layout, mesh, dim) for dim, sizes in enumerate(dims))
 
 
 def _local_dim(sizes: tuple[int, ...], layout: Layout, mesh: Mesh, dim: int) -> tuple[int, ...]:
-    chunks = split_count(layout, mesh, dim, WHOLE)
-    if chunks > 1:
-        whole = math.prod(sizes)
-        axes = [size for state, size in zip(layout, mesh.sizes, strict=True) if state.splits_as(S(dim, WHOLE))]
-        if whole % chunks and chunks in axes:  # along one axis alone, and this is its first part
-            return (-(-whole // chunks),)
-        return (_divide(whole, chunks, layout, mesh, dim),)
-    return tuple(
-        _divide(size, split_count(layout, mesh, dim, factor), layout, mesh, dim) for factor, size in enumerate(sizes)
-    )
+    if split_count(layout, mesh, dim, WHOLE) > 1:
+        return (_part(math.prod(sizes), layout, mesh, S(dim, WHOLE)),)
+    return tuple(_part(size, layout, mesh, S(dim, factor)) for factor, size in enumerate(sizes))
 
 
-def _divide(size: int, parts: int, layout: Layout, mesh: Mesh, dim: int) -> int:
-    if size % parts:
-        raise LayoutError(
-            f"The layout {format_layout(layout, mesh)} cuts a factor of size {size} of dim {dim} "
-            f"into {parts} parts, which does not divide it."
-        )
-    return size // parts
+def _part(size: int, layout: Layout, mesh: Mesh, state: State) -> int:
+    """A rank's part of a factor, which the axes along `state` cut one after the other."""
+    count = split_count(layout, mesh, state.dim, state.factor)
+    if size % count == 0:
+        return size // count
+    return _parts(size, tuple(axes_along(layout, state)), mesh)
+
+
+@functools.cache
+def _parts(size: int, axes: tuple[int, ...], mesh: Mesh) -> int:
+    """The part of every rank, cut as torch.chunk cuts: all parts have the size of the first, but for the last ones."""
+    found = []
+    for rank in range(mesh.size):
+        position, rest = mesh.coordinates(rank), size
+        for axis in axes:
+            width = -(-rest // mesh.sizes[axis])
+            rest = min(width, max(rest - position[axis] * width, 0))
+        found.append(rest)
+    return Share.of(found)
 
 
 def divides(dims: Dims, layout: Layout, mesh: Mesh) -> bool:
@@ -318,7 +320,7 @@ def shape_of(dims: Dims) -> tuple[int, ...]:
 
 
 def local_shape(dims: Dims, layout: Layout, mesh: Mesh) -> tuple[int, ...]:
-    """Shape of the largest part of a tensor that a rank holds.
+    """Shape of the part of a tensor that a rank holds, with a `Share` where ranks have parts of different sizes.
 
     Args:
         dims: for every dim of the tensor, the sizes of the factors whose product is the size of the dim: `(8,)`
@@ -326,12 +328,11 @@ def local_shape(dims: Dims, layout: Layout, mesh: Mesh) -> tuple[int, ...]:
         layout: state of the whole tensor along every axis of the mesh, in the order of the axes.
         mesh: the mesh that the tensor lies on.
 
-    Raises LayoutError where the number of parts does not divide what the layout splits, except that one axis in S(d.*)
-    need not divide dim d.
-
     >>> from autopar.ir import Mesh
     >>> local_shape(((8,), (6,)), (S(0), S(1)), Mesh.parse("dp=4,tp=2"))
     (2, 3)
+    >>> local_shape(((32,), (6,)), (S(0),), Mesh.parse("dp=3"))
+    (Share(11, 11, 10), 6)
     """
     return shape_of(local_factors(dims, layout, mesh))
 
@@ -343,4 +344,4 @@ def local_elements(dims: Dims, layout: Layout, mesh: Mesh) -> int:
     >>> local_elements(((8,), (6,)), (S(0), S(1)), Mesh.parse("dp=4,tp=2"))
     6
     """
-    return math.prod(local_shape(dims, layout, mesh))
+    return int(math.prod(local_shape(dims, layout, mesh)))

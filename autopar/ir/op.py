@@ -156,6 +156,22 @@ def result_layouts(op: Op, labels: Labels) -> tuple[Layout, ...]:
     return tuple(tuple(c.results[i] for c in chosen) for i in range(len(op.results)))
 
 
+def split_counts(op: Op, labels: Labels, mesh: Mesh) -> list[tuple[Choice, int]]:
+    """Every choice that splits a factor of an op, once, with the number of parts in which all axes together cut it."""
+    found: dict[str, tuple[Choice, int]] = {}
+    for label, size in zip(labels, mesh.sizes, strict=True):
+        choice = op.choice(plain(label))
+        if choice.splits:
+            found[plain(label)] = choice, found.get(plain(label), (choice, 1))[1] * size
+    return [*found.values()]
+
+
+def parts_fit(op: Op, labels: Labels, mesh: Mesh) -> bool:
+    """Whether an op is right on the parts in which the axes cut its factors."""
+    counts = split_counts(op, labels, mesh)
+    return not any(choice.needs_equal and choice.size % count for choice, count in counts)
+
+
 # Collectives inside an op that the ranks beside its owner can skip together: all others move rows or blocks whose
 # place in the op a rank without the op does not know. "" is no collective.
 _WITHIN_AN_OP = frozenset({"", "all_reduce", "all_gather", "reduce_scatter"})

@@ -32,6 +32,7 @@ from autopar.ir.conversion import steps
 from autopar.ir.layout import Dims, Layout, R, divides
 from autopar.ir.mesh import Mesh
 from autopar.ir.tier import Tier, format_place, parse_place
+from autopar.ir.uneven import uneven_axes
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,9 @@ def can_slice(dims: Dims, layout: Layout, slice_layout: Layout, mesh: Mesh) -> b
             return False
         if new.kind == "S" and new.factor >= len(dims[new.dim]):
             return False
-    if not divides(dims, slice_layout, mesh):
+    uneven = uneven_axes(dims, layout, mesh)  # as they are, as are the parts of the batch
+    others = tuple(R if axis in uneven else state for axis, state in enumerate(slice_layout))
+    if uneven_axes(dims, slice_layout, mesh) != uneven or not divides(dims, others, mesh):
         return False
     return all(step.transition.forward == "shard" for step in steps(layout, slice_layout))
 

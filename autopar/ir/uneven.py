@@ -1,32 +1,64 @@
-"""Parts of different sizes: a parameter at rest along an axis that does not divide a dim of it.
+"""Parts of different sizes, where an axis does not divide what it splits.
 
-[Note: uneven parts] S(d.*) along one axis cuts dim d into the parts of `torch.chunk`, which is DTensor's convention: 5
-rows over 4 ranks are 2, 2, 1, 0. A collective takes tensors of one shape. So a `fit` pads each part to the largest,
-with zeros at the end of the dim, and another cuts what was gathered to the size of the dim: four times 2 rows are
-gathered to 8 and cut to 5. Only the last parts are short, so that all that was added lies at the end. Backward the
-gradient of 5 rows is padded to 8, reduced and scattered in parts of 2, and cut to those of the ranks. Bytes are priced
-as they are sent and held, with what is added. Ops take no such parts: a parameter is gathered for its use.
+[Note: uneven parts] Parts are those of `torch.chunk`, which is DTensor's convention: 32 rows over 3 ranks are 11, 11
+and 10, and 5 over 4 are 2, 2, 1, 0. Of several axes each cuts the part that the more major ones leave. A collective
+takes tensors of one shape. So a `fit` pads each part to the largest of the collective, with zeros at the end of the
+factor, and another cuts what came out: of 5 rows four times 2 are gathered to 8 and cut to 5. Only the last parts are
+short, so that all that was added lies at the end. Backward the gradient of 5 rows is padded to 8, reduced and scattered
+in parts of 2, and cut to those of the ranks. Bytes are priced as they are sent and held, with what is added.
+
+Parameters at rest lie so in S(d.*), and ops split the batch so (`Graph.batch`), where their rule is right for it
+(`Choice.needs_equal`). Ops take no other uneven parts: a parameter is gathered for its use.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
-from autopar.ir.layout import WHOLE, Dims, Layout, R, divides, has_owner, local_shape
+from autopar.ir.layout import WHOLE, Dims, Layout, R, State, divides, has_owner, local_shape, split_count
 from autopar.ir.mesh import Mesh
+from autopar.ir.share import on
+
+Factors = tuple[tuple[str, ...], ...]  # names of the factors of every dim
 
 
 def uneven_axes(dims: Dims, layout: Layout, mesh: Mesh) -> tuple[int, ...]:
-    """Positions of the axes in S(d.*) that do not divide dim d, so that ranks hold parts of different sizes.
+    """Positions of the axes along which ranks hold parts of different sizes.
 
     >>> from autopar.ir import Mesh, S
-    >>> uneven_axes(((8,), (6,)), (S(0, WHOLE), S(1, WHOLE)), Mesh.parse("a=3,b=2"))
+    >>> uneven_axes(((8,), (6,)), (S(0, WHOLE), S(1)), Mesh.parse("a=3,b=2"))
     (0,)
     """
     return tuple(
         axis
         for axis, state in enumerate(layout)
-        if state.factor == WHOLE and math.prod(dims[state.dim]) % mesh.sizes[axis]
+        if state.kind == "S" and _size(dims, state) % split_count(layout, mesh, state.dim, state.factor)
+    )
+
+
+def _size(dims: Dims, state: State) -> int:
+    """Size of what a state splits; 0 for a dim without factors."""
+    sizes = dims[state.dim]
+    return math.prod(sizes) if state.factor == WHOLE else (sizes or (0,))[state.factor]
+
+
+def can_split(dims: Dims, factors: Factors, layout: Layout, mesh: Mesh, batch: Collection[str]) -> bool:
+    """Whether ops may take a tensor in a layout: its axes divide what they split, or what they split is the batch.
+
+    Args:
+        dims: for every dim the sizes of its factors.
+        factors: their names.
+        layout: state of the tensor along every axis.
+        mesh: the mesh that it lies on.
+        batch: names of the factors that are the batch.
+    """
+    if divides(dims, layout, mesh):
+        return True
+    uneven = uneven_axes(dims, layout, mesh)
+    others = tuple(R if axis in uneven else state for axis, state in enumerate(layout))
+    return divides(dims, others, mesh) and all(
+        state.factor != WHOLE and factors[state.dim][state.factor] in batch for state in (layout[axis] for axis in uneven)
     )
 
 
@@ -47,7 +79,8 @@ def is_storable(dims: Dims, layout: Layout, mesh: Mesh) -> bool:
     cut = [layout[axis].dim for axis in uneven]
     touched = {state.dim for state in others if state.kind == "S"}
     return (
-        len({*cut}) == len(cut)
+        all(layout[axis].factor == WHOLE for axis in uneven)
+        and len({*cut}) == len(cut)
         and touched.isdisjoint(cut)
         and all(math.prod(dims[dim]) > 1 for dim in cut)
         and not has_owner(layout)
@@ -62,10 +95,4 @@ def part_shape(dims: Dims, layout: Layout, mesh: Mesh, rank: int) -> tuple[int, 
     >>> [part_shape(((5,),), (S(0, WHOLE),), Mesh.parse("dp=4"), rank) for rank in range(4)]
     [(2,), (2,), (1,), (0,)]
     """
-    shape = [*local_shape(dims, layout, mesh)]
-    position = mesh.coordinates(rank)
-    for axis in uneven_axes(dims, layout, mesh):
-        dim = layout[axis].dim
-        rest = math.prod(dims[dim]) - position[axis] * shape[dim]
-        shape[dim] = min(shape[dim], max(rest, 0))
-    return tuple(shape)
+    return on(local_shape(dims, layout, mesh), rank)

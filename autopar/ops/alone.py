@@ -10,13 +10,14 @@ backward in one order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from autopar.ir import Layout, Mesh
+from autopar.ir.share import on
 
 Shape = tuple[int, ...]
 
@@ -44,6 +45,11 @@ class Alone:
         """That of a view of a tensor in this layout; None if all ranks have some of it."""
         owners = owners_of(layout, mesh)
         return cls(owners, shape) if owners else None
+
+    def on(self, rank: int) -> Alone:
+        """The same with the shapes of one rank."""
+        shape, taken = (each and on(each, rank) for each in (self.shape, self.taken))
+        return replace(self, shape=shape, taken=taken)
 
     def runs_on(self, rank: int, mesh: Mesh) -> bool:
         """Whether a rank of the mesh runs the call."""

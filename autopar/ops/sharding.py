@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 from torch import Tensor
 
 from autopar.ir import WHOLE, Dims, Layout, Mesh, R, in_nesting_order, local_factors, part_shape
+from autopar.ir.share import on
 from autopar.ops.collectives import nothing
 
 
@@ -22,9 +21,7 @@ def shard(full: Tensor, dims: Dims, layout: Layout, mesh: Mesh, rank: int) -> Te
         state, size = layout[axis], mesh.sizes[axis]
         if state.kind != "S" or size == 1:
             continue
-        # A dim of which this rank has less than the largest part is not split by its factors.
-        sizes = zip(local_factors(dims, tuple(before), mesh), full.shape, strict=True)
-        factors = [f or (1,) if math.prod(f) == size else (size,) for f, size in sizes]
+        factors = [on(f or (1,), rank) for f in local_factors(dims, tuple(before), mesh)]
         index = sum(len(f) for f in factors[: state.dim]) + max(state.factor, 0)
         shape = [n for f in factors for n in f]
         if state.factor == WHOLE:

@@ -29,12 +29,11 @@ from autopar.ir import (
     Plan,
     R,
     State,
-    divides,
     is_legal,
     owner_of,
     plain,
 )
-from autopar.ir.batches import batch_factors, captured_batch
+from autopar.ir.batches import captured_batch
 from autopar.ir.recompute import RecomputeOption
 from autopar.passes import clean_up
 from autopar.pipeline.blocks import has_blocks
@@ -281,7 +280,7 @@ def _may_cut(prepared: Prepared) -> bool:
     batch, such as a table of positions, would be cut with the others.
     """
     captured, graph = prepared.captured, prepared.analysis.graph
-    batch = set(batch_factors(graph))
+    batch = graph.batch
     inputs = [graph.tensors[name].factors for name in graph.inputs.values()]
     is_cut_by_rows = all(dims[0] and dims[0][0] in batch for dims in inputs if dims)
     return captured.is_step and not captured.mutated and bool(batch) and is_cut_by_rows
@@ -449,7 +448,7 @@ def why_not_again(plan: Plan, prepared: Prepared) -> str:
             return _obstacle(op, labels, plan.mesh)
     for name, layout in plan.inputs.items():
         tensor = graph.tensors[graph.inputs[name]]
-        if not divides(tensor.dims, layout, plan.mesh):
+        if not graph.can_take(tensor.name, layout, plan.mesh):
             return f"the input {name} of shape {list(tensor.shape)} cannot be cut as it was"
     return ""
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import get_args
 
 from autopar.analysis.factors import Analysis
@@ -22,7 +23,6 @@ from autopar.ir import (
     State,
     V,
     can_go_by_rows,
-    divides,
     format_layout,
     go_together,
     has_owner,
@@ -68,8 +68,9 @@ def check_plan(captured: Captured, analysis: Analysis, plan: Plan) -> None:
     for name, parameter in plan.parameters.items():
         _check_parameter(name, parameter, graph.tensors[graph.parameters[name]].dims, plan.mesh)
     for name, layout in plan.inputs.items():
-        dims = graph.tensors[graph.inputs[name]].dims
-        _check_layout(f"input {name}", layout, dims, plan.mesh, "RSV")
+        tensor = graph.tensors[graph.inputs[name]]
+        takes = partial(graph.can_take, tensor.name)
+        _check_layout(f"input {name}", layout, tensor.dims, plan.mesh, "RSV", takes)
     for op in graph.ops:
         _check_op(op, analysis, plan)
     if plan.pipeline is not None:
@@ -183,7 +184,9 @@ def _check_owners(name: str, parameter: ParameterPlan, dims: Dims, mesh: Mesh) -
         raise PlanError(f"{where}, and it is a single number, of shape []; store it in R.")
 
 
-def _check_layout(where: str, layout: Layout, dims: Dims, mesh: Mesh, kinds: str) -> None:
+def _check_layout(
+    where: str, layout: Layout, dims: Dims, mesh: Mesh, kinds: str, fits: Callable[[Layout, Mesh], bool] | None = None
+) -> None:
     if len(layout) != len(mesh.axes):
         raise PlanError(
             f"The plan is damaged: the {where} has {len(layout)} states for the {len(mesh.axes)} axes of {mesh}."
@@ -199,8 +202,7 @@ def _check_layout(where: str, layout: Layout, dims: Dims, mesh: Mesh, kinds: str
             f"mesh, {', '.join(mesh.names)}, as in DTensor. Write "
             f"{format_layout(nested(layout, range(len(layout))), mesh)}; ops may use it in another order."
         )
-    fits = divides if where.startswith("input") else is_storable
-    if not fits(dims, layout, mesh):
+    if not (fits(layout, mesh) if fits else is_storable(dims, layout, mesh)):
         raise PlanError(
             f"The plan is damaged: the {where} is {format_layout(layout, mesh)}, which does not "
             f"divide its dims, of factors {dims}, on the mesh {mesh}."

@@ -29,7 +29,7 @@ from autopar.ops.exchange import table_of
 from autopar.ops.nodes import draws as draws_numbers
 from autopar.ops.ring import Ring
 from autopar.ops.saving import kept
-from autopar.passes import fold_blocks
+from autopar.passes import arguments_on, fold_blocks
 from autopar.program.program import Program
 from autopar.proof.lockstep_rings import attend_together
 from autopar.proof.rank_draws import RankDraws
@@ -86,12 +86,13 @@ def _garbage(x: Tensor) -> Tensor:
 
 def collective(call: CollectiveCall, mesh: Mesh, ranks: Sequence[Tensor], tables: Sequence[Tensor] = ()) -> Ranks:
     """Runs one collective on all ranks. `tables` has the table of counts of every rank for an exchange of rows."""
+    own = [call.on(rank) for rank in range(mesh.size)]
+    ranks = [x if each.before is None else seen(x, each.before) for x, each in zip(ranks, own, strict=True)]
     if call.name == FIT:
-        return [fitted(x, call.after or ()) for x in ranks]
-    if call.before is not None:
-        ranks = [seen(x, call.before) for x in ranks]
-    ranks = list(_Collective.apply(call, mesh, tables, *ranks))
-    return ranks if call.after is None else [seen(x, call.after) for x in ranks]
+        ranks = [fitted(x, each.fits) for x, each in zip(ranks, own, strict=True)]
+    else:
+        ranks = list(_Collective.apply(call, mesh, tables, *ranks))
+    return [x if each.after is None else seen(x, each.after) for x, each in zip(ranks, own, strict=True)]
 
 
 def convert(
@@ -141,6 +142,7 @@ def _together(program: Program, saves: SlicedSaves, draws: RankDraws) -> fx.Grap
         copies[node] = graph.node_copy(node, copies.__getitem__)
         if node.op == "call_function" and node.target is not operator.getitem:
             copies[node].target = _OnAllRanks(node, program.plan.mesh, saves, draws)
+            copies[node].args, copies[node].kwargs = arguments_on(copies[node], 0)  # every rank has its own sizes
     with _torch.code_when_called():
         module = fx.GraphModule(nn.Module(), graph)
         return fold_blocks(
@@ -238,9 +240,9 @@ def _run_node(node: fx.Node, mesh: Mesh, values: dict[fx.Node, list[Any]], draws
     for rank in range(mesh.size):
         if left is not None and not left.runs_on(rank, mesh):
             operands = [values[each][rank] for each in node.all_input_nodes]
-            results.append(absent(operands, left.shape, left.dtype, left.needs_grad))
+            results.append(absent(operands, left.on(rank).shape, left.dtype, left.needs_grad))
             continue
-        args, kwargs = fx.map_arg((node.args, node.kwargs), _of_rank(values, rank))
+        args, kwargs = fx.map_arg(arguments_on(node, rank), _of_rank(values, rank))
         with draws.on(node, rank, args):
             results.append(node.target(*args, **kwargs))  # type: ignore[operator]
     return results

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -70,8 +71,9 @@ def batch_norm(call: Call) -> Spec:
 class _BatchNorm:
     """Training over a split batch or split space: ranks exchange the mean and variance of every channel.
 
-    All parts have the same size. So the variance over all ranks is the mean of the parts' variances plus the variance
-    of their means (torch.nn.SyncBatchNorm gathers the same numbers), computed one mesh axis after the other.
+    The variance over all ranks is the mean of the parts' variances plus the variance of their means
+    (torch.nn.SyncBatchNorm gathers the same numbers), computed one mesh axis after the other. Parts of different sizes
+    count as many times as they have numbers, and send how many that are.
     `x * scale + shift` keeps only x for backward.
     """
 
@@ -112,6 +114,8 @@ class _BatchNorm:
 
     def _moments(self, local: Local, x: fx.Node, axes: Sequence[tuple[str, int]]) -> tuple[fx.Node, fx.Node]:
         """Mean and variance (divided by the count) of every channel over all ranks."""
+        if not local.is_even(self.letters):
+            return self._weighted_moments(local, x, axes)
         emit = local.emit
         space = [0, *range(2, self.ndim)]
         own = emit(aten.var_mean.correction, x, space, correction=0)
@@ -126,6 +130,30 @@ class _BatchNorm:
             variance = emit(aten.add.Tensor, within, emit(operator.getitem, between, 0))
         return mean, variance
 
+    def _weighted_moments(self, local: Local, x: fx.Node, axes: Sequence[tuple[str, int]]) -> tuple[fx.Node, fx.Node]:
+        """The same over parts of different sizes, of which some may have no numbers at all.
+
+        Each has a count n, a sum s, and the squares q of the distances from its mean m = s / n. Together they have the
+        sums of all n and s, and sum(q + n (m - mean)**2) (Chan, Golub and LeVeque 1983).
+        """
+        emit, space = local.emit, [0, *range(2, self.ndim)]
+        first = local.node.meta["val"][0]
+        batch, channels, *rest = local.result_shapes[0]
+        like = {"dtype": torch.float32 if self.widens else first.dtype, "device": first.device}
+        count = emit(aten.full.default, [channels], batch * math.prod(rest), **like)
+        total = emit(aten.sum.dim_IntList, x, space)
+        row = emit(aten.reshape.default, _ratio(local, total, count), [1, -1, *[1] * (self.ndim - 2)])
+        squares = emit(aten.sum.dim_IntList, emit(aten.square.default, emit(aten.sub.Tensor, x, row)), space)
+        for name, size in axes:
+            parts = emit(aten.stack.default, [emit(aten.stack.default, [count, total, squares])])
+            parts = emit(torch.ops.autopar.all_gather.default, parts, [0], size, name, "reduce_scatter")
+            counts, totals, within = (emit(aten.select.int, parts, 1, i) for i in range(3))
+            count, total = (emit(aten.sum.dim_IntList, each, [0]) for each in (counts, totals))
+            apart = emit(aten.sub.Tensor, _ratio(local, totals, counts), _ratio(local, total, count))
+            between = emit(aten.mul.Tensor, counts, emit(aten.square.default, apart))
+            squares = emit(aten.sum.dim_IntList, emit(aten.add.Tensor, within, between), [0])
+        return _ratio(local, total, count), _ratio(local, squares, count)
+
     def _running(self, local: Local, given: dict[str, Any], mean: fx.Node, variance: fx.Node) -> tuple[fx.Node, ...]:
         """The new running statistics, if there are buffers for them; these use the unbiased variance."""
         if "running_mean" not in given:
@@ -138,6 +166,11 @@ class _BatchNorm:
             kept = emit(aten.mul.Scalar, old, 1 - momentum)
             found.append(emit(aten.add.Tensor, kept, emit(aten.mul.Scalar, new, scale)))
         return tuple(found)
+
+
+def _ratio(local: Local, total: fx.Node, count: fx.Node) -> fx.Node:
+    """total / count, and 0 of nothing."""
+    return local.emit(aten.div.Tensor, total, local.emit(aten.clamp.default, count, 1))
 
 
 def group_norm(call: Call) -> Spec:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ from torch import fx
 
 from autopar.rules.elementwise import elementwise
 from autopar.rules.shape import along
-from autopar.rules.spec import Call, Dim, Letters, Local, RuleDoesNotApply, Spec, parts, plain
+from autopar.rules.spec import Call, Dim, Letters, Local, RuleDoesNotApply, Spec, local_arguments, parts, plain
 from autopar.rules.views import FIRST
 
 aten = torch.ops.aten
@@ -43,17 +44,29 @@ def averaged(call: Call) -> Spec:
     return replace(
         spec,
         normalized=spec.sums if call.results[0].ndim else frozenset(),
-        localize=_average_locally(sorted(spec.sums)),
+        localize=_average_locally(spec),
     )
 
 
-def _average_locally(letters: list[str]) -> Callable[[Local], fx.Node]:
+def _average_locally(spec: Spec) -> Callable[[Local], fx.Node]:
+    letters, count = sorted(spec.sums), math.prod(spec.sizes[letter] for letter in spec.sums)
+
     def localize(local: Local) -> fx.Node:
+        if not local.is_even(letters):
+            return local.emit(aten.div.Scalar, _sum_locally(local), count)
         mean = local.emit(local.node.target, *local.args, **local.kwargs)
         divisor = parts(local, letters)
         return mean if divisor == 1 else local.emit(aten.div.Scalar, mean, divisor)
 
     return localize
+
+
+def _sum_locally(local: Local) -> fx.Node:
+    """The sum in place of a mean, of a part that may have no elements."""
+    given = local_arguments(local)
+    if given.get("dim") is None:
+        return local.emit(aten.sum.default, given["self"], dtype=given["dtype"])
+    return local.emit(aten.sum.dim_IntList, given["self"], given["dim"], given["keepdim"], dtype=given["dtype"])
 
 
 def whole_reduction(call: Call) -> Spec:

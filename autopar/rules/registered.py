@@ -134,7 +134,8 @@ def _proved(name: str, rule: Registered, call: Call) -> Spec:
         if rule.is_ours:
             raise RuleDoesNotApply(str(error)) from error
         raise
-    return replace(spec, guess=rule.findings[key])
+    # A sum was proved of equal parts, and may be a mean that equal parts hide.
+    return replace(spec, guess=rule.findings[key], equal=spec.sums)
 
 
 def _finding(name: str, rule: Registered, call: Call, spec: Spec) -> str:

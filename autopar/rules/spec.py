@@ -47,6 +47,10 @@ class Local(Protocol):
         """Names and sizes of the mesh axes along which `letter` is split, major first."""
         ...
 
+    def is_even(self, letters: Iterable[str]) -> bool:
+        """Whether the parts of each of these letters have one size."""
+        ...
+
     def exchanges(self, letter: str) -> tuple[tuple[str, int], ...]:
         """Those of the axes along which the op exchanges rows (`Spec.exchanges`)."""
         ...
@@ -154,6 +158,7 @@ class Spec:
             that keeps log-probabilities instead.
         stretch: letter -> factor by which a part computes more than its share of the whole op, for letters with such
             parts; `t>e` for a split with an exchange.
+        equal: letters of which the parts must have one size, for the op to be right on them.
         localize: function that writes the op on local shards into a rank's graph.
     """
 
@@ -184,6 +189,7 @@ class Spec:
     looks_up: tuple[str, ...] | None = None
     transient: bool = False
     stretch: Mapping[str, float] = field(default_factory=dict)
+    equal: frozenset[str] = frozenset()
     localize: Localizer = field(default=run_as_is, compare=False)
 
     @property

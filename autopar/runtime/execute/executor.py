@@ -67,7 +67,7 @@ class Runner:
         self._residents = Residents(program, store, bucket_bytes=bucket_bytes)
         self._gathers = Gathers(self._residents, self.world)
         mesh, groups = self.world.mesh, self.world.group_names
-        self._saves = SlicedSaves(program.slices, mesh, converter(mesh, groups), self.world.tiers)
+        self._saves = SlicedSaves(program.slices, mesh, converter(mesh, groups, self.world.rank), self.world.tiers)
         binding = Binding(
             copied(program.module),
             self.world,

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, fx, nn
 
-from autopar.ir import local_shape
+from autopar.ir import part_shape
 from autopar.ops.decomposed import gather_products, product_scatter
 from autopar.ops.work import shares_of_work
 from autopar.passes import (
     bind_groups,
+    bind_sizes,
     decompose_products,
     defer_loss_sum,
     fold_blocks,
@@ -79,6 +80,11 @@ class Binding:
         return self.program
 
 
+def give_own_sizes(binding: Binding) -> None:
+    """Sizes that differ between ranks, such as of a batch that their number does not divide, become this rank's."""
+    bind_sizes(binding.graph, binding.world.rank)
+
+
 def move_to_device(binding: Binding) -> None:
     """Tensors that the graph makes are made on this rank's device."""
     retarget_device(binding.graph, binding.world.device)
@@ -94,12 +100,12 @@ def interleave_micro_batches(binding: Binding) -> None:
     """Makes the graph of a micro-batch that of several, whose ops take turns; see `autopar.passes.overlap_batches`."""
     if binding.at_a_time == 1:
         return
-    program, mesh, residents = binding.bound_program, binding.world.mesh, binding.gathers.residents
+    program, world, residents = binding.bound_program, binding.world, binding.gathers.residents
     leaves = [(residents.shape(i), s.dtype) for i, s in enumerate(program.parameters)]
     fed = (*program.inputs, *program.shares)
-    inputs = [(local_shape(s.dims, s.layout, mesh), s.dtype) for s in fed]
+    inputs = [(part_shape(s.dims, s.layout, world.mesh, world.rank), s.dtype) for s in fed]
     examples = [*leaves, *((x.shape, x.dtype) for x in binding.state()), *inputs]
-    shares = shares_of_work(binding.graph, examples, binding.world.device)
+    shares = shares_of_work(binding.graph, examples, world.device)
     overlap_batches(binding.graph, copies=binding.at_a_time, inputs=len(inputs), seconds=shares.__getitem__)
 
 
@@ -181,6 +187,7 @@ def start_collectives_early(binding: Binding) -> None:
 Rewrite = Callable[[Binding], None]
 
 LOWERING: tuple[Rewrite, ...] = (
+    give_own_sizes,  # all that follows sees the sizes of this rank's tensors
     move_to_device,  # the graph was captured on no device, or on another one
     leave_sum_of_loss,  # ranks need not wait for it in every micro-batch; before the loss has copies
     interleave_micro_batches,  # all that follows sees the ops of all of them

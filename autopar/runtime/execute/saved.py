@@ -230,17 +230,18 @@ def install_notes(module: fx.GraphModule, saves: SlicedSaves) -> None:
     module.recompile()
 
 
-def converter(mesh: Mesh, groups: Mapping[str, str]) -> Convert:
+def converter(mesh: Mesh, groups: Mapping[str, str], rank: int) -> Convert:
     """Makes the function that runs conversions on this rank's tensors.
 
     Args:
         mesh: the axes.
         groups: axis name -> the c10d name of its group.
+        rank: this rank's number in the mesh.
     """
 
     def convert(ranks: Sequence[Tensor], steps: Sequence[CollectiveCall]) -> Sequence[Tensor]:
         (x,) = ranks
-        for call in steps:
+        for call in (step.on(rank) for step in steps):
             x = x if call.before is None else x.reshape(call.before)
             name, size = mesh.axes[call.axis]
             op = _torch.autopar_op(call.name)

@@ -344,7 +344,7 @@ def route_of(chain: Chain, shape: tuple[int, ...], mesh: Mesh) -> Route:
             before = viewed
         if found is None:
             viewed = tuple(node.args[1])  # type: ignore[arg-type]
-            hops.append(fit(before, viewed))
+            hops.append(fit(before, before, viewed, viewed))
             continue
         call, size = found.call(mesh), found.size
         result = tuple(result_shape(call.name, viewed, call.dims, size))

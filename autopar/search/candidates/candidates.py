@@ -26,7 +26,7 @@ from autopar.cost_model.steps.run import Run, Stage, total
 from autopar.cost_model.steps.step import Step
 from autopar.errors import AutoparError, SearchError
 from autopar.ir import Graph, Layout, Plan, Tensor
-from autopar.ir.batches import batch_factors, captured_batch
+from autopar.ir.batches import captured_batch
 from autopar.ir.recompute import Recompute
 from autopar.pipeline.parts import is_whole
 from autopar.search.candidates.causes import where_time_goes
@@ -268,7 +268,7 @@ class SettingEstimator:
 
     @cached_property
     def _batch_factors(self) -> frozenset[str]:
-        return frozenset(batch_factors(self.graph))
+        return self.graph.batch
 
     @cached_property
     def _lengths(self) -> tuple[int, ...]:

@@ -29,9 +29,9 @@ from autopar.ir import (
     State,
     Tensor,
     TieredLayout,
-    divides,
     go_together,
     operand_layouts,
+    parts_fit,
     result_layouts,
 )
 from autopar.search.exact.choice_filter import ChoiceFilter
@@ -107,7 +107,7 @@ class Problem:
         self._dividing = [self._dividing_choices(op) for op in self.ops]
         self._layouts: dict[tuple[int, Labels], Layouts] = {}
         self._legal: dict[tuple[int, Labels], bool] = {}
-        self._cuts: dict[tuple[Dims, Layout], bool] = {}
+        self._cuts: dict[tuple[Dims, tuple[tuple[str, ...], ...], Layout], bool] = {}
         self._allowed_plans: dict[object, tuple[ParameterPlan, ...]] = {}
         self.programs = Solved()
         self._views: dict[tuple[Recipe, ...], tuple[list[ChoiceFilter], CollapsedViews]] = {}
@@ -324,25 +324,30 @@ class Problem:
         return max(min(self.bytes(each, self.whole) for each in self.saved.shown(name)) for name in names)
 
     def _dividing_choices(self, op: Op) -> list[list[Choice]]:
-        """For every axis, the choices whose factor the axis size divides; on an axis of one rank only `-`."""
+        """For every axis, the choices whose factor it can split; on an axis of one rank only `-`."""
+        batch = self.graph.batch
         return [
-            [c for c in op.choices if c.size % size == 0] if size > 1 else [op.choices[0]] for size in self.mesh.sizes
+            [c for c in op.choices if c.size % size == 0 or (c.factor in batch and not c.needs_equal)]
+            if size > 1
+            else [op.choices[0]]
+            for size in self.mesh.sizes
         ]
 
     def _is_legal(self, index: int, labels: Labels) -> bool:
         key = (index, labels)
         if key not in self._legal:
             op, layouts = self.ops[index], self.layouts(index, labels)
-            self._legal[key] = go_together(labels) and all(
-                self._divides(name, layout)
+            self._legal[key] = go_together(labels) and parts_fit(op, labels, self.mesh) and all(
+                self._takes(name, layout)
                 for name, layout in zip((*op.operands, *op.results), (*layouts.operands, *layouts.results), strict=True)
             )
         return self._legal[key]
 
-    def _divides(self, name: str, layout: Layout) -> bool:
-        key = (self.graph.tensors[name].dims, layout)
+    def _takes(self, name: str, layout: Layout) -> bool:
+        tensor = self.graph.tensors[name]
+        key = (tensor.dims, tensor.factors, layout)
         if key not in self._cuts:
-            self._cuts[key] = divides(*key, self.mesh)
+            self._cuts[key] = self.graph.can_take(name, layout, self.mesh)
         return self._cuts[key]
 
     def _pinned(self, index: int, axis: int, allowed: list[Choice], legal: list[Choice]) -> list[Choice]:
