@@ -25,6 +25,7 @@ from autopar.ir import (
     Tier,
     local_shape,
 )
+from autopar.ir.share import on
 from autopar.ops.alone import Alone, alone
 from autopar.ops.nodes import draws, output_nodes
 from autopar.passes import partition, verify_graph
@@ -69,7 +70,7 @@ class Wire:
 
     Attributes:
         name: name of the node that computes it.
-        shape: shape on every rank of a stage that has some of it.
+        shape: shape on a rank of a stage that has some of it, see `autopar.ir.share`.
         needs_grad: whether a gradient comes back.
         owners: axis and position along it of the ranks that have some of it; none if all ranks have.
     """
@@ -83,7 +84,8 @@ class Wire:
     def shape_on(self, rank: int, mesh: Mesh) -> tuple[int, ...]:
         """Shape on a rank of a stage's mesh; a rank that has nothing sends a tensor without elements."""
         has_some = Alone(self.owners).runs_on(rank, mesh)
-        return self.shape if has_some else (0, *self.shape[1:])
+        shape = on(self.shape, rank)
+        return shape if has_some else (0, *shape[1:])
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ class Program:
 
     @cached_property
     def input_parts(self) -> tuple[tuple[int, ...], ...]:
-        """The shape of the part of every input that a rank takes; computed once, as every step compares it."""
+        """The shape of the part of every input that a rank takes, which is no plain shape where parts differ in size."""
         mesh = self.plan.mesh
         return tuple(local_shape(spec.dims, spec.layout, mesh) for spec in self.inputs)
 

@@ -45,7 +45,7 @@ def cut_stages(program: Program, graph: Graph) -> list[Program]:
     )
     values = _examples(program)
     leaves = [n.name for n in program.module.graph.find_nodes(op="placeholder")]
-    stages = [_stage(program, graph, leaves, values) for graph in graphs]
+    stages = [_stage(program, each, leaves, values, graph) for each in graphs]
     _refuse_stale_buffers(stages)
     if pipeline.update_every:
         _refuse_shared_parameters(stages, pipeline.schedule)
@@ -178,7 +178,9 @@ def _empty(spec: TensorSpec, shape: Sequence[int]) -> Tensor:
     return torch.empty(tuple(shape), dtype=spec.dtype)
 
 
-def _stage(program: Program, graph: StageGraph, leaves: list[str], values: Mapping[str, Tensor]) -> Program:
+def _stage(
+    program: Program, graph: StageGraph, leaves: list[str], values: Mapping[str, Tensor], model: Graph
+) -> Program:
     verify_graph(graph.module, after="cutting stages")
     own = [leaves.index(name) for name in graph.leaves]
     groups = (
@@ -204,8 +206,8 @@ def _stage(program: Program, graph: StageGraph, leaves: list[str], values: Mappi
         outputs=tuple(program.outputs[i] for i in places),
         places=places,
         is_step=program.is_step and bool(places),
-        received=tuple(_wire(node, values, mesh) for node in graph.received),
-        sent=tuple(_wire(node, values, mesh) for node in graph.sent),
+        received=tuple(_wire(node, values, mesh, model) for node in graph.received),
+        sent=tuple(_wire(node, values, mesh, model) for node in graph.sent),
         recomputed=program.recomputed & {n.meta.get("block") for n in graph.module.graph.nodes},
     )
 
@@ -220,10 +222,10 @@ def _select(own: Sequence[int], groups: Sequence[Sequence[object]]) -> list[tupl
     return found
 
 
-def _wire(node: fx.Node, values: Mapping[str, Tensor], mesh: Mesh) -> Wire:
-    value, (_, layout) = values[node.name], node.meta["holds"]
-    owners = owners_of(layout, mesh)
-    return Wire(node.name, tuple(value.shape), value.dtype, value.requires_grad, owners)
+def _wire(node: fx.Node, values: Mapping[str, Tensor], mesh: Mesh, model: Graph) -> Wire:
+    value, (tensor, layout) = values[node.name], node.meta["holds"]
+    shape = local_shape(model.tensors[tensor].dims, layout, mesh)
+    return Wire(node.name, shape, value.dtype, value.requires_grad, owners_of(layout, mesh))
 
 
 def _refuse_shared_parameters(stages: Sequence[Program], schedule: str) -> None:

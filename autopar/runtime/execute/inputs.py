@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from autopar._torch import pytree
 from autopar.capture.checks import refuse_nested
 from autopar.errors import StepError
-from autopar.ir import R, local_shape
+from autopar.ir import R
+from autopar.ir.share import Share
 from autopar.ops.sharding import shard
 from autopar.program.program import Program, TensorSpec
 from autopar.runtime.collectives.hops import route
@@ -187,8 +188,10 @@ def cuts(program: Program, world: World) -> list[Shape]:
     """The number of parts into which the program cuts every dim of every input."""
     return [
         tuple(
-            whole // max(part, 1)
-            for whole, part in zip(spec.shape, local_shape(spec.dims, spec.layout, world.mesh), strict=True)
+            math.prod(
+                size for state, size in zip(spec.layout, world.mesh.sizes, strict=True) if state[:2] == ("S", dim)
+            )
+            for dim in range(len(spec.shape))
         )
         for spec in program.inputs
     ]
@@ -322,9 +325,10 @@ def _cut_input(spec: TensorSpec, x: Tensor, part: Shape, micro_batches: int, wor
 
 def _wrong_shape(spec: TensorSpec, x: Tensor, whole: Shape, part: Shape, micro_batches: int) -> StepError:
     count = f" ({micro_batches} micro-batches)" if micro_batches > 1 else ""
+    or_part = "" if any(isinstance(size, Share) for size in part) else f" or this rank's part of it, {list(part)}"
     return StepError(
         f"Input {spec.name!r} has shape {list(x.shape)}; the plan for this batch takes the global shape "
-        f"{list(whole)} or this rank's part of it, {list(part)}{count}. Ranks that give parts of a batch "
+        f"{list(whole)}{or_part}{count}. Ranks that give parts of a batch "
         "have to give them as the plan cuts it, which differs from shape to shape where sizes do not "
         "divide: give the global batch, or drop a last, smaller one (DataLoader(..., drop_last=True))."
     )

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import StepError
-from autopar.ir import WHOLE, Layout, R
+from autopar.ir import WHOLE, Layout, R, uneven_axes
 from autopar.ops.collectives import group_name, naming_failures
 from autopar.program.program import TensorSpec
 from autopar.runtime.collectives.hops import route
@@ -57,6 +57,13 @@ class _GradientOfOutput:
 
     def __call__(self, gradient: Tensor) -> Tensor:
         self._refuse_differences(gradient.detach())
+        if uneven_axes(self._output.dims, self._layout, self._world.mesh):
+            raise StepError(
+                f"A gradient came back to a result of model(...) of shape {list(self._output.shape)}, of which ranks have "
+                "parts of different sizes: the mean of their losses is not the loss of the batch. Take "
+                'autopar.compile(..., outputs="whole") and compute the loss of the whole batch, or give a batch that '
+                "the ranks divide."
+            )
         states = zip(self._layout, self._world.mesh.sizes, strict=True)
         parts = math.prod(size for state, size in states if state.kind == "S")
         return gradient if parts == 1 else gradient / parts

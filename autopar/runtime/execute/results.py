@@ -8,7 +8,6 @@ behind those of the first, so that the batch is a dim of two factors, of which t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from autopar.analysis.extras import Extra, Rows
-from autopar.ir import Layout, Mesh, R, State
+from autopar.ir import Mesh, R, State, local_factors
 from autopar.program.program import Program, TensorSpec
 from autopar.runtime.collectives.hops import route
 from autopar.runtime.collectives.transfer import travel
@@ -61,24 +60,11 @@ def _joined(extra: Extra, spec: TensorSpec, pieces: Sequence[Tensor], shares: Se
 
 def _concatenated(pieces: Sequence[Tensor], spec: TensorSpec, rows: Rows, mesh: Mesh) -> Tensor:
     """Rows of one micro-batch after those of another, wherever the batch is among the factors of a dim."""
-    factors = _local_factors(spec, rows.dim, mesh)
+    factors = [*local_factors(spec.dims, spec.layout, mesh)[rows.dim]]
+    factors[rows.factor] = -1  # ranks may have rows of different numbers
     cut = [x.unflatten(rows.dim, factors) for x in pieces]
     whole = torch.cat(cut, dim=rows.dim + rows.factor)
     return whole.flatten(rows.dim, rows.dim + len(factors) - 1)
-
-
-def _local_factors(spec: TensorSpec, dim: int, mesh: Mesh) -> list[int]:
-    """Sizes on a rank of the factors of a dim."""
-    return [size // _parts(spec.layout, dim, i, mesh) for i, size in enumerate(spec.dims[dim])]
-
-
-def _parts(layout: Layout, dim: int, factor: int, mesh: Mesh) -> int:
-    """Number of parts that a factor of a dim is split in."""
-    return math.prod(
-        size
-        for state, size in zip(layout, mesh.sizes, strict=True)
-        if state.kind == "S" and (state.dim, state.factor) == (dim, factor)
-    )
 
 
 # --- as the user gets them

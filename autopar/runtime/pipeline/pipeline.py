@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from autopar import _torch
 from autopar.errors import PeerError
-from autopar.ir import Pipeline, local_shape
+from autopar.ir import Pipeline, part_shape
 from autopar.pipeline.schedules import actions, waits_for_sends
 from autopar.pipeline.weight_stashing import WeightVersions
 from autopar.program.program import Program, TensorSpec, Wire
@@ -326,7 +326,7 @@ class BoundPipeline:
 
     def _absent(self, spec: TensorSpec) -> Tensor:
         """An output of another rank's stage: its shape, in the memory of one element."""
-        shape = local_shape(spec.dims, spec.layout, self.world.mesh)
+        shape = part_shape(spec.dims, spec.layout, self.world.mesh, self.world.rank)
         return torch.zeros((), dtype=spec.dtype, device=self.world.device).expand(shape)
 
     def _shape(self, wire: Wire) -> tuple[int, ...]:
@@ -334,7 +334,7 @@ class BoundPipeline:
 
     def _empty(self, spec: TensorSpec) -> Tensor:
         """Memory for this rank's part of an output."""
-        shape = local_shape(spec.dims, spec.layout, self.world.mesh)
+        shape = part_shape(spec.dims, spec.layout, self.world.mesh, self.world.rank)
         return torch.empty(shape, dtype=spec.dtype, device=self.world.device)
 
     def _deliver(self, results: list[Tensor], specs: Sequence[TensorSpec]) -> list[Tensor]:
