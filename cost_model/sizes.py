@@ -83,7 +83,7 @@ class Sizes:
         counts: dict[Leaf, int] = {}
         for axis, leaf in along:
             counts[leaf] = counts.get(leaf, 1) * self.mesh.sizes[axis]
-        return whole / parts * math.prod(largest_share(leaf.size, count) for leaf, count in counts.items())
+        return whole / parts * math.prod(self.busiest(leaf.size, count) for leaf, count in counts.items())
 
     def flops(self, op: Op, work: Work, labels: Labels) -> Quantity:
         """Floating-point operations of a loop nest of `op` on the busiest rank; axes that split `op` share the work."""
@@ -93,16 +93,11 @@ class Sizes:
             start=1,
         )
         counts = split_counts(op, labels, self.mesh)
-        return whole / parts * math.prod(largest_share(choice.size, count) for choice, count in counts)
+        return whole / parts * math.prod(self.busiest(choice.size, count) for choice, count in counts)
 
-
-def largest_share(size: int, count: int) -> float:
-    """The largest of so many parts of a size over the mean of all parts: 1 where all are equal.
-
-    >>> largest_share(32, 3), largest_share(33, 3)
-    (1.03125, 1.0)
-    """
-    return -(-size // count) * count / size
+    def busiest(self, size: int, count: int) -> Quantity:
+        """The largest of so many parts of a size over the mean of all parts: 1 where all are equal."""
+        return -(-size // count) * count / size if size % count else 1
 
 
 class SymbolicSizes(Sizes):

@@ -320,8 +320,9 @@ def whole_parameter(parameter: Any) -> Any:
     mesh = mesh_of(parameter)
     dims = tuple((size,) for size in parameter.shape)
     replicated = (R,) * len(mesh.axes)
-    hops = route(dims, layout_of(parameter, dims, mesh), replicated, mesh)
-    return travel(_torch.differentiable_local(parameter), hops, world_of(mesh, parameter.device))
+    world = world_of(mesh, parameter.device)
+    hops = route(dims, layout_of(parameter, dims, mesh), replicated, mesh, rank=world.rank)
+    return travel(_torch.differentiable_local(parameter), hops, world)
 
 
 def mesh_of(parameter: DTensor) -> Mesh:

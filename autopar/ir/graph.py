@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from autopar.ir.choice import Labels, go_together, is_least_deep, runs_alone
+from autopar.ir.choice import Choice, Labels, go_together, is_least_deep, runs_alone
 from autopar.ir.layout import Dims, Layout, R, nested, shape_of
 from autopar.ir.mesh import Mesh
 from autopar.ir.op import Leaf, Op, operand_layouts, parts_fit, result_layouts, why_not_alone
@@ -249,6 +249,10 @@ class Graph:
         named = {name: f.size for name, f in self.factors.items() if "batch" in f.roles and name in of_inputs}
         largest = max(named.values(), default=0)
         return frozenset(name for name, size in named.items() if size == largest)
+
+    def can_cut(self, choice: Choice, count: int) -> bool:
+        """Whether axes of so many ranks in all can split the factor of a choice."""
+        return choice.size % count == 0 or (choice.factor in self.batch and not choice.needs_equal)
 
     def can_take(self, name: str, layout: Layout, mesh: Mesh) -> bool:
         """Whether ops may take or leave a tensor in a layout, and a rank may be given an input in it."""

@@ -71,11 +71,6 @@ def test_a_chunk_and_a_factor_do_not_share_a_dim():
     assert not divides(((4, 4),), (S(0, WHOLE), S(0)), MESH)
 
 
-def test_what_does_not_divide_says_so():
-    with pytest.raises(LayoutError, match=r"S\(0\)@dp cuts a factor of size 3 of dim 0 into 2 parts"):
-        local_shape(((3,),), (S(0), R), MESH)
-
-
 def test_chunks_are_what_nested_shards_give():
     """Each rank's part of 16 rows, against torch.chunk by one axis after the other."""
     mesh, rows = Mesh.parse("tp=4,tq=2"), torch.arange(16)

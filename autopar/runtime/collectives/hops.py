@@ -98,7 +98,7 @@ def route(
     target: Layout,
     mesh: Mesh,
     *,
-    rank: int = 0,
+    rank: int,
     back_by_rows: bool = False,
 ) -> Route:
     """The hops of a rank from one layout of a tensor to another; axes of one rank need none.

@@ -294,7 +294,7 @@ def _gathered(spec: TensorSpec, x: Tensor, part: Shape, micro_batches: int, worl
     dims = ((rows * micro_batches, *within), *spec.dims[1:])
     replicated = (R,) * len(spec.layout)
     own = x.detach().to(world.device).contiguous()
-    return travel(own, route(dims, spec.layout, replicated, world.mesh), world)
+    return travel(own, route(dims, spec.layout, replicated, world.mesh, rank=world.rank), world)
 
 
 def _refuse_gradients(program: Program, arguments: Arguments) -> None:

@@ -37,7 +37,7 @@ def as_asked(x: Tensor, spec: TensorSpec, world: World, outputs: Outputs) -> Ten
     if outputs == "dtensor":
         return as_dtensor(x, spec, world)
     target = (R,) * len(spec.layout) if outputs == "whole" else spec.layout
-    x = travel(x, route(spec.dims, spec.layout, target, world.mesh), world)
+    x = travel(x, route(spec.dims, spec.layout, target, world.mesh, rank=world.rank), world)
     if x.requires_grad and world.ranks > 1:
         x.register_hook(_GradientOfOutput(spec, target, world))
     return x
@@ -152,7 +152,7 @@ def as_dtensor(x: Tensor, spec: TensorSpec, world: World) -> Tensor:
     if world.device_mesh is None:
         return x
     target = _nameable(spec.layout)
-    x = travel(x, route(spec.dims, spec.layout, target, world.mesh), world)
+    x = travel(x, route(spec.dims, spec.layout, target, world.mesh, rank=world.rank), world)
     return DTensor.from_local(
         x,
         world.device_mesh,
@@ -170,7 +170,7 @@ def local_part(x: DTensor, spec: TensorSpec, world: World) -> Tensor:
     """
     target = _nameable(spec.layout)
     local = x.redistribute(placements=placements(target, world.mesh)).to_local().detach()
-    return travel(local, route(spec.dims, target, spec.layout, world.mesh), world)
+    return travel(local, route(spec.dims, target, spec.layout, world.mesh, rank=world.rank), world)
 
 
 def _nameable(layout: Layout) -> Layout:

@@ -109,7 +109,7 @@ def _delivered(
     is_out_of_order = rows is not None and parts > 1
     if as_dtensors and not is_out_of_order and x.ndim:
         return as_dtensor(x, spec, world)
-    x = travel(x, route(spec.dims, spec.layout, replicated, world.mesh), world)
+    x = travel(x, route(spec.dims, spec.layout, replicated, world.mesh, rank=world.rank), world)
     if rows is not None and is_out_of_order:
         x = _in_order_of_ranks(x, spec, rows, parts)
     if as_dtensors and x.ndim:

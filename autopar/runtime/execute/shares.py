@@ -80,7 +80,7 @@ def _read(
 
     def whole(inputs: list[Tensor]) -> dict[str, Tensor]:
         return {
-            spec.name: travel(x, route(spec.dims, spec.layout, replicated, world.mesh), world)
+            spec.name: travel(x, route(spec.dims, spec.layout, replicated, world.mesh, rank=world.rank), world)
             for spec, x in zip(program.inputs, inputs, strict=True)
             if spec.name in read
         }

@@ -212,4 +212,4 @@ class Meetings:
 
 def _sum_over(x: Tensor, world: World) -> Route:
     """The route of a tensor that becomes the sum over the replicas."""
-    return route(tuple((size,) for size in x.shape), (P,), (R,), world.mesh)
+    return route(tuple((size,) for size in x.shape), (P,), (R,), world.mesh, rank=world.rank)

@@ -175,12 +175,11 @@ class SettingEstimator:
         """All ways to cut data parallelism in two, in so many stages, with each of `OUTSIDE` along the outer axis."""
         for stages, tp in itertools.product(depths, self._tensor_sizes()):
             dp, rest = divmod(self.cluster.ranks, stages * tp)
-            if rest or self.batch % dp:
+            if rest:
                 continue
-            for cut, each, data in itertools.product(divisors(dp)[1:-1], divisors(self.batch // dp), OUTSIDE):
-                if not self._keeps_batch(stages) or each * dp == captured_batch(self.graph):
-                    count = self.batch // dp // each
-                    yield ClusterSetting(dp, tp, stages, each, count, data, TENSOR[-1], cut=cut)
+            parts = list(self._micro_batches(dp, stages))
+            for cut, (each, count), data in itertools.product(divisors(dp)[1:-1], parts, OUTSIDE):
+                yield ClusterSetting(dp, tp, stages, each, count, data, TENSOR[-1], cut=cut)
 
     def on(self, cluster: Cluster) -> SettingEstimator:
         """The same space on another cluster, with the plans that were searched for this one."""
@@ -241,22 +240,26 @@ class SettingEstimator:
                 continue
             dp = self.cluster.ranks // (stages * tp)
             inner = self._grouping.inner_ranks(tp) if self._grouping else 1
-            if self.batch % dp or self._is_repeated(data, tensor, dp, tp):
+            if self._is_repeated(data, tensor, dp, tp):
                 continue
-            for micro_batch in divisors(self.batch // dp):
-                if self._keeps_batch(stages) and micro_batch * dp != captured_batch(self.graph):
-                    continue
-                yield ClusterSetting(
-                    dp,
-                    tp,
-                    stages,
-                    micro_batch,
-                    self.batch // dp // micro_batch,
-                    data,
-                    tensor,
-                    recompute,
-                    inner,
-                )
+            for micro_batch, count in self._micro_batches(dp, stages):
+                yield ClusterSetting(dp, tp, stages, micro_batch, count, data, tensor, recompute, inner)
+
+    def _micro_batches(self, dp: int, stages: int) -> Iterator[tuple[int, int]]:
+        """The rows that the busiest rank has of a micro-batch, and the number of micro-batches; each rank has some.
+
+        Without those in which it has as many rows at a time as in others, or more, and in all more than in these.
+        """
+        found = [
+            (-(-rows // dp), self.batch // rows)
+            for rows in divisors(self.batch)
+            if rows >= dp and (not self._keeps_batch(stages) or rows == captured_batch(self.graph))
+        ]
+        least = math.inf
+        for rows, count in found:
+            if rows * count <= least:
+                yield rows, count
+            least = min(least, rows * count)
 
     def _keeps_batch(self, stages: int) -> bool:
         """Whether micro-batches must have the captured size: no dim is the batch, or the batch must not be cut."""
@@ -403,9 +406,9 @@ class SettingEstimator:
         layers, depths = self._layers(), " or ".join(map(str, self.stages))
         stages = f", and {depths} pipeline stages its {layers} layers" if self.stages != (1,) else ""
         return (
-            f"No way to lay {self.batch} sequences on {self.cluster.ranks} ranks: some split of the "
-            f"ranks must divide the batch and the model's heads or widths{stages}. Choose a batch that is "
-            f"a multiple of {self.cluster.ranks}, or fewer ranks."
+            f"No way to lay {self.batch} sequences on {self.cluster.ranks} ranks: along some axis each rank must have "
+            f"one, and another must divide the model's heads or widths{stages}. Choose a batch of at least "
+            f"{self.cluster.ranks}, or fewer ranks."
         )
 
 
@@ -508,7 +511,13 @@ def _numbers_of_blocks(settings: Sequence[ClusterSetting]) -> np.ndarray:
 
 
 class _ManySizes(SymbolicSizes):
-    """Local sizes for many settings at once: arrays in place of the symbols of `SymbolicSizes`."""
+    """Local sizes for many settings at once: arrays in place of the symbols of `SymbolicSizes`.
+
+    Batches have as many rows as if all ranks had those of the busiest.
+    """
+
+    def busiest(self, size: int, count: int) -> Quantity:
+        return 1
 
     def count(self, tensor: Tensor, layout: Layout) -> Quantity:
         return self.bytes(tensor, layout) / tensor.itemsize_bytes

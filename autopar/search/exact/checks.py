@@ -12,7 +12,7 @@ from autopar.search.request.recipe_rows import Recipe, Which, is_batch, is_seq
 
 
 def check_axes(graph: Graph, mesh: Mesh, recipes: Sequence[Recipe] = ()) -> None:
-    """Raises MeshError if the size of some axis divides no factor and no dim of any parameter.
+    """Raises MeshError if some axis can split no factor, and divides no dim of any parameter.
 
     An axis whose recipe leaves all ops to one rank divides nothing, and one whose recipe asks for sharded parameters
     may store them in parts of different sizes.
@@ -29,7 +29,8 @@ def check_axes(graph: Graph, mesh: Mesh, recipes: Sequence[Recipe] = ()) -> None
         for dim, sizes in enumerate(graph.tensors[tensor].dims)
     }
     for axis, size in mesh.axes:
-        if axis not in others and all(found % size for _, found in factors | stored):
+        can_cut = any(graph.can_cut(c, size) for op in graph.ops for c in op.choices if c.splits)
+        if axis not in others and not can_cut and all(found % size for _, found in stored):
             closest = _closest(size, factors or stored)
             remedy = (
                 f"The closest sizes in it are {closest}; choose a size that divides one of them."

@@ -325,11 +325,8 @@ class Problem:
 
     def _dividing_choices(self, op: Op) -> list[list[Choice]]:
         """For every axis, the choices whose factor it can split; on an axis of one rank only `-`."""
-        batch = self.graph.batch
         return [
-            [c for c in op.choices if c.size % size == 0 or (c.factor in batch and not c.needs_equal)]
-            if size > 1
-            else [op.choices[0]]
+            [c for c in op.choices if self.graph.can_cut(c, size)] if size > 1 else [op.choices[0]]
             for size in self.mesh.sizes
         ]
 

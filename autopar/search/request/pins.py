@@ -156,11 +156,11 @@ def _pin_labels(
 ) -> None:
     for name in _matching(pattern, graph.by_name, "op"):
         for label, axis in parts:
-            _check_label(graph.by_name[name], label, mesh.axes[axis], pattern)
+            _check_label(graph, graph.by_name[name], label, mesh.axes[axis], pattern)
             labels.add(name, axis, label, pattern)
 
 
-def _check_label(op: Op, label: str, axis: tuple[str, int], pattern: str) -> None:
+def _check_label(graph: Graph, op: Op, label: str, axis: tuple[str, int], pattern: str) -> None:
     axis_name, size = axis
     found = [choice for choice in op.choices if choice.label == label]
     if not found:
@@ -168,7 +168,7 @@ def _check_label(op: Op, label: str, axis: tuple[str, int], pattern: str) -> Non
         raise RecipeError(
             f"The pin {pattern!r} asks {op.name} ({op.kind}) for the choice {label!r}, and its choices are {known}."
         )
-    if found[0].size % size:
+    if not graph.can_cut(found[0], size):
         raise RecipeError(
             f"The pin {pattern!r} on {op.name} cannot hold: its factor {label} has size "
             f"{found[0].size}, which {axis_name}={size} does not divide."

@@ -34,14 +34,14 @@ NESTED: list[tuple[Layout, Layout]] = [
 
 
 def test_routes_of_equal_signature_share_a_collective() -> None:
-    there = [route(dims, (S(0), R), (V, V), MESH) for dims in DIMS]
+    there = [route(dims, (S(0), R), (V, V), MESH, rank=0) for dims in DIMS]
     assert {signature(hops) for hops in there} == {(("all_gather", 0),)}
     back = [transposed(hops) for hops in there]
     assert {frozenset(signature(hops)) for hops in back} == {frozenset({("reduce_scatter", 0), ("all_reduce", 1)})}
 
 
 def test_axes_of_one_rank_need_no_hop() -> None:
-    assert route(((4,),), (S(0), R), (V, V), Mesh.of({"a": 1, "b": 1})) == ()
+    assert route(((4,),), (S(0), R), (V, V), Mesh.of({"a": 1, "b": 1}), rank=0) == ()
 
 
 def worst() -> float:
@@ -51,7 +51,7 @@ def worst() -> float:
     for source, target in CASES + NESTED + EXCHANGED:
         used = DIMS if (source, target) in CASES else [((8,), (3,)), ((4,), ())]
         used = EVEN if (source, target) in EXCHANGED else used
-        there = [route(dims, source, target, MESH) for dims in used]
+        there = [route(dims, source, target, MESH, rank=0) for dims in used]
         if len({signature(hops) for hops in there}) > 1:
             continue
         fulls = [torch.randn([max(1, torch.Size(d).numel()) for d in dims], dtype=torch.float64) for dims in used]

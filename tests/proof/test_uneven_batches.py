@@ -1,0 +1,85 @@
+"""Batches that the ranks do not divide, against the model on one device: every rank has torch.chunk's part of the rows.
+
+Plans are drawn at random, so that ops split the batch, leave it whole, and take it from each other in every layout; all
+ranks are simulated in one process, and loss, gradients and running statistics compared in float64.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopar.ir import Graph, Mesh, Plan, split_counts
+from autopar.proof.random_plan import random_plan
+from autopar.proof.subject import Subject
+
+
+class Text(nn.Module):
+    """Attention with dropout; its loss is a mean over the targets that are not masked, and two means over rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm, self.drop = nn.Embedding(16, 12), nn.LayerNorm(12), nn.Dropout(0.2)
+        self.qkv, self.out, self.head = nn.Linear(12, 36), nn.Linear(12, 12), nn.Linear(12, 16)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.table(tokens)
+        heads = (y.unflatten(-1, (2, 6)).transpose(1, 2) for y in self.qkv(self.norm(x)).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.drop(self.out(mixed.transpose(1, 2).flatten(2)))
+        logits = self.head(x)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return loss + 0.1 * x.square().mean() + 0.01 * logits.mean(0).square().sum()
+
+
+class Image(nn.Module):
+    """A convolution with batch norm, and a mean over rows and outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.norm = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.drop, self.head = nn.Dropout(0.3), nn.Linear(4, 5)
+
+    def forward(self, x: Tensor, wanted: Tensor) -> Tensor:
+        found = F.max_pool2d(F.relu(self.norm(self.convolution(x))), 2).mean((2, 3))
+        return F.mse_loss(self.head(self.drop(found)), wanted)
+
+
+@functools.cache
+def subject(kind: str, rows: int) -> Subject:
+    torch.manual_seed(0)
+    if kind == "image":
+        return Subject.of(Image().double(), (torch.randn(rows, 3, 6, 6).double(), torch.randn(rows, 5).double()))
+    tokens, targets = torch.randint(0, 16, (2, rows, 6))
+    targets[0, :4] = targets[-1, 2:] = -100  # ranks count different numbers of targets
+    return Subject.of(Text().double(), (tokens, targets))
+
+
+def uneven_splits(graph: Graph, plan: Plan) -> int:
+    """Number of ops that take parts of different sizes."""
+    return sum(
+        any(choice.size % count for choice, count in split_counts(op, plan.ops[op.name], plan.mesh)) for op in graph.ops
+    )
+
+
+MESHES = ["a=3", "a=5", "a=2,b=3"]
+
+
+@pytest.mark.parametrize("kind", ["text", "image"])
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("rows", [7, pytest.param(32, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 20), marks=pytest.mark.slow)], ids=["one", "many"])
+def test_random_plans_give_the_results_of_one_device(kind: str, mesh: str, rows: int, seeds: range) -> None:
+    of = subject(kind, rows)
+    graph, fingerprint = of.prepared.analysis.graph, of.prepared.captured.fingerprint
+    plans = [random_plan(graph, Mesh.parse(mesh), seed=seed, fingerprint=fingerprint) for seed in seeds]
+    assert any(uneven_splits(graph, plan) for plan in plans)
+    for plan in plans:
+        report = of.compare(plan)
+        assert report.passed, report
+
+
