@@ -19,6 +19,7 @@ AS_FAST = 5e-5  # difference of two steps, as a part of one, that is not told
 _KEPT_NOTES = (
     "axes",
     "repeated",
+    "uneven",
     "runner-up",
     "tiers",
     "owners",

@@ -85,7 +85,9 @@ def _fitted(
 ) -> Iterator[tuple[Layout, CollectiveCall, Layout]]:
     """A call, between fits where ranks have parts of different sizes along its axis; see [Note: uneven parts]."""
     views = call.before is not None
-    given, made = (_viewed(dims, layout, mesh) if views else local_shape(dims, layout, mesh) for layout in (before, after))
+    given, made = (
+        _viewed(dims, layout, mesh) if views else local_shape(dims, layout, mesh) for layout in (before, after)
+    )
     taken, left, size = [*given], [*made], mesh.sizes[step.axis]
     if step.over < 0 and step.source.kind == "S":
         gathered = call.dims[0]

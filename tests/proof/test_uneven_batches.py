@@ -81,5 +81,3 @@ def test_random_plans_give_the_results_of_one_device(kind: str, mesh: str, rows:
     for plan in plans:
         report = of.compare(plan)
         assert report.passed, report
-
-

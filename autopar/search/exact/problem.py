@@ -334,9 +334,15 @@ class Problem:
         key = (index, labels)
         if key not in self._legal:
             op, layouts = self.ops[index], self.layouts(index, labels)
-            self._legal[key] = go_together(labels) and parts_fit(op, labels, self.mesh) and all(
-                self._takes(name, layout)
-                for name, layout in zip((*op.operands, *op.results), (*layouts.operands, *layouts.results), strict=True)
+            self._legal[key] = (
+                go_together(labels)
+                and parts_fit(op, labels, self.mesh)
+                and all(
+                    self._takes(name, layout)
+                    for name, layout in zip(
+                        (*op.operands, *op.results), (*layouts.operands, *layouts.results), strict=True
+                    )
+                )
             )
         return self._legal[key]
 

@@ -10,11 +10,12 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from autopar.cost_model import Hardware, unruled
 from autopar.cost_model.compute import FUSED_ATTENTION
-from autopar.ir import EXCHANGED, Graph, Op, ParameterPlan, Plan, State
+from autopar.ir import EXCHANGED, Graph, Op, ParameterPlan, Plan, R, S, State, local_shape, plain, split_counts
 from autopar.ir.batches import captured_batch
 from autopar.ir.meeting import ALONE
 from autopar.ir.note import Note
 from autopar.ir.parameter_plan import PARAMETER_WORDS
+from autopar.ir.share import Share
 from autopar.pipeline.composed import StepCost
 from autopar.search.request.recipe_rows import is_model
 from autopar.search.request.recipes import format_recipe, resolve, split_recipe
@@ -42,7 +43,7 @@ def explain(
     )
     prices = (Note(line, "price") for line in lines)
     rules = (*unruled_lines(graph, plan, hardware), *guessed_lines(graph, plan))
-    return (*axes, *repeated_lines(graph, plan), *prices, *others, *rules)
+    return (*axes, *repeated_lines(graph, plan), *uneven_lines(graph, plan), *prices, *others, *rules)
 
 
 def axis_lines(graph: Graph, plan: Plan) -> list[str]:
@@ -350,6 +351,28 @@ def repeated_lines(graph: Graph, plan: Plan) -> Iterator[Note]:
             )
         if name not in idle:
             yield Note(line, "repeated")
+
+
+def uneven_lines(graph: Graph, plan: Plan) -> Iterator[Note]:
+    """A line on a batch in parts of different sizes: how many rows the ranks have, and how long they wait."""
+    splits = (
+        (choice, plan.ops[op.name])
+        for op in graph.ops
+        for choice, count in split_counts(op, plan.ops[op.name], plan.mesh)
+        if choice.size % count and choice.factor in graph.batch
+    )
+    for choice, labels in itertools.islice(splits, 1):
+        layout = tuple(S(0) if plain(label) == choice.label else R for label in labels)
+        (part,) = local_shape(((choice.size,),), layout, plan.mesh)
+        assert isinstance(part, Share), plan.mesh
+        sizes = [str(size or "none") for size in sorted({*part.by_rank}, reverse=True)]
+        waits = 1 - sum(part.by_rank) / len(part.by_rank) / max(part.by_rank)
+        of = "" if plan.micro_batches == 1 else " of a micro-batch"
+        yield Note(
+            f"of the {counted(choice.size, 'row')}{of} ranks have {', '.join(sizes[:-1])} or {sizes[-1]}, and wait for "
+            f"those with the most in {100 * waits:.1f} % of their time",
+            "uneven",
+        )
 
 
 def note_of_unasked_stages(request: Request, rows: int, refusals: Sequence[Refusal]) -> Note:
