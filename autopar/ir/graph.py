@@ -252,7 +252,8 @@ class Graph:
 
     def can_cut(self, choice: Choice, count: int) -> bool:
         """Whether axes of so many ranks in all can split the factor of a choice."""
-        return choice.size % count == 0 or (choice.factor in self.batch and not choice.needs_equal)
+        is_batch = choice.factor in self.batch and choice.size > 1
+        return choice.size % count == 0 or (is_batch and not choice.needs_equal)
 
     def can_take(self, name: str, layout: Layout, mesh: Mesh) -> bool:
         """Whether ops may take or leave a tensor in a layout, and a rank may be given an input in it."""

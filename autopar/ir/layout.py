@@ -13,11 +13,11 @@ A *factor* is one of the sizes whose product is the size of a dim, most signific
 and S(0.1) splits the 128. When two axes split the same factor, one of them is the major one: it cuts the factor, and
 the other cuts the pieces. It is the earlier axis of the mesh, as in DTensor, unless states say how *deep* axes lie.
 S(d.*) cuts dim d into contiguous chunks whatever its factors are. Where ranks do not divide what they split, they have
-parts of different sizes (`autopar.ir.uneven`). Only parameters between steps ("at rest") are in S(d.*). Parameters, and the operands and results
-of ops that one rank runs alone (`@i`), are in O(i).
+parts of different sizes (`autopar.ir.uneven`). Only parameters between steps ("at rest") are in S(d.*). Parameters, and
+the operands and results of ops that one rank runs alone (`@i`), are in O(i).
 
-Local shapes have the sizes of every rank where these differ (`autopar.ir.share`). Under O(i) the other ranks hold a tensor of
-the same shape with a first dim of 0, see `autopar.ops.collectives.seen`.
+Local shapes have the sizes of every rank where these differ (`autopar.ir.share`). Under O(i) the other ranks hold a
+tensor of the same shape with a first dim of 0, see `autopar.ops.collectives.seen`.
 
 Grammar of the text:  state = "R" | "V" | "P" | "S(" dim ["." (factor | "*")] ")"
                               | "O(" (rank | "*") ")"

@@ -58,7 +58,7 @@ def can_split(dims: Dims, factors: Factors, layout: Layout, mesh: Mesh, batch: C
     uneven = uneven_axes(dims, layout, mesh)
     others = tuple(R if axis in uneven else state for axis, state in enumerate(layout))
     return divides(dims, others, mesh) and all(
-        state.factor != WHOLE and factors[state.dim][state.factor] in batch
+        state.factor != WHOLE and factors[state.dim][state.factor] in batch and dims[state.dim][state.factor] > 1
         for state in (layout[axis] for axis in uneven)
     )
 

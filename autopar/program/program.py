@@ -160,7 +160,7 @@ class Program:
 
     @cached_property
     def input_parts(self) -> tuple[tuple[int, ...], ...]:
-        """The shape of the part of every input that a rank takes, which is no plain shape where parts differ in size."""
+        """The shape of the part of every input that a rank takes; it has shares where parts differ in size."""
         mesh = self.plan.mesh
         return tuple(local_shape(spec.dims, spec.layout, mesh) for spec in self.inputs)
 

@@ -33,11 +33,11 @@ def test_is_what_a_capture_gives(family: str) -> None:
     assert with_batch(eight, 4) == captured(4)
 
 
-def test_a_plan_fits_as_long_as_the_axes_divide() -> None:
+def test_a_plan_fits_as_long_as_there_is_a_batch_to_split() -> None:
     graph = residual(2, Sizes(batch=8))
     plan = search(graph, {"dp": 4}, hardware=TOY, recipe="ddp")
-    assert fits_graph(plan, with_batch(graph, 4))
-    assert not fits_graph(plan, with_batch(graph, 2))
+    assert fits_graph(plan, with_batch(graph, 6)) and fits_graph(plan, with_batch(graph, 2))
+    assert not fits_graph(plan, with_batch(graph, 1))
 
 
 def test_refuses_a_graph_without_a_batch() -> None:

@@ -82,7 +82,8 @@ def _compare(module, captured, analysis, name, label, mesh):
     plan = Plan(mesh, captured.fingerprint, "", 1, parameters, {}, ops)
     program = build_program(captured, analysis, plan)
     own = dict(module.named_parameters())
-    leaves = {s.name: [own[s.name].detach().clone().requires_grad_() for _ in range(mesh.size)] for s in program.parameters}
+    ranks = range(mesh.size)
+    leaves = {s.name: [own[s.name].detach().clone().requires_grad_() for _ in ranks] for s in program.parameters}
     buffers = dict(module.named_buffers())
     fixed = [[x] * mesh.size for x in (*(buffers[s.name] for s in program.buffers), *program.constants)]
     (losses,) = run(program, [*leaves.values(), *fixed])

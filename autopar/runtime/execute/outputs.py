@@ -59,8 +59,8 @@ class _GradientOfOutput:
         self._refuse_differences(gradient.detach())
         if uneven_axes(self._output.dims, self._layout, self._world.mesh):
             raise StepError(
-                f"A gradient came back to a result of model(...) of shape {list(self._output.shape)}, of which ranks have "
-                "parts of different sizes: the mean of their losses is not the loss of the batch. Take "
+                f"A gradient came back to a result of model(...) of shape {list(self._output.shape)}, of which ranks "
+                "have parts of different sizes: the mean of their losses is not the loss of the batch. Take "
                 'autopar.compile(..., outputs="whole") and compute the loss of the whole batch, or give a batch that '
                 "the ranks divide."
             )

@@ -75,7 +75,7 @@ def _shards_parameters(plan: Plan, recipe: Recipe, position: int) -> bool:
 
 
 def _about_batch(graph: Graph, words: str, axis: str, size: int) -> str:
-    """The error of a batch that is not split: its size, or `words` with the dims that are the batch, and what helps."""
+    """The error of a batch that is not split: `words` with the dims that are the batch, and what helps."""
     found = {
         f"dim {dim} of {name}": math.prod(graph.tensors[tensor].dims[dim])
         for name, tensor in graph.inputs.items()
@@ -88,14 +88,11 @@ def _about_batch(graph: Graph, words: str, axis: str, size: int) -> str:
     lengths = [c.size for c in rings if is_seq(graph.factors[c.factor].roles)]
     by_sequence = "'cp', which splits the sequence, or " * any(x % size == 0 for x in lengths)
     else_ = f"take the recipe {by_sequence}'auto', which may split any dim{pin}."
-    if found and all(each % size for each in found.values()):
-        each = next(iter(found.values()))
-        return f"Batch size {each} is not divisible by {axis}={size}. Use a multiple of {size}, or {else_}"
     dims = ", ".join(f"{dim} (size {each})" for dim, each in [*found.items()][:4])
     return (
         f"{words} Here the batch is {dims or 'no dim above size 1'}. It is dim 0 of an input, unless all ops "
         "that know theirs (recurrent layers, attention, convolutions) have another dim for it. Put the samples into "
-        f"dim 0 (batch_first=True in torch.nn), in a number that {size} divides; or {else_}"
+        f"dim 0 (batch_first=True in torch.nn), at least two of them; or {else_}"
     )
 
 

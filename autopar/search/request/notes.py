@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from autopar.cost_model import Hardware, unruled
 from autopar.cost_model.compute import FUSED_ATTENTION
 from autopar.ir import EXCHANGED, Graph, Op, ParameterPlan, Plan, R, S, State, local_shape, plain, split_counts
-from autopar.ir.batches import captured_batch
 from autopar.ir.meeting import ALONE
 from autopar.ir.note import Note
 from autopar.ir.parameter_plan import PARAMETER_WORDS
@@ -43,7 +42,7 @@ def explain(
     )
     prices = (Note(line, "price") for line in lines)
     rules = (*unruled_lines(graph, plan, hardware), *guessed_lines(graph, plan))
-    return (*axes, *repeated_lines(graph, plan), *uneven_lines(graph, plan), *prices, *others, *rules)
+    return (*axes, *repeated_lines(plan), *uneven_lines(graph, plan), *prices, *others, *rules)
 
 
 def axis_lines(graph: Graph, plan: Plan) -> list[str]:
@@ -336,20 +335,13 @@ def _repeated_axes(plan: Plan) -> list[str]:
     ]
 
 
-def repeated_lines(graph: Graph, plan: Plan) -> Iterator[Note]:
+def repeated_lines(plan: Plan) -> Iterator[Note]:
     """A line on every axis whose ranks store parts of the parameters, and all compute the whole batch."""
-    rows, idle = captured_batch(graph), idle_axes(plan)
-    of = "" if plan.micro_batches == 1 else " of a micro-batch"
+    idle = idle_axes(plan)
     for name in _repeated_axes(plan):
-        size = dict(plan.mesh.axes)[name]
-        line = f"all {size} ranks along {name} compute the whole batch, and share only the memory of parameters"
-        if rows % size:
-            multiple = rows - rows % size + size
-            line += (
-                f": {name}={size} does not divide the {counted(rows, 'row')}{of}. Rows in a multiple of {size}, such "
-                f"as {multiple}, are split"
-            )
         if name not in idle:
+            size = dict(plan.mesh.axes)[name]
+            line = f"all {size} ranks along {name} compute the whole batch, and share only the memory of parameters"
             yield Note(line, "repeated")
 
 

@@ -252,17 +252,22 @@ def test_outputs_are_delivered_without_partial_sums() -> None:
 
 def test_an_axis_that_divides_nothing_says_which_sizes_are_close() -> None:
     with pytest.raises(MeshError) as error:
-        search(mlp(batch=8, width=16, hidden=32), {"x": 7}, hardware=TOY)
+        search(mlp(batch=1, width=16, hidden=32), {"x": 7}, hardware=TOY)
     assert "Axis x has size 7, which divides nothing in this model." in str(error.value)
-    assert "8 (b), 16 (d)" in str(error.value)
+    assert "16 (d), 32 (f)" in str(error.value)
     with pytest.raises(MeshError, match=r"in this model\. None of its sizes is above 1\.$"):
         search(mlp(batch=1, width=1, hidden=1), {"x": 2}, hardware=TOY)
 
 
 def test_a_recipe_that_splits_nothing_says_what_it_would_split() -> None:
     with pytest.raises(SearchError) as error:
-        search(mlp(batch=3), {"x": 2}, hardware=TOY, recipe="ddp")
-    assert "Batch size 3 is not divisible by x=2. Use a multiple of 2, or take" in str(error.value)
+        search(mlp(batch=1), {"x": 2}, hardware=TOY, recipe="ddp")
+    assert "Put the samples into dim 0 (batch_first=True in torch.nn), at least two of them" in str(error.value)
+
+
+def test_a_batch_is_split_by_any_number_of_ranks() -> None:
+    plan = search(mlp(batch=3), {"x": 2}, hardware=TOY, recipe="ddp")
+    assert {label for labels in plan.ops.values() for label in labels} == {"b"}
 
 
 def test_too_little_memory_says_by_how_much_and_what_would_help() -> None:
