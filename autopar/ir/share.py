@@ -36,8 +36,8 @@ class Share(int):
         found.by_rank = by_rank
         return found
 
-    def __getnewargs__(self) -> tuple[int, ...]:
-        return self.by_rank
+    def __reduce__(self) -> tuple[type[Share], tuple[int, ...]]:
+        return Share, self.by_rank
 
     def __repr__(self) -> str:  # no number, so that the text of a graph that is not bound to a rank cannot run
         return f"Share{self.by_rank}"

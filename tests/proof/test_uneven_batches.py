@@ -66,13 +66,20 @@ def uneven_splits(graph: Graph, plan: Plan) -> int:
     )
 
 
-MESHES = ["a=3", "a=5", "a=2,b=3"]
+SLOW = pytest.mark.slow
+CASES = [
+    ("text", "a=5", 7, range(1)),
+    ("image", "a=3", 7, range(1)),
+    *(
+        pytest.param(kind, mesh, rows, range(20), marks=SLOW)
+        for kind in ("text", "image")
+        for mesh in ("a=3", "a=5", "a=2,b=3", "pp=2,a=3")
+        for rows in (7, 32)
+    ),
+]
 
 
-@pytest.mark.parametrize("kind", ["text", "image"])
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("rows", [7, pytest.param(32, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 20), marks=pytest.mark.slow)], ids=["one", "many"])
+@pytest.mark.parametrize(("kind", "mesh", "rows", "seeds"), CASES)
 def test_random_plans_give_the_results_of_one_device(kind: str, mesh: str, rows: int, seeds: range) -> None:
     of = subject(kind, rows)
     graph, fingerprint = of.prepared.analysis.graph, of.prepared.captured.fingerprint

@@ -45,10 +45,10 @@ def labels_of(op: Callable[..., object], *tensors: Tensor, kind: str) -> set[str
     return {c.label for o in graph.ops if o.kind == kind for c in o.choices} - {VARIED}
 
 
-def prove(op: Callable[..., object], *tensors: Tensor, kind: str, mesh: Mesh = MESH, batch: str = "") -> int:
+def prove(op: Callable[..., object], *tensors: Tensor, kind: str, mesh: Mesh = MESH, rows: int = 0) -> int:
     """Compares every choice of every op called `kind` with the unsplit op; returns how many there were.
 
-    With the label of a batch it compares that choice alone, also in parts of different sizes.
+    With a number of rows it compares choices that split as many alone, also in parts of different sizes.
     """
     module, captured = _captured(op, tensors)
     module.zero_grad()
@@ -59,9 +59,9 @@ def prove(op: Callable[..., object], *tensors: Tensor, kind: str, mesh: Mesh = M
     for node in (o for o in graph.ops if o.kind == kind):
         assert node.has_rule, f"no rule for {kind}"
         for choice in node.choices:
-            if batch and choice.label == batch:
+            if rows and choice.size == rows:
                 graph.__dict__["batch"] = frozenset({choice.factor})
-            if batch in ("", choice.label) and is_legal(graph, node, (choice.label,), mesh):
+            if rows in (0, choice.size) and is_legal(graph, node, (choice.label,), mesh):
                 _compare(module, captured, analysis, node.name, choice.label, mesh)
                 tried += 1
     assert tried, f"{kind} is not in the graph: {[o.kind for o in graph.ops]}"

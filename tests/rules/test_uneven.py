@@ -21,26 +21,30 @@ def classes(*shape: int) -> torch.Tensor:
     return found
 
 
+def weighted(x, target, weight):
+    return F.cross_entropy(x, target, weight.detach().exp())
+
+
 def batch_norm(x, weight, bias):
     return F.batch_norm(x, torch.zeros(3).double(), torch.ones(3).double(), weight, bias, training=True)
 
 
 CASES = {
-    "mean": (lambda x: x.mean(), (rand(7, 3),), "aten.mean", "d0"),
-    "mean of rows": (lambda x: x.mean((0, 2), keepdim=True), (rand(7, 3, 2),), "aten.mean", "d0"),
-    "sum": (lambda x: x.sum(0), (rand(7, 3),), "aten.sum", "d0"),
-    "batch norm": (batch_norm, (rand(7, 3, 4), rand(3), rand(3)), "aten._native_batch_norm_legit_functional", "b0"),
-    "cross-entropy": (F.cross_entropy, (rand(7, 3), classes(7)), "aten.cross_entropy_loss", "n0"),
-    "weighted": (lambda x, y, w: F.cross_entropy(x, y, w.abs()), (rand(7, 3), classes(7), rand(3)), "", "n0"),
-    "linear": (F.linear, (rand(7, 3), rand(4, 3), rand(4)), "aten.linear", "b0"),
-    "convolution": (F.conv1d, (rand(7, 3, 5), rand(4, 3, 3)), "aten.convolution", "n"),
-    "attention": (F.scaled_dot_product_attention, (rand(7, 2, 4, 3),) * 3, "aten.scaled_dot_product_attention", "b0"),
-    "view": (lambda x: x.reshape(7 * 4, 3), (rand(7, 4, 3),), "aten.reshape", "d0"),
+    "mean": (lambda x: x.mean(), (rand(7, 3),), "aten.mean"),
+    "mean of rows": (lambda x: x.mean((0, 2), keepdim=True), (rand(7, 3, 2),), "aten.mean"),
+    "sum": (lambda x: x.sum(0), (rand(7, 3),), "aten.sum"),
+    "batch norm": (batch_norm, (rand(7, 3, 4), rand(3), rand(3)), "aten._native_batch_norm_legit_functional"),
+    "cross-entropy": (F.cross_entropy, (rand(7, 3), classes(7)), "aten.cross_entropy_loss"),
+    "weighted": (weighted, (rand(7, 3), classes(7), rand(3)), "aten.cross_entropy_loss"),
+    "linear": (F.linear, (rand(7, 3), rand(4, 3), rand(4)), "aten.linear"),
+    "convolution": (F.conv1d, (rand(7, 3, 5), rand(4, 3, 3)), "aten.convolution"),
+    "attention": (F.scaled_dot_product_attention, (rand(7, 2, 4, 3),) * 3, "aten.scaled_dot_product_attention"),
+    "view": (lambda x: x.reshape(7 * 4, 3), (rand(7, 4, 3),), "aten.reshape"),
 }
 
 
-@pytest.mark.parametrize("ranks", [3, 5])
+@pytest.mark.parametrize("ranks", [pytest.param(3, marks=pytest.mark.slow), 5])
 @pytest.mark.parametrize("case", CASES)
 def test_a_rule_is_right_on_parts_of_different_sizes(case: str, ranks: int) -> None:
-    op, tensors, kind, label = CASES[case]
-    assert prove(op, *tensors, kind=kind or "aten.cross_entropy_loss", mesh=Mesh.of({"a": ranks}), batch=label) == 1
+    op, tensors, kind = CASES[case]
+    assert prove(op, *tensors, kind=kind, mesh=Mesh.of({"a": ranks}), rows=7) >= 1

@@ -14,7 +14,7 @@ from autopar.capture.export import run_with_loss
 from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.models import make
 from tests.runtime.test_checkpoints import gap, half, in_one_process
-from tests.runtime.training import compiled, difference, full_state, single
+from tests.runtime.training import Step, compiled, difference, full_state, single, train
 from tests.support.staged import captured_once
 
 pytestmark = pytest.mark.multiprocess
@@ -151,3 +151,38 @@ def test_whole_weights_go_to_files_and_into_parts(three_ranks: Ranks, tmp_path: 
     expected = make("odd")[0].state_dict()
     for found in three_ranks.run(written, str(tmp_path)):
         assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("recipe", ["ddp", pytest.param("zero3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sizes", [(32, 7, 32), pytest.param((32, 30, 7, 1, 30, 32, 1, 7), marks=pytest.mark.slow)])
+def test_batches_that_three_ranks_do_not_divide_train_as_one_process(
+    three_ranks: Ranks, recipe: str, sizes: tuple[int, ...]
+) -> None:
+    model, batch, loss_fn = make("odd")
+
+    def step(*batch: torch.Tensor) -> torch.Tensor:
+        loss = run_with_loss(model, batch, {}, loss_fn)  # type: ignore[arg-type]
+        loss.backward()
+        return loss.detach()
+
+    expected = train(model, _of_sizes(step, sizes), batch, steps=len(sizes))
+    for found in three_ranks.run(_trained_on, recipe, sizes):
+        assert difference(found, expected) < 1e-9
+
+
+@captured_once()
+def _trained_on(recipe: str, sizes: tuple[int, ...]) -> dict[str, object]:
+    model, batch, loss_fn = make("odd")
+    made = autopar.compile(model, loss_fn=loss_fn, mesh=DP, recipe=recipe)  # type: ignore[arg-type]
+    return train(made, _of_sizes(made.step, sizes), batch, steps=len(sizes))
+
+
+def _of_sizes(step: Step, sizes: tuple[int, ...]) -> Step:
+    """A step that takes another number of rows each time."""
+    rows = iter(sizes)
+
+    def next_step(*batch: torch.Tensor) -> torch.Tensor:
+        count = next(rows)
+        return step(*(x.repeat(3, 1)[:count] for x in batch))
+
+    return next_step

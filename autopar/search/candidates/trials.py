@@ -167,7 +167,7 @@ def explore(graph: Graph, request: Request, rows: int) -> Explored | None:
     if request.ranks == 1 or not has_closed_form(request) or _is_small(graph, request):
         return None
     space = space_of(graph, request, rows)
-    # No dim is the batch, say, or no mesh divides it: ranks may repeat work. A batch that is named has to be divided.
+    # No dim is the batch, say: ranks may repeat work. A batch that is named has to be split.
     if request.batch is None and space.is_empty:
         return None
     return Explored(space, closed_forms(space, request), {})
