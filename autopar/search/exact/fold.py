@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar.cost_model import SavedTensors, keeps
-from autopar.ir import Graph, Op, OwnCollective, Tensor
+from autopar.ir import Choice, Graph, Op, OwnCollective, Tensor
 
 MIN_BLOCK = 8  # ops; below it a "block" would be one linear and its activation
 _CANDIDATE_PERIODS = 64
@@ -162,13 +162,19 @@ def _signature(op: Op, graph: Graph) -> Hashable:
     return (
         op.kind,
         tuple((t.dims, t.formats, t.needs_grad) for t in tensors),
-        tuple((c.label, c.operands, c.results, c.size, c.stretch, _roles(c.factor, graph)) for c in op.choices),
+        tuple(_nameless_choice(c, graph) for c in op.choices),
         tuple(t.name in op.saved for t in tensors),
         leaves,
         op.flops,
         op.is_view,
         tuple(_nameless(each) for each in op.collectives),
     )
+
+
+def _nameless_choice(choice: Choice, graph: Graph) -> Hashable:
+    states = choice.label, choice.operands, choice.results
+    may_be_uneven = choice.factor in graph.batch and not choice.needs_equal
+    return (*states, choice.size, choice.stretch, may_be_uneven, _roles(choice.factor, graph))
 
 
 def _nameless(collective: OwnCollective) -> Hashable:
