@@ -11,6 +11,7 @@ from autopar.analysis.factors import analyze
 from autopar.capture.export import capture_step
 from autopar.errors import PlanError
 from autopar.ir import WHOLE, Mesh, O, P, ParameterPlan, Plan, R, S, V
+from autopar.ir.share import on
 from autopar.passes import clean_up
 from autopar.program.checks import check_plan
 from autopar.program.program import build_program
@@ -160,16 +161,21 @@ def test_a_gradient_is_reduced_when_it_can_be(mlp):
 
 
 @pytest.mark.parametrize(
-    ("layout", "says"),
+    ("size", "layout", "says"),
     [
-        ((P,), "the input x is P@tp"),
-        ((S(2),), "the input x is S(2)@tp, and its dims are 0 to 1"),
-        ((S(0),), "the input x is S(0)@tp, which does not divide"),
-        ((R, R), "the input x has 2 states for the 1 axes of tp=4"),
+        (4, (P,), "the input x is P@tp"),
+        (4, (S(2),), "the input x is S(2)@tp, and its dims are 0 to 1"),
+        (3, (S(1),), "the input x is S(1)@tp, which does not divide"),
+        (4, (R, R), "the input x has 2 states for the 1 axes of tp=4"),
     ],
 )
-def test_layouts_that_an_input_cannot_take(mlp, layout, says):
-    assert says in refusal(mlp, changed(unsplit(mlp, Mesh.of({"tp": 4})), "inputs", x=layout))
+def test_layouts_that_an_input_cannot_take(mlp, size, layout, says):
+    assert says in refusal(mlp, changed(unsplit(mlp, Mesh.of({"tp": size})), "inputs", x=layout))
+
+
+def test_a_batch_may_lie_in_parts_of_different_sizes(mlp):
+    plan = changed(unsplit(mlp, Mesh.of({"dp": 4})), "inputs", x=(S(0),))
+    assert [on(build_program(*mlp, plan).input_parts[0], rank) for rank in range(4)] == [(2, 4), (2, 4), (2, 4), (0, 4)]
 
 
 def test_the_check_is_cheap():
