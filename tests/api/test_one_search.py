@@ -16,7 +16,6 @@ import autopar
 from autopar.api.announcing import start_line
 from autopar.api.planner import Planner
 from autopar.cli import main
-from autopar.errors import 
 from autopar.ir import Plan
 from autopar.ir.note import kind_of
 from autopar.models.targets import resolve_target
