@@ -30,13 +30,13 @@ def check_torch() -> None:
     number = _number(found)
     if number < OLDEST_TORCH:
         raise AutoparError(
-            f"autopar needs torch {_text(OLDEST_TORCH)} or newer, and torch {found} is installed. "
+            f"autopar needs torch {_text(OLDEST_TORCH)} or newer, but torch {found} is installed. "
             f"Install a newer one: pip install 'torch>={_text(OLDEST_TORCH)}'"
         )
     if number > NEWEST_TORCH and os.environ.get("RANK", "0") == "0":
         major, minor = NEWEST_TORCH
         warnings.warn(
-            f"autopar is tested with torch {_text(OLDEST_TORCH)} to {_text(NEWEST_TORCH)}, and torch {found} is "
+            f"autopar is tested with torch {_text(OLDEST_TORCH)} to {_text(NEWEST_TORCH)}, but torch {found} is "
             "installed. If a step or a compilation fails, install one that is tested: "
             f"pip install 'torch<{major}.{minor + 1}'",
             stacklevel=3,

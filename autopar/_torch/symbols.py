@@ -67,7 +67,7 @@ class SizeValues:
             self._replace(env)
         for made, size in pairs:
             if self.number(made) != size:
-                raise OtherSizes(f"the model fixes a size to {made}, and another is given")
+                raise OtherSizes(f"the model fixes a size to {made}, but another is given")
         if env is not None:
             self._check(env)
 
@@ -99,7 +99,7 @@ class SizeValues:
         for symbol, expression in env.replacements.items():
             value = expression.xreplace(self._values)
             if self._values.setdefault(symbol, value) != value:
-                raise OtherSizes(f"the model fixes a size to {expression}, and another is given")
+                raise OtherSizes(f"the model fixes a size to {expression}, but another is given")
 
     def _check(self, env: ShapeEnv) -> None:
         for symbol, value in self._values.items():

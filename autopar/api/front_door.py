@@ -234,5 +234,5 @@ def _cluster_with(
         found = with_eager_runs(found)
     axes = axes_of(mesh, None)
     if axes is not None and axes.ranks > found.ranks:
-        raise MeshError(f"The mesh {axes} has {axes.ranks} ranks, and {found} has {found.ranks}.")
+        raise MeshError(f"The mesh {axes} has {axes.ranks} ranks, but {found} has {found.ranks}.")
     return found, axes

@@ -139,5 +139,5 @@ def axes_of(mesh: MeshLike | None, plan: Plan | None) -> Mesh | None:
     if plan is None:
         return axes
     if not axes.admits(plan.world_mesh):
-        raise MeshError(f"The plan was made for the mesh {plan.world_mesh}, and the mesh given is {axes}.")
+        raise MeshError(f"The plan was made for the mesh {plan.world_mesh}, but the mesh given is {axes}.")
     return plan.world_mesh  # with the order of its axes

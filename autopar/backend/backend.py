@@ -176,7 +176,7 @@ def _mesh(given: Any, stored: Mesh | None) -> Mesh | None:
     refuse_stages(mesh)
     if stored is not None and not mesh.admits(stored):
         raise MeshError(
-            f"autopar.shard_ has cut the parameters over the mesh {stored}, and the backend is given "
+            f"autopar.shard_ has cut the parameters over the mesh {stored}, but the backend is given "
             f"{mesh}; leave the option out, or shard over the same."
         )
     check_world(stored or mesh)
@@ -197,7 +197,7 @@ def _refuse_distributed(module: fx.GraphModule, names: Sequence[str], arguments:
     for node, name, x in zip(placeholders, names, arguments, strict=True):
         if isinstance(x, DTensor) and not _is_read_whole(node):
             raise AutoparError(
-                f"{name} is a DTensor of placements {x.placements}, and the backend takes plain tensors "
+                f"{name} is a DTensor of placements {x.placements}, but the backend takes plain tensors "
                 "and the parameters that autopar.shard_ has cut, read by the model or a checkpointed block "
                 "(not by the branches of torch.cond: read them before it)."
             )

@@ -120,7 +120,7 @@ def _axes(plan_or_recipe: Plan | RecipeLike, mesh: Mesh | Mapping[str, int] | No
     planned = plan_or_recipe.world_mesh if is_plan else Mesh((("dp", world_size()),))  # type: ignore[union-attr]
     axes = planned if mesh is None else Mesh.of(mesh)
     if is_plan and not axes.admits(planned):
-        raise MeshError(f"The plan is for the mesh {planned}, and the mesh given is {axes}.")
+        raise MeshError(f"The plan is for the mesh {planned}, but the mesh given is {axes}.")
     axes = planned if is_plan else axes  # with the order of its axes
     refuse_stages(axes)
     refuse_places(plan_or_recipe, axes)

@@ -196,7 +196,7 @@ def _require_targets(
     name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
     targets = "a target" if count == 1 else f"{count} targets"
     raise StepError(
-        f"The loss function {name} asks for {targets} at the end of the batch, and none was given: the model's "
+        f"The loss function {name} asks for {targets} at the end of the batch, but none was given: the model's "
         f"forward takes the whole batch of {len(args)}. Call step(*inputs, {', '.join(_target_names(count))}), or "
         "compile a model that returns its loss without loss_fn."
     )
@@ -224,7 +224,7 @@ def _require_scalar_loss(captured: Captured, loss_fn: LossFunction | None) -> No
         return
     if loss_fn is None and not shapes:
         raise NoLossError(
-            "`step` needs a loss, and the model returned None as its loss: give it what it computes one "
+            "`step` needs a loss, but the model returned None as its loss: give it what it computes one "
             "from, such as labels=..., or pass loss_fn=... to autopar.compile."
         )
     if loss_fn is None:

@@ -42,7 +42,7 @@ def rounded_products(model: nn.Module, parameters: Mapping[str, Tensor], policy:
         yield
     if not mode.rounded:
         raise CaptureError(
-            f"precision={str(policy)!r} rounds the products of linear layers, and none was rounded: "
+            f"precision={str(policy)!r} rounds the products of linear layers, but none was rounded: "
             f"{_seen(mode)}. A layer is rounded if it calls torch.nn.functional.linear with its own weight, as "
             f"nn.Linear does and nn.MultiheadAttention does not, on an input of two dims or more; if both dims of that "
             f"weight are multiples of {TILE}; and if it is not exempt."

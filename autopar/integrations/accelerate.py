@@ -276,7 +276,7 @@ class AutoparAccelerator(Accelerator):
     def _one_model(self) -> PreparedModel:
         if len(self._models) != 1:
             raise AutoparError(
-                f"save_state and load_state take one prepared model, and there are {len(self._models)}. Save each with "
+                f"save_state and load_state take one prepared model, but there are {len(self._models)}. Save each with "
                 "autopar.checkpoint.save_checkpoint."
             )
         (prepared,) = self._models
@@ -286,7 +286,7 @@ class AutoparAccelerator(Accelerator):
     def _one_optimizer(self) -> Optimizer | None:
         if len(self._optimizers) > 1:
             raise AutoparError(
-                f"save_state and load_state take one optimizer, and there are {len(self._optimizers)}. Save the model "
+                f"save_state and load_state take one optimizer, but there are {len(self._optimizers)}. Save the model "
                 "with each of them with autopar.checkpoint.save_checkpoint."
             )
         return plain_optimizer(self._optimizers[0]) if self._optimizers else None

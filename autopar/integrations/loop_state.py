@@ -62,6 +62,6 @@ def _load_loader_state(loader: Any, state: dict[str, Any]) -> None:
 def _refuse_others(what: str, saved: Sequence[Any], live: Sequence[Any]) -> None:
     if len(saved) != len(live):
         raise AutoparError(
-            f"The checkpoint has the states of {len(saved)} {what}, and there are {len(live)}. Prepare and register "
+            f"The checkpoint has the states of {len(saved)} {what}, but there are {len(live)}. Prepare and register "
             "the same ones, in the same order, before load_state."
         )

@@ -87,7 +87,7 @@ class _LossOnly(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         raise StepError(
-            "A gradient arrives at a result of model(**batch) that is not its loss, and the planned step has run the "
+            "A gradient arrives at a result of model(**batch) that is not its loss, but the planned step has run the "
             "backward of the loss alone. Train with the model's own loss, or give loss_outside=True to the trainer or "
             "accelerator, which makes every result differentiable."
         )

@@ -241,7 +241,7 @@ def _checked(args: TrainingArguments) -> TrainingArguments:
             raise AutoparError(f"{name}={getattr(args, name)!r} is not supported by AutoparTrainer: {instead}.")
     if getattr(args, "train_sampling_strategy", "") == "batch_rebalance":
         raise AutoparError(
-            "train_sampling_strategy='batch_rebalance' gives each rank rows of its own, and here every rank reads the "
+            "train_sampling_strategy='batch_rebalance' gives each rank rows of its own, but here every rank reads the "
             "batch of all ranks, which the plan divides evenly. Take 'random' or 'group_by_length'."
         )
     # Every rank counts the tokens of the batch of all ranks.

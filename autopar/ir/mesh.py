@@ -63,7 +63,7 @@ class Mesh:
                 raise MeshError(f"Axis {name!r} has size {size!r}; a size is a positive integer.")
         if self.placement and sorted(self.placement) != sorted(self.names):
             raise MeshError(
-                f"The axes {', '.join(self.placement)} are placed, and the order names {', '.join(self.names)}; "
+                f"The axes {', '.join(self.placement)} are placed, but the order names {', '.join(self.names)}; "
                 "name each axis once in both."
             )
         # Equal meshes are equal values.

@@ -55,12 +55,12 @@ class Pipeline:
             raise PlanError(f"There is no schedule {self.schedule!r}; there are {', '.join(PLACEMENTS)}.")
         if self.stages % self.ranks:
             raise PlanError(
-                f"{len(self.cuts)} cuts make {self.stages} stages, and {self.ranks} pipeline ranks "
+                f"{len(self.cuts)} cuts make {self.stages} stages, but {self.ranks} pipeline ranks "
                 f"take a multiple of {self.ranks}."
             )
         if self.schedule in VERSIONED and self.ranks == 1:
             raise PlanError(
-                f"The schedule {self.schedule} needs at least 2 pipeline ranks, and the plan has 1: a single stage "
+                f"The schedule {self.schedule} needs at least 2 pipeline ranks, but the plan has 1: a single stage "
                 "waits for nobody. Take the schedule 1f1b."
             )
         shape = PLACEMENTS[self.schedule]

@@ -198,7 +198,7 @@ class Plan:
         for axis in self.decomposed:
             if axis not in self.mesh.names or self.decomposed.count(axis) > 1:
                 raise PlanError(
-                    f"The plan decomposes collectives along {' '.join(self.decomposed)}, and its stages have the axes "
+                    f"The plan decomposes collectives along {' '.join(self.decomposed)}, but its stages have the axes "
                     f"{', '.join(self.mesh.names)}: name each of these at most once."
                 )
 
@@ -209,7 +209,7 @@ class Plan:
             return
         if type(count) is not int or count < 1 or self.micro_batches % count:
             raise PlanError(
-                f"The plan runs {count!r} micro-batches at a time, and a step has {self.micro_batches}, which is no "
+                f"The plan runs {count!r} micro-batches at a time, but a step has {self.micro_batches}, which is no "
                 "multiple of that; 2 of 4, say, can run at a time."
             )
 

@@ -86,7 +86,7 @@ def check_fields(document: Mapping[str, Any]) -> None:
     fields = {key: value for key, value in document.items() if key != "digest"}
     if "digest" in document and document["digest"] != digest_of(fields):
         raise PlanError(
-            f"The plan is not as it was saved: its fields have the digest {digest_of(fields)}, and it gives "
+            f"The plan is not as it was saved: its fields have the digest {digest_of(fields)}, but it gives "
             f"{document['digest']!r}. If you changed it, remove the field 'digest'; otherwise copy or save it again."
         )
 
@@ -103,7 +103,7 @@ def with_digest(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def wrong_version(found: object) -> PlanError:
     return PlanError(
-        f"The plan is of version {found}, and this autopar reads version {VERSION}; "
+        f"The plan is of version {found}, but this autopar reads version {VERSION}; "
         "make the plan again, or use the autopar that wrote it."
     )
 
@@ -151,7 +151,7 @@ def read_meeting(fields: object, mesh: Mesh) -> Meeting | None:
     axis, text = fields
     if axis != mesh.placed.names[0]:
         raise PlanError(
-            f"The plan has replicas along {axis!r}, and its mesh {mesh}: replicas lie along the first axis of the mesh."
+            f"The plan has replicas along {axis!r}, but its mesh {mesh}: replicas lie along the first axis of the mesh."
         )
     return Meeting.parse(axis, mesh.placed.sizes[0], text)
 

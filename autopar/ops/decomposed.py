@@ -344,6 +344,6 @@ def _of_bias(grad: Tensor) -> Tensor:
 def _refuse_second_derivative() -> None:
     if torch.is_grad_enabled():
         raise AutoparError(
-            "A derivative is taken of a gradient (a backward with create_graph=True), and a decomposed collective has "
+            "A derivative is taken of a gradient (a backward with create_graph=True), but a decomposed collective has "
             "none: leave out decompose=, or the plan's line `decomposed`."
         )

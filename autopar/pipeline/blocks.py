@@ -132,5 +132,5 @@ def _with_parameters(graph: Graph, blocks: list[Block]) -> list[Block]:
             using.add(current)
     kept = [block for block in blocks if block.start in using]
     if not kept:
-        raise SearchError("The model has no parameters, and a pipeline stage needs some.")
+        raise SearchError("The model has no parameters, but a pipeline stage needs some.")
     return kept

@@ -143,7 +143,7 @@ def _as_many_as_stages(pipeline: Pipeline, micro_batches: int) -> str:
     if micro_batches >= pipeline.stages:
         return ""
     return (
-        f"takes at least as many micro-batches as there are stages, and there are {micro_batches} "
+        f"takes at least as many micro-batches as there are stages, but there are {micro_batches} "
         f"for {pipeline.stages} stages"
     )
 
@@ -154,7 +154,7 @@ def _equal_rounds(pipeline: Pipeline, micro_batches: int) -> str:
         return ""
     return (
         f"runs {micro_batches} micro-batches on {pipeline.ranks} pipeline ranks in {rounds} rounds "
-        f"({micro_batches} // {pipeline.ranks}), and {rounds} does not divide {micro_batches}"
+        f"({micro_batches} // {pipeline.ranks}), but {rounds} does not divide {micro_batches}"
     )
 
 
@@ -162,7 +162,7 @@ def _whole_groups(pipeline: Pipeline, micro_batches: int) -> str:
     if micro_batches % pipeline.stages == 0:
         return ""
     return (
-        f"updates after every {pipeline.stages} micro-batches, as many as there are stages, and there are "
+        f"updates after every {pipeline.stages} micro-batches, as many as there are stages, but there are "
         f"{micro_batches}"
     )
 
@@ -242,7 +242,7 @@ def waits_for_sends(schedule: str) -> bool:
 def check_micro_batches(pipeline: Pipeline, micro_batches: int) -> None:
     """Raises PlanError if the pipeline's schedule cannot run this number of micro-batches."""
     if micro_batches < 1:
-        raise PlanError(f"A pipeline runs at least one micro-batch, and {micro_batches} are asked.")
+        raise PlanError(f"A pipeline runs at least one micro-batch, but {micro_batches} are asked.")
     broken = _ROWS[pipeline.schedule].broken
     words = broken(pipeline, micro_batches)
     if words:

@@ -209,7 +209,7 @@ def _refuse_more_blocks(graph: Graph, recompute: RecomputeOption | None) -> None
     count = count_repeating(graph)
     if recompute > count:
         raise PlanError(
-            f"recompute={recompute} was asked for, and the model has {counted(count, 'block')} that can "
+            f"recompute={recompute} was asked for, but the model has {counted(count, 'block')} that can "
             f"run again: ask for {count} of every stage at most, or for 'full', which is all of them."
         )
 
@@ -238,7 +238,7 @@ def _check_batch_first(graph: Graph, micro_batches: int) -> None:
         shape = list(graph.tensors[graph.inputs[name]].shape)
         parts = counted(micro_batches, "micro-batch") if micro_batches > 1 else "Batches of replicas"
         raise PlanError(
-            f"{parts} are parts of dim 0 of every input, and the batch "
+            f"{parts} are parts of dim 0 of every input, but the batch "
             f"of {name} of shape {shape} is dim {dim}: take one (micro_batches=1), or put the "
             "samples into dim 0 (batch_first=True in torch.nn; the states of a recurrent layer have them in dim 1)."
         )

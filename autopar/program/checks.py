@@ -52,12 +52,12 @@ def check_plan(captured: Captured, analysis: Analysis, plan: Plan) -> None:
     """Raises PlanError, with the reason, unless a plan fits this captured model."""
     if plan.precision != captured.precision:
         raise PlanError(
-            f"The plan was made for the precision {plan.precision or 'of the parameters'}, and the model was "
+            f"The plan was made for the precision {plan.precision or 'of the parameters'}, but the model was "
             f"captured under {captured.precision or 'none'}; give the same precision=..., or make another plan."
         )
     if plan.fingerprint != captured.fingerprint:
         raise PlanError(
-            f"The plan was made for a model with fingerprint {plan.fingerprint}, and this one has "
+            f"The plan was made for a model with fingerprint {plan.fingerprint}, but this one has "
             f"{captured.fingerprint}: {_difference(captured, analysis.graph, plan)}. "
             "Make a plan for this model."
         )
@@ -119,7 +119,7 @@ def _check_parameter(name: str, parameter: ParameterPlan, dims: Dims, mesh: Mesh
     if parameter.reduce not in get_args(Reduction):
         raise PlanError(
             f"The plan is damaged: the gradient of parameter {name} is reduced per "
-            f"{parameter.reduce!r}, and it can be per {' or '.join(get_args(Reduction))}."
+            f"{parameter.reduce!r}, but it can be per {' or '.join(get_args(Reduction))}."
         )
 
 
@@ -132,7 +132,7 @@ def _check_uneven(name: str, parameter: ParameterPlan, dims: Dims, mesh: Mesh) -
         axis = (*entered, *cut)[0]
         where = f"{format_layout(used, mesh)} and its storage {format_layout(stored, mesh)}"
         raise PlanError(
-            f"The resident layout of parameter {name} is {where}, and {mesh.names[axis]} does not divide its dims, of "
+            f"The resident layout of parameter {name} is {where}, but {mesh.names[axis]} does not divide its dims, of "
             f"factors {dims}. Parts of different sizes are stored, gathered whole (V or R in the resident layout), or "
             f"kept as they are: write the same state along {mesh.names[axis]} in both, or V in the resident layout."
         )
@@ -152,7 +152,7 @@ def _check_overlap(plan: Plan, mutated: Iterable[str]) -> None:
     """Raises PlanError for a model whose micro-batches cannot take turns, because each updates a buffer."""
     for name in mutated:
         raise PlanError(
-            f"The plan runs {plan.overlap_batches} micro-batches at a time, and the model updates its buffer {name} in "
+            f"The plan runs {plan.overlap_batches} micro-batches at a time, but the model updates its buffer {name} in "
             "each of them, one after another. Leave out overlap_batches."
         )
 
@@ -175,13 +175,13 @@ def _check_owners(name: str, parameter: ParameterPlan, dims: Dims, mesh: Mesh) -
         for state, (axis, size) in zip(layout, mesh.axes, strict=True):
             if state.kind == "O" and not 0 <= state.owner < size:
                 raise PlanError(
-                    f"The plan gives parameter {name} to {state}@{axis}, and the axis {axis} has {size} ranks, counted "
+                    f"The plan gives parameter {name} to {state}@{axis}, but the axis {axis} has {size} ranks, counted "
                     f"from 0; write O(0) to O({size - 1})."
                 )
     verb = "stores" if found[0] == parameter.storage else "uses"
     where = f"The plan {verb} parameter {name} on one rank ({format_layout(found[0], mesh)})"
     if not dims:
-        raise PlanError(f"{where}, and it is a single number, of shape []; store it in R.")
+        raise PlanError(f"{where}, but it is a single number, of shape []; store it in R.")
 
 
 def _check_layout(
@@ -248,7 +248,7 @@ def _check_op(op: Op, analysis: Analysis, plan: Plan) -> None:
             f"have {' '.join(least)}."
         )
     if runs_alone(labels) and (reason := why_not_alone(op, labels, mesh)):
-        raise PlanError(f"The plan runs op {op.name} ({op.kind}) on one rank ({' '.join(labels)}), and {reason}.")
+        raise PlanError(f"The plan runs op {op.name} ({op.kind}) on one rank ({' '.join(labels)}), but {reason}.")
     if not is_legal(analysis.graph, op, labels, mesh):
         sizes = ", ".join(f"{c.label} of size {c.size}" for c in op.choices if c.splits)
         raise PlanError(
@@ -264,7 +264,7 @@ def _check_versions(plan: Plan, schedule: str) -> None:
         if used != how.storage or how.tier != "device":
             raise PlanError(
                 f"Parameter {name} is stored {how.stored_text(plan.mesh)} and used as "
-                f"{format_layout(how.resident, plan.mesh)}, and the schedule {schedule} keeps several versions of "
+                f"{format_layout(how.resident, plan.mesh)}, but the schedule {schedule} keeps several versions of "
                 "parameters, which are stored as they are used so far. Take a recipe such as ddp or tp, or 1f1b."
             )
 
@@ -308,7 +308,7 @@ def _shape_difference(graph: Graph, plan: Plan) -> str:
         if planned != shape:
             is_part = name.startswith("input ") and plan.micro_batches > 1
             part = f" in each of {plan.micro_batches} micro-batches" if is_part else ""
-            return f"its {name} has the shape {list(shape)}, and the plan takes {list(planned)}{part}"
+            return f"its {name} has the shape {list(shape)}, but the plan takes {list(planned)}{part}"
     return ""
 
 
@@ -316,7 +316,7 @@ def _dtype_difference(captured: Captured, plan: Plan) -> str:
     for name, dtype in captured.edge_dtypes.items():
         planned = plan.dtypes.get(name, dtype)
         if planned != dtype:
-            return f"its {name} has the dtype {dtype}, and the plan takes {planned}"
+            return f"its {name} has the dtype {dtype}, but the plan takes {planned}"
     return ""
 
 

@@ -97,7 +97,7 @@ def refuse_strays(stages: Sequence[Program], users: Mapping[str, Sequence[int]])
             own = users.get(spec.name, (number,))
             if number not in own:
                 raise PlanError(
-                    f"{spec.name} lies on stage {' and '.join(map(str, own))} of the pipeline, and this graph of the "
+                    f"{spec.name} lies on stage {' and '.join(map(str, own))} of the pipeline, but this graph of the "
                     f"model, which is not that of the first step, uses it on stage {number}. Make the first step one "
                     "that uses every parameter where this one does, or plan without stages."
                 )
@@ -109,7 +109,7 @@ def _nearest(stage: int, homes: Sequence[tuple[str, Sequence[int]]], direction: 
         beyond = [s for s in stages if direction * s >= direction * stage]
         if not beyond:
             raise PlanError(
-                f"{name} lies on stage {' and '.join(map(str, stages))} of the pipeline, and {op}, which "
+                f"{name} lies on stage {' and '.join(map(str, stages))} of the pipeline, but {op}, which "
                 f"uses it, comes {'after' if direction > 0 else 'before'} what runs on stage {stage}. This "
                 "graph runs its parameters in another order than the step did: use step(*batch) only."
             )

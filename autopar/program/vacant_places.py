@@ -34,7 +34,7 @@ def check_vacant_places(graph: Graph, plan: Plan) -> None:
     for what, layout in _tensors(plan):
         if not has_all(mesh, layout):
             raise PlanError(
-                f"The plan has {what} in {format_layout(layout, mesh)}, and a part of it would lie at a place of the "
+                f"The plan has {what} in {format_layout(layout, mesh)}, but a part of it would lie at a place of the "
                 f"mesh {mesh} that is vacant; give it to one of the {mesh.ranks} ranks."
             )
     for name, how in plan.parameters.items():

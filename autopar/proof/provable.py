@@ -15,7 +15,7 @@ def require_weights(model: nn.Module) -> None:
     empty = [name for name, p in model.named_parameters() if p.is_meta]
     if empty:
         raise AutoparError(
-            f"To prove a plan the model needs real weights, and {len(empty)} of its parameters are on the "
+            f"To prove a plan the model needs real weights, but {len(empty)} of its parameters are on the "
             f"meta device ({empty[0]} first). Build it on the CPU, smaller if need be."
         )
 
@@ -31,7 +31,7 @@ def require_same_draws(prepared: Prepared, device: SingleDevice, batch: Batch) -
     nodes = {node.name: node for node in prepared.captured.module.graph.nodes}
     lines = [f"{x.target} at {traced_line(x)}" for name in ops for x in (nodes[name],)]
     raise AutoparError(
-        f"The model draws {len(found)} random tensors on a single device, of shapes {found}, and the captured step "
+        f"The model draws {len(found)} random tensors on a single device, of shapes {found}, but the captured step "
         f"{len(expected)}, of shapes {expected} ({'; '.join(lines)}): there is nothing to compare. Let the model draw "
         "in the same order in every call, or verify it in evaluation mode or with dropout 0."
     )

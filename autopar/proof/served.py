@@ -87,7 +87,7 @@ def replay(
         for _ in range(event.steps):
             if steps[number] == len(batches):
                 raise StepError(
-                    f"The order has more than {len(batches)} steps of replica {number}, and {len(batches)} batches "
+                    f"The order has more than {len(batches)} steps of replica {number}, but {len(batches)} batches "
                     "were given. Give those of all steps since the ranks began or met."
                 )
             own = rows_of_replica(batches[steps[number]], number, replicas)

@@ -206,7 +206,7 @@ def _check_kept(name: str, row: str, call: Call, spec: Spec) -> None:
     )
     if found > said:
         raise RecipeError(
-            f"The rule {row!r} of {name} says that backward keeps {said} bytes, and it keeps {found}. Name what is "
+            f"The rule {row!r} of {name} says that backward keeps {said} bytes, but it keeps {found}. Name what is "
             "missing behind `saves`: x0 for the first operand, y0 for the first result, and [b s] float32 for a "
             "tensor of the op's own."
         )
@@ -222,7 +222,7 @@ def _fitted(name: str, row: str, call: Call) -> Spec:
     if len(parsed.operands) < counts[0] or len(parsed.results) < counts[1]:
         raise RecipeError(
             f"The rule {row!r} of {name} has {len(parsed.operands)} operands and {len(parsed.results)} "
-            f"results, and the model calls it with {counts[0]} and {counts[1]}: {shapes}. Write one list "
+            f"results, but the model calls it with {counts[0]} and {counts[1]}: {shapes}. Write one list "
             "of letters for each."
         )
     try:

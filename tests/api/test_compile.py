@@ -114,7 +114,7 @@ def test_a_plan_of_another_model() -> None:
 
 def test_a_plan_for_another_mesh() -> None:
     plan = compiled().plan
-    with pytest.raises(autopar.MeshError, match="made for the mesh dp=1, and the mesh given is tp=1"):
+    with pytest.raises(autopar.MeshError, match="made for the mesh dp=1, but the mesh given is tp=1"):
         compiled(plan=plan, mesh={"tp": 1})
 
 
@@ -130,7 +130,7 @@ def test_a_plan_of_an_unknown_version(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     document = compiled().plan.to_json()
     path.write_text(json.dumps({**document, "version": 99}))
-    with pytest.raises(autopar.PlanError, match="version 99, and this autopar reads version 1"):
+    with pytest.raises(autopar.PlanError, match="version 99, but this autopar reads version 1"):
         compiled(plan=path)
 
 

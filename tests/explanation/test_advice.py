@@ -235,7 +235,7 @@ def test_wishes_that_exclude_each_other():
         (
             "dp=8",
             "diloco:10",
-            "give the result of a single device, and the recipe 'diloco:10' trains replicas",
+            "give the result of a single device, but the recipe 'diloco:10' trains replicas",
         ),
         ("dp=8", "local:10", "`autopar explain` prices that on a given --mesh"),
         ("far=2,dp=4", "far:diloco:10,dp:zero3", "trains replicas"),

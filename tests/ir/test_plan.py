@@ -81,7 +81,7 @@ def test_decomposed_axes_are_a_line():
     text = TEXT.replace("parameter ", "decomposed tp\nparameter ")
     assert str(plan) == text and Plan.parse(text) == plan
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
-    with pytest.raises(PlanError, match="decomposes collectives along pp, and its stages have the axes dp, tp"):
+    with pytest.raises(PlanError, match="decomposes collectives along pp, but its stages have the axes dp, tp"):
         Plan.parse(text.replace("decomposed tp", "decomposed pp"))
 
 
@@ -168,7 +168,7 @@ def test_a_name_that_stands_twice_is_refused_and_named(tmp_path):
 
 
 def test_another_version_is_named():
-    with pytest.raises(PlanError, match="of version 2, and this autopar reads version 1"):
+    with pytest.raises(PlanError, match="of version 2, but this autopar reads version 1"):
         Plan.parse(TEXT.replace("plan 1", "plan 2"))
     with pytest.raises(PlanError, match="of version 7"):
         Plan.from_json(PLAN.to_json() | {"version": 7})

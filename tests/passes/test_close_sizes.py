@@ -62,7 +62,7 @@ def test_a_size_that_is_left_to_the_reshape_is_a_number_too():
 @pytest.mark.parametrize(
     ("shape", "words"),
     [
-        ((3, 7, 5), "the model fixes a size to 6, and another is given"),
+        ((3, 7, 5), "the model fixes a size to 6, but another is given"),
         ((1, 7, 6), "a size under 2"),
         ((3, 7), "an input has 2 dims, and had 3"),
     ],

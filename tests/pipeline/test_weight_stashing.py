@@ -132,12 +132,12 @@ def test_activations_are_those_of_1f1b() -> None:
         (
             "pipedream",
             3,
-            "takes at least as many micro-batches as there are stages, and there are 3 for 4 stages",
+            "takes at least as many micro-batches as there are stages, but there are 3 for 4 stages",
         ),
         (
             "2bw",
             6,
-            "updates after every 4 micro-batches, as many as there are stages, and there are 6. Take 4 or 8",
+            "updates after every 4 micro-batches, as many as there are stages, but there are 6. Take 4 or 8",
         ),
     ],
 )

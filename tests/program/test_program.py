@@ -81,16 +81,16 @@ def test_the_first_difference_is_named(mlp):
     width = own["parameter up.weight"][0]
     assert own["input x"] == (6, 4) and own["parameter up.weight"] == (width, 4)
     batch = changed(dataclasses.replace(plan, shapes=own), "shapes", **{"input x": (3, 4)})
-    assert "its input x has the shape [6, 4], and the plan takes [3, 4]. Make" in refusal(mlp, batch)
+    assert "its input x has the shape [6, 4], but the plan takes [3, 4]. Make" in refusal(mlp, batch)
     parts = dataclasses.replace(batch, micro_batches=2)
     assert "the plan takes [3, 4] in each of 2 micro-batches" in refusal(mlp, parts)
     narrow = changed(batch, "shapes", **{"input x": (6, 4), "parameter up.weight": (1, 4)})
-    told = f"its parameter up.weight has the shape [{width}, 4], and the plan takes [1, 4]"
+    told = f"its parameter up.weight has the shape [{width}, 4], but the plan takes [1, 4]"
     assert told in refusal(mlp, narrow)
     dtypes = mlp[0].edge_dtypes
     same = dataclasses.replace(plan, shapes=own, dtypes=dtypes)
     double = changed(same, "dtypes", **{"parameter up.weight": "float64"})
-    told = f"its parameter up.weight has the dtype {dtypes['parameter up.weight']}, and the plan takes float64"
+    told = f"its parameter up.weight has the dtype {dtypes['parameter up.weight']}, but the plan takes float64"
     assert told in refusal(mlp, double)
     first, *others = plan.ops
     other = dataclasses.replace(plan, ops={"gelu": plan.ops[first], **plan.ops})

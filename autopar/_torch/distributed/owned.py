@@ -158,7 +158,7 @@ def _assign_part(x: DTensor, value: Tensor) -> None:
     """Copies this rank's part of a whole tensor, or of a DTensor, to its shard. Raises StepError for another kind."""
     if value.shape != x.shape or value.dtype != x.dtype or (x.is_meta and not value.is_meta):
         raise StepError(
-            f"p.data = x was given x of shape {list(value.shape)}, {value.dtype} on {value.device}, and the parameter "
+            f"p.data = x was given x of shape {list(value.shape)}, {value.dtype} on {value.device}, but the parameter "
             f"has the whole shape {list(x.shape)}, {x.dtype} on {x.device}. Assign a whole tensor of its kind on every "
             "rank; load_state_dict fills a model on the meta device."
         )

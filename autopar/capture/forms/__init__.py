@@ -196,7 +196,7 @@ def _compare(module: nn.Module, name: str, args: Any, kwargs: Any) -> None:
         except (RuntimeError, ValueError, IndexError, TypeError) as fault:
             raise CaptureError(f"{claim}: it fails ({fault}). Register one that computes the same.") from fault
     if len(want) != len(got):
-        raise CaptureError(f"{claim}: it gives {len(got)} tensors, and the module {len(want)}.")
+        raise CaptureError(f"{claim}: it gives {len(got)} tensors, but the module {len(want)}.")
     error = max((distance(g.to(w.dtype), w) for g, w in zip(got, want, strict=True)), default=0.0)
     if not error <= _tolerance(want):
         raise CaptureError(

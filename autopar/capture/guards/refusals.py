@@ -21,7 +21,7 @@ def sets_attribute(name: str, attribute: str, line: str, *, deletes: bool) -> Ca
         deletes: whether it is deleted.
     """
     return CaptureError(
-        f"The forward {'deletes' if deletes else 'sets'} {name} in {line}, and a captured program does not run that "
+        f"The forward {'deletes' if deletes else 'sets'} {name} in {line}, but a captured program does not run that "
         "line in each step. Return the value from the forward, or keep a tensor in a buffer and write into it: "
         f"self.register_buffer({attribute!r}, ...) in __init__, self.{attribute}.copy_(...) here. {BACKEND_RUNS_IT}"
     )
@@ -35,7 +35,7 @@ def warn_of_library(does: str, line: str) -> None:
         line: the line of the library.
     """
     warnings.warn(
-        f"A library {does} in {line}, and a captured program does not run that line in each step: what stands "
+        f"A library {does} in {line}, but a captured program does not run that line in each step: what stands "
         "there stays as it was before the capture.",
         stacklevel=2,
     )
@@ -44,7 +44,7 @@ def warn_of_library(does: str, line: str) -> None:
 def changes(place: Place) -> CaptureError:
     """The error for a container, object, closure or global that forward or loss changes."""
     return CaptureError(
-        f"The forward or the loss changes {place.words} (read in {place.line}), and a captured program does not do "
+        f"The forward or the loss changes {place.words} (read in {place.line}), but a captured program does not do "
         f"that in each step. Do it outside, after step, or return what it collects from the forward. {BACKEND_RUNS_IT}"
     )
 
@@ -113,7 +113,7 @@ def runs_cached(name: str, line: str, read: str) -> CaptureError:
 def reads_clock(line: str) -> CaptureError:
     """The error for readings of the clock or of the machine's entropy."""
     return CaptureError(
-        f"The forward or the loss reads the clock or the machine's noise in {line}, and a captured program does not "
+        f"The forward or the loss reads the clock or the machine's noise in {line}, but a captured program does not "
         "run that line in each step. Read it outside, and give what depends on it as an input."
     )
 

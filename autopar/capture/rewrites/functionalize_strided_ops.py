@@ -136,7 +136,7 @@ def _refuse_lost_writes(module: fx.GraphModule) -> None:
                 raise uncaptured(
                     traced_line(write),
                     f"{write.target} writes to memory that {view.target} at {traced_line(view)} is a view "
-                    "of, and a graph does not bring the write from one to the other",
+                    "of, but a graph does not bring the write from one to the other",
                     "Write to slices or to a diagonal of the tensor itself, or choose with torch.where",
                 )
 

@@ -193,7 +193,7 @@ def _placed(
             fits = all(a in (1, b) for a, b in zip(value.shape, parameter.shape, strict=True))
             if not fits:
                 raise AutoparError(
-                    f"{key} of {name} has shape {list(value.shape)} in the optimizer's state, and the parameter has "
+                    f"{key} of {name} has shape {list(value.shape)} in the optimizer's state, but the parameter has "
                     f"{list(parameter.shape)}. It is the state of another model, or its parameters have another order."
                 )
     placed = {

@@ -134,7 +134,7 @@ def first_micro_batch(arguments: Arguments, micro_batches: int) -> list[Tensor]:
     for number, x in enumerate(arguments.tensors):
         if x.ndim and x.shape[0] % micro_batches:
             raise StepError(
-                f"Tensor {number} of the batch has shape {list(x.shape)}, and {micro_batches} "
+                f"Tensor {number} of the batch has shape {list(x.shape)}, but {micro_batches} "
                 f"micro-batches do not divide its first dim. Use a batch size that is a multiple of "
                 f"{micro_batches}, or another micro_batches."
             )

@@ -58,7 +58,7 @@ def parts_of(state: Tensor) -> dict[str, Tensor]:
     local = _local(state)
     if isinstance(state, DTensor) and _is_uneven(state, local):
         raise AutoparError(
-            f"The optimizer keeps a state of shape {list(state.shape)} in blocks of low precision, and the ranks do "
+            f"The optimizer keeps a state of shape {list(state.shape)} in blocks of low precision, but the ranks do "
             "not divide it, so that they have parts of different sizes: no checkpoint can hold that yet. Take an "
             "optimizer with states in float32 or bfloat16 (torch.optim.AdamW), or a number of ranks that divides it."
         )

@@ -162,7 +162,7 @@ def _state(path: Path) -> dict[str, Any]:
     notes = torch.load(path, map_location="cpu", weights_only=True)
     if notes["version"] != VERSION:
         raise OtherVersionError(
-            f"{path.parent} is of version {notes['version']}, and this autopar reads version {VERSION}."
+            f"{path.parent} is of version {notes['version']}, but this autopar reads version {VERSION}."
         )
     check_keys(notes, _FIELDS, _LATER_FIELDS)
     if notes.get("checksums"):

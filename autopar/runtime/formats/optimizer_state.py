@@ -111,7 +111,7 @@ def plain_groups(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any
         names = [names for names, _ in live]
     else:
         raise AutoparError(
-            f"The optimizer's state has groups of {counts} parameters, and the optimizer here has groups of "
+            f"The optimizer's state has groups of {counts} parameters, but the optimizer here has groups of "
             f"{[len(names) for names, _ in live]}. Make it with the same groups; where a rank has some parameters "
             "alone, as under pipeline stages, make the plain optimizer of "
             "model.named_parameters(), whose state has names."

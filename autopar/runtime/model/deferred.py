@@ -61,7 +61,7 @@ class _HandOut(torch.autograd.Function):
             )
         if ctx.gradients is None:
             raise StepError(
-                "The backward of this loss runs a second time, and the first has taken its gradients. Call "
+                "The backward of this loss runs a second time, but the first has taken its gradients. Call "
                 "model(...) again."
             )
         gradients, ctx.gradients = ctx.gradients, None

@@ -170,7 +170,7 @@ def _check(model: object) -> None:
         )
     if model._settings.executor.compiles:
         raise StepError(
-            "find_nan looks at single ops, and this model was compiled with another executor, whose regions hide them; "
+            "find_nan looks at single ops, but this model was compiled with another executor, whose regions hide them; "
             'compile it with executor="eager" to find the op.'
         )
 

@@ -123,7 +123,7 @@ class LossScaler:
         if self._scaling is not None and not self._warned and torch.is_grad_enabled():
             self._warned = True
             warn_together(
-                "model(...) was called with autograd on, and its backward is not scaled: gradients below 6e-8 are zero "
+                "model(...) was called with autograd on, but its backward is not scaled: gradients below 6e-8 are zero "
                 "in float16. Train with model.step(*batch), which scales, or multiply the loss by a scale of "
                 "torch.amp.GradScaler before its backward.",
                 stacklevel=4,

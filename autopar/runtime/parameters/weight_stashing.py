@@ -24,7 +24,7 @@ def refuse_gradients(pipeline: Pipeline | None, asked: str) -> None:
     """Raises StepError for a feature that needs the gradients of a whole step, if the schedule updates inside steps."""
     if pipeline is not None and pipeline.update_every:
         raise StepError(
-            f"{asked} needs the gradients of a whole step, and the schedule {pipeline.schedule} updates parameters "
+            f"{asked} needs the gradients of a whole step, but the schedule {pipeline.schedule} updates parameters "
             "inside of it and leaves none. Leave it out and train by model.step(*batch), or take the schedule 1f1b."
         )
 
@@ -50,12 +50,12 @@ class HeldOptimizer:
         if is_inside and self._optimizer is None:
             assert pipeline is not None
             raise StepError(
-                f"The schedule {pipeline.schedule} updates parameters inside of a step, and no optimizer was given. "
+                f"The schedule {pipeline.schedule} updates parameters inside of a step, but no optimizer was given. "
                 "Call model.attach_optimizer(optimizer) once, on every rank, before the first step."
             )
         if not is_inside and self._optimizer is not None:
             raise StepError(
-                "An optimizer was attached, and the plan has no schedule that updates parameters inside of a step. "
+                "An optimizer was attached, but the plan has no schedule that updates parameters inside of a step. "
                 'Leave attach_optimizer out and call optimizer.step() after each step, or ask for schedule="pipedream".'
             )
 

@@ -90,7 +90,7 @@ def check_ranks(ranks: int) -> None:
     devices = torch.accelerator.device_count()
     if devices and ranks > devices:
         raise MeshError(
-            f"{ranks} ranks were asked for, and this machine has {devices} accelerators; a rank needs one of its "
+            f"{ranks} ranks were asked for, but this machine has {devices} accelerators; a rank needs one of its "
             f"own. Take ranks={devices}, or hide the accelerators (CUDA_VISIBLE_DEVICES=) to run on CPUs."
         )
 

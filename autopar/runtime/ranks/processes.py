@@ -157,7 +157,7 @@ def check_world(mesh: Mesh) -> None:
     """Raises MeshError with both numbers unless the mesh has as many ranks as run."""
     if mesh.ranks != world_size():
         raise MeshError(
-            f"The mesh {mesh} has {mesh.ranks} ranks, and {world_size()} run here. Start as many with "
+            f"The mesh {mesh} has {mesh.ranks} ranks, but {world_size()} run here. Start as many with "
             f"torchrun --nproc-per-node {mesh.ranks}, or give a mesh of {world_size()}."
         )
 

@@ -53,7 +53,7 @@ class Tiers:
         """The location of the tier nvme. Raises AutoparError if no folder was named."""
         if self._files is None:
             raise AutoparError(
-                "The plan keeps parameters on nvme, and no folder was named for them: give compile(..., "
+                "The plan keeps parameters on nvme, but no folder was named for them: give compile(..., "
                 "nvme='/path/on/the/disk'). Without one there are the tiers device and host."
             )
         return self._files

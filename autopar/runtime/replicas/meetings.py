@@ -109,7 +109,7 @@ class Meetings:
         if not self.steps:
             return
         found = (
-            f"{doing} needs replicas that are alike, and {self.steps} of {self.meeting.steps} steps were done since "
+            f"{doing} needs replicas that are alike, but {self.steps} of {self.meeting.steps} steps were done since "
             f"those along {self.meeting.axis} met."
         )
         if self.is_due:

@@ -47,26 +47,26 @@ def check_closed_form(request: Request) -> None:
         if asks_for_replicas(request.recipe):
             asked = f"the recipe {format_recipe(request.recipe)!r} trains replicas that meet every so many steps"
         raise RecipeError(
-            f"`autopar fit` and `autopar compare` price steps that give the result of a single device, and {asked}. "
+            f"`autopar fit` and `autopar compare` price steps that give the result of a single device, but {asked}. "
             "`autopar explain` prices that on a given --mesh."
         )
     if request.has_lone_pins:
         pin = next(f"{name}={text}" for name, text in request.pins.items() if is_lone_pin(text))
         raise RecipeError(
-            f"`autopar fit` and `autopar compare` price plans whose ranks all run every op, and the pin {pin} leaves "
+            f"`autopar fit` and `autopar compare` price plans whose ranks all run every op, but the pin {pin} leaves "
             "ops to one rank. `autopar explain` prices that on a given --mesh."
         )
     if not has_closed_form(request):
         raise RecipeError(
             f"`autopar fit` and `autopar compare` price the recipes auto, {', '.join((*DATA, *TENSOR))}, or by axis "
-            f"dp:{'|'.join(DATA)} and tp:{'|'.join(TENSOR)}, and the recipe {format_recipe(request.recipe)!r} is "
+            f"dp:{'|'.join(DATA)} and tp:{'|'.join(TENSOR)}, but the recipe {format_recipe(request.recipe)!r} is "
             "another. `autopar explain` prices it on a given --mesh."
         )
     axes = request.mesh.axes if request.mesh else ()
     others = [name for name, size in axes if size > 1 and name not in _KNOWN_AXES]
     if others:
         raise MeshError(
-            f"`autopar fit` and `autopar compare` price meshes of the axes {', '.join(_KNOWN_AXES)}, and the mesh "
+            f"`autopar fit` and `autopar compare` price meshes of the axes {', '.join(_KNOWN_AXES)}, but the mesh "
             f"{request.mesh} has {', '.join(others)}. Name its axes so; or `autopar explain` prices any mesh."
         )
 

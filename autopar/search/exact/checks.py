@@ -118,4 +118,4 @@ def _splittable(graph: Graph, recipe: Recipe) -> str:
     listed = ", ".join(f"{name} of size {size}" for name, size in sorted(sizes)[:4])
     if listed:
         return f"it splits {listed}, beside what the other axes split."
-    return f"it asks for {recipe.meaning!r}, and no op of this model can run like that."
+    return f"it asks for {recipe.meaning!r}, but no op of this model can run like that."

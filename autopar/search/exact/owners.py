@@ -106,12 +106,12 @@ def _check_vacancy(mesh: Mesh, recipes: Sequence[Recipe], alone: LonePins) -> No
     for axis, each in zip(mesh.names[1:], recipes[1:], strict=True):
         if not {0, 3} & {*each.stages} or each.worker is not None:
             raise RecipeError(
-                f"{asked}, and the recipe {each.name} of the axis {axis} stores parts of a parameter at several of "
+                f"{asked}, but the recipe {each.name} of the axis {axis} stores parts of a parameter at several of "
                 "them; a single server stores it whole. Take ddp, zero3 or tp."
             )
     if alone.drawing:
         raise RecipeError(
-            f"{asked}, and {counted(alone.drawing, 'op')} of the model draw random numbers, which takes all places. "
+            f"{asked}, but {counted(alone.drawing, 'op')} of the model draw random numbers, which takes all places. "
             "Leave out dropout, or give the mesh a rank at every place."
         )
 

@@ -92,7 +92,7 @@ def storable(
         asked = ", ".join(f"{state}@{mesh.names[axis]}" for axis, state in pinned)
         names = ", ".join(f"{axis}:{row.name}" for axis, row in zip(mesh.names, recipes, strict=True))
         raise RecipeError(
-            f"Parameter {name} of shape {tensor.shape} is pinned to {asked}, and the recipe "
+            f"Parameter {name} of shape {tensor.shape} is pinned to {asked}, but the recipe "
             f"{names} on the mesh {mesh} leaves no such storage."
         )
     return plans

@@ -415,12 +415,12 @@ def expand(problem: Problem, assignment: Assignment, recipe: str, fingerprint: s
 
 def _agree(found: Descent, cost: StepCost) -> None:
     assert math.isclose(found.seconds, cost.seconds, rel_tol=_TOLERANCE, abs_tol=1e-15), (
-        f"the search said {found.seconds!r} s, and the expanded plan costs {cost.seconds!r} s"
+        f"the search said {found.seconds!r} s, but the expanded plan costs {cost.seconds!r} s"
     )
     # A parameter whose owner was not chosen yet counts in parts of a byte, which `memory_bytes` rounds.
     taken_bytes = cost.price.peak_bytes
     assert math.isclose(found.bytes, taken_bytes, rel_tol=_TOLERANCE), (
-        f"the search said {found.bytes} bytes, and the expanded plan takes {taken_bytes}"
+        f"the search said {found.bytes} bytes, but the expanded plan takes {taken_bytes}"
     )
 
 

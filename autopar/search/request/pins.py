@@ -131,11 +131,11 @@ def _storable(state: State, tensor: Tensor, axis: int, mesh: Mesh, where: str) -
         return state
     if state.kind != "S" or state.factor > 0:
         raise RecipeError(
-            f"The pin {where} asks to store it as {state}, and a pin stores a parameter as R or S(dim). (Owners O(i) "
+            f"The pin {where} asks to store it as {state}, but a pin stores a parameter as R or S(dim). (Owners O(i) "
             "come from the recipes data-parallel, parameter-server and serve, or stand in the text of a plan.)"
         )
     if state.dim >= len(tensor.dims):
-        raise RecipeError(f"The pin {where} asks for dim {state.dim}, and its shape is {tensor.shape}.")
+        raise RecipeError(f"The pin {where} asks for dim {state.dim}, but its shape is {tensor.shape}.")
     factors = tensor.dims[state.dim]
     if state.factor == 0 and factors and factors[0] % size == 0:
         return state
@@ -166,7 +166,7 @@ def _check_label(graph: Graph, op: Op, label: str, axis: tuple[str, int], patter
     if not found:
         known = ", ".join(choice.label for choice in op.choices)
         raise RecipeError(
-            f"The pin {pattern!r} asks {op.name} ({op.kind}) for the choice {label!r}, and its choices are {known}."
+            f"The pin {pattern!r} asks {op.name} ({op.kind}) for the choice {label!r}, but its choices are {known}."
         )
     if not graph.can_cut(found[0], size):
         raise RecipeError(

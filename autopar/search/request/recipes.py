@@ -159,7 +159,7 @@ def resolve(recipe: RecipeLike, mesh: Mesh) -> tuple[Recipe, ...]:
     schedule, _ = split_recipe(recipe)
     if schedule:
         raise RecipeError(
-            f"The recipe {format_recipe(recipe)!r} is one of pipeline stages, and the mesh {mesh} has no axis "
+            f"The recipe {format_recipe(recipe)!r} is one of pipeline stages, but the mesh {mesh} has no axis "
             f"{PIPELINE_AXIS}; give it one, such as mesh={{'{PIPELINE_AXIS}': {mesh.sizes[0]}}}."
         )
     if isinstance(named, str):
@@ -175,7 +175,7 @@ def check_recipe_axes(recipe: RecipeLike, mesh: Mesh) -> None:
     unknown = [axis for axis in recipe_axes(recipe) if axis not in mesh.names]
     if unknown:
         raise RecipeError(
-            f"The recipe {format_recipe(recipe)!r} names the axis {unknown[0]!r}, and the mesh "
+            f"The recipe {format_recipe(recipe)!r} names the axis {unknown[0]!r}, but the mesh "
             f"{mesh} has {', '.join(mesh.names)}."
         )
 
@@ -247,11 +247,11 @@ def _check_rule(text: str, rule: str, steps: str) -> None:
     if rule == SERVER:
         raise RecipeError(
             f"Cannot read {text!r}: after '{rule}:' stands the number of exchanges that a replica may be ahead of the "
-            f"slowest, and {steps!r} is no whole number. Write {rule}:2, for example."
+            f"slowest, but {steps!r} is no whole number. Write {rule}:2, for example."
         )
     raise RecipeError(
         f"Cannot read {text!r}: after '{rule}:' stands the number of steps from one meeting of the replicas to the "
-        f"next, and {steps!r} is no whole number. Write {rule}:4, for example.{further if ':' in steps else ''}"
+        f"next, but {steps!r} is no whole number. Write {rule}:4, for example.{further if ':' in steps else ''}"
     )
 
 
@@ -295,7 +295,7 @@ def _check_reductions(rows: Sequence[Recipe], mesh: Mesh) -> None:
         (once, first), (often, second) = stages[(1,)], stages[(2,)]
         raise RecipeError(
             f"{once} on {first} reduces gradients once per step and {often} on "
-            f"{second} per micro-batch, and a gradient is reduced over all axes at once; "
+            f"{second} per micro-batch, but a gradient is reduced over all axes at once; "
             "name the same on both."
         )
 

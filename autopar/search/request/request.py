@@ -193,7 +193,7 @@ class Request(PlanOptions):
             return
         if self.ranks != mesh.ranks:
             raise MeshError(
-                f"The mesh {mesh} has {mesh.ranks} ranks, and {self.cluster} has {self.ranks}: name axes whose sizes "
+                f"The mesh {mesh} has {mesh.ranks} ranks, but {self.cluster} has {self.ranks}: name axes whose sizes "
                 f"multiply to {self.ranks}, or a cluster of {mesh.ranks}."
             )
         depth = dict(mesh.axes).get(PIPELINE_AXIS, 1)
@@ -212,7 +212,7 @@ class Request(PlanOptions):
         asked = [f"{name}={value!r}" for name, value in fields.items() if value is not None]
         if asked:
             raise MeshError(
-                f"{' and '.join(asked)} can be had with pipeline stages alone, and the mesh {mesh} has no axis "
+                f"{' and '.join(asked)} can be had with pipeline stages alone, but the mesh {mesh} has no axis "
                 f"{PIPELINE_AXIS!r}: add one, such as {PIPELINE_AXIS}=2, or leave out {' and '.join(fields)}."
             )
 

@@ -83,7 +83,7 @@ def with_workers(pins: LonePins, graph: Graph, mesh: Mesh, recipes: Sequence[Rec
     for name, owners in pins.owners.items():
         for axis in owners.keys() & working:
             raise RecipeError(
-                f"A pin gives {name} to @{owners[axis]}@{mesh.names[axis]}, and the recipe {recipes[axis].name} runs "
+                f"A pin gives {name} to @{owners[axis]}@{mesh.names[axis]}, but the recipe {recipes[axis].name} runs "
                 f"all ops on rank {working[axis]} of this axis; leave out the pin, or take another recipe."
             )
     alone = {op.name: {**pins.owners.get(op.name, {}), **working} for op in graph.ops if not op.draws}
@@ -175,7 +175,7 @@ def _read(part: str, pattern: str, text: str, mesh: Mesh) -> tuple[int, int]:
     number, _, name = part.removeprefix(OWNED).partition("@")
     if not name and len(mesh.axes) > 1:
         raise RecipeError(
-            f"The pin {pattern!r}: {text!r} names no axis, and the mesh {mesh} has {len(mesh.axes)}; write "
+            f"The pin {pattern!r}: {text!r} names no axis, but the mesh {mesh} has {len(mesh.axes)}; write "
             f"{part}@{mesh.names[-1]}."
         )
     try:
@@ -187,7 +187,7 @@ def _read(part: str, pattern: str, text: str, mesh: Mesh) -> tuple[int, int]:
         return axis, ANY
     if int(number) >= size:
         raise RecipeError(
-            f"The pin {pattern!r} asks for rank {number} of the axis {name}, and it has {size} ranks, counted from 0; "
+            f"The pin {pattern!r} asks for rank {number} of the axis {name}, but it has {size} ranks, counted from 0; "
             f"write @0 to @{size - 1}, or give {name} at least {int(number) + 1} ranks."
         )
     return axis, int(number)

@@ -42,7 +42,7 @@ class Shape:
         """Raises SearchError for more stages than a model has blocks, and for a step that is too long to be listed."""
         if blocks < self.stages:
             raise SearchError(
-                f"The model has {blocks} blocks, and {self.ranks} pipeline ranks with {self.chunks} "
+                f"The model has {blocks} blocks, but {self.ranks} pipeline ranks with {self.chunks} "
                 f"chunks take {self.stages} stages of at least one; use fewer ranks along pp, or fewer chunks."
             )
         runs = self.stages * self.micro_batches

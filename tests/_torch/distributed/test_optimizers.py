@@ -228,7 +228,7 @@ def test_data_that_is_assigned_gets_into_shards(own: list[nn.Parameter]) -> None
     assert [p.tolist() for p in shards] == [x.tolist(), (x * 2).tolist()]
     nn.utils.vector_to_parameters(torch.ones(24), own)
     assert all(p.detach().eq(1).all() for p in (*shards, plain))
-    with pytest.raises(StepError, match=r"shape \[3\], torch.float32 on cpu, and the parameter has"):
+    with pytest.raises(StepError, match=r"shape \[3\], torch.float32 on cpu, but the parameter has"):
         cut.data = torch.zeros(3)
     other = distribute_tensor(torch.zeros(2, 4), cut.device_mesh, [Replicate()])  # type: ignore[attr-defined]
     other.data = x  # it is of someone else, for whom torch goes on to lose it

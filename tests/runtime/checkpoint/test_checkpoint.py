@@ -457,7 +457,7 @@ def test_another_model_is_named(saved: Path) -> None:
 
 def test_an_older_version_is_named(saved: Path) -> None:
     torch.save({"version": 0}, saved / "state.pt")
-    with pytest.raises(autopar.AutoparError, match="of version 0, and this autopar reads version 1"):
+    with pytest.raises(autopar.AutoparError, match="of version 0, but this autopar reads version 1"):
         loads(saved)
 
 

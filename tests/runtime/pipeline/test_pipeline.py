@@ -632,4 +632,4 @@ def test_refusals_have_their_numbers(two_ranks: Ranks) -> None:
     few, count, mesh = equal_on_all(two_ranks.run(refusals))
     assert few.startswith("PlanError: The schedule 1f1b takes at least as many micro-batches as")
     assert "The plan has micro_batches=4, and compile was given micro_batches=2" in count
-    assert mesh == ("MeshError: The plan was made for the mesh pp=2,dp=1, and the mesh given is dp=2.")
+    assert mesh == ("MeshError: The plan was made for the mesh pp=2,dp=1, but the mesh given is dp=2.")

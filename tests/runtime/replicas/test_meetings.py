@@ -314,7 +314,7 @@ def test_replicas_that_differ_are_not_saved(two_ranks: Ranks, tmp_path: Any) -> 
     (said, others) = two_ranks.run(between_meetings, str(tmp_path / "saved"))
     assert said == others
     assert said[0] == (
-        "Saving a checkpoint needs replicas that are alike, and 2 of 4 steps were done since those along dp met. Do it "
+        "Saving a checkpoint needs replicas that are alike, but 2 of 4 steps were done since those along dp met. Do it "
         "after a multiple of 4 steps, or let them meet earlier: model.meet(), on every rank."
     )
     assert [text.split(" needs")[0] for text in said[1:]] == ["Exporting weights", "A state dict"]

@@ -183,5 +183,5 @@ def test_a_plan_whose_parameters_are_gathered_is_refused() -> None:
     x = torch.empty(8, WIDTH)
     plan = autopar.explain(model, x, recipe={"pp": "1f1b", "dp": "zero1"}, micro_batches=4, **asked).plan
     edited = replace(plan, pipeline=replace(plan.pipeline, schedule="2bw"))
-    with pytest.raises(PlanError, match=r"is stored S.*and used as .*, and the schedule 2bw keeps"):
+    with pytest.raises(PlanError, match=r"is stored S.*and used as .*, but the schedule 2bw keeps"):
         autopar.verify(model, x, plan=edited, **asked)

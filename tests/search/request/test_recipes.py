@@ -187,18 +187,18 @@ def test_a_pin_fixes_the_choice_of_an_op() -> None:
     [
         ({"layers.*.moe": "S(0)@tp"}, "'layers.*.moe' matches no parameter of the model, whose"),
         ({"conv_*": "j@tp"}, "'conv_*' matches no op of the model"),
-        ({"norm.weight": "S(1)@tp"}, "asks for dim 1, and its shape is (32,)"),
+        ({"norm.weight": "S(1)@tp"}, "asks for dim 1, but its shape is (32,)"),
         ({"norm.weight": "S(0)@ep"}, "The mesh dp=2,tp=4 has no axis 'ep'"),
         ({"norm.weight": "S(0)"}, "names no axis; write S(0)@dp"),
         (
             {"norm.weight": "P@tp"},
-            "asks to store it as P, and a pin stores a parameter as R or S(dim)",
+            "asks to store it as P, but a pin stores a parameter as R or S(dim)",
         ),
         (
             {"norm.weight": "O(0)@tp"},
             "Owners O(i) come from the recipes data-parallel, parameter-server and serve",
         ),
-        ({"cos_0": "z@tp"}, "asks cos_0 (cos) for the choice 'z', and its choices are -, s, e"),
+        ({"cos_0": "z@tp"}, "asks cos_0 (cos) for the choice 'z', but its choices are -, s, e"),
     ],
 )
 def test_pins_that_cannot_hold(pins: dict[str, str], says: str) -> None:
@@ -243,7 +243,7 @@ def test_a_pin_that_does_not_divide_gives_the_numbers() -> None:
 def test_a_pin_against_the_recipe_says_so() -> None:
     with pytest.raises(RecipeError) as error:
         pinned({"norm.weight": "S(0)@dp"}, recipe="ddp")
-    assert "norm.weight of shape (32,) is pinned to S(0)@dp, and the recipe dp:ddp" in str(error.value)
+    assert "norm.weight of shape (32,) is pinned to S(0)@dp, but the recipe dp:ddp" in str(error.value)
     with pytest.raises(RecipeError) as error:
         pinned({"add_*": "d@tp"}, recipe="dp:ddp,tp:tp")
     assert "the recipe tp leaves it only -, +0+1" in str(error.value)
