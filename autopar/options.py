@@ -64,7 +64,7 @@ class Option:
 
     @property
     def sentence(self) -> str:
-        """What it does, with the choices that it has."""
+        """The help text of the option, with its choices."""
         return f"{self.help.rstrip('.')}: {', '.join(self.choices)}." if self.choices else self.help
 
     def words(self, value: Any) -> list[str]:
@@ -97,7 +97,7 @@ def options_of(*kinds: Any) -> dict[str, Option]:
 
 
 def _described(kind: type) -> dict[str, str]:
-    """What the docstring of a dataclass says of each field."""
+    """Field -> its description in the docstring of a dataclass."""
     _, _, attributes = (inspect.getdoc(kind) or "").partition("Attributes:\n")
     found = re.findall(r"^    (\w+): (.+(?:\n     +.+)*)", attributes, re.M)
     return {name: " ".join(text.split()) for name, text in found}

@@ -39,7 +39,7 @@ def parse_bytes(text: str) -> int:
     except ValueError:
         size = 0.0
     if not _SMALLEST_BYTES <= size < math.inf:
-        raise AutoparError(f"{text!r} is no size of a memory; write 70GB.")
+        raise AutoparError(f"{text!r} is not a size of a memory; write 70GB.")
     return int(size)
 
 

@@ -39,7 +39,7 @@ Seconds = Callable[[Op, Phase], Quantity]  # of the computation of an op in one 
 
 
 class Beside(NamedTuple):
-    """What is computed while a collective sends its pieces.
+    """The compute that runs while a collective sends its pieces.
 
     Attributes:
         products: the products in pieces.

@@ -43,8 +43,8 @@ class Formulas(NamedTuple):
 
     Attributes:
         constants: numbers that occur in the formulas.
-        operations: for each operation its function and the numbers of its operands.
-        results: for each expression the number of its value.
+        operations: for each operation its function and the indices of its operands.
+        results: for each expression the index of its value.
     """
 
     constants: tuple[Quantity, ...]

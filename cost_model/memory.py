@@ -139,12 +139,12 @@ class KeptSlice(NamedTuple):
     """A tensor that a block saves in slices or on the host, until backward brings it back; see `autopar.ir.saved`.
 
     Attributes:
-        name: name of the tensor in the plan, with the number of its block, such as `layers.3.input`.
+        name: name of the tensor in the plan, with the index of its block, such as `layers.3.input`.
         memory: the memory that the block would save without slices.
         tensor: name under which the block uses the tensor.
         layout: layout of the whole tensor, R in place of V.
         slice_layout: layout of what a rank saves.
-        block: number of the block, as `autopar.pipeline.saved_values` counts them.
+        block: index of the block, as `autopar.pipeline.saved_values` counts them.
         user: name of the first op of the block that takes the tensor.
         tier: the memory where a rank saves it.
     """

@@ -43,7 +43,7 @@ from autopar.ir import (
 
 
 class NodeItems:
-    """What the prices of all nodes of a graph need.
+    """Shared inputs of the prices of all nodes of a graph.
 
     Args:
         graph: the captured model.

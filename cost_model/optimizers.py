@@ -16,7 +16,7 @@
     sgd           nothing
 
 torchao keeps a state in the parameter's own dtype if a rank has fewer than 4,096 elements of the state, or a number of
-elements that is no multiple of the block (torchao 0.18, `_AdamBase._new_buffer`); so do these prices. They leave out
+elements that is not a multiple of the block (torchao 0.18, `_AdamBase._new_buffer`); so do these prices. They leave out
 the counter of steps, one number for each parameter.
 """
 

@@ -203,7 +203,7 @@ class Pricer:
         yield from self._recomputed(kept if self.selected is not None else ())
 
     def _saved_memory(self) -> dict[_Kept, Op]:
-        """What is saved -> the first op that needs it in backward; a tensor saved in slices appears as its slice."""
+        """Saved tensor -> the first op that needs it in backward; a tensor saved in slices appears as its slice."""
         if self.selected is not None:
             named = self.selected.kept.items()
             users = {at: [self.graph.by_name[name] for name in names] for at, names in named}

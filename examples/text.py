@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# Installed packages and tests are no part of the library, and these modules are tables, not code.
+# Installed packages and tests are not part of the library, and these modules are tables, not code.
 SKIPPED = frozenset({"site-packages", "test", "tests", "encodings", "pydoc_data"})
 
 

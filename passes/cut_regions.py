@@ -44,7 +44,7 @@ def cut_regions(module: fx.GraphModule, make: Make, *, joined_ops: int = 0) -> f
     A region is a run of plain ops of one block, or of several (see the top of this file).
 
     Args:
-        module: the graph; the submodules are added to it as well. A call may have the number of its block
+        module: the graph; the submodules are added to it as well. A call may have the index of its block
             in `meta["block"]`, and in `meta["recomputed"]` whether backward recomputes it.
         make: function that takes the graph of a region (its inputs -> the tuple of its results) and returns
             the submodule. Equal regions have identical code.

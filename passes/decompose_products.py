@@ -60,7 +60,7 @@ def decompose_products(
 
 
 def gathered_for_products(node: fx.Node, restored: Mapping[str, Gathered] = MappingProxyType({})) -> fx.Node | None:
-    """What products alone read of an all-gather: the node itself, or the mark of its saved slice; None where others do.
+    """The node of an all-gather that only products read, or the mark of its saved slice; None if other ops read it too.
 
     Args:
         node: a node of the graph.

@@ -39,9 +39,9 @@ def fold_blocks(
     """Makes a submodule of every block in `folded`.
 
     Args:
-        module: every call has the number of its block in `meta["block"]`, no smaller than that of any
+        module: every call has the index of its block in `meta["block"]`, no smaller than that of any
             call it uses, or was put in by a pass.
-        folded: numbers of blocks.
+        folded: indices of blocks.
         make: gets a graph of the block's calls, and returns the module that is called in their place.
         parameters, received: the first placeholders are parameters, and the last are what an earlier
             stage has made of some.

@@ -74,7 +74,7 @@ class _Partitioner:
         self.far: dict[str, tuple[fx.Node, Tier]] = {}  # parameters outside the device in a step
         self.replicated: Layout = (R,) * len(self.mesh.axes)
         self.origin = ""  # the captured op that is being placed
-        # Under torch.no_grad() no result of a call takes a gradient.
+        # Under torch.no_grad() no result of a call requires a gradient.
         calls = (n for n in captured.module.graph.nodes if n.op == "call_function")
         values = (node.meta.get("val") for node in calls)
         self.has_autograd = any(x.requires_grad for x in values if isinstance(x, torch.Tensor))
@@ -142,7 +142,7 @@ class _Partitioner:
         owners = owners_of(layouts[0], self.mesh)
         if not owners:
             return
-        for each in new:  # what takes no gradient on the owner takes none on the other ranks
+        for each in new:  # what requires no gradient on the owner takes none on the other ranks
             each.meta["alone"] = Alone(owners, needs_grad=each.target is not aten.detach.default)
         names, values = self.analysis.names[node.name], tensor_results(node)
         for name, value, shape, part in zip(names, values, shapes, parts, strict=True):

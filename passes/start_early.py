@@ -78,7 +78,7 @@ def can_start(call: Collective) -> bool:
 
 
 def _block(node: fx.Node) -> int:
-    """The number of a call's block; the first for inputs, and where there are no blocks."""
+    """The index of a call's block; the first for inputs, and where there are no blocks."""
     block: int = node.meta.get("block", 0)
     return block
 

@@ -129,7 +129,7 @@ class _Unroller:
 
     @property
     def _numbers(self) -> range:
-        """Numbers of the layers that are added."""
+        """Indices of the layers that are added."""
         return range(self.stack.middle + 1, self.stack.middle + 1 + self.times)
 
     def _write(self, node: fx.Node) -> None:

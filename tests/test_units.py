@@ -42,7 +42,7 @@ def test_sizes_are_read(text, size):
 
 @pytest.mark.parametrize("text", ["", "70", "-7GB", "70 GiB", "1.2.3GB", "1e999GB", "inf"])
 def test_what_is_no_size_is_refused(text):
-    with pytest.raises(AutoparError, match=f"'{text}' is no size of a memory; write 70GB"):
+    with pytest.raises(AutoparError, match=f"'{text}' is not a size of a memory; write 70GB"):
         units.parse_bytes(text)
 
 

@@ -43,7 +43,7 @@ def test_a_newer_torch_is_said_by_the_first_rank_alone(monkeypatch):
 
 
 def test_an_older_torch_is_refused_with_what_to_do(monkeypatch):
-    with pytest.raises(AutoparError, match=r"needs torch 2\.11 or newer, and torch 2") as found:
+    with pytest.raises(AutoparError, match=r"needs torch 2\.11 or newer, but torch 2") as found:
         checked(monkeypatch, "2.9.1")
     versions.check_torch.cache_clear()
     assert "pip install 'torch>=2.11'" in str(found.value)

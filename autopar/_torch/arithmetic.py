@@ -95,7 +95,7 @@ def _widened_tensor(x: Any) -> Any:
 
 
 def _of_each(function: Callable[[Any], Any], value: Any) -> Any:
-    """What a function makes of an operator's argument, which is one value or a list of values."""
+    """Applies a function to an operator's argument, which is one value or a list of values."""
     return [function(x) for x in value] if isinstance(value, (list, tuple)) else function(value)
 
 

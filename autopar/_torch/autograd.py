@@ -1,4 +1,4 @@
-"""What autopar needs from autograd beyond its public API: nodes, hooks and dispatch keys."""
+"""Private parts of autograd that autopar needs: nodes, hooks and dispatch keys."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def run_node(node: Node, gradients: Sequence[Tensor | None]) -> list[tuple[Gradi
         found = node(*gradients)
         found = found if isinstance(found, tuple) else (found,)
         given = list(zip(node.next_functions, found, strict=True))
-    else:  # an autograd.Function: has no edge for an argument that is no tensor
+    else:  # an autograd.Function: has no edge for an argument that is not a tensor
         found = node.apply(*_materialized(node, gradients))  # type: ignore[attr-defined]
         found = found if isinstance(found, tuple) else (found,)
         wanted = itertools.compress(found, node.needs_input_grad)  # type: ignore[attr-defined]

@@ -33,7 +33,7 @@ def plain_checkpoints() -> Iterator[None]:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> Iterator[None]:
-    """What happens before and after a function that is checkpointed with `use_reentrant=False`."""
+    """Replaces the set-up and clean-up of a function that is checkpointed with `use_reentrant=False`: does nothing."""
     yield
 
 

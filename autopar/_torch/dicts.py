@@ -11,13 +11,13 @@ class _Dicts(list[dict[Any, Any]]):
 
 
 class DictVersions:
-    """A snapshot of the versions of many dicts, from which one can tell later which dicts were written since.
+    """A snapshot of the versions of many dicts, which tells later which dicts were written since.
 
-    Python gives a dict another version whenever an entry is added, replaced by another object or removed. What changes
-    inside a value, such as an append to a list, is no write into the dict. All versions are compared in C++. The first
-    check goes through a tree of Dynamo's guards, one for each dict, and notes the dicts and versions that it finds
-    there; later checks compare what was noted in one loop, which takes some 2 ns for a dict. From Python 3.12 on Python
-    itself says when a noted dict is written.
+    Python gives a dict another version whenever an entry is added, replaced by another object or removed. A change
+    inside a value, such as an append to a list, is not a write into the dict. All versions are compared in C++. The
+    first check goes through a tree of Dynamo's guards, one for each dict, and notes the dicts and versions that it
+    finds there; later checks compare the noted versions in one loop, which takes some 2 ns for a dict. From Python 3.12
+    on Python itself says when a noted dict is written.
 
     Args:
         dicts: the dicts, which are kept alive.

@@ -1,4 +1,4 @@
-"""What other packages log while they are imported."""
+"""Hides messages that other packages log while they are imported."""
 
 from __future__ import annotations
 

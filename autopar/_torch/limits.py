@@ -64,7 +64,7 @@ def _answered_by(answer: _Answer) -> Iterator[None]:
 
 
 class _Finfo:
-    """What stands in the place of `torch.finfo`, also where code asks what an object is."""
+    """Replaces `torch.finfo`, also in `isinstance` checks."""
 
     def __init__(self, answer: _Answer) -> None:
         self._answer = answer

@@ -23,7 +23,7 @@ _Gradient = Callable[[Any, Tensor, int], Tensor]
 def operand_gradients(
     node: Node, gradient: Tensor, edges: Mapping[int, GradientEdge]
 ) -> list[tuple[GradientEdge, Tensor]]:
-    """The gradients of some operands of a product; none if the node is no product.
+    """The gradients of some operands of a product; none if the node is not a product.
 
     Args:
         node: a node of autograd's graph, whose saved tensors are still there.

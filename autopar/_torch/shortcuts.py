@@ -255,7 +255,7 @@ def quick_examples() -> Iterator[None]:
 
 
 def _no_metadata(example: Tensor) -> None:
-    """What a node's `tensor_meta` is made of, which repeats `val`."""
+    """Replaces the function that fills a node's `tensor_meta`, which would only repeat `val`."""
 
 
 def _contiguous(example: Tensor) -> torch.memory_format:

@@ -91,7 +91,7 @@ class ReadSizes:
         self._symbols: dict[str, sympy.Symbol] = {}
         for name, (value, lower, upper, positive) in document["symbols"].items():
             if not name.isidentifier():  # torch puts it into the source of its conditions
-                raise ValueError(f"{name!r} is no name of a size")
+                raise ValueError(f"{name!r} is not a name of a size")
             symbol = sympy.Symbol(name, positive=positive or None, integer=True)
             self._symbols[name] = symbol
             if value is not None:

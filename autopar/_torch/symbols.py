@@ -106,12 +106,12 @@ class SizeValues:
             span = env.var_to_range.get(symbol)
             if span is not None and not (span.lower <= value <= span.upper):
                 bound = f"under {span.lower}" if value < span.lower else f"over {span.upper}"
-                raise OtherSizes(f"the model goes another way for a size {bound}")
+                raise OtherSizes(f"the model takes another branch for a size {bound}")
         conditions = [guard.expr for guard in env.guards]
         conditions += [each.expr for some in env.deferred_runtime_asserts.values() for each in some]
         for condition in conditions:
             if condition.xreplace(self._values) != sympy.true:
-                raise OtherSizes(f"the model goes another way where not {condition}")
+                raise OtherSizes(f"the model takes another branch where not {condition}")
 
     def _plain(self, expression: sympy.Basic) -> int | float | bool:
         value = expression.xreplace(self._values)

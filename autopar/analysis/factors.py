@@ -58,7 +58,7 @@ from autopar.rules.spec import Hidden, Letters, Spec
 
 @dataclass(frozen=True)
 class Analysis:
-    """What `analyze` finds in a captured model: how each op can be split, and which dims belong together.
+    """The result of `analyze`: how each op of a captured model can be split, and which dims belong together.
 
     A factor is a dim, or the part of a dim that a view separates: a dim of 4096 that the model views as
     (32, 128) has the factors 32 and 128. A spec names the factors of one op by letters.
@@ -183,7 +183,7 @@ class _Analyzer:
     def _forget_unreached(self) -> None:
         """Removes from `needs_grad` the tensors that no differentiable path connects to a result, such as an index.
 
-        A new value of a buffer is no result: it is written without gradient.
+        A new value of a buffer is not a result: it is written without gradient.
         """
         reached = {
             self.names[node.name][0]

@@ -18,7 +18,7 @@ with the shares as inputs of its program, by which `autopar.program.term_shares`
 added. `_TermFinder` finds them.
 
 [Note: batch statistics] A batch norm sees one micro-batch at a time, as it does where a loop accumulates gradients. The
-loss is then not that of the batch, and a warning says so; a loss that is no mean besides is refused.
+loss is then not that of the batch, and a warning says so; a loss that is not a mean besides is refused.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ class _TermFinder:
         self._part, self._finder = part, finder
 
     def of(self, tensor: str) -> tuple[LossTerm, ...]:
-        """The terms of a loss; none if it is no sum of such, or nothing is known of one of them."""
+        """The terms of a loss; none if it is not a sum of such, or nothing is known of one of them."""
         found: list[LossTerm] = []
         waiting = [tensor]
         while waiting:

@@ -6,7 +6,7 @@ step that count rows (`autopar.analysis.row_counts`). Over m micro-batches a ten
 
     same       x = x_i / m**k         of every micro-batch i: a parameter (k = 0), the number of rows (k = -1)
     rows       x = cat(x_i) / m**k    logits (k = 0), a weight 1 / len(targets) for every row (k = 1)
-    places     x = 0, 1, ...          numbers of the rows: torch.arange(len(targets))
+    places     x = 0, 1, ...          indices of the rows: torch.arange(len(targets))
     total      x = sum(x_i) / m**k    a sum over rows (k = 0), a mean over them (k = 1)
     ratio      x = n / d              a total divided by a number that is known before the step
     function   x = f(totals)          of totals that are known before the step: labels and masks

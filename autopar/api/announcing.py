@@ -1,4 +1,4 @@
-"""What a planner logs and warns of: the start line, axes without work, folders without files, shapes."""
+"""Log lines and warnings of a planner: the start line, axes without work, folders without files, shapes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def start_line(plan: Plan, request: Request, is_given: bool, predicted: tuple[fl
         words.append(f"{', '.join(idle)} left idle, because that was found cheapest; recipe='ddp' insists")
     words.append("as the given plan has it" if is_given else f"recipe {plan.recipe_in_use}")
     if plan.meeting is not None:
-        words.append(f"{counted(plan.meeting.replicas, 'replica')} that meet {plan.meeting}")
+        words.append(f"{counted(plan.meeting.replicas, 'replica')} that synchronise {plan.meeting}")
     if plan.pipeline is not None:
         words.append(f"{plan.pipeline.schedule} over {counted(plan.pipeline.stages, 'stage')}")
     words.append(_micro_batches_of(plan))

@@ -150,7 +150,7 @@ def _known(options: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _request(options: Mapping[str, Any], hardware: Any, stored: Mesh | None, device: torch.device) -> Request:
-    """What the options ask of every graph, on the mesh where parameters are `stored`, if they are.
+    """The request that the options make for every graph, on the mesh on which parameters are `stored`, if any is.
 
     Raises MeshError unless the mesh is that one and has as many ranks as run, and RecipeError.
     """

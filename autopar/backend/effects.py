@@ -1,4 +1,4 @@
-"""What a graph of Dynamo does to its arguments: changes in place, and results that are views of them."""
+"""The effects of a Dynamo graph on its arguments: in-place changes, and results that are views of them."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def refuse_shared(
     for i, place in changed.items():
         if arguments[i].requires_grad:
             raise CaptureError(
-                f"{names[i]} takes a gradient and is changed in place; clone it first, or change it "
+                f"{names[i]} requires a gradient and is changed in place; clone it first, or change it "
                 f"outside of what is compiled.{place}"
             )
         shared = [j for j in tensors if j != i and shares_memory(arguments[i], arguments[j])]

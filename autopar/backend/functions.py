@@ -24,7 +24,7 @@ def function_of(
         forward: takes the operands, and returns the results and what is saved.
         backward: takes the gradients of the results and what was saved.
         name: name of the class.
-        non_differentiable: positions of the results that take no gradient.
+        non_differentiable: positions of the results that require no gradient.
     """
 
     def run_forward(ctx: Any, *operands: Any) -> tuple[Any, ...]:

@@ -4,7 +4,7 @@ Dynamo gives a graph of torch calls whose arguments are all that the code touche
 inputs, and the numbers that sizes were made of. `lift` runs it once on fake tensors to see what it does to
 its arguments, and makes a module of it for one set of shapes:
 
-    an argument that takes a gradient  ->  a parameter if it is one of a module, else an input
+    an argument that requires a gradient  ->  a parameter if it is one of a module, else an input
     a sharded parameter  ->  a parameter
     a buffer, or an argument that is changed in place  ->  a buffer, whose new value is written back
     any other tensor  ->  an input
@@ -40,11 +40,11 @@ class Lifted:
     """A graph of torch.compile as a module.
 
     Attributes:
-        module: its forward takes the inputs, and returns the results that are no views and no numbers.
+        module: its forward takes the inputs, and returns the results that are not views and no numbers.
         parameters: name -> position of the argument, for those that are not changed in place.
         buffers: name -> position, for buffers of modules and arguments that are changed in place.
         inputs: positions of all other tensors, in the order of the forward.
-        differentiable: positions of the inputs that take a gradient.
+        differentiable: positions of the inputs that require a gradient.
         results: for each result of the graph: a view, a number, or None for what the module returns.
     """
 

@@ -45,7 +45,7 @@ def prepare(lifted: Lifted, inputs: tuple[Tensor, ...]) -> Prepared:
     positions = zip(captured.inputs, lifted.inputs, strict=True)
     captured = replace(
         captured,
-        # Activations of the graph before take a gradient, too.
+        # Activations of the graph before require a gradient, too.
         differentiable=frozenset(name for name, i in positions if i in lifted.differentiable),
         whole_outputs=True,
     )

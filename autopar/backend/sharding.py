@@ -126,7 +126,7 @@ def _axes(plan_or_recipe: Plan | RecipeLike, mesh: Mesh | Mapping[str, int] | No
     refuse_places(plan_or_recipe, axes)
     if is_plan and plan_or_recipe.meeting is not None:  # type: ignore[union-attr]
         raise RecipeError(
-            "The plan has replicas that meet every so many steps, and torch.compile knows no steps: use "
+            "The plan has replicas that synchronise every K steps, but torch.compile knows no steps: use "
             "autopar.compile and its `step`, or another plan."
         )
     check_world(axes)

@@ -1,4 +1,4 @@
-"""What is measured: matrix products, element-wise kernels, launches, and every collective."""
+"""Measurements: matrix products, element-wise kernels, launches, and every collective."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Measurements:
 
 
 def check_formats(names: Sequence[str]) -> None:
-    """Raises AutoparError for what is no number format."""
+    """Raises AutoparError for what is not a number format."""
     for name in names:
         if name not in FORMATS:
             raise AutoparError(f"There is no dtype {name!r} to measure; choose from {', '.join(FORMATS)}.")

@@ -158,7 +158,7 @@ class _BlockRow:
         )
 
     def _number(self, node: fx.Node) -> int:
-        """The number of a node's block, -1 for a node outside of the blocks."""
+        """The index of a node's block, -1 for a node outside of the blocks."""
         place = self.calls.place.get(node, -1) - self.begin
         return place // self.length if 0 <= place < self.count * self.length else -1
 
@@ -174,7 +174,7 @@ class _BlockRow:
 
 
 def _described(node: fx.Node) -> tuple[Hashable, list[fx.Node]]:
-    """What must be equal in two calls that are alike, None if that cannot be said; and the operands."""
+    """A key that is equal for calls that are alike (None for a call that cannot be compared), and its operands."""
     if not writes_nothing(node.target):
         return None, []
     try:

@@ -27,12 +27,12 @@ class Captured:
         parameters: placeholder name -> qualified name in the user's model; tied names share one
             placeholder and stand under the first name.
         tied: every further name of a tied parameter -> its first name.
-        frozen: names of parameters that take no gradient.
+        frozen: names of parameters that require no gradient.
         buffers: placeholder name -> qualified name.
         constants: placeholder name -> the tensor that the model's code holds.
         inputs: placeholder name -> readable name; tensors only, in pytree order of (args, kwargs).
         in_spec: pytree of (args, kwargs).
-        literals: leaf position -> value that was built into the graph, for inputs that are no tensors.
+        literals: leaf position -> value that was built into the graph, for inputs that are not tensors.
         out_spec: pytree of the result.
         mutated: output position -> qualified name of the buffer whose new value the output is; such outputs come before
             the model's own ones.
@@ -42,7 +42,7 @@ class Captured:
         has_more: whether the model returned the loss of a step among other things, as those of transformers do.
         precision: mixed-precision policy of the capture; None for none.
         stored: name of a parameter -> dtype in which it is stored, for parameters of which the graph takes a cast copy.
-        differentiable: placeholders of inputs that take a gradient.
+        differentiable: placeholders of inputs that require a gradient.
         whole_outputs: whether the results are to be whole on every rank.
         guards: the Python values that the graph was made from.
         numbers: numbers of Python that are inputs of the graph, through constants of it.

@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 def refuse_trained_constants(exported: Any, leaves: list[Tensor]) -> None:
-    """Refuses tensors outside the model that take a gradient: they would get none, or a part (`OutsideLeaves`)."""
+    """Refuses tensors outside the model that require a gradient: they would get none, or a part (`OutsideLeaves`)."""
     trained = set(map(_torch.storage_reference, leaves))
     nodes = {n.name: n for n in exported.graph.find_nodes(op="placeholder")}
     for spec in exported.graph_signature.input_specs:
@@ -31,11 +31,11 @@ def refuse_trained_constants(exported: Any, leaves: list[Tensor]) -> None:
             continue
         if _torch.storage_reference(constant) in trained and _takes_gradient(nodes[spec.arg.name]):
             raise CaptureError(
-                f"The loss or the model computes with a tensor of shape {list(constant.shape)} that takes a gradient "
-                "and is no parameter of the model: it would not be trained. Make one module that holds both and "
-                "whose forward returns the loss, and give that without loss_fn; or compute what is not to be trained "
-                "under torch.no_grad(). (A closure over the model reads the original, not the copy that is proved: "
-                "give a method of the model, or functools.partial.)"
+                f"The loss or the model computes with a tensor of shape {list(constant.shape)} that requires a "
+                "gradient and is not a parameter of the model: it would not be trained. Make one module that holds "
+                "both and whose forward returns the loss, and give that without loss_fn; or compute what is not to be "
+                "trained under torch.no_grad(). (A closure over the model reads the original, not the copy that is "
+                "proved: give a method of the model, or functools.partial.)"
             )
 
 

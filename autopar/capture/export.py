@@ -73,7 +73,7 @@ class _WithLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
-        # Not a submodule, because the tensors that a loss holds are no part of the model.
+        # Not a submodule, because the tensors that a loss holds are not part of the model.
         self.__dict__["loss_fn"] = loss_fn
         self.__dict__["watch"] = None
         # A set that is changed in place, because export undoes assignments to attributes.

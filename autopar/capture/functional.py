@@ -188,7 +188,7 @@ class _PartCopies:
         part: Sequence[fx.Node],
         before: Sequence[fx.Node],
     ) -> fx.Node:
-        """What a block reads where the first one reads `one`, and the last one in the short graph `other`."""
+        """The node that a block reads in place of `one`, read by the first block, and `other`, read by the last one."""
         if one in self.first:
             return part[self.index[one]]
         if other in self.first:

@@ -313,7 +313,7 @@ def _leaf(x: Tensor, device: torch.device | str | None = None) -> Tensor:
 def _kept(
     results: Sequence[Tensor], operands: Sequence[Tensor]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[tuple[int, ...], torch.dtype], ...]]:
-    """What the `ctx` of an application keeps: positions of operands and results, and other tensors."""
+    """The tensors saved in the `ctx` of an application: positions of operands and of results, and other tensors."""
     context = next((x.grad_fn for x in results if x.grad_fn is not None), None)
     found: list[Tensor] = [x for x in getattr(context, "saved_tensors", ()) if x is not None]
     found += [x for x in pytree.tree_leaves(vars(context)) if isinstance(x, Tensor)] if context else []
@@ -354,7 +354,7 @@ def _put(node: fx.Node, target: CustomFunction) -> None:
 
 
 def _detached(x: fx.Node) -> fx.Node:
-    """A detach of `x`; `x` itself if it takes no gradient."""
+    """A detach of `x`; `x` itself if it requires no gradient."""
     value = x.meta["val"]
     if not (value.is_floating_point() or value.is_complex()):
         return x

@@ -118,7 +118,7 @@ _REMEDIES = (
     ),
     (
         r"Constant \S+ is mutated in the forward",
-        "The loss changes a tensor that is no buffer of the model: make one module that holds both and whose "
+        "The loss changes a tensor that is not a buffer of the model: make one module that holds both and whose "
         "forward returns the loss, and give that without loss_fn",
     ),
 )
@@ -186,7 +186,7 @@ _READ = (
 
 
 def remedy_of_other_graph(guards: Iterable[Guard]) -> str | None:
-    """What to set in a model that a plan is refused for, given the values that its capture read."""
+    """The change to a model that would let the plan be used, given the values that its capture read."""
     for guard in guards:
         for name, value, remedy in _READ:
             if guard.place.key == name and guard.before is value:
@@ -224,7 +224,7 @@ _OPERANDS = (
 
 
 def remedy_of_operands(error: BaseException) -> str | None:
-    """What to change where operands differ in shape, dtype, device or layout; None for any other error.
+    """A remedy for operands that differ in shape, dtype, device or layout; None for any other error.
 
     >>> remedy_of_operands(RuntimeError("mat1 and mat2 shapes cannot be multiplied (8x12 and 16x32)"))
     'give this layer 16 features, or make it for 12 (in_features=12)'

@@ -69,7 +69,7 @@ def _no_command(name: str, commands: Mapping[str, click.Command]) -> str:
 
 
 def _sentence(error: click.UsageError, ctx: click.Context) -> str:
-    """What is wrong with a command line, with an example where something is missing, and where the help is."""
+    """The error of a command line, with an example if an argument is missing, and the command that shows help."""
     example = re.search(r"^ +(autopar .*)", ctx.command.help or "", re.M)
     is_missing = isinstance(error, click.MissingParameter) and example is not None
     shown = f" Write for example: {example[1]}" if is_missing and example else ""

@@ -44,7 +44,7 @@ class Count(click.IntRange):
 
     def convert(self, value: Any, param: Any, ctx: Any) -> int:
         if not re.fullmatch(r"[-+]?[0-9]{1,100}", str(value)):
-            self.fail(f"{value!r} is no whole number; write one such as 8.", param, ctx)
+            self.fail(f"{value!r} is not a whole number; write one such as 8.", param, ctx)
         found: int = super().convert(value, param, ctx)
         return found
 
@@ -54,10 +54,10 @@ class Real(click.FloatRange):
 
     def convert(self, value: Any, param: Any, ctx: Any) -> float:
         if not str(value).isascii():
-            self.fail(f"{value!r} is no number; write one such as 0.5.", param, ctx)
+            self.fail(f"{value!r} is not a number; write one such as 0.5.", param, ctx)
         found: float = super().convert(value, param, ctx)
         if not isfinite(found):
-            self.fail(f"{value!r} is no finite number.", param, ctx)
+            self.fail(f"{value!r} is not a finite number.", param, ctx)
         return found
 
 
@@ -109,7 +109,7 @@ class Price(click.ParamType):
 RECIPE_NAMES = (
     f"{', '.join(RECIPES)} (over several axes, as x,y:2d, {', '.join(SEVERAL_AXES)}; "
     f"with an axis pp also {', '.join(PIPELINE_RECIPES)}; for the first axis also "
-    f"{', '.join(MEETING_RECIPES)}, where replicas meet every K steps or are at most S exchanges ahead)"
+    f"{', '.join(MEETING_RECIPES)}, where replicas synchronise every K steps or are at most S exchanges ahead)"
 )
 
 POSITIVE = Count()
@@ -182,7 +182,7 @@ _INTENTS = (
 
 
 def question_options(command: F) -> F:
-    """What to plan, for which machine, and under which constraints."""
+    """Adds the options that say what to plan, for which machine, and under which constraints."""
     for option in reversed(_WHERE + _INTENTS):
         command = option(command)
     return command
@@ -256,7 +256,7 @@ def cluster_of(gpu: str, ranks: int) -> Cluster:
     node = find_cluster(gpu).devices_per_node
     if ranks > node and ranks % node:
         raise MeshError(
-            f"{ranks} ranks are no whole number of nodes of {node} {gpu}; say how they are spread, "
+            f"{ranks} ranks are not a whole number of nodes of {node} {gpu}; say how they are spread, "
             f"such as --cluster {gpu}x{_spread(ranks, node)}x{ranks // _spread(ranks, node)}."
         )
     return find_cluster(f"{gpu}x{min(node, ranks)}x{max(1, ranks // node)}")

@@ -123,11 +123,12 @@ def fewer(ranks: int, least: int) -> int | None:
     context_settings={"ignore_unknown_options": True},
     help="""Run SCRIPT on several ranks of this machine, as `torchrun --standalone` does, at a free port.
 
-What follows SCRIPT is given to it. When a rank dies, all ranks are started again: a script that keeps its checkpoints
-with autopar.checkpoint.Checkpoints goes on from the last one. With --min-ranks it goes on with fewer ranks, half of
-them or the next number that divides them, when the restarts are used up; --max-restarts 0 does so at once. An attempt
-that lasted ten minutes gives the restarts back. An error of the script that comes twice in a row ends the attempts, and
-so does one in what it asks of a plan, such as a recipe that does not exist. For several machines use torchrun itself.
+Arguments after SCRIPT are passed to it. When a rank dies, all ranks are started again, and a script that saves with
+autopar.checkpoint.Checkpoints goes on from its last checkpoint. With --min-ranks it goes on with fewer ranks (half of
+them, or the next number that divides them) when the restarts are used up; with --max-restarts 0, at once. After an
+attempt of ten minutes or more, the count of restarts begins again. The attempts end when the script raises the same
+error twice in a row, or an error about its options, such as a recipe that does not exist. For several machines use
+torchrun itself.
 
 \b
 Examples:

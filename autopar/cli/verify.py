@@ -129,7 +129,7 @@ def _micro_batch(
     kwargs: dict[str, Any],
     loss_fn: LossFunction | None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a plan is of: the example, or a part of it where the plan cuts that into micro-batches."""
+    """The inputs that the plan was made for: the example, or one micro-batch of it."""
     if plan.micro_batches == 1:
         return args, kwargs
     replicas = plan.meeting.replicas if plan.meeting else 1

@@ -1,1 +1,1 @@
-"""What a plan costs and why, and what would change it."""
+"""Explanations of a plan: its costs, their causes, and changes that would lead to another plan."""

@@ -208,7 +208,7 @@ class Question:
             return asked
         if batch % own:
             raise AutoparError(
-                f"A batch of {batch} is no multiple of the {own} sequences of {self.target}'s own "
+                f"A batch of {batch} is not a multiple of the {own} sequences of {self.target}'s own "
                 "example inputs; give the function a parameter named batch, or another --batch."
             )
         count = batch // own
@@ -408,7 +408,7 @@ class Question:
         )
 
     def _own_rows(self, graph: Graph, plan: Plan) -> Iterator[str]:
-        """What a row of the example stands for, where the batch is several times the example's own."""
+        """Says how many rows of the batch one row of a smaller example represents."""
         own, count = captured_batch(graph), plan.micro_batches
         if self.model.own_batch and self.request.batch is not None and count > 1:
             yield (
@@ -418,7 +418,7 @@ class Question:
             )
 
     def _changes(self, explored: Explored, chosen: PricedCandidate, answer: Advice) -> Iterator[Change]:
-        """What the answer would be on clusters with other figures, such as more memory.
+        """The answers on clusters with other figures, such as more memory.
 
         Args:
             explored: all settings of the request.
@@ -441,7 +441,7 @@ class Question:
     def _on_faster(
         self, what: str, request: Request, answer: Advice, chosen: PricedCandidate, first: Promise
     ) -> Change:
-        """What a faster cluster would choose: this plan, or one of the setting that estimates put first there.
+        """The choice on a faster cluster: this plan, or one of the setting with the best estimate there.
 
         Where the latter is faster, this plan's mesh is searched again, too: on other figures it may have a better plan.
         """

@@ -77,7 +77,7 @@ def _in_block(op: Op, graph: Graph) -> bool:
 
 
 def _behind_views(graph: Graph) -> dict[str, str]:
-    """What a view's result really is: the tensor that it looks at."""
+    """Result of a view -> the tensor that it is a view of."""
     found: dict[str, str] = {}
     for op in graph.ops:
         if op.is_view and op.operands:

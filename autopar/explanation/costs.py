@@ -1,4 +1,4 @@
-"""What a plan costs on a cluster: expressions over symbols, their values, trees of both, and figures."""
+"""Costs of a plan on a cluster: expressions over symbols, their values, trees of both, and figures."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ class PlanCost:
 
     @cached_property
     def stored_bytes(self) -> Mapping[Tier, float]:
-        """What the fullest rank keeps in each tier besides the device; empty where nothing lies there."""
+        """Bytes that the fullest rank keeps in each tier other than the device; tiers without any are left out."""
         if self.simulated is not None:
             found = {tier: self.simulated.stored_bytes(tier) for tier in TIERS[1:]}
         else:

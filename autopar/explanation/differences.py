@@ -1,4 +1,4 @@
-"""What differs between two plans, in words, and what that costs."""
+"""The differences between two plans, in words, with their costs."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class CostChange:
 
 
 def differences(a: Side, b: Side) -> tuple[Difference, ...]:
-    """What differs between two plans, the broad things first."""
+    """The differences between two plans, the broadest first."""
     return tuple((*_headlines(a, b), *_of_parameters(a.plan, b.plan), *_of_ops(a, b)))
 
 
@@ -190,7 +190,7 @@ def _starred(name: str) -> str:
 
 
 def costs(a: Side, b: Side) -> tuple[CostChange, ...]:
-    """What the differences cost: step time, memory and traffic with the parts that change.
+    """The costs of the differences: step time, memory and traffic, with the parts that change.
 
     None where a side is a bare plan, which knows no cost.
     """

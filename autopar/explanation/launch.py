@@ -1,4 +1,4 @@
-"""What was asked of a plan, and what launches it: the first and the last lines of every report."""
+"""The first and last lines of every report: the question, and the commands that launch the plan."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def settings(e: Explanation) -> dict[str, Any]:
     """Arguments with which `autopar.compile` searches under the constraints that the plan was searched under.
 
     They are the plan's settings, the bound on memory, and the training state that its memory was counted for. Single
-    ops that are recomputed are no argument: `compile` finds them again within the bound.
+    ops that are recomputed are not an argument: `compile` finds them again within the bound.
     """
     plan, stages, state = e.plan, int(e.run.stages), e.run.training_state
     mesh = plan.world_mesh.used or Mesh((("dp", 1),))
@@ -191,7 +191,7 @@ _IN_SETTINGS = {"recompute", "dp", "tp"}  # the mesh and recompute= of the call 
 
 
 def _comments(e: Explanation) -> Iterator[str]:
-    """What a call by settings does not say, as comments above it."""
+    """Comments above a call, for settings that the call itself cannot express."""
     if not e.graph.layer_count:
         return
     pins = e.request.pins.items() if e.request else ()

@@ -102,15 +102,15 @@ def _page(explanation: Explanation, title: str) -> Page:
 
 
 def _of_pipeline(e: Explanation) -> Iterator[str]:
-    """What the stages are, and which figures are of the simulation and which of the closed form."""
+    """Sentences about the stages, and about which figures come from the simulation and which from the closed form."""
     run, closed = e.simulated, e.closed_form
     if run is not None:
         yield from run.sentences
         compared = isinstance(e, Advice) and e.setting is not None
         others = ", of other candidates" if compared else ""
         yield (
-            "Step, memory and stages are of the simulated schedule. The figures of formulas, of sensitivities, "
-            f"of the timeline of one rank{others} are of the closed form, in which all stages are alike: "
+            "Step, memory and stages come from the simulated schedule. The formulas, the sensitivities, the timeline "
+            f"of one rank and the figures{others} come from the closed form, in which all stages are alike: "
             f"{format_seconds(closed.step_seconds)} and {format_bytes(closed.memory_bytes)}."
         )
 
@@ -120,8 +120,8 @@ def _of_owners(e: Explanation) -> Iterator[str]:
     if e.owned is not None:
         yield from owner_sentences(e.graph, e.plan, e.owned)
         yield (
-            "Step and memory are those of ranks that work side by side. In the figures of formulas and of "
-            f"sensitivities they work in turn: {format_seconds(e.closed_form.step_seconds)}."
+            "Step and memory are computed with ranks that work at the same time. The formulas and sensitivities "
+            f"take the ranks' work one after another: {format_seconds(e.closed_form.step_seconds)}."
         )
 
 
@@ -137,12 +137,12 @@ def word_of(e: Explanation, symbol: str) -> str:
 
 
 def change_lines(e: Explanation) -> tuple[str, ...]:
-    """What would change the choice, a sentence each."""
+    """Sentences about the changes of the cluster that would change the choice."""
     return tuple(change_line(e, c) for c in e.changes) if isinstance(e, Advice) else ()
 
 
 def batch_lines(e: Explanation) -> tuple[str, ...]:
-    """What was found of the batches that were tried, a sentence each."""
+    """Sentences about the batches that were tried."""
     return e.batch_lines if isinstance(e, Advice) else ()
 
 

@@ -1,4 +1,4 @@
-"""What people read: a plan as tables, folded over repeated blocks."""
+"""The report for people: a plan as tables, folded over repeated blocks."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def headline(plan: Plan) -> Text:
 
 
 def as_text(renderable: RenderableType, *, width: int = 120) -> str:
-    """What a renderable looks like without colours, for files and tests."""
+    """A renderable as plain text without colours, for files and tests."""
     console = Screen(width=width, color_system=None, force_terminal=False)
     with console.capture() as capture:
         console.print(renderable)
@@ -254,7 +254,7 @@ def _times_a_step(item: WorkItem, phase: str, step: Step) -> float:
     return float(item.count) * batches * float(step.times(item)) / share
 
 
-_WHEN = {"once": "once a step", "meet": "at meetings, a step's share"}
+_WHEN = {"once": "once a step", "meet": "when replicas synchronise, a step's share"}
 
 
 def collective_table(step: Step) -> Table:

@@ -40,7 +40,7 @@ _STRONGEST = 12  # rows of the table of sensitivities
 
 @dataclass(frozen=True)
 class Sheet:
-    """What `autopar explain` prints in a terminal, as a rich renderable.
+    """The output of `autopar explain` in a terminal, as a rich renderable.
 
     First the question and the notes, then bars of memory and time, the pipeline, tables of layouts and
     collectives, trees of costs, the other candidates, what would change the choice, and the lines to launch it.

@@ -296,7 +296,7 @@ class SimulatedStep(ExecutedStep):
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """What the pipeline is, how it idles, which stage is slowest, and which rank is fullest."""
+        """Sentences about the pipeline: its schedule, its idle time, its slowest stage, and its fullest rank."""
         return (self._is_what, self._idles, self._slowest, self._fullest)
 
     @property

@@ -1,4 +1,4 @@
-"""What other figures of a cluster would lead to: the changes that are asked, and what each would choose.
+"""Answers to "what if the cluster were different": the changes that are tried, and the plan chosen under each.
 
 A change is the same request with one figure changed. To search all of it takes as long as the request itself. Two plans
 are therefore priced there: the plan in hand, and the plan of the setting that estimates then put first, if it promises
@@ -19,7 +19,7 @@ from autopar.search.request.request import Request
 
 @dataclass(frozen=True)
 class Change:
-    """What another cluster would do.
+    """The effect of another cluster on the choice.
 
     Attributes:
         what: such as "twice the bandwidth between nodes".

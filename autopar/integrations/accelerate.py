@@ -37,8 +37,8 @@ _REFUSED = {
     "megatron_lm_plugin": "recipe='tp' splits layers",
     "torch_tp_plugin": "recipe='tp' splits layers",
     "parallelism_config": "mesh={'dp': 2, 'tp': 2} says how many ranks share what",
-    "dynamo_backend": "options={'executor': 'inductor'} compiles what ranks run",
-    "dynamo_plugin": "options={'executor': 'inductor'} compiles what ranks run",
+    "dynamo_backend": "options={'executor': 'inductor'} compiles each rank's ops",
+    "dynamo_plugin": "options={'executor': 'inductor'} compiles each rank's ops",
 }
 
 

@@ -58,8 +58,8 @@ _REFUSED = {
     "fp16": "bf16=True needs no loss scale",
     "fp16_full_eval": "bf16=True evaluates under autocast",
     "bf16_full_eval": "bf16=True evaluates under autocast",
-    "torch_compile": "torch_compile_backend='autopar' plans, and options={'executor': 'inductor'} compiles that",
-    "torch_compile_mode": "options={'executor': 'inductor'} compiles what ranks run",
+    "torch_compile": "torch_compile_backend='autopar' plans; options={'executor': 'inductor'} compiles each rank's ops",
+    "torch_compile_mode": "options={'executor': 'inductor'} compiles each rank's ops",
     "fsdp": "recipe='zero3' stores parameters in shards",
     "deepspeed": "recipe='zero3' stores parameters in shards",
     "parallelism_config": "mesh={'dp': 2, 'tp': 2} says how many ranks share what",
@@ -71,7 +71,7 @@ _REFUSED = {
 
 
 class AutoparMixin:
-    """What makes a `Trainer` run by a plan; for other trainers: `class MyTrainer(AutoparMixin, SFTTrainer)`."""
+    """Makes a `Trainer` run by a plan; for other trainers write `class MyTrainer(AutoparMixin, SFTTrainer)`."""
 
     accelerator: AutoparAccelerator
     args: TrainingArguments

@@ -119,7 +119,7 @@ def nesting_of(labels: Labels) -> list[int]:
 
 
 def _depth(label: str) -> int:
-    """The depth in a label; 0 where it has none, or one that is no number, which `is_least_deep` finds."""
+    """The depth in a label; 0 where it has none, or one that is not a number, which `is_least_deep` finds."""
     depth = label.partition(DEEPER)[2]
     return int(depth) if depth.isdecimal() else 0
 

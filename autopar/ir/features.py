@@ -13,7 +13,7 @@ from autopar.errors import AutoparError
 
 
 class Feature(Enum):
-    """What a plan may have, or a request may ask for, beside layouts."""
+    """A feature that a plan may have, or a request may ask for, in addition to layouts."""
 
     REPLICAS = auto()
     SERVED_REPLICAS = auto()
@@ -32,13 +32,15 @@ class Feature(Enum):
 
 Features = Mapping[Feature, str]
 
-_TURNS = "micro-batches that run at a time share one graph, in which nothing is cut into stages or recomputed"
-_STORED = "several versions of parameters are kept, which are stored as they are used so far"
+_TURNS = "micro-batches that run at the same time share one graph, in which nothing is cut into stages or recomputed"
+_STORED = (
+    "several versions of parameters are kept, and so far these must be stored in the layout in which they are used"
+)
 _ALONE = "a step in which one rank runs ops alone does not support that yet"
 
 EXCLUDES: Mapping[tuple[Feature, Feature], str] = {
     (Feature.REPLICAS, Feature.STAGES): "replicas in stages cannot be run yet",
-    (Feature.REPLICAS, Feature.OFF_DEVICE): "replicas whose parameters lie on the host cannot meet "
+    (Feature.REPLICAS, Feature.OFF_DEVICE): "replicas whose parameters are on the host cannot synchronise "
     "yet; a recipe such as zero3 keeps them on the device",
     (
         Feature.SERVED_REPLICAS,

@@ -91,7 +91,7 @@ def _finite(text: str) -> float:
 
 
 def _not_finite(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no finite number")
+    raise ValueError(f"{text} is not a finite number")
 
 
 def is_count(text: str) -> bool:
@@ -151,7 +151,7 @@ def write_whole(text: str, path: Path, *, without: int = 0) -> None:
     """Replaces the file in one step: a reader sees the old one or the new one.
 
     A file that is there keeps its permissions; a new one has those that the umask allows. Where the path is a symbolic
-    link, the file to which it leads is written. Raises OSError, also for what is no regular file.
+    link, the file to which it leads is written. Raises OSError, also for what is not a regular file.
 
     Args:
         text: contents of the file.

@@ -198,7 +198,7 @@ class Graph:
 
     @cached_property
     def _stacks_of(self) -> dict[str, tuple[Stack, int] | None]:
-        """What `stack_of` has found before: pricing asks for the same names by the hundred thousand."""
+        """Cached answers of `stack_of`: pricing asks for the same names hundreds of thousands of times."""
         return {}
 
     @cached_property

@@ -215,7 +215,7 @@ def by_depth(shared: Sequence[Hashable], deep: Sequence[int]) -> list[int]:
 
 
 def _shared(layout: Sequence[State]) -> list[Hashable]:
-    """What each axis splits; None for an axis that splits nothing."""
+    """The dim and factor that each axis splits; None for an axis that splits nothing."""
     return [state[:3] if state.kind == "S" else None for state in layout]
 
 

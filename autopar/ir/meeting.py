@@ -83,13 +83,13 @@ class Meeting:
             raise PlanError(f"There is no rule {self.rule!r} by which replicas meet; choose among {', '.join(RULES)}.")
         if type(self.steps) is not int or self.steps < 1:
             raise PlanError(
-                f"Replicas along {self.axis} meet every {self.steps!r} steps; give a whole number of at least 1, "
-                f"such as {self.rule}:4."
+                f"Replicas along {self.axis} synchronise every {self.steps!r} steps; give a whole number of at least "
+                f"1, such as {self.rule}:4."
             )
         if not 0 <= self.momentum < 1 or not self.rate > 0:
             raise PlanError(
-                f"The outer optimizer has momentum={self.momentum} and rate={self.rate}; a momentum lies from 0 up "
-                "to, not including, 1, and a rate above 0."
+                f"The outer optimizer has momentum={self.momentum} and rate={self.rate}; a momentum must be at "
+                "least 0 and less than 1, and a rate above 0."
             )
         if type(self.staleness) is not int or self.staleness < 0:
             raise PlanError(
@@ -98,13 +98,13 @@ class Meeting:
             )
         if self.rule != SERVER and (self.staleness or self.owner):
             raise PlanError(
-                f"Replicas along {self.axis} meet by the rule {self.rule}, which has no staleness={self.staleness} or "
-                f"owner=O({self.owner}); leave them out, or choose {SERVER}."
+                f"Replicas along {self.axis} synchronise by the rule {self.rule}, which has no "
+                f"staleness={self.staleness} or owner=O({self.owner}); leave them out, or choose {SERVER}."
             )
         if self.owner not in range(self.replicas):
             raise PlanError(
-                f"The parameters of {self.replicas} replicas along {self.axis} have the owner O({self.owner}); it is "
-                f"one of O(0) to O({self.replicas - 1})."
+                f"The parameters of {self.replicas} replicas along {self.axis} have the owner O({self.owner}); it must "
+                f"be one of O(0) to O({self.replicas - 1})."
             )
 
     def __str__(self) -> str:
@@ -181,7 +181,9 @@ def _outer_numbers(momentum: str, rate: str) -> dict[str, Any]:
     try:
         return {"momentum": float(momentum), "rate": float(rate)}
     except ValueError:
-        raise PlanError(f"momentum={momentum} rate={rate} are no two numbers, such as momentum=0.9 rate=0.7.") from None
+        raise PlanError(
+            f"momentum={momentum} rate={rate} are not two numbers, such as momentum=0.9 rate=0.7."
+        ) from None
 
 
 def mesh_of_replica(mesh: Mesh, axis: str) -> Mesh:

@@ -82,13 +82,13 @@ class Mesh:
             )
         if PIPELINE_AXIS in self.names:
             raise MeshError(
-                f"The mesh {self} has vacant places and the axis {PIPELINE_AXIS}, and every stage needs all of its "
-                f"ranks so far. Leave out ' of {self.occupied}', or the axis."
+                f"The mesh {self} has vacant places and the axis {PIPELINE_AXIS}, but so far every stage needs all of "
+                f"its ranks. Leave out ' of {self.occupied}', or the axis."
             )
         if self.placement:
             raise MeshError(
-                f"The mesh {self} has vacant places and an order of its axes; with vacant places the order is "
-                "that of the placement so far. Leave out one of the two."
+                f"The mesh {self} has vacant places and an order of its axes, which cannot be combined "
+                "yet: with vacant places, the order of the axes is that of the placement. Leave out one of the two."
             )
 
     @classmethod

@@ -173,7 +173,7 @@ def parts_fit(op: Op, labels: Labels, mesh: Mesh) -> bool:
 
 
 # Collectives inside an op that the ranks beside its owner can skip together: all others move rows or blocks whose
-# place in the op a rank without the op does not know. "" is no collective.
+# place in the op a rank without the op does not know. "" is not a collective.
 _WITHIN_AN_OP = frozenset({"", "all_reduce", "all_gather", "reduce_scatter"})
 
 

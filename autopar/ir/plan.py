@@ -140,7 +140,7 @@ class Plan:
         shapes: global shapes of inputs and parameters, by keys such as `input tokens` and `parameter up.weight`. Errors
             about a plan for another model compare them. Empty where the plan does not record shapes.
         dtypes: names such as `float32` of the dtypes in which these inputs and parameters are stored, by the same keys.
-        meeting: replicas that meet every K steps; None where all ranks train one model synchronously.
+        meeting: replicas that synchronise every K steps; None where all ranks train one model synchronously.
         decomposed: axes along which all-gathers before products, and reduce-scatters after them, run piece by piece
             while the products are computed; see `autopar.ops.decomposed`.
         overlap_batches: number of micro-batches that run at a time and take turns (`autopar.passes.overlap_batches`).

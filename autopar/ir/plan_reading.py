@@ -151,7 +151,7 @@ def read_meeting(fields: object, mesh: Mesh) -> Meeting | None:
     axis, text = fields
     if axis != mesh.placed.names[0]:
         raise PlanError(
-            f"The plan has replicas along {axis!r}, but its mesh {mesh}: replicas lie along the first axis of the mesh."
+            f"The plan has replicas along {axis!r}, but the replicas must be the first axis of its mesh {mesh}."
         )
     return Meeting.parse(axis, mesh.placed.sizes[0], text)
 
@@ -172,15 +172,15 @@ def read_pipeline(fields: object, mesh: Mesh) -> Pipeline | None:
 def read_parameter(fields: object, name: str, mesh: Mesh, meeting: Meeting | None) -> ParameterPlan:
     if not isinstance(fields, list) or len(fields) != 3:
         raise PlanError(
-            f"Parameter {name} has {fields!r}, and takes three parts: its storage layout, its "
+            f"Parameter {name} has {fields!r}, but needs three parts: its storage layout, its "
             "resident layout, and step or micro_batch."
         )
     storage, resident, reduce = fields
     if meeting is not None and f"@{meeting.axis}" in f"{storage} {resident}":
         raise PlanError(
-            f"Parameter {name} lies {storage} | {resident}, and along {meeting.axis} lie {meeting.replicas} replicas, "
-            f"whose values differ for {meeting.steps} steps: none of them can hold a part for another. Leave "
-            f"@{meeting.axis} out, or split along another axis."
+            f"Parameter {name} is stored in {storage} | {resident}, but {meeting.axis} is the axis of "
+            f"{meeting.replicas} replicas, whose values differ for {meeting.steps} steps: none of them can hold a part "
+            f"for another. Leave @{meeting.axis} out, or split along another axis."
         )
     when = reduce.removesuffix(_BY_ROWS)
     if when not in get_args(Reduction):

@@ -36,7 +36,7 @@ class MixedPrecision:
         output_dtype: dtype to which the model's floating-point results are cast before the loss function gets them;
             None leaves them as they are.
         product_dtype: format to which linear layers round their operands, "float8" or "fp8"; None rounds nothing.
-            Layers whose weight has a dim that is no multiple of 128 are left as they are.
+            Layers whose weight has a dim that is not a multiple of 128 are left as they are.
         exempt: names of linear layers that are not rounded, in the notation of `fnmatch`, such as `lm_head`
             or `layers.0.*`; the name of a module covers the layers inside it. A weight that several layers share is not
             rounded where one of them is exempt.

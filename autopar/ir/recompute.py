@@ -176,7 +176,7 @@ def _json(text: str) -> Any:
 def parse_wish(text: str) -> RecomputeOption:
     """Reads what a user asks of a search: a word such as `full`, blocks such as `3`, a part such as `0.5`, or JSON.
 
-    Raises PlanError for a text that is no wish, see `check_wish`.
+    Raises PlanError for a text that is not a wish, see `check_wish`.
     """
     whole, point, part = text.partition(".")
     wish = float(text) if point and is_count(whole + part) else _read(text)

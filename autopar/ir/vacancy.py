@@ -1,4 +1,4 @@
-"""What can be done on a mesh of which the last places are vacant.
+"""Checks for meshes whose last places are vacant, that is, have no rank.
 
 A *line* is the ranks that differ along one axis alone: those of one process group. On `ps=2,dp=3 of 4`
 

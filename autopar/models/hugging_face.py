@@ -41,7 +41,7 @@ Inputs = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Task:
-    """What a model is trained for.
+    """A task that a model is trained for.
 
     Attributes:
         name: ends the name of an auto class and of a mapping of transformers.
@@ -193,7 +193,7 @@ def _read_config(path: Path) -> Any:
 
 
 def _check_values(values: Mapping[str, Any], path: Path) -> None:
-    """Raises AutoparError for numbers of layers that cannot be built, and architectures that are no names."""
+    """Raises AutoparError for numbers of layers that cannot be built, and architectures that are not names."""
     for name, value in values.items():
         if isinstance(value, dict) and name.endswith("config"):
             _check_values(value, path)
@@ -228,7 +228,7 @@ def _task_of(config: Any, path: Path) -> Task:
         return possible[0]
     kind = " ".join(named) or config.model_type
     raise AutoparError(
-        f"{kind} ({path}) is no causal, masked or sequence-to-sequence language model of transformers, and "
+        f"{kind} ({path}) is not a causal, masked or sequence-to-sequence language model of transformers, and "
         "no image classifier: write a function that returns the model and its inputs, and give "
         "package.module:function."
     )

@@ -1,4 +1,4 @@
-"""What a user names, as a model to plan: a preset, a Hugging Face configuration, or a function.
+"""Models to plan, by the name that a user gives: a preset, a Hugging Face configuration, or a function.
 
 Planning must not grow with depth. A `Target` says which stacks of layers repeat and builds few of each;
 the middle one of those it builds stands for all that it leaves out.
@@ -237,7 +237,7 @@ def _imported(module_name: str, function_name: str) -> ModuleType:
     """The module of a function. Raises AutoparError where it is not in the current folder, nor on Python's path."""
     if not module_name or module_name.startswith("."):
         raise AutoparError(
-            f"{module_name!r} is no name of a module; write package.module:{function_name or 'function'}."
+            f"{module_name!r} is not a name of a module; write package.module:{function_name or 'function'}."
         )
     try:
         return importlib.import_module(module_name)

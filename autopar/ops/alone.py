@@ -42,7 +42,7 @@ class Alone:
 
     @classmethod
     def at(cls, layout: Layout, mesh: Mesh, shape: Shape) -> Alone | None:
-        """That of a view of a tensor in this layout; None if all ranks have some of it."""
+        """The `Alone` for a view of a tensor in this layout; None if all ranks have some of the tensor."""
         owners = owners_of(layout, mesh)
         return cls(owners, shape) if owners else None
 
@@ -81,13 +81,13 @@ def absent(
     needs_grad: bool,
     device: torch.device | None = None,
 ) -> Tensor:
-    """What a rank has in place of the result of a call that another rank runs: a tensor without elements.
+    """Stands in for the result of a call that another rank runs: a tensor without elements.
 
     Args:
-        operands: arguments of the call, those that are no tensors among them.
+        operands: arguments of the call, those that are not tensors among them.
         shape: shape that the result has on its owner; None for any.
         dtype: element type of the result; None for that of the first operand.
-        needs_grad: whether the result takes a gradient if an operand does.
+        needs_grad: whether the result requires a gradient if an operand does.
         device: device of the result of a call without operands.
     """
     tensors = [x for x in operands if isinstance(x, Tensor)]

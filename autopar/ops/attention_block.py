@@ -148,11 +148,11 @@ class AttentionBlock(NamedTuple):
         return scores + bias.unflatten(1, (heads, -1)).to(scores.dtype)
 
     def _bias_of_all(self) -> Tensor | None:
-        """What a fused kernel adds to the scores."""
+        """The bias that a fused kernel adds to the scores."""
         return None if self._is_triangle else self._bias(0, self.query.shape[-2])
 
     def _bias(self, first: int, last: int) -> Tensor | None:
-        """What is added to the scores of a run of queries, of four dims; negative infinity hides a key."""
+        """The bias for the scores of a run of queries, of four dims; negative infinity hides a key."""
         found = None
         if self.mask is not None:
             mask = self.mask.reshape((1,) * (4 - self.mask.ndim) + self.mask.shape)

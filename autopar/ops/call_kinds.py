@@ -1,4 +1,4 @@
-"""What decides the example of a call's result: the op, its plain arguments, and the kinds of its operands' examples."""
+"""Keys of calls, from the op, its plain arguments and the kinds of its operands: equal keys have equal examples."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _plain(x: Any, operands: list[fx.Node]) -> Iterator[Hashable]:
 def kind_of(node: fx.Node) -> Hashable:
     """All that ops can know of a node's example; None without one, which an assertion has.
 
-    Raises TypeError for what is no tensor of fixed sizes.
+    Raises TypeError for what is not a tensor of fixed sizes.
     """
     value = node.meta.get("val")
     if value is None:
@@ -61,7 +61,7 @@ def kind_of(node: fx.Node) -> Hashable:
 
 def _kind_of(x: Any) -> Hashable:
     if type(x) is not FakeTensor or x.layout is not torch.strided or x.constant is not None:
-        raise TypeError(f"{x!r} is no tensor of which only sizes and strides are known")
+        raise TypeError(f"{x!r} is not a tensor of which only sizes and strides are known")
     sizes = (*x.shape, *x.stride(), x.storage_offset())
     if not all(type(size) is int for size in sizes):
         raise TypeError("an open size")

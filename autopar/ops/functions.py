@@ -33,7 +33,7 @@ def _results(
 
 
 class _StandIn(torch.autograd.Function):
-    """Lets results take a gradient in the trace; nothing may ask for this gradient during the trace."""
+    """Lets results require a gradient in the trace; nothing may ask for this gradient during the trace."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *given: Any) -> tuple[Tensor, ...]:

@@ -58,7 +58,7 @@ class Operands(NamedTuple):
     mask: Tensor | None
 
     def travelling(self, how: Scoring) -> Tensors:
-        """What goes round."""
+        """The tensors that travel around the ring."""
         masks = (self.mask,) if how.mask_travels and self.mask is not None else ()
         return self.key, self.value, *masks
 

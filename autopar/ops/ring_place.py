@@ -22,7 +22,7 @@ ROWS = 2  # the dim of rows of all tensors here, of shape (batch, heads, rows, .
 
 
 class Send(NamedTuple):
-    """What a rank sends along an axis, while all others do.
+    """A block that a rank sends along an axis, while all other ranks send theirs.
 
     Attributes:
         axis: position of the axis in `RingPlace.sizes`.
@@ -75,7 +75,7 @@ class RingPlace(NamedTuple):
 
     @property
     def block(self) -> int:
-        """Number of the rank's block of queries."""
+        """Index of the rank's block of queries."""
         return _position(self.position, self.sizes)
 
     @property

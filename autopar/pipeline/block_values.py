@@ -35,7 +35,7 @@ class BlockValue:
         tensor: name of the tensor in the graph.
         layout: layout of the tensor, with R in place of V.
         memory: tensor and layout that identify its memory (`SavedTensors.memory`).
-        block: number of the block, or of the part of the block in a stage.
+        block: index of the block, or of the part of the block in a stage.
         user: name of the first op of the block that uses the tensor.
     """
 
@@ -164,7 +164,7 @@ class BlockValues:
 
     @cached_property
     def blocks(self) -> dict[str, int]:
-        """Name of every op -> number of its block."""
+        """Name of every op -> index of its block."""
         return parts_of_ops(self.graph, self.plan)
 
     @property
@@ -174,7 +174,7 @@ class BlockValues:
 
     @property
     def again(self) -> frozenset[int]:
-        """Numbers of the blocks that are recomputed, whole or in part."""
+        """Indices of the blocks that are recomputed, whole or in part."""
         return self._repeating[1]
 
     @cached_property

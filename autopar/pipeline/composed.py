@@ -253,7 +253,7 @@ class RecomputationPrice(NamedTuple):
     """How the recomputation of a plan is priced: as items of single ops, or by the formulas of a step.
 
     Attributes:
-        blocks: op name -> number of its block, or of the part of the block in a stage; None for a graph without
+        blocks: op name -> index of its block, or of the part of the block in a stage; None for a graph without
             blocks, or without some layers of the model.
         again: names of the ops in recomputed blocks; the items contain their second runs.
         left: recomputation that is not in the items, so that `autopar.cost_model.steps.step` must add it; "none" if

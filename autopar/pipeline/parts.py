@@ -44,7 +44,7 @@ class Part:
 
     Attributes:
         start: name of the first op.
-        block: number of the block.
+        block: index of the block.
         may_repeat: whether backward may recompute it: True for repeated layers, and for all blocks of a model without
             them.
         captured: number of the part of the captured graph that has its ops.
@@ -121,7 +121,7 @@ def ends_of_repeats(parts: Sequence[Part], recompute: Recompute) -> list[int]:
 
 
 def repeating_parts(graph: Graph, plan: Plan) -> tuple[tuple[Part, ...], frozenset[int]]:
-    """The parts of a plan's stages, and the numbers of the parts that backward recomputes."""
+    """The parts of a plan's stages, and the indices of the parts that backward recomputes."""
     cuts = plan.pipeline.cuts if plan.pipeline else ()
     parts = find_parts(graph, {*block_starts(graph), *cuts})
     edges = [0, *(i for i, part in enumerate(parts) if part.start in cuts), len(parts)]
@@ -141,7 +141,7 @@ def parts_of_ops(graph: Graph, plan: Plan) -> dict[str, int]:
 
 
 def blocks_of_ops(graph: Graph) -> dict[str, int]:
-    """Op name -> number of its block."""
+    """Op name -> index of its block."""
     return _numbers(graph, find_parts(graph, block_starts(graph)))
 
 

@@ -153,7 +153,7 @@ def block_choices(
         graph: the captured model.
         plan: its choices of layouts.
         flow: the layouts of its tensors.
-        unit: op -> number of its block.
+        unit: op -> index of its block.
         seconds: op, or conversion, -> duration of its forward.
         size: bytes of a memory.
     """

@@ -219,7 +219,7 @@ class StageTables:
         saved_bytes: np.ndarray,
         gradients: np.ndarray,
     ) -> _Halves:
-        """What a backward in two halves takes, which the runtime runs whole on stages that recompute.
+        """Costs of a backward in two halves; on stages that recompute, the runtime runs it whole.
 
         Args:
             recompute: what every stage recomputes.

@@ -107,7 +107,7 @@ def _stashed(found: WeightVersions) -> tuple[tuple[int, ...], ...]:
 
 
 def _synchronous(found: WeightVersions) -> tuple[tuple[int, ...], ...]:
-    """What the first stage sees, on all of them."""
+    """The version that the first stage uses, on all stages."""
     return (found.newest[0],) * found.pipeline.stages
 
 

@@ -1,4 +1,4 @@
-"""What has to be alike on all ranks before they share a plan: options, the model, the code, versions and settings."""
+"""Properties that must be equal on all ranks before they share a plan: options, model, code, versions, settings."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def prepared_of(captured: Captured) -> Prepared:
     if captured.is_step and not graph.tensors[graph.outputs[-1]].needs_grad:
         raise StepError(
             "No gradient flows from the loss to any parameter: all are frozen or detached, or are used by a "
-            "torch.utils.checkpoint with use_reentrant=True none of whose inputs takes a gradient. Give it "
+            "torch.utils.checkpoint with use_reentrant=True none of whose inputs requires a gradient. Give it "
             "use_reentrant=False, which takes gradients to parameters in any case."
         )
     return prepared

@@ -48,7 +48,7 @@ _ENDING = ".capture"
 
 @dataclasses.dataclass(frozen=True)
 class CaptureQuestion:
-    """What is to be captured.
+    """A model with its inputs, as a key for stored captures.
 
     Attributes:
         model: the model.
@@ -223,7 +223,7 @@ def _is_equal(x: Tensor, other: Tensor) -> bool:
 
 
 def _likeness(x: Tensor) -> list[str]:
-    """What a trace knows of an argument. Raises NoText for a tensor of a class of its own."""
+    """The properties of an argument that a trace knows. Raises NoText for a tensor of a subclass."""
     if type(x) not in (Tensor, nn.Parameter, _torch.FakeTensor):
         raise NoText(f"an argument is a {type(x).__name__}")
     said = (tuple(x.shape), x.stride(), x.dtype, x.device, x.requires_grad, x.layout, x.is_leaf)

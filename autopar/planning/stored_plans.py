@@ -107,7 +107,7 @@ class StoredPlans:
 
 
 def _model(prepared: Prepared) -> tuple[object, ...]:
-    """What a search reads of the model, and the code that searches."""
+    """All that a search reads from the model, and a hash of the code that searches."""
     captured = prepared.captured
     said = (captured.is_step, captured.training, captured.has_loss_fn, captured.has_more)
     tables = (captured.tied, captured.frozen, captured.mutated, captured.forms, captured.inputs)

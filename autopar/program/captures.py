@@ -91,7 +91,7 @@ class SizedCaptures:
             if any(dims) and dims not in self._tried:
                 self._tried.add(dims)
                 return self._opened(shapes, dims, capture)
-        except Exception as error:  # whatever the model raises for a size that is no number
+        except Exception as error:  # whatever the model raises for a size that is not a number
             self.why_closed = str(error).strip() or type(error).__name__
         found = self._run(capture, ())
         self._found[shapes] = _digest(found)

@@ -273,7 +273,7 @@ def _check_cuts(cuts: tuple[str, ...], analysis: Analysis) -> None:
     position = {op.name: i for i, op in enumerate(analysis.graph.ops)}
     unknown = [name for name in cuts if name not in position]
     if unknown:
-        raise PlanError(f"The plan is damaged: a stage begins with {unknown[0]}, which is no op.")
+        raise PlanError(f"The plan is damaged: a stage begins with {unknown[0]}, which is not an op.")
     places = [position[name] for name in cuts]
     if any(a >= b for a, b in itertools.pairwise(places)):
         raise PlanError(

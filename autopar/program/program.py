@@ -110,13 +110,13 @@ class Program:
         out_literals: leaf position of the result -> value, for leaves that are no tensor.
         mutated: output position -> name of the buffer that the output updates; such outputs come first.
         tied: further names of tied parameters -> their first name.
-        frozen: parameters that take no gradient.
+        frozen: parameters that require no gradient.
         is_step: whether the last output is the loss; those before it are the step's extra results.
         has_more: whether the model returned the loss of a step among other things, as those of transformers do.
         received: tensors that the previous stage sends.
         sent: tensors that the stage sends to the next one.
         places: position of each output of a stage among the outputs of the whole model.
-        recomputed: numbers of the blocks that backward recomputes; every call of the module has the number
+        recomputed: indices of the blocks that backward recomputes; every call of the module has the number
             of its block in `meta["block"]`.
         slices: name in a mark of a tensor that is saved in slices -> its slice (`autopar.program.slices`).
         objective: how the loss of a batch comes from the losses of its micro-batches.

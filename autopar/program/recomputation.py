@@ -22,7 +22,7 @@ from autopar.rules.random import is_key
 def mark_blocks(module: fx.GraphModule, graph: Graph, plan: Plan) -> frozenset[int]:
     """Marks every call of a program with its block and with whether backward recomputes it.
 
-    Writes the number of the block into `meta["block"]`, and a bool into `meta["recomputed"]`. Returns the blocks of
+    Writes the index of the block into `meta["block"]`, and a bool into `meta["recomputed"]`. Returns the blocks of
     which something is recomputed. Blocks are numbered as `repeating_parts` has them: one that is cut by the
     plan counts as two.
     """

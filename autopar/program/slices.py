@@ -4,7 +4,7 @@
 
 The mark is a call of `kept` before the first use of the tensor in a block. Because it is a node of the graph, it stays
 with its block when the program is cut into stages. `Program.slices` maps the name in each mark to its slice. Because
-a module that is called twice has two blocks with tensors of one name, marks have the number of the block, too.
+a module that is called twice has two blocks with tensors of one name, marks have the index of the block, too.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def _define(
 
 
 def _garbage(x: Tensor) -> Tensor:
-    """What nobody has sent, in the place of a tensor."""
+    """Values that stand for a tensor that no rank has sent: NaN, or the largest integer."""
     if x.dtype is torch.bool:
         return ~x
     return torch.full_like(x, torch.nan if x.dtype.is_floating_point else torch.iinfo(x.dtype).max)

@@ -74,7 +74,7 @@ def _dialogues(ring: Ring, mesh: Mesh, dialogues: Sequence[Dialogue[T]]) -> list
 
 
 def _arriving(ring: Ring, mesh: Mesh, rank: int, sends: Sequence[Send | None]) -> Tensors:
-    """What a rank receives: its part of what every rank along the axis sends."""
+    """The tensors that a rank receives: its part of those that every rank along the axis sends."""
     own = sends[rank]
     assert own is not None, "a ring has at least two ranks"
     axis = mesh.index(ring.groups[own.axis])

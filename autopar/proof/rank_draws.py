@@ -1,4 +1,4 @@
-"""What simulated ranks draw: every rank's own generator, and in a proof the noise that its keys stand for.
+"""Random numbers of simulated ranks: a generator for every rank, and in a proof the noise for each of its keys.
 
 The runtime gives all ranks one seed, and each draws keys from a generator of its own (see [Note: keys of random ops]).
 Here every rank has such a generator, too, so that a rank that leaves out a draw is out of step from there on. In a

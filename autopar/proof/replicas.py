@@ -1,4 +1,4 @@
-"""Checks plans with replicas that meet every K steps (`autopar.ir.meeting`), by comparison with plain PyTorch.
+"""Checks plans with replicas that synchronise every K steps (`autopar.ir.meeting`), by comparison with plain PyTorch.
 
 Both sides take the same steps in one process, in float64:
 

@@ -88,7 +88,7 @@ def replay(
             if steps[number] == len(batches):
                 raise StepError(
                     f"The order has more than {len(batches)} steps of replica {number}, but {len(batches)} batches "
-                    "were given. Give those of all steps since the ranks began or met."
+                    "were given. Give the batches of all steps since the start, or since the last synchronisation."
                 )
             own = rows_of_replica(batches[steps[number]], number, replicas)
             run_with_loss(models[number], tuple(own), {}, pairs[number][1]).backward()
@@ -116,7 +116,7 @@ class _PlainServer:
 
     @torch.no_grad()
     def do(self, event: ServerEvent) -> None:
-        """What the server did, once the replica has run its steps."""
+        """Does what the server did in this event; the replica has run its steps already."""
         if event.kind == "push":
             own, base = dict(_exchanged(self._models[event.replica])), self._bases[event.replica]
             count = len(self._models)
@@ -188,7 +188,7 @@ class _Served:
 
     @torch.no_grad()
     def do(self, event: ServerEvent) -> None:
-        """What the server did, once the replica has run its steps."""
+        """Does what the server did in this event; the replica has run its steps already."""
         parcel = self._parcels[event.replica]
         if event.kind == "push":
             self._put_differences(event.replica)

@@ -41,7 +41,7 @@ class Results:
 
     @property
     def has_nan(self) -> bool:
-        """Whether a number of the loss, a gradient or a buffer is no number."""
+        """Whether a number of the loss, a gradient or a buffer is not a number."""
         every = (self.loss, *self.gradients.values(), *self.buffers.values())
         return any(x is not None and bool(x.isnan().any()) for x in every)
 

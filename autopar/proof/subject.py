@@ -352,12 +352,12 @@ def _together(batches: list[Batch]) -> list[Batch]:
 
 
 def _schedule_text(plan: Plan) -> str:
-    """Words such as `1f1b with 4 micro-batches through 2 stages`, `2 replicas that meet every 4 steps local`, or ""."""
+    """Words such as `1f1b with 4 micro-batches through 2 stages`; "" without stages and replicas."""
     if plan.meeting is not None:
         shown = f", {SHOWN_STEPS} of them run" if plan.meeting.steps > SHOWN_STEPS else ""
         if plan.meeting.rule == SERVER:
             shown += ", against its order on one device"
-        return f"{counted(plan.meeting.replicas, 'replica')} that meet {plan.meeting}{shown}"
+        return f"{counted(plan.meeting.replicas, 'replica')} that synchronise {plan.meeting}{shown}"
     if plan.pipeline is None:
         return ""
     delays = ", against the same delays on one device" if plan.pipeline.update_every else ""

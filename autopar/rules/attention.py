@@ -68,7 +68,7 @@ def attention(call: Call) -> Spec:
 
 
 def can_go_round(call: Call, spec: Spec) -> bool:
-    """Whether keys and values can travel around a ring: if a fused kernel would run, and no mask takes a gradient."""
+    """Whether keys and values can travel in a ring: if a fused kernel would run, and no mask requires a gradient."""
     masks = range(3, len(call.operands))
     return {"q", "k"} <= spec.sizes.keys() and is_fused_attention(call) and not call.wanted & {*masks}
 

@@ -66,7 +66,7 @@ class FunctionTrial:
         spec: structure of the result.
         positions: positions of the tensors among the leaves of the result.
         ungraded: positions of the operands that backward gives no gradient.
-        undifferentiable: positions of the results that take no gradient.
+        undifferentiable: positions of the results that require no gradient.
         saved_operands, saved_results: positions of the operands and results that `ctx` keeps for backward.
         saved: shape and dtype of the other tensors that `ctx` keeps.
         flops: floating-point operations of matrix products and convolutions in the forward.
@@ -96,7 +96,7 @@ class CustomFunction:
 
     Args:
         function: the user's class.
-        arguments: arguments of the application that are no tensors.
+        arguments: arguments of the application that are not tensors.
         trial: findings of a run on tensors without values.
         autocast: device type -> dtype of every autocast that is on where the model applies it.
     """

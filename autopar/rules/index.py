@@ -59,7 +59,7 @@ def _look_up_locally(local: Local) -> fx.Node:
     found = zeroed(local, rows, local.emit(aten.unsqueeze.default, mine, -1))
     if padding < 0:
         return found
-    # The padding row is looked up like any other and takes no gradient.
+    # The padding row is looked up like any other and requires no gradient.
     pad = local.emit(aten.unsqueeze.default, local.emit(aten.eq.Scalar, index, padding), -1)
     return local.emit(aten.where.self, pad, local.emit(aten.detach.default, found), found)
 
@@ -222,7 +222,7 @@ def index_put(call: Call) -> Spec:
 def along_index(call: Call) -> Spec:
     """take_along_dim: gather with operands that are broadcast."""
     if call["dim"] is None or call.operands[0].ndim != call.operands[1].ndim:
-        raise RuleDoesNotApply("all elements in a row")
+        raise RuleDoesNotApply("without a dim it reads all elements in one order")
     dim = call.dim(call["dim"])
     sizes: dict[str, int] = {}
     names = [

@@ -45,7 +45,7 @@ def solve_factored(call: Call) -> Spec:
     """cholesky_solve, lu_solve: the right-hand side is the first operand."""
     b, a = call.operands[:2]
     if b.ndim != a.ndim:
-        raise RuleDoesNotApply("a vector as right side")
+        raise RuleDoesNotApply("a vector as right-hand side")
     return batched("b.. n! r, b.. n! n!, b.. n! -> b.. n! r")(call)
 
 

@@ -1,4 +1,4 @@
-"""What an op lets you split, as data: letters on the dims of its operands and results.
+"""The ways to split an op, as data: letters on the dims of its operands and results.
 
 A `Spec` is the expanded form of one line such as `b.. k, j k, +j -> b.. j | sum k` for one node. A dim
 is a tuple of letters, most significant first, so that a view is a rule like any other: merging dims
@@ -52,7 +52,7 @@ class Local(Protocol):
         ...
 
     def exchanges(self, letter: str) -> tuple[tuple[str, int], ...]:
-        """Those of the axes along which the op exchanges rows (`Spec.exchanges`)."""
+        """Names and sizes of the axes along which the op exchanges rows (`Spec.exchanges`)."""
         ...
 
 

@@ -185,7 +185,7 @@ def batch_cells(each: BatchRow) -> tuple[str, ...]:
 
 
 def throughput_of(each: BatchRow) -> tuple[str, float]:
-    """What is counted, tokens or samples, and how much of it in a second."""
+    """The unit of the throughput, tokens or samples, and the number of them per second."""
     if each.tokens_per_second is None:
         return "samples", each.samples_per_second
     return "tokens", each.tokens_per_second

@@ -55,7 +55,7 @@ def read_trace(path: Path | str) -> tuple[Event, ...]:
         )
     except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
         raise AutoparError(
-            f"{path} is no trace that autopar wrote (autopar explain --trace). {type(error).__name__}: {error}"
+            f"{path} is not a trace that autopar wrote (autopar explain --trace). {type(error).__name__}: {error}"
         ) from error
 
 

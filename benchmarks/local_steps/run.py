@@ -1,4 +1,4 @@
-"""Replicas that meet every so many steps, on real Gloo ranks: their exactness, their bytes and their losses.
+"""Replicas that synchronise every K steps, on real Gloo ranks: their exactness, their bytes and their losses.
 
 OMP_NUM_THREADS=1 python -m benchmarks.local_steps.run exact     against plain PyTorch with the same delays
 OMP_NUM_THREADS=1 python -m benchmarks.local_steps.run curves    losses of a small GPT, for the picture
@@ -165,7 +165,7 @@ def smoothed(values: list[float]) -> list[float]:
 
 @click.group()
 def main() -> None:
-    """Measures replicas that meet every so many steps."""
+    """Measures replicas that synchronise every K steps."""
 
 
 @main.command()

@@ -19,13 +19,13 @@ _KEY_LINE = 18.0  # height of a further line of the key
 
 
 def local_steps() -> str:
-    """The loss of a small GPT by step, under data parallelism and by replicas that meet every eight steps."""
+    """The loss of a small GPT by step, under data parallelism and for replicas that synchronise every 8 steps."""
     return _losses(
         "local_steps",
         "step",
         "loss in nats per byte, mean over the replicas",
-        "Loss of a byte-level GPT on four ranks over {} steps: data parallelism, and replicas that meet every eight "
-        "steps; all end below the entropy of single bytes",
+        "Loss of a byte-level GPT on four ranks over {} steps: data parallelism, and replicas that synchronise every "
+        "eight steps; all end below the entropy of single bytes",
     )
 
 
@@ -58,8 +58,8 @@ def delays() -> str:
         "update",
         "loss in nats per byte, mean over the rows of 32 updates",
         "Loss of a byte-level GPT on four ranks over {} updates: 1F1B with a flush at every update, schedules without "
-        "one, and replicas that meet every four steps or exchange with a server; all end below the entropy of single "
-        "bytes",
+        "one, and replicas that synchronise every four steps or exchange with a server; all end below the entropy of "
+        "single bytes",
     )
 
 

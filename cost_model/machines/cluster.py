@@ -106,7 +106,7 @@ def _split(text: str) -> tuple[str, str | None, str | None]:
 
 def _size(word: str, text: str, what: str) -> int:
     if not re.fullmatch(r"[-+]?[0-9]{1,20}", word.strip()):
-        raise AutoparError(f"Cannot read the cluster {text!r}: {word!r} is no number of {what}; write h100x8x16.")
+        raise AutoparError(f"Cannot read the cluster {text!r}: {word!r} is not a number of {what}; write h100x8x16.")
     size = int(word)
     if size < 1:
         raise AutoparError(f"The cluster {text!r} has {size} {what}; it needs at least 1.")

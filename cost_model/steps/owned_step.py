@@ -96,7 +96,7 @@ class OwnedStep(Step):
         return self.schedule.makespan_seconds - self._hidden_seconds - everything
 
     def hidden_seconds(self, item: WorkItem) -> float:
-        """As `Step.hidden_seconds`; of what single ranks do, also an equal share of what they do side by side."""
+        """Overrides `Step.hidden_seconds`: work on single ranks is hidden as far as it runs while others work."""
         if not item.places:
             return float(super().hidden_seconds(item))
         return float(item.seconds) * min(1.0, max(0.0, -self.waits_for_owners) / self._alone_seconds)

@@ -45,7 +45,7 @@ def refresh_examples(module: fx.GraphModule) -> None:
 
 
 def _kind(node: fx.Node) -> Hashable:
-    """What calls with the same result have in common, as those of a model's layers; None if that cannot be said."""
+    """A key that is equal for calls with the same result, such as those of equal layers; None if there is no key."""
     if not writes_nothing(node.target):
         return None
     try:

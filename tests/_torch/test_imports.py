@@ -1,4 +1,4 @@
-"""What torchao logs while it is imported, and is no failure, is not shown; other messages are."""
+"""What torchao logs while it is imported, and is not a failure, is not shown; other messages are."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ LOSSES: dict[str, tuple[Callable[..., Tensor], str]] = {
 
 
 def spread(y: Tensor, targets: Tensor) -> Tensor:
-    """The variance of the rows' losses, which is no mean of the parts' variances."""
+    """The variance of the rows' losses, which is not a mean of the parts' variances."""
     return each(y, targets).mean(1).var()
 
 
@@ -166,7 +166,7 @@ def divided_by_eight(y: Tensor, targets: Tensor) -> Tensor:
 
 
 def over_summed_entropies(y: Tensor, targets: Tensor) -> Tensor:
-    """Divided by the summed cross-entropy of fixed logits, which is no weight of the targets."""
+    """Divided by the summed cross-entropy of fixed logits, which is not a weight of the targets."""
     fixed = torch.linspace(0, 3, CLASSES, dtype=y.dtype).expand(y.shape)
     return each(y, targets).sum() / F.cross_entropy(fixed.flatten(0, 1), targets.flatten(), reduction="sum")
 

@@ -154,7 +154,7 @@ class Masked(nn.Module):
 
 
 def test_what_cannot_go_round_is_split_along_queries() -> None:
-    """A bias that takes a gradient: the recipe then gathers keys and values."""
+    """A bias that requires a gradient: the recipe then gathers keys and values."""
     of = prepare_step(Masked(), (torch.randn(2, 8, 4),))
     assert {c.label for c in attention(of).choices} == {"-", "b1", "b0", "q"}
     plan = make_plan(of, Request(H100, mesh=Mesh.of({"cp": 2}), recipe="cp"))

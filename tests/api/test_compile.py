@@ -204,7 +204,7 @@ def test_a_misspelt_argument_is_told_with_the_one_that_is_meant(function: Any) -
 )
 def test_a_batch_without_its_target(loss_fn: Any) -> None:
     made = autopar.compile(MLP().double(), loss_fn=loss_fn)
-    with pytest.raises(autopar.StepError, match=r"asks for .*target.*, and none was given"):
+    with pytest.raises(autopar.StepError, match=r"asks for .*target.*, but none was given"):
         made.step(batch()[0])
 
 

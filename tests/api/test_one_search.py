@@ -242,7 +242,7 @@ def test_a_batch_whose_parts_have_other_results_is_not_cut(kind: type[Wide]) -> 
 
 
 class Stretched(Wide):
-    """A table of positions as an input, which is no part of the batch."""
+    """A table of positions as an input, which is not part of the batch."""
 
     def forward(self, x: Tensor, y: Tensor, table: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x + table, y)

@@ -97,7 +97,7 @@ def test_an_error_for_people_is_no_fault(watch: Watch) -> None:
 
 @pytest.mark.parametrize("target", [":", ".x:y", "..:"])
 def test_a_target_without_a_module_is_refused(target: str) -> None:
-    with pytest.raises(AutoparError, match="is no name of a module"):
+    with pytest.raises(AutoparError, match="is not a name of a module"):
         call(["explain", target, "--mesh", "dp=2"])
 
 

@@ -256,7 +256,7 @@ def test_a_loss_with_a_trained_tensor_is_refused():
     loss = Scaled(nn.Parameter(torch.ones(4)))
     leaf = torch.ones(4, requires_grad=True)
     for loss_fn in (loss, lambda y, t: loss(y, t), lambda y, t: F.mse_loss(y * leaf, t)):
-        with pytest.raises(CaptureError, match=r"shape \[4\] that takes a gradient and is no par"):
+        with pytest.raises(CaptureError, match=r"shape \[4\] that requires a gradient and is not a par"):
             capture_step(nn.Linear(4, 4), batch, {}, loss_fn)
 
 

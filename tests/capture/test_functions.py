@@ -151,11 +151,11 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
         lambda net, x: function(lambda ctx, x: x * float(x.max())).apply(x),
         "reads the values of a tensor in its forward",
     ),
-    "a parameter that is no argument": (
+    "a parameter that is not an argument": (
         lambda net, x: function(lambda ctx, x: x * net.scale).apply(x),
         r"computes with .*of shape \[4\], which is none of its arguments",
     ),
-    "an activation that is no argument": (
+    "an activation that is not an argument": (
         lambda net, x: function(lambda ctx, y: y * x).apply(x.sin()),
         r"computes with .*of shape \[2, 4\], which is none of its arguments",
     ),

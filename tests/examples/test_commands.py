@@ -37,7 +37,7 @@ def test_a_command_of_a_page_is_understood(
     context = found.make_context(name, arguments)
     target = context.params.get("target")
     known = target is None or ":" in target or "config.json" in target or target in PRESETS
-    assert known, f"{page}: {target} is no preset"
+    assert known, f"{page}: {target} is not a preset"
 
 
 def test_the_commands_of_the_readme_are_among_them() -> None:

@@ -173,7 +173,7 @@ def test_more_memory_is_a_larger_bound_where_the_user_names_one():
 
 
 def test_more_memory_is_no_news_where_memory_binds_nothing(question, answer):
-    """Another setting that fits, with a lower estimate than the chosen one, is no reason for devices of 80 GB."""
+    """Another setting that fits, with a lower estimate than the chosen one, is not a reason for devices of 80 GB."""
     explored, chosen = SimpleNamespace(settings=question.settings, space=question.space), 1
     assert question.settings[0].seconds < question.settings[chosen].seconds
     changes = [*question._changes(explored, question.settings[chosen], answer)]

@@ -44,7 +44,7 @@ def test_a_deep_selection_of_ops_is_refused():
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
 def test_numbers_are_finite(number):
-    with pytest.raises(ValueError, match=f"{number} is no finite number"):
+    with pytest.raises(ValueError, match=f"{number} is not a finite number"):
         parse_json(f'{{"a": {number}}}')
 
 

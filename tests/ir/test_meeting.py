@@ -84,8 +84,8 @@ def test_the_text_of_a_meeting_reads_back(text: str, meeting: Meeting) -> None:
         ("diloco momentum=0.9 rate=0.7", "diloco", "write 'every 4 steps local'"),
         ("diloco momentum", "geo momentum", "Cannot read"),
         ("diloco momentum=0.9 rate=0.7", "none", "There is no rule 'none'"),
-        ("rate=0.7", "rate=x", "are no two numbers"),
-        ("momentum=0.9", "momentum=1", "momentum lies from 0 up to, not including, 1"),
+        ("rate=0.7", "rate=x", "are not two numbers"),
+        ("momentum=0.9", "momentum=1", "a momentum must be at least 0 and less than 1"),
         ("rate=0.7", "rate=0", "a rate above 0"),
         (
             "diloco momentum=0.9 rate=0.7",
@@ -104,7 +104,7 @@ def test_the_text_of_a_meeting_reads_back(text: str, meeting: Meeting) -> None:
             "async-server owner=O(0) staleness=1",
             "is a single rank so far",
         ),
-        ("replicas far", "replicas dp", "replicas lie along the first axis of the mesh"),
+        ("replicas far", "replicas dp", "the replicas must be the first axis of its mesh"),
         (
             "parameter up.weight: S(0)@dp",
             "parameter up.weight: S(0)@far",

@@ -298,7 +298,7 @@ def test_rows_before_the_first_position_do_not_count(tmp_path):
         ("[]", "has no model_type"),
         ('{"hidden_size": 3}', "has no model_type"),
         ('{"model_type": "lama"}', "no model_type 'lama' of .*near are llama"),
-        ('{"model_type": "clip_text_model"}', "clip_text_model .* is no causal, masked"),
+        ('{"model_type": "clip_text_model"}', "clip_text_model .* is not a causal, masked"),
         (
             '{"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]}',
             "WhisperForConditionalGeneration .* package.module:function",

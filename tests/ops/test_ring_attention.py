@@ -67,7 +67,7 @@ def test_a_ring_equals_one_device(mesh, is_causal, value_width):
 @pytest.mark.parametrize("turns", [(0,), (1,)])
 @pytest.mark.parametrize("lengths", [(24, 24), (8, 24), (24, 8)])
 def test_queries_may_be_split_further_than_keys(turns, lengths):
-    """Causal blocks then are no triangles; nor where there are more queries than keys, or fewer."""
+    """Causal blocks then are not triangles; nor where there are more queries than keys, or fewer."""
     mesh, tensors = Mesh.of({"a": 2, "b": 2}), drawn(*lengths)
     found = together(mesh, tensors, turns, Scoring(True, 0.3))
     for x, y in zip(found, alone(tensors, True), strict=True):

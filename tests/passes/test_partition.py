@@ -67,7 +67,7 @@ def test_megatron_columns_then_rows(mlp):
         "linear_1 = aten.linear(relu, p_model_down_weight)",
         "all_reduce = autopar.all_reduce(linear_1, [], 2, 'tp', 'vary')",
         "sum_1 = aten.sum(all_reduce,)",
-    ]  # x takes no gradient, so that R -> V needs no all-reduce backward
+    ]  # x requires no gradient, so that R -> V needs no all-reduce backward
 
 
 def test_fully_sharded_data_parallel_gathers_at_each_use(mlp):

@@ -113,7 +113,7 @@ def test_what_is_given_for_a_size_is_what_a_capture_gives(name):
 @pytest.mark.parametrize(
     ("how", "why"),
     [
-        ("branches", "the model goes another way for a size under 6"),
+        ("branches", "the model takes another branch for a size under 6"),
         ("unrolls", "the model fixes a size to 6, but another is given"),
         ("writes", "sets model.seen"),
     ],

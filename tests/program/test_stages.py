@@ -71,7 +71,7 @@ def test_wires_are_local_shapes_on_the_mesh_of_a_stage():
 
 
 class Frozen(nn.Module):
-    """What comes before the head takes no gradient, and counts its tokens."""
+    """What comes before the head requires no gradient, and counts its tokens."""
 
     def __init__(self) -> None:
         super().__init__()

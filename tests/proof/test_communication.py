@@ -353,7 +353,7 @@ def test_parts_of_different_sizes_send_what_they_are_padded_to(recipe, gathers):
     # 9 rows of 6 over 4 ranks are 3, 3, 3, 0, and 6 columns of 9 are 2, 2, 2, 0: padded 12 x 6 and 9 x 8
     matrix = 72 * FLOAT
     assert counted.bytes == {
-        # backward needs the second matrix again, and the first not: the input takes no gradient
+        # backward needs the second matrix again, and the first not: the input requires no gradient
         "all_gather": (2 + (gathers - 1)) * matrix,
         "reduce_scatter": 2 * matrix,
         "all_reduce": SCALAR,

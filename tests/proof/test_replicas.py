@@ -56,7 +56,7 @@ def test_replicas_equal_plain_ones(recipe: Any, mesh: dict[str, int]) -> None:
 
 def test_the_report_says_how_replicas_met() -> None:
     text = str(verified("local:10", micro_batches=2))
-    assert "2 replicas that meet every 10 steps local, 3 of them run" in text
+    assert "2 replicas that synchronise every 10 steps local, 3 of them run" in text
     assert "updated    " in text and "7 steps" in text
 
 

@@ -53,7 +53,7 @@ def test_masks(kv_heads, name):
 
     visible = rand(*shape) > -0.5
     visible[..., 0] = True  # no query sees nothing
-    for mask, rings in ((visible, RING), (rand(*shape), set())):  # a float mask takes a gradient
+    for mask, rings in ((visible, RING), (rand(*shape), set())):  # a float mask requires a gradient
         tensors = *qkv(kv_heads), mask
         expected = (GROUPED if kv_heads < HEADS else ALL) | rings
         assert labels_of(hidden, *tensors, kind=KIND) == expected

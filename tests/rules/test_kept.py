@@ -18,7 +18,7 @@ from autopar.planning.planning import prepare_step
 from benchmarks.accuracy.saved_activations import priced_bytes, program_kept_bytes
 from tests.support.tables import often
 
-# Single numbers that are no tensors of the price, in bytes: the sum of the targets' weights that a loss keeps, with
+# Single numbers that are not tensors of the price, in bytes: the sum of the targets' weights that a loss keeps, with
 # smoothed labels two more, and an element that torch allocates behind the bags of all indices. Everything else
 # agrees to the byte, so that no kept tensor can be left out unnoticed.
 UNPRICED_BYTES = {
@@ -32,7 +32,7 @@ UNPRICED_BYTES = {
 
 
 class Between(nn.Module):
-    """sum(op(x + 0, ...)): floating tensors are parameters, others buffers, and `x + 0` is no leaf."""
+    """sum(op(x + 0, ...)): floating tensors are parameters, others buffers, and `x + 0` is not a leaf."""
 
     def __init__(self, op: Callable[..., object], tensors: tuple[Tensor, ...], frozen: frozenset[int]) -> None:
         super().__init__()
@@ -408,7 +408,7 @@ def test_of_many_operands(name: str) -> None:
     op, tensors = MANY[name]
     taking = differentiable(op, tensors)
     assert taking
-    for count in {0, len(taking) - 1}:  # every operand takes a gradient, and each of them alone
+    for count in {0, len(taking) - 1}:  # every operand requires a gradient, and each of them alone
         for frozen in itertools.combinations(taking, count):
             unpriced_bytes = UNPRICED_BYTES.get(name, 0)
             assert gap_bytes(op, tensors, frozenset(frozen), unpriced_bytes) == 0, frozen

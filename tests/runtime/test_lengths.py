@@ -128,7 +128,7 @@ def test_the_reason_for_a_capture_of_every_size_is_said_once(
         for length in (3, 4, 6, 7):
             model.step(torch.ones(2, length, 4))
     (said,) = [r.getMessage() for r in caplog.records if "by itself" in r.getMessage()]
-    assert said == "Captured by itself, as the model goes another way for a size over 4."
+    assert said == "Captured by itself, as the model takes another branch for a size over 4."
     assert model._kept.ready[True][-1].captures.count == 4
 
 

@@ -30,7 +30,7 @@ def live_bytes() -> int:
     tensors = [x for x in gc.get_objects() if issubclass(type(x), Tensor) and not x.is_meta]
     gradients = [x.grad for x in tensors if x.is_leaf and x.grad is not None]
     found: dict[int, int] = {}
-    for tensor in tensors + gradients:  # a gradient that Python never saw is no object of its own yet
+    for tensor in tensors + gradients:  # a gradient that Python never saw is not an object of its own yet
         try:
             storage = tensor.untyped_storage()
             if storage.device.type != "meta":

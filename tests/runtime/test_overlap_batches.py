@@ -184,8 +184,8 @@ def dropped() -> tuple[float, float]:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"overlap_batches": 2}, "micro_batches=None is no multiple of that: name micro_batches=2"),
-        ({"overlap_batches": 2, "micro_batches": 3}, "micro_batches=3 is no multiple"),
+        ({"overlap_batches": 2}, "micro_batches=None is not a multiple of that: name micro_batches=2"),
+        ({"overlap_batches": 2, "micro_batches": 3}, "micro_batches=3 is not a multiple"),
         ({"overlap_batches": 0}, "overlap_batches=0 is less than 1"),
         (
             {"overlap_batches": 2, "micro_batches": 2, "recompute": "full"},

@@ -211,7 +211,7 @@ def test_workers_exchange_batch_statistics_and_servers_skip_that(mesh: str) -> N
 
 
 def test_workers_exchange_the_largest_logits_and_servers_skip_that() -> None:
-    """Of a loss over split classes, which takes no gradient of them: on a server it was to have one."""
+    """Of a loss over split classes, which requires no gradient of them: on a server it was to have one."""
     torch.manual_seed(0)
     batch = (torch.randn(8, 8).double(), torch.randint(0, 4, (8,)))
     subject = Subject.of(nn.Linear(8, 4).double(), batch, loss_fn=nn.functional.cross_entropy)

@@ -1,6 +1,6 @@
 """Steps with delays, in plain PyTorch and one process: what real ranks are compared with.
 
-Replicas that meet every so many steps, and stages whose parameters have versions.
+Replicas that synchronise every K steps, and stages whose parameters have versions.
 """
 
 from __future__ import annotations

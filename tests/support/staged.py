@@ -96,7 +96,7 @@ _PLAIN = (str, int, float, bool, type(None))
 
 
 def _kind(x: Any) -> Hashable:
-    """What a capture sees of an entry of a batch; a value that is no tensor is itself a part of the graph."""
+    """What a capture sees of an entry of a batch; a value that is not a tensor is itself a part of the graph."""
     if isinstance(x, Tensor):
         return x.shape, x.dtype, x.device, x.requires_grad
     return type(x), repr(x)

@@ -98,5 +98,5 @@ def test_what_overlaps_on_a_lane_goes_to_another_thread():
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"traceEvents": [{"ph": "X"}]}', "[" * 300])
 def test_another_file_is_no_trace(text, tmp_path):
     (tmp_path / "x.json").write_text(text)
-    with pytest.raises(AutoparError, match=r"x\.json is no trace"):
+    with pytest.raises(AutoparError, match=r"x\.json is not a trace"):
         read_trace(tmp_path / "x.json")

@@ -50,7 +50,7 @@ def register_form(module_class: type[nn.Module], form: Form) -> None:
             while the model is traced. It takes parameters from the module, and may call `module_class.forward`.
 
     Raises:
-        CaptureError: if `module_class` is no class of modules; at capture, if the form and the module give different
+        CaptureError: if `module_class` is not a class of modules; at capture, if the form and the module give different
             results on the captured inputs.
 
     >>> import autopar, torch

@@ -1,1 +1,1 @@
-"""What the user's Python reads and writes while a model is captured."""
+"""Watches what the user's Python reads and writes while a model is captured."""

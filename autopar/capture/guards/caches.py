@@ -1,4 +1,4 @@
-"""What Python's caches of functions would hold, had no capture run these functions anew.
+"""The content that Python's function caches would have if no capture had run these functions again.
 
 [Note: caches that a capture does not fill]
 Dynamo runs the function behind a `functools.lru_cache` each time that it compiles. `autopar.compile` asks the cache,
@@ -25,7 +25,7 @@ from autopar.capture.guards.values import MISSING, is_same, seen
 
 @dataclass(frozen=True, eq=False)
 class Cache:
-    """What Python's cache of a function would hold since it was emptied.
+    """The content that Python's cache of one function would have since it was last cleared.
 
     Attributes:
         reads: the globals that the function names, as they were when a capture first ran it.
@@ -40,7 +40,7 @@ _CACHES: weakref.WeakKeyDictionary[Any, Cache] = weakref.WeakKeyDictionary()
 
 
 def cache_of(cached: Any, reads: dict[str, Any] | None = None) -> Cache:
-    """What is noted of a function since somebody has emptied its cache; begins with these globals."""
+    """The record of a cached function since its cache was last cleared; a new record begins with these globals."""
     found = _CACHES.get(cached)
     if found is not None:
         return found

@@ -100,7 +100,7 @@ def cells_of(function: types.FunctionType) -> Iterator[tuple[str, types.CellType
 
 
 def content_of(cell: types.CellType) -> Any:
-    """What a cell holds; MISSING for an empty one."""
+    """The content of a cell; MISSING for an empty one."""
     try:
         return cell.cell_contents
     except ValueError:

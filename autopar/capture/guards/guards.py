@@ -1,6 +1,6 @@
 """Guards: the Python values that a captured program was made from, and whether they still are the same.
 
-A capture runs the Python of a model once. Whatever it reads there that is no parameter, buffer or input
+A capture runs the Python of a model once. Whatever it reads there that is not a parameter, buffer or input
 (`model.beta`, a list that the loss reads, `drop.p`) is built into the program; `Guards.broken` says before
 a step which of them is another value by now. Values in dicts, such as the attributes of modules, are looked at only
 where their dict was written (`autopar.capture.guards.dict_versions`). The other checks are compiled into one function
@@ -147,7 +147,7 @@ class Guard:
         return type(self.place.holder) is dict and not isinstance(self.before, changes_inside)
 
     def difference(self) -> ChangedValue:
-        """What is different now, in words."""
+        """The change of the value, in words."""
         before, now = in_words(self.before), in_words(self.place.get())
         return ChangedValue(self.place.words, self.place.line, before, now)
 
@@ -194,7 +194,7 @@ class NumberInput:
         return is_number_like(self.place.get(), self.taken)
 
     def gone(self) -> ChangedValue:
-        """What stands there instead of such a number, in words."""
+        """The change from a number to a value of another kind, in words."""
         before, now = str(self.tensor.item()), in_words(self.place.get())
         return ChangedValue(self.place.words, self.place.line, before, now)
 
@@ -211,7 +211,7 @@ class NumberInput:
 
 
 class Guards:
-    """What must be as it was for a captured program to be what the user's Python would compute.
+    """The values that must not change for a captured program to compute what the user's Python would compute.
 
     Args:
         guards: one for every value that was read.

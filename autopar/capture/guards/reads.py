@@ -132,7 +132,7 @@ class Reads:
             self._method(module, name, place.line, frame.f_code)
 
     def _is_count(self, frame: types.FrameType, name: str) -> bool:
-        """As `is_count`, which is the same for all layers that run one code."""
+        """The answer of `is_count`, cached for all layers that run the same code."""
         key = id(frame.f_code), frame.f_lasti, name  # hashing a code takes longer
         if key not in self._counts:
             self._counts[key] = frame.f_code, is_count(frame, name)

@@ -1,4 +1,4 @@
-"""What a model is made of: submodules, parameters with their flags, hooks; and whether it still is.
+"""The structure of a model (submodules, parameters with their flags, hooks), and whether it has changed.
 
 Tables of modules are looked at only where they were written (`autopar.capture.guards.dict_versions`), and hooks where
 one was registered since. The flags of parameters are read before every step: no write into a dict shows them.

@@ -128,9 +128,9 @@ def _noting_hooks(seen: list[str]) -> Iterator[None]:
 
 
 class OutsideLeaves(TorchFunctionMode):
-    """Collects the operands of ops that take a gradient and are no parameters of `model`.
+    """Collects the operands of ops that require a gradient and are not parameters of `model`.
 
-    Export makes constants of them, and forgets that they take a gradient.
+    Export makes constants of them, and forgets that they require a gradient.
     """
 
     def __init__(self, model: nn.Module) -> None:

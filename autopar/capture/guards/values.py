@@ -132,7 +132,7 @@ def _all_same(values: Any, before: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a float, an int, or a floating tensor without dims that takes no gradient."""
+    """Whether a value is a float, an int, or a floating tensor without dims that requires no gradient."""
     if type(value) is Tensor:
         return value.ndim == 0 and value.is_floating_point() and not value.requires_grad
     return type(value) in (float, int)

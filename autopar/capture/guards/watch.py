@@ -1,7 +1,7 @@
 """Watches the user's Python while a model is captured: which values it reads, and what it writes.
 
 A capture runs the forward of a model once, on fake tensors. `Watch` notes every value that the code reads
-there and that is no parameter, buffer or input (`autopar.capture.guards.reads`):
+there and that is not a parameter, buffer or input (`autopar.capture.guards.reads`):
 
 - attributes of modules, where `nn.Module.__getattribute__` is asked for them;
 - globals and closures of every function of the user's that runs, by the names in its code;

@@ -26,7 +26,7 @@ def keep_no_grad(module: fx.GraphModule) -> None:
     A tensor that a region writes in place (`self.count.add_(1)`) goes out as it came in, too, so that later writes
     reach it and not a copy. What the region writes into it is computed of detached tensors.
 
-    Raises CaptureError where a region writes into a tensor that takes a gradient: eager gives it the gradient of the
+    Raises CaptureError where a region writes into a tensor that requires a gradient: eager gives it the gradient of the
     value before.
     """
     trained: set[fx.Node] = set()  # what takes gradients: parameters, and what is computed of them
@@ -60,7 +60,7 @@ def _is_floating(value: object) -> bool:
 
 
 def _takes_gradient(node: fx.Node, trained: set[fx.Node]) -> bool:
-    """Whether the value of a node outside of no_grad regions takes a gradient, given the nodes before it that do."""
+    """Whether the value of a node outside of no_grad regions requires a gradient, given the nodes before it that do."""
     value = node.meta.get("val")
     if node.op == "placeholder":
         return isinstance(value, Tensor) and value.requires_grad
@@ -85,8 +85,8 @@ def _detach_writes(module: fx.GraphModule, region: fx.Node, trained: set[fx.Node
             continue  # a parameter, which is refused by its name later
         if each in written:
             raise CaptureError(
-                f"{traced_line(written[each])} writes under torch.no_grad into a tensor that takes a gradient. Compute "
-                f"a new tensor from its detach() instead. {BACKEND_RUNS_IT}"
+                f"{traced_line(written[each])} writes under torch.no_grad into a tensor that requires a gradient. "
+                f"Compute a new tensor from its detach() instead. {BACKEND_RUNS_IT}"
             )
         with module.graph.inserting_before(region):
             detached = module.graph.call_function(aten.detach.default, (given,))

@@ -119,13 +119,13 @@ def refuse_unportable(captured: Captured, state: PythonState) -> None:
     if captured.numbers:
         raise NoText("numbers of Python are inputs of the graph")
     if not captured.guards.hold():
-        raise NoText("a value that was read is another one by now")
+        raise NoText("a value that was read has changed since")
     for code, space in captured.ran:
         where = f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
         if is_installed(code.co_filename):
             raise NoText(f"{where} belongs to an installed library")
         if not state.has_code(code):
-            raise NoText(f"{where} is found in a way that only running it shows")
+            raise NoText(f"{where} is reached in a way that only a run shows")
         if state.has_unknown_default(code):
             raise NoText(f"a default of {where} can be another one at every start")
         _refuse_asking(code, space, where)

@@ -131,7 +131,7 @@ def _read_constant(document: Json, state: PythonState) -> Tensor:
     if "held" in document:
         found = state.object(document["held"])
         if not isinstance(found, Tensor):
-            raise NoText("a constant is no tensor any more")
+            raise NoText("a constant is not a tensor any more")
         return found
     dtype = dtype_of(document["dtype"].removeprefix("torch."))
     values = bytearray(base64.b64decode(document["bytes"], validate=True))
@@ -145,7 +145,7 @@ def _read_constant(document: Json, state: PythonState) -> Tensor:
 
 def _place(place: Place, state: PythonState) -> Json:
     if place.key is not None and not isinstance(place.key, str):
-        raise NoText(f"{place.words} has a key that is no text")
+        raise NoText(f"{place.words} has a key that is not text")
     return [*state.address(place), place.key, place.words, place.line]
 
 

@@ -5,7 +5,7 @@
      "tensors": [[[8, 32], [32, 1], "float32", "cpu", false, false]], ...}
 
 A node has its kind, name, target, arguments, its result, and where it was called. Its result is the index of a row of
-`tensors` (shape, strides, dtype, device, whether it takes a gradient, whether it is a parameter), a list of these, a
+`tensors` (shape, strides, dtype, device, whether it requires a gradient, whether it is a parameter), a list of these, a
 number, or an open size (`autopar/_torch/symbol_text.py`). What is neither an operator of torch nor plain data, such as
 a function with a backward of its own, has no text. Nodes are made by calls. The words of a file that fx puts into its
 source as they stand are checked to be names: those of nodes, placeholders and keyword arguments.
@@ -119,16 +119,16 @@ def _name(node: fx.Node) -> str:
             return name
     name = getattr(node.target, "__name__", "")
     if node.op != "call_function" or _FUNCTIONS.get(name) is not node.target:
-        raise NoText(f"{node.name} is no operator of torch")
+        raise NoText(f"{node.name} is not an operator of torch")
     return name
 
 
 def _check_words(name: str, target: Any, named: dict[str, Any]) -> None:
-    """Raises NoText for a word that is no name; fx would put it into Python source as it stands."""
+    """Raises NoText for a word that is not a name; fx would put it into Python source as it stands."""
     takes = _torch.argument_names(target) if isinstance(target, OpOverload) else frozenset[str]()
     words = [name, *([target] if isinstance(target, str) else [])]
     if not all(word.isidentifier() and not keyword.iskeyword(word) for word in words):
-        raise NoText(f"{words} are no names")
+        raise NoText(f"{words} are not names")
     if not named.keys() <= takes:
         raise NoText(f"{target} takes no {', '.join(map(str, named.keys() - takes))}")
 
@@ -190,7 +190,7 @@ def _read(x: Json, nodes: list[fx.Node]) -> Any:
         return float(value)
     found = vars(torch).get(value) if kind == "torch" else None
     if not isinstance(found, _BY_NAME):
-        raise NoText(f"{x} is no argument")
+        raise NoText(f"{x} is not an argument")
     return found
 
 

@@ -115,7 +115,7 @@ class PythonState:
     def address(self, place: Place) -> tuple[int, bool]:
         """The place's holder as a number, and whether it is the `__dict__` of the object that has the number.
 
-        Raises NoText where the value at this place is no part of the state.
+        Raises NoText where the value at this place is not part of the state.
         """
         inner = id(gc.get_referents(place.holder)[0]) if isinstance(place.holder, types.MappingProxyType) else 0
         is_space = id(place.holder) in self._spaces or inner in self._spaces
@@ -149,7 +149,7 @@ class PythonState:
         return code in self._codes
 
     def has_unknown_default(self, code: types.CodeType) -> bool:
-        """Whether a function with this code has a default that is no part of the state."""
+        """Whether a function with this code has a default that is not part of the state."""
         found = [f for f in self._functions.get(code, ()) if f.__defaults__ or f.__kwdefaults__]
         return any(map(self._has_unknown, (x for f in found for x in (f.__defaults__, f.__kwdefaults__))))
 
@@ -205,7 +205,7 @@ class PythonState:
     def _kinds(self, value: Any) -> None:
         """Adds the user's classes of a plain value and of its elements, and the attributes that such values have.
 
-        Such a value is no object with a number, so that what is read of its own attributes has no address.
+        Such a value is not an object with a number, so that what is read of its own attributes has no address.
         """
         if isinstance(value, (tuple, frozenset)):
             for x in sorted(value, key=plain_text) if isinstance(value, frozenset) else value:

@@ -84,7 +84,7 @@ def plain_text(value: Any) -> str:
 
 
 def likeness(x: Tensor) -> str:
-    """What a trace knows of a tensor."""
+    """The properties of a tensor that a trace knows, as text."""
     kind = "parameter" if isinstance(x, nn.Parameter) else ""
     return f"{x.dtype} {tuple(x.shape)} {x.stride()} {x.device} {x.requires_grad} {x.layout} {kind}"
 

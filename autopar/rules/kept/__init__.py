@@ -1,10 +1,10 @@
-"""What every op keeps for backward: one row, or one small function, per family.
+"""The tensors that every op saves for backward: one row, or one small function, per family.
 
 `rows` holds the rows and their notation; ops whose saved tensors depend on more than the wanted gradients have a
 function here or in the module of their family. An op without either keeps all its operands. tests/rules/test_kept.py
 compares all of them with what autograd saves.
 
-A saved tensor that is no tensor of the graph (a mask, statistics, a contiguous copy) is a `Hidden`. Its letters are
+A saved tensor that is not a tensor of the graph (a mask, statistics, a contiguous copy) is a `Hidden`. Its letters are
 those of the op, so that a choice which splits the op's tensors splits it too.
 """
 

@@ -42,7 +42,7 @@ def is_fused_attention(call: Call) -> bool:
 
 
 def _open_attention(call: Call, spec: Spec) -> Kept:
-    """What two products with a softmax between them keep; for half precision they work on copies in float32."""
+    """The tensors saved by two products with a softmax between them; in half precision they use float32 copies."""
     query, value = call.operands[0], call.operands[2]
     dtype = wide(query.dtype)
     batch, rows = spec.results[0][:-2], spec.results[0][-2]

@@ -108,7 +108,7 @@ class BackgroundSave:
 
 
 def _problem_of(work: Callable[[], object]) -> str:
-    """What is wrong where `work` fails, to be raised where all ranks meet; "" if it does not."""
+    """The error of `work` as text, for all ranks to raise together; "" if it succeeds."""
     try:
         work()
     except AutoparError as error:

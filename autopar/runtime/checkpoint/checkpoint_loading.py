@@ -63,7 +63,7 @@ class Loading:
         notes: its `state.pt`.
         saved: the tensors it has.
         room: name -> tensor to read into, for all that this rank has.
-        objects: entries of the model's state dict that are no tensors.
+        objects: entries of the model's state dict that are not tensors.
         restorer: what brings the optimizer's state home; None without an optimizer.
         prefix: beginning of the names on disk of the optimizer's state of this rank's replica; "" for the first one.
     """

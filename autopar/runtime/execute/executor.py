@@ -232,7 +232,7 @@ class BoundProgram:
 
         Args:
             batch: this rank's inputs, for every micro-batch.
-            shares: weight of each micro-batch in each result, the loss last; empty for a result that is no weighted
+            shares: weight of each micro-batch in each result, the loss last; empty for a result that is not a weighted
                 sum over micro-batches, such as one with a row for every sample. Without an element that counts, as
                 with masked targets alone, the weight is 0, and neither loss nor gradients come from the micro-batch.
             scale: gradient of the loss with which backward begins; all gradients are multiplied by it.

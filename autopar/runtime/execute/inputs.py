@@ -47,7 +47,7 @@ class Arguments:
         tensors: tensor leaves in pytree order.
         literals: leaf position -> value, for the other leaves.
         spec: the pytree of (args, kwargs); kwargs are ordered by name.
-        whole: numbers of the DTensors among the tensors, which are known to be whole.
+        whole: positions of the DTensors among the tensors, which are known to be whole.
     """
 
     tensors: tuple[Tensor, ...]

@@ -120,7 +120,7 @@ def _different(spec: TensorSpec, gradient: Tensor) -> StepError:
 
 
 def words_of_split(outputs: Sequence[Tensor], specs: Sequence[TensorSpec], world: World, batch: Batch) -> str | None:
-    """What to know of outputs of which this rank has a part; None where it has what its caller expects.
+    """A warning about outputs of which this rank has only a part; None where it has all that its caller expects.
 
     A rank that gives rows of its own expects the results of these rows.
     """

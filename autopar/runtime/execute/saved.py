@@ -122,7 +122,7 @@ class SlicedSaves:
         return [self._tiers.from_device(x, how.tier) for x in parts]
 
     def _fetch(self, how: SavedSlice) -> Callable[[Any], Tensor]:
-        """What brings a kept slice back to the device."""
+        """The function that brings a kept slice back to the device."""
         assert self._hooks is not None, "a tensor is noted in a forward that is watched"
         if how.tier == "device":
             return self._hooks[1]

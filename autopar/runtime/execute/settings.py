@@ -30,7 +30,7 @@ def _name_of(function: InitFunction) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What people may ask of a run, beside its plan.
+    """The options of a run, in addition to those of its plan.
 
     Attributes:
         hardware: machine to price for: a catalogue name, the path of a TOML file such as `autopar calibrate` writes, or
@@ -118,7 +118,7 @@ class Settings(RunOptions):
         returns_loss: whether the model is to return its loss itself, as there is no loss function.
         has_stages: whether a mesh with pipeline stages was asked for.
         loss_scaling: how the loss is scaled for backward; None where it is not.
-        replicas: the place of this rank among replicas that meet every so many steps, if there are any.
+        replicas: the place of this rank among replicas that synchronise every K steps, if there are any.
     """
 
     micro_batches: int | None

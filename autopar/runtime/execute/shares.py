@@ -21,7 +21,7 @@ from autopar.runtime.ranks.world import World
 
 
 class StepShares(NamedTuple):
-    """What micro-batches have in the results of a step.
+    """The weights of micro-batches in the results of a step.
 
     Attributes:
         results: for every result the shares of its micro-batches, the loss last; none for results in rows.

@@ -1,1 +1,1 @@
-"""What goes wrong on ranks, and who says it: errors of ops, reports, waits that end."""
+"""Failures of ranks: errors of ops, reports to the other ranks, and waits that end with an error."""

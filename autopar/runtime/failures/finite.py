@@ -73,7 +73,7 @@ def about_loss(
 
 
 def _cause_of_parameter(step: int, is_latest: bool) -> str:
-    """What made a parameter not finite; the update of a step that is not the latest may have."""
+    """The likely cause of a parameter that is not finite: its initial value, or an earlier update."""
     if step == 1 and is_latest:
         return "It was so before the first step: look at how it is initialized, or at the file that it was read from."
     return "An earlier update made it so: lower the learning rate, or clip (model.clip_grad_norm_)."

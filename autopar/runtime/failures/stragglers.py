@@ -68,7 +68,7 @@ def _ask(store: dist.Store, own: int, ranks: int, place: str, found: dict[int, s
 
 
 def _sentence(found: dict[int, str], ranks: int) -> str:
-    """What is known of the ranks.
+    """A sentence about the ranks: where each one waits, and which ones are silent.
 
     >>> _sentence({0: "Step 3: all_reduce", 2: "Step 3: all_reduce"}, 3)
     'ranks 0, 2 waited in Step 3: all_reduce. Rank 1 says nothing: it died, hangs, or computes'

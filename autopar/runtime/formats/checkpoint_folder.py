@@ -43,7 +43,8 @@ def clear(folder: Path, partial: Path) -> None:
     """Makes way for a save."""
     if folder.exists() and not _is_checkpoint(folder) and any(folder.iterdir()):
         raise AutoparError(
-            f"{folder} has files and is no checkpoint, and would be replaced; give a folder for the checkpoint alone."
+            f"{folder} has files and is not a checkpoint, but would be replaced; give a folder of its own to the "
+            "checkpoint."
         )
     _remove(partial)
 
@@ -134,9 +135,9 @@ def check_bytes(folder: Path, notes: Mapping[str, Any], own: Collection[str]) ->
 
 
 def read_saved(path: Path) -> Any:
-    """What a file of `torch.save` has, read without running code. Raises AutoparError for a damaged one.
+    """Loads a file of `torch.save` without running code from it. Raises AutoparError for a damaged file.
 
-    The file may be another program's; a changed byte of a tensor is found by the checksum that `torch.save` writes.
+    Another program may have written the file. The checksum that `torch.save` writes shows a changed byte of a tensor.
     """
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)

@@ -95,7 +95,7 @@ def placed_like(parameter: nn.Parameter, key: str, value: Tensor) -> Tensor:
 
 
 def plain_groups(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> list[tuple[Group, list[int]]]:
-    """The groups of a plain optimizer's `state_dict()`: names, options, and the numbers of the parameters.
+    """The groups of a plain optimizer's `state_dict()`: names, options, and the indices of the parameters.
 
     Names are the state's `param_names`. Without them they are the names of the parameters at the same positions in the
     groups of `optimizer`.
@@ -132,10 +132,10 @@ def _refuse_other_than_state(state: Any) -> None:
         if not fits or len({*numbers}) < len(numbers) or not {*state["state"]} <= {*numbers}:
             raise ValueError("its states, parameters and names do not fit each other")
         if not all(isinstance(values, dict) for values in state["state"].values()):
-            raise ValueError("its states are no dicts")
+            raise ValueError("its states are not dicts")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise AutoparError(
-            f"What was given is no state_dict() of an optimizer: {type(error).__name__}: {error}. Save it again with "
+            f"This is not the state_dict() of an optimizer: {type(error).__name__}: {error}. Save it again with "
             "torch.save(optimizer.state_dict(), ...)."
         ) from error
 

@@ -13,8 +13,8 @@ by one system call, during which other threads run.
 fixed odd numbers (modulo 2^64), and the checksum is the CRC-32 of what the header says of the part, of these products,
 and of the bytes that are left. Whatever changes within one word is found, and words or rows that change places; two
 changes in one row cancel where they were made to, or if both turn the highest bit of a word. Products go at nearly the
-speed of memory, several times that of zlib's CRC-32 alone (`benchmarks/fuzz/results.md`). It is no signature: whoever
-may write the file may write a checksum, too.
+speed of memory, several times that of zlib's CRC-32 alone (`benchmarks/fuzz/results.md`). It is not a signature:
+whoever can write the file can write a checksum, too.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def write_shard(path: Path, parts: Mapping[str, ShardPart], rest: Callable[[], N
 
 
 def _entries(values: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
-    """What the header says of every tensor."""
+    """The entry of every tensor in the header."""
     entries, end = {}, 0
     for name, value in values.items():
         begin, end = end, end + value.numel() * value.element_size()
@@ -188,7 +188,7 @@ def _parsed(text: str | bytes) -> Any:
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
-    """What safetensors calls a format, read from a file of nothing."""
+    """The name of a dtype in safetensors, read from a file that it writes of an empty tensor."""
     empty = save({"x": torch.empty(0, dtype=dtype)})
     name: str = json.loads(empty[8:])["x"]["dtype"]
     return name

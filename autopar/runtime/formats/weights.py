@@ -117,7 +117,7 @@ class WeightFiles:
                 own.is_floating_point,
                 own.is_complex,
             ):
-                found.append(f"{source} has numbers of another kind, {dtype} there and {own} here")
+                found.append(f"{source} has another dtype, {dtype} there and {own} here")
         return found
 
     def refuse_formats(self, model: nn.Module) -> None:

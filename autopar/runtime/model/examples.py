@@ -28,7 +28,7 @@ class Examples:
             shapes: list of shapes, see `at_shape`.
             given: arguments beside the list, without tensors if there are none.
 
-        Raises StepError for an entry that is no shape of such a batch, and where no batch is known.
+        Raises StepError for an entry that is not a shape of such a batch, and where no batch is known.
         """
         example = given if given.tensors else self._first
         if example is None:
@@ -86,7 +86,7 @@ def _followed(shape: Shape, first: Shape, wanted: Shape) -> Shape:
 
 
 def _by_name(example: Arguments, wanted: Mapping[Any, Sequence[int]]) -> list[Shape]:
-    """The shapes of all tensors, of which some are given by keyword; none for a keyword that is no tensor."""
+    """The shapes of all tensors, of which some are given by keyword; none for a keyword that is not a tensor."""
     given = {f"[1][{name!r}]": tuple(shape) for name, shape in wanted.items()}
     if not given.keys() <= set(example.paths):
         return []

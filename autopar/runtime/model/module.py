@@ -160,8 +160,8 @@ class CompiledModule(nn.Module):
         arguments = Arguments.of(args, kwargs)
         if self._settings.replicas is not None and torch.is_grad_enabled():
             raise StepError(
-                "model(...) was called with autograd on, and replicas that meet every so many steps count the calls of "
-                "step. Call it under torch.no_grad(), or train with model.step(*batch)."
+                "model(...) was called with autograd on, but replicas that synchronise every K steps count the calls "
+                "of step. Call it under torch.no_grad(), or train with model.step(*batch)."
             )
         if self._trains_in_parts():
             return self._trained_in_parts(arguments, self._settings.outputs)
@@ -267,7 +267,7 @@ class CompiledModule(nn.Module):
                 An entry may also be a dict, `{"input_ids": (8, 128)}`, or a list with the shape of every tensor.
             kwargs: keyword arguments of the model.
 
-        Raises StepError for an entry that is no shape of such a batch.
+        Raises StepError for an entry that is not a shape of such a batch.
         """
         given = Arguments.of(batch, kwargs)
         if shapes is None:

@@ -144,7 +144,7 @@ class ModulePrograms:
         replaced = self.placement.forget_replaced()
         if replaced and self.meetings is not None:
             raise StepError(
-                f"The parameter {replaced[0]} was replaced by another, which replicas that meet every so many steps do "
+                f"The parameter {replaced[0]} was replaced by another, which the synchronisation of replicas does "
                 "not follow. Copy the values into it (with torch.no_grad(): parameter.copy_(...)), or compile again."
             )
         if replaced:

@@ -131,7 +131,7 @@ class ModuleRuns:
             warn_together(message, stacklevel=4)
 
     def _predicted(self) -> Any:
-        """What the planner predicts of a step of the first plan."""
+        """The planner's prediction for a step of the first plan."""
         assert self._programs.plan is not None, "a program runs"
         return self._planner.predicted(self._programs.plan)
 

@@ -112,7 +112,7 @@ def find_nan(model: CompiledModule, *batch: Any, **kwargs: Any) -> NonFinite | N
     arguments = model._programs.rows_of_step(Arguments.of(batch, kwargs))
     watch, given = _NonFiniteWatch(), _given(model, arguments)
     is_finite = _is_finite(model, arguments, watch)
-    # Replicas that meet every so many steps each have a loss of their own, so that one alone may be NaN.
+    # Replicas that synchronise every K steps each have a loss of their own, so that one alone may be NaN.
     every = AllRanks("Looking for NaN").everyones((is_finite, given or watch.found()))
     if all(finite for finite, _ in every):
         return None
@@ -260,7 +260,7 @@ class _NonFiniteWatch(_torch.TorchDispatchMode):
 
 
 def _kinds(values: Iterable[object]) -> set[str]:
-    """What some tensors and numbers hold, of "NaN" and "infinity"."""
+    """The kinds of non-finite values, "NaN" and "infinity", that some tensors and numbers hold."""
     found = set()
     for value in values:
         x = _floating(value)

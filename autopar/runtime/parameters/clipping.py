@@ -43,7 +43,7 @@ def clip_grad_norm_(
     Returns:
         The norm before clipping, of shape `()`, the same on every rank.
 
-    Raises StepError for a `norm_type` that is no norm, PeerError if another rank died or hangs.
+    Raises StepError for a `norm_type` that is not a norm, PeerError if another rank died or hangs.
     """
     if not norm_type > 0:
         raise StepError(f"norm_type is {norm_type}; a p-norm has p above 0, such as 2.0 or inf.")

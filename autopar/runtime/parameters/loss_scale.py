@@ -63,7 +63,7 @@ class LossScaling:
 
         A number is a scale that stays. None is the default scaling where parameters or gradients are of float16.
 
-        Raises AutoparError for a value that is no scale.
+        Raises AutoparError for a value that is not a scale.
         """
         if given is None:
             used = () if precision is None else (precision.param_dtype, precision.reduce_dtype)
@@ -72,7 +72,7 @@ class LossScaling:
             return given
         if isinstance(given, bool) or not isinstance(given, int | float):
             raise AutoparError(
-                f"loss_scale={given!r} is no scale; give a number such as 1024, or autopar.LossScaling(...)."
+                f"loss_scale={given!r} is not a scale; give a number such as 1024, or autopar.LossScaling(...)."
             )
         return cls(float(given), growth=1.0, backoff=1.0)
 

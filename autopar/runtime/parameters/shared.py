@@ -1,4 +1,4 @@
-"""What several pipeline stages use: parameters, such as an embedding that is tied to the head, and buffers.
+"""Parameters and buffers that several pipeline stages use, such as an embedding that is tied to the head.
 
 Every rank that needs such a parameter holds it whole or its shard, with equal values. What a step adds to its gradient
 is added up over those ranks, so that their optimizers make the same of it.

@@ -94,7 +94,7 @@ def is_averaged() -> bool:
 
 
 class RankState(OrderedDict[str, Any]):
-    """The state dict of a compiled module on one rank, which is no file of the model if it has shards.
+    """The state dict of a compiled module on one rank, which is not a file of the model if it has shards.
 
     `torch.save` writes replicated tensors as plain ones, and raises StepError for shards: a script that saves under one
     name on every rank would overwrite those of the others. `shards()` may be saved, under a name for each rank.

@@ -44,7 +44,7 @@ class Comparison:
 
     Args:
         timeout_seconds: seconds that a call waits for the other ranks; None for the timeout of the store.
-        ranks: global numbers of the ranks that compare, in order; by default all.
+        ranks: global ranks that compare, in order; by default all.
     """
 
     def __init__(self, timeout_seconds: float | None, ranks: Sequence[int] | None = None) -> None:

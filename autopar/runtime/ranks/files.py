@@ -69,7 +69,7 @@ class Files:
         """
         if not self.folder.is_dir():
             raise AutoparError(
-                f"nvme={str(self.folder)!r} is no folder. Make it, on the disk that parameters are to be kept on."
+                f"nvme={str(self.folder)!r} is not a folder. Make it, on the disk that parameters are to be kept on."
             )
         self.empty(torch.Size([1]), torch.uint8)
         free_bytes = shutil.disk_usage(self.folder).free

@@ -109,7 +109,7 @@ def _start_method(function: Callable[..., Any]) -> str:
         return "spawn"
     if _torch.has_used_accelerator():
         raise AutoparError(
-            f"{function!r} is no function of a module's top level, and this process has used the accelerator. "
+            f"{function!r} is not a function of a module's top level, and this process has used the accelerator. "
             "Move the function into a file and import it, or restart the notebook and launch first."
         )
     return "fork"

@@ -53,7 +53,7 @@ def join_process_group(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Seat:
-    """What a rank tells the others of the device that it computes on.
+    """The device that a rank computes on, as it describes it to the other ranks.
 
     Attributes:
         device: name of the device there, such as "cuda:0".
@@ -226,7 +226,7 @@ def _axes(axes: tuple[tuple[str, int], ...], ranks: tuple[int, ...]) -> Mesh:
 
 
 def _numbers(mesh: Mesh) -> torch.Tensor:
-    """The numbers of the ranks at all positions along the axes, in the shape of the mesh."""
+    """The global ranks at all positions along the axes, in the shape of the mesh."""
     placed = mesh.placed
     ranks = torch.arange(mesh.size).view(placed.sizes)
     return ranks.permute([placed.index(name) for name in mesh.names])

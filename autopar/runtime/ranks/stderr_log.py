@@ -1,4 +1,4 @@
-"""What a person sees without set-up of logging: the few lines that are said once, on stderr."""
+"""Prints a few lines to stderr, each once, if the application has not configured logging."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Pipe:
         return _torch.resolve_group(self.group_name)
 
     def peer(self, rank: int) -> int:
-        """The global number of the rank at another position."""
+        """The global rank at another position."""
         return dist.get_global_rank(self.group, rank)
 
 
@@ -54,7 +54,7 @@ class Replicas:
     Attributes:
         meeting: the plan's replicas, and when they meet.
         number: number of this rank's replica.
-        ranks: global numbers of the ranks of this replica, in order.
+        ranks: global ranks of this replica, in order.
         across: the ranks that differ from this one in their replica alone, as a mesh of one axis.
         device_mesh: mesh of all ranks; None for a single rank without process groups.
         group_name: c10d name of the group of this replica's ranks; "" for a single rank.

@@ -1,1 +1,1 @@
-"""Training that is not synchronous: replicas that meet, and their servers."""
+"""Training that is not synchronous: replicas that synchronise, and their servers."""

@@ -25,7 +25,7 @@ class ExchangeBuffer:
 
     Attributes:
         tensors: name -> its part of the buffer.
-        rows: name -> numbers of the rows that count, of shape `(rows,)`; a name that is missing counts in all rows.
+        rows: name -> indices of the rows that count, of shape `(rows,)`; a name that is missing counts in all rows.
         nbytes: size of the buffer.
     """
 
@@ -57,14 +57,14 @@ class ExchangeBuffer:
             self.rows[name] = rows.nonzero().flatten()
 
     def keep_changed_rows(self) -> None:
-        """Of every difference, the rows that have an entry that is not zero."""
+        """Keeps, of every difference, only the rows that have a non-zero entry."""
         self.rows.clear()
         for name, x in self.tensors.items():
             if x.ndim > 1:
                 self.keep_rows(name, (x != 0).flatten(1).any(1))
 
     def pieces(self) -> Iterator[bytearray | memoryview]:
-        """What is sent: the number of rows of every tensor; of each then their numbers and the rows, or all of it."""
+        """The bytes to send: the row count of each tensor, then its row indices and rows, or the whole tensor."""
         counts = [len(self.rows[name]) if name in self.rows else _WHOLE for name in self.tensors]
         yield _bytes_of(torch.tensor(counts, dtype=_INDEX))
         for name, x in self.tensors.items():
@@ -75,7 +75,7 @@ class ExchangeBuffer:
                 yield self._piece(name)
 
     def fill(self, read: Callable[[bytearray | memoryview], object]) -> None:
-        """Takes what another parcel of these tensors sends. Raises ConnectionError for rows that there are not.
+        """Receives what another buffer of these tensors sends. Raises ConnectionError for row indices out of range.
 
         Args:
             read: function that fills a buffer with the bytes that come next.

@@ -110,16 +110,16 @@ class Meetings:
             return
         found = (
             f"{doing} needs replicas that are alike, but {self.steps} of {self.meeting.steps} steps were done since "
-            f"those along {self.meeting.axis} met."
+            f"those along {self.meeting.axis} synchronised."
         )
         if self.is_due:
             raise StepError(
-                f"{found} Their meeting is due, and is held when the next step begins. Call model.meet() on every "
-                "rank, after the optimizer's step, to hold it now."
+                f"{found} They will synchronise when the next step begins. Call model.meet() on every "
+                "rank, after the optimizer's step, to do so now."
             )
         raise StepError(
-            f"{found} Do it after a multiple of {self.meeting.steps} steps, or let them meet earlier: model.meet(), on "
-            "every rank."
+            f"{found} Do it after a multiple of {self.meeting.steps} steps, or synchronise them earlier: model.meet(), "
+            "on every rank."
         )
 
     # --- checkpoints

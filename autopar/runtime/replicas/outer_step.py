@@ -48,8 +48,8 @@ class OuterStep:
             return x.clone()
         if name not in self.base:
             raise StepError(
-                f"The parameter {name} was unfrozen after the last meeting, and no replica kept its value of then. "
-                "Compile the model again."
+                f"The parameter {name} was unfrozen after the last synchronisation, and no replica kept its value from "
+                "then. Compile the model again."
             )
         return x - self.base[name]
 
@@ -83,7 +83,7 @@ class OuterStep:
             name: name of the parameter.
             x: the parameter, which is overwritten.
             common: the common value, which counts in these rows alone.
-            rows: numbers of the rows that differ from the parameter, or from its base; None for all.
+            rows: indices of the rows that differ from the parameter, or from its base; None for all.
         """
         base = self.base[name]
         if rows is None:

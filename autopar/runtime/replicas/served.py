@@ -130,8 +130,8 @@ class ServedMeetings(Meetings):
         """Raises StepError where steps were run since the last meeting."""
         if self._apart:
             raise StepError(
-                f"{doing} needs replicas that are alike, and those along {self.meeting.axis} have run steps since they "
-                "met. Call model.meet() before, on every rank after the same number of steps."
+                f"{doing} needs replicas that are alike, but those along {self.meeting.axis} have run steps since they "
+                "synchronised. Call model.meet() before, on every rank after the same number of steps."
             )
 
     def begin_again(self, momentum: Mapping[str, Tensor] | None = None) -> None:
@@ -183,7 +183,7 @@ class ServedMeetings(Meetings):
 
     @torch.no_grad()
     def _put_differences(self, parcel: ExchangeBuffer) -> None:
-        """What this replica has changed since its last pull; raises StepError for a parameter unfrozen since."""
+        """Writes this replica's changes since its last pull; raises StepError for a parameter unfrozen since then."""
         for name, x in self._exchanged():
             change = self._outer.sent(name, x)
             parcel.tensors[name].copy_(change)
@@ -197,14 +197,14 @@ class ServedMeetings(Meetings):
                 self._outer.adopt(name, x, parcel.tensors[name], parcel.rows.get(name))
 
     def _parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Those that the server has, frozen here or not, as others may still train them; and those unfrozen since."""
+        """Parameters that the server has, though they may be frozen here (others may train them), or unfrozen since."""
         known = () if self._desk is None else self._desk.parcel.tensors
         for name, kept in self._store.kept.items():
             if kept.parameter.requires_grad or name in known:
                 yield name, kept.local.detach()
 
     def _exchanged(self) -> Iterator[tuple[str, Tensor]]:
-        """What replicas exchange: parameters, and running statistics that steps write."""
+        """The tensors that replicas exchange: parameters, and running statistics that steps write."""
         statistics = ((name, self._model.get_buffer(name)) for name in self._averaged)
         return itertools.chain(self._parameters(), statistics)
 
@@ -285,7 +285,7 @@ def _told(address: Address | None, owner: int) -> Address:
 
 
 def _gathered(own: Any) -> list[Any]:
-    """What every rank gives, by rank."""
+    """The objects that all ranks give, in the order of the ranks."""
     said: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(said, own)
     return said

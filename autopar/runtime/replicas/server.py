@@ -72,7 +72,7 @@ class Server:
             return self._meet(replica, parcel)
 
     def begin(self, replica: int, parcel: ExchangeBuffer) -> None:
-        """A meeting after which the parameters of the owner's parcel are the common ones; raises as `meet`.
+        """Synchronises all replicas on the parameters in the owner's buffer; raises as `meet`.
 
         They are so from the meeting on: until then others may still push differences to the old ones.
         """

@@ -1,6 +1,6 @@
-"""What a replica has before it of an asynchronous server: its own process's, or a connection to another's.
+"""Clients of an asynchronous server: of one in the same process, or of one on another rank over a connection.
 
-Messages over a connection, whose tensors are in its parcel:
+Messages over a connection; their tensors are in its exchange buffer:
 
     push n     the difference of n steps; answered by `values`
     meet n     the same before a meeting, n may be 0; answered by `values`, then by `order` with its text
@@ -30,13 +30,13 @@ _PUSH, _MEET, _BEGIN, _END, _VALUES, _ORDER, _ERROR = b"p", b"m", b"b", b"q", b"
 
 
 class ServerClient(Protocol):
-    """A replica's way to the server.
+    """A replica's access to the server.
 
-    Every method takes what the replica's parcel holds, and leaves the common parameters there. Each raises PeerError
-    where another rank died or hangs.
+    Every method sends the tensors in the replica's exchange buffer, and leaves the common parameters there. Each raises
+    PeerError where another rank died or hangs.
 
     Attributes:
-        parcel: what the replica sends and gets.
+        parcel: buffer of the tensors that the replica sends and receives.
         sent_bytes: number of bytes that this rank has sent to others.
     """
 
@@ -50,20 +50,20 @@ class ServerClient(Protocol):
         """Bytes that this rank keeps for the server and for messages."""
 
     def exchange(self, steps: int) -> None:
-        """A push of the difference of so many steps, and a pull."""
+        """Pushes the difference of this number of steps, and pulls the common parameters."""
 
     def meet(self, steps: int) -> Order:
-        """The same, in which all replicas pull at once."""
+        """Pushes as `exchange` does, then pulls at the same time as all other replicas."""
 
     def begin(self) -> None:
-        """A meeting from which the owner's parameters are the common ones."""
+        """Synchronises all replicas; from then on the owner's parameters are the common ones."""
 
     def close(self) -> None:
-        """Takes no further part."""
+        """Tells the server that this replica takes no more steps."""
 
 
 class LocalClient:
-    """The desk of the owner, which also serves the other replicas: a thread for each, until it ends.
+    """The client on the server's own rank, which also serves the other replicas: a thread for each, until it ends.
 
     Args:
         server: the common parameters.
@@ -127,7 +127,7 @@ class LocalClient:
 
 
 class RemoteClient:
-    """The desk of a replica on another rank than the owner's.
+    """The client of a replica on another rank than the owner's.
 
     Args:
         line: the connection to the owner.

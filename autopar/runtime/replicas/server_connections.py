@@ -22,7 +22,7 @@ LATER_SECONDS = 10.0  # that an answer may take beyond the time for which the se
 
 
 class ServerMessage(NamedTuple):
-    """What came over a connection.
+    """A message that came over a connection.
 
     Attributes:
         kind: one byte, such as b"p".
@@ -54,7 +54,7 @@ class Connection:
         self.sent_bytes, self.is_closed = 0, False
 
     def send(self, kind: bytes, number: int = 0, text: str | None = None) -> None:
-        """Sends a message with a text, or else with the tensors of the parcel."""
+        """Sends a message with a text, or else with the tensors of the exchange buffer."""
         said = b"" if text is None else text.encode()
         self._write(_HEAD.pack(kind, number, len(said)) + said)
         for piece in self.parcel.pieces() if text is None else ():

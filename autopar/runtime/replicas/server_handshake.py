@@ -290,5 +290,5 @@ def _greet(connection: socket.socket, address: Address, replica: int) -> None:
 
 
 def _proof(address: Address, word: bytes, replica: int, both: bytes) -> bytes:
-    """What shows that one knows the secret; `both` are the owner's random bytes, then the replica's."""
+    """The HMAC that proves knowledge of the secret; `both` are the owner's random bytes, then the replica's."""
     return hmac.digest(address.secret, word + _NUMBER.pack(replica) + both, _DIGEST)

@@ -26,8 +26,8 @@ class ServerTable:
             number of 16 bits, and many of them would be lost one by one.
 
     Attributes:
-        left: numbers of the replicas that still take part.
-        meeting_of: numbers of the replicas that wait for a meeting of all that are left.
+        left: indices of the replicas that still take part.
+        meeting_of: indices of the replicas that wait for a meeting of all that are left.
     """
 
     def __init__(self, meeting: Meeting, values: Mapping[str, Tensor]) -> None:

@@ -499,7 +499,7 @@ def _kind(setting: ClusterSetting) -> _Kind:
 
 
 def _sizes(setting: ClusterSetting) -> tuple[float, ...]:
-    """What `_Columns` has of a setting."""
+    """The row of a setting in `_Columns`."""
     s = setting
     rows = float(s.micro_batch * s.dp)
     return s.dp * s.cp, s.tp, s.stages, s.micro_batches, rows, s.cp, s.cut

@@ -45,7 +45,7 @@ def check_closed_form(request: Request) -> None:
     if asks_for_replicas(request.recipe) or request.has_versions:
         asked = f"the schedule {request.chosen_schedule} updates without waiting"
         if asks_for_replicas(request.recipe):
-            asked = f"the recipe {format_recipe(request.recipe)!r} trains replicas that meet every so many steps"
+            asked = f"the recipe {format_recipe(request.recipe)!r} trains replicas that synchronise every K steps"
         raise RecipeError(
             f"`autopar fit` and `autopar compare` price steps that give the result of a single device, but {asked}. "
             "`autopar explain` prices that on a given --mesh."

@@ -41,7 +41,7 @@ class ChoiceFilter:
         return [choice for choice in legal if not choice.splits or choice in free]
 
     def _exchanging(self, choices: list[Choice]) -> list[Choice]:
-        """Those that exchange, where the recipe wants these and there are some; else all."""
+        """The choices that exchange rows, if the recipe wants these and there are any; else all choices."""
         found = [choice for choice in choices if EXCHANGED in choice.label]
         return found if self.recipe.exchanges and found else choices
 

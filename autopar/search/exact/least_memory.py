@@ -55,7 +55,7 @@ def _enters(name: str, op: Op, graph: Graph, block_of: dict[str, int | None]) ->
 
 
 def _blocks(graph: Graph) -> dict[str, int | None]:
-    """Op name -> number of its block; None for a block that backward never recomputes."""
+    """Op name -> index of its block; None for a block that backward never recomputes."""
     blocks = find_blocks(graph)
     begins = {block.start: number for number, block in enumerate(blocks)}
     has_layers = any(block.repeats for block in blocks)

@@ -184,7 +184,7 @@ class Problem:
         return filters, views
 
     def _mark(self, name: str) -> Hashable:
-        """What distinguishes an op or parameter from equal ones: ops share a decision only if their marks are equal."""
+        """A mark of an op or parameter; ops that are otherwise equal share a decision only if their marks are equal."""
         pins, region = self.pins, self._region(name) if self._hides else ""
         return pins.labels.get(name), pins.storage.get(name), self.fixed_storage.get(name), region
 

@@ -42,7 +42,7 @@ def with_decomposed(found: Planned, request: Request) -> Planned:
 
 
 def _words(decomposed: Sequence[str], price: Composed, before: Composed) -> str:
-    """What is decomposed, and the step with and without it; or that there is nothing to decompose."""
+    """Says which axes are decomposed, with the step's time before and after; or that there is nothing to decompose."""
     axes = ", ".join(decomposed)
     seconds = [format_seconds(each.step_seconds) for each in (price, before)]
     if price.step_seconds == before.step_seconds:

@@ -65,8 +65,8 @@ def _sentence(graph: Graph, meeting: Meeting, step: Step, together: Step) -> str
     seconds_words = f"{format_seconds(own.seconds)} in place of {format_seconds(whole.seconds)}"
     return (
         f"Not the result of a single device: {counted(meeting.replicas, 'replica')} along {meeting.axis} train on rows "
-        f"of their own and meet {meeting}, so that what a replica knows of the others is {older}. Along "
-        f"{meeting.axis} a rank sends {size_words} of data parallelism, in about {seconds_words}."
+        f"of their own and synchronise {meeting}. The parameters of other replicas that one sees are {older}. Along "
+        f"{meeting.axis} a rank sends {size_words} with data parallelism, in about {seconds_words}."
     )
 
 
@@ -82,8 +82,8 @@ def _sentence_of_server(meeting: Meeting, own: _Sent, whole: _Sent) -> str:
         f"their own and exchange differences with a server on O({meeting.owner})@{axis} after "
         f"{_every(meeting.steps)}, so that {older if steps else 'no gradient is old'}. A rank waits {waits}. "
         f"Along {axis} the server's rank sends {format_bytes(own.size_bytes)} a step in place of "
-        f"{format_bytes(whole.size_bytes)} of data parallelism, in about {format_seconds(own.seconds)} where all "
-        f"come at once, in place of {format_seconds(whole.seconds)}."
+        f"{format_bytes(whole.size_bytes)} with data parallelism, in about {format_seconds(own.seconds)} if all "
+        f"exchange at once, in place of {format_seconds(whole.seconds)}."
     )
 
 
@@ -99,7 +99,7 @@ class _Sent(NamedTuple):
 
 
 def _sent(meeting: Meeting, step: Step, gradients_of: Graph | None = None) -> _Sent:
-    """What is sent along the axis of the replicas; of gradients in place of parameters where a graph is given."""
+    """The traffic along the axis of the replicas; of gradients instead of parameters if a graph is given."""
     items = [i for i in step.items if i.phase == "meet" and i.resource == meeting.axis]
     state = step.run.training_state
     scales = [1.0 if gradients_of is None else _gradient_scale(gradients_of, i.of, state) for i in items]

@@ -1,1 +1,1 @@
-"""What is asked of a plan, and what is said about it: options, recipes, notes, refusals."""
+"""Requests for plans, and the words about the answers: options, recipes, pins, notes, refusals."""

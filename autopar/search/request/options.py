@@ -1,4 +1,4 @@
-"""What people may ask of a plan, in Python and on the command line; each option is described here once."""
+"""The options of a plan, in Python and on the command line; each is described here once."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _unless_none(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What people may ask of a plan, checked; where an option has its default, the search decides.
+    """The options of a plan, checked; where an option has its default, the search decides.
 
     Attributes:
         mesh: the axes and their sizes, such as `dp=2,tp=4`, or `pp=2,dp=2,tp=2` with pipeline stages; without it they
@@ -353,7 +353,7 @@ def check_counts(counts: Mapping[str, Any]) -> None:
     """Raises AutoparError for a number, by name, that is none of 1, 2, 3 ...; None is left open."""
     for name, value in counts.items():
         if value is not None and type(value) is not int:  # a bool is an int to isinstance
-            raise AutoparError(f"{name}={value!r} is no whole number.")
+            raise AutoparError(f"{name}={value!r} is not a whole number.")
         if value is not None and value < 1:
             raise AutoparError(f"{name}={value!r} is less than 1.")
 

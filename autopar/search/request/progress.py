@@ -1,4 +1,4 @@
-"""What a search says while it runs, to whoever watches it."""
+"""Progress messages of a search, for whoever watches it."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class Recipe:
 
     @property
     def storage(self) -> tuple[tuple[int, ...], Tier, Tier, int | None]:
-        """What decides the ways to store a parameter; recipes that agree in it allow the same ways."""
+        """The fields that decide how parameters may be stored; recipes with equal values allow the same ways."""
         return self.stages, self.tier, self.resident_tier, self.owner
 
 

@@ -89,9 +89,9 @@ def meeting_of(recipe: RecipeLike, mesh: Mesh | None) -> Meeting | None:
     if others or (isinstance(named, str) and len(mesh.axes) > 1) or axis != first:
         sizes = ", ".join(f"{each!r}: {size}" for each, size in mesh.placed.axes)
         raise RecipeError(
-            f"The recipe {format_recipe(recipe)!r} was asked for on the mesh {{{sizes}}}: replicas lie along one axis, "
-            f"which is the first of the mesh. Name it, such as recipe={{{first!r}: {name!r}}}, or give the "
-            "axes in another order."
+            f"The recipe {format_recipe(recipe)!r} was asked for on the mesh {{{sizes}}}: the replicas must be one "
+            f"axis, the first of the mesh. Name it, such as recipe={{{first!r}: {name!r}}}, or give the axes in "
+            "another order."
         )
     rule, _, number = name.partition(":")
     if rule == SERVER:
@@ -209,7 +209,7 @@ def _parse(recipe: RecipeLike) -> str | Mapping[str, str]:
         return by_axis(recipe)
     if not isinstance(recipe, str):
         raise RecipeError(
-            f"{recipe!r} is no recipe; write one for all axes such as 'zero3', or one for each: "
+            f"{recipe!r} is not a recipe; write one for all axes such as 'zero3', or one for each: "
             "{'dp': 'zero3', 'tp': 'tp'}. 'auto' leaves everything open."
         )
     if ":" not in recipe or _is_meeting(recipe.strip()):
@@ -235,23 +235,23 @@ def _unreadable(part: str, recipe: str) -> RecipeError:
 
 
 def _check_rule(text: str, rule: str, steps: str) -> None:
-    """Raises RecipeError for `rule:steps` where `rule` is one of meetings, and `steps` no recipe of an axis."""
+    """Raises RecipeError for `rule:steps` where `rule` is one of replicas, and `steps` is not a recipe of an axis."""
     if rule not in RULES or steps in {*RECIPES, *ALIASES, *PIPELINE_RECIPES} or _is_meeting(steps):
         return
     if _is_meeting(text):
         raise RecipeError(
-            f"{text!r} stands beside the recipes of other axes, and does not say along which axis replicas lie. Put "
+            f"{text!r} is given with the recipes of other axes, but does not name the axis of the replicas. Put "
             f"the first axis of the mesh before it, such as far:{text}."
         )
     further = " Other numbers of the outer optimizer stand in a plan (docs/replicas.md)."
     if rule == SERVER:
         raise RecipeError(
-            f"Cannot read {text!r}: after '{rule}:' stands the number of exchanges that a replica may be ahead of the "
-            f"slowest, but {steps!r} is no whole number. Write {rule}:2, for example."
+            f"Cannot read {text!r}: after '{rule}:' comes the number of exchanges that a replica may be ahead of the "
+            f"slowest, but {steps!r} is not a whole number. Write {rule}:2, for example."
         )
     raise RecipeError(
-        f"Cannot read {text!r}: after '{rule}:' stands the number of steps from one meeting of the replicas to the "
-        f"next, but {steps!r} is no whole number. Write {rule}:4, for example.{further if ':' in steps else ''}"
+        f"Cannot read {text!r}: after '{rule}:' comes the number of steps from one synchronisation of the replicas to "
+        f"the next, but {steps!r} is not a whole number. Write {rule}:4, for example.{further if ':' in steps else ''}"
     )
 
 
@@ -259,8 +259,8 @@ def _row(name: str, axis: str = "") -> Recipe:
     name = ALIASES.get(name, name) if isinstance(name, str) else name
     if _is_meeting(name):
         raise RecipeError(
-            f"The recipe {name!r} is one of replicas that meet every so many steps, which autopar.compile and "
-            "autopar.explain take; here it cannot be carried out. Choose another recipe, such as ddp."
+            f"The recipe {name!r} trains replicas that synchronise every K steps, which only autopar.compile and "
+            "autopar.explain support. Choose another recipe here, such as ddp."
         )
     if not isinstance(name, str) or name not in RECIPES:
         rule, colon, steps = str(name).partition(":")
@@ -273,7 +273,9 @@ def _row(name: str, axis: str = "") -> Recipe:
         asked = f"There is no recipe {name!r}" + (f" for the axis {axis!r}" if axis else "")
         asked += _near(str(name))
         if str(name).isdigit():
-            known += f". Replicas that meet every {name} steps are of local:{name}, geo:{name} or diloco:{name}"
+            known += (
+                f". For replicas that synchronise every {name} steps write local:{name}, geo:{name} or diloco:{name}"
+            )
         raise RecipeError(f"{asked}; choose among {known}.")
     return RECIPES[name]
 

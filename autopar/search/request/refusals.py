@@ -50,7 +50,7 @@ def refusal_of_all(request: Request, refusals: Sequence[Refusal]) -> SearchError
 
 
 def _listed(least: Mapping[Mesh, MemoryBoundError]) -> str:
-    """What a rank needs on the first of these meshes."""
+    """The memory that a rank needs on the first of these meshes, in words."""
     needs = [f"{format_bytes(error.needed_bytes)} on {mesh}" for mesh, error in least.items()]
     hidden = len(needs) - _MOST_LISTED
     more = [f"more on {counted(hidden, 'other')}"] * (hidden > 0)

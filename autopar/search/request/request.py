@@ -238,13 +238,14 @@ class Request(PlanOptions):
         for name, choice in self.pins.items():
             if f"@{meeting.axis}" in choice:
                 raise RecipeError(
-                    f"{name} is pinned to {choice}, and along {meeting.axis} lie replicas, whose values differ "
-                    f"between meetings: none of them can hold a part for another. Pin it along another axis."
+                    f"{name} is pinned to {choice}, but {meeting.axis} is the axis of the replicas, whose values "
+                    "differ between synchronisations: none of them can hold a part for another. Pin it along another "
+                    "axis."
                 )
 
     @property
     def features(self) -> dict[Feature, str]:
-        """What is asked for that may not go together with something else, in words."""
+        """Requested features that may exclude each other -> words that name each in an error."""
         pins = [f"{name!r}: {text!r}" for name, text in self.pins.items() if is_lone_pin(text)]
         lone = f"the pin {{{pins[0]}}}," if pins else f"the recipe {format_recipe(self.recipe)!r},"
         depths = self.depths or (1,)

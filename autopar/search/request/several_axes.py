@@ -59,7 +59,7 @@ def over_mesh(name: str, axes: tuple[str, ...]) -> dict[str, str]:
 
 def _names(name: str, axes: list[str]) -> tuple[str, ...]:
     """The recipe of each of these axes. Raises RecipeError unless `name` is one of so many axes."""
-    if not isinstance(name, str) or name not in SEVERAL_AXES:  # a name that is no text is refused as unknown
+    if not isinstance(name, str) or name not in SEVERAL_AXES:  # a name that is not text is refused as unknown
         if len(axes) == 1:
             return (name,)
         remedy = ", ".join(f"{axis!r}: {name!r}" for axis in axes)

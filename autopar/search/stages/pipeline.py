@@ -294,7 +294,7 @@ class _Search:
         yield _Inner(found.plan, taken_bytes / (self.ranks * self.bound))
 
     def _freed(self, inside: MeshSearch) -> _Freed | None:
-        """What recomputation frees under the fastest layouts; None if it frees nothing, or is ruled out."""
+        """The memory that recomputation frees under the fastest layouts; None if it frees nothing, or is ruled out."""
         fastest, micro_batches = inside.within(None).plan, inside.problem.micro_batches
         tables = self._tables(fastest, micro_batches)
         shape = next(shapes_of(self.request, self.ranks, micro_batches, len(tables.parts)), None)

@@ -162,6 +162,6 @@ def _flights_of_stages(shape: Shape) -> np.ndarray:
 
 
 def _fullest(moments: np.ndarray) -> np.ndarray:
-    """Those rows, of which there are no two alike, for which no other row is at least as large everywhere."""
+    """The rows for which no other row is at least as large in every column; all rows must be different."""
     at_most = (moments[:, None] <= moments[None, :]).all(axis=-1)
     return moments[at_most.sum(axis=1) == 1]

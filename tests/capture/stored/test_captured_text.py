@@ -59,7 +59,7 @@ class Counting(nn.Module):
 
 
 class Parts(nn.Module):
-    """Has several results, of ops that have several, and a keyword that is no tensor."""
+    """Has several results, of ops that have several, and a keyword that is not a tensor."""
 
     def __init__(self):
         super().__init__()

@@ -164,7 +164,7 @@ def loaded(text: str = SCRIPT) -> types.ModuleType:
 def model_of(text: str = SCRIPT) -> nn.Module:
     torch.manual_seed(0)
     model = loaded(text).Model()
-    return model.to("meta")  # the values of parameters are no part of the state
+    return model.to("meta")  # the values of parameters are not part of the state
 
 
 @pytest.fixture(autouse=True)

@@ -221,7 +221,7 @@ def test_a_link_stays_a_link(saved: Path) -> None:
 
 def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(autopar.AutoparError, match=r"has files and is no checkpoint.*give a folder"):
+    with pytest.raises(autopar.AutoparError, match=r"has files and is not a checkpoint.*give a folder"):
         save_checkpoint(tmp_path, make())
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
@@ -351,7 +351,7 @@ def test_a_changed_byte_in_a_file_of_torch_save_is_named(tmp_path: Path) -> None
 )
 def test_what_is_no_state_of_an_optimizer_is_refused(state: Any) -> None:
     model = nn.Linear(2, 2)
-    with pytest.raises(autopar.AutoparError, match=r"no state_dict\(\) of an optimizer"):
+    with pytest.raises(autopar.AutoparError, match=r"not the state_dict\(\) of an optimizer"):
         load_optimizer_state(model, torch.optim.SGD(model.parameters()), state)
 
 

@@ -157,7 +157,7 @@ def test_a_checkpoint_of_another_version_is_not_damaged(tmp_path: Path) -> None:
     checkpoints.finish()
     notes = torch.load(tmp_path / "step-00000002" / "state.pt", weights_only=True)
     torch.save(notes | {"version": 99}, tmp_path / "step-00000002" / "state.pt")
-    with pytest.raises(autopar.AutoparError, match="is of version 99, and this autopar reads"):
+    with pytest.raises(autopar.AutoparError, match="is of version 99, but this autopar reads"):
         checkpoints.load_last(model, optimizer)
     assert saved_steps(tmp_path) == ["step-00000001", "step-00000002"]
 

@@ -243,7 +243,7 @@ def test_an_index_names_files_of_its_folder_alone(tmp_path: Path, name: str) -> 
     save_file(seeded(MLP, 1).state_dict(), tmp_path / "secret.safetensors")
     index = {"weight_map": dict.fromkeys(MLP().state_dict(), name)}
     (there / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(AutoparError, match=r"names .*, which is no file of its own folder"):
+    with pytest.raises(AutoparError, match=r"names .*, which is not a file of its own folder"):
         on_one_rank(MLP()).load_weights(there)
 
 
@@ -287,7 +287,7 @@ def test_a_format_that_config_json_contradicts_is_refused(tmp_path: Path) -> Non
     says = r"up\.weight is torch\.bfloat16 in its file and torch\.float16 by config\.json"
     with pytest.raises(AutoparError, match=says):
         on_one_rank(MLP().bfloat16()).load_weights(folder)
-    # Where it says nothing of the width, as float32 beside weights of 16 bits, it is no contradiction.
+    # Where it says nothing of the width, as float32 beside weights of 16 bits, it is not a contradiction.
     (folder / "config.json").write_text('{"dtype": "float32"}')
     on_one_rank(MLP().bfloat16()).load_weights(folder)
 

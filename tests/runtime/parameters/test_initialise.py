@@ -16,7 +16,7 @@ from autopar.runtime.model.placement import Placement
 from tests.support.peak import PeakBytes
 
 RANKS, WIDTH, LAYERS = 4, 64, 6
-SMALL = 64  # bytes of tensors that are no parameters, such as a seed
+SMALL = 64  # bytes of tensors that are not parameters, such as a seed
 
 
 @pytest.fixture

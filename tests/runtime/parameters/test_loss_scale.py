@@ -196,8 +196,8 @@ def test_a_forward_says_that_it_is_not_scaled() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("dynamic", "is no scale; give a number"),
-        (True, "is no scale"),
+        ("dynamic", "is not a scale; give a number"),
+        (True, "is not a scale"),
         (0, "initial=0.0, which has to be above 0"),
         (math.inf, "initial=inf"),
     ],

@@ -259,7 +259,7 @@ def test_what_cannot_be_says_so(two_ranks: Ranks) -> None:
         no_optimizer, no_torch, clipping, finding, skipping, flushing = found
         assert "no optimizer was given. Call model.attach_optimizer(optimizer) once" in no_optimizer
         assert "attach_optimizer was given int" in no_torch
-        assert clipping.startswith("clip_grad_norm_ needs the gradients of a whole step, and the sch")
+        assert clipping.startswith("clip_grad_norm_ needs the gradients of a whole step, but the sch")
         assert finding.startswith("find_nan needs the gradients of a whole step")
         assert skipping.startswith("skip_nonfinite=True needs the gradients of a whole step")
         assert 'call optimizer.step() after each step, or ask for schedule="pipedream"' in flushing

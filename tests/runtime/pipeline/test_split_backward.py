@@ -67,7 +67,7 @@ def several_results_of_one_node(w: Sequence[Tensor], x: Sequence[Tensor]) -> lis
 
 
 class Scaled(torch.autograd.Function):
-    """x * w, of which the other result is not used, and an argument that is no tensor."""
+    """x * w, of which the other result is not used, and an argument that is not a tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, text: str, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -200,7 +200,7 @@ def test_weights_add_to_gradients_that_are_there() -> None:
 
 
 def test_no_inputs_at_all() -> None:
-    """A first stage, whose tokens take no gradient: all is the second half."""
+    """A first stage, whose tokens require no gradient: all is the second half."""
     w, _ = leaves()
     tokens = torch.tensor([0, 2])
     results = [torch.tanh(w[0][tokens]) @ w[1]]

@@ -161,7 +161,7 @@ def test_a_folder_that_the_plan_does_not_use_is_a_warning(tmp_path: Path) -> Non
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(autopar.AutoparError, match=r"'.*/nowhere' is no folder"):
+    with pytest.raises(autopar.AutoparError, match=r"'.*/nowhere' is not a folder"):
         made_on_one_rank(nvme=tmp_path / "nowhere")
 
 
@@ -183,7 +183,7 @@ def test_a_full_disk_is_found_before_training(tmp_path: Path, monkeypatch: pytes
 
 def test_one_rank_without_a_folder_is_an_error_on_all(two_ranks: Ranks, tmp_path: Path) -> None:
     messages = two_ranks.run(_refused, str(tmp_path))
-    assert all("is no folder" in message for message in messages)
+    assert all("is not a folder" in message for message in messages)
 
 
 @captured_once()

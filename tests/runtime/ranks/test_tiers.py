@@ -175,7 +175,7 @@ def test_bytes_kept_and_moved_are_those_of_the_paper_and_of_the_price(two_ranks:
 
 @pytest.mark.parametrize("precision", [None, "bf16 reduce=bf16"])
 def test_residents_on_the_host_move_for_every_use(two_ranks: Ranks, precision: str | None) -> None:
-    """Down for each use: in forward all, in backward the weights but the first, whose input takes no gradient.
+    """Down for each use: in forward all, in backward the weights but the first, whose input requires no gradient.
 
     Without a cast the shard in use is the stored one; a cast keeps a copy of 2 bytes on the host for a step.
     """

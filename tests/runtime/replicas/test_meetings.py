@@ -1,4 +1,4 @@
-"""Replicas that meet every so many steps: real ranks train as plain PyTorch does with the same delays."""
+"""Replicas that synchronise every K steps: real ranks train as plain PyTorch does with the same delays."""
 
 from __future__ import annotations
 
@@ -314,8 +314,8 @@ def test_replicas_that_differ_are_not_saved(two_ranks: Ranks, tmp_path: Any) -> 
     (said, others) = two_ranks.run(between_meetings, str(tmp_path / "saved"))
     assert said == others
     assert said[0] == (
-        "Saving a checkpoint needs replicas that are alike, but 2 of 4 steps were done since those along dp met. Do it "
-        "after a multiple of 4 steps, or let them meet earlier: model.meet(), on every rank."
+        "Saving a checkpoint needs replicas that are alike, but 2 of 4 steps were done since those along dp "
+        "synchronised. Do it after a multiple of 4 steps, or synchronise them earlier: model.meet(), on every rank."
     )
     assert [text.split(" needs")[0] for text in said[1:]] == ["Exporting weights", "A state dict"]
 
@@ -325,7 +325,9 @@ def test_the_remedy_of_a_meeting_that_is_due_is_to_hold_it() -> None:
     made.step(*batches("mlp", 1)[0])
     with pytest.raises(autopar.StepError) as caught:
         made.state_dict()
-    assert "Their meeting is due" in str(caught.value) and "multiple" not in str(caught.value)
+    assert "They will synchronise when the next step begins" in str(caught.value) and "multiple" not in str(
+        caught.value
+    )
     made.meet()
     assert made.state_dict()
 

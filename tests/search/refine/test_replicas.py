@@ -25,7 +25,7 @@ PARAMETER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
 def test_the_first_axis_is_the_first_that_is_placed() -> None:
     mesh = Mesh.parse("far=2,tp=2 order tp,far")
     assert meeting_of({"far": "local:4"}, mesh) == Meeting("far", 2, 4)
-    with pytest.raises(RecipeError, match=r"on the mesh {'far': 2, 'tp': 2}: replicas lie along"):
+    with pytest.raises(RecipeError, match=r"on the mesh {'far': 2, 'tp': 2}: the replicas must be one axis"):
         meeting_of({"tp": "local:4"}, mesh)
 
 
@@ -54,8 +54,8 @@ def test_a_recipe_names_replicas_and_the_rest() -> None:
             "meet every 0 steps; give a whole number of at least 1, such as local:4",
         ),
         ("local:4", {"dp": 2, "tp": 2}, "recipe={'dp': 'local:4'}"),
-        ({"dp": "local:4"}, {"tp": 2, "dp": 2}, "replicas lie along one axis, which is the first"),
-        ({"dp": "local:4", "tp": "geo:4"}, {"dp": 2, "tp": 2}, "replicas lie along one axis"),
+        ({"dp": "local:4"}, {"tp": 2, "dp": 2}, "the replicas must be one axis, the first of the mesh"),
+        ({"dp": "local:4", "tp": "geo:4"}, {"dp": 2, "tp": 2}, "the replicas must be one axis"),
         (
             "local:4",
             None,
@@ -66,7 +66,7 @@ def test_a_recipe_names_replicas_and_the_rest() -> None:
             {"dp": 2},
             "for the first axis of a mesh local:K, geo:K, diloco:K, async-server:S",
         ),
-        ("async-server:x", {"dp": 2}, "may be ahead of the slowest, and 'x' is no whole number"),
+        ("async-server:x", {"dp": 2}, "may be ahead of the slowest, but 'x' is not a whole number"),
         (
             {"far": "async-server:1"},
             {"far": 2, "dp": 2},
@@ -76,7 +76,7 @@ def test_a_recipe_names_replicas_and_the_rest() -> None:
         (
             "locl:4",
             {"dp": 2},
-            "Replicas that meet every 4 steps are of local:4, geo:4 or diloco:4.",
+            "Replicas that synchronise every 4 steps are of local:4, geo:4 or diloco:4.",
         ),
         (
             "local:four",
@@ -84,14 +84,14 @@ def test_a_recipe_names_replicas_and_the_rest() -> None:
             "Cannot read 'local:four': after 'local:' stands the number of steps",
         ),
         ("far:geo:-3,dp:ddp", {"far": 2, "dp": 2}, "Cannot read 'geo:-3'"),
-        ("local:2.5", {"dp": 2}, "and '2.5' is no whole number. Write local:4, for example."),
-        ("local:", {"dp": 2}, "and '' is no whole number"),
+        ("local:2.5", {"dp": 2}, "but '2.5' is not a whole number. Write local:4, for example."),
+        ("local:", {"dp": 2}, "but '' is not a whole number"),
         (
             {"dp": "diloco:4:0.9"},
             {"dp": 2},
-            "'4:0.9' is no whole number. Write diloco:4, for example. Other numbers",
+            "'4:0.9' is not a whole number. Write diloco:4, for example. Other numbers",
         ),
-        ("diloco:4,dp:ddp", {"far": 2, "dp": 2}, "does not say along which axis replicas lie"),
+        ("diloco:4,dp:ddp", {"far": 2, "dp": 2}, "does not name the axis of the replicas"),
         (
             {"far": "local:4", "dp": "zero3"},
             {"far": 2},
@@ -111,7 +111,7 @@ def test_a_recipe_names_replicas_and_the_rest() -> None:
         (
             {"far": "local:4", "dp": "zero-offload"},
             {"far": 2, "dp": 2},
-            "whose parameters lie on the host cannot meet",
+            "whose parameters are on the host cannot synchronise",
         ),
     ],
 )
@@ -123,12 +123,12 @@ def test_replicas_that_cannot_be(recipe: Any, mesh: dict[str, int] | None, says:
 
 def test_a_pin_along_the_axis_of_replicas_is_refused() -> None:
     asked = Request(H100, mesh={"dp": 2}, recipe="local:4", pins={"*.weight": "S(0)@dp"})  # type: ignore[arg-type]
-    with pytest.raises(RecipeError, match="along dp lie replicas, whose values differ"):
+    with pytest.raises(RecipeError, match="but dp is the axis of the replicas, whose values differ"):
         asked.of_replica()
 
 
 def test_other_doors_refuse_replicas() -> None:
-    with pytest.raises(RecipeError, match="is one of replicas that meet every so many steps"):
+    with pytest.raises(RecipeError, match="is one of replicas that synchronise every K steps"):
         resolve("local:4", Mesh.parse("dp=2"))
 
 
@@ -147,9 +147,9 @@ def explained(recipe: Any, mesh: dict[str, int] | None = None, **options: Any) -
 def test_the_plan_says_what_is_no_longer_the_result_of_one_device() -> None:
     (note,) = (n for n in explained("local:4").plan.notes if kind_of(n) == "replicas")
     assert note.startswith(
-        "Not the result of a single device: 2 replicas along dp train on rows of their own and meet every 4 steps "
-        "local, so that what a replica knows of the others is up to 3 steps old. Along dp a rank sends 4.16 kB a step "
-        "in place of 16.6 kB of data parallelism, in about "
+        "Not the result of a single device: 2 replicas along dp train on rows of their own and synchronise every "
+        "4 steps local. The parameters of other replicas that one sees are up to 3 steps old. Along dp a rank sends "
+        "4.16 kB a step in place of 16.6 kB with data parallelism, in about "
     )
     assert note in " ".join(str(explained("local:4")).split())
 
@@ -161,7 +161,7 @@ def test_the_plan_says_how_stale_a_gradient_may_be_and_what_that_buys() -> None:
         "Not the result of a single device: 4 replicas along dp train on rows of their own and exchange differences "
         "with a server on O(0)@dp after every step, so that a gradient may lack up to the last 2 steps of each other "
         "rank, by its own count. A rank waits for another only where it is more than 2 exchanges ahead of it. Along dp "
-        "the server's rank sends 49.9 kB a step in place of 25.0 kB of data parallelism, in about "
+        "the server's rank sends 49.9 kB a step in place of 25.0 kB with data parallelism, in about "
     )
     (waits,) = (n for n in explained("async-server:0").plan.notes if kind_of(n) == "replicas")
     assert "so that no gradient is old. A rank waits for the slowest in every exchange." in waits
@@ -170,7 +170,7 @@ def test_the_plan_says_how_stale_a_gradient_may_be_and_what_that_buys() -> None:
 def test_gradients_that_are_wider_than_parameters_are_wider_messages() -> None:
     options = {"precision": None, "training_state": "gradients=8"}
     (note,) = (n for n in explained("local:4", **options).plan.notes if kind_of(n) == "replicas")
-    assert "sends 4.16 kB a step in place of 33.3 kB of data parallelism" in note
+    assert "sends 4.16 kB a step in place of 33.3 kB with data parallelism" in note
 
 
 def test_nothing_else_makes_replicas() -> None:

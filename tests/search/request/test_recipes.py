@@ -145,7 +145,7 @@ def test_recipes_that_cannot_hold(recipe: Any, says: str) -> None:
 @pytest.mark.parametrize("recipe", [None, 3, ("zero3",), {"dp": None}, {"dp": ["ddp"]}])
 def test_what_is_no_recipe_says_so(recipe: Any) -> None:
     for read in (lambda: resolve(recipe, Mesh.of({"dp": 2})), lambda: format_recipe(recipe)):
-        with pytest.raises(RecipeError, match=r"is no recipe; write|There is no recipe"):
+        with pytest.raises(RecipeError, match=r"is not a recipe; write|There is no recipe"):
             read()
 
 
