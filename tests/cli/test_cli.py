@@ -597,7 +597,7 @@ def test_help_has_an_example(command):
         (["explain", TARGET, "--mesh", "dp=2", "--pin", "head.*=tp"], "the axes are dp"),
         (["explain", TARGET, "--mesh", "dp=2", "--pin", "tail.*=dp"], "no product of matrices"),
         (["explain", TARGET, "--mesh", "dp=2", "--cluster", "h100x4"], "has 2 ranks, and h100x4x1"),
-        (["explain", TARGET, "--ranks", "12"], "no whole number of nodes"),
+        (["explain", TARGET, "--ranks", "12"], "not a whole number of nodes"),
         (["explain", TARGET, "--ranks", "4", "--batch", "12"], "no multiple of the 8"),
         (["explain", "gpt2", "--cluster", "h100x8", "--batch", "0"], "0 is not in the range"),
         (["explain", "gpt2", "--cluster", "h100x8", "--seq", "-4"], "-4 is not in the range"),

@@ -128,7 +128,7 @@ def test_a_pin_along_the_axis_of_replicas_is_refused() -> None:
 
 
 def test_other_doors_refuse_replicas() -> None:
-    with pytest.raises(RecipeError, match="is one of replicas that synchronise every K steps"):
+    with pytest.raises(RecipeError, match="trains replicas that synchronise every K steps"):
         resolve("local:4", Mesh.parse("dp=2"))
 
 
