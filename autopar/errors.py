@@ -86,7 +86,7 @@ class MemoryBoundError(SearchError):
 
 
 def both(first: SearchError, second: SearchError, how: str) -> SearchError:
-    """Joins the errors of two searches; `how` says how the second one searched, such as "with blocks run again"."""
+    """Joins the errors of two searches; `how` says how the second one searched, such as "with blocks recomputed"."""
     if str(first) == str(second):
         return first
     known = (isinstance(each, MemoryBoundError) and each.needed_bytes for each in (first, second))

@@ -65,7 +65,7 @@ SMALLEST_BUCKET_BYTES = 2**20  # as the first bucket of torch's DistributedDataP
 
 
 # 1M parameters in bfloat16: Megatron-Core fills buckets with 1M parameters for each data-parallel rank
-# (`distributed_data_parallel.py`), so that what goes from rank to rank in a step of a ring stays as long.
+# (`distributed_data_parallel.py`), so that the messages of a ring keep their size on any number of ranks.
 BUCKET_BYTES_PER_RANK = 2_000_000
 
 

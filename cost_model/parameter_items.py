@@ -98,7 +98,7 @@ class ParameterItems(NodeItems):
         yield from self._kept_for_meetings(name, stored, region)
 
     def _kept_for_meetings(self, name: str, stored: Quantity, region: Region) -> Iterator[MemoryItem]:
-        """Copies of a trained parameter, stored in so many bytes, that a replica keeps from one meeting to the next."""
+        """Copies of a trained parameter of this size that a replica keeps from one synchronisation to the next."""
         if copies := self.training_state.meeting_copies:
             title = f"{numbers_out(name)}, kept for meetings"
             yield MemoryItem(title, "optimizer", region, copies * stored, name, is_stored=False)

@@ -92,7 +92,7 @@ def _groups(nodes: Sequence[fx.Node], joined_ops: int) -> Iterator[list[fx.Node]
 
 
 def _fits(block: _BlockPart, following: _BlockPart, sizes: Mapping[_BlockPart, int], room: int) -> bool:
-    """Whether a block may go on with the region of the block before it, to which so many ops may be added."""
+    """Whether a block may go on with the region of the block before it, to which this many ops may be added."""
     return not (block.is_recomputed or following.is_recomputed) and sizes[following] <= room
 
 

@@ -193,8 +193,8 @@ def applying_functions_by(take: Callable[[Apply, Function, Any, Any], Any]) -> I
     def apply_transformed(function: Function, *args: Any, **kwargs: Any) -> Any:
         return take(transformed, function, args, kwargs)
 
-    # A user may hold Function.apply already. Up to torch 2.13 it is written in Python, and looks for another `apply` at
-    # each call; that way goes with 2.13. Since 2.14 the first that it looks for at each call is the function's forward.
+    # A user may hold a reference to Function.apply already. Up to torch 2.13 it is Python code that looks up another
+    # `apply` at each call, which can be replaced. From 2.14 on, the first thing it looks up is the function's forward.
     is_python = hasattr(vars(torch.autograd.Function).get("apply"), "__func__")
     functions.custom_function_call = apply_transformed
     try:

@@ -228,7 +228,7 @@ def host_copy(x: Tensor) -> Tensor:
 
 
 def device_copy(x: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device of a tensor in the host's memory, which may be written to when this returns.
+    """Copies a tensor from the host's memory to the device; when this returns, the source may be overwritten.
 
     >>> x = torch.ones(2)
     >>> device_copy(x, CPU).data_ptr() == x.data_ptr()

@@ -1,4 +1,4 @@
-"""torch.export: traces without values, checks that a trace cannot make, and where an error came from."""
+"""torch.export: traces without values, checks to make before a trace, and the source lines of errors."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def extras_of(part: Captured, graph: Graph, batch: BatchCapture) -> tuple[Extra,
 
 
 def refuse_split_extras(extras: tuple[Extra, ...], micro_batches: int) -> None:
-    """Raises StepError for a result that cannot be computed from so many micro-batches."""
+    """Raises StepError for a result that cannot be computed from this many micro-batches."""
     lost = next((each for each in extras if each.obstacle), None)
     if lost is not None and micro_batches > 1:
         raise StepError(

@@ -126,8 +126,8 @@ def warn_of_unused_folder(files: Files, plan: Plan) -> None:
 def warn_of_loss(obstacle: str, micro_batches: int) -> None:
     """Warns that a batch norm sees other statistics in a micro-batch than in the batch, and names its op."""
     warn_together(
-        f"In {micro_batches} micro-batches the loss is the mean of theirs, and so are its gradients, which may not be "
-        f"those of the whole batch: {obstacle}. micro_batches=1 gives the loss of the whole batch.",
+        f"The loss and the gradients are means over {micro_batches} micro-batches, and may differ from those of the "
+        f"whole batch: {obstacle}. micro_batches=1 gives the loss of the whole batch.",
         stacklevel=2,
     )
 

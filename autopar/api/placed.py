@@ -10,7 +10,7 @@ from autopar.runtime.model.program_builder import Fixed
 
 
 def goes_on(plan: Plan, fixed: Fixed, micro_batches: int, prepared: Prepared) -> bool:
-    """Whether a plan has so many micro-batches and stores every parameter as it already lies."""
+    """Whether a plan has this many micro-batches and stores every parameter as it already lies."""
     placed = with_unused(fixed.parameters, prepared, plan.mesh)
     is_cut_alike = plan.pipeline == fixed.pipeline and plan.micro_batches == micro_batches
     return is_cut_alike and all(

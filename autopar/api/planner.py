@@ -170,7 +170,7 @@ class Planner:
         return asked.micro_batches is not None and self._request.micro_batches is None
 
     def _part_and_batch(self, captured: Callable[[int], Prepared], count: int) -> tuple[Prepared, Prepared]:
-        """The model for one of so many micro-batches, and for the batch."""
+        """The model for one of this many micro-batches, and for the batch."""
         part = captured(count)
         if count == 1:
             return part, part
@@ -291,7 +291,7 @@ class Planner:
         return found.step_seconds, found.peak_bytes
 
     def _searched(self, prepared: Prepared, count: int, *, fixed: Fixed | None) -> Plan:
-        """A plan for a step of so many micro-batches, of which `prepared` is one; the same on all ranks."""
+        """A plan for a step of this many micro-batches, of which `prepared` is one; the same on all ranks."""
         if fixed is not None:
             return agreed(lambda: self._following(prepared, fixed, count, is_step=True, is_open=False))
         return agreed(lambda: self._search(prepared, count, captured=count))
@@ -421,7 +421,7 @@ class Planner:
         return replace(plan, saved=possible_lines(graph, plan))
 
     def world(self) -> World:
-        """The mesh as it runs; known once the first program is."""
+        """The process groups of the mesh; available once there is a first program."""
         if self._world is None:
             assert self._mesh is not None, "the mesh is known once there is a program"
             made = make_world(

@@ -222,7 +222,7 @@ class _Sources:
 
 
 def curves(found: Measurements) -> dict[str, list[Row]]:
-    """The points behind the figures, each with what the fitted formulas make of it."""
+    """The measured points behind the figures, each with the prediction of the fitted formulas."""
     fits = Fits(found)
     return {"matmul": list(_matmul_rows(fits)), "collective": list(_collective_rows(fits))}
 

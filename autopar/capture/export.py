@@ -203,7 +203,7 @@ def _require_targets(
 
 
 def _takes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the model's forward can be called with so many arguments."""
+    """Whether the model's forward can be called with this many arguments."""
     try:
         inspect.signature(model.forward).bind(*args, **kwargs)
     except TypeError:

@@ -86,7 +86,7 @@ class PlanCost:
 
     @cached_property
     def expressions(self) -> Expressions:
-        """Items and holdings over symbols."""
+        """The work items and memory items of the plan, as expressions over symbols."""
         blocks = RecomputationPrice.of(self.graph, self.plan)
         return self.built or Expressions.of(
             self.graph,

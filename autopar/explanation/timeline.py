@@ -80,9 +80,9 @@ class _Clock:
 def timeline(step: Step) -> tuple[Event, ...]:
     """The events of a predicted step, on one rank; the last one ends when the step does.
 
-    Where there are pipeline stages, the rank is an imagined one: it has an equal share of the repeated layers, and of
-    what comes before and after them what the slowest stage has. All repeated layers together are one event per kind
-    of op. The first two micro-batches are shown, the rest is one event.
+    With pipeline stages, the rank is an imagined one: it has an equal share of the repeated layers, and of the other
+    ops (before and after these layers) as much as the slowest stage. All repeated layers together are one event per
+    kind of op. The first two micro-batches are shown; the rest is one event.
     """
     clock = _Clock()
     clock.draw(_once(step, "gather", 0.0))

@@ -233,11 +233,11 @@ class AutoparAccelerator(Accelerator):
     def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> str:
         """Saves model, optimizer, schedulers, registered objects, states of data loaders and random generators.
 
-        The generators are torch's default one, Python's and numpy's, those of the first rank; of a loader it saves the
-        number of passes and how it shuffles, not the place within a pass.
+        It saves the generators of torch (the default one), Python and numpy on the first rank. For a loader it saves
+        the number of passes and the state of its shuffling, but not the position within a pass.
 
-        Every rank calls it, with a folder that all see, for this checkpoint alone. One that is there already is
-        replaced once the new one is complete, as `autopar.checkpoint.save_checkpoint` does it.
+        Every rank calls it with the same folder, which all ranks see and which holds only this checkpoint. An existing
+        checkpoint is replaced once the new one is complete, as with `autopar.checkpoint.save_checkpoint`.
 
         Raises AutoparError for anything but one prepared model with at most one optimizer, and for states that could
         not be loaded without running code.

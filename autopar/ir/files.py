@@ -46,7 +46,7 @@ def read_text(path: str | os.PathLike[str], *, most_bytes: int = MOST_BYTES, onl
 
 def _refuse_of_others(found: os.stat_result) -> None:
     if found.st_uid != os.geteuid():
-        raise ValueError(f"it is a file of user {found.st_uid}, and this is user {os.geteuid()}")
+        raise ValueError(f"it belongs to user {found.st_uid}, but this is user {os.geteuid()}")
     if found.st_mode & OTHERS_WRITE:
         mode = stat.S_IMODE(found.st_mode)
         raise ValueError(f"its permissions are {mode:o}, so that other users can write it")

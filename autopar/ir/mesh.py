@@ -169,7 +169,7 @@ class Mesh:
         return Mesh(tuple(axes), tuple(placement), self.occupied)
 
     def with_split_axis(self, name: str, inner: str, ranks: int) -> Mesh:
-        """The mesh with two axes in place of the axis `name`: itself, and inside of it `inner` with so many ranks."""
+        """The mesh with two axes in place of the axis `name`: itself, and inside of it `inner` with this many ranks."""
 
         def parts(each: str) -> list[str]:
             return [each, inner] if each == name else [each]

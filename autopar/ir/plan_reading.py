@@ -112,7 +112,7 @@ def check_one_line(text: object) -> None:
     if not isinstance(text, str):
         raise PlanError(f"The names, model and recipe of a plan are text, not {text!r}.")
     if "\n" in text or "\r" in text:
-        raise PlanError(f"{text!r} in a plan has a line break, and its text is one fact a line.")
+        raise PlanError(f"{text!r} in a plan has a line break, but the text of a plan has one fact per line.")
 
 
 def read_count(text: str, number: int = 5) -> int:

@@ -127,10 +127,10 @@ class Transformer(Blocks):
 
     Attributes:
         vocab: rows of the embedding.
-        max_positions: the longest sequence that learned positions allow; others only name it.
+        max_positions: the longest sequence; only learned positions have parameters for it.
         positions: learned, rotary (arXiv 2104.09864) or alibi (arXiv 2108.12409).
         tied: whether the head is the embedding.
-        causal: whether a token sees those before it alone.
+        causal: whether a token attends only to itself and the tokens before it.
     """
 
     vocab: int

@@ -98,7 +98,7 @@ class Pretrained:
         return cls(path, config, _task_of(config, path), dtype)
 
     def build(self, layers: int | None = None) -> nn.Module:
-        """The model on the meta device, in training mode; at most so many layers in every stack."""
+        """The model on the meta device, in training mode; at most this many layers in every stack."""
         config = self.config if layers is None else _with_layers(self.config, layers)
         transformers = _transformers(self.path)
         with _torch.quiet_torchao():  # which the module of a model imports
@@ -235,7 +235,7 @@ def _task_of(config: Any, path: Path) -> Task:
 
 
 def _with_layers(config: Any, layers: int) -> Any:
-    """The same configuration with at most so many layers; lists of one entry a layer are cut alike."""
+    """The same configuration with at most this many layers; lists of one entry a layer are cut alike."""
     values = config.to_dict()
     _cut(values, layers)
     return type(config).from_dict(values)
@@ -271,7 +271,7 @@ def alike_stacks(build: Callable[[int | None], nn.Module], full: nn.Module, laye
     """Path of every stack of layers -> how many it has, if a middle layer can stand for all but two.
 
     Args:
-        build: makes the model with at most so many layers in every stack.
+        build: makes the model with at most this many layers in every stack.
         full: the model with all of them.
         layers: how many to build; at least 3.
 

@@ -34,7 +34,7 @@ def staying(what: str) -> Iterator[None]:
         yield
     except SystemExit as error:
         raise AutoparError(
-            f"{what} ends the program (sys.exit({error.code!r})), so that there is no answer: leave that out, "
+            f"{what} ends the program (sys.exit({error.code!r})): leave that out, "
             'or put it below if __name__ == "__main__":.'
         ) from error
 

@@ -1,4 +1,4 @@
-"""How the products and the collectives of a rank's graph compare: what each takes of all that is computed or sent."""
+"""The share of each product in the FLOPs of a rank's graph, and of each collective in the bytes it sends."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from autopar import _torch
 from autopar._torch import pytree
 from autopar.ops.collectives import Collective
 
-# Where a step sends for as long as it computes, each direction sends for half of that, and backward computes for two
-# thirds: this is what backward's messages take of its products. Forward's order is backward's, mirrored.
+# Seconds of backward's messages as a part of the seconds of backward's products, if a step communicates for as long as
+# it computes: forward and backward each communicate for a half, and backward computes for two thirds, so this is
+# (1/2) / (2/3). Forward runs in the mirrored order of backward.
 _MESSAGES = 0.75
 Example = tuple[Sequence[int], torch.dtype]
 

@@ -356,7 +356,7 @@ def _transfer(action: Action, rank_of: Mapping[int, int]) -> Iterator[Action]:
 
 
 def _with_updates(own: Iterable[Action], every: int) -> Iterator[Action]:
-    """A rank's actions with an update after the last backward of every group of so many micro-batches."""
+    """A rank's actions with an update after the last backward of every group of this many micro-batches."""
     for action in own:
         yield action
         if every and action.kind == "B" and (action.micro_batch + 1) % every == 0:

@@ -210,7 +210,7 @@ def _refuse_more_blocks(graph: Graph, recompute: RecomputeOption | None) -> None
     if recompute > count:
         raise PlanError(
             f"recompute={recompute} was asked for, but the model has {counted(count, 'block')} that can "
-            f"run again: ask for {count} of every stage at most, or for 'full', which is all of them."
+            f"be recomputed: ask for at most {count} of every stage, or for 'full', which is all of them."
         )
 
 
@@ -300,8 +300,8 @@ def in_parts(
     Args:
         plan: the plan that the search found for the batch.
         batch: the step, captured for the batch.
-        capture: function that captures the step for one of so many micro-batches; every exception is caught.
-        search: function that searches a plan for a captured step of so many micro-batches.
+        capture: function that captures the step for one of this many micro-batches; every exception is caught.
+        search: function that searches a plan for a captured step of this many micro-batches.
     """
     if plan.micro_batches == 1 and plan.fingerprint == batch.captured.fingerprint:
         return batch, plan
@@ -315,9 +315,9 @@ def in_parts(
 
 
 def part_that_keeps_results(batch: Prepared, capture: Callable[[], Prepared]) -> Prepared | None:
-    """The step for a micro-batch that nobody asked for; None where the batch has to run whole.
+    """The step for a micro-batch if the user did not ask for micro-batches; None if the batch has to run whole.
 
-    An earlier step ran in micro-batches. This one may be another: in training, say, where that was an evaluation.
+    An earlier step ran in micro-batches, but this one may differ from it, such as training after an evaluation.
 
     Args:
         batch: the step, captured for the batch.

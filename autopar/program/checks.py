@@ -234,18 +234,18 @@ def _check_op(op: Op, analysis: Analysis, plan: Plan) -> None:
         if plain(label) not in known and owner_of(label) is None:
             raise PlanError(
                 f"The plan is damaged: op {op.name} ({op.kind}) has the label {label!r} on {axis}, "
-                f"and its choices are {', '.join(known)}."
+                f"but its choices are {', '.join(known)}."
             )
     if not go_together(labels):
         raise PlanError(
-            f"The plan is damaged: op {op.name} ({op.kind}) has the labels {' '.join(labels)}. Rows change hands "
+            f"The plan is damaged: op {op.name} ({op.kind}) has the labels {' '.join(labels)}. Rows are exchanged "
             "along all axes that split the experts (t>e), or along none (e)."
         )
     if not is_least_deep(labels):
         least = nested_labels(labels, nesting_of(labels))
         raise PlanError(
-            f"The plan is damaged: op {op.name} ({op.kind}) has the labels {' '.join(labels)}, and axes that nest so "
-            f"have {' '.join(least)}."
+            f"The plan is damaged: op {op.name} ({op.kind}) has the labels {' '.join(labels)}, but this nesting of "
+            f"axes is written {' '.join(least)}."
         )
     if runs_alone(labels) and (reason := why_not_alone(op, labels, mesh)):
         raise PlanError(f"The plan runs op {op.name} ({op.kind}) on one rank ({' '.join(labels)}), but {reason}.")

@@ -43,7 +43,7 @@ class PlanResults:
 
 
 def plan_errors(plan: PlanResults, reference: Results) -> dict[Key, float]:
-    """The largest absolute error of an entry of every tensor, over all ranks."""
+    """For every tensor, the largest absolute error of any of its entries on any rank."""
     errors: dict[Key, float] = {("loss", ""): largest_difference(plan.losses, reference.loss)}
     mesh = plan.program.plan.mesh
     for spec in plan.program.parameters:

@@ -4,9 +4,9 @@ The runtime gives all ranks one seed, and each draws keys from a generator of it
 Here every rank has such a generator, too, so that a rank that leaves out a draw is out of step from there on. In a
 proof a key stands for noise: that of the part which the first rank with this key holds.
 
-While a program runs, the seed of the default generator is a number that stands for the states of all ranks' generators,
-another one after every draw. So who sets the default generator back, as a block does that runs again in backward, sets
-back the generators of all ranks, and who forgets to draws other keys.
+While a program runs, the seed of the default generator is a number that stands for the states of all ranks' generators;
+every draw changes it. So code that restores the default generator, as the recomputation of a block does, restores the
+generators of all ranks; code that forgets to restore it draws other keys.
 
     ranks hold        keys        noise
     part 0, part 1    a, b        part 0, part 1

@@ -95,7 +95,7 @@ class Streams:
     def on_one_device(self, batch: int) -> Iterator[None]:
         """A context in which the ops of a single device draw from the streams of a batch.
 
-        The keys come from the default generator: a block that runs again in backward, and that has set the generator
+        The keys come from the default generator: a block that is recomputed in backward, and that has set the generator
         back, draws the same.
         """
         if not self.ops:

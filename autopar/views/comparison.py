@@ -15,7 +15,7 @@ from autopar.views.palette import PALETTE
 from autopar.views.svg import WIDTH, Labels, Linear, bounds, drawing, fitted, line, rect, text
 
 LEFT, RIGHT, TOP, BOTTOM = 92.0, WIDTH - 24.0, 30.0, 360.0
-FAR_BYTES, FAR_SECONDS = 1.25, 4.0  # beyond so many bounds and best times, at the edge
+FAR_BYTES, FAR_SECONDS = 1.25, 4.0  # beyond this many bounds and best times, at the edge
 CHOSEN = PALETTE[0]
 SLOWER, FASTER = PALETTE[3], PALETTE[2]
 

@@ -66,10 +66,9 @@ _OWN = ("matmul_efficiency", "memory_efficiency", "attention_efficiency", "host_
 
 AUTOPAR = Software()
 
-# Guesses of what eager PyTorch reaches on a GPU without measurements: about the middle of the runtimes in
-# benchmarks/accuracy/runtimes.py. Of
-# autopar's own messages 0.82 to 0.87 hide on Gloo behind a slow link (benchmarks/results/benchmarks.md); NCCL was never
-# measured.
+# Guesses for eager PyTorch on a GPU without measurements: about the middle of the runtimes in
+# benchmarks/accuracy/runtimes.py. On Gloo with a slow link, 82 to 87 % of autopar's communication overlaps with compute
+# (benchmarks/results/benchmarks.md); NCCL was never measured.
 _EAGER = {
     "memory_efficiency": 0.55,
     "attention_efficiency": 0.5,

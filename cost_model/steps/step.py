@@ -433,7 +433,7 @@ class Step:
             Term(
                 "transient peak",
                 self._transient(stage),
-                note="the loss, or one layer gathered or run again",
+                note="the loss, or one layer gathered or recomputed",
             ),
             Term("reserved", self.hardware.reserved_bytes, note="context and library buffers"),
         )
@@ -540,7 +540,7 @@ class Step:
             Term("layers that run once", flight * one * (count - again)),
             Term("embedding, head and loss", flight * sum(ends)),
         )
-        return Term("saved activations", total(parts), parts, "layers are run again in backward")
+        return Term("saved activations", total(parts), parts, "layers are recomputed in backward")
 
     @staticmethod
     def _is(h: MemoryItem, kind: str, region: Region) -> bool:

@@ -178,7 +178,7 @@ def test_meshes_without_the_axis_are_searched_too() -> None:
 
 
 def test_unknown_axes_are_refused() -> None:
-    with pytest.raises(AutoparError, match="decompose names the axis 'y', and stages have the axes x"):
+    with pytest.raises(AutoparError, match="decompose names the axis 'y', but the axes inside a stage are x"):
         explained("y")
 
 

@@ -111,5 +111,5 @@ def test_a_file_that_others_own_or_can_write_is_not_own(tmp_path, monkeypatch):
     write_whole("{}", path, without=OTHERS_WRITE)
     assert path.stat().st_mode & 0o777 == 0o644
     monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
-    with pytest.raises(ValueError, match=r"it is a file of user \d+, and this is user \d+"):
+    with pytest.raises(ValueError, match=r"it belongs to user \d+, but this is user \d+"):
         read_text(path, only_own=True)

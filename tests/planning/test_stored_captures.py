@@ -305,11 +305,11 @@ def test_a_file_that_cannot_be_used_is_made_again(starts, caplog, kind):
     assert path.read_text() == text and starts.files == [path]
 
 
-@pytest.mark.parametrize("how", ["other users can write it", "it is a file of user"])
+@pytest.mark.parametrize("how", ["other users can write it", "it belongs to user"])
 def test_a_file_of_others_is_not_used_and_replaced(starts, caplog, how, monkeypatch):
     starts.start()
     (path,) = starts.files
-    if how == "it is a file of user":
+    if how == "it belongs to user":
         monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
     else:
         path.chmod(0o666)

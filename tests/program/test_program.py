@@ -119,8 +119,8 @@ def test_missing_and_unknown_entries(mlp, field, what, name):
         (2, ("z",), ("op linear (aten.linear) has the label 'z' on tp", "its choices are -, ")),
         (2, ("-", "-"), ("op linear has 2 labels for the 1 axes of tp=2",)),
         (4, ("j",), ("op linear (aten.linear) has the labels j", "tp=4", "j of size 6")),
-        (2, ("j^1",), ("has the labels j^1, and axes that nest so have j.",)),
-        (2, ("j^x",), ("has the labels j^x, and axes that nest so have j.",)),
+        (2, ("j^1",), ("has the labels j^1, but this nesting of axes is written j.",)),
+        (2, ("j^x",), ("has the labels j^x, but this nesting of axes is written j.",)),
     ],
 )
 def test_labels_that_an_op_has_not(mlp, size, labels, says):

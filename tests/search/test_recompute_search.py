@@ -125,7 +125,7 @@ def test_a_part_of_the_memory_for_activations() -> None:
 
 def test_recomputation_of_nothing_is_refused() -> None:
     prepared = prepare_forward(torch.nn.Flatten(), (torch.ones(4, 2, 2),))
-    with pytest.raises(PlanError, match="recompute='full' was asked for, and nothing can run"):
+    with pytest.raises(PlanError, match="recompute='full' was asked for, but nothing can be recomputed"):
         make_plan(prepared, Request(TOY, mesh={"dp": 2}, recompute="full"))
 
 
@@ -138,7 +138,7 @@ def test_more_blocks_than_there_are_are_refused() -> None:
 
     assert recompute(2, {"dp": 2}) == 2 and recompute(3, {"dp": 2}) == "full"
     for mesh in ({"dp": 2}, {"pp": 2}):
-        with pytest.raises(PlanError, match=r"recompute=4 .* has 3 blocks that can run again: ask for 3"):
+        with pytest.raises(PlanError, match=r"recompute=4 .* has 3 blocks that can be recomputed: ask for at most 3"):
             recompute(4, mesh)
 
 
@@ -226,7 +226,7 @@ def test_a_plan_without_stages_has_the_fewest_blocks_that_fit() -> None:
     with pytest.raises(SearchError) as refused:
         plan_of({"dp": 1}, memory_bytes=10_000)
     said, (*_, last) = str(refused.value), str(refused.value).splitlines()
-    assert "Nor does it with blocks run again" in said and said.count("What would help") == 1
+    assert "Nor does it with blocks recomputed" in said and said.count("What would help") == 1
     needed = re.fullmatch(r"What would help: .*memory_bytes=(\d+) \(--max-memory\) if a rank has .*", last)
     assert needed and plan_of({"dp": 1}, memory_bytes=int(needed[1]))
     with pytest.raises(SearchError, match="No plan for the mesh dp=1 fits"):

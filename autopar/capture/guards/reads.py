@@ -426,7 +426,7 @@ def _as_it_stays(place: Place, before: Any) -> Any:
 
 
 def _was_emptied(cached: Any, times: int, cache: Cache) -> bool:
-    """Whether a cache was emptied, even if it was filled again, since the function had run so many times."""
+    """Whether a cache was emptied, even if it was filled again, since the function had run this many times."""
     return was_emptied(cached, times) or cache_of(cached) is not cache
 
 

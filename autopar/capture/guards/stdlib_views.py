@@ -60,7 +60,7 @@ def times_computed(value: Any) -> int:
 
 
 def was_emptied(value: Any, times: int) -> bool:
-    """Whether the cache of a function was emptied since the function had run so many times.
+    """Whether the cache of a function was emptied since the function had run this many times.
 
     Further runs alone, for other arguments, leave the results in the cache that a program was made from.
     """

@@ -4,7 +4,7 @@ A row names operands `x0`, `x1` ... and results `y0` ..., each with the operands
 
     row    = [entry {";" entry}]              an empty row keeps nothing
     entry  = {tensor} ["for" {position}]      without positions: whenever the op is recorded at all
-           | [number] "[" {letter} "]" format so many tensors of the op's own, with these letters of its rule; the
+           | [number] "[" {letter} "]" format as many tensors of the op's own, with these letters of its rule; the
                                               format is float32, say, or x0 for that of operand 0
     tensor = ("x" | "y") position [".."]      `x1..` all operands from the second on
 

@@ -160,8 +160,8 @@ def release(kept: ProgramCache) -> None:
     kept.clear()
 
 
-# [Note: groups end before Python] Process groups that outlive Python abort the process when their threads are
-# torn down, so that bound programs go before the interpreter ends, with what they hold of process groups. What
-# was released lies in cycles, which one collection at the end frees: finalizers run in the reverse order of their
-# making, and this one is made before those of all compiled modules.
+# [Note: groups end before Python] Process groups that outlive Python abort the process when their threads are torn
+# down. So bound programs are dropped before the interpreter ends, with their references to process groups. Dropped
+# programs are in reference cycles, which one collection at the end frees: finalizers run in the reverse order of
+# their creation, and this one is created before those of all compiled modules.
 weakref.finalize(ProgramCache, gc.collect)

@@ -34,12 +34,12 @@ class Bucket:
 
     Attributes:
         members: positions of the leaves.
-        every_micro_batch: whether it leaves after every micro-batch or only after the last.
-        shrinks: whether its gradients become smaller on the way.
-        stays: whether its gradients are complete where they are, so that no op is needed.
+        every_micro_batch: whether it is reduced after every micro-batch, or only after the last.
+        shrinks: whether the reduction makes its gradients smaller, as a reduce-scatter does.
+        stays: whether its gradients are complete on this rank already, so that no collective is needed.
         ready: members whose gradient is complete in this micro-batch.
-        transfer: under way.
-        sent: members that are under way.
+        transfer: the reduction that is running; None if none is.
+        sent: members whose gradients are part of the running reduction.
     """
 
     members: list[int]

@@ -34,7 +34,7 @@ Edges = Mapping[int, GradientEdge]  # position of an edge among those of its nod
 
 _End = tuple[Node, int]  # where an edge ends: a node, and the number of its input
 
-# The second half passes finished gradients on to the weights as soon as they take so many bytes: about one bucket.
+# The second half passes finished gradients on to the weights as soon as they take this many bytes: about one bucket.
 _PASSED_ON_BYTES = 32 * 2**20
 
 

@@ -131,7 +131,7 @@ def why_not_together(seats: Sequence[Seat]) -> str:
 
 
 def _shared(ranks: Sequence[int], seat: Seat, beside: int) -> str:
-    """The error for ranks that compute on one device, on a machine that runs so many ranks."""
+    """The error for ranks that compute on one device, on a machine that runs this many ranks."""
     said = (
         f"Ranks {' and '.join(map(str, ranks[:2]))}{' and others' if len(ranks) > 2 else ''} compute on one device, "
         f"{seat.device} of {seat.machine}, and each rank needs one of its own. "

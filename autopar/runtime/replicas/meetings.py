@@ -1,4 +1,4 @@
-"""Replicas meet: after every so many steps their parameters become the same again (`autopar.ir.meeting`).
+"""Replicas synchronise: after every K steps their parameters become the same again (`autopar.ir.meeting`).
 
 [Note: when replicas meet] The optimizer's step is the user's, and comes after `step` has returned. So the meeting of
 steps 1 to K is held when step K + 1 begins, or earlier where somebody asks for it (`CompiledModule.meet`, a

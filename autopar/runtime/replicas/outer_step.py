@@ -1,4 +1,4 @@
-"""The outer update: new parameters from the mean over all replicas, and the state for the next meeting.
+"""The outer update: new parameters from the mean over all replicas, and the state for the next synchronisation.
 
 The three rules, with their sources, are those of `autopar.ir.meeting`. Nothing here communicates.
 """

@@ -1,4 +1,4 @@
-"""Replicas that exchange with an asynchronous server after every so many steps (`autopar.ir.meeting`).
+"""Replicas that exchange with an asynchronous server after every K steps (`autopar.ir.meeting`).
 
 The exchange after steps 1 to K is made when step K + 1 begins, see [Note: when replicas meet]. The server is a thread
 of the owner's process for each other replica, so that the owner trains as all others do. Common parameters and messages

@@ -99,7 +99,7 @@ class Server:
             self._changed.notify_all()
 
     def let_answers_go(self, seconds: float) -> None:
-        """Waits until every answer that was given is also sent, for so many seconds at most.
+        """Waits until every answer that was given is also sent, for at most this many seconds.
 
         A replica with its answer may ask again at once. Nobody waits here for the answer to that.
         """

@@ -58,7 +58,7 @@ class ServerTable:
 
     @torch.no_grad()
     def push(self, replica: int, steps: int, changes: ExchangeBuffer) -> None:
-        """Adds a replica's difference over so many steps, which is used up, divided by the number of replicas."""
+        """Adds a replica's difference over this many steps, which is used up, divided by the number of replicas."""
         self._pushes += 1
         for name, x in self._values.items():
             rows, change = changes.rows.get(name), changes.tensors[name]

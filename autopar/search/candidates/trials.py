@@ -32,8 +32,8 @@ _SAME_MESH = 2  # numbers of micro-batches to try on one mesh, and again on the 
 # A model of 0.24 million parameters on two ranks is searched in 0.4 s; its estimates alone take 2.0.
 _FEW_RANKS, _FEW_PARAMETERS = 4, 1_000_000
 _FULL = 0.8  # smallest part of the bound on memory that a plan takes if memory is tight
-# Least estimate of a step that is surely slower than the best one, as its multiple: estimates are above the price of a
-# plan by up to 1.6 % (bert-large, eight H100, dp=4,tp=2).
+# A step whose estimate is this multiple of the best step is surely slower: estimates exceed the price of a plan by up
+# to 1.6 % (bert-large, eight H100, dp=4,tp=2).
 _SURELY_SLOWER = 1.02
 # Plans of other settings are kept for display if their steps are at most this many times as long as the best one.
 MOST_SHOWN = 1.1
@@ -273,7 +273,7 @@ def space_of(graph: Graph, request: Request, rows: int) -> SettingEstimator:
 
 
 def cluster_of(hardware: Hardware, ranks: int) -> Cluster:
-    """The nodes that hold so many ranks."""
+    """The nodes that hold this many ranks."""
     node = math.gcd(ranks, hardware.devices_per_node)
     return Cluster(replace(hardware, devices_per_node=node), ranks // node)
 

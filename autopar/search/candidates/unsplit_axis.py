@@ -3,7 +3,7 @@
 For a tiny model on Gloo the fastest step is that of fewer ranks, which the others repeat, or one that splits the
 largest ops and repeats all others. Such plans are legal, and users can name their meshes:
 
-    an axis that splits nothing     has the estimate of a cluster with so many ranks fewer         `unsplit_trials_of`
+    an axis that splits nothing     has the estimate of a cluster with this many ranks fewer         `unsplit_trials_of`
     single ops that are split       no recipe asks for them, so that no estimate is a bound of
                                     their plans: every mesh is searched without a recipe           `open_trials_of`
 """

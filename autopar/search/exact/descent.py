@@ -36,7 +36,7 @@ from autopar.search.exact.problem import Problem
 from autopar.search.request.recipe_rows import RECIPES, Recipe
 
 _MAX_ROUNDS = 8  # rounds over all axes; all descents seen so far ended after two or three
-_FOLLOWED = 3  # descents without recipes start at the plans of so many of the best combinations
+_FOLLOWED = 3  # descents without recipes start at the plans of this many of the best combinations
 _MAX_EXPOSURES = 3  # number of times that programs are solved again with another exposure
 # Step of a plan that counts as the fastest, as a multiple of a lower bound on all steps: twice the solver's tolerance.
 _PROVEN = 1 + 2e-4

@@ -263,7 +263,7 @@ class MeshSearch:
         return _state_bytes(self.problem) > memory_bytes
 
     def at_price(self, byte_seconds: float) -> Found:
-        """The plan with the least seconds, where every byte of a rank's peak memory counts as so many more."""
+        """The fastest plan if every byte of a rank's peak memory counts as this many more seconds."""
         return self._once(("price", byte_seconds), lambda: self._at_price(byte_seconds))
 
     def _at_price(self, byte_seconds: float) -> Found:

@@ -66,8 +66,8 @@ def with_nesting(found: Planned, request: Request) -> Planned:
         return found
     turned = sum(ops[name] != plan.ops[name] for name in ops)
     note = Note(
-        f"in {turned} ops the axes nest in another order than that of the mesh, in which conversions take less: a step "
-        f"takes {format_seconds(price.step_seconds)} in place of {format_seconds(before.step_seconds)}",
+        f"{turned} ops nest the axes in another order than the mesh, because conversions are faster in that order: a "
+        f"step takes {format_seconds(price.step_seconds)} in place of {format_seconds(before.step_seconds)}",
         "axes",
     )
     notes = (each for each in plan.notes if kind_of(each) != "price")  # those of the other order

@@ -304,9 +304,9 @@ class PlanOptions:
         for axis in self.decompose if self.decompose != AUTO_AXES else ():
             if axis not in names or axis == PIPELINE_AXIS or self.decompose.count(axis) > 1:
                 raise AutoparError(
-                    f"decompose names the axis {axis!r}, and stages have the axes "
+                    f"decompose names the axis {axis!r}, but the axes inside a stage are "
                     f"{', '.join(name for name in names if name != PIPELINE_AXIS)}: name each of these at most once, "
-                    "or write 'auto' for those that the price favours."
+                    "or write 'auto' to decompose those where it is predicted to be faster."
                 )
 
     def _check_schedule(self) -> None:

@@ -298,7 +298,7 @@ def _check_reductions(rows: Sequence[Recipe], mesh: Mesh) -> None:
         raise RecipeError(
             f"{once} on {first} reduces gradients once per step and {often} on "
             f"{second} per micro-batch, but a gradient is reduced over all axes at once; "
-            "name the same on both."
+            "name the same recipe on both."
         )
 
 

@@ -105,7 +105,7 @@ class Request(PlanOptions):
         return replace(self, **changes)
 
     def of_micro_batches(self, count: int | None) -> Request:
-        """The request for a step of so many micro-batches, of which as many run at a time as the number allows."""
+        """The request for a step of this many micro-batches, of which as many run at a time as the number allows."""
         return self.but(micro_batches=count, overlap_batches=math.gcd(self.overlap_batches, count or 1))
 
     def of_replica(self, given: Plan | None = None) -> Request:

@@ -58,7 +58,7 @@ def over_mesh(name: str, axes: tuple[str, ...]) -> dict[str, str]:
 
 
 def _names(name: str, axes: list[str]) -> tuple[str, ...]:
-    """The recipe of each of these axes. Raises RecipeError unless `name` is one of so many axes."""
+    """The recipe of each of these axes. Raises RecipeError unless `name` is one of this many axes."""
     if not isinstance(name, str) or name not in SEVERAL_AXES:  # a name that is not text is refused as unknown
         if len(axes) == 1:
             return (name,)

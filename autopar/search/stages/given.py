@@ -358,7 +358,7 @@ class GivenMesh:
             found += self._that_fit_beside_activations()
         if not found:
             assert again is not None, "recomputation has found no plan"
-            raise both(self._refusal(), again, "with blocks run again")
+            raise both(self._refusal(), again, "with blocks recomputed")
         return min(found, key=lambda each: each.price.step_seconds)
 
     @property
@@ -399,6 +399,6 @@ class GivenMesh:
 def _refuse_no_blocks(graph: Graph, recompute: RecomputeOption | None) -> None:
     if recompute not in (None, "none") and not has_blocks(graph):
         raise PlanError(
-            f"recompute={recompute!r} was asked for, and nothing can run again: of {len(graph.ops)} ops "
+            f"recompute={recompute!r} was asked for, but nothing can be recomputed: of {len(graph.ops)} ops "
             "none takes a parameter. Leave recompute out."
         )

@@ -67,8 +67,8 @@ _SHARES = (1.0, 0.5, 0.25)  # of the memory of all ranks, see [Note: memory of a
 _WIDER = (1.0, 2.0, 4.0, 8.0, math.inf)  # multiples of this memory to try if no plan fits into it
 _WORTH = 0.995  # another search must promise a step of less than this part of the best one
 _EXECUTED, _NEAR = 3, 1.15  # settings always balanced by simulation, within 15 % of the fastest
-# More settings are balanced so until the squares of their stages times their micro-batches add up to this: balancing
-# simulates all stages and micro-batches some times for each stage, and this much takes one to three seconds.
+# Limit on the work of balancing further settings by simulation, as the sum of (stages)^2 times micro-batches: balancing
+# simulates all stages and micro-batches several times for each stage, and this limit takes one to three seconds.
 _EXECUTED_WORK = 2**17
 _EXECUTABLE = 1024  # stages times micro-batches: balancing simulates a schedule hundreds of times
 _MOST_MICRO_BATCHES = 16  # for each pipeline rank: the bubble of 1F1B is 6 % then

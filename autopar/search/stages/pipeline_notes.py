@@ -47,7 +47,7 @@ def _against_kept_whole(best: Priced, kept: KeptWhole) -> str:
     slower = 1e3 * (best.seconds - kept.seconds)
     return (
         f"recompute {format_recompute(best.plan.recompute)}: {format_bytes(saved)} less on the fullest rank "
-        f"for {slower:.3f} ms more a step than with these cuts and nothing run again"
+        f"for {slower:.3f} ms more a step than with these cuts and no recomputation"
     )
 
 

@@ -157,7 +157,7 @@ def test_a_model_without_blocks_is_refused() -> None:
             return x.pow(2).mean()
 
     free = prepare_forward(Free(), (torch.randn(4, 4),))
-    with pytest.raises(PlanError, match="nothing can run again"):
+    with pytest.raises(PlanError, match="nothing can be recomputed"):
         search_step(free, Request(HARDWARE, recompute="partitioned", mesh={"tp": 2}))
 
 
