@@ -61,4 +61,4 @@ def _refuse_own_graph(node: fx.Node) -> None:
     """Raises OtherSizes for a call whose target is not an operator, but holds sizes of its own: experts, functions."""
     is_plain = isinstance(node.target, OpOverload) or node.target is operator.getitem
     if node.op == "get_attr" or (node.op == "call_function" and not is_plain):
-        raise OtherSizes(f"{node.name} holds a graph of its own, whose sizes are not open")
+        raise OtherSizes(f"{node.name} has a graph of its own, whose sizes are fixed")

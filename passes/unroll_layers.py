@@ -83,8 +83,8 @@ class _Unroller:
 
     def _refusal(self, why: str) -> CaptureError:
         return CaptureError(
-            f"The {self.stack.captured} captured layers of {self.stack.path} cannot stand for all "
-            f"{self.stack.layers}: {why}. Give the whole model, as package.module:function."
+            f"The {self.stack.captured} captured layers of {self.stack.path} cannot represent all {self.stack.layers}: "
+            f"{why}. Give the whole model, as package.module:function."
         )
 
     def _chain(self) -> dict[fx.Node, fx.Node]:

@@ -167,9 +167,9 @@ def _reduced(x: DTensor, protocol: Any) -> Any:
 def _not_whole(x: DTensor, kind: str) -> str:
     lies = "is of one pipeline stage" if kind == "stage" else f"lies as {list(x.placements)}"
     return (
-        f"A tensor of shape {list(x.shape)} is saved (torch.save) or pickled that {lies}, so that this rank has a part "
-        "of its model: such a file is not the model, and ranks that save under one name overwrite each other. Save "
-        "with autopar.checkpoint.save_checkpoint(folder, model, optimizer) or model.export(folder) on all ranks "
+        f"A tensor of shape {list(x.shape)} was given to torch.save or pickle, but it {lies}, so this rank has only a "
+        "part of it: such a file is not the model, and ranks that save under one name overwrite each other's files. "
+        "Save with autopar.checkpoint.save_checkpoint(folder, model, optimizer) or model.export(folder) on all ranks "
         "(docs/checkpoints.md; after shard_ docs/backend.md)."
     )
 
@@ -183,9 +183,9 @@ def _of_whole(function: Callable[..., Any]) -> Callable[..., Any]:
         if any(_kind(x) == "stage" for x in (given if isinstance(given, list) else [given])):
             raise StepError(
                 "A norm or a vector (torch.nn.utils) is made of parameters or gradients of this rank's pipeline "
-                "stages, and those of other stages lie on other ranks, so that each rank would have another. "
-                "model.clip_grad_norm_(max_norm) has the norm of all gradients; for that of some, and for vectors, "
-                "take a recipe without stages, such as autopar.compile(model, recipe='zero3')."
+                "stages only; other ranks have those of the other stages, and would get another result. "
+                "model.clip_grad_norm_(max_norm) returns the norm of all gradients; for the norm of some of them, and "
+                "for vectors, take a recipe without stages, such as autopar.compile(model, recipe='zero3')."
             )
         return function(given, *args, **kwargs)
 

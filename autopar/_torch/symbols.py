@@ -118,7 +118,7 @@ class SizeValues:
         if value in (sympy.true, sympy.false):
             return bool(value)
         if not value.is_number:
-            raise OtherSizes(f"the number {expression} is read off a tensor's values")
+            raise OtherSizes(f"the number {expression} is read from a tensor's values")
         return int(value) if value.is_integer else float(value)
 
 
@@ -132,5 +132,5 @@ def _sizes(inputs: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Iterato
     """Pairs every size of the example tensors with the size in the given shapes."""
     for example, shape in zip(inputs, shapes, strict=True):
         if example.ndim != len(shape):
-            raise OtherSizes(f"an input has {len(shape)} dims, and had {example.ndim}")
+            raise OtherSizes(f"an input has {len(shape)} dims, but had {example.ndim} at capture")
         yield from zip(example.shape, shape, strict=True)

@@ -24,7 +24,7 @@ from autopar.capture.results import extra_names
 from autopar.errors import StepError
 from autopar.ir import Graph
 
-_SINGLE_ROW = "each of them has a single row, so that its rows cannot be told from its dims"
+_SINGLE_ROW = "each of them has a single row, so a dim of rows cannot be told from other dims of size 1"
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ def refuse_split_extras(extras: tuple[Extra, ...], micro_batches: int) -> None:
     lost = next((each for each in extras if each.obstacle), None)
     if lost is not None and micro_batches > 1:
         raise StepError(
-            f"{lost.name} cannot be put together from {micro_batches} micro-batches: {lost.obstacle}. What can be are "
-            "rows of the batch, and sums, means and ratios of sums over it: return the rows, and compute the rest "
+            f"{lost.name} cannot be computed from {micro_batches} micro-batches: {lost.obstacle}. Results that can be "
+            "are rows of the batch, and sums, means and ratios of sums over it. Return the rows, and compute the rest "
             "outside of the step; or take micro_batches=1."
         )
 

@@ -44,7 +44,7 @@ def start_line(plan: Plan, request: Request, is_given: bool, predicted: tuple[fl
     if mesh.placement:
         words.append(f"nested as {', '.join(mesh.names)}")
     if idle and not is_given:
-        words.append(f"{', '.join(idle)} left idle, because that was found cheapest; recipe='ddp' insists")
+        words.append(f"{', '.join(idle)} left idle, because that was found fastest; recipe='ddp' uses it anyway")
     words.append("as the given plan has it" if is_given else f"recipe {plan.recipe_in_use}")
     if plan.meeting is not None:
         words.append(f"{counted(plan.meeting.replicas, 'replica')} that synchronise {plan.meeting}")
@@ -89,9 +89,9 @@ def warn_of_idle_axes(plan: Plan) -> None:
     splits = "axis {} splits" if len(idle) == 1 else "axes {} split"
     ranks = math.prod(sizes[name] for name in idle)
     warn_together(
-        f"The {splits.format(axes)} nothing: {ranks} ranks all do the same, because that was "
-        "found cheapest for so small a model. Name a recipe to have it split, such as "
-        f"recipe={{{idle[0]!r}: 'ddp'}}; the axis of pipeline stages is called {PIPELINE_AXIS!r}.",
+        f"The {splits.format(axes)} nothing: all {ranks} ranks do the same work, because that was found fastest for "
+        f"such a small model. To split it anyway name a recipe, such as recipe={{{idle[0]!r}: 'ddp'}}; the axis of "
+        f"pipeline stages is called {PIPELINE_AXIS!r}.",
         stacklevel=2,
     )
 
@@ -117,7 +117,7 @@ def warn_of_unasked_stages(plan: Plan) -> None:
 def warn_of_unused_folder(files: Files, plan: Plan) -> None:
     """Warns that a folder was named for files, and that the plan keeps no parameters there."""
     warn_together(
-        f"nvme={str(files.folder)!r} is not used: the plan, of the recipe {plan.recipe}, keeps no parameters in files. "
+        f"nvme={str(files.folder)!r} is not used: the plan (recipe {plan.recipe}) keeps no parameters in files. "
         "Take the recipe 'zero-infinity-nvme', or leave nvme out.",
         stacklevel=2,
     )
@@ -137,8 +137,7 @@ def warn_of_shape(first: Plan, plan: Plan, prepared: Prepared) -> None:
     axes = "; ".join(axis_lines(prepared.analysis.graph, plan))
     reason = why_not_again(first, prepared) or "it would not fit into memory"
     warnings.warn(
-        f"This batch cannot be split as the first was: {reason}. It has a plan of "
-        f"its own, where {axes}. To avoid it give batches of the first one's size (drop_last=True leaves out a "
-        "last, smaller one), or pad.",
+        f"This batch cannot be split as the first was: {reason}. It has a plan of its own, in which {axes}. To avoid "
+        "this, give batches of the first one's size (drop_last=True leaves out a last, smaller one), or pad.",
         stacklevel=2,
     )

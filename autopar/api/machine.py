@@ -90,7 +90,7 @@ def words_of_device(device: torch.device) -> str:
     offered = _torch.accelerator_kind()
     if _torch.is_accelerator(device) or offered is None:
         return f"on {device}"
-    return f"on {device}, beside an idle accelerator that device={offered!r} takes"
+    return f"on {device}, although an accelerator is idle; device={offered!r} uses it"
 
 
 def hardware_of(

@@ -229,9 +229,8 @@ class Planner:
             return given
         if given.pipeline is not None:
             raise PlanError(
-                "The plan is that of a step through pipeline stages, and model(...) was called before the first step. "
-                "Give example_inputs=... to autopar.compile, so that the plan is carried out at once, or call step "
-                "first."
+                "The plan has pipeline stages, and model(...) was called before the first step. Give "
+                "example_inputs=... to autopar.compile, so that the stages are set up at once, or call step first."
             )
         fixed = Fixed(given.parameters, None, given.recompute, {}, given.saved)
         return self._following(prepared, fixed, 1, is_step=False, is_open=False)

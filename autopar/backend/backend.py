@@ -157,7 +157,7 @@ def _request(options: Mapping[str, Any], hardware: Any, stored: Mesh | None, dev
     mesh, recipe = _mesh(options.get("mesh"), stored), options.get("recipe", "auto")
     if split_recipe(recipe)[0]:
         raise RecipeError(
-            f"The recipe {recipe!r} is one of pipeline stages, and those need the whole step: use "
+            f"The recipe {recipe!r} is for pipeline stages, which need the whole step: use "
             "autopar.compile and its `step`, or another recipe."
         )
     ranks = world_size()

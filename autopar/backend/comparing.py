@@ -51,7 +51,7 @@ def check_calls(
     ops = list(_ops(graph))
     digest = hashlib.sha256(repr([text for text, _ in ops]).encode()).hexdigest()
     own = [[name, str(list(x.shape) if isinstance(x, Tensor) else x)] for name, x in named.items()]
-    why = "A graph of torch.compile was called with new arguments, which all ranks compare."
+    why = "A graph of torch.compile was called with new arguments, and all ranks compare theirs."
     given = [[name, shape] for name, shape in own if name not in _parameters(named)]
     why += f" Here they are {', '.join(' '.join(each) for each in given[:4]) or 'parameters alone'}."
     remedy = f"{SAME_SHAPES}{place}"
@@ -91,13 +91,13 @@ def _refuse_arguments(found: Sequence[Sequence[tuple[str, str]]]) -> None:
             if (name, shape) != (other, its_shape):
                 raise StepError(
                     f"The ranks called a graph with different arguments: rank 0 gave {name} {shape}, rank {rank} "
-                    f"gave {other} {its_shape}. Each has to give the same whole batch: seed the samplers alike on all "
-                    "ranks, and use no DistributedSampler."
+                    f"gave {other} {its_shape}. Each rank must give the same whole batch: seed the samplers alike on "
+                    "all ranks, and use no DistributedSampler."
                 )
         if len(theirs) != len(found[0]):
             raise StepError(
                 f"The ranks run different graphs: rank 0 has {len(found[0])} arguments, and rank {rank} has "
-                f"{len(theirs)}. Each has to run the same code with the same whole batch."
+                f"{len(theirs)}. Each rank must run the same code with the same whole batch."
             )
 
 
@@ -110,8 +110,8 @@ def _refuse_ops(found: Sequence[Sequence[tuple[str, str]]]) -> None:
             if op != other:
                 raise StepError(
                     f"The ranks run different graphs: rank 0 computes {op} ({line}), and rank {rank} {other} "
-                    f"({its_line}). Python has chosen differently: seed random and numpy alike on all ranks, and "
-                    "read the clock or the rank outside of what is compiled."
+                    f"({its_line}). Python has chosen differently: seed random and numpy alike on all ranks, and read "
+                    "the clock or the rank outside of the compiled code."
                 )
 
 
@@ -135,10 +135,9 @@ def check_alike(world: World, named: Mapping[str, Any]) -> None:
     dist.all_reduce(wrong, dist.ReduceOp.MIN)
     if int(wrong) < len(tensors):
         raise AutoparError(
-            f"{tensors[int(wrong)][0]} is not the same on all {world.mesh.size} ranks, and each has to "
-            "give the whole batch and the same parameters, as one device would have them: call "
-            "torch.manual_seed with one number on all ranks before the model is made and data are drawn, "
-            "and use no DistributedSampler."
+            f"{tensors[int(wrong)][0]} is not the same on all {world.mesh.size} ranks, but each must give the whole "
+            "batch and the same parameters, as on one device: call torch.manual_seed with one number on all ranks "
+            "before the model is made and data are drawn, and use no DistributedSampler."
         )
 
 

@@ -127,8 +127,8 @@ def refuse_shared(
     for i, place in changed.items():
         if arguments[i].requires_grad:
             raise CaptureError(
-                f"{names[i]} requires a gradient and is changed in place; clone it first, or change it "
-                f"outside of what is compiled.{place}"
+                f"{names[i]} requires a gradient and is changed in place; clone it first, or change it outside of the "
+                f"compiled code.{place}"
             )
         shared = [j for j in tensors if j != i and shares_memory(arguments[i], arguments[j])]
         if shared:

@@ -126,8 +126,8 @@ class SplitGraph:
             isinstance(x, Tensor) and not isinstance(x, DTensor) and x.storage_offset() for x in arguments
         ):
             raise CaptureError(
-                "The graph uses as_strided, and an argument is a view with a storage offset; "
-                f"take slices, or give a clone.{place_of(self._module)}"
+                "The graph uses as_strided, but an argument is a view with a storage offset; use slices, or give a "
+                f"clone.{place_of(self._module)}"
             )
 
     def _heard(self) -> contextlib.AbstractContextManager[None]:
@@ -154,10 +154,10 @@ class SplitGraph:
         if not self._has_warned:
             self._has_warned = True
             self._warn(
-                f"it has met {self._recurrence.sets} sets of sizes, and plans for others when they recur often. "
-                "Sizes that depend on values (x[mask], nonzero) seldom do: to have the work split, compute all rows "
-                "and mask them with torch.where, or multiply sorted rows with torch.nn.functional.grouped_mm. Lengths "
-                f"of batches: pad them to a few.{place_of(self._module)}"
+                f"it was called with {self._recurrence.sets} sets of sizes, and further sets get a plan only if they "
+                "recur often. Sizes that depend on values (x[mask], nonzero) seldom do: to have the work split, "
+                "compute all rows and mask them with torch.where, or multiply sorted rows with "
+                f"torch.nn.functional.grouped_mm. Lengths of batches: pad them to a few.{place_of(self._module)}"
             )
 
 

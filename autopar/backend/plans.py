@@ -124,7 +124,7 @@ def _on_mesh(mesh: Mesh, prepared: Prepared, request: Request, stored: Mapping[s
         try:
             return search(recipe)
         except AutoparError as error:
-            refused.append(f"recipe {format_recipe(recipe)} gives way for a graph: {error}")
+            refused.append(f"recipe {format_recipe(recipe)} is not applied to a graph: {error}")
     return search("auto")
 
 

@@ -154,13 +154,13 @@ def refuse_places(plan_or_recipe: Plan | RecipeLike, mesh: Mesh) -> None:
     far = next((tier for tier in tiers if tier != "device"), None)
     if far is not None:
         raise RecipeError(
-            f"{asked} stores parameters on the {far}, and under torch.compile they stay on the device: use "
+            f"{asked} stores parameters on the {far}, but under torch.compile they stay on the device: use "
             "autopar.compile and its `step`, or another recipe."
         )
     if owned:
         raise RecipeError(
-            f"{asked} stores parameters on one rank each, and under torch.compile every rank has all or a part of "
-            "each: use autopar.compile and its `step`, or another recipe such as ddp or zero1."
+            f"{asked} stores each parameter on one rank, but under torch.compile every rank has all or a part of each: "
+            "use autopar.compile and its `step`, or another recipe such as ddp or zero1."
         )
 
 
@@ -177,7 +177,7 @@ def _refuse_held(model: nn.Module, named: Mapping[str, nn.Parameter]) -> None:
                 if id(x) in known:
                     raise CaptureError(
                         f"{path or 'The model'} ({type(module).__name__}) holds parameter {known[id(x)]} in "
-                        f"its attribute {attribute!r} too, which would go on to use the whole one; "
+                        f"its attribute {attribute!r} too, which would keep the whole parameter; "
                         "use autopar.compile, or a module that reads its parameters by name."
                     )
 
@@ -200,8 +200,8 @@ def _needs_graph(recipe: RecipeLike, mesh: Mesh) -> bool:
 def _planned(model: nn.Module, recipe: RecipeLike, mesh: Mesh, example_inputs: Any, hardware: Hardware) -> Plan:
     if example_inputs is None:
         raise RecipeError(
-            f"Which dims the recipe {format_recipe(recipe)} stores split depends on what the model computes: "
-            "give shard_ example_inputs=..., or a plan; zero3 and ddp need neither."
+            f"The dims in which the recipe {format_recipe(recipe)} shards parameters depend on what the model "
+            "computes: give shard_ example_inputs=..., or a plan; zero3 and ddp need neither."
         )
     args, kwargs = split_example(example_inputs)
     request = Request(hardware, mesh=mesh, recipe=recipe, offload=False)

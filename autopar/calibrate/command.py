@@ -56,7 +56,7 @@ Examples:
     metavar="NAME",
     help="Number format of matrix products, by default all; may be repeated.",
 )
-@click.option("--name", help="Of the hardware; by default the file's.")
+@click.option("--name", help="Name of the hardware; by default that of the file.")
 def calibrate_command(
     output: Path,
     device: str | None,

@@ -177,7 +177,7 @@ class _Sources:
             yield figure, self._as_catalogue()
 
     def _as_catalogue(self) -> Source:
-        return Source("guess", f"not measured; as {LIKE[self.found.kind]} of the catalogue")
+        return Source("guess", f"not measured; copied from {LIKE[self.found.kind]} of the catalogue")
 
     def _measured(self, text: str) -> Source:
         return Source("measured", f"{text}; {self.where}")
@@ -213,7 +213,7 @@ class _Sources:
             return Source("guess", "a node of the run had one rank; as across_nodes")
         told = ABSENT[self.found.kind][link][1]
         lack = "one rank" if self.found.local_ranks * self.found.nodes == 1 else "one node"
-        return Source("guess", f"not measured, the run had {lack}; taken for {told}")
+        return Source("guess", f"not measured, because the run had {lack}; assumed: {told}")
 
     def _ranks(self) -> str:
         count, nodes = self.found.local_ranks * self.found.nodes, self.found.nodes

@@ -49,7 +49,7 @@ def calibrate(
     running = _running_ranks()
     count = running or (device_count(kind) if ranks is None else ranks)
     if count < 1:
-        raise AutoparError(f"A machine is measured with 1 rank or more, not {count}.")
+        raise AutoparError(f"A machine is measured with at least 1 rank, not {count}.")
     if ranks not in (None, count):
         raise AutoparError(f"{count} ranks are running already, so --ranks {ranks} cannot be.")
     check_device(kind, int(os.environ.get("LOCAL_WORLD_SIZE", count)))

@@ -118,7 +118,7 @@ def target_count(loss_fn: LossFunction) -> int:
         count = _torch.required_arguments(getattr(function, "__name__", ""))
         if count is None:
             raise StepError(
-                f"How many entries of the batch the loss function {loss_fn!r} takes cannot be read from it. "
+                f"The number of batch entries that the loss function {loss_fn!r} takes is not in its signature. "
                 "Wrap it in a function that names them: lambda result, target: ..."
             ) from None
         return max(count - 1, 0)
@@ -245,11 +245,11 @@ def _require_scalar_loss(captured: Captured, loss_fn: LossFunction | None) -> No
     if kind in (list, dict):
         raise StepError(
             f"The loss function returns a {kind.__name__} with tensors of shapes {shapes}; `step` needs the loss "
-            "first. Return a tuple of the loss and what else a step is to give back: (loss, {'accuracy': accuracy})."
+            "first. Return a tuple of the loss and any other results of the step: (loss, {'accuracy': accuracy})."
         )
     raise StepError(
         f"The loss function returns tensors of shapes {shapes}; `step` needs one scalar. "
-        "Reduce it, for example with .mean(), and return what else a step is to give back behind it: "
+        "Reduce it, for example with .mean(), and return any other results of the step after it: "
         "(loss, {'logits': logits})."
     )
 

@@ -44,7 +44,7 @@ def rounded_products(model: nn.Module, parameters: Mapping[str, Tensor], policy:
         raise CaptureError(
             f"precision={str(policy)!r} rounds the products of linear layers, but none was rounded: "
             f"{_seen(mode)}. A layer is rounded if it calls torch.nn.functional.linear with its own weight, as "
-            f"nn.Linear does and nn.MultiheadAttention does not, on an input of two dims or more; if both dims of that "
+            "nn.Linear does (nn.MultiheadAttention does not), on an input of two dims or more; if both dims of that "
             f"weight are multiples of {TILE}; and if it is not exempt."
         )
 
@@ -71,7 +71,7 @@ def _check_names(model: nn.Module, policy: MixedPrecision) -> None:
         if not any(_covers(pattern, name) for name in linear):
             shown = ", ".join(linear[:6]) + ", ..." * (len(linear) > 6)
             raise CaptureError(
-                f"The precision exempts {pattern!r}, which is the name of no linear layer; there are {shown or 'none'}."
+                f"The precision exempts {pattern!r}, which no linear layer is called; there are {shown or 'none'}."
             )
 
 

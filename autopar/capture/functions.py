@@ -191,7 +191,7 @@ class _Watch(TorchDispatchMode):
         if traced or name:
             what = f"the parameter or buffer {name.removeprefix('model.')}" if name else "a tensor of the model"
             raise self.where.refused(
-                f"computes with {what}, of shape {list(x.shape)}, which is none of its arguments",
+                f"computes with {what}, of shape {list(x.shape)}, which is not one of its arguments",
                 "Pass that tensor to apply",
             )
 
@@ -298,7 +298,7 @@ class _TrialRun:
             return others, False
         if self.watch.draws:
             raise self.where.refused(
-                "draws random numbers in its backward, which ranks would draw apart",
+                "draws random numbers in its backward, which would differ between ranks",
                 "Draw them in forward",
             )
         return others | {i for i, x in zip(wanted, found, strict=True) if x is None}, True

@@ -125,7 +125,7 @@ def _place(error: BaseException, wrapper: nn.Module) -> str:
         )
         kind = first_line(repr(module))
         lines.append(f"module: {names[module]}, {kind}{f', which is given {given}' if given else ''}")
-    return "\n".join([*lines, "The model fails so on one device too; autopar has no part in it."])
+    return "\n".join([*lines, "The model fails in the same way on one device; autopar does not cause this error."])
 
 
 def _in_loss(error: BaseException, wrapper: nn.Module) -> str | None:

@@ -82,7 +82,7 @@ def _expert_remedy(wrapper: nn.Module) -> str:
         return 'Choose the grouped form of the experts, model.set_experts_implementation("grouped_mm")'
     return (
         "Sort the rows by expert and multiply them with torch.nn.functional.grouped_mm, or run every expert "
-        "on all rows and mask what is not its own"
+        "on all rows and mask the rows of other experts"
     )
 
 
@@ -137,8 +137,8 @@ def _remedy_of_values(error: Exception, line: str, wrapper: nn.Module) -> str | 
     """The remedy for code that needs the values of a tensor."""
     if isinstance(error, _torch.SizeDependsOnValues):
         return (
-            "Compute this outside of what is captured, as a CTC loss of the model's result: "
-            'torch.compile(model, backend="autopar") takes the model alone'
+            "Compute this outside of the captured code, such as a CTC loss of the model's result; "
+            'torch.compile(model, backend="autopar") compiles only the model'
         )
     if "data-dependent" not in str(error).lower() and "DataDependent" not in type(error).__name__:
         return None
@@ -151,13 +151,13 @@ def _remedy_of_arguments(error: Exception, wrapper: nn.Module) -> str | None:
     """The remedy for arguments that a trace does not take."""
     shared = _shared_buffers(wrapper)
     if isinstance(error, AssertionError) and shared:
-        return f"Keep under one name the buffer that {' and '.join(shared)} are, which forward may change"
+        return f"Give the buffer a single name: {' and '.join(shared)} are the same tensor, which forward may change"
     if isinstance(error, TypeError) and f"{_forward_name(wrapper)}()" in str(error):
         return "Call it with the arguments that the model's forward takes"
     if isinstance(error, TypeError) and "FakeTensor" in str(error):
         return (
-            "Use no tensor as a Python number here. Packed sequences do: give the recurrent layer the padded "
-            "batch, and mask what is behind the lengths"
+            "Use no tensor as a Python number here. Packed sequences do: give the recurrent layer the padded batch, "
+            "and mask the positions after the lengths"
         )
     return None
 
@@ -180,7 +180,7 @@ _READ = (
     (
         "use_cache",
         True,
-        "a plan of a config.json is of a model that keeps no keys and values: set {words} = False",
+        "the plan was made from a config.json, for a model without a cache of keys and values: set {words} = False",
     ),
 )
 

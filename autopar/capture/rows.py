@@ -32,8 +32,8 @@ def rows_of_replica(tensors: Sequence[Tensor], number: int, replicas: int) -> li
     for x, is_cut in zip(tensors, have_rows([tuple(x.shape) for x in tensors]), strict=True):
         if is_cut and x.shape[0] % replicas:
             raise StepError(
-                f"A batch of {x.shape[0]} rows cannot be shared by {replicas} replicas, each of which trains on rows "
-                f"of its own: give a multiple of {replicas} rows, or drop a last, smaller batch (drop_last=True)."
+                f"A batch of {x.shape[0]} rows cannot be divided among {replicas} replicas, each of which trains on "
+                f"its own rows: give a multiple of {replicas} rows, or drop a last, smaller batch (drop_last=True)."
             )
         found.append(x.chunk(replicas)[number] if is_cut and replicas > 1 else x)
     return found

@@ -14,7 +14,7 @@ from autopar.explanation.differences import Side, costs, differences, to_json, v
 
 @click.command(
     "diff",
-    help="""Say in words what differs between two plans, and what that costs.
+    help="""Describe the differences between two plans, and their costs.
 
 A.json and B.json are plans that `explain --save` wrote, or documents of `explain --json`, which also
 know costs.

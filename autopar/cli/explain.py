@@ -17,9 +17,9 @@ from autopar.ir.files import check_output
 
 @click.command(
     "explain",
-    help=f"""Plan a step of TARGET on a cluster, and say what was chosen and why: what is split over which
-axis, where collectives stand and what they cost, memory and time, the next best plans and why they
-lose, what would change the choice. Needs no devices, weights or process group.
+    help=f"""Plan a step of TARGET on a cluster, and say what was chosen and why: the tensors split
+over each axis, the collectives and their costs, memory and time, the next best plans and why
+they lose, and changes that would lead to another choice. Needs no devices, weights or process group.
 
 {TARGET_HELP}
 
@@ -46,7 +46,7 @@ Examples:
     "--html",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Write a report to look at, one file without scripts or network.",
+    help="Write an HTML report: one file, without scripts or network access.",
 )
 @click.option(
     "--trace",
@@ -55,7 +55,7 @@ Examples:
     help="Write the predicted step as a Chrome trace, for Perfetto.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
-@click.option("--verbose", "is_verbose", is_flag=True, help="Also say which sizes no axis divides.")
+@click.option("--verbose", "is_verbose", is_flag=True, help="Also list the sizes that no axis divides.")
 def explain_command(
     target: str,
     save: Path | None,

@@ -16,7 +16,7 @@ from autopar.explanation.sheet import FitSheet
 @click.command(
     "fit",
     help=f"""Say whether a step of TARGET fits: bytes of a rank by kind, the margin, and the changes
-that make it fit, by their price in time or money. Ends with status 1 if it does not fit as asked.
+that make it fit, by their price in time or money. Exits with status 1 if it does not fit as asked.
 
 {TARGET_HELP}
 
@@ -35,8 +35,8 @@ Examples:
     multiple=True,
     type=Price(),
     metavar="[GPU=]PRICE",
-    help="What an hour of one device costs, in any currency: 2.5 for the device of the cluster, or "
-    "h200=3.5. May be repeated. Changes are ranked by money then.",
+    help="The price of one device for one hour, in any currency: 2.5 for the device of the cluster, or h200=3.5. May "
+    "be repeated. Changes are then ranked by money.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def fit_command(target: str, as_json: bool, prices: tuple[tuple[str, float], ...], **given: Any) -> None:

@@ -70,7 +70,7 @@ class BatchSize(click.ParamType):
         if value == AUTO:
             return AUTO
         if not re.fullmatch(r"-?[0-9]+", str(value)):
-            self.fail(f"{value!r} is no batch; write a number such as 64, or auto.", param, ctx)
+            self.fail(f"{value!r} is not a batch; write a number such as 64, or auto.", param, ctx)
         return POSITIVE.convert(value, param, ctx)
 
 

@@ -148,7 +148,7 @@ Examples:
     default=3,
     metavar="K",
     show_default=True,
-    help="Number of restarts on each number of ranks.",
+    help="Number of restarts before the number of ranks is lowered.",
 )
 @click.option(
     "--restore-minutes",
@@ -156,7 +156,7 @@ Examples:
     default=10.0,
     metavar="M",
     show_default=True,
-    help="An attempt that lasted so long gives all restarts back.",
+    help="After an attempt of this many seconds the count of restarts begins again.",
 )
 @click.option(
     "--min-ranks",

@@ -30,9 +30,9 @@ from autopar.proof.verify import verify
 loss and every gradient with the single-device model.
 
 TARGET is package.module:function; the function returns (model, example_inputs) or
-(model, example_inputs, loss_fn), and may take a batch, which is then that of a plan
-that is read. The plan is searched, or drawn with --random,
-or read with --plan; with an axis pp it has pipeline stages, run in the order of their schedule.
+(model, example_inputs, loss_fn), and may take a parameter `batch`, which gets the batch
+of the plan given with --plan. The plan is searched, or drawn with --random, or read with
+--plan; with an axis pp it has pipeline stages, run in the order of their schedule.
 
 \b
 Examples:

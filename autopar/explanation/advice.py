@@ -215,8 +215,7 @@ class Question:
         if asked not in (None, count):
             raise AutoparError(
                 f"A batch of {batch} is {count} times the {own} sequences of {self.target}'s own "
-                f"example inputs, which are a micro-batch, and --micro-batches says {asked}. Leave one "
-                "of them out."
+                f"example inputs, which are a micro-batch, but --micro-batches says {asked}. Leave one of them out."
             )
         return count
 
@@ -412,9 +411,9 @@ class Question:
         own, count = captured_batch(graph), plan.micro_batches
         if self.model.own_batch and self.request.batch is not None and count > 1:
             yield (
-                f"The example of {self.target} has {counted(own, 'row')}, which are one micro-batch, so that a batch "
-                f"of {self.request.batch} is {count} of them. Give the function a parameter named batch to have the "
-                "rows of a micro-batch searched."
+                f"The example of {self.target} has {counted(own, 'row')}, which are one micro-batch, so a batch of "
+                f"{self.request.batch} is {count} micro-batches. Give the function a parameter named batch, and the "
+                "search chooses the rows of a micro-batch."
             )
 
     def _changes(self, explored: Explored, chosen: PricedCandidate, answer: Advice) -> Iterator[Change]:

@@ -108,7 +108,7 @@ def best_batch(question: Question) -> Advice:
     """
     if question.model.own_batch:
         raise AutoparError(
-            f"--batch auto tries several batches, and the example inputs of {question.target} have a batch of their "
+            f"--batch auto tries several batches, but the example inputs of {question.target} have a batch of their "
             "own; give the function a parameter named batch, or --batch a number."
         )
     trials = _trials(question)
@@ -388,12 +388,12 @@ class _Trials:
         """Sentences on the fastest batch, the smallest that is nearly as fast, and the largest."""
         word = "sample" if self._tokens is None else "token"
         yield (
-            f"Of the {counted(len(self.tried), 'batch')} tried, {fastest.batch:,} has the least time per {word}: "
+            f"Of the {counted(len(self.tried), 'batch')} tried, {fastest.batch:,} takes the least time per {word}: "
             f"{self._throughput(fastest)}."
         )
         if chosen is not fastest:
             yield (
-                f"{chosen.batch:,} is the smallest within {100 * NEAR:g} % of that, and the one of this report: "
+                f"{chosen.batch:,} is the smallest batch within {100 * NEAR:g} % of that, and this report is for it: "
                 f"{self._throughput(chosen)}."
             )
         yield self._of_largest(largest)
@@ -410,7 +410,7 @@ class _Trials:
         larger = min((each.batch for each in self.found if each.batch > batch), default=None)
         beyond = "no larger one was found" if larger is None else f"{larger:,} takes more"
         return (
-            f"{batch:,} is the largest found that fits in {count}: {format_bytes(largest.memory_bytes)} of "
+            f"{batch:,} is the largest batch found that fits in {count}: {format_bytes(largest.memory_bytes)} of "
             f"{format_bytes(largest.bound_bytes)}, as {name_of(largest.plan)}; {beyond}."
         )
 

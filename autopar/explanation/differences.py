@@ -38,7 +38,7 @@ class Side:
         """Reads what `--save` or `--json` wrote. Raises PlanError for anything else."""
         document = read_document(path)
         if not isinstance(document, dict) or not isinstance(document.get("plan", document), dict):
-            raise PlanError(f"{path} is neither a plan nor what `autopar explain --json` prints.")
+            raise PlanError(f"{path} is neither a plan nor the output of `autopar explain --json`.")
         try:
             plan = Plan.from_json(document.get("plan", document))
         except PlanError as error:

@@ -110,7 +110,7 @@ class Explanation(PlanCost, JupyterMixin):
             else:
                 known = [*sorted(GROUPS), "hbm_bytes", *sorted(self.values)]
                 near = did_you_mean(name, known)
-                raise AutoparError(f"Nothing here is called {name!r}{near}; there are {', '.join(known)}.")
+                raise AutoparError(f"There is no size or figure {name!r}{near}; there are {', '.join(known)}.")
         return replace(self, overrides=overrides, memory_bound_bytes=bound, built=self.expressions)
 
     def _on_changed(self, changes: Mapping[str, float]) -> Explanation:
@@ -119,10 +119,10 @@ class Explanation(PlanCost, JupyterMixin):
         others = sorted(changes.keys() - {*GROUPS, "hbm_bytes"})
         if others:
             raise AutoparError(
-                f"The schedule of stages or owners is simulated for the graph and the machine as they are, so that "
-                f"what_if({others[0]}={changes[others[0]]}) has no answer: explain the model again with it, "
-                f"or ask the closed form, closed_form.what_if({others[0]}={changes[others[0]]}). What can "
-                f"be changed is {', '.join([*sorted(GROUPS), 'hbm_bytes'])}."
+                "The schedule of stages or owners is simulated for this graph and this machine, so "
+                f"what_if({others[0]}={changes[others[0]]}) has no answer: explain the model again with that value, or "
+                f"ask the closed form, closed_form.what_if({others[0]}={changes[others[0]]}). What can be changed is "
+                f"{', '.join([*sorted(GROUPS), 'hbm_bytes'])}."
             )
         cluster = replace(self.cluster, hardware=changed_hardware(self.cluster.hardware, changes))
         return replace(self, cluster=cluster, memory_bound_bytes=changed.memory_bound_bytes, built=None)

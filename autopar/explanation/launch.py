@@ -202,9 +202,9 @@ def _comments(e: Explanation) -> Iterator[str]:
     also = ""
     if far and e.plan.recipe == "auto":
         count = sum(e.graph.layer_count.get(name, 1) for name in far)
-        also = f", and with it which parameters the host stores (here {count:,})"
+        also = f", and so decides which parameters the host stores (here {count:,})"
     if rest.pins or also:
-        yield f"this searches the layouts again{also}; --save {PLAN_FILE} has them, for a model with these names"
+        yield f"this call searches the layouts again{also}; --save {PLAN_FILE} saves them, for a model with these names"
 
 
 def _recipe(recipe: str, axes: Sequence[str]) -> str:

@@ -309,8 +309,8 @@ def _closed_form_stages(e: Explanation) -> str:
     stages, layers = int(e.run.stages), sum(stack.layers for stack in e.graph.stacks)
     share = f"{layers / stages:g} of {layers} layers" if layers else "an equal share"
     return (
-        f"Each of the {stages} pipeline stages is taken to have {share}, the first with what comes before "
-        "them and the last with what comes behind, and is priced by the closed form of 1F1B."
+        f"Each of the {stages} pipeline stages is assumed to have {share}; the first also has the ops before them, and "
+        "the last the ops after them. They are priced by the closed form of 1F1B."
     )
 
 

@@ -247,7 +247,7 @@ class SimulatedStep(ExecutedStep):
         rank = self.fullest_rank
         kept = [*(self._kept(kind, rank) for kind in KEPT), self._further_versions(rank)]
         moving = self.simulation.peak_bytes[rank] - sum(part.value for part in kept)
-        saved = "of micro-batches in flight, with what the running stage works with"
+        saved = "of micro-batches in flight, and of the stage that is running"
         reserved = self.hardware.reserved_bytes
         parts = (
             *kept,
@@ -316,11 +316,11 @@ class SimulatedStep(ExecutedStep):
         if self.closed_bubble is None:
             return (
                 f"ranks idle {measured} of the simulated schedule on average (the bubble); "
-                f"{self.pipeline.schedule} splits backward, and what that leaves has no closed form"
+                f"{self.pipeline.schedule} splits backward, for which there is no closed form"
             )
         return (
-            f"ranks idle {measured} of the simulated schedule on average (the bubble); of equal stages and "
-            f"sends that take nothing the closed form {self.closed_bubble_text} is {_percent(self.closed_bubble)}"
+            f"ranks idle {measured} of the simulated schedule on average (the bubble); with equal stages and free "
+            f"sends, the closed form {self.closed_bubble_text} gives {_percent(self.closed_bubble)}"
         )
 
     @property

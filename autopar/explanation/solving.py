@@ -86,7 +86,7 @@ def _largest(cost: PlanCost, name: str) -> float:
         return max(float(total(step.memory("first"))), float(total(step.memory("last"))))
 
     if peak(2 * cost.values[name]) <= peak(cost.values[name]):
-        raise AutoparError(f"More {name} takes no more memory: any number fits, or none.")
+        raise AutoparError(f"More {name} needs no more memory: any number fits, or none.")
     low, high = 0.0, 1.0
     while peak(high) <= cost.bound_bytes and high < 1e15:
         low, high = high, high * 2

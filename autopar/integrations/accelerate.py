@@ -137,8 +137,8 @@ class AutoparAccelerator(Accelerator):
             return super().prepare_data_loader(data_loader, device_placement)
         if self.dispatch_batches or slice_fn_for_dispatch is not None:
             raise AutoparError(
-                "dispatch_batches=True has the first rank read for the others; here every rank reads the batch of all "
-                "ranks. Leave it out."
+                "With dispatch_batches=True the first rank reads for the others, but here every rank reads the batch "
+                "of all ranks. Leave it out."
             )
         if not (self.split_batches or self._reads_whole_batches):
             data_loader = with_batches_of_all(data_loader, self.num_processes)

@@ -74,7 +74,7 @@ def generator_of(loader: Any) -> torch.Generator | None:
 
 def _no_batches() -> AutoparError:
     return AutoparError(
-        "The data loader has batch_size=None, so that it is not known what one rank's batch is. Give batch_size=... or "
+        "The data loader has batch_size=None, so the batch of one rank is not known. Give batch_size=... or "
         "batch_sampler=..., or split_batches=True if each of its items is the batch of all ranks."
     )
 

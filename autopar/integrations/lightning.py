@@ -167,7 +167,7 @@ class AutoparStrategy(DDPStrategy):
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Registers the strategy with Lightning, so that `Trainer(strategy="autopar")` finds it."""
         strategy_registry.register(
-            cls.strategy_name, cls, description="splits what a LightningModule computes, by plans"
+            cls.strategy_name, cls, description="splits the computation of a LightningModule by plans"
         )
 
 

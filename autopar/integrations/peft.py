@@ -36,7 +36,7 @@ def save_adapters(model: nn.Module, folder: PathLike) -> None:
     compiled = model.module if isinstance(model, PreparedModel) else model
     if isinstance(compiled, CompiledModule) and compiled.has_stages:
         raise AutoparError(
-            "save_adapters does not join the adapters of pipeline stages. Export all weights (model.export)."
+            "save_adapters cannot collect adapters from several pipeline stages. Export all weights (model.export)."
         )
     original = compiled.original if isinstance(compiled, CompiledModule) else compiled
     if not isinstance(original, PeftModel):
@@ -64,8 +64,8 @@ def adapter_weights(model: PeftModel) -> dict[str, Tensor]:
     if not chosen <= {id(value) for value in state.values()}:
         kinds = ", ".join(str(config.peft_type) for config in model.peft_config.values())
         raise AutoparError(
-            f"The adapters ({kinds}) are saved as other tensors than they are trained as, which is not done out of "
-            "shards: LoRA's are the same. Save a checkpoint (autopar.checkpoint.save_checkpoint)."
+            f"The adapters ({kinds}) are saved in another form than they are trained in, which is not supported for "
+            "sharded parameters (LoRA's form is the same). Save a checkpoint (autopar.checkpoint.save_checkpoint)."
         )
     keep = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     weights = {}

@@ -146,7 +146,7 @@ class PreparedModel(nn.Module):
         """
         if self._waiting:
             raise AutoparError(
-                "A checkpoint waits for the first batch to be loaded, but the weights asked for would be those before "
+                "A checkpoint is to be loaded at the first batch, so the weights asked for now would be those before "
                 "it. Run the model on a batch first."
             )
         keep = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
@@ -205,7 +205,7 @@ def _refuse_decided(options: Mapping[str, Any]) -> None:
 def _refuse_stages(compiled: CompiledModule) -> None:
     if compiled.has_stages:
         raise AutoparError(
-            "The mesh has an axis pp, but the frameworks' loops do not run pipeline stages, whose ranks hold other "
-            "parameters each. Take axes of data and tensor parallelism, such as mesh={'dp': 2, 'tp': 2}, or train "
-            "with autopar.compile and model.step (docs/training.md)."
+            "The mesh has an axis pp, but the frameworks' loops do not run pipeline stages, whose ranks hold "
+            "different parameters. Take axes of data and tensor parallelism, such as mesh={'dp': 2, 'tp': 2}, or "
+            "train with autopar.compile and model.step (docs/training.md)."
         )

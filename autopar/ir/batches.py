@@ -24,8 +24,8 @@ def with_batch(graph: Graph, batch: int) -> Graph:
     names = graph.batch
     if not names:
         raise SearchError(
-            "No dim of the model's inputs is known as its batch, so that other micro-batches cannot be "
-            "priced; give their number, micro_batches=..., instead of leaving it to the search."
+            "No dim of the model's inputs is known to be the batch, so other numbers of micro-batches cannot be "
+            "priced; give micro_batches=... instead of leaving it to the search."
         )
     if batch == captured_batch(graph):
         return graph

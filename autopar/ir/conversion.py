@@ -194,9 +194,9 @@ def _among_present(usual: tuple[LayoutStep, ...], source: Layout, target: Layout
     if found is None:
         raise LayoutError(
             f"A tensor in {format_layout(source, mesh)} cannot be converted to {format_layout(target, mesh)} on the "
-            f"mesh {mesh}, which has {mesh.ranks} ranks for {mesh.size} places: some step takes a rank at a place that "
-            "is vacant. Leave the ops that use it to ranks at whole rows of places, as the recipe serve does, or give "
-            "the mesh a rank at every place."
+            f"mesh {mesh}, which has {mesh.ranks} ranks for {mesh.size} places: a step of the conversion needs a rank "
+            "at a vacant place. Leave the ops that use the tensor to ranks in rows without vacant places, as the "
+            "recipe serve does, or give the mesh a rank at every place."
         )
     return found
 

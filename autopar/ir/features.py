@@ -76,7 +76,7 @@ def conflict(features: Features) -> str:
     """
     found = ((pair, why) for pair, why in EXCLUDES.items() if features.keys() >= {*pair})
     (a, b), why = next(found, ((None, None), ""))
-    return f"{features[a]} and {features[b]}, which do not go together: {why}" if a and b else ""
+    return f"{features[a]} and {features[b]}, which cannot be combined: {why}" if a and b else ""
 
 
 def check_features(subject: str, features: Features, error: type[AutoparError]) -> None:

@@ -81,7 +81,7 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     document = dict(pairs)
     if len(document) < len(pairs):
         name, count = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"{name!r} stands {count} times in one place")
+        raise ValueError(f"{name!r} occurs {count} times in one place")
     return document
 
 

@@ -80,7 +80,9 @@ class Meeting:
 
     def __post_init__(self) -> None:
         if self.rule not in RULES:
-            raise PlanError(f"There is no rule {self.rule!r} by which replicas meet; choose among {', '.join(RULES)}.")
+            raise PlanError(
+                f"There is no rule {self.rule!r} for replicas to synchronise; choose among {', '.join(RULES)}."
+            )
         if type(self.steps) is not int or self.steps < 1:
             raise PlanError(
                 f"Replicas along {self.axis} synchronise every {self.steps!r} steps; give a whole number of at least "
@@ -194,8 +196,8 @@ def mesh_of_replica(mesh: Mesh, axis: str) -> Mesh:
     """
     if mesh.occupied is not None:
         raise MeshError(
-            f"The mesh {mesh} has vacant places, and replicas along {axis}, each of which needs all of its ranks so "
-            f"far; leave out ' of {mesh.occupied}', or take a recipe without replicas."
+            f"The mesh {mesh} has vacant places and replicas along {axis}, but so far each replica needs all of its "
+            f"ranks; leave out ' of {mesh.occupied}', or take a recipe without replicas."
         )
     return mesh.without_axis(axis) or Mesh((ALONE,))
 

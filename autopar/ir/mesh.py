@@ -115,7 +115,7 @@ class Mesh:
         grid, of, occupied = (piece.strip() for piece in placed.partition(" of "))
         if of and not is_count(occupied):
             raise MeshError(
-                f"Cannot read {occupied!r} in the mesh {text!r}: after 'of' stands the number of ranks; write "
+                f"Cannot read {occupied!r} in the mesh {text!r}: after 'of' comes the number of ranks; write "
                 "ps=2,dp=3 of 4."
             )
         for part in grid.split(","):
@@ -129,7 +129,7 @@ class Mesh:
         names = [name.strip() for name in order.split(",")]
         if has_order and not all(names):
             raise MeshError(
-                f"Cannot read {order.strip()!r} in the mesh {text!r}: after 'order' stand the axes; write "
+                f"Cannot read {order.strip()!r} in the mesh {text!r}: after 'order' come the axes; write "
                 f"{mesh.placed} order {','.join(reversed(mesh.placed.names))}."
             )
         return mesh.ordered(names) if has_order else mesh

@@ -184,7 +184,7 @@ def why_not_alone(op: Op, labels: Labels, mesh: Mesh) -> str:
         if owner is not None and owner >= size:
             return f"the axis {axis} has {size} ranks, counted from 0"
     if op.draws:
-        return "it draws random numbers, which all ranks do in step"
+        return "it draws random numbers, which all ranks must do together"
     exchanges = (each for each in op.collectives if {each.forward, each.backward} - _WITHIN_AN_OP)
     if any(plain(label) in each.labels for each in exchanges for label in labels):
         return "ranks exchange rows inside of it"

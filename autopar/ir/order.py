@@ -73,16 +73,16 @@ class Order:
         for number, event in enumerate(self.events, 1):
             replica, what = event.replica, f"Word {number} of the order, {str(event)!r},"
             if replica not in range(self.replicas):
-                raise PlanError(f"{what} is of none of the {self.replicas} replicas.")
+                raise PlanError(f"{what} does not belong to any of the {self.replicas} replicas.")
             if event.kind == "meet":
                 waiting.clear()
                 continue
             if replica in ended:
-                raise PlanError(f"{what} is of a replica that had come to its end.")
+                raise PlanError(f"{what} belongs to a replica that had ended before.")
             if event.kind == "end":
                 ended.add(replica)
             elif (event.kind == "push") == (replica in waiting):
-                raise PlanError(f"{what} is out of turn: a replica pushes and pulls by turns.")
+                raise PlanError(f"{what} is out of order: a replica must push and pull alternately.")
             elif event.kind == "push":
                 waiting.add(replica)
             else:

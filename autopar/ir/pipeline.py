@@ -67,8 +67,8 @@ class Pipeline:
         if (shape == "one" and self.chunks != 1) or (shape == "v" and self.chunks != 2):
             wanted = self.ranks if shape == "one" else 2 * self.ranks
             raise PlanError(
-                f"The schedule {self.schedule} takes {wanted} stages on {self.ranks} pipeline ranks, "
-                f"and the plan has {self.stages}."
+                f"The schedule {self.schedule} takes {wanted} stages on {self.ranks} pipeline ranks, but the plan has "
+                f"{self.stages}."
             )
 
     @property

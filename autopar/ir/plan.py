@@ -209,8 +209,8 @@ class Plan:
             return
         if type(count) is not int or count < 1 or self.micro_batches % count:
             raise PlanError(
-                f"The plan runs {count!r} micro-batches at a time, but a step has {self.micro_batches}, which is no "
-                "multiple of that; 2 of 4, say, can run at a time."
+                f"The plan runs {count!r} micro-batches at a time, but a step has {self.micro_batches}, which is not a "
+                "multiple of that; for example, 2 of 4 can run at the same time."
             )
 
     @property
@@ -322,8 +322,8 @@ class Plan:
         head = [line.partition(" ") for line in lines[:5]]
         if [word for word, _, _ in head] != ["autopar", "mesh", "model", "recipe", "micro-batches"]:
             raise PlanError(
-                "This is not the text of a plan: its first five lines should begin with autopar, "
-                f"mesh, model, recipe and micro-batches, and begin with {[w for w, _, _ in head]}."
+                "This is not the text of a plan: its first five lines should begin with autopar, mesh, model, recipe "
+                f"and micro-batches, but begin with {[w for w, _, _ in head]}."
             )
         if head[0][2] != f"plan {VERSION}":
             raise wrong_version(head[0][2].removeprefix("plan "))

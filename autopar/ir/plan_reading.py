@@ -161,8 +161,8 @@ def read_pipeline(fields: object, mesh: Mesh) -> Pipeline | None:
         return None
     if not isinstance(fields, list) or len(fields) != 2 or PIPELINE_AXIS not in mesh.names:
         raise PlanError(
-            f"The plan has the mesh {mesh} and the pipeline {fields!r}; an axis {PIPELINE_AXIS} goes with "
-            "a schedule and the ops at which stages begin."
+            f"The plan has the mesh {mesh} and the pipeline {fields!r}; an axis {PIPELINE_AXIS} needs a schedule and "
+            "the ops at which stages begin."
         )
     schedule, cuts = fields
     ranks = dict(mesh.axes)[PIPELINE_AXIS]
@@ -224,7 +224,7 @@ def read_dtypes(document: object, shapes: Mapping[str, object]) -> dict[str, str
         raise PlanError(f"The dtypes of a plan are texts by name, not {document!r}.")
     for name, dtype in document.items():
         if name not in shapes or not isinstance(dtype, str) or not _DTYPE.fullmatch(dtype):
-            raise PlanError(f"The dtype of {name} is a text such as float32 beside its shape, not {dtype!r}.")
+            raise PlanError(f"The dtype of {name} must be a text such as float32, given with its shape, not {dtype!r}.")
     return dict(document)
 
 

@@ -101,7 +101,7 @@ def _format(given: object, field: str) -> str:
     name = str(given).removeprefix("torch.")
     name = _SHORT.get(name, name)
     if name not in FORMATS:
-        raise AutoparError(f"The {field} of a precision is one of {', '.join(FORMATS)}, not {given!r}.")
+        raise AutoparError(f"The {field} of a precision must be one of {', '.join(FORMATS)}, not {given!r}.")
     return name
 
 
@@ -117,7 +117,7 @@ def _product_format(given: object) -> str:
 def _check_exempt(policy: MixedPrecision) -> None:
     if policy.exempt and policy.product_dtype is None:
         raise AutoparError(
-            f"The precision exempts {', '.join(policy.exempt)} and rounds no products; write {_EXAMPLE}."
+            f"The precision exempts {', '.join(policy.exempt)} but rounds no products; write {_EXAMPLE}."
         )
     for pattern in policy.exempt:
         if not pattern or set(pattern) & set(" ,="):

@@ -125,7 +125,7 @@ def check_wish(wish: object) -> None:
 def _check_part(part: float) -> None:
     if not 0 < part < 1:
         raise PlanError(
-            f"recompute={part!r} as a part of the memory for activations is between 0 and 1, such as 0.5; "
+            f"recompute={part!r} as a part of the memory for activations must be between 0 and 1, such as 0.5; "
             "take 'none' to keep all, 'full' to keep least, and a whole number to recompute that number of blocks."
         )
 

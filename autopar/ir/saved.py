@@ -59,7 +59,7 @@ class SavedLayout:
         `parse_layout`.
         """
         if not isinstance(text, str):
-            raise PlanError(f"What is saved of {name} lies in a layout such as S(1)@tp, not {text!r}.")
+            raise PlanError(f"The layout in which {name} is saved must be such as S(1)@tp, not {text!r}.")
         split, tier = parse_place(text, mesh)
         kinds = {state.kind for state in split} - {"R"}
         if kinds - {"S"} or (not kinds and tier == "device"):
@@ -69,8 +69,8 @@ class SavedLayout:
             )
         if tier == "nvme":
             raise PlanError(
-                f"The plan's line saved {name}: {text} keeps an activation in files, which only parameters can be; "
-                f"write {format_place(split, 'host', mesh)} for the host's memory."
+                f"The plan's line saved {name}: {text} keeps an activation in files, but only parameters can be kept "
+                f"there; write {format_place(split, 'host', mesh)} for the host's memory."
             )
         return cls(split, tier)
 

@@ -117,7 +117,8 @@ class Pretrained:
             raise
         except Exception as error:  # whatever sizes make of building it, such as a negative one
             raise AutoparError(
-                f"transformers cannot build the model of {self.path}. {type(error).__name__}: {error}. Mend its sizes."
+                f"transformers cannot build the model of {self.path}. {type(error).__name__}: {error}. Correct its "
+                "sizes."
             ) from error
         return model.train()
 

@@ -58,7 +58,7 @@ def reason(error: ImportError) -> str:
             )
     if isinstance(chain[-1], ModuleNotFoundError) and chain[-1].name:
         return f"{said}. Install it: pip install {chain[-1].name.partition('.')[0]}."
-    return f"{said}. Mend that import, or install another version of what it imports."
+    return f"{said}. Fix that import, or install another version of what it imports."
 
 
 def _is_missing(error: BaseException) -> bool:

@@ -285,7 +285,7 @@ def _group_exchange(name: str, x: Tensor, counts: Tensor, size: int, group: str)
     here, there = sent.sum(1).tolist(), received.sum(1).tolist()
     if sum(here) != len(x):
         raise AutoparError(
-            f"{name}: {sum(here)} of {len(x)} rows have an expert from 0 to {sent.numel() - 1}, and all must. Let the "
+            f"{name}: {sum(here)} of {len(x)} rows have an expert from 0 to {sent.numel() - 1}, but all must. Let the "
             "router give every row an expert that exists."
         )
     own = x.contiguous()

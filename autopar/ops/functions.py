@@ -45,7 +45,7 @@ class _StandIn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         raise CaptureError(
-            f"The model takes a gradient through the torch.autograd.Function {ctx.name} inside its forward "
+            f"The forward computes a gradient through the torch.autograd.Function {ctx.name} "
             "(torch.autograd.grad), and the derivative of that gradient would be lost. Write the function "
             'with torch operators, or use torch.compile(model, backend="autopar").'
         )

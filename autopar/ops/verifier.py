@@ -37,7 +37,7 @@ def verify_graph(module: fx.GraphModule, *, after: str) -> None:
     for node in nodes:
         for argument in node.all_input_nodes:
             if argument not in seen:
-                raise _broken(node, f"argument {argument} is not defined before it", after)
+                raise _broken(node, f"its argument {argument} is not defined before it", after)
         seen.add(node)
         _verify_node(node, after)
     if [n.op for n in nodes].count("output") != 1 or nodes[-1].op != "output":

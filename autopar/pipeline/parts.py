@@ -32,8 +32,8 @@ def _name(graph: Graph, op: str, copy: int) -> str:
     names = graph.copies.get(op, (op,))
     if copy >= len(names):
         raise SearchError(
-            f"The graph has few of its layers, and nothing tells the names of the others (of {op}); "
-            "capture the model with all its layers."
+            f"The graph has only a few of its layers, and the names of the others are not known (of {op}); capture the "
+            "model with all its layers."
         )
     return names[copy]
 
@@ -85,8 +85,8 @@ def _repeated_parts(graph: Graph, repetition: Repetition, starts: Sequence[str])
     inside = sorted(set(starts) - set(names))
     if inside:
         raise SearchError(
-            f"A stage cannot begin with {inside[0]} where only few layers were captured; "
-            "cut between layers, or capture the model with all of them."
+            f"A stage cannot begin with {inside[0]} where only a few layers were captured; cut between layers, or "
+            "capture the model with all of them."
         )
     return tuple(
         Part(name, number, repetition.blocks[block].repeats, block)

@@ -79,8 +79,8 @@ class SavedValues:
                 own = [dict.fromkeys(e.pattern for e in few) for few in (self.inputs, self.of.made)]
                 inputs, made = ", ".join(own[0]) or "none", ", ".join(list(own[1])[:3]) or "nothing"
                 raise PlanError(
-                    f"The plan saves {name} in a layout of its own, which the model does not have. The "
-                    f"activations that enter its blocks are {inputs}; they make and keep {made}, ..."
+                    f"The plan gives a saved layout for {name}, which the model does not have. The activations that "
+                    f"enter its blocks are {inputs}; they make and keep {made}, ..."
                 )
         for each in self.all:
             line = each.line(self.plan.saved)

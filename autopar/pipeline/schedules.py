@@ -242,7 +242,7 @@ def waits_for_sends(schedule: str) -> bool:
 def check_micro_batches(pipeline: Pipeline, micro_batches: int) -> None:
     """Raises PlanError if the pipeline's schedule cannot run this number of micro-batches."""
     if micro_batches < 1:
-        raise PlanError(f"A pipeline runs at least one micro-batch, but {micro_batches} are asked.")
+        raise PlanError(f"A pipeline runs at least one micro-batch, but {micro_batches} were asked for.")
     broken = _ROWS[pipeline.schedule].broken
     words = broken(pipeline, micro_batches)
     if words:

@@ -141,8 +141,8 @@ def policy_of(asked: MixedPrecision | str | None, plan: Plan | None = None) -> M
     if policy is None:
         return plan.precision
     raise AutoparError(
-        f"The plan was made for the precision {plan.precision or 'of the parameters'}, and "
-        f"precision={str(policy)!r} was asked for; leave it out, or make another plan."
+        f"The plan was made for the precision {plan.precision or 'of the parameters'}, but precision={str(policy)!r} "
+        "was asked for; leave it out, or make another plan."
     )
 
 
@@ -443,7 +443,7 @@ def why_not_again(plan: Plan, prepared: Prepared) -> str:
         split = {plain(label) for label in labels if owner_of(label) is None}
         gone = sorted(split - {choice.label for choice in op.choices})
         if gone:
-            return f"{op.name} ({op.kind}) has no dim {gone[0]} to split any more, which may have size 1"
+            return f"{op.name} ({op.kind}) no longer has a dim {gone[0]} to split; it may have size 1"
         if not is_legal(graph, op, labels, plan.mesh):
             return _obstacle(op, labels, plan.mesh)
     for name, layout in plan.inputs.items():
@@ -485,7 +485,7 @@ def unsplit_plan(prepared: Prepared, mesh: Mesh, parameters: Mapping[str, Parame
         inputs={name: (R,) * axes for name in graph.inputs},
         ops={op.name: (UNSPLIT,) * axes for op in graph.ops},
         precision=graph.precision,
-        notes=("no axis divides anything, so that every rank does all",),
+        notes=("no axis divides anything, so every rank does all the work",),
     )
 
 

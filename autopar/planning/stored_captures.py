@@ -82,7 +82,7 @@ class CaptureQuestion:
     def key(self, state: PythonState) -> str:
         """A hash of everything that the answer depends on. Raises NoText where it is not known."""
         if state.obstacle or _torch.modes_above():
-            raise NoText(state.obstacle or "a mode or hook of torch is on that changes what ops do")
+            raise NoText(state.obstacle or "a mode or hook of torch that changes ops is active")
         leaves, spec = pytree.tree_flatten((self.args, dict(self.kwargs)))
         tensors = [_likeness(x) if isinstance(x, Tensor) else None for x in leaves]
         casts = [
@@ -146,11 +146,11 @@ class StoredCaptures:
         try:
             head, _, body = read_cached(path).partition("\n")
             if parse_json(head) != _head(key, body):
-                raise NoText("it is not whole, or not the answer to the question of its name")
+                raise NoText("it is incomplete, or was stored for another capture than its name says")
             arguments = question.args, question.kwargs
             found = read_captured(parse_json(body), state, arguments, question.precision)
         except Exception as error:  # whatever torch raises for a graph that somebody else has written
-            log.info("The stored capture %s is not used, and made again: %s", path, error)
+            log.info("The stored capture %s is not used; the model is captured again: %s", path, error)
             return None
         log.info("The capture was stored by an earlier start (%s).", path)
         return dataclasses.replace(found, is_stored=True)
@@ -167,7 +167,7 @@ class StoredCaptures:
         try:
             refuse_unportable(captured, state)
             if question.state().digest != state.digest:
-                raise NoText("the capture has changed what Python holds")
+                raise NoText("the capture has changed objects of Python")
             body = _text(write_captured(captured, state))
             arguments = question.args, question.kwargs
             again = read_captured(parse_json(body), state, arguments, question.precision)
@@ -236,7 +236,7 @@ def _text(document: Any) -> str:
         text = json.dumps(document, separators=(",", ":"), allow_nan=False)
         check_nesting(text)
     except ValueError as error:
-        raise NoText(f"the capture has no text that is read again ({error})") from None
+        raise NoText(f"the capture has no text that can be read back ({error})") from None
     if len(text) > MOST_BYTES // 2:  # a character may take more than one byte, and the head comes before
         raise NoText(f"its text has {len(text)} characters")
     return text

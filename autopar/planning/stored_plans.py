@@ -81,15 +81,15 @@ class StoredPlans:
         try:
             document = parse_json(read_cached(path))
             if not isinstance(document, dict) or document.keys() != {"question", "plan"}:
-                raise PlanError("it has other fields than a question and a plan")
+                raise PlanError("its fields are not those of a question and a plan")
             if document["question"] != key:
-                raise PlanError("it is not the answer to the question of its name")
+                raise PlanError("it was stored for another question than its name says")
             plan = Plan.from_json(document.get("plan"))
             wrong = why_not_again(plan, prepared)
             if wrong or plan.fingerprint != prepared.captured.fingerprint:
                 raise PlanError(wrong or "it is a plan of another model")
         except (PlanError, OSError, ValueError) as error:
-            log.info("The stored plan %s is not used, and searched again: %s", path, error)
+            log.info("The stored plan %s is not used; a plan is searched again: %s", path, error)
             return None
         log.info("The plan was stored by an earlier start (%s).", path)
         return plan
@@ -98,7 +98,7 @@ class StoredPlans:
         """Stores a plan; a line in the log where that is not possible."""
         document = plan.to_json()
         if Plan.from_json(document) != plan:  # it would not be the same at the next start
-            log.info("The plan is not stored, because its JSON does not say all of it.")
+            log.info("The plan is not stored, because its JSON would lose a part of it.")
             return
         try:
             write_cached(json.dumps({"question": key, "plan": with_digest(document)}, indent=1) + "\n", path)
@@ -153,7 +153,7 @@ def _add_lines(value: object, add: Callable[[str], None]) -> None:
     elif isinstance(value, Sequence):
         _add_many("sequence", value, add)
     else:
-        raise TypeError(f"A {type(value).__name__} has no text that is the same in every process.")
+        raise TypeError(f"A {type(value).__name__} cannot be written as text that is the same in every process.")
 
 
 def _add_many(kind: str, values: Sequence[object], add: Callable[[str], None]) -> None:

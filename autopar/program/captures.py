@@ -59,7 +59,7 @@ class Captures:
         except Exception as error:
             if micro_batches > 1:
                 error.add_note(
-                    f"The batch is run in {micro_batches} micro-batches, and this is the error of the model for one of "
+                    f"The batch is run in {micro_batches} micro-batches, and the model raised this error for one of "
                     f"them, of the shapes {', '.join(str(list(shape)) for shape in shapes)}."
                 )
             raise
@@ -123,7 +123,7 @@ class SizedCaptures:
             self._open = made
             return found
         at_sizes(made, next(reversed(self._found)))  # raises the reason
-        raise AssertionError("it was not that of any earlier batch")
+        raise AssertionError("it was not the graph of any earlier batch")
 
     def _run(self, capture: Capture, dims: OpenDims) -> Captured:
         self.count += 1  # also where the model raises

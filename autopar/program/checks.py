@@ -92,8 +92,8 @@ def _check_names(what: str, found: Iterable[str], known: Iterable[str]) -> None:
     missing = [name for name in ours if name not in theirs]
     if missing:
         raise PlanError(
-            f"The plan is damaged: it has no {what} {missing[0]}, and takes one entry for each of "
-            f"the {len(ours)} {what}s of the model."
+            f"The plan is damaged: it has no {what} {missing[0]}, but needs one entry for each of the {len(ours)} "
+            f"{what}s of the model."
         )
     unknown = [name for name in theirs if name not in ours]
     if unknown:
@@ -110,16 +110,16 @@ def _check_parameter(name: str, parameter: ParameterPlan, dims: Dims, mesh: Mesh
     if not lies_in_chunks(tuple(sizes or (1,) for sizes in dims), parameter.storage, mesh):
         raise PlanError(
             f"The storage of parameter {name} is {format_layout(parameter.storage, mesh)}, which gives a rank several "
-            f"pieces of a dim, of factors {dims}. At rest a rank has one run of each dim: split its first factor, or "
-            "the next one where earlier axes split those before it to the end."
+            f"pieces of a dim of factors {dims}. Between steps a rank must have one contiguous part of each dim: split "
+            "its first factor, or a later one if earlier axes split all factors before it completely."
         )
     _check_layout(f"resident layout of parameter {name}", parameter.resident, dims, mesh, "RSVO")
     _check_uneven(name, parameter, dims, mesh)
     _check_rows(name, parameter, dims, mesh)
     if parameter.reduce not in get_args(Reduction):
         raise PlanError(
-            f"The plan is damaged: the gradient of parameter {name} is reduced per "
-            f"{parameter.reduce!r}, but it can be per {' or '.join(get_args(Reduction))}."
+            f"The plan is damaged: the gradient of parameter {name} is reduced per {parameter.reduce!r}, but it must "
+            f"be per {' or '.join(get_args(Reduction))}."
         )
 
 
@@ -143,8 +143,8 @@ def _check_rows(name: str, how: ParameterPlan, dims: Dims, mesh: Mesh) -> None:
     if how.by_rows and not can_go_by_rows(dims, how.storage, how.resident, mesh):
         stored, used = (format_layout(layout, mesh) for layout in (how.storage, how.resident))
         raise PlanError(
-            f"The plan sends the gradient of parameter {name} by rows, and from {used} to {stored} it is sent to no "
-            "single owner; leave out 'by rows', or store it on one rank, such as O(0)."
+            f"The plan sends the gradient of parameter {name} by rows, but the conversion from {used} to {stored} does "
+            "not end on a single owner; leave out 'by rows', or store it on one rank, such as O(0)."
         )
 
 
@@ -204,8 +204,8 @@ def _check_layout(
         )
     if not (fits(layout, mesh) if fits else is_storable(dims, layout, mesh)):
         raise PlanError(
-            f"The plan is damaged: the {where} is {format_layout(layout, mesh)}, which does not "
-            f"divide its dims, of factors {dims}, on the mesh {mesh}."
+            f"The plan is damaged: the {where} is {format_layout(layout, mesh)}, but the mesh {mesh} does not divide "
+            f"its dims, of factors {dims}."
         )
 
 
@@ -253,7 +253,7 @@ def _check_op(op: Op, analysis: Analysis, plan: Plan) -> None:
         sizes = ", ".join(f"{c.label} of size {c.size}" for c in op.choices if c.splits)
         raise PlanError(
             f"The plan is damaged: op {op.name} ({op.kind}) has the labels {' '.join(labels)}, "
-            f"and the mesh {mesh} does not divide what they split; it can split {sizes}."
+            f"but the mesh {mesh} does not divide the factors that they split; it can split {sizes}."
         )
 
 
@@ -265,7 +265,8 @@ def _check_versions(plan: Plan, schedule: str) -> None:
             raise PlanError(
                 f"Parameter {name} is stored {how.stored_text(plan.mesh)} and used as "
                 f"{format_layout(how.resident, plan.mesh)}, but the schedule {schedule} keeps several versions of "
-                "parameters, which are stored as they are used so far. Take a recipe such as ddp or tp, or 1f1b."
+                "parameters, which so far must be stored in the layout in which they are used. Take a recipe such as "
+                "ddp or tp, or 1f1b."
             )
 
 
@@ -324,4 +325,4 @@ def _op_difference(graph: Graph, plan: Plan) -> str:
     for ours, theirs in itertools.zip_longest((op.name for op in graph.ops), plan.ops):
         if ours != theirs:
             return f"where the plan has {theirs or 'no further op'}, it runs {ours or 'nothing more'}"
-    return "an op has other arguments, or a tensor another dtype"
+    return "an op has different arguments, or a tensor a different dtype"

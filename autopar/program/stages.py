@@ -84,8 +84,8 @@ def cuts_where_parameters_lie(graph: Graph, users: Mapping[str, Sequence[int]], 
         places.append(max(bisect.bisect_left(late, stage), places[-1] + 1))
         if places[-1] > min(bisect.bisect_left(early, stage), len(early) - 1):
             raise PlanError(
-                f"The parameters of stage {stage} of {stages} are not used here, so that there is "
-                "nothing for it to run: use step(*batch) only."
+                f"The parameters of stage {stage} of {stages} are not used here, so it has nothing to run: use "
+                "step(*batch) only."
             )
     return tuple(graph.ops[place].name for place in places[1:])
 
@@ -97,9 +97,9 @@ def refuse_strays(stages: Sequence[Program], users: Mapping[str, Sequence[int]])
             own = users.get(spec.name, (number,))
             if number not in own:
                 raise PlanError(
-                    f"{spec.name} lies on stage {' and '.join(map(str, own))} of the pipeline, but this graph of the "
-                    f"model, which is not that of the first step, uses it on stage {number}. Make the first step one "
-                    "that uses every parameter where this one does, or plan without stages."
+                    f"{spec.name} is on stage {' and '.join(map(str, own))} of the pipeline, but this graph of the "
+                    f"model (not that of the first step) uses it on stage {number}. Begin with a step that uses every "
+                    "parameter on the same stage as this one, or plan without stages."
                 )
 
 
@@ -109,9 +109,9 @@ def _nearest(stage: int, homes: Sequence[tuple[str, Sequence[int]]], direction: 
         beyond = [s for s in stages if direction * s >= direction * stage]
         if not beyond:
             raise PlanError(
-                f"{name} lies on stage {' and '.join(map(str, stages))} of the pipeline, but {op}, which "
-                f"uses it, comes {'after' if direction > 0 else 'before'} what runs on stage {stage}. This "
-                "graph runs its parameters in another order than the step did: use step(*batch) only."
+                f"{name} is on stage {' and '.join(map(str, stages))} of the pipeline, but {op}, which uses it, comes "
+                f"{'after' if direction > 0 else 'before'} what runs on stage {stage}. This graph uses its parameters "
+                "in another order than the step: use step(*batch) only."
             )
         stage = min(beyond) if direction > 0 else max(beyond)
     return stage
@@ -237,8 +237,8 @@ def _refuse_shared_parameters(stages: Sequence[Program], schedule: str) -> None:
             if home != number:
                 raise PlanError(
                     f"Stages {home} and {number} both use the parameter {spec.name}, and under the schedule {schedule} "
-                    "every stage updates its own at another time. Untie it (an embedding and a head of their own), "
-                    "cut so that one stage has all its uses, or take 1f1b."
+                    "every stage updates its own at another time. Untie it (a separate embedding and head), cut so "
+                    "that one stage has all its uses, or take 1f1b."
                 )
 
 

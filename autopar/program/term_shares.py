@@ -68,7 +68,7 @@ def put_together(objective: Objective, plan: Plan) -> Objective:
     """The objective as a plan can carry it out: one that updates inside of the step knows no shares of terms."""
     if not objective.terms or plan.pipeline is None or not plan.pipeline.update_every:
         return objective
-    obstacle = "its terms have denominators of their own, and parameters are updated inside of the step"
+    obstacle = "its terms have different denominators, and parameters are updated inside of the step"
     return Objective("unknown", obstacle=obstacle)
 
 
@@ -76,7 +76,7 @@ def refuse_unknown(objective: Objective, micro_batches: int) -> None:
     """Raises StepError for a loss that several micro-batches do not give, but for [Note: batch statistics]."""
     if not objective.is_known and not objective.normalizes:
         raise StepError(
-            f"{micro_batches} micro-batches give another loss than the batch: {objective.obstacle}. Take "
+            f"{micro_batches} micro-batches would give another loss than the batch: {objective.obstacle}. Take "
             "micro_batches=1 (or leave it out), which gives the loss of the whole batch. If the mean over smaller "
             "batches is meant, give each of them to a step of its own, and divide the gradients by their number."
         )

@@ -34,8 +34,8 @@ def check_vacant_places(graph: Graph, plan: Plan) -> None:
     for what, layout in _tensors(plan):
         if not has_all(mesh, layout):
             raise PlanError(
-                f"The plan has {what} in {format_layout(layout, mesh)}, but a part of it would lie at a place of the "
-                f"mesh {mesh} that is vacant; give it to one of the {mesh.ranks} ranks."
+                f"The plan has {what} in {format_layout(layout, mesh)}, but a part of it would be at a vacant place of "
+                f"the mesh {mesh}; give it to one of the {mesh.ranks} ranks."
             )
     for name, how in plan.parameters.items():
         if len({state.kind for state in how.storage}) > 1 or how.storage[0].kind == "S":
@@ -66,14 +66,14 @@ def _check_op(op: Op, labels: Labels, mesh: Mesh) -> None:
     owned = tuple(R if owner is None else O(owner) for owner in owners)
     if not has_all(mesh, owned):
         raise PlanError(
-            f"The plan runs op {op.name} ({op.kind}) at a place of the mesh {mesh} that is vacant "
-            f"({' '.join(labels)}); give it to another rank."
+            f"The plan runs op {op.name} ({op.kind}) at a vacant place of the mesh {mesh} ({' '.join(labels)}); give "
+            "it to another rank."
         )
     for axis, label in enumerate(labels):
         shares = label != UNSPLIT and owners[axis] is None
         if shares and any(partly_vacant(mesh, owned, axis)):
             raise PlanError(
-                f"The plan splits op {op.name} ({op.kind}) along {mesh.names[axis]} ({' '.join(labels)}), and some of "
-                f"the places that would have a part are vacant on the mesh {mesh}. Leave it to one rank of another "
-                "axis, such as @0, whose places along this axis are all occupied."
+                f"The plan splits op {op.name} ({op.kind}) along {mesh.names[axis]} ({' '.join(labels)}), but some of "
+                f"the places that would get a part are vacant on the mesh {mesh}. Leave it to one rank of another "
+                "axis, such as @0, for which no place along this axis is vacant."
             )

@@ -75,8 +75,7 @@ def replay(
     read = Order.parse(replicas, order) if isinstance(order, str) else order
     if read.replicas != replicas:
         raise StepError(
-            f"The order is one of {read.replicas} replicas, and replicas={replicas} was given; give "
-            f"replicas={read.replicas}."
+            f"The order has {read.replicas} replicas, but replicas={replicas} was given; give replicas={read.replicas}."
         )
     pairs = [copied(model, loss_fn) for _ in range(replicas)]
     models = [own for own, _ in pairs]

@@ -239,14 +239,14 @@ class VerifyReport(JupyterMixin):
             lines.append(f"    and {len(failures) - _SHOWN} more")
         if all(verdict.step > 1 for verdict in failures):
             lines.append(
-                "  The first step is right and a later one is not: the plan keeps a value that the model "
-                "changes between steps."
+                "  The first step is correct and a later one is not: the plan keeps a value that the model changes "
+                "between steps."
             )
         if self.all_rounding:
             lines.append(
-                "  No gradient is larger than the rounding of the loss: a loss that is the same for all "
-                "parameters\n  (of what was normalized, say) has gradients that are zero but for it, and proves "
-                "nothing."
+                "  No gradient is larger than the rounding of the loss: a loss that does not depend on the "
+                "parameters\n  (such as one of normalized values) has gradients of zero except for rounding, and "
+                "proves nothing."
             )
         return lines
 

@@ -142,8 +142,8 @@ def _refuse_long(mesh: Mesh, micro_batches: int) -> None:
     """Raises AutoparError for a simulation of more than `MOST_RUNS`."""
     if mesh.ranks * micro_batches > MOST_RUNS:
         raise AutoparError(
-            f"The proof runs the model once for each rank and micro-batch, {mesh.ranks} x {micro_batches} times, and "
-            f"at most {MOST_RUNS} times, which take half a minute of a small model: take at most "
+            f"The proof would run the model once for each rank and micro-batch, {mesh.ranks} x {micro_batches} times, "
+            f"but at most {MOST_RUNS} runs are allowed (half a minute for a small model): take at most "
             f"{max(1, MOST_RUNS // micro_batches)} ranks, or at most {max(1, MOST_RUNS // mesh.ranks)} micro-batches."
         )
 

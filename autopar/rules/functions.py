@@ -140,8 +140,8 @@ class CustomFunction:
         others = tuple(None if isinstance(x, Tensor) else x for x in leaves)
         if others != self.trial.leaves:
             raise AutoparError(
-                f"The torch.autograd.Function {self} returned {others} beside its tensors, and {self.trial.leaves} "
-                "when the model was captured; return such values from the model another way."
+                f"The torch.autograd.Function {self} returned {others} in addition to its tensors, but "
+                f"{self.trial.leaves} when the model was captured; return such values from the model in another way."
             )
         return results[0] if len(results) == 1 else results
 

@@ -146,7 +146,7 @@ def _finding(name: str, rule: Registered, call: Call, spec: Spec) -> str:
             call, spec = small, its_spec
         fault = why_not_run(call)
         if fault and (rule.is_ours or call.operands[0].device.type == "meta"):
-            return "its kernel does not run on this machine, so that its rule is not proved"
+            return "its kernel does not run on this machine, so its rule is not proved"
         for splitting in _splits(spec):
             _prove(name, rule.row, call, splitting)
         if spec.stated_kept is not None and not fault and not rule.is_ours:
@@ -206,9 +206,9 @@ def _check_kept(name: str, row: str, call: Call, spec: Spec) -> None:
     )
     if found > said:
         raise RecipeError(
-            f"The rule {row!r} of {name} says that backward keeps {said} bytes, but it keeps {found}. Name what is "
-            "missing behind `saves`: x0 for the first operand, y0 for the first result, and [b s] float32 for a "
-            "tensor of the op's own."
+            f"The rule {row!r} of {name} says that backward keeps {said} bytes, but it keeps {found}. Add the missing "
+            "ones after `saves`: x0 for the first operand, y0 for the first result, and [b s] float32 for a tensor of "
+            "the op's own."
         )
 
 

@@ -129,7 +129,7 @@ def time_headline(time: Breakdown) -> str:
     if not savings(time):
         return units.format_as(time.unit, time.value)
     saved = units.format_seconds(-sum(part.value for part in savings(time)))
-    return f"{units.format_as(time.unit, time.value)}, up to the line; beyond it are {saved} that are hidden"
+    return f"{units.format_as(time.unit, time.value)}, up to the line; the {saved} beyond it are hidden"
 
 
 def savings(breakdown: Breakdown) -> tuple[Breakdown, ...]:

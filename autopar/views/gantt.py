@@ -196,7 +196,7 @@ def _name(span: Span) -> str:
 
 def _key(rows: _Rows) -> Markup:
     swatches = [tag("span", swatch(KINDS[kind][1]), f" {KINDS[kind][0]}", class_="key") for kind in rows.kinds]
-    words = "Bars bear the numbers of micro-batches; blank is idle."
+    words = "Numbers on bars are micro-batches; blank is idle."
     if rows.pale:
         words += " Every second stage of a rank is pale."
     if rows.longest > CLEAR:

@@ -34,7 +34,7 @@ def write_html(page: Page, path: Path | str) -> None:
 
 
 _UNITS = Markup("Made by autopar. Memory and traffic are of one rank, time is of one step; GB is 1,000,000,000 bytes.")
-_DOCUMENT = Markup(" All figures stand in this file as JSON too, in the element <code>script#document</code>.")
+_DOCUMENT = Markup(" This file also has all figures as JSON, in the element <code>script#document</code>.")
 
 
 def to_html(page: Page) -> str:
@@ -114,7 +114,7 @@ def _sections(page: Page) -> Iterator[Section]:
     block = block_graph(page.block, axes) if page.block else Markup("")
     yield Section("block", "Block", "The repeated block as the plan runs it.", block)
     dots = roofline(page.roofline, page.peak_flops, page.memory_bytes_per_second)
-    lead = "What ops reach, under what the device could give. Larger dots take more of the step."
+    lead = "Reached FLOP/s of ops, under the limits of the device. Larger dots take more of the step."
     yield Section("roofline", "Roofline", lead, dots)
     yield _batches(page)
     yield _comparison(page)

@@ -149,5 +149,7 @@ def _title(bar: Bar) -> str:
 def _key(found: Sequence[LaneRow], colours: Mapping[str, Colour]) -> Markup:
     names = dict.fromkeys(row.lane for row in found)
     swatches = [tag("span", swatch(colours.get(name, REST)), f" {name}", class_="key") for name in names]
-    words = "Communication is pale where it hides behind compute; its strong foot marks where compute is idle."
+    words = (
+        "Communication is pale where it overlaps with compute; the strong line at its foot marks where compute is idle."
+    )
     return tag("p", *swatches, tag("span", words, class_="quiet"), class_="keys")

@@ -86,7 +86,7 @@ class OwnedStep(Step):
 
     def time(self) -> tuple[Term, ...]:
         """The seconds of a step, by parts; one part is what ranks save because they work side by side."""
-        note = "what single ranks do while others work, less what they wait"
+        note = "work of single ranks that overlaps with that of others, less their waits"
         return *super().time(), Term("owners side by side", self.run.micro_batches * self.waits_for_owners, note=note)
 
     @cached_property

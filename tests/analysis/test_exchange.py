@@ -101,7 +101,7 @@ def test_rows_change_hands_along_all_axes_of_the_experts_or_none(prepared: Prepa
     assert is_legal(graph, op, ("t>e", "t>e"), FOUR) and is_legal(graph, op, ("e", "e"), FOUR)
     assert not is_legal(graph, op, ("t>e", "e"), FOUR)
     assert not is_legal(graph, op, ("e", "t>e"), FOUR)
-    with pytest.raises(RecipeError, match="exchanges rows for it where this one does not"):
+    with pytest.raises(RecipeError, match="only one of the two exchanges its rows"):
         planned(prepared, "t>e@a e@b", FOUR)
     plan = planned(prepared, "t>e@a t>e@b", FOUR)
     mixed = replace(plan, ops={**plan.ops, op.name: ("t>e", "e")})
@@ -114,4 +114,4 @@ def test_plans_name_the_exchange_in_text(prepared: Prepared) -> None:
     assert f"op {layer_of(prepared)}: t>e" in str(plan)
     assert Plan.from_json(plan.to_json()) == plan
     (note,) = (line for line in plan.notes if "experts" in line)
-    assert "along ep in 1 layer, priced as if the experts were evenly used (a guess)" in note
+    assert "along ep in 1 layer, priced as if all experts were used equally (a guess)" in note

@@ -128,7 +128,7 @@ def test_the_search_takes_a_ring_where_heads_are_few_and_the_sequence_is_long() 
     plan = make_plan(of, Request(H100, mesh=Mesh.of({"x": 8})))
     assert plan.ops[attention(of).name] == ("q>k",)
     (note,) = (line for line in plan.notes if "go round" in line)
-    assert note.startswith("keys and values go round along x in 1 attention op, priced as if")
+    assert note.startswith("keys and values travel in a ring along x in 1 attention op, priced as if")
 
 
 def test_plans_name_the_ring_in_text() -> None:
@@ -163,7 +163,7 @@ def test_what_cannot_go_round_is_split_along_queries() -> None:
 
 def test_a_model_without_a_sequence_is_refused() -> None:
     of = prepare_step(nn.Linear(8, 8), (torch.randn(4, 8),), loss_fn=torch.sum)
-    with pytest.raises(SearchError, match="'the sequence split everywhere, keys and values"):
+    with pytest.raises(SearchError, match="'the sequence split everywhere; keys and values"):
         make_plan(of, Request(H100, mesh=Mesh.of({"cp": 2}), recipe="cp"))
 
 

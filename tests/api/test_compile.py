@@ -86,7 +86,7 @@ def test_chunks_that_no_schedule_takes() -> None:
 
 
 def test_a_world_of_another_size() -> None:
-    with pytest.raises(autopar.MeshError, match=r"mesh dp=2,tp=2 has 4 ranks, and 1 run here"):
+    with pytest.raises(autopar.MeshError, match=r"mesh dp=2,tp=2 has 4 ranks, but 1 run here"):
         compiled(mesh={"dp": 2, "tp": 2})
 
 
@@ -330,7 +330,7 @@ def test_a_model_that_runs_on_micro_batches_alone() -> None:
     halves = zip(x.split(2), y.split(2), strict=True)
     expected = sum(nn.functional.mse_loss(model(a), b) for a, b in halves) / 2
     compiled = autopar.compile(model, loss_fn=nn.functional.mse_loss, micro_batches=2)
-    with pytest.warns(UserWarning, match="a micro-batch and not on the whole batch"):
+    with pytest.warns(UserWarning, match="a micro-batch but not on the whole batch"):
         loss = compiled.step(x, y)
     assert loss.item() == pytest.approx(float(expected), rel=1e-6)
 

@@ -20,10 +20,10 @@ def idle(mesh):
 
 
 def test_axes_that_split_nothing_are_warned_of_in_one_line():
-    with pytest.warns(UserWarning, match="The axes dp=2 and tp=3 split nothing: 6 ranks") as found:
+    with pytest.warns(UserWarning, match="The axes dp=2 and tp=3 split nothing: all 6 ranks") as found:
         warn_of_idle_axes(idle("dp=2,tp=3"))
     assert len(found) == 1
-    with pytest.warns(UserWarning, match="The axis tp=3 splits nothing: 3 ranks"):
+    with pytest.warns(UserWarning, match="The axis tp=3 splits nothing: all 3 ranks"):
         warn_of_idle_axes(idle("dp=1,tp=3"))
 
 

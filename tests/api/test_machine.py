@@ -86,7 +86,7 @@ def test_under_a_launcher_a_rank_takes_the_accelerator_of_its_number(lies: str) 
 def test_without_a_launcher_a_model_stays_and_the_start_line_says_so() -> None:
     with seeming_accelerators(1):
         assert device_of(model_on("cpu"), None, None) == torch.device("cpu")
-        expected = "on cpu, beside an idle accelerator that device='cuda' takes"
+        expected = "on cpu, although an accelerator is idle; device='cuda' uses it"
         assert words_of_device(torch.device("cpu")) == expected
         assert words_of_device(torch.device("cuda:0")) == "on cuda:0"
     assert words_of_device(torch.device("cpu")) == "on cpu"

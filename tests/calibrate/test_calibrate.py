@@ -202,7 +202,7 @@ def test_kernels_are_counted_without_views():
             ["--output", "/nowhere/my.toml"],
             "Cannot write /nowhere/my.toml: there is no folder /nowhere",
         ),
-        (["--ranks", "0"], "A machine is measured with 1 rank or more, not 0."),
+        (["--ranks", "0"], "A machine is measured with at least 1 rank, not 0."),
         (["--dtype", "float12"], "There is no dtype 'float12' to measure; choose from bfloat16"),
         (["--dtype", "tf32", "--ranks", "1"], "has no matrix products in tf32; it has bfloat16"),
         (["--device", "tpu"], "There is no kind of device 'tpu'; choose cpu or cuda."),

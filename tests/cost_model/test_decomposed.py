@@ -141,7 +141,7 @@ def test_the_table_of_stages_prices_a_decomposed_step_of_a_slow_host_as_the_step
 def test_a_plan_says_where_there_is_nothing_to_decompose() -> None:
     """Under tp the rows are summed by all-reduces, which have no pieces."""
     (note,) = (str(n) for n in explained("x", "tp").plan.notes if n.startswith("Along x "))
-    assert note.startswith("Along x nothing is decomposed: no all-gather is read by linear layers")
+    assert note.startswith("Along x nothing is decomposed: no all-gather is read only by linear layers")
     (other,) = (n for n in explained("x").plan.notes if n.startswith("Along x "))
     assert other.startswith("Along x products are computed in pieces")
 

@@ -212,8 +212,8 @@ def test_a_function_keeps_its_own_batch():
     assert {p.setting.dp * p.setting.micro_batch for p in found.settings} == {8}
     assert ask(TARGET, batch=16, seq=None).settings[0].setting.micro_batches == 2
     said = " ".join(ask(TARGET, batch=16, seq=None).answer().plan.notes)
-    assert "has 8 rows, which are one micro-batch, so that a batch of 16 is 2 of them" in said
-    with pytest.raises(AutoparError, match="no multiple of the 8 sequences"):
+    assert "has 8 rows, which are one micro-batch, so a batch of 16 is 2 micro-batches" in said
+    with pytest.raises(AutoparError, match="not a multiple of the 8 sequences"):
         _ = ask(TARGET, batch=12, seq=None).settings
 
 
@@ -239,11 +239,11 @@ def test_wishes_that_exclude_each_other():
         ),
         ("dp=8", "local:10", "`autopar explain` prices that on a given --mesh"),
         ("far=2,dp=4", "far:diloco:10,dp:zero3", "trains replicas"),
-        ("pp=4,dp=2", "pp:pipedream,dp:ddp", "and the schedule pipedream updates without waiting"),
+        ("pp=4,dp=2", "pp:pipedream,dp:ddp", "but the schedule pipedream updates without waiting"),
         ("dp=8", "parameter-server", "'parameter-server' is another. `autopar explain` prices it"),
         ("dp=8", "zero-infinity", "'zero-infinity' is another"),
-        ("tp=4,tq=2", "tp:tp,tq:tp", "and the recipe 'tp:tp,tq:tp' is another"),
-        ("tp=4,tq=2", "auto", "meshes of the axes dp, tp, pp, and the mesh tp=4,tq=2 has tq"),
+        ("tp=4,tq=2", "tp:tp,tq:tp", "but the recipe 'tp:tp,tq:tp' is another"),
+        ("tp=4,tq=2", "auto", "meshes of the axes dp, tp, pp, but the mesh tp=4,tq=2 has tq"),
     ],
 )
 def test_what_has_no_closed_form_is_refused_before_capture(mesh, recipe, says):

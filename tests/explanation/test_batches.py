@@ -161,8 +161,8 @@ def test_sentences_and_tables_name_both(found):
     page = page_of(found, "gpt2")
     fastest, largest = found.batch_lines[0], found.batch_lines[-1]
     best = next(row for row in found.batches if row.is_fastest)
-    assert f"{best.batch:,} has the least time per token" in fastest
-    assert "is the largest found that fits in 1 micro-batch" in largest
+    assert f"{best.batch:,} takes the least time per token" in fastest
+    assert "is the largest batch found that fits in 1 micro-batch" in largest
     assert page.notes[0] == fastest and len(page.document["batches"]) == len(found.batches)
     assert f"--batch {found.request.batch} " in page.launch[0]
     assert "fastest per sample" in to_html(page) and "largest at once" in to_html(page)

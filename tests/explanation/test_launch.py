@@ -127,7 +127,7 @@ def test_what_the_call_does_not_say_stands_above_it(many: Explanation) -> None:
     comment, again, *_ = launch(replace(many, request=asked))
     assert comment == "# compile has no argument for --pin layers.*=dp"
     assert settings(replace(many, request=asked))["without"] == "zero3"
-    assert "--save plan.json has them" in again
+    assert "--save plan.json saves them" in again
     host = {name: replace(how, tier="host") for name, how in many.plan.parameters.items()}
     stored = replace(many.plan, recipe="auto", parameters=host)
     count = sum(many.graph.layer_count.get(name, 1) for name in host)
@@ -178,6 +178,6 @@ def test_the_start_is_one_line(explained: Explanation) -> None:
     idle = replace(plan, parameters=whole, ops=dict.fromkeys(plan.ops, ("-",)))
     assert idle_axes(idle) == ["dp"]
     assert start_line(idle, request, False, (1.0, 1e9)).startswith(
-        "nothing is split; dp left idle, because that was found cheapest; recipe='ddp' insists; "
+        "nothing is split; dp left idle, because that was found fastest; recipe='ddp' uses it anyway; "
     )
     assert "as the given plan has it" in start_line(idle, request, True, (1.0, 1e9))

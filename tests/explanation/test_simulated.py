@@ -80,7 +80,7 @@ def test_equal_stages_idle_as_the_closed_form_says(
 def test_a_backward_in_halves_has_no_closed_form() -> None:
     step = alike(2, "zb", 2, 4)
     assert step.closed_bubble is None
-    assert "has no closed form" in " ".join(step.sentences)
+    assert "for which there is no closed form" in " ".join(step.sentences)
     assert step.simulation.bubble_fraction < 1 / 5  # that of 1F1B
 
 
@@ -209,7 +209,7 @@ def test_questions_go_to_the_schedule_or_to_the_closed_form(e: Explanation) -> N
     assert e.what_if(hbm_bytes=5e6).bound_bytes == 5_000_000
     with pytest.raises(AutoparError, match=r"closed_form\.what_if\(b=16\)"):
         e.what_if(b=16)
-    with pytest.raises(AutoparError, match="Nothing here is called 'colour'"):
+    with pytest.raises(AutoparError, match="There is no size or figure 'colour'"):
         e.what_if(colour=2)
     assert e.sensitivity() == e.closed_form.sensitivity()
     assert e.solve_for("b").value == e.closed_form.solve_for("b").value

@@ -208,7 +208,7 @@ def test_options_that_the_loop_decides_are_refused() -> None:
 
 def test_what_needs_stages_is_refused_as_by_compile() -> None:
     accelerator = AutoparAccelerator(cpu=True, options={"chunks": 2})
-    with pytest.raises(MeshError, match="chunks=2 can be had with pipeline stages alone"):
+    with pytest.raises(MeshError, match="chunks=2 can only be used with pipeline stages"):
         accelerator.prepare(Outside())
 
 
@@ -316,9 +316,9 @@ def test_a_state_that_could_not_be_loaded_is_refused_and_leaves_the_one_before(
     accelerator.save_state(str(tmp_path / "state"))
     before = read_extra(tmp_path / "state")
     accelerator.register_for_checkpointing(Unsafe())
-    with pytest.raises(AutoparError, match="cannot be saved so that it loads without running code"):
+    with pytest.raises(AutoparError, match="cannot be saved in a form that loads without running code"):
         accelerator.save_state(str(tmp_path / "state"))
     assert [file.name for file in tmp_path.iterdir()] == ["state"]
     assert read_extra(tmp_path / "state")["loop"]["states"] == before["loop"]["states"] == []
-    with pytest.raises(AutoparError, match="states of 0 schedulers and registered objects, and there are 1"):
+    with pytest.raises(AutoparError, match="states of 0 schedulers and registered objects, but there are 1"):
         accelerator.load_state(str(tmp_path / "state"))

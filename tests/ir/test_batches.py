@@ -43,5 +43,5 @@ def test_a_plan_fits_as_long_as_there_is_a_batch_to_split() -> None:
 def test_refuses_a_graph_without_a_batch() -> None:
     b = Builder({"s": 4})
     b.output(b.op("relu", "s -> s", [b.input("x", "s")]))
-    with pytest.raises(SearchError, match=r"give their number, micro_batches=\.\.\."):
+    with pytest.raises(SearchError, match=r"give micro_batches=\.\.\."):
         with_batch(b.graph(), 2)

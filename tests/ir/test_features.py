@@ -15,7 +15,7 @@ def test_every_pair_of_the_table_is_refused_with_its_reason(pair: tuple[Feature,
     with pytest.raises(PlanError) as caught:
         check_features("The plan has", found, PlanError)
     first, second = pair
-    why = f"{first.name} and {second.name}, which do not go together: {EXCLUDES[pair]}."
+    why = f"{first.name} and {second.name}, which cannot be combined: {EXCLUDES[pair]}."
     assert str(caught.value) == f"The plan has {why} Leave out one of the two."
 
 
@@ -25,7 +25,7 @@ def test_features_by_themselves_go_with_each_other() -> None:
 
 
 def test_requests_and_plans_are_asked_the_same_table() -> None:
-    with pytest.raises(RecipeError, match="overlap_batches=2 and 2 pipeline ranks, which do not"):
+    with pytest.raises(RecipeError, match="overlap_batches=2 and 2 pipeline ranks, which cannot"):
         Request(find_hardware("h100"), ranks=8, stages=2, overlap_batches=2, micro_batches=4)
     with pytest.raises(PlanError, match="2 micro-batches at a time and a pipeline of 2 stages"):
         Plan(

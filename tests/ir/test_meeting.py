@@ -78,7 +78,7 @@ def test_the_text_of_a_meeting_reads_back(text: str, meeting: Meeting) -> None:
         (
             "every 10 steps",
             "every 0 steps",
-            "meet every 0 steps; give a whole number of at least 1",
+            "synchronise every 0 steps; give a whole number of at least 1",
         ),
         ("every 10 steps", "each 10 steps", "Cannot read 'each 10 steps diloco"),
         ("diloco momentum=0.9 rate=0.7", "diloco", "write 'every 4 steps local'"),
@@ -97,7 +97,7 @@ def test_the_text_of_a_meeting_reads_back(text: str, meeting: Meeting) -> None:
         (
             "diloco momentum=0.9 rate=0.7",
             "async-server owner=O(2) staleness=1",
-            "it is one of O(0) to O(1)",
+            "it must be one of O(0) to O(1)",
         ),
         (
             "diloco momentum=0.9 rate=0.7",
@@ -108,8 +108,8 @@ def test_the_text_of_a_meeting_reads_back(text: str, meeting: Meeting) -> None:
         (
             "parameter up.weight: S(0)@dp",
             "parameter up.weight: S(0)@far",
-            "along far lie 2 replicas, whose values differ for 10 steps: none of them can hold a part for another. "
-            "Leave @far out",
+            "far is the axis of 2 replicas, whose values differ for 10 steps: none of them can hold a part for "
+            "another. Leave @far out",
         ),
         (
             "replicas far: every",

@@ -29,11 +29,11 @@ def test_text_reads_back():
         ("dp=0", "Axis 'dp' has size 0"),
         ("dp=2,dp=2", "repeat"),
         ("2x=2", "not an identifier"),
-        ("ps=2,dp=3 of four", "Cannot read 'four' in the mesh .*: after 'of' stands the number"),
+        ("ps=2,dp=3 of four", "Cannot read 'four' in the mesh .*: after 'of' comes the number"),
         ("ps=2,dp=3 of 7", "has 7 ranks for 6 places; it takes 1 to 6"),
         (
             "dp=2,tp=4 order ",
-            "Cannot read '' .*: after 'order' stand the axes; write dp=2,tp=4 order tp,dp",
+            "Cannot read '' .*: after 'order' come the axes; write dp=2,tp=4 order tp,dp",
         ),
         ("dp=2,tp=4 order tp,", "Cannot read 'tp,' in the mesh"),
         ("pp=2,dp=2 of 3", "vacant places and the axis pp"),

@@ -342,10 +342,10 @@ def test_a_mesh_of_stages_alone():
         (
             "pipeline interleaved: a b c\n",
             "",
-            "pp=2,tp=2 and the pipeline None; an axis pp goes with",
+            "pp=2,tp=2 and the pipeline None; an axis pp needs",
         ),
         ("interleaved", "fifo", "There is no schedule 'fifo'; there are gpipe, 1f1b"),
-        ("a b c", "a b", "2 cuts make 3 stages, and 2 pipeline ranks take a multiple of 2"),
+        ("a b c", "a b", "2 cuts make 3 stages, but 2 pipeline ranks take a multiple of 2"),
         ("interleaved", "1f1b", "schedule 1f1b takes 2 stages on 2 pipeline ranks, .* has 4"),
         (
             "interleaved: a b c",

@@ -54,9 +54,9 @@ def test_fp8_is_bfloat16_with_rounded_products():
     [
         ("fp8 products=fp8", "names a field twice"),
         ("bf16 products=bf16", "rounded to float8 or not at all, not to 'bf16'"),
-        ("bf16 exempt=head", "exempts head and rounds no products"),
+        ("bf16 exempt=head", "exempts head but rounds no products"),
         ("fp8 exempt=head,", "Cannot read '' as the name"),
-        ("fp8 reduce=fp8", "the reduce_dtype of a precision is one of"),
+        ("fp8 reduce=fp8", "the reduce_dtype of a precision must be one of"),
     ],
 )
 def test_what_is_no_policy_of_products(text, message):

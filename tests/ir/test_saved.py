@@ -34,9 +34,9 @@ def test_a_plan_with_saved_lines_is_read_back():
         ("V@tp", PlanError, ": V@tp slices nothing; write a dim and an axis, such as S(1)@tp"),
         ("R", PlanError, ": R slices nothing"),
         ("V@tp host", PlanError, ": V@tp host slices nothing"),
-        ("S(1)@tp nvme", PlanError, "which only parameters can be; write S(1)@tp host"),
+        ("S(1)@tp nvme", PlanError, "but only parameters can be kept there; write S(1)@tp host"),
         ("S(1)@pp", MeshError, "pp"),
-        (3, PlanError, "lies in a layout such as S(1)@tp, not 3"),
+        (3, PlanError, "must be such as S(1)@tp, not 3"),
     ],
 )
 def test_a_line_names_a_dim_and_an_axis(value, error, says):

@@ -64,7 +64,7 @@ def test_a_size_that_is_left_to_the_reshape_is_a_number_too():
     [
         ((3, 7, 5), "the model fixes a size to 6, but another is given"),
         ((1, 7, 6), "a size under 2"),
-        ((3, 7), "an input has 2 dims, and had 3"),
+        ((3, 7), "an input has 2 dims, but had 3 at capture"),
     ],
 )
 def test_other_sizes_are_refused(shape, words):
@@ -77,5 +77,5 @@ def test_a_target_with_sizes_of_its_own_is_refused():
     captured = opened(Flat(), torch.ones(4, 5, 6), [(0, 1)])
     call = next(n for n in captured.module.graph.nodes if n.name == "reshape")
     call.target = operator.methodcaller("reshape")
-    with pytest.raises(OtherSizes, match="reshape holds a graph of its own"):
+    with pytest.raises(OtherSizes, match="reshape has a graph of its own"):
         close_sizes(captured.module, list(captured.inputs), [(3, 7, 6)])

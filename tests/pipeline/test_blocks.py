@@ -155,7 +155,7 @@ def test_a_model_without_stacks_has_its_outermost_modules() -> None:
 
 def test_refuses_to_cut_where_the_names_of_most_layers_are_unknown() -> None:
     graph = dataclasses.replace(residual(3), stacks=(Stack("layers", 32, 3),))
-    with pytest.raises(SearchError, match="nothing tells the names of the others"):
+    with pytest.raises(SearchError, match="the names of the others are not known"):
         block_starts(graph)
 
 

@@ -106,7 +106,7 @@ def test_a_second_input_has_a_number():
         (
             "S(1)@tp",
             "layers.*.input",
-            "saves layers.*.input in a layout of its own, which the model does not "
+            "gives a saved layout for layers.*.input, which the model does not "
             "have. The activations that enter its blocks are blocks.*.input;",
         ),
         (

@@ -142,7 +142,7 @@ def test_a_deadlock_names_what_waits():
         ),
         ("zb", 2, 1, 5, "Take 4 or 6 micro-batches, or the schedule looped-bfs"),
         ("dualpipev", 2, 2, 3, "are 3 for 4 stages. Take 4 micro-batches, or the schedule zbv"),
-        ("gpipe", 2, 1, 0, "A pipeline runs at least one micro-batch, but 0 are asked."),
+        ("gpipe", 2, 1, 0, "A pipeline runs at least one micro-batch, but 0 were asked for."),
     ],
 )
 def test_a_number_of_micro_batches_is_refused_in_words(schedule, ranks, chunks, micro_batches, words):

@@ -148,5 +148,5 @@ def test_numbers_of_micro_batches_that_are_refused(schedule: str, micro_batches:
 
 
 def test_one_stage_has_no_such_schedule() -> None:
-    with pytest.raises(PlanError, match="pipedream needs at least 2 pipeline ranks, and the plan has 1"):
+    with pytest.raises(PlanError, match="pipedream needs at least 2 pipeline ranks, but the plan has 1"):
         pipeline("pipedream", 1)

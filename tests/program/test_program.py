@@ -97,7 +97,7 @@ def test_the_first_difference_is_named(mlp):
     assert f"where the plan has gelu, it runs {first}" in refusal(mlp, other)
     fewer = dataclasses.replace(plan, ops={name: plan.ops[name] for name in (first, *others[:-1])})
     assert f"where the plan has no further op, it runs {others[-1]}" in refusal(mlp, fewer)
-    assert "an op has other arguments, or a tensor another dtype" in refusal(mlp, plan)
+    assert "an op has different arguments, or a tensor a different dtype" in refusal(mlp, plan)
 
 
 @pytest.mark.parametrize(
@@ -138,9 +138,9 @@ def test_labels_that_an_op_has_not(mlp, size, labels, says):
         (
             R,
             S(0, WHOLE),
-            "is S(0.*)@tp and its storage R, and tp does not divide its dims, of factors ((6,), (4,))",
+            "is S(0.*)@tp and its storage R, but tp does not divide its dims, of factors ((6,), (4,))",
         ),
-        (S(0, WHOLE), O(1), "is O(1)@tp and its storage S(0.*)@tp, and tp does not divide"),
+        (S(0, WHOLE), O(1), "is O(1)@tp and its storage S(0.*)@tp, but tp does not divide"),
         (V, V, "storage of parameter up.weight is V@tp, and it can be R, S or O"),
         (P, R, "storage of parameter up.weight is P@tp, and it can be R, S or O"),
         (R, P, "resident layout of parameter up.weight is P@tp, and it can be R, S, V or O"),

@@ -195,13 +195,13 @@ def test_casts_of_parameters_run_where_their_results_are_used():
     stages = cut_stages(program, prepared.analysis.graph)
     refuse_strays(stages, HOMES)
     assert [spec.name for stage in stages for spec in stage.parameters] == list(HOMES)
-    with pytest.raises(PlanError, match=r"lies on stage 1 of the pipeline, .* uses it on stage 0"):
+    with pytest.raises(PlanError, match=r"is on stage 1 of the pipeline, .* uses it on stage 0"):
         refuse_strays(stages, dict.fromkeys(HOMES, (1,)))
 
 
 def test_another_order_of_parameters_is_refused():
     graph = graph_of(Line().eval(), torch.randn(4, 8))
-    with pytest.raises(PlanError, match=r"layers.\d.weight lies on stage \d of .* in another order"):
+    with pytest.raises(PlanError, match=r"layers.\d.weight is on stage \d of .* in another order"):
         cuts_where_parameters_lie(graph, HOMES, 3)
 
 

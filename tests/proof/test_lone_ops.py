@@ -144,5 +144,5 @@ def test_an_op_that_draws_random_numbers_is_run_by_all() -> None:
     prepared = prepare_step(model, (torch.ones(4, 8),), {}, loss_fn=torch.mean)
     graph = prepared.analysis.graph
     plan = towers_plan(graph, prepared.captured.fingerprint, {"1": 0}, MESH)
-    with pytest.raises(PlanError, match="draws random numbers, which all ranks do in step"):
+    with pytest.raises(PlanError, match="draws random numbers, which all ranks must do together"):
         build_program(prepared.captured, prepared.analysis, plan)

@@ -128,7 +128,7 @@ def test_recipes_by_axis() -> None:
 
 
 def test_more_stages_than_blocks() -> None:
-    with pytest.raises(autopar.SearchError, match=r"has 6 blocks, and 8 pipeline ranks .* take 8 stages"):
+    with pytest.raises(autopar.SearchError, match=r"has 6 blocks, but 8 pipeline ranks .* take 8 stages"):
         explained({"pp": 8}, layers=4)
 
 

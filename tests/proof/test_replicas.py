@@ -163,7 +163,7 @@ def test_a_replay_in_half_precision_adds_up_thirds_as_the_server_does() -> None:
 
 def test_a_replay_needs_the_replicas_of_its_order() -> None:
     model, x = model_and_rows()
-    with pytest.raises(StepError, match="is one of 3 replicas, and replicas=2 was given"):
+    with pytest.raises(StepError, match="has 3 replicas, but replicas=2 was given"):
         autopar.replay(
             model,
             [(x,)],

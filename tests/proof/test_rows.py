@@ -86,7 +86,7 @@ def test_a_table_goes_by_rows_and_all_else_whole(
     assert Plan.parse(str(plan)) == plan and " | step by rows\n" in str(plan)
     (note,) = [str(n) for n in plan.notes if kind_of(n) == "owners" and "by rows" in n]
     message = format_bytes(indices * (ROW + 8) + 8)
-    assert note.endswith(f"by rows: at most {message} from a rank in place of {format_bytes(WHOLE)}")
+    assert note.endswith(f"by rows: at most {message} per rank instead of {format_bytes(WHOLE)}")
     assert subject.compare(plan).passed
 
 
@@ -119,7 +119,7 @@ def test_a_tied_table_goes_whole_and_a_note_says_why() -> None:
     plan = planned(subject, "dp=2", "parameter-server")
     assert not plan.parameters["table.weight"].by_rows
     assert gradient_bytes(subject, plan) == WHOLE / 2
-    assert any("other ops than lookups use it" in note for note in plan.notes)
+    assert any("ops other than lookups use the parameter" in note for note in plan.notes)
 
 
 def test_a_table_of_which_every_row_may_be_used_goes_whole() -> None:
@@ -148,7 +148,7 @@ def test_random_plans_have_rows_and_are_exact(subject: Subject, mesh: str) -> No
 def test_rows_to_no_owner_are_refused(subject: Subject) -> None:
     plan = planned(subject, "dp=2", "parameter-server")
     text = str(plan).replace("O(0)@dp | V@dp | step by rows", "R | V@dp | step by rows")
-    with pytest.raises(PlanError, match=r"table.weight by rows, and from V@dp to R it is sent to"):
+    with pytest.raises(PlanError, match=r"table.weight by rows, but the conversion from V@dp to R does not end"):
         subject.compare(Plan.parse(text))
 
 

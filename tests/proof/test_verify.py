@@ -344,7 +344,7 @@ def test_a_weight_that_a_script_changes_between_steps_shows() -> None:
     assert proof(model, batch).passed
     report = autopar.verify(model, batch, mesh=DP, recipe="ddp", loss_fn=mean_square, between=halve)
     assert not report.passed and {v.step for v in report.failures} == {2}
-    assert "The first step is right and a later one is not" in str(report)
+    assert "The first step is correct and a later one is not" in str(report)
     assert model.weight == 1.0
 
 

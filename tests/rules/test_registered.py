@@ -242,7 +242,7 @@ def test_a_row_says_what_backward_keeps():
 def test_a_row_that_keeps_less_than_the_op_is_refused_with_both_numbers():
     autopar.register_rule("rules_test::scale", "b s h, h -> b s h | saves x1")
     # x is 2 x 4 x 6 numbers of 8 bytes, and the weight 6.
-    with pytest.raises(RecipeError, match=r"keeps 48 bytes, but it keeps 432\. Name"):
+    with pytest.raises(RecipeError, match=r"keeps 48 bytes, but it keeps 432\. Add"):
         labels_of(scaled, rand(2, 4, 6), rand(6), kind="rules_test.scale")
 
 

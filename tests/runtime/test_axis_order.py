@@ -92,7 +92,7 @@ def uneven() -> str:
 
 def test_ranks_in_no_order_are_refused(four_ranks: Ranks) -> None:
     for said in four_ranks.run(uneven):
-        assert "[0, 1, 3, 2]: along an axis they do not lie at equal distances" in said
+        assert "[0, 1, 3, 2]: along an axis their numbers are not equally spaced" in said
 
 
 def with_a_copied_layer(mesh: Any, is_early: bool) -> tuple[str, float]:

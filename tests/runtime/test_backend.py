@@ -108,7 +108,7 @@ def _told(run: Callable[..., Any], *args: Any) -> list[str]:
 def test_what_was_split_is_logged(two_ranks: Ranks) -> None:
     first, second = two_ranks.run(_told, scripts.run_compiled, "other_batches", {"recipe": "ddp"})
     assert "dp splits batch in" in first[0] and "all_reduce" not in first[0]
-    assert any("gives way for a graph" in line and "ize 3 " in line for line in first), first
+    assert any("is not applied to a graph" in line and "ize 3 " in line for line in first), first
     assert not second
 
 
@@ -227,10 +227,10 @@ def test_ranks_with_other_numbers_in_a_graph_are_refused_by_the_line(two_ranks: 
         ({"mesh": {"dp": 2}}, MeshError, "has 2 ranks, and 1 run here"),
         ({"mesh": {"pp": 1}}, MeshError, "pipeline stages need the whole step"),
         ({"recipe": "zero-offload"}, RecipeError, "zero-offload stores parameters on the host"),
-        ({"recipe": "data-parallel"}, RecipeError, "data-parallel stores parameters on one rank"),
+        ({"recipe": "data-parallel"}, RecipeError, "data-parallel stores each parameter on one rank"),
         ({"recipe": "zero9"}, RecipeError, "There is no recipe 'zero9'"),
         ({"hardware": "h1000"}, AutoparError, "no GPU 'h1000' in the catalogue"),
-        ({"recipe": "1f1b"}, RecipeError, "'1f1b' is one of pipeline stages"),
+        ({"recipe": "1f1b"}, RecipeError, "'1f1b' is for pipeline stages"),
     ],
 )
 def test_wrong_options_are_named(options: dict[str, Any], error: type, sentence: str) -> None:

@@ -68,7 +68,7 @@ def nowhere() -> str:
 
 
 def test_a_row_without_an_expert_is_an_error_before_anything_is_sent(two_ranks: Ranks) -> None:
-    said = "dispatch: 2 of 3 rows have an expert from 0 to 1, and all must."
+    said = "dispatch: 2 of 3 rows have an expert from 0 to 1, but all must."
     assert all(message.startswith(said) for message in two_ranks.run(nowhere))
 
 

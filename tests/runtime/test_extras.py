@@ -263,7 +263,7 @@ def largest(out: dict[str, Tensor], targets: Tensor) -> tuple[Tensor, dict[str, 
 
 def test_what_micro_batches_do_not_give_is_refused_by_name_and_op() -> None:
     made = autopar.compile(Words(), loss_fn=largest, micro_batches=2)
-    with pytest.raises(StepError, match=r"result\[1\]\['largest'\] cannot be put together") as caught:
+    with pytest.raises(StepError, match=r"result\[1\]\['largest'\] cannot be computed from") as caught:
         made.step(*batch())
     assert "max (in the loss function) is neither a row for every sample" in str(caught.value)
 
@@ -276,7 +276,7 @@ def places(out: dict[str, Tensor], targets: Tensor) -> tuple[Tensor, dict[str, T
 def test_numbers_of_the_rows_are_refused_by_name() -> None:
     """Every micro-batch would number its rows from 0."""
     made = autopar.compile(Words(), loss_fn=places, micro_batches=2)
-    with pytest.raises(StepError, match=r"\['places'\] cannot be put together from 2 micro-batches: arange \("):
+    with pytest.raises(StepError, match=r"\['places'\] cannot be computed from 2 micro-batches: arange \("):
         made.step(*batch())
 
 

@@ -168,7 +168,7 @@ def test_a_list_of_shapes_says_what_is_being_prepared(caplog: pytest.LogCaptureF
 
 def test_a_list_of_shapes_needs_a_batch_and_shapes_of_it() -> None:
     model = autopar.compile(Scaled())
-    with pytest.raises(StepError, match="does not know what inputs there are"):
+    with pytest.raises(StepError, match="the model's inputs are not known"):
         model.prepare(shapes=[(2, 3, 4)])
     with pytest.raises(StepError, match=r"the shape \(2, 3\) for a batch of shapes \[2, 3, 4\]"):
         model.prepare(torch.ones(2, 3, 4), shapes=[(2, 3)])

@@ -89,7 +89,7 @@ def test_losses_are_those_of_one_process(way: str, two_ranks: Ranks, four_ranks:
 
 def test_a_loss_that_micro_batches_change_is_refused_with_its_op() -> None:
     made = autopar.compile(words(), loss_fn=plus_rows, micro_batches=2)
-    with pytest.raises(autopar.StepError, match=r"2 micro-batches give another .*: add \(in the loss"):
+    with pytest.raises(autopar.StepError, match=r"2 micro-batches would give another .*: add \(in the loss"):
         made.step(*batch(plus_rows))
     parts = zip(*(x.chunk(2) for x in batch(plus_rows)), strict=True)
     followed = autopar.compile(words(), loss_fn=plus_rows)

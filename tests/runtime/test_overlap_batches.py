@@ -189,7 +189,7 @@ def dropped() -> tuple[float, float]:
         ({"overlap_batches": 0}, "overlap_batches=0 is less than 1"),
         (
             {"overlap_batches": 2, "micro_batches": 2, "recompute": "full"},
-            "recompute='full', which do not go together",
+            "recompute='full', which cannot be combined",
         ),
     ],
 )

@@ -115,7 +115,7 @@ def test_the_loss_among_other_results(two_ranks: Ranks) -> None:
     assert whole == pytest.approx(expected, rel=1e-12) and shape == "[8, 4, 16]"
     for loss, said in two_ranks.run(of_a_result, {"mesh": {"pp": 2}, "micro_batches": 2}):
         assert loss == pytest.approx(expected, rel=1e-12)
-        assert said.startswith("The result of model(...) has its loss alone, and no logits")
+        assert said.startswith("The result of model(...) has only its loss, and no logits")
 
 
 def test_gradients_arrive_when_backward_runs_and_not_before() -> None:

@@ -96,5 +96,5 @@ def test_names_of_a_wrapper_are_refused() -> None:
     state = adamw(wrapped, 1e-2, names=True)
     mean_square(model(X), Y).backward()
     state.step()
-    with pytest.raises(AutoparError, match=r"has module.down.bias.* which no parameter here"):
+    with pytest.raises(AutoparError, match=r"has module.down.bias.* but no parameter here"):
         load_optimizer_state(model, adamw(model, 0.1), state.state_dict())

@@ -255,7 +255,7 @@ def _refused() -> list[str]:
 def test_what_cannot_be_sharded_is_named(two_ranks: Ranks) -> None:
     for mesh, recipe, module, changed, again in two_ranks.run(_refused):
         assert "The mesh dp=3 has 3 ranks, and 2 run here" in mesh
-        assert "recipe tp stores split depends on what the model computes" in recipe
+        assert "recipe tp shards parameters depend on what the model computes" in recipe
         assert "(LSTM) holds parameter weight_ih_l0 in its attribute '_flat_weights' too" in module
         assert "The forward changes the parameter 0.weight in place; do that outside" in changed
         assert "weight is a DTensor already" in again

@@ -127,7 +127,7 @@ def called_itself(recipe: str) -> tuple[str, bool]:
 @pytest.mark.parametrize("recipe", ["ddp", "zero3"])
 def test_the_model_itself_says_why_it_cannot_be_called(two_ranks: Ranks, recipe: str) -> None:
     message, works = equal_on_all(two_ranks.run(called_itself, recipe))
-    assert message.startswith("The MLP that was compiled was called itself, with plain tensors")
+    assert message.startswith("The MLP that was compiled was called directly, with plain tensors")
     assert "Call the compiled module, or its step." in message and works
 
 

@@ -177,7 +177,7 @@ def test_a_step_that_is_faster_in_parts_gives_the_results_of_one_process(two_ran
     for count, recompute, notes, far in two_ranks.run(in_parts, Deep):
         assert count == 2 and recompute == "none"
         assert len(notes) == 1 and notes[0].startswith("2 micro-batches: a step takes")
-        assert notes[0].endswith(" (micro_batches=1 insists)")
+        assert notes[0].endswith(" (micro_batches=1 forces that)")
         assert max(far) < 1e-12
 
 

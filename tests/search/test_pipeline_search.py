@@ -207,7 +207,7 @@ def test_recipes_name_the_schedule(recipe: Any, schedule: str, inside: Any) -> N
         (
             {"schedule": "1f1b", "chunks": 2},
             PlanError,
-            "runs 1 stage on each pipeline rank, and chunks=2",
+            "runs 1 stage on each pipeline rank, but chunks=2",
         ),
         ({"schedule": "gpipe", "mesh": {"pp": 16}}, SearchError, "8 blocks, and 16 pipeline ranks"),
         ({"mesh": {"dp": 2}}, MeshError, "has no axis 'pp'"),

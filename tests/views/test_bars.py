@@ -42,7 +42,7 @@ def test_memory_over_its_bound():
 def test_time_of_which_something_is_hidden():
     time = cost("seconds", compute=3.0, along_dp=2.0, hidden_behind_compute=-1.0)
     assert lines(time_bar(time, ["dp"]), 80) == [
-        "Time of a step  4.00 s, up to the line; beyond it are 1.00 s that are hidden",
+        "Time of a step  4.00 s, up to the line; the 1.00 s beyond it are hidden",
         "█" * 48 + "▒" * 16 + "┃" + "▒" * 15,
         "██  compute                 3.00 s   75.0 %",
         "▒▒  along dp                2.00 s   50.0 %",

@@ -59,8 +59,8 @@ def draws_in_python(line: str, *, is_own: bool) -> CaptureError:
     backend = "" if is_own else f" {BACKEND_RUNS_IT}"
     return CaptureError(
         f"The forward or the loss draws from Python's or numpy's random numbers in {line}; a captured program would "
-        "repeat the first draw for ever. Draw with torch (torch.rand, torch.bernoulli) and choose with torch.where, "
-        f"or draw outside and give the result as an input.{backend}"
+        "repeat the first draw in every step. Draw with torch (torch.rand, torch.bernoulli) and choose with "
+        f"torch.where, or draw outside and give the result as an input.{backend}"
     )
 
 
@@ -87,9 +87,9 @@ def replaces_method(name: str, line: str) -> CaptureError:
         line: the line where the new method begins.
     """
     return CaptureError(
-        f"{name} was replaced by the function in {line} after torch.compile had read it, and torch.compile goes on "
-        "with the old one, with any backend. Call torch.compiler.reset() after the change, or replace the method of "
-        "the object (`model.forward = ...`), which torch.compile notices."
+        f"{name} was replaced by the function in {line} after torch.compile had read it, but torch.compile keeps using "
+        "the old one, with any backend. Call torch.compiler.reset() after the change, or replace the method of the "
+        "object (`model.forward = ...`), which torch.compile does notice."
     )
 
 
@@ -104,9 +104,9 @@ def runs_cached(name: str, line: str, read: str) -> CaptureError:
     what = f"the global {read}" if read else "a value"
     return CaptureError(
         f"{name} in {line} keeps its results (functools.lru_cache) and reads {what}, which has changed. "
-        "Python would return the result of before; a capture, also of torch.compile, runs the function anew. Give the "
-        "value as an argument of the function, call its cache_clear() after the change, or call the function outside "
-        "of what is compiled."
+        "Python would return the earlier result, but a capture (also that of torch.compile) runs the function again. "
+        "Give the value as an argument of the function, call its cache_clear() after the change, or call the function "
+        "outside of the compiled code."
     )
 
 
@@ -130,5 +130,5 @@ def reads_weakly(place: Place) -> CaptureError:
     """The error for a weak reference to an object, which may be gone in a later step."""
     return CaptureError(
         f"The forward or the loss reads the weak reference {place.words} in {place.line}; its object may change or be "
-        f"gone later, and to guard it would keep it alive. Hold the object itself. {BACKEND_RUNS_IT}"
+        f"gone later, and a guard on it would keep it alive. Hold the object itself. {BACKEND_RUNS_IT}"
     )

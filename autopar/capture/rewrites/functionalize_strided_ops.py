@@ -45,7 +45,7 @@ def refuse_strides(module: fx.GraphModule) -> None:
         if node.target in _STRIDED and not _is_position(node.args[0]):
             raise uncaptured(
                 traced_line(node),
-                f"{node.target} speaks of memory, and a rank's part lies in memory in another way",
+                f"{node.target} depends on the layout in memory, but the memory of a rank's part has another layout",
                 "Write it with slices, unfold, diagonal or torch.where",
             )
 
@@ -104,8 +104,8 @@ def _index_strided(module: fx.GraphModule) -> None:
         if not value.permute(order).is_contiguous() or first < 0 or last >= value.numel():
             raise uncaptured(
                 traced_line(node),
-                "as_strided reads memory that is not its argument's own",
-                "Take it of a contiguous tensor, or write it with unfold",
+                "as_strided reads memory outside of its argument",
+                "Call it on a contiguous tensor, or use unfold",
             )
         with module.graph.inserting_before(node):
             call = module.graph.call_function
@@ -135,8 +135,8 @@ def _refuse_lost_writes(module: fx.GraphModule) -> None:
             if place[write] > place[view] and storages & _storages(view) and (through or unseen):
                 raise uncaptured(
                     traced_line(write),
-                    f"{write.target} writes to memory that {view.target} at {traced_line(view)} is a view "
-                    "of, but a graph does not bring the write from one to the other",
+                    f"{write.target} writes to memory of which {view.target} at {traced_line(view)} is a view, but in "
+                    "a graph the view does not see the write",
                     "Write to slices or to a diagonal of the tensor itself, or choose with torch.where",
                 )
 

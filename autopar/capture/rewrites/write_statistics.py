@@ -59,7 +59,8 @@ def _refuse_other(node: fx.Node) -> None:
     if node.target is not aten.instance_norm.default:
         raise uncaptured(
             traced_line(node),
-            f"{node.target} writes to running statistics and does not say so, which a graph forgets",
+            f"{node.target} writes to running statistics, but its schema does not say so, and a graph would lose the "
+            "write",
             "Call torch.nn.functional.batch_norm or instance_norm, or give it no running statistics",
         )
 

@@ -104,7 +104,7 @@ class BackgroundSave:
             time.sleep(_TICK_SECONDS)
         failed = [r for r in range(self._ranks.count) if self._store.get(str(r)) != b"written"]
         if failed:
-            raise AutoparError(f"Rank {failed[0]} could not write its file, so that there is no checkpoint.")
+            raise AutoparError(f"Rank {failed[0]} could not write its file, so there is no checkpoint.")
 
 
 def _problem_of(work: Callable[[], object]) -> str:

@@ -169,8 +169,8 @@ def load_optimizer_state(model: nn.Module, optimizer: Optimizer, state: Mapping[
     nobodys = set.intersection(*map(set, ranks.everyones(unknown)))
     if nobodys:
         raise AutoparError(
-            f"The optimizer's state has {few(sorted(nobodys))}, which no parameter here is called. Make the "
-            "plain optimizer of the named_parameters() of the model itself, without what wraps it."
+            f"The optimizer's state has {few(sorted(nobodys))}, but no parameter here has these names. Make the plain "
+            "optimizer from named_parameters() of the model itself, without its wrapper."
         )
     formats = restorer.formats()
     states = {
@@ -194,7 +194,7 @@ def _placed(
             if not fits:
                 raise AutoparError(
                     f"{key} of {name} has shape {list(value.shape)} in the optimizer's state, but the parameter has "
-                    f"{list(parameter.shape)}. It is the state of another model, or its parameters have another order."
+                    f"{list(parameter.shape)}. The state belongs to another model, or to parameters in another order."
                 )
     placed = {
         key: placed_like(parameter, key, values_of(value)) if isinstance(value, Tensor) else value

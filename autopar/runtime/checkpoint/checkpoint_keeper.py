@@ -109,8 +109,8 @@ class Checkpoints:
     ) -> None:
         if keep < 1:
             raise AutoparError(
-                f"keep={keep}: give the number of checkpoints to keep, 1 or more; with 2 a damaged one "
-                "costs no more than the steps since the one before."
+                f"keep={keep}: give the number of checkpoints to keep, 1 or more; with 2, a damaged one costs only the "
+                "steps since the one before it."
             )
         self._folder, self._keep = Path(folder).resolve(), keep
         self._background, self._timeout_seconds = background, timeout_seconds
@@ -234,8 +234,8 @@ class Checkpoints:
         if damages:
             newest = next(iter(damages.values()))
             raise AutoparError(
-                f"Every checkpoint in {self._folder} is damaged, the newest so: {newest} Copy one from elsewhere, or "
-                "give another folder to begin anew."
+                f"Every checkpoint in {self._folder} is damaged. The newest: {newest} Copy one from elsewhere, or give "
+                "another folder to start from the beginning."
             )
         return None
 
@@ -261,8 +261,7 @@ def _set_all_aside(damages: Mapping[Path, str], ranks: AllRanks) -> None:
     for folder, problem in damages.items():
         ranks.first_alone(partial(_set_aside, folder))
         warn_together(
-            f"{problem} It is set aside as {beside(folder, 'damaged').name}, and the checkpoint before it is looked "
-            "for.",
+            f"{problem} It is set aside as {beside(folder, 'damaged').name}, and the checkpoint before it is tried.",
             stacklevel=4,
         )
 
@@ -321,9 +320,9 @@ def _position(folder: Path, positions: Sequence[Any], ranks: AllRanks) -> dict[s
         raise AutoparError(f"{folder} was saved without a loader; load it without one.")
     if len(positions) != ranks.count and len(set(map(_packed, positions))) > 1:
         raise AutoparError(
-            f"{folder} was saved by {len(positions)} ranks whose loaders stood at different positions, and "
+            f"{folder} was saved by {len(positions)} ranks whose loaders were at different positions, but "
             f"{ranks.count} ranks run here. Give all ranks the same batches (batch='global'), or load it without a "
-            "loader and place the loader yourself."
+            "loader and set its position yourself."
         )
     return position
 

@@ -85,8 +85,8 @@ class Loading:
         notes, saved = opened(folder)
         if optimizer is None and not notes.get("has_model", True):
             raise AutoparError(
-                f"{folder} was saved with only_optimizer=True and has no weights. Load it with an "
-                "optimizer, and the weights from where they were saved."
+                f"{folder} was saved with only_optimizer=True and has no weights. Load it with an optimizer, and load "
+                "the weights from where they were saved."
             )
         state = model.state_dict() if notes.get("has_model", True) else {}
         room = {f"model.{k}": v for k, v in state.items() if isinstance(v, Tensor)}
@@ -163,8 +163,7 @@ def _refuse_other_model(folder: Path, room: Mapping[str, Tensor], saved: Mapping
             problems.append(f"{own} has shape {list(saved[name].size)} in it and {list(tensor.shape)} in the model")
         elif _kind(saved[name].properties.dtype) != _kind(tensor.dtype):
             problems.append(
-                f"{own} has numbers of another kind, {saved[name].properties.dtype} in it and {tensor.dtype} in the "
-                "model"
+                f"{own} has another dtype, {saved[name].properties.dtype} in it and {tensor.dtype} in the model"
             )
     if problems:
         raise AutoparError(f"The checkpoint {folder} is of another model: {few(problems)}.")

@@ -150,8 +150,8 @@ def collect(
         meetings.require("Saving a checkpoint")
     if optimizer is None and not with_model:
         raise AutoparError(
-            "save_checkpoint was called with only_optimizer=True and no optimizer, so that there is "
-            "nothing to save. Give the optimizer, or leave only_optimizer out."
+            "save_checkpoint was called with only_optimizer=True but no optimizer, so there is nothing to save. Give "
+            "the optimizer, or leave only_optimizer out."
         )
     state = model.state_dict() if with_model else {}
     tensors = {f"model.{k}": v for k, v in state.items() if isinstance(v, Tensor)}
@@ -211,8 +211,8 @@ def _refuse_unloadable(what: str, value: Any) -> None:
     """Raises AutoparError for what could not be loaded again with `weights_only`."""
     if any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves(value)):
         raise AutoparError(
-            f"The {what} holds a DTensor, of which the first rank has a part only; save full values, "
-            "or leave it to the model and the optimizer."
+            f"The {what} holds a DTensor, of which the first rank has only a part; save full values, or let the model "
+            "or the optimizer save it."
         )
     buffer = io.BytesIO()
     try:

@@ -43,7 +43,7 @@ def leave_to_owners(module: fx.GraphModule, world: World, *, compiles: bool) -> 
     if left and compiles:
         raise PlanError(
             f"The plan runs {len(left)} calls on one rank of an axis, but a compiling executor was chosen; such a plan "
-            'runs op by op so far. Leave executor out, or write executor="eager".'
+            'can only run op by op so far. Leave executor out, or write executor="eager".'
         )
     for number, (node, found) in enumerate(left):
         call = Collective.of(node)

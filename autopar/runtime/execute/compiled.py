@@ -192,6 +192,6 @@ def _check_compiler(arguments: Sequence[Tensor]) -> None:
 
 def _refuse_second_derivative(*_: Any) -> None:
     raise AutoparError(
-        "A derivative is taken of a gradient (a backward with create_graph=True, and another through it), "
-        "and of compiled regions there is none: use executor='eager'."
+        "A derivative is taken of a gradient (a backward with create_graph=True, and another through it), but "
+        "compiled regions have none: use executor='eager'."
     )

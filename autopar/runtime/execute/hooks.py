@@ -40,6 +40,6 @@ def refuse_hooks(hooks: list[str]) -> None:
     named = ", ".join(hooks[:_MOST_NAMED]) + (f" and {rest} more" if rest > 0 else "")
     raise CaptureError(
         f"There are backward hooks on {named}. A captured program does not call them: do what they do with the "
-        "gradients between `step` and the optimizer's, and remove the hooks. What has to happen within backward is "
-        f"an autograd.Function, or an operation on tensors in forward. {BACKEND_RUNS_IT}"
+        "gradients between `step` and the optimizer's, and remove the hooks. For work that must run inside backward "
+        f"write an autograd.Function, or an operation on tensors in forward. {BACKEND_RUNS_IT}"
     )

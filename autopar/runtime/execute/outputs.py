@@ -112,9 +112,9 @@ def _different(spec: TensorSpec, gradient: Tensor) -> StepError:
     norm = torch.linalg.vector_norm(gradient).item()
     return StepError(
         f"The ranks have different gradients of a result of model(...) of shape {list(spec.shape)}; its norm on this "
-        f"rank is {norm:.6g}. Every rank has the same values of it, and has to compute the same loss of them: give "
-        "the loss the targets of the whole batch on every rank, and seed what it draws alike. A loss of this rank's "
-        'rows alone is for autopar.compile(..., outputs="local"), where gradients are those of the mean over ranks '
+        f"rank is {norm:.6g}. Every rank has the same values of it, and must compute the same loss of them: give the "
+        "loss the targets of the whole batch on every rank, and seed its random draws alike. For a loss of only this "
+        'rank\'s rows use autopar.compile(..., outputs="local"), where gradients are those of the mean over ranks '
         "(docs/training.md)."
     )
 

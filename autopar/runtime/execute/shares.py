@@ -122,7 +122,7 @@ def refuse_divided_by_none(
             dist.all_reduce(count, group=group)
     if count.item():
         raise StepError(
-            f"One of {len(shares[-1])} micro-batches has a denominator of 0 and a numerator that is not 0, so that its "
-            "part of the loss is lost (a sum over all elements, say, divided by the number of some). Take fewer "
+            f"One of {len(shares[-1])} micro-batches has a denominator of 0 and a numerator that is not 0, so its part "
+            "of the loss is lost (as with a sum over all elements, divided by the number of some of them). Take fewer "
             "micro-batches (micro_batches=1), or divide by a number that is never 0, such as number.clamp(min=1)."
         )

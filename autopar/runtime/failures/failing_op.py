@@ -24,7 +24,7 @@ GENERATED = "<eval_with_key>"  # how torch.fx names the files of generated code
 _NAMES = 3  # of the tensors of a collective that a message has
 _NO_MEMORY = "can't allocate memory"  # of PyTorch's allocator for the CPU, which raises a RuntimeError
 _REMEDY = (
-    "remedy: ask for a plan that takes less memory of a rank: a bound (memory_bytes=...), more micro_batches, "
+    "remedy: ask for a plan that needs less memory per rank: a bound (memory_bytes=...), more micro_batches, "
     "recompute='full', a recipe that stores parameters in shards (recipe='zero3'), or a smaller batch. "
     "model.explain() shows the peak that was priced."
 )
@@ -87,7 +87,7 @@ def naming_plan(predicted: Callable[[], tuple[float, float]]) -> Iterator[None]:
     except Exception as error:
         if is_out_of_memory(error):
             size = format_bytes(predicted()[1])
-            error.add_note(f"planned: a peak of {size} of a rank's memory, optimizer states included")
+            error.add_note(f"planned: a peak of {size} per rank, including optimizer states")
         _add_remedy(error)
         raise
 

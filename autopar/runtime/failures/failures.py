@@ -98,7 +98,7 @@ class _Shown:
             if is_same:
                 text = f"as on rank {speaker} (all frames: {whole})"
             elif not speaks:
-                text = f"{headline} (rank {speaker} says more; all frames: {whole})"
+                text = f"{headline} (see rank {speaker} for more; all frames: {whole})"
             if not isinstance(error, KeyboardInterrupt):
                 _record(path, text, follows=not (knows and speaks), same_as=speaker if is_same else None)
 

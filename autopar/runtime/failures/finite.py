@@ -60,7 +60,7 @@ def about_loss(
     """
     cause = described("input", inputs or ()) or described("parameter", parameters)
     remedy = (
-        "Mend the data, or leave such batches out."
+        "Correct the data, or leave such batches out."
         if cause.startswith("input")
         else _cause_of_parameter(step, inputs is not None)
         if cause
@@ -76,15 +76,15 @@ def _cause_of_parameter(step: int, is_latest: bool) -> str:
     """The likely cause of a parameter that is not finite: its initial value, or an earlier update."""
     if step == 1 and is_latest:
         return "It was so before the first step: look at how it is initialized, or at the file that it was read from."
-    return "An earlier update made it so: lower the learning rate, or clip (model.clip_grad_norm_)."
+    return "An earlier update caused it: lower the learning rate, or clip (model.clip_grad_norm_)."
 
 
 def _finite_words(step: int, are_known: bool) -> str:
     if are_known:
-        return "Inputs and parameters are finite, so that the forward makes it"
+        return "Inputs and parameters are finite, so it comes from the forward"
     return (
-        f"Parameters are finite. The inputs of step {step} were not looked at, because its loss arrived during a later "
-        "step: look at that batch, and if it is finite, at the forward"
+        f"Parameters are finite. The inputs of step {step} were not checked, because its loss arrived during a later "
+        "step: check that batch, and if it is finite, the forward"
     )
 
 

@@ -103,7 +103,7 @@ def located(folder: Path) -> Path:
             return place
     unfinished = beside(folder, "partial").exists()
     raise AutoparError(
-        f"There is no checkpoint at {folder}" + (": the first save to it was not finished." if unfinished else ".")
+        f"There is no checkpoint at {folder}" + (": the first save to it did not finish." if unfinished else ".")
     )
 
 
@@ -176,11 +176,11 @@ def _refuse_other_files(folder: Path, files: dict[str, int]) -> None:
     there = {file.name for file in folder.glob("*.safetensors")}
     for name, wanted_bytes in files.items():
         if Path(name).name != name:
-            raise AutoparError(f"{folder} is damaged: it names {name!r}, no file of its own.")
+            raise AutoparError(f"{folder} is damaged: it names {name!r}, which is not a file in it.")
         _refuse_other_size(folder / name, wanted_bytes)
     if files and (strangers := sorted(there - files.keys())):
         raise AutoparError(
-            f"{folder} is damaged: {strangers[0]} is in it, and was not saved with it. Move it elsewhere."
+            f"{folder} is damaged: it contains {strangers[0]}, which was not saved with it. Move that file elsewhere."
         )
 
 

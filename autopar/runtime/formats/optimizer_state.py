@@ -112,9 +112,9 @@ def plain_groups(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any
     else:
         raise AutoparError(
             f"The optimizer's state has groups of {counts} parameters, but the optimizer here has groups of "
-            f"{[len(names) for names, _ in live]}. Make it with the same groups; where a rank has some parameters "
-            "alone, as under pipeline stages, make the plain optimizer of "
-            "model.named_parameters(), whose state has names."
+            f"{[len(names) for names, _ in live]}. Make it with the same groups; where a rank has only some "
+            "parameters, as with pipeline stages, make the plain optimizer of model.named_parameters(), whose state "
+            "has names."
         )
     return [
         ((own, {k: v for k, v in group.items() if k not in _NO_OPTIONS}), list(group["params"]))
@@ -130,7 +130,7 @@ def _refuse_other_than_state(state: Any) -> None:
         names = [group.get("param_names", group["params"]) for group in state["param_groups"]]
         fits = [len(x) for x in names] == [len(g["params"]) for g in state["param_groups"]]
         if not fits or len({*numbers}) < len(numbers) or not {*state["state"]} <= {*numbers}:
-            raise ValueError("its states, parameters and names do not fit each other")
+            raise ValueError("its states, parameters and names do not match")
         if not all(isinstance(values, dict) for values in state["state"].values()):
             raise ValueError("its states are not dicts")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -216,9 +216,8 @@ class Restorer:
             for key, value in self._options[source].items():
                 if value != first.get(key):
                     raise AutoparError(
-                        f"Parameters {known[0]} and {source} are in one group of the optimizer, and were "
-                        f"saved with {key}={first.get(key)} and {key}={value}. Make the optimizer with the "
-                        "groups it had."
+                        f"Parameters {known[0]} and {source} are in one group of the optimizer, but were saved with "
+                        f"{key}={first.get(key)} and {key}={value}. Make the optimizer with the groups it had."
                     )
         return {key: _like(live.get(key), value) for key, value in first.items()}
 
@@ -239,7 +238,7 @@ def _named_groups(model: nn.Module, optimizer: Optimizer) -> list[tuple[list[str
             if id(parameter) not in names:
                 raise AutoparError(
                     f"Parameter {position} of group {number} of the optimizer, of shape "
-                    f"{list(parameter.shape)}, is none of the model's. Make the optimizer of "
+                    f"{list(parameter.shape)}, is not a parameter of the model. Make the optimizer from "
                     "model.parameters()."
                 )
     return [([names[id(p)] for p in g["params"]], g) for g in optimizer.param_groups]

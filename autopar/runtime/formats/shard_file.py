@@ -165,7 +165,7 @@ def check_shard(path: Path, own: Collection[str]) -> None:
             raise AutoparError("its checksums are not those of this autopar; load it where it was saved.")
         offsets, sums = _parsed(about[_OFFSETS]), _parsed(about[_CHECKSUMS])
         if not (header.keys() == offsets.keys() == sums.keys()):
-            raise AutoparError("its header names other tensors than were saved.")
+            raise AutoparError("its header names tensors other than those that were saved.")
 
         def check(name: str) -> None:
             entry = header[name]

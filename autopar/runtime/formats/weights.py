@@ -142,9 +142,9 @@ class WeightFiles:
         ]
         if found:
             raise AutoparError(
-                f"The weights at {self.path} have another format of the same width: {few(found)}. Numbers of one are "
-                "none of the other. Build the model in the format of the file, or save the file in that of the model; "
-                "where config.json is wrong, mend its dtype."
+                f"The weights at {self.path} have another format of the same width: {few(found)}. The bytes of one "
+                "format are not valid numbers in the other. Build the model in the format of the file, or save the "
+                "file in that of the model; where config.json is wrong, correct its dtype."
             )
 
     def readable(self, model: nn.Module) -> set[str]:
@@ -184,15 +184,15 @@ def _files_at(given: Path) -> list[Path]:
 def _refuse_torn_tensors(given: Path, saved: Mapping[str, TensorStorageMetadata]) -> None:
     """Raises AutoparError for tensors that stand in several files, or of which a part is in none."""
     torn = [
-        f"{name} has {found} numbers in its parts, of {kind.size.numel()}"
+        f"{name} has {found} numbers in its parts, but should have {kind.size.numel()}"
         for name, kind in saved.items()
         for found in [sum(part.sizes.numel() for part in kind.chunks)]
         if found != kind.size.numel()
     ]
     if torn:
         raise AutoparError(
-            f"The files at {given} do not make whole tensors: {few(torn)}. Each has to be in one file, or in parts "
-            "that fill it: name the files of one save alone."
+            f"The files at {given} do not make whole tensors: {few(torn)}. Each tensor must be in one file, or in "
+            "parts that fill it: name the files of a single save."
         )
 
 
@@ -201,7 +201,7 @@ def _stated_dtype(config: Path) -> torch.dtype | None:
     try:
         values = read_json(config) if config.is_file() else {}
     except ValueError as error:
-        raise AutoparError(f"{config} is not JSON: {error}. Mend or remove it.") from error
+        raise AutoparError(f"{config} is not JSON: {error}. Correct or remove it.") from error
     stated = values.get("dtype") or values.get("torch_dtype") if isinstance(values, dict) else None
     named = str(stated).removeprefix("torch.")
     found = getattr(torch, named, None)

@@ -119,10 +119,10 @@ class BatchShapes:
 def _differences(arguments: Arguments) -> StepError:
     """The error for ranks with different values, if each of them has to give the whole batch."""
     return StepError(
-        f"The ranks gave different values in a batch of the shapes {shape_words(arguments.shapes)}, where every "
-        "rank has to give the same whole batch. If each gives a part of its own, as DistributedSampler "
-        'hands them out, say so: autopar.compile(..., batch="local"). Else seed the samplers alike on all '
-        'ranks; what model(...) returns is whole with outputs="dtensor", and may be given back.'
+        f"The ranks gave different values in a batch of the shapes {shape_words(arguments.shapes)}, but every "
+        "rank must give the same whole batch. If each rank gives its own part, as with DistributedSampler, "
+        'say so: autopar.compile(..., batch="local"). Otherwise seed the samplers alike on all ranks. '
+        '(Results of model(...) with outputs="dtensor" count as whole, and may be passed in.)'
     )
 
 
@@ -141,8 +141,8 @@ def micro_batches_near(
     count = fitting_micro_batches(shapes, first, usual, world, lambda count: pipeline is None or takes(pipeline, count))
     if count != usual:
         warn_together(
-            f"A batch of the shapes {shape_words(shapes)} is run in {count} micro-batches, not {usual}, which do not "
-            "divide it or leave what the ranks cannot share alike.",
+            f"A batch of the shapes {shape_words(shapes)} is run in {count} micro-batches, not {usual}: these do not "
+            "divide it, or give micro-batches that the ranks cannot divide evenly.",
             stacklevel=7,
         )
     return count

@@ -56,8 +56,8 @@ class _HandOut(torch.autograd.Function):
         if any(gradient is not None for gradient in others):
             raise StepError(
                 "A gradient arrives at a result of model(...) that is not the loss. Through pipeline stages or "
-                "micro-batches the backward has run with the forward, of the loss alone: add to it, in the model, "
-                "what else is to be differentiated."
+                "micro-batches the backward has run with the forward, and only for the loss: add to the loss, inside "
+                "the model, everything else that needs gradients."
             )
         if ctx.gradients is None:
             raise StepError(
@@ -99,7 +99,7 @@ class LossAlone:
 
 def _loss_only(name: str) -> StepError:
     return StepError(
-        f"The result of model(...) has its loss alone, and no {name}: through pipeline stages or micro-batches a step "
-        "gives its loss, and what else is returned as (loss, extras) (docs/training.md). Call model(...) under "
+        f"The result of model(...) has only its loss, and no {name}: with pipeline stages or micro-batches a step "
+        "gives its loss, and any extras that are returned as (loss, extras) (docs/training.md). Call model(...) under "
         "torch.no_grad() for the whole result, on a batch that fits at once."
     )

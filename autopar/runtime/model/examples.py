@@ -33,8 +33,8 @@ class Examples:
         example = given if given.tensors else self._first
         if example is None:
             raise StepError(
-                "prepare(shapes=...) was called before any batch, and does not know what inputs there are. Give one "
-                "beside it, such as prepare(tokens, labels, shapes=...), or give example_inputs to autopar.compile."
+                "prepare(shapes=...) was called before any batch, so the model's inputs are not known. Give a batch "
+                "with it, such as prepare(tokens, labels, shapes=...), or give example_inputs to autopar.compile."
             )
         return [at_shape(example, shape) for shape in shapes]
 

@@ -65,7 +65,7 @@ def generate(model: nn.Module, run: Run, args: tuple[Any, ...], kwargs: Mapping[
     if callable(getattr(model, "get_base_model", None)):  # PEFT: the forward is that with adapters
         model = model.get_base_model()  # type: ignore[operator]
     if not callable(getattr(model, "generate", None)):
-        raise StepError(f"{type(model).__name__} has no method generate; the models of transformers have one.")
+        raise StepError(f"{type(model).__name__} has no method generate, as models of transformers have.")
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         raise StepError(
@@ -94,9 +94,9 @@ def _refuse_prompt_learning(model: nn.Module) -> None:
     learned = [type(each).__name__ for each in configs.values() if getattr(each, "is_prompt_learning", False)]
     if learned:
         raise StepError(
-            f"generate was called for a model with {', '.join(learned)}, whose learned prompt the forwards of the "
-            "model inside do not have. Save the adapters (autopar.integrations.save_adapters), and generate with a "
-            "plain model."
+            f"generate was called for a model with {', '.join(learned)}, whose learned prompt is not part of the "
+            "forward of the wrapped model. Save the adapters (autopar.integrations.save_adapters), and generate with "
+            "a plain model."
         )
 
 
@@ -127,8 +127,8 @@ class _Asked:
             found.append("guidance_scale")
         if found:
             raise StepError(
-                f"generate was given {', '.join(found)}, for which forwards by the plan do not serve. Leave "
-                "out what is named, or export the weights (model.export), and generate with a plain model."
+                f"generate was given {', '.join(found)}, which forwards by the plan do not support. Leave these "
+                "arguments out, or export the weights (model.export), and generate with a plain model."
             )
 
 
@@ -193,8 +193,8 @@ class PlannedForward:
         given = sorted(name for name, value in others.items() if value is not None and value is not False)
         if given:
             raise StepError(
-                f"generate gives the model {', '.join(given)}, and by a plan it runs on input_ids, attention_mask and "
-                "position_ids alone. Export the weights (model.export), and generate with a plain model."
+                f"generate gives the model {', '.join(given)}, but under a plan it takes only input_ids, "
+                "attention_mask and position_ids. Export the weights (model.export), and generate with a plain model."
             )
         own = {"attention_mask": attention_mask, "position_ids": position_ids}
         if past_key_values is None:
@@ -293,8 +293,8 @@ def _refuse_difference(logits: Tensor, others: Tensor) -> None:
     if not torch.allclose(logits, others, rtol=1e-3, atol=1e-3):
         worst = (logits - others).abs().max().item()
         raise StepError(
-            f"The model's logits differ by {worst:.2g} with other tokens behind the prompt, so that prompts cannot be "
-            "padded to a fixed length. Export the weights (model.export), and generate with a plain model."
+            f"The model's logits differ by {worst:.2g} with other tokens after the prompt, so prompts cannot be padded "
+            "to a fixed length. Export the weights (model.export), and generate with a plain model."
         )
 
 
@@ -310,8 +310,8 @@ def _are_alike(logits: Tensor, expected: Tensor) -> bool:
     if worst <= allowed:
         return True
     warnings.warn(
-        f"With kept keys and values the model's logits differ by {worst:.2g} of their norm, where {allowed:.2g} is "
-        "allowed, from those of a forward of all tokens. generate goes on without them, as with use_cache=False, "
+        f"With cached keys and values the model's logits differ from those of a forward of all tokens by {worst:.2g} "
+        f"of their norm, where {allowed:.2g} is allowed. generate goes on without the cache, as with use_cache=False, "
         "and each token takes a forward of all tokens.",
         stacklevel=2,
     )

@@ -239,7 +239,7 @@ class CompiledModule(nn.Module):
         _ = self.plan
         if self._settings.batch == "local":
             raise StepError(
-                'generate was called with batch="local", and all ranks have to generate from the same prompts. Compile '
+                'generate was called with batch="local", but all ranks must generate from the same prompts. Compile '
                 'with batch="global", or export the weights (model.export).'
             )
         draw_alike(self._settings.device)
@@ -373,8 +373,8 @@ class CompiledModule(nn.Module):
         """The plan of the first program. Raises PlanError before there is one."""
         if self._programs.plan is None:
             raise PlanError(
-                "There is no plan yet: it is made at the first call. Pass example_inputs to "
-                "autopar.compile to have it at once."
+                "There is no plan yet: it is made at the first call. Pass example_inputs to autopar.compile to make "
+                "it at once."
             )
         return self._programs.plan
 
@@ -406,15 +406,15 @@ class CompiledModule(nn.Module):
         """Called by copies and pickles: a module may be copied that has no plan yet, and will have no stages."""
         if self.has_stages or self._placement.store is not None:
             raise StepError(
-                "A compiled module is copied (copy.deepcopy, AveragedModel) or pickled (torch.save), and its programs "
-                "belong to this process and its process groups. Save its state_dict() or a checkpoint "
+                "A compiled module was to be copied (copy.deepcopy, AveragedModel) or pickled (torch.save), but its "
+                "programs belong to this process and its process groups. Save its state_dict() or a checkpoint "
                 "(docs/checkpoints.md). After its plan is made, copy model.original: AveragedModel(model.original) "
                 "averages this rank's parameters by update_parameters(model)."
             )
         if self._placement.adoption is not None and is_averaged():
             raise StepError(
-                "AveragedModel was given a model before its plan, which decides where parameters lie, and averages "
-                "have to lie there too. Give compile example_inputs=, or call step first; then "
+                "AveragedModel was given a model that has no plan yet. The plan decides how parameters are stored, "
+                "and averages must be stored in the same way. Give compile example_inputs=, or call step first; then "
                 "AveragedModel(model.original) averages this rank's parameters by update_parameters(model)."
             )
         return super().__reduce_ex__(protocol)
@@ -464,7 +464,7 @@ class CompiledModule(nn.Module):
         if assign and is_placed:
             raise StepError(
                 "load_state_dict(assign=True) would replace the parameters that the plan has placed; "
-                "leave assign out, so that values are copied."
+                "leave assign out, and values are copied."
             )
         refuse_shards_of_others(state_dict, self._rank)
         if not is_placed:

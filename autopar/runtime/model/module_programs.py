@@ -101,7 +101,7 @@ class ModulePrograms:
             raise CaptureError(
                 f"{error}\n  shapes: {shape_words(arguments.shapes)} were taken for this rank's parts of "
                 f"{shape_words(shapes)}, as the ranks gave different values. Give all of them whole or all "
-                'as parts; what model(...) returns is whole with outputs="dtensor", and may be given back.'
+                'as parts. (Results of model(...) with outputs="dtensor" count as whole, and may be passed in.)'
             ) from error
 
     def _add(self, arguments: Arguments, *, is_step: bool) -> ReadyProgram:

@@ -133,8 +133,8 @@ class Placement:
             inner = [s for s in (*spec.layout, *(kept.storage if kept else ())) if s.factor > 0]
             if kept is not None and inner and kept.spec.dims != spec.dims:
                 raise PlanError(
-                    f"Parameter {spec.name} lies split within dims of factors {kept.spec.dims}, and with "
-                    f"these inputs the model uses it with {spec.dims}. Compile it again for these inputs."
+                    f"Parameter {spec.name} is split within dims of factors {kept.spec.dims}, but with these inputs "
+                    f"the model uses it with {spec.dims}. Compile it again for these inputs."
                 )
 
 
@@ -148,6 +148,6 @@ def _refuse_unlike_gradients(model: nn.Module) -> None:
             if first.get(name) != found.get(name):
                 raise StepError(
                     f"Before the first step the parameter {name} has another gradient on rank {rank} than on rank 0, "
-                    "and the step adds to it. All ranks have to have that of the whole batch: clear it "
+                    "and the step would add to it. All ranks must have the gradient of the whole batch: clear it "
                     "(model.zero_grad()), or average it over the ranks (torch.distributed.all_reduce)."
                 )

@@ -158,10 +158,10 @@ def refuse_plain(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         return
     if any(isinstance(p, DTensor) for p in model.parameters()):
         raise StepError(
-            f"The {type(model).__name__} that was compiled was called itself, with plain tensors, and its "
-            "parameters are DTensors, which torch does not mix. Call the compiled module, or its step. A "
-            "method that calls the model (generate) needs a plain copy with whole weights "
-            "(docs/checkpoints.md, whole weights), or a model under torch.compile(model, backend='autopar')."
+            f"The {type(model).__name__} that was compiled was called directly, with plain tensors, but its parameters "
+            "are DTensors now, and torch does not mix the two. Call the compiled module, or its step. A method that "
+            "calls the model (generate) needs a plain copy with whole weights (docs/checkpoints.md, whole weights), "
+            "or a model under torch.compile(model, backend='autopar')."
         )
 
 

@@ -113,9 +113,9 @@ def refuse_without_values(model: nn.Module, missing: Sequence[str]) -> None:
     lost = [name for name, p in model.named_parameters() if p.is_meta and name not in missing]
     if lost:
         raise StepError(
-            f"load_state_dict gave no values to {lost[0]} (and {len(lost) - 1} more), which is on the meta device: its "
-            "entry in the state dict has another name, or is on the meta device itself. Give real tensors under the "
-            "names of state_dict(), or load after the plan is made (example_inputs= of autopar.compile)."
+            f"load_state_dict gave no values to {lost[0]} (and {len(lost) - 1} more), which stays on the meta device: "
+            "its entry in the state dict has another name, or is on the meta device itself. Give real tensors under "
+            "the names of state_dict(), or load after the plan is made (example_inputs= of autopar.compile)."
         )
 
 

@@ -55,7 +55,7 @@ class LossScaling:
         )
         for name, is_right, words in ranges:
             if not is_right:
-                raise AutoparError(f"LossScaling was given {name}={getattr(self, name)!r}, which has to be {words}.")
+                raise AutoparError(f"LossScaling was given {name}={getattr(self, name)!r}, which must be {words}.")
 
     @classmethod
     def of(cls, given: LossScaling | float | None, precision: MixedPrecision | None) -> LossScaling | None:

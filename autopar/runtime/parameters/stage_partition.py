@@ -75,8 +75,8 @@ def say_of_one_stage(absent: int, *, has_said: bool) -> bool:
     if has_said or file.startswith(_OF_ONE_RANK):
         return has_said
     warn_together(
-        f"model.parameters() gives the parameters of this rank's pipeline stages; {absent} more lie on other ranks. An "
-        "optimizer needs no others, but a norm, a sum or a penalty over them is that of one stage. "
+        f"model.parameters() gives the parameters of this rank's pipeline stages; {absent} more are on other ranks. "
+        "An optimizer needs no others, but a norm, a sum or a penalty over them covers only this stage. "
         "model.clip_grad_norm_(math.inf) returns the norm of all gradients.",
         stacklevel=depth,
     )
@@ -149,10 +149,11 @@ pytree.register_pytree_node(
 
 def _not_whole(names: Sequence[str]) -> str:
     return (
-        f"A state dict is saved (or pickled) of which this rank has {names[0]} and {len(names) - 1} more entries in "
-        "shards or not at all: such a file is not the model, and ranks that save under one name overwrite each other. "
-        "Save with autopar.checkpoint.save_checkpoint(folder, model) or model.export(folder) on all ranks "
-        "(docs/checkpoints.md). For one file a rank: torch.save(model.state_dict().shards(), a name with the rank)."
+        f"A state dict was given to torch.save or pickle, but this rank has {names[0]} and {len(names) - 1} more of "
+        "its entries in shards or not at all: such a file is not the model, and ranks that save under one name "
+        "overwrite each other's files. Save with autopar.checkpoint.save_checkpoint(folder, model) or "
+        "model.export(folder) on all ranks (docs/checkpoints.md). For one file a rank: "
+        "torch.save(model.state_dict().shards(), a name with the rank)."
     )
 
 

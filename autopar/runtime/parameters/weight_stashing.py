@@ -25,7 +25,8 @@ def refuse_gradients(pipeline: Pipeline | None, asked: str) -> None:
     if pipeline is not None and pipeline.update_every:
         raise StepError(
             f"{asked} needs the gradients of a whole step, but the schedule {pipeline.schedule} updates parameters "
-            "inside of it and leaves none. Leave it out and train by model.step(*batch), or take the schedule 1f1b."
+            "inside of the step and keeps no gradients. Leave it out and train by model.step(*batch), or take the "
+            "schedule 1f1b."
         )
 
 
@@ -39,7 +40,7 @@ class HeldOptimizer:
         """Takes an optimizer, in place of one that was held."""
         if not isinstance(optimizer, Optimizer):
             raise StepError(
-                f"attach_optimizer was given {type(optimizer).__name__}, and takes an optimizer of torch.optim, such "
+                f"attach_optimizer was given {type(optimizer).__name__}, but takes an optimizer of torch.optim, such "
                 "as torch.optim.AdamW(model.parameters())."
             )
         self._optimizer = optimizer

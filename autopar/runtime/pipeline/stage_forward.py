@@ -179,6 +179,6 @@ class _Deliver(torch.autograd.Function):
 def _refuse_second_derivative() -> None:
     if torch.is_grad_enabled():
         raise StepError(
-            "A derivative is to be taken of a gradient (create_graph=True), and through pipeline stages there is none: "
-            "plan without stages, as with autopar.compile(..., recipe='zero3')."
+            "A derivative of a gradient was asked for (create_graph=True), which pipeline stages do not support: plan "
+            "without stages, as with autopar.compile(..., recipe='zero3')."
         )

@@ -158,14 +158,14 @@ class Comparison:
         if signals:
             raise PeerError(
                 f"This rank was told to end while it waited for ranks {missing}: another rank has died or was ended. "
-                f"What it waited with: {why}",
+                f"It waited because: {why}",
                 collective="comparison",
                 group=self._name,
                 reason="SIGTERM",
             )
         raise StepError(
-            f"{why} Ranks {missing} did not come within {self._limit_seconds:g} s: this is not new to them, or they "
-            f"have no batch left, or died. {remedy}"
+            f"{why} Ranks {missing} did not come within {self._limit_seconds:g} s: they did not have to compare this, "
+            f"or have no batch left, or died. {remedy}"
         )
 
 

@@ -37,8 +37,8 @@ class Files:
         """Tensors in files of the folder that `compile(..., nvme=)` names. Raises AutoparError for no folder."""
         if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
             raise AutoparError(
-                f"nvme={folder!r} names no folder; give its path, such as nvme='/path/on/the/disk', or leave it out "
-                "where the plan keeps no parameters in files."
+                f"nvme={folder!r} does not name a folder; give a path, such as nvme='/path/on/the/disk', or leave it "
+                "out where the plan keeps no parameters in files."
             )
         return Files(Path(folder))
 
@@ -69,7 +69,7 @@ class Files:
         """
         if not self.folder.is_dir():
             raise AutoparError(
-                f"nvme={str(self.folder)!r} is not a folder. Make it, on the disk that parameters are to be kept on."
+                f"nvme={str(self.folder)!r} is not a folder. Create it, on the disk that is to hold parameters."
             )
         self.empty(torch.Size([1]), torch.uint8)
         free_bytes = shutil.disk_usage(self.folder).free

@@ -134,7 +134,7 @@ def _shared(ranks: Sequence[int], seat: Seat, beside: int) -> str:
     """The error for ranks that compute on one device, on a machine that runs this many ranks."""
     said = (
         f"Ranks {' and '.join(map(str, ranks[:2]))}{' and others' if len(ranks) > 2 else ''} compute on one device, "
-        f"{seat.device} of {seat.machine}, and each rank needs one of its own. "
+        f"{seat.device} of {seat.machine}, but each rank needs a device of its own. "
     )
     if beside > seat.count:
         return said + (
@@ -143,8 +143,8 @@ def _shared(ranks: Sequence[int], seat: Seat, beside: int) -> str:
         )
     line = 'torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))'
     return said + (
-        f"Write {line} before the model is moved; or leave out device= and the line that moves it, and each rank moves "
-        "its part to the device of its LOCAL_RANK."
+        f"Write {line} before the model is moved; or leave out device= and the line that moves the model: then each "
+        "rank moves its part to the device of its LOCAL_RANK."
     )
 
 
@@ -218,9 +218,9 @@ def _axes(axes: tuple[tuple[str, int], ...], ranks: tuple[int, ...]) -> Mesh:
     expected = [mesh.rank_at(place) for place in itertools.product(*map(range, mesh.sizes))]
     if [number[rank] for rank in ranks] != expected:
         raise MeshError(
-            f"The ranks of the DeviceMesh are {list(ranks)}: along an axis they do not lie at equal distances, as they "
-            "do in init_device_mesh or where its dims are permuted. With the axes "
-            f"{mesh} they would be {[sorted(ranks)[i] for i in expected]}."
+            f"The ranks of the DeviceMesh are {list(ranks)}: along an axis their numbers are not equally spaced, as "
+            f"they are in init_device_mesh, also with permuted dims. With the axes {mesh} they would be "
+            f"{[sorted(ranks)[i] for i in expected]}."
         )
     return mesh
 

@@ -54,7 +54,7 @@ class Tiers:
         if self._files is None:
             raise AutoparError(
                 "The plan keeps parameters on nvme, but no folder was named for them: give compile(..., "
-                "nvme='/path/on/the/disk'). Without one there are the tiers device and host."
+                "nvme='/path/on/the/disk'). Without a folder there are only the tiers device and host."
             )
         return self._files
 

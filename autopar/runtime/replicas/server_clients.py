@@ -212,7 +212,7 @@ def _answered(server: Server, replica: int, line: Connection) -> bool:
     if asked.kind == _END:
         return False
     if asked.kind not in (_PUSH, _MEET, _BEGIN):
-        raise ConnectionAbortedError(f"it asked for {asked.kind!r}, which there is not")
+        raise ConnectionAbortedError(f"it asked for {asked.kind!r}, which does not exist")
     try:
         _answer(server, replica, asked, line)
     finally:

@@ -68,7 +68,7 @@ class Connection:
         kind, number, size = _HEAD.unpack(read(self._socket, bytearray(_HEAD.size)))
         if size > most_text_bytes or number < 0:
             raise ConnectionAbortedError(
-                f"the other end sent no message of a server: number {number}, and a text of {size} bytes where "
+                f"the other end did not send a message of a server: number {number}, and a text of {size} bytes where "
                 f"{most_text_bytes} are the most"
             )
         text = read(self._socket, bytearray(size)).decode(errors="replace")

@@ -286,7 +286,7 @@ def _greet(connection: socket.socket, address: Address, replica: int) -> None:
     connection.sendall(_GREETING.pack(replica, own, proof))
     answer = bytes(read(connection, bytearray(_DIGEST_BYTES)))
     if not hmac.compare_digest(answer, _proof(address, b"owner", replica, other + own)):
-        raise ConnectionRefusedError("it does not know the secret: another program listens there")
+        raise ConnectionRefusedError("it does not know the secret: another program listens at this address")
 
 
 def _proof(address: Address, word: bytes, replica: int, both: bytes) -> bytes:

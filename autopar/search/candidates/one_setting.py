@@ -220,7 +220,7 @@ def note_of_parts(found: Sequence[Planned], *, is_given: bool = False) -> Note:
         fewer, whole_seconds = first.plan.micro_batches, first.price.step_seconds
         return Note(
             f"{count}: a step takes {format_seconds(seconds)}, and {format_seconds(whole_seconds)} with {fewer} "
-            f"(micro_batches={fewer} insists)",
+            f"(micro_batches={fewer} forces that)",
             "micro-batches",
         )
     why = "fewer do not fit" if is_given else "the fastest number that fits"

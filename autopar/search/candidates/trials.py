@@ -244,7 +244,7 @@ def _refuse_depths(asked: Sequence[int], known: Sequence[int], ranks: int) -> No
         able = " or ".join(map(str, known))
         raise SearchError(
             f"stages={', '.join(map(str, asked))}: with {counted(ranks, 'rank')} this model can have {able} stages, "
-            "numbers that divide the ranks and leave each stage a block."
+            "numbers that divide the ranks and give each stage at least one block."
         )
 
 
@@ -283,7 +283,7 @@ def closed_forms(space: SettingEstimator, request: Request) -> tuple[PricedCandi
     found = tuple(allowed(space, request))
     if not found:
         raise SearchError(
-            f"Nothing is left of the {len(_every(space, request))} ways to lay the model on {space.cluster}: "
+            f"None is left of the {len(_every(space, request))} ways to lay the model on {space.cluster}: "
             f"{request.text} rule out all of them. Drop one of them."
         )
     return found

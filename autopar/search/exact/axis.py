@@ -61,7 +61,7 @@ class AxisSolutions:
         found = self._program.solve(minimize="bytes")
         if found is None:
             names = ", ".join(self.problem.mesh.names)
-            raise SearchError(f"The recipe and the pins on the axes {names} leave no plan at all.")
+            raise SearchError(f"No plan satisfies the recipe and the pins on the axes {names}.")
         return found
 
     def within(self, bound: float) -> Outcome:

@@ -37,7 +37,7 @@ def check_axes(graph: Graph, mesh: Mesh, recipes: Sequence[Recipe] = ()) -> None
                 if closest
                 else "None of its sizes is above 1."
             )
-            raise MeshError(f"Axis {axis} has size {size}, which divides nothing in this model. {remedy}")
+            raise MeshError(f"Axis {axis} has size {size}, but nothing in this model is divisible by it. {remedy}")
 
 
 def _closest(size: int, named: Iterable[tuple[str, int]]) -> str:
@@ -117,5 +117,5 @@ def _splittable(graph: Graph, recipe: Recipe) -> str:
     }
     listed = ", ".join(f"{name} of size {size}" for name, size in sorted(sizes)[:4])
     if listed:
-        return f"it splits {listed}, beside what the other axes split."
+        return f"it splits {listed}, in addition to what the other axes split."
     return f"it asks for {recipe.meaning!r}, but no op of this model can run like that."

@@ -99,8 +99,8 @@ def _check_vacancy(mesh: Mesh, recipes: Sequence[Recipe], alone: LonePins) -> No
     row, asked = mesh.size // mesh.sizes[0], f"The mesh {mesh} has vacant places"
     if recipes[0].worker is None or mesh.ranks <= row:
         raise RecipeError(
-            f"{asked}, which only servers can leave: along {mesh.names[0]}, its first axis, it takes the recipe serve "
-            f"and more than {row} ranks, and has {recipes[0].name} and {mesh.ranks}. Write "
+            f"{asked}, which only the recipe serve supports: along {mesh.names[0]}, its first axis, it takes the "
+            f"recipe serve and more than {row} ranks, and has {recipes[0].name} and {mesh.ranks}. Write "
             f"recipe={{{mesh.names[0]!r}: 'serve'}}, or give the mesh a rank at every place."
         )
     for axis, each in zip(mesh.names[1:], recipes[1:], strict=True):

@@ -363,8 +363,7 @@ class Problem:
             why = (
                 f"the recipe {self.recipes[axis].name} leaves it only {', '.join(choice.label for choice in allowed)}"
                 if label in [choice.label for choice in legal]
-                else "another axis already splits that factor as far as it divides, or exchanges rows for it where "
-                "this one does not (or the other way round)"
+                else "another axis already splits that factor completely, or only one of the two exchanges its rows"
             )
             raise RecipeError(f"The pin of {op.name} to {label}@{self.mesh.names[axis]} cannot hold: {why}.")
         return pinned

@@ -68,11 +68,11 @@ def _sentences(plan: Plan, nodes: NodePricer) -> Iterator[str]:
         if how.by_rows:
             rows, whole = _messages_bytes(name, how, nodes)
             yield (
-                f"the gradient of {name} goes to its owner by rows: at most {format_bytes(rows)} from a rank in place "
+                f"the gradient of {name} is sent to its owner by rows: at most {format_bytes(rows)} per rank instead "
                 f"of {format_bytes(whole)}"
             )
         elif tensor in looked_up - graph.lookups.keys() and _can(graph, plan, name):
             yield (
-                f"the gradient of {name} goes to its owner whole: other ops than lookups use it, so that every row "
-                "has a gradient"
+                f"the gradient of {name} is sent to its owner whole: ops other than lookups use the parameter, so "
+                "every row has a gradient"
             )

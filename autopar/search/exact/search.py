@@ -427,8 +427,8 @@ def _agree(found: Descent, cost: StepCost) -> None:
 def _too_uneven(needed: float, bound: int, problem: Problem) -> SearchError:
     return SearchError(
         f"On the mesh {problem.mesh} the rank that owns most parameters needs {format_bytes(needed)}, "
-        f"{format_bytes(needed - bound)} more than the {format_bytes(bound)} there are: a parameter has one owner, "
-        "and they cannot be shared out evenly. What would help: zero1, which cuts every parameter."
+        f"{format_bytes(needed - bound)} more than the {format_bytes(bound)} it has: each parameter has one owner, and "
+        "they cannot be divided evenly. What would help: zero1, which cuts every parameter."
     )
 
 

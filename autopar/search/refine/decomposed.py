@@ -47,13 +47,13 @@ def _words(decomposed: Sequence[str], price: Composed, before: Composed) -> str:
     seconds = [format_seconds(each.step_seconds) for each in (price, before)]
     if price.step_seconds == before.step_seconds:
         return (
-            f"Along {axes} nothing is decomposed: no all-gather is read by linear layers alone, and no reduce-scatter "
-            f"is all that reads one (layers rounded to float8 do not count). A step takes about {seconds[0]}, as "
-            "without; the recipe tp+sp has such collectives."
+            f"Along {axes} nothing is decomposed: no all-gather is read only by linear layers, and no linear layer is "
+            f"read only by a reduce-scatter (layers rounded to float8 do not count). A step takes about {seconds[0]}, "
+            "as without; the recipe tp+sp has such collectives."
         )
     return (
-        f"Along {axes} products are computed in pieces while the all-gathers before them and the reduce-scatters after "
-        f"them send these: a step takes about {seconds[0]} in place of {seconds[1]}."
+        f"Along {axes} products are computed in pieces, while the all-gathers before them and the reduce-scatters "
+        f"after them send other pieces: a step takes about {seconds[0]} in place of {seconds[1]}."
     )
 
 

@@ -33,7 +33,7 @@ def _sentence(step: ExecutedStep, pipeline: Pipeline) -> str:
     flushed_seconds = versions.updates * flushed.seconds
     return (
         f"Not the result of a single device: under {pipeline.schedule} every stage updates its parameters after "
-        f"{after}, {times} a step, without waiting for the others, so that {_age(versions)}. A step takes about "
+        f"{after}, {times} a step, without waiting for the others; {_age(versions)}. A step takes about "
         f"{format_seconds(step.seconds)} in place of {format_seconds(flushed_seconds)} with a flush at every update, "
         f"and tensors of the fullest rank {_peak(step)} in place of {_peak(flushed)}, of which older versions are up "
         f"to {format_bytes(max(further))}."

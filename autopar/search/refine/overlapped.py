@@ -32,9 +32,10 @@ def with_overlap(found: Planned, request: Request) -> Planned:
     before, price = (composed(found.graph, each, **request.figures) for each in (found.plan, plan))
     _check_memory(request, price, before)
     note = Note(
-        f"{count} micro-batches run at a time, and collectives of activations of each travel while another computes: a "
-        f"step takes about {format_seconds(price.step_seconds)} in place of {format_seconds(before.step_seconds)}, and "
-        f"{format_bytes(price.peak_bytes)} a rank in place of {format_bytes(before.peak_bytes)}.",
+        f"{count} micro-batches run at the same time, and the collectives of activations of one overlap with the "
+        f"compute of another: a step takes about {format_seconds(price.step_seconds)} in place of "
+        f"{format_seconds(before.step_seconds)}, and {format_bytes(price.peak_bytes)} a rank in place of "
+        f"{format_bytes(before.peak_bytes)}.",
         "overlap",
     )
     notes = (each for each in plan.notes if kind_of(each) != "price")  # those of one at a time

@@ -44,7 +44,7 @@ def _lines(found: Planned, sizes: Mapping[Tier, float]) -> Iterator[str]:
     plan, times = found.plan, found.graph.layer_count
     if any(how.tier == "host" for how in plan.saved.values()):
         yield (
-            f"The host's memory keeps activations between forward and backward; with all that it stores it has "
+            f"The host's memory keeps activations between forward and backward; in all it stores "
             f"{format_bytes(sizes['host'])} of a rank."
         )
     whole = sum(times.get(name, 1) for name in plan.parameters)
@@ -60,6 +60,6 @@ def _lines(found: Planned, sizes: Mapping[Tier, float]) -> Iterator[str]:
         if 0 < for_uses < count:
             when = f"for each use, {count - for_uses} of them once a step,"
         yield (
-            f"{stores} {every} with their gradients and optimizer states, {format_bytes(size)} of a rank: they are "
+            f"{stores} {every} with their gradients and optimizer states, {format_bytes(size)} per rank: they are "
             f"brought to the device {when} and their gradients back, and the optimizer runs on the host."
         )

@@ -61,13 +61,13 @@ def _exchange_lines(graph: Graph, plan: Plan) -> list[str]:
     found = []
     if experts:
         found.append(
-            f"rows go to the ranks of their experts and back along {_exchanging(plan, experts)} in "
-            f"{counted(len(experts), 'layer')}, priced as if the experts were evenly used (a guess)"
+            f"rows are sent to the ranks of their experts and back along {_exchanging(plan, experts)} in "
+            f"{counted(len(experts), 'layer')}, priced as if all experts were used equally (a guess)"
         )
     if rings:
         found.append(
-            f"keys and values go round along {_exchanging(plan, rings)} in {counted(len(rings), 'attention op')}, "
-            "priced as if nothing were computed meanwhile"
+            f"keys and values travel in a ring along {_exchanging(plan, rings)} in "
+            f"{counted(len(rings), 'attention op')}, priced without overlap with compute"
         )
     return found
 
@@ -247,13 +247,13 @@ def _reason_lines(graph: Graph, plan: Plan, cost: StepCost) -> Iterator[str]:
     idle, seconds = idle_axes(plan), dict(cost.axis_seconds)
     for axis, (name, size) in enumerate(plan.mesh.axes):
         if name in idle:
-            yield f"{name}={size} divides nothing: no faster plan was found that does, under recipe {plan.recipe}"
+            yield f"{name}={size} divides nothing: no faster plan was found that uses it, under recipe {plan.recipe}"
         elif size > 1:
             share = _divided(graph, plan, axis)
             sent = seconds.get(name, 0.0) * 1e3
             yield (
-                f"{name}={size} divides {100 * share:.0f} % of the arithmetic by {size}, and sends for {sent:.3f} ms a "
-                "step"
+                f"{name}={size} divides {100 * share:.0f} % of the arithmetic by {size}, and communicates for "
+                f"{sent:.3f} ms a step"
             )
 
 
@@ -375,7 +375,7 @@ def note_of_unasked_stages(request: Request, rows: int, refusals: Sequence[Refus
         rows: number of samples of a step.
         refusals: errors of the meshes without stages; none where every such mesh was ruled out by its sizes.
     """
-    reason = f"it splits a batch of {rows} over no mesh of {request.ranks} ranks."
+    reason = f"no mesh of {request.ranks} ranks splits a batch of {rows}."
     if refusals:
         mesh, error = refusals[0]
         reason = f"{mesh}: {error}"

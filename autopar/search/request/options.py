@@ -279,17 +279,17 @@ class PlanOptions:
 
     def _check_numbers(self) -> None:
         if self.stages == ():
-            raise AutoparError("stages=() leaves no number of stages; leave it out for any.")
+            raise AutoparError("stages=() allows no number of stages; leave it out to allow any.")
         count, at_a_time = self.micro_batches, self.overlap_batches
         if at_a_time > 1 and (count or 1) % at_a_time:
             raise AutoparError(
-                f"overlap_batches={at_a_time} runs {at_a_time} micro-batches at a time, and micro_batches={count} is "
-                f"no multiple of that: name micro_batches={at_a_time}, or another multiple."
+                f"overlap_batches={at_a_time} runs {at_a_time} micro-batches at a time, but micro_batches={count} is "
+                f"not a multiple of that: name micro_batches={at_a_time}, or another multiple."
             )
         if not isinstance(self.headroom, (int, float)) or not 0 <= self.headroom < 1:
             raise AutoparError(
-                f"headroom={self.headroom!r} is a fraction of the memory, from 0 up to, not including, 1; "
-                f"the default is {HEADROOM}."
+                f"headroom={self.headroom!r} must be a fraction of the memory, at least 0 and less than 1; the default "
+                f"is {HEADROOM}."
             )
 
     def _check_names(self) -> None:
@@ -322,31 +322,33 @@ class PlanOptions:
             )
         if named == NAIVE and self.micro_batches not in (None, 1):
             raise RecipeError(
-                f"The recipe {NAIVE} runs one micro-batch, and micro_batches={self.micro_batches} was given; use gpipe."
+                f"The recipe {NAIVE} runs one micro-batch, but micro_batches={self.micro_batches} was given; use gpipe."
             )
         schedule = self.chosen_schedule
         takes = {"one": 1, "v": 2}.get(PLACEMENTS[schedule]) if schedule else None
         if self.chunks is not None and takes not in (None, self.chunks):
             raise PlanError(
-                f"The schedule {schedule} runs {takes} stage{'s' * (takes == 2)} on each pipeline rank, "
-                f"and chunks={self.chunks} was given; leave chunks out, or take 'interleaved'."
+                f"The schedule {schedule} runs {takes} stage{'s' * (takes == 2)} on each pipeline rank, but "
+                f"chunks={self.chunks} was given; leave chunks out, or take 'interleaved'."
             )
 
     def _check_refusals(self) -> None:
         """Raises an error if `without` names something that another field asks for."""
         if self.offload and "offload" in self.without:
-            raise AutoparError("--offload and --no offload cannot both hold; drop one.")
+            raise AutoparError("--offload and --no offload exclude each other; drop one.")
         if "recompute" in self.without and self.recompute not in (None, "none"):
-            raise AutoparError(f"--recompute {self.recompute} and --no recompute cannot both hold; drop one.")
+            raise AutoparError(f"--recompute {self.recompute} and --no recompute exclude each other; drop one.")
         sizes = dict(self.mesh.axes) if self.mesh else {}
         for axis in sorted(self.without & {*AXES}):
             if sizes.get(axis, 1) > 1:
                 raise MeshError(
-                    f"The mesh {self.mesh} has {sizes[axis]} ranks along {axis}, and --no {axis} rules the "
-                    "axis out; drop one."
+                    f"The mesh {self.mesh} has {sizes[axis]} ranks along {axis}, but --no {axis} rules the axis out; "
+                    "drop one."
                 )
         for name in sorted(self.without & self.named_recipes()):
-            raise RecipeError(f"The recipe {format_recipe(self.recipe)!r} and --no {name} cannot both hold; drop one.")
+            raise RecipeError(
+                f"The recipe {format_recipe(self.recipe)!r} and --no {name} exclude each other; drop one."
+            )
 
 
 def check_counts(counts: Mapping[str, Any]) -> None:

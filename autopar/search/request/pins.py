@@ -66,8 +66,8 @@ class _Pinned(Generic[_T]):
         if earlier != value:
             at = self._mesh.names[axis]
             raise RecipeError(
-                f"The pins {by!r} ({earlier}@{at}) and {pattern!r} ({value}@{at}) both hold for "
-                f"{name}, and differ; leave one out, or make its pattern narrower."
+                f"The pins {by!r} ({earlier}@{at}) and {pattern!r} ({value}@{at}) both match {name}, but differ; leave "
+                "one out, or make its pattern narrower."
             )
 
     def resolved(self) -> dict[str, tuple[tuple[int, _T], ...]]:
@@ -132,7 +132,7 @@ def _storable(state: State, tensor: Tensor, axis: int, mesh: Mesh, where: str) -
     if state.kind != "S" or state.factor > 0:
         raise RecipeError(
             f"The pin {where} asks to store it as {state}, but a pin stores a parameter as R or S(dim). (Owners O(i) "
-            "come from the recipes data-parallel, parameter-server and serve, or stand in the text of a plan.)"
+            "come from the recipes data-parallel, parameter-server and serve, or from the text of a plan.)"
         )
     if state.dim >= len(tensor.dims):
         raise RecipeError(f"The pin {where} asks for dim {state.dim}, but its shape is {tensor.shape}.")

@@ -126,7 +126,7 @@ ROWS = (
     ),
     Recipe(
         "zero-infinity",
-        "zero3-offload with parameters on the device during their uses alone",
+        "zero3-offload with parameters on the device only while they are used",
         (),
         (is_batch,),
         stages=(3,),
@@ -152,7 +152,7 @@ ROWS = (
     ),
     Recipe(
         "parameter-server",
-        "batch split, every parameter stored and updated on one rank, each rank serving some",
+        "batch split; each parameter stored and updated on one rank, and every rank stores some",
         (),
         (is_batch,),
         stages=(1,),
@@ -168,7 +168,7 @@ ROWS = (
     ),
     Recipe(
         "tp",
-        "Megatron: columns, then rows, of the matrices",
+        "Megatron-LM's tensor parallelism: columns, then rows, of the matrices",
         (is_model,),
         (),
         (is_model,),
@@ -186,14 +186,14 @@ ROWS = (
     ),
     Recipe(
         "cp",
-        "the sequence split everywhere, keys and values of attention going round (ring attention)",
+        "the sequence split everywhere; keys and values of attention travel in a ring (ring attention)",
         (is_seq,),
         (is_seq,),
         exchanges=True,
     ),
     Recipe(
         "columns",
-        "columns of every matrix, operands gathered before the product: one axis of 2d and 2.5d",
+        "columns of every matrix split, operands gathered before the product: one axis of 2d and 2.5d",
         (is_feature, is_seq),
         (is_feature, is_seq),
         (is_feature,),
@@ -204,7 +204,7 @@ ROWS = (
     ),
     Recipe(
         "width",
-        "the width of the residual stream, and the sequence where that stays whole: one axis of 3d",
+        "the width of the residual stream split, and the sequence where the width stays whole: one axis of 3d",
         (is_width, is_model, is_seq),
         (is_width, is_seq),
         (is_width,),
@@ -214,7 +214,7 @@ ROWS = (
     ),
     Recipe(
         "ep",
-        "experts of a mixture split, the batch everywhere else",
+        "experts of a mixture split; the batch split everywhere else",
         (is_expert, is_batch),
         (is_batch,),
         (is_expert,),
@@ -236,10 +236,10 @@ PIPELINE_RECIPES: Mapping[str, str] = MappingProxyType(
 
 MEETING_RECIPES: Mapping[str, str] = MappingProxyType(
     {
-        "local:K": "replicas take their average every K steps (local SGD)",
+        "local:K": "replicas replace their parameters by the mean every K steps (local SGD)",
         "geo:K": "replicas add the mean of their differences to a kept base every K steps",
         "diloco:K": "an outer optimizer with momentum takes that mean every K steps (DiLoCo)",
-        "async-server:S": "replicas exchange differences with one rank when they like, at most S exchanges ahead",
+        "async-server:S": "replicas exchange differences with a server, each at most S exchanges ahead of the slowest",
     }
 )
 

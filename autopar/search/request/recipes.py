@@ -75,7 +75,7 @@ def meeting_of(recipe: RecipeLike, mesh: Mesh | None) -> Meeting | None:
     (axis, name), *others = axes.items()
     if mesh is None:
         raise RecipeError(
-            f"The recipe {name!r} was asked for without a mesh. Say along which axis replicas lie, such as "
+            f"The recipe {name!r} was asked for without a mesh. Give the axis of the replicas, such as "
             f"mesh={{'dp': 4}}, recipe={name!r}."
         )
     if PIPELINE_AXIS in mesh.names:
@@ -159,7 +159,7 @@ def resolve(recipe: RecipeLike, mesh: Mesh) -> tuple[Recipe, ...]:
     schedule, _ = split_recipe(recipe)
     if schedule:
         raise RecipeError(
-            f"The recipe {format_recipe(recipe)!r} is one of pipeline stages, but the mesh {mesh} has no axis "
+            f"The recipe {format_recipe(recipe)!r} is for pipeline stages, but the mesh {mesh} has no axis "
             f"{PIPELINE_AXIS}; give it one, such as mesh={{'{PIPELINE_AXIS}': {mesh.sizes[0]}}}."
         )
     if isinstance(named, str):
@@ -316,7 +316,7 @@ def check_versions(schedule: str, inside: RecipeLike, mesh: Mesh) -> None:
         if size > 1 and row.stages not in ((0,), (0, 3)):
             known = ", ".join(r.name for r in RECIPES.values() if r.stages in ((0,), (0, 3)))
             raise RecipeError(
-                f"The schedule {schedule} keeps several versions of parameters, which are stored as they are used so "
-                f"far, and the recipe of the axis {axis} is {row.name}. Name one among {known}, such as "
-                f"recipe={{'{PIPELINE_AXIS}': {schedule!r}, {axis!r}: 'ddp'}}."
+                f"The schedule {schedule} keeps several versions of parameters, which so far must be stored in the "
+                f"layout in which they are used, but the recipe of the axis {axis} is {row.name}. Name one among "
+                f"{known}, such as recipe={{'{PIPELINE_AXIS}': {schedule!r}, {axis!r}: 'ddp'}}."
             )

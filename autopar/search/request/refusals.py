@@ -22,7 +22,7 @@ def words_of_reserved(request: Request) -> str:
         return ""
     return (
         f"No plan fits into {format_bytes(bound)} of a rank: on {request.hardware.name} every rank has "
-        f"{format_bytes(reserved_bytes)} reserved before any tensor, and more ranks have it, too. What would help: "
+        f"{format_bytes(reserved_bytes)} reserved before any tensor, also with more ranks. What would help: "
         f"memory_bytes (--max-memory) above {reserved_bytes:.0f}."
     )
 

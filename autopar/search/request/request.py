@@ -199,7 +199,7 @@ class Request(PlanOptions):
         depth = dict(mesh.axes).get(PIPELINE_AXIS, 1)
         if self.stages is not None and depth not in self.stages:
             words = ", ".join(map(str, self.stages))
-            raise MeshError(f"The mesh {mesh} has {depth} pipeline ranks, and stages asks for {words}.")
+            raise MeshError(f"The mesh {mesh} has {depth} pipeline ranks, but stages asks for {words}.")
         meeting = meeting_of(self.recipe, mesh)
         inside = mesh if meeting is None else mesh_of_replica(mesh, meeting.axis)
         if self.has_stages:
@@ -212,7 +212,7 @@ class Request(PlanOptions):
         asked = [f"{name}={value!r}" for name, value in fields.items() if value is not None]
         if asked:
             raise MeshError(
-                f"{' and '.join(asked)} can be had with pipeline stages alone, but the mesh {mesh} has no axis "
+                f"{' and '.join(asked)} can only be used with pipeline stages, but the mesh {mesh} has no axis "
                 f"{PIPELINE_AXIS!r}: add one, such as {PIPELINE_AXIS}=2, or leave out {' and '.join(fields)}."
             )
 
@@ -223,8 +223,8 @@ class Request(PlanOptions):
             return
         if self.mesh is None or self.micro_batches is None:
             raise RecipeError(
-                f"The schedule {schedule} updates after every few micro-batches, so that their number, and that of the "
-                "stages, are part of what is trained: give both, such as mesh={'pp': 4}, micro_batches=16."
+                f"The schedule {schedule} updates after every few micro-batches, so the results of training depend on "
+                "the number of micro-batches and of stages: give both, such as mesh={'pp': 4}, micro_batches=16."
             )
         if self.has_stages:
             check_versions(schedule, self.inside, without_pipeline(self.mesh))

@@ -64,14 +64,14 @@ def _names(name: str, axes: list[str]) -> tuple[str, ...]:
             return (name,)
         remedy = ", ".join(f"{axis!r}: {name!r}" for axis in axes)
         raise RecipeError(
-            f"The recipe {name!r} is of a single axis, and {','.join(axes)!r} names {len(axes)}. Write {{{remedy}}}; "
+            f"The recipe {name!r} is for a single axis, but {','.join(axes)!r} names {len(axes)}. Write {{{remedy}}}; "
             f"the recipes over several axes are {', '.join(SEVERAL_AXES)}."
         )
     wanted = SEVERAL_AXES[name]
     if len(axes) != len(wanted):
         example = {2: "x,y", 3: "x,y,z"}[len(wanted)]
         raise RecipeError(
-            f"The recipe {name!r} is of {len(wanted)} axes, and {','.join(axes)!r} names {len(axes)}. Write "
+            f"The recipe {name!r} is for {len(wanted)} axes, but {','.join(axes)!r} names {len(axes)}. Write "
             f"recipe={{{example!r}: {name!r}}} on a mesh with these axes."
         )
     return wanted

@@ -125,7 +125,7 @@ def resolve_lone_pins(
                 if known != owner:
                     raise RecipeError(
                         f"The pins {first!r} (@{_digits(known)}@{mesh.names[axis]}) and {pattern!r} "
-                        f"(@{_digits(owner)}@{mesh.names[axis]}) both hold for {op.name}, and differ; leave one out, "
+                        f"(@{_digits(owner)}@{mesh.names[axis]}) both match {op.name}, but differ; leave one out, "
                         "or make its pattern narrower."
                     )
     for axis, size in enumerate(mesh.sizes):
@@ -170,7 +170,7 @@ def _read(part: str, pattern: str, text: str, mesh: Mesh) -> tuple[int, int]:
     """Axis and owner of a text such as `@0` or `@0@tp`."""
     if not _PIN.fullmatch(part):
         raise RecipeError(
-            f"The pin {pattern!r}: {text!r} mixes {part}, a choice of layouts, with ops of one rank; write two pins."
+            f"The pin {pattern!r}: {text!r} mixes {part}, a choice of layouts, with a choice of a rank; write two pins."
         )
     number, _, name = part.removeprefix(OWNED).partition("@")
     if not name and len(mesh.axes) > 1:
@@ -222,8 +222,8 @@ def lone_notes(pins: LonePins) -> tuple[Note, ...]:
     ops = "1 op" if pins.drawing == 1 else f"{pins.drawing} ops"
     return (
         Note(
-            f"{ops} that {'the recipe leaves' if pins.served else 'the pins leave'} to one rank run on all, in step: "
-            "they draw random numbers",
+            f"{ops} that {'the recipe leaves' if pins.served else 'the pins leave'} to one rank run on all ranks, "
+            "because they draw random numbers",
             "owners",
         ),
     )

@@ -75,7 +75,7 @@ def words_of_dims(plan: Plan, other: float | None, seconds: float) -> str:
     against = (
         "nothing else fits"
         if other is None
-        else f"without this recipe the fastest plan that fits takes {format_seconds(other)}"
+        else f"without this recipe, the fastest plan that fits takes {format_seconds(other)}"
     )
     return (
         f"memory is tight, and over {plan.mesh} ({name_of(rows)}) a rank keeps a block of every large matrix and a "

@@ -29,9 +29,9 @@ def in_slices(graph: Graph, plan: Plan, request: Request, tier: Tier = "device")
     """
     if not is_whole(graph):
         raise PlanError(
-            f"recompute={request.recompute!r} names the inputs of every layer, and only few layers of this model were "
-            "captured, as of every preset and config.json. Give the model itself (on the command line a function that "
-            "returns it, package.module:function), or ask for recompute='full'."
+            f"recompute={request.recompute!r} needs the inputs of every layer, but only a few layers of this model "
+            "were captured, as for every preset and config.json. Give the model itself (on the command line a "
+            "function that returns it, package.module:function), or ask for recompute='full'."
         )
     sliced = replace(plan, saved=SavedValues(graph, plan).partitioned(tier))
     whole, price = (composed(graph, each, **request.figures) for each in (plan, sliced))
@@ -40,7 +40,7 @@ def in_slices(graph: Graph, plan: Plan, request: Request, tier: Tier = "device")
     says = (
         f"{words_of_saved(sliced.saved, plan.mesh)}: {less} less on the fullest rank for {slower:.3f} ms more a step"
         if sliced.saved
-        else "what enters a block is kept as it lies: no axis that could split it replicates it"
+        else "the inputs of a block are kept in their layout: no axis that replicates them could split them"
     )
     notes = tuple(note for note in plan.notes if kind_of(note) != "price")
     return replace(sliced, notes=(*notes, says)), price

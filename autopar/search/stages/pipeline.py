@@ -429,7 +429,7 @@ class _Search:
         if micro_batches != plan.micro_batches and not fits_graph(plan, graph):
             self.found.refuse(
                 counted(micro_batches, "micro-batch"),
-                SearchError(f"the mesh {self.stage_mesh} does not divide so small micro-batches"),
+                SearchError(f"the mesh {self.stage_mesh} does not divide micro-batches that small"),
             )
             return
         tables = self._tables(plan, micro_batches)

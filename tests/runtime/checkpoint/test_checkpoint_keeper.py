@@ -238,7 +238,7 @@ def test_half_of_the_ranks_go_on(four_ranks: Ranks, two_ranks: Ranks, tmp_path: 
     assert [drawn for *_, drawn in runs[2]] == [random.Random(rank).random() for rank in (0, 1)]
     losses = [equal_on_all([losses for _, losses, *_ in run]) for run in runs]
     assert losses[0] + losses[1] == pytest.approx(in_one_process(4), abs=1e-8)
-    with pytest.raises(AssertionError, match=r"saved by 2 ranks whose loaders stood at different"):
+    with pytest.raises(AssertionError, match=r"saved by 2 ranks whose loaders were at different"):
         four_ranks.run(on_ranks, str(tmp_path / "c"), "zero3", [7] * 4)
 
 

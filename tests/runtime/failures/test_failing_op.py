@@ -22,10 +22,8 @@ def test_a_backward_without_memory_names_the_priced_peak_and_what_to_change() ->
     with pytest.raises(RuntimeError, match="tried to allocate 1152921504606846976 bytes") as raised:
         made.step(x, x)
     planned, remedy = raised.value.__notes__
-    assert planned.startswith("planned: a peak of ") and planned.endswith(
-        " of a rank's memory, optimizer states included"
-    )
-    assert remedy.startswith("remedy: ask for a plan that takes less memory")
+    assert planned.startswith("planned: a peak of ") and planned.endswith(" per rank, including optimizer states")
+    assert remedy.startswith("remedy: ask for a plan that needs less memory")
 
 
 def test_a_forward_without_memory_says_what_to_change_once() -> None:

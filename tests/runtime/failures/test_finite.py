@@ -22,12 +22,12 @@ def test_the_cause_is_the_first_tensor_that_is_not_finite() -> None:
     good, bad = torch.ones(2, 3), torch.tensor([[1.0, 2.0], [float("nan"), float("inf")]])
     named = about_loss(7, [("tokens", torch.ones(2).long()), ("x", bad)], [("w", bad)])
     assert named.startswith("The loss of step 7 is NaN or infinite, and so are its gradients. Input x of shape [2, 2]")
-    assert "2 values that are NaN or infinite, the first at [1, 0]. Mend the data" in named
+    assert "2 values that are NaN or infinite, the first at [1, 0]. Correct the data" in named
     assert "Parameter w of shape [2, 2]" in about_loss(7, [("x", good)], [("w", bad)])
-    assert "An earlier update made it so" in about_loss(2, [], [("w", bad)])
+    assert "An earlier update caused it" in about_loss(2, [], [("w", bad)])
     assert "It was so before the first step" in about_loss(1, [], [("w", bad)])
-    assert "An earlier update made it so" in about_loss(1, None, [("w", bad)])  # told after its update
-    assert "so that the forward makes it" in about_loss(7, [("x", good)], [("w", good)])
+    assert "An earlier update caused it" in about_loss(1, None, [("w", bad)])  # told after its update
+    assert "so it comes from the forward" in about_loss(7, [("x", good)], [("w", good)])
 
 
 class Root(nn.Module):
@@ -49,7 +49,7 @@ def test_a_step_warns_at_the_line_of_the_script() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         made.step(torch.ones(4, 3))
-    with pytest.warns(UserWarning, match=r"The loss of step 2 .* the forward makes it") as caught:
+    with pytest.warns(UserWarning, match=r"The loss of step 2 .* it comes from the forward") as caught:
         made.step(-torch.ones(4, 3))
     assert caught[0].filename == __file__
     with warnings.catch_warnings():
@@ -71,5 +71,5 @@ def test_an_evaluation_is_no_step() -> None:
 def test_inputs_that_were_not_looked_at_are_not_called_finite() -> None:
     """On an accelerator a loss arrives during a later step, whose batch is another."""
     said = about_loss(3, None, [("weight", torch.ones(2))])
-    assert "The inputs of step 3 were not looked at" in said and "Inputs and parameters" not in said
+    assert "The inputs of step 3 were not checked" in said and "Inputs and parameters" not in said
     assert "Inputs and parameters are finite" in about_loss(3, [], [("weight", torch.ones(2))])

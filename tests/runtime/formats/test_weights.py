@@ -225,7 +225,7 @@ def test_a_damaged_index(tmp_path: Path) -> None:
 
 
 def test_no_files(tmp_path: Path) -> None:
-    with pytest.raises(AutoparError, match=r"neither .*index.json nor .* and 0 files \*.safetensors"):
+    with pytest.raises(AutoparError, match=r"neither .*index.json nor .* but 0 files \*.safetensors"):
         autopar.compile(MLP(), loss_fn=F.mse_loss, weights=tmp_path)
 
 
@@ -252,7 +252,7 @@ def test_integers_in_place_of_weights_are_refused(tmp_path: Path) -> None:
     there = seeded(MLP, 1)
     name, value = next(iter(there.state_dict().items()))
     folder = saved(tmp_path, there, **{name: value.view(torch.int32)})
-    says = f"{name} has numbers of another kind, torch.int32 there and torch.float32 here"
+    says = f"{name} has another dtype, torch.int32 there and torch.float32 here"
     with pytest.raises(AutoparError, match=says):
         on_one_rank(MLP()).load_weights(folder)
 
@@ -275,7 +275,7 @@ def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     save_file({"up.weight": 2 * state["up.weight"]}, tmp_path / "b.safetensors")
     names = dict.fromkeys(state, "a.safetensors") | {"up.weight": "b.safetensors"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    with pytest.raises(AutoparError, match=r"up\.weight has 512 numbers in its parts, of 256"):
+    with pytest.raises(AutoparError, match=r"up\.weight has 512 numbers in its parts, but should have 256"):
         on_one_rank(MLP()).load_weights(tmp_path)
 
 

@@ -235,7 +235,7 @@ class SeesLater(LlamaForCausalLM):
 
 def test_a_model_that_sees_later_tokens_is_refused() -> None:
     model = compiled(SeesLater(llama().config)).eval()
-    with pytest.raises(StepError, match="with other tokens behind the prompt"):
+    with pytest.raises(StepError, match="with other tokens after the prompt"):
         generated(model, **GREEDY)
 
 
@@ -273,7 +273,7 @@ def test_a_model_that_differs_with_its_cache_goes_on_without() -> None:
     model = local_attention(SaysItTakesSlots)
     expected = generated(copy.deepcopy(model).eval(), **GREEDY)
     planned = compiled(model).eval()
-    with pytest.warns(UserWarning, match="With kept keys and values the model's logits differ"):
+    with pytest.warns(UserWarning, match="With cached keys and values the model's logits differ"):
         assert generated(planned, **GREEDY) == expected
 
 

@@ -198,7 +198,7 @@ def test_a_forward_says_that_it_is_not_scaled() -> None:
     [
         ("dynamic", "is not a scale; give a number"),
         (True, "is not a scale"),
-        (0, "initial=0.0, which has to be above 0"),
+        (0, "initial=0.0, which must be above 0"),
         (math.inf, "initial=inf"),
     ],
 )

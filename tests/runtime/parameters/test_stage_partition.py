@@ -147,9 +147,9 @@ def test_parameters_of_one_stage_are_said_to_be_that(two_ranks: Ranks) -> None:
     assert first[0] == second[0] == second[1] == []  # every rank would say the same
     (said,) = first[1]
     assert said.startswith("test_stage_partition.py: model.parameters() gives the parameters of this rank's")
-    assert "2 more lie on other ranks" in said
+    assert "2 more are on other ranks" in said
     for refused in (*first[2], *second[2]):
-        assert "those of other stages lie on other ranks" in refused
+        assert "other ranks have those of the other stages" in refused
         assert "model.clip_grad_norm_(max_norm)" in refused and "recipe='zero3'" in refused
 
 
@@ -167,7 +167,7 @@ def averaged_before_its_plan() -> str:
 
 def test_averages_of_a_model_without_a_plan_are_refused(two_ranks: Ranks) -> None:
     for refused in two_ranks.run(averaged_before_its_plan):
-        assert "AveragedModel was given a model before its plan" in refused
+        assert "AveragedModel was given a model that has no plan yet" in refused
         assert "AveragedModel(model.original)" in refused
 
 
@@ -205,4 +205,4 @@ def copied_before_the_plan() -> str:
 
 def test_a_copy_that_would_have_all_stages_is_refused(two_ranks: Ranks) -> None:
     for message in two_ranks.run(copied_before_the_plan):
-        assert message.startswith("CompiledModule: A compiled module is copied (copy.deepcopy,")
+        assert message.startswith("CompiledModule: A compiled module was to be copied (copy.deepcopy,")

@@ -143,13 +143,13 @@ def test_a_plan_with_files_asks_for_a_folder() -> None:
 
 @pytest.mark.parametrize("folder", ["", 7])
 def test_what_names_no_folder_is_refused(folder: Any) -> None:
-    with pytest.raises(autopar.AutoparError, match=f"nvme={folder!r} names no folder; give its path"):
+    with pytest.raises(autopar.AutoparError, match=f"nvme={folder!r} does not name a folder; give a path"):
         made_on_one_rank(nvme=folder)
 
 
 def test_a_folder_that_the_plan_does_not_use_is_a_warning(tmp_path: Path) -> None:
     model, batch, _ = make("mlp")
-    with pytest.warns(UserWarning, match="is not used: the plan, of the recipe zero3, keeps no"):
+    with pytest.warns(UserWarning, match="is not used: the plan (recipe zero3) keeps no"):
         autopar.compile(
             model,
             loss_fn=mean_square,

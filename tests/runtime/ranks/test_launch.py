@@ -92,15 +92,15 @@ def failure(folder: Path, rank: int, text: str, same_as: int | None, code: int) 
 
 def test_ranks_with_the_error_of_another_have_no_line_of_their_own(tmp_path: Path) -> None:
     said = {
-        0: ("MeshError: 8 ranks, and 4 run\n  at train.py:2\n  all frames: /tmp/a", None, -15),
+        0: ("MeshError: 8 ranks, but 4 run\n  at train.py:2\n  all frames: /tmp/a", None, -15),
         1: ("as on rank 0 (all frames: /tmp/b)", 0, 1),
-        2: ("OSError: no space (rank 0 says more; all frames: /tmp/c)", None, 1),
+        2: ("OSError: no space (see rank 0 for more; all frames: /tmp/c)", None, 1),
         3: ("", None, -15),
     }
     ranks = {rank: failure(tmp_path, rank, *each) for rank, each in said.items()}
     assert list(_summary(ChildFailedError("train.py", ranks))) == [
-        "rank 0: MeshError: 8 ranks, and 4 run",
-        "rank 2: OSError: no space (rank 0 says more; all frames: /tmp/c)",
+        "rank 0: MeshError: 8 ranks, but 4 run",
+        "rank 2: OSError: no space (see rank 0 for more; all frames: /tmp/c)",
     ]
     ranks[1].timestamp -= 5  # a rank that reports the error of another is not the first, however early it reports
     assert first_failure(ChildFailedError("train.py", ranks))[0] == 0

@@ -85,8 +85,9 @@ def test_ranks_on_devices_of_two_kinds_are_refused_on_all_ranks_alike(ranks: Ran
 def test_more_ranks_than_devices_are_told_how_many_to_start() -> None:
     seats = [Seat("cuda:0", "node0", "node0 GPU-a", 1)] * 2
     assert why_not_together(seats) == (
-        "Ranks 0 and 1 compute on one device, cuda:0 of node0, and each rank needs one of its own. 2 ranks run on this "
-        "machine, which has 1 cuda device: start 1 (--nproc-per-node 1), or pass device='cpu' to train on processors."
+        "Ranks 0 and 1 compute on one device, cuda:0 of node0, but each rank needs a device of its own. 2 ranks run "
+        "on this machine, which has 1 cuda device: start 1 (--nproc-per-node 1), or pass device='cpu' to train on "
+        "processors."
     )
     apart = [Seat("cuda:0", f"node{i}", f"node{i} GPU-{i}", 1) for i in range(2)]
     assert why_not_together(apart) == ""

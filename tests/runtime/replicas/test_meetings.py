@@ -192,7 +192,7 @@ def seen() -> dict[str, Any]:
     with torch.no_grad():
         evaluated = made.eval()(x)
     assert torch.equal(evaluated, torch.nn.functional.linear(x, model[0].weight, model[0].bias))
-    with pytest.raises(autopar.StepError, match="A batch of 3 rows cannot be shared by 2 replicas"):
+    with pytest.raises(autopar.StepError, match="A batch of 3 rows cannot be divided among 2 replicas"):
         made.train().step(x[:3], x[:3])
     return {"mask": mask, "rows": len(evaluated)}
 

@@ -85,7 +85,7 @@ def test_none_are_tried_where_a_user_names_axes(options: dict[str, Any]) -> None
 )
 def test_no_sequences_are_shared_against_what_a_user_asks_for(options: dict[str, Any]) -> None:
     """No other setting is legal: the axis cp, whose recipe is open, must not take the place of what was asked for."""
-    with pytest.raises(AutoparError, match="No way to lay 2 sequences on 16 ranks"):
+    with pytest.raises(AutoparError, match="no way to divide 2 sequences among 16 ranks"):
         best(asked(16, **options))
 
 

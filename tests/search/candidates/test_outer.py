@@ -157,5 +157,5 @@ def test_stages_that_a_recipe_does_not_name_say_why() -> None:
         return [n for n in found(**options).best.plan.notes if kind_of(n) == "unasked"]
 
     (note,) = unasked(ranks=8, recipe="ddp", batch=4)
-    assert "the recipe ddp does not name" in note and "a batch of 4 over no mesh of 8 ranks" in note
+    assert "the recipe ddp does not name" in note and "no mesh of 8 ranks splits a batch of 4" in note
     assert not unasked(recipe="ddp") and not unasked(batch=32, cuts_batch=True)

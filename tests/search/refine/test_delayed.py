@@ -79,7 +79,7 @@ def test_a_full_pipeline_waits_for_nobody() -> None:
 def test_the_plan_says_what_is_no_longer_the_result_of_one_device() -> None:
     assert sentence("pipedream").startswith(
         "Not the result of a single device: under pipedream every stage updates its parameters after each micro-batch, "
-        "8 times a step, without waiting for the others, so that a gradient is up to 3 updates old on stage 0, and 0 "
+        "8 times a step, without waiting for the others; a gradient is up to 3 updates old on stage 0, and 0 "
         "on the last. A step takes about "
     )
     assert "so that a gradient is up to 3 updates old. A step" in sentence("pipedream-sync")
@@ -124,8 +124,8 @@ def test_nothing_else_asks_for_one() -> None:
     [
         ({"micro_batches": None}, "give both, such as mesh={'pp': 4}, micro_batches=16"),
         ({"mesh": None, "ranks": 4}, "give both, such as mesh={'pp': 4}, micro_batches=16"),
-        ({"precision": "bf16"}, "and precision='bfloat16', which do not go together"),
-        ({"offload": True}, "and storage on the host, which do not go together"),
+        ({"precision": "bf16"}, "and precision='bfloat16', which cannot be combined"),
+        ({"offload": True}, "and storage on the host, which cannot be combined"),
         (
             {"mesh": {"pp": 2, "dp": 2}},
             f"the recipe of the axis dp is auto. Name one among {WITHOUT_COPIES}",

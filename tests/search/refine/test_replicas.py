@@ -51,7 +51,7 @@ def test_a_recipe_names_replicas_and_the_rest() -> None:
         (
             "local:0",
             {"dp": 2},
-            "meet every 0 steps; give a whole number of at least 1, such as local:4",
+            "synchronise every 0 steps; give a whole number of at least 1, such as local:4",
         ),
         ("local:4", {"dp": 2, "tp": 2}, "recipe={'dp': 'local:4'}"),
         ({"dp": "local:4"}, {"tp": 2, "dp": 2}, "the replicas must be one axis, the first of the mesh"),
@@ -59,7 +59,7 @@ def test_a_recipe_names_replicas_and_the_rest() -> None:
         (
             "local:4",
             None,
-            "Say along which axis replicas lie, such as mesh={'dp': 4}, recipe='local:4'",
+            "Give the axis of the replicas, such as mesh={'dp': 4}, recipe='local:4'",
         ),
         (
             "local",
@@ -76,12 +76,12 @@ def test_a_recipe_names_replicas_and_the_rest() -> None:
         (
             "locl:4",
             {"dp": 2},
-            "Replicas that synchronise every 4 steps are of local:4, geo:4 or diloco:4.",
+            "For replicas that synchronise every 4 steps write local:4, geo:4 or diloco:4.",
         ),
         (
             "local:four",
             {"dp": 2},
-            "Cannot read 'local:four': after 'local:' stands the number of steps",
+            "Cannot read 'local:four': after 'local:' comes the number of steps",
         ),
         ("far:geo:-3,dp:ddp", {"far": 2, "dp": 2}, "Cannot read 'geo:-3'"),
         ("local:2.5", {"dp": 2}, "but '2.5' is not a whole number. Write local:4, for example."),
@@ -95,7 +95,7 @@ def test_a_recipe_names_replicas_and_the_rest() -> None:
         (
             {"far": "local:4", "dp": "zero3"},
             {"far": 2},
-            "names the axis 'dp', and the mesh far=2 has far.",
+            "names the axis 'dp', but the mesh far=2 has far.",
         ),
         ({"dp": "local:4", "pp": "1f1b"}, {"dp": 2, "pp": 2}, "cannot be run together yet"),
         (

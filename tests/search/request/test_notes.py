@@ -129,7 +129,7 @@ def test_every_axis_has_what_it_gains_and_what_it_costs() -> None:
     seconds = [float(note.split("sends for ")[1].split(" ms")[0]) for note in (dp, tp)]
     assert all(seconds) and kind_of(dp) == "price"
     alone = make_plan(prepared, Request(find_hardware("h100"), mesh={"tp": 2}))
-    assert "tp=2 divides nothing: no faster plan was found that does, under recipe auto" in alone.notes
+    assert "tp=2 divides nothing: no faster plan was found that uses it, under recipe auto" in alone.notes
 
 
 class Patches(nn.Module):

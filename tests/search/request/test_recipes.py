@@ -125,7 +125,7 @@ def test_the_text_of_a_recipe_reads_back() -> None:
         ("dp:ddp,tp", "Cannot read 'tp' in the recipe"),
         (
             "dp,tp:zero3",
-            "'zero3' is of a single axis, and 'dp,tp' names 2. Write {'dp': 'zero3', 'tp': 'zero3'}",
+            "'zero3' is for a single axis, but 'dp,tp' names 2. Write {'dp': 'zero3', 'tp': 'zero3'}",
         ),
         ("dp:2d", "The recipe '2d' is of 2 axes, and 'dp' names 1. Write recipe={'x,y': '2d'}"),
         ("3d", "The recipe '3d' is of 3 axes, and 'dp,tp' names 2"),
@@ -212,11 +212,11 @@ def test_pins_that_cannot_hold(pins: dict[str, str], says: str) -> None:
     [
         (
             {"norm.*": "S(0)@tp", "norm.weight": "R@tp"},
-            "The pins 'norm.*' (S(0)@tp) and 'norm.weight' (R@tp) both hold for norm.weight",
+            "The pins 'norm.*' (S(0)@tp) and 'norm.weight' (R@tp) both match norm.weight",
         ),
         (
             {"add_*": "-@tp", "ad*": "d@tp"},
-            "The pins 'add_*' (-@tp) and 'ad*' (d@tp) both hold for",
+            "The pins 'add_*' (-@tp) and 'ad*' (d@tp) both match",
         ),
     ],
 )

@@ -142,7 +142,7 @@ def test_what_pins_name_counts_for_the_balance() -> None:
             r"asks for rank 2 of the axis dp, and it has 2 ranks, .* @0 to @1, or give dp at least 3",
         ),
         ({"c": "@0"}, {}, r"'c' matches no submodule and no op of the model; the 8 submodules"),
-        ({"a": "@0", "*": "@1"}, {}, r"'a' \(@0@dp\) and '\*' \(@1@dp\) both hold for linear"),
+        ({"a": "@0", "*": "@1"}, {}, r"'a' \(@0@dp\) and '\*' \(@1@dp\) both match linear"),
         (
             {"a": "@0"},
             {"mesh": {"dp": 1, "tp": 2}},
@@ -150,8 +150,8 @@ def test_what_pins_name_counts_for_the_balance() -> None:
         ),
         ({"a": "@0@ep"}, {}, "'a': '@0@ep' cannot hold"),
         ({"a": "@0 k@dp"}, {}, "mixes k@dp, a choice of layouts"),
-        ({"a": "@0"}, {"recompute": "full"}, "and recompute='full', which do not go together"),
-        ({"a": "@0"}, {"recipe": "local:2"}, r"and replicas \(local:2\), which do not"),
+        ({"a": "@0"}, {"recompute": "full"}, "and recompute='full', which cannot be combined"),
+        ({"a": "@0"}, {"recipe": "local:2"}, r"and replicas \(local:2\), which cannot"),
     ],
 )
 def test_what_cannot_hold(pins: dict[str, str], options: dict[str, Any], message: str) -> None:

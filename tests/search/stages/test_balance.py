@@ -286,5 +286,5 @@ def test_refuses_a_step_of_which_no_list_can_be_made() -> None:
 
 
 def test_refuses_what_the_schedule_cannot_have() -> None:
-    with pytest.raises(PlanError, match="takes 2 stages on 2 pipeline ranks, and the plan has 4"):
+    with pytest.raises(PlanError, match="takes 2 stages on 2 pipeline ranks, but the plan has 4"):
         balance(table([1.0] * 8), Shape(2, 2, "1f1b", 4), memory_bytes=np.inf)
