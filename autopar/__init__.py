@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from autopar.runtime.parameters.loss_scale import LossScaling
     from autopar.runtime.ranks.launch import launch
 
-# [Note: lazy names] `import autopar` costs no more than the plain data above. What needs torch, a solver or
-# the symbolic formulas is imported at its first use, from the module that stands here.
+# [Note: lazy names] `import autopar` costs no more than the plain data above. Names that need torch, a solver or
+# the symbolic formulas are imported at their first use, from the module listed here.
 _HOMES = {
     "CompiledModule": "autopar.runtime.model.module",
     "LossScaling": "autopar.runtime.parameters.loss_scale",

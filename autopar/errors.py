@@ -68,7 +68,7 @@ class MemoryBoundError(SearchError):
 
     @classmethod
     def of(cls, finding: str, remedies: Iterable[str], needed_bytes: int) -> Self:
-        """The error that ends with what would help."""
+        """The error, whose text ends with remedies."""
         words = (
             *remedies,
             f"or memory_bytes={needed_bytes} (--max-memory) if a rank has that much",
@@ -79,7 +79,7 @@ class MemoryBoundError(SearchError):
         return made
 
     def beside(self, other: MemoryBoundError, how: str) -> Self:
-        """This error with what was found in another way, `how`, and with the remedies of both once."""
+        """This error joined with that of another search, `how`, with the remedies of both listed once."""
         remedies = dict.fromkeys((*self.remedies, *other.remedies))
         finding = f"{self.finding}\nNor does it {how}: {other.finding}"
         return self.of(finding, remedies, min(self.needed_bytes, other.needed_bytes))
@@ -97,7 +97,7 @@ def both(first: SearchError, second: SearchError, how: str) -> SearchError:
 
 
 class StateError(MemoryBoundError):
-    """Parameters and what training keeps of them do not fit into memory, however a step is run."""
+    """Parameters with their gradients and optimizer states do not fit into memory, however a step is run."""
 
 
 class StepError(AutoparError):

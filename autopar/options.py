@@ -149,7 +149,7 @@ def takes_options(*kinds: Any) -> Callable[[_F], _F]:
 
 
 def table(*kinds: Any) -> str:
-    """The options as a table in Markdown: the argument of Python, the flag of the command line, what it does."""
+    """The options as a table in Markdown: the argument in Python, the flag on the command line, a description."""
     rows = [
         f"| `{each.name}={each.default!r}` | {f'`{each.flag}`' if each.flag else ''} | {each.sentence} |"
         for each in options_of(*kinds).values()

@@ -102,7 +102,7 @@ class Decomposed:
                 self.readers.setdefault((name, layout), []).append(op)
 
     def items(self, name: str, target: Layout, items: Sequence[WorkItem]) -> Iterator[WorkItem]:
-        """The items of a tensor's conversion to a layout; those that are decomposed with what they hide and cost."""
+        """The items of a tensor's conversion to a layout; decomposed ones with the seconds that they hide and cost."""
         found = (
             {
                 **self._gathers(name, target, self._gathering(name, target)),

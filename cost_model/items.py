@@ -82,7 +82,7 @@ class WorkItem:
 
 
 def kind_of_work(item: WorkItem) -> str:
-    """Kind of an item's work, by what can hide it behind compute.
+    """Kind of an item's work, which decides how much of it can overlap with compute.
 
     "compute"; communication of "stored" parameters and gradients, or of "activation"s; or a "move" between memories,
     for which the runtime waits, so that nothing hides it.
@@ -207,7 +207,7 @@ class TrainingState:
 
     @classmethod
     def of(cls, given: object) -> TrainingState:
-        """Makes a state from what users may give: a `TrainingState`, its text, or None for `FULL`.
+        """Makes a state from any form that users may give: a `TrainingState`, its text, or None for `FULL`.
 
         Raises AutoparError for anything else.
         """

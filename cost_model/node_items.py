@@ -101,9 +101,9 @@ class NodeItems:
         return "layers", layer_count
 
     def buckets(self) -> Iterator[MemoryItem]:
-        """Memory of two buckets, one that is filled and one under way, beyond 25 MiB each.
+        """Memory of two buckets, one being filled and one being reduced, as far as each exceeds 25 MiB.
 
-        The hardware's reserve has so much for the buffers of collectives.
+        The hardware's reserve includes 25 MiB for each buffer of collectives.
         """
         further = larger(0, self.bucket_bytes - BUCKET_BYTES) if self.grows else 0
         if not isinstance(further, int) or further:

@@ -280,7 +280,7 @@ class ParameterItems(NodeItems):
         )
 
     def meeting(self, name: str, how: ParameterPlan, meeting: Meeting, link: Link) -> Iterator[WorkItem]:
-        """Items of one parameter in a meeting of replicas: the messages, and the update from what they bring.
+        """Items of one parameter in a meeting of replicas: the messages, and the update with the received values.
 
         Replicas take their mean by an all-reduce, or exchange messages with an asynchronous server. The update makes
         and takes messages (`Meeting.moves`).

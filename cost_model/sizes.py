@@ -56,7 +56,7 @@ class Sizes:
     def steps(self, tensor: Tensor, source: Layout, target: Layout) -> Iterator[tuple[LayoutStep, Quantity, Quantity]]:
         """Yields the steps of a conversion, each with the bytes of its collective on one rank, before and after it.
 
-        What parts of different sizes are padded with counts, see [Note: uneven parts] in autopar/ir/uneven.py.
+        The padding of parts of different sizes counts, see [Note: uneven parts] in autopar/ir/uneven.py.
         """
         layout, before = list(source), self.bytes(tensor, source)
         leaves, enters = (uneven_axes(tensor.dims, each, self.mesh) for each in (source, target))

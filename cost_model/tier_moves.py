@@ -15,7 +15,7 @@ Form = Literal["stored", "cast", "resident"]
 
 
 class Carried(NamedTuple):
-    """A move of a parameter, and what is copied.
+    """A move of a parameter, and the form that is copied.
 
     Attributes:
         move: source and target tier.

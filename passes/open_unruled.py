@@ -20,7 +20,7 @@ from autopar.rules.proofs import decomposes
 
 
 def open_unruled(module: fx.GraphModule) -> None:
-    """Replaces every op without a rule by its parts, if all of them have rules and give what the op gives."""
+    """Replaces every op without a rule by its parts, if all of them have rules and together give the op's results."""
     for node in list(module.graph.nodes):
         if node.op != "call_function" or not isinstance(node.target, OpOverload):
             continue

@@ -113,7 +113,7 @@ def backend_of(device: torch.device) -> str:
 
 
 def backends_of(device: torch.device) -> str:
-    """The backends of a process group for a device and its host: what is stored on the host is gathered there too.
+    """The backends of a process group for a device and its host, as tensors stored on the host are gathered there.
 
     >>> backends_of(torch.device("cpu")), backends_of(torch.device("cuda", 0))
     ('gloo', 'cpu:gloo,cuda:nccl')

@@ -56,7 +56,7 @@ def argument_names(operator: OpOverload) -> frozenset[str]:
 
 
 def modes_above() -> int:
-    """The number of modes that change what ops do, and of hooks that all modules have."""
+    """The number of active modes that change ops, and of hooks on all modules."""
     from torch.nn.modules import module
 
     hooks = sum(
@@ -77,7 +77,7 @@ def modes_above() -> int:
 
 
 def switches() -> dict[str, object]:
-    """Name -> what the process has set of torch that a trace may depend on, apart from modes of autocast."""
+    """Name -> value of each global setting of torch on which a trace may depend, except autocast."""
     backends = torch.backends
     return {
         "default dtype": torch.get_default_dtype(),

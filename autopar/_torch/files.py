@@ -22,7 +22,7 @@ MakeEmpty = Callable[[torch.Size, torch.dtype], Tensor]
 
 
 def map_file(path: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """A tensor in the memory of a file, which has at least as many bytes; what is written to one is in the other.
+    """A tensor that shares its memory with a file, which must be large enough; a write to one shows in the other.
 
     The file may be unlinked as soon as this returns: its space is given back with the tensor's memory.
     """

@@ -39,7 +39,7 @@ _PLAIN = (type(None), bool, int, float, str)
 
 
 def write_tree(spec: TreeSpec) -> Json:
-    """A tree as JSON: None for a leaf, else the name of the container, what it keeps besides, and its children.
+    """A tree as JSON: None for a leaf, else the container's name, its context, and its children.
 
     Raises ValueError for a container whose class has no name, or that keeps more than plain data.
 

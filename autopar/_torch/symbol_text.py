@@ -52,7 +52,7 @@ def _read(text: Json, symbols: Mapping[str, Any]) -> Any:
 
 
 def write_sizes(env: ShapeEnv) -> Json:
-    """The symbols of a trace and what it has found of them. Raises ValueError for what has no text."""
+    """The symbols of a trace, their ranges and conditions as text. Raises ValueError for symbols that have no text."""
     if env.deferred_runtime_asserts or env.unbacked_symint_counter:
         raise ValueError("a size depends on the values of a tensor")
     return {

@@ -46,7 +46,7 @@ class Experts(ExpertBody):
         return found
 
     def rule(self, call: Call) -> Spec:
-        """The letters of operands and result, and what the body keeps for backward."""
+        """The letters of operands and result, and the tensors that the body saves for backward."""
         return BodyRule(self, call).spec()
 
 

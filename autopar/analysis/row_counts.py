@@ -67,7 +67,7 @@ class RowCounts:
         return dict(_changed(node, self._nodes[node.name]))
 
     def power(self, batch: Any, part: Any) -> int | None:
-        """The k with `batch = part / micro_batches**k`, for numbers; None where no whole k is."""
+        """The whole k with `batch = part / micro_batches**k`, for two numbers; None if there is none."""
         if batch == part:
             return 0
         numbers = (int, float)

@@ -67,7 +67,7 @@ def _micro_batches_of(plan: Plan) -> str:
 
 
 def announce(line: Callable[[], str], notes: Sequence[str]) -> None:
-    """Says what was chosen: on stderr, unless the script has set logging up; the notes at DEBUG.
+    """Logs the chosen plan, on stderr unless the script has configured logging; its notes at DEBUG.
 
     Args:
         line: function that makes the line, called where it is shown.

@@ -69,7 +69,7 @@ def autopar(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., list[Any]]:
-    """The backend: what torch.compile calls with each graph.
+    """The backend function that torch.compile calls with each graph.
 
     Args:
         module: the graph that dynamo found.

@@ -132,7 +132,7 @@ class Device(ABC):
         """Seconds of one call of `run`, as the mean over `times` calls in a row."""
 
     def kernel_seconds(self, run: Callable[[], object], times: int) -> float:
-        """The same for kernels of this device alone, whatever the CPU takes to issue them."""
+        """The same for kernels of this device only, without the CPU's time to issue them."""
         return self.seconds(run, times)
 
     @abstractmethod
@@ -229,7 +229,7 @@ class Cpu(Device):
         return local_ranks
 
     def reserved_bytes(self) -> int:
-        """The interpreter and its libraries: what the process held before it measured."""
+        """Bytes of the interpreter and its libraries, which the process held before it measured."""
         return self._held_before
 
 

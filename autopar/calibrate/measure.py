@@ -97,7 +97,7 @@ class Measurements:
 
 
 def check_formats(names: Sequence[str]) -> None:
-    """Raises AutoparError for what is not a number format."""
+    """Raises AutoparError for an unknown number format."""
     for name in names:
         if name not in FORMATS:
             raise AutoparError(f"There is no dtype {name!r} to measure; choose from {', '.join(FORMATS)}.")

@@ -197,7 +197,7 @@ def _dtype_beside(others: Sequence[Tensor]) -> torch.dtype | None:
 
 
 def computes_the_same(plain: Captured, found: Captured, numbers: Sequence[NumberInput]) -> bool:
-    """Whether a capture with inputs for numbers computes what the one with the numbers built in does.
+    """Whether a capture with inputs for numbers computes the same as the one with the numbers built in.
 
     Both have the same ops with the same operands in the same order, of the same shapes and dtypes. Where an operand
     is computed of numbers alone, it has the value that stands in the plain capture. Every number is used.

@@ -50,7 +50,7 @@ def _as_type_of(result: tuple[Any, ...], values: tuple[Any, ...]) -> tuple[Any, 
 
 
 def extra_names(spec: pytree.TreeSpec) -> tuple[str, ...]:
-    """The place of every leaf but the loss in what the user returned, such as `result[1]['acc']`."""
+    """The place of every result except the loss, such as `result[1]['acc']`."""
     if spec.is_leaf():
         return ()
     numbered = loss_first(pytree.tree_unflatten(range(spec.num_leaves), spec))

@@ -140,7 +140,7 @@ _WHERE = (
 
 
 def plan_option(name: str, **own: Any) -> Callable[[F], F]:
-    """The flag of an option of a plan; `own` has what a command says otherwise of it."""
+    """The flag of an option of a plan; `own` overrides its properties for one command."""
     asked = _PLAN[name]
     how: dict[str, Any] = {"help": _sentence(asked.help), "multiple": asked.repeats}
     if asked.choices:

@@ -27,7 +27,7 @@ def console() -> Screen:
 
 @contextlib.contextmanager
 def working() -> Iterator[Progress]:
-    """A moving bar with what is being done and for how long, on a terminal's stderr; nothing elsewhere.
+    """A progress bar with the current activity and its duration, on a terminal's stderr; nothing elsewhere.
 
     A model that ends the program meanwhile is an AutoparError.
     """

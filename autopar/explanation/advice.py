@@ -222,7 +222,7 @@ class Question:
     # --- the chosen one
 
     def answer(self) -> Advice:
-        """The best plan, with the next best ones. Raises SearchError if none fits; the error says what would help."""
+        """The best plan, with the next best ones. Raises SearchError if none fits; the error names remedies."""
         prepared, request = self._posed
         self.progress("searching the plan")
         try:
@@ -494,7 +494,7 @@ class Question:
         return bool(words_of_reserved(self.request)) or least.memory_bytes > self.bound_bytes
 
     def why_nothing_fits(self) -> str:
-        """Sentences on how much memory the smallest setting lacks, and on what would help."""
+        """Sentences on how much memory the smallest setting lacks, and on remedies."""
         if words := words_of_reserved(self.request):
             return words
         least, bound = smallest(self.settings), self.bound_bytes

@@ -35,7 +35,7 @@ class Side:
 
     @classmethod
     def load(cls, path: Path) -> Side:
-        """Reads what `--save` or `--json` wrote. Raises PlanError for anything else."""
+        """Reads a file written by `--save` or `--json`. Raises PlanError for anything else."""
         document = read_document(path)
         if not isinstance(document, dict) or not isinstance(document.get("plan", document), dict):
             raise PlanError(f"{path} is neither a plan nor the output of `autopar explain --json`.")

@@ -258,7 +258,7 @@ _WHEN = {"once": "once a step", "meet": "when replicas synchronise, a step's sha
 
 
 def collective_table(step: Step) -> Table:
-    """Where collectives stand and what each kind of them costs in a step."""
+    """A table of the collectives of a step: their places, and the cost of each kind."""
     title = "Collectives of a step (before anything hides them)"
     table = Table(title=title, title_justify="left", show_edge=False)
     for column in ("along", "collective", "of", "when", "count", "sent", "time"):
@@ -329,7 +329,7 @@ def _folded(
 
 
 def described(plan: Plan, graph: Graph) -> Mapping[str, object]:
-    """The shape and factors of every parameter, and what every op splits along every axis."""
+    """The shape and factors of every parameter, and the factor that every op splits along every axis."""
     tensors = {name: graph.tensors[t] for name, t in graph.parameters.items()}
     return {
         "parameters": {

@@ -116,7 +116,7 @@ def _legend(advice: Advice, shown: Mapping[str, float]) -> Iterator[Text]:
 
 @dataclass(frozen=True)
 class FitSheet:
-    """The report of `autopar fit`: whether a model fits, what takes the memory, and which changes help."""
+    """The report of `autopar fit`: whether a model fits, the parts of its memory, and the changes that help."""
 
     target: str
     fit: Fit

@@ -150,7 +150,7 @@ class SimulatedStep(ExecutedStep):
 
     @cached_property
     def time(self) -> Breakdown:
-        """Seconds of a step on the rank that computes longest, and what the slowest does once."""
+        """Seconds of a step on the rank that computes longest, and of the slowest rank's work once per step."""
         rank, run = self.busiest_rank, self.simulation
         idle = run.step_seconds - run.busy_seconds[rank]
         parts = (

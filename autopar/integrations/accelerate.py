@@ -248,7 +248,7 @@ class AutoparAccelerator(Accelerator):
         return str(output_dir)
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Loads what `save_state` saved, under this plan or another; the model before the first batch, with it.
+        """Loads a folder of `save_state`, under this plan or another; the model at the latest with its first batch.
 
         Schedulers, states of data loaders and random generators are at once as they were saved, so that the next pass
         over a loader shuffles as it would have.

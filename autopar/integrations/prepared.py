@@ -172,7 +172,7 @@ class PreparedModel(nn.Module):
         optimizer: Optimizer | None,
         then: Callable[[dict[str, Any]], object] = lambda extra: None,
     ) -> None:
-        """Loads what `save` saved, under this plan or another; with the first batch if there is no plan yet.
+        """Loads a folder of `save`, under this plan or another; with the first batch if there is no plan yet.
 
         Args:
             folder: folder of the checkpoint.

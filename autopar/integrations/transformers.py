@@ -202,7 +202,7 @@ class AutoparMixin:
 
 
 class AutoparTrainer(AutoparMixin, Trainer):  # type: ignore[misc]
-    """`transformers.Trainer` over all ranks, by a plan; see `AutoparMixin` for what is asked of the plan."""
+    """`transformers.Trainer` over all ranks, by a plan; see `AutoparMixin` for the options of the plan."""
 
 
 def _asks_for_plan(value: object) -> bool:

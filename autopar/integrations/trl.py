@@ -12,7 +12,7 @@ with quiet_torchao():  # which these import
 
 
 class AutoparSFTTrainer(AutoparMixin, SFTTrainer):
-    """trl's `SFTTrainer` over all ranks, by a plan; see `AutoparMixin` for what is asked of the plan.
+    """trl's `SFTTrainer` over all ranks, by a plan; see `AutoparMixin` for the options of the plan.
 
     `SFTConfig` asks for activation checkpointing unless told otherwise: give `gradient_checkpointing=False`, and
     `options={"recompute": "full"}` if memory is short.

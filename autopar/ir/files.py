@@ -133,7 +133,7 @@ def check_output(*paths: Path | None) -> None:
 
 
 def save_text(text: str, path: str | os.PathLike[str]) -> None:
-    """Does what `write_whole` does; raises AutoparError with the file and the reason where that is not possible."""
+    """Calls `write_whole`; if it fails, raises AutoparError with the file and the reason."""
     with _naming(Path(path)):
         write_whole(text, Path(path))
 

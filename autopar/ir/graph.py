@@ -81,7 +81,7 @@ class Tensor:
 
     @property
     def formats(self) -> tuple[int, int | None, int | None]:
-        """Bytes of one element in use, in storage and of the gradient; None means what it means in the fields."""
+        """Bytes of one element in use, in storage and of the gradient; None has the meaning given for the fields."""
         return self.itemsize_bytes, self.stored_itemsize_bytes, self.gradient_itemsize_bytes
 
 

@@ -442,7 +442,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Reads a plan that `save` wrote. Raises PlanError naming the file and what is wrong."""
+        """Reads a plan that `save` wrote. Raises PlanError with the file and the fault."""
         document = read_document(path)
         try:
             return cls.from_json(document)

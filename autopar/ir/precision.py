@@ -88,7 +88,7 @@ class MixedPrecision:
 
     @classmethod
     def of(cls, given: object) -> MixedPrecision | None:
-        """Makes a policy from what users may give: a policy, its text, a `torch.dtype`, or None for no policy.
+        """Makes a policy from any form that users may give: a policy, its text, a `torch.dtype`, or None for no policy.
 
         Raises AutoparError for anything else.
         """

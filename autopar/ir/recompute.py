@@ -174,7 +174,7 @@ def _json(text: str) -> Any:
 
 
 def parse_wish(text: str) -> RecomputeOption:
-    """Reads what a user asks of a search: a word such as `full`, blocks such as `3`, a part such as `0.5`, or JSON.
+    """Reads a user's choice of recomputation: a word such as `full`, blocks such as `3`, a part such as `0.5`, or JSON.
 
     Raises PlanError for a text that is not a wish, see `check_wish`.
     """
@@ -192,7 +192,7 @@ def recomputed_blocks(recompute: Recompute, blocks: int) -> int:
 
 
 def words_of_recompute(recompute: Recompute) -> str:
-    """A clause for reports: what is recomputed in backward; "" for nothing."""
+    """A clause for reports about the blocks or ops that are recomputed in backward; "" for none."""
     if isinstance(recompute, Selection):
         return _words_of_selection(recompute)
     if isinstance(recompute, str):

@@ -90,7 +90,7 @@ def is_storable(dims: Dims, layout: Layout, mesh: Mesh) -> bool:
 
 
 def part_shape(dims: Dims, layout: Layout, mesh: Mesh, rank: int) -> tuple[int, ...]:
-    """Shape of the part that one rank holds: shorter than the largest, or empty, at the end of a dim that is cut so.
+    """Shape of the part that one rank holds; the last ranks along an uneven axis have a smaller part, or an empty one.
 
     >>> from autopar.ir import Mesh, S
     >>> [part_shape(((5,),), (S(0, WHOLE),), Mesh.parse("dp=4"), rank) for rank in range(4)]

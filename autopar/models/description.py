@@ -300,5 +300,5 @@ def repeated_layers(description: Description) -> dict[str, int]:
 
 
 def padded(vocab: int, multiple: int = 128) -> int:
-    """The vocabulary padded up, as trainers do so that it can be split; Megatron-LM's multiple."""
+    """The vocabulary rounded up to Megatron-LM's multiple, which makes it divisible for tensor parallelism."""
     return multiple * math.ceil(vocab / multiple)

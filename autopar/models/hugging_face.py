@@ -76,7 +76,7 @@ TASKS = (
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A configuration and what it is trained for.
+    """A configuration and the task that it is trained for.
 
     Attributes:
         path: path of the configuration file.
@@ -92,7 +92,7 @@ class Pretrained:
 
     @classmethod
     def read(cls, path: Path, *, dtype: torch.dtype = torch.bfloat16) -> Pretrained:
-        """Reads a config.json, or the one in a directory. Raises AutoparError for what cannot be built."""
+        """Reads a config.json, or the one in a directory. Raises AutoparError for a model that cannot be built."""
         path = path / "config.json" if path.is_dir() else path
         config = _read_config(path)
         return cls(path, config, _task_of(config, path), dtype)

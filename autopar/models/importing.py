@@ -12,7 +12,7 @@ from autopar.errors import AutoparError
 
 @contextlib.contextmanager
 def importing(what: str) -> Iterator[None]:
-    """Context in which an ImportError becomes an AutoparError that says what to install or mend.
+    """Context in which an ImportError becomes an AutoparError that says what to install or correct.
 
     Args:
         what: what is imported, as the subject of a sentence.
@@ -40,7 +40,7 @@ def staying(what: str) -> Iterator[None]:
 
 
 def reason(error: ImportError) -> str:
-    """The first error of those that led to this one, and what to do about it.
+    """The first error of those that led to this one, and a remedy.
 
     >>> reason(ModuleNotFoundError("No module named 'einops'", name="einops"))
     "No module named 'einops'. Install it: pip install einops."

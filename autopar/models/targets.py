@@ -51,7 +51,7 @@ def stack(path: str, layers: int) -> Stack:
 
 
 def weight_of(path: str, stacks: tuple[Stack, ...]) -> int:
-    """How many times what lies at this path of the captured model occurs in the whole model."""
+    """The number of times that the part at this path of the captured model occurs in the whole model."""
     for each in stacks:
         if each.index(path) == each.middle:
             return each.layers - each.captured + 1

@@ -24,7 +24,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Alone:
-    """The ranks that run a call, and what the others have in place of its result.
+    """The ranks that run a call, and the shape of the stand-in for its result on the other ranks.
 
     Attributes:
         owners: axis and position along it of the ranks that run the call. For a collective the axes other than its own.

@@ -47,7 +47,7 @@ def _plain(x: Any, operands: list[fx.Node]) -> Iterator[Hashable]:
 
 
 def kind_of(node: fx.Node) -> Hashable:
-    """All that ops can know of a node's example; None without one, which an assertion has.
+    """A key of everything that an op can know of a node's example; None without one, as for an assertion.
 
     Raises TypeError for what is not a tensor of fixed sizes.
     """

@@ -60,7 +60,7 @@ class Ring(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of what it sends, in the cost model and in a rule."""
+        """The name of its messages, in the cost model and in a rule."""
         return ROTATE
 
     @property

@@ -81,7 +81,7 @@ class ActionLists(tuple[tuple[Action, ...], ...]):
 
     @classmethod
     def of(cls, actions: Actions) -> ActionLists:
-        """The actions as `ActionLists`; if they are `ActionLists` already, the same object, with what it has cached."""
+        """The actions as `ActionLists`; if they are `ActionLists` already, the same object, with its caches."""
         return actions if isinstance(actions, cls) else cls(map(tuple, actions))
 
     @cached_property

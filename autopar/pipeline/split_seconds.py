@@ -49,7 +49,7 @@ class SplitSeconds:
         self._kernel_seconds = max(self._host_seconds, float(hardware.launch_seconds))
 
     def halves(self, item: WorkItem) -> Halves:
-        """The part of an item of backward in the second half, and what splitting it costs."""
+        """The part of an item of backward in the second half, and the cost of splitting it."""
         op = self._graph.by_name.get(item.of)
         seconds = float(item.seconds)
         if op is None or item.carries == "gradient":

@@ -229,8 +229,8 @@ class StageTables:
         """
         split, late = sums(self._seconds.work.split), saved_bytes + sums(self._arrived_bytes)
         weights = np.minimum(sums(self._seconds.work.weights), backward + split)
-        # The first stage's input needs no gradient, so that all of its backward is the second half, and waits for it
-        # with the gradient that has come back.
+        # The first stage's input needs no gradient, so its whole backward runs as the second half; until then the
+        # gradient that has come back is kept.
         weights[0], split[0], late[0] = backward[0], 0.0, saved_bytes[0] + gradients
         is_whole = self._runs_whole(recompute)
         return _Halves(*(np.where(is_whole, 0.0, each) for each in (weights, split, late)))

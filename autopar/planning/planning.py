@@ -292,10 +292,10 @@ def in_parts(
     capture: Callable[[int], Prepared],
     search: Callable[[Prepared, int], Plan],
 ) -> tuple[Prepared, Plan]:
-    """The step for one of the micro-batches that a search chose, and its plan; one for the batch where need be.
+    """The step and the plan for one of the micro-batches that a search chose; for the whole batch if it cannot be cut.
 
-    The search knows the step at the size of the batch alone. At that of a micro-batch the model may run other ops, or
-    none at all, as with the batch's size in its code (`x.reshape(8, -1)`). The batch then runs whole.
+    The search knows only the step at the size of the batch. At the size of a micro-batch the model may run other ops,
+    or fail, as with the batch's size in its code (`x.reshape(8, -1)`). The batch then runs whole.
 
     Args:
         plan: the plan that the search found for the batch.
@@ -424,7 +424,7 @@ def plan_again(plan: Plan, prepared: Prepared, micro_batches: int) -> Plan | Non
 
 
 def has_same_ops(plan: Plan, prepared: Prepared) -> bool:
-    """Whether the plan was made for a graph of the same ops, parameters and inputs, of whatever sizes."""
+    """Whether the plan was made for a graph of the same ops, parameters and inputs, of any sizes."""
     graph = prepared.analysis.graph
     return (
         list(plan.ops) == [op.name for op in graph.ops]

@@ -2,7 +2,7 @@
 
 A plan is stored as JSON under a hash of all that the search depends on: the graph with its sizes, the request with the
 machine, where parameters lie already, and the code that searches. So a plan is found again only for the same question.
-What is read is checked as a plan that a user gives is; a file that is damaged, or of somebody else, is not used.
+A plan from the folder is checked like one that a user gives; a damaged file, or one of another user, is not used.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _model(prepared: Prepared) -> tuple[object, ...]:
 
 @functools.cache
 def code_version() -> tuple[str, ...]:
-    """Versions of what searches; of autopar, whose code may change without its version, a hash of the files."""
+    """Versions of the libraries that a search uses, and a hash of autopar's files, which change between versions."""
     digest = hashlib.sha256()
     package = Path(__file__).parents[1]
     for room in (package, package / "passes", package / "cost_model"):  # rglob follows no links
@@ -130,7 +130,7 @@ def code_version() -> tuple[str, ...]:
 
 
 def text_of(value: object) -> str:
-    """A value as text that is the same in every process. Raises TypeError for what has no such text."""
+    """A value as text that is the same in every process. Raises TypeError for a value without such a text."""
     lines: list[str] = []
     _add_lines(value, lines.append)
     return "\n".join(lines)

@@ -54,6 +54,6 @@ def _has_others(now: Iterable[Tensor], before: Iterable[Tensor]) -> bool:
 
 
 def clear(cached: Iterable[Any]) -> None:
-    """Empties caches; the functions compute anew."""
+    """Empties caches, so the functions compute again."""
     for each in cached:
         empty(each)

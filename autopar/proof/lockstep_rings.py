@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def attend_together(ring: Ring, mesh: Mesh, values: Mapping[fx.Node, list[Any]]) -> list[tuple[Tensor, ...]]:
-    """The results and log-sum-exps of all ranks, given what every node has on each of them."""
+    """The results and log-sum-exps of all ranks, given the values of every node on each of them."""
     given = [values[node] for node in ring.tensors if node is not None]
     flat = _Together.apply(ring, mesh, len(given), *(x for ranks in given for x in ranks))
     return [tuple(flat[2 * rank : 2 * rank + 2]) for rank in range(mesh.size)]

@@ -165,7 +165,7 @@ def _by_rows(func: OpOverload, args: Sequence[Any], kwargs: _Named, shape: Seque
 
 
 def drawn_shapes(call: Callable[[], object]) -> list[tuple[int, ...]]:
-    """The shapes of what a function draws, in order; the default generator stays as it was."""
+    """The shapes of a function's random draws, in order; the default generator is restored."""
     found: list[tuple[int, ...]] = []
 
     def note(shape: Sequence[int]) -> Tensor:

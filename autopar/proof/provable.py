@@ -21,7 +21,7 @@ def require_weights(model: nn.Module) -> None:
 
 
 def require_same_draws(prepared: Prepared, device: SingleDevice, batch: Batch) -> None:
-    """Raises AutoparError if a single device does not draw what the ops of the capture draw, one after the other."""
+    """Raises AutoparError if a single device does not make the same draws in the same order as the capture."""
     ops = device.streams.ops
     if not ops:
         return

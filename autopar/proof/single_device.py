@@ -93,7 +93,7 @@ class SingleDevice:
         return all(_is_same(x, y) for x, y in pairs)
 
     def drawn(self, batch: Batch) -> list[tuple[int, ...]]:
-        """The shapes of what the model and its loss draw in a forward, in order."""
+        """The shapes of the random draws of the model and its loss in a forward, in order."""
         model, loss_fn = copied(self.model, self.loss_fn)
         args, kwargs = batch
         return drawn_shapes(lambda: run_with_loss(model, args, kwargs, loss_fn, self.captured.precision))

@@ -76,7 +76,7 @@ class Streams:
         return cls(ops, prepared.analysis.graph)
 
     def within(self, part: Captured, whole: Prepared) -> Streams:
-        """The same with the place of a micro-batch in what is drawn for a whole batch."""
+        """The same, with the place of a micro-batch in the draws of a whole batch."""
         finder = PartFinder(whole.captured, whole.analysis.graph, part)
         if not self.ops or not finder.counts.is_alike:
             return self

@@ -72,7 +72,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Subject:
-    """A captured model, to compare any number of plans with what a single device computes.
+    """A captured model, to compare any number of plans with a single device.
 
     Attributes:
         model: a copy of the user's model.

@@ -73,7 +73,7 @@ _LEAST_POSITIONS = 2048  # of a letter that stays whole and is made shorter for 
 
 
 def register_rule(op: str | type[torch.autograd.Function], row: str) -> None:
-    """Registers how an op can be split, what it computes and what it keeps, as one line (docs/rules.md).
+    """Registers how an op can be split, its FLOPs and its saved tensors, as one line (docs/rules.md).
 
     Every captured call of the op proves the rule before a plan uses it. A second rule for an op replaces
     the first; one for an op that autopar knows already goes before its own.

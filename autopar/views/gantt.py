@@ -53,7 +53,7 @@ def caption(simulation: Simulation) -> str:
 
 
 def events(simulation: Simulation) -> tuple[Event, ...]:
-    """The spans for a trace: a lane for what each rank computes, and one for what it sends."""
+    """The spans for a trace: for each rank a lane of compute and a lane of sends."""
     return tuple(
         Event(
             f"rank {s.rank}" if s.kind in KINDS else f"rank {s.rank} sends",

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Colour(NamedTuple):
-    """A fill and what goes with it.
+    """A fill colour, with the colours and characters that match it.
 
     Attributes:
         fill: colour of an area, as #rrggbb; it stands out from white and from near-black alike.
@@ -55,7 +55,7 @@ def of_axes(axes: Iterable[str]) -> dict[str, Colour]:
 
 
 def with_axes(parts: Iterable[str], axes: Mapping[str, Colour]) -> dict[str, Colour]:
-    """The colours of the parts of a step or its traffic: what names an axis looks like it, the rest differs."""
+    """The colours of the parts of a step or its traffic: parts that name an axis have its colour."""
     found = {part: _named(part, axes) for part in parts}
     taken = {colour for colour in found.values() if colour is not None} | {COMPUTE}
     free = iter(colour for colour in PALETTE if colour not in taken and colour not in axes.values())

@@ -34,7 +34,7 @@ def drawing(label: str, height: float, *children: object, width: float = WIDTH) 
 
 
 def rect(x: float, y: float, width: float, height: float, **attributes: object) -> Markup:
-    """A rectangle; `title` is what is shown on hovering."""
+    """A rectangle; `title` is shown on hovering."""
     title = attributes.pop("title", None)
     inside = tag("title", title) if title is not None else None
     return tag("rect", inside, x=x, y=y, width=width, height=height, **attributes)
@@ -112,7 +112,7 @@ Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 @dataclass
 class Labels:
-    """Places short texts beside points, where no other text or point is; what has no place is left out.
+    """Places short texts next to points, where no other text or point is; texts without room are left out.
 
     Attributes:
         frame: box that no text may leave.

@@ -62,7 +62,7 @@ class Branch:
 
 
 def branches(breakdown: Breakdown, depth: int, smallest: float) -> Iterator[Branch]:
-    """The lines of a tree in reading order; what is small is summed, and never dropped."""
+    """The lines of a tree in reading order; small parts are summed, and never dropped."""
     yield from _branches(breakdown, breakdown.value, 0, depth, smallest)
 
 
@@ -123,7 +123,7 @@ def marks(candidate: Candidate, on_front: bool) -> str:
 
 
 def verdict(candidate: Candidate, first: str = "chosen") -> str:
-    """Why it is not the first one, in words; what the first one is, of itself."""
+    """The reason why it is not the first one, in words; for the first one, what distinguishes it."""
     if candidate.chosen:
         return candidate.why_not or first
     return candidate.why_not or ("" if candidate.fits else "does not fit")

@@ -85,7 +85,7 @@ class OwnedStep(Step):
         return cls(**given, axis_names=axis_names, order=order, ranks=ranks)
 
     def time(self) -> tuple[Term, ...]:
-        """The seconds of a step, by parts; one part is what ranks save because they work side by side."""
+        """The seconds of a step, by parts; one part is the time saved by ranks that work at the same time."""
         note = "work of single ranks that overlaps with that of others, less their waits"
         return *super().time(), Term("owners side by side", self.run.micro_batches * self.waits_for_owners, note=note)
 

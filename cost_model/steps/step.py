@@ -183,7 +183,7 @@ class Step:
         return larger(self._waits_for_ops(region), self._behind_seconds(region))
 
     def is_late(self, region: Region) -> bool:
-        """Whether a region takes what the host needs to launch it, so that its kernels' durations do not matter."""
+        """Whether a region takes as long as the host needs to launch it, whatever its kernels' durations."""
         return bool(self._behind_seconds(region) > self._waits_for_ops(region))
 
     def _waits_for_ops(self, region: Region) -> Quantity:

@@ -6,7 +6,7 @@ from torch import fx
 
 
 def remove_assertions(module: fx.GraphModule) -> None:
-    """Erases assertion nodes, and then what only they used."""
+    """Erases assertion nodes, and then nodes that only they used."""
     for node in list(module.graph.nodes):
         if node.op == "call_function" and "_assert" in str(node.target) and not node.users:
             module.graph.erase_node(node)

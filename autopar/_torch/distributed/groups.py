@@ -151,7 +151,7 @@ def start_all_to_all(result: Tensor, x: Tensor, group: dist.ProcessGroup) -> dis
 
 
 def wait_for_all(works: Sequence[dist.Work]) -> None:
-    """Waits for messages; what is raised here broke in communication."""
+    """Waits for messages; an exception here is an error of communication."""
     for work in works:
         work.wait()
 

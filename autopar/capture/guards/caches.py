@@ -54,7 +54,7 @@ def cache_of(cached: Any, reads: dict[str, Any] | None = None) -> Cache:
 
 
 def empty(cached: Any) -> None:
-    """Empties a cache for our own purposes: Python would still return what it held."""
+    """Empties a cache without a change of its `Cache` record, since Python would still return the cached results."""
     type(cached).cache_clear(cached)
 
 
@@ -67,14 +67,14 @@ def reads_of(cached: Any) -> dict[str, Any]:
 
 
 def changed(cached: Any, cache: Cache) -> str:
-    """The first global that is not what it was when the notes began; "" if all are."""
+    """The first global that has changed since the notes began; "" if none has."""
     now = dict(_globals(_function(cached)))
     different = (n for n, x in cache.reads.items() if not is_same(now.get(n, MISSING), x))
     return next(different, "")
 
 
 def stale(cached: Any, read: str) -> Exception:
-    """The error for a function that was run anew, though Python would return an old result; `read` has changed."""
+    """The error for a function that was run again, though Python would return an old result; `read` has changed."""
     function = _function(cached)
     code = function.__code__
     return runs_cached(function.__qualname__, f"{code.co_filename}:{code.co_firstlineno}", read)
@@ -93,7 +93,7 @@ def forget_traced() -> list[Any]:
 
 
 def refuse_stale(run: Iterable[Any]) -> None:
-    """Raises CaptureError if a function has run with other globals than those of what Python's cache would hold."""
+    """Raises CaptureError if a function ran with globals other than those behind the results in Python's cache."""
     for cached in run:
         if read := changed(cached, cache_of(cached)):
             raise stale(cached, read)

@@ -37,8 +37,8 @@ class Closures:
         if not wanted or len(self._looked_for) > _LOOKS_BY_CODE:
             return
         self._looked_for.append(wanted)  # which keeps the identities of the codes
-        # The garbage collector knows all functions, but for those that `gc.freeze()` has put out of its sight: they are
-        # thawed, and stay so, since freezing again would keep for ever whatever garbage there is at this moment.
+        # The garbage collector knows all functions, except those that `gc.freeze()` has hidden from it: they are
+        # unfrozen, and stay so, since freezing again would also keep all garbage of this moment.
         if gc.get_freeze_count():
             gc.unfreeze()
         by_code = len(self._looked_for) <= _LOOKS_BY_CODE

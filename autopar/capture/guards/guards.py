@@ -89,7 +89,7 @@ class Place:
         )
 
     def put(self, value: Any) -> None:
-        """Lets a value stand there; MISSING removes what does. What a function returns stays."""
+        """Sets the value at this place; MISSING removes it. The result of a function cannot be set and stays."""
         if self.key is CALL:
             return
         if isinstance(self.holder, CellType):
@@ -255,7 +255,7 @@ class Guards:
         ]
 
     def hold(self) -> bool:
-        """Whether every value is what it was."""
+        """Whether every value is unchanged."""
         try:
             return self._in_dicts.hold() and self._others()
         except (KeyError, ValueError, RuntimeError):  # a value is missing by now

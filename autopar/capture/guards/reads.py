@@ -76,7 +76,7 @@ _ASKED: dict[str, Callable[[], Any]] = {
 
 
 class Reads:
-    """Notes the values that code reads, in every run of a forward, and what those hold.
+    """Notes the values that code reads, in every run of a forward, and the contents of these values.
 
     Args:
         paths: id of a module -> its path, such as `model.layers.0`.
@@ -153,7 +153,7 @@ class Reads:
             return
 
     def function(self, frame: types.FrameType) -> None:
-        """Notes what a function of the user's that begins to run reads around it: globals and its closure."""
+        """Notes the globals and the closure that a user's function reads, when it begins to run."""
         code, space = frame.f_code, frame.f_globals
         key = id(code), id(space)  # hashing a code takes longer
         if key not in self._met:
@@ -212,7 +212,7 @@ class Reads:
         self.hold(value, place, code)
 
     def hold(self, value: Any, place: Place, code: types.CodeType | None = None) -> None:
-        """Notes what a value holds."""
+        """Notes the contents of a value."""
         self._name(value, place, code)
         if isinstance(value, (types.ModuleType, type)) and code is not None:
             return
@@ -333,7 +333,7 @@ class Reads:
             self._note(Place(space.holder, name, f"{space.words}.{name}", space.line), None)
 
     def find_imports(self) -> None:
-        """Notes what code names of the modules that it has imported while it ran."""
+        """Notes the names that code uses from modules that it imported while it ran."""
         for code, space in list(self._globals):
             for name, line in imports_of(code, space.get("__package__") or ""):
                 if (module := sys.modules.get(name)) is not None:
@@ -359,7 +359,7 @@ class Reads:
                     yield Place(vars(owner), name, f"{place.words}.{name}", place.line), MISSING
 
     def refilled(self) -> list[Place]:
-        """Brings containers back to what they held; returns the places of those that had changed."""
+        """Restores the contents of containers; returns the places of those that had changed."""
         changed = [each for each in self._containers.values() if not is_copy(*each[:2])]
         for container, copy, _ in changed:
             refill(container, copy)

@@ -65,10 +65,10 @@ def draws_in_python(line: str, *, is_own: bool) -> CaptureError:
 
 
 def draws_from_own(generator: str, line: str) -> CaptureError:
-    """For draws from a `random.Random` of the user's own under torch.compile, which repeats the first one.
+    """The error for draws from a user's `random.Random` under torch.compile, which would repeat the first draw.
 
     Args:
-        generator: where it stands, as Dynamo names it.
+        generator: name of the generator in Dynamo.
         line: the line that uses the number; "" if none does.
     """
     where = f" in {line}" if line else ""
@@ -94,7 +94,7 @@ def replaces_method(name: str, line: str) -> CaptureError:
 
 
 def runs_cached(name: str, line: str, read: str) -> CaptureError:
-    """The error for a function with a cache that a capture runs anew, though Python would not.
+    """The error for a function with a cache that a capture runs again, though Python would not.
 
     Args:
         name: name of the function.

@@ -24,7 +24,7 @@ _TABLES = (types.MappingProxyType, collections.ChainMap, collections.UserDict)
 
 
 def contents_of(value: Any) -> Callable[[], Any] | None:
-    """The function that gives what an object shows now; None for an object that shows nothing.
+    """The function that returns an object's visible contents; None for an object without any.
 
     A weak table is asked for the entries behind its weak references, which stay weak.
     """
@@ -68,7 +68,7 @@ def was_emptied(value: Any, times: int) -> bool:
 
 
 def kept_by(cached: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A tuple of what a cache keeps for positional arguments, without a run of the function; () for nothing.
+    """A tuple with the cached result for positional arguments, without running the function; () if there is none.
 
     Nothing is found in a cache that tells the types of arguments apart (`typed=True`).
     """

@@ -108,7 +108,7 @@ def _bodies_to_forward(mro: tuple[type[Any], ...]) -> list[Any]:
 
 
 class Structure:
-    """Guards of what a model is made of.
+    """Guards of the structure of a model.
 
     Of buffers it has the names: they may be replaced between steps, and programs read them where they are.
 

@@ -108,7 +108,7 @@ def elements(container: Any) -> list[Any]:
 
 
 def is_same(value: Any, before: Any) -> bool:
-    """Whether a value is what `seen` has noted of it before."""
+    """Whether a value equals the note that `seen` made of it before."""
     if value is before:
         return True
     if isinstance(before, SeenTensor):

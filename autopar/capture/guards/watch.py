@@ -55,7 +55,7 @@ class _Unwatched(TorchFunctionMode):
 
 
 class Watch:
-    """Notes what the Python of a model reads and writes, in every run of its forward.
+    """Notes the values that a model's Python code reads and writes, in every run of its forward.
 
     Every run begins with the values that the first one found.
 
@@ -114,7 +114,7 @@ class Watch:
 
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:
-        """Watches one run of the forward; afterwards Python's values are what they were."""
+        """Watches one run of the forward; afterwards all values of Python are restored."""
         before = self._writes.attributes()
         for value, words in self._roots:
             self._reads.hold(value, Place({}, None, words, line_of(value)))

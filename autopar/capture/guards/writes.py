@@ -38,7 +38,7 @@ class Write:
 
 
 class Writes:
-    """Notes who sets attributes of modules, and says what becomes of them after a run.
+    """Notes writes to attributes of modules, and decides for each whether to restore, repeat or refuse it after a run.
 
     Args:
         paths: id of a module -> its path, such as `model.layers.0`.
@@ -101,7 +101,7 @@ class Writes:
         return key in self._internal and key not in self._lines
 
     def effect(self, module: nn.Module, name: str, old: Any, new: Any, *, is_counter: bool) -> Write | None:
-        """The write that repeats after every step what a forward did to an attribute.
+        """The write that repeats a forward's change of an attribute after every step.
 
         None, with a warning, for a write of an installed library that cannot be repeated; CaptureError for such
         a write of other code.

@@ -74,7 +74,7 @@ def _mask_diagonals(module: fx.GraphModule) -> None:
                 for i, size in enumerate(value.shape)
                 for after in [[1] * (value.ndim - 1 - i)]
             )
-            if given["wrap"] and value.ndim == 2:  # of a tall matrix it begins again below
+            if given["wrap"] and value.ndim == 2:  # in a tall matrix the diagonal starts again below
                 first = call(aten.remainder.Scalar, (first, value.shape[1] + 1))
             mask = call(aten.eq.Tensor, (first, others[0]))
             for other in others[1:]:

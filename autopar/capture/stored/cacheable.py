@@ -137,7 +137,7 @@ def _refuse_asking(code: types.CodeType, space: Mapping[str, Any], where: str) -
     """Raises NoText for code that may ask the process, the machine or a file."""
     named = sorted(_ASKING & set(code.co_names))
     if named:
-        raise NoText(f"{where} names {named[0]}, which may say something else at every start")
+        raise NoText(f"{where} names {named[0]}, which may have another value at every start")
     package = space.get("__package__") or ""
     imported = [name for name, _ in imports_of(code, package) if not _is_pure(name)]
     if imported:
@@ -146,7 +146,7 @@ def _refuse_asking(code: types.CodeType, space: Mapping[str, Any], where: str) -
         value = space.get(name)
         module = _module_of(value)
         if not _is_pure(module):
-            raise NoText(f"{where} uses {module}, which may say something else at every start")
+            raise NoText(f"{where} uses {module}, which may have another value at every start")
         is_users = isinstance(value, types.ModuleType) and module.partition(".")[0] not in _LIBRARIES
         if is_users and _LOOKING & set(code.co_names):
             raise NoText(f"{where} may ask the module {module} for anything")

@@ -49,7 +49,7 @@ Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
 def write_captured(captured: Captured, state: PythonState) -> Json:
-    """A capture as JSON. Raises NoText for what has no text.
+    """A capture as JSON. Raises NoText if a part of it has no text.
 
     Args:
         captured: the capture.

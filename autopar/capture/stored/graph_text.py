@@ -57,7 +57,7 @@ class _Shared:
 
 
 def write_graph(module: fx.GraphModule) -> Json:
-    """A captured graph as JSON. Raises NoText for what has none."""
+    """A captured graph as JSON. Raises NoText if a part of it has no text."""
     numbers = {node: i for i, node in enumerate(module.graph.nodes)}
     tensors, texts = _Shared(), _Shared()
     nodes = [_written(node, numbers, tensors, texts) for node in module.graph.nodes]

@@ -52,7 +52,7 @@ def save_checkpoint(
     only_optimizer: bool = False,
     **extra: Any,
 ) -> None:
-    """Saves a model, and what it takes to train on as if nothing had happened.
+    """Saves a model, with everything needed to continue training as if nothing had happened.
 
     Every rank calls this, with a path that all of them see. A checkpoint that is there already is
     replaced once the new one is complete, see [Note: a save is all or nothing].

@@ -118,7 +118,7 @@ class Loading:
         return sorted(k for k in self.saved if k.startswith("model.") and k not in self.room)
 
     def finish(self) -> None:
-        """Gives what was read to whom it belongs."""
+        """Copies the loaded values to the model, the optimizer and the other objects."""
         model, notes = self.model, self.notes
         read = {k.removeprefix("model."): v for k, v in self.room.items() if k.startswith("model.")}
         own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}

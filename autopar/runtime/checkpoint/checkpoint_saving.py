@@ -91,7 +91,7 @@ class Save:
 
     @classmethod
     def begin(cls, ranks: AllRanks, folder: Path, tensors: dict[str, Tensor], notes: dict[str, Any]) -> Save:
-        """Makes way for a save, and shares out what is to be written; every rank calls it.
+        """Clears the folder for a save, and divides the tensors to write among ranks; every rank calls it.
 
         Args:
             ranks: all ranks.
@@ -122,7 +122,7 @@ class Save:
         return cls(folder, file, planner, plan, whole)
 
     def stage(self, host: Host) -> None:
-        """Copies what this rank writes to the host, so that training may go on while it is written."""
+        """Copies the tensors that this rank writes to the host, so that training can continue during the write."""
         self.planner.stage(self.plan, host)
 
     def write(self, rest: Callable[[], None] | None = None) -> None:

@@ -30,7 +30,7 @@ class StartCollective(nn.Module):
         self._call, self._world = call._replace(x=None), world  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> tuple[Tensor, StartedCollective]:
-        """Starts it on a local tensor; returns what `finish` takes."""
+        """Starts it on a local tensor; returns the handle for `finish`."""
         call, shape = self._call, tuple(x.shape)
         result = tuple(result_shape(call.name, shape, call.dims, call.size))
         axis = self._world.mesh.index(call.group)

@@ -57,7 +57,7 @@ class Arguments:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
-        """The arguments of a call, flattened. DTensors, as `outputs="dtensor"` gives them, stay what they are."""
+        """The arguments of a call, flattened. DTensors, as `outputs="dtensor"` gives them, are kept."""
         leaves, spec = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         literals = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}

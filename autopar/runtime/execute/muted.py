@@ -39,7 +39,7 @@ class _Nothing(torch.autograd.Function):
 
 
 def muted(tensors: list[Tensor]) -> list[Tensor]:
-    """The same tensors, to which gradients of zeros come, whatever the gradients of their results are."""
+    """The same tensors, whose gradients are zeros whatever the gradients of their results."""
     return [_Muted.apply(x) if x.requires_grad else x for x in tensors]
 
 

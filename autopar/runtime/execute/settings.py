@@ -108,7 +108,7 @@ class RunOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(RunOptions):
-    """The options of a run, and what this rank has made of them.
+    """The options of a run, with the values that this rank has derived from them.
 
     Attributes:
         micro_batches: number of micro-batches that `step` cuts its batch into; None leaves it to the planner.

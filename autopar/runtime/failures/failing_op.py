@@ -32,7 +32,7 @@ _REMEDY = (
 
 @contextlib.contextmanager
 def naming_line() -> Iterator[None]:
-    """Adds to an error of an op the line and the module of the model, and what to do where memory ran out."""
+    """Adds to an error of an op the line and the module of the model, and a remedy if memory ran out."""
     try:
         yield
     except AutoparError:
@@ -54,7 +54,7 @@ def naming_line() -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming_op(words: str) -> Iterator[None]:
-    """Says in a PeerError what the collective was for, such as "the loss"."""
+    """Adds the purpose of the collective, such as "the loss", to a PeerError."""
     try:
         yield
     except PeerError as error:
@@ -75,7 +75,7 @@ def naming_tensors(what: str, names: Sequence[str]) -> AbstractContextManager[No
 
 @contextlib.contextmanager
 def naming_plan(predicted: Callable[[], tuple[float, float]]) -> Iterator[None]:
-    """Adds to an error of a step without memory what the plan was priced to take of a rank, and what to change.
+    """Adds the predicted memory per rank and a remedy to the out-of-memory error of a step.
 
     A step also runs out of memory while no op of a graph runs: in backward, or in the buckets of gradients.
 

@@ -38,7 +38,7 @@ from autopar.runtime.ranks.world import World
 
 
 class BatchShapes:
-    """Finds the shapes of whole batches, and remembers what earlier batches have shown.
+    """Finds the shapes of whole batches, and remembers those of earlier batches.
 
     Args:
         batch: whether a rank gives the batch of all ranks, or its own part of it.

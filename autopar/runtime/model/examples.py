@@ -10,7 +10,7 @@ from autopar.runtime.execute.inputs import Arguments, Shape, shape_words
 
 
 class Examples:
-    """The first batch that a module was given, which says what inputs there are."""
+    """The first batch that a module was given, which shows the model's inputs."""
 
     def __init__(self) -> None:
         self._first: Arguments | None = None

@@ -82,8 +82,8 @@ class CompiledModule(nn.Module):
         self._first_weights = settings.weights  # to read with the first program; None after that
         self._unread = ""  # why parameters have no values
         self._has_said_stage = False  # that parameters are those of one stage
-        # Both modules share these dicts, so that names need no prefix and a change to one changes the other. A hook of
-        # the compiled module is one of the model, which captures call, and saves and loads of its state.
+        # Both modules share these dicts, so that names need no prefix and a change to one changes the other. A hook on
+        # the compiled module is a hook on the model, so it runs in captures, and when state is saved or loaded.
         of_a_module = vars(nn.Module()).items()
         hooks = [name for name, value in of_a_module if "hook" in name and isinstance(value, dict)]
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *hooks):

@@ -94,7 +94,7 @@ class ProgramCache:
         self._said: set[str] = set()  # reasons why sizes are not left open
 
     def fitting(self, arguments: Arguments, *, is_step: bool) -> list[ReadyProgram]:
-        """The programs that take such arguments, of whatever sizes."""
+        """The programs that take such arguments, of any sizes."""
         return [r for r in self.ready[is_step] if arguments.fits(r.bound.program)]
 
     def fit_for(self, arguments: Arguments, state: tuple[object, ...], *, is_step: bool) -> ReadyProgram | None:

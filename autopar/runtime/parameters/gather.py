@@ -52,7 +52,7 @@ class Sources(Protocol):
 
 
 class Gathers:
-    """The gather groups of one program, and what is under way in the current micro-batch.
+    """The gather groups of one program, and the gathers that are running in the current micro-batch.
 
     Args:
         residents: the parameters.
@@ -133,7 +133,7 @@ class Gathers:
         return call
 
     def opened(self, call: _Call, values: Sequence[Tensor]) -> None:
-        """Notes what was gathered, and starts the next group's gather."""
+        """Notes the gathered tensors, and starts the next group's gather."""
         for position, value in enumerate(values):
             reference = _torch.storage_reference(value)
             self._saved[reference.cdata] = (reference, call, position)
@@ -187,7 +187,7 @@ class Gathers:
         return naming_tensors(what, [self.residents.specs[i].name for i in parameters])
 
     def forget(self) -> None:
-        """Drops what a step that did not end has left."""
+        """Drops the state that a failed step has left."""
         self._under_way, self._calls, self._saved, self._ahead = [], [], {}, None
 
 

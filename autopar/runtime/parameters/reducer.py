@@ -122,7 +122,7 @@ class Reducer:
             bucket.ready, bucket.transfer, bucket.sent = set(), None, []
 
     def finish(self) -> None:
-        """After the backward of a micro-batch: sends what is left, and hands all gradients over."""
+        """After the backward of a micro-batch: sends the remaining gradients, and writes all results to `.grad`."""
         leaves = self._residents.leaves
         _torch.own_gradients([leaves[i] for i in self._on_device])
         while self._departing:

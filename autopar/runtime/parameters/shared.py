@@ -59,7 +59,7 @@ class SharedParameters:
 
     @contextlib.contextmanager
     def summed(self, used: Container[str]) -> Iterator[None]:
-        """Around a step: what it adds to the shared gradients is added up over those who hold them.
+        """Context of a step: sums what the step adds to shared gradients over the stages that share them.
 
         `used` are the parameters that some stage of the program uses.
         """

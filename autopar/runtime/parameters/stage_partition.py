@@ -195,7 +195,7 @@ def as_stored(given: Mapping[str, Any], present: Mapping[str, Any]) -> Mapping[s
 
 
 def users_of(model: nn.Module, stages: Sequence[Program]) -> dict[str, tuple[int, ...]]:
-    """Parameter name -> the stages that use it; what none does, the first stage keeps."""
+    """Parameter name -> the stages that use it; the first stage keeps parameters that no stage uses."""
     users: dict[str, tuple[int, ...]] = {}
     for number, program in enumerate(stages):
         for spec in program.parameters:

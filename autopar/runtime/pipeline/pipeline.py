@@ -200,7 +200,7 @@ class BoundPipeline:
     # --- what happens at a stage around the forward and the backward of a micro-batch
 
     def run(self, stage: int, micro_batch: int, received: Sequence[Tensor]) -> list[Tensor]:
-        """The forward: what the stage sends, or the term that the micro-batch contributes to the loss."""
+        """Runs the forward; returns the tensors to send, or the term that the micro-batch contributes to the loss."""
         self._use_version(stage, micro_batch)
         runner, share = self._runners[stage], self._shares[micro_batch]
         results = runner.run([*self.inputs(runner, micro_batch), *received], mutes=not share)

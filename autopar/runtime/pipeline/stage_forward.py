@@ -91,13 +91,13 @@ def first_token(parameters: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def sent(boundary: Boundary, token: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-    """Sends what a stage has made to the next stage; returns the token after that."""
+    """Sends a stage's results to the next stage; returns the token after that."""
     result: Tensor = _Send.apply(boundary, token, *tensors)
     return result
 
 
 def received(boundary: Boundary, token: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """The token after receiving, and what the stage before has sent."""
+    """Receives from the stage before; returns the token after that and the tensors."""
     token, *tensors = _Receive.apply(boundary, token)
     return token, tensors
 

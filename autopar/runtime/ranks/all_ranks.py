@@ -23,7 +23,7 @@ def is_first() -> bool:
 
 
 def warn_together(message: str, *, stacklevel: int) -> None:
-    """`warnings.warn` of what every rank would say, from the first one alone.
+    """Calls `warnings.warn` on the first rank only, for a warning that all ranks would give.
 
     Not for what concerns one rank, which has to say it itself.
     """
@@ -116,7 +116,7 @@ class AllRanks:
 
     @contextlib.contextmanager
     def naming_failures(self) -> Iterator[None]:
-        """Turns what collectives and torch.distributed.checkpoint raise into errors of ours."""
+        """Turns exceptions of collectives and of torch.distributed.checkpoint into autopar's errors."""
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")

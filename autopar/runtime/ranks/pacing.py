@@ -29,7 +29,7 @@ class Pace:
         self._hurry = threading.Event()
 
     def rest(self) -> None:
-        """Sleeps as its share demands for what the thread has spent since the last rest; not when it has to hurry."""
+        """Sleeps in proportion to the thread's CPU time since the last rest, unless it has to hurry."""
         rest_seconds = self._rests * (time.thread_time() - self._spent_seconds)
         end_seconds = min(time.monotonic() + rest_seconds, self._end_seconds)
         while threading.main_thread().is_alive():

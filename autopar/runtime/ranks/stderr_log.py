@@ -13,10 +13,10 @@ log = logging.getLogger("autopar")
 
 @contextlib.contextmanager
 def heard(hint: str = "") -> Iterator[None]:
-    """Shows on stderr what autopar logs at INFO inside of the context, which Python by itself hides.
+    """Context that shows autopar's log messages of level INFO on stderr, which Python hides by default.
 
-    Not where logging is set up: if the logger `autopar` has a level, or it or the root logger has a handler, that says
-    what is shown and where. Other ranks than the first show nothing.
+    It does nothing if logging is configured: if the logger `autopar` has a level, or it or the root logger has a
+    handler. Only the first rank shows messages.
 
     Args:
         hint: line that ends what is shown by this context; "" for none.
@@ -38,6 +38,6 @@ def heard(hint: str = "") -> Iterator[None]:
 
 
 def say(message: str, *values: object) -> None:
-    """Logs at INFO what every rank would say, from the first one alone."""
+    """Logs a message of level INFO on the first rank only, for a message that all ranks would log."""
     if is_first():
         log.info(message, *values)

@@ -39,7 +39,7 @@ class Pipe:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The process group; looked up anew each time, as `World.groups`."""
+        """The process group; looked up at each access, as with `World.groups`."""
         return _torch.resolve_group(self.group_name)
 
     def peer(self, rank: int) -> int:
@@ -173,7 +173,7 @@ class World:
     def groups(self) -> tuple[dist.ProcessGroup | None, ...]:
         """The process group of every axis; None where nobody else is in it.
 
-        Looked up anew each time: a group that is held past `destroy_process_group` ends with the
+        Looked up at each access: a group that is held past `destroy_process_group` ends with the
         interpreter, and Gloo's threads then abort the process.
         """
         if self.lines:
@@ -217,7 +217,7 @@ class World:
         return int(agreed)
 
     def explain(self, error: PeerError, doing: str, waiting: Mapping[int, str] | None = None) -> PeerError:
-        """The error of a collective with what was being done, and the axis in place of its group.
+        """The error of a collective with the operation that failed, and the axis in place of its group.
 
         Args:
             error: the error of the collective.

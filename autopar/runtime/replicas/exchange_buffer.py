@@ -75,7 +75,7 @@ class ExchangeBuffer:
                 yield self._piece(name)
 
     def fill(self, read: Callable[[bytearray | memoryview], object]) -> None:
-        """Receives what another buffer of these tensors sends. Raises ConnectionError for row indices out of range.
+        """Receives the tensors that another buffer sends. Raises ConnectionError for row indices out of range.
 
         Args:
             read: function that fills a buffer with the bytes that come next.

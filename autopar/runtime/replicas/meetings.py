@@ -77,7 +77,7 @@ class Meetings:
 
     @property
     def is_due(self) -> bool:
-        """Whether as many steps were done as lie between meetings."""
+        """Whether the number of steps between two synchronisations has been run."""
         return self.steps >= self.meeting.steps
 
     def hold_if_due(self) -> None:

@@ -89,7 +89,7 @@ class Connection:
 
 
 def read(connection: socket.socket, into: Buffer) -> Buffer:
-    """Fills a buffer with what comes; raises ConnectionError where the other end is gone."""
+    """Fills a buffer with received bytes; raises ConnectionError if the other end is gone."""
     view = memoryview(into)
     while view:
         count = connection.recv_into(view)

@@ -257,7 +257,7 @@ class _Waiting:
 
 
 def connect(address: Address, replica: int, seconds: float) -> socket.socket:
-    """A connection to the owner; raises ConnectionError naming what was tried.
+    """A connection to the owner; raises ConnectionError with the addresses that were tried.
 
     Args:
         address: where the owner listens.

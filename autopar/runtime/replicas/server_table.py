@@ -83,7 +83,7 @@ class ServerTable:
         self._events.append(ServerEvent("pull", replica))
 
     def end(self, replica: int) -> None:
-        """Goes on without a replica, whose program came to its end or was lost; what it pushed stays."""
+        """Continues without a replica that ended or was lost; the differences that it pushed are kept."""
         if replica in self.left:
             self._events.append(ServerEvent("end", replica))
         self.left.discard(replica)

@@ -123,7 +123,7 @@ class Tried:
         return _SURELY_SLOWER * self.best_seconds
 
     def least_of_promise(self, mesh: Mesh) -> float:
-        """The seconds of a plan on a mesh as the least part of what its setting promised; 1 where none took less.
+        """The smallest ratio of a plan's seconds on a mesh to its setting's lower bound; 1 if none was below 1.
 
         Promises assume that all stages have as many blocks. Where the last one also has a large head, stages that are
         cut with fewer blocks there take less (5.6 % for gpt2-xl in four stages on L4s of twice the memory bandwidth).
@@ -136,7 +136,7 @@ class Tried:
         return min([1.0, *parts])
 
     def words_before(self, trial: Trial) -> str:
-        """A line for the person who waits while a setting is searched: which one it is, and what is known so far."""
+        """A progress line for the setting that is being searched, with the best result so far."""
         number = len(self.found) + len(self.refusals) + 1
         fastest = f"; fastest so far {format_seconds(self.best_seconds)}" if self.found else ""
         return f"setting {number}, {trial.mesh}{fastest}"
@@ -206,7 +206,7 @@ def refined_trials_of(graph: Graph, request: Request, explored: Explored | None)
 
 
 def overfull_trials_of(graph: Graph, request: Request, explored: Explored | None) -> Iterator[Trial]:
-    """Settings that fit only with what the host stores, in the order of their search."""
+    """Settings that fit only if the host stores something, in the order of their search."""
     if explored is None:
         return iter(())
     settings = [*explored.settings, *_beside_host(explored.space, explored.settings, request)]

@@ -44,7 +44,7 @@ class Parts:
             yield from prices.parameters(index, how)[0]
 
     def holdings(self) -> Iterator[MemoryItem]:
-        """Memory of parameters, buffers, saved tensors, and of what exists only while a block runs."""
+        """Memory of parameters, buffers, saved tensors, and of tensors that exist only while a block runs."""
         problem = self.problem
         for index, how in self.assignment.parameters.items():
             yield from problem.prices.parameters(index, how)[1]

@@ -26,7 +26,7 @@ class Assignment:
 
     @property
     def key(self) -> object:
-        """All decisions in their order, which decides in what order their prices are added up."""
+        """All decisions in order, which is also the order in which their prices are added up."""
         return self.labels, tuple(self.parameters.items()), tuple(self.inputs.items())
 
 

@@ -360,7 +360,7 @@ class Prices:
         return [dict(kind) for kind in kinds], uses
 
     def buffers(self) -> Iterator[MemoryItem]:
-        """Buffers, whole on every rank, and what the runtime keeps for buckets of gradients."""
+        """Memory of buffers, whole on every rank, and of the runtime's buckets of gradients."""
         whole = tuple(R for _ in self.mesh.axes)
         for public, name in self.graph.buffers.items():
             region, count = self.nodes.place(name, public)

@@ -105,7 +105,7 @@ def search(
 
 @dataclass(frozen=True)
 class Found:
-    """A plan with its cost, and what the search knows about its optimality.
+    """A plan with its cost, and the search's knowledge of its optimality.
 
     Attributes:
         plan: the plan.

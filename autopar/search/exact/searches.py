@@ -20,7 +20,7 @@ from autopar.search.request.recipes import format_recipe
 
 @dataclass(frozen=True)
 class Searches:
-    """Searches by what they were asked for: graph, mesh, hardware and choices."""
+    """Searches by their arguments: graph, mesh, hardware and choices."""
 
     _known: list[tuple[_Question, MeshSearch]] = field(default_factory=list)
     _graphs: dict[tuple[int, int], tuple[Graph, Graph]] = field(default_factory=dict)

@@ -48,7 +48,7 @@ _Group = Sequence[Op]
 
 
 def with_nesting(found: Planned, request: Request) -> Planned:
-    """The plan whose ops have the orders of axes that make its step shortest, and a note on what they gain.
+    """The plan whose ops have the orders of axes that make its step shortest, and a note on the gain.
 
     The plan as it is where that is less than a thousandth, where it saves tensors in slices, and on a mesh with vacant
     places.

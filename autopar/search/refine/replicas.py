@@ -24,7 +24,7 @@ from autopar.units import counted, format_bytes, format_seconds
 
 
 def with_meeting(found: Planned, request: Request) -> Planned:
-    """The plan of one replica with meetings added: when they are held, what they cost, and a note for the user.
+    """The plan of one replica with meetings added: their times, their cost, and a note for the user.
 
     A request without replicas gives back the plan as it was found.
     """

@@ -15,7 +15,7 @@ from autopar.units import format_bytes
 
 
 def with_stores(found: Planned, request: Request) -> Planned:
-    """The plan with notes on what is stored outside the devices; unchanged if nothing is.
+    """The plan with notes on tensors that are stored outside the devices; unchanged if there are none.
 
     Raises SearchError if a rank's share of the host's memory or of the disks is too small.
     """

@@ -32,7 +32,7 @@ def explain(
     hardware: Hardware,
     descents_seconds: Sequence[float],
 ) -> tuple[str, ...]:
-    """Notes on what every axis splits and why, on time and memory, on other local optima, and on ops without a rule."""
+    """Notes on the splits of every axis and why, on time and memory, on other local optima, and on ops without a rule."""
     axes = axis_lines(graph, plan)
     others = _others_line(cost, descents_seconds)
     lines = (
@@ -46,7 +46,7 @@ def explain(
 
 
 def axis_lines(graph: Graph, plan: Plan) -> list[str]:
-    """For every axis a line on what it splits and how parameters are stored; a line on exchanges of rows."""
+    """For every axis a line on the dims that it splits and how parameters are stored; a line on exchanges of rows."""
     if plan.mesh.axes == (ALONE,):
         return []
     lines = [_axis_line(graph, plan, axis) for axis in range(len(plan.mesh.axes))]

@@ -16,7 +16,7 @@ _MOST_LISTED = 5  # meshes in one error
 
 
 def words_of_reserved(request: Request) -> str:
-    """Words for a bound on memory that leaves nothing beside what is reserved on every rank; "" for any other."""
+    """An error text for a memory bound that is no larger than the memory reserved on every rank; "" for any other."""
     bound, reserved_bytes = request.search_bound_bytes, request.hardware.reserved_bytes
     if bound is None or bound > reserved_bytes:
         return ""

@@ -43,7 +43,7 @@ from autopar.search.request.single_rank_ops import is_lone_pin
 
 @dataclass(frozen=True)
 class Request(PlanOptions):
-    """The options of a plan, with the machine and the batch that they are asked for; the search decides what is None.
+    """The options of a plan, with the machine and the batch; the search decides fields that are None.
 
     Attributes:
         hardware: the machine that the plan is priced for.
