@@ -33,10 +33,10 @@ MeshLike = DeviceMesh | Mesh | Mapping[str, int] | str
 def device_of(model: nn.Module, mesh: MeshLike | None, device: torch.device | str | None) -> torch.device:
     """The device that this rank computes on.
 
-    [Note: the device of a rank] A device that is given is taken, and a model that lies on an accelerator stays there.
-    A launcher starts a rank for every accelerator; so under one a model on the processor or the meta device goes to
-    this rank's. In a process without a launcher it stays, as `torch.compile` leaves it: nobody asked for a device. It
-    also stays where the script has made a mesh of processors, or a process group with Gloo alone.
+    [Note: the device of a rank] A device that is given is taken, and a model that is on an accelerator stays there.
+    A launcher starts one rank for each accelerator, so a model on the processor or the meta device then goes to this
+    rank's accelerator. Without a launcher it stays, as with `torch.compile`, because nobody asked for a device. It
+    also stays if the script has made a mesh of processors, or a process group with only Gloo.
 
     Raises AutoparError for a model on several devices, and for a device that is not there.
     """

@@ -174,7 +174,7 @@ class Cpu(Device):
 
     @property
     def machine(self) -> str:
-        """The processor's name where Linux tells it, else its architecture."""
+        """Text such as "one thread of" the processor's name, where Linux gives it, else of its architecture."""
         listing = Path("/proc/cpuinfo")
         lines = listing.read_text().splitlines() if listing.exists() else []
         names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

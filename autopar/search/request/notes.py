@@ -32,7 +32,7 @@ def explain(
     hardware: Hardware,
     descents_seconds: Sequence[float],
 ) -> tuple[str, ...]:
-    """Notes on the splits of every axis and why, on time and memory, on other local optima, and on ops without a rule."""
+    """Notes on each axis's splits and why, on time and memory, on other local optima, and on ops without a rule."""
     axes = axis_lines(graph, plan)
     others = _others_line(cost, descents_seconds)
     lines = (
