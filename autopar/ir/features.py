@@ -69,10 +69,10 @@ EXCLUDES: Mapping[tuple[Feature, Feature], str] = {
 
 
 def conflict(features: Features) -> str:
-    """The first two features that do not go together, in words, and why; "" if all do.
+    """The first two features that cannot be combined, in words, and why; "" if all do.
 
     >>> conflict({Feature.STAGES: "2 stages", Feature.REPLICAS: "4 replicas"})
-    '4 replicas and 2 stages, which do not go together: replicas in stages cannot be run yet'
+    '4 replicas and 2 stages, which cannot be combined: replicas in stages cannot be run yet'
     """
     found = ((pair, why) for pair, why in EXCLUDES.items() if features.keys() >= {*pair})
     (a, b), why = next(found, ((None, None), ""))
@@ -80,6 +80,6 @@ def conflict(features: Features) -> str:
 
 
 def check_features(subject: str, features: Features, error: type[AutoparError]) -> None:
-    """Raises the error, of which `subject` is the start, if two features do not go together."""
+    """Raises the error, of which `subject` is the start, if two features cannot be combined."""
     if words := conflict(features):
         raise error(f"{subject} {words}. Leave out one of the two.")
