@@ -120,7 +120,7 @@ _SAVE = "autopar.checkpoint.save_checkpoint(HERE / 'saved', model, optimizer); d
 CASES = (
     Case(
         "a mesh of four ranks, where two run",
-        "mesh dp=4 has 4 ranks, and 2 run",
+        "mesh dp=4 has 4 ranks, but 2 run",
         "--nproc-per-node 4",
         asked={"mesh": '{"dp": 4}'},
     ),

@@ -136,7 +136,7 @@ def test_a_deadlock_names_what_waits():
             4,
             2,
             9,
-            "The schedule interleaved runs 9 micro-batches on 4 pipeline ranks in 2 rounds (9 // 4), and "
+            "The schedule interleaved runs 9 micro-batches on 4 pipeline ranks in 2 rounds (9 // 4), but "
             "2 does not divide 9. Take 8 or 10 micro-batches, or the schedule looped-bfs, which takes "
             "any number.",
         ),

@@ -102,7 +102,7 @@ def test_seeds_draw_lone_ops_in_some_plans(subject: Subject) -> None:
 def test_a_rank_that_is_not_there_is_refused(subject: Subject) -> None:
     plan = plan_of(subject, {"a": 2})
     plan = replace(plan, parameters=plan_of(subject, {}).parameters)
-    with pytest.raises(PlanError, match="on one rank \\(@2\\), and the axis dp has 2 ranks"):
+    with pytest.raises(PlanError, match="on one rank \\(@2\\), but the axis dp has 2 ranks"):
         subject.compare(plan)
 
 

@@ -224,7 +224,7 @@ def test_ranks_with_other_numbers_in_a_graph_are_refused_by_the_line(two_ranks: 
             AutoparError,
             r"'mash' \(did you mean mesh\?\); it takes mesh, recipe",
         ),
-        ({"mesh": {"dp": 2}}, MeshError, "has 2 ranks, and 1 run here"),
+        ({"mesh": {"dp": 2}}, MeshError, "has 2 ranks, but 1 run here"),
         ({"mesh": {"pp": 1}}, MeshError, "pipeline stages need the whole step"),
         ({"recipe": "zero-offload"}, RecipeError, "zero-offload stores parameters on the host"),
         ({"recipe": "data-parallel"}, RecipeError, "data-parallel stores each parameter on one rank"),

@@ -246,7 +246,7 @@ def _refused() -> list[str]:
     note(CaptureError, nn.Sequential(nn.Embedding(4, 4, max_norm=1.0)))
     note(CaptureError, autopar.shard_(model))
     other = torch.compile(model, backend="autopar", options={"mesh": {"data": 2}})
-    with pytest.raises(Exception, match="cut the parameters over the mesh dp=2, and the backend is"):
+    with pytest.raises(Exception, match="cut the parameters over the mesh dp=2, but the backend is"):
         other(torch.ones(2, 4))
     return messages
 
@@ -254,7 +254,7 @@ def _refused() -> list[str]:
 @pytest.mark.multiprocess
 def test_what_cannot_be_sharded_is_named(two_ranks: Ranks) -> None:
     for mesh, recipe, module, changed, again in two_ranks.run(_refused):
-        assert "The mesh dp=3 has 3 ranks, and 2 run here" in mesh
+        assert "The mesh dp=3 has 3 ranks, but 2 run here" in mesh
         assert "recipe tp shards parameters depend on what the model computes" in recipe
         assert "(LSTM) holds parameter weight_ih_l0 in its attribute '_flat_weights' too" in module
         assert "The forward changes the parameter 0.weight in place; do that outside" in changed

@@ -50,7 +50,7 @@ def indivisible_batch() -> str:
 
 def test_micro_batches_that_do_not_divide_are_named(two_ranks: Ranks) -> None:
     message = equal_on_all(two_ranks.run(indivisible_batch))
-    assert "shape [8, 8], and 3 micro-batches do not divide its first dim" in message
+    assert "shape [8, 8], but 3 micro-batches do not divide its first dim" in message
 
 
 class Scaled(nn.Module):

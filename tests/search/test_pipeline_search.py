@@ -209,7 +209,7 @@ def test_recipes_name_the_schedule(recipe: Any, schedule: str, inside: Any) -> N
             PlanError,
             "runs 1 stage on each pipeline rank, but chunks=2",
         ),
-        ({"schedule": "gpipe", "mesh": {"pp": 16}}, SearchError, "8 blocks, and 16 pipeline ranks"),
+        ({"schedule": "gpipe", "mesh": {"pp": 16}}, SearchError, "8 blocks, but 16 pipeline ranks"),
         ({"mesh": {"dp": 2}}, MeshError, "has no axis 'pp'"),
         ({"memory_bytes": 10**5}, SearchError, "No cuts into .* stages fit into 100 kB"),
     ],

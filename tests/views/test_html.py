@@ -195,7 +195,7 @@ def test_hidden_work_lies_beyond_the_line():
     parts = (*sample.time().parts, sample.leaf("hidden behind compute", "seconds", -0.4))
     time = dataclasses.replace(sample.time(), parts=parts, value=sample.time().value - 0.4)
     words = " ".join(read(to_html(sample.page(time=time))).words)
-    assert "step 2.29 s" in words and "400 ms that are hidden" in words and "-400 ms" in words
+    assert "step 2.29 s" in words and "400 ms beyond it are hidden" in words and "-400 ms" in words
 
 
 def test_a_rank_without_traffic_and_a_single_event():

@@ -407,7 +407,7 @@ def test_a_checkpoint_reads_files_of_its_own_folder_alone(saved: Path, name: str
 
 def test_a_file_that_was_not_saved_with_it_is_no_part_of_a_checkpoint(saved: Path) -> None:
     (saved / "shard-00002.safetensors").write_bytes((saved / "shard-00001.safetensors").read_bytes())
-    with pytest.raises(autopar.AutoparError, match=r"shard-00002\.safetensors is in it"):
+    with pytest.raises(autopar.AutoparError, match=r"it contains shard-00002\.safetensors"):
         loads(saved)
 
 

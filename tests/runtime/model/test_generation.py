@@ -303,7 +303,7 @@ def test_a_model_whose_results_are_tuples() -> None:
     ids=lambda options: next(iter(options)),
 )
 def test_options_that_need_other_forwards_are_refused(options: dict[str, Any], planned: Any) -> None:
-    with pytest.raises(StepError, match=f"generate was given {next(iter(options))}, for which"):
+    with pytest.raises(StepError, match=f"generate was given {next(iter(options))}, which forwards"):
         generated(planned, **GREEDY, **options)
 
 

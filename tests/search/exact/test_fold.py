@@ -150,5 +150,5 @@ def test_a_wrong_solver_price_is_an_error(monkeypatch: pytest.MonkeyPatch) -> No
         return dataclasses.replace(cost, compute_seconds=1.017 * cost.compute_seconds)
 
     monkeypatch.setattr(importlib.import_module("autopar.search.exact.search"), "cost_of", slower)
-    with pytest.raises(AssertionError, match=r"the search said .* s, and the expanded plan costs"):
+    with pytest.raises(AssertionError, match=r"the search said .* s, but the expanded plan costs"):
         search_with_cost(llama(SMALL), {"x": 2}, hardware=TOY)

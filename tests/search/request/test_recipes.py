@@ -121,14 +121,14 @@ def test_the_text_of_a_recipe_reads_back() -> None:
             "pp:1f1",
             "There is no recipe '1f1' for the axis pp (did you mean 1f1b?); choose among auto, ",
         ),
-        ("dp:ddp,ep:tp", "names the axis 'ep', and the mesh dp=2,tp=2 has dp, tp"),
+        ("dp:ddp,ep:tp", "names the axis 'ep', but the mesh dp=2,tp=2 has dp, tp"),
         ("dp:ddp,tp", "Cannot read 'tp' in the recipe"),
         (
             "dp,tp:zero3",
             "'zero3' is for a single axis, but 'dp,tp' names 2. Write {'dp': 'zero3', 'tp': 'zero3'}",
         ),
-        ("dp:2d", "The recipe '2d' is of 2 axes, and 'dp' names 1. Write recipe={'x,y': '2d'}"),
-        ("3d", "The recipe '3d' is of 3 axes, and 'dp,tp' names 2"),
+        ("dp:2d", "The recipe '2d' is for 2 axes, but 'dp' names 1. Write recipe={'x,y': '2d'}"),
+        ("3d", "The recipe '3d' is for 3 axes, but 'dp,tp' names 2"),
         (
             {"dp,tp": "2d", "tp": "ddp"},
             "The axis 'tp' has two recipes, 'zero3' and that of 'tp': 'ddp'",

@@ -275,7 +275,7 @@ def test_says_which_stage_does_not_fit_and_by_how_much() -> None:
 
 
 def test_refuses_more_stages_than_blocks() -> None:
-    with pytest.raises(SearchError, match="The model has 3 blocks, and 2 pipeline ranks with 2 chunks take 4"):
+    with pytest.raises(SearchError, match="The model has 3 blocks, but 2 pipeline ranks with 2 chunks take 4"):
         balance(table([1.0] * 3), Shape(2, 2, "interleaved", 2), memory_bytes=np.inf)
 
 
