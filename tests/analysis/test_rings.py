@@ -127,7 +127,7 @@ def test_the_search_takes_a_ring_where_heads_are_few_and_the_sequence_is_long() 
     of = prepare_step(model, batch)
     plan = make_plan(of, Request(H100, mesh=Mesh.of({"x": 8})))
     assert plan.ops[attention(of).name] == ("q>k",)
-    (note,) = (line for line in plan.notes if "go round" in line)
+    (note,) = (line for line in plan.notes if "travel in a ring" in line)
     assert note.startswith("keys and values travel in a ring along x in 1 attention op, priced as if")
 
 

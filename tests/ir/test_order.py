@@ -21,7 +21,7 @@ def test_an_order_is_text_and_back() -> None:
     [
         ("0+1 0-", "Cannot read '0-' in an order"),
         ("0+0", "Cannot read '0+0'"),
-        ("0+1 3=", r"Word 2 of the order, '3=', is of none of the 3 replicas"),
+        ("0+1 3=", r"Word 2 of the order, '3=', does not belong to any of the 3 replicas"),
         ("0+1 0+1", "a replica must push and pull alternately"),
         ("0=", "a replica must push and pull alternately"),
         ("1! 1+1", "belongs to a replica that had ended before"),

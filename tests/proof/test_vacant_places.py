@@ -87,7 +87,7 @@ def test_random_plans(subject: Subject, mesh: str) -> None:
         ({"op": ("@1", "@2")}, "runs op linear .*at a vacant place of the mesh .*"),
         (
             {"storage": (O(1), O(1))},
-            "has parameter a.0.weight in O.1.@ps O.1.@dp, and a part of it",
+            "has parameter a.0.weight in O.1.@ps O.1.@dp, but a part of it",
         ),
         ({"storage": (O(0), R)}, "one rank stores it .O on every axis., or all do"),
         (

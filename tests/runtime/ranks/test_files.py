@@ -149,7 +149,7 @@ def test_what_names_no_folder_is_refused(folder: Any) -> None:
 
 def test_a_folder_that_the_plan_does_not_use_is_a_warning(tmp_path: Path) -> None:
     model, batch, _ = make("mlp")
-    with pytest.warns(UserWarning, match="is not used: the plan (recipe zero3) keeps no"):
+    with pytest.warns(UserWarning, match=r"is not used: the plan \(recipe zero3\) keeps no"):
         autopar.compile(
             model,
             loss_fn=mean_square,
