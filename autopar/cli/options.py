@@ -32,8 +32,9 @@ path of a Hugging Face config.json or of a directory that has one, or package.mo
 returns (model, example_inputs) or (model, example_inputs, loss_fn)."""
 
 AUTO = "auto"  # value of --batch
-# Of a mesh that is searched within a minute: llama3-405b on 1,024 H100 took 40 s (2026-11-28).
-QUICK_RANKS = 1024
+# Of a mesh that is searched within a minute: what grows with the model hardly grows with the ranks, see
+# benchmarks/results/benchmarks.md. Llama-3 8B took 43 user seconds for 128 H100, and 44 for 8,192 (2026-11-29).
+QUICK_RANKS = 8192
 
 
 class Count(click.IntRange):
