@@ -9,8 +9,9 @@ import pytest
 
 from autopar.ir import Mesh
 from autopar.search.candidates.settings import ClusterSetting, PricedCandidate
-from autopar.search.candidates.trials import Trial, promising, with_and_without_stages
+from autopar.search.candidates.trials import Trial, explore, promising, trials_of, with_and_without_stages
 from autopar.search.request.request import Request
+from tests.search.stacked import residual
 from tests.search.toy import TOY
 
 BUSY_SECONDS = 24.0  # of a rank, in all micro-batches
@@ -57,3 +58,12 @@ def test_the_best_setting_of_the_other_kind_is_searched_without_its_recipe_too()
     assert with_and_without_stages([staged, deeper, flat, other]) == [staged, flat]
     assert with_and_without_stages([flat, other, deeper, staged]) == [flat, deeper]
     assert with_and_without_stages([flat, other]) == [flat]
+
+
+def test_a_small_model_on_few_ranks_is_searched_on_every_mesh() -> None:
+    """Estimates took 2 s, four times as long as the search of all meshes of two ranks, and missed a plan 16 % faster."""
+    graph, request = residual(2), Request(TOY, ranks=4)
+    assert explore(graph, request, 4) is None
+    first, _ = trials_of(graph, request, None)
+    assert [str(each.mesh) for each in first][:3] == ["dp=4", "dp=2,tp=2", "pp=2,dp=2"]
+    assert {each.recipe for each in first} == {"auto"}
