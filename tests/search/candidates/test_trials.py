@@ -61,7 +61,7 @@ def test_the_best_setting_of_the_other_kind_is_searched_without_its_recipe_too()
 
 
 def test_a_small_model_on_few_ranks_is_searched_on_every_mesh() -> None:
-    """Estimates took 2 s, four times as long as the search of all meshes of two ranks, and missed a plan 16 % faster."""
+    """Estimates took 2 s, four times as long as all meshes of two ranks, and missed a plan that is 16 % faster."""
     graph, request = residual(2), Request(TOY, ranks=4)
     assert explore(graph, request, 4) is None
     first, _ = trials_of(graph, request, None)
