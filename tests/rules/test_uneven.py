@@ -37,7 +37,7 @@ CASES = {
     "cross-entropy": (F.cross_entropy, (rand(7, 3), classes(7)), "aten.cross_entropy_loss"),
     "weighted": (weighted, (rand(7, 3), classes(7), rand(3)), "aten.cross_entropy_loss"),
     "linear": (F.linear, (rand(7, 3), rand(4, 3), rand(4)), "aten.linear"),
-    "convolution": (F.conv1d, (rand(7, 3, 5), rand(4, 3, 3)), "aten.convolution"),
+    "convolution": (F.conv1d, (rand(7, 3, 5), rand(4, 3, 3)), "aten.conv1d"),
     "attention": (F.scaled_dot_product_attention, (rand(7, 2, 4, 3),) * 3, "aten.scaled_dot_product_attention"),
     "view": (lambda x: x.reshape(7 * 4, 3), (rand(7, 4, 3),), "aten.reshape"),
 }
