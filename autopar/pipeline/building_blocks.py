@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """A pipeline rank, and what all ranks together run.
 
     Attributes:
@@ -43,7 +43,7 @@ Phase = tuple[int, str]  # number of repetitions, and computations such as "Fa B
 
 
 def in_rounds(
-    place: Place, *, ahead: int, round_size: int | None = None, behind: int | None = None, last_first: bool = False
+    place: RankPlace, *, ahead: int, round_size: int | None = None, behind: int | None = None, last_first: bool = False
 ) -> Iterator[Computation]:
     """Forwards and backwards in turn, where the stages lie in rounds.
 
@@ -57,7 +57,7 @@ def in_rounds(
         behind: number of further first halves of a backward between its first and second half; None for whole ones.
         last_first: whether the backwards of a chunk begin with the last micro-batch.
 
-    >>> " ".join(f"{kind}{i}" for kind, _, i in in_rounds(Place(0, 2, 1, 3), ahead=1))
+    >>> " ".join(f"{kind}{i}" for kind, _, i in in_rounds(RankPlace(0, 2, 1, 3), ahead=1))
     'F0 F1 B0 F2 B1 B2'
     """
     size, every = round_size or place.micro_batches, range(place.micro_batches)
@@ -77,7 +77,7 @@ def in_rounds(
 _PERIOD = 6  # a forward, and both halves of a backward, of two chunks, each of which takes one unit of time
 
 
-def v_half(place: Place) -> tuple[int, int, int, int]:
+def v_half(place: RankPlace) -> tuple[int, int, int, int]:
     """When a rank runs the forwards of both chunks, and the backwards of the second and first one: "V-Half".
 
     Returns units of time of one forward. A micro-batch goes to the next rank in 2 units on its way there, and in 1
@@ -87,13 +87,13 @@ def v_half(place: Place) -> tuple[int, int, int, int]:
     return 2 * rank, 3 * ranks - rank - 2, 3 * ranks + gap + 2 * rank - 1, 6 * ranks + gap - rank - 2
 
 
-def v_min(place: Place) -> tuple[int, int, int, int]:
+def v_min(place: RankPlace) -> tuple[int, int, int, int]:
     """The same as `v_half` for "V-Min": a micro-batch never waits, so that it is away for the shortest time."""
     ranks, rank, gap = place.ranks, place.rank, 2 * (place.ranks % 3 == 0)
     return rank, 2 * ranks - rank - 1, 2 * ranks + gap + rank, 4 * ranks + gap - rank - 1
 
 
-def in_a_v(place: Place, block: Sequence[int]) -> Iterator[Computation]:
+def in_a_v(place: RankPlace, block: Sequence[int]) -> Iterator[Computation]:
     """A block of two chunks, repeated every 6 units; second halves of backwards fill the units that it leaves free.
 
     Args:
@@ -116,7 +116,7 @@ def in_a_v(place: Place, block: Sequence[int]) -> Iterator[Computation]:
     return (timed[unit] for unit in sorted(timed))
 
 
-def zbv(place: Place) -> tuple[Phase, ...]:
+def zbv(place: RankPlace) -> tuple[Phase, ...]:
     """The phases of ZBV (arXiv:2401.10241, section 6), for at least 2p - 1 micro-batches."""
     to_last, rank, more = place.to_last, place.rank, place.micro_batches - 2 * place.ranks + 1
     return (
@@ -132,7 +132,7 @@ def zbv(place: Place) -> tuple[Phase, ...]:
     )
 
 
-def dual_pipe_v(place: Place) -> tuple[Phase, ...]:
+def dual_pipe_v(place: RankPlace) -> tuple[Phase, ...]:
     """The phases of DualPipeV (github.com/deepseek-ai/DualPipe), for at least 2p micro-batches."""
     to_last, own, more = place.to_last, place.rank + 1, place.micro_batches - 2 * place.ranks
     return (

@@ -28,7 +28,7 @@ from autopar.errors import PlanError
 from autopar.ir.pipeline import PLACEMENTS, SPLIT, Pipeline
 from autopar.pipeline.building_blocks import (
     Computation,
-    Place,
+    RankPlace,
     dual_pipe_v,
     in_a_v,
     in_phases,
@@ -177,34 +177,34 @@ class _Row(NamedTuple):
     """
 
     broken: Callable[[Pipeline, int], str]
-    computed: Callable[[Place], Iterable[Computation]]
+    computed: Callable[[RankPlace], Iterable[Computation]]
     exchanges: bool = False
 
 
-def _all_forwards_first(place: Place, *, last_first: bool = False) -> Iterator[Computation]:
+def _all_forwards_first(place: RankPlace, *, last_first: bool = False) -> Iterator[Computation]:
     return in_rounds(place, ahead=place.chunks * place.micro_batches, last_first=last_first)
 
 
-def _one_forward_one_backward(place: Place) -> Iterator[Computation]:
+def _one_forward_one_backward(place: RankPlace) -> Iterator[Computation]:
     return in_rounds(place, ahead=place.to_last)
 
 
-def _interleaved(place: Place) -> Iterator[Computation]:
+def _interleaved(place: RankPlace) -> Iterator[Computation]:
     size = _round_size(place)
     return in_rounds(place, ahead=(place.chunks - 1) * size + 2 * place.to_last, round_size=size)
 
 
-def _zero_bubble(place: Place) -> Iterator[Computation]:
+def _zero_bubble(place: RankPlace) -> Iterator[Computation]:
     size = _round_size(place)
     return in_rounds(place, ahead=(place.chunks - 1) * size + place.to_last, round_size=size, behind=place.rank)
 
 
-def _round_size(place: Place) -> int:
+def _round_size(place: RankPlace) -> int:
     """Number of micro-batches that a chunk runs before the next one, where `_equal_rounds` holds."""
     return place.micro_batches // max(1, place.micro_batches // place.ranks)
 
 
-def _zbv(place: Place) -> Iterator[Computation]:
+def _zbv(place: RankPlace) -> Iterator[Computation]:
     enough = place._replace(micro_batches=max(place.micro_batches, 2 * place.ranks - 1))
     return in_phases(zbv(enough), place.micro_batches)
 
@@ -297,7 +297,7 @@ def computations(pipeline: Pipeline, micro_batches: int) -> Actions:
     found = []
     for rank in range(pipeline.ranks):
         stages = pipeline.stages_of(rank)
-        run = computed(Place(rank, pipeline.ranks, pipeline.chunks, micro_batches))
+        run = computed(RankPlace(rank, pipeline.ranks, pipeline.chunks, micro_batches))
         found.append([Action(cast(Kind, kind), stages[chunk], i) for kind, chunk, i in run])
     return found
 
