@@ -51,7 +51,8 @@ def test_who_watches_or_traces_ops_sees_functional_collectives(group):
     assert _torch.runs_at_once(X)
     with _Watching() as mode:
         assert not _torch.runs_at_once(X)
-        assert torch.equal(_torch.all_reduce(X, group_name(group)), X)
+        result = _torch.all_reduce(X, group_name(group))
+    assert torch.equal(result, X)
     assert mode.seen == "_c10d_functional"
     with FakeTensorMode() as fakes:
         assert not _torch.runs_at_once(fakes.from_tensor(X))
