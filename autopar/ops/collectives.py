@@ -10,8 +10,8 @@ a c10d group name. `backward` names the transposed op of autopar/ir/conversion.p
 with the dims reversed. `dispatch` and `combine` of `autopar.ops.exchange` have no dims, and a table of counts as a
 last argument.
 
-`LOCAL` defines every op by the tensors of all ranks of a group. The kernels in `KERNELS`, which run on process groups
-by `torch.ops._c10d_functional`, must agree with it. Some ops of `LOCAL`, such as `broadcast`, convert tensors that
+`LOCAL` defines every op by the tensors of all ranks of a group. The kernels in `KERNELS`, which run on process groups,
+must agree with it. Some ops of `LOCAL`, such as `broadcast`, convert tensors that
 one rank owns (the state `O(i)`). They have no kernel, because a rank that has nothing cannot tell the shape from its
 local tensor: `autopar.runtime.collectives.alone` binds them together with the shape. Among their `dims` are positions
 of owners, see `CollectiveCall`.
