@@ -50,6 +50,7 @@ def runs_at_once(x: Tensor) -> bool:
     """Whether ops on `x` are run now, by torch itself: nobody traces them, and no dispatch mode watches them."""
     return (
         type(x) in (Tensor, torch.nn.Parameter)
+        and not x.is_meta
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.maybe_current_level() is None
         and not torch.compiler.is_compiling()
