@@ -146,8 +146,17 @@ def _compiled_flex() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 def blocks_agree(mask: Any) -> bool:
     """Whether the blocks of a block mask, which have values, are those that its function gives."""
-    again = flex.create_block_mask(mask.mask_mod, *mask.shape, mask.kv_num_blocks.device, mask.BLOCK_SIZE)
-    return torch.equal(mask.to_dense(), again.to_dense())
+    dense = flex.create_mask(mask.mask_mod, *mask.shape, mask.kv_num_blocks.device)
+    rows, columns = mask.BLOCK_SIZE
+    missing = (-dense.shape[-1] % columns, -dense.shape[-2] % rows)
+    tiles = torch.nn.functional.pad(dense, (0, missing[0], 0, missing[1])).unflatten(-1, (-1, columns))
+    counts = tiles.unflatten(-3, (-1, rows)).sum((-1, -3))  # of what is seen in each block
+    if not torch.equal(mask.to_dense().bool(), counts > 0):
+        return False
+    if mask.full_kv_num_blocks is None:
+        return True
+    full = block_mask(mask.mask_mod, mask.full_kv_indices, mask.full_kv_num_blocks, mask.seq_lengths, mask.BLOCK_SIZE)
+    return bool((counts == rows * columns)[full.to_dense().bool()].all())
 
 
 def block_mask(mask: Callable[..., Tensor], blocks: Tensor, counts: Tensor, lengths: tuple[int, int], size: Any) -> Any:
@@ -160,9 +169,7 @@ def block_mask(mask: Callable[..., Tensor], blocks: Tensor, counts: Tensor, leng
         lengths: numbers of queries and keys.
         size: queries and keys of a block.
     """
-    return flex.BlockMask.from_kv_blocks(
-        counts, blocks, None, None, BLOCK_SIZE=size, mask_mod=mask, seq_lengths=lengths, compute_q_blocks=False
-    )
+    return flex.BlockMask(lengths, counts, blocks, None, None, None, None, None, None, size, mask)
 
 
 @contextlib.contextmanager
