@@ -118,9 +118,9 @@ def test_one_rank_trains_the_adapters_alone():
 
 def test_what_a_plan_cannot_hold_is_refused():
     model = Adapted(16, 16, Coarse)
-    with pytest.raises(CaptureError, match="weight is quantized.*rounds what it is multiplied with"):
+    with pytest.raises(CaptureError, match=r"weight is quantized.*rounds what it is multiplied with"):
         autopar.explain(model, BATCH, mesh={"dp": 2})
     model = Adapted(16, 16)
     model.weight = nn.Parameter(FourBits.of(torch.randn(16, 16)), requires_grad=True)
-    with pytest.raises(CaptureError, match="takes a gradient.*Freeze it"), inner_tensors_stored(model):
+    with pytest.raises(CaptureError, match=r"takes a gradient.*Freeze it"), inner_tensors_stored(model):
         pass
