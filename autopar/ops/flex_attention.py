@@ -98,7 +98,7 @@ def _backward(
     return sums
 
 
-class _Attending(torch.autograd.Function):
+class _FlexAttention(torch.autograd.Function):
     """The op where its backward is `flex_attention_backward`."""
 
     @staticmethod
@@ -123,7 +123,7 @@ class _Attending(torch.autograd.Function):
 def _with_autograd(query: Tensor, key: Tensor, value: Tensor, tensors: list[Tensor], *rest: Any) -> Any:
     if query.device.type in _torch.FLEX_DEVICES and _torch.has_values(query):
         return _on_accelerator(query, key, value, tensors, *rest)
-    return _Attending.apply(query, key, value, *tensors, *rest)
+    return _FlexAttention.apply(query, key, value, *tensors, *rest)
 
 
 def _on_accelerator(

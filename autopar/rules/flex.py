@@ -62,7 +62,7 @@ def flex_attention(call: Call) -> Spec:
         nests=nests,
         stated_kept=kept,
         stretch={"q": most} if most > 1 else {},
-        localize=_Localizer(tuple(extra)),
+        localize=_FlexLocalizer(tuple(extra)),
     )
 
 
@@ -129,7 +129,7 @@ def _density(text: str, queries: int, keys: int, shapes: tuple[tuple[int, ...], 
     return mean, max(max(float(x.mean()) for x in seen.chunk(8)) / mean, 1.0)
 
 
-class _Localizer:
+class _FlexLocalizer:
     """Writes the call on a rank's part, with functions that count from its first indices.
 
     Args:
