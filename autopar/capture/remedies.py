@@ -107,6 +107,10 @@ _REMEDIES = (
         "only where they are not traced",
     ),
     (
+        r"Unsupported input type .*BlockMask",
+        "Make the mask in the forward, by create_block_mask, from tensors that are inputs, or keep one in the model",
+    ),
+    (
         "fake tensor in the exported program constant",
         "Read x.detach() where this forward reads x.data, which no graph follows, and change parameters after "
         "optimizer.step()",
