@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from autopar.api.machine import hardware_of
 from autopar.calibrate.at_start import measured_at_start
 from autopar.cost_model import CPU_GLOO, Hardware
-from tests.runtime.gloo_ranks import Ranks, equal_on_all
+from tests.runtime.gloo_ranks import Ranks, equal_on_all, kept_ranks
 
 
 def measured(folder: Path) -> tuple[Hardware, bool, str]:
@@ -22,18 +23,21 @@ def measured(folder: Path) -> tuple[Hardware, bool, str]:
     return found, measured_at_start(CPU_GLOO, folder) is found, note
 
 
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    yield from kept_ranks(2)
+
+
 @pytest.mark.multiprocess
-def test_all_ranks_have_the_times_of_this_machine_and_the_next_start_has_them_too(
-    two_ranks: Ranks, tmp_path: Path
-) -> None:
-    found, is_kept, note = equal_on_all(two_ranks.run(measured, tmp_path))
+def test_all_ranks_have_the_times_of_this_machine_and_the_next_start_has_them_too(ranks: Ranks, tmp_path: Path) -> None:
+    found, is_kept, note = equal_on_all(ranks.run(measured, tmp_path))
     assert is_kept and "for a message" in note
     assert found.source("launch_seconds").kind == found.source("inside_node.latency_seconds").kind == "measured"
     assert found.launch_seconds > 2e-6 and found.peak_flops == CPU_GLOO.peak_flops
     (file,) = tmp_path.iterdir()
     file.write_text(file.read_text().replace(f"{found.launch_seconds}", "0.25"))
-    two_ranks.stop()
-    assert {each.launch_seconds for each, _, _ in two_ranks.run(measured, tmp_path)} == {0.25}
+    ranks.stop()
+    assert {each.launch_seconds for each, _, _ in ranks.run(measured, tmp_path)} == {0.25}
 
 
 def test_one_process_is_not_measured() -> None:

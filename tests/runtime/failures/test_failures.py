@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from autopar.errors import PeerError
+from autopar.errors import PeerError, StepError
 from autopar.runtime.failures import failures
 from benchmarks.wrong_inputs.cases import CASES, Case, Door
 from benchmarks.wrong_inputs.run import met
@@ -288,3 +288,14 @@ def test_a_rank_that_waits_says_so_when_torchrun_ends_it() -> None:
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.startswith("PeerError This rank was told to end while it waited for ranks [1]")
     assert "another rank has died" in ended.stdout and "The batch is new." in ended.stdout
+
+
+def test_an_error_that_names_a_part_and_the_whole_is_shown_with_what_gave_the_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(failures, "_PARTS", {})
+    failures.blame_parts(64, 128, "this rank has 64 of 128 rows")
+    said = failures.screen(ValueError("Expected input batch_size (64) to match target batch_size (128)."))
+    assert said[1] == "  remedy: this rank has 64 of 128 rows"
+    others = (ValueError("Expected 64 and got 640"), StepError("64, not 128"))
+    assert [len(failures.screen(each)) for each in others] == [1, 1]
