@@ -125,7 +125,9 @@ class _LateFile:
     """A file of `torch.save` that is opened for its first record, after all tensors are pickled."""
 
     def __init__(self, opener: Callable[[], Any]) -> None:
-        self._opener, self._opened, self._file = opener, None, None
+        self._opener = opener
+        self._opened: Any = None
+        self._file: Any = None
 
     def __enter__(self) -> _LateFile:
         return self

@@ -82,10 +82,11 @@ def _measured(hardware: Hardware, team: Team, file: Path | None) -> Hardware:
         inside_node=link,
         sources=(*((k, v) for k, v in hardware.sources if k not in figures), *((each, source) for each in figures)),
     )
+    text = format_hardware(found)
     if team.rank == 0 and file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        save_text(format_hardware(found), file)
-    return found
+        save_text(text, file)
+    return parse_hardware(text, found.name).hardware  # as the next start reads it, so that it finds stored plans
 
 
 def _op_seconds(team: Team) -> float:
