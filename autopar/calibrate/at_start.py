@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from autopar.calibrate.devices import Effort, find_device
 from autopar.calibrate.fit import RINGS, fit_link
-from autopar.calibrate.measure import LAYERS, KernelCount, Message, collective, layer
+from autopar.calibrate.measure import LAYERS, KernelCount, Message, collective_run, layer
 from autopar.calibrate.team import Team
 from autopar.cost_model import Hardware
 from autopar.cost_model.machines.hardware import Source
@@ -45,9 +45,10 @@ def measured_at_start(hardware: Hardware, folder: Path | None) -> Hardware:
     if team.nodes > 1 or team.size == 1:
         return hardware
     group = dist.group.WORLD
+    assert group is not None, "there are several ranks"
     if group not in _found:
         file = None if folder is None else folder / f"{hardware.name}-{team.size}.toml"
-        _found[group] = _kept(file, team) or _measured(hardware, team, file)
+        _found[group] = _kept(file, team) or _measured(hardware, team, group, file)
     return _found[group]
 
 
@@ -61,12 +62,12 @@ def _kept(file: Path | None, team: Team) -> Hardware | None:
         return None
 
 
-def _measured(hardware: Hardware, team: Team, file: Path | None) -> Hardware:
+def _measured(hardware: Hardware, team: Team, group: dist.ProcessGroup, file: Path | None) -> Hardware:
     op_seconds = _op_seconds(team)
     members = list(range(team.size))
     messages = []
     for name, size in ((name, size) for name in RINGS[:1] for size in _EFFORT.message_bytes):
-        run = collective(name, dist.group.WORLD, members, team, size // 4)
+        run = collective_run(name, group, members, team, size // 4)
         messages.append(Message("inside_node", name, team.size, size, team.seconds(run, _EFFORT, meets=True)))
     fitted = fit_link(messages, op_seconds).link
     link = dataclasses.replace(

@@ -265,14 +265,14 @@ def _messages(team: Team, effort: Effort, count: _Counter) -> Iterator[Message]:
             for size in effort.message_bytes:
                 elements = max(1, size // 4 // len(members)) * len(members)
                 count(f"{collective} of {4 * elements} bytes {link.replace('_', ' ')}")
-                run = collective(collective, group, members, team, elements)
+                run = collective_run(collective, group, members, team, elements)
                 seconds = team.seconds(run, effort, meets=True)
                 if collective == "send":
                     seconds /= 2  # there and back
                 yield Message(link, collective, len(members), 4 * elements, seconds)
 
 
-def collective(
+def collective_run(
     name: str, group: dist.ProcessGroup, members: Sequence[int], team: Team, elements: int
 ) -> Callable[[], object]:
     """A function that runs a collective whose whole is of so many float32 elements."""

@@ -219,6 +219,11 @@ _OPERANDS = (
         "(register_buffer), and move batch and model by .to(device)",
     ),
     (
+        r"got mixed torch\.Tensor and DTensor",
+        "a term of the loss that is made of parameters, which are DTensors, is added to results, which are plain "
+        "tensors: gather it first, on all ranks (penalty.full_tensor() + loss)",
+    ),
+    (
         r"in-place operations that require placement changes are not supported",
         "an optimizer that takes norms over whole parameters has to take them over all ranks: in place of "
         "torch.optim.Adafactor take autopar.runtime.parameters.adafactor.Adafactor; docs/precision.md lists "
