@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, parametrizations
@@ -54,7 +55,12 @@ def whole(x: Any) -> Tensor:
 
 def summed(model: Any) -> float:
     """A number that all parameters change: the sum of their cosines."""
-    return sum(whole(p).double().cos().sum().item() for p in model.parameters())
+    total = torch.tensor(
+        [0.0, *(whole(p).double().cos().sum().item() for p in model.parameters())], dtype=torch.float64
+    ).sum()
+    if getattr(model, "has_stages", False):  # each has the parameters of its own
+        dist.all_reduce(total)
+    return total.item()
 
 
 def gan(ready: Ready) -> list[float]:
