@@ -128,7 +128,7 @@ def test_the_search_takes_a_ring_where_heads_are_few_and_the_sequence_is_long() 
     plan = make_plan(of, Request(H100, mesh=Mesh.of({"x": 8})))
     assert plan.ops[attention(of).name] == ("q>k",)
     (note,) = (line for line in plan.notes if "travel in a ring" in line)
-    assert note.startswith("keys and values travel in a ring along x in 1 attention op, priced as if")
+    assert note.startswith("keys and values travel in a ring along x in 1 attention op, priced without overlap")
 
 
 def test_plans_name_the_ring_in_text() -> None:
