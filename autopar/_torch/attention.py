@@ -131,11 +131,13 @@ def flex_attention(
         call, make = _compiled_flex()
     blocks = None
     if mask is not None:
-        blocks = make(mask, *query.shape[:3], key.shape[2], device=query.device)
+        batch, heads, rows = query.shape[:3]
+        blocks = make(mask, batch, heads, rows, key.shape[2], device=query.device)
     grouped = query.shape[1] != key.shape[1]
     result, aux = call(
         query, key, value, score, blocks, scale, enable_gqa=grouped, return_aux=flex.AuxRequest(lse=True)
     )
+    assert aux.lse is not None, "it was asked for"
     return result, aux.lse
 
 
@@ -146,7 +148,8 @@ def _compiled_flex() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 def blocks_agree(mask: Any) -> bool:
     """Whether the blocks of a block mask, which have values, are those that its function gives."""
-    dense = flex.create_mask(mask.mask_mod, *mask.shape, mask.kv_num_blocks.device)
+    batch, heads, queries, keys = mask.shape
+    dense = flex.create_mask(mask.mask_mod, batch, heads, queries, keys, mask.kv_num_blocks.device)
     rows, columns = mask.BLOCK_SIZE
     missing = (-dense.shape[-1] % columns, -dense.shape[-2] % rows)
     tiles = torch.nn.functional.pad(dense, (0, missing[0], 0, missing[1])).unflatten(-1, (-1, columns))

@@ -101,7 +101,7 @@ def store_inner_tensors(model: nn.Module) -> list[tuple[nn.Module, str, nn.Param
                 _check(f"{path}.{name}".lstrip("."), weight)
                 found.append((module, name, weight))
                 parametrize.register_parametrization(module, name, _Dequantized(weight))
-                for x in module.parametrizations[name].parameters():  # type: ignore[index]
+                for x in module.parametrizations[name].parameters():
                     x.requires_grad_(False)
     return found
 
