@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,8 +61,8 @@ def _made(
     size = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
     shape = [B or 1, H or 1, *(-(-length // own) for length, own in zip((Q_LEN, KV_LEN), size, strict=True))]
     like = torch.zeros((), dtype=torch.int32, device=device or torch.accelerator.current_accelerator() or "cpu")
-    tables = (ours.untraced_blocks.default(like, x) for x in (shape, shape[:-1]))
-    found = _torch.block_mask(mask_mod, *tables, (Q_LEN, KV_LEN), size)
+    blocks, counts = (ours.untraced_blocks.default(like, x) for x in (shape, shape[:-1]))
+    found = _torch.block_mask(mask_mod, blocks, counts, (Q_LEN, KV_LEN), size)
     vars(found)[_BLOCKS_KNOWN] = True
     return found
 
@@ -139,7 +139,7 @@ def _put(module: fx.GraphModule) -> None:
     """Writes the functions of all calls as text, with the tensors that they read as operands."""
     for node in list(module.graph.find_nodes(op="call_function", target=ours.flex_attention.default)):
         query, key, value, ends, mask, score, scale = node.args
-        ends = list(ends)  # type: ignore[arg-type]
+        ends = list(ends)
         ways = [_way(end) for end in ends]
         tensors = list(dict.fromkeys(x for way in ways for x in _read(way)))
         operands = [_as_tensor(x) for x in tensors]
@@ -229,10 +229,10 @@ def _text(call: fx.Node, end: fx.Node, way: Sequence[fx.Node], tensors: Sequence
 
 def _constant(node: fx.Node) -> tuple[str, Any, Any] | None:
     """The line of a call such as `new_ones` of an index, which vmap does not take; None for another call."""
-    value = {aten.new_ones.default: 1, aten.new_zeros.default: 0}.get(node.target)
-    if node.target is aten.new_full.default:
-        value = node.args[2]
-    if value is None or list(node.args[1]):  # type: ignore[call-overload]
+    values: Mapping[Any, Any] = {aten.new_ones.default: 1, aten.new_zeros.default: 0}
+    value = node.args[2] if node.target is aten.new_full.default else values.get(node.target)
+    size: Any = node.args[1] if len(node.args) > 1 else ()
+    if value is None or list(size):
         return None
     return "aten.scalar_tensor.default", (value,), {"dtype": node.meta["val"].dtype}
 
@@ -241,5 +241,5 @@ def _refuse_unknown(way: Sequence[fx.Node]) -> None:
     for node in way:
         if _torch.operator_named(str(node.target)) is not node.target:
             raise ValueError(f"it calls {node.target}")
-        if torch.Tag.nondeterministic_seeded in node.target.tags:  # type: ignore[union-attr]
+        if torch.Tag.nondeterministic_seeded in node.target.tags:
             raise ValueError(f"it draws random numbers ({node.target})")

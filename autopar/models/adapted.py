@@ -29,14 +29,14 @@ class AdaptedLinear(nn.Module):
 
     def __init__(self, plain: nn.Linear) -> None:
         super().__init__()
-        inputs, outputs, of_weight = plain.in_features, plain.out_features, {"device": plain.weight.device}
-        dtype = plain.weight.dtype
+        inputs, outputs = plain.in_features, plain.out_features
+        device, dtype = plain.weight.device, plain.weight.dtype
         self.codes = nn.Parameter(
-            torch.zeros(outputs, inputs // 2, dtype=torch.uint8, **of_weight), requires_grad=False
+            torch.zeros(outputs, inputs // 2, dtype=torch.uint8, device=device), requires_grad=False
         )
-        self.scales = nn.Parameter(torch.ones(outputs, inputs // _BLOCK, dtype=dtype, **of_weight))
-        self.down = nn.Parameter(torch.zeros(RANK, inputs, dtype=dtype, **of_weight))
-        self.up = nn.Parameter(torch.zeros(outputs, RANK, dtype=dtype, **of_weight))
+        self.scales = nn.Parameter(torch.ones(outputs, inputs // _BLOCK, dtype=dtype, device=device))
+        self.down = nn.Parameter(torch.zeros(RANK, inputs, dtype=dtype, device=device))
+        self.up = nn.Parameter(torch.zeros(outputs, RANK, dtype=dtype, device=device))
         self.bias = plain.bias
 
     def weight(self) -> Tensor:

@@ -131,8 +131,8 @@ def _adapted(target: Target) -> Target:
     """A target with adapters on layers that are frozen in 4 bits."""
 
     def make(layers: int | None) -> Built:
-        model, *rest = target.build(layers)
-        return adapted(model, tuple(each.path for each in target.stacks)), *rest
+        model, args, kwargs, loss_fn = target.build(layers)
+        return adapted(model, tuple(each.path for each in target.stacks)), args, kwargs, loss_fn
 
     if not target.stacks:
         raise AutoparError(f"{target.name} has no layers that are alike, of which {SUFFIX} would make adapters.")
