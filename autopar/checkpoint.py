@@ -9,11 +9,4 @@ from autopar.runtime.checkpoint.checkpoint import (
     save_checkpoint,
 )
 
-__all__ = [
-    "Checkpoints",
-    "LastCheckpoint",
-    "load_checkpoint",
-    "load_optimizer_state",
-    "read_extra",
-    "save_checkpoint",
-]
+__all__ = ["Checkpoints", "LastCheckpoint", "load_checkpoint", "load_optimizer_state", "read_extra", "save_checkpoint"]

@@ -69,10 +69,7 @@ class MemoryBoundError(SearchError):
     @classmethod
     def of(cls, finding: str, remedies: Iterable[str], needed_bytes: int) -> Self:
         """The error, whose text ends with remedies."""
-        words = (
-            *remedies,
-            f"or memory_bytes={needed_bytes} (--max-memory) if a rank has that much",
-        )
+        words = (*remedies, f"or memory_bytes={needed_bytes} (--max-memory) if a rank has that much")
         space = "\n" if "\n" in finding else " "
         made = cls(f"{finding}{space}What would help: {', '.join(words)}.")
         made.finding, made.remedies, made.needed_bytes = finding, words[:-1], needed_bytes

@@ -66,16 +66,9 @@ def record_losses(path: Path, losses: Losses, names: Sequence[str], *, ranks: in
     entropy, found = unigram_entropy(training_text()), dict[str, list[float]]()
     for name in names:
         found[name] = _trained(losses, name, ranks)
-        document = {
-            "entropy_nats": round(entropy, 4),
-            "steps_of_a_point": steps_of_a_point,
-            "losses_nats": found,
-        }
+        document = {"entropy_nats": round(entropy, 4), "steps_of_a_point": steps_of_a_point, "losses_nats": found}
         path.write_text(json.dumps(document, indent=1) + "\n")
-        print(
-            f"{name:15} {found[name][-1]:.3f} nats per byte, unigram entropy {entropy:.3f}",
-            flush=True,
-        )
+        print(f"{name:15} {found[name][-1]:.3f} nats per byte, unigram entropy {entropy:.3f}", flush=True)
 
 
 def _trained(losses: Losses, name: str, ranks: int) -> list[float]:

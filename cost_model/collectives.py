@@ -258,13 +258,7 @@ def collective_seconds(
 
 
 def conversion_seconds(
-    tensor: Tensor,
-    source: Layout,
-    target: Layout,
-    *,
-    sizes: Sizes,
-    hardware: Hardware,
-    bucketed: bool = False,
+    tensor: Tensor, source: Layout, target: Layout, *, sizes: Sizes, hardware: Hardware, bucketed: bool = False
 ) -> Seconds:
     """Seconds to convert `tensor` between two layouts, and its gradient back if it has one.
 
@@ -277,15 +271,7 @@ def conversion_seconds(
     for step, before, after in sizes.steps(tensor, source, target):
         forward += _along(step, step.transition.forward, before, after, sizes, hardware, bucketed)
         if tensor.needs_grad:
-            backward += _along(
-                step,
-                step.transition.backward,
-                scale * after,
-                scale * before,
-                sizes,
-                hardware,
-                bucketed,
-            )
+            backward += _along(step, step.transition.backward, scale * after, scale * before, sizes, hardware, bucketed)
     return Seconds(forward, backward)
 
 
@@ -306,13 +292,7 @@ def own_collectives(op: Op, labels: Labels, sizes: Sizes) -> Iterator[tuple[int,
 
 
 def _along(
-    step: LayoutStep,
-    name: str,
-    before: float,
-    after: float,
-    sizes: Sizes,
-    hardware: Hardware,
-    bucketed: bool,
+    step: LayoutStep, name: str, before: float, after: float, sizes: Sizes, hardware: Hardware, bucketed: bool
 ) -> float:
     return collective_seconds(
         name,

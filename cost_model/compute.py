@@ -101,13 +101,7 @@ def _sizes_of_linear(op: Op, labels: Labels, tensors: Mapping[str, Tensor], size
 
 
 def _rounded(
-    plain: Direction,
-    op: Op,
-    labels: Labels,
-    operands: Sequence[_Size],
-    *,
-    sizes: Sizes,
-    hardware: Hardware,
+    plain: Direction, op: Op, labels: Labels, operands: Sequence[_Size], *, sizes: Sizes, hardware: Hardware
 ) -> Direction:
     """A product that rounds these operands before, where `plain` is the one that does not."""
     narrow = op.product_itemsize_bytes
@@ -207,11 +201,7 @@ def is_product(op: Op) -> bool:
 
 
 def local_bytes(
-    op: Op,
-    labels: Labels,
-    tensors: Mapping[str, Tensor],
-    sizes: Sizes,
-    inner: frozenset[str] = frozenset(),
+    op: Op, labels: Labels, tensors: Mapping[str, Tensor], sizes: Sizes, inner: frozenset[str] = frozenset()
 ) -> Quantity:
     """Bytes that one rank reads and writes in an op: its operands and results in their local sizes.
 

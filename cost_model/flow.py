@@ -5,17 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 
 from autopar.cost_model.memory import SavedTensors, keeps
-from autopar.ir import (
-    Graph,
-    Layout,
-    Op,
-    Plan,
-    R,
-    Tier,
-    TieredLayout,
-    operand_layouts,
-    result_layouts,
-)
+from autopar.ir import Graph, Layout, Op, Plan, R, Tier, TieredLayout, operand_layouts, result_layouts
 
 
 class Flow:

@@ -7,39 +7,14 @@ import re
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 
 from autopar.cost_model.arith import Quantity, hashable, larger, smaller
-from autopar.cost_model.collectives import (
-    BUCKET_BYTES,
-    collective_seconds,
-    overlapping_bytes,
-    usual_bucket_bytes,
-)
+from autopar.cost_model.collectives import BUCKET_BYTES, collective_seconds, overlapping_bytes, usual_bucket_bytes
 from autopar.cost_model.compute import inner_tensors
-from autopar.cost_model.items import (
-    COMPUTE,
-    FULL,
-    MemoryItem,
-    Phase,
-    Places,
-    Region,
-    TrainingState,
-    WorkItem,
-)
+from autopar.cost_model.items import COMPUTE, FULL, MemoryItem, Phase, Places, Region, TrainingState, WorkItem
 from autopar.cost_model.machines.hardware import Hardware, Link
 from autopar.cost_model.owners import Position
 from autopar.cost_model.sizes import Sizes
 from autopar.cost_model.traffic import sends, traffic_bytes
-from autopar.ir import (
-    ANY,
-    Graph,
-    Labels,
-    Layout,
-    LayoutStep,
-    Op,
-    State,
-    Tensor,
-    has_owner,
-    owner_of,
-)
+from autopar.ir import ANY, Graph, Labels, Layout, LayoutStep, Op, State, Tensor, has_owner, owner_of
 
 
 class NodeItems:

@@ -186,17 +186,7 @@ class NodePricer(ParameterItems):
             yield item(move, phase="backward")
         for axis, name, _, before, after, _ in self._steps(tensor, kept.slice_layout, kept.layout):
             yield self._item(
-                title,
-                name,
-                axis,
-                "backward",
-                region,
-                count,
-                before,
-                after,
-                "activation",
-                of=op.name,
-                recomputed=0,
+                title, name, axis, "backward", region, count, before, after, "activation", of=op.name, recomputed=0
             )
 
     def _brought(self, name: str, source: TieredLayout, user: str, again: bool) -> Iterator[WorkItem]:

@@ -50,9 +50,6 @@ def unruled(graph: Graph, plan: Plan, hardware: Hardware) -> tuple[Unruled, ...]
         times = plan.micro_batches * count
         before = found.get(op.kind, Unruled(op.kind, 0, 0.0, 0))
         found[op.kind] = Unruled(
-            op.kind,
-            before.count + count,
-            before.seconds + times * seconds,
-            before.gathered_bytes + times * gathered,
+            op.kind, before.count + count, before.seconds + times * seconds, before.gathered_bytes + times * gathered
         )
     return tuple(found[kind] for kind in sorted(found))

@@ -118,9 +118,7 @@ def _without(tensor: Tensor, dim: int) -> Tensor:
     """The tensor without one of its dims."""
     at = len(tensor.dims) + dim
     return replace(
-        tensor,
-        dims=tensor.dims[:at] + tensor.dims[at + 1 :],
-        factors=tensor.factors[:at] + tensor.factors[at + 1 :],
+        tensor, dims=tensor.dims[:at] + tensor.dims[at + 1 :], factors=tensor.factors[:at] + tensor.factors[at + 1 :]
     )
 
 

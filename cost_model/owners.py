@@ -12,18 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from autopar.cost_model.arith import Quantity
 from autopar.cost_model.sizes import Sizes
-from autopar.ir import (
-    ANY,
-    OWNED,
-    Graph,
-    Layout,
-    Mesh,
-    ParameterPlan,
-    Plan,
-    has_owner,
-    local_elements,
-    runs_alone,
-)
+from autopar.ir import ANY, OWNED, Graph, Layout, Mesh, ParameterPlan, Plan, has_owner, local_elements, runs_alone
 
 Position = Sequence[int]
 

@@ -227,14 +227,7 @@ class ParameterItems(NodeItems):
         if isinstance(share, int) and share == 0:
             return
         count = count * share
-        item = partial(
-            move_item,
-            numbers_out(name),
-            hardware=self.hardware,
-            region=region,
-            count=count,
-            of=name,
-        )
+        item = partial(move_item, numbers_out(name), hardware=self.hardware, region=region, count=count, of=name)
         sizes = {
             "stored": self.sizes.bytes(tensor.at_rest, how.storage),
             "cast": self.sizes.bytes(tensor, how.storage),

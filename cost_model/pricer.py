@@ -10,15 +10,7 @@ from functools import cached_property
 from autopar.cost_model.arith import Quantity, larger
 from autopar.cost_model.decomposed import Decomposed
 from autopar.cost_model.flow import Flow
-from autopar.cost_model.items import (
-    COMPUTE,
-    FULL,
-    MemoryItem,
-    Phase,
-    TrainingState,
-    WorkItem,
-    runs_every_time,
-)
+from autopar.cost_model.items import COMPUTE, FULL, MemoryItem, Phase, TrainingState, WorkItem, runs_every_time
 from autopar.cost_model.machines.hardware import Hardware, Link
 from autopar.cost_model.memory import KeptSlice, Selected, keeps, layers_of_ops, recomputed_ops
 from autopar.cost_model.node_items import numbers_out, regions_of, words_of
@@ -280,11 +272,7 @@ class Pricer:
             if blocks[0] in again and (*at, "device") not in saved:
                 _, count = self.nodes.place(ops[0].name, ops[0].module)
                 yield replace(
-                    holding,
-                    kind="recomputed",
-                    name="recomputed",
-                    bytes=holding.bytes / count,
-                    block=blocks[0],
+                    holding, kind="recomputed", name="recomputed", bytes=holding.bytes / count, block=blocks[0]
                 )
             if blocks[0] in later and len({*blocks}) == 1:
                 yield replace(holding, kind="returned", name="returned")

@@ -88,10 +88,7 @@ class Sizes:
     def flops(self, op: Op, work: Work, labels: Labels) -> Quantity:
         """Floating-point operations of a loop nest of `op` on the busiest rank; axes that split `op` share the work."""
         whole = math.prod((self.factor(leaf) for leaf in work.leaves), start=work.coefficient)
-        parts = math.prod(
-            (self.axis(axis) for axis, label in enumerate(labels) if op.choice(label).splits),
-            start=1,
-        )
+        parts = math.prod((self.axis(axis) for axis, label in enumerate(labels) if op.choice(label).splits), start=1)
         counts = split_counts(op, labels, self.mesh)
         return whole / parts * math.prod(self.busiest(choice.size, count) for choice, count in counts)
 

@@ -110,13 +110,7 @@ def single_process_step(model: nn.Module) -> Step:
 
 
 def losses_in_one_process(
-    model: nn.Module,
-    data: Batches,
-    *,
-    steps: int,
-    planned: int,
-    lr: float,
-    states: str = "adamw",
+    model: nn.Module, data: Batches, *, steps: int, planned: int, lr: float, states: str = "adamw"
 ) -> list[float]:
     """The losses to expect: the same loop over the same batches, without autopar."""
 
@@ -251,12 +245,7 @@ def main(
     if on_first:
         console.print(f"{check_steps} steps in one process, to compare with ...")
         reference = losses_in_one_process(
-            GPT(config, seed=seed),
-            data(),
-            steps=min(check_steps, steps),
-            planned=steps,
-            lr=lr,
-            states=states,
+            GPT(config, seed=seed), data(), steps=min(check_steps, steps), planned=steps, lr=lr, states=states
         )
 
     model = autopar.compile(

@@ -112,8 +112,7 @@ def _gather(graph: fx.Graph, node: fx.Node, read: fx.Node, call: Collective, tar
     weights, biases = zip(*operands, strict=True)
     with graph.inserting_before(products[0]):
         whole = graph.call_function(
-            target,
-            (call.x, weights, biases, call.dims[0], call.size, call.group, _slice(read) != ""),
+            target, (call.x, weights, biases, call.dims[0], call.size, call.group, _slice(read) != "")
         )
         whole.meta = dict(products[0].meta)
         for number, product in enumerate(products):

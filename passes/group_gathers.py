@@ -122,10 +122,7 @@ def group_gathers(
 
 
 def _groups(
-    chains: Sequence[Chain],
-    key: Callable[[Chain], Hashable],
-    size_bytes: Callable[[Chain], int],
-    bucket_bytes: int,
+    chains: Sequence[Chain], key: Callable[[Chain], Hashable], size_bytes: Callable[[Chain], int], bucket_bytes: int
 ) -> list[list[Chain]]:
     groups: list[list[Chain]] = []
     latest: dict[Hashable, list[Chain]] = {}

@@ -26,11 +26,7 @@ STARTED = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
 NEAR_BLOCKS = 2  # two branches may be blocks of their own, and what reads both the next
 
 
-def start_early(
-    module: fx.GraphModule,
-    start: Callable[[Collective], nn.Module],
-    finish: Callable[[Any], Any],
-) -> None:
+def start_early(module: fx.GraphModule, start: Callable[[Collective], nn.Module], finish: Callable[[Any], Any]) -> None:
     """Splits the collectives between whose operand and first reader something is computed.
 
     Args:

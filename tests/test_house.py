@@ -58,9 +58,7 @@ def test_no_room_imports_upwards() -> None:
 def _folders_in_order(room: Path) -> list[str]:
     """Folders of a room in the order in which its docstring names them: `a < b < c`; none where it names none."""
     names = re.findall(
-        r"^    (\w+(?:\s+<\s+\w+)+)",
-        ast.get_docstring(ast.parse((room / "__init__.py").read_text())) or "",
-        re.M,
+        r"^    (\w+(?:\s+<\s+\w+)+)", ast.get_docstring(ast.parse((room / "__init__.py").read_text())) or "", re.M
     )
     return re.split(r"\s+<\s+", names[0]) if names else []
 

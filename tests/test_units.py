@@ -28,13 +28,7 @@ def test_bytes(size, text):
 
 
 @pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("70GB", 70 * 10**9),
-        (" 1.5 tb ", 1_500 * 10**9),
-        ("70e9", 70 * 10**9),
-        ("640 MB", 640 * 10**6),
-    ],
+    ("text", "size"), [("70GB", 70 * 10**9), (" 1.5 tb ", 1_500 * 10**9), ("70e9", 70 * 10**9), ("640 MB", 640 * 10**6)]
 )
 def test_sizes_are_read(text, size):
     assert units.parse_bytes(text) == size

@@ -95,9 +95,7 @@ def test_the_source_distribution_makes_the_same_wheel(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_an_installed_wheel_explains_trains_and_verifies_without_the_checkout(
-    tmp_path: Path,
-) -> None:
+def test_an_installed_wheel_explains_trains_and_verifies_without_the_checkout(tmp_path: Path) -> None:
     place, work = str(tmp_path / "installed"), tmp_path / "work"
     work.mkdir()
     options = ("--no-deps", "--no-index", "--no-compile", "--quiet", "--target", place)

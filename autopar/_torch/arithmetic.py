@@ -52,11 +52,7 @@ class Float64Arithmetic(TorchDispatchMode):
 
 
 def _grouped_mm(
-    x: Tensor,
-    y: Tensor,
-    offs: Tensor | None = None,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    x: Tensor, y: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """`aten._grouped_mm`, whose kernels take no float64, by its definition.
 

@@ -90,17 +90,7 @@ def fused_attention_backward(
     if query.device.type != "cpu":
         lengths, drawn = (None, None, query.shape[-2], key.shape[-2]), (None, None)  # for dropout
         return aten._scaled_dot_product_flash_attention_backward(
-            gradient,
-            query,
-            key,
-            value,
-            result,
-            logsumexp,
-            *lengths,
-            0.0,
-            is_causal,
-            *drawn,
-            scale=scale,
+            gradient, query, key, value, result, logsumexp, *lengths, 0.0, is_causal, *drawn, scale=scale
         )
     finite = logsumexp.masked_fill(logsumexp == float("-inf"), 0.0)
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(

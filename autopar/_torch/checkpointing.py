@@ -19,10 +19,7 @@ def plain_checkpoints() -> Iterator[None]:
 
     What torch does around it turns autograd off and on, which a trace takes for a `torch.no_grad` of the model's.
     """
-    around, reentrant = (
-        checkpoint._checkpoint_without_reentrant_generator,
-        checkpoint.CheckpointFunction,
-    )
+    around, reentrant = (checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction)
     checkpoint._checkpoint_without_reentrant_generator = _nothing
     checkpoint.CheckpointFunction = _Reentrant  # type: ignore[misc, assignment]
     try:

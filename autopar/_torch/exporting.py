@@ -35,12 +35,7 @@ SizeDependsOnValues = DynamicOutputShapeException
 VALUES_READ = (DependsOnValues, SizeDependsOnValues, GuardOnDataDependentSymNode)
 
 
-def call_with(
-    model: nn.Module,
-    tensors: Mapping[str, Tensor],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> Any:
+def call_with(model: nn.Module, tensors: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Calls a model with other tensors in place of its parameters and buffers, tied ones included.
 
     It is `torch.func.functional_call`, which leaves its tensors in a module that has two names (2.13): it swaps

@@ -6,11 +6,7 @@ import torch
 from torch import Tensor
 
 _TILED = (9, 0)  # compute capability of the GPUs whose kernel takes a scale for each 1x128 numbers
-_RESULTS = (
-    torch.bfloat16,
-    torch.float16,
-    torch.float32,
-)  # formats in which the kernel gives results
+_RESULTS = (torch.bfloat16, torch.float16, torch.float32)  # formats in which the kernel gives results
 
 
 def multiplies_tiles(device: torch.device, dtype: torch.dtype) -> bool:

@@ -8,10 +8,7 @@ from collections.abc import Iterator
 
 # Logger -> beginning of the messages that torchao causes where all is well: libraries for other devices and versions of
 # Python that do not load here, and a registration that torch no longer needs.
-_NOISE = {
-    "torchao": "Failed to load ",
-    "torch.utils._pytree": "%s is an Enum subclass and is now natively supported",
-}
+_NOISE = {"torchao": "Failed to load ", "torch.utils._pytree": "%s is an Enum subclass and is now natively supported"}
 
 
 @contextlib.contextmanager

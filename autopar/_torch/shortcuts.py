@@ -299,8 +299,7 @@ def _earlier() -> dict[OpOverload, _Marked]:
 
 @contextlib.contextmanager
 def _marked(
-    override: Callable[..., contextlib.AbstractContextManager[None]],
-    rules: Mapping[OpOverload, Callable[..., Any]],
+    override: Callable[..., contextlib.AbstractContextManager[None]], rules: Mapping[OpOverload, Callable[..., Any]]
 ) -> Iterator[None]:
     """Does what `override(rules)` does, and reuses the tables of earlier calls where these are still valid."""
     earlier, on_fakes = _earlier(), fake_impls.op_implementations_dict

@@ -294,9 +294,7 @@ class BodyRule:
         if axes:  # ids are counted from this rank's first expert, and `count` stands for all other experts
             here = shifted(local, args[rows], axes, args[self._weight()])
             mine = local.emit(
-                aten.logical_and.default,
-                local.emit(aten.ge.Scalar, here, 0),
-                local.emit(aten.lt.Scalar, here, count),
+                aten.logical_and.default, local.emit(aten.ge.Scalar, here, 0), local.emit(aten.lt.Scalar, here, count)
             )
             other = local.emit(aten.logical_not.default, mine)
             args[rows] = local.emit(aten.masked_fill.Scalar, here, other, count)
@@ -308,14 +306,7 @@ class BodyRule:
         """The layer with exchanged rows. Ids keep their numbers, which tell an expert's rank and its place there."""
         assert axes == local.axes("e"), local.node  # see `autopar.ir.go_together`
         emit, experts = marked(local), self.experts
-        layer = LayerRun(
-            experts,
-            local.args,
-            emit,
-            experts.count,
-            self._slots(local),
-            exchange=Exchange(emit, axes),
-        )
+        layer = LayerRun(experts, local.args, emit, experts.count, self._slots(local), exchange=Exchange(emit, axes))
         return self._written(layer, local)
 
     def _written(self, layer: LayerRun, local: Local) -> fx.Node:

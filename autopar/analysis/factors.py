@@ -45,14 +45,7 @@ from autopar.ir import (
     find_stacks,
     split_factors,
 )
-from autopar.ops.nodes import (
-    draws,
-    is_getitem,
-    module_path,
-    output_nodes,
-    tensor_operands,
-    tensor_results,
-)
+from autopar.ops.nodes import draws, is_getitem, module_path, output_nodes, tensor_operands, tensor_results
 from autopar.rules.spec import Hidden, Letters, Spec
 
 
@@ -268,11 +261,7 @@ class _Analyzer:
             results=(*names, *hidden),
             choices=tuple(self._choices(node.name, spec)),
             flops=spec.flops,
-            saved=(
-                *(operands[i] for i in kept.operands),
-                *(names[i] for i in kept.results),
-                *hidden,
-            ),
+            saved=(*(operands[i] for i in kept.operands), *(names[i] for i in kept.results), *hidden),
             is_view=spec.is_view,
             module=module_path(node),
             has_rule=self.with_rule[node.name],
@@ -375,10 +364,7 @@ class _Analyzer:
         return Choice(
             label,
             tuple(operand(i, letters) for i, letters in enumerate(spec.operands)),
-            (
-                *(result(letters) for letters in spec.results),
-                *(kept(hidden.letters) for hidden in spec.kept.hidden),
-            ),
+            (*(result(letters) for letters in spec.results), *(kept(hidden.letters) for hidden in spec.kept.hidden)),
             leaf.size,
             self.factor_names[id(leaf)],
             spec.stretch.get(over, 1.0),

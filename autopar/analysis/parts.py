@@ -30,11 +30,7 @@ Kind = Literal["same", "rows", "places", "total", "ratio", "function", "unknown"
 
 _AVERAGES = ("aten.mean",)
 _MASKED_MEANS = ("aten.cross_entropy_loss", "aten.nll_loss_nd")
-_NEW = (
-    "aten.new_full",
-    "aten.new_ones",
-    "aten.new_zeros",
-)  # take the format of their operand alone
+_NEW = ("aten.new_full", "aten.new_ones", "aten.new_zeros")  # take the format of their operand alone
 _EQUAL_ROWS = ("aten.expand", "aten.full", "aten.ones", "aten.zeros", *_NEW)
 _SAME_VALUES = ("aten.clone", "aten.detach", "aten.alias")
 _MOVES = (*_SAME_VALUES, "aten.unsqueeze", "aten.squeeze", "aten.reshape", "aten.view")
@@ -229,10 +225,7 @@ class PartFinder:
         if masked == UNKNOWN and joins and not is_normalized:
             return self._none(op)  # its parts depend on each other, as in a batch norm
         total = BatchPart("total", power + (op.kind in _AVERAGES))
-        made = {
-            "S": BatchPart("rows", power),
-            "P": masked if masked != UNKNOWN else total,
-        }
+        made = {"S": BatchPart("rows", power), "P": masked if masked != UNKNOWN else total}
         return [made.get(state.kind, UNKNOWN) for state in choice.results]
 
     def _numbers_rows(self, op: Op) -> bool:

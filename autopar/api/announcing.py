@@ -7,17 +7,11 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 
-from autopar.ir import (
-    PIPELINE_AXIS,
-    Plan,
-)
+from autopar.ir import PIPELINE_AXIS, Plan
 from autopar.ir.note import kind_of
 from autopar.ir.recompute import words_of_recompute
 from autopar.ir.saved import words_of_saved
-from autopar.planning.planning import (
-    Prepared,
-    why_not_again,
-)
+from autopar.planning.planning import Prepared, why_not_again
 from autopar.runtime.ranks.all_ranks import warn_together
 from autopar.runtime.ranks.files import Files
 from autopar.runtime.ranks.stderr_log import heard, log

@@ -27,13 +27,7 @@ from autopar.explanation.explanation import Explanation
 from autopar.ir import Mesh, MixedPrecision, Plan
 from autopar.options import takes_options
 from autopar.planning.cache_files import cache_key
-from autopar.planning.planning import (
-    Prepared,
-    in_parts,
-    make_plan,
-    prepare_step,
-    split_example,
-)
+from autopar.planning.planning import Prepared, in_parts, make_plan, prepare_step, split_example
 from autopar.planning.stored_plans import StoredPlans
 from autopar.runtime.execute.inputs import Arguments, first_micro_batch
 from autopar.runtime.execute.settings import RunOptions, Settings

@@ -16,14 +16,7 @@ from autopar.calibrate.at_start import measured_at_start
 from autopar.cost_model import Hardware
 from autopar.cost_model.machines.software import named_hardware
 from autopar.errors import AutoparError, MeshError
-from autopar.ir import (
-    PIPELINE_AXIS,
-    Mesh,
-    Plan,
-    pipeline_position,
-    with_pipeline,
-    without_pipeline,
-)
+from autopar.ir import PIPELINE_AXIS, Mesh, Plan, pipeline_position, with_pipeline, without_pipeline
 from autopar.runtime.ranks.processes import axes_of_device_mesh
 from autopar.units import format_seconds
 

@@ -31,13 +31,7 @@ from autopar.capture.open_sizes import OpenDims
 from autopar.errors import MeshError, PlanError, RecipeError, SearchError
 from autopar.explanation.costs import run_of
 from autopar.explanation.explanation import Explanation
-from autopar.ir import (
-    PIPELINE_AXIS,
-    Graph,
-    Mesh,
-    Plan,
-    without_pipeline,
-)
+from autopar.ir import PIPELINE_AXIS, Graph, Mesh, Plan, without_pipeline
 from autopar.pipeline.composed import composed, step_of, stored_bytes
 from autopar.pipeline.saved_values import possible_lines
 from autopar.pipeline.schedules import check_micro_batches, takes, unbounded
@@ -66,12 +60,7 @@ from autopar.program.term_shares import refuse_unknown
 from autopar.runtime.model.program_builder import Fixed, ProgramRequest, Programs, StandIns
 from autopar.runtime.ranks.all_ranks import AllRanks, warn_together
 from autopar.runtime.ranks.files import Files
-from autopar.runtime.ranks.processes import (
-    agreed,
-    make_world,
-    refuse_unlike,
-    world_size,
-)
+from autopar.runtime.ranks.processes import agreed, make_world, refuse_unlike, world_size
 from autopar.runtime.ranks.tiers import Tiers
 from autopar.runtime.ranks.world import World, set_timeout
 from autopar.search.candidates.refined import with_inner_axes
@@ -323,15 +312,7 @@ class Planner:
             plan = replace(plan, pipeline=None)
         return replace(plan, notes=(*plan.notes, *self._assumed))
 
-    def _following(
-        self,
-        prepared: Prepared,
-        fixed: Fixed,
-        micro_batches: int,
-        *,
-        is_step: bool,
-        is_open: bool,
-    ) -> Plan:
+    def _following(self, prepared: Prepared, fixed: Fixed, micro_batches: int, *, is_step: bool, is_open: bool) -> Plan:
         """A plan for another graph of the model, or other shapes; its parameters stay where they lie.
 
         The choices of an earlier plan are taken again where they are legal, so that nothing is searched. Where one has
@@ -379,10 +360,7 @@ class Planner:
         mesh, graph = without_pipeline(self._mesh), prepared.analysis.graph
         parameters = with_unused(fixed.parameters, prepared, mesh)
         if fixed.pipeline is None and has_no_rows(prepared):
-            return replace(
-                unsplit_plan(prepared, mesh, parameters, micro_batches),
-                meeting=self._request.meeting,
-            )
+            return replace(unsplit_plan(prepared, mesh, parameters, micro_batches), meeting=self._request.meeting)
         count = None if is_open and fixed.pipeline is None else micro_batches
         request = self._request.of_micro_batches(count).but(
             mesh=mesh,
@@ -396,11 +374,7 @@ class Planner:
 
         def search(asked: Request) -> Plan:
             return self._stored.plan(
-                make_plan,
-                prepared,
-                asked,
-                fixed_storage=parameters,
-                captured_micro_batches=micro_batches,
+                make_plan, prepared, asked, fixed_storage=parameters, captured_micro_batches=micro_batches
             )
 
         try:
@@ -423,13 +397,7 @@ class Planner:
         """The process groups of the mesh; available once there is a first program."""
         if self._world is None:
             assert self._mesh is not None, "the mesh is known once there is a program"
-            made = make_world(
-                self._mesh,
-                self.device,
-                self._device_mesh,
-                self._timeout_seconds,
-                self._request.meeting,
-            )
+            made = make_world(self._mesh, self.device, self._device_mesh, self._timeout_seconds, self._request.meeting)
             self._world = replace(made, files=self._files)
             if self._timeout_seconds is not None:
                 set_timeout(self._world, self._timeout_seconds)

@@ -101,10 +101,7 @@ def _refusing(error: AutoparError) -> Callable[..., list[Any]]:
 
 
 def _opened(
-    module: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    options: Mapping[str, Any],
-    mode: str | None,
+    module: fx.GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any], mode: str | None
 ) -> SplitGraph:
     """The graph, to be planned as the options say; raises what `autopar` states."""
     if mode is not None:

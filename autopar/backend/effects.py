@@ -119,10 +119,7 @@ def shares_memory(x: Tensor, y: Tensor) -> bool:
 
 
 def refuse_shared(
-    changed: Mapping[int, str],
-    tensors: Sequence[int],
-    names: Sequence[str],
-    arguments: Sequence[Any],
+    changed: Mapping[int, str], tensors: Sequence[int], names: Sequence[str], arguments: Sequence[Any]
 ) -> None:
     for i, place in changed.items():
         if arguments[i].requires_grad:

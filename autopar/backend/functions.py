@@ -10,10 +10,7 @@ from torch import Tensor, fx
 
 
 def function_of(
-    forward: fx.GraphModule,
-    backward: fx.GraphModule,
-    name: str,
-    non_differentiable: Collection[int],
+    forward: fx.GraphModule, backward: fx.GraphModule, name: str, non_differentiable: Collection[int]
 ) -> type[torch.autograd.Function]:
     """Makes an autograd.Function from the two graphs of dynamo's operator `autograd_function_apply`.
 

@@ -79,10 +79,7 @@ def _buffers(module: fx.GraphModule) -> list[int]:
 
 
 def lift(
-    module: fx.GraphModule,
-    names: Sequence[str],
-    arguments: Sequence[Any],
-    sharded: frozenset[int] = frozenset(),
+    module: fx.GraphModule, names: Sequence[str], arguments: Sequence[Any], sharded: frozenset[int] = frozenset()
 ) -> Lifted:
     """Makes a module from a graph, for arguments of these shapes.
 
@@ -143,11 +140,7 @@ class _Forward(nn.Module):
     """A module that runs a graph of Dynamo, with the graph's parameters, buffers and numbers as its attributes."""
 
     def __init__(
-        self,
-        graph: fx.GraphModule,
-        arguments: Sequence[Any],
-        inputs: tuple[int, ...],
-        results: tuple[Any, ...],
+        self, graph: fx.GraphModule, arguments: Sequence[Any], inputs: tuple[int, ...], results: tuple[Any, ...]
     ) -> None:
         super().__init__()
         # In a tuple: the graph's constants are not this module's state.

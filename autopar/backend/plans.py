@@ -64,8 +64,7 @@ def plan_of(prepared: Prepared, request: Request, stored: Mapping[str, DTensor])
 
     def fastest() -> Plan:
         best = min(
-            _on_meshes(prepared, request, stored),
-            key=lambda each: (len(each.refused), each.planned.price.step_seconds),
+            _on_meshes(prepared, request, stored), key=lambda each: (len(each.refused), each.planned.price.step_seconds)
         )
         for line in best.refused:
             log.info(line)

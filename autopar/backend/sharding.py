@@ -50,13 +50,7 @@ from autopar.search import RecipeLike
 from autopar.search.request.recipes import format_recipe, resolve
 from autopar.search.request.request import Request
 
-_OF_GRAPH = (
-    "auto",
-    "tp",
-    "tp+sp",
-    "columns",
-    "width",
-)  # recipes whose storage depends on what is computed
+_OF_GRAPH = ("auto", "tp", "tp+sp", "columns", "width")  # recipes whose storage depends on what is computed
 
 
 @takes_options()
@@ -246,12 +240,7 @@ def layout_of(parameter: DTensor, dims: Dims, mesh: Mesh) -> Layout:
 # --- how a module reads it
 
 
-def _replace(
-    model: nn.Module,
-    named: Mapping[str, nn.Parameter],
-    layouts: Mapping[str, Layout],
-    world: World,
-) -> None:
+def _replace(model: nn.Module, named: Mapping[str, nn.Parameter], layouts: Mapping[str, Layout], world: World) -> None:
     adoption = Adoption()
     weakref.finalize(model, adoption.stop)
     new: dict[int, nn.Parameter] = {}

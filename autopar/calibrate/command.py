@@ -43,12 +43,7 @@ Examples:
 )
 @click.option("--device", metavar="cpu|cuda", help="What to measure; by default cuda if present.")
 @click.option("--quick", is_flag=True, help="A few sizes and repeats: seconds instead of minutes.")
-@click.option(
-    "--ranks",
-    type=int,
-    metavar="N",
-    help="Processes to start; by default one per GPU or processor.",
-)
+@click.option("--ranks", type=int, metavar="N", help="Processes to start; by default one per GPU or processor.")
 @click.option(
     "--dtype",
     "dtypes",
@@ -58,12 +53,7 @@ Examples:
 )
 @click.option("--name", help="Name of the hardware; by default that of the file.")
 def calibrate_command(
-    output: Path,
-    device: str | None,
-    quick: bool,
-    ranks: int | None,
-    dtypes: tuple[str, ...],
-    name: str | None,
+    output: Path, device: str | None, quick: bool, ranks: int | None, dtypes: tuple[str, ...], name: str | None
 ) -> None:
     first = is_first_rank()
     if first:
@@ -81,12 +71,7 @@ def calibrate_command(
 def _bar(shown: bool) -> Iterator[measure.Progress]:
     """A progress bar on a terminal; nothing if the output is a file, or on other ranks."""
     console = Screen(stderr=True)
-    columns = (
-        TextColumn("{task.description:<46}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-    )
+    columns = (TextColumn("{task.description:<46}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
         task = bar.add_task("starting", total=None)
         yield lambda label, done, total: bar.update(task, description=label, completed=done, total=total)

@@ -32,10 +32,7 @@ FORMATS: Mapping[str, torch.dtype] = MappingProxyType(
     }
 )
 
-MAIN_FORMAT = {
-    "cpu": "float32",
-    "cuda": "bfloat16",
-}  # that training uses; efficiency is fitted to it
+MAIN_FORMAT = {"cpu": "float32", "cuda": "bfloat16"}  # that training uses; efficiency is fitted to it
 
 # What figures mean on each kind of device.
 NOTES: Mapping[str, Mapping[str, str]] = MappingProxyType(
@@ -189,14 +186,7 @@ class Cpu(Device):
         """Arrays of 64 or 256 MiB, which exceed the caches of most processors."""
         if quick:
             return Effort(
-                7,
-                3e-3,
-                0.1,
-                (64, 128, 256, 512, 1024),
-                512,
-                (8, 64),
-                2**26,
-                (2**12, 2**16, 2**20, 2**22, 2**24),
+                7, 3e-3, 0.1, (64, 128, 256, 512, 1024), 512, (8, 64), 2**26, (2**12, 2**16, 2**20, 2**22, 2**24)
             )
         return Effort(
             9,

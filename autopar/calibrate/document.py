@@ -202,10 +202,7 @@ class _Sources:
         gains = {"exchange_gain": ("all_to_all",), "send_gain": ("send",)}
         for figure, collectives in (figures | gains).items():
             errors = ", ".join(f"{c} {100 * fit.errors[c]:.1f} %" for c in collectives)
-            yield (
-                f"{link}.{figure}",
-                Source("fitted", f"{self.median}, mean error of {errors}; {self.where}"),
-            )
+            yield (f"{link}.{figure}", Source("fitted", f"{self.median}, mean error of {errors}; {self.where}"))
 
     def _guess(self, link: str) -> Source:
         """The source of a link that was not measured: why it was not, and which link's figures it has."""

@@ -163,12 +163,7 @@ def fit_products(products: Sequence[Product], *, launch_seconds: float, memory_b
     fit = ProductFit(peak, endless / peak, half, 0.0)
     pairs = [
         (
-            product_seconds(
-                p,
-                fit,
-                launch_seconds=launch_seconds,
-                memory_bytes_per_second=memory_bytes_per_second,
-            ),
+            product_seconds(p, fit, launch_seconds=launch_seconds, memory_bytes_per_second=memory_bytes_per_second),
             p.seconds,
         )
         for p in bound

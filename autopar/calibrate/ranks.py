@@ -101,15 +101,7 @@ def _failure(rank: int, text: str) -> AutoparError:
     return error
 
 
-def _rank(
-    rank: int,
-    ranks: int,
-    port: int,
-    pipe: Connection,
-    kind: str,
-    quick: bool,
-    formats: tuple[str, ...],
-) -> None:
+def _rank(rank: int, ranks: int, port: int, pipe: Connection, kind: str, quick: bool, formats: tuple[str, ...]) -> None:
     """The life of one process."""
     threading.Thread(target=follow_parent, daemon=True).start()
 

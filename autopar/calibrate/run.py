@@ -9,12 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from autopar.calibrate.devices import (
-    check_device,
-    default_device,
-    device_count,
-    find_device,
-)
+from autopar.calibrate.devices import check_device, default_device, device_count, find_device
 from autopar.calibrate.measure import Measurements, Progress, check_formats, measure
 from autopar.calibrate.ranks import PEER_SECONDS, measure_in_processes
 from autopar.calibrate.team import Team

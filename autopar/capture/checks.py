@@ -9,12 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar import _torch
-from autopar.capture.remedies import (
-    MODEL,
-    changed_in_place,
-    traced_line,
-    uncaptured,
-)
+from autopar.capture.remedies import MODEL, changed_in_place, traced_line, uncaptured
 from autopar.errors import CaptureError
 from autopar.ops.nodes import reached
 

@@ -42,11 +42,7 @@ from autopar.capture.guards.watch import Watch
 from autopar.capture.numbers import with_numbers
 from autopar.capture.open_sizes import OpenDims, open_to_export
 from autopar.capture.own_errors import own_error
-from autopar.capture.remedies import (
-    MODEL,
-    explained,
-    has_remedy,
-)
+from autopar.capture.remedies import MODEL, explained, has_remedy
 from autopar.capture.results import loss_in, loss_last
 from autopar.capture.rewrites import EXPORTED
 from autopar.capture.rewrites.functionalize_strided_ops import refuse_strides
@@ -255,12 +251,7 @@ def _require_scalar_loss(captured: Captured, loss_fn: LossFunction | None) -> No
 
 
 def _capture(
-    wrapper: _WithLoss,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    open_dims: OpenDims,
-    *,
-    is_step: bool,
+    wrapper: _WithLoss, args: tuple[Any, ...], kwargs: dict[str, Any], open_dims: OpenDims, *, is_step: bool
 ) -> Captured:
     refuse_nested(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
     # Export merges inputs that are one object, and a batch may contain one tensor twice.
@@ -281,12 +272,7 @@ def _capture(
         described = _describe(exported, wrapper, args, kwargs, is_step)
     described.module.recompile()
     return replace(
-        described,
-        forms=forms,
-        guards=watch.guards,
-        writes=watch.writes,
-        ran=watch.ran,
-        sets_up=watch.sets_up,
+        described, forms=forms, guards=watch.guards, writes=watch.writes, ran=watch.ran, sets_up=watch.sets_up
     )
 
 

@@ -181,12 +181,7 @@ class _PartCopies:
         return part
 
     def _read(
-        self,
-        one: fx.Node,
-        other: fx.Node,
-        number: int,
-        part: Sequence[fx.Node],
-        before: Sequence[fx.Node],
+        self, one: fx.Node, other: fx.Node, number: int, part: Sequence[fx.Node], before: Sequence[fx.Node]
     ) -> fx.Node:
         """The node that a block reads in place of `one`, read by the first block, and `other`, read by the last one."""
         if one in self.first:

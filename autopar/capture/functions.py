@@ -82,11 +82,7 @@ class _Applications:
         return pytree.tree_unflatten(leaves, trial.spec)
 
     def _trial(
-        self,
-        apply: _torch.Apply,
-        where: _Place,
-        arguments: FunctionArguments,
-        operands: Sequence[Tensor],
+        self, apply: _torch.Apply, where: _Place, arguments: FunctionArguments, operands: Sequence[Tensor]
     ) -> FunctionTrial:
         """The findings of a run without values; applications that are alike share one run."""
         kinds = [(tuple(x.shape), x.stride(), x.dtype, x.device) for x in operands]
@@ -102,11 +98,7 @@ class _Applications:
         return self._tried[key]
 
     def _findings(
-        self,
-        apply: _torch.Apply,
-        where: _Place,
-        arguments: FunctionArguments,
-        operands: Sequence[Tensor],
+        self, apply: _torch.Apply, where: _Place, arguments: FunctionArguments, operands: Sequence[Tensor]
     ) -> FunctionTrial:
         """The findings of a run without values or, of a kernel with a row that needs them, with random ones."""
         try:
@@ -166,11 +158,7 @@ class _Watch(TorchDispatchMode):
         self.draws = False
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         for x in pytree.tree_leaves((args, kwargs)):
@@ -178,8 +166,7 @@ class _Watch(TorchDispatchMode):
                 self._check(x)
         if "c10d" in func.namespace:
             raise self.where.refused(
-                f"communicates ({func})",
-                "Leave communication to the plan: autopar adds what the split needs",
+                f"communicates ({func})", "Leave communication to the plan: autopar adds what the split needs"
             )
         self.draws |= draws_numbers(func, args, kwargs)
         return func(*args, **kwargs)
@@ -266,8 +253,7 @@ class _TrialRun:
     def _check_results(self, leaves: Sequence[Any], operands: Sequence[Tensor]) -> None:
         if any(x._version for x in operands):
             raise self.where.refused(
-                "changes one of its arguments in place",
-                "Return a new tensor, and drop ctx.mark_dirty",
+                "changes one of its arguments in place", "Return a new tensor, and drop ctx.mark_dirty"
             )
         other = [x for x in leaves if not isinstance(x, (Tensor, *_PLAIN))]
         if other or not any(isinstance(x, Tensor) for x in leaves):
@@ -286,11 +272,7 @@ class _TrialRun:
         try:
             with self.watch:
                 found = torch.autograd.grad(
-                    ends,
-                    [operands[i] for i in wanted],
-                    gradients,
-                    retain_graph=True,
-                    allow_unused=True,
+                    ends, [operands[i] for i in wanted], gradients, retain_graph=True, allow_unused=True
                 )
         except CaptureError:
             raise
@@ -298,8 +280,7 @@ class _TrialRun:
             return others, False
         if self.watch.draws:
             raise self.where.refused(
-                "draws random numbers in its backward, which would differ between ranks",
-                "Draw them in forward",
+                "draws random numbers in its backward, which would differ between ranks", "Draw them in forward"
             )
         return others | {i for i, x in zip(wanted, found, strict=True) if x is None}, True
 

@@ -62,10 +62,7 @@ _VALUE_METHODS = frozenset(
     }
 )
 _TORCH = Path(torch.__file__).parent
-_COMMUTATIVE = (
-    "add",
-    "mul",
-)  # the tensor is the first operand, on whichever side Python has the number
+_COMMUTATIVE = ("add", "mul")  # the tensor is the first operand, on whichever side Python has the number
 _CLOSE = 1e-6  # relative: a number is rounded to the format of a tensor that it meets
 
 

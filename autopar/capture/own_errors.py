@@ -57,11 +57,7 @@ class _FailedCalls(TorchFunctionMode):
         self._failed: list[tuple[Exception, Callable[[], object]]] = []
 
     def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         try:
             return func(*args, **(kwargs or {}))

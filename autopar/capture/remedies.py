@@ -94,10 +94,7 @@ def _remedy_of_control_flow(wrapper: nn.Module) -> str:
 
 
 # What a line says that needs the values of a tensor -> what to do. The first that fits counts; the last always does.
-_LINES: tuple[tuple[str, Callable[[nn.Module], str]], ...] = (
-    ("expert", _expert_remedy),
-    ("", _remedy_of_control_flow),
-)
+_LINES: tuple[tuple[str, Callable[[nn.Module], str]], ...] = (("expert", _expert_remedy), ("", _remedy_of_control_flow))
 
 # What an error says -> what to do. The first that fits counts.
 _REMEDIES = (

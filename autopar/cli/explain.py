@@ -57,13 +57,7 @@ Examples:
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 @click.option("--verbose", "is_verbose", is_flag=True, help="Also list the sizes that no axis divides.")
 def explain_command(
-    target: str,
-    save: Path | None,
-    html: Path | None,
-    trace: Path | None,
-    as_json: bool,
-    is_verbose: bool,
-    **given: Any,
+    target: str, save: Path | None, html: Path | None, trace: Path | None, as_json: bool, is_verbose: bool, **given: Any
 ) -> None:
     check_output(save, html, trace)
     with working() as progress:

@@ -116,11 +116,7 @@ RECIPE_NAMES = (
 POSITIVE = Count()
 
 _WHERE = (
-    click.option(
-        "--cluster",
-        metavar="NAME",
-        help="GPU x ranks in a node x nodes: h100x8x16, a100x4; or a TOML file.",
-    ),
+    click.option("--cluster", metavar="NAME", help="GPU x ranks in a node x nodes: h100x8x16, a100x4; or a TOML file."),
     click.option(
         "--batch",
         type=BatchSize(),
@@ -131,10 +127,7 @@ _WHERE = (
     ),
     click.option("--seq", type=POSITIVE, metavar="N", help="Tokens of a sequence."),
     click.option(
-        "--ranks",
-        type=Count(MOST_RANKS),
-        metavar="N",
-        help="Number of ranks, where --cluster names one GPU or none.",
+        "--ranks", type=Count(MOST_RANKS), metavar="N", help="Number of ranks, where --cluster names one GPU or none."
     ),
     click.option("--hardware", metavar="GPU", help="The GPU of --mesh or --ranks; by default h100."),
 )

@@ -35,11 +35,7 @@ def working() -> Iterator[Progress]:
         if not sys.stderr.isatty():
             yield silent
             return
-        columns = (
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            TimeElapsedColumn(),
-        )
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
         with Bar(*columns, console=Screen(stderr=True), transient=True) as bar:
             task = bar.add_task("reading the model", total=None)
             yield lambda message: bar.update(task, description=message)

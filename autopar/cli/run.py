@@ -20,15 +20,7 @@ from torch.distributed.run import get_args_parser
 from torch.distributed.run import run as torchrun
 
 from autopar.cli.options import POSITIVE, Count, Real
-from autopar.errors import (
-    CaptureError,
-    LayoutError,
-    MeshError,
-    NoLossError,
-    PlanError,
-    RecipeError,
-    SearchError,
-)
+from autopar.errors import CaptureError, LayoutError, MeshError, NoLossError, PlanError, RecipeError, SearchError
 from autopar.runtime.ranks.launch import (
     check_ranks,
     first_failure,
@@ -136,12 +128,7 @@ Examples:
   autopar run train.py --ranks 4 --min-ranks 2
   autopar run --ranks 2 examples/train_gpt.py --steps 100""",
 )
-@click.option(
-    "--ranks",
-    type=POSITIVE,
-    metavar="N",
-    help="Number of processes; by default one for each accelerator.",
-)
+@click.option("--ranks", type=POSITIVE, metavar="N", help="Number of processes; by default one for each accelerator.")
 @click.option(
     "--max-restarts",
     type=Count(least=0),
@@ -158,12 +145,7 @@ Examples:
     show_default=True,
     help="After an attempt of this many seconds the count of restarts begins again.",
 )
-@click.option(
-    "--min-ranks",
-    type=POSITIVE,
-    metavar="M",
-    help="Lowest number of ranks to go on with; by default N.",
-)
+@click.option("--min-ranks", type=POSITIVE, metavar="M", help="Lowest number of ranks to go on with; by default N.")
 @click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run_command(

@@ -42,16 +42,9 @@ Examples:
 )
 @click.argument("target")
 @plan_option("mesh", help="Axes of the mesh, such as dp=2,tp=2 or pp=2,tp=2.")
-@plan_option(
-    "recipe",
-    default=None,
-    help=f"One of {RECIPE_NAMES}, or per axis: pp:1f1b,tp:tp+sp.  [default: auto]",
-)
+@plan_option("recipe", default=None, help=f"One of {RECIPE_NAMES}, or per axis: pp:1f1b,tp:tp+sp.  [default: auto]")
 @plan_option("schedule")
-@plan_option(
-    "micro_batches",
-    help="Micro-batches of a step; by default 1, and two for each rank of a pipeline.",
-)
+@plan_option("micro_batches", help="Micro-batches of a step; by default 1, and two for each rank of a pipeline.")
 @click.option("--plan", "path", type=click.Path(path_type=Path), help="A saved plan to prove.")
 @click.option("--random", "draw", is_flag=True, help="Draw the plan at random.")
 @click.option("--seed", type=Count(2**63 - 1, 0), help="Of a random plan.  [default: 0]")
@@ -123,11 +116,7 @@ def _refuse(what: str, does: str, given: Mapping[str, object]) -> None:
 
 
 def _micro_batch(
-    plan: Plan,
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    loss_fn: LossFunction | None,
+    plan: Plan, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: LossFunction | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The inputs that the plan was made for: the example, or one micro-batch of it."""
     if plan.micro_batches == 1:

@@ -15,15 +15,7 @@ from autopar.cost_model.machines.cluster import Cluster
 from autopar.cost_model.steps.run import total
 from autopar.errors import AutoparError, SearchError
 from autopar.explanation.answers import Advice, words_of_factors
-from autopar.explanation.candidate_rows import (
-    AS_FAST,
-    idle,
-    kept_notes,
-    largest_cause,
-    name_of,
-    row_of,
-    slower,
-)
+from autopar.explanation.candidate_rows import AS_FAST, idle, kept_notes, largest_cause, name_of, row_of, slower
 from autopar.explanation.costs import run_of
 from autopar.explanation.few_layers import capture_target, tokens_of, training_state_of, with_graph
 from autopar.explanation.report import axis_lines
@@ -45,11 +37,7 @@ from autopar.planning.layers import spoken_of_all_layers
 from autopar.planning.planning import Prepared, part_of, search_step
 from autopar.search.candidates.candidates import SettingEstimator
 from autopar.search.candidates.comparison import compared, smallest
-from autopar.search.candidates.request_filters import (
-    check_closed_form,
-    expand_pins,
-    has_closed_form,
-)
+from autopar.search.candidates.request_filters import check_closed_form, expand_pins, has_closed_form
 from autopar.search.candidates.settings import ClusterSetting, PricedCandidate
 from autopar.search.candidates.trials import Explored, Searched, closed_forms, space_of
 from autopar.search.request.notes import undivided_lines
@@ -123,10 +111,7 @@ class Question:
         if batch not in self._captured:
             self.progress(f"capturing {self.target}")
             target = resolve_target(self.target, batch=batch or None, seq=self.seq, dtype=self._parameter_dtype)
-            self._captured[batch] = (
-                target,
-                *capture_target(target, precision=self.request.precision),
-            )
+            self._captured[batch] = (target, *capture_target(target, precision=self.request.precision))
         return self._captured[batch][1:]
 
     @property
@@ -326,12 +311,7 @@ class Question:
         prepared, request = self._posed
         return search_step(
             prepared,
-            request.but(
-                mesh=plan.world_mesh,
-                micro_batches=plan.micro_batches,
-                stages=None,
-                without=frozenset(),
-            ),
+            request.but(mesh=plan.world_mesh, micro_batches=plan.micro_batches, stages=None, without=frozenset()),
         )
 
     def whole_plan(self, plan: Plan) -> Plan:

@@ -161,11 +161,7 @@ def _searched(question: Question) -> TriedBatch:
 def _with(tried: TriedBatch, advice: Advice) -> TriedBatch:
     """A batch at the price of a searched plan."""
     return replace(
-        tried,
-        seconds=advice.step_seconds,
-        memory_bytes=advice.memory_bytes,
-        plan=name_of(advice.plan),
-        advice=advice,
+        tried, seconds=advice.step_seconds, memory_bytes=advice.memory_bytes, plan=name_of(advice.plan), advice=advice
     )
 
 

@@ -60,13 +60,7 @@ def _collectives(pricer: Pricer, op: Op, operands: tuple[str, ...]) -> Iterator[
     for position, operand in enumerate(operands):
         for item in pricer.into(op, position):
             if item.resource != COMPUTE and float(item.traffic_bytes) > 0:
-                yield BlockCollective(
-                    item.resource,
-                    item.kind,
-                    float(item.traffic_bytes),
-                    float(item.seconds),
-                    operand,
-                )
+                yield BlockCollective(item.resource, item.kind, float(item.traffic_bytes), float(item.seconds), operand)
 
 
 def _in_block(op: Op, graph: Graph) -> bool:

@@ -149,12 +149,7 @@ class PlanCost:
     @cached_property
     def symbolic(self) -> Step:
         """The step as formulas."""
-        run = replace(
-            self.run,
-            micro_batches=symbol("micro_batches"),
-            stages=symbol("stages"),
-            chunks=symbol("chunks"),
-        )
+        run = replace(self.run, micro_batches=symbol("micro_batches"), stages=symbol("stages"), chunks=symbol("chunks"))
         return _step(self.expressions, run, self.software, link_symbols(["pp"])[0])
 
     @cached_property
@@ -175,12 +170,7 @@ class PlanCost:
     def at(self, **values: Any) -> Step:
         """The step at other values of symbols; arrays price many configurations at once."""
         given = {**self.values, **values}
-        run = replace(
-            self.run,
-            micro_batches=given["micro_batches"],
-            stages=given["stages"],
-            chunks=given["chunks"],
-        )
+        run = replace(self.run, micro_batches=given["micro_batches"], stages=given["stages"], chunks=given["chunks"])
         return _step(self.expressions.at(**given), run, self.software, link_of(given, "pp"))
 
     @cached_property
@@ -211,10 +201,7 @@ class PlanCost:
         sent = self.simulated.traffic
         parts = sorted((*tree.parts, sent), key=lambda part: (-part.value, part.name))
         return replace(
-            tree,
-            value=tree.value + sent.value,
-            parts=tuple(parts),
-            expression=tree.expression + sent.expression,
+            tree, value=tree.value + sent.value, parts=tuple(parts), expression=tree.expression + sent.expression
         )
 
     def _tree(self, name: str, unit: Unit, terms: Callable[[Step], tuple[Term, ...]]) -> Breakdown:

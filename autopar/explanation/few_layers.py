@@ -40,10 +40,7 @@ def capture_target(
 
 
 def _prepared_few(
-    target: Target,
-    rows: tuple[int, int] | None,
-    precision: MixedPrecision | None,
-    build: Callable[[], Built],
+    target: Target, rows: tuple[int, int] | None, precision: MixedPrecision | None, build: Callable[[], Built]
 ) -> Prepared:
     with torch.device("meta") if target.is_function else contextlib.nullcontext():
         model, args, kwargs, loss_fn = build()

@@ -166,10 +166,7 @@ def _schedule(plan: Plan) -> dict[str, Any]:
         return {}
     named = any(part.startswith(f"{PIPELINE_AXIS}:") for part in plan.recipe.split(","))
     chunks = plan.pipeline.stages // plan.pipeline.ranks
-    return {
-        "schedule": None if named else plan.pipeline.schedule,
-        "chunks": chunks if chunks > 1 else None,
-    }
+    return {"schedule": None if named else plan.pipeline.schedule, "chunks": chunks if chunks > 1 else None}
 
 
 def _bounds(request: Request | None) -> dict[str, Any]:

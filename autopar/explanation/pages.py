@@ -52,11 +52,7 @@ def page_of(
         asked=asked(explanation, title),
         launch=(
             *_found_batch(explanation),
-            *launch(
-                explanation,
-                saved,
-                has_loss_fn=isinstance(explanation, Advice) and explanation.has_loss_fn,
-            ),
+            *launch(explanation, saved, has_loss_fn=isinstance(explanation, Advice) and explanation.has_loss_fn),
         ),
     )
     return dataclasses.replace(page, document=_document(explanation, page)) if has_document else page
@@ -235,11 +231,7 @@ def _formulas(e: Explanation) -> Iterator[Formula]:
     """Every cost as the sum of its parts by name, and the largest parts as formulas."""
     e = e.closed_form  # what a simulation measures has no formula
     plain = _plain_symbols(e)
-    for tree, shown in (
-        (e.time, format_seconds),
-        (e.memory, format_bytes),
-        (e.traffic, format_bytes),
-    ):
+    for tree, shown in ((e.time, format_seconds), (e.memory, format_bytes), (e.traffic, format_bytes)):
         if tree.parts:
             yield Formula(tree.name, _named_sum(tree), shown(tree.value))
         for part in tree.parts[:_FORMULAS]:

@@ -105,11 +105,7 @@ def _place_options(setting: ClusterSetting) -> str:
     return f"--mesh {axes} --recipe {recipe} --micro-batches {setting.micro_batches}"
 
 
-_Kind = tuple[
-    Callable[[ClusterSetting], str],
-    Callable[[ClusterSetting], bool],
-    Callable[[ClusterSetting], float],
-]
+_Kind = tuple[Callable[[ClusterSetting], str], Callable[[ClusterSetting], bool], Callable[[ClusterSetting], float]]
 
 
 def _kinds(s: ClusterSetting) -> list[_Kind]:
@@ -180,10 +176,7 @@ def _offloaded(question: Question, setting: ClusterSetting) -> Iterator[Found]:
         schedule=setting.schedule or None,
         chunks=None,
     )
-    for request, options in (
-        (here, f"{_place_options(setting)} --offload"),
-        (anywhere, "--offload"),
-    ):
+    for request, options in ((here, f"{_place_options(setting)} --offload"), (anywhere, "--offload")):
         try:
             advice = question.on(request).answer()
         except AutoparError:  # nothing fits with the host either

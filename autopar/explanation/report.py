@@ -37,11 +37,7 @@ ZERO_NAMES = {1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
 def explain(plan: Plan, graph: Graph, seconds: Mapping[str, float]) -> RenderableType:
     """A plan as a headline, what was chosen and why, and tables of parameters and ops; `seconds` by name of op."""
     return Group(
-        headline(plan),
-        *map(Text, plan.notes),
-        Text(),
-        parameter_table(plan, graph),
-        op_table(plan, graph, seconds),
+        headline(plan), *map(Text, plan.notes), Text(), parameter_table(plan, graph), op_table(plan, graph, seconds)
     )
 
 
@@ -55,8 +51,7 @@ def headline(plan: Plan) -> Text:
     again = "".join(f", {words}" for words in said if words)
     text = Text(f"Plan for {ranks} as {mesh}", style="bold")
     return text.append(
-        f"  recipe {plan.recipe_in_use}{schedule}{batches}{again}, model {plan.fingerprint}",
-        style="not bold dim",
+        f"  recipe {plan.recipe_in_use}{schedule}{batches}{again}, model {plan.fingerprint}", style="not bold dim"
     )
 
 
@@ -314,9 +309,7 @@ def _numbers_out(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=[. ]|$)", "*", name)
 
 
-def _folded(
-    rows: Iterable[tuple[str, tuple[str, ...], int]],
-) -> Iterable[tuple[str, int, tuple[str, ...]]]:
+def _folded(rows: Iterable[tuple[str, tuple[str, ...], int]]) -> Iterable[tuple[str, int, tuple[str, ...]]]:
     """Rows whose names differ only in a number between dots, and which say the same, once.
 
     With how many of them the whole model has.

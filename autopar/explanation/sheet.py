@@ -13,24 +13,9 @@ from autopar.explanation.answers import Advice
 from autopar.explanation.fitting import Fit, Remedy
 from autopar.explanation.launch import asked
 from autopar.explanation.pages import change_line, word_of
-from autopar.explanation.report import (
-    collective_table,
-    collectives,
-    op_table,
-    parameter_table,
-    used_axes,
-)
+from autopar.explanation.report import collective_table, collectives, op_table, parameter_table, used_axes
 from autopar.units import format_bytes, format_seconds
-from autopar.views import (
-    BatchTable,
-    CandidateTable,
-    Page,
-    SensitivityTable,
-    StageSummary,
-    Tree,
-    memory_bar,
-    time_bar,
-)
+from autopar.views import BatchTable, CandidateTable, Page, SensitivityTable, StageSummary, Tree, memory_bar, time_bar
 from autopar.views.bars import headline
 from autopar.views.gantt import Gantt
 

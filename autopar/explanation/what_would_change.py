@@ -71,10 +71,7 @@ def faster_clusters(request: Request) -> Iterator[tuple[str, Request]]:
     peaks = tuple((size, 2 * flops) for size, flops in hardware.peak_flops)
     memory = 2 * hardware.memory_bytes_per_second
     yield "twice the arithmetic", request.but(hardware=replace(hardware, peak_flops=peaks))
-    yield (
-        "twice the memory bandwidth",
-        request.but(hardware=replace(hardware, memory_bytes_per_second=memory)),
-    )
+    yield ("twice the memory bandwidth", request.but(hardware=replace(hardware, memory_bytes_per_second=memory)))
     if cluster.devices_per_node > 1:
         yield "twice the bandwidth inside a node", faster("inside_node")
     if cluster.nodes > 1:

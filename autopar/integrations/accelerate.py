@@ -106,10 +106,7 @@ class AutoparAccelerator(Accelerator):
             # The first batch moves the model there, shard by shard.
             where = self.device if placed else _device_of(model)
             prepared = self._known[model] = PreparedModel(
-                model,
-                {"device": where} | self._plan_options,
-                autocast,
-                loss_outside=self._loss_outside,
+                model, {"device": where} | self._plan_options, autocast, loss_outside=self._loss_outside
             )
         if all(prepared is not one for one in self._models):
             self._models.append(prepared)
@@ -120,10 +117,7 @@ class AutoparAccelerator(Accelerator):
         return model if isinstance(model, PreparedModel) else self._known.get(model)
 
     def prepare_data_loader(
-        self,
-        data_loader: DataLoader[Any],
-        device_placement: bool | None = None,
-        slice_fn_for_dispatch: Any = None,
+        self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
         """A loader that gives every rank the batch of all ranks.
 

@@ -167,10 +167,7 @@ class PreparedModel(nn.Module):
         save_checkpoint(folder, self.module, optimizer, **extra)
 
     def load(
-        self,
-        folder: str,
-        optimizer: Optimizer | None,
-        then: Callable[[dict[str, Any]], object] = lambda extra: None,
+        self, folder: str, optimizer: Optimizer | None, then: Callable[[dict[str, Any]], object] = lambda extra: None
     ) -> None:
         """Loads a folder of `save`, under this plan or another; with the first batch if there is no plan yet.
 

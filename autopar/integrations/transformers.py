@@ -101,12 +101,7 @@ class AutoparMixin:
 
         Raises AutoparError for training arguments that plan in another way, naming what to ask instead.
         """
-        self._asked: dict[str, Any] = {
-            "mesh": mesh,
-            "recipe": recipe,
-            "options": options,
-            "loss_outside": loss_outside,
-        }
+        self._asked: dict[str, Any] = {"mesh": mesh, "recipe": recipe, "options": options, "loss_outside": loss_outside}
         super().__init__(*positional, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:

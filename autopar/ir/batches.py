@@ -75,8 +75,7 @@ def _choice(choice: Choice, sizes: Mapping[str, int]) -> Choice:
 
 def _work(work: Work, sizes: Mapping[str, int]) -> Work:
     return Work(
-        work.coefficient,
-        *(_leaves(group, sizes) for group in (work.rows, work.columns, work.inner, work.batch)),
+        work.coefficient, *(_leaves(group, sizes) for group in (work.rows, work.columns, work.inner, work.batch))
     )
 
 

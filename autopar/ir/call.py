@@ -7,15 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from autopar.ir.conversion import BY_ROWS, LayoutStep, steps_of
-from autopar.ir.layout import (
-    WHOLE,
-    Dims,
-    Layout,
-    State,
-    local_elements,
-    local_factors,
-    local_shape,
-)
+from autopar.ir.layout import WHOLE, Dims, Layout, State, local_elements, local_factors, local_shape
 from autopar.ir.mesh import Mesh
 from autopar.ir.share import on
 

@@ -52,18 +52,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from autopar.errors import LayoutError
-from autopar.ir.layout import (
-    WHOLE,
-    Dims,
-    Layout,
-    R,
-    S,
-    State,
-    axes_along,
-    format_layout,
-    in_nesting_order,
-    nested,
-)
+from autopar.ir.layout import WHOLE, Dims, Layout, R, S, State, axes_along, format_layout, in_nesting_order, nested
 from autopar.ir.mesh import Mesh
 from autopar.ir.uneven import uneven_axes
 from autopar.ir.vacancy import can_step
@@ -366,10 +355,7 @@ def _detour(step: LayoutStep) -> LayoutStep:
 
     A chunk of S(d.*) does not follow the factors of its dim, so that no all-to-all leads to another split.
     """
-    if step.source.kind == step.target.kind == "S" and WHOLE in (
-        step.source.factor,
-        step.target.factor,
-    ):
+    if step.source.kind == step.target.kind == "S" and WHOLE in (step.source.factor, step.target.factor):
         return LayoutStep(step.axis, step.source, R)
     return step
 

@@ -42,10 +42,7 @@ EXCLUDES: Mapping[tuple[Feature, Feature], str] = {
     (Feature.REPLICAS, Feature.STAGES): "replicas in stages cannot be run yet",
     (Feature.REPLICAS, Feature.OFF_DEVICE): "replicas whose parameters are on the host cannot synchronise "
     "yet; a recipe such as zero3 keeps them on the device",
-    (
-        Feature.SERVED_REPLICAS,
-        Feature.WIDE_REPLICAS,
-    ): "a replica that exchanges with an asynchronous server is a "
+    (Feature.SERVED_REPLICAS, Feature.WIDE_REPLICAS): "a replica that exchanges with an asynchronous server is a "
     "single rank so far; replicas under geo wait for each other and may have several",
     (Feature.VERSIONS, Feature.PRECISION): _STORED,
     (Feature.VERSIONS, Feature.OFF_DEVICE): _STORED,

@@ -72,12 +72,7 @@ class Tensor:
     def _in_format(self, itemsize_bytes: int | None) -> Tensor:
         if itemsize_bytes is None:
             return self
-        return replace(
-            self,
-            itemsize_bytes=itemsize_bytes,
-            stored_itemsize_bytes=None,
-            gradient_itemsize_bytes=None,
-        )
+        return replace(self, itemsize_bytes=itemsize_bytes, stored_itemsize_bytes=None, gradient_itemsize_bytes=None)
 
     @property
     def formats(self) -> tuple[int, int | None, int | None]:

@@ -107,12 +107,7 @@ from autopar.ir.plan_reading import (
     wrong_version,
 )
 from autopar.ir.precision import MixedPrecision
-from autopar.ir.recompute import (
-    Recompute,
-    check_recompute,
-    format_recompute,
-    recompute_json,
-)
+from autopar.ir.recompute import Recompute, check_recompute, format_recompute, recompute_json
 from autopar.ir.saved import SavedLayout, parse_saved
 from autopar.ir.tier import format_place
 from autopar.units import counted

@@ -18,26 +18,12 @@ from autopar.ir.note import NOTE_KINDS, Note, kind_of
 from autopar.ir.parameter_plan import ParameterPlan, Reduction
 from autopar.ir.pipeline import Pipeline, pipeline_position
 from autopar.ir.precision import MixedPrecision
-from autopar.ir.recompute import (
-    Recompute,
-    Selection,
-    parse_recompute,
-)
+from autopar.ir.recompute import Recompute, Selection, parse_recompute
 from autopar.ir.tier import parse_place
 
 VERSION = 1
 # The fields of a plan's JSON: those of every plan, and those that only some have.
-FIELDS = (
-    "version",
-    "mesh",
-    "model",
-    "recipe",
-    "micro_batches",
-    "parameters",
-    "inputs",
-    "ops",
-    "notes",
-)
+FIELDS = ("version", "mesh", "model", "recipe", "micro_batches", "parameters", "inputs", "ops", "notes")
 OPTIONAL_FIELDS = (
     "replicas",
     "pipeline",

@@ -22,10 +22,7 @@ Tier = Literal["device", "host", "nvme"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
 TO_DEVICE, FROM_DEVICE = "to_device", "from_device"  # the link between device and host
 TO_HOST, FROM_HOST = "to_host", "from_host"  # the link between host and files
-_LINKS: dict[Tier, tuple[str, str]] = {
-    "host": (TO_DEVICE, FROM_DEVICE),
-    "nvme": (TO_HOST, FROM_HOST),
-}
+_LINKS: dict[Tier, tuple[str, str]] = {"host": (TO_DEVICE, FROM_DEVICE), "nvme": (TO_HOST, FROM_HOST)}
 
 
 class TieredLayout(NamedTuple):

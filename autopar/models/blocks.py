@@ -97,11 +97,7 @@ class Attention(nn.Module):
             q, k, v = (part.transpose(1, 2) for part in y.unbind(-2))
             return q, k, v
         q, k, v = y.split([group, 1, 1], dim=-2)  # BSKgH, BSK1H, BSK1H
-        return (
-            q.flatten(2, 3).transpose(1, 2),
-            k.squeeze(3).transpose(1, 2),
-            v.squeeze(3).transpose(1, 2),
-        )
+        return (q.flatten(2, 3).transpose(1, 2), k.squeeze(3).transpose(1, 2), v.squeeze(3).transpose(1, 2))
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, positions: Positions) -> Tensor:
         scale = 1 / math.sqrt(self.blocks.head_dim)

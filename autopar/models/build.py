@@ -11,13 +11,7 @@ from torch import Tensor, nn
 
 from autopar.errors import AutoparError
 from autopar.models.blocks import INIT_STD, Positions, TransformerBlock, dropout, norm
-from autopar.models.description import (
-    RELATIVE_BUCKETS,
-    Description,
-    EncoderDecoder,
-    Transformer,
-    VisionTransformer,
-)
+from autopar.models.description import RELATIVE_BUCKETS, Description, EncoderDecoder, Transformer, VisionTransformer
 
 ROTARY_BASE = 10_000.0  # arXiv 2104.09864, equation 15
 FARTHEST = 128  # where T5's buckets of relative positions end (arXiv 1910.10683, section 2.1)
@@ -55,11 +49,7 @@ def with_layers(description: Description, layers: int) -> Description:
 
 
 def example_inputs(
-    description: Description,
-    batch: int,
-    seq: int | None = None,
-    *,
-    dtype: torch.dtype = torch.bfloat16,
+    description: Description, batch: int, seq: int | None = None, *, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Tensor, ...]:
     """Inputs of one micro-batch on the meta device.
 

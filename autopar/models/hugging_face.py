@@ -58,11 +58,7 @@ class Task:
 
 # Tried in this order where a configuration names no architecture.
 TASKS = (
-    Task(
-        "AutoModelForSeq2SeqLM",
-        "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
-        ("ForConditionalGeneration",),
-    ),
+    Task("AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", ("ForConditionalGeneration",)),
     Task("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING", ("ForMaskedLM", "ForPreTraining")),
     Task("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING", ("ForCausalLM", "LMHeadModel")),
     Task(
@@ -109,9 +105,7 @@ class Pretrained:
         try:
             with torch.device("meta"):
                 model = auto.from_config(
-                    copy.deepcopy(config),
-                    dtype=self.dtype,
-                    attn_implementation="sdpa" if sdpa else "eager",
+                    copy.deepcopy(config), dtype=self.dtype, attn_implementation="sdpa" if sdpa else "eager"
                 )
         except ImportError:  # of a package that the model needs, which is said elsewhere
             raise

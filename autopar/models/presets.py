@@ -12,14 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from autopar.errors import AutoparError
-from autopar.models.description import (
-    LLAMA,
-    Description,
-    EncoderDecoder,
-    Transformer,
-    VisionTransformer,
-    padded,
-)
+from autopar.models.description import LLAMA, Description, EncoderDecoder, Transformer, VisionTransformer, padded
 
 
 @dataclass(frozen=True)
@@ -44,25 +37,13 @@ class Preset:
 
 def _llama3(hidden: int, layers: int, heads: int, ffn: int) -> Transformer:
     return Transformer(
-        hidden=hidden,
-        layers=layers,
-        heads=heads,
-        kv_heads=8,
-        ffn=ffn,
-        vocab=128256,
-        max_positions=8192,
-        **LLAMA,
+        hidden=hidden, layers=layers, heads=heads, kv_heads=8, ffn=ffn, vocab=128256, max_positions=8192, **LLAMA
     )
 
 
 def _gpt(hidden: int, layers: int, heads: int, max_positions: int) -> Transformer:
     return Transformer(
-        hidden=hidden,
-        layers=layers,
-        heads=heads,
-        ffn=4 * hidden,
-        vocab=padded(50257),
-        max_positions=max_positions,
+        hidden=hidden, layers=layers, heads=heads, ffn=4 * hidden, vocab=padded(50257), max_positions=max_positions
     )
 
 

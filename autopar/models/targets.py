@@ -87,11 +87,7 @@ class Target:
 
 
 def resolve_target(
-    text: str | Preset,
-    *,
-    batch: int | None = None,
-    seq: int | None = None,
-    dtype: torch.dtype = torch.bfloat16,
+    text: str | Preset, *, batch: int | None = None, seq: int | None = None, dtype: torch.dtype = torch.bfloat16
 ) -> Target:
     """The model that a text names.
 

@@ -106,13 +106,7 @@ class AttentionBlock(NamedTuple):
         tensors, bias = (self.query, self.key, self.value), self._bias_of_all()
         if _torch.has_fused_attention(*tensors, bias):
             return _torch.fused_attention_backward(
-                gradient,
-                *tensors,
-                bias,
-                result,
-                logsumexp,
-                is_causal=self._is_triangle,
-                scale=self.scale,
+                gradient, *tensors, bias, result, logsumexp, is_causal=self._is_triangle, scale=self.scale
             )
         of_query = []
         of_key, of_value = (torch.zeros_like(x, dtype=wide(x.dtype)).unsqueeze(2) for x in (self.key, self.value))

@@ -65,17 +65,7 @@ def _kind_of(x: Any) -> Hashable:
     sizes = (*x.shape, *x.stride(), x.storage_offset())
     if not all(type(size) is int for size in sizes):
         raise TypeError("an open size")
-    return (
-        x.fake_mode,
-        x.dtype,
-        x.device,
-        x.requires_grad,
-        x.ndim,
-        sizes,
-        x.is_conj(),
-        x.is_neg(),
-        x.is_inference(),
-    )
+    return (x.fake_mode, x.dtype, x.device, x.requires_grad, x.ndim, sizes, x.is_conj(), x.is_neg(), x.is_inference())
 
 
 def is_like(one: fx.Node, other: fx.Node) -> bool:

@@ -160,11 +160,7 @@ class Cut(NamedTuple):
 
     def result(self, of: str) -> _Result:
         """An empty result "x", "weight", "bias" or "y"."""
-        has = {
-            "rows": ("x", "y"),
-            "features": ("x", "weight"),
-            "columns": ("weight", "bias", "y"),
-        }[self.factor]
+        has = {"rows": ("x", "y"), "features": ("x", "weight"), "columns": ("weight", "bias", "y")}[self.factor]
         if of not in has:
             return _Result(None)
         own = {"weight": int(self.factor == "features"), "bias": 0}

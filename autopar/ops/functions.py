@@ -16,11 +16,7 @@ from autopar.errors import CaptureError
 
 
 def _results(
-    operands: Sequence[Tensor],
-    ranks: Sequence[int],
-    sizes: Sequence[int],
-    dtypes: Sequence[str],
-    *_: Any,
+    operands: Sequence[Tensor], ranks: Sequence[int], sizes: Sequence[int], dtypes: Sequence[str], *_: Any
 ) -> list[Tensor]:
     """Tensors without values, of the shapes that `ranks` cuts `sizes` into.
 

@@ -20,11 +20,7 @@ def keep_mask(x: Tensor, key: Tensor, p: float) -> Tensor:
 
 
 def draw(
-    op: str,
-    operands: Sequence[Tensor],
-    key: Tensor,
-    scalars: Sequence[float],
-    dtype: torch.dtype | None = None,
+    op: str, operands: Sequence[Tensor], key: Tensor, scalars: Sequence[float], dtype: torch.dtype | None = None
 ) -> Tensor:
     """The result of `torch.ops.aten.<op>(...)` with a generator that the key seeds.
 
@@ -41,11 +37,7 @@ def draw(
 
 
 def drawn_call(
-    op: str,
-    operands: Sequence[Tensor],
-    key: Tensor,
-    scalars: Sequence[float],
-    dtype: torch.dtype | None = None,
+    op: str, operands: Sequence[Tensor], key: Tensor, scalars: Sequence[float], dtype: torch.dtype | None = None
 ) -> tuple[OpOverload, tuple[Any, ...], dict[str, Any]]:
     """The overload that `draw` runs, with its arguments; the generator is the default one."""
     name, _, overload = op.partition(".")
@@ -60,11 +52,7 @@ def drawn_call(
 
 
 def _without_values(
-    op: str,
-    operands: Sequence[Tensor],
-    key: Tensor,
-    scalars: Sequence[float],
-    dtype: torch.dtype | None = None,
+    op: str, operands: Sequence[Tensor], key: Tensor, scalars: Sequence[float], dtype: torch.dtype | None = None
 ) -> Tensor:
     function, arguments, types = drawn_call(op, operands, key, scalars, dtype)
     found: Tensor = function(*arguments, **types)

@@ -164,13 +164,7 @@ def attend_backward(
 
 
 def _backward(
-    place: RingPlace,
-    how: Scoring,
-    own: Operands,
-    attended: Attended,
-    gradient: Tensor,
-    *,
-    dealt: bool,
+    place: RingPlace, how: Scoring, own: Operands, attended: Attended, gradient: Tensor, *, dealt: bool
 ) -> Dialogue[Tensors]:
     """The gradients of the rank's query, key and value, computed without dealing rows out or back.
 

@@ -57,12 +57,7 @@ class Composed(NamedTuple):
 
 
 def composed(
-    graph: Graph,
-    plan: Plan,
-    hardware: Hardware,
-    *,
-    software: Software = AUTOPAR,
-    training_state: TrainingState = FULL,
+    graph: Graph, plan: Plan, hardware: Hardware, *, software: Software = AUTOPAR, training_state: TrainingState = FULL
 ) -> Composed:
     """Time and memory of a plan, as `Explanation.step_seconds` and `memory_bytes` print them.
 
@@ -137,10 +132,7 @@ def step_of(
         meeting_link=machine.link(plan.world_mesh, 0) if plan.meeting else None,
     )
     run = Run(
-        plan.micro_batches,
-        recompute=blocks.left,
-        training_state=training_state,
-        overlap_batches=plan.overlap_batches,
+        plan.micro_batches, recompute=blocks.left, training_state=training_state, overlap_batches=plan.overlap_batches
     )
     step = Step(
         tuple(pricer.items()) if with_items else (),
@@ -238,12 +230,7 @@ class StepCost:
 
 
 def cost_of(
-    graph: Graph,
-    plan: Plan,
-    hardware: Hardware,
-    *,
-    software: Software = AUTOPAR,
-    training_state: TrainingState = FULL,
+    graph: Graph, plan: Plan, hardware: Hardware, *, software: Software = AUTOPAR, training_state: TrainingState = FULL
 ) -> StepCost:
     """Time and memory of a plan without stages, by kind; arguments as in `composed`."""
     return StepCost.of(step_of(graph, plan, hardware, software=software, training_state=training_state))

@@ -36,9 +36,7 @@ def side_by_side(blocks: PricedBlocks, cuts: Sequence[int], costs: Sequence[Stag
         backward = _fraction(owned, [i for i in own if i.phase != "forward"])
         found.append(
             replace(
-                cost,
-                forward_seconds=forward * cost.forward_seconds,
-                backward_seconds=backward * cost.backward_seconds,
+                cost, forward_seconds=forward * cost.forward_seconds, backward_seconds=backward * cost.backward_seconds
             )
         )
     return tuple(found)

@@ -162,10 +162,7 @@ def block_choices(
 
 
 def selected_in(
-    choices: Sequence[BlockChoices[Memory]],
-    paths: Sequence[str],
-    may_repeat: Sequence[bool],
-    selection: Selection,
+    choices: Sequence[BlockChoices[Memory]], paths: Sequence[str], may_repeat: Sequence[bool], selection: Selection
 ) -> Selected:
     """The ops that a selection recomputes, and the tensors that blocks then keep.
 
@@ -186,12 +183,7 @@ def selected(graph: Graph, plan: Plan, selection: Selection) -> Selected:
     parts, _ = repeating_parts(graph, plan)
     paths = [block.module for block in find_blocks(graph)]
     choices = block_choices(
-        graph,
-        plan,
-        Flow(graph, plan),
-        unit=parts_of_ops(graph, plan),
-        seconds={},
-        size=lambda _: 0.0,
+        graph, plan, Flow(graph, plan), unit=parts_of_ops(graph, plan), seconds={}, size=lambda _: 0.0
     )
     own = [paths[part.block] for part in parts]
     return selected_in(choices, own, [part.may_repeat for part in parts], selection)

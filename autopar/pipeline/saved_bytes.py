@@ -44,12 +44,7 @@ class SavedBytes:
     """
 
     def __init__(
-        self,
-        memories: Sequence[SavedMemory],
-        moments: np.ndarray,
-        repeating: np.ndarray,
-        *,
-        keeps_part: bool,
+        self, memories: Sequence[SavedMemory], moments: np.ndarray, repeating: np.ndarray, *, keeps_part: bool
     ) -> None:
         self._moments, self._repeating = moments, repeating
         n = self._n = len(moments)
@@ -84,10 +79,7 @@ class SavedBytes:
         Recomputed tensors count only as far as they exceed the memory that later blocks have freed by then.
         """
         alone, beyond = self._largest
-        return np.maximum(
-            alone[turn.begins, turn.ends],
-            beyond[turn.begins, turn.turns] - turn.then(self._alone),
-        )
+        return np.maximum(alone[turn.begins, turn.ends], beyond[turn.begins, turn.turns] - turn.then(self._alone))
 
     @cached_property
     def _largest(self) -> tuple[np.ndarray, np.ndarray]:

@@ -62,14 +62,7 @@ class SavedValues:
             found = line.of(each.layout)
             if found != each.layout or line.tier != "device":
                 yield KeptSlice(
-                    each.name,
-                    each.memory,
-                    each.tensor,
-                    each.layout,
-                    found,
-                    each.block,
-                    each.user,
-                    line.tier,
+                    each.name, each.memory, each.tensor, each.layout, found, each.block, each.user, line.tier
                 )
 
     def check(self) -> None:

@@ -71,13 +71,7 @@ class StageCosts:
     def grown_bytes(self) -> Mapping[Kind, float]:
         """Kind of an action -> bytes that the rank holds more after it; negative if the action frees memory."""
         late = self.saved_bytes if self.late_bytes is None else self.late_bytes
-        return {
-            "F": self.saved_bytes,
-            "B": -self.saved_bytes,
-            "I": late - self.saved_bytes,
-            "W": -late,
-            "U": 0.0,
-        }
+        return {"F": self.saved_bytes, "B": -self.saved_bytes, "I": late - self.saved_bytes, "W": -late, "U": 0.0}
 
 
 class Span(NamedTuple):

@@ -60,11 +60,7 @@ class StageBytes:
         return np.argmax(found, axis=0)[None]
 
     def _held(
-        self,
-        holdings: Iterable[MemoryItem],
-        weights: Mapping[str, float],
-        tier: Tier,
-        stored_alone: bool,
+        self, holdings: Iterable[MemoryItem], weights: Mapping[str, float], tier: Tier, stored_alone: bool
     ) -> np.ndarray:
         """See `held`; of one rank."""
         held: dict[str, float] = {}
@@ -146,10 +142,7 @@ class StageBytes:
         ]
 
     def _take_slice(
-        self,
-        each: KeptSlice,
-        kept: dict[Memory, list[int]],
-        entering: dict[Memory, Sequence[int]],
+        self, each: KeptSlice, kept: dict[Memory, list[int]], entering: dict[Memory, Sequence[int]]
     ) -> SavedMemory:
         """The device's memory of a slice; removes the memory that it replaces from what the block saves."""
         size = self._slice_bytes(each) if each.tier == "device" else 0.0

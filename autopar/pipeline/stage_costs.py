@@ -67,13 +67,7 @@ def stage_table(
         training_state, software: see `autopar.cost_model`.
     """
     tables = StageTables(
-        graph,
-        plan,
-        hardware,
-        starts=starts,
-        world=world,
-        training_state=training_state,
-        software=software,
+        graph, plan, hardware, starts=starts, world=world, training_state=training_state, software=software
     )
     return tables.at(plan.recompute)
 
@@ -109,13 +103,7 @@ class StageTables:
         software: Software = AUTOPAR,
     ) -> None:
         self.blocks = PricedBlocks(
-            graph,
-            plan,
-            hardware,
-            starts=starts,
-            world=world,
-            training_state=training_state,
-            software=software,
+            graph, plan, hardware, starts=starts, world=world, training_state=training_state, software=software
         )
         self.parts, self.starts = self.blocks.parts, self.blocks.starts
         self.repetition = self.blocks.repetition
@@ -213,11 +201,7 @@ class StageTables:
         )
 
     def _halves(
-        self,
-        recompute: Recompute,
-        backward: np.ndarray,
-        saved_bytes: np.ndarray,
-        gradients: np.ndarray,
+        self, recompute: Recompute, backward: np.ndarray, saved_bytes: np.ndarray, gradients: np.ndarray
     ) -> _Halves:
         """Costs of a backward in two halves; on stages that recompute, the runtime runs it whole.
 

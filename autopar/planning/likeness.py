@@ -12,11 +12,7 @@ from autopar.planning.planning import Prepared
 from autopar.planning.stored_plans import code_version
 
 # Variables by which NVIDIA's libraries and torch choose other arithmetic.
-_VARIABLES = (
-    "CUBLAS_WORKSPACE_CONFIG",
-    "NVIDIA_TF32_OVERRIDE",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-)
+_VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
 
 
 def likeness_of_options(options: Sequence[str]) -> Mapping[str, Sequence[str]]:

@@ -166,10 +166,7 @@ def make_plan(
     recomputation of more blocks than the model has.
     """
     return search_step(
-        prepared,
-        request,
-        captured_micro_batches=captured_micro_batches,
-        fixed_storage=fixed_storage,
+        prepared, request, captured_micro_batches=captured_micro_batches, fixed_storage=fixed_storage
     ).best.plan
 
 
@@ -287,10 +284,7 @@ def _may_cut(prepared: Prepared) -> bool:
 
 
 def in_parts(
-    plan: Plan,
-    batch: Prepared,
-    capture: Callable[[int], Prepared],
-    search: Callable[[Prepared, int], Plan],
+    plan: Plan, batch: Prepared, capture: Callable[[int], Prepared], search: Callable[[Prepared, int], Plan]
 ) -> tuple[Prepared, Plan]:
     """The step and the plan for one of the micro-batches that a search chose; for the whole batch if it cannot be cut.
 

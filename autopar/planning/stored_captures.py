@@ -32,11 +32,7 @@ from autopar.capture.stored.captured_text import read_captured, write_captured
 from autopar.capture.stored.graph_text import sizes_of
 from autopar.capture.stored.python_state import NoText, PythonState
 from autopar.ir import MixedPrecision
-from autopar.ir.files import (
-    MOST_BYTES,
-    check_nesting,
-    parse_json,
-)
+from autopar.ir.files import MOST_BYTES, check_nesting, parse_json
 from autopar.passes import clean_up
 from autopar.planning.cache_files import read_cached, write_cached
 from autopar.planning.stored_plans import code_version, text_of
@@ -155,14 +151,7 @@ class StoredCaptures:
         log.info("The capture was stored by an earlier start (%s).", path)
         return dataclasses.replace(found, is_stored=True)
 
-    def _write(
-        self,
-        path: Path,
-        key: str,
-        state: PythonState,
-        question: CaptureQuestion,
-        captured: Captured,
-    ) -> None:
+    def _write(self, path: Path, key: str, state: PythonState, question: CaptureQuestion, captured: Captured) -> None:
         """Stores a capture that is right for every process with the same key; else a line in the log says why not."""
         try:
             refuse_unportable(captured, state)

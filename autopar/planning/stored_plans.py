@@ -43,13 +43,7 @@ class StoredPlans:
 
     folder: Path | None
 
-    def plan(
-        self,
-        search: Callable[..., Plan],
-        prepared: Prepared,
-        request: Request,
-        **options: Any,
-    ) -> Plan:
+    def plan(self, search: Callable[..., Plan], prepared: Prepared, request: Request, **options: Any) -> Plan:
         """The stored plan for a question, or else `search(prepared, request, **options)`, which is then stored.
 
         Args:

@@ -15,16 +15,7 @@ from autopar.analysis.extras import Extra, extras_of, refuse_split_extras
 from autopar.analysis.factors import Analysis
 from autopar.analysis.objective import BatchCapture, Objective, objective_of
 from autopar.capture.captured import Captured
-from autopar.ir import (
-    Dims,
-    Layout,
-    Mesh,
-    ParameterPlan,
-    Plan,
-    R,
-    Tier,
-    local_shape,
-)
+from autopar.ir import Dims, Layout, Mesh, ParameterPlan, Plan, R, Tier, local_shape
 from autopar.ir.share import on
 from autopar.ops.alone import Alone, alone
 from autopar.ops.nodes import draws, output_nodes

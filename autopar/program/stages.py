@@ -183,13 +183,7 @@ def _stage(
 ) -> Program:
     verify_graph(graph.module, after="cutting stages")
     own = [leaves.index(name) for name in graph.leaves]
-    groups = (
-        program.parameters,
-        program.buffers,
-        program.constants,
-        program.inputs,
-        program.shares,
-    )
+    groups = (program.parameters, program.buffers, program.constants, program.inputs, program.shares)
     parameters, buffers, constants, inputs, shares = _select(own, groups)
     changes, mesh = len(program.mutated), program.plan.mesh
     mutated = [program.mutated[i] for i in graph.outputs if i < changes]

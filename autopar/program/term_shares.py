@@ -41,10 +41,7 @@ def _multiply(graph: fx.Graph, user: fx.Node, captured: fx.Node, name: str) -> t
     """Multiplies an operand of a local call by a new placeholder."""
     operands = tensor_operands(captured)
     place = [x.name for x in operands].index(name)
-    term, dtype = (
-        user.all_input_nodes[_distinct(operands, place)],
-        operands[place].meta["val"].dtype,
-    )
+    term, dtype = (user.all_input_nodes[_distinct(operands, place)], operands[place].meta["val"].dtype)
     with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
         share = graph.placeholder(f"share_of_{name}_in_{user.name}")
     wide = torch.promote_types(dtype, torch.float32)

@@ -59,12 +59,7 @@ class _Collective(torch.autograd.Function):
 
 
 def _define(
-    name: str,
-    dims: Sequence[int],
-    axis: int,
-    mesh: Mesh,
-    tables: Sequence[Tensor],
-    ranks: Sequence[Tensor],
+    name: str, dims: Sequence[int], axis: int, mesh: Mesh, tables: Sequence[Tensor], ranks: Sequence[Tensor]
 ) -> Ranks:
     results = []
     ranks = [*ranks[: mesh.ranks], *map(_garbage, ranks[mesh.ranks :])]
@@ -96,13 +91,7 @@ def collective(call: CollectiveCall, mesh: Mesh, ranks: Sequence[Tensor], tables
 
 
 def convert(
-    ranks: Ranks,
-    dims: Dims,
-    source: Layout,
-    target: Layout,
-    mesh: Mesh,
-    *,
-    back_by_rows: bool = False,
+    ranks: Ranks, dims: Dims, source: Layout, target: Layout, mesh: Mesh, *, back_by_rows: bool = False
 ) -> Ranks:
     """Converts the local tensors of all ranks from one layout to another, differentiably.
 
@@ -146,11 +135,7 @@ def _together(program: Program, saves: SlicedSaves, draws: RankDraws) -> fx.Grap
     with _torch.code_when_called():
         module = fx.GraphModule(nn.Module(), graph)
         return fold_blocks(
-            module,
-            program.recomputed,
-            Recomputed,
-            parameters=len(program.parameters),
-            received=len(program.received),
+            module, program.recomputed, Recomputed, parameters=len(program.parameters), received=len(program.received)
         )
 
 

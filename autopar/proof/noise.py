@@ -136,13 +136,7 @@ _NUMBERS: Mapping[str, Callable[[Tensor, _Named], Tensor]] = {
 }
 
 # Ops that draw every element, or every row of the last dim, by itself -> number of dims of a row.
-_ROW_DIMS = {
-    "poisson": 0,
-    "binomial": 0,
-    "_standard_gamma": 0,
-    "_sample_dirichlet": 1,
-    "multinomial": 1,
-}
+_ROW_DIMS = {"poisson": 0, "binomial": 0, "_standard_gamma": 0, "_sample_dirichlet": 1, "multinomial": 1}
 
 
 def _by_rows(func: OpOverload, args: Sequence[Any], kwargs: _Named, shape: Sequence[int], u: Tensor) -> Tensor:

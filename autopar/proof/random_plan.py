@@ -132,10 +132,7 @@ def _with_lone_ops(graph: Graph, plan: Plan, draw: random.Random) -> Plan:
     }
     others = random.Random(f"others {plan.recipe} {plan.mesh}")
     parameters = {
-        name: replace(
-            how,
-            resident=_used_by_others(graph.tensors[graph.parameters[name]], how, plan.mesh, others),
-        )
+        name: replace(how, resident=_used_by_others(graph.tensors[graph.parameters[name]], how, plan.mesh, others))
         for name, how in parameters.items()
     }
     return replace(plan, ops=ops, parameters=parameters)

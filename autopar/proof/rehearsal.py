@@ -110,12 +110,7 @@ class Rehearsal:
         needs_grad = spec.name not in whole.frozen
         self.stored[spec.name] = [x.requires_grad_(needs_grad) for x in shards]
         self._residents[spec.name] = lockstep.convert(
-            self.stored[spec.name],
-            spec.dims,
-            how.storage,
-            how.resident,
-            mesh,
-            back_by_rows=how.by_rows,
+            self.stored[spec.name], spec.dims, how.storage, how.resident, mesh, back_by_rows=how.by_rows
         )
         self._leaves[spec.name] = [_leaf(x, spec, needs_grad) for x in self._residents[spec.name]]
 

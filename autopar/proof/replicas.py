@@ -103,10 +103,7 @@ class _PlainReplicas:
         self._models, self._meeting = models, meeting
         self._base = {name: x.detach().clone() for name, x in trained(models[0])}
         self._outer = torch.optim.SGD(
-            self._base.values(),
-            lr=meeting.rate,
-            momentum=meeting.momentum,
-            nesterov=meeting.momentum > 0,
+            self._base.values(), lr=meeting.rate, momentum=meeting.momentum, nesterov=meeting.momentum > 0
         )
 
     @torch.no_grad()

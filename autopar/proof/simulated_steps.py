@@ -15,14 +15,7 @@ from autopar.program.stages import cut_stages
 from autopar.proof import lockstep
 from autopar.proof.comparison import PlanResults
 from autopar.proof.rehearsal import Draws, Rehearsal, actions_of
-from autopar.proof.single_device import (
-    Batch,
-    Between,
-    Results,
-    SingleDevice,
-    copied,
-    widened_tensors,
-)
+from autopar.proof.single_device import Batch, Between, Results, SingleDevice, copied, widened_tensors
 from autopar.proof.streams import MicroBatchStreams
 
 

@@ -157,12 +157,7 @@ class Subject:
         if count not in self.wholes:
             ((args, kwargs),) = _together(self._batches(0, count))
             capture = functools.partial(
-                prepare_step,
-                self.model,
-                args,
-                kwargs,
-                loss_fn=self.loss_fn,
-                precision=self.prepared.captured.precision,
+                prepare_step, self.model, args, kwargs, loss_fn=self.loss_fn, precision=self.prepared.captured.precision
             )
             self.wholes[count] = prepare_whole(capture, self.prepared, warnings.warn)
         return self.wholes[count]
@@ -322,8 +317,7 @@ class Subject:
         if number == 0:
             return self.args, self.kwargs
         rolled = pytree.tree_map(
-            lambda x: x.roll(number, 0) if isinstance(x, Tensor) and x.ndim else x,
-            (self.args, self.kwargs),
+            lambda x: x.roll(number, 0) if isinstance(x, Tensor) and x.ndim else x, (self.args, self.kwargs)
         )
         return cast(Batch, rolled)
 

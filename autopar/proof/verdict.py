@@ -224,10 +224,7 @@ class VerifyReport(JupyterMixin):
         worst = self.worst_rounding
         if worst is None:
             return []
-        return [
-            f"  in {worst.arithmetic}, against float64; nearest to its bound:",
-            f"    {worst}",
-        ]
+        return [f"  in {worst.arithmetic}, against float64; nearest to its bound:", f"    {worst}"]
 
     def _failure_lines(self) -> list[str]:
         if self.passed:

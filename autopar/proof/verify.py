@@ -118,11 +118,7 @@ def _verified(
 ) -> VerifyReport:
     _refuse_long(mesh, plan.micro_batches if isinstance(plan, Plan) else micro_batches or 1)
     request = Request(
-        find_hardware("cpu-gloo"),
-        mesh=mesh,
-        recipe=recipe,
-        micro_batches=micro_batches,
-        schedule=schedule,
+        find_hardware("cpu-gloo"), mesh=mesh, recipe=recipe, micro_batches=micro_batches, schedule=schedule
     ).of_replica(plan if isinstance(plan, Plan) else None)
     subject = Subject.of(
         model,

@@ -159,9 +159,7 @@ def _attend_in_ring(local: Local) -> fx.Node:
     names, sizes = zip(*axes, strict=True)
     call = Call(local.node)
     how = Scoring(
-        given["is_causal"],
-        given["scale"] or 1 / math.sqrt(call.operands[0].shape[-1]),
-        _mask_travels(attention(call)),
+        given["is_causal"], given["scale"] or 1 / math.sqrt(call.operands[0].shape[-1]), _mask_travels(attention(call))
     )
     turns = [i for i, axis in enumerate(axes) if axis in ring]
     tensors = (given[name] for name in ("query", "key", "value", "attn_mask"))
@@ -176,9 +174,7 @@ def _attend_causally(local: Local, axes: tuple[tuple[str, int], ...]) -> fx.Node
     rows = local.emit(aten.arange.default, local.result_shapes[0][-2], **where)
     columns = local.emit(aten.arange.default, local.emit(aten.sym_size.int, key, -2), **where)
     seen = local.emit(
-        aten.ge.Tensor,
-        local.emit(aten.unsqueeze.default, rows, -1),
-        shifted(local, columns, axes, query, -2),
+        aten.ge.Tensor, local.emit(aten.unsqueeze.default, rows, -1), shifted(local, columns, axes, query, -2)
     )
     return local.emit(local.node.target, query, key, value, seen, **_keywords(local.node))
 
@@ -198,12 +194,7 @@ def _grouped(spec: Spec, heads: int, kv_heads: int) -> Spec:
 
     sizes = dict(spec.sizes) | {"b0": kv_heads, "group": heads // kv_heads}
     q, k, v, *mask = spec.operands
-    return replace(
-        spec,
-        operands=(cut(q), k, v, *map(cut, mask)),
-        results=tuple(map(cut, spec.results)),
-        sizes=sizes,
-    )
+    return replace(spec, operands=(cut(q), k, v, *map(cut, mask)), results=tuple(map(cut, spec.results)), sizes=sizes)
 
 
 RULES: dict[str, Callable[[Call], Spec]] = {"aten.scaled_dot_product_attention": attention}

@@ -40,13 +40,7 @@ def unshuffled(call: Call) -> Spec:
 
 def _shuffle(call: Call, deep: torch.Tensor, wide: torch.Tensor, factor: int) -> Spec:
     lead, sizes = plain(deep.shape[:-3])
-    names = {
-        "c": wide.shape[-3],
-        "h": deep.shape[-2],
-        "w": deep.shape[-1],
-        "p": factor,
-        "q": factor,
-    }
+    names = {"c": wide.shape[-3], "h": deep.shape[-2], "w": deep.shape[-1], "p": factor, "q": factor}
     sizes |= {name: int(size) for name, size in names.items() if size > 1}
 
     def dims(*texts: str) -> tuple[Dim, ...]:
@@ -85,14 +79,7 @@ def interleaved(call: Call) -> Spec:
     again: Dim = ("r",) if times > 1 else ()
     sizes |= dict.fromkeys(again, times)
     result = (*letters[:dim], (*letters[dim], *again), *letters[dim + 1 :])
-    return Spec(
-        (letters,),
-        (result,),
-        sizes,
-        whole=frozenset(again),
-        linear=FIRST,
-        flops=call.results[0].numel(),
-    )
+    return Spec((letters,), (result,), sizes, whole=frozenset(again), linear=FIRST, flops=call.results[0].numel())
 
 
 def joined_windows(call: Call) -> Spec:

@@ -12,14 +12,7 @@ import torch
 
 from autopar.rules.spec import Call, Dim, Letters, Spec
 
-FLOATING = (
-    torch.float64,
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.complex64,
-    torch.complex128,
-)
+FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
 
 
 def _together(call: Call) -> tuple[frozenset[int], ...]:

@@ -178,10 +178,7 @@ def function_name(function: type[torch.autograd.Function]) -> str:
 
 def _hidden(name: str, shape: tuple[int, ...], dtype: torch.dtype, call: Call, spec: Spec) -> Hidden:
     """A tensor that `ctx` keeps. It is split as an operand or result of the same shape; without one it stays whole."""
-    known = (
-        *zip(call.results, spec.results, strict=True),
-        *zip(call.operands, spec.operands, strict=True),
-    )
+    known = (*zip(call.results, spec.results, strict=True), *zip(call.operands, spec.operands, strict=True))
     letters: Letters | None = next((own for x, own in known if tuple(x.shape) == shape), None)
     if letters is not None:
         return Hidden(name, letters, dtype)

@@ -101,7 +101,4 @@ def histogram(call: Call) -> Spec:
     )
 
 
-RULES: dict[str, Callable[[Call], Spec]] = {
-    **dict.fromkeys(PRODUCTS, grouped),
-    "aten.histc": histogram,
-}
+RULES: dict[str, Callable[[Call], Spec]] = {**dict.fromkeys(PRODUCTS, grouped), "aten.histc": histogram}

@@ -51,9 +51,7 @@ def _look_up_locally(local: Local) -> fx.Node:
     here = shifted(local, index, axes, weight)
     height = local.emit(aten.sym_size.int, weight, 0)
     mine = local.emit(
-        aten.logical_and.default,
-        local.emit(aten.ge.Scalar, here, 0),
-        local.emit(aten.lt.Scalar, here, height),
+        aten.logical_and.default, local.emit(aten.ge.Scalar, here, 0), local.emit(aten.lt.Scalar, here, height)
     )
     rows = local.emit(aten.embedding.default, weight, local.emit(aten.mul.Tensor, here, mine))
     found = zeroed(local, rows, local.emit(aten.unsqueeze.default, mine, -1))
@@ -166,13 +164,7 @@ def scattered(call: Call) -> Spec:
         names.append(_dims(tensor, [f"d{d}" if d in alike else f"x{i}_{d}" for d in range(tensor.ndim)], sizes))
     whole = frozenset(letter for letter in sizes if letter[0] == "x")
     count = len(call.operands)
-    return Spec(
-        tuple(names[:count]),
-        tuple(names[count:]),
-        sizes,
-        whole=whole,
-        flops=call.results[0].numel(),
-    )
+    return Spec(tuple(names[:count]), tuple(names[count:]), sizes, whole=whole, flops=call.results[0].numel())
 
 
 def _dims(tensor: torch.Tensor, names: Sequence[str], sizes: dict[str, int]) -> Letters:
@@ -244,11 +236,7 @@ def looked_up_in_one(call: Call) -> Spec:
     own, more = plain(call.operands[table].shape, "t")
     operands = {where: letters, table: own}
     return Spec(
-        (operands[0], operands[1]),
-        (letters,),
-        sizes | more,
-        whole=frozenset(more),
-        flops=call.results[0].numel(),
+        (operands[0], operands[1]), (letters,), sizes | more, whole=frozenset(more), flops=call.results[0].numel()
     )
 
 

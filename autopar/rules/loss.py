@@ -24,16 +24,7 @@ from torch import fx
 from autopar.rules.elementwise import elementwise
 from autopar.rules.index import shifted, zeroed
 from autopar.rules.notation import line
-from autopar.rules.spec import (
-    Call,
-    Local,
-    RuleDoesNotApply,
-    Spec,
-    StatedCollective,
-    local_arguments,
-    plain,
-    run_as_is,
-)
+from autopar.rules.spec import Call, Local, RuleDoesNotApply, Spec, StatedCollective, local_arguments, plain, run_as_is
 
 aten = torch.ops.aten
 MEAN, SUM = 1, 2  # values of the op's `reduction` argument (torch.nn._reduction)
@@ -195,11 +186,7 @@ class _Localizer:
         if axes:
             target = shifted(local, target, axes, given["self"], 1)
             width = emit(aten.sym_size.int, given["self"], 1)
-            here = emit(
-                aten.logical_and.default,
-                emit(aten.ge.Scalar, target, 0),
-                emit(aten.lt.Scalar, target, width),
-            )
+            here = emit(aten.logical_and.default, emit(aten.ge.Scalar, target, 0), emit(aten.lt.Scalar, target, width))
             mine = emit(aten.logical_and.default, mine, here)
         return emit(aten.mul.Tensor, target, mine), mine
 
@@ -235,11 +222,7 @@ def _pick(local: Local, x: fx.Node, place: fx.Node) -> fx.Node:
     column = emit(aten.transpose.int, emit(aten.unsqueeze.default, place, 1), 1, -1)
     width, count = emit(aten.sym_size.int, x, 1), emit(aten.sym_numel.default, place)
     rows = emit(aten.arange.default, count, device=local.node.meta["val"].device)
-    places = emit(
-        aten.add.Tensor,
-        emit(aten.reshape.default, column, [-1]),
-        emit(aten.mul.Tensor, rows, width),
-    )
+    places = emit(aten.add.Tensor, emit(aten.reshape.default, column, [-1]), emit(aten.mul.Tensor, rows, width))
     flat = emit(aten.reshape.default, by_row, [-1])
     found = emit(aten.view_as.default, emit(aten.index_select.default, flat, 0, places), column)
     return emit(aten.squeeze.dim, emit(aten.transpose.int, found, 1, -1), 1)

@@ -38,12 +38,7 @@ def layer_norm(call: Call) -> Spec:
     affine = (tail,) * (len(call.operands) - 1)
     statistics = [tuple(() if d in tail else d for d in letters)] * (len(call.results) - 1)
     return Spec(
-        (letters, *affine),
-        (letters, *statistics),
-        sizes,
-        whole=normalized,
-        normalized=normalized,
-        flops=8 * x.numel(),
+        (letters, *affine), (letters, *statistics), sizes, whole=normalized, normalized=normalized, flops=8 * x.numel()
     )
 
 
@@ -54,12 +49,7 @@ def batch_norm(call: Call) -> Spec:
     others = frozenset(letter for i, dim in enumerate(letters) if i != 1 for letter in dim)
     trains = call.arguments.get("training") is not False
     results = tuple(letters if t.ndim > 1 else (channel if t.numel() else ((),)) for t in call.results)
-    spec = Spec(
-        (letters, *(channel,) * (len(call.operands) - 1)),
-        results,
-        sizes,
-        flops=8 * call.operands[0].numel(),
-    )
+    spec = Spec((letters, *(channel,) * (len(call.operands) - 1)), results, sizes, flops=8 * call.operands[0].numel())
     if not trains:
         return spec
     if "aten._native_batch_norm_legit" not in str(call.node.target):

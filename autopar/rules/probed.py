@@ -21,14 +21,7 @@ from autopar._torch import TorchDispatchMode
 from autopar.ir import S, V
 from autopar.ops.nodes import draws
 from autopar.rules.notation import spec_of
-from autopar.rules.proofs import (
-    Splitting,
-    can_be_tried,
-    comparison,
-    forked_randomness,
-    key_of,
-    tolerance_of,
-)
+from autopar.rules.proofs import Splitting, can_be_tried, comparison, forked_randomness, key_of, tolerance_of
 from autopar.rules.registered import RULES, Registered
 from autopar.rules.spec import Call, RuleDoesNotApply, Spec
 

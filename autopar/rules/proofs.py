@@ -13,12 +13,7 @@ from autopar.ir import State
 from autopar.rules.spec import Call
 from autopar.rules.trial import Results, difference, on_parts
 
-_TOLERANCES = {
-    torch.float64: 1e-9,
-    torch.float32: 1e-4,
-    torch.complex128: 1e-9,
-    torch.complex64: 1e-4,
-}
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.complex128: 1e-9, torch.complex64: 1e-4}
 _HALF_TOLERANCE = 3e-2
 # Elements of all tensors of a call above which it is not run only to find out something.
 MOST_ELEMENTS = 1 << 24

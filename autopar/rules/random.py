@@ -138,11 +138,7 @@ def _with_generator(overload: object) -> str:
     name, _, kind = op.partition(".")
     if not name.endswith("_like"):
         return op
-    kinds = {
-        "default": "generator",
-        "Tensor": "Tensor_generator",
-        "low_dtype": "low_generator_dtype",
-    }
+    kinds = {"default": "generator", "Tensor": "Tensor_generator", "low_dtype": "low_generator_dtype"}
     return f"{name}.{kinds[kind]}"
 
 

@@ -41,11 +41,7 @@ def summed(call: Call) -> Spec:
 def averaged(call: Call) -> Spec:
     """mean: a sum, divided by the size of the whole dim."""
     spec = summed(call)
-    return replace(
-        spec,
-        normalized=spec.sums if call.results[0].ndim else frozenset(),
-        localize=_average_locally(spec),
-    )
+    return replace(spec, normalized=spec.sums if call.results[0].ndim else frozenset(), localize=_average_locally(spec))
 
 
 def _average_locally(spec: Spec) -> Callable[[Local], fx.Node]:

@@ -167,15 +167,7 @@ def _strided(call: Call, dim: int) -> Spec:
 
     operand = (*letters[:dim], ("s", "n"), *letters[dim + 1 :])
     result = (*letters[:dim], ("s",), *letters[dim + 1 :])
-    return Spec(
-        (operand,),
-        (result,),
-        sizes,
-        whole=frozenset({"n"}),
-        linear=FIRST,
-        is_view=True,
-        localize=localize,
-    )
+    return Spec((operand,), (result,), sizes, whole=frozenset({"n"}), linear=FIRST, is_view=True, localize=localize)
 
 
 def _take_all(dim: int) -> Callable[[Local], fx.Node]:
@@ -252,14 +244,7 @@ def diagonal_made(call: Call) -> Spec:
         sizes |= {f"y{d}": int(size)} if own and size > 1 else {}
         result.append(new if own else next(rest))
     whole = frozenset((*letters[-1], *(x for x in sizes if x[0] == "y")))
-    return Spec(
-        (letters,),
-        (tuple(result),),
-        sizes,
-        whole=whole,
-        linear=FIRST,
-        flops=call.results[0].numel(),
-    )
+    return Spec((letters,), (tuple(result),), sizes, whole=whole, linear=FIRST, flops=call.results[0].numel())
 
 
 def tiled(call: Call) -> Spec:

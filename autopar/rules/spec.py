@@ -19,13 +19,7 @@ import torch
 from torch import fx
 
 from autopar._torch import storage_key
-from autopar.ops.nodes import (
-    bound_arguments,
-    is_operator,
-    named_arguments,
-    tensor_operands,
-    tensor_results,
-)
+from autopar.ops.nodes import bound_arguments, is_operator, named_arguments, tensor_operands, tensor_results
 
 Dim = tuple[str, ...]
 Letters = tuple[Dim, ...]  # one tensor

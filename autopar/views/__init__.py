@@ -5,15 +5,7 @@ A `Page` holds what is shown. The views know costs (`autopar.cost_model.breakdow
 
 from autopar.views.bars import memory_bar, time_bar
 from autopar.views.html import to_html, write_html
-from autopar.views.page import (
-    BatchRow,
-    BlockCollective,
-    BlockNode,
-    Formula,
-    Page,
-    RooflinePoint,
-    StageRow,
-)
+from autopar.views.page import BatchRow, BlockCollective, BlockNode, Formula, Page, RooflinePoint, StageRow
 from autopar.views.stages import StageSummary
 from autopar.views.tables import BatchTable, CandidateTable, SensitivityTable, Tree
 from autopar.views.terminal import show

@@ -98,9 +98,7 @@ def memory_bar(memory: Breakdown, bound_bytes: float) -> RenderableType:
     colours = palette.in_order(part.name for part in parts)
     bar = StackedBar(tuple((p.value, colours[p.name]) for p in parts), bound_bytes)
     return Group(
-        _heading("Memory of a rank", memory_headline(memory, bound_bytes)),
-        bar,
-        legend(parts, colours, memory.value),
+        _heading("Memory of a rank", memory_headline(memory, bound_bytes)), bar, legend(parts, colours, memory.value)
     )
 
 
@@ -118,9 +116,7 @@ def time_bar(time: Breakdown, axes: Iterable[str] = ()) -> RenderableType:
     bound = time.value if savings(time) else None
     bar = StackedBar(tuple((p.value, colours[p.name]) for p in parts), bound)
     return Group(
-        _heading("Time of a step", time_headline(time)),
-        bar,
-        legend((*parts, *savings(time)), colours, time.value),
+        _heading("Time of a step", time_headline(time)), bar, legend((*parts, *savings(time)), colours, time.value)
     )
 
 

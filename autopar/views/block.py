@@ -116,11 +116,7 @@ def _head_parts(node: BlockNode) -> tuple[str, str, str]:
         return node.name, "", ""
     module = node.module.rpartition(".")[2]
     seconds = units.format_seconds(node.seconds) if node.seconds else ""
-    return (
-        node.kind.removeprefix("aten."),
-        "" if module.isdigit() or module == "*" else module,
-        seconds,
-    )
+    return (node.kind.removeprefix("aten."), "" if module.isdigit() or module == "*" else module, seconds)
 
 
 def _tags_width(layouts: Sequence[tuple[str, str]]) -> float:
@@ -177,24 +173,10 @@ def _chip(each: BlockCollective, x: float, y: float, wide: float, colours: Mappi
 
 
 def _op(
-    box: Box,
-    node: BlockNode,
-    x: float,
-    y: float,
-    height: float,
-    colours: Mapping[str, Colour],
-    total: float,
+    box: Box, node: BlockNode, x: float, y: float, height: float, colours: Mapping[str, Colour], total: float
 ) -> Markup:
     pill = node.kind in PILLS
-    frame = rect(
-        x,
-        y,
-        box.width,
-        height,
-        rx=13 if pill else 5,
-        class_="pill" if pill else "op",
-        title=_title(node),
-    )
+    frame = rect(x, y, box.width, height, rx=13 if pill else 5, class_="pill" if pill else "op", title=_title(node))
     share = node.seconds / total if total else 0.0
     foot = rect(x, y + height - 3, box.width * share, 3, class_="share") if share else None
     kind, module, seconds = _head_parts(node)
@@ -204,13 +186,7 @@ def _op(
     if tail:
         second = tag("tspan", f"  {tail}", class_="faint")
         words = tag(
-            "text",
-            tag("tspan", head, class_="strong"),
-            second,
-            x=x + 9,
-            y=y + 17,
-            font_size=NORMAL,
-            class_="spaced",
+            "text", tag("tspan", head, class_="strong"), second, x=x + 9, y=y + 17, font_size=NORMAL, class_="spaced"
         )
     time = (
         text(x + box.width - 9, y + 17, seconds, class_="faint", font_size=SMALL, text_anchor="end")

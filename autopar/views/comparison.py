@@ -132,11 +132,7 @@ def table(candidates: Sequence[Candidate]) -> Markup:
 
 
 def _table_row(number: int, each: Candidate, on_front: bool) -> Markup:
-    badges = [
-        ("chosen", each.chosen),
-        ("fastest for its memory", on_front),
-        ("does not fit", not each.fits),
-    ]
+    badges = [("chosen", each.chosen), ("fastest for its memory", on_front), ("does not fit", not each.fits)]
     shown = (tag("span", words, class_="badge") for words, holds in badges if holds)
     figures = (
         units.format_seconds(each.step_seconds),

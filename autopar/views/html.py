@@ -44,11 +44,7 @@ def to_html(page: Page) -> str:
 
 
 def html_of(
-    title: str,
-    header: Markup,
-    sections: Sequence[Section],
-    document: Mapping[str, Any],
-    footer: Markup,
+    title: str, header: Markup, sections: Sequence[Section], document: Mapping[str, Any], footer: Markup
 ) -> str:
     """A page in the style of the report.
 
@@ -187,11 +183,7 @@ def _comparison(page: Page) -> Section:
     if not page.candidates:
         return Section("candidates", "Candidates", lead)
     return Section(
-        "candidates",
-        "Candidates",
-        lead,
-        picture(page.candidates, page.memory_bound_bytes),
-        table(page.candidates),
+        "candidates", "Candidates", lead, picture(page.candidates, page.memory_bound_bytes), table(page.candidates)
     )
 
 

@@ -83,9 +83,7 @@ def _route(edge: tuple[str, str], layer: Mapping[str, int]) -> tuple[Vertex, ...
 
 
 def _rows(
-    names: Sequence[str],
-    layer: Mapping[str, int],
-    routes: Mapping[tuple[str, str], tuple[Vertex, ...]],
+    names: Sequence[str], layer: Mapping[str, int], routes: Mapping[tuple[str, str], tuple[Vertex, ...]]
 ) -> list[list[Vertex]]:
     rows: list[list[Vertex]] = [[] for _ in range(max(layer.values(), default=-1) + 1)]
     for name in names:
@@ -121,11 +119,7 @@ def _mean(values: Sequence[float], default: float) -> float:
 
 
 def _places(
-    rows: list[list[Vertex]],
-    wide: Mapping[Vertex, float],
-    before: Neighbours,
-    after: Neighbours,
-    gap: float,
+    rows: list[list[Vertex]], wide: Mapping[Vertex, float], before: Neighbours, after: Neighbours, gap: float
 ) -> dict[Vertex, float]:
     """Boxes settle near boxes, bends near the ends of their edges; then edges are straightened."""
     middle: dict[Vertex, float] = {v: 0.0 for row in rows for v in row}
@@ -157,12 +151,7 @@ def _ends(source: str, chain: Sequence[Bend], around: Mapping[Vertex, list[Verte
     return {source} | {v for bend in chain for v in around[bend] if isinstance(v, str)}
 
 
-def _wanted(
-    v: Vertex,
-    around: Sequence[Vertex],
-    ends: Mapping[str, set[str]],
-    middle: Mapping[Vertex, float],
-) -> float:
+def _wanted(v: Vertex, around: Sequence[Vertex], ends: Mapping[str, set[str]], middle: Mapping[Vertex, float]) -> float:
     if isinstance(v, Bend):
         return _mean([middle[end] for end in sorted(ends[v.source])], middle[v])
     boxes = [middle[n] for n in around if isinstance(n, str)]

@@ -71,25 +71,13 @@ def _roof_lines(across: Log, up: Log, peak: float, bandwidth: float) -> Iterator
     yield text(x - 10, y + 4, words, class_="small strong", text_anchor="end")
     words = f"memory {units.format_rate(bandwidth)}"
     middle = math.sqrt(start * ridge)
-    yield text(
-        across(middle) - 10,
-        up(middle * bandwidth) - 6,
-        words,
-        class_="small strong",
-        text_anchor="end",
-    )
+    yield text(across(middle) - 10, up(middle * bandwidth) - 6, words, class_="small strong", text_anchor="end")
 
 
 def _dots(points: Sequence[RooflinePoint], across: Log, up: Log, peak: float, ridge: float) -> Iterator[Markup]:
     largest = max(point.seconds for point in points) or 1.0
     placed = [
-        (
-            p,
-            across(p.flops_per_byte),
-            up(p.flops_per_second),
-            4 + 10 * math.sqrt(p.seconds / largest),
-        )
-        for p in points
+        (p, across(p.flops_per_byte), up(p.flops_per_second), 4 + 10 * math.sqrt(p.seconds / largest)) for p in points
     ]
     labels = Labels((LEFT, TOP, RIGHT, BOTTOM))
     for step in range(200):  # the roof is a line that labels stay off

@@ -15,10 +15,7 @@ TOP, HEIGHT = 26.0, 46.0
 
 
 def stacked_bar(
-    label: str,
-    parts: Sequence[Breakdown],
-    colours: Mapping[str, Colour],
-    bound: tuple[float, str] | None = None,
+    label: str, parts: Sequence[Breakdown], colours: Mapping[str, Colour], bound: tuple[float, str] | None = None
 ) -> Markup:
     """The parts laid end to end, numbered as in the legend, and a line at a value with a name."""
     unit = parts[0].unit
@@ -74,11 +71,7 @@ def _bound(x: float, words: str) -> Markup:
     )
 
 
-def legend(
-    parts: Sequence[Breakdown],
-    colours: Mapping[str, Colour],
-    whole: float,
-) -> Markup:
+def legend(parts: Sequence[Breakdown], colours: Mapping[str, Colour], whole: float) -> Markup:
     """A table of the parts in the order of the bar; those without a colour are not in it."""
     rows = (
         tag(

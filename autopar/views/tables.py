@@ -167,12 +167,7 @@ class BatchTable:
 
 def batch_cells(each: BatchRow) -> tuple[str, ...]:
     """The cells of a row: marks, batch, seconds, throughput, memory, plan."""
-    held = {
-        "*": each.is_chosen,
-        "+": each.is_fastest,
-        "^": each.is_largest,
-        "~": not each.is_searched,
-    }
+    held = {"*": each.is_chosen, "+": each.is_fastest, "^": each.is_largest, "~": not each.is_searched}
     marks = "".join(mark for mark, holds in held.items() if holds)
     return (
         marks,

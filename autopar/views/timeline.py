@@ -48,11 +48,7 @@ def _window(events: Sequence[Event]) -> Span | None:
 
 
 def _figure(
-    label: str,
-    found: Sequence[LaneRow],
-    compute: Sequence[Span],
-    window: Span,
-    colours: Mapping[str, Colour],
+    label: str, found: Sequence[LaneRow], compute: Sequence[Span], window: Span, colours: Mapping[str, Colour]
 ) -> Markup:
     left = 22 + max(text_width(row.name) for row in found)
     scale = Linear(*window, left, RIGHT)
@@ -91,11 +87,7 @@ def bars(row: LaneRow, scale: Linear) -> tuple[Bar, ...]:
     for event in row.events:
         if lanes.end(event) <= scale.low or event.start_seconds >= scale.high:
             continue
-        bar = Bar(
-            scale(max(event.start_seconds, scale.low)),
-            scale(min(lanes.end(event), scale.high)),
-            (event,),
-        )
+        bar = Bar(scale(max(event.start_seconds, scale.low)), scale(min(lanes.end(event), scale.high)), (event,))
         if found and _narrow(found[-1]) and _narrow(bar) and bar.start - found[-1].stop < NARROW:
             bar = Bar(found[-1].start, bar.stop, (*found.pop().events, event))
         found.append(bar)

@@ -163,11 +163,7 @@ def _rank(rank: int, folder: str, kind: str, joined: Join) -> None:
     model = nn.Sequential(*(nn.Linear(12, 12) for _ in range(4))).to(device)
     x = torch.randn(6, 12).to(device)
     made = autopar.compile(
-        model,
-        loss_fn=F.mse_loss,
-        mesh={"dp": RANKS},
-        recipe="zero3",
-        timeout_seconds=TIMEOUT_SECONDS,
+        model, loss_fn=F.mse_loss, mesh={"dp": RANKS}, recipe="zero3", timeout_seconds=TIMEOUT_SECONDS
     )
     made.step(x, x)
     if rank == 1:

@@ -158,13 +158,7 @@ def _bars(picture: Picture) -> Markup:
         y = number * ROW_HEIGHT + 6
         children += [
             text(LABEL_WIDTH - 8, y + 11, label, class_="small", text_anchor="end"),
-            rect(
-                LABEL_WIDTH,
-                y,
-                max(1.0, scale(value) - LABEL_WIDTH),
-                BAR_HEIGHT,
-                fill=colours[name].fill,
-            ),
+            rect(LABEL_WIDTH, y, max(1.0, scale(value) - LABEL_WIDTH), BAR_HEIGHT, fill=colours[name].fill),
             text(scale(value) + 6, y + 11, shown(value, picture.unit), class_="small"),
         ]
     below = len(rows) * ROW_HEIGHT + 24

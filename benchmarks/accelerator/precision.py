@@ -59,10 +59,7 @@ def _policy(context: Context, subject: Subject) -> float:
     batch = subject.inputs(context, torch.float32)
     model = subject.model(context, torch.float32)
     made = autopar.compile(
-        subject.model(context, torch.float32),
-        example_inputs=batch,
-        mesh={"dp": 1},
-        precision="bf16",
+        subject.model(context, torch.float32), example_inputs=batch, mesh={"dp": 1}, precision="bf16"
     )
     loss = made.step(*batch)
     cast = {name: p.to(torch.bfloat16) for name, p in model.named_parameters()}

@@ -39,10 +39,7 @@ def _compared(context: Context, subject: Subject, bars: dict[str, list[tuple[str
         step()
         kept = measured_bytes(module, batch)
         yield Figure(
-            f"{subject.name}, {words}: error of saved activations",
-            abs(priced_bytes / kept - 1),
-            "ratio",
-            limit=WITHIN,
+            f"{subject.name}, {words}: error of saved activations", abs(priced_bytes / kept - 1), "ratio", limit=WITHIN
         )
         yield Figure(f"{subject.name}, {words}: saved activations", kept, "bytes")
         peak = peak_of(step, device)

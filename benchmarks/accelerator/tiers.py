@@ -75,12 +75,7 @@ def measure(context: Context, subject: Subject, recipe: str) -> Training:
     on_device, device = context.on_accelerator, context.device
     before = torch.accelerator.memory_allocated(device) if on_device else 0
     made, batch = compile_subject(
-        subject,
-        context,
-        torch.float32,
-        recipe=recipe,
-        precision=PRECISION,
-        hardware=hardware_of(context),
+        subject, context, torch.float32, recipe=recipe, precision=PRECISION, hardware=hardware_of(context)
     )
     optimizer = torch.optim.AdamW(made.parameters(), lr=1e-4)
     step = trained(made, lambda: made.step(*batch), optimizer)

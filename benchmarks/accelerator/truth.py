@@ -79,11 +79,7 @@ def _step(
 
 
 def _memory(
-    context: Context,
-    subject: Subject,
-    made: autopar.CompiledModule,
-    batch: Batch,
-    found: Explanation,
+    context: Context, subject: Subject, made: autopar.CompiledModule, batch: Batch, found: Explanation
 ) -> Iterator[Found]:
     """Peak, saved activations and what an op holds for a moment, in bytes of tensors."""
     parts = {part.name: part.value for part in found.memory.parts}
@@ -109,19 +105,11 @@ def _memory(
     )
     transient = parts.get("transient peak", 0.0)
     yield Figure(f"{subject.name}: transient memory, predicted", transient, "bytes")
-    yield Figure(
-        f"{subject.name}: peak beyond parameters and saved activations",
-        peak - parameters - saved,
-        "bytes",
-    )
+    yield Figure(f"{subject.name}: peak beyond parameters and saved activations", peak - parameters - saved, "bytes")
 
 
 def _ops(
-    context: Context,
-    subject: Subject,
-    made: autopar.CompiledModule,
-    batch: Batch,
-    found: Explanation,
+    context: Context, subject: Subject, made: autopar.CompiledModule, batch: Batch, found: Explanation
 ) -> Iterator[Found]:
     """The forward op whose predicted time is furthest off, by the seconds between the two."""
     predicted: Counter[str] = Counter()

@@ -120,12 +120,7 @@ def row_of(case: Case) -> tuple[str, ...]:
     """The row of a case."""
     cluster = find_cluster(case.cluster)
     request = Request.on(
-        cluster,
-        batch=case.batch,
-        mesh=Mesh.parse(case.mesh),
-        recipe=case.recipe,
-        micro_batches=1,
-        refines=True,
+        cluster, batch=case.batch, mesh=Mesh.parse(case.mesh), recipe=case.recipe, micro_batches=1, refines=True
     )
     answer = Question(find_preset(case.model), request, case.seq).answer()
     graph, plan, hardware = answer.graph, answer.plan, cluster.hardware
@@ -134,13 +129,7 @@ def row_of(case: Case) -> tuple[str, ...]:
     seconds = [own_seconds(graph, each, hardware) for each in (named, plain, plan)]
     seconds.append(least_seconds(graph, plan, hardware))
     conversions = sum(each.source != each.target for each in conversions_of(graph, plan))
-    return (
-        case.model,
-        str(plan.mesh),
-        str(plan.recipe_in_use),
-        str(conversions),
-        *map(format_seconds, seconds),
-    )
+    return (case.model, str(plan.mesh), str(plan.recipe_in_use), str(conversions), *map(format_seconds, seconds))
 
 
 @click.command(help=(__doc__ or "").partition("\n")[0])

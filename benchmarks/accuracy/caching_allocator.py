@@ -176,11 +176,7 @@ class CachingAllocator:
 
     def _split(self, block: _Block, size_bytes: int) -> None:
         rest = _Block(
-            block.address + size_bytes,
-            block.size_bytes - size_bytes,
-            block.is_small,
-            before=block,
-            after=block.after,
+            block.address + size_bytes, block.size_bytes - size_bytes, block.is_small, before=block, after=block.after
         )
         if block.after is not None:
             block.after.before = rest

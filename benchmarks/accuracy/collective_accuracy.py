@@ -166,11 +166,7 @@ def summary(measurements: Iterable[Measurement]) -> dict[str, dict[str, float]]:
     for each in measurements:
         errors[each.group].append(each.error())
     return {
-        group: {
-            "rows": len(found),
-            "time_error_median": statistics.median(found),
-            "time_error_worst": max(found),
-        }
+        group: {"rows": len(found), "time_error_median": statistics.median(found), "time_error_worst": max(found)}
         for group, found in sorted(errors.items())
     }
 
@@ -180,10 +176,7 @@ def show(groups: Mapping[str, Mapping[str, float]], skipped: Counter[str]) -> No
     table = Table("GPU, nodes x ranks, collective", "rows", "median error", "worst error")
     for group, values in groups.items():
         table.add_row(
-            group,
-            f"{values['rows']:.0f}",
-            f"{values['time_error_median']:.1%}",
-            f"{values['time_error_worst']:.0%}",
+            group, f"{values['rows']:.0f}", f"{values['time_error_median']:.1%}", f"{values['time_error_worst']:.0%}"
         )
     reasons = Table("rows skipped", "because")
     for reason, count in skipped.most_common():

@@ -163,10 +163,7 @@ def combined(sources: Sequence[Source]) -> dict[str, dict[str, Any]]:
         for origin in {s.row.source for s in source.subjects if s.row.source}:
             joined[origin].append(source)
     return {
-        origin: {
-            "files": [s.name for s in found],
-            "oom_accuracy": oom_accuracy([o for s in found for o in s.outcomes]),
-        }
+        origin: {"files": [s.name for s in found], "oom_accuracy": oom_accuracy([o for s in found for o in s.outcomes])}
         for origin, found in sorted(joined.items())
         if len(found) > 1
     }

@@ -6,22 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from autopar.cost_model.items import (
-    FULL,
-    MIXED,
-    MIXED_BOTH_GRADIENTS,
-    MIXED_FLOAT32_GRADIENTS,
-    TrainingState,
-)
+from autopar.cost_model.items import FULL, MIXED, MIXED_BOTH_GRADIENTS, MIXED_FLOAT32_GRADIENTS, TrainingState
 from autopar.cost_model.optimizers import OptimizerFormat, StateFormat
 from benchmarks.accuracy.traits import USUAL, Traits
 
 # PyTorch FSDP and autocast: parameters in float32, cast to bfloat16 where they are used; the
 # captured graph has them in bfloat16, so float32 masters stand for the stored ones.
 AUTOCAST = TrainingState(
-    gradient_bytes=4,
-    master_bytes=2,
-    optimizer=OptimizerFormat("adamw", (StateFormat(element_bytes=4),) * 2),
+    gradient_bytes=4, master_bytes=2, optimizer=OptimizerFormat("adamw", (StateFormat(element_bytes=4),) * 2)
 )
 
 
@@ -136,19 +128,10 @@ FRAMEWORKS: Mapping[str, Framework] = MappingProxyType(
             traits=Traits(accumulates_in_products=True, repeats_layers=True),
         ),
         "Megatron-LM": Framework(
-            "megatron-lm",
-            "gpt",
-            MIXED,
-            pads_vocab=True,
-            flash=False,
-            traits=Traits(scatters=True, repeats_layers=True),
+            "megatron-lm", "gpt", MIXED, pads_vocab=True, flash=False, traits=Traits(scatters=True, repeats_layers=True)
         ),
         "NeMo": NEMO,
         # SimuMax's runs of Megatron-Core: float32 gradients and masters.
-        "Megatron-Core": replace(
-            NEMO,
-            training_state=MIXED_FLOAT32_GRADIENTS,
-            narrow_state=MIXED,
-        ),
+        "Megatron-Core": replace(NEMO, training_state=MIXED_FLOAT32_GRADIENTS, narrow_state=MIXED),
     }
 )

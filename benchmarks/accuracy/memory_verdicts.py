@@ -32,15 +32,7 @@ from benchmarks.accuracy.subjects import Subject
 from benchmarks.tables import markdown_table
 
 GIB = 2**30
-PARTS = (
-    "parameters",
-    "gradients",
-    "optimizer",
-    "buffers",
-    "saved activations",
-    "transient peak",
-    "reserved",
-)
+PARTS = ("parameters", "gradients", "optimizer", "buffers", "saved activations", "transient peak", "reserved")
 HEADS = (
     "source",
     "row",

@@ -171,11 +171,7 @@ def show(rows: Sequence[tuple[str, ...]], path: Path | None) -> None:
 @click.option("--markdown", "path", type=click.Path(path_type=Path), help="Write the table there.")
 def main(ranks: int, micro_batches: int, path: Path | None, **sizes: int) -> None:
     """Print a row per rank."""
-    mp.spawn(
-        work,
-        (ranks, get_free_port(), Sizes(**sizes, rounds=1, steps=1), micro_batches, path),
-        ranks,
-    )
+    mp.spawn(work, (ranks, get_free_port(), Sizes(**sizes, rounds=1, steps=1), micro_batches, path), ranks)
 
 
 if __name__ == "__main__":

@@ -20,14 +20,7 @@ from autopar.cost_model.items import COMPUTE, TrainingState, WorkItem
 from autopar.cost_model.machines.software import Software
 from autopar.cost_model.steps.run import Run, total
 from autopar.cost_model.steps.step import Step
-from autopar.cost_model.symbols import (
-    Expressions,
-    link_of,
-    link_symbols,
-    link_values,
-    machine_values,
-    symbol,
-)
+from autopar.cost_model.symbols import Expressions, link_of, link_symbols, link_values, machine_values, symbol
 from autopar.ir import Graph, Mesh, Plan, Stack
 from autopar.models import Transformer, build, example_inputs
 from autopar.planning.planning import prepare_step
@@ -105,11 +98,7 @@ def expressions_of(shape: Shape) -> Expressions:
     data = ("ddp", "zero1", "zero2", "zero3")[shape.zero_stage]
     tensor = "tp+sp" if shape.sequence_parallel else "tp"
     plan: Plan = search(
-        graph,
-        {"dp": 2, "tp": 2},
-        hardware=hardware,
-        recipe=f"dp:{data},tp:{tensor}",
-        memory_bytes=10**18,
+        graph, {"dp": 2, "tp": 2}, hardware=hardware, recipe=f"dp:{data},tp:{tensor}", memory_bytes=10**18
     )
     traits = shape.traits
     found = Expressions.of(

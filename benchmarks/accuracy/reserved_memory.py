@@ -262,14 +262,7 @@ def show(rows: list[tuple[str, ...]], path: Path | None) -> None:
 @click.option("--steps", default=2)
 @click.option("--precision", help="As of autopar.compile.")
 @click.option("--markdown", "path", type=click.Path(path_type=Path), help="Write the table there.")
-def main(
-    recipes: str,
-    micro_batches: str,
-    ranks: int,
-    precision: str | None,
-    path: Path | None,
-    **sizes: int,
-) -> None:
+def main(recipes: str, micro_batches: str, ranks: int, precision: str | None, path: Path | None, **sizes: int) -> None:
     """Print a row per recipe and number of micro-batches."""
     cases = [(r, int(m)) for m in micro_batches.split(",") for r in recipes.split(",")]
     port = get_free_port()

@@ -68,11 +68,7 @@ SOFTWARE: Mapping[tuple[str, str], Software] = MappingProxyType(
 )
 
 # Runtime without fitted figures -> the fitted runtime that works most like it.
-_ALIKE = {
-    "megatron-lm": "megatron-deepspeed",
-    "apex": "megatron-deepspeed",
-    "torchtitan": "llm-foundry",
-}
+_ALIKE = {"megatron-lm": "megatron-deepspeed", "apex": "megatron-deepspeed", "torchtitan": "llm-foundry"}
 
 
 # Share of the datasheet's peak that the best product in bfloat16 reaches: `matmul_tflops.csv`, rows of the MAMF table

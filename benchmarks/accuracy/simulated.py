@@ -77,14 +77,9 @@ class Simulated:
         layers = layers_of(row, Cuts(*self.cuts[:, index]))
         last = len(layers) - 1
         for stage, count in enumerate(layers):
-            shares: dict[Region, float] = {
-                "before": stage == 0,
-                "layers": count / row.layers,
-                "after": stage == last,
-            }
+            shares: dict[Region, float] = {"before": stage == 0, "layers": count / row.layers, "after": stage == last}
             forward, backward, weights = sum(
-                (share * self.parts[region][:, index] for region, share in shares.items()),
-                start=np.zeros(3),
+                (share * self.parts[region][:, index] for region, share in shares.items()), start=np.zeros(3)
             ).tolist()
             yield StageCosts(forward + send * (stage < last), backward + send * (stage > 0), weights)
 

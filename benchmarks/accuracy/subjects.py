@@ -133,12 +133,7 @@ def _chunks(row: Row, framework: Framework) -> int:
 
 # How much faster the best product in float8 is than the best in bfloat16: `matmul_tflops.csv`, rows of the MAMF table
 # (stas00/ml-engineering at 744d01e). Others take the ratio of the datasheet's peaks.
-NARROW_GAIN = {
-    "h100": 1402.6 / 794.5,
-    "h200": 1453.4 / 794.5,
-    "b200": 3432.5 / 1745.0,
-    "gb200": 3615.6 / 1822.0,
-}
+NARROW_GAIN = {"h100": 1402.6 / 794.5, "h200": 1453.4 / 794.5, "b200": 3432.5 / 1745.0, "gb200": 3615.6 / 1822.0}
 # Rounding operands takes the rest of that gain. Fitted to half of the groups of NVIDIA's 8-bit runs on H100; median
 # error 5.3 % on the other half.
 ROUNDED_SHARE = 0.96

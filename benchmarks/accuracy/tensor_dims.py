@@ -217,10 +217,7 @@ def watching_saved() -> Iterator[dict[int, torch.UntypedStorage]]:
         packed = pack_gathered(self, x)
         return pack(packed) if isinstance(packed, Tensor) else packed
 
-    with (
-        patch.object(Gathers, "_pack", pack_beside),
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x),
-    ):
+    with patch.object(Gathers, "_pack", pack_beside), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         yield kept
 
 
@@ -270,20 +267,8 @@ def main() -> None:
         with simulated(ranks):
             counted, saved = of_a_layer(case, width)
         sizes = " x ".join(map(str, case.mesh.values()))
-        rows.append(
-            (
-                str(ranks),
-                case.name,
-                sizes,
-                f"{counted:,.0f}",
-                f"{case.formula(width):,.0f}",
-                f"{saved:,}",
-            )
-        )
-    print(
-        *markdown_table(("ranks", "recipe", "mesh", "counted", "formula", "saved"), rows, text_columns=3),
-        sep="\n",
-    )
+        rows.append((str(ranks), case.name, sizes, f"{counted:,.0f}", f"{case.formula(width):,.0f}", f"{saved:,}"))
+    print(*markdown_table(("ranks", "recipe", "mesh", "counted", "formula", "saved"), rows, text_columns=3), sep="\n")
 
 
 if __name__ == "__main__":

@@ -21,14 +21,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.ir.order import Order
-from benchmarks.delayed import (
-    EXACT_STEPS,
-    OPTIMIZERS,
-    optimizer_of,
-    random_batches,
-    record_losses,
-    relative_error,
-)
+from benchmarks.delayed import EXACT_STEPS, OPTIMIZERS, optimizer_of, random_batches, record_losses, relative_error
 from benchmarks.local_steps.run import RANKS, ROWS, SMOOTHED, mean_losses, small_model
 from benchmarks.tables import markdown_table
 from tests.runtime.gloo_ranks import Ranks
@@ -50,11 +43,7 @@ def on_ranks(recipe: str, optimizer: str) -> tuple[str, dict[str, Tensor]]:
     """The order of the exchanges, and this rank's parameters after the meeting behind the last step."""
     given = random_batches(ROWS)
     model = autopar.compile(
-        small_model(),
-        loss_fn=loss_fn,
-        mesh={"dp": dist.get_world_size()},
-        recipe=recipe,
-        example_inputs=given[0],
+        small_model(), loss_fn=loss_fn, mesh={"dp": dist.get_world_size()}, recipe=recipe, example_inputs=given[0]
     )
     inner, pauses = optimizer_of(optimizer, model), random.Random(dist.get_rank())
     for batch in given:
@@ -101,11 +90,7 @@ def step_seconds(recipe: str, steps: int) -> float:
     """Mean seconds of a step, in which every rank pauses for a random time of the mean `PAUSE_SECONDS`."""
     batch = random_batches(ROWS)[0]
     model = autopar.compile(
-        small_model(),
-        loss_fn=loss_fn,
-        mesh={"dp": dist.get_world_size()},
-        recipe=recipe,
-        example_inputs=batch,
+        small_model(), loss_fn=loss_fn, mesh={"dp": dist.get_world_size()}, recipe=recipe, example_inputs=batch
     )
     inner, pauses = optimizer_of("sgd", model), random.Random(dist.get_rank())
     model.step(*batch)
@@ -129,10 +114,7 @@ def sent_bytes(optimizer: str, steps: int) -> tuple[int, int]:
     model = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH))
     size_bytes = sum(p.nbytes for p in model.parameters())
     made = autopar.compile(
-        model,
-        loss_fn=lambda y: y.square().mean(),
-        mesh={"dp": dist.get_world_size()},
-        recipe="async-server:2",
+        model, loss_fn=lambda y: y.square().mean(), mesh={"dp": dist.get_world_size()}, recipe="async-server:2"
     )
     inner = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adamw": torch.optim.AdamW}
     update = inner[optimizer](made.parameters(), lr=1e-2)

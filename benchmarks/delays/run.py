@@ -17,14 +17,7 @@ import torch.distributed as dist
 import autopar
 from benchmarks.delayed import record_losses
 from benchmarks.versions.run import CURVES as SCHEDULES
-from benchmarks.versions.run import (
-    LR,
-    POINT_UPDATES,
-    STAGES,
-    large_model,
-    loss_fn,
-    rows_of_points,
-)
+from benchmarks.versions.run import LR, POINT_UPDATES, STAGES, large_model, loss_fn, rows_of_points
 from benchmarks.versions.run import losses as losses_in_stages
 
 LOSSES = Path(__file__).with_name("losses.json")

@@ -179,11 +179,7 @@ def _cli(line: str) -> Outcome:
         raise _Reached(self)
 
     build = Question.__init__
-    with (
-        mock.patch.object(Question, "__init__", posed),
-        _replaced(prepare_step, _stop),
-        _requests() as made,
-    ):
+    with mock.patch.object(Question, "__init__", posed), _replaced(prepare_step, _stop), _requests() as made:
         try:
             with mock.patch.dict(os.environ, {"COLUMNS": "100", "TERMINAL_WIDTH": "100"}):
                 result = CliRunner().invoke(main, shlex.split(line), terminal_width=100)
@@ -262,11 +258,7 @@ def _launch(changes: Mapping[str, Any] | None = None, few: bool = True, **asked:
     )
     call = settings(explanation)
     made = _compile(plan.world_mesh.ranks, hardware="h100", **call)
-    return {
-        "lines": list(launch_lines(explanation)),
-        "request": made["request"],
-        "text": request.text,
-    }
+    return {"lines": list(launch_lines(explanation)), "request": made["request"], "text": request.text}
 
 
 @functools.cache

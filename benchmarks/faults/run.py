@@ -73,15 +73,9 @@ class Fault:
         step = draw.choice(saves) if in_save else draw.randrange(3 * EVERY + 1, STEPS)
         moment = draw.random()
         first: Place = "in a step" if self.place in ("loading", "truncated file") else self.place
-        yield (
-            self.ranks,
-            Accident(first, signal, draw.randrange(self.ranks), self.ranks, step, moment),
-        )
+        yield (self.ranks, Accident(first, signal, draw.randrange(self.ranks), self.ranks, step, moment))
         if self.place == "loading":
-            yield (
-                self.after,
-                Accident("loading", signal, draw.randrange(self.after), self.after, 0, 0.0),
-            )
+            yield (self.after, Accident("loading", signal, draw.randrange(self.after), self.after, 0, 0.0))
         yield self.after, None
 
 

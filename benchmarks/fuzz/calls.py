@@ -87,13 +87,7 @@ _WILD = (
     "1000000",
 )
 # Values of each option with which a command is answered, or at least refused by the product and not by its reader.
-_WHERE = (
-    ("--mesh", "dp=2"),
-    ("--mesh", "dp=2,tp=2"),
-    ("--mesh", "dp=4"),
-    ("--cluster", "h100x2"),
-    ("--ranks", "2"),
-)
+_WHERE = (("--mesh", "dp=2"), ("--mesh", "dp=2,tp=2"), ("--mesh", "dp=4"), ("--cluster", "h100x2"), ("--ranks", "2"))
 _PLANNED = {
     "--recipe": ("auto", "ddp", "zero1", "dp:zero3", "tp"),
     "--batch": ("4", "8"),
@@ -117,30 +111,10 @@ _PLANNED = {
 # Values that the reader takes, and that fit few models: sizes that divide nothing, names of other machines.
 _COUNTS = ("3", "5", "7", "64", "1000", "999983")
 _READABLE = {
-    "--mesh": (
-        "dp=3",
-        "tp=8",
-        "pp=2",
-        "pp=2,dp=2",
-        "dp=1",
-        "dp=2,tp=3",
-        "x=2,y=2",
-        "dp=2,tp=2 order tp,dp",
-        "dp=64",
-    ),
+    "--mesh": ("dp=3", "tp=8", "pp=2", "pp=2,dp=2", "dp=1", "dp=2,tp=3", "x=2,y=2", "dp=2,tp=2 order tp,dp", "dp=64"),
     "--cluster": ("h100x3", "a100x8x2", "h200", "rtx4090x4", "b200x8x16384", "h100x8x2"),
     "--ranks": _COUNTS,
-    "--recipe": (
-        "zero2",
-        "zero3-offload",
-        "pp:gpipe",
-        "dp:zero1,tp:tp+sp",
-        "cp",
-        "local:2",
-        "naive-pp",
-        "ep",
-        "serve",
-    ),
+    "--recipe": ("zero2", "zero3-offload", "pp:gpipe", "dp:zero1,tp:tp+sp", "cp", "local:2", "naive-pp", "ep", "serve"),
     "--recompute": ("partitioned", "offloaded", "99", "0.001", "0"),
     "--max-memory": ("1MB", "999TB", "1e6"),
     "--headroom": ("0", "0.999"),

@@ -198,10 +198,7 @@ def full_stdout(folder: Path) -> str:
     """What a command says on stderr where its stdout is on a full disk."""
     with Path("/dev/full").open("w") as full:
         ended = subprocess.run(
-            [sys.executable, "-m", "autopar", "--version"],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
+            [sys.executable, "-m", "autopar", "--version"], stdout=full, stderr=subprocess.PIPE, text=True
         )
     return f"{ended.stderr.strip()} Exit code {ended.returncode}."
 

@@ -36,11 +36,7 @@ from autopar.models.hugging_face import Pretrained
 from autopar.planning.planning import make_plan, prepare_step
 from autopar.planning.stored_captures import CaptureQuestion, StoredCaptures, is_same_capture
 from autopar.planning.stored_plans import StoredPlans
-from autopar.runtime.checkpoint.checkpoint import (
-    load_checkpoint,
-    load_optimizer_state,
-    save_checkpoint,
-)
+from autopar.runtime.checkpoint.checkpoint import load_checkpoint, load_optimizer_state, save_checkpoint
 from autopar.runtime.formats.checkpoint_folder import read_saved
 from autopar.runtime.formats.weights import read_weights
 from autopar.search.request.request import Request
@@ -116,13 +112,7 @@ def _plans(folder: Path) -> list[Format]:
     own = json.dumps(plan.to_json()).encode()
     return [
         Format("saved plan", (folder / "saved.json").read_bytes(), Plan.load, is_sealed=True),
-        Format(
-            "plan of a person",
-            own,
-            Plan.load,
-            again=lambda x: Plan.from_json(x.to_json()),
-            values=json.loads,
-        ),
+        Format("plan of a person", own, Plan.load, again=lambda x: Plan.from_json(x.to_json()), values=json.loads),
         Format(
             "text of a plan",
             str(plan).encode(),
@@ -157,14 +147,7 @@ nodes = {value = 2, kind = "guess", source = "as rented"}
 devices_per_node = {value = 4, kind = "guess", source = "as rented"}
 """
     return [
-        Format(
-            name,
-            content,
-            read_hardware,
-            ".toml",
-            again=again,
-            values=values,
-        )
+        Format(name, content, read_hardware, ".toml", again=again, values=values)
         for name, content in (("hardware", whole), ("hardware like another", small))
     ]
 
@@ -194,16 +177,7 @@ def _config() -> Format:
 
 
 def _trace() -> Format:
-    event = {
-        "ph": "X",
-        "cat": "compute",
-        "name": "linear",
-        "ts": 1.0,
-        "dur": 2.0,
-        "pid": 1,
-        "tid": 0,
-        "args": {},
-    }
+    event = {"ph": "X", "cat": "compute", "name": "linear", "ts": 1.0, "dur": 2.0, "pid": 1, "tid": 0, "args": {}}
     return Format("trace", json.dumps({"traceEvents": [event]}).encode(), read_trace)
 
 
@@ -329,11 +303,7 @@ def _stored_capture(folder: Path) -> Format:
 def _texts() -> list[Format]:
     return [
         Format(
-            "text of a mesh",
-            b"dp=2,tp=4",
-            lambda p: Mesh.parse(_text(p)),
-            ".txt",
-            again=lambda x: Mesh.parse(str(x)),
+            "text of a mesh", b"dp=2,tp=4", lambda p: Mesh.parse(_text(p)), ".txt", again=lambda x: Mesh.parse(str(x))
         ),
         Format(
             "text of recomputation",

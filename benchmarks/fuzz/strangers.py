@@ -191,13 +191,7 @@ def main(count: int, markdown: Path | None) -> None:
         (kind, str(own), f"{longest:.3f}", f"{trained[kind][0]:.2f}", f"{trained[kind][1]:.1e}")
         for kind, own, longest in met
     ]
-    heads = (
-        "stranger",
-        "tries",
-        "longest until both had connected, s",
-        "training, s",
-        "error against replay",
-    )
+    heads = ("stranger", "tries", "longest until both had connected, s", "training, s", "error against replay")
     table = markdown_table(heads, rows, text_columns=1)
     print(*table, sep="\n")
     if markdown:

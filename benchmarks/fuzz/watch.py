@@ -18,15 +18,7 @@ LIMIT_SECONDS = 30.0  # of a processor, so that what else a machine does changes
 _LONGEST_SECONDS = 10 * LIMIT_SECONDS  # by the clock, of what waits and computes nothing
 LIMIT_BYTES = 10**9
 _CODE = frozenset(
-    (
-        "os.system",
-        "os.exec",
-        "os.posix_spawn",
-        "os.spawn",
-        "subprocess.Popen",
-        "pty.spawn",
-        "ctypes.dlopen",
-    )
+    ("os.system", "os.exec", "os.posix_spawn", "os.spawn", "subprocess.Popen", "pty.spawn", "ctypes.dlopen")
 )
 
 

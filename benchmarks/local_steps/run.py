@@ -18,14 +18,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.capture.export import run_with_loss
-from benchmarks.delayed import (
-    OPTIMIZERS,
-    optimizer_of,
-    random_batches,
-    record_losses,
-    relative_error,
-    training_text,
-)
+from benchmarks.delayed import OPTIMIZERS, optimizer_of, random_batches, record_losses, relative_error, training_text
 from benchmarks.tables import markdown_table
 from tests.runtime.gloo_ranks import Ranks
 from tests.support.delayed import train_replicas
@@ -53,11 +46,7 @@ def on_ranks(recipe: str, optimizer: str) -> tuple[dict[str, Tensor], float]:
     """This rank's parameters after the meeting behind the last step, and the bytes that it sent a step."""
     given = random_batches(ROWS)
     model = autopar.compile(
-        small_model(),
-        loss_fn=loss_fn,
-        mesh={"dp": dist.get_world_size()},
-        recipe=recipe,
-        example_inputs=given[0],
+        small_model(), loss_fn=loss_fn, mesh={"dp": dist.get_world_size()}, recipe=recipe, example_inputs=given[0]
     )
     inner = optimizer_of(optimizer, model)
     with torch.profiler.profile(record_shapes=True) as profile:
@@ -173,13 +162,7 @@ def main() -> None:
 def exact(ranks: tuple[int, ...]) -> None:
     """Prints the table of docs/replicas.md; exits with 1 where an error is 1e-9 or more."""
     rows = exact_rows(ranks)
-    heads = (
-        "ranks",
-        "recipe",
-        "optimizer",
-        "largest relative error",
-        "bytes sent a step, of the parameters'",
-    )
+    heads = ("ranks", "recipe", "optimizer", "largest relative error", "bytes sent a step, of the parameters'")
     print("\n".join(markdown_table(heads, rows, text_columns=3)))
     sys.exit(0 if all(float(row[3]) < 1e-9 for row in rows) else 1)
 

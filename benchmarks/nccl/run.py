@@ -35,13 +35,7 @@ from tests.runtime.training import drawn, make_on
 
 RESULTS = Path(__file__).with_name("results.jsonl")
 MODELS = ("mlp", "gpt", "tied", "normed")
-MESHES: tuple[Mapping[str, int], ...] = (
-    {"a": 2},
-    {"a": 2, "b": 2},
-    {"pp": 2},
-    {"pp": 2, "a": 2},
-    {"pp": 4},
-)
+MESHES: tuple[Mapping[str, int], ...] = ({"a": 2}, {"a": 2, "b": 2}, {"pp": 2}, {"pp": 2, "a": 2}, {"pp": 4})
 SEEDS = 10  # of each mesh and model: 200 plans
 
 _ZERO3 = {"dp": "zero3", "tp": "tp+sp"}
@@ -121,13 +115,7 @@ def _world(mesh: Mapping[str, int], recipe: Mapping[str, str], chunks: int) -> t
     options = {"micro_batches": count, "bucket_bytes": 16384}
     if recipe.get("pp") in ("interleaved", "zb"):
         options["chunks"] = chunks
-    program = Program(
-        mesh,
-        recipe,
-        partial(Model, stages * chunks),
-        lambda: (batch, batch.roll(1, 1)),
-        options=options,
-    )
+    program = Program(mesh, recipe, partial(Model, stages * chunks), lambda: (batch, batch.roll(1, 1)), options=options)
     return program, _places(mesh)
 
 

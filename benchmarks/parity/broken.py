@@ -82,10 +82,7 @@ def _double(node: fx.Node) -> None:
         node,
         lambda g: g.call_function(
             aten.sub.Tensor,
-            (
-                g.call_function(aten.mul.Tensor, (node, 2)),
-                g.call_function(aten.detach.default, (node,)),
-            ),
+            (g.call_function(aten.mul.Tensor, (node, 2)), g.call_function(aten.detach.default, (node,))),
         ),
     )
 
@@ -96,10 +93,7 @@ def wrong_offsets(graph: fx.Graph) -> Iterator[Site]:
         if node.target is aten.mul.Tensor and _is_size(node.args[1]):
             yield node, lambda n: _after(n, lambda g: g.call_function(aten.add.Tensor, (n, 1)))
         elif node.target in (aten.le.Tensor, aten.lt.Tensor, aten.ge.Tensor, aten.gt.Tensor):
-            yield (
-                node,
-                lambda n: _after(n, lambda g: g.call_function(aten.roll.default, (n, [1], [-1]))),
-            )
+            yield (node, lambda n: _after(n, lambda g: g.call_function(aten.roll.default, (n, [1], [-1]))))
 
 
 def stale_weights(graph: fx.Graph) -> Iterator[Site]:

@@ -39,35 +39,11 @@ from torch.utils import _pytree as pytree
 
 from autopar.analysis.factors import Analysis, analyze
 from autopar.capture.captured import Captured
-from autopar.ir import (
-    UNSPLIT,
-    VARIED,
-    Choice,
-    Mesh,
-    Op,
-    P,
-    ParameterPlan,
-    Plan,
-    R,
-    S,
-    State,
-    V,
-    is_legal,
-)
+from autopar.ir import UNSPLIT, VARIED, Choice, Mesh, Op, P, ParameterPlan, Plan, R, S, State, V, is_legal
 from autopar.passes.cleanup.unreduce_losses import unreduce_losses
 from autopar.program.program import build_program
 from autopar.proof.lockstep import convert, run
-from autopar.rules.trial import (
-    Results,
-    dense,
-    difference,
-    distance,
-    join,
-    on_parts,
-    run_parts,
-    weights,
-    with_gradients,
-)
+from autopar.rules.trial import Results, dense, difference, distance, join, on_parts, run_parts, weights, with_gradients
 from benchmarks.tables import markdown_table
 
 TOLERANCE = 1e-8  # in float64; gradients of decompositions lose some digits

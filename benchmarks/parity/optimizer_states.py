@@ -44,14 +44,7 @@ def final_loss(states: str, seed: int, steps: int, recipe: str) -> float:
         training_state=states,
     )
     losses, _ = train(
-        model,
-        model.step,
-        data,
-        steps=steps,
-        planned=steps,
-        lr=LR,
-        states=states,
-        watch=lambda number, loss: None,
+        model, model.step, data, steps=steps, planned=steps, lr=LR, states=states, watch=lambda number, loss: None
     )
     return mean_of_last(losses)
 

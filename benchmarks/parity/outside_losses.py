@@ -152,10 +152,7 @@ def distilled(model: Model, x: Tensor, y: Tensor, head: Head) -> Tensor:
     with torch.no_grad():
         taught = TEACHER(x)
     return F.kl_div(
-        (model(x) / 2).log_softmax(-1),
-        (taught / 2).log_softmax(-1),
-        log_target=True,
-        reduction="batchmean",
+        (model(x) / 2).log_softmax(-1), (taught / 2).log_softmax(-1), log_target=True, reduction="batchmean"
     )
 
 
@@ -265,10 +262,7 @@ class Found:
 def trained(model: nn.Module, loss_of: Callable[..., Tensor], steps: int = STEPS) -> Found:
     """Steps of SGD, the same loop for one process and for many."""
     head = Head()
-    named = {
-        **dict(model.named_parameters()),
-        **{f"head.{n}": p for n, p in head.named_parameters()},
-    }
+    named = {**dict(model.named_parameters()), **{f"head.{n}": p for n, p in head.named_parameters()}}
     optimizer = torch.optim.SGD(named.values(), lr=0.1)
     losses, gradients = [], []
     for x, y in batches(steps):

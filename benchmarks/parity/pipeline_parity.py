@@ -61,8 +61,7 @@ def markdown(rows: list[Row], passed: Counter[str], drawn: Counter[str], plans: 
         *markdown_table(COLUMNS, [row.cells for row in rows]),
         "",
         *markdown_table(
-            ("schedule", "plans passed"),
-            [(f"`{name}`", f"{passed[name]} of {drawn[name]}") for name in SCHEDULES],
+            ("schedule", "plans passed"), [(f"`{name}`", f"{passed[name]} of {drawn[name]}") for name in SCHEDULES]
         ),
     ]
     return "\n".join(lines) + "\n"

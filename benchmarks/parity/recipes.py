@@ -183,11 +183,7 @@ COLUMNS = ("mesh", "recipe", "float64 (1e-9)", "float32 (1e-4)", "within")
 
 
 @click.command()
-@click.option(
-    "--only",
-    default="",
-    help="Recipes (of an axis, or whole) and recomputations, separated by commas.",
-)
+@click.option("--only", default="", help="Recipes (of an axis, or whole) and recomputations, separated by commas.")
 @click.option("--markdown", "path", type=click.Path(path_type=Path), help="Write the table there.")
 def main(only: str, path: Path | None) -> None:
     """Print the largest relative difference of ten losses for every recipe; exit 1 if one is too large."""
@@ -201,11 +197,7 @@ def main(only: str, path: Path | None) -> None:
         table.add_row(*row)
     Console(width=100).print(table)
     if path is not None:
-        lines = [
-            " | ".join(COLUMNS),
-            "|".join(["---"] * len(COLUMNS)),
-            *(" | ".join(r) for r in found),
-        ]
+        lines = [" | ".join(COLUMNS), "|".join(["---"] * len(COLUMNS)), *(" | ".join(r) for r in found)]
         head = (
             "# Recipes on real ranks\n\nTen AdamW steps of a two-layer GPT on Gloo ranks, clipped gradients, "
             "against one process: the largest relative\ndifference of the ten losses. Made by "

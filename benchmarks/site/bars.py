@@ -42,10 +42,7 @@ def optimizers() -> str:
     parts, y = [], 40.0
     for n, words in enumerate(("parameter", "gradient", "states")):
         x = 134 + 92 * n
-        parts += [
-            rect(x, 16, 13, 13, fill=COLOURS[n].fill),
-            text(x + 18, 27, words, class_="small"),
-        ]
+        parts += [rect(x, 16, 13, 13, fill=COLOURS[n].fill), text(x + 18, 27, words, class_="small")]
     for name in OPTIMIZERS:
         parts.append(text(MARGIN, y + 17, name, class_="strong"))
         start = 0.0
@@ -106,14 +103,7 @@ def reserved_memory() -> str:
             parts.append(rect(x, y + 24, scale(start + size) - x - 1, 26, rx=3, fill=colour.fill))
             parts.append(centred(scale(start + size / 2), y + 42, name, "strong", fill=colour.ink))
         y += 70
-    parts.append(
-        text(
-            MARGIN,
-            y + 4,
-            "frames are segments of 20 MiB; D does not fit into the gap",
-            class_="small",
-        )
-    )
+    parts.append(text(MARGIN, y + 4, "frames are segments of 20 MiB; D does not fit into the gap", class_="small"))
     label = (
         "Three tensors of 6 MiB lie in a segment of 20 MiB; one is freed; a tensor of 8 MiB does not fit into the gap "
         "and takes a second segment, so that 40 MiB are reserved for 20 MiB allocated"

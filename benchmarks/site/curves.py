@@ -115,13 +115,7 @@ def _losses(folder: str, unit: str, below: str, label: str) -> str:
         _HEIGHT + further,
         *_axes(across, down, unit, below, further),
         line(_LEFT, down(entropy), WIDTH - MARGIN, down(entropy), class_="pale"),
-        text(
-            WIDTH - MARGIN,
-            down(entropy) - 5,
-            "entropy of single bytes",
-            class_="small",
-            text_anchor="end",
-        ),
+        text(WIDTH - MARGIN, down(entropy) - 5, "entropy of single bytes", class_="small", text_anchor="end"),
         *_drawn(curves, across, down, steps, key),
     )
 
@@ -151,11 +145,7 @@ def _axes(across: Linear, down: Linear, unit: str, below: str, further: float = 
 
 
 def _drawn(
-    curves: dict[str, list[float]],
-    across: Linear,
-    down: Linear,
-    steps: int,
-    key: Sequence[tuple[float, float]],
+    curves: dict[str, list[float]], across: Linear, down: Linear, steps: int, key: Sequence[tuple[float, float]]
 ) -> Iterator[Markup]:
     for number, ((name, losses), (x, y)) in enumerate(zip(curves.items(), key, strict=True)):
         colour = COLOURS[number % len(COLOURS)].fill

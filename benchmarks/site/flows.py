@@ -12,22 +12,10 @@ def design() -> str:
         (
             Box("your model, for one device", ("a torch.nn.Module and a loss",)),
             Box("a graph of operators", ("one capture by torch.export",), "capture"),
-            Box(
-                "factors and choices",
-                ("batch, heads, ffn ...; every op's ways to be split",),
-                "analysis",
-            ),
-            Box(
-                "a plan",
-                ("a line for every parameter, input and op",),
-                "search, by price",
-            ),
+            Box("factors and choices", ("batch, heads, ffn ...; every op's ways to be split",), "analysis"),
+            Box("a plan", ("a line for every parameter, input and op",), "search, by price"),
             Box("the program of one rank", ("local shapes, with the collectives",), "passes"),
-            Box(
-                "training steps",
-                ("parameters are DTensors under their names",),
-                "torch.distributed",
-            ),
+            Box("training steps", ("parameters are DTensors under their names",), "torch.distributed"),
         ),
     )
 
@@ -54,18 +42,12 @@ def guards() -> str:
 def verify() -> str:
     boxes = (
         Box("one device", ("float64: the truth", "", "model, loss, backward")),
-        Box(
-            "the plan",
-            ("all ranks in one process,", "op by op in lockstep,", "with every collective"),
-        ),
+        Box("the plan", ("all ranks in one process,", "op by op in lockstep,", "with every collective")),
     )
     first, below = columns((Box("the same weights and batch"),), MARGIN)
     drawn, bottom = columns(boxes, below + 30)
     last, end = columns(
-        (
-            Box("compared", ("loss, gradients, buffers",)),
-            Box("PASSED or FAILED", ("error and bound by tensor",)),
-        ),
+        (Box("compared", ("loss, gradients, buffers",)), Box("PASSED or FAILED", ("error and bound by tensor",))),
         bottom + 30,
     )
     xs = (WIDTH / 4 + 4, WIDTH * 3 / 4 - 4)
@@ -85,11 +67,7 @@ def precision() -> str:
         (
             Box("parameter at rest", ("float32, a shard on every rank",)),
             Box("bfloat16 shard", (), "cast"),
-            Box(
-                "whole parameter, for one use",
-                ("bfloat16: half the bytes on the wire",),
-                "all-gather",
-            ),
+            Box("whole parameter, for one use", ("bfloat16: half the bytes on the wire",), "all-gather"),
             Box("gradient of the use", ("bfloat16",), "forward and backward"),
             Box("gradient of the shard", ("float32, summed in float32",), "cast, reduce-scatter"),
             Box("optimizer", ("float32 parameters and moments",), "step"),
@@ -106,11 +84,7 @@ def randomness() -> str:
             Box("number of a step", ("the same on all ranks",), "one small broadcast"),
             Box("seed of a micro-batch on a stage"),
             Box("key of an op", ("recomputation draws from the same key",)),
-            Box(
-                "numbers on a rank",
-                ("replicas draw the same, parts draw their own",),
-                "+ position of the part",
-            ),
+            Box("numbers on a rank", ("replicas draw the same, parts draw their own",), "+ position of the part"),
         ),
     )
 
@@ -143,10 +117,7 @@ def backend() -> str:
     drawn, bottom = columns(graphs, below + 48)
     words = centred(WIDTH / 2 + 60, below + 30, "Dynamo, cut where Python decides")
     last, end = columns((Box("loss.backward()", ("gradients of the whole batch, in shards",)),), bottom + 30)
-    arrows = [
-        arrow(76, below + 4, 76, below + 44),
-        arrow(WIDTH / 2, bottom + 4, WIDTH / 2, bottom + 26),
-    ]
+    arrows = [arrow(76, below + 4, 76, below + 44), arrow(WIDTH / 2, bottom + 4, WIDTH / 2, bottom + 26)]
     label = (
         "With the backend, Dynamo gives one graph or several with plain Python between them; each graph is planned and "
         "split over the ranks, and backward leaves gradients in shards"

@@ -171,10 +171,7 @@ def tiers() -> str:
         (COLOURS[0].fill, "between steps: parameter, gradient, optimizer states"),
         (COLOURS[1].fill, "during a step; from the host it is copied for each use"),
     ):
-        parts += [
-            rect(MARGIN, y + 4, 14, 14, rx=3, fill=fill),
-            text(MARGIN + 22, y + 16, words, class_="small"),
-        ]
+        parts += [rect(MARGIN, y + 4, 14, 14, rx=3, fill=fill), text(MARGIN + 22, y + 16, words, class_="small")]
         y += 22
     label = (
         "Where five recipes keep parameters: zero3 on the device; zero-offload and zero3-offload on the host between "
@@ -200,11 +197,7 @@ class Product(NamedTuple):
     used: tuple[Layout, ...]
 
 
-RECIPE_OF = {
-    "1d": ("tp=4", "tp:tp"),
-    "2d": ("x=2,y=2", "x,y:2d"),
-    "3d": ("x=2,y=2,z=2", "x,y,z:3d"),
-}
+RECIPE_OF = {"1d": ("tp=4", "tp:tp"), "2d": ("x=2,y=2", "x,y:2d"), "3d": ("x=2,y=2,z=2", "x,y,z:3d")}
 _CUBE = ((2,), (2,), (SIDE,))  # batch and sequence, which are the rows of A and C, and features
 _SQUARE = ((SIDE,), (SIDE,))
 
@@ -215,21 +208,10 @@ def product(name: str) -> Product:
     mesh, recipe = RECIPE_OF[name]
     with torch.device("meta"):
         model, x = Layers(64, 1), torch.zeros(4, 4, 64)
-    e = autopar.explain(
-        model,
-        (x,),
-        loss_fn=mean_square,
-        mesh=mesh,
-        recipe=recipe,
-        recompute="none",
-        micro_batches=1,
-    )
+    e = autopar.explain(model, (x,), loss_fn=mean_square, mesh=mesh, recipe=recipe, recompute="none", micro_batches=1)
     plan = e.plan
     down, add = (e.graph.by_name[op] for op in ("linear_1", "add"))
-    used = (
-        *operand_layouts(down, plan.ops["linear_1"]),
-        *result_layouts(down, plan.ops["linear_1"]),
-    )
+    used = (*operand_layouts(down, plan.ops["linear_1"]), *result_layouts(down, plan.ops["linear_1"]))
     slices = [how.split for name, how in plan.saved.items() if ".down" in name]
     stored = plan.parameters["layers.0.down.weight"].storage
     taken = operand_layouts(add, plan.ops["add"])[1]

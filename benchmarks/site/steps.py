@@ -15,16 +15,7 @@ from autopar.pipeline.simulation import Simulation, StageCosts, simulate
 from autopar.views.gantt import KINDS
 from autopar.views.markup import Markup, tag
 from autopar.views.svg import Linear, line, rect, text
-from benchmarks.site.drawing import (
-    COLOURS,
-    MARGIN,
-    WIDTH,
-    Box,
-    arrow,
-    centred,
-    columns,
-    picture,
-)
+from benchmarks.site.drawing import COLOURS, MARGIN, WIDTH, Box, arrow, centred, columns, picture
 
 FORWARD, BACKWARD = 1.0, 2.0  # seconds of a rank's layers
 
@@ -47,20 +38,14 @@ def schedules() -> str:
     parts, y = [], MARGIN
     for name, each in found:
         idle = f"idle {100 * each.bubble_fraction:.0f} %, in flight {max(each.peak_bytes):g}"
-        parts += [
-            text(MARGIN, y + 12, name, class_="strong"),
-            text(120, y + 12, idle, class_="small"),
-        ]
+        parts += [text(MARGIN, y + 12, name, class_="strong"), text(120, y + 12, idle, class_="small")]
         parts += _bars(each, y + 20, Linear(0, longest, MARGIN, WIDTH - MARGIN))
         y += 20 + each.ranks * 13 + 14
     kinds = {span.kind for _, each in found for span in each.spans}
     x = MARGIN
     for kind, (words, colour) in KINDS.items():
         if kind in kinds:
-            parts += [
-                rect(x, y, 12, 12, fill=colour.fill),
-                text(x + 16, y + 11, words, class_="small"),
-            ]
+            parts += [rect(x, y, 12, 12, fill=colour.fill), text(x + 16, y + 11, words, class_="small")]
             x += 30 + 7 * len(words)
             if x > WIDTH / 2:
                 x, y = MARGIN, y + 20
@@ -139,10 +124,7 @@ def pipeline_search() -> str:
     for title, cuts in rows:
         step = _step_seconds(cuts)
         slowest = f"slowest stage {_slowest(cuts):g} s, a step of 8 micro-batches {step:g} s"
-        parts += [
-            text(MARGIN, y + 12, title, class_="strong"),
-            text(MARGIN, y + 30, slowest, class_="small"),
-        ]
+        parts += [text(MARGIN, y + 12, title, class_="strong"), text(MARGIN, y + 30, slowest, class_="small")]
         x, scale = MARGIN, (WIDTH - 2 * MARGIN) / widest
         for number, stage in enumerate(_parts(cuts)):
             for seconds in stage:

@@ -91,20 +91,14 @@ def checkpoints() -> str:
     before, after = Mesh.parse("dp=4"), Mesh.parse("dp=2,tp=2")
     owner = {c: r for r in range(4) for c in held(parse_layout("S(0)@dp", before), before, r)}
     parts = []
-    rows = (
-        (before, "S(0)@dp", "saved by 4 ranks, dp=4"),
-        (after, "S(1)@tp", "loaded by 4 ranks, dp=2,tp=2"),
-    )
+    rows = ((before, "S(0)@dp", "saved by 4 ranks, dp=4"), (after, "S(1)@tp", "loaded by 4 ranks, dp=2,tp=2"))
     for y, (mesh, words, title) in zip((20.0, 250.0), rows, strict=True):
         parts.append(text(MARGIN, y + 6, f"{title}: {words}", class_="strong"))
         for rank in range(mesh.size):
             x = MARGIN + 12 + 98 * rank
             cells = held(parse_layout(words, mesh), mesh, rank)
             fills = {c: COLOURS[owner[c]].fill for c in cells}
-            parts += [
-                grid(x, y + 16, (SIDE, SIDE), size, fills.get),
-                centred(x + 34, y + 102, f"rank {rank}"),
-            ]
+            parts += [grid(x, y + 16, (SIDE, SIDE), size, fills.get), centred(x + 34, y + 102, f"rank {rank}")]
     middle, whole = WIDTH / 2, {c: COLOURS[r].fill for c, r in owner.items()}
     parts += [
         arrow(middle, 130, middle, 146),
@@ -225,14 +219,8 @@ def search() -> str:
             parts.append(rect(x - 44, ys[way] - 14, 88, 28, rx=6, class_="box"))
             parts.append(centred(x, ys[way] + 4, way))
     y = max(ys.values()) + 40
-    parts += [
-        line(MARGIN, y, 44, y, class_="bold"),
-        text(52, y + 4, "sends nothing", class_="small"),
-    ]
-    parts += [
-        line(170, y, 200, y, class_="pale"),
-        text(208, y + 4, "needs a collective", class_="small"),
-    ]
+    parts += [line(MARGIN, y, 44, y, class_="bold"), text(52, y + 4, "sends nothing", class_="small")]
+    parts += [line(170, y, 200, y, class_="pale"), text(208, y + 4, "needs a collective", class_="small")]
     label = (
         "The choices of three ops, relu(x @ A) @ B, along one axis. Strong lines join choices that need no "
         "collective between them, dashed lines those that do; the search takes the cheapest path"
@@ -245,13 +233,7 @@ def _edges(found: list[dict[str, Choice]], xs: tuple[float, ...], ys: dict[str, 
         for way, before in found[column].items():
             for then, after in found[column + 1].items():
                 free = _is_free(_conversions(before, after))
-                yield line(
-                    xs[column] + 44,
-                    ys[way],
-                    xs[column + 1] - 44,
-                    ys[then],
-                    class_="bold" if free else "pale",
-                )
+                yield line(xs[column] + 44, ys[way], xs[column + 1] - 44, ys[then], class_="bold" if free else "pale")
 
 
 # --- experts

@@ -195,11 +195,7 @@ def figures(soak: Soak, expected: Sequence[float]) -> list[str]:
                 f"{100 * max(d.resident for d in found):+.2f} %",
                 "2 %",
             ),
-            (
-                "the same of the part that no file backs",
-                f"{100 * max(d.private for d in found):+.2f} %",
-                "",
-            ),
+            ("the same of the part that no file backs", f"{100 * max(d.private for d in found):+.2f} %", ""),
             (
                 "largest over smallest resident memory at the end of lives of the same rank and plan, less 1",
                 f"{100 * between(found):.2f} %",

@@ -126,13 +126,7 @@ def work(rank: int, port: int, sizes: Sizes) -> None:
         model = nn.Sequential(*(Block(sizes) for _ in range(sizes.layers)))
         compiled.append(
             autopar.compile(
-                model,
-                example_inputs=(x,),
-                loss_fn=loss_fn,
-                mesh=mesh,
-                recipe="tp",
-                hardware=machine,
-                recompute="none",
+                model, example_inputs=(x,), loss_fn=loss_fn, mesh=mesh, recipe="tp", hardware=machine, recompute="none"
             )
         )
 

@@ -85,27 +85,13 @@ def samples(steps: tuple[Step, Step], rounds: int) -> list[tuple[float, float]]:
 @click.option("--rounds", default=100, help="Rounds, in which the two take turns.")
 def main(executor: str, layers: int, rounds: int) -> None:
     logging.getLogger("autopar").setLevel(logging.WARNING)
-    columns = (
-        "autopar, ms",
-        "plain, ms",
-        "difference, ms",
-        "ratio",
-        "least, ms",
-        "least of plain, ms",
-    )
+    columns = ("autopar, ms", "plain, ms", "difference, ms", "ratio", "least, ms", "least of plain, ms")
     table = Table(f"subject, {executor}", *columns)
     for subject in subjects(layers):
         found = samples(contenders(subject, executor), rounds)
         ours, plain = ([pair[i] for pair in found] for i in (0, 1))
         more = median(a - b for a, b in found)
-        values = (
-            median(ours),
-            median(plain),
-            more,
-            median(ours) / median(plain),
-            min(ours),
-            min(plain),
-        )
+        values = (median(ours), median(plain), more, median(ours) / median(plain), min(ours), min(plain))
         table.add_row(subject.name, *(f"{value:.2f}" for value in values))
     Console(width=120).print(table)
 

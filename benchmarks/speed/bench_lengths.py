@@ -93,10 +93,7 @@ class Taken:
 
 
 def median(found: Sequence[Taken]) -> Taken:
-    return Taken(
-        statistics.median(each.clock for each in found),
-        statistics.median(each.processor for each in found),
-    )
+    return Taken(statistics.median(each.clock for each in found), statistics.median(each.processor for each in found))
 
 
 def seconds_of_lengths(name: str, ranks: int, recipe: str) -> tuple[list[Taken], int]:

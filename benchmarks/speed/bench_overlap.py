@@ -114,10 +114,7 @@ def waiting_at_once() -> Iterator[None]:
         arrived = wait(self)
         self.wait = lambda: arrived  # type: ignore[method-assign]
 
-    with (
-        mock.patch.object(_torch, "start_exchange_rows", exchange),
-        mock.patch.object(Transfer, "__init__", transfer),
-    ):
+    with mock.patch.object(_torch, "start_exchange_rows", exchange), mock.patch.object(Transfer, "__init__", transfer):
         yield
 
 
@@ -227,10 +224,7 @@ class Subject(NamedTuple):
         """
         one = Link(bandwidth_bytes_per_second=1.0, latency_seconds=0.0)
         cpu = replace(
-            find_hardware("cpu-gloo"),
-            peak_flops=((4, flops_per_second),),
-            launch_seconds=0.0,
-            inside_node=one,
+            find_hardware("cpu-gloo"), peak_flops=((4, flops_per_second),), launch_seconds=0.0, inside_node=one
         )
         graph, plan = self.explained.graph, self.explained.plan
         bytes_seconds = sum(
@@ -292,10 +286,7 @@ def work(rank: int, ranks: int, port: int, sizes: Sizes, recipes: list[str], gig
     )
     table = Table(*columns, title=f"{ranks} Gloo ranks, fastest of {sizes.rounds} turns")
     for recipe in recipes:
-        table.add_row(
-            recipe,
-            *measure(Subject.of(sizes, ranks, recipe), sizes.rounds, gigaflops * 1e9).cells,
-        )
+        table.add_row(recipe, *measure(Subject.of(sizes, ranks, recipe), sizes.rounds, gigaflops * 1e9).cells)
     if rank == 0:
         Console(width=150).print(table)
     dist.destroy_process_group()

@@ -67,12 +67,7 @@ def measure(layers: int, mesh: Mesh, batch: int, sequence: int, recipe: str) -> 
     plan, search_seconds = timed(lambda: make_plan(prepared, Request(hardware, mesh=mesh, recipe=recipe)))
     _, rewrite_seconds = timed(lambda: build_program(prepared.captured, prepared.analysis, plan))
     total = capture_seconds + search_seconds + rewrite_seconds
-    return {
-        "capture": capture_seconds,
-        "search": search_seconds,
-        "rewrite": rewrite_seconds,
-        "total": total,
-    }
+    return {"capture": capture_seconds, "search": search_seconds, "rewrite": rewrite_seconds, "total": total}
 
 
 @click.command(context_settings={"show_default": True})

@@ -33,11 +33,7 @@ def main(target: str, repeat: int) -> None:
     seconds, (_, graph) = _timed(lambda: Question(target, Request.on(cluster), seq=8192).captured(64), 1)
     _row("capture, few layers for all", seconds, None)
     plan = search(
-        graph,
-        {"dp": 64, "tp": 8},
-        hardware=cluster.hardware,
-        recipe="dp:zero3,tp:tp+sp",
-        memory_bytes=10**18,
+        graph, {"dp": 64, "tp": 8}, hardware=cluster.hardware, recipe="dp:zero3,tp:tp+sp", memory_bytes=10**18
     )
 
     def explain() -> Explanation:

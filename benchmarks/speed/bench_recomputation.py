@@ -85,16 +85,7 @@ class Row:
         return self.name, *sizes, *times, f"{self.ratio:.3f}"
 
 
-COLUMNS = (
-    "architecture",
-    "MB kept by all",
-    "blocks",
-    "ops",
-    "ms of all",
-    "blocks",
-    "ops",
-    "ops / blocks",
-)
+COLUMNS = ("architecture", "MB kept by all", "blocks", "ops", "ms of all", "blocks", "ops", "ops / blocks")
 
 
 def enlarged(inputs: Sequence[Tensor], times: int) -> tuple[Tensor, ...]:

@@ -140,14 +140,7 @@ PAIRS: dict[str, tuple[str, Callable[[Sizes, DeviceMesh], Step]]] = {
 }
 
 
-COLUMNS = (
-    "step ms",
-    "theirs ms",
-    "ratio (range of turns)",
-    "processor ms",
-    "theirs ms",
-    "ratio (range of turns)",
-)
+COLUMNS = ("step ms", "theirs ms", "ratio (range of turns)", "processor ms", "theirs ms", "ratio (range of turns)")
 
 
 class Turn(NamedTuple):

@@ -116,10 +116,7 @@ def export(made: autopar.CompiledModule, folder: Path) -> dict[str, Any]:
     watch, start = Watch(), time.perf_counter()
     with watch.watching():
         made.export(folder)
-    return {
-        "export_seconds": time.perf_counter() - start,
-        "export_peak_bytes": watch.most_bytes - watch.before_bytes,
-    }
+    return {"export_seconds": time.perf_counter() - start, "export_peak_bytes": watch.most_bytes - watch.before_bytes}
 
 
 def prompts() -> torch.Tensor:

@@ -37,11 +37,7 @@ def rows(cases: dict[str, dict[str, float]], texts: dict[str, str]) -> Iterable[
         cases: seconds of every case of every test function.
         texts: text of every module of tests, by path.
     """
-    functions, counts, seconds = (
-        Counter[tuple[str, str]](),
-        Counter[tuple[str, str]](),
-        Counter[tuple[str, str]](),
-    )
+    functions, counts, seconds = (Counter[tuple[str, str]](), Counter[tuple[str, str]](), Counter[tuple[str, str]]())
     for test, of_test in cases.items():
         path = test.partition("::")[0]
         key = "/".join(path.split("/")[:2]), kind_of(texts[path])

@@ -11,37 +11,15 @@ from pathlib import Path
 # What a fault may be in, and the folders and files of the product that it lies in.
 AREAS = {
     "rules": ("autopar/rules", "autopar/ops/call_kinds.py", "autopar/analysis"),
-    "conversions": (
-        "autopar/ir/conversion.py",
-        "autopar/ir/layout.py",
-        "autopar/ops",
-        "autopar/proof/lockstep.py",
-    ),
+    "conversions": ("autopar/ir/conversion.py", "autopar/ir/layout.py", "autopar/ops", "autopar/proof/lockstep.py"),
     "passes": ("passes", "autopar/program"),
     "prices": ("cost_model", "autopar/pipeline"),
     "runtime": ("autopar/runtime",),
 }
 
-_REDUCTIONS = {
-    "sum",
-    "mean",
-    "prod",
-    "all_reduce",
-    "reduce_scatter",
-    "amax",
-    "amin",
-    "max",
-    "min",
-    "fsum",
-}
+_REDUCTIONS = {"sum", "mean", "prod", "all_reduce", "reduce_scatter", "amax", "amin", "max", "min", "fsum"}
 _WAITS = {"wait", "synchronize", "barrier", "wait_tensor"}
-_SWAPPED = {
-    ast.Sub: ast.Add,
-    ast.Add: ast.Sub,
-    ast.Mult: ast.Add,
-    ast.Div: ast.Mult,
-    ast.FloorDiv: ast.Mult,
-}
+_SWAPPED = {ast.Sub: ast.Add, ast.Add: ast.Sub, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult}
 _COMPARED = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,

@@ -86,12 +86,7 @@ class Clone:
         environment = os.environ | {"PYTHONPATH": str(self.root), "OMP_NUM_THREADS": "1"}
         try:
             run = subprocess.run(
-                command,
-                cwd=self.root,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=self.limit_seconds,
+                command, cwd=self.root, env=environment, capture_output=True, text=True, timeout=self.limit_seconds
             )
         except subprocess.TimeoutExpired:
             return ""
@@ -117,13 +112,7 @@ def verdict_of(fault: Fault, reach: Reach, seconds: dict[str, float], slow: Sequ
     finally:
         path.write_text(before)
     return Verdict(
-        fault.name,
-        fault.area,
-        fault.kind,
-        len(reaching),
-        found,
-        is_fast,
-        round(time.monotonic() - start, 1),
+        fault.name, fault.area, fault.kind, len(reaching), found, is_fast, round(time.monotonic() - start, 1)
     )
 
 
@@ -135,15 +124,7 @@ def verdict_of(fault: Fault, reach: Reach, seconds: dict[str, float], slow: Sequ
 @click.option("--jobs", default=2, help="Clones that run side by side.")
 @click.option("--limit-seconds", default=240.0, help="Limit of one run of tests.")
 @click.option("--results", type=Path, required=True, help="File that verdicts are added to.")
-def main(
-    hits: Path,
-    log: Path,
-    count: int,
-    seed: int,
-    jobs: int,
-    limit_seconds: float,
-    results: Path,
-) -> None:
+def main(hits: Path, log: Path, count: int, seed: int, jobs: int, limit_seconds: float, results: Path) -> None:
     """Plants faults and tells which of them the tests find."""
     by_line = Reach.read(hits)
     seconds = seconds_of_functions(seconds_of_cases(log.read_text()))

@@ -104,11 +104,7 @@ def plant(root: Path) -> None:
 def main(into: Path, hits: Path, arguments: tuple[str, ...]) -> None:
     """Plants probes in a copy, and runs the whole suite there; more arguments go to pytest."""
     plant(copied(into))
-    environment = {
-        "PYTHONPATH": str(into),
-        "OMP_NUM_THREADS": "1",
-        "AUTOPAR_HITS": str(hits.resolve()),
-    }
+    environment = {"PYTHONPATH": str(into), "OMP_NUM_THREADS": "1", "AUTOPAR_HITS": str(hits.resolve())}
     command = [
         sys.executable,
         "-m",

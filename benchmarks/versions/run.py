@@ -21,14 +21,7 @@ from torch.distributed.tensor import DTensor
 import autopar
 from autopar.capture.export import run_with_loss
 from autopar.ir import VERSIONED
-from benchmarks.delayed import (
-    OPTIMIZERS,
-    optimizer_of,
-    random_batches,
-    record_losses,
-    relative_error,
-    training_text,
-)
+from benchmarks.delayed import OPTIMIZERS, optimizer_of, random_batches, record_losses, relative_error, training_text
 from benchmarks.tables import markdown_table
 from tests.runtime.gloo_ranks import Ranks
 from tests.support.delayed import train_stages
@@ -56,11 +49,7 @@ def on_ranks(schedule: str, optimizer: str) -> tuple[dict[str, Tensor], list[flo
     stages = dist.get_world_size()
     given = random_batches(4 * stages)
     model = autopar.compile(
-        small_model(),
-        loss_fn=loss_fn,
-        mesh={"pp": stages},
-        recipe=schedule,
-        micro_batches=4 * stages,
+        small_model(), loss_fn=loss_fn, mesh={"pp": stages}, recipe=schedule, micro_batches=4 * stages
     )
     model.attach_optimizer(optimizer_of(optimizer, model))
     losses = [model.step(*batch).item() for batch in given]

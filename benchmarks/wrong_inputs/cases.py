@@ -148,12 +148,7 @@ CASES = (
         rf"(?s)({_LINE}|{_IN_DYNAMO})h = h \+.*move both to one device",
         {"forward": 'h = h + torch.ones(32, device="meta")'},
     ),
-    Case(
-        "an unknown recipe",
-        "There is no recipe 'zero4'",
-        "zero3",
-        asked={"recipe": '"zero4"'},
-    ),
+    Case("an unknown recipe", "There is no recipe 'zero4'", "zero3", asked={"recipe": '"zero4"'}),
     Case(
         "a broken hardware file",
         r"box\.toml",
@@ -234,13 +229,7 @@ CASES = (
         "rank 1|own log",
         {"batch": "if step == 2 and RANK == 1: os.kill(os.getpid(), signal.SIGKILL)"},
     ),
-    Case(
-        "Ctrl-C",
-        "[Ii]nterrupt",
-        "step",
-        {"batch": "time.sleep(0.5)"},
-        interrupt_at="step 2",
-    ),
+    Case("Ctrl-C", "[Ii]nterrupt", "step", {"batch": "time.sleep(0.5)"}, interrupt_at="step 2"),
     Case(
         "a rank with another batch shape",
         r"different shapes: .*\[8, 16\].*\[6, 16\]|\[6, 16\].*Ranks \[0\] did not come within 15 s",

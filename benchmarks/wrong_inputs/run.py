@@ -101,10 +101,7 @@ def page(rows: list[Row]) -> str:
             f"| {row.case.name} | {row.door} | {'no: lacks ' + missing if missing else 'yes'} | "
             f"{shown.exit_code} | {shown.seconds:.1f} | {len(shown.text.splitlines())} |"
         )
-    lines += [
-        "",
-        "What `torchrun` logs itself, with times and process numbers, is left out of the texts below.",
-    ]
+    lines += ["", "What `torchrun` logs itself, with times and process numbers, is left out of the texts below."]
     for row in rows:
         lines += ["", f"## {row.case.name}, {row.door}", ""]
         lines += [f"    {line}".rstrip() for line in _said(row.screen)]

@@ -34,14 +34,8 @@ REPEATS: tuple[tuple[str, int], ...] = (
     (r"num_residual_layers|num_nextn_predict_layers", 1),
     (r".*_layers|layers|n_layers?|depth|num_blocks|num_kv_shared_layers|depths", 2),
     (r".*(n_positions|position.*embeddings|source_positions|target_positions|max_seq_len)", 128),
-    (
-        r"(max_)?2d_position_embeddings|relative_attention_max_distance|max_length|context_length",
-        64,
-    ),
-    (
-        r"sliding_window|attention_window|local_attention|block_size|chunk_size|attention_chunk_size",
-        8,
-    ),
+    (r"(max_)?2d_position_embeddings|relative_attention_max_distance|max_length|context_length", 64),
+    (r"sliding_window|attention_window|local_attention|block_size|chunk_size|attention_chunk_size", 8),
     (r"image_embedding_size", IMAGE // 8),
     (r"image_size|img_size|pretrain_image_size|crop_size", IMAGE),
     (r"num_frames|frames_per_clip", 4),
@@ -58,10 +52,7 @@ WIDE: tuple[tuple[str, int], ...] = (
     (r"d_ff|mlp_dim|d_inner|n_inner|moe_intermediate.*", 128),
     (r".*(hidden_size|hidden_dim|projection_dim|embedding_size|embed_dim|proj_dim)(_.*)?", 64),
     (r"projector_(in|out)put_dim|vision_output_dim|projection_hidden_dim", 64),
-    (
-        r".*feature_size|d_model|n_embd|dim|emb_dim|proj.*_size|out_hidden_size|embedding_dim|lru_width|.*latents",
-        64,
-    ),
+    (r".*feature_size|d_model|n_embd|dim|emb_dim|proj.*_size|out_hidden_size|embedding_dim|lru_width|.*latents", 64),
     (r"patch_size", 8),
     (r"num_mel_bins|feature_projection_input_dim", MEL),
     (r"codebook_size|num_embeddings|num_queries|num_query_tokens|num_filters|.*codevectors.*", 16),
@@ -162,10 +153,7 @@ def _part(part: PreTrainedConfig, degree: str, ids: dict[int, int]) -> dict[str,
 
 
 def _layers(
-    layers: Mapping[Any, Mapping[str, Any]],
-    config: PreTrainedConfig,
-    degree: str,
-    ids: dict[int, int],
+    layers: Mapping[Any, Mapping[str, Any]], config: PreTrainedConfig, degree: str, ids: dict[int, int]
 ) -> dict[Any, dict[str, Any]]:
     """What the layers that are left have each for itself."""
     left = {i: entries for i, entries in layers.items() if int(i) < LAYERS}

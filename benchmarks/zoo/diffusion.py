@@ -80,13 +80,7 @@ MODELS: Mapping[str, tuple[Mapping[str, Any], Callable[[], Inputs]]] = {
         lambda: _noisy(3),
     ),
     "UNet2DConditionModel": (
-        {
-            **CROSS,
-            "sample_size": 16,
-            "out_channels": 4,
-            "down_block_types": DOWN,
-            "up_block_types": UP,
-        },
+        {**CROSS, "sample_size": 16, "out_channels": 4, "down_block_types": DOWN, "up_block_types": UP},
         lambda: _conditioned(4),
     ),
     "UNet1DModel": (
@@ -118,24 +112,14 @@ MODELS: Mapping[str, tuple[Mapping[str, Any], Callable[[], Inputs]]] = {
             "down_block_types": ("CrossAttnDownBlock3D", "DownBlock3D"),
             "up_block_types": ("UpBlock3D", "CrossAttnUpBlock3D"),
         },
-        lambda: {
-            "sample": _video(4, frames_last=True),
-            "timestep": _times(),
-            "encoder_hidden_states": _tokens(),
-        },
+        lambda: {"sample": _video(4, frames_last=True), "timestep": _times(), "encoder_hidden_states": _tokens()},
     ),
     "ControlNetModel": (
         {**CROSS, "down_block_types": DOWN, "conditioning_embedding_out_channels": (8, 16)},
         lambda: {**_conditioned(4), "controlnet_cond": _image(3, 32)},
     ),
     "Transformer2DModel": (
-        {
-            **HEADS,
-            "in_channels": 32,
-            "norm_num_groups": 8,
-            "cross_attention_dim": WIDTH,
-            "num_layers": 2,
-        },
+        {**HEADS, "in_channels": 32, "norm_num_groups": 8, "cross_attention_dim": WIDTH, "num_layers": 2},
         lambda: {"hidden_states": _image(32, 8), "encoder_hidden_states": _tokens()},
     ),
     "DiTTransformer2DModel": (
@@ -176,10 +160,7 @@ MODELS: Mapping[str, tuple[Mapping[str, Any], Callable[[], Inputs]]] = {
             "pooled_projection_dim": 32,
             "pos_embed_max_size": 16,
         },
-        lambda: {
-            **_conditioned(4, 8, "hidden_states"),
-            "pooled_projections": torch.randn(BATCH, 32),
-        },
+        lambda: {**_conditioned(4, 8, "hidden_states"), "pooled_projections": torch.randn(BATCH, 32)},
     ),
     "FluxTransformer2DModel": (
         {
@@ -266,13 +247,7 @@ MODELS: Mapping[str, tuple[Mapping[str, Any], Callable[[], Inputs]]] = {
         },
     ),
     "PriorTransformer": (
-        {
-            **HEADS,
-            "num_layers": 2,
-            "embedding_dim": 8,
-            "num_embeddings": 7,
-            "additional_embeddings": 4,
-        },
+        {**HEADS, "num_layers": 2, "embedding_dim": 8, "num_embeddings": 7, "additional_embeddings": 4},
         lambda: {
             "hidden_states": torch.randn(BATCH, 8),
             "timestep": _times(),

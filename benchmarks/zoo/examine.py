@@ -55,10 +55,7 @@ def cast(small: Small, dtype: torch.dtype) -> Small:
 
 
 def examine(
-    name: str,
-    progress: Callable[[Row], None],
-    dtype: torch.dtype | None = None,
-    plans: Sequence[str] = PLANS,
+    name: str, progress: Callable[[Row], None], dtype: torch.dtype | None = None, plans: Sequence[str] = PLANS
 ) -> Row:
     """Builds, captures and compares one architecture.
 
@@ -172,13 +169,7 @@ def _plan(subject: Subject, name: str) -> Plan:
     mesh, recipe, micro_batches = SEARCHED[name]
     return make_plan(
         prepared,
-        Request(
-            find_hardware("cpu-gloo"),
-            mesh=mesh,
-            recipe=recipe,
-            must_fit=False,
-            micro_batches=micro_batches,
-        ),
+        Request(find_hardware("cpu-gloo"), mesh=mesh, recipe=recipe, must_fit=False, micro_batches=micro_batches),
     )
 
 

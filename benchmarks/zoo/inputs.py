@@ -85,10 +85,7 @@ def _boxes(config: Any) -> list[Tensor]:
 
 def _series(config: Any) -> list[Tensor]:
     """Series of shape `(batch, time, channels)`, preceded by their lags where there are lags."""
-    length, channels = (
-        setting(config, "context_length", 32),
-        setting(config, "num_input_channels", 1),
-    )
+    length, channels = (setting(config, "context_length", 32), setting(config, "num_input_channels", 1))
     lags = vars(config).get("lags_sequence")
     if lags:
         return [torch.randn(BATCH, length + max(lags))]

@@ -156,11 +156,7 @@ ARCHITECTURES = (
     ),
     # grouped_mm, which runs the experts, takes no float64.
     Architecture(
-        "mixtral",
-        "MixtralConfig",
-        "MixtralForCausalLM",
-        {**EXPERTS, "num_local_experts": 4},
-        dtype=torch.float32,
+        "mixtral", "MixtralConfig", "MixtralForCausalLM", {**EXPERTS, "num_local_experts": 4}, dtype=torch.float32
     ),
     Architecture(
         "qwen3moe",
@@ -182,14 +178,7 @@ ARCHITECTURES = (
         "modernbert",
         "ModernBertConfig",
         "ModernBertForMaskedLM",
-        {
-            **TEXT,
-            "pad_token_id": 0,
-            "eos_token_id": 1,
-            "bos_token_id": 2,
-            "cls_token_id": 3,
-            "sep_token_id": 4,
-        },
+        {**TEXT, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2, "cls_token_id": 3, "sep_token_id": 4},
     ),
     Architecture(
         "t5",
@@ -206,36 +195,20 @@ ARCHITECTURES = (
         },
     ),
     Architecture(
-        "bart",
-        "BartConfig",
-        "BartForConditionalGeneration",
-        {**ENCODER_DECODER, "max_position_embeddings": 64},
+        "bart", "BartConfig", "BartForConditionalGeneration", {**ENCODER_DECODER, "max_position_embeddings": 64}
     ),
     Architecture(
         "vit",
         "ViTConfig",
         "ViTForImageClassification",
-        {
-            **LAYERS,
-            "hidden_size": HIDDEN,
-            "intermediate_size": 2 * HIDDEN,
-            "image_size": 32,
-            "patch_size": 8,
-        },
+        {**LAYERS, "hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN, "image_size": 32, "patch_size": 8},
         image,
     ),
     Architecture(
         "swin",
         "SwinConfig",
         "SwinForImageClassification",
-        {
-            "image_size": 32,
-            "patch_size": 4,
-            "embed_dim": 16,
-            "depths": [1, 1],
-            "num_heads": [2, 2],
-            "window_size": 4,
-        },
+        {"image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4},
         image,
     ),
     Architecture(
@@ -249,12 +222,7 @@ ARCHITECTURES = (
         "resnet",
         "ResNetConfig",
         "ResNetForImageClassification",
-        {
-            "embedding_size": 16,
-            "hidden_sizes": [16, 32],
-            "depths": [1, 1],
-            "layer_type": "basic",
-        },
+        {"embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 1], "layer_type": "basic"},
         image,
     ),
     Architecture(
@@ -274,11 +242,7 @@ ARCHITECTURES = (
         audio,
     ),
     Architecture(
-        "clip_text",
-        "CLIPTextConfig",
-        "CLIPTextModel",
-        {**TEXT, "bos_token_id": 126, "eos_token_id": 127},
-        ids_only,
+        "clip_text", "CLIPTextConfig", "CLIPTextModel", {**TEXT, "bos_token_id": 126, "eos_token_id": 127}, ids_only
     ),
 )
 

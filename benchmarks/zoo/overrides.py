@@ -9,19 +9,8 @@ from benchmarks.zoo.models import VOCAB
 
 Entries = Mapping[str, Any]  # of a configuration; those of a part of it stand in a mapping
 
-SHALLOW_SWIN: Entries = {
-    "depths": [1, 1],
-    "num_heads": [2, 2],
-    "window_size": 4,
-    "patch_size": 4,
-    "out_indices": [2],
-}
-LAGGED: Entries = {
-    "prediction_length": 4,
-    "context_length": 8,
-    "lags_sequence": [1, 2],
-    "num_time_features": 1,
-}
+SHALLOW_SWIN: Entries = {"depths": [1, 1], "num_heads": [2, 2], "window_size": 4, "patch_size": 4, "out_indices": [2]}
+LAGGED: Entries = {"prediction_length": 4, "context_length": 8, "lags_sequence": [1, 2], "num_time_features": 1}
 # each stage takes what the one before gives
 HGNET: Entries = {
     "hidden_sizes": [16, 32, 64, 64],
@@ -84,11 +73,7 @@ OVERRIDES: Mapping[str, Entries] = {
     **{key: {"window_size": 32} for key in ("qwen2_5_vl_vision", "exaone4_5_vision")},
     "sam": {"vision_config": SAM_VISION},
     "d_fine": {"backbone_config": HGNET, "encoder_in_channels": [32, 64, 64]},
-    "pp_doclayout_v3": {
-        "backbone_config": HGNET,
-        "encoder_in_channels": [32, 64, 64],
-        "x4_feat_dim": 16,
-    },
+    "pp_doclayout_v3": {"backbone_config": HGNET, "encoder_in_channels": [32, 64, 64], "x4_feat_dim": 16},
     "pp_ocrv5_server_rec": {"backbone_config": HGNET, "image_size": 128},
     "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"]}},
     "instructblip": {"image_token_index": 70},
@@ -116,10 +101,7 @@ OVERRIDES: Mapping[str, Entries] = {
     "blt": {"encoder_hash_byte_group_vocab": 64},
     "oneformer": {"is_training": False, "task_seq_len": 16},
     "vits": {"noise_scale": 0.0, "noise_scale_duration": 0.0, "upsample_initial_channel": 32},
-    "fun_asr_nano": {
-        "adaptor_config": {"intermediate_size": 16},
-        "audio_config": {"num_stacked_frames": 4},
-    },
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": 16}, "audio_config": {"num_stacked_frames": 4}},
     "vibevoice_acoustic_tokenizer_decoder": FEW_SAMPLES,
     "xcodec": {"semantic_model_config": {"attention_dropout": 0.0}},
 }

@@ -47,17 +47,7 @@ from benchmarks.zoo import diffusion as zoo_diffusers
 from benchmarks.zoo.examine import examine
 from benchmarks.zoo.page import markdown
 from benchmarks.zoo.process import Task
-from benchmarks.zoo.rows import (
-    PASSED,
-    PLANS,
-    SPLIT_BY_BACKEND,
-    WIDE,
-    Row,
-    append,
-    code_version,
-    read,
-    write,
-)
+from benchmarks.zoo.rows import PASSED, PLANS, SPLIT_BY_BACKEND, WIDE, Row, append, code_version, read, write
 
 ORDER_SEED = 0
 
@@ -93,10 +83,7 @@ def warm_up() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         subject = Subject.of(_Smallest(), (torch.ones(4, 4),))
-        make_plan(
-            subject.prepared,
-            Request(find_hardware("cpu-gloo"), mesh={"dp": 2}, recipe="ddp", must_fit=False),
-        )
+        make_plan(subject.prepared, Request(find_hardware("cpu-gloo"), mesh={"dp": 2}, recipe="ddp", must_fit=False))
 
 
 @dataclass(frozen=True)
@@ -111,14 +98,7 @@ class Examination:
     """One architecture under way: examined in a process, then, if it is to be, run on two ranks."""
 
     def __init__(
-        self,
-        name: str,
-        bounds: Bounds,
-        folder: Path,
-        *,
-        backend: str,
-        dtype: torch.dtype | None,
-        plans: Sequence[str],
+        self, name: str, bounds: Bounds, folder: Path, *, backend: str, dtype: torch.dtype | None, plans: Sequence[str]
     ) -> None:
         self.name, self.bounds, self.folder, self.backend = name, bounds, folder, backend
         self._scratch, self._log = folder / "row.json", folder / "log"
@@ -255,11 +235,7 @@ def main(
     left = [name for name in names if name not in done]
     bounds = Bounds(seconds, int(memory_gb * 1e9))
     rows = examined(
-        left,
-        bounds,
-        jobs=jobs,
-        backend=backend,
-        dtype=None if dtype == "widest" else getattr(torch, dtype),
+        left, bounds, jobs=jobs, backend=backend, dtype=None if dtype == "widest" else getattr(torch, dtype)
     )
     for row in track(rows, description="architectures", console=console, total=len(left)):
         append(replace(row, version=version), results)

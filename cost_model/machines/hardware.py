@@ -149,9 +149,7 @@ class Hardware:
         """This hardware with another bandwidth (per rank) and latency between nodes."""
         latency = self.across_nodes.latency_seconds if latency_seconds is None else latency_seconds
         link = dataclasses.replace(
-            self.across_nodes,
-            bandwidth_bytes_per_second=bandwidth_bytes_per_second,
-            latency_seconds=latency,
+            self.across_nodes, bandwidth_bytes_per_second=bandwidth_bytes_per_second, latency_seconds=latency
         )
         return dataclasses.replace(self, across_nodes=link)
 

@@ -38,15 +38,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from autopar.cost_model.machines.gpu_names import ALIASES, canonical_gpu, catalogue_names
-from autopar.cost_model.machines.hardware import (
-    DTYPE_BYTES,
-    KINDS,
-    Disk,
-    Hardware,
-    Host,
-    Link,
-    Source,
-)
+from autopar.cost_model.machines.hardware import DTYPE_BYTES, KINDS, Disk, Hardware, Host, Link, Source
 from autopar.cost_model.machines.hardware_fields import (
     CURVES,
     LINK_REQUIRED,
@@ -138,8 +130,7 @@ class _File:
             known = canonical_gpu(name)
         except AutoparError:
             self._fail(
-                f"there is no {name!r} in the catalogue{_suggest(name, (*catalogue_names(), *ALIASES))}",
-                ("like",),
+                f"there is no {name!r} in the catalogue{_suggest(name, (*catalogue_names(), *ALIASES))}", ("like",)
             )
         base = _File(_catalogue_text(known), f"{known}.toml")
         return base._base() | dict(base._figures())
@@ -192,10 +183,7 @@ class _File:
     def _source(self, entry: Mapping[str, object], path: tuple[str, ...]) -> Source:
         kind, text = entry["kind"], entry["source"]
         if kind not in KINDS:
-            self._fail(
-                f"the kind of {path[-1]} is {kind!r}; kinds are {', '.join(KINDS)}.",
-                (*path, "kind"),
-            )
+            self._fail(f"the kind of {path[-1]} is {kind!r}; kinds are {', '.join(KINDS)}.", (*path, "kind"))
         if not isinstance(text, str) or not text.strip():
             self._fail(f"the source of {path[-1]} must say where it comes from.", (*path, "source"))
         return Source(kind, text)

@@ -9,12 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from autopar.cost_model.machines.hardware import Hardware, Link
-from autopar.cost_model.machines.hardware_fields import (
-    CURVES,
-    LINKS,
-    OPTIONAL,
-    REQUIRED,
-)
+from autopar.cost_model.machines.hardware_fields import CURVES, LINKS, OPTIONAL, REQUIRED
 from autopar.ir.files import save_text
 
 

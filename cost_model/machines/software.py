@@ -69,12 +69,7 @@ AUTOPAR = Software()
 # Guesses for eager PyTorch on a GPU without measurements: about the middle of the runtimes in
 # benchmarks/accuracy/runtimes.py. On Gloo with a slow link, 82 to 87 % of autopar's communication overlaps with compute
 # (benchmarks/results/benchmarks.md); NCCL was never measured.
-_EAGER = {
-    "memory_efficiency": 0.55,
-    "attention_efficiency": 0.5,
-    "host_seconds": 45e-6,
-    "hides": 0.8,
-}
+_EAGER = {"memory_efficiency": 0.55, "attention_efficiency": 0.5, "host_seconds": 45e-6, "hides": 0.8}
 _EAGER_SOURCE = Source("guess", "as eager runtimes fitted to published runs")
 
 

@@ -8,11 +8,7 @@ from typing import Literal
 
 from autopar.cost_model.arith import Quantity, smaller
 from autopar.cost_model.cuts import Cuts
-from autopar.cost_model.items import (
-    FULL,
-    Region,
-    TrainingState,
-)
+from autopar.cost_model.items import FULL, Region, TrainingState
 from autopar.ir.recompute import Recompute
 
 Stage = Literal["first", "middle", "last"]

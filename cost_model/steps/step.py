@@ -30,15 +30,7 @@ import numpy as np
 from autopar.cost_model.arith import Quantity, larger, power, smaller
 from autopar.cost_model.collectives import collective_seconds
 from autopar.cost_model.cuts import Cuts, equal_cuts
-from autopar.cost_model.items import (
-    COMPUTE,
-    TOUCHED,
-    MemoryItem,
-    Region,
-    WorkItem,
-    kind_of_work,
-    runs_every_time,
-)
+from autopar.cost_model.items import COMPUTE, TOUCHED, MemoryItem, Region, WorkItem, kind_of_work, runs_every_time
 from autopar.cost_model.machines.hardware import Hardware, Link
 from autopar.cost_model.machines.software import Software
 from autopar.cost_model.steps.run import REGIONS, STAGES, Run, Stage, Term, total
@@ -202,8 +194,7 @@ class Step:
     def _behind_seconds(self, region: Region) -> Quantity:
         """Seconds that the host takes to launch a region, less those that the device takes to run it."""
         return self._hidden(region) + sum(
-            (n * i.count * (self.issue_seconds(i) - i.seconds) for i, n in self._all_runs(region)),
-            start=0,
+            (n * i.count * (self.issue_seconds(i) - i.seconds) for i, n in self._all_runs(region)), start=0
         )
 
     def _all_runs(self, region: Region) -> list[tuple[WorkItem, Quantity]]:
@@ -288,8 +279,7 @@ class Step:
         """Seconds that overlap with compute by kind of work, and those that products in pieces hide."""
         compute = sum((times * i.count * i.seconds for i, times in self.runs(region, COMPUTE)), start=0)
         pieces = sum(
-            (n * i.count * i.hidden_seconds for axis in self.axes for i, n in self.runs(region, axis)),
-            start=0,
+            (n * i.count * i.hidden_seconds for axis in self.axes for i, n in self.runs(region, axis)), start=0
         )
         moved, hides = self._moved(region), self.hardware.hides
         stored = hides * smaller(moved["stored"], compute)
@@ -336,11 +326,7 @@ class Step:
             if i.phase == phase and not i.every_micro_batch:
                 cost = i.count * i.seconds * shares.get(i.region, 1)
                 sums[i.kind + " along " + i.resource] = sums.get(i.kind + " along " + i.resource, 0) + cost
-        names = {
-            "gather": "gathering parameters",
-            "reduce": "reducing gradients",
-            "meet": "replicas meeting",
-        }
+        names = {"gather": "gathering parameters", "reduce": "reducing gradients", "meet": "replicas meeting"}
         parts = tuple(Term(name, value) for name, value in sums.items())
         return Term(names[phase], total(parts), parts)
 
@@ -356,21 +342,13 @@ class Step:
             return 0
         sent = self.boundary_bytes / self.boundary_parts
         one = collective_seconds(
-            "send",
-            before_bytes=sent,
-            after_bytes=sent,
-            ranks=2,
-            link=self.boundary_link,
-            hardware=self.hardware,
+            "send", before_bytes=sent, after_bytes=sent, ranks=2, link=self.boundary_link, hardware=self.hardware
         )
         return one + self.software.send_seconds * self.boundary_crosses
 
     def _optimizer_seconds(self) -> Quantity:
         """Seconds to update the parameters of the first stage; each tier (device, host, nvme) has its own rate."""
-        return sum(
-            (self._touched_bytes(tier) / self.hardware.updates_per_second(tier) for tier in self.tiers),
-            start=0,
-        )
+        return sum((self._touched_bytes(tier) / self.hardware.updates_per_second(tier) for tier in self.tiers), start=0)
 
     def _touched_bytes(self, tier: Tier) -> Quantity:
         """Bytes that the optimizer reads and writes in a tier, on the first stage."""
@@ -430,11 +408,7 @@ class Step:
         return (
             *(Term(kind, self.held(kind, stage), self._held_parts(kind, stage)) for kind in kinds),
             saved,
-            Term(
-                "transient peak",
-                self._transient(stage),
-                note="the loss, or one layer gathered or recomputed",
-            ),
+            Term("transient peak", self._transient(stage), note="the loss, or one layer gathered or recomputed"),
             Term("reserved", self.hardware.reserved_bytes, note="context and library buffers"),
         )
 
@@ -530,10 +504,7 @@ class Step:
         layer that backward recomputes at the moment are part of the transient peak.
         """
         ends = (self._share(region, stage) * self._saved_of(region) for region in ("before", "after"))
-        count, one = (
-            self._share("layers", stage) * self.layers,
-            self._saved_of("layers") / self.layers,
-        )
+        count, one = (self._share("layers", stage) * self.layers, self._saved_of("layers") / self.layers)
         again = self.run.again(count)
         parts = (
             Term("inputs of layers", flight * self.boundary_bytes * again),

@@ -48,11 +48,7 @@ def main() -> None:
     )
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     trainer = AutoparTrainer(
-        model=LlamaForCausalLM(config),
-        args=args,
-        train_dataset=token_rows(64),
-        mesh={"dp": ranks},
-        recipe="zero3",
+        model=LlamaForCausalLM(config), args=args, train_dataset=token_rows(64), mesh={"dp": ranks}, recipe="zero3"
     )
     trainer.train()
     trainer.save_model(folder)

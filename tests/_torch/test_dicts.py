@@ -38,9 +38,7 @@ WRITES: dict[str, Callable[[nn.Module], Any]] = {
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_every_write_into_a_dict_gives_it_another_version(
-    write: Callable[[nn.Module], Any],
-) -> None:
+def test_every_write_into_a_dict_gives_it_another_version(write: Callable[[nn.Module], Any]) -> None:
     models = [layer() for _ in range(3)]
     before = _torch.DictVersions([vars(m) for m in models])
     assert before.hold()

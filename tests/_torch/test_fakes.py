@@ -13,13 +13,7 @@ from autopar import _torch
 def test_an_example_is_as_it_is_described(requires_grad, is_parameter):
     mode = _torch.FakeTensorMode()
     made = _torch.example_tensor(
-        mode,
-        (2, 3),
-        (1, 2),
-        torch.float16,
-        torch.device("cpu"),
-        requires_grad=requires_grad,
-        is_parameter=is_parameter,
+        mode, (2, 3), (1, 2), torch.float16, torch.device("cpu"), requires_grad=requires_grad, is_parameter=is_parameter
     )
     assert isinstance(made, _torch.FakeTensor) and made.fake_mode is mode
     assert isinstance(made, nn.Parameter) == is_parameter and made.requires_grad == requires_grad

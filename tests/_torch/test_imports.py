@@ -15,9 +15,7 @@ LIBRARY = "Failed to load _C_mxfp8.so: Could not load this library"
 ENUM = "%s is an Enum subclass and is now natively supported by torch.compile"
 
 
-def test_libraries_for_other_devices_and_needless_registrations_are_not_shown(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_libraries_for_other_devices_and_needless_registrations_are_not_shown(caplog: pytest.LogCaptureFixture) -> None:
     torchao, registry = logging.getLogger("torchao"), logging.getLogger("torch.utils._pytree")
     with _torch.quiet_torchao():
         torchao.warning(LIBRARY)

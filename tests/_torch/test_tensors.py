@@ -80,10 +80,5 @@ def test_of_gradients_that_overlap_all_but_one_are_copied():
     _torch.own_gradients(leaves)
     for x in leaves:
         x.grad += 10
-    assert [x.grad.flatten().tolist() for x in leaves] == [
-        [10, 11, 12, 13],
-        [10, 11, 12, 13],
-        [13, 14],
-        [14, 15],
-    ]
+    assert [x.grad.flatten().tolist() for x in leaves] == [[10, 11, 12, 13], [10, 11, 12, 13], [13, 14], [14, 15]]
     assert sum(x.grad.untyped_storage().data_ptr() == address for x in leaves) == 2

@@ -107,10 +107,7 @@ def means_of_groups(y: Tensor, targets: Tensor) -> Tensor:
 
 
 # Their terms have shares of their own, see [Note: a loss of several terms] in autopar.analysis.objective.
-TERMS: dict[str, Callable[..., Tensor]] = {
-    "two ratios": two_ratios,
-    "weighted terms": weighted_terms,
-}
+TERMS: dict[str, Callable[..., Tensor]] = {"two ratios": two_ratios, "weighted terms": weighted_terms}
 
 
 def plus_rows(y: Tensor, targets: Tensor) -> Tensor:

@@ -113,11 +113,7 @@ class Typed(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.words, self.types, self.attends = (
-            nn.Embedding(9, 8),
-            nn.Embedding(2, 8),
-            Attends(batch_first=True),
-        )
+        self.words, self.types, self.attends = (nn.Embedding(9, 8), nn.Embedding(2, 8), Attends(batch_first=True))
         self.register_buffer("kinds", torch.zeros(1, 6, dtype=torch.int64))
 
     def forward(self, ids):

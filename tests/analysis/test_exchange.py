@@ -60,21 +60,12 @@ def planned(prepared: Prepared, labels: str, mesh: Mesh) -> Plan:
 def test_evenly_used_experts_keep_what_is_priced(model: Loss, prepared: Prepared) -> None:
     """What has arrived and what was made of it, on each of two ranks, simulated."""
     plan, graph = planned(prepared, "t>e@ep", TWO), prepared.analysis.graph
-    program, own = (
-        build_program(prepared.captured, prepared.analysis, plan),
-        model.named_parameters(),
-    )
+    program, own = (build_program(prepared.captured, prepared.analysis, plan), model.named_parameters())
     layouts = {name: how.resident for name, how in plan.parameters.items()}
     values = {name: x.detach() for name, x in own}
     arguments = [
         [
-            shard(
-                values[p.name],
-                graph.tensors[graph.parameters[p.name]].dims,
-                layouts[p.name],
-                TWO,
-                i,
-            )
+            shard(values[p.name], graph.tensors[graph.parameters[p.name]].dims, layouts[p.name], TWO, i)
             .clone()
             .requires_grad_()
             for i in range(2)

@@ -12,17 +12,7 @@ from torch import Tensor
 from autopar.analysis.objective import Objective, objective_of
 from autopar.errors import StepError
 from autopar.planning.planning import Prepared, prepare_step
-from tests.analysis.losses import (
-    COUNTING,
-    IGNORED,
-    LOSSES,
-    NO_SHARES,
-    ROWS,
-    TERMS,
-    Words,
-    batch,
-    ignoring,
-)
+from tests.analysis.losses import COUNTING, IGNORED, LOSSES, NO_SHARES, ROWS, TERMS, Words, batch, ignoring
 
 ALL = LOSSES | COUNTING
 

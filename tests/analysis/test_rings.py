@@ -76,13 +76,7 @@ def test_a_rank_keeps_its_own_part_as_priced(sizes: dict[str, int]) -> None:
     layouts = {name: how.resident for name, how in plan.parameters.items()}
     arguments = [
         [
-            shard(
-                values[p.name],
-                graph.tensors[graph.parameters[p.name]].dims,
-                layouts[p.name],
-                mesh,
-                i,
-            )
+            shard(values[p.name], graph.tensors[graph.parameters[p.name]].dims, layouts[p.name], mesh, i)
             .clone()
             .requires_grad_()
             for i in range(mesh.size)

@@ -138,8 +138,7 @@ def test_micro_batches_of_a_plan() -> None:
     plan = compiled(micro_batches=2).plan
     assert compiled(plan=plan).step(*batch()).item() > 0
     with pytest.raises(
-        autopar.AutoparError,
-        match="The plan has micro_batches=2, and compile was given micro_batches=4",
+        autopar.AutoparError, match="The plan has micro_batches=2, and compile was given micro_batches=4"
     ):
         compiled(plan=plan, micro_batches=4)
 
@@ -147,15 +146,9 @@ def test_micro_batches_of_a_plan() -> None:
 @pytest.mark.parametrize(
     ("wishes", "words"),
     [
-        (
-            {"recipe": "zero3", "memory_bytes": "1GB"},
-            "recipe='zero3', memory_bytes='1GB' would have no effect",
-        ),
+        ({"recipe": "zero3", "memory_bytes": "1GB"}, "recipe='zero3', memory_bytes='1GB' would have no effect"),
         ({"pins": {"0.weight": "dp"}, "stages": 2}, "leave out stages=, pins=, or plan= to search"),
-        (
-            {"offload": True, "without": "dp", "inside_node": "dp"},
-            "inside_node='dp', offload=True, without='dp'",
-        ),
+        ({"offload": True, "without": "dp", "inside_node": "dp"}, "inside_node='dp', offload=True, without='dp'"),
     ],
 )
 def test_wishes_for_a_search_are_refused_beside_a_plan(wishes: dict[str, object], words: str) -> None:
@@ -300,9 +293,7 @@ def test_an_open_number_of_micro_batches_is_searched_once(monkeypatch: pytest.Mo
     assert torch.allclose(made.up.weight.grad, model.up.weight.grad)
 
 
-def test_the_log_says_what_was_chosen_and_then_what_was_measured(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_the_log_says_what_was_chosen_and_then_what_was_measured(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="autopar"):
         made = compiled(hardware="cpu-gloo")
         for _ in range(20):

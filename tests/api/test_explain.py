@@ -14,12 +14,7 @@ def test_a_model_on_the_meta_device_is_explained() -> None:
         model = Llama(vocab=512, width=64, inner=128, heads=8, kv_heads=4, layers=2)
         tokens = torch.zeros(8, 32, dtype=torch.int64)
     e = autopar.explain(
-        model,
-        (tokens, tokens),
-        mesh={"dp": 4, "tp": 2},
-        cluster="h100x8",
-        recipe="dp:zero1,tp:tp",
-        micro_batches=2,
+        model, (tokens, tokens), mesh={"dp": 4, "tp": 2}, cluster="h100x8", recipe="dp:zero1,tp:tp", micro_batches=2
     )
     assert e.plan.micro_batches == 2
     assert e.step_seconds > 0
@@ -34,11 +29,7 @@ def test_a_model_on_the_meta_device_is_explained() -> None:
 def test_an_unknown_cluster_is_named_with_the_nearest() -> None:
     with pytest.raises(autopar.AutoparError, match="h100"):
         autopar.explain(
-            torch.nn.Linear(4, 4),
-            torch.zeros(4, 4),
-            mesh={"dp": 2},
-            cluster="h1000x8",
-            loss_fn=lambda y: y.sum(),
+            torch.nn.Linear(4, 4), torch.zeros(4, 4), mesh={"dp": 2}, cluster="h1000x8", loss_fn=lambda y: y.sum()
         )
 
 

@@ -8,15 +8,7 @@ from autopar.runtime.ranks import all_ranks
 
 
 def idle(mesh):
-    return Plan(
-        mesh=Mesh.parse(mesh),
-        fingerprint="",
-        recipe="auto",
-        micro_batches=1,
-        parameters={},
-        inputs={},
-        ops={},
-    )
+    return Plan(mesh=Mesh.parse(mesh), fingerprint="", recipe="auto", micro_batches=1, parameters={}, inputs={}, ops={})
 
 
 def test_axes_that_split_nothing_are_warned_of_in_one_line():

@@ -111,12 +111,7 @@ def by_explain(target: str, cluster: str, **options: Any) -> Plan:
 
 
 def by_compile(
-    target: str,
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    ranks: int,
-    hardware: str = "h100",
-    **options: Any,
+    target: str, monkeypatch: pytest.MonkeyPatch, *, ranks: int, hardware: str = "h100", **options: Any
 ) -> Plan:
     """What `autopar.compile` runs, planned for ranks that do not exist."""
 
@@ -150,25 +145,14 @@ def text_of(plan: Plan) -> str:
         (4, ["--ranks", "4", "--recipe", "zero3"], {"recipe": "zero3"}),
         (4, ["--mesh", "dp=2,tp=2"], {"mesh": "dp=2,tp=2"}),
         (4, ["--ranks", "4", "--no", "dp", "--stages", "2"], {"without": "dp", "stages": (1, 2)}),
-        (
-            4,
-            ["--mesh", "pp=2,dp=2", "--schedule", "1f1b"],
-            {"mesh": "pp=2,dp=2", "schedule": "1f1b"},
-        ),
+        (4, ["--mesh", "pp=2,dp=2", "--schedule", "1f1b"], {"mesh": "pp=2,dp=2", "schedule": "1f1b"}),
     ],
 )
 def test_all_doors_give_the_same_plan(
-    ranks: int,
-    given: list[str],
-    options: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    ranks: int, given: list[str], options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The target has a batch of its own."""
-    plans = [
-        by_command_line(TARGET, tmp_path, *given),
-        by_compile(TARGET, monkeypatch, ranks=ranks, **options),
-    ]
+    plans = [by_command_line(TARGET, tmp_path, *given), by_compile(TARGET, monkeypatch, ranks=ranks, **options)]
     plans.append(by_explain(TARGET, f"h100x{ranks}", **options))
     assert len({text_of(plan) for plan in plans}) == 1
 
@@ -187,12 +171,7 @@ DDP = {"mesh": "dp=4", "recipe": "ddp"}
     ],
 )
 def test_all_doors_cut_a_batch_that_is_faster_in_parts(
-    options: dict[str, str],
-    memory: int,
-    count: int,
-    batch: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, str], memory: int, count: int, batch: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where little memory is left, two micro-batches are faster than blocks that run again."""
     target = f"{__name__}:{'wide' if batch else 'wide_own'}"

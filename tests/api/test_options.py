@@ -52,10 +52,7 @@ def test_the_page_of_options_is_up_to_date() -> None:
 
 def test_options_are_split_by_the_dataclass_that_has_them() -> None:
     given = {"seed": 1, "recipe": "ddp", "stages": 2}
-    assert split_options(given, PlanOptions, RunOptions) == (
-        {"stages": 2, "recipe": "ddp"},
-        {"seed": 1},
-    )
+    assert split_options(given, PlanOptions, RunOptions) == ({"stages": 2, "recipe": "ddp"}, {"seed": 1})
 
 
 def test_options_are_written_as_flags() -> None:

@@ -106,11 +106,7 @@ def _off_inside_autocast(x: Tensor) -> Tensor:
     [
         (_writes_a_gradient, lambda x: (x, x.clone().requires_grad_()), "detach it first"),
         (_two, lambda x: (x, x[1:]), "shares its memory with y"),
-        (
-            _off_inside_autocast,
-            lambda x: (x.expand(3, 3),),
-            "turns autograd off inside torch.autocast",
-        ),
+        (_off_inside_autocast, lambda x: (x.expand(3, 3),), "turns autograd off inside torch.autocast"),
     ],
 )
 def test_what_a_module_cannot_stand_for_is_refused(function: Any, arguments: Any, sentence: str) -> None:

@@ -69,9 +69,7 @@ def test_other_recipes_are_for_one_axis(recipe: RecipeLike) -> None:
     assert not leaves_mesh_open(recipe)
 
 
-def test_meshes_without_a_plan_are_passed_over_unless_all_are(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_meshes_without_a_plan_are_passed_over_unless_all_are(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(sizes: set[int]) -> Callable[..., Searched]:
         def search(prepared: Prepared, asked: Request, **given: Any) -> Searched:
             if asked.mesh is not None and len(asked.mesh.axes) in sizes:

@@ -155,10 +155,7 @@ EVERY = tuple(part.name for part in PARTS)
 
 @pytest.mark.parametrize(
     ("names", "passes"),
-    [
-        pytest.param(QUICK, 10, id="quick"),
-        pytest.param(EVERY, 20, id="every", marks=pytest.mark.slow),
-    ],
+    [pytest.param(QUICK, 10, id="quick"), pytest.param(EVERY, 20, id="every", marks=pytest.mark.slow)],
 )
 def test_a_slice_of_the_parts_holds_on_the_processor(tmp_path: Path, names: tuple[str, ...], passes: int) -> None:
     arguments = ["--out", str(tmp_path), "--device", "cpu", "--minutes", "2.9"]

@@ -232,12 +232,7 @@ def test_no_runtime_has_more_than_six_fitted_figures() -> None:
 
 
 def test_a_folder_of_runs(tmp_path: Path) -> None:
-    write(
-        tmp_path / "runs.csv",
-        ROW,
-        ROW | {"heads": ""},
-        ROW | {"step_time_s": "?", "peak_memory_gib": ""},
-    )
+    write(tmp_path / "runs.csv", ROW, ROW | {"heads": ""}, ROW | {"step_time_s": "?", "peak_memory_gib": ""})
     write(tmp_path / "bandwidth.csv", {"collective": "all_reduce", "size_bytes": "1"})
     result = run("--data", tmp_path, "--json")
     assert result.exit_code == 0, result.output

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.accuracy.caching_allocator import (
-    MIB,
-    CachingAllocator,
-    Event,
-    OutOfMemory,
-    least_device_bytes,
-    replay,
-)
+from benchmarks.accuracy.caching_allocator import MIB, CachingAllocator, Event, OutOfMemory, least_device_bytes, replay
 
 
 @pytest.mark.parametrize(
@@ -30,10 +23,7 @@ def test_a_request_is_cut_from_a_segment_of_its_class(
 ) -> None:
     allocator = CachingAllocator()
     allocator.allocate(asked_bytes)
-    assert (allocator.allocated_bytes, allocator.reserved_bytes) == (
-        allocated_bytes,
-        reserved_bytes,
-    )
+    assert (allocator.allocated_bytes, allocator.reserved_bytes) == (allocated_bytes, reserved_bytes)
 
 
 def test_the_smallest_free_block_that_is_large_enough_is_taken() -> None:

@@ -60,12 +60,7 @@ def test_a_row_that_cannot_be_compared_says_why(change: dict[str, str], reason: 
 
 def test_nics_that_a_row_states_are_shared() -> None:
     """4 x 100 Gb/s for 8 GPUs: 6.25 GB/s each, of which 0.96 are reached."""
-    row = ROW | {
-        "gpu": "A100-80GB SXM",
-        "n_nodes": "2",
-        "n_gpus": "16",
-        "interconnect": "4x100Gb EFA per node",
-    }
+    row = ROW | {"gpu": "A100-80GB SXM", "n_nodes": "2", "n_gpus": "16", "interconnect": "4x100Gb EFA per node"}
     assert measurement(row).machine.across_nodes.bandwidth_bytes_per_second == pytest.approx(6e9)
 
 

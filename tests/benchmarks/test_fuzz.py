@@ -67,19 +67,10 @@ def hangs(path: Path) -> Any:
 
 @pytest.mark.parametrize(
     ("read", "fault"),
-    [
-        (passes_over, "silent change"),
-        (runs, "code run"),
-        (raises, "raw traceback"),
-        (hangs, "no answer"),
-    ],
+    [(passes_over, "silent change"), (runs, "code run"), (raises, "raw traceback"), (hangs, "no answer")],
 )
 def test_a_planted_fault_is_found(
-    read: Callable[[Path], Any],
-    fault: str,
-    watch: Watch,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    read: Callable[[Path], Any], fault: str, watch: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watching, "LIMIT_SECONDS", 0.2)
     # Of a half that is passed over no change is found: to know of one, its values have to be compared.

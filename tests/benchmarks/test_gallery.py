@@ -13,16 +13,7 @@ import pytest
 
 from autopar import units
 from autopar.explanation.launch import WIDTH
-from benchmarks.site.gallery import (
-    FOLDER,
-    PAGE,
-    QUESTIONS,
-    Question,
-    figures_of,
-    row,
-    stored_figures,
-    with_table,
-)
+from benchmarks.site.gallery import FOLDER, PAGE, QUESTIONS, Question, figures_of, row, stored_figures, with_table
 
 
 def test_the_page_is_written_from_the_list_and_the_stored_figures() -> None:

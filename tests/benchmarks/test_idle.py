@@ -17,10 +17,7 @@ def test_a_full_pipeline_is_read_from_the_first_backward_to_the_last_forward_of_
 
 def test_with_a_flush_whole_steps_count() -> None:
     # Two steps of 10 s, in which rank 0 is busy for 3 + 3 and rank 1 for 6 + 3; the last step ends the time.
-    steps = [
-        [[Busy("F", t, t + 3)] for t in (0, 10, 20)],
-        [[Busy("B", 4, 10)], [Busy("B", 17, 20)], []],
-    ]
+    steps = [[[Busy("F", t, t + 3)] for t in (0, 10, 20)], [[Busy("B", 4, 10)], [Busy("B", 17, 20)], []]]
     assert idle_shares(steps, Case("1f1b", 4)) == pytest.approx([14 / 20, 11 / 20])
 
 

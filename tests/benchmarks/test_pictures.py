@@ -76,8 +76,7 @@ def test_the_cut_that_is_shown_is_the_best_of_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("recomputed", "kept"),
-    [((), "xnhg"), (("gelu",), "xnh"), (("norm", "gelu"), "xh"), (steps.CHAIN, "x")],
+    ("recomputed", "kept"), [((), "xnhg"), (("gelu",), "xnh"), (("norm", "gelu"), "xh"), (steps.CHAIN, "x")]
 )
 def test_what_the_chain_keeps_is_the_table_of_the_page(recomputed: tuple[str, ...], kept: str) -> None:
     stays = steps.kept(frozenset(recomputed))

@@ -53,13 +53,7 @@ def test_a_draw_has_every_area_and_repeats() -> None:
     lines |= {name: range(10_000) for name in ("cost_model/steps/step.py", "autopar/runtime/collectives/flat.py")}
     found = drawn(ROOT, lines, 10, seed=1)
     assert found == drawn(ROOT, lines, 10, seed=1)
-    assert [fault.area for fault in found[:5]] == [
-        "rules",
-        "conversions",
-        "passes",
-        "prices",
-        "runtime",
-    ]
+    assert [fault.area for fault in found[:5]] == ["rules", "conversions", "passes", "prices", "runtime"]
     assert {fault.kind for fault in found} <= set(KINDS)
 
 
@@ -82,10 +76,7 @@ def test_a_probe_tells_each_test_that_comes_by(tmp_path: Path, monkeypatch: pyte
         "os.environ['PYTEST_CURRENT_TEST'] = 't.py::a[1] (call)'; f(1); f(1); assert f.__doc__"
     )
     subprocess.run(
-        [sys.executable, "-c", asking],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        check=True,
+        [sys.executable, "-c", asking], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)}, check=True
     )
     assert (tmp_path / "hits").read_text().split() == [
         "autopar/probed_here.py:3:t.py::a",

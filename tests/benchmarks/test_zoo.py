@@ -60,11 +60,7 @@ def test_a_trimmed_one_has_a_kind_of_each_layer() -> None:
 def test_a_filled_one_has_the_sizes_that_the_default_leaves_open() -> None:
     assert shrink("dots1").n_routed_experts is None
     config = shrink("dots1", FILLED)
-    assert (config.n_routed_experts, config.n_shared_experts, config.num_experts_per_tok) == (
-        4,
-        1,
-        2,
-    )
+    assert (config.n_routed_experts, config.n_shared_experts, config.num_experts_per_tok) == (4, 1, 2)
 
 
 def test_an_entry_of_a_part_leaves_the_others_of_that_part_small() -> None:
@@ -140,10 +136,7 @@ def test_a_refused_architecture_shows_its_remedy_and_what_the_backend_made_of_it
         stage="capture",
         stopped=f"The model cannot be captured as a graph. where: {package}/transformers/modeling_xmod.py:435 "
         "reason: it makes a size of a tensor's value remedy: Keep it a tensor",
-        backend={
-            "dp=2": "passed, 6 graphs, error 8e-16",
-            "tp=2": "beyond the tolerance: error 1.0e+00",
-        },
+        backend={"dp=2": "passed, 6 graphs, error 8e-16", "tp=2": "beyond the tolerance: error 1.0e+00"},
     )
     page = markdown([row], 605)
     assert not row.captured and not row.run_by_backend

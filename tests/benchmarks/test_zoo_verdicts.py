@@ -20,13 +20,7 @@ DONE = Row("gpt2", stage="done", plans=dict.fromkeys(PLANS, PASSED), worst=0.05,
 def test_plans_that_pass_give_a_verdict_with_the_worst_tensor() -> None:
     result = result_of(DONE, "bfloat16", "version")
     assert result.name == "gpt2 in bfloat16" and result.misses == {}
-    assert result.cells == (
-        "gpt2",
-        "bfloat16",
-        "passed",
-        "0.050",
-        "gradient of model.wte, in bfloat16",
-    )
+    assert result.cells == ("gpt2", "bfloat16", "passed", "0.050", "gradient of model.wte, in bfloat16")
 
 
 def test_a_plan_that_does_not_pass_is_named_with_its_reason() -> None:

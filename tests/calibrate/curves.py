@@ -9,12 +9,7 @@ from autopar.cost_model import Link
 LINK = Link(25e9, 3e-6, exchange_gain=0.5, send_gain=0.25)
 LAUNCH_SECONDS = 4e-6
 MEMORY_BYTES_PER_SECOND = 3e12
-SHAPES = (
-    *((n, n, n) for n in (128, 256, 512, 1024, 2048, 4096)),
-    (64, 4096, 4096),
-    (4096, 64, 4096),
-    (4096, 4096, 64),
-)
+SHAPES = (*((n, n, n) for n in (128, 256, 512, 1024, 2048, 4096)), (64, 4096, 4096), (4096, 64, 4096), (4096, 4096, 64))
 
 
 def messages(ranks, *, link=LINK, name="inside_node"):
@@ -30,10 +25,7 @@ def messages(ranks, *, link=LINK, name="inside_node"):
 def products(fit, *, shapes=SHAPES, number_format="bfloat16"):
     """Products of these shapes."""
     blank = [Product(number_format, *shape, 0.0) for shape in shapes]
-    known = {
-        "launch_seconds": LAUNCH_SECONDS,
-        "memory_bytes_per_second": MEMORY_BYTES_PER_SECOND,
-    }
+    known = {"launch_seconds": LAUNCH_SECONDS, "memory_bytes_per_second": MEMORY_BYTES_PER_SECOND}
     return tuple(replace(p, seconds=product_seconds(p, fit, **known)) for p in blank)
 
 

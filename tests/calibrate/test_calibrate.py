@@ -93,13 +93,7 @@ def check_all_reduce(file):
 @pytest.mark.multiprocess
 def test_one_rank_reports_every_step_and_guesses_links(left):
     seen = []
-    found = calibrate(
-        device="cpu",
-        ranks=1,
-        quick=True,
-        formats=["float64"],
-        progress=lambda *step: seen.append(step),
-    )
+    found = calibrate(device="cpu", ranks=1, quick=True, formats=["float64"], progress=lambda *step: seen.append(step))
     assert found.messages == () and found.backend == ""
     assert {p.number_format for p in found.products} == {"float64"}
     assert [done for _, done, _ in seen] == list(range(len(seen)))
@@ -198,10 +192,7 @@ def test_kernels_are_counted_without_views():
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (
-            ["--output", "/nowhere/my.toml"],
-            "Cannot write /nowhere/my.toml: there is no folder /nowhere",
-        ),
+        (["--output", "/nowhere/my.toml"], "Cannot write /nowhere/my.toml: there is no folder /nowhere"),
         (["--ranks", "0"], "A machine is measured with at least 1 rank, not 0."),
         (["--dtype", "float12"], "There is no dtype 'float12' to measure; choose from bfloat16"),
         (["--dtype", "tf32", "--ranks", "1"], "has no matrix products in tf32; it has bfloat16"),

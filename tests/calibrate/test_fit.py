@@ -4,23 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.calibrate.fit import (
-    ProductFit,
-    fit_link,
-    fit_peak,
-    fit_products,
-    fit_two,
-    message_seconds,
-    minimise,
-)
+from autopar.calibrate.fit import ProductFit, fit_link, fit_peak, fit_products, fit_two, message_seconds, minimise
 from autopar.calibrate.measure import COLLECTIVES, Message, Product
-from tests.calibrate.curves import (
-    LAUNCH_SECONDS,
-    LINK,
-    MEMORY_BYTES_PER_SECOND,
-    messages,
-    products,
-)
+from tests.calibrate.curves import LAUNCH_SECONDS, LINK, MEMORY_BYTES_PER_SECOND, messages, products
 
 KNOWN = {"launch_seconds": LAUNCH_SECONDS, "memory_bytes_per_second": MEMORY_BYTES_PER_SECOND}
 

@@ -70,22 +70,13 @@ def test_a_no_grad_region_keeps_its_meaning():
     captured = capture_step(Model(), (torch.ones(1, 2),), {}, None)
     clean_up(captured.module)
     targets = [str(n.target) for n in captured.module.graph.nodes if n.op == "call_function"]
-    assert targets == [
-        "aten.linear.default",
-        "aten.detach.default",
-        "aten.linear.default",
-        "aten.sum.default",
-    ]
+    assert targets == ["aten.linear.default", "aten.detach.default", "aten.linear.default", "aten.sum.default"]
 
 
 def test_mutated_buffers_come_before_the_outputs():
     model = nn.Sequential(nn.BatchNorm1d(3))
     captured = capture_step(model, (torch.randn(4, 3),), {}, lambda y: y.sum())
-    assert list(captured.mutated.values()) == [
-        "0.running_mean",
-        "0.running_var",
-        "0.num_batches_tracked",
-    ]
+    assert list(captured.mutated.values()) == ["0.running_mean", "0.running_var", "0.num_batches_tracked"]
 
 
 def test_the_fingerprint_sees_shapes_and_not_values_or_devices():
@@ -573,10 +564,7 @@ class Unary(nn.Module):
 @pytest.mark.parametrize(
     ("model", "sentence"),
     [
-        (
-            Ctc(),
-            "has no kernel that export takes.*\n  remedy: Compute this outside of the captured code",
-        ),
+        (Ctc(), "has no kernel that export takes.*\n  remedy: Compute this outside of the captured code"),
         (Transformed(), r"torch.func transforms \(vmap, grad, jvp\) compute here"),
         (Packed(), "Packed sequences do: give the recurrent layer the padded batch"),
         (Unary(), "Call it with the arguments that the model's forward takes"),

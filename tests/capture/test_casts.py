@@ -48,10 +48,7 @@ def test_placeholders_are_the_cast_copies():
     assert found["norm.weight"] is torch.float32  # as its statistics
     assert captured.stored == dict.fromkeys(cast, torch.float32)
     casts = captured.module.graph.find_nodes(op="call_function", target=ATEN._to_copy.default)
-    assert [str(node.args[0]) for node in casts] == [
-        "batch_0",
-        "getitem",
-    ]  # the input, and .float()
+    assert [str(node.args[0]) for node in casts] == ["batch_0", "getitem"]  # the input, and .float()
 
 
 def test_a_policy_is_part_of_the_fingerprint():

@@ -289,10 +289,7 @@ def test_a_form_is_proved_under_autocast_and_errors_of_the_model_are_its_own(for
 @pytest.mark.parametrize(
     ("form", "message"),
     [
-        (
-            lambda module, x: module.up(x),
-            r"Hits \(hits\) does not hold: results or gradients differ by",
-        ),
+        (lambda module, x: module.up(x), r"Hits \(hits\) does not hold: results or gradients differ by"),
         (lambda module, x: masked(module, x).detach() + 0 * module.up(x), "gradients differ by"),
         (lambda module, x: masked(module, x[:, :2]), "it fails"),
     ],

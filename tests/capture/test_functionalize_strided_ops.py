@@ -107,8 +107,7 @@ def through_windows(z):  # the third and sixth of six columns are in none
 
 
 @pytest.mark.parametrize(
-    ("write", "view"),
-    [(through_strides, "as_strided"), (after_strides, "as_strided"), (through_windows, "unfold")],
+    ("write", "view"), [(through_strides, "as_strided"), (after_strides, "as_strided"), (through_windows, "unfold")]
 )
 def test_a_write_that_a_graph_would_lose_is_refused_with_its_line(write, view):
     with pytest.raises(CaptureError, match=rf"writes to memory of which aten.{view}.default") as refused:

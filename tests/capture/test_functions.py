@@ -168,14 +168,8 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
         "draws random numbers in its backward",
     ),
     "no tensor": (lambda net, x: function(lambda ctx, x: 3).apply(x) * x, "returns no tensor"),
-    "an object": (
-        lambda net, x: function(lambda ctx, x: (x.exp(), object())).apply(x)[0],
-        "returns object",
-    ),
-    "a transform": (
-        lambda net, x: torch.func.vmap(Odd.apply)(x),
-        "inside a transform of torch.func",
-    ),
+    "an object": (lambda net, x: function(lambda ctx, x: (x.exp(), object())).apply(x)[0], "returns object"),
+    "a transform": (lambda net, x: torch.func.vmap(Odd.apply)(x), "inside a transform of torch.func"),
 }
 
 

@@ -355,9 +355,7 @@ class Wide(Scaled):
 
 @pytest.mark.parametrize(("kind", "change"), [(Valued, set_tensor), (Wide, set_whole)])
 def test_tensors_and_ints_on_which_more_depends_stay_built_in(
-    kind: type[Scaled],
-    change: Callable[[nn.Module, float], None],
-    monkeypatch: pytest.MonkeyPatch,
+    kind: type[Scaled], change: Callable[[nn.Module, float], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = kind()
     change(model, 1.0)

@@ -77,11 +77,7 @@ NO_CHECK = pytest.mark.skipif(
     torch.__version__ < "2.13", reason="torch 2.11 takes indices of floats where it has no values"
 )
 FAULTS = [
-    (
-        wide,
-        "net.up(x)",
-        "up, Linear(in_features=4, out_features=6, bias=True), which is given [2, 3] float32",
-    ),
+    (wide, "net.up(x)", "up, Linear(in_features=4, out_features=6, bias=True), which is given [2, 3] float32"),
     (normed, "net.norm(x)", "norm, LayerNorm((5,), eps=1e-05"),
     pytest.param(looked_up, "nn.functional.embedding", "", marks=NO_CHECK),
     (misspelt, "net.upp(x)", ""),
@@ -105,11 +101,7 @@ def test_type_and_text_are_those_of_one_device(work: Any, text: str, module: str
 
 
 @pytest.mark.parametrize(
-    ("loss_fn", "name"),
-    [
-        (nn.functional.cross_entropy, "cross_entropy"),
-        (nn.CrossEntropyLoss(), "CrossEntropyLoss"),
-    ],
+    ("loss_fn", "name"), [(nn.functional.cross_entropy, "cross_entropy"), (nn.CrossEntropyLoss(), "CrossEntropyLoss")]
 )
 def test_an_error_of_torch_s_own_loss_is_in_the_loss_function(loss_fn: Any, name: str) -> None:
     batch = torch.randn(2, 4), torch.zeros(3, dtype=torch.long)
@@ -156,10 +148,7 @@ def torch_adafactor_of_shards() -> None:
 @pytest.mark.parametrize(
     ("call", "remedy"),
     [
-        (
-            lambda: torch.ones(2, 3) @ torch.ones(4, 6),
-            "give this layer 4 features, or make it for 3",
-        ),
+        (lambda: torch.ones(2, 3) @ torch.ones(4, 6), "give this layer 4 features, or make it for 3"),
         (lambda: torch.ones(2, 4).double() @ torch.ones(4, 6), "convert one to the other's dtype"),
         (lambda: torch.ones(4, device="meta") + torch.ones(4), "move both to one device"),
         (torch_adafactor_of_shards, "take autopar.runtime.parameters.adafactor.Adafactor"),

@@ -36,11 +36,7 @@ def twice_without_gradient(norm: nn.Module, x: Tensor) -> Tensor:
     return x * scale
 
 
-FORMS = {
-    "1d": (lambda norm, x: norm(x), 1),
-    "3d": (lambda norm, x: norm(x), 3),
-    "no_grad": (twice_without_gradient, 2),
-}
+FORMS = {"1d": (lambda norm, x: norm(x), 1), "3d": (lambda norm, x: norm(x), 3), "no_grad": (twice_without_gradient, 2)}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -48,10 +44,7 @@ def test_instance_norm_keeps_statistics_of_the_whole_batch(form: str) -> None:
     torch.manual_seed(0)
     run, dims = FORMS[form]
     model, x = Tracked(run, dims).double(), torch.randn(4, 2, *[4, 3, 2][:dims]).double()
-    assert list(capture_step(model, (x,), {}, None).mutated.values()) == [
-        "norm.running_mean",
-        "norm.running_var",
-    ]
+    assert list(capture_step(model, (x,), {}, None).mutated.values()) == ["norm.running_mean", "norm.running_var"]
     for mesh in ({"dp": 2}, {"tp": 2}):
         report = verify(model, (x,), mesh=mesh, recipe="ddp" if "dp" in mesh else "tp")
         assert report.passed and report.buffers == 2, report

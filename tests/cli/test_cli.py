@@ -258,18 +258,7 @@ def test_a_search_of_many_ranks_says_at_once_that_it_is_long():
 
 
 def test_fit_offers_more_ranks_and_larger_devices():
-    result = run(
-        "fit",
-        "llama3-8b",
-        "--cluster",
-        "rtx4090x2",
-        "--batch",
-        "8",
-        "--seq",
-        "512",
-        "--no",
-        "offload",
-    )
+    result = run("fit", "llama3-8b", "--cluster", "rtx4090x2", "--batch", "8", "--seq", "512", "--no", "offload")
     assert result.exit_code == 1, result.output
     assert "DOES NOT FIT" in result.output and "What would make it fit" in result.output
     assert "times the nodes" in result.output
@@ -341,16 +330,7 @@ def test_verify_proves_a_saved_plan(tmp_path):
 @pytest.mark.parametrize("mesh", [("dp=2",), ("pp=2,dp=2", "--micro-batches", "4")])
 def test_verify_takes_the_batch_of_a_saved_plan(tmp_path, mesh):
     path = tmp_path / "plan.json"
-    saved = run(
-        "explain",
-        "tests.cli.batched:example",
-        "--mesh",
-        *mesh,
-        "--batch",
-        "64",
-        "--save",
-        str(path),
-    )
+    saved = run("explain", "tests.cli.batched:example", "--mesh", *mesh, "--batch", "64", "--save", str(path))
     assert saved.exit_code == 0, saved.output
     result = run("verify", "tests.cli.batched:example", "--plan", str(path))
     assert result.exit_code == 0 and "PASSED" in result.output, result.output
@@ -365,12 +345,7 @@ STAGES = ("--mesh", "pp=2,dp=2", "--schedule", "1f1b")
 
 
 @pytest.mark.parametrize(
-    "batches",
-    [
-        (),
-        pytest.param(("--micro-batches", "4"), marks=pytest.mark.slow),
-        ("--batch", "32"),
-    ],
+    "batches", [(), pytest.param(("--micro-batches", "4"), marks=pytest.mark.slow), ("--batch", "32")]
 )
 def test_verify_proves_a_saved_pipeline(tmp_path, batches):
     """Micro-batches are whole examples, or parts of one."""
@@ -386,16 +361,7 @@ def test_verify_proves_a_saved_pipeline(tmp_path, batches):
 
 
 def test_verify_searches_and_draws_pipelines():
-    searched = run(
-        "verify",
-        TARGET,
-        "--mesh",
-        "pp=2,tp=2",
-        "--recipe",
-        "pp:gpipe,tp:tp",
-        "--micro-batches",
-        "2",
-    )
+    searched = run("verify", TARGET, "--mesh", "pp=2,tp=2", "--recipe", "pp:gpipe,tp:tp", "--micro-batches", "2")
     assert searched.exit_code == 0, searched.output
     assert "gpipe with 2 micro-batches through 2 stages" in searched.output
     drawn = run("verify", TARGET, "--mesh", "pp=2", "--random")
@@ -464,18 +430,7 @@ def test_a_searched_depth_of_a_function_is_a_plan_that_runs(tmp_path):
     assert chosen.startswith("pp=2") and found["pipeline"]["schedule"] in chosen
     assert Plan.load(path).pipeline is not None
     named = document(
-        "explain",
-        TARGET,
-        "--ranks",
-        "2",
-        "--no",
-        "tp",
-        "--no",
-        "dp",
-        "--schedule",
-        "1f1b",
-        "--micro-batches",
-        "4",
+        "explain", TARGET, "--ranks", "2", "--no", "tp", "--no", "dp", "--schedule", "1f1b", "--micro-batches", "4"
     )
     assert named["pipeline"]["schedule"] == "1f1b"
     assert found["step_seconds"] <= named["step_seconds"]
@@ -487,52 +442,25 @@ def test_a_searched_depth_of_a_function_is_a_plan_that_runs(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "first"),
     [
-        (
-            ["explain"],
-            "Missing argument 'TARGET'. Write for example: autopar explain llama3-8b --cluster h100x8x2",
-        ),
-        (
-            ["run", "--ranks", "2"],
-            "Missing argument 'SCRIPT'. Write for example: autopar run train.py --ranks 4",
-        ),
+        (["explain"], "Missing argument 'TARGET'. Write for example: autopar explain llama3-8b --cluster h100x8x2"),
+        (["run", "--ranks", "2"], "Missing argument 'SCRIPT'. Write for example: autopar run train.py --ranks 4"),
         (["run", "none.py", "--ranks", "2"], "'SCRIPT': File 'none.py' does not exist."),
         (["run", __file__], "say how many processes share the CPUs, such as --ranks 4"),
-        (
-            ["explian", "gpt2"],
-            "There is no command 'explian' (did you mean explain?); there are explain, fit,",
-        ),
+        (["explian", "gpt2"], "There is no command 'explian' (did you mean explain?); there are explain, fit,"),
         (["fit", "lama3-8b", "--cluster", "h100x8"], "no model 'lama3-8b'; did you mean llama3-8b"),
         (["fit", "gpt2"], "Say where: --cluster h100x8x16, or --ranks 8"),
-        (
-            ["explain", "gpt2", "--cluster", "v9000x8"],
-            "no GPU 'v9000' in the catalogue; did you mean v100",
-        ),
+        (["explain", "gpt2", "--cluster", "v9000x8"], "no GPU 'v9000' in the catalogue; did you mean v100"),
         (
             ["explain", "gpt2", "--cluster", "h100x8", "--mesh", "dp=3"],
             "has 3 ranks, but h100x8x1 has 8: name axes whose sizes multiply to 8, or a cluster of 3.",
         ),
-        (
-            ["compare", "gpt2", "--cluster", "h100x8", "--batch", "many"],
-            "write a number such as 64, or auto",
-        ),
+        (["compare", "gpt2", "--cluster", "h100x8", "--batch", "many"], "write a number such as 64, or auto"),
         (["explain", "gpt2", "--clutser", "h100x8"], "No such option"),
-        (
-            ["verify", "nowhere.gpt:tiny", "--mesh", "dp=2"],
-            "start the command in the folder that has nowhere",
-        ),
-        (
-            ["verify", "gpt.py:tiny", "--mesh", "dp=2"],
-            "'gpt.py' is a file: name its module, as gpt:tiny.",
-        ),
+        (["verify", "nowhere.gpt:tiny", "--mesh", "dp=2"], "start the command in the folder that has nowhere"),
+        (["verify", "gpt.py:tiny", "--mesh", "dp=2"], "'gpt.py' is a file: name its module, as gpt:tiny."),
         (["verify", TARGET], "Give --mesh, such as --mesh dp=2,tp=2, or a saved --plan."),
-        (
-            ["explain", "./setup.py", "--ranks", "2"],
-            "There is no file or directory ./setup.py: give the path",
-        ),
-        (
-            ["explain", __file__, "--ranks", "2"],
-            "is a Python file: name a function in it, as test_cli:example",
-        ),
+        (["explain", "./setup.py", "--ranks", "2"], "There is no file or directory ./setup.py: give the path"),
+        (["explain", __file__, "--ranks", "2"], "is a Python file: name a function in it, as test_cli:example"),
         (["diff", "none.json", "b.json"], "none.json"),
     ],
 )
@@ -568,10 +496,7 @@ def test_help_has_an_example(command):
             "Take 2 micro-batches, or the schedule gpipe",
         ),
         (["explain", TARGET, "--mesh", "pp=8", "--micro-batches", "8"], "blocks"),
-        (
-            ["explain", TARGET, "--mesh", "pp=2", "--recipe", "pp:zb", "--schedule", "1f1b"],
-            "leave out one",
-        ),
+        (["explain", TARGET, "--mesh", "pp=2", "--recipe", "pp:zb", "--schedule", "1f1b"], "leave out one"),
         (
             ["explain", TARGET, "--mesh", "pp=2", "--micro-batches", "4", "--batch", "16"],
             "16 is 2 times the 8 sequences",
@@ -582,10 +507,7 @@ def test_help_has_an_example(command):
         ),
         (["explain", TARGET, "--mesh", "pp=2,dp=2", "--pin", "head.*=pp"], "the axes are dp"),
         (["explain", "gpt2", "--mesh", "pp=16", "--recompute", "none"], "use fewer ranks along pp"),
-        (
-            ["explain", TARGET, "--mesh", "dp=2", "--recompute", "full", "--no", "recompute"],
-            "drop one",
-        ),
+        (["explain", TARGET, "--mesh", "dp=2", "--recompute", "full", "--no", "recompute"], "drop one"),
         (["verify", TARGET, "--plan", "a.json", "--mesh", "dp=2"], "leave out --mesh"),
         (["verify", TARGET, "--mesh", "dp=2", "--random", "--recipe", "ddp"], "leave out --recipe"),
         (["verify", TARGET, "--mesh", "dp=2", "--seed", "1"], "leave out --seed"),
@@ -606,15 +528,9 @@ def test_help_has_an_example(command):
         (["explain", "gpt2", "--cluster", "h100x-8"], "h100x-8"),
         (["explain", "gpt2", "--cluster", "h1000x8"], "h100"),
         (["explain", "gpt2", "--cluster", "nowhere.toml"], "nowhere.toml"),
-        (
-            ["explain", "gpt2", "--cluster", "h100x8", "--html", "no/such/a.html"],
-            "no folder no/such",
-        ),
+        (["explain", "gpt2", "--cluster", "h100x8", "--html", "no/such/a.html"], "no folder no/such"),
         (["fit", "gpt2", "--cluster", "h100x8", "--mesh", "x=8"], "the mesh x=8 has x"),
-        (
-            ["compare", "gpt2", "--cluster", "h100x8", "--mesh", "dp=8", "--recipe", "local:4"],
-            "explain` prices that",
-        ),
+        (["compare", "gpt2", "--cluster", "h100x8", "--mesh", "dp=8", "--recipe", "local:4"], "explain` prices that"),
         (["diff", "a.json", "nowhere.json"], "Cannot read the plan a.json"),
         (["verify", "examples.gpt:example", "--mesh", "dp=2"], "needs real weights"),
         (["verify", "gpt2", "--mesh", "dp=2"], "write package.module:function"),
@@ -629,18 +545,7 @@ def test_errors_are_one_sentence(arguments, says):
 
 
 def test_a_cluster_too_small_for_any_plan():
-    result = run(
-        "explain",
-        "llama3-8b",
-        "--cluster",
-        "rtx4090x2",
-        "--batch",
-        "8",
-        "--seq",
-        "512",
-        "--no",
-        "offload",
-    )
+    result = run("explain", "llama3-8b", "--cluster", "rtx4090x2", "--batch", "8", "--seq", "512", "--no", "offload")
     assert result.exit_code != 0
     assert re.search(r"does not fit on rtx4090x2x1: .* GB \([\d,]+ bytes\) more than the", result.output)
     assert "What would help: about" in result.output

@@ -67,8 +67,5 @@ def test_names_in_errors_are_shown_as_they_are() -> None:
 
 
 def test_a_model_that_ends_the_program_is_an_error() -> None:
-    with (
-        pytest.raises(AutoparError, match=r"The model ends the program \(sys.exit\(0\)\)"),
-        working(),
-    ):
+    with pytest.raises(AutoparError, match=r"The model ends the program \(sys.exit\(0\)\)"), working():
         raise SystemExit(0)

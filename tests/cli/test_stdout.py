@@ -58,10 +58,7 @@ def test_commands_with_json_write_documents_alone(tmp_path: Path) -> None:
 def test_a_full_stdout_is_one_line_on_stderr() -> None:
     with Path("/dev/full").open("w") as full:
         ended = subprocess.run(
-            [sys.executable, "-m", "autopar", "--version"],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
+            [sys.executable, "-m", "autopar", "--version"], stdout=full, stderr=subprocess.PIPE, text=True
         )
     assert ended.returncode == 1
     assert ended.stderr == "Error: The output cannot be written: No space left on device.\n"

@@ -26,11 +26,7 @@ def test_a_bucket_grows_with_the_ranks_of_the_largest_axis() -> None:
         128_000_000,
         1_024_000_000,
     ]
-    assert [pricer(ranks).bucket_bytes for ranks in (8, 64, 512)] == [
-        BUCKET_BYTES,
-        128_000_000,
-        1_024_000_000,
-    ]
+    assert [pricer(ranks).bucket_bytes for ranks in (8, 64, 512)] == [BUCKET_BYTES, 128_000_000, 1_024_000_000]
 
 
 def test_fewer_rings_cost_less_time() -> None:

@@ -121,9 +121,7 @@ def test_a_slice_that_comes_back_in_panels_takes_two_of_them() -> None:
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
-def test_the_table_of_stages_prices_a_decomposed_step_of_a_slow_host_as_the_step_does(
-    runs_ahead: bool,
-) -> None:
+def test_the_table_of_stages_prices_a_decomposed_step_of_a_slow_host_as_the_step_does(runs_ahead: bool) -> None:
     """The host must also issue what pieces hide: without that, the table was below the step."""
     found, software = explained("x"), Software(hides=0.7, runs_ahead=runs_ahead)
     for host_seconds in (0.0, 3e-5, 3e-4):

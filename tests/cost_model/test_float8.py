@@ -29,14 +29,7 @@ def priced(hardware, trained: tuple[bool, bool], narrow: int | None = 1) -> OpPr
     work = Work(2, (Leaf("b", "b", ROWS),), (Leaf("j", "j", COLUMNS),), (Leaf("k", "k", INNER),))
     whole = Choice("-", (R, R), (R,))
     op = Op(
-        "y",
-        "autopar.float8_linear",
-        ("x", "w"),
-        ("y",),
-        (whole,),
-        FLOPS,
-        work=(work,),
-        product_itemsize_bytes=narrow,
+        "y", "autopar.float8_linear", ("x", "w"), ("y",), (whole,), FLOPS, work=(work,), product_itemsize_bytes=narrow
     )
     return OpPrice.of(op, ("-",), tensors, Sizes(Mesh.of({"a": 1})), hardware)
 
@@ -48,11 +41,7 @@ def test_arithmetic_takes_the_peak_of_the_narrow_format():
 
 @pytest.mark.parametrize(
     ("trained", "expected"),
-    [
-        ((True, True), FLOPS / 2e12 + FLOPS / 1e12),
-        ((True, False), FLOPS / 2e12),
-        ((False, True), FLOPS / 1e12),
-    ],
+    [((True, True), FLOPS / 2e12 + FLOPS / 1e12), ((True, False), FLOPS / 2e12), ((False, True), FLOPS / 1e12)],
 )
 def test_backward_rounds_for_the_gradient_of_the_input_alone(trained, expected):
     backward = priced(FAST_MEMORY, trained).backward

@@ -56,11 +56,7 @@ def plan(seed: int) -> Plan:
 
 
 def step_of(
-    seed: int,
-    hardware: Hardware = H100,
-    run: Run | None = None,
-    model: Graph | None = None,
-    chosen: Plan | None = None,
+    seed: int, hardware: Hardware = H100, run: Run | None = None, model: Graph | None = None, chosen: Plan | None = None
 ) -> Step:
     """A random plan priced with plain numbers."""
     model, chosen, run = model or graph(), chosen or plan(seed), run or Run(micro_batches=2)
@@ -115,10 +111,7 @@ def test_gradients_that_fill_no_bucket_take_one_collective_at_least() -> None:
     Two of 6 MiB each, of 12 in all, fill a bucket of the runtime each.
     """
     slow = dataclasses.replace(H100, inside_node=Link(1e15, 1.0))
-    for model, buckets in (
-        (stacked.residual(2), 1),
-        (stacked.residual(2, stacked.Sizes(vocab=98304)), 2),
-    ):
+    for model, buckets in ((stacked.residual(2), 1), (stacked.residual(2, stacked.Sizes(vocab=98304)), 2)):
         plan = search(model, {"x": 2}, hardware=H100, recipe="ddp")
         links = [slow.link(plan.mesh, 0)]
         pricer = Pricer(model, plan, sizes=Sizes(plan.mesh), hardware=slow, links=links)

@@ -18,20 +18,7 @@ from autopar.cost_model import (
     op_seconds,
     parameter_bytes,
 )
-from autopar.ir import (
-    Choice,
-    Leaf,
-    Mesh,
-    Op,
-    OwnCollective,
-    P,
-    ParameterPlan,
-    Plan,
-    R,
-    S,
-    Tensor,
-    V,
-)
+from autopar.ir import Choice, Leaf, Mesh, Op, OwnCollective, P, ParameterPlan, Plan, R, S, Tensor, V
 from autopar.ir.conversion import TRANSITIONS
 from autopar.planning.planning import prepare_forward
 from tests.search.graphs import Builder, mlp
@@ -53,12 +40,7 @@ NAMES = sorted({name for transition in TRANSITIONS.values() for name in transiti
 
 def seconds(name: str, before: int, after: int, ranks: int = 4) -> float:
     return collective_seconds(
-        name,
-        before_bytes=before,
-        after_bytes=after,
-        ranks=ranks,
-        link=MACHINE.inside_node,
-        hardware=MACHINE,
+        name, before_bytes=before, after_bytes=after, ranks=ranks, link=MACHINE.inside_node, hardware=MACHINE
     )
 
 
@@ -198,10 +180,7 @@ def test_collectives_inside_an_op_by_hand() -> None:
         for name, back in (("all_gather", ""), ("all_reduce", "all_reduce"))
     )
     choices = tuple(Choice(label, (), (), int(label != "-")) for label in "-nc")
-    op, sizes = (
-        Op("loss", "loss", (), (), choices, collectives=own),
-        Sizes(Mesh.of({"x": 4, "y": 2})),
-    )
+    op, sizes = (Op("loss", "loss", (), (), choices, collectives=own), Sizes(Mesh.of({"x": 4, "y": 2})))
 
     def cost(*labels: str) -> tuple[float, float]:
         return own_seconds(op, labels, sizes=sizes, hardware=MACHINE)
@@ -272,13 +251,7 @@ def ddp(micro_batches: int, stage: str) -> Plan:
     }[stage]
     ops = {op.name: ("b",) for op in graph.ops}
     return Plan(
-        Mesh.of({"x": 4}),
-        "",
-        stage,
-        micro_batches,
-        dict.fromkeys(graph.parameters, parameter),
-        {"x": (S(0),)},
-        ops,
+        Mesh.of({"x": 4}), "", stage, micro_batches, dict.fromkeys(graph.parameters, parameter), {"x": (S(0),)}, ops
     )
 
 

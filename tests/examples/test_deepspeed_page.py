@@ -137,11 +137,6 @@ def test_zero_2_runs_under_stages() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
     batch = torch.randn(8, 8), torch.randn(8, 8)
     found = autopar.verify(
-        model,
-        batch,
-        loss_fn=F.mse_loss,
-        mesh={"pp": 2, "dp": 2},
-        recipe={"pp": "1f1b", "dp": "zero2"},
-        micro_batches=2,
+        model, batch, loss_fn=F.mse_loss, mesh={"pp": 2, "dp": 2}, recipe={"pp": "1f1b", "dp": "zero2"}, micro_batches=2
     )
     assert "PASSED" in str(found)

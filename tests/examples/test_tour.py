@@ -25,28 +25,8 @@ def test_it_fits_on_three_screens() -> None:
 
 def test_the_first_layer_is_split_by_columns_and_the_second_by_rows(printed: str) -> None:
     lines = [line.split() for line in printed.splitlines()]
-    assert [
-        "parameter",
-        "up.weight",
-        "at",
-        "rest",
-        "S(0)@tp",
-        "in",
-        "use",
-        "V@dp",
-        "S(0)@tp",
-    ] in lines
-    assert [
-        "parameter",
-        "down.weight",
-        "at",
-        "rest",
-        "S(1)@tp",
-        "in",
-        "use",
-        "V@dp",
-        "S(1)@tp",
-    ] in lines
+    assert ["parameter", "up.weight", "at", "rest", "S(0)@tp", "in", "use", "V@dp", "S(0)@tp"] in lines
+    assert ["parameter", "down.weight", "at", "rest", "S(1)@tp", "in", "use", "V@dp", "S(1)@tp"] in lines
 
 
 def test_the_partial_sums_of_the_second_layer_are_added_up(printed: str) -> None:

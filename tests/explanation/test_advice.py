@@ -90,8 +90,7 @@ def test_percentages_compare_the_times_of_the_table(answer):
 
 
 @pytest.mark.parametrize(
-    "recipe",
-    often(["zero1", "zero3", "tp+sp", "dp:zero2,tp:tp", "fsdp"], ["zero3", "dp:zero2,tp:tp"]),
+    "recipe", often(["zero1", "zero3", "tp+sp", "dp:zero2,tp:tp", "fsdp"], ["zero3", "dp:zero2,tp:tp"])
 )
 def test_every_recipe_agrees_with_its_candidate(recipe):
     found = ask(recipe=recipe)
@@ -164,10 +163,7 @@ def test_a_setting_that_only_estimates_favour_is_no_choice():
 def test_more_memory_is_a_larger_bound_where_the_user_names_one():
     """Without one it is that of larger devices, less the headroom: 0.95 x 141 GB and 0.95 x 192 GB."""
     request = ask().request.but(memory_bytes=20_000_000_000)
-    assert [what for what, _ in larger_memories(request)] == [
-        "a bound of 24 GB",
-        "a bound of 40 GB",
-    ]
+    assert [what for what, _ in larger_memories(request)] == ["a bound of 24 GB", "a bound of 40 GB"]
     device = request.but(memory_bytes=None)
     assert [r.bound_bytes for _, r in larger_memories(device)] == [133_950_000_000, 182_400_000_000]
 
@@ -189,8 +185,7 @@ def test_the_next_best_is_the_best_of_all_candidates(question, answer):
         if each.fits and each.step_seconds > answer.step_seconds * (1 + AS_FAST)
     ]
     next_best, *_ = sorted(
-        (each for each in answer.candidates if each.fits and not each.chosen),
-        key=lambda each: each.step_seconds,
+        (each for each in answer.candidates if each.fits and not each.chosen), key=lambda each: each.step_seconds
     )
     assert next_best.step_seconds <= min(each.step_seconds for each in slower)
     assert next_best.step_seconds >= answer.step_seconds
@@ -232,11 +227,7 @@ def test_wishes_that_exclude_each_other():
     ("mesh", "recipe", "says"),
     [
         (None, "dp:tp", "price the recipes auto, ddp, zero1"),
-        (
-            "dp=8",
-            "diloco:10",
-            "give the result of a single device, but the recipe 'diloco:10' trains replicas",
-        ),
+        ("dp=8", "diloco:10", "give the result of a single device, but the recipe 'diloco:10' trains replicas"),
         ("dp=8", "local:10", "`autopar explain` prices that on a given --mesh"),
         ("far=2,dp=4", "far:diloco:10,dp:zero3", "trains replicas"),
         ("pp=4,dp=2", "pp:pipedream,dp:ddp", "but the schedule pipedream updates without waiting"),
@@ -278,8 +269,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_would_help():
 
 def test_no_number_of_ranks_helps_where_all_of_the_bound_is_reserved():
     with pytest.raises(
-        SearchError,
-        match=r"1\.00 GB reserved before .*would help: memory_bytes \(--max-memory\) above",
+        SearchError, match=r"1\.00 GB reserved before .*would help: memory_bytes \(--max-memory\) above"
     ):
         ask(memory_bytes=5 * 10**8).answer()
 

@@ -17,12 +17,7 @@ def names(nodes):
 def test_a_chain_is_one_node_with_the_sum_of_its_time():
     chain = (node("a", "x", kind="pow"), node("b", "a", kind="mean"), node("c", "a", "b"))
     (only,) = merged(chain, set())
-    assert (only.name, only.kind, only.seconds, only.operands) == (
-        "a",
-        "pow, mean, mul",
-        3.0,
-        ("x",),
-    )
+    assert (only.name, only.kind, only.seconds, only.operands) == ("a", "pow, mean, mul", 3.0, ("x",))
 
 
 def test_two_branches_that_meet_are_one():
@@ -46,10 +41,5 @@ def test_later_users_point_to_the_group():
 
 def test_what_would_be_a_circle_stays_apart():
     # a -> linear -> b, and c of both a and b: one node of a, b and c would feed itself
-    ops = (
-        node("a", "x"),
-        node("w", "a", kind="linear"),
-        node("b", "w", module="m"),
-        node("c", "a", "b"),
-    )
+    ops = (node("a", "x"), node("w", "a", kind="linear"), node("b", "w", module="m"), node("c", "a", "b"))
     assert names(merged(ops, {"w"})) == ["a", "w", "b", "c"]

@@ -30,12 +30,7 @@ def explained() -> Explanation:
         model = Llama(vocab=512, width=64, inner=128, heads=8, kv_heads=4, layers=2)
         tokens = torch.zeros(16, 32, dtype=torch.int64)
     return autopar.explain(
-        model,
-        (tokens, tokens),
-        mesh={"dp": 16},
-        cluster="h100x8x2",
-        recipe="zero1",
-        micro_batches=2,
+        model, (tokens, tokens), mesh={"dp": 16}, cluster="h100x8x2", recipe="zero1", micro_batches=2
     )
 
 

@@ -111,10 +111,7 @@ def test_a_pipeline_says_what_is_simulated(staged, staged_page):
     busiest = max(staged.simulation.busy_seconds)
     assert waits == pytest.approx(staged.simulation.step_seconds - busiest)
     assert staged_page.simulation is staged.simulation
-    assert [row.where for row in staged_page.stages] == [
-        "token_embedding to blocks.0",
-        "blocks.1 to head",
-    ]
+    assert [row.where for row in staged_page.stages] == ["token_embedding to blocks.0", "blocks.1 to head"]
 
 
 def test_formulas_of_a_pipeline_are_of_the_closed_form(staged, staged_page):
@@ -141,11 +138,7 @@ def test_a_pipeline_is_in_the_page_and_the_trace(staged_page, tmp_path):
 
 def test_stages_of_few_layers_are_those_of_all():
     request = Request.on(
-        find_cluster("h100x4"),
-        mesh=Mesh.parse("pp=2,dp=2"),
-        batch=16,
-        recipe="pp:gpipe,dp:ddp",
-        micro_batches=2,
+        find_cluster("h100x4"), mesh=Mesh.parse("pp=2,dp=2"), batch=16, recipe="pp:gpipe,dp:ddp", micro_batches=2
     )
     found = Question("gpt2", request, 64).answer()
     page = page_of(found, "gpt2")

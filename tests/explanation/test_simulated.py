@@ -180,9 +180,7 @@ def test_stages_have_names_and_all_parameters(e: Explanation) -> None:
 def test_what_stages_share_is_held_by_each() -> None:
     tied = residual(2, Sizes(batch=4), tied=True)
     plan = search_pipeline(
-        tied,
-        Request(MACHINE, mesh={"pp": 2}, micro_batches=2, schedule="1f1b"),
-        captured_micro_batches=2,
+        tied, Request(MACHINE, mesh={"pp": 2}, micro_batches=2, schedule="1f1b"), captured_micro_batches=2
     ).plan
     step = SimulatedStep(tied, plan, MACHINE)
     whole = sum(math.prod(tied.tensors[t].shape) for t in tied.parameters.values())

@@ -31,11 +31,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, mesh: dict[str, int]) -> Question:
 
 def question_about(target: str, mesh: dict[str, int]) -> Question:
     request = Request(
-        find_cluster("h100").hardware,
-        mesh=mesh,
-        batch=8,
-        micro_batches=2,
-        schedule="1f1b" if "pp" in mesh else None,
+        find_cluster("h100").hardware, mesh=mesh, batch=8, micro_batches=2, schedule="1f1b" if "pp" in mesh else None
     )
     return Question(target, request, 8)
 

@@ -306,9 +306,7 @@ def test_a_folder_without_the_state_of_a_loop_is_refused(tmp_path: Path) -> None
         AutoparAccelerator(cpu=True).load_state(str(tmp_path / "c"))
 
 
-def test_a_state_that_could_not_be_loaded_is_refused_and_leaves_the_one_before(
-    tmp_path: Path,
-) -> None:
+def test_a_state_that_could_not_be_loaded_is_refused_and_leaves_the_one_before(tmp_path: Path) -> None:
     accelerator = AutoparAccelerator(cpu=True)
     model = accelerator.prepare(Outside())
     with torch.no_grad():

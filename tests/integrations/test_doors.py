@@ -33,8 +33,6 @@ def test_the_room_imports_a_framework_at_its_first_use() -> None:
 @pytest.mark.parametrize("module", ["transformers", "peft", "trl"])
 def test_a_module_imported_by_its_own_name_shows_nothing(module: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", f"import autopar.integrations.{module}"],
-        capture_output=True,
-        text=True,
+        [sys.executable, "-c", f"import autopar.integrations.{module}"], capture_output=True, text=True
     )
     assert (done.returncode, done.stderr) == (0, "")

@@ -100,13 +100,7 @@ def data() -> TensorDataset:
 
 
 def fitted(
-    module: LightningModule,
-    folder: Path,
-    batch: int,
-    resume: Path | None,
-    *,
-    shuffle: bool = False,
-    **options: Any,
+    module: LightningModule, folder: Path, batch: int, resume: Path | None, *, shuffle: bool = False, **options: Any
 ) -> dict[str, Any]:
     """Losses, weights and results of two epochs; a checkpoint is saved after each."""
     own = {} if isinstance(module, Manual) else {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
@@ -123,13 +117,7 @@ def fitted(
     seeded = torch.Generator().manual_seed(5 + (dist.get_rank() if dist.is_initialized() else 0))
     loader = DataLoader(data(), batch, shuffle=shuffle, generator=seeded)
     checks = DataLoader(data(), batch)
-    trainer.fit(
-        module,
-        loader,
-        checks,
-        ckpt_path=None if resume is None else str(resume),
-        weights_only=False,
-    )
+    trainer.fit(module, loader, checks, ckpt_path=None if resume is None else str(resume), weights_only=False)
     shards = is_in_shards(module)
     trainer.save_checkpoint(folder / "last.ckpt")
     found = torch.load(folder / "last.ckpt", weights_only=False)
@@ -152,10 +140,7 @@ def on_ranks(kind: str, folder: Path, resume: Path | None, plan: dict[str, Any],
 
 @pytest.mark.parametrize(
     ("kind", "count", "name", "other"),
-    [
-        *trained_then_resumed("tp", kind="automatic"),
-        *trained_then_resumed("zero3", kind="manual"),
-    ],
+    [*trained_then_resumed("tp", kind="automatic"), *trained_then_resumed("zero3", kind="manual")],
 )
 def test_fitting_and_resuming_under_another_plan_are_those_of_one_process(
     kind: str, count: int, name: str, other: str, ranks_of: RanksOf, tmp_path: Path

@@ -53,11 +53,7 @@ def trained(folder: Path, batch: int, resume: Path | None, **plan: Any) -> list[
         use_cpu=True,
     )
     trainer = (AutoparTrainer if plan else Trainer)(
-        model=with_adapters(),
-        args=args,
-        train_dataset=rows(8),
-        eval_dataset=rows(4),
-        **plan,
+        model=with_adapters(), args=args, train_dataset=rows(8), eval_dataset=rows(4), **plan
     )
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -81,12 +81,7 @@ def numbers(trainer: Trainer) -> dict[str, float]:
 
 
 def trained(
-    folder: Path,
-    batch: int,
-    resume: Path | None,
-    options: dict[str, Any],
-    count: int = 20,
-    **plan: Any,
+    folder: Path, batch: int, resume: Path | None, options: dict[str, Any], count: int = 20, **plan: Any
 ) -> dict[str, Any]:
     """What a training on this number of rows has logged, predicted and saved."""
     kind = AutoparTrainer if plan and "torch_compile_backend" not in options else Trainer
@@ -114,11 +109,7 @@ def trained(
 
 
 def on_ranks(
-    folder: Path,
-    resume: Path | None,
-    plan: dict[str, Any],
-    options: dict[str, Any] | None = None,
-    count: int = 20,
+    folder: Path, resume: Path | None, plan: dict[str, Any], options: dict[str, Any] | None = None, count: int = 20
 ) -> dict[str, Any]:
     as_launched()
     return trained(folder, own_batch(), resume, options or {}, count, **plan)
@@ -132,12 +123,7 @@ def in_one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict
 
 @pytest.mark.parametrize(("count", "name", "other"), trained_then_resumed("zero3"))
 def test_training_and_resuming_under_another_plan_are_those_of_one_process(
-    count: int,
-    name: str,
-    other: str,
-    ranks_of: RanksOf,
-    tmp_path: Path,
-    in_one_process: tuple[Path, dict[str, Any]],
+    count: int, name: str, other: str, ranks_of: RanksOf, tmp_path: Path, in_one_process: tuple[Path, dict[str, Any]]
 ) -> None:
     plain, expected = in_one_process
     run, plans = ranks_of(count).run, PLANS[count]

@@ -59,12 +59,7 @@ def trained(folder: Path, batch: int, with_adapters: bool, resume: Path | None, 
     )
     adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if with_adapters else None
     trainer = (AutoparSFTTrainer if plan else SFTTrainer)(
-        model=small_model(),
-        args=args,
-        train_dataset=data,
-        processing_class=tokenizer(),
-        peft_config=adapters,
-        **plan,
+        model=small_model(), args=args, train_dataset=data, processing_class=tokenizer(), peft_config=adapters, **plan
     )
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     return {

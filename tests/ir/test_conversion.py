@@ -58,11 +58,7 @@ def test_tensor_parallel_and_sequence_parallel_by_name():
 
 def test_leaving_the_major_axis_unnests_the_minor_one():
     # See [Note: nested splits]: dp cannot leave S(0) while tp cuts dp's part.
-    assert text((S(0), S(0)), (R, S(0))) == [
-        "1:S(0)->R all_gather",
-        "0:S(0)->R all_gather",
-        "1:R->S(0) shard",
-    ]
+    assert text((S(0), S(0)), (R, S(0))) == ["1:S(0)->R all_gather", "0:S(0)->R all_gather", "1:R->S(0) shard"]
 
 
 def test_the_minor_axis_reorders_where_it_divides_the_major_one():
@@ -150,10 +146,7 @@ def test_every_conversion_on_every_mesh(shape):
         if P not in target:
             assert all(map(torch.equal, got, want)), (source, target)
         else:
-            assert torch.equal(summed(got, target, mesh), summed(want, target, mesh)), (
-                source,
-                target,
-            )
+            assert torch.equal(summed(got, target, mesh), summed(want, target, mesh)), (source, target)
 
 
 @pytest.mark.parametrize("text", ["a=4,b=2", "a=2,b=4", "a=4,b=2,c=2", "a=2,b=3,c=2", "a=2,b=4,c=2"])

@@ -28,14 +28,4 @@ def test_requests_and_plans_are_asked_the_same_table() -> None:
     with pytest.raises(RecipeError, match="overlap_batches=2 and 2 pipeline ranks, which cannot"):
         Request(find_hardware("h100"), ranks=8, stages=2, overlap_batches=2, micro_batches=4)
     with pytest.raises(PlanError, match="2 micro-batches at a time and a pipeline of 2 stages"):
-        Plan(
-            Mesh.parse("dp=4"),
-            "0",
-            "auto",
-            4,
-            {},
-            {},
-            {},
-            pipeline=Pipeline(2, "1f1b", ("b",)),
-            overlap_batches=2,
-        )
+        Plan(Mesh.parse("dp=4"), "0", "auto", 4, {}, {}, {}, pipeline=Pipeline(2, "1f1b", ("b",)), overlap_batches=2)

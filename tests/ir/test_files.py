@@ -9,15 +9,7 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import AutoparError, PlanError
-from autopar.ir.files import (
-    OTHERS_WRITE,
-    check_nesting,
-    check_output,
-    parse_json,
-    read_text,
-    save_text,
-    write_whole,
-)
+from autopar.ir.files import OTHERS_WRITE, check_nesting, check_output, parse_json, read_text, save_text, write_whole
 from autopar.ir.plan_reading import read_document
 from autopar.ir.recompute import parse_wish
 

@@ -75,11 +75,7 @@ def test_the_text_of_a_meeting_reads_back(text: str, meeting: Meeting) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        (
-            "every 10 steps",
-            "every 0 steps",
-            "synchronise every 0 steps; give a whole number of at least 1",
-        ),
+        ("every 10 steps", "every 0 steps", "synchronise every 0 steps; give a whole number of at least 1"),
         ("every 10 steps", "each 10 steps", "Cannot read 'each 10 steps diloco"),
         ("diloco momentum=0.9 rate=0.7", "diloco", "write 'every 4 steps local'"),
         ("diloco momentum", "geo momentum", "Cannot read"),
@@ -87,23 +83,11 @@ def test_the_text_of_a_meeting_reads_back(text: str, meeting: Meeting) -> None:
         ("rate=0.7", "rate=x", "are not two numbers"),
         ("momentum=0.9", "momentum=1", "a momentum must be at least 0 and less than 1"),
         ("rate=0.7", "rate=0", "a rate above 0"),
-        (
-            "diloco momentum=0.9 rate=0.7",
-            "async-server",
-            "Cannot read 'every 10 steps async-server'",
-        ),
+        ("diloco momentum=0.9 rate=0.7", "async-server", "Cannot read 'every 10 steps async-server'"),
         ("diloco momentum", "async-server momentum", "write 'every 4 steps local'"),
         ("diloco momentum=0.9 rate=0.7", "geo owner=O(0) staleness=2", "Cannot read"),
-        (
-            "diloco momentum=0.9 rate=0.7",
-            "async-server owner=O(2) staleness=1",
-            "it must be one of O(0) to O(1)",
-        ),
-        (
-            "diloco momentum=0.9 rate=0.7",
-            "async-server owner=O(0) staleness=1",
-            "is a single rank so far",
-        ),
+        ("diloco momentum=0.9 rate=0.7", "async-server owner=O(2) staleness=1", "it must be one of O(0) to O(1)"),
+        ("diloco momentum=0.9 rate=0.7", "async-server owner=O(0) staleness=1", "is a single rank so far"),
         ("replicas far", "replicas dp", "the replicas must be the first axis of its mesh"),
         (
             "parameter up.weight: S(0)@dp",
@@ -111,11 +95,7 @@ def test_the_text_of_a_meeting_reads_back(text: str, meeting: Meeting) -> None:
             "far is the axis of 2 replicas, whose values differ for 10 steps: none of them can hold a part for "
             "another. Leave @far out",
         ),
-        (
-            "replicas far: every",
-            "replicas far: every 1 step local\nreplicas far: every",
-            "gives replicas again",
-        ),
+        ("replicas far: every", "replicas far: every 1 step local\nreplicas far: every", "gives replicas again"),
         ("| S(0)@dp | step", "| S(0)@dp | step\nreplicas", "Cannot read line 8"),
     ],
 )
@@ -142,12 +122,7 @@ def test_replicas_have_no_stages_and_nothing_on_the_host() -> None:
 
 def test_copies_are_the_base_and_the_momentum() -> None:
     copies = {rule: Meeting("dp", 2, 4, rule).copies for rule in RULES}
-    assert copies == {
-        "local": 0,
-        "geo": 1,
-        "diloco": 2,
-        "async-server": 4,
-    }  # x, its base and two messages
+    assert copies == {"local": 0, "geo": 1, "diloco": 2, "async-server": 4}  # x, its base and two messages
 
 
 def test_a_replica_lacks_the_steps_between_exchanges_and_those_of_the_bound() -> None:

@@ -31,10 +31,7 @@ def test_text_reads_back():
         ("2x=2", "not an identifier"),
         ("ps=2,dp=3 of four", "Cannot read 'four' in the mesh .*: after 'of' comes the number"),
         ("ps=2,dp=3 of 7", "has 7 ranks for 6 places; it takes 1 to 6"),
-        (
-            "dp=2,tp=4 order ",
-            "Cannot read '' .*: after 'order' come the axes; write dp=2,tp=4 order tp,dp",
-        ),
+        ("dp=2,tp=4 order ", "Cannot read '' .*: after 'order' come the axes; write dp=2,tp=4 order tp,dp"),
         ("dp=2,tp=4 order tp,", "Cannot read 'tp,' in the mesh"),
         ("pp=2,dp=2 of 3", "vacant places and the axis pp"),
     ],
@@ -60,12 +57,7 @@ def test_an_order_leaves_the_placement_as_it_is():
     mesh = Mesh.parse("dp=2,tp=4 order tp,dp")
     assert mesh.axes == (("tp", 4), ("dp", 2)) and mesh.placed == Mesh.parse("dp=2,tp=4")
     assert [mesh.coordinates(rank) for rank in (0, 1, 4)] == [(0, 0), (1, 0), (0, 1)]
-    assert mesh.peers(6, mesh.index("dp")) == (2, 6) and mesh.peers(6, mesh.index("tp")) == (
-        4,
-        5,
-        6,
-        7,
-    )
+    assert mesh.peers(6, mesh.index("dp")) == (2, 6) and mesh.peers(6, mesh.index("tp")) == (4, 5, 6, 7)
     assert all(mesh.rank_at(mesh.coordinates(rank)) == rank for rank in range(8))
 
 

@@ -182,8 +182,7 @@ def test_a_missing_part_is_named():
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"),
-    [("recompte", "recompute"), ("precison", "precision"), ("Replicas", "replicas")],
+    ("name", "meant"), [("recompte", "recompute"), ("precison", "precision"), ("Replicas", "replicas")]
 )
 def test_an_unknown_field_is_refused_with_the_nearest_name(name, meant, tmp_path):
     (tmp_path / "plan.json").write_text(json.dumps(PLAN.to_json() | {name: "full"}))
@@ -238,10 +237,7 @@ def test_damaged_json_is_named(field, value, says):
 @pytest.mark.parametrize("name", ["a: b", "a: R | R | step", "form\x0cfeed", "line\u2028end", " "])
 def test_unusual_names_read_back(name):
     plan = dataclasses.replace(
-        PLAN,
-        parameters={name: PLAN.parameters["up.weight"]},
-        inputs={name: (R, R)},
-        ops={name: ("-", "-")},
+        PLAN, parameters={name: PLAN.parameters["up.weight"]}, inputs={name: (R, R)}, ops={name: ("-", "-")}
     )
     assert Plan.parse(str(plan)) == plan
 
@@ -339,24 +335,12 @@ def test_a_mesh_of_stages_alone():
     ("old", "new", "says"),
     [
         ("dp=2,pp=2,tp=2", "dp=2,tp=2", r"has the mesh dp=2,tp=2 and the pipeline \['interleaved'"),
-        (
-            "pipeline interleaved: a b c\n",
-            "",
-            "pp=2,tp=2 and the pipeline None; an axis pp needs",
-        ),
+        ("pipeline interleaved: a b c\n", "", "pp=2,tp=2 and the pipeline None; an axis pp needs"),
         ("interleaved", "fifo", "There is no schedule 'fifo'; there are gpipe, 1f1b"),
         ("a b c", "a b", "2 cuts make 3 stages, but 2 pipeline ranks take a multiple of 2"),
         ("interleaved", "1f1b", "schedule 1f1b takes 2 stages on 2 pipeline ranks, .* has 4"),
-        (
-            "interleaved: a b c",
-            "zbv: a",
-            "schedule zbv takes 4 stages on 2 pipeline ranks, .* has 2",
-        ),
-        (
-            "recompute full",
-            "recompute some",
-            "none, full, or a whole number of blocks such as 3, not 'some'",
-        ),
+        ("interleaved: a b c", "zbv: a", "schedule zbv takes 4 stages on 2 pipeline ranks, .* has 2"),
+        ("recompute full", "recompute some", "none, full, or a whole number of blocks such as 3, not 'some'"),
         ("recompute full", "recompute 0 blocks", "a whole number of blocks such as 3, not 0"),
         ("note", "recompute none\nnote", "Line 11 of the plan gives recompute again"),
         ("note", "pipeline gpipe: a\nnote", "Line 11 of the plan gives pipeline again"),
@@ -384,13 +368,7 @@ def test_a_notebook_shows_the_notes_and_folds_the_lines_away():
 def test_people_see_the_recipes_of_axes_with_several_ranks():
     def in_use(recipe, mesh):
         plan = Plan(
-            mesh=Mesh.parse(mesh),
-            fingerprint="",
-            recipe=recipe,
-            micro_batches=1,
-            parameters={},
-            inputs={},
-            ops={},
+            mesh=Mesh.parse(mesh), fingerprint="", recipe=recipe, micro_batches=1, parameters={}, inputs={}, ops={}
         )
         assert f"recipe {recipe}" in str(plan)
         return plan.recipe_in_use

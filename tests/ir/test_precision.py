@@ -12,11 +12,7 @@ POLICY = MixedPrecision(torch.bfloat16, "fp32")  # type: ignore[arg-type]
 
 def test_formats_have_one_name():
     assert MixedPrecision("bf16", torch.float32) == POLICY
-    assert (POLICY.param_dtype, POLICY.reduce_dtype, POLICY.output_dtype) == (
-        "bfloat16",
-        "float32",
-        None,
-    )
+    assert (POLICY.param_dtype, POLICY.reduce_dtype, POLICY.output_dtype) == ("bfloat16", "float32", None)
 
 
 @pytest.mark.parametrize(

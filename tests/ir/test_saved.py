@@ -68,12 +68,7 @@ def test_an_axis_that_splits_the_tensor_already_is_left_alone():
         (((8,), (6, 4)), (R, R), (R, S(1, 1)), True),
         (((8,), (6, 4)), (R, R), (R, S(1, 2)), False),  # two factors
         (((8,), (6,)), (R, R), (S(1, WHOLE), R), True),
-        (
-            ((8,), (6,)),
-            (S(0), R),
-            (S(0), S(0)),
-            True,
-        ),  # the later axis cuts the part of the earlier one
+        (((8,), (6,)), (S(0), R), (S(0), S(0)), True),  # the later axis cuts the part of the earlier one
         (((8,), (6,)), (R, S(0)), (S(0), S(0)), False),  # parts would interleave
         (((), (6,)), (R, R), (S(0), R), False),  # a dim of size 1
     ],

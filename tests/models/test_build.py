@@ -7,14 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from autopar.errors import AutoparError
-from autopar.models import (
-    EncoderDecoder,
-    Transformer,
-    VisionTransformer,
-    build,
-    example_inputs,
-    with_layers,
-)
+from autopar.models import EncoderDecoder, Transformer, VisionTransformer, build, example_inputs, with_layers
 from autopar.models.blocks import Attention, ExpertLayer, Positions, rotate
 from autopar.models.build import alibi_slopes, positions_of, relative_bucket
 from autopar.proof.verify import verify

@@ -94,11 +94,7 @@ def test_counts_are_those_of_transformers():
 def test_bert_lacks_only_pooler_types_and_the_product_before_the_head():
     vocab, hidden = 30522, 1024
     bert = transformers.BertConfig(
-        hidden_size=hidden,
-        num_hidden_layers=24,
-        num_attention_heads=16,
-        intermediate_size=4096,
-        vocab_size=vocab,
+        hidden_size=hidden, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096, vocab_size=vocab
     )
     # two token types; a product with bias and norm before the head; a bias of the head
     lacking = 2 * hidden + hidden * (hidden + 3) + vocab

@@ -50,10 +50,7 @@ RECIPES = "dp:ddp,tp:tp", "dp:zero3,tp:tp+sp"
     ),
 )
 def test_heads_and_ffn_are_split_along_tp(name, recipe):
-    plan = make_plan(
-        prepared(name),
-        Request(find_hardware("h100"), mesh=MESH, recipe=recipe, memory_bytes=UNBOUNDED),
-    )
+    plan = make_plan(prepared(name), Request(find_hardware("h100"), mesh=MESH, recipe=recipe, memory_bytes=UNBOUNDED))
     on_tp = {name: how.storage[1] for name, how in plan.parameters.items()}
     columns = [n for n in on_tp if n.endswith(COLUMNS) and name not in WITHOUT_HEADS]
     columns += [n for n in on_tp if n.endswith(("mlp.up.weight", "mlp.gate.weight"))]

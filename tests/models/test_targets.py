@@ -164,10 +164,7 @@ def test_configuration_is_built_with_few_layers(tmp_path):
     assert not model.config.use_cache
     assert model.training
     assert args == ()
-    assert {name: tuple(x.shape) for name, x in kwargs.items()} == {
-        "input_ids": (2, 16),
-        "labels": (2, 16),
-    }
+    assert {name: tuple(x.shape) for name, x in kwargs.items()} == {"input_ids": (2, 16), "labels": (2, 16)}
     assert weighted_parameters(target) == all_parameters(target)
     modules = modules_of(target)
     assert {layer_of(m, target.stacks) for m in modules} == {None} | {(target.stacks[0], i) for i in range(3)}
@@ -303,10 +300,7 @@ def test_rows_before_the_first_position_do_not_count(tmp_path):
             '{"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]}',
             "WhisperForConditionalGeneration .* package.module:function",
         ),
-        (
-            '{"model_type": "llama", "hidden_size": 64, "num_attention_heads": 5}',
-            "transformers refuses",
-        ),
+        ('{"model_type": "llama", "hidden_size": 64, "num_attention_heads": 5}', "transformers refuses"),
     ],
 )
 def test_configurations_that_cannot_be_built(tmp_path, text, message):
@@ -360,14 +354,8 @@ def test_an_import_that_fails_is_told_with_its_first_cause() -> None:
         ({"text_config": {"num_layers": True}}, "num_layers True; it is a whole number"),
         ({"architectures": [5]}, r"has architectures \[5\]; they are a list of names"),
         ({"architectures": {}}, r"has architectures {}; they are a list of names"),
-        (
-            {"hidden_size": -64},
-            "transformers cannot build the model of .*negative dimension.* Mend its sizes",
-        ),
-        (
-            {"hidden_size": 10**12},
-            "transformers cannot build the model of .*overflowed.* Mend its sizes",
-        ),
+        ({"hidden_size": -64}, "transformers cannot build the model of .*negative dimension.* Mend its sizes"),
+        ({"hidden_size": 10**12}, "transformers cannot build the model of .*overflowed.* Mend its sizes"),
     ],
 )
 def test_a_configuration_that_cannot_be_built_is_refused_at_once(tmp_path, change, says):

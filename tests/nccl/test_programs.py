@@ -79,11 +79,7 @@ def _pipelines() -> Iterator[tuple[str, Program, Budget]]:
 
 
 def _others() -> Iterator[tuple[str, Program, Budget]]:
-    yield (
-        "ddp, dropout",
-        Program({"dp": 2}, "ddp", partial(Model, dropout=0.1)),
-        Budget(syncs=4, small=3),
-    )
+    yield ("ddp, dropout", Program({"dp": 2}, "ddp", partial(Model, dropout=0.1)), Budget(syncs=4, small=3))
     yield "zero3 on 4", Program({"dp": 4}, "zero3"), Budget()
     mixed = {"dp": "zero3", "tp": "tp+sp"}
     yield "zero3 x tp+sp", Program({"dp": 2, "tp": 2}, mixed), Budget(8, 3, small=20)
@@ -118,11 +114,7 @@ def test_a_program_is_legal_and_within_its_budget(name: str, program: Program, b
 def test_over_nccl_a_limit_of_time_makes_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_torch, "uses_nccl", lambda device: True)
     limited: dict[str, float] = {}
-    monkeypatch.setattr(
-        _torch,
-        "set_group_timeout",
-        lambda group, seconds: limited.update({group.group_name: seconds}),
-    )
+    monkeypatch.setattr(_torch, "set_group_timeout", lambda group, seconds: limited.update({group.group_name: seconds}))
     program = Program({"pp": 2}, {"pp": "1f1b"}, options=_STEPS | {"timeout_seconds": 60.0})
     traces = program.play()
     assert _spent(traces).new_groups == 2

@@ -31,18 +31,8 @@ class Fault(NamedTuple):
 
 FAULTS = (
     # What is asked, whatever the order in time
-    Fault(
-        "a collective is skipped",
-        ("all_reduce barrier", "barrier"),
-        ("all_reduce", "all_reduce"),
-        "all_reduce",
-    ),
-    Fault(
-        "a last collective is missing",
-        ("barrier barrier", "barrier"),
-        ("barrier", "barrier"),
-        "run none",
-    ),
+    Fault("a collective is skipped", ("all_reduce barrier", "barrier"), ("all_reduce", "all_reduce"), "all_reduce"),
+    Fault("a last collective is missing", ("barrier barrier", "barrier"), ("barrier", "barrier"), "run none"),
     Fault("one more at the end of another rank", ("barrier", "barrier all_gather"), (), "run none"),
     Fault(
         "buckets in another order",
@@ -50,37 +40,12 @@ FAULTS = (
         ("all_reduce*8 all_reduce*4",) * 2,
         "collective 0",
     ),
-    Fault(
-        "a barrier against a sum",
-        ("barrier*0", "all_reduce"),
-        ("barrier*0", "barrier*0"),
-        "barrier",
-    ),
-    Fault(
-        "a sum against a maximum",
-        ("all_reduce=SUM", "all_reduce=MAX"),
-        ("all_reduce=MAX",) * 2,
-        "MAX",
-    ),
+    Fault("a barrier against a sum", ("barrier*0", "all_reduce"), ("barrier*0", "barrier*0"), "barrier"),
+    Fault("a sum against a maximum", ("all_reduce=SUM", "all_reduce=MAX"), ("all_reduce=MAX",) * 2, "MAX"),
     Fault("two sizes", ("all_gather*8", "all_gather*9"), ("all_gather*9",) * 2, "of 9"),
-    Fault(
-        "one rank has nothing",
-        ("reduce_scatter*8", "reduce_scatter*0"),
-        ("reduce_scatter*0",) * 2,
-        "of 0",
-    ),
-    Fault(
-        "two dtypes",
-        ("all_reduce:float32", "all_reduce:bfloat16"),
-        ("all_reduce:bfloat16",) * 2,
-        "bfloat16",
-    ),
-    Fault(
-        "two roots of a broadcast",
-        ("broadcast=0", "broadcast=1"),
-        ("broadcast=1",) * 2,
-        "broadcast",
-    ),
+    Fault("one rank has nothing", ("reduce_scatter*8", "reduce_scatter*0"), ("reduce_scatter*0",) * 2, "of 0"),
+    Fault("two dtypes", ("all_reduce:float32", "all_reduce:bfloat16"), ("all_reduce:bfloat16",) * 2, "bfloat16"),
+    Fault("two roots of a broadcast", ("broadcast=0", "broadcast=1"), ("broadcast=1",) * 2, "broadcast"),
     Fault("two roots of a gather", ("gather=0", "gather=1"), ("gather=1",) * 2, "gather"),
     Fault(
         "an all-to-all of other rows",
@@ -98,12 +63,7 @@ FAULTS = (
         ("new_group=01 new_group=0",) * 2,
         "new_group",
     ),
-    Fault(
-        "a group that one rank does not make",
-        ("new_group=0", ""),
-        ("new_group=0",) * 2,
-        "new_group",
-    ),
+    Fault("a group that one rank does not make", ("new_group=0", ""), ("new_group=0",) * 2, "new_group"),
     Fault("a send without a receive", ("send>1 send>1", "recv<0"), ("send>1", "recv<0"), "messages"),
     Fault("a receive without a send", ("recv<1", ""), ("recv<1", "send>0"), "messages"),
     Fault(
@@ -113,10 +73,7 @@ FAULTS = (
         "message",
     ),
     Fault(
-        "a message of two dtypes",
-        ("send>1:float32", "recv<0:float16"),
-        ("send>1:float16", "recv<0:float16"),
-        "float16",
+        "a message of two dtypes", ("send>1:float32", "recv<0:float16"), ("send>1:float16", "recv<0:float16"), "float16"
     ),
     Fault(
         "a batched send for a lone receive",
@@ -126,17 +83,9 @@ FAULTS = (
         ("lazy",),
     ),
     # Who waits for whom
+    Fault("both send first", ("send>1 recv<1", "send>0 recv<0"), ("send>1 recv<1", "recv<0 send>0"), "deadlock"),
     Fault(
-        "both send first",
-        ("send>1 recv<1", "send>0 recv<0"),
-        ("send>1 recv<1", "recv<0 send>0"),
-        "deadlock",
-    ),
-    Fault(
-        "both receive first",
-        ("recv<1 send>1", "recv<0 send>0"),
-        ("[ recv<1 send>1 ]", "[ recv<0 send>0 ]"),
-        "deadlock",
+        "both receive first", ("recv<1 send>1", "recv<0 send>0"), ("[ recv<1 send>1 ]", "[ recv<0 send>0 ]"), "deadlock"
     ),
     Fault(
         "two batches that cross",

@@ -42,13 +42,7 @@ class Attention(nn.Module):
 
 
 NOTHING_SEEN = torch.arange(6)[:, None] > torch.arange(6)  # by the first query: its result is 0
-OPENED = [
-    {},
-    {"is_causal": True},
-    {"scale": 0.3},
-    {"enable_gqa": True},
-    {"attn_mask": NOTHING_SEEN},
-]
+OPENED = [{}, {"is_causal": True}, {"scale": 0.3}, {"enable_gqa": True}, {"attn_mask": NOTHING_SEEN}]
 
 
 @pytest.mark.parametrize("kwargs", OPENED, ids=lambda kwargs: " ".join(kwargs) or "plain")

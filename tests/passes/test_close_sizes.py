@@ -39,11 +39,7 @@ def test_every_size_is_a_number():
         "(args = (%unsqueeze, [3, 42]), kwargs = {})\n"
         "    return (reshape, 8)"
     )
-    assert [tuple(n.meta["val"].shape) for n in list(closed.graph.nodes)[:3]] == [
-        (3, 7, 6),
-        (3, 7, 1, 6),
-        (3, 42),
-    ]
+    assert [tuple(n.meta["val"].shape) for n in list(closed.graph.nodes)[:3]] == [(3, 7, 6), (3, 7, 1, 6), (3, 42)]
     assert "operator.mul" in text(captured.module), "the open graph stays as it is"
 
 

@@ -137,13 +137,7 @@ def test_what_is_drawn_is_drawn_once_and_carried():
         kept=["w0"],
     )
     assert stages == [
-        [
-            "take w0 x |",
-            "drawn = rand(x)",
-            "mask = relu(drawn)",
-            "a = mul(w0, x)",
-            "give  | mask a",
-        ],
+        ["take w0 x |", "drawn = rand(x)", "mask = relu(drawn)", "a = mul(w0, x)", "give  | mask a"],
         ["take  | mask a", "b = mul(a, mask)", "give b |"],
     ]
 

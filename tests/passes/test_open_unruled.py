@@ -20,10 +20,7 @@ LIBRARY.impl("gated", gated, "CompositeImplicitAutograd")
 class Model(nn.Module):
     def __init__(self, name: str) -> None:
         super().__init__()
-        self.op, self.weight = (
-            getattr(torch.ops.open_unruled_test, name),
-            nn.Parameter(torch.ones(6)),
-        )
+        self.op, self.weight = (getattr(torch.ops.open_unruled_test, name), nn.Parameter(torch.ones(6)))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.op(x, self.weight).sum()

@@ -35,15 +35,7 @@ def mlp():
 
 def program(model, ops, up, down, inputs=(R,), mesh=TWO):
     captured, analysis = model
-    plan = Plan(
-        mesh,
-        captured.fingerprint,
-        "",
-        1,
-        {"up.weight": up, "down.weight": down},
-        {"x": inputs},
-        ops,
-    )
+    plan = Plan(mesh, captured.fingerprint, "", 1, {"up.weight": up, "down.weight": down}, {"x": inputs}, ops)
     return build_program(captured, analysis, plan)
 
 

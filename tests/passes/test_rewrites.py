@@ -239,12 +239,7 @@ def test_operands_of_shape_0_are_left_out_of_a_cat() -> None:
         e=torch.tensor([]),
         d=torch.tensor([], dtype=torch.float64),
     )
-    assert found == [
-        "a = clone.default(x)",
-        "b = cat.default([a, x], 0)",
-        "c = cat.default([d, b], 0)",
-        "return c",
-    ]
+    assert found == ["a = clone.default(x)", "b = cat.default([a, x], 0)", "c = cat.default([d, b], 0)", "return c"]
 
 
 def test_copies_that_only_ops_read_go() -> None:

@@ -11,14 +11,7 @@ from torch import fx, nn
 from autopar.capture.export import capture_step
 from autopar.ir import Mesh
 from autopar.ops.collectives import run_collective
-from autopar.passes import (
-    call_bindings,
-    clean_up,
-    defer_loss_sum,
-    find_gathers,
-    group_gathers,
-    hoist_input_sums,
-)
+from autopar.passes import call_bindings, clean_up, defer_loss_sum, find_gathers, group_gathers, hoist_input_sums
 from autopar.runtime.collectives.hops import Hop
 from autopar.runtime.parameters.gather import route_of
 

@@ -81,13 +81,7 @@ def test_layers_that_alternate_between_two_lists() -> None:
         ("", "+"),
         ("head", "w"),
     )
-    assert starts_by_module(graph, block_starts(graph)) == [
-        "attentions.0",
-        "mlps.0",
-        "attentions.1",
-        "mlps.1",
-        "head",
-    ]
+    assert starts_by_module(graph, block_starts(graph)) == ["attentions.0", "mlps.0", "attentions.1", "mlps.1", "head"]
 
 
 def test_a_u_shape() -> None:
@@ -130,27 +124,13 @@ def test_a_layer_in_pieces_with_sums_of_its_parent_is_one_block() -> None:
         ("", "+"),
         ("head", "w"),
     )
-    assert starts_by_module(graph, block_starts(graph)) == [
-        "layers.0.attention",
-        "layers.1.attention",
-        "head",
-    ]
+    assert starts_by_module(graph, block_starts(graph)) == ["layers.0.attention", "layers.1.attention", "head"]
 
 
 def test_a_model_without_stacks_has_its_outermost_modules() -> None:
-    graph = in_a_row(
-        ("net.first.a", "w"),
-        ("net.first.b", "w"),
-        ("net.second", "w"),
-        ("", "+"),
-        ("net.third", "w"),
-    )
+    graph = in_a_row(("net.first.a", "w"), ("net.first.b", "w"), ("net.second", "w"), ("", "+"), ("net.third", "w"))
     assert not graph.stacks
-    assert starts_by_module(graph, block_starts(graph)) == [
-        "net.first.a",
-        "net.second",
-        "net.third",
-    ]
+    assert starts_by_module(graph, block_starts(graph)) == ["net.first.a", "net.second", "net.third"]
 
 
 def test_refuses_to_cut_where_the_names_of_most_layers_are_unknown() -> None:

@@ -35,12 +35,7 @@ def explained(graph: Graph, plan: Plan, software: Software, state: TrainingState
     return Explanation(graph, plan, Cluster(MACHINE, 1), run_of(plan, state), software)
 
 
-GRAPHS = {
-    "residual": residual(4),
-    "tied": residual(3, tied=True),
-    "llama": llama(SMALL),
-    "short": residual(2),
-}
+GRAPHS = {"residual": residual(4), "tied": residual(3, tied=True), "llama": llama(SMALL), "short": residual(2)}
 
 
 @functools.cache
@@ -95,8 +90,7 @@ def test_an_explanation_prints_what_is_composed(recompute: Recompute) -> None:
 def test_stages_are_composed_by_their_schedule(software: Software) -> None:
     graph = residual(4)
     plan = replace(
-        search(graph, {"x": 2}, hardware=MACHINE, micro_batches=4),
-        pipeline=Pipeline(2, "1f1b", (graph.ops[9].name,)),
+        search(graph, {"x": 2}, hardware=MACHINE, micro_batches=4), pipeline=Pipeline(2, "1f1b", (graph.ops[9].name,))
     )
     found = composed(graph, plan, MACHINE, software=software)
     shown = explained(graph, plan, software, FULL)

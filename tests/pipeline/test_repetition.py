@@ -121,10 +121,7 @@ def test_a_table_of_three_layers_is_that_of_all(model: str, recipe: str, recompu
 
 @pytest.mark.parametrize(
     ("model", "stages"),
-    often(
-        itertools.product(MODELS, (1, 2, 3, 4)),
-        [("llama", 1), ("llama", 3), ("gpt", 4), ("t5", 2)],
-    ),
+    often(itertools.product(MODELS, (1, 2, 3, 4)), [("llama", 1), ("llama", 3), ("gpt", 4), ("t5", 2)]),
 )
 def test_the_pipeline_found_is_the_same(model: str, stages: int) -> None:
     short, whole = (
@@ -151,14 +148,7 @@ def test_the_pipeline_found_is_the_same(model: str, stages: int) -> None:
 def test_recomputation_is_the_same(model: str, recompute: int | float) -> None:
     short, whole = (
         search_pipeline(
-            graph,
-            Request(
-                TINY,
-                mesh={"pp": 2, "dp": 2},
-                recipe="dp:ddp",
-                schedule="gpipe",
-                recompute=recompute,
-            ),
+            graph, Request(TINY, mesh={"pp": 2, "dp": 2}, recipe="dp:ddp", schedule="gpipe", recompute=recompute)
         )
         for graph in graphs_of(model)
     )

@@ -58,13 +58,7 @@ def test_what_a_block_makes_has_the_name_of_its_maker():
     graph, plan = planned()
     plan = replace(plan, recompute="none")
     made = [each.name for each in SavedValues(graph, plan).of.made if each.path == "blocks.1"]
-    own = [
-        "attention_norm/layer_norm",
-        "attention.query/linear",
-        "/add",
-        "mlp_norm/layer_norm",
-        "mlp/gelu",
-    ]
+    own = ["attention_norm/layer_norm", "attention.query/linear", "/add", "mlp_norm/layer_norm", "mlp/gelu"]
     assert {f"blocks.1.{name}" for name in own} <= {*made}
     assert not any("attention/" in name for name in made)  # attention saves its result itself
     name = "blocks.*.mlp_norm/layer_norm"

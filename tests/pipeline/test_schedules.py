@@ -191,10 +191,7 @@ def test_computations_of_one_stage_a_rank_are_those_of_torch_but_for_the_last_ra
 
 @pytest.mark.parametrize(
     ("schedule", "counts"),
-    [
-        ("v-half", {2: 4, 3: 4, 4: 6, 6: 8, 8: 10, 16: 18}),
-        ("v-min", {2: 4, 3: 4, 4: 4, 6: 6, 8: 8, 16: 12}),
-    ],
+    [("v-half", {2: 4, 3: 4, 4: 6, 6: 8, 8: 10, 16: 18}), ("v-min", {2: 4, 3: 4, 4: 4, 6: 6, 8: 8, 16: 12})],
 )
 def test_a_lean_schedule_holds_a_half_or_a_third_of_what_1f1b_holds(schedule, counts):
     """Of 2p stages in flight p + 2, and 2p/3 + 2, at most: the numbers of arXiv:2405.15362 and of its authors' code."""

@@ -166,12 +166,7 @@ def test_stages_and_costs_must_agree():
 SECONDS = st.floats(0.01, 10.0)
 COSTS = st.builds(
     lambda forward, backward, share, send, saved: StageCosts(
-        forward,
-        backward,
-        share * backward,
-        saved,
-        send_forward_seconds=send,
-        send_backward_seconds=send,
+        forward, backward, share * backward, saved, send_forward_seconds=send, send_backward_seconds=send
     ),
     SECONDS,
     SECONDS,

@@ -56,13 +56,7 @@ def test_one_stage_is_the_whole_model() -> None:
 
 def test_work_adds_up_wherever_it_is_cut() -> None:
     found = table(residual(3))
-    for name in (
-        "forward_seconds",
-        "backward_seconds",
-        "weight_seconds",
-        "split_seconds",
-        "once_seconds",
-    ):
+    for name in ("forward_seconds", "backward_seconds", "weight_seconds", "split_seconds", "once_seconds"):
         # The first stage does not split its backward.
         first = 1 if name in ("weight_seconds", "split_seconds") else 0
         values = getattr(found, name)

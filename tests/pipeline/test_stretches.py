@@ -28,10 +28,7 @@ def test_the_turn_parts_a_stretch_into_recomputed_blocks_and_others(i: int, j: i
     assert turn.then(FIGURES)[i, j] == FIGURES[at:j].sum()
     assert turn.sums(FIGURES)[i, j] == FIGURES[i:j].sum()
     alone = Turn.among(turns, np.array([i]), np.array([j]))
-    assert (*alone.first(FIGURES), *alone.then(FIGURES)) == (
-        turn.first(FIGURES)[i, j],
-        turn.then(FIGURES)[i, j],
-    )
+    assert (*alone.first(FIGURES), *alone.then(FIGURES)) == (turn.first(FIGURES)[i, j], turn.then(FIGURES)[i, j])
 
 
 def test_a_ratio_to_nothing_is_nothing() -> None:

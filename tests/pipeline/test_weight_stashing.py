@@ -26,15 +26,9 @@ def computed(schedule: str, ranks: int, micro_batches: int) -> list[str]:
 
 
 def test_updates_on_two_stages_are_written_out() -> None:
-    assert computed("pipedream", 2, 4) == [
-        "F0 F1 B0 U0 F2 B1 U1 F3 B2 U2 B3 U3",
-        "F0 B0 U0 F1 B1 U1 F2 B2 U2 F3 B3 U3",
-    ]
+    assert computed("pipedream", 2, 4) == ["F0 F1 B0 U0 F2 B1 U1 F3 B2 U2 B3 U3", "F0 B0 U0 F1 B1 U1 F2 B2 U2 F3 B3 U3"]
     assert computed("pipedream-sync", 2, 4) == computed("pipedream", 2, 4)
-    assert computed("2bw", 2, 4) == [
-        "F0 F1 B0 F2 B1 U1 F3 B2 B3 U3",
-        "F0 B0 F1 B1 U1 F2 B2 F3 B3 U3",
-    ]
+    assert computed("2bw", 2, 4) == ["F0 F1 B0 F2 B1 U1 F3 B2 B3 U3", "F0 B0 F1 B1 U1 F2 B2 F3 B3 U3"]
 
 
 def test_versions_on_two_stages_by_hand() -> None:
@@ -129,16 +123,8 @@ def test_activations_are_those_of_1f1b() -> None:
 @pytest.mark.parametrize(
     ("schedule", "micro_batches", "says"),
     [
-        (
-            "pipedream",
-            3,
-            "takes at least as many micro-batches as there are stages, but there are 3 for 4 stages",
-        ),
-        (
-            "2bw",
-            6,
-            "updates after every 4 micro-batches, as many as there are stages, but there are 6. Take 4 or 8",
-        ),
+        ("pipedream", 3, "takes at least as many micro-batches as there are stages, but there are 3 for 4 stages"),
+        ("2bw", 6, "updates after every 4 micro-batches, as many as there are stages, but there are 6. Take 4 or 8"),
     ],
 )
 def test_numbers_of_micro_batches_that_are_refused(schedule: str, micro_batches: int, says: str) -> None:

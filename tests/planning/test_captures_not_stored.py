@@ -14,53 +14,29 @@ from tests.support.tables import often
 
 UNKNOWN = {
     "asks torch": ("F.gelu(", "(torch.get_num_threads() or 1) * F.gelu(", "get_num_threads"),
-    "asks for a rank": (
-        "F.gelu(",
-        "(torch.distributed.is_available() + 1) * F.gelu(",
-        "distributed",
-    ),
+    "asks for a rank": ("F.gelu(", "(torch.distributed.is_available() + 1) * F.gelu(", "distributed"),
     "reads a file": ("F.gelu(", "len(open(__file__).read()) * F.gelu(", "open"),
-    "imports": (
-        "return F.gelu",
-        "import platform; return len(platform.system()) * F.gelu",
-        "platform",
-    ),
+    "imports": ("return F.gelu", "import platform; return len(platform.system()) * F.gelu", "platform"),
     "evaluates": ("return F.gelu", "return eval('helper.un' + 'used')(x) + F.gelu", "eval"),
     "finds code by its name": (
         "return F.gelu",
         "return self.forward.__globals__['hel' + 'per'].unused(x) + F.gelu",
         "found in a way",
     ),
-    "finds a number by its name": (
-        "return F.gelu",
-        "return vars(helper)['FAC' + 'TOR'] * F.gelu",
-        "for anything",
-    ),
+    "finds a number by its name": ("return F.gelu", "return vars(helper)['FAC' + 'TOR'] * F.gelu", "for anything"),
     "a function that keeps results": (
         "def made(",
         "import functools\n\n@functools.lru_cache\ndef made(",
         "made keeps results",
     ),
-    "a method of a lock": (
-        "return F.gelu",
-        "return (1 + helper.is_locked()) * F.gelu",
-        "helper.is_locked",
-    ),
-    "an attribute of a tensor": (
-        "return F.gelu",
-        "return helper.TABLE.rate * F.gelu",
-        "helper.TABLE",
-    ),
+    "a method of a lock": ("return F.gelu", "return (1 + helper.is_locked()) * F.gelu", "helper.is_locked"),
+    "an attribute of a tensor": ("return F.gelu", "return helper.TABLE.rate * F.gelu", "helper.TABLE"),
     "a default": (
         "    def forward(self, x):\n        return F.gelu",
         "    def forward(self, x, lock=helper.LOCK):\n        return (1 + lock.locked()) * F.gelu",
         "a default of",
     ),
-    "a lock": (
-        "return F.gelu",
-        "return (1 + helper.LOCK.locked()) * F.gelu",
-        "helper.LOCK",
-    ),
+    "a lock": ("return F.gelu", "return (1 + helper.LOCK.locked()) * F.gelu", "helper.LOCK"),
 }
 
 

@@ -266,11 +266,7 @@ def test_the_version_is_that_of_torch_and_of_autopars_files():
     assert f"torch {torch.__version__}" in said and len(said[0]) == 64
 
 
-ARGUMENTS = {
-    "rows": {"rows": 8},
-    "a policy": {"precision": MixedPrecision.of("bf16")},
-    "a loss": {"loss": F.l1_loss},
-}
+ARGUMENTS = {"rows": {"rows": 8}, "a policy": {"precision": MixedPrecision.of("bf16")}, "a loss": {"loss": F.l1_loss}}
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)

@@ -106,16 +106,7 @@ def damaged(text: str) -> dict[str, str]:
     }
 
 
-KINDS = [
-    "empty",
-    "cut short",
-    "no JSON",
-    "a list",
-    "another question",
-    "no plan",
-    "a foreign op",
-    "another model",
-]
+KINDS = ["empty", "cut short", "no JSON", "a list", "another question", "no plan", "a foreign op", "another model"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

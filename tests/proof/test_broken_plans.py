@@ -17,11 +17,7 @@ from tests.support.tables import often
 
 
 # The fewest digits have most faults to hide.
-@pytest.fixture(
-    scope="module",
-    params=often([torch.float64, torch.float32, torch.bfloat16], [torch.bfloat16]),
-    ids=str,
-)
+@pytest.fixture(scope="module", params=often([torch.float64, torch.float32, torch.bfloat16], [torch.bfloat16]), ids=str)
 def subject(request: pytest.FixtureRequest) -> Subject:
     torch.manual_seed(0)
     model = Llama(vocab=32, width=32, inner=48, heads=4, kv_heads=2, layers=1).to(request.param)
@@ -33,10 +29,7 @@ def program(subject: Subject) -> Program:
     """The program of a plan without fault, which passes."""
     prepared = subject.prepared
     plan = random_plan(
-        prepared.analysis.graph,
-        Mesh.parse("a=2,b=2"),
-        seed=3,
-        fingerprint=prepared.captured.fingerprint,
+        prepared.analysis.graph, Mesh.parse("a=2,b=2"), seed=3, fingerprint=prepared.captured.fingerprint
     )
     found = build_program(prepared.captured, prepared.analysis, plan)
     assert subject.compare_program(found).passed

@@ -34,10 +34,7 @@ class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.norm = nn.RMSNorm(WIDTH)
-        self.up, self.down = (
-            nn.Linear(WIDTH, INNER, bias=False),
-            nn.Linear(INNER, WIDTH, bias=False),
-        )
+        self.up, self.down = (nn.Linear(WIDTH, INNER, bias=False), nn.Linear(INNER, WIDTH, bias=False))
 
     def forward(self, x):
         return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -97,12 +94,7 @@ def counted(recipe, micro_batches=1):
     torch.manual_seed(0)
     x = torch.randn(BATCH, SEQ, WIDTH)
     model = autopar.compile(
-        Model(),
-        example_inputs=(x,),
-        loss_fn=loss_fn,
-        mesh={"x": RANKS},
-        recipe=recipe,
-        micro_batches=micro_batches,
+        Model(), example_inputs=(x,), loss_fn=loss_fn, mesh={"x": RANKS}, recipe=recipe, micro_batches=micro_batches
     )
     model.step(x)
     model.zero_grad()
@@ -122,11 +114,7 @@ def test_ddp_reduces_every_gradient_once():
 def test_zero1_scatters_gradients_once_and_gathers_parameters_once():
     for micro_batches in (1, 2):
         found = counted("zero1", micro_batches)
-        assert found.bytes == {
-            "all_gather": PARAMETERS,
-            "reduce_scatter": PARAMETERS,
-            "all_reduce": SCALAR,
-        }
+        assert found.bytes == {"all_gather": PARAMETERS, "reduce_scatter": PARAMETERS, "all_reduce": SCALAR}
 
 
 def test_zero2_scatters_gradients_for_every_micro_batch():
@@ -151,11 +139,7 @@ def test_zero3_gathers_around_each_use():
 def test_data_parallel_sends_parameters_out_and_gradients_back():
     for micro_batches in (1, 2):
         found = counted("data-parallel", micro_batches)
-        assert found.bytes == {
-            "broadcast": PARAMETERS,
-            "reduce": PARAMETERS,
-            "all_reduce": SCALAR,
-        }
+        assert found.bytes == {"broadcast": PARAMETERS, "reduce": PARAMETERS, "all_reduce": SCALAR}
         assert found.number == {"broadcast": 1, "reduce": 1, "all_reduce": 1}
 
 
@@ -185,11 +169,7 @@ def test_sequence_parallel_scatters_and_gathers_instead():
     found = counted("tp+sp")
     # in forward a gather before each up and a scatter behind each down, in backward the transposes;
     # the norms' gradients are sums over all positions, in one bucket
-    assert found.bytes == {
-        "all_gather": 4 * STREAM,
-        "reduce_scatter": 4 * STREAM,
-        "all_reduce": 2 * NORM + SCALAR,
-    }
+    assert found.bytes == {"all_gather": 4 * STREAM, "reduce_scatter": 4 * STREAM, "all_reduce": 2 * NORM + SCALAR}
     assert found.number == {"all_gather": 4, "reduce_scatter": 4, "all_reduce": 2}
 
 
@@ -237,12 +217,7 @@ def of_a_step(model, batch, loss, mesh, pins):
 
 LOSSES = {
     # every rank's largest logit of every token, and the sum of exponentials
-    "four": (
-        {"x": 4},
-        "n1@x",
-        likelihood,
-        {("x", "all_gather"): 3 * TOKENS, ("x", "all_reduce"): 1.5 * TOKENS},
-    ),
+    "four": ({"x": 4}, "n1@x", likelihood, {("x", "all_gather"): 3 * TOKENS, ("x", "all_reduce"): 1.5 * TOKENS}),
     # half of the tokens on a rank, and along their axis the number of those that count, of 8 bytes
     "two": (
         {"a": 2, "x": 2},
@@ -304,14 +279,7 @@ class Layered(nn.Module):
     ("recipe", "recompute"),
     often(
         itertools.product(("ddp", "zero2", "zero3", "tp", "tp+sp"), ("none", 2, "full")),
-        [
-            ("ddp", "full"),
-            ("zero2", 2),
-            ("zero3", "none"),
-            ("zero3", "full"),
-            ("tp", 2),
-            ("tp+sp", "full"),
-        ],
+        [("ddp", "full"), ("zero2", 2), ("zero3", "none"), ("zero3", "full"), ("tp", 2), ("tp+sp", "full")],
     ),
 )
 def test_recomputed_layers_send_what_they_are_priced_for(recipe, recompute):
@@ -339,12 +307,7 @@ def test_parts_of_different_sizes_send_what_they_are_padded_to(recipe, gathers):
     model = nn.Sequential(nn.Linear(6, 9, bias=False), nn.GELU(), nn.Linear(9, 6, bias=False))
     x = torch.randn(BATCH, 6)
     compiled = autopar.compile(
-        model,
-        example_inputs=(x,),
-        loss_fn=loss_fn,
-        mesh={"x": RANKS},
-        recipe=recipe,
-        bucket_bytes=1,
+        model, example_inputs=(x,), loss_fn=loss_fn, mesh={"x": RANKS}, recipe=recipe, bucket_bytes=1
     )
     compiled.step(x)
     compiled.zero_grad()

@@ -58,11 +58,7 @@ class Block(nn.Module):
         super().__init__()
         self.heads = heads
         self.query, self.key, self.value, self.output = (nn.Linear(width, width, bias=False) for _ in range(4))
-        self.norm, self.up, self.down = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 16),
-            nn.Linear(16, width),
-        )
+        self.norm, self.up, self.down = (nn.LayerNorm(width), nn.Linear(width, 16), nn.Linear(16, width))
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (f(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.query, self.key, self.value))
@@ -292,8 +288,7 @@ def recomputing(recompute: str, mesh: str = "a=2", seed: int = 0) -> VerifyRepor
 
 
 @pytest.mark.parametrize(
-    ("recompute", "seed"),
-    often(itertools.product(("full", "half"), (0, 1)), [("full", 0), ("half", 1)]),
+    ("recompute", "seed"), often(itertools.product(("full", "half"), (0, 1)), [("full", 0), ("half", 1)])
 )
 def test_plans_with_recomputed_blocks_are_exact(recompute: str, seed: int) -> None:
     report = recomputing(recompute, seed=seed)
@@ -367,9 +362,7 @@ def test_ranks_that_draw_otherwise_fail(fault: Callable[[fx.Graph], None]) -> No
     assert not report.passed, report
 
 
-def test_a_rule_that_splits_an_op_with_one_mask_for_all_fails(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rule_that_splits_an_op_with_one_mask_for_all_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RULES, "aten.native_dropout", elementwise)
     subject, program = dropping(("d1", "-"))
     assert any(node.target is torch.ops.aten.native_dropout.default for node in program.module.graph.nodes)

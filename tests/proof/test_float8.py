@@ -58,12 +58,7 @@ def subject_of(name: str) -> Subject:
     often(
         [("perceptron", mesh, seed) for mesh in ("dp=2", "a=2,b=2", "x=4") for seed in range(3)]
         + [("llama", "a=2,b=2", 0)],
-        [
-            ("perceptron", "dp=2", 0),
-            ("perceptron", "a=2,b=2", 1),
-            ("perceptron", "x=4", 2),
-            ("llama", "a=2,b=2", 0),
-        ],
+        [("perceptron", "dp=2", 0), ("perceptron", "a=2,b=2", 1), ("perceptron", "x=4", 2), ("llama", "a=2,b=2", 0)],
     ),
 )
 def test_random_plans_equal_one_device(name, mesh, seed):

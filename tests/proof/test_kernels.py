@@ -10,13 +10,7 @@ from tests.support.kernels import KERNELS, stand_in
 
 FLASH, LOSS, NORM, ROPE, SILU = (
     stand_in(name, kernel)
-    for end in (
-        "FlashAttnFunc",
-        "CrossEntropyFunction",
-        "LigerRMSNormFunction",
-        "RopeFunction",
-        "SiLUMulFunction",
-    )
+    for end in ("FlashAttnFunc", "CrossEntropyFunction", "LigerRMSNormFunction", "RopeFunction", "SiLUMulFunction")
     for name, kernel in KERNELS.items()
     if name.endswith(end)
 )
@@ -33,10 +27,7 @@ class Llama(nn.Module):
         self.query, self.output = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
         self.key, self.value = (nn.Linear(WIDTH, WIDTH * GROUPS // HEADS, bias=False) for _ in range(2))
         self.gate, self.up = (nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(2))
-        self.down, self.head = (
-            nn.Linear(HIDDEN, WIDTH, bias=False),
-            nn.Linear(WIDTH, WORDS, bias=False),
-        )
+        self.down, self.head = (nn.Linear(HIDDEN, WIDTH, bias=False), nn.Linear(WIDTH, WORDS, bias=False))
         angles = torch.outer(torch.arange(LENGTH), 1 / 10.0 ** torch.arange(2)).repeat(1, 2)
         self.register_buffer("cos", angles.cos()[None])
         self.register_buffer("sin", angles.sin()[None])

@@ -32,9 +32,7 @@ def plan_of(subject: Subject, owners: dict[str, int], mesh: Mesh = MESH) -> Plan
 
 
 @pytest.mark.parametrize(
-    "owners",
-    [{"a": 0, "b": 1}, {"a": 1, "b": 1}, {"a": 0, "b": 1, "head": 0}],
-    ids=["towers", "one rank", "chain"],
+    "owners", [{"a": 0, "b": 1}, {"a": 1, "b": 1}, {"a": 0, "b": 1, "head": 0}], ids=["towers", "one rank", "chain"]
 )
 def test_a_step_of_lone_ops_is_that_of_one_device(subject: Subject, owners: dict[str, int]) -> None:
     plan = Plan.parse(str(plan_of(subject, owners)))
@@ -130,11 +128,7 @@ def test_what_does_not_go_with_lone_ops_is_refused(subject: Subject) -> None:
 
 
 def test_updates_inside_of_a_step_do_not_go_with_lone_ops(subject: Subject) -> None:
-    plan = replace(
-        plan_of(subject, {"a": 0}),
-        micro_batches=2,
-        pipeline=Pipeline(2, "2bw", ("linear_4",)),
-    )
+    plan = replace(plan_of(subject, {"a": 0}), micro_batches=2, pipeline=Pipeline(2, "2bw", ("linear_4",)))
     with pytest.raises(PlanError, match=r"3 of \d+ ops on one rank .* the schedule 2bw"):
         subject.compare(plan)
 

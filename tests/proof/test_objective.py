@@ -21,8 +21,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "way"),
-    often(itertools.product(LOSSES, WAYS), [*zip(LOSSES, itertools.cycle(WAYS), strict=False)]),
+    ("name", "way"), often(itertools.product(LOSSES, WAYS), [*zip(LOSSES, itertools.cycle(WAYS), strict=False)])
 )
 def test_the_loss_and_its_gradients_are_those_of_the_whole_batch(name: str, way: str) -> None:
     torch.manual_seed(0)

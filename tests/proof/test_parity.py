@@ -94,30 +94,19 @@ def subject_of(name):
 def test_random_plans_equal_one_device(name, mesh, seed):
     subject = subject_of(name)
     prepared = subject.prepared
-    plan = random_plan(
-        prepared.analysis.graph,
-        Mesh.parse(mesh),
-        seed=seed,
-        fingerprint=prepared.captured.fingerprint,
-    )
+    plan = random_plan(prepared.analysis.graph, Mesh.parse(mesh), seed=seed, fingerprint=prepared.captured.fingerprint)
     report = subject.compare(plan)
     assert report.passed, f"{report}\n{plan}"
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh", "seed"),
-    often([(name, *stages) for name in SUBJECTS for stages in STAGES], OFTEN),
+    ("name", "mesh", "seed"), often([(name, *stages) for name in SUBJECTS for stages in STAGES], OFTEN)
 )
 def test_random_stages_equal_one_device(name, mesh, seed):
     """Cuts at any op."""
     subject = subject_of(name)
     prepared = subject.prepared
-    plan = random_plan(
-        prepared.analysis.graph,
-        Mesh.parse(mesh),
-        seed=seed,
-        fingerprint=prepared.captured.fingerprint,
-    )
+    plan = random_plan(prepared.analysis.graph, Mesh.parse(mesh), seed=seed, fingerprint=prepared.captured.fingerprint)
     report = subject.compare(plan)
     assert report.passed, f"{report}\n{plan}"
 

@@ -64,13 +64,7 @@ class Seq2Seq(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        layer = {
-            "d_model": 8,
-            "nhead": 2,
-            "dim_feedforward": 16,
-            "dropout": 0.0,
-            "batch_first": True,
-        }
+        layer = {"d_model": 8, "nhead": 2, "dim_feedforward": 16, "dropout": 0.0, "batch_first": True}
         self.embedding = nn.Embedding(16, 8)
         self.encoder = nn.ModuleList(nn.TransformerEncoderLayer(**layer) for _ in range(3))  # type: ignore[arg-type]
         self.decoder = nn.ModuleList(nn.TransformerDecoderLayer(**layer) for _ in range(3))  # type: ignore[arg-type]
@@ -98,10 +92,7 @@ class Seq2Seq(nn.Module):
 def test_models_that_are_no_plain_stack_split(mesh: dict[str, int], schedule: str) -> None:
     torch.manual_seed(0)
     source, target = torch.randint(0, 16, (2, 4, 6)).unbind()
-    subjects = [
-        (UNet().double(), torch.randn(4, 4, 16, dtype=torch.float64)),
-        (Seq2Seq().double(), (source, target)),
-    ]
+    subjects = [(UNet().double(), torch.randn(4, 4, 16, dtype=torch.float64)), (Seq2Seq().double(), (source, target))]
     for model, batch in subjects:
         report = autopar.verify(model, batch, mesh=mesh, schedule=schedule)
         assert report.passed, report

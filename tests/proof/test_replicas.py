@@ -77,8 +77,7 @@ def _without_nesterov(self: OuterStep, name: str, base: Tensor, gradient: Tensor
 
 
 @pytest.mark.parametrize(
-    ("recipe", "method", "wrong"),
-    [("geo:2", "take", _forgets_the_base), ("diloco:2", "_descend", _without_nesterov)],
+    ("recipe", "method", "wrong"), [("geo:2", "take", _forgets_the_base), ("diloco:2", "_descend", _without_nesterov)]
 )
 def test_a_wrong_meeting_fails(recipe: str, method: str, wrong: Any) -> None:
     with mock.patch.object(OuterStep, method, wrong):
@@ -150,10 +149,7 @@ def test_a_replay_in_half_precision_adds_up_thirds_as_the_server_does() -> None:
         optimizer_of=lambda own: torch.optim.SGD(own.parameters(), lr=1.0),
     )
     like = {"weight": torch.zeros(1, 1).bfloat16()}
-    table, parcel = (
-        ServerTable(Meeting("dp", 3, 1, "async-server", staleness=1), like),
-        ExchangeBuffer(like),
-    )
+    table, parcel = (ServerTable(Meeting("dp", 3, 1, "async-server", staleness=1), like), ExchangeBuffer(like))
     for replica, step in (0, 3.0), (1, 2.0):
         parcel.tensors["weight"].fill_(step)
         table.push(replica, 1, parcel)

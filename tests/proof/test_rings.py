@@ -108,11 +108,7 @@ def test_random_plans_with_rings_equal_one_device(name, mesh):
     assert report.passed, f"{report}\n{plan}"
 
 
-@pytest.mark.parametrize(
-    "labels",
-    [(RING, "q"), ("q", RING), (RING, "group"), ("b0", RING)],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("labels", [(RING, "q"), ("q", RING), (RING, "group"), ("b0", RING)], ids=" ".join)
 def test_a_ring_beside_every_other_choice(labels):
     """Of grouped queries on two axes: keys go round along one, and are whole or split by heads along the other."""
     subject = subject_of("llama")

@@ -132,12 +132,7 @@ def test_a_table_of_which_every_row_may_be_used_goes_whole() -> None:
 def test_random_plans_have_rows_and_are_exact(subject: Subject, mesh: str) -> None:
     prepared = subject.prepared
     plans = [
-        random_plan(
-            prepared.analysis.graph,
-            Mesh.parse(mesh),
-            seed=seed,
-            fingerprint=prepared.captured.fingerprint,
-        )
+        random_plan(prepared.analysis.graph, Mesh.parse(mesh), seed=seed, fingerprint=prepared.captured.fingerprint)
         for seed in range(40)
     ]
     chosen = [p for p in plans if any(how.by_rows for how in p.parameters.values())]

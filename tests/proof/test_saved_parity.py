@@ -65,8 +65,7 @@ class Gathers:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["llama", "conv", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "t5"))],
+    "name", ["llama", "conv", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "t5"))]
 )
 def test_random_plans_with_slices(name: str) -> None:
     subject = Subject.of(*SUBJECTS[name]())

@@ -50,10 +50,7 @@ def _is_taken(mesh: Mesh, source: Layout, target: Layout) -> bool:
     torch.autograd.backward(found, [shard(whole, DIMS, target, mesh, r) for r in range(mesh.size)])
     for rank in range(mesh.ranks):
         assert torch.equal(found[rank], shard(whole, DIMS, target, mesh, rank)), (source, target)
-        assert torch.equal(parts[rank].grad, shard(whole, DIMS, source, mesh, rank)), (
-            source,
-            target,
-        )
+        assert torch.equal(parts[rank].grad, shard(whole, DIMS, source, mesh, rank)), (source, target)
     return True
 
 
@@ -80,15 +77,9 @@ def test_random_plans(subject: Subject, mesh: str) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (
-            {"op": ("-", "b0")},
-            "splits op linear .*along dp .*places that would get a part are vacant",
-        ),
+        ({"op": ("-", "b0")}, "splits op linear .*along dp .*places that would get a part are vacant"),
         ({"op": ("@1", "@2")}, "runs op linear .*at a vacant place of the mesh .*"),
-        (
-            {"storage": (O(1), O(1))},
-            "has parameter a.0.weight in O.1.@ps O.1.@dp, but a part of it",
-        ),
+        ({"storage": (O(1), O(1))}, "has parameter a.0.weight in O.1.@ps O.1.@dp, but a part of it"),
         ({"storage": (O(0), R)}, "one rank stores it .O on every axis., or all do"),
         (
             {"resident": (V, R)},

@@ -79,10 +79,7 @@ def test_cached_tensors_of_lower_precision_are_no_reference(also_traced: bool) -
 
 @pytest.mark.parametrize(
     ("axis", "recipe"),
-    often(
-        [("dp", "local:2"), ("dp", "async-server:1"), ("pp", "pipedream")],
-        [("dp", "local:2"), ("pp", "pipedream")],
-    ),
+    often([("dp", "local:2"), ("dp", "async-server:1"), ("pp", "pipedream")], [("dp", "local:2"), ("pp", "pipedream")]),
 )
 def test_a_proof_of_delays_leaves_no_tensor_of_its_own_cached(axis: str, recipe: str) -> None:
     thirds.cache_clear()
@@ -355,12 +352,7 @@ def test_new_weights_between_steps_reach_the_plan() -> None:
                 parameter.mul_(0.5)
 
     report = autopar.verify(
-        MLP(),
-        tuple(x.float() for x in make("mlp")[1]),
-        mesh=DP,
-        recipe="zero3",
-        loss_fn=mean_square,
-        between=shrink,
+        MLP(), tuple(x.float() for x in make("mlp")[1]), mesh=DP, recipe="zero3", loss_fn=mean_square, between=shrink
     )
     assert report.passed and report.steps == 2, report
 

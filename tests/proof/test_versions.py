@@ -59,8 +59,7 @@ def test_stages_equal_a_single_device_with_the_same_delays(schedule: str, stages
 
 
 @pytest.mark.parametrize(
-    ("schedule", "mesh", "inside"),
-    [("pipedream", {"pp": 2, "dp": 2}, "ddp"), ("2bw", {"pp": 2, "tp": 2}, "tp")],
+    ("schedule", "mesh", "inside"), [("pipedream", {"pp": 2, "dp": 2}, "ddp"), ("2bw", {"pp": 2, "tp": 2}, "tp")]
 )
 def test_stages_of_several_ranks(schedule: str, mesh: dict[str, int], inside: str) -> None:
     assert verified(schedule, mesh, recipe={"pp": schedule, [*mesh][1]: inside}).passed

@@ -97,9 +97,5 @@ def _compare(module, captured, analysis, name, label, mesh):
             got = torch.zeros_like(x) if x.grad is None else x.grad
             wanted = torch.zeros_like(x) if grad is None else grad
             torch.testing.assert_close(
-                got,
-                wanted,
-                rtol=1e-9,
-                atol=1e-11,
-                msg=f"gradient of {parameter}, {name} split by {label}",
+                got, wanted, rtol=1e-9, atol=1e-11, msg=f"gradient of {parameter}, {name} split by {label}"
             )

@@ -76,8 +76,7 @@ def test_a_query_that_sees_nothing():
 
 
 @pytest.mark.parametrize(
-    ("keys", "kv_heads"),
-    often(itertools.product((QUERIES, KEYS), (4, 2, 1)), [(QUERIES, 4), (KEYS, 2), (KEYS, 1)]),
+    ("keys", "kv_heads"), often(itertools.product((QUERIES, KEYS), (4, 2, 1)), [(QUERIES, 4), (KEYS, 2), (KEYS, 1)])
 )
 def test_causal(kv_heads, keys):
     def causal(*tensors):

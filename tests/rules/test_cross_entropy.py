@@ -26,8 +26,7 @@ def classes(shape, ignored=IGNORED):
 
 
 @pytest.mark.parametrize(
-    ("reduction", "name"),
-    often(REDUCED, [("mean", "tokens"), ("sum", "pixels"), ("none", "tokens")]),
+    ("reduction", "name"), often(REDUCED, [("mean", "tokens"), ("sum", "pixels"), ("none", "tokens")])
 )
 def test_class_indices(reduction, name):
     shape = SHAPES[name]
@@ -36,11 +35,7 @@ def test_class_indices(reduction, name):
 
         def loss(x, target, weight, weighted=weighted, smoothing=smoothing):
             return F.cross_entropy(
-                x,
-                target,
-                weight.detach().exp() if weighted else None,
-                reduction=reduction,
-                label_smoothing=smoothing,
+                x, target, weight.detach().exp() if weighted else None, reduction=reduction, label_smoothing=smoothing
             )
 
         tensors = rand(*shape), classes(shape), rand(6)
@@ -48,8 +43,7 @@ def test_class_indices(reduction, name):
 
 
 @pytest.mark.parametrize(
-    ("reduction", "name"),
-    often(REDUCED, [("mean", "pixels"), ("sum", "tokens"), ("none", "pixels")]),
+    ("reduction", "name"), often(REDUCED, [("mean", "pixels"), ("sum", "tokens"), ("none", "pixels")])
 )
 def test_class_probabilities(reduction, name):
     shape = SHAPES[name]
@@ -58,11 +52,7 @@ def test_class_probabilities(reduction, name):
 
         def loss(x, target, weight, weighted=weighted, smoothing=smoothing):
             return F.cross_entropy(
-                x,
-                target.softmax(1),
-                weight.exp() if weighted else None,
-                reduction=reduction,
-                label_smoothing=smoothing,
+                x, target.softmax(1), weight.exp() if weighted else None, reduction=reduction, label_smoothing=smoothing
             )
 
         assert splits(loss, (rand(*shape), rand(*shape) * 2, rand(6)), shape)

@@ -60,13 +60,7 @@ def one_slot(x, chosen, weight):
     return routed(chosen, lambda ordered, order, ends: product(x[order], weight, ends).tanh())
 
 
-GATED = (
-    draw(ROWS, WIDTH),
-    ids(),
-    draw(EXPERTS, 2 * INNER, WIDTH),
-    draw(EXPERTS, WIDTH, INNER),
-    draw(ROWS, SLOTS),
-)
+GATED = (draw(ROWS, WIDTH), ids(), draw(EXPERTS, 2 * INNER, WIDTH), draw(EXPERTS, WIDTH, INNER), draw(ROWS, SLOTS))
 BIASED = (
     draw(ROWS, WIDTH),
     ids(),
@@ -80,10 +74,7 @@ ONE = (draw(ROWS, WIDTH), ids()[:, 0], draw(EXPERTS, WIDTH, INNER))
 
 def test_masks_of_dropout_keep_rows_where_they_are():
     def dropped(x, chosen, weight):
-        return routed(
-            chosen,
-            lambda ordered, order, ends: nn.functional.dropout(product(x[order], weight, ends), 0.5),
-        )
+        return routed(chosen, lambda ordered, order, ends: nn.functional.dropout(product(x[order], weight, ends), 0.5))
 
     assert labels_of(dropped, *ONE, kind=EXPERTS_KIND) == {"-", "t", "e", "d1"}
 

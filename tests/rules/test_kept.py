@@ -197,10 +197,7 @@ MANY: dict[str, tuple[Callable[..., object], tuple[Tensor, ...]]] = {
     "rms_norm without weight": (lambda a: F.rms_norm(a, (6,)), (x(2, 4, 6),)),
     "group_norm": (lambda a, w, b: F.group_norm(a, 2, w, b), (x(2, 4, 6), x(4), x(4))),
     "group_norm of a transposed": (lambda a: F.group_norm(a.mT, 2), (x(2, 4, 6),)),
-    "batch_norm": (
-        lambda a, w, b: F.batch_norm(a, None, None, w, b, training=True),
-        (x(4, 6, 5), x(6), x(6)),
-    ),
+    "batch_norm": (lambda a, w, b: F.batch_norm(a, None, None, w, b, training=True), (x(4, 6, 5), x(6), x(6))),
     "batch_norm that is given": (
         lambda a, m, v, w, b: F.batch_norm(a, m.detach(), v.detach(), w, b),
         (x(4, 6, 5), x(6), positive(6), x(6), x(6)),
@@ -214,10 +211,7 @@ MANY: dict[str, tuple[Callable[..., object], tuple[Tensor, ...]]] = {
         attend,
         (x(2, 3, 4, 6), x(2, 3, 5, 6), x(2, 3, 5, 6), torch.ones(4, 5, dtype=torch.bool)),
     ),
-    "attention with a bias": (
-        attend,
-        (x(2, 3, 4, 6), x(2, 3, 5, 6), x(2, 3, 5, 6), x(1, 3, 4, 5)),
-    ),
+    "attention with a bias": (attend, (x(2, 3, 4, 6), x(2, 3, 5, 6), x(2, 3, 5, 6), x(1, 3, 4, 5))),
     "attention with one kv head": (attend, (x(2, 3, 4, 6), x(2, 1, 5, 6), x(2, 1, 5, 6))),
     "attention with wide values": (attend, (x(2, 3, 4, 6), x(2, 3, 5, 6), x(2, 3, 5, 8))),
     "grouped attention": (
@@ -232,10 +226,7 @@ MANY: dict[str, tuple[Callable[..., object], tuple[Tensor, ...]]] = {
     "index": (lambda a, i: a[i], (x(9, 6), ids(9, 4))),
     "index_select": (lambda a, i: a.index_select(0, i), (x(9, 6), ids(9, 4))),
     "index of rows": (lambda a, i, j: a[i, j], (x(9, 6), ids(9, 4), ids(6, 4))),
-    "index_copy": (
-        lambda a, i, b: a.index_copy(0, i, b),
-        (x(9, 6), torch.randperm(9)[:4], x(4, 6)),
-    ),
+    "index_copy": (lambda a, i, b: a.index_copy(0, i, b), (x(9, 6), torch.randperm(9)[:4], x(4, 6))),
     "gather": (lambda a, i: a.gather(1, i), (x(4, 6), ids(6, 4, 2))),
     "scatter": (lambda a, i, b: a.scatter(1, i, b), (x(4, 6), ids(6, 4, 2), x(4, 2))),
     "scatter_add": (lambda a, i, b: a.scatter_add(1, i, b), (x(4, 6), ids(6, 4, 2), x(4, 2))),
@@ -245,18 +236,9 @@ MANY: dict[str, tuple[Callable[..., object], tuple[Tensor, ...]]] = {
     "stack": (lambda a, b: torch.stack([a, b]), (x(4, 6), x(4, 6))),
     "cross_entropy": (F.cross_entropy, (x(8, 6), ids(6, 8))),
     "cross_entropy of images": (F.cross_entropy, (x(2, 6, 3, 3), ids(6, 2, 3, 3))),
-    "smoothed cross_entropy": (
-        lambda a, t: F.cross_entropy(a, t, label_smoothing=0.1),
-        (x(8, 6), ids(6, 8)),
-    ),
-    "cross_entropy with distributions": (
-        lambda a, t: F.cross_entropy(a, t.softmax(1).detach()),
-        (x(8, 6), x(8, 6)),
-    ),
-    "instance_norm": (
-        lambda a, w, b: F.instance_norm(a, weight=w, bias=b),
-        (x(2, 4, 6), x(4), x(4)),
-    ),
+    "smoothed cross_entropy": (lambda a, t: F.cross_entropy(a, t, label_smoothing=0.1), (x(8, 6), ids(6, 8))),
+    "cross_entropy with distributions": (lambda a, t: F.cross_entropy(a, t.softmax(1).detach()), (x(8, 6), x(8, 6))),
+    "instance_norm": (lambda a, w, b: F.instance_norm(a, weight=w, bias=b), (x(2, 4, 6), x(4), x(4))),
     "instance_norm that is given": (
         lambda a, m, v, w: F.instance_norm(a, m.detach(), v.detach(), w, use_input_stats=False),
         (x(2, 4, 6), x(4), positive(4), x(4)),
@@ -267,30 +249,21 @@ MANY: dict[str, tuple[Callable[..., object], tuple[Tensor, ...]]] = {
         lambda a, b: torch.view_as_real(torch.view_as_complex(a) * torch.view_as_complex(b)),
         (x(4, 6, 2), x(4, 6, 2)),
     ),
-    "lstm_cell": (
-        lambda a, h, c, *w: torch.lstm_cell(a, (h, c), *w),
-        (x(4, 6), x(4, 2), x(4, 2), x(8, 6), x(8, 2)),
-    ),
+    "lstm_cell": (lambda a, h, c, *w: torch.lstm_cell(a, (h, c), *w), (x(4, 6), x(4, 2), x(4, 2), x(8, 6), x(8, 2))),
     "gru_cell": (torch.gru_cell, (x(4, 6), x(4, 2), x(6, 6), x(6, 2))),
     "embedding_bag": (lambda w, i: F.embedding_bag(i, w), (x(9, 6), ids(9, 2, 4))),
     "masked_scatter": (
         lambda a, f, m: a.masked_scatter(m[..., None].expand_as(a), f),
         (x(2, 4, 6), x(8, 6), mask(2, 4)),
     ),
-    "weighted nll_loss": (
-        lambda a, t, w: F.nll_loss(a, t, w.detach()),
-        (x(8, 6), ids(6, 8), positive(6)),
-    ),
+    "weighted nll_loss": (lambda a, t, w: F.nll_loss(a, t, w.detach()), (x(8, 6), ids(6, 8), positive(6))),
     "nll_loss": (F.nll_loss, (x(8, 6), ids(6, 8))),
     "mse_loss": (F.mse_loss, (x(4, 6), x(4, 6))),
     "l1_loss": (F.l1_loss, (x(4, 6), x(4, 6))),
     "smooth_l1_loss": (F.smooth_l1_loss, (x(4, 6), x(4, 6))),
     "huber_loss": (F.huber_loss, (x(4, 6), x(4, 6))),
     "kl_div": (lambda a, b: F.kl_div(a, b.detach(), reduction="sum"), (x(4, 6), positive(4, 6))),
-    "binary_cross_entropy": (
-        lambda a, b: F.binary_cross_entropy(a, b.detach()),
-        (positive(4, 6), positive(4, 6)),
-    ),
+    "binary_cross_entropy": (lambda a, b: F.binary_cross_entropy(a, b.detach()), (positive(4, 6), positive(4, 6))),
     "binary_cross_entropy_with_logits": (
         lambda a, b: F.binary_cross_entropy_with_logits(a, b.detach()),
         (x(4, 6), positive(4, 6)),
@@ -306,10 +279,7 @@ MANY: dict[str, tuple[Callable[..., object], tuple[Tensor, ...]]] = {
 
 
 def gap_bytes(
-    op: Callable[..., object],
-    tensors: tuple[Tensor, ...],
-    frozen: frozenset[int],
-    unpriced_bytes: int = 0,
+    op: Callable[..., object], tensors: tuple[Tensor, ...], frozen: frozenset[int], unpriced_bytes: int = 0
 ) -> float:
     """Bytes that a program keeps for the backward of an op, beyond the priced and the unpriced ones."""
     model = Between(op, tensors, frozen)

@@ -26,8 +26,7 @@ QUICK = ("FlashAttnFunc", "LigerFusedLinearCrossEntropyFunction", "LigerRopeFunc
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name.endswith(QUICK) else pytest.mark.slow) for name in sorted(KERNELS)],
+    "name", [pytest.param(name, marks=() if name.endswith(QUICK) else pytest.mark.slow) for name in sorted(KERNELS)]
 )
 def test_a_kernel_is_split_as_its_row_says_and_keeps_as_many_bytes(name: str) -> None:
     run, kernel = applied(name), KERNELS[name]

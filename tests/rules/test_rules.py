@@ -26,53 +26,20 @@ SAMPLES = [
     ("aten.matmul", torch.matmul, rand(2, 4, 4, 6), rand(4, 6, 8)),
     ("aten.matmul", torch.matmul, rand(4, 6), rand(6)),
     ("aten.einsum", lambda a, b: torch.einsum("bik,jk->bij", a, b), rand(2, 4, 6), rand(8, 6)),
-    (
-        "aten.einsum",
-        lambda a, b: torch.einsum("...ij,...jk", a, b),
-        rand(2, 1, 4, 6),
-        rand(4, 6, 8),
-    ),
+    ("aten.einsum", lambda a, b: torch.einsum("...ij,...jk", a, b), rand(2, 1, 4, 6), rand(4, 6, 8)),
     ("aten.einsum", lambda a, b: torch.einsum("...e,ef->f", a, b), rand(2, 4, 6), rand(6, 4)),
     ("aten.einsum", lambda a, b: torch.einsum("iij,j->i", a, b), rand(4, 4, 6), rand(6)),
     ("aten.conv1d", F.conv1d, rand(2, 4, 8), rand(6, 4, 3), rand(6)),
     ("aten.conv2d", F.conv2d, rand(2, 4, 8, 8), rand(6, 4, 3, 3), rand(6)),
-    (
-        "aten.conv2d",
-        lambda x, w, b: F.conv2d(x, w, b, groups=4),
-        rand(2, 4, 8, 8),
-        rand(8, 1, 3, 3),
-        rand(8),
-    ),
-    (
-        "aten.conv2d",
-        lambda x, w, b: F.conv2d(x, w, b, groups=2),
-        rand(2, 8, 4, 4),
-        rand(4, 4, 3, 3),
-        rand(4),
-    ),
+    ("aten.conv2d", lambda x, w, b: F.conv2d(x, w, b, groups=4), rand(2, 4, 8, 8), rand(8, 1, 3, 3), rand(8)),
+    ("aten.conv2d", lambda x, w, b: F.conv2d(x, w, b, groups=2), rand(2, 8, 4, 4), rand(4, 4, 3, 3), rand(4)),
     ("aten.conv1d", F.conv1d, rand(4, 8), rand(6, 4, 3), rand(6)),
     ("aten.conv_transpose1d", F.conv_transpose1d, rand(2, 4, 8), rand(4, 6, 3), rand(6)),
-    (
-        "aten.conv_transpose2d",
-        lambda x, w: F.conv_transpose2d(x, w, groups=2),
-        rand(2, 4, 4, 4),
-        rand(4, 3, 2, 2),
-    ),
+    ("aten.conv_transpose2d", lambda x, w: F.conv_transpose2d(x, w, groups=2), rand(2, 4, 4, 4), rand(4, 3, 2, 2)),
     ("aten.embedding", lambda w, i: F.embedding(i, w), rand(8, 6), ids(8, 2, 4)),
     ("aten.embedding", lambda w, i: F.embedding(i, w, padding_idx=3), rand(8, 6), ids(8, 2, 4)),
-    (
-        "aten.embedding",
-        lambda w, i: F.embedding(i, w, scale_grad_by_freq=True),
-        rand(8, 6),
-        ids(4, 2, 4),
-    ),
-    (
-        "aten.layer_norm",
-        lambda x, w, b: F.layer_norm(x, (6,), w, b),
-        rand(2, 4, 6),
-        rand(6),
-        rand(6),
-    ),
+    ("aten.embedding", lambda w, i: F.embedding(i, w, scale_grad_by_freq=True), rand(8, 6), ids(4, 2, 4)),
+    ("aten.layer_norm", lambda x, w, b: F.layer_norm(x, (6,), w, b), rand(2, 4, 6), rand(6), rand(6)),
     ("aten.group_norm", lambda x, w, b: F.group_norm(x, 2, w, b), rand(2, 4, 6), rand(4), rand(4)),
     (
         "aten.scaled_dot_product_attention",
@@ -185,32 +152,9 @@ SAMPLES = [
         rand(8, 6),
         rand(8, 2),
     ),
-    (
-        "aten.gru_cell",
-        torch.gru_cell,
-        rand(4, 6),
-        rand(4, 2),
-        rand(6, 6),
-        rand(6, 2),
-        rand(6),
-        rand(6),
-    ),
-    (
-        "aten.rnn_tanh_cell",
-        torch.rnn_tanh_cell,
-        rand(4, 6),
-        rand(4, 2),
-        rand(2, 6),
-        rand(2, 2),
-        rand(2),
-        rand(2),
-    ),
-    (
-        "aten.embedding_bag",
-        lambda w, i: F.embedding_bag(i, w, mode="sum"),
-        rand(8, 6),
-        ids(8, 2, 4),
-    ),
+    ("aten.gru_cell", torch.gru_cell, rand(4, 6), rand(4, 2), rand(6, 6), rand(6, 2), rand(6), rand(6)),
+    ("aten.rnn_tanh_cell", torch.rnn_tanh_cell, rand(4, 6), rand(4, 2), rand(2, 6), rand(2, 2), rand(2), rand(2)),
+    ("aten.embedding_bag", lambda w, i: F.embedding_bag(i, w, mode="sum"), rand(8, 6), ids(8, 2, 4)),
     (
         "aten.masked_scatter",
         lambda x, f, m: x.masked_scatter(m[..., None].expand_as(x), f),
@@ -281,21 +225,11 @@ def test_linear_splits_batch_rows_and_columns():
     choices = labels_of(F.linear, rand(2, 4, 6), rand(8, 6), rand(8), kind="aten.linear")
     assert choices == {"-", "b1", "b0", "k", "j"}
     # without a bias, a partial sum of the input passes too
-    assert labels_of(F.linear, rand(4, 6), rand(8, 6), kind="aten.linear") == {
-        "-",
-        "b0",
-        "k",
-        "j",
-        "+0",
-    }
+    assert labels_of(F.linear, rand(4, 6), rand(8, 6), kind="aten.linear") == {"-", "b0", "k", "j", "+0"}
 
 
 def test_softmax_keeps_its_dim_whole():
-    assert labels_of(lambda x: x.softmax(1), rand(2, 4, 6), kind="aten.softmax") == {
-        "-",
-        "d0",
-        "d2",
-    }
+    assert labels_of(lambda x: x.softmax(1), rand(2, 4, 6), kind="aten.softmax") == {"-", "d0", "d2"}
 
 
 def test_repeat_splits_what_is_not_repeated_and_rows():

@@ -99,10 +99,7 @@ def test_convolution_net_over_channels(conv_net):
 
 
 def test_convolution_net_over_both(conv_net):
-    for taken in (
-        *check(conv_net, "dp=2,tp=2", dim(0), dim(1)),
-        *check(conv_net, "tp=2,dp=2", dim(1), dim(0)),
-    ):
+    for taken in (*check(conv_net, "dp=2,tp=2", dim(0), dim(1)), *check(conv_net, "tp=2,dp=2", dim(1), dim(0))):
         assert "aten.conv2d" in taken
 
 
@@ -127,10 +124,7 @@ CONVOLUTIONAL = [
 def test_convolution_net_at_random(conv_net, seed):
     prepared = conv_net.prepared
     plan = random_plan(
-        prepared.analysis.graph,
-        Mesh.parse("a=2,b=2"),
-        seed=seed,
-        fingerprint=prepared.captured.fingerprint,
+        prepared.analysis.graph, Mesh.parse("a=2,b=2"), seed=seed, fingerprint=prepared.captured.fingerprint
     )
     assert conv_net.compare(plan).passed
 

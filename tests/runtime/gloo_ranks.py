@@ -181,11 +181,7 @@ def _serve(rank: int, count: int, store: str, pipe: Connection, joined: Join) ->
 def join(rank: int, count: int, store: str) -> None:
     """Joins the process group whose ranks meet at the file `store`."""
     dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(store, count),
-        rank=rank,
-        world_size=count,
-        timeout=timedelta(seconds=GLOO_SECONDS),
+        "gloo", store=dist.FileStore(store, count), rank=rank, world_size=count, timeout=timedelta(seconds=GLOO_SECONDS)
     )
 
 

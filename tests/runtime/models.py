@@ -109,26 +109,14 @@ def make(name: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Batc
     """(model, batch, loss) by name; the same in every process."""
     torch.manual_seed(0)
     if name == "mlp":
-        return (
-            MLP().to(dtype),
-            (torch.randn(8, 8, dtype=dtype), torch.randn(8, 8, dtype=dtype)),
-            mean_square,
-        )
+        return (MLP().to(dtype), (torch.randn(8, 8, dtype=dtype), torch.randn(8, 8, dtype=dtype)), mean_square)
     if name == "mixture":
         return Mixture(), (torch.randn(16, 8), torch.randn(16, 8)), mean_square
     if name == "routed":  # of the rows all go to one expert and none to another
-        batch = (
-            torch.randn(16, 8, dtype=dtype),
-            routes("skewed", 16),
-            torch.randn(16, 8, dtype=dtype),
-        )
+        batch = (torch.randn(16, 8, dtype=dtype), routes("skewed", 16), torch.randn(16, 8, dtype=dtype))
         return Routed().to(dtype), batch, mean_square
     if name == "normed":
-        return (
-            Normed().to(dtype),
-            (torch.randn(8, 8, dtype=dtype), torch.randn(8, 8, dtype=dtype)),
-            mean_square,
-        )
+        return (Normed().to(dtype), (torch.randn(8, 8, dtype=dtype), torch.randn(8, 8, dtype=dtype)), mean_square)
     if name == "tied":
         tokens = torch.randint(0, 16, (8, 4))
         return Tied().to(dtype), (tokens, tokens.roll(1, 1)), loss_fn

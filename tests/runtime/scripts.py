@@ -175,11 +175,7 @@ def inference(compile: Compile) -> Result:
         first = compiled(tokens)
     with torch.inference_mode():
         inside = tokens.clone()  # itself a tensor of inference mode
-        return {
-            "logits": first,
-            "again": compiled(tokens).clone(),
-            "inside": compiled(inside).clone(),
-        }
+        return {"logits": first, "again": compiled(tokens).clone(), "inside": compiled(inside).clone()}
 
 
 @_script

@@ -65,15 +65,7 @@ def made_and_read_back(text: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "a=2,b=2",
-        "a=1,b=4",
-        "a=2,b=1,c=2",
-        "a=2,b=2 order b,a",
-        "pp=2,a=2,b=1 order pp,b,a",
-        "a=1,b=4 order b,a",
-    ],
+    "text", ["a=2,b=2", "a=1,b=4", "a=2,b=1,c=2", "a=2,b=2 order b,a", "pp=2,a=2,b=1 order pp,b,a", "a=1,b=4 order b,a"]
 )
 def test_a_device_mesh_reads_back(four_ranks: Ranks, text: str) -> None:
     mesh = Mesh.parse(text).without_axis("pp") or Mesh.parse(text)
@@ -132,11 +124,7 @@ ONE_OF_ONE = "dp=2,z=1,tp=2 order tp,z,dp"
 
 @pytest.mark.parametrize(
     ("cut", "given"),
-    [
-        (ORDERED, {"dp": 2, "tp": 2}),
-        ({"dp": 1, "tp": 4}, {"dp": 1, "tp": 4}),
-        (ONE_OF_ONE, ONE_OF_ONE),
-    ],
+    [(ORDERED, {"dp": 2, "tp": 2}), ({"dp": 1, "tp": 4}, {"dp": 1, "tp": 4}), (ONE_OF_ONE, ONE_OF_ONE)],
     ids=str,
 )
 def test_shards_on_ordered_meshes_and_beside_axes_of_one_rank(four_ranks: Ranks, cut: Any, given: Any) -> None:

@@ -53,8 +53,7 @@ def test_on_two_ranks(two_ranks: Ranks, name: str) -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
-    "name",
-    ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in ("loss_inside", "graph_break"))],
+    "name", ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in ("loss_inside", "graph_break"))]
 )
 def test_on_four_ranks(four_ranks: Ranks, name: str) -> None:
     options = {"mesh": {"dp": 2, "tp": 2}, "recipe": {"dp": "ddp", "tp": "tp"}}
@@ -219,11 +218,7 @@ def test_ranks_with_other_numbers_in_a_graph_are_refused_by_the_line(two_ranks: 
 @pytest.mark.parametrize(
     ("options", "error", "sentence"),
     [
-        (
-            {"mash": {"dp": 2}},
-            AutoparError,
-            r"'mash' \(did you mean mesh\?\); it takes mesh, recipe",
-        ),
+        ({"mash": {"dp": 2}}, AutoparError, r"'mash' \(did you mean mesh\?\); it takes mesh, recipe"),
         ({"mesh": {"dp": 2}}, MeshError, "has 2 ranks, but 1 run here"),
         ({"mesh": {"pp": 1}}, MeshError, "pipeline stages need the whole step"),
         ({"recipe": "zero-offload"}, RecipeError, "zero-offload stores parameters on the host"),

@@ -201,10 +201,7 @@ def order() -> tuple[list[str], list[str]]:
         return linear(*args)
 
     x, weight, group = torch.ones(2, 4, 3), torch.ones(5, 3), group_name(dist.group.WORLD)  # type: ignore[arg-type]
-    with (
-        mock.patch.object(_torch, "start_exchange_rows", send),
-        mock.patch.object(F, "linear", product),
-    ):
+    with mock.patch.object(_torch, "start_exchange_rows", send), mock.patch.object(F, "linear", product):
         gather_products(x, [weight], [None], 1, 4, group)
         gathering, events[:] = list(events), []
         product_scatter(x, weight, None, 1, 4, group)
@@ -233,9 +230,7 @@ def sent_numbers() -> tuple[int, int]:
     return forward, sum(sizes) - forward
 
 
-def test_rows_are_kept_for_trained_weights_alone_and_summed_as_one_product_is(
-    two_ranks: Ranks,
-) -> None:
+def test_rows_are_kept_for_trained_weights_alone_and_summed_as_one_product_is(two_ranks: Ranks) -> None:
     for frozen, trained, error in two_ranks.run(kept_and_summed):
         assert (frozen, trained) == (0, 4 * 2 * 2)  # the gathered rows in bfloat16
         assert error < 2**-8  # one rounding to bfloat16

@@ -136,12 +136,7 @@ def compiled_twice() -> tuple[dict[str, dict[str, Tensor]], tuple[int, int]]:
     """The results of two routings, and how many regions were compiled after each."""
     model, batch = subject("even")
     made = autopar.compile(
-        model,
-        example_inputs=batch,
-        loss_fn=square,
-        mesh={"ep": 2},
-        recipe="ep",
-        executor="aot_eager",
+        model, example_inputs=batch, loss_fn=square, mesh={"ep": 2}, recipe="ep", executor="aot_eager"
     )
     found, compiled = {}, []
     for kind in ("even", "skewed"):

@@ -44,11 +44,7 @@ class Images(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Conv2d(3, 8, 3, padding=1),
-            nn.BatchNorm2d(8),
-            nn.ReLU(),
-            nn.Conv2d(8, 8, 3),
-            nn.BatchNorm2d(8),
+            nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)
         )
         self.head = nn.Linear(8, 4)
 
@@ -282,10 +278,7 @@ def test_inductor_says_what_it_lacks() -> None:
 
     sentence = "needs a C\\+\\+ compiler .*no-such-compiler.*variable CXX, or use the executor 'aot_eag"
     # torch's own way to change its settings; monkeypatch would delete this one at its end
-    with (
-        config.patch("cpp.cxx", (None, "no-such-compiler")),
-        pytest.raises(AutoparError, match=sentence),
-    ):
+    with config.patch("cpp.cxx", (None, "no-such-compiler")), pytest.raises(AutoparError, match=sentence):
         region_of(Executor("inductor"))(torch.ones(2, 2))
 
 

@@ -169,13 +169,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "parts": {"mesh": {"dp": 2}, "recipe": "ddp", "micro_batches": 2},
     "batch=local": {"mesh": {"dp": 2}, "recipe": "ddp", "micro_batches": 2, "batch": "local"},
     "batch=local, tp": {"mesh": {"tp": 2}, "recipe": "tp", "micro_batches": 2, "batch": "local"},
-    "as DTensors": {
-        "mesh": {"dp": 2},
-        "recipe": "ddp",
-        "micro_batches": 2,
-        "batch": "local",
-        "outputs": "dtensor",
-    },
+    "as DTensors": {"mesh": {"dp": 2}, "recipe": "ddp", "micro_batches": 2, "batch": "local", "outputs": "dtensor"},
 }
 
 
@@ -188,12 +182,7 @@ def test_rows_are_in_the_order_of_the_batch_that_ranks_gave_in_parts(way: str, t
 
 def kinds(micro_batches: int) -> list[str]:
     made = autopar.compile(
-        Words(),
-        loss_fn=loss_and_more,
-        mesh={"dp": 2},
-        recipe="ddp",
-        outputs="dtensor",
-        micro_batches=micro_batches,
+        Words(), loss_fn=loss_and_more, mesh={"dp": 2}, recipe="ddp", outputs="dtensor", micro_batches=micro_batches
     )
     _, extras = made.step(*batch())
     return [str(extras["logits"].placements), type(extras["accuracy"]).__name__]

@@ -15,15 +15,7 @@ from tests.support.functions import made
 from tests.support.staged import captured_once
 from tests.support.tables import often
 
-NAMES = (
-    "straight_round",
-    "reversal",
-    "as_it_is",
-    "two_of_two",
-    "whole_norm",
-    "of_a_weight",
-    "stack",
-)
+NAMES = ("straight_round", "reversal", "as_it_is", "two_of_two", "whole_norm", "of_a_weight", "stack")
 
 
 def _single(name: str) -> dict[str, Any]:
@@ -61,8 +53,7 @@ def test_two_ranks_split_the_batch(two_ranks: Ranks, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "tp"),
     often(
-        [("whole_norm", "tp"), ("straight_round", "tp"), ("stack", "auto")],
-        [("whole_norm", "tp"), ("stack", "auto")],
+        [("whole_norm", "tp"), ("straight_round", "tp"), ("stack", "auto")], [("whole_norm", "tp"), ("stack", "auto")]
     ),
 )
 def test_four_ranks(four_ranks: Ranks, name: str, tp: str) -> None:

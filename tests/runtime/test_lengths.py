@@ -84,14 +84,7 @@ def test_the_code_of_a_graph_is_written_once(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_another_python_value_is_captured_again() -> None:
     model, single = autopar.compile(Scaled()), Scaled()
-    for length, scale, captures in [
-        (3, 1, 1),
-        (4, 1, 2),
-        (5, 1, 2),
-        (6, 2, 1),
-        (7, 2, 2),
-        (8, 1, 2),
-    ]:
+    for length, scale, captures in [(3, 1, 1), (4, 1, 2), (5, 1, 2), (6, 2, 1), (7, 2, 2), (8, 1, 2)]:
         x = torch.ones(2, length, 4)
         model.scale = single.scale = scale
         assert torch.equal(model.step(x), single(x))
@@ -120,9 +113,7 @@ class Cut(nn.Module):
         return self.map(x[:, :4] if x.shape[1] > 4 else x).square().mean()
 
 
-def test_the_reason_for_a_capture_of_every_size_is_said_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_the_reason_for_a_capture_of_every_size_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     model = autopar.compile(Cut())
     with caplog.at_level(logging.INFO, "autopar"):
         for length in (3, 4, 6, 7):

@@ -38,11 +38,7 @@ def lone_change(rank: int, folder: str, recipe: str) -> None:
     torch.manual_seed(0)
     batch = (torch.randn(6, 12), torch.randn(6, 12))
     made = autopar.compile(
-        Repeated(),
-        loss_fn=mean_square,
-        mesh={"dp": RANKS},
-        recipe=recipe,
-        timeout_seconds=TIMEOUT_SECONDS,
+        Repeated(), loss_fn=mean_square, mesh={"dp": RANKS}, recipe=recipe, timeout_seconds=TIMEOUT_SECONDS
     )
     made.step(*batch)
     if rank == 1:

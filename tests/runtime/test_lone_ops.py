@@ -53,11 +53,7 @@ def trained(owners: dict[str, int] | None, mesh: str, seed: int = 0) -> tuple[An
 def compiled(owners: dict[str, int] | None, mesh: str, seed: int = 0, **options: Any) -> autopar.CompiledModule:
     model, batch = towers()
     prepared = prepared_once(model, batch, loss_fn)
-    graph, fingerprint, axes = (
-        prepared.analysis.graph,
-        prepared.captured.fingerprint,
-        Mesh.parse(mesh),
-    )
+    graph, fingerprint, axes = (prepared.analysis.graph, prepared.captured.fingerprint, Mesh.parse(mesh))
     if owners is not None:
         plan = towers_plan(graph, fingerprint, owners, axes)
     else:

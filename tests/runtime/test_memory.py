@@ -103,10 +103,7 @@ def test_memory(four_ranks: Ranks, recipe: str, multiple: float) -> None:
     ("recipe", "multiple"),
     [
         ("ddp", (4 + 2 + 4 + 8) / 4),  # parameter, cast copy, `.grad`, moments
-        (
-            "zero1",
-            (2 + 2 + (4 + 8) / 4) / 4,
-        ),  # bfloat16: the gathered copy and the sum of gradients
+        ("zero1", (2 + 2 + (4 + 8) / 4) / 4),  # bfloat16: the gathered copy and the sum of gradients
         pytest.param("zero2", (2 + (4 + 4 + 8) / 4) / 4, marks=pytest.mark.slow),
         ("zero3", (4 + 2 + 4 + 8) / 4 / 4),
         # 2 bytes on the device, and 16 on the host over the ranks; here both are the processor's memory

@@ -38,10 +38,7 @@ def train(model: nn.Module, nesterov: bool) -> tuple[dict[str, Tensor], int]:
     calls: list[torch.Size] = []
     inner = torch.optim._muon._zeropower_via_newtonschulz
     try:
-        torch.optim._muon._zeropower_via_newtonschulz = lambda x, *args: (
-            calls.append(x.shape),
-            inner(x, *args),
-        )[1]
+        torch.optim._muon._zeropower_via_newtonschulz = lambda x, *args: (calls.append(x.shape), inner(x, *args))[1]
         for step in range(3):
             calls.clear()
             if isinstance(model, autopar.CompiledModule):
@@ -80,9 +77,7 @@ def test_each_matrix_is_orthogonalized_by_one_rank(two_ranks: Ranks, nesterov: b
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
-    "mesh, recipe",
-    [({"dp": 2}, "ddp"), ({"dp": 2}, "zero1"), ({"tp": 2}, "tp")],
-    ids=["ddp", "zero1", "tp"],
+    "mesh, recipe", [({"dp": 2}, "ddp"), ({"dp": 2}, "zero1"), ({"tp": 2}, "tp")], ids=["ddp", "zero1", "tp"]
 )
 def test_every_recipe_ends_where_one_device_does(two_ranks: Ranks, mesh: dict[str, int], recipe: str) -> None:
     assert len(check(two_ranks, mesh, recipe, nesterov=True)) == 2

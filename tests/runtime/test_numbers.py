@@ -16,11 +16,7 @@ from tests.runtime.gloo_ranks import Ranks
 
 pytestmark = pytest.mark.multiprocess
 
-PLANS: list[tuple[dict[str, int], str, int]] = [
-    ({"dp": 2}, "zero3", 2),
-    ({"dp": 2}, "ddp", 1),
-    ({"pp": 2}, "1f1b", 2),
-]
+PLANS: list[tuple[dict[str, int], str, int]] = [({"dp": 2}, "zero3", 2), ({"dp": 2}, "ddp", 1), ({"pp": 2}, "1f1b", 2)]
 
 
 class Annealed(nn.Module):

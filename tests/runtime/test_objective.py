@@ -10,16 +10,7 @@ import torch
 from torch import Tensor
 
 import autopar
-from tests.analysis.losses import (
-    COUNTING,
-    LOSSES,
-    TERMS,
-    Words,
-    batch,
-    each,
-    means_of_groups,
-    plus_rows,
-)
+from tests.analysis.losses import COUNTING, LOSSES, TERMS, Words, batch, each, means_of_groups, plus_rows
 from tests.runtime.gloo_ranks import Ranks
 from tests.support.staged import captured_once
 from tests.support.tables import often
@@ -40,11 +31,7 @@ WAYS: dict[str, tuple[int, list[str], dict[str, Any]]] = {
     "2 stages, other losses": (2, NAMES[1::2], {"mesh": {"pp": 2}, "micro_batches": 4}),
     "4 ranks, 2 stages, every loss": (4, NAMES, STAGES),
     "4 ranks, every loss": (4, NAMES, TWO_AXES),
-    "4 ranks, accumulation, every loss": (
-        4,
-        NAMES,
-        {"mesh": {"dp": 2, "tp": 2}, "micro_batches": 2},
-    ),
+    "4 ranks, accumulation, every loss": (4, NAMES, {"mesh": {"dp": 2, "tp": 2}, "micro_batches": 2}),
 }
 ALWAYS = [way for way in WAYS if "loss" not in way]
 
@@ -125,9 +112,7 @@ def divided_by(rows: list[float]) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 @pytest.mark.parametrize("numbers", often([[8.0, 8.0], [5.0, 8.0], [8.0, 5.0, 8.0]], [[5.0, 8.0], [8.0, 5.0, 8.0]]))
-def test_a_number_that_equals_the_rows_is_a_number_whatever_came_before(
-    numbers: list[float],
-) -> None:
+def test_a_number_that_equals_the_rows_is_a_number_whatever_came_before(numbers: list[float]) -> None:
     """It is built in at first, and an input of the program once it has changed."""
     rows = [numbers[0]]
     made = autopar.compile(words(), loss_fn=divided_by(rows), micro_batches=2)

@@ -7,15 +7,7 @@ import dataclasses
 import pytest
 
 import autopar
-from benchmarks.parity.outside_losses import (
-    LOSSES,
-    Row,
-    compiled,
-    fresh,
-    row,
-    summed_over_ranks,
-    trained,
-)
+from benchmarks.parity.outside_losses import LOSSES, Row, compiled, fresh, row, summed_over_ranks, trained
 from tests.runtime.gloo_ranks import Ranks
 from tests.support.staged import captured_once
 

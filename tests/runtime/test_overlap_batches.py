@@ -36,15 +36,7 @@ TP = {"tp": 2}
         ("routed", {"ep": 4}, "ep", {}),
         ("tied", {"tp": 4}, "tp", {"overlap_batches": 4, "micro_batches": 4}),
     ],
-    ids=[
-        "tp+sp",
-        "zero3 x tp",
-        "in pieces",
-        "several turns",
-        "compiled",
-        "experts",
-        "four at a time",
-    ],
+    ids=["tp+sp", "zero3 x tp", "in pieces", "several turns", "compiled", "experts", "four at a time"],
 )
 def test_ranks_train_as_one_process(
     four_ranks: Ranks, name: str, mesh: dict[str, int], recipe: Any, options: dict[str, Any]
@@ -106,12 +98,7 @@ def order_of_messages() -> str:
 
     model, batch, loss_fn = make("gpt")
     made = autopar.compile(model, loss_fn=loss_fn, mesh=TP, recipe="tp+sp", micro_batches=2, overlap_batches=2)  # type: ignore[arg-type]
-    with (
-        noting("send", "s"),
-        noting("arrive", "e"),
-        noting("send_back", "s"),
-        noting("arrive_back", "e"),
-    ):
+    with noting("send", "s"), noting("arrive", "e"), noting("send_back", "s"), noting("arrive_back", "e"):
         made.step(*batch)
     return "".join(events)
 
@@ -187,10 +174,7 @@ def dropped() -> tuple[float, float]:
         ({"overlap_batches": 2}, "micro_batches=None is not a multiple of that: name micro_batches=2"),
         ({"overlap_batches": 2, "micro_batches": 3}, "micro_batches=3 is not a multiple"),
         ({"overlap_batches": 0}, "overlap_batches=0 is less than 1"),
-        (
-            {"overlap_batches": 2, "micro_batches": 2, "recompute": "full"},
-            "recompute='full', which cannot be combined",
-        ),
+        ({"overlap_batches": 2, "micro_batches": 2, "recompute": "full"}, "recompute='full', which cannot be combined"),
     ],
 )
 def test_what_does_not_go_together_is_said(options: dict[str, Any], why: str) -> None:

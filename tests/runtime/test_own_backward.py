@@ -74,11 +74,7 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-ALWAYS = {
-    *((way, "searched") for way in WAYS),
-    ("zero3, accumulation", "planned"),
-    ("pp", "planned"),
-}
+ALWAYS = {*((way, "searched") for way in WAYS), ("zero3, accumulation", "planned"), ("pp", "planned")}
 
 
 @pytest.mark.parametrize(("way", "plan"), often(itertools.product(WAYS, ("searched", "planned")), ALWAYS))
@@ -165,12 +161,7 @@ def early_forward(mesh: dict[str, int], recipe: str) -> tuple[float, float, bool
         return result[0]
 
     plan = autopar.compile(
-        OwnLoss(),
-        loss_fn=loss_of,
-        mesh=mesh,
-        recipe=recipe,
-        micro_batches=2,
-        example_inputs=batch(),
+        OwnLoss(), loss_fn=loss_of, mesh=mesh, recipe=recipe, micro_batches=2, example_inputs=batch()
     ).plan
     made = autopar.compile(plain, loss_fn=loss_of, plan=plan)
     with torch.no_grad():
@@ -195,8 +186,6 @@ def early_forward_of_stages() -> str:
     return "no error"
 
 
-def test_before_the_first_step_of_a_plan_with_stages_a_forward_says_what_to_do(
-    two_ranks: Ranks,
-) -> None:
+def test_before_the_first_step_of_a_plan_with_stages_a_forward_says_what_to_do(two_ranks: Ranks) -> None:
     for said in two_ranks.run(early_forward_of_stages):
         assert "Give example_inputs=... to autopar.compile" in said

@@ -128,14 +128,7 @@ def test_every_recipe_is_one_device_that_casts(two_ranks: Ranks) -> None:
 
 
 def test_two_axes(four_ranks: Ranks) -> None:
-    cases = [
-        {
-            "policy": FLOAT32,
-            "mesh": {"dp": 2, "tp": 2},
-            "recipe": {"dp": "zero3", "tp": "tp"},
-            "model": "mlp",
-        },
-    ]
+    cases = [{"policy": FLOAT32, "mesh": {"dp": 2, "tp": 2}, "recipe": {"dp": "zero3", "tp": "tp"}, "model": "mlp"}]
     assert all(error < 1e-5 for found in four_ranks.run(distances, cases) for error in found)
 
 

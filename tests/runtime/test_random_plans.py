@@ -61,10 +61,7 @@ def test_three_ranks(three_ranks: Ranks, seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "seed"),
-    often(
-        [("mlp", 0), ("gpt", 1), ("tied", 1), ("normed", 0)],
-        [("gpt", 1), ("tied", 1), ("normed", 0)],
-    ),
+    often([("mlp", 0), ("gpt", 1), ("tied", 1), ("normed", 0)], [("gpt", 1), ("tied", 1), ("normed", 0)]),
 )
 def test_two_by_two_ranks(four_ranks: Ranks, name: str, seed: int) -> None:
     assert distance(four_ranks, name, {"a": 2, "b": 2}, seed) < 1e-9

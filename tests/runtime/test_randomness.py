@@ -161,12 +161,7 @@ class Dropping(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.Sequential(
-            nn.Linear(8, 16),
-            nn.Dropout(0.5),
-            nn.Tanh(),
-            nn.Linear(16, 16),
-            nn.Dropout(0.5),
-            nn.Linear(16, 4),
+            nn.Linear(8, 16), nn.Dropout(0.5), nn.Tanh(), nn.Linear(16, 16), nn.Dropout(0.5), nn.Linear(16, 4)
         ).double()
 
     def forward(self, x: Tensor) -> Tensor:

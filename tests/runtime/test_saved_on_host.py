@@ -27,10 +27,7 @@ from tests.support.staged import captured_once
 
 BOTH_WAYS = ("from_device", "to_device")
 # The input of the first block is a partial sum under tp, so that no rank can take a slice of it.
-CASES = {
-    "whole": ("R host", LAYERS * STREAM),
-    "in slices": ("S(1)@tp host", STREAM + (LAYERS - 1) * STREAM // 2),
-}
+CASES = {"whole": ("R host", LAYERS * STREAM), "in slices": ("S(1)@tp host", STREAM + (LAYERS - 1) * STREAM // 2)}
 
 
 class Moved(NamedTuple):

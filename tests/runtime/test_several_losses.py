@@ -54,11 +54,7 @@ class ActorCritic(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.body, self.actor, self.critic = (
-            layers(WIDTH, HIDDEN),
-            layers(HIDDEN, 3),
-            layers(HIDDEN, 1),
-        )
+        self.body, self.actor, self.critic = (layers(WIDTH, HIDDEN), layers(HIDDEN, 3), layers(HIDDEN, 1))
 
     def forward(self, states: Tensor) -> tuple[Tensor, Tensor]:
         seen = self.body(states).tanh()

@@ -149,11 +149,7 @@ def test_only_shards_are_held_between_steps(two_ranks: Ranks, tmp_path: Path) ->
     for found in two_ranks.run(_in_shards, str(tmp_path / "checkpoint")):
         assert difference({"losses": found["losses"]}, {"losses": losses}) < 1e-9
         assert difference(found["state"], full_state(model)) < 1e-9
-        assert found["placements"] == {
-            "up.weight": (Shard(0),),
-            "down.weight": (Shard(0),),
-            "odd": (Replicate(),),
-        }
+        assert found["placements"] == {"up.weight": (Shard(0),), "down.weight": (Shard(0),), "odd": (Replicate(),)}
         assert found["held"] == (16 + 8) // 2 + 3
         assert found["moments"] == 2 * (16 // 2 + 3)  # of what is trained
         assert found["gradients"] == {"up.weight": ((Shard(0),), 8), "odd": ((Replicate(),), 3)}

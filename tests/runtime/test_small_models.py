@@ -173,11 +173,7 @@ CASES = {
     "frozen and unused": Case(Partly, vectors(target), recipes=("zero2",)),
     "many outputs": Case(ManyOutputs, vectors(), of_many, ("zero1",)),
     "optional and keyword inputs": Case(
-        ManyOutputs,
-        vectors(target),
-        of_many,
-        ("tp",),
-        kwargs=lambda: {"scale": torch.rand(8).double(), "power": 2},
+        ManyOutputs, vectors(target), of_many, ("tp",), kwargs=lambda: {"scale": torch.rand(8).double(), "power": 2}
     ),
     "none given for an optional input": Case(
         ManyOutputs, vectors(lambda: None), of_many, ("zero3",), kwargs=lambda: {"scale": None}

@@ -13,11 +13,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import autopar
 from autopar.cost_model.optimizers import OPTIMIZERS
-from autopar.runtime.checkpoint.checkpoint import (
-    load_checkpoint,
-    load_optimizer_state,
-    save_checkpoint,
-)
+from autopar.runtime.checkpoint.checkpoint import load_checkpoint, load_optimizer_state, save_checkpoint
 from autopar.runtime.formats.block_states import in_blocks, values_of
 from autopar.runtime.parameters.adafactor import Adafactor
 from tests.runtime.gloo_ranks import Ranks
@@ -82,12 +78,7 @@ def optimizer_of(name: str, model: nn.Module, lr: float = 1e-2) -> Optimizer:
 
 def compiled(mesh: dict[str, int], recipe: str, state: str = "adamw") -> autopar.CompiledModule:
     return autopar.compile(
-        make(),
-        loss_fn=mean_square,
-        mesh=mesh,
-        recipe=recipe,
-        example_inputs=(X, Y),
-        training_state=state,
+        make(), loss_fn=mean_square, mesh=mesh, recipe=recipe, example_inputs=(X, Y), training_state=state
     )
 
 

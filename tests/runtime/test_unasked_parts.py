@@ -377,10 +377,7 @@ def test_an_evaluation_that_does_not_fit_whole_runs_in_parts(two_ranks: Ranks, k
 @captured_once()
 def evaluated_without_loss() -> str:
     """Why a batch that trains in parts is not evaluated by a model that returns no loss."""
-    model, (x, y) = (
-        nn.Sequential(nn.Linear(8, 64), nn.Sigmoid(), nn.Linear(64, 5)).double(),
-        _batch(),
-    )
+    model, (x, y) = (nn.Sequential(nn.Linear(8, 64), nn.Sigmoid(), nn.Linear(64, 5)).double(), _batch())
     given: dict[str, Any] = {"mesh": DP, "recipe": "ddp", "recompute": "none", "headroom": 0.0}
     given |= {"loss_fn": _cross_entropy, "micro_batches": 8, "example_inputs": (x, y)}
     bound = int(autopar.compile(copy.deepcopy(model), **given).explain().memory_bytes)

@@ -90,15 +90,9 @@ def differing(how: str) -> str:
             "in its model: it has input input of shape [4, 4] and float64, and rank 0 has input input of shape "
             "[4, 4] and float32",
         ),
-        (
-            "frozen",
-            "in its model: it has parameter 0.weight without a gradient, and rank 0 has nothing more",
-        ),
+        ("frozen", "in its model: it has parameter 0.weight without a gradient, and rank 0 has nothing more"),
         ("capture", "in its model: it has no graph of it (CaptureError: "),
-        (
-            "environment",
-            "in its environment: it has NVIDIA_TF32_OVERRIDE=0, and rank 0 has NVIDIA_TF32_OVERRIDE=",
-        ),
+        ("environment", "in its environment: it has NVIDIA_TF32_OVERRIDE=0, and rank 0 has NVIDIA_TF32_OVERRIDE="),
         (
             "settings",
             "in its settings of torch: it has matmul precision medium, and rank 0 has matmul precision highest",

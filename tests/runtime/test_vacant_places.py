@@ -67,12 +67,7 @@ def test_random_plans(four_ranks: Ranks, seed: int) -> None:
 def _randomly(name: str, seed: int) -> dict[str, Any]:
     model, batch, loss_fn = of_twelve(name)
     prepared = prepared_once(model, batch, loss_fn)
-    plan = random_plan(
-        prepared.analysis.graph,
-        Mesh.parse(MESH),
-        seed=seed,
-        fingerprint=prepared.captured.fingerprint,
-    )
+    plan = random_plan(prepared.analysis.graph, Mesh.parse(MESH), seed=seed, fingerprint=prepared.captured.fingerprint)
     made = autopar.compile(model, loss_fn=loss_fn, plan=plan)
     return train(made, made.step, batch)
 

@@ -62,12 +62,7 @@ def full_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def single(
-    name: str,
-    *,
-    steps: int = 3,
-    dtype: torch.dtype = torch.float64,
-    micro_batches: int = 1,
-    device: str = "cpu",
+    name: str, *, steps: int = 3, dtype: torch.dtype = torch.float64, micro_batches: int = 1, device: str = "cpu"
 ) -> dict[str, Any]:
     """What a single process without autopar gets."""
     model, batch, loss_fn = make_on(device, name, dtype)
@@ -123,13 +118,7 @@ def drawn(
 
 
 def plan_of_part(
-    name: str,
-    mesh: dict[str, int],
-    seed: int,
-    device: str = "cpu",
-    *,
-    micro_batches: int,
-    lone_ops: bool | None,
+    name: str, mesh: dict[str, int], seed: int, device: str = "cpu", *, micro_batches: int, lone_ops: bool | None
 ) -> autopar.Plan:
     """A plan drawn at random, for a micro-batch of a batch that is cut into so many."""
     model, batch, loss_fn = make_on(device, name)

@@ -122,11 +122,7 @@ class Builder:
         return name
 
     def _choices(
-        self,
-        letters: Mapping[str, None],
-        operands: list[Names],
-        result: Names,
-        linear: Sequence[Sequence[int]],
+        self, letters: Mapping[str, None], operands: list[Names], result: Names, linear: Sequence[Sequence[int]]
     ) -> list[Choice]:
         choices = [Choice("-", (R,) * len(operands), (R,))]
         for letter in letters:
@@ -226,13 +222,7 @@ def llama(sizes: LlamaSizes = LlamaSizes()) -> Graph:
     frequencies = b.buffer("frequencies", "s e")
     cos = b.op("cos", "s e -> s e", [frequencies], saves=[])
     table = b.parameter("embed.weight", "v d")
-    x = b.op(
-        "embedding",
-        "b s, v d -> b s d",
-        [tokens, table],
-        saves=[0],
-        flops=sizes.batch * sizes.seq * sizes.dim,
-    )
+    x = b.op("embedding", "b s, v d -> b s d", [tokens, table], saves=[0], flops=sizes.batch * sizes.seq * sizes.dim)
     for i in range(sizes.layers):
         x = _attention(b, x, cos, f"layers.{i}.attention")
         x = _gated_mlp(b, x, f"layers.{i}.mlp")
@@ -271,12 +261,7 @@ def _attention(b: Builder, x: str, cos: str, path: str) -> str:
     v = _view(b, "b s h e -> b h s e", v)
     q = b.op("mul", "b (h g) s e, s e -> b (h g) s e", [q, cos], saves=[1], linear=[[0]])
     k = b.op("mul", "b h s e, s e -> b h s e", [k, cos], saves=[1], linear=[[0]])
-    y = b.op(
-        "attention",
-        "b (h g) s e!, b h t! e!, b h t! e! -> b (h g) s e!",
-        [q, k, v],
-        saves_result=True,
-    )
+    y = b.op("attention", "b (h g) s e!, b h t! e!, b h t! e! -> b (h g) s e!", [q, k, v], saves_result=True)
     y = _view(b, "b (h g) s e -> b s (h g) e", y)
     y = _view(b, "b s (h g) e -> b s (h g e)", y)
     weight = b.parameter(f"{path}.o.weight", "d (h g e)")

@@ -89,9 +89,7 @@ def test_where_a_first_plan_is_proven_no_other_start_leads_to_a_faster_one(
     assert any(proven)
 
 
-def test_layouts_that_are_known_to_be_slower_change_no_plan(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_layouts_that_are_known_to_be_slower_change_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step of a known plan is that of a little more memory, or of less."""
     graph = residual(6, Sizes(batch=16, width=64, hidden=256, vocab=64))
     asked = Request(WITH_HOST, mesh={"x": 2}, micro_batches=1)

@@ -132,10 +132,7 @@ def test_no_mesh_with_an_axis_that_splits_nothing_is_faster() -> None:
     assert best <= TOLERANCE * min(each.step_seconds for each in named)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "mesh"),
-    [(4, "dp=2,tp=2"), pytest.param(8, "a=2,b=2,c=2", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("ranks", "mesh"), [(4, "dp=2,tp=2"), pytest.param(8, "a=2,b=2,c=2", marks=pytest.mark.slow)])
 def test_no_mesh_on_which_single_ops_are_split_is_faster(ranks: int, mesh: str) -> None:
     """The embedding is split over some ranks and all else is repeated, which no recipe and so no estimate knows.
 
@@ -151,9 +148,7 @@ def test_no_mesh_on_which_single_ops_are_split_is_faster(ranks: int, mesh: str) 
 
 
 @pytest.mark.parametrize("update_bytes_per_second", [1e9, 1e7])
-def test_memory_is_never_slower_where_the_host_takes_parameters(
-    update_bytes_per_second: float,
-) -> None:
+def test_memory_is_never_slower_where_the_host_takes_parameters(update_bytes_per_second: float) -> None:
     """Twelve bounds, in equal ratios, from the least bytes that all on the device take down to a third of them."""
     host = Host(10**9, 1e9, 1e-6, update_bytes_per_second)
     request = Request(replace(TOY, host=host), ranks=1)
@@ -169,10 +164,7 @@ def test_memory_is_never_slower_where_the_host_takes_parameters(
 
 def test_more_memory_is_not_slower_where_all_communication_hides() -> None:
     graph = residual(2, Sizes(batch=4, width=64, hidden=64, vocab=2048))
-    software, hardware = (
-        replace(HIDING, hides=1.0, host_seconds=1e-8),
-        replace(MACHINE, memory_efficiency=1.0),
-    )
+    software, hardware = (replace(HIDING, hides=1.0, host_seconds=1e-8), replace(MACHINE, memory_efficiency=1.0))
     loose = price(graph, {"x": 2, "y": 2}, "auto", software=software, hardware=hardware)
     assert loose is not None
     bounds = [int(part * loose.peak_bytes) for part in (0.7, 0.8)]

@@ -64,9 +64,7 @@ def test_no_setting_that_fits_is_faster() -> None:
     free = found({"pp": 2}, micro_batches=None)
     every = []
     for schedule, m, recompute in itertools.product(
-        ("gpipe", "1f1b", "interleaved", "looped-bfs", "zb", "zbv", "dualpipev"),
-        (1, 2, 4, 8, 16, 32),
-        ("none", "full"),
+        ("gpipe", "1f1b", "interleaved", "looped-bfs", "zb", "zbv", "dualpipev"), (1, 2, 4, 8, 16, 32), ("none", "full")
     ):
         try:
             alone = found({"pp": 2}, schedule=schedule, micro_batches=m, recompute=recompute)
@@ -195,20 +193,12 @@ def test_recipes_name_the_schedule(recipe: Any, schedule: str, inside: Any) -> N
     ("options", "error", "words"),
     [
         ({"recipe": "1f1b", "schedule": "gpipe"}, RecipeError, "names the pipeline '1f1b'"),
-        (
-            {"schedule": "gpipipe"},
-            RecipeError,
-            "There is no schedule 'gpipipe' .did you mean gpipe..; choose",
-        ),
+        ({"schedule": "gpipipe"}, RecipeError, "There is no schedule 'gpipipe' .did you mean gpipe..; choose"),
         ({"recipe": "naive-pp", "micro_batches": 4}, RecipeError, "use gpipe"),
         ({"recipe": {"pp": "tp"}}, RecipeError, "There is no recipe 'tp' for the axis pp"),
         ({"micro_batches": 5}, SearchError, "A batch of 32 cannot be divided into 5 micro-batches"),
         ({"schedule": "1f1b", "micro_batches": 1}, PlanError, "there are 1 for 2 stages"),
-        (
-            {"schedule": "1f1b", "chunks": 2},
-            PlanError,
-            "runs 1 stage on each pipeline rank, but chunks=2",
-        ),
+        ({"schedule": "1f1b", "chunks": 2}, PlanError, "runs 1 stage on each pipeline rank, but chunks=2"),
         ({"schedule": "gpipe", "mesh": {"pp": 16}}, SearchError, "8 blocks, but 16 pipeline ranks"),
         ({"mesh": {"dp": 2}}, MeshError, "has no axis 'pp'"),
         ({"memory_bytes": 10**5}, SearchError, "No cuts into .* stages fit into 100 kB"),

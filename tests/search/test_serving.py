@@ -113,17 +113,12 @@ def test_fewer_servers_than_workers(twelve: Subject, mesh: str, inside: str, own
     assert twelve.compare(plan).passed
 
 
-def test_one_server_of_four_ranks_holds_all_states_and_the_bytes_are_a_mean_over_four(
-    twelve: Subject,
-) -> None:
+def test_one_server_of_four_ranks_holds_all_states_and_the_bytes_are_a_mean_over_four(twelve: Subject) -> None:
     """Of P bytes: the server sends P, worker 0 twice P (on, and back to it), and the two others 2 P (3 - 1) / 3 each.
 
     The broadcast and the reduce among three workers send 2 P (3 - 1) / 3 of each; there and back to the server P.
     """
-    graph, plan = (
-        twelve.prepared.analysis.graph,
-        planned(twelve, "ps=2,dp=3 of 4", "ps:serve,dp:ddp"),
-    )
+    graph, plan = (twelve.prepared.analysis.graph, planned(twelve, "ps=2,dp=3 of 4", "ps:serve,dp:ddp"))
     step = step_of(graph, plan, HARDWARE)
     assert isinstance(step, OwnedStep)
     bytes_ = 8 * sum(p.numel() for p in Towers().parameters())

@@ -27,10 +27,7 @@ def graph_of(layers: int, vocab: int = 64) -> Graph:
     return prepare_step(model, (tokens, tokens)).analysis.graph
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [pytest.param("dp:ddp,tp:tp", marks=pytest.mark.slow), "dp:zero3,tp:tp+sp", "auto"],
-)
+@pytest.mark.parametrize("recipe", [pytest.param("dp:ddp,tp:tp", marks=pytest.mark.slow), "dp:zero3,tp:tp+sp", "auto"])
 def test_three_layers_price_like_seven(recipe: str) -> None:
     whole = search_with_cost(graph_of(7), MESH, hardware=H100, recipe=recipe)
     short = replace(graph_of(3), stacks=(Stack("layers", 7, 3),))

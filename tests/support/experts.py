@@ -83,11 +83,7 @@ class Integers(nn.Module):
     def __init__(self, width: int = 8, inner: int = 16, experts: int = 4) -> None:
         super().__init__()
         importlib.import_module("transformers.integrations.moe")
-        shapes = {
-            "first": (width, width),
-            "up": (experts, width, inner),
-            "down": (experts, inner, width),
-        }
+        shapes = {"first": (width, width), "up": (experts, width, inner), "down": (experts, inner, width)}
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.randint(-2, 3, shape).float()))
 

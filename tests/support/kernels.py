@@ -214,41 +214,19 @@ B, L, G, R, D = 2, 6, 2, 2, 4  # batch, positions, groups, heads of a group, wid
 H = G * R
 STATE = rand(B, L, H, D), rand(B, L, H, D), rand(B, L, H, 6), -share(B, L, H), share(B, L, H)
 HALF_LOG = ((B, H, L), torch.float32), ((2,), torch.int64)
-FLASH = (
-    (3, 0.0),
-    (4, None),
-    (5, True),
-    (6, (-1, -1)),
-    (7, 0.0),
-    (8, None),
-    (9, False),
-    (10, False),
-)
+FLASH = ((3, 0.0), (4, None), (5, True), (6, (-1, -1)), (7, 0.0), (8, None), (9, False), (10, False))
 NORM = rand(B, L, 8), rand(8), rand(8)
 ROWS_OF_NORM = ((B * L,), torch.float32)
 
 KERNELS = {
     "apex.normalization.fused_layer_norm.FusedLayerNormAffineFunction": Kernel(
-        apex_layer_norm,
-        NORM,
-        "b0 b1",
-        "x0 x1 x2",
-        (ROWS_OF_NORM, ROWS_OF_NORM),
-        ((3, (8,)), (4, 1e-5), (5, False)),
+        apex_layer_norm, NORM, "b0 b1", "x0 x1 x2", (ROWS_OF_NORM, ROWS_OF_NORM), ((3, (8,)), (4, 1e-5), (5, False))
     ),
     "apex.normalization.fused_layer_norm.FusedRMSNormAffineFunction": Kernel(
-        apex_rms_norm,
-        NORM[:2],
-        "b0 b1",
-        "x0 x1",
-        (ROWS_OF_NORM,),
-        ((2, (8,)), (3, 1e-5), (4, False)),
+        apex_rms_norm, NORM[:2], "b0 b1", "x0 x1", (ROWS_OF_NORM,), ((2, (8,)), (3, 1e-5), (4, False))
     ),
     "causal_conv1d.causal_conv1d_interface.CausalConv1dFn": Kernel(
-        convolve,
-        (rand(B, 4, L), rand(4, 3), rand(4)),
-        "b d",
-        "x0 x1 x2",
+        convolve, (rand(B, 4, L), rand(4, 3), rand(4)), "b d", "x0 x1 x2"
     ),
     "fla.ops.delta_rule.chunk.ChunkDeltaRuleFunction": Kernel(
         delta_rule,
@@ -259,36 +237,16 @@ KERNELS = {
         ((4, 1.0), (5, None), (6, False)),
     ),
     "fla.ops.gated_delta_rule.chunk.ChunkGatedDeltaRuleFunction": Kernel(
-        gated_delta_rule,
-        STATE,
-        "b h",
-        "x0 x1 x2 x3 x4",
-        (((B, L, H, 64), torch.float64),),
-        ((5, 1.0),),
+        gated_delta_rule, STATE, "b h", "x0 x1 x2 x3 x4", (((B, L, H, 64), torch.float64),), ((5, 1.0),)
     ),
     "fla.ops.gla.chunk.ChunkGLAFunction": Kernel(
-        gla,
-        (*STATE[:3], -share(B, L, H, D)),
-        "b h",
-        "x0 x1 x2 x3",
-        (((B, L, H, D), torch.float32),),
-        ((4, 1.0),),
+        gla, (*STATE[:3], -share(B, L, H, D)), "b h", "x0 x1 x2 x3", (((B, L, H, D), torch.float32),), ((4, 1.0),)
     ),
     "fla.ops.simple_gla.chunk.ChunkSimpleGLAFunction": Kernel(
-        simple_gla,
-        STATE[:4],
-        "b h",
-        "x0 x1 x2 x3",
-        (((B, L, H), torch.float32),),
-        ((4, 1.0),),
+        simple_gla, STATE[:4], "b h", "x0 x1 x2 x3", (((B, L, H), torch.float32),), ((4, 1.0),)
     ),
     "flash_attn.flash_attn_interface.FlashAttnFunc": Kernel(
-        attend,
-        (rand(B, L, H, D), rand(B, L, G, D), rand(B, L, G, D)),
-        "b g",
-        "x0 x1 x2 y0",
-        HALF_LOG,
-        FLASH,
+        attend, (rand(B, L, H, D), rand(B, L, G, D), rand(B, L, G, D)), "b g", "x0 x1 x2 y0", HALF_LOG, FLASH
     ),
     "flash_attn.flash_attn_interface.FlashAttnKVPackedFunc": Kernel(
         attend_kv,
@@ -299,56 +257,27 @@ KERNELS = {
         tuple((i - 1, value) for i, value in FLASH),
     ),
     "flash_attn.flash_attn_interface.FlashAttnQKVPackedFunc": Kernel(
-        attend_qkv,
-        (rand(B, L, 3, H, D),),
-        "b h",
-        "x0 y0",
-        HALF_LOG,
-        tuple((i - 2, value) for i, value in FLASH),
+        attend_qkv, (rand(B, L, 3, H, D),), "b h", "x0 y0", HALF_LOG, tuple((i - 2, value) for i, value in FLASH)
     ),
     "flash_attn.flash_attn_interface.FlashAttnVarlenFunc": Kernel(
         attend_varlen,
-        (
-            rand(L, H, D),
-            rand(L, G, D),
-            rand(L, G, D),
-            torch.tensor([0, 4, 6]),
-            torch.tensor([0, 4, 6]),
-        ),
+        (rand(L, H, D), rand(L, G, D), rand(L, G, D), torch.tensor([0, 4, 6]), torch.tensor([0, 4, 6])),
         "g",
         "x0 x1 x2 x3 x4 y0",
         (((H, L), torch.float32), HALF_LOG[1]),
         ((5, 4), (6, 4), (7, 0.0)),
     ),
     "flash_attn.layers.rotary.ApplyRotaryEmb": Kernel(
-        rotary,
-        (rand(B, L, H, D), rand(8, 2), rand(8, 2)),
-        "b h",
-        "x1 x2",
-        (),
-        ((3, False), (4, False)),
+        rotary, (rand(B, L, H, D), rand(8, 2), rand(8, 2)), "b h", "x1 x2", (), ((3, False), (4, False))
     ),
     "flash_attn.ops.activations.SwiGLUFunction": Kernel(
-        lambda x, y: F.silu(x) * y,
-        (rand(B, L, 8), rand(B, L, 8)),
-        "b0 b1 b2",
-        "x0 x1",
+        lambda x, y: F.silu(x) * y, (rand(B, L, 8), rand(B, L, 8)), "b0 b1 b2", "x0 x1"
     ),
     "flash_attn.ops.triton.cross_entropy.CrossEntropyLoss": Kernel(
-        losses,
-        (rand(L, 10), ids(10, L)),
-        "b",
-        "x0 x1",
-        (((L,), torch.float32),),
-        ((2, 0.0),),
+        losses, (rand(L, 10), ids(10, L)), "b", "x0 x1", (((L,), torch.float32),), ((2, 0.0),)
     ),
     "liger_kernel.ops.fused_add_rms_norm.LigerFusedAddRMSNormFunction": Kernel(
-        add_rms_norm,
-        (rand(B, L, 8), rand(B, L, 8), rand(8)),
-        "b0 b1",
-        "y1 x2",
-        (ROWS_OF_NORM,),
-        ((3, 1e-6),),
+        add_rms_norm, (rand(B, L, 8), rand(B, L, 8), rand(8)), "b0 b1", "y1 x2", (ROWS_OF_NORM,), ((3, 1e-6),)
     ),
     "liger_kernel.ops.fused_linear_cross_entropy.LigerFusedLinearCrossEntropyFunction": Kernel(
         linear_loss,
@@ -359,57 +288,24 @@ KERNELS = {
         ((3, None), (4, None), (5, -100), (6, 0.0), (7, 0.0), (8, "sum")),
     ),
     "liger_kernel.ops.geglu.LigerGELUMulFunction": Kernel(
-        lambda x, y: F.gelu(x, approximate="tanh") * y,
-        (rand(B, L, 8), rand(B, L, 8)),
-        "b0 b1 b2",
-        "x0 x1",
+        lambda x, y: F.gelu(x, approximate="tanh") * y, (rand(B, L, 8), rand(B, L, 8)), "b0 b1 b2", "x0 x1"
     ),
     "liger_kernel.ops.layer_norm.LigerLayerNormFunction": Kernel(
-        layer_norm,
-        NORM,
-        "b0 b1",
-        "x0 x1 x2",
-        (ROWS_OF_NORM, ROWS_OF_NORM),
-        ((3, 1e-5),),
+        layer_norm, NORM, "b0 b1", "x0 x1 x2", (ROWS_OF_NORM, ROWS_OF_NORM), ((3, 1e-5),)
     ),
     "liger_kernel.ops.rms_norm.LigerRMSNormFunction": Kernel(
-        rms_norm,
-        NORM[:2],
-        "b0 b1",
-        "x0 x1",
-        (ROWS_OF_NORM,),
-        ((2, 1e-6), (3, 0.0), (4, "llama"), (5, True)),
+        rms_norm, NORM[:2], "b0 b1", "x0 x1", (ROWS_OF_NORM,), ((2, 1e-6), (3, 0.0), (4, "llama"), (5, True))
     ),
     "liger_kernel.ops.rope.LigerRopeFunction": Kernel(
-        rope,
-        (rand(B, H, L, D), rand(B, G, L, D), rand(1, L, D), rand(1, L, D)),
-        "b g l",
-        "x2 x3",
+        rope, (rand(B, H, L, D), rand(B, G, L, D), rand(1, L, D), rand(1, L, D)), "b g l", "x2 x3"
     ),
-    "liger_kernel.ops.softmax.LigerSoftmaxFunction": Kernel(
-        lambda x: x.softmax(-1),
-        (rand(B, L, 8),),
-        "b0 b1",
-        "y0",
-    ),
+    "liger_kernel.ops.softmax.LigerSoftmaxFunction": Kernel(lambda x: x.softmax(-1), (rand(B, L, 8),), "b0 b1", "y0"),
     "liger_kernel.ops.swiglu.LigerSiLUMulFunction": Kernel(
-        lambda x, y: F.silu(x) * y,
-        (rand(B, L, 8), rand(B, L, 8)),
-        "b0 b1 b2",
-        "x0 x1",
+        lambda x, y: F.silu(x) * y, (rand(B, L, 8), rand(B, L, 8)), "b0 b1 b2", "x0 x1"
     ),
     "mamba_ssm.ops.selective_scan_interface.SelectiveScanFn": Kernel(
         selective_scan,
-        (
-            rand(B, 4, L),
-            rand(B, 4, L),
-            -share(4, 3),
-            rand(B, 3, L),
-            rand(B, 3, L),
-            rand(4),
-            rand(B, 4, L),
-            rand(4),
-        ),
+        (rand(B, 4, L), rand(B, 4, L), -share(4, 3), rand(B, 3, L), rand(B, 3, L), rand(4), rand(B, 4, L), rand(4)),
         "b d",
         "x0 x1 x2 x3 x4 x5 x6 x7",
         (((B, 4, 1, 6), torch.float32), ((B, 4, L), torch.float64)),
@@ -424,12 +320,7 @@ KERNELS = {
         ((5, 3),),
     ),
     "unsloth.kernels.rms_layernorm.Fast_RMS_Layernorm": Kernel(
-        rms_norm,
-        NORM[:2],
-        "b0 b1",
-        "x0 x1",
-        (ROWS_OF_NORM,),
-        ((2, 1e-6), (3, False)),
+        rms_norm, NORM[:2], "b0 b1", "x0 x1", (ROWS_OF_NORM,), ((2, 1e-6), (3, False))
     ),
     "xformers.ops.fmha._fMHA": Kernel(
         attend_memory_efficient,

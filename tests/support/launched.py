@@ -73,12 +73,7 @@ def launch(script: Path, *, ranks: int, timeout_seconds: float, interrupt_at: st
     }
     start = time.monotonic()
     launcher = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment,
-        start_new_session=True,
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
     )
     ended = threading.Event()
     timer = threading.Timer(timeout_seconds, _end, (launcher, ended))

@@ -177,16 +177,10 @@ KINDS = {
     "numpy draw": Script(NoisyByNumpy, line="np.random.rand()", cause="draws from Python's or numpy's random numbers"),
     "generator of numpy": Script(NoisyByGenerator, line="uniform()", cause="reads the Generator model.source"),
     "list that forward grows": Script(
-        Recording,
-        wrote=lambda m: [x.item() for x in m.means],
-        line="self.means.append",
-        cause="changes model.means",
+        Recording, wrote=lambda m: [x.item() for x in m.means], line="self.means.append", cause="changes model.means"
     ),
     "tensor that forward keeps": Script(
-        Remembering,
-        wrote=lambda m: m.last.tolist(),
-        line="self.last = out",
-        cause="sets model.last",
+        Remembering, wrote=lambda m: m.last.tolist(), line="self.last = out", cause="sets model.last"
     ),
     "forward hook that keeps a tensor": Script(
         Hooked, wrote=lambda m: m.stored["out"].tolist(), line="def keep", cause="changes store of"

@@ -351,8 +351,7 @@ OBJECTS = {
     "thread-local value": Script(reading(lambda m: LOCAL.scale), between=lambda m, i: setattr(LOCAL, "scale", 1.0 + i)),
     "context variable": Script(reading(lambda m: CONTEXT.get()), between=lambda m, i: CONTEXT.set(1.0 + i)),
     "attribute of an enum": Script(
-        reading(lambda m: m.mode.scale, mode=Mode.SOFT),
-        between=lambda m, i: setattr(Mode.SOFT, "scale", 1.0 + i),
+        reading(lambda m: m.mode.scale, mode=Mode.SOFT), between=lambda m, i: setattr(Mode.SOFT, "scale", 1.0 + i)
     ),
     "frozen dataclass replaced": Script(
         reading(lambda m: m.config.scale, config=Config()),
@@ -367,12 +366,10 @@ OBJECTS = {
         between=lambda m, i: BOTTOM.update(scale=1.0 + i),
     ),
     "operators of an object": Script(
-        lambda: Reading(lambda m: float(m.by), by=Factor()),
-        between=lambda m, i: setattr(m.by, "scale", 1.0 + i),
+        lambda: Reading(lambda m: float(m.by), by=Factor()), between=lambda m, i: setattr(m.by, "scale", 1.0 + i)
     ),
     "iterable object": Script(
-        reading(lambda m: sum(m.chain), chain=Chain()),
-        between=lambda m, i: setattr(m.chain, "count", 1 + i),
+        reading(lambda m: sum(m.chain), chain=Chain()), between=lambda m, i: setattr(m.chain, "count", 1 + i)
     ),
     "property of a class": Script(
         reading(lambda m: Meter.scale), between=lambda m, i: setattr(Meter, "state", 1.0 + i)

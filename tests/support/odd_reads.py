@@ -235,9 +235,7 @@ ALIASED = [1.0]
 
 READS = {
     "dataclass": Script(
-        lambda: Reading(lambda m: m.o.scale, o=Options()),
-        squares,
-        lambda m, i: setattr(m.o, "scale", 1.0 + i // 2),
+        lambda: Reading(lambda m: m.o.scale, o=Options()), squares, lambda m, i: setattr(m.o, "scale", 1.0 + i // 2)
     ),
     "nested object": Script(
         lambda: Reading(lambda m: m.o.nested.scale, o=Options(nested=Options())),
@@ -245,97 +243,51 @@ READS = {
         lambda m, i: setattr(m.o.nested, "scale", 1.0 + i // 2),
     ),
     "slots": Script(
-        lambda: Reading(lambda m: m.o.scale, o=Slotted()),
-        squares,
-        lambda m, i: setattr(m.o, "scale", 1.0 + i // 2),
+        lambda: Reading(lambda m: m.o.scale, o=Slotted()), squares, lambda m, i: setattr(m.o, "scale", 1.0 + i // 2)
     ),
     "class attribute": Script(OnClass, squares, put(OnClass)),
     "class attribute shadowed": Script(OnClass, squares, put(None)),
-    "attribute that appears": Script(
-        Probing,
-        squares,
-        lambda m, i: setattr(m, "extra", 2.0) if i == 2 else None,
-    ),
+    "attribute that appears": Script(Probing, squares, lambda m, i: setattr(m, "extra", 2.0) if i == 2 else None),
     "enum": Script(
         lambda: Reading(lambda m: 2.0 if m.kind is Kind.HARD else 1.0),
         squares,
         swap("kind", [Kind.SOFT, Kind.HARD, Kind.SOFT]),
     ),
     "string mode": Script(
-        lambda: Reading(lambda m: 2.0 if m.mode == "hard" else 1.0),
-        squares,
-        swap("mode", ["soft", "hard", "soft"]),
+        lambda: Reading(lambda m: 2.0 if m.mode == "hard" else 1.0), squares, swap("mode", ["soft", "hard", "soft"])
     ),
-    "bool flag": Script(
-        lambda: Reading(lambda m: 2.0 if m.flag else 1.0),
-        squares,
-        swap("flag", [True, False, True]),
-    ),
-    "None to number": Script(
-        lambda: Reading(lambda m: m.maybe or 1.0),
-        squares,
-        swap("maybe", [None, 2.0, None]),
-    ),
-    "tuple": Script(
-        lambda: Reading(lambda m: m.pair[1]),
-        squares,
-        swap("pair", [(1.0, 2.0), (1.0, 3.0), (1.0, 2.0)]),
-    ),
+    "bool flag": Script(lambda: Reading(lambda m: 2.0 if m.flag else 1.0), squares, swap("flag", [True, False, True])),
+    "None to number": Script(lambda: Reading(lambda m: m.maybe or 1.0), squares, swap("maybe", [None, 2.0, None])),
+    "tuple": Script(lambda: Reading(lambda m: m.pair[1]), squares, swap("pair", [(1.0, 2.0), (1.0, 3.0), (1.0, 2.0)])),
     "dict entry": Script(
-        lambda: Reading(lambda m: m.table["s"], table={"s": 1.0}),
-        squares,
-        entry(lambda m: m.table, "s"),
+        lambda: Reading(lambda m: m.table["s"], table={"s": 1.0}), squares, entry(lambda m: m.table, "s")
     ),
     "dict iteration": Script(
         lambda: Reading(lambda m: sum(m.table.values()), table={"s": 1.0}),
         squares,
         lambda m, i: m.table.setdefault(str(i // 2), 0.5),
     ),
-    "set": Script(
-        lambda: Reading(lambda m: float(len(m.seen)), seen={0}),
-        squares,
-        lambda m, i: m.seen.add(i // 2),
-    ),
+    "set": Script(lambda: Reading(lambda m: float(len(m.seen)), seen={0}), squares, lambda m, i: m.seen.add(i // 2)),
     "list of lists": Script(
-        lambda: Reading(lambda m: m.rows[0][0], rows=[[1.0]]),
-        squares,
-        entry(lambda m: m.rows[0], 0),
+        lambda: Reading(lambda m: m.rows[0][0], rows=[[1.0]]), squares, entry(lambda m: m.rows[0], 0)
     ),
     "nested global table": Script(
-        lambda: Reading(lambda m: TABLE["a"]["b"][0]),
-        squares,
-        entry(lambda m: TABLE["a"]["b"], 0),
+        lambda: Reading(lambda m: TABLE["a"]["b"][0]), squares, entry(lambda m: TABLE["a"]["b"], 0)
     ),
-    "deque": Script(
-        lambda: Reading(lambda m: sum(QUEUE)),
-        squares,
-        lambda m, i: QUEUE.extend((1.0, 1.0 + i // 2)),
-    ),
-    "numpy array": Script(
-        lambda: Reading(lambda m: float(m.a[0]), a=np.ones(2)),
-        squares,
-        entry(lambda m: m.a, 0),
-    ),
+    "deque": Script(lambda: Reading(lambda m: sum(QUEUE)), squares, lambda m, i: QUEUE.extend((1.0, 1.0 + i // 2))),
+    "numpy array": Script(lambda: Reading(lambda m: float(m.a[0]), a=np.ones(2)), squares, entry(lambda m: m.a, 0)),
     "numpy number": Script(
-        lambda: Reading(lambda m: float(m.a)),
-        squares,
-        swap("a", [np.float64(1), np.float64(2), np.float64(1)]),
+        lambda: Reading(lambda m: float(m.a)), squares, swap("a", [np.float64(1), np.float64(2), np.float64(1)])
     ),
     "list alias": Script(lambda: Reading(lambda m: m.factors[0]), squares, alias),
     "tensors in a list": Script(
-        lambda: Reading(lambda m: m.ts[0], ts=[torch.tensor(1.0)]),
-        squares,
-        lambda m, i: m.ts[0].fill_(1.0 + i // 2),
+        lambda: Reading(lambda m: m.ts[0], ts=[torch.tensor(1.0)]), squares, lambda m, i: m.ts[0].fill_(1.0 + i // 2)
     ),
     "tensor replaced in a dict": Script(
-        lambda: Reading(lambda m: m.ts["a"], ts={}),
-        squares,
-        lambda m, i: m.ts.update(a=torch.tensor(1.0 + i // 2)),
+        lambda: Reading(lambda m: m.ts["a"], ts={}), squares, lambda m, i: m.ts.update(a=torch.tensor(1.0 + i // 2))
     ),
     "function attribute of the model": Script(
-        lambda: Reading(lambda m: 1.0),
-        squares,
-        swap("factor", [lambda m: 1.0, lambda m: 2.0, lambda m: 3.0]),
+        lambda: Reading(lambda m: 1.0), squares, swap("factor", [lambda m: 1.0, lambda m: 2.0, lambda m: 3.0])
     ),
     "activation": Script(
         lambda: Reading(lambda m: m.act(torch.ones((), dtype=torch.float64))),
@@ -352,26 +304,16 @@ READS = {
     "loss object": Script(Scaled, weighted, put(weighted)),
     "method of an object": Script(Scaled, weighted_method.method, put(weighted_method)),
     "nonlocal of the loss": Script(Scaled, loss_in_cell, between_cell),
-    "functools.partial": Script(
-        Scaled,
-        functools.partial(partial_loss, options=partial_options),
-        put(None, "unread"),
-    ),
+    "functools.partial": Script(Scaled, functools.partial(partial_loss, options=partial_options), put(None, "unread")),
     "entry of a partial's argument": Script(
-        Scaled,
-        functools.partial(partial_loss, options=partial_options),
-        entry(lambda m: partial_options, "scale"),
+        Scaled, functools.partial(partial_loss, options=partial_options), entry(lambda m: partial_options, "scale")
     ),
     "frozen parameters": Script(Scaled, squares, freeze),
     "train and eval": Script(
-        lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)),
-        squares,
-        lambda m, i: m.train(i != 2),
+        lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)), squares, lambda m, i: m.train(i != 2)
     ),
     "eval of one layer": Script(
-        lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)),
-        squares,
-        lambda m, i: m[0].train(i != 2),
+        lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)), squares, lambda m, i: m[0].train(i != 2)
     ),
     "eps": Script(
         lambda: nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 3)),

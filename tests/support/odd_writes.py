@@ -189,36 +189,20 @@ WRITES = {
         cause="changes the global CACHE",
     ),
     "global counter": Script(
-        GlobalCounter,
-        between=forget,
-        wrote=lambda m: COUNT,
-        line="COUNT += 1",
-        cause="changes the global COUNT",
+        GlobalCounter, between=forget, wrote=lambda m: COUNT, line="COUNT += 1", cause="changes the global COUNT"
     ),
     "attribute of an object": Script(
-        IntoObject,
-        wrote=lambda m: m.box.scale.item(),
-        line="self.box.scale",
-        cause="changes model.box.scale",
+        IntoObject, wrote=lambda m: m.box.scale.item(), line="self.box.scale", cause="changes model.box.scale"
     ),
     "new attribute of an object": Script(
-        IntoNewAttribute,
-        wrote=lambda m: m.box.mean.item(),
-        line="self.box.mean",
-        cause="changes model.box.mean",
+        IntoNewAttribute, wrote=lambda m: m.box.mean.item(), line="self.box.mean", cause="changes model.box.mean"
     ),
     "cached property of an object": Script(IntoProperty, wrote=lambda m: m.box.scale.item()),
     "attribute of a submodule": Script(
-        IntoSubmodule,
-        wrote=lambda m: m.body.seen.tolist(),
-        line="self.body.seen",
-        cause="sets model.body.seen",
+        IntoSubmodule, wrote=lambda m: m.body.seen.tolist(), line="self.body.seen", cause="sets model.body.seen"
     ),
     "deleted attribute": Script(
-        Deleting,
-        wrote=lambda m: hasattr(m, "first"),
-        line="del self.first",
-        cause="deletes model.first",
+        Deleting, wrote=lambda m: hasattr(m, "first"), line="del self.first", cause="deletes model.first"
     ),
     "list iterator": Script(
         Yielding,

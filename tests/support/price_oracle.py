@@ -24,16 +24,7 @@ from autopar.cost_model.flow import Flow
 from autopar.cost_model.machines.hardware import Hardware
 from autopar.cost_model.memory import ParameterBytes, keeps, parameter_bytes
 from autopar.cost_model.sizes import Sizes
-from autopar.ir import (
-    Graph,
-    Labels,
-    Layout,
-    Op,
-    ParameterPlan,
-    Plan,
-    Tensor,
-    steps,
-)
+from autopar.ir import Graph, Labels, Layout, Op, ParameterPlan, Plan, Tensor, steps
 
 
 @dataclass(frozen=True)
@@ -96,13 +87,7 @@ def per_step_seconds(
 
 
 def use_seconds(
-    tensor: Tensor,
-    resident: Layout,
-    target: Layout,
-    saved: bool,
-    *,
-    sizes: Sizes,
-    hardware: Hardware,
+    tensor: Tensor, resident: Layout, target: Layout, saved: bool, *, sizes: Sizes, hardware: Hardware
 ) -> float:
     """Seconds to convert a parameter from its resident layout to the layout of a use, and its gradient back.
 
@@ -136,13 +121,7 @@ class _Pricer:
     def compute_seconds(self) -> float:
         return sum(
             self.count(op.name)
-            * op_seconds(
-                op,
-                self.plan.ops[op.name],
-                self.graph.tensors,
-                sizes=self.sizes,
-                hardware=self.hardware,
-            ).total
+            * op_seconds(op, self.plan.ops[op.name], self.graph.tensors, sizes=self.sizes, hardware=self.hardware).total
             for op in self.graph.ops
         )
 
@@ -162,14 +141,7 @@ class _Pricer:
             tensor, source = self.graph.tensors[name], produced[name]
             for target in targets:
                 if name in parameters:
-                    cost = use_seconds(
-                        tensor,
-                        source,
-                        target,
-                        name in kept,
-                        sizes=self.sizes,
-                        hardware=self.hardware,
-                    )
+                    cost = use_seconds(tensor, source, target, name in kept, sizes=self.sizes, hardware=self.hardware)
                 else:
                     cost = self._convert(tensor, source, target).total
                 seconds[name in parameters] += self.count(name) * cost
@@ -211,20 +183,10 @@ def own_seconds(op: Op, labels: Labels, *, sizes: Sizes, hardware: Hardware) -> 
         link, ranks = hardware.link(sizes.mesh, axis), sizes.axis(axis)
         if name:
             forward += collective_seconds(
-                name,
-                before_bytes=before,
-                after_bytes=after,
-                ranks=ranks,
-                link=link,
-                hardware=hardware,
+                name, before_bytes=before, after_bytes=after, ranks=ranks, link=link, hardware=hardware
             )
         if back:
             backward += collective_seconds(
-                back,
-                before_bytes=after,
-                after_bytes=before,
-                ranks=ranks,
-                link=link,
-                hardware=hardware,
+                back, before_bytes=after, after_bytes=before, ranks=ranks, link=link, hardware=hardware
             )
     return Seconds(forward, backward)

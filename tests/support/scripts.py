@@ -85,11 +85,7 @@ def _backed(function: Any, options: Mapping[str, Any]) -> Any:
     return torch.compile(function, backend="autopar", options=dict(options))
 
 
-DOORS = {
-    "compile": by_compile,
-    "backend": by_backend,
-    "backend with the loss": by_backend_with_loss,
-}
+DOORS = {"compile": by_compile, "backend": by_backend, "backend with the loss": by_backend_with_loss}
 
 
 def trained(model: nn.Module, step: Step, between: Between) -> list[float]:

@@ -12,12 +12,7 @@ from autopar.pipeline.stage_costs import StageTables
 
 
 def costs_of_stages(
-    graph: Graph,
-    plan: Plan,
-    hardware: Hardware,
-    *,
-    training_state: TrainingState = FULL,
-    software: Software = AUTOPAR,
+    graph: Graph, plan: Plan, hardware: Hardware, *, training_state: TrainingState = FULL, software: Software = AUTOPAR
 ) -> tuple[StageCosts, ...]:
     """The costs of the stages of a plan; a plan without a pipeline has one stage."""
     cuts = plan.pipeline.cuts if plan.pipeline else ()

@@ -54,13 +54,7 @@ def with_stages(
 ) -> Plan:
     """A plan for the mesh of one stage, with a pipeline added."""
     plan = make_plan(
-        prepared,
-        Request(
-            find_hardware("cpu-gloo"),
-            mesh=mesh or {"dp": 1},
-            recipe=recipe,
-            micro_batches=micro_batches,
-        ),
+        prepared, Request(find_hardware("cpu-gloo"), mesh=mesh or {"dp": 1}, recipe=recipe, micro_batches=micro_batches)
     )
     return replace(plan, pipeline=pipeline)
 

@@ -53,19 +53,8 @@ def memory() -> Breakdown:
             leaf("parameters", "bytes", 0.251e9, 4 * parameters / (dp * tp)),
             leaf("gradients", "bytes", 0.251e9, 4 * parameters / (dp * tp)),
             leaf("optimizer state", "bytes", 0.502e9, 8 * parameters / (dp * tp), "Adam, two moments"),
-            whole(
-                "saved activations",
-                "bytes",
-                saved,
-                "kept for backward, all micro-batches in flight",
-            ),
-            leaf(
-                "gathered parameters",
-                "bytes",
-                1.34e9,
-                2 * parameters / tp,
-                "transient, at the peak",
-            ),
+            whole("saved activations", "bytes", saved, "kept for backward, all micro-batches in flight"),
+            leaf("gathered parameters", "bytes", 1.34e9, 2 * parameters / tp, "transient, at the peak"),
             leaf("collective buffers", "bytes", 0.42e9, batch * seq * hidden, "transient"),
             leaf("reserved", "bytes", 2.2e9, sympy.Integer(2200000000), "CUDA context and NCCL"),
         ],
@@ -118,12 +107,7 @@ def _layer(found: list[Event], now: float, direction: str, factor: float) -> flo
 def time() -> Breakdown:
     times = MICRO_BATCHES * LAYERS
     compute = [
-        leaf(
-            f"aten.{name}",
-            "seconds",
-            3 * seconds * times,
-            6 * batch * seq * hidden**2 / (dp * tp * peak_flops),
-        )
+        leaf(f"aten.{name}", "seconds", 3 * seconds * times, 6 * batch * seq * hidden**2 / (dp * tp * peak_flops))
         for name, seconds, _, _ in OPS
     ]
     moved = 2 * times * sum(seconds for *_, seconds in OPS)
@@ -149,18 +133,13 @@ def time() -> Breakdown:
 
 def traffic() -> Breakdown:
     times = 2 * MICRO_BATCHES * LAYERS
-    over_tp = [
-        leaf("all_gather x", "bytes", 2 * 58.7e6 * times),
-        leaf("reduce_scatter x", "bytes", 2 * 58.7e6 * times),
-    ]
+    over_tp = [leaf("all_gather x", "bytes", 2 * 58.7e6 * times), leaf("reduce_scatter x", "bytes", 2 * 58.7e6 * times)]
     over_dp = [
         leaf("all_gather parameters", "bytes", 0.436e9 * times / 16),
         leaf("reduce_scatter gradients", "bytes", 2.0e9),
     ]
     return whole(
-        "traffic",
-        "bytes",
-        [whole("over tp", "bytes", over_tp, "NVLink"), whole("over dp", "bytes", over_dp, "NIC")],
+        "traffic", "bytes", [whole("over tp", "bytes", over_tp, "NVLink"), whole("over dp", "bytes", over_dp, "NIC")]
     )
 
 
@@ -195,32 +174,10 @@ def candidates() -> tuple[Candidate, ...]:
             True,
             why_not="gathers cross nodes for every micro-batch",
         ),
+        Candidate("dp=8,tp=8,pp=2 1f1b", seconds * 1.12, 42.7e9, 61e9, "bubble", True, why_not="bubble of 11 %"),
+        Candidate("dp=8,tp=16 zero1", seconds * 1.94, 34.1e9, 420e9, "tp", True, why_not="tp crosses nodes"),
         Candidate(
-            "dp=8,tp=8,pp=2 1f1b",
-            seconds * 1.12,
-            42.7e9,
-            61e9,
-            "bubble",
-            True,
-            why_not="bubble of 11 %",
-        ),
-        Candidate(
-            "dp=8,tp=16 zero1",
-            seconds * 1.94,
-            34.1e9,
-            420e9,
-            "tp",
-            True,
-            why_not="tp crosses nodes",
-        ),
-        Candidate(
-            "dp=128 ddp",
-            seconds * 0.97,
-            171.5e9,
-            32e9,
-            "compute",
-            False,
-            why_not="needs 91.5 GB more than there is",
+            "dp=128 ddp", seconds * 0.97, 171.5e9, 32e9, "compute", False, why_not="needs 91.5 GB more than there is"
         ),
     )
 
@@ -276,12 +233,7 @@ def block() -> tuple[BlockNode, ...]:
         BlockNode("add_1", "aten.add", attention, split("heads"), 22e-6, ("mul_1", "cat_1")),
         BlockNode("mul_2", "aten.mul", attention, split("kv_heads"), 6e-6, ("k", "cos")),
         BlockNode(
-            "sdpa",
-            "aten.scaled_dot_product_attention",
-            attention,
-            split("heads"),
-            690e-6,
-            ("add_1", "mul_2", "v"),
+            "sdpa", "aten.scaled_dot_product_attention", attention, split("heads"), 690e-6, ("add_1", "mul_2", "v")
         ),
         linear("o", "self_attn.o_proj", "sdpa", "heads", 412e-6, gathered=False),
         BlockNode("add_2", "aten.add", "layers.*", rows, 61e-6, ("x", "o"), (scatter("o"),)),

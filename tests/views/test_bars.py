@@ -51,14 +51,7 @@ def test_time_of_which_something_is_hidden():
 
 
 def test_nothing_at_all():
-    assert lines(memory_bar(cost("bytes"), 80e9))[-1].split() == [
-        "██",
-        "all",
-        "0",
-        "bytes",
-        "0.0",
-        "%",
-    ]
+    assert lines(memory_bar(cost("bytes"), 80e9))[-1].split() == ["██", "all", "0", "bytes", "0.0", "%"]
 
 
 def test_cells_add_up_at_every_width():

@@ -6,12 +6,7 @@ from autopar.views import lanes
 
 
 def test_what_overlaps_gets_a_row_of_its_own():
-    events = [
-        Event("dp", "a", 0, 4),
-        Event("dp", "b", 1, 2),
-        Event("compute", "c", 2, 1),
-        Event("dp", "d", 4, 1),
-    ]
+    events = [Event("dp", "a", 0, 4), Event("dp", "b", 1, 2), Event("compute", "c", 2, 1), Event("dp", "d", 4, 1)]
     assert [(row.name, [e.name for e in row.events]) for row in lanes.rows(events)] == [
         ("compute", ["c"]),
         ("dp", ["a", "d"]),

@@ -23,10 +23,7 @@ def test_long_edges_bend_in_every_layer_and_run_straight():
 
 def test_sources_stand_right_above_what_they_feed():
     edges = [("a", "b"), ("b", "c"), ("w", "c")]
-    assert place(dict.fromkeys("abwc", 9.0), edges, gap=1, bend=1).layers[1] in (
-        ("b", "w"),
-        ("w", "b"),
-    )
+    assert place(dict.fromkeys("abwc", 9.0), edges, gap=1, bend=1).layers[1] in (("b", "w"), ("w", "b"))
 
 
 def test_nothing():

@@ -9,34 +9,16 @@ from tests.views import sample
 
 
 def test_a_small_trace():
-    events = [
-        Event("tp", "all_gather", 1e-3, 2e-6, {"bytes": 64}),
-        Event("compute", "linear", 0, 1e-3),
-    ]
+    events = [Event("tp", "all_gather", 1e-3, 2e-6, {"bytes": 64}), Event("compute", "linear", 0, 1e-3)]
     assert to_trace(events) == {
         "displayTimeUnit": "ms",
         "traceEvents": [
-            {
-                "ph": "M",
-                "name": "process_name",
-                "pid": 0,
-                "tid": 0,
-                "args": {"name": "predicted step"},
-            },
+            {"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "args": {"name": "predicted step"}},
             {"ph": "M", "name": "thread_name", "pid": 0, "tid": 0, "args": {"name": "compute"}},
             {"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": 0, "args": {"sort_index": 0}},
             {"ph": "M", "name": "thread_name", "pid": 0, "tid": 1, "args": {"name": "tp"}},
             {"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": 1, "args": {"sort_index": 1}},
-            {
-                "ph": "X",
-                "name": "linear",
-                "cat": "compute",
-                "pid": 0,
-                "tid": 0,
-                "ts": 0.0,
-                "dur": 1000.0,
-                "args": {},
-            },
+            {"ph": "X", "name": "linear", "cat": "compute", "pid": 0, "tid": 0, "ts": 0.0, "dur": 1000.0, "args": {}},
             {
                 "ph": "X",
                 "name": "all_gather",

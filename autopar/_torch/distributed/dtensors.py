@@ -50,10 +50,7 @@ def set_local_tensor(parameter: nn.Parameter, local: Tensor) -> None:
 
 
 def dtensor(
-    local: Tensor,
-    mesh: DeviceMesh,
-    placements: Sequence[Placement],
-    shape: tuple[int, ...] | None = None,
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: tuple[int, ...] | None = None
 ) -> DTensor:
     """A DTensor over a local shard that stays on its device, which may be meta, or the host of a mesh of accelerators.
 

@@ -30,18 +30,7 @@ Owns = Callable[[Tensor], bool]
 GroupOf = Callable[[torch.optim.Optimizer], dist.ProcessGroup | None]
 
 # AdamW is Adam with an option. Left out are those that compute norms or products of whole parameters.
-_ENTRY_BY_ENTRY = (
-    "adadelta",
-    "adagrad",
-    "adam",
-    "adamax",
-    "asgd",
-    "nadam",
-    "radam",
-    "rmsprop",
-    "rprop",
-    "sgd",
-)
+_ENTRY_BY_ENTRY = ("adadelta", "adagrad", "adam", "adamax", "asgd", "nadam", "radam", "rmsprop", "rprop", "sgd")
 
 
 def update_by_shards(owns: Owns) -> Callable[[], None]:
@@ -167,11 +156,7 @@ def _groups_of() -> list[GroupOf]:
 
     @functools.wraps(unscale)
     def unscale_and_share(
-        self: GradScaler,
-        optimizer: torch.optim.Optimizer,
-        inv_scale: Tensor,
-        found_inf: Tensor,
-        allow_fp16: bool,
+        self: GradScaler, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         groups = [found for of in _groups_of() if (found := of(optimizer)) is not None]
         own = unscale(self, optimizer, inv_scale, found_inf, allow_fp16)

@@ -79,11 +79,7 @@ class Owned(Shard):
         return parts, [0] * num_chunks
 
     def _to_replicate_tensor(
-        self,
-        local_tensor: Tensor,
-        mesh: DeviceMesh,
-        mesh_dim: int,
-        current_logical_shape: Sequence[Any],
+        self, local_tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, current_logical_shape: Sequence[Any]
     ) -> Tensor:
         is_owner = mesh.get_local_rank(mesh_dim) == self.owner
         whole = (

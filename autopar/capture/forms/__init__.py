@@ -154,11 +154,7 @@ def _prove(run: Callable[[], Any], model: nn.Module, found: Mapping[str, nn.Modu
         return type(module).forward(module, *args, **kwargs)
 
     held = {name: x.detach().clone() for name, x in _state(model)}
-    with (
-        _torch.forked_random_state(_devices(model)),
-        torch.no_grad(),
-        _forwards(dict.fromkeys(found.values(), both)),
-    ):
+    with _torch.forked_random_state(_devices(model)), torch.no_grad(), _forwards(dict.fromkeys(found.values(), both)):
         # The forward changes copies in place (statistics, casts of a parameter).
         _torch.call_with(_Called(model, run), {f"model.{n}": x for n, x in held.items()}, (), {})
     return compared
@@ -212,10 +208,7 @@ def _outcome(run: Form, module: nn.Module, args: Any, kwargs: Any) -> list[Tenso
     leaves, spec = pytree.tree_flatten((args, kwargs))
     leaves = [_leaf(x) for x in leaves]
     called = _Called(module, lambda *args, **kwargs: run(module, *args, **kwargs))
-    with (
-        _torch.forked_random_state(_devices(module)),
-        torch.enable_grad(),
-    ):
+    with _torch.forked_random_state(_devices(module)), torch.enable_grad():
         # A clone, because a leaf may not be changed in place.
         own, named = pytree.tree_unflatten(pytree.tree_map_only(Tensor, torch.clone, leaves), spec)
         parameters = {f"model.{n}": x for n, x in held.items()}

@@ -27,12 +27,7 @@ def _grouped(rows: Tensor, ids: Tensor, shares: Tensor, **layer: Any) -> Tensor:
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    usual = {
-        "has_bias": False,
-        "is_transposed": False,
-        "has_post_expert_norm": False,
-        "_is_expert_parallel": False,
-    }
+    usual = {"has_bias": False, "is_transposed": False, "has_post_expert_norm": False, "_is_expert_parallel": False}
     experts = SimpleNamespace(**{**usual, **layer})
     found: Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](experts, rows, ids, shares)
     return found
@@ -49,10 +44,7 @@ def _modules(module: Any, rows: Tensor, ids: Tensor, shares: Tensor, up: str, do
     experts = [module[f"expert_{i}"] for i in range(module.num_experts)]
     ups, downs = ([getattr(expert, name) for expert in experts] for name in (up, down))
     has_bias = ups[0].bias is not None
-    stacked = {
-        "up_proj": torch.stack([x.weight for x in ups]),
-        "down_proj": torch.stack([x.weight for x in downs]),
-    }
+    stacked = {"up_proj": torch.stack([x.weight for x in ups]), "down_proj": torch.stack([x.weight for x in downs])}
     if has_bias:
         stacked |= {"up_proj_bias": torch.stack([x.bias for x in ups])}
         stacked |= {"down_proj_bias": torch.stack([x.bias for x in downs])}
@@ -90,10 +82,7 @@ def nllb_experts(module: Any, rows: Tensor, ids: Tensor, shares: Tensor) -> Tens
     the experts that transformers 5.23 runs.
     """
     scale = 1.0 if module.training else 1 - module.moe_token_dropout
-    dropped = {
-        "has_post_expert_norm": True,
-        "post_expert_norm": lambda y: module.token_dropout(y) * scale,
-    }
+    dropped = {"has_post_expert_norm": True, "post_expert_norm": lambda y: module.token_dropout(y) * scale}
     return _modules(module, rows, ids, shares, "fc1", "fc2", **dropped)
 
 

@@ -24,13 +24,7 @@ from autopar.capture.guards import refusals
 from autopar.capture.guards.caches import Cache, cache_of
 from autopar.capture.guards.closures import Closures, cells_of
 from autopar.capture.guards.guards import CALL, Guard, Guards, Place
-from autopar.capture.guards.stdlib_views import (
-    cached_by,
-    contents_of,
-    is_weak,
-    times_computed,
-    was_emptied,
-)
+from autopar.capture.guards.stdlib_views import cached_by, contents_of, is_weak, times_computed, was_emptied
 from autopar.capture.guards.user_code import (
     GENERATORS,
     OTHERS,
@@ -59,11 +53,7 @@ from autopar.capture.guards.values import (
 )
 
 _MOST_OBJECTS = 10_000
-_NAMELESS = (
-    Tensor,
-    np.ndarray,
-    nn.Module,
-)  # code that reads their attributes is seen in another way, or not at all
+_NAMELESS = (Tensor, np.ndarray, nn.Module)  # code that reads their attributes is seen in another way, or not at all
 _METHODS = (types.FunctionType, classmethod, staticmethod)
 # What is asked of the process: guarded where the user's code has the name.
 _ASKED: dict[str, Callable[[], Any]] = {
@@ -291,11 +281,7 @@ class Reads:
             self._name(held, place, code)
 
     def _namespace(
-        self,
-        value: types.ModuleType | type,
-        place: Place,
-        code: types.CodeType,
-        own: dict[str, Any] | None = None,
+        self, value: types.ModuleType | type, place: Place, code: types.CodeType, own: dict[str, Any] | None = None
     ) -> None:
         """Notes the entries of a module or class of the user's that a code names, and that nothing hides them.
 

@@ -94,17 +94,7 @@ _ASKING = frozenset(
 )
 _LOOKING = frozenset({"attrgetter", "getattr", "vars"})  # find an entry by a name that is computed
 _LIBRARIES = ("torch", "numpy")
-_PROCESS = tuple(
-    f"torch.{name}"
-    for name in (
-        "distributed",
-        "cuda",
-        "backends",
-        "hub",
-        "serialization",
-        "jit",
-    )
-)
+_PROCESS = tuple(f"torch.{name}" for name in ("distributed", "cuda", "backends", "hub", "serialization", "jit"))
 
 
 def refuse_unportable(captured: Captured, state: PythonState) -> None:

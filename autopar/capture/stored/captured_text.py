@@ -119,12 +119,7 @@ def _constant(x: Tensor, state: PythonState) -> Json:
     if x.is_quantized or state.shares_memory(x):
         raise NoText("a constant is a part of another tensor")
     values = base64.b64encode(bytes_of(x)).decode()
-    return {
-        "shape": list(x.shape),
-        "dtype": str(x.dtype),
-        "device": str(x.device),
-        "bytes": values,
-    }
+    return {"shape": list(x.shape), "dtype": str(x.dtype), "device": str(x.device), "bytes": values}
 
 
 def _read_constant(document: Json, state: PythonState) -> Tensor:

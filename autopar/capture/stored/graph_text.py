@@ -32,10 +32,7 @@ _BY_NAME = (torch.dtype, torch.layout, torch.memory_format)
 _FUNCTIONS = {
     name: getattr(operator, name) for name in ("getitem", "add", "sub", "mul", "floordiv", "mod", "neg", "pow")
 }
-_CONTAINERS = (
-    "builtins",
-    "torch.fx.immutable_collections",
-)  # where the classes of lists and tuples are
+_CONTAINERS = ("builtins", "torch.fx.immutable_collections")  # where the classes of lists and tuples are
 Json = Any
 Size = Callable[[Json], "int | torch.SymInt"]
 

@@ -17,13 +17,7 @@ from torch import fx
 
 from autopar.rules.kept.attention import attention
 from autopar.rules.kept.kernels import on_accelerator
-from autopar.rules.kept.normalization import (
-    batch_norm,
-    group_norm,
-    instance_norm,
-    layer_norm,
-    rms_norm,
-)
+from autopar.rules.kept.normalization import batch_norm, group_norm, instance_norm, layer_norm, rms_norm
 from autopar.rules.kept.products import einsum, float8_linear, linear, matmul
 from autopar.rules.kept.rows import NOT_DIFFERENTIABLE, ROWS, Rule, row
 from autopar.rules.spec import Call, Hidden, Kept, Spec
@@ -120,15 +114,7 @@ def _cross_entropy(call: Call, spec: Spec) -> Kept:
 FUNCTIONS: dict[str, Rule] = {
     **{
         f"aten.{name}": _indices
-        for name in (
-            "embedding",
-            "index",
-            "index_select",
-            "index_put",
-            "scatter",
-            "index_fill",
-            "masked_scatter",
-        )
+        for name in ("embedding", "index", "index_select", "index_put", "scatter", "index_fill", "masked_scatter")
     },
     "aten.pow": _power,
     "aten.log_sigmoid": _log_sigmoid,

@@ -38,13 +38,7 @@ class BackgroundSave:
     """
 
     def __init__(
-        self,
-        ranks: AllRanks,
-        save: Save,
-        then: Callable[[], None],
-        timeout_seconds: float,
-        *,
-        on_host: bool,
+        self, ranks: AllRanks, save: Save, then: Callable[[], None], timeout_seconds: float, *, on_host: bool
     ) -> None:
         self._ranks, self._save, self._then = ranks, save, then
         self._timeout_seconds = timeout_seconds

@@ -34,23 +34,11 @@ from autopar.runtime.ranks.all_ranks import AllRanks
 
 PathLike = str | os.PathLike[str]
 
-__all__ = [
-    "Checkpoints",
-    "LastCheckpoint",
-    "load_checkpoint",
-    "load_optimizer_state",
-    "read_extra",
-    "save_checkpoint",
-]
+__all__ = ["Checkpoints", "LastCheckpoint", "load_checkpoint", "load_optimizer_state", "read_extra", "save_checkpoint"]
 
 
 def save_checkpoint(
-    path: PathLike,
-    model: nn.Module,
-    optimizer: Optimizer | None = None,
-    *,
-    only_optimizer: bool = False,
-    **extra: Any,
+    path: PathLike, model: nn.Module, optimizer: Optimizer | None = None, *, only_optimizer: bool = False, **extra: Any
 ) -> None:
     """Saves a model, with everything needed to continue training as if nothing had happened.
 
@@ -182,10 +170,7 @@ def load_optimizer_state(model: nn.Module, optimizer: Optimizer, state: Mapping[
 
 
 def _placed(
-    name: str,
-    parameter: nn.Parameter,
-    values: Mapping[str, Any],
-    formats: Mapping[tuple[str, str], Tensor],
+    name: str, parameter: nn.Parameter, values: Mapping[str, Any], formats: Mapping[tuple[str, str], Tensor]
 ) -> dict[str, Any]:
     """One parameter's state, its tensors as the parameter lies; AutoparError for tensors of another parameter."""
     for key, value in values.items():

@@ -32,13 +32,7 @@ from autopar.errors import AutoparError
 from autopar.runtime.checkpoint.background_save import BackgroundSave
 from autopar.runtime.checkpoint.checkpoint_loading import load
 from autopar.runtime.checkpoint.checkpoint_saving import Host, Save, collect
-from autopar.runtime.formats.checkpoint_folder import (
-    OtherVersionError,
-    beside,
-    check_bytes,
-    located,
-    opened,
-)
+from autopar.runtime.formats.checkpoint_folder import OtherVersionError, beside, check_bytes, located, opened
 from autopar.runtime.ranks.all_ranks import AllRanks, warn_together
 from autopar.runtime.ranks.random_states import random_states, set_random_states
 
@@ -100,12 +94,7 @@ class Checkpoints:
     """
 
     def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        *,
-        keep: int = 2,
-        background: bool = True,
-        timeout_seconds: float = 1800.0,
+        self, folder: str | os.PathLike[str], *, keep: int = 2, background: bool = True, timeout_seconds: float = 1800.0
     ) -> None:
         if keep < 1:
             raise AutoparError(
@@ -157,11 +146,7 @@ class Checkpoints:
             self.finish()
 
     def load_last(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None = None,
-        *,
-        loader: ResumableLoader | None = None,
+        self, model: nn.Module, optimizer: Optimizer | None = None, *, loader: ResumableLoader | None = None
     ) -> LastCheckpoint:
         """Loads the newest checkpoint that is whole, under this plan or another; does nothing where there is none.
 
@@ -206,10 +191,7 @@ class Checkpoints:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None:  # else other ranks may not come to wait; the thread ends by itself
             self.finish()
@@ -301,10 +283,7 @@ def _loop_state(loader: ResumableLoader | None) -> dict[str, Any]:
 
 
 def _restore_loop(
-    folder: Path,
-    loops: Sequence[Mapping[str, Any]],
-    ranks: AllRanks,
-    loader: ResumableLoader | None,
+    folder: Path, loops: Sequence[Mapping[str, Any]], ranks: AllRanks, loader: ResumableLoader | None
 ) -> None:
     """Restores what `_loop_state` gave, see [Note: the loop's own state]."""
     if loader is not None:

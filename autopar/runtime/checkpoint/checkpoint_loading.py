@@ -17,13 +17,7 @@ from torch.optim import Optimizer
 from autopar import _torch
 from autopar.errors import AutoparError
 from autopar.runtime.checkpoint.checkpoint_saving import MOMENTUM, catch_up, meetings_of, progress
-from autopar.runtime.formats.block_states import (
-    cut_of,
-    fill_states,
-    in_blocks,
-    parts_of,
-    set_values,
-)
+from autopar.runtime.formats.block_states import cut_of, fill_states, in_blocks, parts_of, set_values
 from autopar.runtime.formats.checkpoint_folder import check_bytes, located, opened
 from autopar.runtime.formats.optimizer_state import Restorer, empty_like
 from autopar.runtime.formats.shard_reader import ShardReader
@@ -208,9 +202,7 @@ def _refuse_other_shapes(
 
 
 def _optimizer_room(
-    restorer: Restorer,
-    saved: Mapping[str, TensorStorageMetadata],
-    cuts: Mapping[str, Sequence[str]],
+    restorer: Restorer, saved: Mapping[str, TensorStorageMetadata], cuts: Mapping[str, Sequence[str]]
 ) -> dict[str, Tensor]:
     """Entries of the optimizer's state for this rank's parameters, see [Note: states in blocks].
 

@@ -194,11 +194,7 @@ def progress(model: nn.Module) -> dict[str, Any] | None:
     if not isinstance(model, CompiledModule):
         return None
     _ = model.plan  # raises PlanError where there is none
-    return {
-        "steps": model._runs.steps,
-        "seeds": torch.get_rng_state(),
-        "loss_scale": model._runs.scaler.state(),
-    }
+    return {"steps": model._runs.steps, "seeds": torch.get_rng_state(), "loss_scale": model._runs.scaler.state()}
 
 
 def catch_up(model: nn.Module, optimizer: Optimizer) -> None:

@@ -35,8 +35,7 @@ class StartCollective(nn.Module):
         result = tuple(result_shape(call.name, shape, call.dims, call.size))
         axis = self._world.mesh.index(call.group)
         message = StartedCollective(
-            Hop(call.name, call.backward, call.dims, axis, call.size, shape, shape, result, result),
-            self._world,
+            Hop(call.name, call.backward, call.dims, axis, call.size, shape, shape, result, result), self._world
         )
         return _StartCollective.apply(x, message), message
 

@@ -16,16 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar.ir import (
-    BY_ROWS,
-    Dims,
-    Layout,
-    Mesh,
-    State,
-    Tier,
-    calls_between,
-    part_shape,
-)
+from autopar.ir import BY_ROWS, Dims, Layout, Mesh, State, Tier, calls_between, part_shape
 from autopar.ir.call import FIT
 from autopar.ir.tier import moves
 from autopar.ops.collectives import result_shape
@@ -92,15 +83,7 @@ class Hop:
 Route = tuple[Hop, ...]
 
 
-def route(
-    dims: Dims,
-    source: Layout,
-    target: Layout,
-    mesh: Mesh,
-    *,
-    rank: int,
-    back_by_rows: bool = False,
-) -> Route:
+def route(dims: Dims, source: Layout, target: Layout, mesh: Mesh, *, rank: int, back_by_rows: bool = False) -> Route:
     """The hops of a rank from one layout of a tensor to another; axes of one rank need none.
 
     All ranks have the same hops, but for `is_elsewhere`. With `back_by_rows` the transposed hops carry the gradient by

@@ -36,13 +36,7 @@ class _Works(NamedTuple):
 
 
 def _start(
-    hops: list[Hop],
-    tensors: list[Tensor],
-    world: World,
-    *,
-    senders: Sequence[int],
-    owner: int,
-    bases: list[Tensor],
+    hops: list[Hop], tensors: list[Tensor], world: World, *, senders: Sequence[int], owner: int, bases: list[Tensor]
 ) -> Started:
     """Starts messages from some ranks to an owner, which adds what they bring to the tensors in `bases`."""
     group = group_of(hops[0], world)
@@ -62,12 +56,7 @@ def _start(
 
 
 def _sent(
-    hops: list[Hop],
-    rows: list[NonzeroRows],
-    count: Tensor,
-    like: Tensor,
-    group: dist.ProcessGroup,
-    owner: int,
+    hops: list[Hop], rows: list[NonzeroRows], count: Tensor, like: Tensor, group: dist.ProcessGroup, owner: int
 ) -> list[Tensor]:
     """Sends rows, of which the owner knows the numbers; returns what a rank has of a tensor that it does not own."""
     parts = [each.indices for each in rows] + [each.values for each in rows]
@@ -79,11 +68,7 @@ def _sent(
 
 
 def _received(
-    hops: list[Hop],
-    bases: list[Tensor],
-    counts: list[Tensor],
-    senders: Sequence[int],
-    group: dist.ProcessGroup,
+    hops: list[Hop], bases: list[Tensor], counts: list[Tensor], senders: Sequence[int], group: dist.ProcessGroup
 ) -> list[Tensor]:
     """Receives the rows of all senders, in their order, and adds them to the tensors in `bases`."""
     for count, source in zip(counts, senders, strict=True):

@@ -210,21 +210,10 @@ class BoundProgram:
         takes_turns = program.is_step and not executor.compiles
         self._at_a_time = program.plan.overlap_batches if takes_turns else 1
         self._runner = Runner(
-            program,
-            store,
-            model,
-            seeds=seeds,
-            bucket_bytes=bucket_bytes,
-            executor=executor,
-            at_a_time=self._at_a_time,
+            program, store, model, seeds=seeds, bucket_bytes=bucket_bytes, executor=executor, at_a_time=self._at_a_time
         )
 
-    def step(
-        self,
-        batch: Sequence[list[Tensor]],
-        shares: Sequence[Sequence[float]],
-        scale: float = 1.0,
-    ) -> StepResults:
+    def step(self, batch: Sequence[list[Tensor]], shares: Sequence[Sequence[float]], scale: float = 1.0) -> StepResults:
         """Runs forward and backward of every micro-batch. Gradients are left as `backward()` leaves them.
 
         Returns the loss of the whole batch, and this rank's part of the extra results. With autograd off there is no
@@ -299,17 +288,7 @@ def sum_over(x: Tensor, axes: Sequence[str], world: World) -> Transfer:
     """Starts to sum a small tensor, such as the loss, over ranks."""
     mesh, shape = world.mesh, tuple(x.shape)
     hops = tuple(
-        Hop(
-            "all_reduce",
-            "vary",
-            (),
-            mesh.index(axis),
-            dict(mesh.axes)[axis],
-            shape,
-            shape,
-            shape,
-            shape,
-        )
+        Hop("all_reduce", "vary", (), mesh.index(axis), dict(mesh.axes)[axis], shape, shape, shape, shape)
         for axis in axes
     )
     return Transfer([hops], [x], world)

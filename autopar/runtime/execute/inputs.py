@@ -227,11 +227,7 @@ def shapes_of_parts(arguments: Arguments, known: Mapping[str, Shape]) -> tuple[S
 
 
 def fitting_micro_batches(
-    shapes: Sequence[Shape],
-    first: Program,
-    micro_batches: int,
-    world: World,
-    takes: Callable[[int], bool],
+    shapes: Sequence[Shape], first: Program, micro_batches: int, world: World, takes: Callable[[int], bool]
 ) -> int:
     """The number of micro-batches for a batch whose shapes differ from those of the first batch.
 

@@ -201,12 +201,7 @@ LOWERING: tuple[Rewrite, ...] = (
     hoist_sums,  # sums inside a recomputed block stay there
     start_collectives_early,  # last: no later rewrite may come between a start and its end
 )
-LOWERING_OF_LOCAL_GRAPH: tuple[Rewrite, ...] = (
-    give_own_sizes,
-    gather_parameters,
-    enter_parameters,
-    bind_collectives,
-)
+LOWERING_OF_LOCAL_GRAPH: tuple[Rewrite, ...] = (give_own_sizes, gather_parameters, enter_parameters, bind_collectives)
 
 
 def lower(binding: Binding, rewrites: Sequence[Rewrite] = LOWERING) -> None:

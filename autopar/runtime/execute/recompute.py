@@ -35,13 +35,7 @@ from torch import Tensor, fx, nn
 
 from autopar import _torch
 from autopar.ops.nodes import reached
-from autopar.runtime.execute.recording import (
-    CallRecording,
-    CurrentRecording,
-    RecordedCall,
-    mapped,
-    tensors_of,
-)
+from autopar.runtime.execute.recording import CallRecording, CurrentRecording, RecordedCall, mapped, tensors_of
 from autopar.runtime.execute.run_context import RunContext, set_generators
 from autopar.runtime.execute.saved import Hooks, SavedView
 

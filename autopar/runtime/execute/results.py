@@ -71,13 +71,7 @@ def _concatenated(pieces: Sequence[Tensor], spec: TensorSpec, rows: Rows, mesh: 
 
 
 def delivered(
-    program: Program,
-    results: StepResults,
-    world: World,
-    *,
-    micro_batches: int,
-    as_dtensors: bool,
-    input_parts: int,
+    program: Program, results: StepResults, world: World, *, micro_batches: int, as_dtensors: bool, input_parts: int
 ) -> list[Tensor]:
     """The results over the whole batch, the loss last: whole on every rank, or as DTensors.
 

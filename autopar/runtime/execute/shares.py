@@ -63,11 +63,7 @@ def step_shares(program: Program, parts: Sequence[list[Tensor]], model: nn.Modul
 
 @torch.no_grad()
 def _read(
-    objective: Objective,
-    program: Program,
-    parts: Sequence[list[Tensor]],
-    model: nn.Module,
-    world: World,
+    objective: Objective, program: Program, parts: Sequence[list[Tensor]], model: nn.Module, world: World
 ) -> list[dict[str, Tensor]]:
     """For every micro-batch the whole tensors that an objective depends on, on the CPU; the host waits once for all."""
     read = set(objective.reads)

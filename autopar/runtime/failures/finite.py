@@ -46,11 +46,7 @@ class FiniteLoss:
         return step if self._warned else None
 
 
-def about_loss(
-    step: int,
-    inputs: Iterable[tuple[str, Tensor]] | None,
-    parameters: Iterable[tuple[str, Tensor]],
-) -> str:
+def about_loss(step: int, inputs: Iterable[tuple[str, Tensor]] | None, parameters: Iterable[tuple[str, Tensor]]) -> str:
     """The message for a loss that is not finite: the first input or parameter that is not finite, and a remedy.
 
     Args:

@@ -151,11 +151,7 @@ class Restorer:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        groups: list[Group],
-        saved_ties: Mapping[str, str],
+        self, model: nn.Module, optimizer: Optimizer, groups: list[Group], saved_ties: Mapping[str, str]
     ) -> None:
         self._optimizer = optimizer
         self._options = {name: options for names, options in groups for name in names}

@@ -93,11 +93,7 @@ def _entries(values: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
     entries, end = {}, 0
     for name, value in values.items():
         begin, end = end, end + value.numel() * value.element_size()
-        entries[name] = {
-            "dtype": _dtype_name(value.dtype),
-            "shape": list(value.shape),
-            "data_offsets": [begin, end],
-        }
+        entries[name] = {"dtype": _dtype_name(value.dtype), "shape": list(value.shape), "data_offsets": [begin, end]}
     return entries
 
 

@@ -113,10 +113,7 @@ class WeightFiles:
             if shape != wanted:
                 found.append(f"{source} has shape {list(shape)} there and {list(wanted)} here")
             dtype, own = self.saved[source].properties.dtype, state[name].dtype
-            if (dtype.is_floating_point, dtype.is_complex) != (
-                own.is_floating_point,
-                own.is_complex,
-            ):
+            if (dtype.is_floating_point, dtype.is_complex) != (own.is_floating_point, own.is_complex):
                 found.append(f"{source} has another dtype, {dtype} there and {own} here")
         return found
 
@@ -131,10 +128,7 @@ class WeightFiles:
             f"{source} is {dtype} in its file and {expected} {where}"
             for name, source in self.names(model).items()
             for dtype in [self.saved[source].properties.dtype]
-            for expected, where in (
-                (state[name].dtype, "in the model"),
-                (self.stated, "by config.json"),
-            )
+            for expected, where in ((state[name].dtype, "in the model"), (self.stated, "by config.json"))
             if expected is not None
             and expected != dtype
             and expected.itemsize == dtype.itemsize

@@ -39,12 +39,7 @@ SHORTEST = 32  # length that shorter prompts are padded to
 # Implementations of attention that take a mask of each query and key.
 _KEPT_WHERE = ("sdpa", "eager")
 # Options of `generate` that need forwards of another kind.
-_REFUSED = (
-    "assistant_model",
-    "prompt_lookup_num_tokens",
-    "past_key_values",
-    "cache_implementation",
-)
+_REFUSED = ("assistant_model", "prompt_lookup_num_tokens", "past_key_values", "cache_implementation")
 _LIBRARIES = ("torch", "transformers", "peft")  # whose methods take the model apart
 Run = Callable[[Mapping[str, Any]], Any]
 

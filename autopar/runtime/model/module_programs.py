@@ -65,10 +65,7 @@ class ModulePrograms:
         replicas = settings.replicas
         self.comparison = Comparison(settings.timeout_seconds, replicas.ranks if replicas else None)
         self._shapes = BatchShapes(
-            settings.batch,
-            self.comparison,
-            settings.batch_ranks,
-            gathers=settings.outputs == "whole",
+            settings.batch, self.comparison, settings.batch_ranks, gathers=settings.outputs == "whole"
         )
         self.seeds = Seeds()
         self.optimizer = HeldOptimizer()
@@ -250,11 +247,7 @@ class ModulePrograms:
         store, replicas = self.placement.store, self._settings.replicas
         if replicas is not None and store is not None:
             self.meetings = meetings_between(
-                replicas,
-                store,
-                self._model,
-                statistics=list(programs.whole.mutated.values()),
-                settings=self._settings,
+                replicas, store, self._model, statistics=list(programs.whole.mutated.values()), settings=self._settings
             )
 
     def _state(self) -> tuple[object, ...]:

@@ -53,13 +53,7 @@ class ModuleRuns:
         finite: check of the losses of steps.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        planner: ProgramBuilder,
-        programs: ModulePrograms,
-        settings: Settings,
-    ) -> None:
+    def __init__(self, model: nn.Module, planner: ProgramBuilder, programs: ModulePrograms, settings: Settings) -> None:
         self._model, self._planner = model, planner
         self._programs, self._settings = programs, settings
         self._clock = StepClock()
@@ -80,17 +74,12 @@ class ModuleRuns:
         if trains:
             self._count(bound.world)
         try:
-            with (
-                without_autocast(self._settings.device),
-                naming_plan(lambda: self._predicted()),
-            ):
+            with without_autocast(self._settings.device), naming_plan(lambda: self._predicted()):
                 self._programs.seeds.draw(bound.program, bound.world)
                 shares, terms = step_shares(bound.program, parts, self._model, bound.world)
                 batch = [[*part, *own] for part, own in zip(parts, terms, strict=True)]
                 found = self.scaler.step(
-                    partial(bound.step, batch, shares),
-                    self.trained,
-                    lambda: self.gradient_norm(torch.inf),
+                    partial(bound.step, batch, shares), self.trained, lambda: self.gradient_norm(torch.inf)
                 )
                 # Rows of several micro-batches alone come in another order than ranks gave them.
                 is_cut = ready.count > 1
@@ -204,7 +193,4 @@ class ModuleRuns:
     def _counted(self, world: World) -> dict[str, Any]:
         """Arguments of a norm over all stages: the group of the stages, and the gradients that another rank counts."""
         stages = None if world.pipe is None else world.pipe.group
-        return {
-            "stages": stages,
-            "counted_elsewhere": self._programs.placement.part.counted_elsewhere,
-        }
+        return {"stages": stages, "counted_elsewhere": self._programs.placement.part.counted_elsewhere}

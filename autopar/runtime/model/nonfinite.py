@@ -212,11 +212,7 @@ class _NonFiniteWatch(_torch.TorchDispatchMode):
         return replace(nan, before=infinity)
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        kinds: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         place = self._running()  # of every op, because a backward needs the graphs of the forward
         operands = pytree.tree_leaves((args, kwargs or {}))

@@ -107,10 +107,7 @@ class Adoption:
 
 
 def adopt(
-    model: nn.Module,
-    device_mesh: DeviceMesh,
-    earlier: Adoption | None = None,
-    planned: DeviceMesh | None = None,
+    model: nn.Module, device_mesh: DeviceMesh, earlier: Adoption | None = None, planned: DeviceMesh | None = None
 ) -> Adoption:
     """Replaces every parameter by a replicated DTensor; after an earlier adoption, only the new parameters.
 

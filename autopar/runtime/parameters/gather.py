@@ -217,12 +217,7 @@ class _Call:
     """
 
     def __init__(
-        self,
-        owner: Gathers,
-        group: GatherGroup,
-        shards: list[Tensor],
-        ahead: Transfer | None,
-        run: list[_Call],
+        self, owner: Gathers, group: GatherGroup, shards: list[Tensor], ahead: Transfer | None, run: list[_Call]
     ) -> None:
         self.owner, self.group, self.shards = owner, group, shards
         self.run = run  # all gathers of the same forward, of which several may be in flight

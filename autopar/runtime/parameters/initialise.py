@@ -27,12 +27,7 @@ Named = tuple[str, Tensor]
 
 
 def initial_values(
-    model: nn.Module,
-    world: World,
-    *,
-    init_fn: InitFunction | None,
-    seed: int,
-    read_later: Container[str] = (),
+    model: nn.Module, world: World, *, init_fn: InitFunction | None, seed: int, read_later: Container[str] = ()
 ) -> Iterator[Named]:
     """Yields every parameter's name and full value on the device, tied ones once; then sets buffers.
 
@@ -154,11 +149,7 @@ def _own(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _materialised(
-    module: nn.Module,
-    initialise: InitFunction,
-    names: dict[int, str],
-    absent: set[int],
-    world: World,
+    module: nn.Module, initialise: InitFunction, names: dict[int, str], absent: set[int], world: World
 ) -> Iterator[Named]:
     """Initialises one module with real tensors in place of its own; yields the values of the `absent` parameters.
 

@@ -96,10 +96,7 @@ class LossScaler:
         self._warned = False
 
     def step(
-        self,
-        run: Callable[[float], Result],
-        trained: Callable[[], Sequence[nn.Parameter]],
-        norm: Callable[[], Tensor],
+        self, run: Callable[[float], Result], trained: Callable[[], Sequence[nn.Parameter]], norm: Callable[[], Tensor]
     ) -> Result:
         """Runs a step, and leaves gradients without the scale; if they overflow, it leaves none of them.
 

@@ -99,11 +99,7 @@ class ParameterStore:
         self.kept: dict[str, ParameterAtRest] = {}
 
     def fill(
-        self,
-        program: Program,
-        model: nn.Module,
-        values: Iterable[tuple[str, Tensor]],
-        held: Container[str],
+        self, program: Program, model: nn.Module, values: Iterable[tuple[str, Tensor]], held: Container[str]
     ) -> None:
         """Cuts full values, one at a time, and swaps them into the model's parameters; their gradients are cut alike.
 
@@ -233,12 +229,7 @@ class Residents:
         kept, spec = self.kept[i], self.specs[i]
         mesh = self.world.mesh
         converting = route(
-            kept.spec.dims,
-            kept.storage,
-            spec.layout,
-            mesh,
-            rank=self.world.rank,
-            back_by_rows=self._by_rows[i],
+            kept.spec.dims, kept.storage, spec.layout, mesh, rank=self.world.rank, back_by_rows=self._by_rows[i]
         )
         stored, casts = kept.local.dtype, not kept.local.dtype == spec.dtype == spec.gradient_dtype
         found = _Way(part_shape(kept.spec.dims, kept.storage, mesh, self.world.rank), kept.tier)

@@ -208,13 +208,7 @@ def held_by(rank: int, users: Users, pipeline: Pipeline) -> frozenset[str]:
     return frozenset(name for name, own in users.items() if rank in map(pipeline.rank_of, own))
 
 
-def take_part(
-    model: nn.Module,
-    stages: Sequence[Program],
-    users: Users,
-    world: World,
-    adoption: Adoption,
-) -> RankPart:
+def take_part(model: nn.Module, stages: Sequence[Program], users: Users, world: World, adoption: Adoption) -> RankPart:
     """Drops the parameters that other pipeline ranks hold."""
     pipeline = stages[0].plan.pipeline
     assert world.pipe is not None and pipeline is not None and world.device_mesh is not None

@@ -33,10 +33,7 @@ class Absent:
 
 @contextlib.contextmanager
 def stand_ins(
-    model: nn.Module,
-    tensors: Sequence[Tensor],
-    device: torch.device,
-    absent: Iterable[Absent] = (),
+    model: nn.Module, tensors: Sequence[Tensor], device: torch.device, absent: Iterable[Absent] = ()
 ) -> Iterator[list[Tensor]]:
     """Context in which all parameters and buffers of `model` are fake tensors; yields fake copies of `tensors`.
 

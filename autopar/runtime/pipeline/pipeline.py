@@ -32,13 +32,7 @@ from autopar.runtime.parameters.shared import ChangedBuffers, SharedParameters
 from autopar.runtime.parameters.weight_stashing import HeldOptimizer, StageVersions
 from autopar.runtime.pipeline.split_backward import SplitBackward, WholeBackward
 from autopar.runtime.pipeline.stage_actions import StageActions, StageRun, greet
-from autopar.runtime.pipeline.stage_forward import (
-    Boundary,
-    delivered_from,
-    first_token,
-    received,
-    sent,
-)
+from autopar.runtime.pipeline.stage_forward import Boundary, delivered_from, first_token, received, sent
 from autopar.runtime.ranks.world import Pipe
 
 _SEED_STEP = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: multiples of it lie far apart
@@ -114,12 +108,7 @@ class BoundPipeline:
 
     # --- a step
 
-    def step(
-        self,
-        batch: Sequence[list[Tensor]],
-        shares: Sequence[Sequence[float]],
-        scale: float = 1.0,
-    ) -> StepResults:
+    def step(self, batch: Sequence[list[Tensor]], shares: Sequence[Sequence[float]], scale: float = 1.0) -> StepResults:
         """Runs forward and backward of all micro-batches. Gradients are left as `backward()` leaves them.
 
         Returns the loss and the extra results of the whole batch. With autograd off there is no backward. Raises

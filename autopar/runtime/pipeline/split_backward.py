@@ -50,12 +50,7 @@ class SplitBackward:
         input_gradients: gradient of each input; None for an input that needs none.
     """
 
-    def __init__(
-        self,
-        results: Sequence[Tensor],
-        gradients: Sequence[Tensor | None],
-        inputs: Sequence[Any],
-    ) -> None:
+    def __init__(self, results: Sequence[Tensor], gradients: Sequence[Tensor | None], inputs: Sequence[Any]) -> None:
         roots = [
             (get_gradient_edge(x), torch.ones_like(x) if g is None else g)
             for x, g in zip(results, gradients, strict=True)
@@ -81,11 +76,7 @@ class SplitBackward:
         hooks = [node.register_prehook(self._noting(node)) for node in self._leaving]
         try:
             return torch.autograd.grad(
-                [edge for edge, _ in roots],
-                leaves,
-                [g for _, g in roots],
-                retain_graph=True,
-                allow_unused=True,
+                [edge for edge, _ in roots], leaves, [g for _, g in roots], retain_graph=True, allow_unused=True
             )
         finally:
             for hook in hooks:
@@ -204,12 +195,7 @@ class WholeBackward:
     The arguments and attributes are those of `SplitBackward`; gradients of weights have accumulated.
     """
 
-    def __init__(
-        self,
-        results: Sequence[Tensor],
-        gradients: Sequence[Tensor | None],
-        inputs: Sequence[Any],
-    ) -> None:
+    def __init__(self, results: Sequence[Tensor], gradients: Sequence[Tensor | None], inputs: Sequence[Any]) -> None:
         leaves = [isinstance(x, Tensor) and x.requires_grad for x in inputs]
         for x in itertools.compress(inputs, leaves):
             x.grad = None  # of the step before

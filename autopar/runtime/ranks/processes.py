@@ -19,13 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar import _torch, errors
 from autopar.errors import AutoparError, MeshError
-from autopar.ir import (
-    PIPELINE_AXIS,
-    Meeting,
-    Mesh,
-    Plan,
-    mesh_of_all,
-)
+from autopar.ir import PIPELINE_AXIS, Meeting, Mesh, Plan, mesh_of_all
 from autopar.runtime.failures.failures import show_failures
 from autopar.runtime.ranks.all_ranks import AllRanks
 from autopar.runtime.ranks.world import World

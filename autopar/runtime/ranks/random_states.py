@@ -22,11 +22,7 @@ def random_states() -> dict[str, Any]:
     >>> torch.equal(torch.rand(2), drawn)
     True
     """
-    found = {
-        "torch": torch.get_rng_state(),
-        "python": random.getstate(),
-        "numpy": _numpy_state(),
-    }
+    found = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": _numpy_state()}
     if _torch.has_used_accelerator():
         found["device"] = torch.get_device_module().get_rng_state()
     return found

@@ -106,11 +106,7 @@ class World:
 
     @classmethod
     def with_pipeline(
-        cls,
-        mesh: Mesh,
-        device: torch.device,
-        device_mesh: DeviceMesh,
-        timeout_seconds: float | None,
+        cls, mesh: Mesh, device: torch.device, device_mesh: DeviceMesh, timeout_seconds: float | None
     ) -> World:
         """The world of one pipeline rank, given the mesh of all ranks."""
         inner = without_pipeline(mesh)

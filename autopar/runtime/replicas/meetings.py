@@ -165,10 +165,7 @@ class Meetings:
         parts = [*self._parts()]
         routes = [_sum_over(part.x, self._across) for part in parts]
         runs = batches(
-            range(len(parts)),
-            [signature(each) for each in routes],
-            [p.x for p in parts],
-            self._bucket_bytes,
+            range(len(parts)), [signature(each) for each in routes], [p.x for p in parts], self._bucket_bytes
         )
         under_way: list[tuple[list[int], Transfer]] = []
         try:

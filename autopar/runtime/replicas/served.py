@@ -29,23 +29,12 @@ from autopar.runtime.replicas.meetings import Meetings
 from autopar.runtime.replicas.server import Server
 from autopar.runtime.replicas.server_clients import LocalClient, RemoteClient, ServerClient
 from autopar.runtime.replicas.server_connections import LATER_SECONDS, Connection
-from autopar.runtime.replicas.server_handshake import (
-    Address,
-    Listener,
-    Machine,
-    connect,
-    host_of_owner,
-)
+from autopar.runtime.replicas.server_handshake import Address, Listener, Machine, connect, host_of_owner
 from autopar.runtime.replicas.server_table import ServerTable
 
 
 def meetings_between(
-    replicas: Replicas,
-    store: ParameterStore,
-    model: nn.Module,
-    *,
-    statistics: Sequence[str],
-    settings: Settings,
+    replicas: Replicas, store: ParameterStore, model: nn.Module, *, statistics: Sequence[str], settings: Settings
 ) -> Meetings:
     """The meetings of a replica with the others, or its exchanges with their server; every rank calls this.
 

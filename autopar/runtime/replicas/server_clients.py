@@ -77,10 +77,7 @@ class LocalClient:
         self.parcel = parcel
         for number, line in lines.items():
             threading.Thread(
-                target=_serve,
-                args=(server, number, line),
-                daemon=True,
-                name=f"autopar server {number}",
+                target=_serve, args=(server, number, line), daemon=True, name=f"autopar server {number}"
             ).start()
 
     @property

@@ -31,14 +31,7 @@ from autopar.ir.recompute import Recompute
 from autopar.pipeline.parts import is_whole
 from autopar.search.candidates.causes import where_time_goes
 from autopar.search.candidates.refined import Grouping, grouping_of
-from autopar.search.candidates.settings import (
-    DATA,
-    INNER_DATA,
-    INSIDE,
-    TENSOR,
-    ClusterSetting,
-    PricedCandidate,
-)
+from autopar.search.candidates.settings import DATA, INNER_DATA, INSIDE, TENSOR, ClusterSetting, PricedCandidate
 from autopar.search.exact.search import MeshSearch
 from autopar.search.request.recipe_rows import is_seq
 from autopar.search.stages.pipeline_settings import divisors
@@ -388,17 +381,10 @@ class SettingEstimator:
             del axes[1]
         links = tuple(hardware.axis_link(stride, size, ranks) for stride, size in axes)
         sizes = _ManySizes(
-            plan.mesh,
-            dict.fromkeys(self._batch_factors, at.batch),
-            tuple(1.0 * size for _, size in axes),
+            plan.mesh, dict.fromkeys(self._batch_factors, at.batch), tuple(1.0 * size for _, size in axes)
         )
         pricer = Pricer(
-            self.graph,
-            plan,
-            sizes=sizes,
-            hardware=hardware,
-            links=links,
-            training_state=self.training_state,
+            self.graph, plan, sizes=sizes, hardware=hardware, links=links, training_state=self.training_state
         )
         return _Work(at, tuple(pricer.items()), tuple(pricer.holdings()), pricer.boundary_bytes())
 

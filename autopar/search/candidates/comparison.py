@@ -60,10 +60,7 @@ def _best_of_every_kind(priced: Sequence[PricedCandidate], bound_bytes: float) -
 
 
 def why_not(
-    each: PricedCandidate,
-    chosen: PricedCandidate | None,
-    bound_bytes: float,
-    chosen_seconds: float | None = None,
+    each: PricedCandidate, chosen: PricedCandidate | None, bound_bytes: float, chosen_seconds: float | None = None
 ) -> str:
     """Words for the disadvantages of a setting against the chosen one; "" for the chosen one itself."""
     if each is chosen:

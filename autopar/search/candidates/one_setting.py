@@ -11,14 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.errors import (
-    MemoryBoundError,
-    MeshError,
-    PlanError,
-    RecipeError,
-    SearchError,
-    StateError,
-)
+from autopar.errors import MemoryBoundError, MeshError, PlanError, RecipeError, SearchError, StateError
 from autopar.ir import PIPELINE_AXIS, Graph, Mesh, ParameterPlan
 from autopar.ir.batches import captured_batch
 from autopar.ir.note import Note
@@ -83,15 +76,7 @@ class SettingSearch:
         known = trial.known
         if known is not None:
             faster_than_seconds = known.price.step_seconds
-        given = GivenMesh(
-            graph,
-            asked,
-            self.fingerprint,
-            count,
-            self.fixed_storage,
-            faster_than_seconds,
-            self.searches,
-        )
+        given = GivenMesh(graph, asked, self.fingerprint, count, self.fixed_storage, faster_than_seconds, self.searches)
         if gives_up and given.cannot_fit:
             raise UnsearchedError(f"No plan with {counted(count, 'micro-batch')} fits.")
         found = given.search()
@@ -166,10 +151,7 @@ class SettingSearch:
         return best_trial, best
 
     def _told(
-        self,
-        failed: Sequence[tuple[Trial, SearchError]],
-        faster_than_seconds: float,
-        gives_up: bool,
+        self, failed: Sequence[tuple[Trial, SearchError]], faster_than_seconds: float, gives_up: bool
     ) -> SearchError:
         """The error of a setting without a plan, of those of all numbers of micro-batches that were tried.
 

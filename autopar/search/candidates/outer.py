@@ -21,15 +21,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from autopar.errors import (
-    MemoryBoundError,
-    MeshError,
-    PlanError,
-    RecipeError,
-    SearchError,
-    StateError,
-    both,
-)
+from autopar.errors import MemoryBoundError, MeshError, PlanError, RecipeError, SearchError, StateError, both
 from autopar.ir import Graph, Mesh, ParameterPlan
 from autopar.ir.note import kind_of
 from autopar.pipeline.composed import state_bytes
@@ -56,12 +48,7 @@ from autopar.search.candidates.trials import (
     trials_of,
     with_and_without_stages,
 )
-from autopar.search.candidates.unsplit_axis import (
-    open_trials_of,
-    parts_of,
-    unsplit_trials_of,
-    with_axis_as_two,
-)
+from autopar.search.candidates.unsplit_axis import open_trials_of, parts_of, unsplit_trials_of, with_axis_as_two
 from autopar.search.exact.searches import Searches
 from autopar.search.refine.orders import best_order, words_of_order
 from autopar.search.request.notes import note_of_unasked_stages
@@ -134,12 +121,7 @@ class _Outer:
     def _inside(self) -> SettingSearch:
         """The search for the plan of one setting."""
         return SettingSearch(
-            self.graph,
-            self.request,
-            self.captured,
-            self.fingerprint,
-            self.fixed_storage,
-            self.searches,
+            self.graph, self.request, self.captured, self.fingerprint, self.fixed_storage, self.searches
         )
 
     def with_or_without_host(self) -> Searched:
@@ -431,8 +413,7 @@ class _Outer:
         for note in found.best.plan.notes:
             best = best.noted(note) if kind_of(note) == "micro-batches" else best
         return found._replace(
-            best=best.noted(words_of_order(best.plan.mesh, found.best.plan.mesh, *seconds)),
-            trial=trial,
+            best=best.noted(words_of_order(best.plan.mesh, found.best.plan.mesh, *seconds)), trial=trial
         )
 
     def _searched(self, request: Request) -> Searched | None:

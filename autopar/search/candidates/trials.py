@@ -142,9 +142,7 @@ class Tried:
         return f"setting {number}, {trial.mesh}{fastest}"
 
 
-def with_and_without_stages(
-    ranked: Sequence[tuple[Trial, Planned]],
-) -> list[tuple[Trial, Planned]]:
+def with_and_without_stages(ranked: Sequence[tuple[Trial, Planned]]) -> list[tuple[Trial, Planned]]:
     """The best setting, and after it the best without stages if that has some, or with stages if it has none.
 
     Layouts without a recipe gain more on one of them than on the other. On 256 H100 with EFA `dp=32,tp=8` falls from

@@ -126,7 +126,4 @@ def _on_all_ranks(part: ClusterSetting, request: Request) -> ClusterSetting | No
 
 def _recipe(part: ClusterSetting) -> dict[str, str]:
     """The recipe of a setting for the axes that it uses; the search leaves the other one unsplit, or finds a use."""
-    return {
-        "dp": part.data if part.dp > 1 else "auto",
-        "tp": part.tensor if part.tp > 1 else "auto",
-    }
+    return {"dp": part.data if part.dp > 1 else "auto", "tp": part.tensor if part.tp > 1 else "auto"}

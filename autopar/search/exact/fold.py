@@ -226,13 +226,7 @@ def _entries(
     for name, tensor in graph.tensors.items():
         leaf, public_name = leaves.get(name, ("", name))
         entry = Entry(
-            tensor,
-            (),
-            leaf,
-            producers.get(name),
-            tuple(sorted(consumers.get(name, ()))),
-            name in outputs,
-            name in kept,
+            tensor, (), leaf, producers.get(name), tuple(sorted(consumers.get(name, ()))), name in outputs, name in kept
         )
         key = (
             tensor.dims,

@@ -200,10 +200,7 @@ class AxisProgram:
         """The layouts in which the op class that computes a tensor can give it."""
         producer = self.problem.made[index]
         return columns_of(
-            (
-                TieredLayout(producer.layout(self.problem.layouts(producer.index, labels).results)),
-                column,
-            )
+            (TieredLayout(producer.layout(self.problem.layouts(producer.index, labels).results)), column)
             for column, labels in self._ops[producer.index].items()
         )
 
@@ -274,11 +271,7 @@ class AxisProgram:
         return layout[: self.axis] + layout[self.axis + 1 :]
 
     def _convert_group(
-        self,
-        index: int,
-        sources: _ByTiered,
-        demands: list[_ByLayout],
-        delivered: dict[TieredLayout, Layout],
+        self, index: int, sources: _ByTiered, demands: list[_ByLayout], delivered: dict[TieredLayout, Layout]
     ) -> None:
         targets = list(dict.fromkeys([t for d in demands for t in d] + list(delivered.values())))
         prices = {(s, t): self._price(index, s, t) for s in sources for t in targets}

@@ -57,12 +57,7 @@ def _shared_out(sizes_bytes: Mapping[str, int], ranks: Sequence[int]) -> dict[st
 
 
 def on_mesh(
-    graph: Graph,
-    plan: Plan,
-    mesh: Mesh,
-    recipes: Sequence[Recipe],
-    alone: LonePins,
-    fixed: Collection[str] = (),
+    graph: Graph, plan: Plan, mesh: Mesh, recipes: Sequence[Recipe], alone: LonePins, fixed: Collection[str] = ()
 ) -> Plan:
     """The plan for a mesh with vacant places, given the plan for the same mesh without: its servers own parameters.
 

@@ -165,12 +165,7 @@ def _reductions(options: Sequence[_AxisOption]) -> Iterator[Reduction]:
 
 
 def _axis_options(
-    tensor: Tensor,
-    recipe: Recipe,
-    size: int,
-    pinned: State | None,
-    earlier: Sequence[int],
-    has_owners: bool,
+    tensor: Tensor, recipe: Recipe, size: int, pinned: State | None, earlier: Sequence[int], has_owners: bool
 ) -> list[_AxisOption]:
     shards = [*_shards(tensor, size), *_inner_shards(tensor, size, earlier)]
     if not shards and not has_owners and size > 1:  # an owner has the whole of a dim

@@ -18,15 +18,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from autopar.cost_model import Hardware, Sizes
-from autopar.cost_model.items import (
-    COMPUTE,
-    TOUCHED,
-    MemoryItem,
-    Region,
-    TrainingState,
-    WorkItem,
-    kind_of_work,
-)
+from autopar.cost_model.items import COMPUTE, TOUCHED, MemoryItem, Region, TrainingState, WorkItem, kind_of_work
 from autopar.cost_model.machines.software import Software
 from autopar.cost_model.memory import layers_of_ops
 from autopar.cost_model.nodes import NodePricer
@@ -85,10 +77,7 @@ class MarginalCosts:
         every, late = dict(cls.full().every), set()
         for region in REGIONS:
             sums = _sums(step, region)
-            for kind, part in (
-                ("stored", hides),
-                ("activation", software.hides_activations),
-            ):
+            for kind, part in (("stored", hides), ("activation", software.hides_activations)):
                 shorter = kind if sums[kind] <= sums["compute"] else "compute"
                 every[region, shorter] -= part
             if step.is_late(region):
@@ -99,12 +88,7 @@ class MarginalCosts:
             if i.phase == "reduce" and not i.every_micro_batch and kind_of_work(i) == "stored"
         )
         is_short = bool(reductions <= step.backward_seconds())
-        return cls(
-            every,
-            frozenset(late),
-            1 - hides * is_short,
-            hides * (not is_short),
-        )
+        return cls(every, frozenset(late), 1 - hides * is_short, hides * (not is_short))
 
     def seconds(self, item: WorkItem, step: Step) -> float:
         """Seconds by which one execution of an item per micro-batch makes a step longer.

@@ -319,11 +319,7 @@ class MeshSearch:
 
     def _cost(self, plan: Plan) -> StepCost:
         return cost_of(
-            self.problem.graph,
-            plan,
-            self.hardware,
-            software=self.software,
-            training_state=self.training_state,
+            self.problem.graph, plan, self.hardware, software=self.software, training_state=self.training_state
         )
 
     @property

@@ -28,10 +28,7 @@ _MAX_SECONDS = 120.0
 # What all preferences together add to the objective, as a part of the largest price.
 _PREFERRED = 1e-6
 _INTEGRAL = 1e-9  # how far from 0 or 1 a value of the relaxation may be
-_INFEASIBLE = (
-    highspy.HighsModelStatus.kInfeasible,
-    highspy.HighsModelStatus.kUnboundedOrInfeasible,
-)
+_INFEASIBLE = (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible)
 
 Objective = Literal["seconds", "bytes"]
 
@@ -153,11 +150,7 @@ class MixedIntegerProgram:
         return len(self._row_lower), len(self.seconds), sum(self._binary)
 
     def solve(
-        self,
-        *,
-        minimize: Objective = "seconds",
-        max_bytes: float | None = None,
-        byte_seconds: float = 0.0,
+        self, *, minimize: Objective = "seconds", max_bytes: float | None = None, byte_seconds: float = 0.0
     ) -> Solution | None:
         """The best solution; None if the program is infeasible. Raises SearchError if a limit is reached without one.
 

@@ -56,9 +56,5 @@ def _age(versions: WeightVersions) -> str:
 def _flushed(step: ExecutedStep, pipeline: Pipeline) -> ExecutedStep:
     """The step of a plan that flushes the pipeline after each update, with which the note compares."""
     schedule = "1f1b" if pipeline.update_every >= pipeline.stages else "gpipe"
-    plan = replace(
-        step.plan,
-        pipeline=replace(pipeline, schedule=schedule),
-        micro_batches=pipeline.update_every,
-    )
+    plan = replace(step.plan, pipeline=replace(pipeline, schedule=schedule), micro_batches=pipeline.update_every)
     return replace(step, plan=plan)

@@ -24,17 +24,7 @@ from autopar.cost_model.collectives import conversion_seconds
 from autopar.cost_model.flow import Flow
 from autopar.cost_model.machines.hardware import Hardware
 from autopar.cost_model.sizes import Sizes
-from autopar.ir import (
-    Graph,
-    Labels,
-    Layout,
-    Op,
-    Plan,
-    nested_labels,
-    operand_layouts,
-    plain,
-    result_layouts,
-)
+from autopar.ir import Graph, Labels, Layout, Op, Plan, nested_labels, operand_layouts, plain, result_layouts
 from autopar.ir.choice import can_nest
 from autopar.ir.note import Note, kind_of
 from autopar.pipeline.composed import composed

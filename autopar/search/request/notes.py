@@ -24,22 +24,12 @@ from autopar.units import counted, format_bytes
 
 
 def explain(
-    graph: Graph,
-    plan: Plan,
-    cost: StepCost,
-    *,
-    bound_bytes: int,
-    hardware: Hardware,
-    descents_seconds: Sequence[float],
+    graph: Graph, plan: Plan, cost: StepCost, *, bound_bytes: int, hardware: Hardware, descents_seconds: Sequence[float]
 ) -> tuple[str, ...]:
     """Notes on each axis's splits and why, on time and memory, on other local optima, and on ops without a rule."""
     axes = axis_lines(graph, plan)
     others = _others_line(cost, descents_seconds)
-    lines = (
-        *_reason_lines(graph, plan, cost),
-        _time_line(cost, hardware),
-        _memory_line(cost, bound_bytes),
-    )
+    lines = (*_reason_lines(graph, plan, cost), _time_line(cost, hardware), _memory_line(cost, bound_bytes))
     prices = (Note(line, "price") for line in lines)
     rules = (*unruled_lines(graph, plan, hardware), *guessed_lines(graph, plan))
     return (*axes, *repeated_lines(plan), *uneven_lines(graph, plan), *prices, *others, *rules)

@@ -145,11 +145,7 @@ class PlanOptions:
     )
     stages: tuple[int, ...] | None = option(None, metavar="N", repeats=True, parse=listed_depths, is_limit=True)
     recipe: RecipeLike = option(
-        "auto",
-        metavar="R",
-        write=lambda given: (format_recipe(given),),
-        is_limit=True,
-        serves_backend=True,
+        "auto", metavar="R", write=lambda given: (format_recipe(given),), is_limit=True, serves_backend=True
     )
     pins: Mapping[str, str] = option(
         {},

@@ -107,13 +107,7 @@ def _matching(pattern: str, names: Iterable[str], what: str) -> list[str]:
     return found
 
 
-def _pin_storage(
-    pattern: str,
-    parts: list[tuple[str, int]],
-    graph: Graph,
-    mesh: Mesh,
-    storage: _Pinned[State],
-) -> None:
+def _pin_storage(pattern: str, parts: list[tuple[str, int]], graph: Graph, mesh: Mesh, storage: _Pinned[State]) -> None:
     for name in _matching(pattern, graph.parameters, "parameter"):
         tensor = graph.tensors[graph.parameters[name]]
         for text, axis in parts:
@@ -147,13 +141,7 @@ def _storable(state: State, tensor: Tensor, axis: int, mesh: Mesh, where: str) -
     return S(state.dim, WHOLE)
 
 
-def _pin_labels(
-    pattern: str,
-    parts: list[tuple[str, int]],
-    graph: Graph,
-    mesh: Mesh,
-    labels: _Pinned[str],
-) -> None:
+def _pin_labels(pattern: str, parts: list[tuple[str, int]], graph: Graph, mesh: Mesh, labels: _Pinned[str]) -> None:
     for name in _matching(pattern, graph.by_name, "op"):
         for label, axis in parts:
             _check_label(graph, graph.by_name[name], label, mesh.axes[axis], pattern)

@@ -33,14 +33,7 @@ from collections.abc import Mapping, Sequence
 from autopar.errors import RecipeError, did_you_mean
 from autopar.ir import PIPELINE_AXIS, Meeting, Mesh
 from autopar.ir.meeting import RULES, SERVER
-from autopar.search.request.recipe_rows import (
-    ALIASES,
-    MEETING_RECIPES,
-    PIPELINE_RECIPES,
-    RECIPES,
-    Recipe,
-    RecipeLike,
-)
+from autopar.search.request.recipe_rows import ALIASES, MEETING_RECIPES, PIPELINE_RECIPES, RECIPES, Recipe, RecipeLike
 from autopar.search.request.several_axes import SEVERAL_AXES, by_axis, over_mesh
 
 

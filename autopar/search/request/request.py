@@ -19,25 +19,12 @@ from autopar.cost_model.machines.cluster import Cluster
 from autopar.cost_model.machines.hardware import Hardware
 from autopar.cost_model.machines.software import AUTOPAR, Software
 from autopar.errors import AutoparError, MeshError, RecipeError
-from autopar.ir import (
-    PIPELINE_AXIS,
-    VERSIONED,
-    Meeting,
-    Plan,
-    mesh_of_replica,
-    without_pipeline,
-)
+from autopar.ir import PIPELINE_AXIS, VERSIONED, Meeting, Plan, mesh_of_replica, without_pipeline
 from autopar.ir.features import Feature, check_features
 from autopar.pipeline.composed import Figures
 from autopar.search.request.options import PlanOptions, check_counts
 from autopar.search.request.recipe_rows import ON_DEVICE, STORED_ON_HOST, USED_FROM_HOST, Tiering
-from autopar.search.request.recipes import (
-    check_recipe_axes,
-    check_versions,
-    format_recipe,
-    meeting_of,
-    resolve,
-)
+from autopar.search.request.recipes import check_recipe_axes, check_versions, format_recipe, meeting_of, resolve
 from autopar.search.request.single_rank_ops import is_lone_pin
 
 

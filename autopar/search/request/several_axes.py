@@ -24,11 +24,7 @@ from autopar.errors import RecipeError
 
 # The recipe of each axis, in the order in which a user names the axes.
 SEVERAL_AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "2d": ("columns", "zero3"),
-        "2.5d": ("columns", "zero3", "ddp"),
-        "3d": ("tp+sp", "width", "zero3"),
-    }
+    {"2d": ("columns", "zero3"), "2.5d": ("columns", "zero3", "ddp"), "3d": ("tp+sp", "width", "zero3")}
 )
 
 

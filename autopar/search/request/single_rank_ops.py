@@ -134,11 +134,7 @@ def resolve_lone_pins(
 
 
 def _balance(
-    owners: Mapping[str, dict[int, int]],
-    graph: Graph,
-    axis: int,
-    size: int,
-    seconds: Callable[[Op], float],
+    owners: Mapping[str, dict[int, int]], graph: Graph, axis: int, size: int, seconds: Callable[[Op], float]
 ) -> None:
     """Chooses the ranks of an axis that run the ops with `@*`."""
     open_ops = [op for op in graph.ops if owners.get(op.name, {}).get(axis) == ANY]
@@ -253,19 +249,10 @@ def with_lone_ops(
     unsplit = [axis for axis in axes if opens[axis] and not fixed]
     if unsplit:
         given.append(_put(graph, plan, pins, fixed, unsplit))
-    return min(
-        (p for p in given if all(is_legal(graph, op, p.ops[op.name], p.mesh) for op in graph.ops)),
-        key=seconds,
-    )
+    return min((p for p in given if all(is_legal(graph, op, p.ops[op.name], p.mesh) for op in graph.ops)), key=seconds)
 
 
-def _put(
-    graph: Graph,
-    plan: Plan,
-    pins: LonePins,
-    fixed: Mapping[str, ParameterPlan],
-    unsplit: Sequence[int],
-) -> Plan:
+def _put(graph: Graph, plan: Plan, pins: LonePins, fixed: Mapping[str, ParameterPlan], unsplit: Sequence[int]) -> Plan:
     """The plan with ops of single ranks, and all other ops unsplit along some axes."""
 
     def labels(op: Op) -> Labels:

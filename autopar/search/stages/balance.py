@@ -36,14 +36,7 @@ from autopar.ir.pipeline import PLACEMENTS
 from autopar.pipeline.schedules import actions, splits_backward, waits_for_sends
 from autopar.pipeline.stage_table import StageTable
 from autopar.pipeline.step_timer import StepTimer
-from autopar.search.stages.cut_bounds import (
-    ROUNDING,
-    best_cuts,
-    earliest,
-    is_less,
-    least_largest,
-    windows,
-)
+from autopar.search.stages.cut_bounds import ROUNDING, best_cuts, earliest, is_less, least_largest, windows
 from autopar.search.stages.pipeline_bounds import least_seconds, may_have_cuts
 from autopar.search.stages.shape import Shape
 from autopar.units import counted, format_bytes
@@ -69,12 +62,7 @@ class Balance:
 
 
 def balance(
-    table: StageTable,
-    shape: Shape,
-    *,
-    memory_bytes: float,
-    executed: bool = False,
-    reserved_bytes: int = 0,
+    table: StageTable, shape: Shape, *, memory_bytes: float, executed: bool = False, reserved_bytes: int = 0
 ) -> Balance:
     """The best cuts for a pipeline; with several stages on a rank, a local optimum.
 

@@ -57,10 +57,7 @@ def settings_in_dims(ranks: int) -> Iterator[tuple[Mesh, dict[str, str]]]:
                 axes = tuple(zip((OUTER, INNER_AXIS, DATA_AXIS), sizes, strict=True))
                 for name in ("2.5d", "3d"):
                     rows = dict(zip((axis for axis, _ in axes), SEVERAL_AXES[name], strict=True))
-                    yield (
-                        Mesh(axes if data > 1 else axes[:2]),
-                        {axis: rows[axis] for axis, size in axes if size > 1},
-                    )
+                    yield (Mesh(axes if data > 1 else axes[:2]), {axis: rows[axis] for axis, size in axes if size > 1})
 
 
 def words_of_dims(plan: Plan, other: float | None, seconds: float) -> str:

@@ -8,15 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from autopar.errors import (
-    MemoryBoundError,
-    MeshError,
-    PlanError,
-    RecipeError,
-    SearchError,
-    StateError,
-    both,
-)
+from autopar.errors import MemoryBoundError, MeshError, PlanError, RecipeError, SearchError, StateError, both
 from autopar.ir import Graph, ParameterPlan, Plan, Tier, with_pipeline
 from autopar.ir.batches import captured_batch, with_batch
 from autopar.ir.recompute import SAVED_TIERS, Recompute, RecomputeOption, is_saved_option
@@ -92,11 +84,7 @@ class GivenMesh:
         try:
             found = self._search()
         except SearchError:
-            is_open = self.fixed_storage is None and self.request.recompute in (
-                None,
-                "none",
-                "full",
-            )
+            is_open = self.fixed_storage is None and self.request.recompute in (None, "none", "full")
             sliced = self._that_fit_in_slices() if is_open and self._is_sliced else []
             if not sliced:
                 raise
@@ -203,9 +191,7 @@ class GivenMesh:
         request = self.request
         assert request.mesh is not None, "a mesh was given"
         whole = request.but(
-            mesh=with_pipeline(request.mesh, 1, 0),
-            schedule="1f1b",
-            micro_batches=request.micro_batches or 1,
+            mesh=with_pipeline(request.mesh, 1, 0), schedule="1f1b", micro_batches=request.micro_batches or 1
         )
         return self._priced(replace(self._staged(whole).plan, pipeline=None))
 
@@ -308,12 +294,7 @@ class GivenMesh:
         named = dict(zip(mesh.names, (row.name for row in resolve(request.inside, mesh)), strict=True))
         found = list[Planned]()
         for recipe in starts(named, mesh):
-            best = min(
-                [
-                    math.inf if best_seconds is None else best_seconds,
-                    *(e.price.step_seconds for e in found),
-                ]
-            )
+            best = min([math.inf if best_seconds is None else best_seconds, *(e.price.step_seconds for e in found)])
             under = self._but(recipe=recipe)
             try:
                 if under.flat_seconds < best:

@@ -42,14 +42,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from autopar.errors import AutoparError, MeshError, PlanError, RecipeError, SearchError
-from autopar.ir import (
-    PIPELINE_AXIS,
-    Graph,
-    ParameterPlan,
-    Plan,
-    pipeline_position,
-    without_pipeline,
-)
+from autopar.ir import PIPELINE_AXIS, Graph, ParameterPlan, Plan, pipeline_position, without_pipeline
 from autopar.ir.batches import captured_batch, fits_graph
 from autopar.pipeline.stage_costs import StageTables
 from autopar.search.exact.search import MeshSearch
@@ -103,13 +96,7 @@ def search_pipeline(
     if not request.has_stages:
         raise MeshError(f"The mesh {request.mesh} has no axis {PIPELINE_AXIS!r} for the stages of a pipeline.")
     found = _Search(
-        graph,
-        request,
-        captured_micro_batches,
-        fingerprint,
-        fixed_storage,
-        faster_than_seconds,
-        searches or Searches(),
+        graph, request, captured_micro_batches, fingerprint, fixed_storage, faster_than_seconds, searches or Searches()
     ).run()
     plan = replace(found.plan, recipe=format_recipe(request.recipe))
     return replace(found, best=replace(found.best, plan=plan))

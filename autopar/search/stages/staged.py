@@ -23,12 +23,7 @@ from autopar.pipeline.stage_costs import StageTables
 from autopar.pipeline.stage_table import StageTable
 from autopar.pipeline.weight_stashing import with_versions
 from autopar.search.exact.selection import Frontier
-from autopar.search.stages.balance import (
-    Balance,
-    balance_of,
-    can_fit,
-    least_overfull,
-)
+from autopar.search.stages.balance import Balance, balance_of, can_fit, least_overfull
 from autopar.search.stages.pipeline_bounds import least_seconds, may_fit, shortest_seconds
 from autopar.search.stages.pipeline_settings import KeptWhole, Priced, Setting
 from autopar.search.stages.shape import Shape

@@ -27,10 +27,7 @@ def test_owners_differ_and_torch_takes_each_for_a_shard():
 @pytest.mark.parametrize(("owner", "shape", "offset"), [(0, (4,), (0,)), (1, (0,), (4,))])
 def test_a_checkpoint_learns_which_part_a_rank_has(parameter, owner, shape, offset):
     x = owned(parameter, owner)
-    assert compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements) == (
-        shape,
-        offset,
-    )
+    assert compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements) == (shape, offset)
 
 
 @pytest.mark.parametrize("make", [torch.zeros_like, torch.empty_like, torch.Tensor.detach])

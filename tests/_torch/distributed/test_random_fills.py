@@ -15,12 +15,7 @@ def test_a_dtensor_draws_what_a_plain_tensor_draws(group) -> None:
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("x",))
     plain = torch.zeros(4, 6)
     cut = distribute_tensor(plain.clone(), mesh, [Shard(1)])
-    for fill in (
-        nn.init.normal_,
-        nn.init.kaiming_uniform_,
-        nn.init.trunc_normal_,
-        torch.Tensor.random_,
-    ):
+    for fill in (nn.init.normal_, nn.init.kaiming_uniform_, nn.init.trunc_normal_, torch.Tensor.random_):
         for x in (plain, cut):
             torch.manual_seed(0)
             fill(x)

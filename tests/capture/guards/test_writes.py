@@ -44,9 +44,7 @@ class Recurrent(nn.GRU):
         return super().forward(x)[0]
 
 
-def test_what_a_forward_sets_before_it_reads_it_costs_no_other_capture(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_what_a_forward_sets_before_it_reads_it_costs_no_other_capture(caplog: pytest.LogCaptureFixture) -> None:
     model = autopar.compile(Recurrent(4, 4), loss_fn=F.mse_loss)
     optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(2, 4)
     with caplog.at_level("INFO", "autopar"):

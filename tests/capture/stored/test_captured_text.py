@@ -16,11 +16,7 @@ from autopar.capture.export import capture_forward, capture_step
 from autopar.capture.stored.captured_text import read_captured, write_captured
 from autopar.capture.stored.python_state import NoText
 from autopar.ir import MixedPrecision
-from autopar.planning.stored_captures import (
-    CaptureQuestion,
-    StoredCaptures,
-    is_same_capture,
-)
+from autopar.planning.stored_captures import CaptureQuestion, StoredCaptures, is_same_capture
 from autopar.program.captures import at_sizes
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
@@ -68,10 +64,7 @@ class Parts(nn.Module):
     def forward(self, x, *, scale: float):
         (left, right), (largest, places) = self.drop(x).chunk(2, -1), x.max(-1)
         spectrum = torch.fft.fft(right.float()).mul(2j).abs()
-        return {
-            "left": left[..., 1:] * scale,
-            "rest": [spectrum.to(torch.float64), largest, places],
-        }
+        return {"left": left[..., 1:] * scale, "rest": [spectrum.to(torch.float64), largest, places]}
 
 
 class Square(torch.autograd.Function):
@@ -202,10 +195,7 @@ def test_guards_that_were_read_notice_a_change():
 
 WITHOUT_TEXT = {
     "a backward of its own": (lambda: asked(Own(), (X, X), loss=F.mse_loss), "no operator"),
-    "weak references of a recurrent layer": (
-        lambda: asked(nn.LSTM(4, 4), (X[None],)),
-        "_flat_weight_refs",
-    ),
+    "weak references of a recurrent layer": (lambda: asked(nn.LSTM(4, 4), (X[None],)), "_flat_weight_refs"),
 }
 
 

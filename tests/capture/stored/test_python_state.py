@@ -238,11 +238,9 @@ def test_a_changed_model_has_another_state():
 @pytest.mark.parametrize("owner", [F, torch, torch.Tensor, nn.Dropout])
 def test_a_function_in_the_place_of_one_of_torch_is_seen(owner, monkeypatch):
     before = state(model_of()).digest
-    name, other = {
-        F: ("gelu", F.silu),
-        torch: ("add", torch.mul),
-        torch.Tensor: ("float", None),
-    }.get(owner, ("forward", nn.Identity.forward))
+    name, other = {F: ("gelu", F.silu), torch: ("add", torch.mul), torch.Tensor: ("float", None)}.get(
+        owner, ("forward", nn.Identity.forward)
+    )
     monkeypatch.setattr(owner, name, other or torch.Tensor.norm)
     assert state(model_of()).digest != before
 

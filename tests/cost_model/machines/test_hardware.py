@@ -95,12 +95,7 @@ def test_every_figure_of_the_catalogue_has_its_source(hardware: Hardware) -> Non
 
 def test_a_peak_for_every_number_format() -> None:
     """H100's datasheet: 1979 TFLOP/s in float8, half of it in bfloat16, a quarter in tf32."""
-    assert [H100.flops_per_second(size) for size in (1, 2, 4, 8)] == [
-        1978.9e12,
-        989.4e12,
-        67e12,
-        67e12,
-    ]
+    assert [H100.flops_per_second(size) for size in (1, 2, 4, 8)] == [1978.9e12, 989.4e12, 67e12, 67e12]
     assert H100.dtype_flops_per_second("tf32") == 494.7e12
     assert A100.flops_per_second(1) == 312e12  # no float8: what is narrow is computed in 2 bytes
     with pytest.raises(AutoparError, match="a100 has no figure for products of float8; it has bfloat16"):
@@ -258,39 +253,15 @@ def test_quotes_and_umlauts_survive(tmp_path: Path) -> None:
     ("old", "new", "message"),
     [
         ("value = 4,", "value = 4 4,", r"mine.toml, line 2: "),
-        (
-            "value = 4,",
-            "value = 0,",
-            "line 2: devices_per_node is 0; it must be a positive whole number",
-        ),
+        ("value = 4,", "value = 0,", "line 2: devices_per_node is 0; it must be a positive whole number"),
         ("value = 4,", "value = -8,", "line 2: devices_per_node is -8; it must be"),
         ("value = 4,", "value = 2.5,", "line 2: devices_per_node is 2.5; it must be"),
         ("value = 4,", "value = true,", "line 2: devices_per_node is True; it must be"),
-        (
-            "value = 2e12",
-            'value = "2e12"',
-            "line 4: memory_bytes_per_second is '2e12'; it must be a pos",
-        ),
-        (
-            "value = 2e12",
-            "value = nan",
-            "line 4: memory_bytes_per_second is nan; it must be a positive",
-        ),
-        (
-            "value = 2e12",
-            "value = inf",
-            "line 4: memory_bytes_per_second is inf; it must be a positive",
-        ),
-        (
-            "value = 2e-6",
-            "value = -1",
-            "line 12: latency_seconds is -1; it must be a number, 0 or more",
-        ),
-        (
-            "value = 25e9",
-            "value = 0",
-            "line 15: bandwidth_bytes_per_second is 0; it must be a positive",
-        ),
+        ("value = 2e12", 'value = "2e12"', "line 4: memory_bytes_per_second is '2e12'; it must be a pos"),
+        ("value = 2e12", "value = nan", "line 4: memory_bytes_per_second is nan; it must be a positive"),
+        ("value = 2e12", "value = inf", "line 4: memory_bytes_per_second is inf; it must be a positive"),
+        ("value = 2e-6", "value = -1", "line 12: latency_seconds is -1; it must be a number, 0 or more"),
+        ("value = 25e9", "value = 0", "line 15: bandwidth_bytes_per_second is 0; it must be a positive"),
         (
             'kind = "datasheet", source = "the v',
             'kind = "rumour", source = "the v',
@@ -298,21 +269,9 @@ def test_quotes_and_umlauts_survive(tmp_path: Path) -> None:
         ),
         ('"x + 1"', '""', "line 5: the source of launch_seconds must say where it comes from"),
         (', source = "x + 1"', "", "line 5: launch_seconds lacks its source"),
-        (
-            "{value = 4e-6,",
-            "{valeu = 4e-6,",
-            "line 5: unknown key 'valeu' of launch_seconds; did you mean 'va",
-        ),
-        (
-            "launch_seconds",
-            "lunch_seconds",
-            "line 5: unknown key 'lunch_seconds'; did you mean 'launch_sec",
-        ),
-        (
-            "bfloat16 =",
-            "bflaot16 =",
-            r"line 8: unknown key 'bflaot16' in \[peak_flops\]; did you mean 'bfloat16'",
-        ),
+        ("{value = 4e-6,", "{valeu = 4e-6,", "line 5: unknown key 'valeu' of launch_seconds; did you mean 'va"),
+        ("launch_seconds", "lunch_seconds", "line 5: unknown key 'lunch_seconds'; did you mean 'launch_sec"),
+        ("bfloat16 =", "bflaot16 =", r"line 8: unknown key 'bflaot16' in \[peak_flops\]; did you mean 'bfloat16'"),
         (
             "latency_seconds = {value = 1e-5",
             "latency = {value = 1e-5",
@@ -329,47 +288,27 @@ def test_quotes_and_umlauts_survive(tmp_path: Path) -> None:
             "# = {value = 2e-6",
             r"line 10: latency_seconds of \[inside_node\] is missing",
         ),
-        (
-            "[peak_flops]\nbfloat16",
-            "#\n#",
-            r"line 1: \[peak_flops\] is missing; give one of float8",
-        ),
+        ("[peak_flops]\nbfloat16", "#\n#", r"line 1: \[peak_flops\] is missing; give one of float8"),
         ('name = "mine"', "name = 7", "line 1: name must be a word"),
         (
             'name = "mine"',
             'name = "mine"\nlike = "h1oo"',
             "line 2: there is no 'h1oo' in the catalogue; did you mean 'h100'",
         ),
-        (
-            "[peak_flops]\n",
-            "[peak_flosp]\n",
-            "line 7: unknown key 'peak_flosp'; did you mean 'peak_flops'",
-        ),
+        ("[peak_flops]\n", "[peak_flosp]\n", "line 7: unknown key 'peak_flosp'; did you mean 'peak_flops'"),
         (
             "[across_nodes]\n",
             "[across_nodes]\nreduce_gain = {value = 3, kind = 'guess', source = 'x'}\n",
             "line 15: reduce_gain is 3; it must be a number from 1 to 2",
         ),
-        (
-            "launch_seconds",
-            "matmul = 3\nlaunch_seconds",
-            r"line 5: \[\[matmul\]\] is a list of tables",
-        ),
+        ("launch_seconds", "matmul = 3\nlaunch_seconds", r"line 5: \[\[matmul\]\] is a list of tables"),
         (
             "[peak_flops]",
             "[[matmul]]\nrowz = 8\n[peak_flops]",
             r"line 8: unknown key 'rowz' in \[\[matmul\]\]; did you mean 'rows'",
         ),
-        (
-            "[peak_flops]",
-            "[[matmul]]\nrows = nan\n[peak_flops]",
-            "line 8: rows is nan; it must be a number",
-        ),
-        (
-            'name = "mine"',
-            "name = " + "[" * 10_000,
-            "line 1: lists or tables are nested too deeply",
-        ),
+        ("[peak_flops]", "[[matmul]]\nrows = nan\n[peak_flops]", "line 8: rows is nan; it must be a number"),
+        ('name = "mine"', "name = " + "[" * 10_000, "line 1: lists or tables are nested too deeply"),
         ("value = 4,", f"value = {'9' * 10_000},", "line 1: Exceeds the limit"),
     ],
 )

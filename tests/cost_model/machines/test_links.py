@@ -31,23 +31,12 @@ BYTES = (0, 1, 1000, 10**5, 10**6, 10**7, 10**8, 10**10)
 
 
 def seconds(
-    name: str,
-    whole: float,
-    ranks: int,
-    link: Link,
-    hardware: Hardware = PLAIN,
-    bucketed: bool = False,
+    name: str, whole: float, ranks: int, link: Link, hardware: Hardware = PLAIN, bucketed: bool = False
 ) -> float:
     before = whole / ranks if name == "all_gather" else whole
     after = whole / ranks if name == "reduce_scatter" else whole
     return collective_seconds(
-        name,
-        before_bytes=before,
-        after_bytes=after,
-        ranks=ranks,
-        link=link,
-        hardware=hardware,
-        bucketed=bucketed,
+        name, before_bytes=before, after_bytes=after, ranks=ranks, link=link, hardware=hardware, bucketed=bucketed
     )
 
 
@@ -235,12 +224,7 @@ def test_symbols_give_the_same_prices(name: str) -> None:
     before = whole / ranks if name == "all_gather" else whole
     after = whole / ranks if name == "reduce_scatter" else whole
     formula = collective_seconds(
-        name,
-        before_bytes=before,
-        after_bytes=after,
-        ranks=ranks,
-        link=Link(**symbols),
-        hardware=H100,
+        name, before_bytes=before, after_bytes=after, ranks=ranks, link=Link(**symbols), hardware=H100
     )
     for stride, size, count in itertools.product((1, 8), (2, 8, 16), (10**4, 10**8)):
         link = axis_link(H100, stride, size)

@@ -12,11 +12,7 @@ from autopar.cli.options import cluster_of
 from autopar.cost_model import H100
 from autopar.cost_model.machines.cluster import find_cluster
 from autopar.cost_model.machines.hardware import Source
-from autopar.cost_model.machines.software import (
-    AUTOPAR,
-    named_hardware,
-    with_eager_runs,
-)
+from autopar.cost_model.machines.software import AUTOPAR, named_hardware, with_eager_runs
 from benchmarks.accuracy.runtimes import SOFTWARE, software_for
 
 

@@ -23,15 +23,7 @@ LINK = H100.across_nodes
 def step(run: Run, *holdings: MemoryItem, parts: int = 1) -> Step:
     """Eight layers that keep what `holdings` say, with 1e6 bytes from one to the next."""
     return Step(
-        (),
-        holdings,
-        run,
-        H100,
-        AUTOPAR,
-        layers=8,
-        boundary_bytes=1e6,
-        boundary_link=LINK,
-        boundary_parts=parts,
+        (), holdings, run, H100, AUTOPAR, layers=8, boundary_bytes=1e6, boundary_link=LINK, boundary_parts=parts
     )
 
 
@@ -44,11 +36,7 @@ def sends(found: Step) -> float:
 def in_flight(ranks: int, chunks: int, micro_batches: int) -> list[float]:
     """The most micro-batches at once on every rank of torch's own schedule, counted in all chunks."""
     stages = ranks * chunks
-    pipeline = Pipeline(
-        ranks,
-        "interleaved" if chunks > 1 else "1f1b",
-        tuple(f"op{i}" for i in range(1, stages)),
-    )
+    pipeline = Pipeline(ranks, "interleaved" if chunks > 1 else "1f1b", tuple(f"op{i}" for i in range(1, stages)))
     found = []
     for each in actions(pipeline, micro_batches):
         steps = [{"F": 1, "B": -1}.get(action.kind, 0) for action in each]
@@ -130,16 +118,7 @@ def test_a_step_takes_what_its_host_needs_to_launch_it(runs_ahead: bool) -> None
 def test_reductions_hide_behind_backward_and_moves_do_not(resource: str, seconds: float) -> None:
     product = WorkItem("product", "linear", COMPUTE, "backward", "layers", 1, 2.0, 0)
     reduction = WorkItem(
-        "weight",
-        "reduce",
-        resource,
-        "reduce",
-        "layers",
-        1,
-        1.0,
-        0,
-        carries="gradient",
-        every_micro_batch=False,
+        "weight", "reduce", resource, "reduce", "layers", 1, 1.0, 0, carries="gradient", every_micro_batch=False
     )
     machine = replace(H100, hides=0.5)
     made = Step((product, reduction), (), Run(), machine, AUTOPAR, layers=8, boundary_bytes=0)

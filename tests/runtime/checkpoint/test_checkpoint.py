@@ -13,11 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import autopar
-from autopar.runtime.checkpoint.checkpoint import (
-    load_checkpoint,
-    load_optimizer_state,
-    save_checkpoint,
-)
+from autopar.runtime.checkpoint.checkpoint import load_checkpoint, load_optimizer_state, save_checkpoint
 from autopar.runtime.formats.checkpoint_folder import read_saved
 from tests.runtime.models import Normed, Tied, mean_square
 
@@ -383,10 +379,7 @@ def test_a_checkpoint_without_checksums_loads(saved: Path) -> None:
     notes = torch.load(saved / "state.pt", weights_only=True)
     del notes["checksums"]
     torch.save(notes, saved / "state.pt")
-    flip(
-        saved / "shard-00001.safetensors",
-        8 * ((saved / "shard-00001.safetensors").stat().st_size - 1),
-    )
+    flip(saved / "shard-00001.safetensors", 8 * ((saved / "shard-00001.safetensors").stat().st_size - 1))
     assert loads(saved) == 3
 
 
@@ -480,10 +473,7 @@ def test_a_checkpoint_without_weights_is_no_models(tmp_path: Path) -> None:
     with pytest.raises(autopar.AutoparError, match="has no weights"):
         load_checkpoint(tmp_path / "c", model)
     other = make(width=12)
-    with pytest.raises(
-        autopar.AutoparError,
-        match=r"0\.weight has shape \[16, 8\] in it and \[12, 8\] in the model",
-    ):
+    with pytest.raises(autopar.AutoparError, match=r"0\.weight has shape \[16, 8\] in it and \[12, 8\] in the model"):
         load_checkpoint(tmp_path / "c", other, adamw(other))
 
 

@@ -72,16 +72,10 @@ def ordered() -> tuple[list[str], float, dict[str, Tensor]]:
                 events.append("mm")
             return func(*args, **(kwargs or {}))
 
-    names = {
-        "send": "send",
-        "arrive": "arrive",
-        "send_back": "send back",
-        "arrive_back": "arrive back",
-    }
+    names = {"send": "send", "arrive": "arrive", "send_back": "send back", "arrive_back": "arrive back"}
     with (
         mock.patch.multiple(
-            StartedCollective,
-            **{name: noting(word, getattr(StartedCollective, name)) for name, word in names.items()},
+            StartedCollective, **{name: noting(word, getattr(StartedCollective, name)) for name, word in names.items()}
         ),
         Products(),
     ):

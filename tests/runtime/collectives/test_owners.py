@@ -28,13 +28,7 @@ from autopar.runtime.collectives.transfer import Transfer, travel
 from autopar.runtime.ranks.world import World
 from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.models import make, mean_square
-from tests.runtime.training import (
-    compile_mlp,
-    compiled,
-    difference,
-    distance_from_one_process,
-    single,
-)
+from tests.runtime.training import compile_mlp, compiled, difference, distance_from_one_process, single
 from tests.support.staged import captured_once
 from tests.support.tables import often
 
@@ -94,9 +88,7 @@ def _trained_with_servers(name: str, recipe: dict[str, str]) -> dict[str, Any]:
     return compiled(name, {"ps": 2, "dp": 2}, recipe, steps=10)
 
 
-def test_a_server_of_micro_batches_keeps_every_parameter_and_computes_nothing(
-    two_ranks: Ranks,
-) -> None:
+def test_a_server_of_micro_batches_keeps_every_parameter_and_computes_nothing(two_ranks: Ranks) -> None:
     """The products of a step and the parameters and states between steps, on the worker and on the server."""
     worker, server = two_ranks.run(_work_and_memory)
     count = sum(p.numel() for p in network().parameters())
@@ -108,12 +100,7 @@ def test_a_server_of_micro_batches_keeps_every_parameter_and_computes_nothing(
 def _work_and_memory() -> dict[str, int]:
     batch = (torch.randn(8, WIDTH), torch.randn(8, WIDTH))
     made = autopar.compile(
-        network(),
-        loss_fn=mean_square,
-        mesh={"ps": 2},
-        recipe="serve",
-        micro_batches=2,
-        example_inputs=batch,
+        network(), loss_fn=mean_square, mesh={"ps": 2}, recipe="serve", micro_batches=2, example_inputs=batch
     )
     optimizer = AdamW(made.parameters())
     with FlopCounterMode(display=False) as counter:
@@ -242,10 +229,7 @@ def network() -> nn.Module:
     ("recipe", "busiest_bytes"),
     [
         ("data-parallel", LAYERS * (MATRIX + BIAS)),
-        (
-            "parameter-server",
-            2 * MATRIX,
-        ),  # of three matrices; the other rank has one, and the biases
+        ("parameter-server", 2 * MATRIX),  # of three matrices; the other rank has one, and the biases
     ],
 )
 def test_the_busiest_owner_holds_what_was_priced(two_ranks: Ranks, recipe: str, busiest_bytes: int) -> None:

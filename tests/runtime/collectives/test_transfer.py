@@ -17,12 +17,7 @@ from tests.runtime.gloo_ranks import Ranks
 
 MESH = Mesh.of({"a": 2, "b": 2})
 DIMS: list[Dims] = [((4,), (3,)), ((8,), ()), ((2, 4), (5,))]
-CASES: list[tuple[Layout, Layout]] = [
-    ((S(0), R), (V, R)),
-    ((S(0), R), (V, V)),
-    ((R, S(0)), (V, R)),
-    ((R, R), (V, V)),
-]
+CASES: list[tuple[Layout, Layout]] = [((S(0), R), (V, R)), ((S(0), R), (V, V)), ((R, S(0)), (V, R)), ((R, R), (V, V))]
 EXCHANGED: list[tuple[Layout, Layout]] = [((S(0), R), (S(1), R)), ((R, S(1)), (R, S(0)))]
 EVEN: list[Dims] = [((4,), (6,)), ((8,), (2, 2)), ((2, 4), (4,))]
 NESTED: list[tuple[Layout, Layout]] = [

@@ -69,11 +69,7 @@ def test_a_dtensor_stays_what_it_is_and_is_no_part() -> None:
 
 
 def test_a_digest_sees_values_alone() -> None:
-    batch = {
-        "x": torch.arange(4),
-        "flags": torch.tensor([True, False]),
-        "y": torch.ones((), dtype=torch.bfloat16),
-    }
+    batch = {"x": torch.arange(4), "flags": torch.tensor([True, False]), "y": torch.ones((), dtype=torch.bfloat16)}
     one, same = (Arguments.of((), {k: v.clone() for k, v in batch.items()}) for _ in range(2))
     assert one.digest == same.digest
     assert one.digest != Arguments.of((), batch | {"x": torch.tensor([0, 1, 3, 2])}).digest

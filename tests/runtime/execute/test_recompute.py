@@ -151,11 +151,7 @@ NO_PIPELINE = ("", 1)
     ],
 )
 def test_training_is_that_of_one_process(
-    two_ranks: Ranks,
-    mesh: dict[str, int],
-    recipe: str,
-    micro_batches: int,
-    pipeline: tuple[str, int],
+    two_ranks: Ranks, mesh: dict[str, int], recipe: str, micro_batches: int, pipeline: tuple[str, int]
 ) -> None:
     expected = single("gpt", micro_batches=micro_batches)
     parts = two_ranks.run(trained, "gpt", mesh, recipe, micro_batches, pipeline)
@@ -181,18 +177,10 @@ def test_stages_of_split_parameters_recompute(four_ranks: Ranks, schedule: str) 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("mesh", "recipe", "micro_batches", "pipeline"),
-    [
-        ({"dp": 2}, "zero3", 2, NO_PIPELINE),
-        ({"tp": 2}, "auto", 1, NO_PIPELINE),
-        ({"dp": 1}, "ddp", 4, ("1f1b", 2)),
-    ],
+    [({"dp": 2}, "zero3", 2, NO_PIPELINE), ({"tp": 2}, "auto", 1, NO_PIPELINE), ({"dp": 1}, "ddp", 4, ("1f1b", 2))],
 )
 def test_masks_are_the_same_again(
-    two_ranks: Ranks,
-    mesh: dict[str, int],
-    recipe: str,
-    micro_batches: int,
-    pipeline: tuple[str, int],
+    two_ranks: Ranks, mesh: dict[str, int], recipe: str, micro_batches: int, pipeline: tuple[str, int]
 ) -> None:
     arguments = ("dropout", mesh, recipe, micro_batches, pipeline)
     for kept, *again in two_ranks.run(trained_each, arguments, ("none", 1, "full")):
@@ -211,12 +199,7 @@ def test_masks_are_the_same_again(
     ],
 )
 def test_any_ops_may_be_recomputed(
-    two_ranks: Ranks,
-    name: str,
-    mesh: dict[str, int],
-    recipe: str,
-    micro_batches: int,
-    pipeline: tuple[str, int],
+    two_ranks: Ranks, name: str, mesh: dict[str, int], recipe: str, micro_batches: int, pipeline: tuple[str, int]
 ) -> None:
     """Ops drawn at random: the same parameters after three steps as with all of them kept."""
     arguments = (name, mesh, recipe, micro_batches, pipeline)
@@ -322,10 +305,7 @@ def test_unknown_ops_and_blocks_are_refused() -> None:
     for blocks, says in (
         ({"layers.*": ["2/relu"]}, "the op '2/relu' of the block 'layers.*', which the model does"),
         ({"layers.0": ["2/relu"]}, "the op '2/relu' of the block 'layers.0', which the model does"),
-        (
-            {"blocks.*": ["2/gelu"]},
-            "the block 'blocks.*', which the model does not have. It has la",
-        ),
+        ({"blocks.*": ["2/gelu"]}, "the block 'blocks.*', which the model does not have. It has la"),
     ):
         wrong = replace(plan, recompute=Selection.of(blocks))
         compiled = autopar.compile(made[0], loss_fn=made[2], plan=wrong)

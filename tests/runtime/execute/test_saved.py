@@ -21,13 +21,7 @@ from autopar.runtime.execute.executor import Runner
 from autopar.runtime.execute.saved import SavedView
 from benchmarks.accuracy.saved_activations import kept_bytes
 from tests.proof.test_communication import Counted
-from tests.runtime.execute.test_recompute import (
-    HARDWARE,
-    NO_PIPELINE,
-    joined,
-    planned,
-    random_selection,
-)
+from tests.runtime.execute.test_recompute import HARDWARE, NO_PIPELINE, joined, planned, random_selection
 from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.models import Batch
 from tests.runtime.training import difference, full_state
@@ -125,11 +119,7 @@ def alone() -> dict[str, Any]:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("recipe", "names", "recomputes", "tensors"), CASES)
 def test_slices_train_as_one_process_and_are_priced_as_they_are(
-    two_ranks: Ranks,
-    recipe: str,
-    names: tuple[str, ...],
-    recomputes: tuple[str | int, ...],
-    tensors: int,
+    two_ranks: Ranks, recipe: str, names: tuple[str, ...], recomputes: tuple[str | int, ...], tensors: int
 ) -> None:
     expected = alone()
     for figures, trained in two_ranks.run(on_two_ranks, recipe, names, recomputes):

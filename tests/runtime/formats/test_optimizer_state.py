@@ -50,11 +50,7 @@ def test_names_and_groups() -> None:
     optimizer.step()
     state = read_state(model, optimizer)
     assert ties(model) == {"head.weight": "embedding.weight"}
-    assert [names for names, _ in state.groups] == [
-        ["embedding.weight"],
-        ["middle.weight"],
-        ["middle.bias"],
-    ]
+    assert [names for names, _ in state.groups] == [["embedding.weight"], ["middle.weight"], ["middle.bias"]]
     assert [options["lr"] for _, options in state.groups] == [0.5, 1e-3, 1e-3]
     assert list(state.tensors["middle.bias"]) == ["step", "exp_avg", "exp_avg_sq"]
     assert not state.tensors["embedding.weight"]

@@ -13,13 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from autopar.errors import AutoparError
-from autopar.runtime.formats.shard_file import (
-    ShardPart,
-    _factors,
-    _summed,
-    check_shard,
-    write_shard,
-)
+from autopar.runtime.formats.shard_file import ShardPart, _factors, _summed, check_shard, write_shard
 
 FORMATS = [
     torch.float64,
@@ -41,11 +35,7 @@ def a_tensor(dtype: torch.dtype) -> Tensor:
 
 def test_every_format_comes_back_bit_for_bit(tmp_path: Path) -> None:
     values = {str(dtype): a_tensor(dtype) for dtype in FORMATS}
-    values |= {
-        "number": torch.tensor(2.5),
-        "nothing": torch.empty(0, 3),
-        "columns": torch.rand(4, 3).T,
-    }
+    values |= {"number": torch.tensor(2.5), "nothing": torch.empty(0, 3), "columns": torch.rand(4, 3).T}
     write_shard(tmp_path / "x", {name: ShardPart(x, [0] * x.ndim) for name, x in values.items()})
     with safe_open(tmp_path / "x", framework="pt") as file:
         assert set(file.keys()) == values.keys()

@@ -97,10 +97,7 @@ def test_one_name_of_a_tied_weight_is_enough(tmp_path: Path) -> None:
     weights = {k: v for k, v in there.state_dict().items() if k != "embedding.weight"}
     save_file(weights, tmp_path / "one.safetensors")
     made = autopar.compile(
-        seeded(Tied, 2),
-        loss_fn=tied_loss,
-        example_inputs=(TOKENS, TOKENS),
-        weights=tmp_path / "one.safetensors",
+        seeded(Tied, 2), loss_fn=tied_loss, example_inputs=(TOKENS, TOKENS), weights=tmp_path / "one.safetensors"
     )
     assert torch.equal(made.get_parameter("embedding.weight"), there.embedding.weight)
 
@@ -383,11 +380,7 @@ def test_sharded_files_go_into_shards_and_come_out_byte_for_byte(
 def refusal_of_torn_weights(folder: Path) -> str:
     """What two stages say of files in which the embedding and the head differ."""
     made = autopar.compile(
-        Tied(),
-        loss_fn=loss_fn,
-        mesh={"pp": 2},
-        recipe={"pp": "1f1b"},
-        example_inputs=(TOKENS, TOKENS),
+        Tied(), loss_fn=loss_fn, mesh={"pp": 2}, recipe={"pp": "1f1b"}, example_inputs=(TOKENS, TOKENS)
     )
     with pytest.raises(AutoparError) as error:
         made.load_weights(folder)

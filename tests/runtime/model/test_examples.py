@@ -11,11 +11,7 @@ from autopar.errors import StepError
 from autopar.runtime.execute.inputs import Arguments
 from autopar.runtime.model.examples import at_shape
 
-WORDS = {
-    "input_ids": torch.ones(4, 8, dtype=torch.long),
-    "labels": torch.ones(4, 8),
-    "kinds": torch.ones(4),
-}
+WORDS = {"input_ids": torch.ones(4, 8, dtype=torch.long), "labels": torch.ones(4, 8), "kinds": torch.ones(4)}
 
 
 @pytest.mark.parametrize(

@@ -158,11 +158,7 @@ def test_tokens_on_four_ranks(four_ranks: Ranks, expected: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("plan", "keys"),
     [
-        pytest.param(
-            {"mesh": {"dp": 2}, "recipe": "ddp"},
-            "(4, 2, 32, 8) as (2, 2, 32, 8)",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param({"mesh": {"dp": 2}, "recipe": "ddp"}, "(4, 2, 32, 8) as (2, 2, 32, 8)", marks=pytest.mark.slow),
         ({"mesh": {"dp": 2}, "recipe": "zero3"}, "(4, 2, 32, 8) as (2, 2, 32, 8)"),
         ({"mesh": {"tp": 2}, "recipe": "tp"}, "(4, 2, 32, 8) as (4, 1, 32, 8)"),
     ],
@@ -195,10 +191,7 @@ def gpt2(**options: Any) -> GPT2LMHeadModel:
 
 @pytest.mark.parametrize(
     ("model", "options"),
-    [
-        (llama(), LONG),
-        (gpt2(attn_implementation="eager"), GREEDY),
-    ],
+    [(llama(), LONG), (gpt2(attn_implementation="eager"), GREEDY)],
     ids=["more slots", "masks that are added"],
 )
 def test_tokens_of_one_process(model: Any, options: dict[str, Any]) -> None:

@@ -116,12 +116,7 @@ def staged(norm_type: float) -> list[float]:
         parameters[name].grad = torch.tensor(value)
     elsewhere = {"tied"} if dist.get_rank() == 1 else set()
     norm = clip_grad_norm_(
-        parameters.items(),
-        ONE,
-        1.0,
-        norm_type,
-        stages=dist.group.WORLD,
-        counted_elsewhere=elsewhere,
+        parameters.items(), ONE, 1.0, norm_type, stages=dist.group.WORLD, counted_elsewhere=elsewhere
     )
     return [norm.item(), *(p.grad.item() for p in parameters.values())]  # type: ignore[union-attr]
 

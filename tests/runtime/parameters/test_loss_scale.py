@@ -97,10 +97,7 @@ def test_one_process_scales_as_torch_does() -> None:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("recipe", "mesh"),
-    often(
-        [("zero3", {"dp": 2}), ("1f1b", {"pp": 2}), ("zb", {"pp": 2})],
-        [("zero3", {"dp": 2}), ("zb", {"pp": 2})],
-    ),
+    often([("zero3", {"dp": 2}), ("1f1b", {"pp": 2}), ("zb", {"pp": 2})], [("zero3", {"dp": 2}), ("zb", {"pp": 2})]),
 )
 def test_ranks_skip_and_scale_alike(two_ranks: Ranks, recipe: str, mesh: dict[str, int]) -> None:
     """The bad row is on one rank alone; of the stages the last sees it first."""
@@ -155,12 +152,7 @@ def test_formats_without_need_are_not_scaled() -> None:
 
 def test_a_checkpoint_holds_the_scale(tmp_path: Path) -> None:
     saved, loaded, constant = (
-        autopar.compile(
-            copy.deepcopy(Tiny()),
-            precision="fp16",
-            loss_scale=scale,
-            example_inputs=(torch.ones(4),),
-        )
+        autopar.compile(copy.deepcopy(Tiny()), precision="fp16", loss_scale=scale, example_inputs=(torch.ones(4),))
         for scale in (LossScaling(initial=2.0**10, growth_steps=2), None, 8.0)
     )
     for _ in range(3):

@@ -69,12 +69,7 @@ def saved_by_a_script(options: dict[str, Any]) -> tuple[list[str], bool, bool]:
     state, files, errors = made.state_dict(), [], []
     copies = copy.deepcopy(state), copy.copy(state), tree_map(torch.clone, state)
     are_alike = all(list(each) == list(state) and type(each) is type(state) for each in copies)
-    for each in (
-        state,
-        dict(state),
-        {n: x.clone() for n, x in state.items()},
-        optimizer.state_dict(),
-    ):
+    for each in (state, dict(state), {n: x.clone() for n, x in state.items()}, optimizer.state_dict()):
         file = io.BytesIO()
         try:
             torch.save({"model": each, "step": 1}, file)
@@ -92,11 +87,7 @@ def saved_by_a_script(options: dict[str, Any]) -> tuple[list[str], bool, bool]:
 
 def test_torch_save_takes_whole_tensors_and_refuses_shards(two_ranks: Ranks) -> None:
     assert two_ranks.run(saved_by_a_script, {"mesh": DP, "recipe": "ddp"}) == [([], True, True)] * 2
-    for options in (
-        {"mesh": DP, "recipe": "zero3"},
-        {"mesh": DP, "recipe": "zero1"},
-        {"mesh": {"pp": 2}},
-    ):
+    for options in ({"mesh": DP, "recipe": "zero3"}, {"mesh": DP, "recipe": "zero1"}, {"mesh": {"pp": 2}}):
         for errors, _, are_alike in two_ranks.run(saved_by_a_script, options):
             assert len(errors) == 4
             assert all("ranks that save under one name overwrite each other" in e for e in errors)
@@ -135,11 +126,7 @@ def said_of_one_stage() -> tuple[list[str], list[str], list[str]]:
         refusals.append(str(refused.value))
     assert all(torch.equal(p.to_local(), x) for p, x in zip(listed, before, strict=True))
     said = [f"{Path(each.filename).name}: {each.message}" for each in told]
-    return (
-        [str(each.message) for each in quiet if "stage" in str(each.message)],
-        said,
-        refusals,
-    )
+    return ([str(each.message) for each in quiet if "stage" in str(each.message)], said, refusals)
 
 
 def test_parameters_of_one_stage_are_said_to_be_that(two_ranks: Ranks) -> None:

@@ -269,11 +269,7 @@ def test_what_cannot_be_says_so(two_ranks: Ranks) -> None:
 def calls_a_model_that_returns_its_loss() -> str:
     model, batches = make(2, 32)
     made = autopar.compile(
-        WithLoss(model),
-        mesh={"pp": 2},
-        recipe="pipedream",
-        micro_batches=8,
-        example_inputs=batches[0],
+        WithLoss(model), mesh={"pp": 2}, recipe="pipedream", micro_batches=8, example_inputs=batches[0]
     )
     made.attach_optimizer(optimizer_of("sgd", made))
     with pytest.raises(autopar.StepError) as caught:

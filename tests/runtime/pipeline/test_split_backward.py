@@ -178,10 +178,7 @@ def test_complex_factors_of_a_product_are_conjugated() -> None:
 
 
 def test_a_sparse_gradient_of_a_weight() -> None:
-    w, shares = (
-        torch.randn(4, 3).double().requires_grad_(),
-        torch.rand(1, 2).double().requires_grad_(),
-    )
+    w, shares = (torch.randn(4, 3).double().requires_grad_(), torch.rand(1, 2).double().requires_grad_())
     rows = torch.tensor([[0, 2]])
     y = nn.functional.embedding_bag(rows, w, per_sample_weights=shares, mode="sum", sparse=True)
     SplitBackward([y], [None], [shares]).run_weights()
@@ -294,11 +291,7 @@ def test_the_trunk_is_what_leads_to_an_input() -> None:
     root = y.grad_fn
     assert root is not None
     found = trunk([root], {end})
-    assert {node.name() for node in found} == {
-        "ReluBackward0",
-        "MmBackward0",
-        "torch::autograd::AccumulateGrad",
-    }
+    assert {node.name() for node in found} == {"ReluBackward0", "MmBackward0", "torch::autograd::AccumulateGrad"}
     assert len(found) == 3  # of the weight's own node, none
     leaving = [(node.name(), *edges) for node, edges in found.items() if edges]
     assert leaving == [("MmBackward0", 1)]

@@ -33,10 +33,7 @@ class _Counted:
 
 
 def _compared(
-    monkeypatch: pytest.MonkeyPatch,
-    texts: list[list[str]],
-    timeout_seconds: float = 30.0,
-    replicas: int = 1,
+    monkeypatch: pytest.MonkeyPatch, texts: list[list[str]], timeout_seconds: float = 30.0, replicas: int = 1
 ) -> tuple[list[list[Any]], Counter[str]]:
     """What each rank, a thread, finds in several comparisons; "" stands for a rank that does not come."""
     size = len(texts) // replicas

@@ -46,13 +46,7 @@ def measured(folder: str, precision: str | None) -> dict[str, Any]:
     model = network()
     batch = (torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH))
     made = autopar.compile(
-        model,
-        loss_fn=mean_square,
-        mesh={"dp": 2},
-        recipe=NVME,
-        nvme=folder,
-        micro_batches=1,
-        precision=precision,
+        model, loss_fn=mean_square, mesh={"dp": 2}, recipe=NVME, nvme=folder, micro_batches=1, precision=precision
     )
     optimizer = torch.optim.AdamW(made.parameters())
     made.step(*batch)
@@ -113,12 +107,7 @@ def _resumed(folder: str, nvme: str, first: str, then: str) -> list[float]:
         torch.manual_seed(0)
         model, batch, _ = make("mlp")
         made = autopar.compile(
-            model,
-            loss_fn=mean_square,
-            mesh={"dp": 2},
-            recipe=recipe,
-            example_inputs=batch,
-            nvme=nvme,
+            model, loss_fn=mean_square, mesh={"dp": 2}, recipe=recipe, example_inputs=batch, nvme=nvme
         )
         optimizer = torch.optim.AdamW(made.parameters(), lr=1e-2)
         if losses:
@@ -150,14 +139,7 @@ def test_what_names_no_folder_is_refused(folder: Any) -> None:
 def test_a_folder_that_the_plan_does_not_use_is_a_warning(tmp_path: Path) -> None:
     model, batch, _ = make("mlp")
     with pytest.warns(UserWarning, match=r"is not used: the plan \(recipe zero3\) keeps no"):
-        autopar.compile(
-            model,
-            loss_fn=mean_square,
-            mesh={"dp": 1},
-            recipe="zero3",
-            example_inputs=batch,
-            nvme=tmp_path,
-        )
+        autopar.compile(model, loss_fn=mean_square, mesh={"dp": 1}, recipe="zero3", example_inputs=batch, nvme=tmp_path)
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -174,8 +156,7 @@ def test_a_full_disk_is_found_before_training(tmp_path: Path, monkeypatch: pytes
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1000, 0, 1000))
     with pytest.raises(
-        autopar.AutoparError,
-        match=r"keeps .* in files of every rank.* 1 rank, .* together, and has 1.00 kB free",
+        autopar.AutoparError, match=r"keeps .* in files of every rank.* 1 rank, .* together, and has 1.00 kB free"
     ):
         made_on_one_rank(nvme=tmp_path)
     assert not list(tmp_path.iterdir())

@@ -51,10 +51,7 @@ def both(recipe: Any, mesh: dict[str, int]) -> tuple[int, bool]:
     """How many steps were skipped, and whether the model is as if they had not been there."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the loss that is NaN
-        (count, found), (none, expected) = (
-            trained(recipe, mesh, (1, 2)),
-            trained(recipe, mesh, ()),
-        )
+        (count, found), (none, expected) = (trained(recipe, mesh, (1, 2)), trained(recipe, mesh, ()))
     assert none == 0 and found.keys() == expected.keys()
     return count, all(torch.equal(found[name], expected[name]) for name in found)
 

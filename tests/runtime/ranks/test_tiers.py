@@ -86,12 +86,7 @@ def test_owners_outside_the_device_train_as_one_process_does(
 def _owned_far(recipe: str, tier: Any, folder: str) -> tuple[dict[str, Any], int, Any, int]:
     model, batch, loss_fn = make("mlp")
     plan = autopar.compile(
-        copy.deepcopy(model),
-        loss_fn=loss_fn,
-        mesh={"dp": 2},
-        recipe=recipe,
-        micro_batches=1,
-        example_inputs=batch,
+        copy.deepcopy(model), loss_fn=loss_fn, mesh={"dp": 2}, recipe=recipe, micro_batches=1, example_inputs=batch
     ).plan
     far = {name: replace(how, tier=tier) for name, how in plan.parameters.items()}
     plan = autopar.Plan.parse(str(replace(plan, parameters=far)))
@@ -126,12 +121,7 @@ def measured(recipe: str, precision: str | None) -> dict[str, Any]:
     model = network()
     batch = (torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH))
     made = autopar.compile(
-        model,
-        loss_fn=mean_square,
-        mesh={"dp": 2},
-        recipe=recipe,
-        micro_batches=1,
-        precision=precision,
+        model, loss_fn=mean_square, mesh={"dp": 2}, recipe=recipe, micro_batches=1, precision=precision
     )
     optimizer = AdamW(made.parameters())
     made.step(*batch)
@@ -167,10 +157,7 @@ def test_bytes_kept_and_moved_are_those_of_the_paper_and_of_the_price(two_ranks:
     for found in two_ranks.run(measured, recipe, "bf16 reduce=bf16"):
         assert found["kept"] == found["priced"] == 16 * PARAMETERS / 2
         assert found["moved"] == found["to move"]
-        assert found["moved"] == {
-            "to_device": 2 * PARAMETERS / 2,
-            "from_device": 2 * PARAMETERS / 2,
-        }
+        assert found["moved"] == {"to_device": 2 * PARAMETERS / 2, "from_device": 2 * PARAMETERS / 2}
 
 
 @pytest.mark.parametrize("precision", [None, "bf16 reduce=bf16"])
@@ -185,10 +172,7 @@ def test_residents_on_the_host_move_for_every_use(two_ranks: Ranks, precision: s
         assert found["kept"] == 16 * PARAMETERS / 2
         assert found["priced"] == (16 if precision is None else 18) * PARAMETERS / 2
         assert found["moved"] == found["to move"]
-        assert found["moved"] == {
-            "to_device": size * down / 2,
-            "from_device": size * PARAMETERS / 2,
-        }
+        assert found["moved"] == {"to_device": size * down / 2, "from_device": size * PARAMETERS / 2}
 
 
 def test_a_checkpoint_goes_on_under_another_tier(two_ranks: Ranks, tmp_path: Any) -> None:

@@ -96,10 +96,7 @@ def test_meeting_after_every_step_of_sgd_is_data_parallelism(four_ranks: Ranks) 
 
 @pytest.mark.parametrize(
     ("recipe", "optimizer"),
-    often(
-        itertools.product(("local:4", "geo:4", "diloco:4"), OPTIMIZERS),
-        [("geo:4", "adamw"), ("diloco:4", "sgd")],
-    ),
+    often(itertools.product(("local:4", "geo:4", "diloco:4"), OPTIMIZERS), [("geo:4", "adamw"), ("diloco:4", "sgd")]),
 )
 def test_four_replicas(four_ranks: Ranks, recipe: str, optimizer: str) -> None:
     results = four_ranks.run(trained, "mlp", {"dp": 4}, recipe, optimizer)

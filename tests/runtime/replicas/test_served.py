@@ -101,12 +101,7 @@ def test_running_statistics_are_exchanged(two_ranks: Ranks) -> None:
 def in_half_precision(kind: torch.dtype) -> tuple[str, dict[str, Any], int]:
     """Order, parameters of 16 bits after ten steps, and bytes that this rank has sent."""
     model, _, loss_fn = make("mlp")
-    made = autopar.compile(
-        model.to(kind),
-        loss_fn=loss_fn,
-        mesh={"dp": dist.get_world_size()},
-        recipe="async-server:1",
-    )  # type: ignore[arg-type]
+    made = autopar.compile(model.to(kind), loss_fn=loss_fn, mesh={"dp": dist.get_world_size()}, recipe="async-server:1")  # type: ignore[arg-type]
     run(made, optimizer_of("sgd", made), of_kind(kind), 0.02)
     order = made.meet()
     return str(order), full_state(made.original), made._meetings.sent_bytes  # type: ignore[union-attr]
@@ -150,14 +145,7 @@ def by_plan(line: str) -> tuple[str, dict[str, Any]]:
 def test_another_rank_may_own_and_exchanges_be_rarer(two_ranks: Ranks) -> None:
     results = two_ranks.run(by_plan, "every 3 steps async-server owner=O(1) staleness=1")
     order = results[0][0]
-    assert sorted(word for word in order.split() if "+" in word) == [
-        "0+1",
-        "0+3",
-        "0+3",
-        "1+1",
-        "1+3",
-        "1+3",
-    ]
+    assert sorted(word for word in order.split() if "+" in word) == ["0+1", "0+3", "0+3", "1+1", "1+3", "1+3"]
     reference = replayed(order, 2, "adamw", "mlp", 7)
     assert [difference(found, reference) < 1e-9 for _, found in results] == [True] * 2
 
@@ -210,11 +198,7 @@ def kept() -> tuple[int, int, float]:
 def test_what_an_exchange_sends_and_keeps_is_priced(two_ranks: Ranks) -> None:
     """The owner keeps its base, the common parameters and two messages; the other its base and a message."""
     (owner_sent, owner_kept, priced), (sent, own, _) = two_ranks.run(kept)
-    assert (owner_kept, own, priced) == (
-        4 * PARAMETER_BYTES,
-        2 * PARAMETER_BYTES,
-        4 * PARAMETER_BYTES,
-    )
+    assert (owner_kept, own, priced) == (4 * PARAMETER_BYTES, 2 * PARAMETER_BYTES, 4 * PARAMETER_BYTES)
     assert 0 <= sent - PARAMETER_BYTES < 64 and 0 <= owner_sent - PARAMETER_BYTES < 64
 
 

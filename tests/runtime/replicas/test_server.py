@@ -18,24 +18,14 @@ from autopar.runtime.replicas import server_clients, server_handshake
 from autopar.runtime.replicas.exchange_buffer import ExchangeBuffer
 from autopar.runtime.replicas.server import Server
 from autopar.runtime.replicas.server_connections import Connection, read
-from autopar.runtime.replicas.server_handshake import (
-    LOOPBACK,
-    Address,
-    Listener,
-    Machine,
-    connect,
-    host_of_owner,
-)
+from autopar.runtime.replicas.server_handshake import LOOPBACK, Address, Listener, Machine, connect, host_of_owner
 from autopar.runtime.replicas.server_table import ServerTable
 
 WAIT_SECONDS = 20.0  # much more than any of these take
 
 
 def server(
-    replicas: int = 2,
-    staleness: int = 1,
-    wait_seconds: float = WAIT_SECONDS,
-    kind: type[Server] = Server,
+    replicas: int = 2, staleness: int = 1, wait_seconds: float = WAIT_SECONDS, kind: type[Server] = Server
 ) -> Server:
     meeting = Meeting("dp", replicas, 1, "async-server", staleness=staleness)
     return kind(ServerTable(meeting, {"x": torch.zeros(1)}), wait_seconds)

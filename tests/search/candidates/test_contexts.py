@@ -72,16 +72,14 @@ def test_promises_are_near_the_plans() -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"mesh": Mesh.parse("dp=2,cp=2,tp=2")}, {"recipe": "zero3"}, {"without": frozenset({"tp"})}],
+    "options", [{"mesh": Mesh.parse("dp=2,cp=2,tp=2")}, {"recipe": "zero3"}, {"without": frozenset({"tp"})}]
 )
 def test_none_are_tried_where_a_user_names_axes(options: dict[str, Any]) -> None:
     assert not list(context_trials_of(long(), asked(8, **options), explored(8)))
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"recipe": "zero3"}, {"recipe": "tp"}, {"without": frozenset({"tp"})}, {"schedule": "gpipe"}],
+    "options", [{"recipe": "zero3"}, {"recipe": "tp"}, {"without": frozenset({"tp"})}, {"schedule": "gpipe"}]
 )
 def test_no_sequences_are_shared_against_what_a_user_asks_for(options: dict[str, Any]) -> None:
     """No other setting is legal: the axis cp, whose recipe is open, must not take the place of what was asked for."""
@@ -165,9 +163,7 @@ def test_what_is_cut_runs_layers_again_where_that_makes_it_fit() -> None:
 
 
 @pytest.mark.parametrize("options", [{"mesh": "dp=256"}, {"recipe": "dp:auto,tp:auto"}, {"ranks": 8}])
-def test_nothing_is_cut_where_a_user_names_axes_or_one_node_has_all_ranks(
-    options: dict[str, Any],
-) -> None:
+def test_nothing_is_cut_where_a_user_names_axes_or_one_node_has_all_ranks(options: dict[str, Any]) -> None:
     request = of_samples(**options)
     known = explore(samples(), request, ROWS) if "ranks" in options else all_samples()
     assert not list(cut_trials_of(samples(), request, known))

@@ -35,10 +35,7 @@ def alone(graph: Graph, bound: int | None) -> Plan | str:
 
 @pytest.mark.parametrize(
     "graph",
-    [
-        pytest.param(mlp(layers=2, batch=64), id="mlp"),
-        pytest.param(llama(SMALL), id="llama", marks=pytest.mark.slow),
-    ],
+    [pytest.param(mlp(layers=2, batch=64), id="mlp"), pytest.param(llama(SMALL), id="llama", marks=pytest.mark.slow)],
 )
 def test_what_one_bound_taught_changes_no_answer_to_another(graph: Graph) -> None:
     unbounded = MeshSearch.of(graph, MESH, hardware=TOY)

@@ -56,12 +56,7 @@ def whole_result() -> Graph:
     return replace(chain_of_views(), whole_outputs=True)
 
 
-GRAPHS = {
-    "one layer": one_layer,
-    "residual": residual,
-    "chain of views": chain_of_views,
-    "whole result": whole_result,
-}
+GRAPHS = {"one layer": one_layer, "residual": residual, "chain of views": chain_of_views, "whole result": whole_result}
 
 
 @functools.cache

@@ -93,10 +93,7 @@ def test_what_has_no_owner_stays() -> None:
 
 def test_gradients_go_to_owners_once_a_step_and_that_does_not_go_with_zero2() -> None:
     with pytest.raises(RecipeError, match="data-parallel on dp reduces gradients once per step and zero2"):
-        search_plan(
-            GRAPH,
-            Request(TOY, mesh={"dp": 2, "x": 2}, recipe={"dp": "data-parallel", "x": "zero2"}),
-        )
+        search_plan(GRAPH, Request(TOY, mesh={"dp": 2, "x": 2}, recipe={"dp": "data-parallel", "x": "zero2"}))
 
 
 def test_auto_names_no_recipe_with_an_owner() -> None:
@@ -115,9 +112,7 @@ def on_host(recipe: str) -> Plan:
 
 
 @pytest.mark.parametrize("recipe", ["data-parallel", "parameter-server"])
-def test_an_owner_on_the_host_keeps_four_copies_there_and_moves_its_parameters_twice(
-    recipe: str,
-) -> None:
+def test_an_owner_on_the_host_keeps_four_copies_there_and_moves_its_parameters_twice(recipe: str) -> None:
     """Parameter, gradient and two moments; a parameter goes to the owner's device and its gradient comes back."""
     plan = on_host(recipe)
     assert Plan.parse(str(plan)) == plan
@@ -131,19 +126,12 @@ def test_an_owner_on_the_host_keeps_four_copies_there_and_moves_its_parameters_t
 def test_an_owner_on_the_host_keeps_a_copy_and_a_sum_of_gradients_on_the_device_like_others() -> None:
     step = step_of(GRAPH, on_host("data-parallel"), HOSTED)
     whole = sum(size(how) for how in GRAPH.parameters)
-    assert [float(step.held(kind, "first")) for kind in ("parameters", "gradients", "optimizer")] == [
-        whole,
-        whole,
-        0,
-    ]
+    assert [float(step.held(kind, "first")) for kind in ("parameters", "gradients", "optimizer")] == [whole, whole, 0]
 
 
 def test_one_axis_has_owners_and_another_stores_on_the_host() -> None:
     request = Request(
-        HOSTED,
-        mesh={"dp": 2, "x": 2},
-        recipe={"dp": "data-parallel", "x": "zero3-offload"},
-        micro_batches=1,
+        HOSTED, mesh={"dp": 2, "x": 2}, recipe={"dp": "data-parallel", "x": "zero3-offload"}, micro_batches=1
     )
     plan = search_plan(GRAPH, request).best.plan
     found = {format_place(how.storage, how.tier, plan.mesh) for how in plan.parameters.values()}

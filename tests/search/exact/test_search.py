@@ -15,18 +15,7 @@ from torch import nn
 
 from autopar.cost_model import H100
 from autopar.errors import MeshError, SearchError, StateError
-from autopar.ir import (
-    Graph,
-    Op,
-    P,
-    ParameterPlan,
-    Plan,
-    R,
-    S,
-    V,
-    operand_layouts,
-    result_layouts,
-)
+from autopar.ir import Graph, Op, P, ParameterPlan, Plan, R, S, V, operand_layouts, result_layouts
 from autopar.pipeline.composed import cost_of
 from autopar.planning.planning import make_plan, prepare_step
 from autopar.program.program import build_program
@@ -115,11 +104,7 @@ def test_the_seed_of_hashes_changes_nothing() -> None:
     """A process that hashes otherwise than this one makes the same plans and programs."""
     other = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     elsewhere = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "from tests.search.exact.test_search import made; print(made(), end='')",
-        ],
+        [sys.executable, "-c", "from tests.search.exact.test_search import made; print(made(), end='')"],
         check=True,
         capture_output=True,
         text=True,

@@ -43,11 +43,7 @@ def test_a_search_under_a_recipe_finds_the_plan_of_a_search_with_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "graph",
-    [
-        pytest.param(mlp(layers=2, batch=64), id="mlp"),
-        pytest.param(GRAPH, id="llama", marks=pytest.mark.slow),
-    ],
+    "graph", [pytest.param(mlp(layers=2, batch=64), id="mlp"), pytest.param(GRAPH, id="llama", marks=pytest.mark.slow)]
 )
 def test_questions_that_differ_in_recipe_and_tiers_share_prices_and_no_plan(graph: Graph) -> None:
     searches, host = Searches(), Host(10**9, 1e9, 1e-6, 1e9)

@@ -25,26 +25,13 @@ def block(ops: dict[str, tuple[float, str]], tensors: dict[str, tuple[float, str
 # The block of [Note: recomputing ops]: `h` is four times as wide as the others.
 MLP = block(
     {"norm": (1, "x"), "up": (40, "n"), "gelu": (4, "h"), "down": (40, "g")},
-    {
-        "x": (1, "", True),
-        "n": (1, "norm", True),
-        "h": (4, "up", True),
-        "g": (4, "gelu", True),
-        "y": (1, "down", False),
-    },
+    {"x": (1, "", True), "n": (1, "norm", True), "h": (4, "up", True), "g": (4, "gelu", True), "y": (1, "down", False)},
 )
 
 
 @pytest.mark.parametrize(
     ("budget", "recomputed"),
-    [
-        (10, ""),
-        (9, "norm"),
-        (6, "gelu"),
-        (5, "norm gelu"),
-        (4, "up gelu"),
-        (1, "norm up gelu"),
-    ],
+    [(10, ""), (9, "norm"), (6, "gelu"), (5, "norm gelu"), (4, "up gelu"), (1, "norm up gelu")],
 )
 def test_a_feed_forward_block_by_hand(budget: float, recomputed: str) -> None:
     """Norm and GELU cost little and save 5 of 10 bytes; with `up` recomputed, 2 bytes are x and n.
@@ -62,10 +49,7 @@ def test_no_set_of_ops_keeps_less_than_what_enters() -> None:
 
 def test_an_op_that_reads_what_is_not_kept_needs_its_maker_too() -> None:
     """a -> b -> c, of which c alone is saved: recomputing c keeps b or recomputes it."""
-    chain = block(
-        {"b": (1, "a"), "c": (1, "b")},
-        {"a": (1, "", False), "b": (9, "b", False), "c": (5, "c", True)},
-    )
+    chain = block({"b": (1, "a"), "c": (1, "b")}, {"a": (1, "", False), "b": (9, "b", False), "c": (5, "c", True)})
     assert (chain.kept_bytes(["c"]), chain.kept_bytes(["b", "c"])) == (9, 1)
     assert fastest_within(chain, 4) == {"b", "c"}
     assert fastest_within(chain, 5) == frozenset()

@@ -20,9 +20,7 @@ def one_of_two(solved: Solved, slow_seconds: float = 2.0) -> MixedIntegerProgram
     return program
 
 
-def test_equal_programs_are_solved_once_and_others_by_themselves(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_equal_programs_are_solved_once_and_others_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     runs, run = [], solver._run
     monkeypatch.setattr(solver, "_run", lambda *program: (runs.append(1), run(*program))[1])
     solved, found = Solved(), []

@@ -126,10 +126,7 @@ def test_nothing_else_asks_for_one() -> None:
         ({"mesh": None, "ranks": 4}, "give both, such as mesh={'pp': 4}, micro_batches=16"),
         ({"precision": "bf16"}, "and precision='bfloat16', which cannot be combined"),
         ({"offload": True}, "and storage on the host, which cannot be combined"),
-        (
-            {"mesh": {"pp": 2, "dp": 2}},
-            f"the recipe of the axis dp is auto. Name one among {WITHOUT_COPIES}",
-        ),
+        ({"mesh": {"pp": 2, "dp": 2}}, f"the recipe of the axis dp is auto. Name one among {WITHOUT_COPIES}"),
         (
             {"mesh": {"pp": 2, "dp": 2}, "recipe": {"pp": "2bw", "dp": "zero1"}},
             f"the recipe of the axis dp is zero1. Name one among {WITHOUT_COPIES}",

@@ -76,10 +76,7 @@ def test_a_bound_that_one_at_a_time_keeps_by_recomputation_alone() -> None:
     alone = explained()
     bound = int(alone.memory_bytes * 0.97)
     assert explained(memory_bytes=bound).plan.recompute != "none"
-    with pytest.raises(
-        SearchError,
-        match=r"recomputed blocks, which cannot be combined: .* leave out overlap_batches",
-    ):
+    with pytest.raises(SearchError, match=r"recomputed blocks, which cannot be combined: .* leave out overlap_batches"):
         explained(memory_bytes=bound, overlap_batches=2)
 
 

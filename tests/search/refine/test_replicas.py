@@ -48,41 +48,17 @@ def test_a_recipe_names_replicas_and_the_rest() -> None:
 @pytest.mark.parametrize(
     ("recipe", "mesh", "says"),
     [
-        (
-            "local:0",
-            {"dp": 2},
-            "synchronise every 0 steps; give a whole number of at least 1, such as local:4",
-        ),
+        ("local:0", {"dp": 2}, "synchronise every 0 steps; give a whole number of at least 1, such as local:4"),
         ("local:4", {"dp": 2, "tp": 2}, "recipe={'dp': 'local:4'}"),
         ({"dp": "local:4"}, {"tp": 2, "dp": 2}, "the replicas must be one axis, the first of the mesh"),
         ({"dp": "local:4", "tp": "geo:4"}, {"dp": 2, "tp": 2}, "the replicas must be one axis"),
-        (
-            "local:4",
-            None,
-            "Give the axis of the replicas, such as mesh={'dp': 4}, recipe='local:4'",
-        ),
-        (
-            "local",
-            {"dp": 2},
-            "for the first axis of a mesh local:K, geo:K, diloco:K, async-server:S",
-        ),
+        ("local:4", None, "Give the axis of the replicas, such as mesh={'dp': 4}, recipe='local:4'"),
+        ("local", {"dp": 2}, "for the first axis of a mesh local:K, geo:K, diloco:K, async-server:S"),
         ("async-server:x", {"dp": 2}, "may be ahead of the slowest, but 'x' is not a whole number"),
-        (
-            {"far": "async-server:1"},
-            {"far": 2, "dp": 2},
-            "Take a mesh of one axis, such as mesh={'far': 4}",
-        ),
+        ({"far": "async-server:1"}, {"far": 2, "dp": 2}, "Take a mesh of one axis, such as mesh={'far': 4}"),
         ("locl:4", {"dp": 2}, "There is no recipe '4' for the axis 'locl'; choose among auto"),
-        (
-            "locl:4",
-            {"dp": 2},
-            "For replicas that synchronise every 4 steps write local:4, geo:4 or diloco:4.",
-        ),
-        (
-            "local:four",
-            {"dp": 2},
-            "Cannot read 'local:four': after 'local:' comes the number of steps",
-        ),
+        ("locl:4", {"dp": 2}, "For replicas that synchronise every 4 steps write local:4, geo:4 or diloco:4."),
+        ("local:four", {"dp": 2}, "Cannot read 'local:four': after 'local:' comes the number of steps"),
         ("far:geo:-3,dp:ddp", {"far": 2, "dp": 2}, "Cannot read 'geo:-3'"),
         ("local:2.5", {"dp": 2}, "but '2.5' is not a whole number. Write local:4, for example."),
         ("local:", {"dp": 2}, "but '' is not a whole number"),
@@ -92,22 +68,10 @@ def test_a_recipe_names_replicas_and_the_rest() -> None:
             "'4:0.9' is not a whole number. Write diloco:4, for example. Other numbers",
         ),
         ("diloco:4,dp:ddp", {"far": 2, "dp": 2}, "does not name the axis of the replicas"),
-        (
-            {"far": "local:4", "dp": "zero3"},
-            {"far": 2},
-            "names the axis 'dp', but the mesh far=2 has far.",
-        ),
+        ({"far": "local:4", "dp": "zero3"}, {"far": 2}, "names the axis 'dp', but the mesh far=2 has far."),
         ({"dp": "local:4", "pp": "1f1b"}, {"dp": 2, "pp": 2}, "cannot be run together yet"),
-        (
-            "local:4",
-            {"pp": 2},
-            "cannot be run together yet. Take a mesh without the axis pp, such as mesh={'dp': 2}",
-        ),
-        (
-            {"dp": "local:4"},
-            {"pp": 2, "dp": 2},
-            "such as mesh={'dp': 4}, or a recipe without replicas",
-        ),
+        ("local:4", {"pp": 2}, "cannot be run together yet. Take a mesh without the axis pp, such as mesh={'dp': 2}"),
+        ({"dp": "local:4"}, {"pp": 2, "dp": 2}, "such as mesh={'dp': 4}, or a recipe without replicas"),
         (
             {"far": "local:4", "dp": "zero-offload"},
             {"far": 2, "dp": 2},
@@ -135,12 +99,7 @@ def test_other_doors_refuse_replicas() -> None:
 def explained(recipe: Any, mesh: dict[str, int] | None = None, **options: Any) -> Any:
     model = nn.Linear(WIDTH, WIDTH)
     return autopar.explain(
-        model,
-        torch.empty(ROWS, WIDTH),
-        mesh=mesh or {"dp": 2},
-        loss_fn=torch.mean,
-        recipe=recipe,
-        **options,
+        model, torch.empty(ROWS, WIDTH), mesh=mesh or {"dp": 2}, loss_fn=torch.mean, recipe=recipe, **options
     )
 
 

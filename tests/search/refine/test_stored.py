@@ -131,13 +131,7 @@ def test_a_search_with_the_host_is_not_left_out_for_another_number_of_micro_batc
     """The bounds are those of the captured eight micro-batches; the host makes room for fewer, which are faster."""
     graph = residual(8, Sizes(batch=8, width=16, hidden=64, vocab=64))
     host = Host(10**9, 6e9, 1e-7, 2.4e10)
-    asked = Request(
-        dataclasses.replace(TOY, host=host),
-        ranks=1,
-        memory_bytes=454_518,
-        mesh={"pp": 1},
-        schedule="1f1b",
-    )
+    asked = Request(dataclasses.replace(TOY, host=host), ranks=1, memory_bytes=454_518, mesh={"pp": 1}, schedule="1f1b")
     search = functools.partial(pipeline.search_pipeline, graph, captured_micro_batches=8)
     known = search(asked.but(offload=False)).best.seconds
     assert search(asked.but(offload=True), faster_than_seconds=known).best.seconds < 0.995 * known
@@ -230,11 +224,7 @@ def test_a_recipe_stores_every_parameter_on_the_host(recipe: str) -> None:
     assert {how.tier for how in found.plan.parameters.values()} == {"host"}
     near = search_plan(
         GRAPH,
-        Request(
-            WITH_HOST,
-            mesh={"dp": 2},
-            recipe=recipe.removesuffix("-offload") + "2" * (recipe == "zero-offload"),
-        ),
+        Request(WITH_HOST, mesh={"dp": 2}, recipe=recipe.removesuffix("-offload") + "2" * (recipe == "zero-offload")),
     ).best
     assert near.price.step_seconds < found.price.step_seconds
     assert near.price.peak_bytes > found.price.peak_bytes
@@ -262,9 +252,7 @@ def test_an_update_on_the_host_touches_nothing_on_the_device() -> None:
     assert seconds == pytest.approx(kept * (2 + 3 + 2 + 2) / 4 / HOST.update_bytes_per_second)
 
 
-def test_plans_that_make_the_same_choices_are_priced_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_plans_that_make_the_same_choices_are_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     priced: list[Plan] = []
 
     class Noting(StagedPlan):

@@ -112,27 +112,15 @@ def test_the_text_of_a_recipe_reads_back() -> None:
 @pytest.mark.parametrize(
     ("recipe", "says"),
     [
-        (
-            "zero4",
-            "There is no recipe 'zero4' (did you mean zero3 or zero2 or zero1?); choose among ",
-        ),
+        ("zero4", "There is no recipe 'zero4' (did you mean zero3 or zero2 or zero1?); choose among "),
         ("nothing", "There is no recipe 'nothing'; choose among " + ", ".join(RECIPES)),
-        (
-            "pp:1f1",
-            "There is no recipe '1f1' for the axis pp (did you mean 1f1b?); choose among auto, ",
-        ),
+        ("pp:1f1", "There is no recipe '1f1' for the axis pp (did you mean 1f1b?); choose among auto, "),
         ("dp:ddp,ep:tp", "names the axis 'ep', but the mesh dp=2,tp=2 has dp, tp"),
         ("dp:ddp,tp", "Cannot read 'tp' in the recipe"),
-        (
-            "dp,tp:zero3",
-            "'zero3' is for a single axis, but 'dp,tp' names 2. Write {'dp': 'zero3', 'tp': 'zero3'}",
-        ),
+        ("dp,tp:zero3", "'zero3' is for a single axis, but 'dp,tp' names 2. Write {'dp': 'zero3', 'tp': 'zero3'}"),
         ("dp:2d", "The recipe '2d' is for 2 axes, but 'dp' names 1. Write recipe={'x,y': '2d'}"),
         ("3d", "The recipe '3d' is for 3 axes, but 'dp,tp' names 2"),
-        (
-            {"dp,tp": "2d", "tp": "ddp"},
-            "The axis 'tp' has two recipes, 'zero3' and that of 'tp': 'ddp'",
-        ),
+        ({"dp,tp": "2d", "tp": "ddp"}, "The axis 'tp' has two recipes, 'zero3' and that of 'tp': 'ddp'"),
         ("dp:zero1,tp:zero2", "reduces gradients once per step and zero2 on tp per micro-batch"),
     ],
 )
@@ -190,14 +178,8 @@ def test_a_pin_fixes_the_choice_of_an_op() -> None:
         ({"norm.weight": "S(1)@tp"}, "asks for dim 1, but its shape is (32,)"),
         ({"norm.weight": "S(0)@ep"}, "The mesh dp=2,tp=4 has no axis 'ep'"),
         ({"norm.weight": "S(0)"}, "names no axis; write S(0)@dp"),
-        (
-            {"norm.weight": "P@tp"},
-            "asks to store it as P, but a pin stores a parameter as R or S(dim)",
-        ),
-        (
-            {"norm.weight": "O(0)@tp"},
-            "Owners O(i) come from the recipes data-parallel, parameter-server and serve",
-        ),
+        ({"norm.weight": "P@tp"}, "asks to store it as P, but a pin stores a parameter as R or S(dim)"),
+        ({"norm.weight": "O(0)@tp"}, "Owners O(i) come from the recipes data-parallel, parameter-server and serve"),
         ({"cos_0": "z@tp"}, "asks cos_0 (cos) for the choice 'z', but its choices are -, s, e"),
     ],
 )
@@ -214,10 +196,7 @@ def test_pins_that_cannot_hold(pins: dict[str, str], says: str) -> None:
             {"norm.*": "S(0)@tp", "norm.weight": "R@tp"},
             "The pins 'norm.*' (S(0)@tp) and 'norm.weight' (R@tp) both match norm.weight",
         ),
-        (
-            {"add_*": "-@tp", "ad*": "d@tp"},
-            "The pins 'add_*' (-@tp) and 'ad*' (d@tp) both match",
-        ),
+        ({"add_*": "-@tp", "ad*": "d@tp"}, "The pins 'add_*' (-@tp) and 'ad*' (d@tp) both match"),
     ],
 )
 def test_pins_that_differ_name_both(pins: dict[str, str], says: str) -> None:

@@ -11,12 +11,7 @@ from autopar.pipeline.schedules import actions, waits_for_sends
 from autopar.pipeline.simulation import simulate
 from autopar.pipeline.stage_table import WholeModel
 from autopar.search.stages.balance import balance_of
-from autopar.search.stages.pipeline_bounds import (
-    least_seconds,
-    may_fit,
-    may_have_cuts,
-    shortest_seconds,
-)
+from autopar.search.stages.pipeline_bounds import least_seconds, may_fit, may_have_cuts, shortest_seconds
 from autopar.search.stages.shape import Shape
 from tests.search.stages.test_balance import SHAPES, table
 

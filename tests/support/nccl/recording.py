@@ -282,8 +282,7 @@ class Played:
         """Context in which this process is a rank of the world."""
         recorder = Recorder(self._told)
         backend = dist.Backend._plugins["FAKE"]._replace(
-            creator_fn=lambda store, rank, size, timeout: _Group(recorder, rank, size),
-            extended_api=False,
+            creator_fn=lambda store, rank, size, timeout: _Group(recorder, rank, size), extended_api=False
         )
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.dict(dist.Backend._plugins, FAKE=backend))

@@ -44,12 +44,7 @@ def _matched(traces: Traces, mode: Mode) -> tuple[Launches, list[str]]:
     """The operations with their mates on other ranks, and what is wrong whatever the order in time."""
     launches = launches_of(traces, mode)
     every = [each for own in launches.values() for each in own.values()]
-    found = [
-        *_groups(traces),
-        *_operands(every),
-        *_collectives(every, traces),
-        *_messages(every, traces),
-    ]
+    found = [*_groups(traces), *_operands(every), *_collectives(every, traces), *_messages(every, traces)]
     return launches, found
 
 
