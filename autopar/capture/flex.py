@@ -60,7 +60,7 @@ def _made(
     """The block mask that stands in a trace for one of create_block_mask, with its arguments, but without blocks."""
     size = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
     shape = [B or 1, H or 1, *(-(-length // own) for length, own in zip((Q_LEN, KV_LEN), size, strict=True))]
-    like = torch.zeros((), dtype=torch.int32, device=device or torch.accelerator.current_accelerator() or "cpu")
+    like = torch.zeros((), dtype=torch.int32, device=device or _torch.accelerator_kind() or "cpu")
     blocks, counts = (ours.untraced_blocks.default(like, x) for x in (shape, shape[:-1]))
     found = _torch.block_mask(mask_mod, blocks, counts, (Q_LEN, KV_LEN), size)
     vars(found)[_BLOCKS_KNOWN] = True
@@ -82,8 +82,7 @@ def _traced(
 ) -> Any:
     """The call that stands in a trace for flex_attention, with its arguments and results."""
     _check(query, key, block_mask, enable_gqa, return_aux)
-    if torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
+    if dtype := _torch.autocast_dtype(query.device):
         query, key, value = (x.to(dtype) for x in (query, key, value))
     score, *indices = ours.score_point.default(query)
     with _torch.LookupsByTensors():
