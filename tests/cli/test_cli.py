@@ -286,7 +286,7 @@ def test_compare_writes_a_report(tmp_path):
     result = run("compare", "gpt2", *HERE, "--html", str(path))
     assert result.exit_code == 0, result.output
     assert 'id="candidates"' in path.read_text()
-    assert "bound by" in result.output and "priced; bound 76.0 GB" in result.output
+    assert "bound by" in result.output and "priced; bound 80.7 GB" in result.output
 
 
 # --- diff

@@ -40,7 +40,7 @@ def test_the_question_is_stated(explained: Explanation) -> None:
     assert said["batch"] == "32 samples, 2 micro-batches of 16"
     assert said["sequence"] == "32 tokens"
     assert said["cluster"] == "h100x8x2, 16 ranks"
-    assert said["memory bound"] == "76.0 GB a rank: 80.0 GB less 5 % headroom"
+    assert said["memory bound"] == "80.7 GB a rank: 84.9 GB less 5 % headroom"
     assert said["constraints"] == "--mesh dp=16, --micro-batches 2, --recipe zero1"
     exact = replace(explained, request=explained.request.but(memory_bytes=10**10))
     assert dict(asked(replace(exact, memory_bound_bytes=10**10), "llama"))["memory bound"] == ("10.0 GB a rank")
@@ -167,7 +167,7 @@ def test_the_start_is_one_line(explained: Explanation) -> None:
     plan, request = explained.plan, explained.request
     assert not idle_axes(plan)
     assert start_line(plan, request, False, (0.0415, 9.8e9)) == (
-        "dp=16; recipe zero1; 2 micro-batches: predicted 41.5 ms a step and 9.80 GB of 76.0 GB a rank on h100"
+        "dp=16; recipe zero1; 2 micro-batches: predicted 41.5 ms a step and 9.80 GB of 80.7 GB a rank on h100"
     )
     whole = {name: replace(how, storage=(R,)) for name, how in plan.parameters.items()}
     idle = replace(plan, parameters=whole, ops=dict.fromkeys(plan.ops, ("-",)))

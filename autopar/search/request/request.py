@@ -51,7 +51,7 @@ class Request(PlanOptions):
     >>> from autopar.cost_model import find_hardware
     >>> asked = Request(find_hardware("h100"), mesh={"dp": 2, "tp": 4}, recipe="dp:zero3")
     >>> asked.ranks, asked.bound_bytes
-    (8, 76000000000)
+    (8, 80685400000)
 
     Raises AutoparError or one of its subclasses if two fields contradict each other, or if a field names something that
     does not exist.
