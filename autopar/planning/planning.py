@@ -112,7 +112,7 @@ def prepare_whole(capture: Callable[[], Prepared], part: Prepared, warn: Callabl
         return capture()
     except Exception as error:  # whatever the model's own code raises at that size
         warn(
-            f"The model runs on a micro-batch and not on the whole batch ({first_line(error)}), so that it shows no "
+            f"The model runs on a micro-batch but not on the whole batch ({first_line(error)}), so that it shows no "
             "number that counts rows: in the loss, such as / len(targets), it is taken for that of the whole batch."
         )
         return part

@@ -150,7 +150,7 @@ def _by_rows(func: OpOverload, args: Sequence[Any], kwargs: _Named, shape: Seque
         if isinstance(x, Tensor)
     ]
     others = [x for x in args if not isinstance(x, Tensor)]
-    seeds = (u.reshape(count, -1)[:, 0] * _SEEDS).long().tolist()
+    seeds = (u.reshape(count, math.prod(u.shape) // max(1, count))[:, 0] * _SEEDS).long().tolist()
     found = [
         func(*row, *others, **{**kwargs, "generator": torch.Generator().manual_seed(seed)})
         for seed, *row in zip(seeds, *operands, strict=True)

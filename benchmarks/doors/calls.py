@@ -37,6 +37,7 @@ from autopar import _torch
 from autopar.api.planner import Planner
 from autopar.backend import backend as torch_backend
 from autopar.backend.graphs import SplitGraph
+from autopar.calibrate.at_start import measured_at_start
 from autopar.cli import main
 from autopar.cost_model import Cluster, find_cluster, find_hardware
 from autopar.cost_model.items import TrainingState
@@ -133,7 +134,8 @@ def _compile(ranks: int, **options: Any) -> Outcome:
         raise _Reached(planner, settings)
 
     model = options.pop("model", None) or nn.Linear(8, 8)
-    with _ranks(ranks), mock.patch.object(CompiledModule, "__init__", module):
+    unmeasured = _replaced(measured_at_start, lambda hardware, folder: hardware)
+    with _ranks(ranks), unmeasured, mock.patch.object(CompiledModule, "__init__", module):
         try:
             autopar.compile(model, **options)
         except _Reached as reached:

@@ -123,5 +123,5 @@ def test_a_policy_that_rounds_nothing_is_an_error():
 
 
 def test_a_name_that_exempts_nothing_is_an_error():
-    with pytest.raises(CaptureError, match=r"'lm_head', which is the name of no linear layer.*blocks\.0\.0"):
+    with pytest.raises(CaptureError, match=r"'lm_head', which no linear layer is called.*blocks\.0\.0"):
         products("fp8 exempt=lm_head")

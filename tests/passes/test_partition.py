@@ -160,5 +160,5 @@ def test_the_verifier_wants_arguments_before_uses(mlp):
     captured, _ = mlp
     nodes = {n.name: n for n in captured.module.graph.nodes}
     nodes["relu"].append(nodes["linear"])
-    with pytest.raises(VerifierError, match="node relu: argument linear is not defined before it"):
+    with pytest.raises(VerifierError, match="node relu: its argument linear is not defined before it"):
         verify_graph(captured.module, after="sabotage")

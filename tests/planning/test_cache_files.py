@@ -30,7 +30,7 @@ def test_with_a_key_a_file_of_another_user_counts(key: Path, tmp_path: Path, mon
     path.chmod(0o666)
     assert read_cached(path) == TEXT
     monkeypatch.delenv(KEY_VARIABLE)
-    with pytest.raises(ValueError, match="it is a file of user"):
+    with pytest.raises(ValueError, match="it belongs to user"):
         read_cached(path)
 
 

@@ -161,7 +161,7 @@ def test_a_gradient_is_reduced_when_it_can_be(mlp):
     [
         (4, (P,), "the input x is P@tp"),
         (4, (S(2),), "the input x is S(2)@tp, and its dims are 0 to 1"),
-        (3, (S(1),), "the input x is S(1)@tp, which does not divide"),
+        (3, (S(1),), "the input x is S(1)@tp, but the mesh tp=3 does not divide"),
         (4, (R, R), "the input x has 2 states for the 1 axes of tp=4"),
     ],
 )

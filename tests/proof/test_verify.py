@@ -483,6 +483,6 @@ def test_an_axis_along_which_nothing_is_split_is_told() -> None:
 
 def test_a_proof_of_too_many_runs_is_refused_at_once() -> None:
     model, x = nn.Linear(4, 4), torch.ones(8, 4)
-    says = r"4 x 999983 times, and at most 2048 times.* at most 1 ranks, or at most 512 micro-batches"
+    says = r"4 x 999983 times, but at most 2048 runs are allowed.* at most 1 ranks, or at most 512 micro-batches"
     with pytest.raises(autopar.AutoparError, match=says):
         autopar.verify(model, x, mesh={"dp": 4}, loss_fn=torch.mean, micro_batches=999_983)

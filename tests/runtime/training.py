@@ -58,6 +58,8 @@ def _trained_gpt(recipe: Any, options: dict[str, Any]) -> dict[str, Any]:
 def full_state(model: nn.Module) -> dict[str, Tensor]:
     """Every entry of the state dict, in full."""
     state = model.state_dict()
+    if isinstance(model, autopar.CompiledModule):
+        state = state.shards()
     return {k: (v.full_tensor() if isinstance(v, DTensor) else v).detach().cpu().clone() for k, v in state.items()}
 
 

@@ -156,7 +156,7 @@ def _files_at(given: Path) -> list[Path]:
     if (given / INDEX).is_file():
         named = sorted(set(read_json(given / INDEX)["weight_map"].values()))
         if outside := [name for name in named if Path(name).name != name]:
-            raise AutoparError(f"{given / INDEX} names {few(outside)}, which is no file of its own folder.")
+            raise AutoparError(f"{given / INDEX} names {few(outside)}, which is not a file of its own folder.")
         files = [given / name for name in named]
         missing = [file.name for file in files if not file.is_file()]
         if missing:
@@ -169,7 +169,7 @@ def _files_at(given: Path) -> list[Path]:
     if len(found) == 1:
         return found
     raise AutoparError(
-        f"{given} has neither {INDEX} nor {ONE_FILE}, and {len(found)} files *.safetensors. Give the folder "
+        f"{given} has neither {INDEX} nor {ONE_FILE}, but {len(found)} files *.safetensors. Give the folder "
         "that save_pretrained of transformers wrote, or one file; weights of other formats have to be "
         "saved as safetensors first."
     )

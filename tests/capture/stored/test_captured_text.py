@@ -194,7 +194,7 @@ def test_guards_that_were_read_notice_a_change():
 
 
 WITHOUT_TEXT = {
-    "a backward of its own": (lambda: asked(Own(), (X, X), loss=F.mse_loss), "no operator"),
+    "a backward of its own": (lambda: asked(Own(), (X, X), loss=F.mse_loss), "not an operator"),
     "weak references of a recurrent layer": (lambda: asked(nn.LSTM(4, 4), (X[None],)), "_flat_weight_refs"),
 }
 
@@ -249,7 +249,7 @@ FORGERIES = {
 def test_a_forged_graph_is_refused_and_none_of_it_is_run(name):
     question = asked(nn.Linear(4, 4), (X, X), loss=F.mse_loss)
     document = write_captured(captured(question), question.state())
-    with pytest.raises(NoText, match=r"no name|takes no|no operator|no node of the kind"):
+    with pytest.raises(NoText, match=r"not names|takes no|no operator|no node of the kind"):
         read_captured(forged(document, **FORGERIES[name]), question.state(), (question.args, {}), None)
     assert not RAN
 

@@ -259,7 +259,7 @@ def test_there_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(autopar.AutoparError, match=r"There is no checkpoint at .*/c\.$"):
         loads(tmp_path / "c")
     (tmp_path / "c.partial").mkdir()
-    with pytest.raises(autopar.AutoparError, match="the first save to it was not finished"):
+    with pytest.raises(autopar.AutoparError, match="the first save to it did not finish"):
         loads(tmp_path / "c")
 
 
@@ -394,7 +394,7 @@ def test_a_field_that_no_checkpoint_has_is_refused(saved: Path) -> None:
 def test_a_checkpoint_reads_files_of_its_own_folder_alone(saved: Path, name: str) -> None:
     notes = torch.load(saved / "state.pt", weights_only=True)
     torch.save({**notes, "files": {name: 8}}, saved / "state.pt")
-    with pytest.raises(autopar.AutoparError, match="no file of its own"):
+    with pytest.raises(autopar.AutoparError, match="not a file in it"):
         loads(saved)
 
 
