@@ -144,13 +144,15 @@ def _by_rows(func: OpOverload, args: Sequence[Any], kwargs: _Named, shape: Seque
     kept = _ROW_DIMS[func.overloadpacket.__name__]
     rows = shape[: len(shape) - kept]
     count = math.prod(rows)
+    if not count:
+        return u.new_empty(tuple(shape))  # a rank may have no rows of a batch
     operands = [
         x.expand(*rows, *x.shape[x.ndim - kept :]).reshape(count, *x.shape[x.ndim - kept :]).double()
         for x in args
         if isinstance(x, Tensor)
     ]
     others = [x for x in args if not isinstance(x, Tensor)]
-    seeds = (u.reshape(count, math.prod(u.shape) // max(1, count))[:, 0] * _SEEDS).long().tolist()
+    seeds = (u.reshape(count, -1)[:, 0] * _SEEDS).long().tolist()
     found = [
         func(*row, *others, **{**kwargs, "generator": torch.Generator().manual_seed(seed)})
         for seed, *row in zip(seeds, *operands, strict=True)

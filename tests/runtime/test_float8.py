@@ -61,7 +61,7 @@ def difference(**asked: Any) -> float:
         optimizer.step()
         optimizer.zero_grad()
     wanted, weights = expected()
-    found = {name: x.full_tensor() for name, x in made.state_dict().items()}
+    found = {name: x.full_tensor() for name, x in made.state_dict().shards().items()}
     gaps = [abs(a - b) for a, b in zip(losses, wanted, strict=True)]
     gaps += [(found[name] - x).abs().max().item() for name, x in weights.items()]
     return max(gaps, key=nan_last)

@@ -76,7 +76,7 @@ def by_autopar(recipe: Any, mesh: dict[str, int]) -> tuple[list[float], list[flo
         assert not any(x.isinf().any() for x in own)
         optimizer.step()
         optimizer.zero_grad()
-    state = {name: getattr(x, "full_tensor", lambda x=x: x)().clone() for name, x in made.state_dict().items()}
+    state = {name: getattr(x, "full_tensor", lambda x=x: x)().clone() for name, x in made.state_dict().shards().items()}
     return found, scales, made.skipped_steps, state
 
 

@@ -42,7 +42,7 @@ def trained(recipe: Any, mesh: dict[str, int], bad: tuple[int, ...]) -> tuple[in
             made.step(*batch)
             optimizer.step()
             optimizer.zero_grad()
-    state = {name: getattr(x, "full_tensor", lambda x=x: x)() for name, x in made.state_dict().items()}
+    state = {name: getattr(x, "full_tensor", lambda x=x: x)() for name, x in made.state_dict().shards().items()}
     return made.skipped_steps, {name: x.clone() for name, x in state.items()}
 
 
