@@ -233,7 +233,7 @@ def test_it_is_data_and_text(e: Explanation) -> None:
     assert document["closed_form"]["step_seconds"] == e.closed_form.step_seconds
     text = as_text(e)
     assert "Plan for 4 ranks as pp=2,dp=2" in text and "dp:zero1, 1f1b, 8 micro-batches" in text
-    for words in ("pp=2 runs 2 stages by 1f1b", "(p - 1) / (m + p - 1) is 11.1 %", "by simulation"):
+    for words in ("pp=2 runs 2 stages by 1f1b", "(p - 1) / (m + p - 1) gives 11.1 %", "by simulation"):
         assert words in " ".join(text.split())
 
 

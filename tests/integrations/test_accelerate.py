@@ -314,7 +314,7 @@ def test_a_state_that_could_not_be_loaded_is_refused_and_leaves_the_one_before(t
     accelerator.save_state(str(tmp_path / "state"))
     before = read_extra(tmp_path / "state")
     accelerator.register_for_checkpointing(Unsafe())
-    with pytest.raises(AutoparError, match="cannot be saved in a form that loads without running code"):
+    with pytest.raises(AutoparError, match="cannot be saved so that it loads without running code"):
         accelerator.save_state(str(tmp_path / "state"))
     assert [file.name for file in tmp_path.iterdir()] == ["state"]
     assert read_extra(tmp_path / "state")["loop"]["states"] == before["loop"]["states"] == []

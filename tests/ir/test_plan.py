@@ -58,7 +58,7 @@ def test_dtypes_are_words_of_the_lines_of_shapes():
     assert "\nshape input tokens: 8 64 int64\nshape parameter scale: scalar bfloat16\n" in text
     assert Plan.parse(text) == plan == Plan.from_json(json.loads(json.dumps(plan.to_json())))
     for wrong in ({"input tokens": "wide"}, {"input other": "int64"}, {"input tokens": 64}):
-        with pytest.raises(PlanError, match=f"dtype of {next(iter(wrong))} is a text such as"):
+        with pytest.raises(PlanError, match=f"dtype of {next(iter(wrong))} must be a text such as"):
             Plan.from_json(plan.to_json() | {"dtypes": wrong})
 
 
@@ -68,7 +68,7 @@ def test_micro_batches_that_take_turns_are_a_line():
     assert "\noverlap 2\n" in text and Plan.parse(text) == plan
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
     for wrong in ("overlap 3", "overlap two"):
-        with pytest.raises(PlanError, match=r"no multiple of that|write a whole number"):
+        with pytest.raises(PlanError, match=r"not a multiple of that|write a whole number"):
             Plan.parse(text.replace("overlap 2", wrong))
     with pytest.raises(PlanError, match="gives overlap again"):
         Plan.parse(text.replace("overlap 2", "overlap 2\noverlap 2"))
@@ -95,7 +95,7 @@ def test_notes_keep_their_kind():
     with pytest.raises(
         PlanError,
         match="by one of axes, price, stages, unasked, runner-up, tiers, replicas, owners, versions, decomposed, "
-        "overlap, micro-batches, undivided, repeated, not",
+        "overlap, micro-batches, undivided, repeated, uneven, not",
     ):
         Plan.from_json({**PLAN.to_json(), "notes": [{"joke": "x"}]})
 
@@ -163,7 +163,7 @@ def test_a_name_that_stands_twice_is_refused_and_named(tmp_path):
     path = tmp_path / "plan.json"
     PLAN.save(path)
     path.write_text(path.read_text().replace('"version"', '"recipe": "tp",\n "version"', 1))
-    with pytest.raises(PlanError, match=r"plan.json is damaged: 'recipe' stands 2 times"):
+    with pytest.raises(PlanError, match=r"plan.json is damaged: 'recipe' occurs 2 times"):
         Plan.load(path)
 
 
@@ -198,7 +198,7 @@ def test_an_unknown_field_is_refused_with_the_nearest_name(name, meant, tmp_path
         ("input tokens", "inputs tokens", "Cannot read line 7 of the plan"),
         ("S(0)@dp\n", "S(0)@pp\n", "has no axis 'pp'"),
         ("| micro_batch", "| sometimes", "not per 'sometimes'"),
-        (" | micro_batch", "", "Parameter up.weight has .* takes three parts"),
+        (" | micro_batch", "", "Parameter up.weight has .* needs three parts"),
         ("micro-batches 2", "micro-batches x", "Cannot read 'x' in line 5"),
         ("micro-batches 2", "micro-batches 0", "at least one micro-batch, not 0"),
         ("S(0)@dp\n", "S(0)@dp R@dp\n", r"two states for the axis dp, S\(0\) and R"),
@@ -222,7 +222,7 @@ def test_micro_batches_are_a_whole_number(count):
 @pytest.mark.parametrize(
     ("field", "value", "says"),
     [
-        ("parameters", {"w": ["R", "R"]}, "Parameter w has .* takes three parts"),
+        ("parameters", {"w": ["R", "R"]}, "Parameter w has .* needs three parts"),
         ("parameters", {"w": "RRR"}, "Parameter w has 'RRR'"),
         ("notes", "one", "notes of a plan are a list of texts, not 'one'"),
         ("recipe", None, "are text, not None"),

@@ -354,8 +354,8 @@ def test_an_import_that_fails_is_told_with_its_first_cause() -> None:
         ({"text_config": {"num_layers": True}}, "num_layers True; it is a whole number"),
         ({"architectures": [5]}, r"has architectures \[5\]; they are a list of names"),
         ({"architectures": {}}, r"has architectures {}; they are a list of names"),
-        ({"hidden_size": -64}, "transformers cannot build the model of .*negative dimension.* Mend its sizes"),
-        ({"hidden_size": 10**12}, "transformers cannot build the model of .*overflowed.* Mend its sizes"),
+        ({"hidden_size": -64}, "transformers cannot build the model of .*negative dimension.* Correct its sizes"),
+        ({"hidden_size": 10**12}, "transformers cannot build the model of .*overflowed.* Correct its sizes"),
     ],
 )
 def test_a_configuration_that_cannot_be_built_is_refused_at_once(tmp_path, change, says):

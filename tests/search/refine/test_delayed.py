@@ -82,9 +82,9 @@ def test_the_plan_says_what_is_no_longer_the_result_of_one_device() -> None:
         "8 times a step, without waiting for the others; a gradient is up to 3 updates old on stage 0, and 0 "
         "on the last. A step takes about "
     )
-    assert "so that a gradient is up to 3 updates old. A step" in sentence("pipedream-sync")
+    assert "a gradient is up to 3 updates old. A step" in sentence("pipedream-sync")
     assert "after every 4 micro-batches, 2 times a step" in sentence("2bw")
-    assert "so that a gradient is up to 1 update old. A step" in sentence("2bw")
+    assert "a gradient is up to 1 update old. A step" in sentence("2bw")
     assert "of which older versions are up to 99.8 kB." in sentence("pipedream")
     assert sentence("2bw") in " ".join(str(explained("2bw")).split())
 

@@ -41,7 +41,7 @@ def test_a_step_hides_what_the_machine_can() -> None:
     )
     assert moved <= alone.step.hardware.hides * sent * (1 + 1e-9)
     assert together.plan.overlap_batches == 2
-    assert "2 micro-batches run at a time" in str(together.plan)
+    assert "2 micro-batches run at the same time" in str(together.plan)
 
 
 def test_what_hides_already_leaves_no_negative_time_to_hide_in() -> None:

@@ -126,7 +126,7 @@ def test_every_axis_has_what_it_gains_and_what_it_costs() -> None:
     (dp,) = (note for note in notes if note.startswith("dp=2 divides"))
     (tp,) = (note for note in notes if note.startswith("tp=2 divides"))
     assert re.fullmatch(r"dp=2 divides 100 % of the arithmetic by 2, and communicates for \d.\d+ ms a step", dp)
-    seconds = [float(note.split("sends for ")[1].split(" ms")[0]) for note in (dp, tp)]
+    seconds = [float(note.split(" for ")[1].split(" ms")[0]) for note in (dp, tp)]
     assert all(seconds) and kind_of(dp) == "price"
     alone = make_plan(prepared, Request(find_hardware("h100"), mesh={"tp": 2}))
     assert "tp=2 divides nothing: no faster plan was found that uses it, under recipe auto" in alone.notes

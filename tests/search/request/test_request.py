@@ -15,9 +15,9 @@ H100 = find_hardware("h100")
 
 
 def test_the_bound_is_the_memory_less_the_headroom_or_what_was_said() -> None:
-    assert H100.memory_bytes == 80 * 10**9
-    assert Request(H100).bound_bytes == 76 * 10**9
-    assert Request(H100, headroom=0.1).bound_bytes == 72 * 10**9
+    assert H100.memory_bytes == 84_932_000_000
+    assert Request(H100).bound_bytes == 80_685_400_000
+    assert Request(H100, headroom=0.1).bound_bytes == 76_438_800_000
     assert Request(H100, headroom=0.1, memory_bytes=10**9).bound_bytes == 10**9
     assert Request(H100, must_fit=False).search_bound_bytes is None
 

@@ -57,7 +57,7 @@ def test_slices_of_a_recipe_are_named_once() -> None:
     fields: dict[str, Any] = {"mesh": {"x": 2, "y": 2}, "recipe": "2d", "offload": False}
     request = Request(HARDWARE, recompute="partitioned", **fields)
     notes = search_step(prepared(), request).best.plan.notes
-    assert len([n for n in notes if "kept in slices" in n or "kept as it lies" in n]) == 1
+    assert len([n for n in notes if "kept in slices" in n or "kept in their layout" in n]) == 1
 
 
 def test_offloaded_slices_lie_on_the_host() -> None:
@@ -148,7 +148,7 @@ def test_nothing_is_sliced_that_no_axis_replicates() -> None:
     request = Request(HARDWARE, recompute="partitioned", mesh={"dp": 2}, recipe="ddp")
     plan = search_step(prepared(), request).best.plan
     assert (plan.recompute, plan.saved) == ("full", {})
-    assert any("kept as it lies" in note for note in plan.notes)
+    assert any("kept in their layout" in note for note in plan.notes)
 
 
 def test_a_model_without_blocks_is_refused() -> None:
