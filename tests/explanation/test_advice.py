@@ -150,14 +150,15 @@ def test_asking_for_more_memory_gives_what_was_said_of_it_or_better():
 
 
 def test_a_setting_that_only_estimates_favour_is_no_choice():
-    """The estimate of two stages promised 7 % for twice the arithmetic; asking keeps dp=2 x tp=2, which gives 3.5 %."""
+    """What would be chosen with twice the arithmetic is what an answer to that question chooses, and no estimate."""
     cluster = with_eager_runs(find_cluster("h100x4"))
     asked = Question("bert-large", Request.on(cluster, batch=30, refines=True), 512)
     answer = asked.answer()
     change = next(each for each in answer.changes if each.what == "twice the arithmetic")
     then = asked.on(dict(faster_clusters(asked.request))[change.what]).answer()
     assert change.best == answer.setting.name and then.setting == answer.setting
-    assert then.step_seconds <= change.best_seconds * (1 + 1e-6) < change.same_seconds
+    assert then.step_seconds <= change.best_seconds * (1 + 1e-6)
+    assert change.best_seconds <= change.same_seconds
 
 
 def test_more_memory_is_a_larger_bound_where_the_user_names_one():

@@ -55,5 +55,5 @@ def test_a_faster_machine_is_simulated_again(explained: Explanation) -> None:
 def test_data_and_page(explained: Explanation) -> None:
     found = explained.to_json()
     assert found["step_seconds"] == explained.step_seconds and found["sensitivity_per_percent"]
-    assert any("side by side" in note for note in page_of(explained, "towers").notes)
+    assert any("work at the same time" in note for note in page_of(explained, "towers").notes)
     assert replace(explained, in_turn=True).owned is None

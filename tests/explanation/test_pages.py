@@ -99,7 +99,7 @@ def test_a_pipeline_says_what_is_simulated(staged, staged_page):
     notes = " ".join(staged_page.notes)
     assert "pp=2 runs 2 stages by 1f1b, 4 micro-batches" in notes
     assert "the closed form (p - 1) / (m + p - 1) gives 20.0 %" in notes
-    assert "Step, memory and stages are of the simulated schedule" in notes
+    assert "Step, memory and stages come from the simulated schedule" in notes
     assert "cannot run" not in notes and "of other candidates" not in notes
     assert staged_page.subtitle.startswith("pp=2,dp=2 on h100x4x1, 1f1b over 2 stages, 4 micro-batches")
     assert (

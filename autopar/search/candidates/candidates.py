@@ -392,9 +392,9 @@ class SettingEstimator:
         layers, depths = self._layers(), " or ".join(map(str, self.stages))
         stages = f", and {depths} pipeline stages its {layers} layers" if self.stages != (1,) else ""
         return (
-            f"No way to lay {self.batch} sequences on {self.cluster.ranks} ranks: along some axis each rank must have "
-            f"one, and another must divide the model's heads or widths{stages}. Choose a batch of at least "
-            f"{self.cluster.ranks}, or fewer ranks."
+            f"There is no way to divide {self.batch} sequences among {self.cluster.ranks} ranks: along some axis each "
+            f"rank must have one, and another must divide the model's heads or widths{stages}. Choose a batch of at "
+            f"least {self.cluster.ranks}, or fewer ranks."
         )
 
 
