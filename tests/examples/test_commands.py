@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from autopar.cli import main
+from autopar.models.adapted import SUFFIX
 from autopar.models.presets import PRESETS
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +37,7 @@ def test_a_command_of_a_page_is_understood(
     found = main.commands[name]
     context = found.make_context(name, arguments)
     target = context.params.get("target")
-    known = target is None or ":" in target or "config.json" in target or target in PRESETS
+    known = target is None or ":" in target or "config.json" in target or target.removesuffix(SUFFIX) in PRESETS
     assert known, f"{page}: {target} is not a preset"
 
 
