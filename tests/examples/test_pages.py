@@ -193,6 +193,7 @@ ELSEWHERE = {  # example -> the test that runs it
     ("coming_from", 0): "",  # of DeepSpeed
     ("coming_from", 1): "tests/examples/test_deepspeed_page.py",
     ("coming_from", 2): "tests/examples/test_deepspeed_page.py",
+    ("packed", 0): "tests/proof/test_packed.py",
     ("pipeline", 0): "tests/program/test_stages.py",
     ("search", 1): "tests/planning/test_stored_plans.py",
     ("start", 0): "tests/test_site.py",

@@ -16,6 +16,6 @@ def test_the_page_prints_what_it_says() -> None:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec("\n".join(blocks), {"__name__": "page"})
-    shown = re.findall(r"^    (\d\.\d+  .*)$", text, re.M)
+    shown = re.findall(r"^    (\d(?:\.\d+  | \d ).*)$", text, re.M)
     assert printed.getvalue().splitlines() == shown
-    assert len(blocks) == 3
+    assert len(blocks) == 4

@@ -164,7 +164,7 @@ def test_gpus_as_people_write_them(written: str, name: str) -> None:
         ("H200 80GB", "did you mean h100-80 or h200"),
         ("a100_41", "did you mean a100-40"),
         ("H800 SXM5 (H100-class)", "did you mean h200 or h100"),
-        ("GB400 NVL72", "did you mean gb200"),
+        ("GB400 NVL72", "did you mean gb[23]00 or gb[23]00"),
         ("potato", "none of its names is near"),
         ("", "none of its names is near"),
     ],
