@@ -25,15 +25,10 @@ def weighted(x, target, weight):
     return F.cross_entropy(x, target, weight.detach().exp())
 
 
-def batch_norm(x, weight, bias):
-    return F.batch_norm(x, torch.zeros(3).double(), torch.ones(3).double(), weight, bias, training=True)
-
-
 CASES = {
     "mean": (lambda x: x.mean(), (rand(7, 3),), "aten.mean"),
     "mean of rows": (lambda x: x.mean((0, 2), keepdim=True), (rand(7, 3, 2),), "aten.mean"),
     "sum": (lambda x: x.sum(0), (rand(7, 3),), "aten.sum"),
-    "batch norm": (batch_norm, (rand(7, 3, 4), rand(3), rand(3)), "aten._native_batch_norm_legit_functional"),
     "cross-entropy": (F.cross_entropy, (rand(7, 3), classes(7)), "aten.cross_entropy_loss"),
     "weighted": (weighted, (rand(7, 3), classes(7), rand(3)), "aten.cross_entropy_loss"),
     "linear": (F.linear, (rand(7, 3), rand(4, 3), rand(4)), "aten.linear"),

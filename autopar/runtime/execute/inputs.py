@@ -297,7 +297,7 @@ def _refuse_gradients(program: Program, arguments: Arguments) -> None:
     for spec, x in zip(program.inputs, arguments.tensors, strict=True):
         if x.requires_grad:
             raise StepError(
-                f"Input {spec.name!r} requires a gradient, and gradients flow to parameters only. Give "
+                f"Input {spec.name!r} requires a gradient, but gradients flow only to parameters. Give "
                 "x.detach(), or make what computes it part of the model that is compiled (docs/training.md, several "
                 'losses). torch.compile(model, backend="autopar") gives inputs gradients, also for a penalty of them.'
             )
