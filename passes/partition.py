@@ -7,7 +7,6 @@ collective in backward.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -32,6 +31,7 @@ from autopar.ir import (
     operand_layouts,
     plain,
     result_layouts,
+    split_counts,
     split_factors,
 )
 from autopar.ir.call import FIT
@@ -282,8 +282,11 @@ class _LocalCall:
         return tuple(axis for axis, label in found if axis[1] > 1 and not {*labels}.isdisjoint(split_factors(label)))
 
     def is_even(self, letters: Iterable[str]) -> bool:
-        sizes = self._owner.analysis.specs[self.node.name].sizes
-        return all(sizes[letter] % math.prod(size for _, size in self.axes(letter)) == 0 for letter in letters)
+        # A letter may be a dim with the batch in it, whose size the ranks divide where they do not divide the batch.
+        analysis, name = self._owner.analysis, self.node.name
+        factors = {label for letter in letters for label in analysis.letters[name].get(letter, ())}
+        counts = split_counts(analysis.graph.by_name[name], self._labels, self._owner.mesh)
+        return not any(x.size % count and not factors.isdisjoint(split_factors(x.label)) for x, count in counts)
 
     def exchanges(self, letter: str) -> tuple[tuple[str, int], ...]:
         axes = zip(self._owner.mesh.axes, self._labels, strict=True)

@@ -55,9 +55,7 @@ def batch_norm(call: Call) -> Spec:
     if "aten._native_batch_norm_legit" not in str(call.node.target):
         return replace(spec, whole=others)  # its statistics change in place
     localizer = _BatchNorm(call, sorted(others))
-    # Parts of different sizes gave other gradients than one device in a step that recomputes.
-    stated = localizer.collectives(call, letters[1])
-    return replace(spec, agreed=others, equal=others, collectives=stated, localize=localizer)
+    return replace(spec, agreed=others, collectives=localizer.collectives(call, letters[1]), localize=localizer)
 
 
 class _BatchNorm:

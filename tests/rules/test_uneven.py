@@ -15,6 +15,10 @@ def rand(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
+def batch_norm(x, weight, bias):
+    return F.batch_norm(x, torch.zeros(3).double(), torch.ones(3).double(), weight, bias, training=True)
+
+
 def classes(*shape: int) -> torch.Tensor:
     found = torch.arange(torch.Size(shape).numel()).reshape(shape) % 3
     found.view(-1)[:2] = -100
@@ -29,6 +33,19 @@ CASES = {
     "mean": (lambda x: x.mean(), (rand(7, 3),), "aten.mean"),
     "mean of rows": (lambda x: x.mean((0, 2), keepdim=True), (rand(7, 3, 2),), "aten.mean"),
     "sum": (lambda x: x.sum(0), (rand(7, 3),), "aten.sum"),
+    "batch norm": (batch_norm, (rand(7, 3, 4), rand(3), rand(3)), "aten._native_batch_norm_legit_functional"),
+    # 105 rows in place of 7 of 15: the ranks divide the dim, but not the batch in it.
+    "mean of a dim with the batch in it": (lambda x: x.flatten(0, 1).mean(0), (rand(7, 15, 2),), "aten.mean"),
+    "batch norm of a dim with the batch in it": (
+        lambda x, *own: batch_norm(x.flatten(0, 1), *own),
+        (rand(7, 15, 3), rand(3), rand(3)),
+        "aten._native_batch_norm_legit_functional",
+    ),
+    "cross-entropy of a dim with the batch in it": (
+        lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten()),
+        (rand(7, 15, 3), classes(7, 15)),
+        "aten.cross_entropy_loss",
+    ),
     "cross-entropy": (F.cross_entropy, (rand(7, 3), classes(7)), "aten.cross_entropy_loss"),
     "weighted": (weighted, (rand(7, 3), classes(7), rand(3)), "aten.cross_entropy_loss"),
     "linear": (F.linear, (rand(7, 3), rand(4, 3), rand(4)), "aten.linear"),
