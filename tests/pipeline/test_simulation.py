@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from autopar.explanation.report import as_text
 from autopar.ir.pipeline import SCHEDULES, Pipeline
 from autopar.pipeline.schedules import actions, fewest_micro_batches, waits_for_sends
-from autopar.pipeline.simulation import Simulation, Span, StageCosts, simulate
-from autopar.pipeline.step_timer import StepTimer
+from autopar.pipeline.simulation import Simulation, Span, StageCosts, StepTimer, simulate
 from autopar.views.gantt import Gantt
 
 FORWARD, BACKWARD = 1.0, 2.0  # of a rank's layers, whatever its number of stages

@@ -34,8 +34,8 @@ import numpy as np
 from autopar.errors import MemoryBoundError
 from autopar.ir.pipeline import PLACEMENTS
 from autopar.pipeline.schedules import actions, splits_backward, waits_for_sends
+from autopar.pipeline.simulation import StepTimer
 from autopar.pipeline.stage_table import StageTable
-from autopar.pipeline.step_timer import StepTimer
 from autopar.search.stages.cut_bounds import ROUNDING, best_cuts, earliest, is_less, least_largest, windows
 from autopar.search.stages.pipeline_bounds import least_seconds, may_have_cuts
 from autopar.search.stages.shape import Shape
