@@ -109,7 +109,8 @@ def _of_sum(read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
             raise StepError(
                 f"{read.__name__}() reads a {list(x.placements)} of parameters or gradients in shards, of which this "
                 "rank has its own term: the number is another on every rank. Call .full_tensor() before it, on all "
-                "ranks (not under `if rank == 0`): float(p.grad.norm().full_tensor())."
+                "ranks (not under `if rank == 0`): float(p.grad.norm().full_tensor()). Where torch.optim.Adafactor "
+                "reads it, take autopar.runtime.parameters.adafactor.Adafactor."
             )
         return read(x)
 

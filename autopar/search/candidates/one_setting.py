@@ -127,7 +127,7 @@ class SettingSearch:
         """
         trials = [trial._replace(micro_batches=count) for count in self._counts(trial)]
         found: list[tuple[Trial, Planned]] = []
-        failed: list[tuple[Trial, SearchError]] = []
+        failed: list[tuple[Trial, SearchError | MeshError]] = []
         has_slower = False
         while trials:
             each = trials.pop(0)
@@ -135,7 +135,7 @@ class SettingSearch:
                 break
             try:
                 planned = self.plan(each, faster_than_seconds, gives_up=gives_up or bool(trials))
-            except SearchError as error:
+            except (SearchError, MeshError) as error:
                 failed.append((each, error))
                 trials = trials[-1:] if isinstance(error, StateError) else trials
                 has_slower = has_slower or isinstance(error, SlowerError)
@@ -151,8 +151,8 @@ class SettingSearch:
         return best_trial, best
 
     def _told(
-        self, failed: Sequence[tuple[Trial, SearchError]], faster_than_seconds: float, gives_up: bool
-    ) -> SearchError:
+        self, failed: Sequence[tuple[Trial, SearchError | MeshError]], faster_than_seconds: float, gives_up: bool
+    ) -> SearchError | MeshError:
         """The error of a setting without a plan, of those of all numbers of micro-batches that were tried.
 
         If memory is missing for some of them, it is the error of the largest one of these, in full unless the caller
