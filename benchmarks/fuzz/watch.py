@@ -14,8 +14,11 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
 
-LIMIT_SECONDS = 30.0  # of a processor, so that what else a machine does changes no result
-_LONGEST_SECONDS = 10 * LIMIT_SECONDS  # by the clock, of what waits and computes nothing
+# Of a processor, so that what else a machine does changes no result.
+LIMIT_SECONDS = 30.0
+
+# By the clock, what waits and computes nothing has so many times the limit.
+_WAITS = 10
 LIMIT_BYTES = 10**9
 _CODE = frozenset(
     ("os.system", "os.exec", "os.posix_spawn", "os.spawn", "subprocess.Popen", "pty.spawn", "ctypes.dlopen")
@@ -106,7 +109,7 @@ def _limited() -> Iterator[None]:
 
     timers = (
         (signal.SIGPROF, signal.ITIMER_PROF, LIMIT_SECONDS),
-        (signal.SIGALRM, signal.ITIMER_REAL, _LONGEST_SECONDS),
+        (signal.SIGALRM, signal.ITIMER_REAL, _WAITS * LIMIT_SECONDS),
     )
     before = [(number, timer, signal.signal(number, over)) for number, timer, _ in timers]
     for _, timer, seconds in timers:
