@@ -13,6 +13,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +232,8 @@ def main(
     out: Path,
 ) -> None:
     """Train a byte-level GPT on every rank that torchrun started."""
+    if find_spec("matplotlib") is None:
+        raise click.ClickException("The losses are drawn by matplotlib: pip install matplotlib.")
     dist.init_process_group("gloo", timeout=TIMEOUT)
     on_first = dist.get_rank() == 0
     console = Console(quiet=not on_first)

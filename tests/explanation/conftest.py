@@ -11,7 +11,7 @@ from autopar.search.request.request import Request
 from tests.support.staged import captured_once
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def one_capture() -> Iterator[None]:
     with captured_once(few_layers):
         yield

@@ -8,7 +8,7 @@ from autopar.proof import subject
 from tests.support.staged import captured_once
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def one_capture() -> Iterator[None]:
     with captured_once(subject):
         yield
