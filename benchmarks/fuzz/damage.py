@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
+import logging
 import multiprocessing
 import os
 import random
@@ -70,6 +71,8 @@ _PAGE = click.option("--markdown", type=click.Path(path_type=Path), help="Page t
 @_PAGE
 def flips(markdown: Path | None) -> None:
     """Turns single bits of every saved file."""
+    # Where a cache is not used is a line of its log.
+    logging.getLogger("autopar").setLevel(logging.CRITICAL)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for kind in formats(Path(folder) / "samples"):

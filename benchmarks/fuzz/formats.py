@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import logging
 import tomllib
 import warnings
 from collections.abc import Callable
@@ -85,8 +84,6 @@ def _state(found: nn.Module) -> dict[str, bytes]:
 
 def formats(folder: Path) -> list[Format]:
     """The formats, with samples that are made in a folder."""
-    # Where a cache is not used is a line of its log.
-    logging.getLogger("autopar").setLevel(logging.CRITICAL)
     folder.mkdir(parents=True, exist_ok=True)
     return [
         *_plans(folder),

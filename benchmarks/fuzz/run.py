@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import random
 import sys
 import tempfile
@@ -165,6 +166,8 @@ def table(counts: Sequence[Count]) -> list[str]:
 @click.option("--markdown", type=click.Path(path_type=Path), help="Page to write.")
 def main(files: int, call_count: int, seed: int, only: str, markdown: Path | None) -> None:
     """Counts what bad inputs do."""
+    # Where a cache is not used is a line of its log.
+    logging.getLogger("autopar").setLevel(logging.CRITICAL)
     watch = Watch()
     with tempfile.TemporaryDirectory() as folder:
         kinds = [kind for kind in formats(Path(folder) / "samples") if only in kind.name]
