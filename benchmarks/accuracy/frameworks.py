@@ -36,6 +36,7 @@ class Framework:
             keep their inputs so; None where it is the same as in others, and so are inputs.
         sequence_parallel: whether tensor parallelism always comes with sequence parallelism, whatever a row says.
         network: network of the cluster where a row names none: a suffix in the catalogue of hardware.
+        overlaps: whether any communication hides behind compute.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Framework:
     narrow_state: TrainingState | None = None
     network: str = ""
     sequence_parallel: bool = False
+    overlaps: bool = True
 
 
 # Megatron-Core with Transformer Engine. Products keep their inputs in 8 bits where they are of 8 bits, and gradients
@@ -131,7 +133,7 @@ FRAMEWORKS: Mapping[str, Framework] = MappingProxyType(
             "megatron-lm", "gpt", MIXED, pads_vocab=True, flash=False, traits=Traits(scatters=True, repeats_layers=True)
         ),
         "NeMo": NEMO,
-        # SimuMax's runs of Megatron-Core: float32 gradients and masters.
-        "Megatron-Core": replace(NEMO, training_state=MIXED_FLOAT32_GRADIENTS, narrow_state=MIXED),
+        # SimuMax's runs of Megatron-Core: float32 gradients and masters, and overlap turned off (its release notes).
+        "Megatron-Core": replace(NEMO, training_state=MIXED_FLOAT32_GRADIENTS, narrow_state=MIXED, overlaps=False),
     }
 )

@@ -64,7 +64,12 @@ class Row:
     @property
     def is_narrow(self) -> bool:
         """Whether products are of 8 bits."""
-        return any(word in self.precision.lower() for word in ("fp8", "float8"))
+        return self.hides_format or any(word in self.precision.lower() for word in ("fp8", "float8"))
+
+    @property
+    def hides_format(self) -> bool:
+        """Whether a submission to MLPerf tells no format; in these rounds it is FP8, or FP4, wherever it is told."""
+        return not self.precision and self.source.startswith("MLPerf Training v5")
 
     @property
     def recomputes_ops(self) -> bool:
@@ -82,6 +87,7 @@ class Row:
         replaced = {
             "context parallelism as data parallelism": self.cp > 1,
             "selective recomputation as none": is_selective,
+            "a format that is not told as FP8": self.hides_format,
         }
         return tuple(name for name, is_replaced in replaced.items() if is_replaced)
 

@@ -38,6 +38,8 @@ def subject(row: Row) -> Subject:
     framework = framework_of(row)
     hardware = hardware_of(row, framework.network)
     software = software_for(framework.name, hardware.name)
+    if not framework.overlaps:
+        software = replace(software, hides=0.0, hides_activations=0.0)
     vocab = row.vocab or framework.vocab
     if vocab is None:
         raise Skip("no vocabulary")

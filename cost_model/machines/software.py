@@ -19,6 +19,7 @@ class Software:
     Attributes:
         name: name of the runtime.
         matmul_efficiency: fraction of the peak that its large matrix products reach.
+        matmul_half_size: extent of a product at which it reaches half of that; 0 if it was fitted without shapes.
         memory_efficiency: fraction of the memory bandwidth that its element-wise kernels reach.
         attention_efficiency: fraction of the peak that fused attention reaches; masked scores count as work.
         host_seconds: time of the CPU to issue one op, Python included.
@@ -40,6 +41,7 @@ class Software:
 
     name: str = "autopar"
     matmul_efficiency: float | None = None
+    matmul_half_size: float | None = None
     memory_efficiency: float | None = None
     attention_efficiency: float | None = None
     host_seconds: float | None = None
@@ -62,7 +64,7 @@ class Software:
 
 
 # Figures of a device that a runtime may have of its own.
-_OWN = ("matmul_efficiency", "memory_efficiency", "attention_efficiency", "host_seconds", "hides")
+_OWN = ("matmul_efficiency", "matmul_half_size", "memory_efficiency", "attention_efficiency", "host_seconds", "hides")
 
 AUTOPAR = Software()
 
