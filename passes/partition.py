@@ -29,6 +29,7 @@ from autopar.ir import (
     local_shape,
     nesting_of,
     operand_layouts,
+    parts_of,
     plain,
     result_layouts,
     split_counts,
@@ -287,6 +288,27 @@ class _LocalCall:
         factors = {label for letter in letters for label in analysis.letters[name].get(letter, ())}
         counts = split_counts(analysis.graph.by_name[name], self._labels, self._owner.mesh)
         return not any(x.size % count and not factors.isdisjoint(split_factors(x.label)) for x, count in counts)
+
+    def part(self, letter: str) -> int:
+        size = self._size(letter)
+        for whole, axes in self._cuts(letter):
+            size = size // whole * parts_of(whole, axes, self._owner.mesh)[1]
+        return size
+
+    def first(self, letter: str) -> int:
+        ((whole, axes),) = self._cuts(letter)
+        return parts_of(whole, axes, self._owner.mesh)[0] * (self._size(letter) // whole)
+
+    def _size(self, letter: str) -> int:
+        return self._owner.analysis.specs[self.node.name].sizes.get(letter, 1)
+
+    def _cuts(self, letter: str) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """The size of every factor of a letter that is split, with the positions of the axes, the major one first."""
+        analysis, name = self._owner.analysis, self.node.name
+        for label in analysis.letters[name].get(letter, ()):
+            axes = [i for i in nesting_of(self._labels) if label in split_factors(self._labels[i])]
+            if axes:
+                yield analysis.graph.by_name[name].choice(label).size, tuple(axes)
 
     def exchanges(self, letter: str) -> tuple[tuple[str, int], ...]:
         axes = zip(self._owner.mesh.axes, self._labels, strict=True)

@@ -292,7 +292,7 @@ class BodyRule:
         axes, rows = local.axes("e"), len(experts.slots)
         count = experts.count // parts(local, ["e"])
         if axes:  # ids are counted from this rank's first expert, and `count` stands for all other experts
-            here = shifted(local, args[rows], axes, args[self._weight()])
+            here = shifted(local, args[rows], "e")
             mine = local.emit(
                 aten.logical_and.default, local.emit(aten.ge.Scalar, here, 0), local.emit(aten.lt.Scalar, here, count)
             )
@@ -339,13 +339,6 @@ class BodyRule:
             slots // parts(local, sorted(letters)) for slots, letters in zip(self.experts.slots, lacking, strict=False)
         ]
 
-    def _weight(self) -> int:
-        """Position of an operand whose first dim is the experts."""
-        product = next(n for n in self.specs if rules.operator_name(n) in PRODUCTS)
-        position = self.experts.outer(product.args[1])  # type: ignore[arg-type]
-        assert position is not None
-        return position
-
 
 class _BodyLocal:
     """An op of the body as its localizer sees it: axes of its letters are those of the whole op.
@@ -373,6 +366,13 @@ class _BodyLocal:
 
     def is_even(self, letters: Iterable[str]) -> bool:
         return True  # no other parts go to experts
+
+    def part(self, letter: str) -> int:
+        return self._size([self._rule.letters[self.node][letter]]) if letter in self._rule.letters[self.node] else 1
+
+    def first(self, letter: str) -> int:
+        name, *inner = self._rule._named([[self._rule.letters[self.node][letter]]])[0]
+        return self._local.first(name) * math.prod(self._rule._sizes()[each] for each in inner)
 
     def exchanges(self, letter: str) -> tuple[tuple[str, int], ...]:
         return ()  # of a letter of its own: what is exchanged are the rows of the whole

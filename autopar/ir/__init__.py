@@ -41,6 +41,7 @@ from autopar.ir.layout import (
     local_shape,
     nested,
     parse_layout,
+    parts_of,
 )
 from autopar.ir.meeting import Meeting, mesh_of_all, mesh_of_replica
 from autopar.ir.mesh import PIPELINE_AXIS, Mesh
@@ -68,5 +69,5 @@ from autopar.ir.pipeline import (
 from autopar.ir.plan import Plan
 from autopar.ir.precision import MixedPrecision
 from autopar.ir.tier import TIERS, Tier, TieredLayout, format_place, parse_place
-from autopar.ir.uneven import is_storable, part_shape, uneven_axes
+from autopar.ir.uneven import cuts_chunks, is_storable, part_shape, reaches_all, uneven_axes
 from autopar.ir.vacancy import has_all, partly_vacant

@@ -83,11 +83,11 @@ def _fitted(
     taken, left, size = [*given], [*made], mesh.sizes[step.axis]
     if step.over < 0 and step.source.kind == "S":
         gathered = call.dims[0]
-        taken[gathered] = _largest(made[gathered], _within(dims, step.source, after, mesh, views=views), size)
+        taken[gathered] = _largest(dims, step.source, after, mesh, size, views=views)
         left[gathered] = taken[gathered] * size
     if step.over < 0 and step.target.kind == "S":
         cut = call.dims[-1]
-        left[cut] = _largest(given[cut], _within(dims, step.target, before, mesh, views=views), size)
+        left[cut] = _largest(dims, step.target, before, mesh, size, views=views)
         taken[cut] = left[cut] * size
     pads, cuts = tuple(taken) != given, tuple(left) != made
     if pads:
@@ -97,21 +97,17 @@ def _fitted(
         yield after, CollectiveCall(FIT, FIT, (), -1, after=call.after, fits=made), after
 
 
-def _largest(size: int, within: int, ranks: int) -> int:
-    """The largest part of a dim, cut over so many ranks in pieces of `within` entries."""
-    return -(-(size // within) // ranks) * within
-
-
-def _within(dims: Dims, state: State, layout: Layout, mesh: Mesh, *, views: bool) -> int:
-    """Number of neighbouring entries of a dim that lie within one entry of the factor that a state splits.
+def _largest(dims: Dims, state: State, layout: Layout, mesh: Mesh, ranks: int, *, views: bool) -> int:
+    """The largest part of a dim of a rank's tensor, if so many ranks cut it as a state says.
 
     Args:
-        layout: the layout in which the factor is whole.
-        views: whether the factor is a dim by itself.
+        layout: the layout in which what they cut is whole.
+        views: whether every factor is a dim by itself.
     """
-    if views or state.factor == WHOLE:
-        return 1
-    return math.prod(local_factors(dims, layout, mesh)[state.dim][1:])
+    factors = local_factors(dims, layout, mesh)[state.dim] or (1,)
+    whole = math.prod(factors) if state.factor == WHOLE else factors[state.factor]
+    inner = () if views or state.factor == WHOLE else factors[1:]
+    return -(-whole // ranks) * math.prod(inner)
 
 
 def _viewed(dims: Dims, layout: Layout, mesh: Mesh) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from autopar.ir.layout import Dims, Layout, R, nested, shape_of
 from autopar.ir.mesh import Mesh
 from autopar.ir.op import Leaf, Op, operand_layouts, parts_fit, result_layouts, why_not_alone
 from autopar.ir.precision import MixedPrecision
-from autopar.ir.uneven import can_split
+from autopar.ir.uneven import can_split, reaches_all
 
 
 @dataclass(frozen=True)
@@ -247,8 +247,9 @@ class Graph:
 
     def can_cut(self, choice: Choice, count: int) -> bool:
         """Whether axes of so many ranks in all can split the factor of a choice."""
-        is_batch = choice.factor in self.batch and choice.size > 1
-        return choice.size % count == 0 or (is_batch and not choice.needs_equal)
+        if choice.needs_equal or not choice.size:
+            return choice.size % count == 0
+        return reaches_all(choice.size, count) or (choice.size > 1 and choice.factor in self.batch)
 
     def can_take(self, name: str, layout: Layout, mesh: Mesh) -> bool:
         """Whether ops may take or leave a tensor in a layout, and a rank may be given an input in it."""

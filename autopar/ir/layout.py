@@ -254,20 +254,29 @@ def _part(size: int, layout: Layout, mesh: Mesh, state: State) -> int:
     count = split_count(layout, mesh, state.dim, state.factor)
     if size % count == 0:
         return size // count
-    return _parts(size, tuple(axes_along(layout, state)), mesh)
+    return parts_of(size, tuple(axes_along(layout, state)), mesh)[1]
 
 
 @functools.cache
-def _parts(size: int, axes: tuple[int, ...], mesh: Mesh) -> int:
-    """The part of every rank, cut as torch.chunk cuts: all parts have the size of the first, but for the last ones."""
+def parts_of(size: int, axes: tuple[int, ...], mesh: Mesh) -> tuple[int, int]:
+    """Where the part of every rank begins, and its size, if axes cut a size one after the other.
+
+    They cut as torch.chunk does: all parts have the size of the first, but for the last ones.
+
+    >>> from autopar.ir import Mesh
+    >>> parts_of(5, (0,), Mesh.parse("tp=3"))
+    (Share(0, 2, 4), Share(2, 2, 1))
+    """
     found = []
     for rank in range(mesh.size):
-        position, rest = mesh.coordinates(rank), size
+        position, first, rest = mesh.coordinates(rank), 0, size
         for axis in axes:
             width = -(-rest // mesh.sizes[axis])
-            rest = min(width, max(rest - position[axis] * width, 0))
-        found.append(rest)
-    return Share.of(found)
+            before = min(position[axis] * width, rest)
+            first, rest = first + before, min(width, rest - before)
+        found.append((first, rest))
+    starts, sizes = zip(*found, strict=True)
+    return Share.of(starts), Share.of(sizes)
 
 
 def divides(dims: Dims, layout: Layout, mesh: Mesh) -> bool:

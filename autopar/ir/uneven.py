@@ -16,7 +16,19 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-from autopar.ir.layout import WHOLE, Dims, Layout, R, State, divides, has_owner, local_shape, split_count
+from autopar.ir.layout import (
+    WHOLE,
+    Dims,
+    Layout,
+    R,
+    S,
+    State,
+    divides,
+    has_owner,
+    local_factors,
+    local_shape,
+    split_count,
+)
 from autopar.ir.mesh import Mesh
 from autopar.ir.share import on
 
@@ -43,8 +55,19 @@ def _size(dims: Dims, state: State) -> int:
     return math.prod(sizes) if state.factor == WHOLE else (sizes or (0,))[state.factor]
 
 
+def reaches_all(size: int, count: int) -> bool:
+    """Whether each of so many ranks has a part of a size.
+
+    >>> reaches_all(5, 3), reaches_all(5, 4)
+    (True, False)
+    """
+    return -(-size // count) * (count - 1) < size
+
+
 def can_split(dims: Dims, factors: Factors, layout: Layout, mesh: Mesh, batch: Collection[str]) -> bool:
-    """Whether ops may take a tensor in a layout: its axes divide what they split, or what they split is the batch.
+    """Whether ops may take a tensor in a layout: where its axes do not divide a factor, every rank has a part of it.
+
+    Ranks may have no part of the batch alone. Parts of S(d.*) have one size.
 
     Args:
         dims: for every dim the sizes of its factors.
@@ -55,19 +78,26 @@ def can_split(dims: Dims, factors: Factors, layout: Layout, mesh: Mesh, batch: C
     """
     if divides(dims, layout, mesh):
         return True
-    uneven = uneven_axes(dims, layout, mesh)
-    others = tuple(R if axis in uneven else state for axis, state in enumerate(layout))
-    return divides(dims, others, mesh) and all(
-        state.factor != WHOLE and factors[state.dim][state.factor] in batch and dims[state.dim][state.factor] > 1
-        for state in (layout[axis] for axis in uneven)
+    if any(state.splits_as(S(state.dim, WHOLE)) for state in layout):
+        return False
+    local = local_factors(dims, layout, mesh)
+    cut = (layout[axis][1:3] for axis in uneven_axes(dims, layout, mesh))
+    return all(
+        (factors[dim][i] in batch and dims[dim][i] > 1) or all(on(local[dim], rank)[i] for rank in range(mesh.size))
+        for dim, i in cut
     )
+
+
+def cuts_chunks(dims: Dims, state: State) -> bool:
+    """Whether the parts of a split dim are those of torch.chunk, as in DTensor, also where they differ in size."""
+    return state.factor == WHOLE or len(dims[state.dim]) == 1
 
 
 def is_storable(dims: Dims, layout: Layout, mesh: Mesh) -> bool:
     """Whether a parameter at rest can have this layout.
 
-    Every axis divides what it splits, except that one axis alone may cut a dim of more than one entry into chunks of
-    different sizes. A tensor with such a dim has no owner along another axis.
+    Every axis divides what it splits, except that one axis alone may cut a dim of more than one entry, of one factor
+    or in S(d.*), into chunks of different sizes. A tensor with such a dim has no owner along another axis.
 
     >>> from autopar.ir import Mesh, S
     >>> is_storable(((5,), (6,)), (S(0, WHOLE), S(1)), Mesh.parse("a=4,b=2"))
@@ -80,7 +110,7 @@ def is_storable(dims: Dims, layout: Layout, mesh: Mesh) -> bool:
     cut = [layout[axis].dim for axis in uneven]
     touched = {state.dim for state in others if state.kind == "S"}
     return (
-        all(layout[axis].factor == WHOLE for axis in uneven)
+        all(cuts_chunks(dims, layout[axis]) for axis in uneven)
         and len({*cut}) == len(cut)
         and touched.isdisjoint(cut)
         and all(math.prod(dims[dim]) > 1 for dim in cut)

@@ -146,10 +146,9 @@ def _attend(local: Local) -> fx.Node:
     """The op on a rank's queries: in a ring, or with this rank's rows of the causal mask."""
     if local.exchanges("k"):
         return _attend_in_ring(local)
-    axes = local.axes("q")
-    if not axes or not bound_arguments(local.node)["is_causal"]:
+    if not local.axes("q") or not bound_arguments(local.node)["is_causal"]:
         return run_as_is(local)
-    return _attend_causally(local, axes)
+    return _attend_causally(local)
 
 
 def _attend_in_ring(local: Local) -> fx.Node:
@@ -167,15 +166,13 @@ def _attend_in_ring(local: Local) -> fx.Node:
     return local.emit(operator.getitem, both, 0)
 
 
-def _attend_causally(local: Local, axes: tuple[tuple[str, int], ...]) -> fx.Node:
+def _attend_causally(local: Local) -> fx.Node:
     """The op with this rank's rows of the causal mask: query q sees keys 0 to q."""
     query, key, value = local.args[:3]
     where = {"device": local.node.meta["val"].device}
     rows = local.emit(aten.arange.default, local.result_shapes[0][-2], **where)
     columns = local.emit(aten.arange.default, local.emit(aten.sym_size.int, key, -2), **where)
-    seen = local.emit(
-        aten.ge.Tensor, local.emit(aten.unsqueeze.default, rows, -1), shifted(local, columns, axes, query, -2)
-    )
+    seen = local.emit(aten.ge.Tensor, local.emit(aten.unsqueeze.default, rows, -1), shifted(local, columns, "q"))
     return local.emit(local.node.target, query, key, value, seen, **_keywords(local.node))
 
 

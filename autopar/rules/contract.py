@@ -11,7 +11,7 @@ from torch import fx
 from autopar.ops.float8 import TILE
 from autopar.ops.nodes import schema
 from autopar.rules.notation import spec_of
-from autopar.rules.spec import Call, Dim, Letters, Local, RuleDoesNotApply, Spec, parts, run_as_is
+from autopar.rules.spec import Call, Dim, Letters, Local, RuleDoesNotApply, Spec, run_as_is
 
 aten = torch.ops.aten
 
@@ -172,8 +172,7 @@ def _convolve_locally(local: Local) -> fx.Node:
     position = names.index("groups")
     if position >= len(local.args):
         return run_as_is(local)
-    groups = local.args[position] // parts(local, ["g"])
-    args = (*local.args[:position], groups, *local.args[position + 1 :])
+    args = (*local.args[:position], local.part("g"), *local.args[position + 1 :])
     return local.emit(local.node.target, *args, **local.kwargs)
 
 

@@ -19,7 +19,6 @@ import torch
 from torch import fx
 
 from autopar.ops.point_program import INDICES, PointProgram, over_all, read_program
-from autopar.rules.index import position
 from autopar.rules.kept.kernels import on_accelerator
 from autopar.rules.notation import spec_of
 from autopar.rules.spec import Call, Dim, Kept, Letters, Local, RuleDoesNotApply, Spec, local_arguments
@@ -144,13 +143,10 @@ class _FlexLocalizer:
         where = local.node.meta["val"][0].device
         texts, tensors = [given["mask"], given["score"]], list(given["tensors"])
         for index, letter in _SPLIT.items():
-            axes = list(local.axes(letter))
-            if not axes or not _counts(index, _programs(*texts), self.extra):
+            if not local.axes(letter) or not _counts(index, _programs(*texts), self.extra):
                 continue
             own = _split_by(letter, self.extra)
-            rows = local.result_shapes[0]["bhq".index(index)]
-            first = local.emit(aten.mul.Tensor, position(local, axes, where), rows)
-            tensors.append(local.emit(aten.reshape.default, first, []))
+            tensors.append(local.emit(aten.full.default, [], local.first(letter), dtype=torch.int64, device=where))
             texts = [_shifted(text, index, own) for text in texts]
         operands = (given[name] for name in ("query", "key", "value"))
         return local.emit(local.node.target, *operands, tensors, *texts, given["scale"])

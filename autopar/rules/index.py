@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -43,12 +42,11 @@ def _letters(dims: Letters) -> tuple[str, ...]:
 
 def _look_up_locally(local: Local) -> fx.Node:
     """A lookup in a split table. Rows of other ranks are looked up as row 0 and set to zero, so results add up."""
-    axes = local.axes("v")
-    if not axes:
+    if not local.axes("v"):
         return run_as_is(local)
     weight, index = local.args[:2]
     padding = local.args[2] if len(local.args) > 2 else -1
-    here = shifted(local, index, axes, weight)
+    here = shifted(local, index, "v")
     height = local.emit(aten.sym_size.int, weight, 0)
     mine = local.emit(
         aten.logical_and.default, local.emit(aten.ge.Scalar, here, 0), local.emit(aten.lt.Scalar, here, height)
@@ -68,21 +66,9 @@ def zeroed(local: Local, x: fx.Node, kept: fx.Node) -> fx.Node:
     return local.emit(aten.masked_fill.Scalar, x, gone, 0)
 
 
-def position(local: Local, axes: Sequence[tuple[str, int]], device: torch.device | None = None) -> fx.Node:
-    """A tensor of one element: the position of this rank among the ranks that split the op along `axes`."""
-    total = math.prod(size for _, size in axes)
-    where = {} if device is None else {"device": device}  # keys are drawn on the CPU
-    found = local.emit(aten.arange.default, total, **where)
-    for name, size in axes:
-        found = local.emit(torch.ops.autopar.shard.default, found, [0], size, name, "all_gather")
-    return found
-
-
-def shifted(local: Local, index: fx.Node, axes: tuple[tuple[str, int], ...], like: fx.Node, dim: int = 0) -> fx.Node:
-    """`index`, counted from this rank's first row of a dim that is split along `axes`."""
-    own = position(local, axes, local.node.meta["val"].device)
-    first = local.emit(aten.mul.Tensor, own, local.emit(aten.sym_size.int, like, dim))
-    return local.emit(aten.sub.Tensor, index, first)
+def shifted(local: Local, index: fx.Node, letter: str) -> fx.Node:
+    """`index`, counted from the first entry of a letter that this rank has."""
+    return local.emit(aten.sub.Scalar, index, local.first(letter))
 
 
 def index(call: Call) -> Spec:
@@ -269,6 +255,7 @@ def bagged(call: Call) -> Spec:
         sizes,
         whole=frozenset(sizes) - {"d"},
         agreed=frozenset("d"),
+        equal=frozenset("d" if call["sparse"] else ()),  # parts of a sparse gradient are not padded
         flops=call.results[0].numel(),
         looks_up=_letters(operands[0]),
     )

@@ -184,7 +184,7 @@ class _Localizer:
         emit, target = local.emit, given["target"]
         mine = self._is_counted(local, given)
         if axes:
-            target = shifted(local, target, axes, given["self"], 1)
+            target = shifted(local, target, *self.channel)
             width = emit(aten.sym_size.int, given["self"], 1)
             here = emit(aten.logical_and.default, emit(aten.ge.Scalar, target, 0), emit(aten.lt.Scalar, target, width))
             mine = emit(aten.logical_and.default, mine, here)

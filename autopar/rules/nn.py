@@ -21,7 +21,6 @@ from autopar.rules.spec import (
     Spec,
     StatedCollective,
     local_arguments,
-    parts,
     plain,
     run_as_is,
 )
@@ -184,8 +183,8 @@ def group_norm(call: Call) -> Spec:
 
 def _norm_locally(local: Local) -> fx.Node:
     """group_norm on the groups that this rank has."""
-    x, groups, *rest = local.args
-    return local.emit(local.node.target, x, groups // parts(local, ["g"]), *rest, **local.kwargs)
+    x, _, *rest = local.args
+    return local.emit(local.node.target, x, local.part("g"), *rest, **local.kwargs)
 
 
 def instance_norm(call: Call) -> Spec:

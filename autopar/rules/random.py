@@ -9,7 +9,8 @@ their results are cut afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,7 +18,6 @@ from torch import fx
 
 from autopar.ops.nodes import bound_arguments, named_arguments, schema
 from autopar.rules.elementwise import elementwise
-from autopar.rules.index import position
 from autopar.rules.spec import Call, Local, Spec, plain, run_as_is
 
 aten = torch.ops.aten
@@ -148,7 +148,15 @@ def _key(local: Local, letters: tuple[str, ...]) -> fx.Node:
     axes = [axis for letter in letters for axis in local.axes(letter)]
     if not axes:
         return key
-    return local.emit(aten.add.Tensor, key, position(local, axes), alpha=_KEYS)
+    return local.emit(aten.add.Tensor, key, _position(local, axes), alpha=_KEYS)
+
+
+def _position(local: Local, axes: Sequence[tuple[str, int]]) -> fx.Node:
+    """A tensor of one element, on the CPU: the position of this rank among the ranks that split the op along `axes`."""
+    found = local.emit(aten.arange.default, math.prod(size for _, size in axes))
+    for name, size in axes:
+        found = local.emit(torch.ops.autopar.shard.default, found, [0], size, name, "all_gather")
+    return found
 
 
 def is_key(node: fx.Node) -> bool:

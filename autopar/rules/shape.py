@@ -43,10 +43,10 @@ def along(
             result: list[Dim] = []
             for dim, size in zip(dims, tensor.shape, strict=True):
                 letter = f"{tag}{dim}" if dim in touched else f"d{dim}"
-                if size > 1:
+                if size != 1:
                     sizes[letter] = int(size)
                     whole.update({letter} if dim in touched else ())
-                result.append((letter,) if size > 1 else ())
+                result.append((letter,) if size != 1 else ())
             return tuple(result)
 
         operands = tuple(letters(t, f"x{i}_") for i, t in enumerate(call.operands))

@@ -45,6 +45,14 @@ class Local(Protocol):
         """Whether the parts of each of these letters have one size."""
         ...
 
+    def part(self, letter: str) -> int:
+        """Size of this rank's part of a letter; 1 for a letter that the op lacks."""
+        ...
+
+    def first(self, letter: str) -> int:
+        """Where this rank's part of a letter begins, of which the most significant factor alone is split."""
+        ...
+
     def exchanges(self, letter: str) -> tuple[tuple[str, int], ...]:
         """Names and sizes of the axes along which the op exchanges rows (`Spec.exchanges`)."""
         ...

@@ -45,7 +45,8 @@ def test_one_axis_alone_cuts_a_dim_in_different_sizes() -> None:
     assert can("S(0.*)@a") and can("S(0.*)@b") and can("S(0.*)@a S(1.*)@b")
     assert can("S(1.*)@a S(0.*)@b")  # a divides 2 x 6
     assert not can("S(0.*)@a S(0.*)@b") and not can("S(1)@a S(1.*)@b")
-    assert not can("S(0)@a")  # what ops split has parts of one size
+    assert can("S(0)@a") and not can("S(0)@a S(0)@b")
+    assert not can("S(1)@b")  # whose parts, of 2 x 6 entries, are not those of torch.chunk
     assert not can("S(0.*)@a O(1)@b")
     assert not is_storable(((1,), (4,)), parse_layout("S(0.*)@a", MESH), MESH)
 

@@ -134,7 +134,6 @@ def test_labels_that_an_op_has_not(mlp, size, labels, says):
     [
         (S(5), R, "storage of parameter up.weight is S(5)@tp, and its dims are 0 to 1"),
         (S(0, 5), R, "is S(0.5)@tp, and dim 0 has the factors 0 to 0, of sizes (6,)"),
-        (S(0), R, "is S(0)@tp, but the mesh tp=4 does not divide its dims, of factors ((6,), (4,))"),
         (R, S(0, WHOLE), "is S(0.*)@tp and its storage R, but tp does not divide its dims, of factors ((6,), (4,))"),
         (S(0, WHOLE), O(1), "is O(1)@tp and its storage S(0.*)@tp, but tp does not divide"),
         (V, V, "storage of parameter up.weight is V@tp, and it can be R, S or O"),

@@ -8,6 +8,8 @@ from gpt import GPT, GPTConfig, loss_fn
 from torch import Tensor, nn
 
 from tests.support.experts import Routed, routes
+from tests.support.odd_widths import OddWidths, loss_of
+from tests.support.odd_widths import batch as odd_batch
 
 Batch = tuple[Tensor, ...]
 
@@ -123,6 +125,8 @@ def make(name: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Batc
     if name == "odd":
         tokens = torch.randint(0, 97, (12, 4))
         return Odd().to(dtype), (tokens, tokens.roll(1, 1)), loss_fn
+    if name == "odd widths":
+        return OddWidths().to(dtype), odd_batch(6), loss_of
     assert name == "gpt", name
     tokens = torch.randint(0, 256, (8, 8))
     model = GPT(GPTConfig(seq_len=8, layers=2, heads=4, width=16)).to(dtype)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import StepError
-from autopar.ir import WHOLE, Layout, R, uneven_axes
+from autopar.ir import Layout, Mesh, R, cuts_chunks, uneven_axes
 from autopar.ops.collectives import group_name, naming_failures
 from autopar.program.program import TensorSpec
 from autopar.runtime.collectives.hops import route
@@ -151,7 +151,7 @@ def as_dtensor(x: Tensor, spec: TensorSpec, world: World) -> Tensor:
     """
     if world.device_mesh is None:
         return x
-    target = _nameable(spec.layout)
+    target = _nameable(spec, world.mesh)
     x = travel(x, route(spec.dims, spec.layout, target, world.mesh, rank=world.rank), world)
     return DTensor.from_local(
         x,
@@ -168,10 +168,16 @@ def local_part(x: DTensor, spec: TensorSpec, world: World) -> Tensor:
 
     Nothing is communicated if the DTensor already has this layout.
     """
-    target = _nameable(spec.layout)
+    target = _nameable(spec, world.mesh)
     local = x.redistribute(placements=placements(target, world.mesh)).to_local().detach()
     return travel(local, route(spec.dims, target, spec.layout, world.mesh, rank=world.rank), world)
 
 
-def _nameable(layout: Layout) -> Layout:
-    return tuple(s if s.kind == "S" and s.factor in (0, WHOLE) else R for s in layout)
+def _nameable(spec: TensorSpec, mesh: Mesh) -> Layout:
+    """The layout without the splits whose parts are no shards of DTensor."""
+    uneven = uneven_axes(spec.dims, spec.layout, mesh)
+    states = enumerate(spec.layout)
+    return tuple(
+        s if s.kind == "S" and (cuts_chunks(spec.dims, s) or (s.factor == 0 and axis not in uneven)) else R
+        for axis, s in states
+    )

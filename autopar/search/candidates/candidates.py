@@ -25,7 +25,7 @@ from autopar.cost_model.sizes import SymbolicSizes
 from autopar.cost_model.steps.run import Run, Stage, total
 from autopar.cost_model.steps.step import Step
 from autopar.errors import AutoparError, SearchError
-from autopar.ir import Graph, Layout, Plan, Tensor
+from autopar.ir import Graph, Layout, Plan, Tensor, reaches_all
 from autopar.ir.batches import captured_batch
 from autopar.ir.recompute import Recompute
 from autopar.pipeline.parts import is_whole
@@ -283,7 +283,9 @@ class SettingEstimator:
         return min((stack.layers for stack in self.graph.stacks), default=1)
 
     def _splits(self, plan: Plan) -> frozenset[tuple[str, str, int]]:
-        """The factors that a plan splits, as (axis, "batch", 0) for the batch, and (axis, "", size) for any other."""
+        """The factors that a plan splits: (axis, "batch", 0) for the batch, and for any other (axis, "", size), or
+        (axis, "equal", size) where its parts must have one size.
+        """
         found = set()
         for op in self.graph.ops:
             for axis, label in zip(plan.mesh.names, plan.ops[op.name], strict=True):
@@ -291,11 +293,11 @@ class SettingEstimator:
                 if choice.splits and choice.factor in self._batch_factors:
                     found.add((axis, "batch", 0))
                 elif choice.splits:
-                    found.add((axis, "", choice.size))
+                    found.add((axis, "equal" if choice.needs_equal else "", choice.size))
         return frozenset(found)
 
     def _divides(self, splits: frozenset[tuple[str, str, int]], setting: ClusterSetting) -> bool:
-        """Whether the sizes of a setting's axes divide every factor that a plan splits along them.
+        """Whether a setting's axes can split every factor that a plan splits along them.
 
         If tensor parallelism has two axes, the outer one alone splits the heads of keys and values. The estimate
         divides them by both, so that it is optimistic.
@@ -304,8 +306,9 @@ class SettingEstimator:
         sizes[INNER_DATA] = setting.dp  # the batch is what both split
         heads = self._grouping.heads if setting.inner > 1 and self._grouping else 0
         return all(
-            (rows if is_batch else size) % sizes[axis] == 0 or (axis == "tp" and size == heads)
-            for axis, is_batch, size in splits
+            ((rows if kind == "batch" else size) % sizes[axis] == 0 if kind else reaches_all(size, sizes[axis]))
+            or (axis == "tp" and size == heads)
+            for axis, kind, size in splits
         )
 
     def _priced(

@@ -173,8 +173,7 @@ def _signature(op: Op, graph: Graph) -> Hashable:
 
 def _nameless_choice(choice: Choice, graph: Graph) -> Hashable:
     states = choice.label, choice.operands, choice.results
-    may_be_uneven = choice.factor in graph.batch and not choice.needs_equal
-    return (*states, choice.size, choice.stretch, may_be_uneven, _roles(choice.factor, graph))
+    return (*states, choice.size, choice.stretch, choice.needs_equal, _roles(choice.factor, graph))
 
 
 def _nameless(collective: OwnCollective) -> Hashable:

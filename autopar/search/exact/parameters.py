@@ -168,8 +168,8 @@ def _axis_options(
     tensor: Tensor, recipe: Recipe, size: int, pinned: State | None, earlier: Sequence[int], has_owners: bool
 ) -> list[_AxisOption]:
     shards = [*_shards(tensor, size), *_inner_shards(tensor, size, earlier)]
-    if not shards and not has_owners and size > 1:  # an owner has the whole of a dim
-        shards = [S(dim, WHOLE) for dim, length in enumerate(tensor.shape) if length > 1]
+    if not has_owners and size > 1:  # an owner has the whole of a dim
+        shards += _uneven_shards(tensor, size, is_last_resort=not shards)
     if recipe.owner is not None:
         shards = _owned(tensor, size, recipe.owner)
     sharded = tuple(stage for stage in recipe.stages if stage in (1, 2))
@@ -201,6 +201,17 @@ def _shards(tensor: Tensor, size: int) -> list[State]:
         elif math.prod(factors) % size == 0:
             found.append(S(dim, WHOLE))
     return found
+
+
+def _uneven_shards(tensor: Tensor, size: int, *, is_last_resort: bool) -> Iterator[State]:
+    """The states of parts of different sizes; if a parameter can be stored in others, those that ops can take."""
+    for dim, factors in enumerate(tensor.dims):
+        length = math.prod(factors)
+        if length % size and length > 1:
+            if len(factors) == 1 and (is_last_resort or length > size):
+                yield S(dim)
+            elif is_last_resort:
+                yield S(dim, WHOLE)
 
 
 def _inner_shards(tensor: Tensor, size: int, earlier: Sequence[int]) -> Iterator[State]:

@@ -86,7 +86,7 @@ _LARGE = 0.05  # smallest part of the bytes of all parameters that is worth a no
 
 
 def undivided_lines(graph: Graph, plan: Plan) -> tuple[Note, ...]:
-    """Lines on large dims, and heads of attention, that an axis may split and does not divide: one line for each."""
+    """Lines on large dims, and heads of attention, that an axis may split and cannot cut: one line for each."""
     may = [row.may is None or is_model in row.may for row in resolve(split_recipe(plan.recipe)[1], plan.mesh)]
     large, heads = _large_factors(graph), head_factors(graph)
     return tuple(
@@ -94,7 +94,7 @@ def undivided_lines(graph: Graph, plan: Plan) -> tuple[Note, ...]:
         for axis, (_, size) in enumerate(plan.mesh.axes)
         if may[axis]
         for factors in _by_layer(graph, large | heads)
-        if graph.factors[factors[0]].size % size
+        if not all(graph.can_cut(c, size) for op in graph.ops for c in op.choices if c.factor in factors)
     )
 
 

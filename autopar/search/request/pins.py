@@ -131,7 +131,7 @@ def _storable(state: State, tensor: Tensor, axis: int, mesh: Mesh, where: str) -
     if state.dim >= len(tensor.dims):
         raise RecipeError(f"The pin {where} asks for dim {state.dim}, but its shape is {tensor.shape}.")
     factors = tensor.dims[state.dim]
-    if state.factor == 0 and factors and factors[0] % size == 0:
+    if state.factor == 0 and factors and (factors[0] % size == 0 or (len(factors) == 1 and factors[0] > size)):
         return state
     if math.prod(factors) % size:
         raise RecipeError(
@@ -158,6 +158,6 @@ def _check_label(graph: Graph, op: Op, label: str, axis: tuple[str, int], patter
         )
     if not graph.can_cut(found[0], size):
         raise RecipeError(
-            f"The pin {pattern!r} on {op.name} cannot hold: its factor {label} has size "
-            f"{found[0].size}, which {axis_name}={size} does not divide."
+            f"The pin {pattern!r} on {op.name} cannot hold: its factor {label} has size {found[0].size}, which "
+            f"{axis_name}={size} {'does not divide' if found[0].needs_equal else 'cannot cut for every rank'}."
         )
