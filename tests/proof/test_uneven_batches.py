@@ -1,4 +1,4 @@
-"""Batches that the ranks do not divide, against the model on one device: every rank has torch.chunk's part of the rows.
+"""Batches and widths that the ranks do not divide, against the model on one device: ranks have torch.chunk's parts.
 
 Plans are drawn at random, so that ops split the batch, leave it whole, and take it from each other in every layout; all
 ranks are simulated in one process, and loss, gradients and running statistics compared in float64.
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from autopar.ir import Graph, Mesh, Plan, split_counts
 from autopar.proof.random_plan import random_plan
 from autopar.proof.subject import Subject
+from tests.support.odd_widths import OddWidths, batch, loss_of
 
 
 class Text(nn.Module):
@@ -54,6 +55,8 @@ def subject(kind: str, rows: int) -> Subject:
     torch.manual_seed(0)
     if kind == "image":
         return Subject.of(Image().double(), (torch.randn(rows, 3, 6, 6).double(), torch.randn(rows, 5).double()))
+    if kind == "widths":
+        return Subject.of(OddWidths(0.2).double(), batch(rows), loss_fn=loss_of)
     tokens, targets = torch.randint(0, 16, (2, rows, 6))
     targets[0, :4] = targets[-1, 2:] = -100  # ranks count different numbers of targets
     return Subject.of(Text().double(), (tokens, targets))
@@ -70,9 +73,10 @@ SLOW = pytest.mark.slow
 CASES = [
     ("text", "a=5", 7, range(1)),
     ("image", "a=3", 7, range(1)),
+    ("widths", "a=3", 6, range(1)),
     *(
         pytest.param(kind, mesh, rows, range(20), marks=SLOW)
-        for kind in ("text", "image")
+        for kind in ("text", "image", "widths")
         for mesh in ("a=3", "a=5", "a=2,b=3", "pp=2,a=3")
         for rows in (7, 32)
     ),

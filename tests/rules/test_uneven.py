@@ -1,4 +1,4 @@
-"""Rules along a batch that the ranks do not divide: parts of torch.chunk's sizes, of which some may have no rows."""
+"""Rules on parts of torch.chunk's sizes: of a batch, of which some ranks may have no rows, and of all other dims."""
 
 from __future__ import annotations
 
@@ -53,6 +53,48 @@ CASES = {
     "attention": (F.scaled_dot_product_attention, (rand(7, 2, 4, 3),) * 3, "aten.scaled_dot_product_attention"),
     "view": (lambda x: x.reshape(7 * 4, 3), (rand(7, 4, 3),), "aten.reshape"),
 }
+
+
+def grouped(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def smoothed(x, target, weight):
+    return F.cross_entropy(x, target, weight.detach().exp(), label_smoothing=0.3)
+
+
+TOKENS = (3, 7)
+WIDTHS = {
+    "table": (lambda w, i: F.embedding(i, w), (rand(97, 7), torch.arange(21).reshape(TOKENS) * 4), "aten.embedding"),
+    "table with padding": (
+        lambda w, i: F.embedding(i, w, padding_idx=2),
+        (rand(7, 3), torch.arange(21).reshape(TOKENS) % 7),
+        "aten.embedding",
+    ),
+    "classes": (F.cross_entropy, (rand(9, 11), torch.arange(9)), "aten.cross_entropy_loss"),
+    "weighted classes": (smoothed, (rand(9, 11), torch.arange(9), rand(11)), "aten.cross_entropy_loss"),
+    "probabilities": (F.cross_entropy, (rand(9, 11), rand(9, 11).softmax(1).detach()), "aten.cross_entropy_loss"),
+    "linear": (F.linear, (rand(2, 7, 11), rand(9, 11), rand(9)), "aten.linear"),
+    "groups": (lambda x, w: F.conv1d(x, w, groups=9), (rand(2, 18, 5), rand(9, 2, 3)), "aten.conv1d"),
+    "transposed": (F.conv_transpose1d, (rand(2, 9, 5), rand(9, 11, 3), rand(11)), "aten.conv_transpose1d"),
+    "group norm": (lambda x: F.group_norm(x, 9), (rand(2, 18, 5),), "aten.group_norm"),
+    "heads and queries": (
+        grouped,
+        (rand(1, 18, 11, 3), *(rand(1, 9, 11, 3),) * 2),
+        "aten.scaled_dot_product_attention",
+    ),
+    "thirds": (lambda x: x.chunk(3, 1), (rand(2, 27),), "aten.split"),
+    "copies": (lambda x: x.repeat(3, 1), (rand(9, 2),), "aten.repeat"),
+    "mean of columns": (lambda x: x.mean(1), (rand(2, 9),), "aten.mean"),
+    "cross": (torch.cross, (rand(9, 3),) * 2, "aten.cross"),
+}
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 5])
+@pytest.mark.parametrize("case", WIDTHS)
+def test_a_rule_is_right_on_different_parts_of_any_dim(case: str, ranks: int) -> None:
+    op, tensors, kind = WIDTHS[case]
+    assert prove(op, *tensors, kind=kind, mesh=Mesh.of({"a": ranks})) >= 1
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(3, marks=pytest.mark.slow), 5])

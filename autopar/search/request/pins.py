@@ -157,7 +157,8 @@ def _check_label(graph: Graph, op: Op, label: str, axis: tuple[str, int], patter
             f"The pin {pattern!r} asks {op.name} ({op.kind}) for the choice {label!r}, but its choices are {known}."
         )
     if not graph.can_cut(found[0], size):
+        axis_text = f"{axis_name}={size}"
+        why = f"which {axis_text} does not divide" if found[0].needs_equal else f"too few for the ranks of {axis_text}"
         raise RecipeError(
-            f"The pin {pattern!r} on {op.name} cannot hold: its factor {label} has size {found[0].size}, which "
-            f"{axis_name}={size} {'does not divide' if found[0].needs_equal else 'cannot cut for every rank'}."
+            f"The pin {pattern!r} on {op.name} cannot hold: its factor {label} has size {found[0].size}, {why}."
         )
