@@ -169,14 +169,14 @@ class _OnAllRanks:
         several = next((x for x in results if isinstance(x, (tuple, list))), None)
         if several is None:
             return results
-        return tuple([self._result(x, i) for x in results] for i in range(len(several)))
+        return tuple([self._result(x, i, rank) for rank, x in enumerate(results)] for i in range(len(several)))
 
-    def _result(self, results: Any, i: int) -> Any:
+    def _result(self, results: Any, i: int, rank: int) -> Any:
         """One of several results; a rank that has left the call to another has the same in place of all."""
         if isinstance(results, (tuple, list)):
             return results[i]
         left = next((alone(user) for user in self._node.users if user.args[1] == i), None)
-        return absent([results], left.shape, left.dtype, left.needs_grad) if left else results
+        return absent([results], left.on(rank).shape, left.dtype, left.needs_grad) if left else results
 
 
 def _bind(pattern: Any, given: Any, values: dict[fx.Node, list[Any]]) -> None:
