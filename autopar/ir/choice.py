@@ -35,7 +35,7 @@ class Choice:
             an axis after it, see `nested_labels`.
         operands: the state that each tensor operand must be in, in the order of `Op.operands`.
         results: the state in which the op leaves each tensor result, in the order of `Op.results`.
-        size: size of the factor that is split, which the axis size must divide; for `t>e` the size of `e`; 0 where
+        size: size of the factor that is split; for `t>e` the size of `e`; 0 where
             nothing is split.
         factor: name of the split factor in the whole graph; "" where nothing is split.
         stretch: imbalance of the work: the work of the busiest rank, divided by the mean over the ranks.

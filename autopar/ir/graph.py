@@ -270,8 +270,8 @@ def is_legal(graph: Graph, op: Op, labels: Labels, mesh: Mesh) -> bool:
     """Whether an op can run under these choices on the mesh.
 
     The choices must go together, their depths must be the least, every size that they split must divide by the number
-    of parts or be a batch that they can split in parts of different sizes, and one rank must be able to run the op
-    alone where a label says so (`why_not_alone`).
+    of parts or be one that they can split in parts of different sizes, and one rank must be able to run the op alone
+    where a label says so (`why_not_alone`).
     """
     if not (go_together(labels) and is_least_deep(labels)) or (runs_alone(labels) and why_not_alone(op, labels, mesh)):
         return False

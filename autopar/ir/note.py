@@ -40,7 +40,7 @@ class Note(str):
             device. "owners": parameters that single ranks store. "decomposed": axes along which collectives run piece
             by piece. "overlap": micro-batches that take turns. "micro-batches": the reason for a number of them that
             nobody asked for. "undivided": dims that an axis does not divide. "repeated": axes whose ranks all compute
-            the same. "uneven": the batch in parts of different sizes. "": anything else.
+            the same. "uneven": a dim in parts of different sizes. "": anything else.
     """
 
     kind: str

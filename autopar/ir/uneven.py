@@ -7,8 +7,9 @@ factor, and another cuts what came out: of 5 rows four times 2 are gathered to 8
 short, so that all that was added lies at the end. Backward the gradient of 5 rows is padded to 8, reduced and scattered
 in parts of 2, and cut to those of the ranks. Bytes are priced as they are sent and held, with what is added.
 
-Parameters at rest lie so in S(d.*), and ops split the batch so (`Graph.batch`), where their rule is right for it
-(`Choice.needs_equal`). Ops take no other uneven parts: a parameter is gathered for its use.
+Ops split any factor so, where their rule is right for it (`Choice.needs_equal`) and every rank has a part: no part of
+the batch alone (`Graph.batch`) may be empty. Parameters at rest lie so where the parts are those of torch.chunk over
+the whole dim: in S(d.*), and in S(d) of a dim of one factor, in which ops use them as they lie.
 """
 
 from __future__ import annotations

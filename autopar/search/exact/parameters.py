@@ -12,8 +12,9 @@ A parameter may be stored on the device or on the host (`autopar.ir.tier`). If i
 may be moved there after each micro-batch, with any ZeRO stage.
 
 S(d) splits the major factor of dim d. If the axis size divides the whole dim but not this factor, the state is S(d.*),
-and so it is of every dim if the axis divides none: ranks then hold the parts of `torch.chunk`. S(d.*) is never combined
-with another split of the same dim. An inner factor is split only if earlier axes split the factors before it into parts
+and so it is of every dim of several factors if the axis divides none. A dim of one factor is in S(d), whether the axis
+divides it or not: ranks hold the parts of `torch.chunk`. S(d.*), and S(d) of different sizes, are never combined with
+another split of the same dim. An inner factor is split only if earlier axes split the factors before it into parts
 of size 1, so that every part is a nested shard of DTensor.
 """
 

@@ -10,7 +10,21 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from autopar.cost_model import Hardware, unruled
 from autopar.cost_model.compute import FUSED_ATTENTION
-from autopar.ir import EXCHANGED, Graph, Op, ParameterPlan, Plan, R, S, State, local_shape, plain, split_counts
+from autopar.ir import (
+    EXCHANGED,
+    Choice,
+    Graph,
+    Labels,
+    Op,
+    ParameterPlan,
+    Plan,
+    R,
+    S,
+    State,
+    local_shape,
+    plain,
+    split_counts,
+)
 from autopar.ir.meeting import ALONE
 from autopar.ir.note import Note
 from autopar.ir.parameter_plan import PARAMETER_WORDS
@@ -335,26 +349,37 @@ def repeated_lines(plan: Plan) -> Iterator[Note]:
             yield Note(line, "repeated")
 
 
+_WAIT = 0.01  # smallest part of their time that ranks wait for the largest part of a dim that is worth a note
+
+
 def uneven_lines(graph: Graph, plan: Plan) -> Iterator[Note]:
-    """A line on a batch in parts of different sizes: how many rows the ranks have, and how long they wait."""
-    splits = (
-        (choice, plan.ops[op.name])
-        for op in graph.ops
-        for choice, count in split_counts(op, plan.ops[op.name], plan.mesh)
-        if choice.size % count and choice.factor in graph.batch
-    )
-    for choice, labels in itertools.islice(splits, 1):
-        layout = tuple(S(0) if plain(label) == choice.label else R for label in labels)
-        (part,) = local_shape(((choice.size,),), layout, plan.mesh)
-        assert isinstance(part, Share), plan.mesh
-        sizes = [str(size or "none") for size in sorted({*part.by_rank}, reverse=True)]
-        waits = 1 - sum(part.by_rank) / len(part.by_rank) / max(part.by_rank)
-        of = "" if plan.micro_batches == 1 else " of a micro-batch"
-        yield Note(
-            f"of the {counted(choice.size, 'row')}{of} ranks have {', '.join(sizes[:-1])} or {sizes[-1]}, and wait for "
-            f"those with the most in {100 * waits:.1f} % of their time",
-            "uneven",
-        )
+    """Lines on parts of different sizes, one for each kind of dim: the sizes, and how long ranks wait for the largest.
+
+    Of a batch there is always one, of another dim where they wait for a hundredth of the time of its ops.
+    """
+    seen = set()
+    for op in graph.ops:
+        for choice, count in split_counts(op, plan.ops[op.name], plan.mesh):
+            is_batch, what = choice.factor in graph.batch, place_of(choice.factor or choice.label)
+            if choice.size % count == 0 or (is_batch or what) in seen:
+                continue
+            seen.add(is_batch or what)
+            words, waits = _parts_line(plan, plan.ops[op.name], choice)
+            of = "" if plan.micro_batches == 1 else " of a micro-batch"
+            if is_batch:
+                yield Note(f"of the {counted(choice.size, 'row')}{of} ranks have {words} of their time", "uneven")
+            elif waits >= _WAIT:
+                yield Note(f"of {what}, {choice.size}, ranks have {words} of the time of its ops", "uneven")
+
+
+def _parts_line(plan: Plan, labels: Labels, choice: Choice) -> tuple[str, float]:
+    """The sizes of the parts of a dim as words, and the part of the time that ranks wait for those with the largest."""
+    layout = tuple(S(0) if plain(label) == choice.label else R for label in labels)
+    (part,) = local_shape(((choice.size,),), layout, plan.mesh)
+    assert isinstance(part, Share), plan.mesh
+    sizes = [str(size or "none") for size in sorted({*part.by_rank}, reverse=True)]
+    waits = 1 - sum(part.by_rank) / len(part.by_rank) / max(part.by_rank)
+    return f"{', '.join(sizes[:-1])} or {sizes[-1]}, and wait for those with the most in {100 * waits:.1f} %", waits
 
 
 def note_of_unasked_stages(request: Request, rows: int, refusals: Sequence[Refusal]) -> Note:

@@ -239,7 +239,7 @@ def test_an_axis_that_divides_nothing_says_which_sizes_are_close() -> None:
     with pytest.raises(MeshError) as error:
         search(mlp(batch=1, width=16, hidden=32), {"x": 29}, hardware=TOY)
     assert "Axis x has size 29, but nothing in this model is divisible by it." in str(error.value)
-    assert "16 (d), 32 (f)" in str(error.value)
+    assert "32 (f), 16 (d)" in str(error.value)
     with pytest.raises(MeshError, match=r"divisible by it\. None of its sizes is above 1\.$"):
         search(mlp(batch=1, width=1, hidden=1), {"x": 2}, hardware=TOY)
 

@@ -15,6 +15,7 @@ from autopar.ir.note import kind_of
 from autopar.planning.planning import Prepared, make_plan, prepare_step
 from autopar.proof.subject import Subject
 from autopar.search.request.request import Request
+from tests.support.odd_widths import VOCABULARY, OddWidths, batch, loss_of
 from tests.support.tables import often
 
 
@@ -85,13 +86,22 @@ def test_what_is_cut_or_not_wanted_is_not_said() -> None:
 
 
 @pytest.mark.parametrize("recipe", often(["tp", "tp+sp"], ["tp+sp"]))
-def test_a_vocabulary_and_heads_are_split_in_different_sizes_and_nothing_is_wrong(recipe: str) -> None:
-    subject = Subject.of(*speaker(97, 3))
-    plan = make_plan(subject.prepared, Request(find_hardware("h100"), mesh={"tp": 2}, recipe=recipe))
-    sizes = {op.choice(label).size for op in subject.prepared.analysis.graph.ops for label in plan.ops[op.name]}
-    assert {97, 3} <= sizes
+def test_widths_that_ranks_do_not_divide_are_split_and_nothing_is_wrong(recipe: str) -> None:
+    subject = Subject.of(OddWidths().double(), batch(6), loss_fn=loss_of)
+    graph = subject.prepared.analysis.graph
+    plan = make_plan(subject.prepared, Request(find_hardware("h100"), mesh={"tp": 3}, recipe=recipe))
+    assert VOCABULARY in {op.choice(*plan.ops[op.name]).size for op in graph.ops}
     report = subject.compare(plan)
     assert report.passed, report
+
+
+def test_how_long_ranks_wait_for_the_most_heads_is_said() -> None:
+    notes = make_plan(spoken(98, 25), Request(find_hardware("h100"), mesh={"tp": 2}, recipe="tp")).notes
+    (note,) = (note for note in notes if kind_of(note) == "uneven")
+    assert note == (
+        "of dim 0 of layers.*.query.weight, 25, ranks have 13 or 12, and wait for those with the most in 3.8 % of the "
+        "time of its ops"
+    )
 
 
 class Grouped(nn.Module):
