@@ -7,6 +7,8 @@ traced to the ATen ops it calls, as torch.export would leave them; every call of
 becomes a graph of its own, is split by every choice of the rule on 2 ranks (or the next prime) and on 4,
 rewritten and simulated as a model would be, and compared with the unsplit op, forward and backward.
 
+With --uneven the sizes are odd, and every choice runs on 2 and 3 ranks that do not divide what it splits.
+
 `missing` are splits that hold and that no choice of the rule is: every way to give each operand one dim
 to be cut along is tried, and the results joined along a dim or added up.
 """
@@ -82,6 +84,7 @@ UNCHECKED = tuple(
     )
 )
 EVEN_SIZES = {"XS": 2, "S": 4, "M": 8, "L": 12}  # the database has 3, 5, 10 and 20
+ODD_SIZES = {"XS": 3, "S": 5, "M": 7, "L": 9}
 
 
 # --- samples
@@ -130,21 +133,21 @@ class Sample:
         return f"{self.target} {shown} {self.spec}"
 
 
-def even_sizes() -> None:
-    """Gives the database's samples sizes that two and four ranks divide."""
+def resize(sizes: dict[str, int]) -> None:
+    """Gives the database's samples other sizes."""
     places = ("core", "definitions.linalg", "definitions._masked", "definitions.special")
     names = [f"torch.testing._internal.opinfo.{place}" for place in places]
     for name in [*names, "torch.testing._internal.common_methods_invocations"]:
         module = importlib.import_module(name)
-        for letter, size in EVEN_SIZES.items():
+        for letter, size in sizes.items():
             if hasattr(module, letter):
                 setattr(module, letter, size)
 
 
-def database() -> list[opinfo.OpInfo]:
-    """PyTorch's operators and how to sample them."""
+def database(*, uneven: bool = False) -> list[opinfo.OpInfo]:
+    """PyTorch's operators and how to sample them, with sizes that two and four ranks divide, or odd ones."""
     module = importlib.import_module("torch.testing._internal.common_methods_invocations")
-    even_sizes()
+    resize(ODD_SIZES if uneven else EVEN_SIZES)
     return list(module.op_db)
 
 
@@ -328,8 +331,10 @@ def differentiable(sample: Sample) -> list[int]:
     return sample.wanted
 
 
-def counts(sizes: Iterable[int]) -> list[int]:
-    """The least prime by which something can be split, and 4."""
+def counts(sizes: Iterable[int], *, uneven: bool) -> list[int]:
+    """The least prime by which something can be split, and 4; or those of 2 and 3 that divide nothing."""
+    if uneven:
+        return [count for count in (2, 3) if all(size % count for size in sizes)]
     first = next((n for n in COUNTS if any(size % n == 0 for size in sizes if size > 1)), 0)
     return [first, 4] if first == 2 else [first] if first else []
 
@@ -451,7 +456,7 @@ class Row:
 COLUMNS = ("op", "samples with a rule", "splits compared", "wrong", "missing")
 
 
-def measure(row: Row, sample: Sample, *, search: bool = True) -> None:
+def measure(row: Row, sample: Sample, *, search: bool = True, uneven: bool = False) -> None:
     """Adds one sample to its row: every choice of the rule, then what no choice is."""
     own = captured(sample)
     try:
@@ -471,7 +476,7 @@ def measure(row: Row, sample: Sample, *, search: bool = True) -> None:
                 continue
             if op is ops[0]:
                 offered.add(tuple(_whole(state) for state in choice.operands))
-            _try(row, sample, own, analysis, op, choice)
+            _try(row, sample, own, analysis, op, choice, uneven)
     if search and sample.kind not in UNCHECKED:
         row.missing.update(missing(sample, offered))
 
@@ -481,9 +486,9 @@ def _whole(state: State) -> State:
     return S(state.dim) if state.kind == "S" else V if state == R else state
 
 
-def _try(row: Row, sample: Sample, own: Captured, analysis: Analysis, op: Op, choice: Choice) -> None:
+def _try(row: Row, sample: Sample, own: Captured, analysis: Analysis, op: Op, choice: Choice, uneven: bool) -> None:
     sizes = [choice.size] if choice.size > 1 else [4]
-    for count in counts(sizes):
+    for count in counts(sizes, uneven=uneven):
         if not is_legal(analysis.graph, op, (choice.label,), Mesh.of({"a": count})):
             continue
         row.tried += 1
@@ -552,20 +557,21 @@ def markdown(rows: list[Row], samples: int, most: int) -> str:
 @click.option("--only", default="", help="Database entries, separated by commas; all by default.")
 @click.option("--samples", default=4, help="Of every database entry.")
 @click.option("--most", default=10, help="Samples of every ATen op.")
+@click.option("--uneven", is_flag=True, help="On parts of different sizes.")
 @click.option("--markdown", "path", type=click.Path(path_type=Path), help="Write the table there.")
-def main(only: str, samples: int, most: int, path: Path | None) -> None:
+def main(only: str, samples: int, most: int, uneven: bool, path: Path | None) -> None:
     """Print a row per ATen op; exit 1 if any choice is wrong."""
     warnings.simplefilter("ignore")
     console = Console()
     start_seconds = time.perf_counter()
     chosen = set(only.split(",")) - {""}
-    infos = [info for info in database() if not chosen or info.name in chosen]
+    infos = [info for info in database(uneven=uneven) if not chosen or info.name in chosen]
     found = collect(track(infos, description="samples", console=console), samples)
     rows = []
     for kind, own in track(found.items(), description="ops", console=console):
         rows.append(Row(kind))
         for sample in spread(own, most):
-            measure(rows[-1], sample)
+            measure(rows[-1], sample, search=not uneven, uneven=uneven)
         console.print("  ".join(rows[-1].cells))
     rows = [row for row in rows if row.samples or row.wrong]
     console.print(

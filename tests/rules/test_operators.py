@@ -69,6 +69,22 @@ def test_every_choice_equals_the_unsplit_op(kind, samples):
     assert not row.wrong
 
 
+@pytest.fixture(scope="module")
+def odd_samples(samples):
+    """The same in sizes that 2 and 3 ranks do not divide; what `samples` has is as it was."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return collect([info for info in database(uneven=True) if info.name in FAMILIES], 4)
+
+
+@pytest.mark.parametrize("kind", sorted(set(FAMILIES.values())))
+def test_every_choice_is_right_on_parts_of_different_sizes(kind, odd_samples):
+    row = Row(f"aten.{kind}")
+    for sample in spread(odd_samples[row.kind], 5):
+        measure(row, sample, search=False, uneven=True)
+    assert not row.wrong
+
+
 def test_the_search_finds_what_no_rule_offers():
     x = torch.randn(4, 6, dtype=torch.float64)
     row = Row("aten.avg_pool1d")
