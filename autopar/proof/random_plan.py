@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from autopar.ir import (
     OWNED,
@@ -32,7 +33,6 @@ from autopar.ir import (
     Tier,
     V,
     can_go_by_rows,
-    divides,
     is_legal,
     is_storable,
     lies_in_chunks,
@@ -80,7 +80,8 @@ def random_plan(graph: Graph, mesh: Mesh, *, seed: int, fingerprint: str, lone_o
         name: _with_owners(graph.tensors[graph.parameters[name]], how, mesh, owners) for name, how in parameters.items()
     }
     inputs = {
-        name: _random_layout(graph.tensors[tensor], mesh, draw, chunks=False) for name, tensor in graph.inputs.items()
+        name: _random_layout(graph.tensors[tensor], mesh, draw, partial(graph.can_take, tensor), chunks=False)
+        for name, tensor in graph.inputs.items()
     }
     ops = {op.name: _random_labels(graph, op, mesh, draw) for op in graph.ops}
     ops = _random_nesting(ops, random.Random(f"nesting {seed}"))
@@ -257,22 +258,23 @@ def _random_nesting(ops: Mapping[str, Labels], draw: random.Random) -> dict[str,
     return {name: nested_labels(labels, draw.sample(range(len(labels)), len(labels))) for name, labels in ops.items()}
 
 
-def _random_layout(tensor: Tensor, mesh: Mesh, draw: random.Random, *, chunks: bool) -> Layout:
+def _random_layout(
+    tensor: Tensor, mesh: Mesh, draw: random.Random, fits: Callable[[Layout, Mesh], bool], *, chunks: bool
+) -> Layout:
     layout: list[State] = [R] * len(mesh.axes)
     for axis in range(len(layout)):
         options = [R]
         for dim in range(len(tensor.dims)):
             inner = [S(dim, factor) for factor in range(1, len(tensor.dims[dim]))]
             options += [S(dim), S(dim, WHOLE), *inner] if chunks else [S(dim)]
-        legal = [s for s in options if _fits(tensor, (*layout[:axis], s, *layout[axis + 1 :]), mesh, chunks=chunks)]
+        legal = [s for s in options if _fits(tensor, (*layout[:axis], s, *layout[axis + 1 :]), mesh, fits)]
         layout[axis] = draw.choice(legal)
     return tuple(layout)
 
 
-def _fits(tensor: Tensor, layout: Layout, mesh: Mesh, *, chunks: bool) -> bool:
+def _fits(tensor: Tensor, layout: Layout, mesh: Mesh, fits: Callable[[Layout, Mesh], bool]) -> bool:
     exists = all(s.kind != "S" or tensor.dims[s.dim] for s in layout)
-    fits = is_storable if chunks else divides
-    return exists and fits(tensor.dims, layout, mesh) and lies_in_chunks(tensor.dims, layout, mesh)
+    return exists and fits(layout, mesh) and lies_in_chunks(tensor.dims, layout, mesh)
 
 
 def _with_owners(tensor: Tensor, how: ParameterPlan, mesh: Mesh, draw: random.Random) -> ParameterPlan:
@@ -287,6 +289,6 @@ def _with_owners(tensor: Tensor, how: ParameterPlan, mesh: Mesh, draw: random.Ra
 
 
 def _random_parameter(tensor: Tensor, mesh: Mesh, draw: random.Random, tier: Tier) -> ParameterPlan:
-    storage = _random_layout(tensor, mesh, draw, chunks=True)
+    storage = _random_layout(tensor, mesh, draw, partial(is_storable, tensor.dims), chunks=True)
     resident = tuple(draw.choice([state, R, V]) for state in storage)
     return ParameterPlan(storage, resident, draw.choice(["step", "micro_batch"]), tier)

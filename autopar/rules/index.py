@@ -32,6 +32,7 @@ def embedding(call: Call) -> Spec:
         contiguous=frozenset(rows),
         flops=call.results[0].numel(),
         looks_up=_letters(where),
+        equal=frozenset(columns if call["sparse"] else ()),  # parts of a sparse gradient are not padded
         localize=_look_up_locally,
     )
 
@@ -255,7 +256,7 @@ def bagged(call: Call) -> Spec:
         sizes,
         whole=frozenset(sizes) - {"d"},
         agreed=frozenset("d"),
-        equal=frozenset("d" if call["sparse"] else ()),  # parts of a sparse gradient are not padded
+        equal=frozenset("d" if call["sparse"] else ()),
         flops=call.results[0].numel(),
         looks_up=_letters(operands[0]),
     )

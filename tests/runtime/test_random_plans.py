@@ -59,6 +59,22 @@ def test_three_ranks(three_ranks: Ranks, seed: int) -> None:
     assert distance(three_ranks, "odd", {"a": 3}, seed) < 1e-9
 
 
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=SLOW) for seed in range(2, 14))])
+def test_three_ranks_split_widths_they_do_not_divide(three_ranks: Ranks, seed: int) -> None:
+    assert distance(three_ranks, "odd widths", {"a": 3}, seed) < 1e-9
+
+
+# Under seed 3 a parameter is viewed by its factors, and then padded before it is gathered.
+
+
+@pytest.mark.parametrize("seed", [3, *(pytest.param(seed, marks=SLOW) for seed in range(4, 20))])
+def test_four_ranks_split_widths_they_do_not_divide(four_ranks: Ranks, seed: int) -> None:
+    assert distance(four_ranks, "odd widths", {"a": 2, "b": 2}, seed) < 1e-9
+
+
 @pytest.mark.parametrize(
     ("name", "seed"),
     often([("mlp", 0), ("gpt", 1), ("tied", 1), ("normed", 0)], [("gpt", 1), ("tied", 1), ("normed", 0)]),

@@ -338,8 +338,9 @@ def route_of(chain: Chain, shape: tuple[int, ...], mesh: Mesh) -> Route:
             hops[-1] = _ending(hops[-1], viewed)
             before = viewed
         if found is None:
-            viewed = tuple(node.args[1])  # type: ignore[arg-type]
-            hops.append(fit(before, before, viewed, viewed))
+            fits = tuple(node.args[1])  # type: ignore[arg-type]
+            hops.append(fit(before, viewed, fits, fits))
+            viewed = fits
             continue
         call, size = found.call(mesh), found.size
         result = tuple(result_shape(call.name, viewed, call.dims, size))
