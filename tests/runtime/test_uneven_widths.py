@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autopar
@@ -61,3 +63,31 @@ def test_a_checkpoint_goes_from_three_ranks_to_four_and_back(
     (before, _), *_ = four_ranks.run(half, "odd widths", back, {"tp": 4}, "tp", False)
     for after, _ in three_ranks.run(half, "odd widths", back, TP, "zero3", True):
         assert gap(before, after, expected) < 1e-8
+
+
+class Flat(nn.Linear):
+    """Rows and positions as one dim, of which the parts of a rank are no shard of DTensor where rows differ."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).flatten(0, 1)
+
+
+@captured_once()
+def flat_output() -> tuple[float, list[int], float]:
+    """Distances of results as DTensors from one process, whole and as a rank's part, and the shape of a part."""
+    torch.manual_seed(0)
+    plain, x = Flat(2, 4).double(), torch.randn(7, 15, 2, dtype=torch.float64)
+    made = autopar.compile(copy.deepcopy(plain), mesh={"dp": 3}, recipe="ddp", outputs="dtensor", example_inputs=(x,))
+    with torch.no_grad():
+        found, expected = made(x), plain(x)
+    wide = autopar.compile(nn.Linear(2, 97).double(), mesh=TP, recipe="tp", outputs="dtensor", example_inputs=(x,))
+    with torch.no_grad():
+        columns = wide(x)
+    gap = (columns.full_tensor() - x @ wide.weight.full_tensor().T - wide.bias.full_tensor()).abs().max()
+    return float((found.full_tensor() - expected).abs().max()), list(columns.to_local().shape), float(gap)
+
+
+def test_results_in_different_parts_are_delivered_as_dtensors(three_ranks: Ranks) -> None:
+    found = three_ranks.run(flat_output)
+    assert all(gap < 1e-12 and wide_gap < 1e-12 for gap, _, wide_gap in found)
+    assert [shape[-1] for _, shape, _ in found] == [33, 33, 31]
