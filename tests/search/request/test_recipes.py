@@ -210,6 +210,11 @@ def test_pins_that_agree_may_meet() -> None:
     assert plan.parameters["norm.weight"].storage == (R, R)
 
 
+def test_a_pin_may_store_parts_of_different_sizes() -> None:
+    plan = search(llama(SIZES), {"tp": 3}, hardware=TOY, recipe="zero3", pins={"norm.weight": "S(0)@tp"})
+    assert plan.parameters["norm.weight"].storage == (S(0),)
+
+
 def test_a_pin_that_does_not_divide_gives_the_numbers() -> None:
     with pytest.raises(RecipeError) as error:
         search(llama(SIZES), {"tp": 64}, hardware=TOY, pins={"norm.weight": "S(0)@tp"})
