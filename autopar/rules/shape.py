@@ -128,7 +128,8 @@ def cut(call: Call) -> Spec:
 
 def _cut_locally(dim: int) -> Callable[[Local], fx.Node]:
     def localize(local: Local) -> fx.Node:
-        return local.emit(aten.split.Tensor, local.args[0], local.result_shapes[0][dim], dim)
+        sizes = [shape[dim] for shape in local.result_shapes]
+        return local.emit(aten.split_with_sizes.default, local.args[0], sizes, dim)
 
     return localize
 
