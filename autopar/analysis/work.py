@@ -12,10 +12,10 @@ LeavesOf = Callable[[str], tuple[Leaf, ...]]  # of a letter
 
 
 def works(spec: Spec, leaves_of: LeavesOf) -> tuple[Work, ...]:
-    """The loop nests of an op; their FLOPs add up to `spec.flops`."""
+    """The loop nests of an op; their FLOPs add up to `spec.flops`, a whole number."""
     nests = spec.nests or (_nest(spec),)
     found = tuple(_work(spec, coefficient, letters, leaves_of) for coefficient, letters in nests)
-    assert math.isclose(sum(work.flops for work in found), spec.flops), (spec, found)
+    assert math.isclose(sum(work.flops for work in found), spec.flops, abs_tol=0.5), (spec, found)
     return found
 
 

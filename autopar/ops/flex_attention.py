@@ -121,7 +121,7 @@ class _FlexAttention(torch.autograd.Function):
 
 
 def _with_autograd(query: Tensor, key: Tensor, value: Tensor, tensors: list[Tensor], *rest: Any) -> Any:
-    if query.device.type in _torch.FLEX_DEVICES and _torch.has_values(query):
+    if query.device.type in _torch.FLEX_DEVICES and _torch.has_values(query) and query.numel():
         return _on_accelerator(query, key, value, tensors, *rest)
     return _FlexAttention.apply(query, key, value, *tensors, *rest)
 

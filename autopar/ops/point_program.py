@@ -187,6 +187,8 @@ def over_all(
         indices: batches, heads, queries and keys of the grid, each of one dim.
         tensors: tensors that the program reads.
     """
+    if not all(map(len, indices)):  # a rank without rows has no points, and vmap takes none
+        return indices[0].new_empty([*map(len, indices)], dtype=torch.bool) if score is None else score
     scores = [] if score is None else [score]
     call: Callable[..., Any] = program
     for dim in reversed(range(4)):

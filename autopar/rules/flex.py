@@ -57,7 +57,7 @@ def flex_attention(call: Call) -> Spec:
         whole=frozenset(whole & sizes.keys()),
         contiguous=counted & sizes.keys(),
         batch=frozenset({"b"} & sizes.keys()) - counted,
-        flops=int(flops),
+        flops=round(flops),
         nests=nests,
         stated_kept=kept,
         stretch={"q": most} if most > 1 else {},

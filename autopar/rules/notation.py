@@ -207,7 +207,7 @@ def _with_flops(spec: Spec, row: Row) -> Spec:
     nests = tuple((times, in_order(letters, spec.sizes)) for times, letters, _ in row.nests)
     flops = sum(times * math.prod(map(spec.sizes.__getitem__, names)) for times, names in nests)
     contracted = frozenset(x for *_, summed in row.nests for x in in_order(summed, spec.sizes))
-    return replace(spec, nests=nests, flops=int(flops), contracted=contracted)
+    return replace(spec, nests=nests, flops=round(flops), contracted=contracted)
 
 
 def _sizes(names: Sequence[Sequence[str]], tensors: Sequence[object]) -> dict[str, int]:
