@@ -117,6 +117,8 @@ class PartFinder:
 
         Its other operands are the same in every micro-batch, as a weight of a term is.
         """
+        if not self.counts.is_alike:
+            return []
         parts = [self.part(name) for name in op.operands]
         is_plain = not self._changed(op) and len(op.results) == 1 and op.name not in self._repeated
         if not is_plain or any(part.kind == "same" and part.power for part in parts):

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from autopar.rules.shape import along, named_dim
-from autopar.rules.spec import Call, Dim, Letters, RuleDoesNotApply, Spec, plain
+from autopar.rules.spec import Call, Dim, Letters, RuleDoesNotApply, Spec, needs_a_row, plain
 from autopar.rules.views import FIRST, replacing
 
 
@@ -27,11 +27,13 @@ def windows(call: Call) -> Spec:
     return Spec((letters,), (result,), sizes, whole=whole, linear=FIRST, is_view=True)
 
 
+@needs_a_row
 def shuffled(call: Call) -> Spec:
     """pixel_shuffle: `b.. c p! q!, h, w -> b.. c, h p!, w q!`, channels cut into blocks of p x q."""
     return _shuffle(call, call.operands[0], call.results[0], call["upscale_factor"])
 
 
+@needs_a_row
 def unshuffled(call: Call) -> Spec:
     """pixel_unshuffle: the inverse of pixel_shuffle."""
     spec = _shuffle(call, call.results[0], call.operands[0], call["downscale_factor"])

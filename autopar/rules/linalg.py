@@ -9,7 +9,7 @@ from dataclasses import replace
 from autopar.rules.notation import line, spec_of
 from autopar.rules.reduce import whole_reduction
 from autopar.rules.shape import along
-from autopar.rules.spec import Call, RuleDoesNotApply, Spec
+from autopar.rules.spec import Call, RuleDoesNotApply, Spec, needs_a_row
 
 Rule = Callable[[Call], Spec]
 
@@ -58,6 +58,7 @@ def solve_by_factors(call: Call) -> Spec:
     return batched("b.. n! n!, b.. n!, b.. n! r -> b.. n! r")(call)
 
 
+@needs_a_row
 def of_time(call: Call) -> Spec:
     """stft, istft: signals can be split; frames, frequencies, the window and the parts of a number cannot."""
     x, y = (t.ndim - 1 for t in (call.operands[0], call.results[0]))
@@ -83,6 +84,7 @@ def _transformed(call: Call) -> Sequence[int]:
     return range(rank - len(lengths) if lengths is not None else 0, rank)
 
 
+@needs_a_row
 def transform(call: Call) -> Spec:
     """fft: transformed dims stay whole, 5 n log n operations (the usual count of radix 2)."""
     spec = along(_transformed)(call)

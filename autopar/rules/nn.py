@@ -21,6 +21,7 @@ from autopar.rules.spec import (
     Spec,
     StatedCollective,
     local_arguments,
+    needs_a_row,
     plain,
     run_as_is,
 )
@@ -187,6 +188,7 @@ def _norm_locally(local: Local) -> fx.Node:
     return local.emit(local.node.target, x, local.part("g"), *rest, **local.kwargs)
 
 
+@needs_a_row
 def instance_norm(call: Call) -> Spec:
     """instance_norm has statistics for every sample and channel, so space stays whole; given ones are per channel.
 

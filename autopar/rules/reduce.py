@@ -11,7 +11,18 @@ from torch import fx
 
 from autopar.rules.elementwise import elementwise
 from autopar.rules.shape import along
-from autopar.rules.spec import Call, Dim, Letters, Local, RuleDoesNotApply, Spec, local_arguments, parts, plain
+from autopar.rules.spec import (
+    Call,
+    Dim,
+    Letters,
+    Local,
+    RuleDoesNotApply,
+    Spec,
+    local_arguments,
+    needs_a_row,
+    parts,
+    plain,
+)
 from autopar.rules.views import FIRST
 
 aten = torch.ops.aten
@@ -121,6 +132,7 @@ def _dim_of_three(call: Call) -> tuple[int, ...]:
     return (call.operands[0].shape.index(3) if dim is None else call.dim(dim),)
 
 
+@needs_a_row
 def quantiles(call: Call) -> Spec:
     """quantile removes the dim, or leaves it with size 1; several quantiles are a new first dim."""
     if call["dim"] is None:

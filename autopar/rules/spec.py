@@ -10,15 +10,17 @@ saved for backward, and how the op runs on local shards (`localize`).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import fx
 
 from autopar._torch import storage_key
+from autopar.ir.share import Share
 from autopar.ops.nodes import bound_arguments, is_operator, named_arguments, tensor_operands, tensor_results
 
 Dim = tuple[str, ...]
@@ -262,3 +264,29 @@ def plain(shape: Sequence[int], prefix: str = "d") -> tuple[Letters, dict[str, i
     """
     letters = tuple((f"{prefix}{i}",) if size != 1 else () for i, size in enumerate(shape))
     return letters, {f"{prefix}{i}": size for i, size in enumerate(shape) if size != 1}
+
+
+def needs_a_row(rule: Callable[[Call], Spec]) -> Callable[[Call], Spec]:
+    """The rule of an op that torch does not run, forward or backward, on a tensor without rows."""
+
+    def ruled(call: Call) -> Spec:
+        spec = rule(call)
+        return replace(spec, localize=functools.partial(_run_on_a_row, spec))
+
+    return ruled
+
+
+def _run_on_a_row(spec: Spec, local: Local) -> fx.Node:
+    """The op as it is; on a rank without rows of the first operand on one of zeros, whose result is dropped."""
+    sizes = dict(zip(spec.results[0], local.result_shapes[0], strict=True))
+    lacking = {dim: size for dim, size in sizes.items() if isinstance(size, Share) and 0 in size.by_rank}
+    x, *rest = local.args
+    for d, dim in enumerate(reversed(spec.operands[0])):
+        if dim in lacking:
+            more = Share.of(int(size == 0) for size in lacking[dim].by_rank)
+            x = local.emit(torch.ops.aten.constant_pad_nd.default, x, [0, 0] * d + [0, more])
+    found = local.emit(local.node.target, x, *rest, **local.kwargs)
+    for d, dim in enumerate(spec.results[0]):
+        if dim in lacking:
+            found = local.emit(torch.ops.aten.slice.Tensor, found, d, 0, lacking[dim])
+    return found
