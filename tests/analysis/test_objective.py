@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autopar.analysis.objective import Objective, objective_of
 from autopar.errors import StepError
@@ -52,6 +52,16 @@ def test_losses_of_parts_with_their_shares_are_the_loss_of_the_batch(name: str, 
 @pytest.mark.parametrize("loss", NO_SHARES, ids=lambda loss: loss.__name__)
 def test_a_loss_that_no_shares_put_together_is_unknown(loss: Callable[..., Tensor]) -> None:
     assert not found(loss, 2)[1].is_known
+
+
+def test_nothing_is_known_of_terms_where_a_micro_batch_runs_other_ops() -> None:
+    def changing(y: Tensor, targets: Tensor) -> Tensor:
+        y = y.relu() if len(y) == 1 else y.tanh()
+        return y.mean() + y.amax()
+
+    part, whole = (prepare_step(nn.Linear(2, 2), (torch.ones(n, 2),) * 2, loss_fn=changing) for n in (1, 2))
+    objective = objective_of(part.captured, whole.whole)
+    assert "runs other ops for a micro-batch" in objective.obstacle
 
 
 @pytest.mark.parametrize("name", TERMS)

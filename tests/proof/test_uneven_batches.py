@@ -50,6 +50,35 @@ class Image(nn.Module):
         return F.mse_loss(self.head(self.drop(found)), wanted)
 
 
+class Pairs(nn.Module):
+    """The batch where ops count along it: classes, a table, queries of causal attention, groups of a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 6), nn.Linear(4, 6)
+
+    def forward(self, x: Tensor, y: Tensor, order: Tensor) -> Tensor:
+        a, b = F.normalize(self.a(x), dim=-1), F.normalize(self.b(y), dim=-1)
+        loss = F.cross_entropy(5 * a @ b.T, torch.arange(len(x)))
+        looked_up = F.embedding(order, a).tanh()
+        attended = F.scaled_dot_product_attention(a[None], b[None], looked_up[None], is_causal=True)
+        own = F.conv1d(attended.reshape(1, -1, 2), b.reshape(-1, 3, 1), groups=len(x))
+        return loss + own.square().mean()
+
+
+class Few(nn.Module):
+    """Ops that torch does not run without rows, and a cut of the batch in two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.norm = nn.Conv2d(1, 4, 3), nn.InstanceNorm2d(4, affine=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = F.pixel_shuffle(self.norm(self.convolution(x)), 2)
+        early, late = torch.cat([torch.fft.rfft(found).abs(), found[..., :5]]).chunk(2)
+        return (early * late).flatten(1).quantile(0.3, dim=1).sum()
+
+
 @functools.cache
 def subject(kind: str, rows: int) -> Subject:
     torch.manual_seed(0)
@@ -57,6 +86,10 @@ def subject(kind: str, rows: int) -> Subject:
         return Subject.of(Image().double(), (torch.randn(rows, 3, 6, 6).double(), torch.randn(rows, 5).double()))
     if kind == "widths":
         return Subject.of(OddWidths(0.2).double(), batch(rows), loss_fn=loss_of)
+    if kind == "pairs":
+        return Subject.of(Pairs().double(), (*torch.randn(2, rows, 4).double(), torch.randperm(rows)))
+    if kind == "few":
+        return Subject.of(Few().double(), (torch.randn(rows, 1, 6, 6).double(),))
     tokens, targets = torch.randint(0, 16, (2, rows, 6))
     targets[0, :4] = targets[-1, 2:] = -100  # ranks count different numbers of targets
     return Subject.of(Text().double(), (tokens, targets))
@@ -75,6 +108,8 @@ CASES = [
     ("image", "a=3", 7, range(1)),
     ("widths", "a=3", 6, range(1)),
     ("widths", "a=2,b=2", 5, range(5, 6)),  # one rank alone runs an op of several results
+    ("pairs", "a=3", 7, range(4)),
+    ("few", "a=3", 4, range(2)),  # of 4 rows 3 ranks have 2, 2 and none
     *(
         pytest.param(kind, mesh, rows, range(20), marks=SLOW)
         for kind in ("text", "image", "widths")

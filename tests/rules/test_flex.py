@@ -9,6 +9,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, crea
 import autopar
 from autopar.capture.export import capture_step
 from autopar.errors import CaptureError
+from autopar.ir import Mesh
 from autopar.ops.attention_block import AttentionBlock
 
 KIND = "autopar.flex_attention"
@@ -53,6 +54,19 @@ def test_masks(name):
     tensors = *qkv(), *TENSORS.get(name, ())
     assert labels_of(attending(name), *tensors, kind=KIND) == {"-", "b", "g", "q"}
     assert prove(attending(name), *tensors, kind=KIND) == 5  # and the same everywhere
+
+
+def test_ranks_without_rows():
+    tensors = *qkv(), DOCUMENTS
+    assert prove(attending("documents"), *tensors, kind=KIND, mesh=Mesh.of({"a": 3}), rows=BATCH) == 1
+
+
+def test_scores_that_are_no_whole_number_of_operations():
+    def attend(query, key, value):
+        mask = create_block_mask(MASKS["window"](None), None, None, 15, 15, "cpu")
+        return flex_attention(query, key, value, block_mask=mask)
+
+    assert labels_of(attend, *(rand(7, HEADS, 15, WIDTH) for _ in range(3)), kind=KIND) == {"-", "b", "g", "q"}
 
 
 def test_grouped_heads():

@@ -232,21 +232,19 @@ def fitting_micro_batches(
     """The number of micro-batches for a batch whose shapes differ from those of the first batch.
 
     One stays one. Otherwise it is a number that divides the batch. Preferred are, in this order, numbers whose
-    micro-batches are split over ranks like the first ones, numbers that the schedule allows, the first number itself,
+    micro-batches ranks split in equal parts, numbers that the schedule allows, the first number itself,
     numbers that give a rank no more rows than before, and the nearest number.
     """
     rows = math.gcd(*(shape[0] for shape in shapes if shape))
     if micro_batches == 1 or not rows:
         return micro_batches
     cut = max((each[0] for each in cuts(first, world) if each), default=1)
-    usual = math.gcd(*(spec.shape[0] for spec in first.inputs if spec.shape)) // cut
+    usual = math.ceil(math.gcd(*(spec.shape[0] for spec in first.inputs if spec.shape)) / cut)
 
     def order(count: int) -> tuple[bool, bool, bool, bool, int]:
         size = rows // count
-        splits = size % cut == 0
-        held = size // cut if splits else size
         away = abs(count - micro_batches)
-        return (not splits, not takes(count), away > 0, held > usual, away)
+        return (size % cut > 0, not takes(count), away > 0, math.ceil(size / cut) > usual, away)
 
     return min((n for n in range(1, rows + 1) if rows % n == 0), key=order)
 

@@ -41,6 +41,11 @@ def test_micro_batches_of_another_batch(usual: int, rows: int, found: int, why: 
     assert fitting_micro_batches([(rows, 4), ()], first, usual, WORLD, lambda _: True) == found, why
 
 
+def test_a_batch_as_large_as_an_uneven_micro_batch_stays_whole() -> None:
+    # Of 7 rows two ranks had 4 and 3, and of these 7 they have as many.
+    assert fitting_micro_batches([(7, 4)], program(7), 2, WORLD, lambda _: True) == 1
+
+
 def test_schedules_have_a_say_in_micro_batches() -> None:
     one = Pipeline(2, "1f1b", ("cut",))
     taken = lambda count: takes(one, count)  # noqa: E731
