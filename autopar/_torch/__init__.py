@@ -7,7 +7,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar._torch.arithmetic import Float64Arithmetic, RandomLastBits, widened_dtype
+from autopar._torch.arithmetic import Float64Arithmetic, RandomLastBits, cast_in_any_arithmetic, widened_dtype
 from autopar._torch.attention import (
     FLEX_DEVICES,
     LookupsByTensors,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from autopar._torch import pytree
 
@@ -26,6 +26,12 @@ _WIDE = {
 def widened_dtype(dtype: torch.dtype) -> torch.dtype:
     """float64 for a real floating type, complex128 for a complex one, and any other type itself."""
     return _WIDE.get(dtype, dtype)
+
+
+def cast_in_any_arithmetic(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in another format, also inside of an arithmetic that casts to wider ones."""
+    with _disable_current_modes():
+        return x.to(dtype)
 
 
 class Float64Arithmetic(TorchDispatchMode):
@@ -133,7 +139,7 @@ class RandomLastBits(TorchDispatchMode):
     def _moved(self, x: Any) -> Any:
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.layout != torch.strided:
             return x
-        if torch.equal(x, x.round()):
+        if x.itemsize == 1 or torch.equal(x, x.round()):  # 8 bits are codes, which only dequantize computes with
             return x
         steps = torch.randint(-1, 2, x.shape, generator=self._generator).to(x.device, x.dtype)
         moved = x * (1 + torch.finfo(x.dtype).eps * steps)

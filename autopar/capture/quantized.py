@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from autopar import _torch
 from autopar.errors import CaptureError
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -37,13 +38,13 @@ class _Made:
 
     Attributes:
         kind: the subclass.
-        parts: name of an inner tensor -> how it is made; None for a plain one.
+        parts: name of an inner tensor -> how it is made; the format of a plain one.
         context: what `__tensor_flatten__` says beside the names.
         size, stride: shape and strides of the tensor.
     """
 
     kind: Any
-    parts: Mapping[str, _Made | None]
+    parts: Mapping[str, _Made | torch.dtype]
     context: Any
     size: torch.Size
     stride: tuple[int, ...]
@@ -51,18 +52,26 @@ class _Made:
     @classmethod
     def of(cls, x: Any) -> _Made:
         names, context = x.__tensor_flatten__()
-        parts = {name: cls.of(y) if is_quantized(y) else None for name in names if (y := getattr(x, name)) is not None}
+        parts = {
+            name: cls.of(y) if is_quantized(y) else y.dtype for name in names if (y := getattr(x, name)) is not None
+        }
         return cls(type(x), parts, context, x.size(), x.stride())
 
     def taken_apart(self, x: Any) -> list[Tensor]:
         """The plain tensors of which a tensor is made."""
         inner = [(getattr(x, name), how) for name, how in self.parts.items()]
-        return [z for y, how in inner for z in ([y.detach()] if how is None else how.taken_apart(y))]
+        return [z for y, how in inner for z in (how.taken_apart(y) if isinstance(how, _Made) else [y.detach()])]
 
     def together(self, tensors: Iterator[Tensor]) -> Any:
-        """The tensor that is made of plain ones."""
-        inner = {name: next(tensors) if how is None else how.together(tensors) for name, how in self.parts.items()}
-        return self.kind.__tensor_unflatten__(inner, self.context, self.size, self.stride)
+        """The tensor that is made of plain ones, which a proof may give in a wider format than a constructor takes."""
+        parts = self.parts.items()
+        inner = {name: how.together(tensors) if isinstance(how, _Made) else next(tensors) for name, how in parts}
+        wider = {name: x for name, x in inner.items() if x.dtype != self.parts[name] and not is_quantized(x)}
+        stored = {name: _torch.cast_in_any_arithmetic(x, self.parts[name]) for name, x in wider.items()}
+        found = self.kind.__tensor_unflatten__(inner | stored, self.context, self.size, self.stride)
+        for name, x in wider.items():
+            setattr(found, name, x)
+        return found
 
 
 class _Dequantized(nn.Module):
@@ -89,35 +98,38 @@ def _is_own(x: Tensor) -> bool:
     return type(x).dequantize is not Tensor.dequantize
 
 
-def store_inner_tensors(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """Puts the inner tensors of quantized weights into the model as parameters; returns the weights with their places.
+def store_inner_tensors(model: nn.Module) -> list[nn.Module]:
+    """Puts the inner tensors of quantized weights into the model as parameters; returns the modules that have some.
 
-    Raises CaptureError for a weight that takes a gradient, or whose product is not that with its numbers.
+    Raises CaptureError, and changes nothing, for a weight that takes a gradient, or whose product is not that with its
+    numbers.
     """
-    found = []
-    for path, module in list(model.named_modules()):
-        for name, weight in list(module._parameters.items()):
-            if weight is not None and is_quantized(weight):
-                _check(f"{path}.{name}".lstrip("."), weight)
-                found.append((module, name, weight))
-                parametrize.register_parametrization(module, name, _Dequantized(weight))
-                for x in module.parametrizations[name].parameters():
-                    x.requires_grad_(False)
-    return found
+    found = [
+        (path, module, name, weight)
+        for path, module in model.named_modules()
+        for name, weight in module._parameters.items()
+        if weight is not None and is_quantized(weight)
+    ]
+    for path, _, name, weight in found:
+        _check(f"{path}.{name}".lstrip("."), weight)
+    for _, module, name, weight in found:
+        parametrize.register_parametrization(module, name, _Dequantized(weight))
+        for x in module.parametrizations[name].parameters():
+            x.requires_grad_(False)
+    return [module for _, module, *_ in found]
 
 
 @contextlib.contextmanager
 def inner_tensors_stored(model: nn.Module) -> Iterator[None]:
     """Context in which a model has the inner tensors of its quantized weights as parameters."""
-    classes = {module: type(module) for module in model.modules()}
+    kept = {module: (type(module), dict(module._parameters)) for module in model.modules()}
     found = store_inner_tensors(model)
     try:
         yield
     finally:
-        for module, name, weight in found:
+        for module in found:
             module._modules.pop("parametrizations", None)
-            module.__class__ = classes[module]
-            module.register_parameter(name, weight)
+            module.__class__, module._parameters = kept[module]
 
 
 def _check(name: str, weight: nn.Parameter) -> None:

@@ -6,10 +6,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from torch import fx
+
 from autopar.rules.notation import line, spec_of
 from autopar.rules.reduce import whole_reduction
 from autopar.rules.shape import along
-from autopar.rules.spec import Call, RuleDoesNotApply, Spec, needs_a_row
+from autopar.rules.spec import Call, Local, RuleDoesNotApply, Spec, needs_a_row
 
 Rule = Callable[[Call], Spec]
 
@@ -70,6 +72,11 @@ def of_time(call: Call) -> Spec:
     return replace(spec, flops=5 * elements * math.ceil(math.log2(call["n_fft"] + 1)))
 
 
+def _powers_locally(local: Local) -> fx.Node:
+    """linalg_vander with its number of powers, which it would take from this rank's part."""
+    return local.emit(local.node.target, *local.args, N=local.result_shapes[0][-1])
+
+
 def matrix_norm(call: Call) -> Spec:
     """linalg_matrix_norm: both dims stay whole."""
     return whole_reduction(call)
@@ -122,7 +129,7 @@ RULES: dict[str, Rule] = {
     "aten.linalg_solve": solve,
     "aten.linalg_lu_solve": solve_by_factors,
     "aten.linalg_ldl_solve": solve_by_factors,
-    "aten.linalg_vander": line("b.. -> b.. m!"),
+    "aten.linalg_vander": line("b.. -> b.. m!", localize=_powers_locally),
     "aten.stft": of_time,
     "aten.istft": of_time,
     "aten.linalg_solve_triangular": solve,

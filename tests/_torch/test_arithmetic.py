@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from autopar._torch import Float64Arithmetic, RandomLastBits, fake_mode, widened_dtype
+from autopar._torch import Float64Arithmetic, RandomLastBits, cast_in_any_arithmetic, fake_mode, widened_dtype
 
 
 def test_a_cast_to_a_lower_precision_is_none() -> None:
@@ -63,6 +63,19 @@ def test_grouped_products_of_tensors_without_values_have_the_shape_of_the_kernel
 def test_integers_and_complex_numbers_widen_to_their_kind() -> None:
     assert widened_dtype(torch.int64) is torch.int64
     assert widened_dtype(torch.complex64) is torch.complex128
+
+
+def test_a_cast_keeps_its_format_in_float64_arithmetic() -> None:
+    x = torch.rand(3).double()
+    with Float64Arithmetic():
+        assert x.to(torch.float32).dtype is torch.float64
+        assert cast_in_any_arithmetic(x, torch.float32).dtype is torch.float32
+
+
+def test_codes_of_eight_bits_stay() -> None:
+    x = torch.rand(3)
+    with RandomLastBits(0):
+        assert x.to(torch.float8_e4m3fn).dtype is torch.float8_e4m3fn
 
 
 def test_last_bits_move_by_at_most_one_unit_and_repeat_by_seed() -> None:

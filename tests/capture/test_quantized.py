@@ -61,10 +61,19 @@ class Coarse(FourBits):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
+class Strict(FourBits):
+    """One whose constructor takes scales of 32 bits alone, as those of torchao do."""
+
+    def __init__(self, codes, scales, shape, dtype):
+        assert scales.dtype == torch.float32
+        super().__init__(codes, scales, shape, dtype)
+
+
 class Adapted(nn.Module):
     def __init__(self, inputs, outputs, kind=FourBits):
         super().__init__()
         weight = torch.randn(outputs, inputs, dtype=torch.float64) / inputs**0.5
+        weight = weight.float() if kind is Strict else weight
         self.weight = nn.Parameter(kind.of(weight), requires_grad=False)
         self.a = nn.Parameter(torch.randn(2, inputs, dtype=torch.float64))
         self.b = nn.Parameter(torch.randn(outputs, 2, dtype=torch.float64))
@@ -91,9 +100,14 @@ def test_plans_give_the_loss_and_gradients_of_one_device():
     report = autopar.verify(model, BATCH, mesh={"dp": 2, "tp": 2}, recipe="dp:zero3,tp:tp")
     assert report.passed
     assert isinstance(model.up.weight, FourBits)  # as it was
-    assert sorted(n for n, _ in model.named_parameters()) == sorted(
+    assert [n for n, _ in model.named_parameters()] == [
         f"{side}.{name}" for side in ("up", "down") for name in ("weight", "a", "b")
-    )
+    ]
+
+
+def test_a_proof_widens_scales_beyond_what_their_constructor_takes():
+    model = Adapted(16, 16, Strict).float()
+    assert autopar.verify(model, BATCH.float(), mesh={"dp": 2}, recipe="zero3", loss_fn=torch.mean).passed
 
 
 def test_codes_are_stored_and_gathered_in_their_format():
@@ -117,9 +131,11 @@ def test_one_rank_trains_the_adapters_alone():
 
 
 def test_what_a_plan_cannot_hold_is_refused():
-    model = Adapted(16, 16, Coarse)
+    model = nn.Sequential(Adapted(16, 16), Adapted(16, 16, Coarse))
     with pytest.raises(CaptureError, match=r"weight is quantized.*rounds what it is multiplied with"):
         autopar.explain(model, BATCH, mesh={"dp": 2})
+    assert isinstance(model[0].weight, FourBits)
+    assert "parametrizations" not in model[0]._modules
     model = Adapted(16, 16)
     model.weight = nn.Parameter(FourBits.of(torch.randn(16, 16)), requires_grad=True)
     with pytest.raises(CaptureError, match=r"takes a gradient.*Freeze it"), inner_tensors_stored(model):
