@@ -126,6 +126,12 @@ def _cross_locally(call: Call) -> Callable[[Local], fx.Node]:
     return lambda local: local.emit(local.node.target, *local.args[:2], dim)
 
 
+def crossed(call: Call) -> Spec:
+    """cross: a part takes the dim that the whole takes, also where the part's first dim of size 3 is another."""
+    dim = _dim_of_three(call)[0]
+    return replace(compared(call), localize=lambda local: local.emit(local.node.target, *local.args[:2], dim))
+
+
 def _dim_of_three(call: Call) -> tuple[int, ...]:
     """The dim of torch.cross without an argument is the first of size 3; that of distances is the last."""
     dim = call.arguments.get("dim", -1)
@@ -168,6 +174,7 @@ RULES: dict[str, Callable[[Call], Spec]] = {
     "aten.nansum": counted,
     "aten.count_nonzero": counted,
     "aten.renorm": renormed,
+    "aten.cross": crossed,
     "aten.quantile": quantiles,
     "aten.nanquantile": quantiles,
     **{
@@ -222,7 +229,6 @@ RULES: dict[str, Callable[[Call], Spec]] = {
         f"aten.{name}": compared
         for name in (
             "diff",
-            "cross",
             "linalg_cross",
             "cosine_similarity",
             "pairwise_distance",

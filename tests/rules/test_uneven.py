@@ -51,6 +51,7 @@ CASES = {
     "linear": (F.linear, (rand(7, 3), rand(4, 3), rand(4)), "aten.linear"),
     "convolution": (F.conv1d, (rand(7, 3, 5), rand(4, 3, 3)), "aten.conv1d"),
     "attention": (F.scaled_dot_product_attention, (rand(7, 2, 4, 3),) * 3, "aten.scaled_dot_product_attention"),
+    "cross": (torch.cross, (rand(7, 3), rand(7, 3) + 1), "aten.cross"),
     "powers": (torch.linalg.vander, (rand(7),), "aten.linalg_vander"),
     "view": (lambda x: x.reshape(7 * 4, 3), (rand(7, 4, 3),), "aten.reshape"),
 }
