@@ -66,11 +66,11 @@ class _Made:
         """The tensor that is made of plain ones, which a proof may give in a wider format than a constructor takes."""
         parts = self.parts.items()
         inner = {name: how.together(tensors) if isinstance(how, _Made) else next(tensors) for name, how in parts}
-        wider = {name: x for name, x in inner.items() if x.dtype != self.parts[name] and not is_quantized(x)}
-        stored = {name: _torch.cast_in_any_arithmetic(x, self.parts[name]) for name, x in wider.items()}
+        formats = {name: how for name, how in parts if isinstance(how, torch.dtype) and inner[name].dtype != how}
+        stored = {name: _torch.cast_in_any_arithmetic(inner[name], dtype) for name, dtype in formats.items()}
         found = self.kind.__tensor_unflatten__(inner | stored, self.context, self.size, self.stride)
-        for name, x in wider.items():
-            setattr(found, name, x)
+        for name in formats:
+            setattr(found, name, inner[name])
         return found
 
 
