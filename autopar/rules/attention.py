@@ -51,11 +51,11 @@ def attention(call: Call) -> Spec:
         raise RuleDoesNotApply("keys and values of different heads")
     if call["dropout_p"]:
         raise RuleDoesNotApply("every part would drop the same; open_random_attention opens it")
-    flops = 2 * query.numel() * key.shape[-2] + 2 * call.results[0].numel() * key.shape[-2]
     spec = spec_of("b.. q e!, b.. k! e!, b.. k! v!, b.. q k! -> b.. q v!", call)
     if call.arguments.get("enable_gqa") and query.shape[-3] != key.shape[-3]:
         spec = _grouped(spec, query.shape[-3], key.shape[-3])
     nests = tuple((2.0, tuple(x for x in spec.sizes if x != left_out)) for left_out in ("v", "e"))
+    flops = sum(2 * math.prod(spec.sizes[x] for x in letters) for _, letters in nests)
     batch = frozenset(x for dim in spec.results[0][:-2] for x in dim)
     spec = replace(spec, flops=flops, nests=nests, batch=batch, localize=_attend)
     if can_go_round(call, spec):

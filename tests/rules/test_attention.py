@@ -68,6 +68,13 @@ def test_a_float_mask_without_a_gradient_in_a_ring():
         assert prove(shifted, *qkv(), rand(*shape), kind=KIND) == len(ALL | RING) + 1
 
 
+def test_learned_queries_for_a_batch():
+    query, (_, key, value) = rand(QUERIES, WIDTH), qkv()
+    offered = labels_of(attend, query, key, value, kind=KIND)
+    assert offered >= ALL
+    assert prove(attend, query, key, value, kind=KIND) == len(offered) + 1
+
+
 def test_a_query_that_sees_nothing():
     """Its result is zero, in a ring as on one device."""
     seen = torch.ones(QUERIES, KEYS, dtype=torch.bool)
