@@ -15,7 +15,9 @@ from autopar.errors import MemoryBoundError, MeshError, PlanError, RecipeError, 
 from autopar.ir import PIPELINE_AXIS, Graph, Mesh, ParameterPlan
 from autopar.ir.batches import captured_batch
 from autopar.ir.note import Note
+from autopar.pipeline.blocks import has_blocks
 from autopar.search.candidates.trials import Searched, Trial
+from autopar.search.exact.least_memory import least_bytes
 from autopar.search.exact.searches import Searches
 from autopar.search.refine.decomposed import with_decomposed
 from autopar.search.refine.delayed import with_delays
@@ -24,11 +26,14 @@ from autopar.search.refine.overlapped import with_overlap
 from autopar.search.refine.replicas import with_meeting
 from autopar.search.refine.stored import with_stores
 from autopar.search.request.options import AUTO_AXES
+from autopar.search.request.recipes import is_open
 from autopar.search.request.request import Request
 from autopar.search.stages.given import GivenMesh, Planned
 from autopar.search.stages.pipeline_settings import divisors
 from autopar.search.stages.staged import SlowerError
 from autopar.units import counted, format_seconds
+
+_ALONE = Mesh((("dp", 1),))
 
 
 class UnsearchedError(MemoryBoundError):
@@ -59,6 +64,21 @@ class SettingSearch:
     def rows(self) -> int:
         """Number of samples of a step."""
         return self.request.batch or captured_batch(self.graph) * self.captured
+
+    @property
+    def cannot_fit(self) -> bool:
+        """Whether it is known without a search that no plan fits, whatever its mesh, stages and recomputation.
+
+        All ranks together hold at least what one rank alone would for a micro-batch of a single row.
+        """
+        request, bound = self.request, self.request.search_bound_bytes
+        if bound is None or request.has_lone_ops or not is_open(request.inside) or not has_blocks(self.graph):
+            return False
+        graph = self.searches.with_batch(self.graph, 1) if request.cuts_batch and self.graph.batch else self.graph
+        alone = self.searches.on(graph, _ALONE, **request.figures)
+        held = least_bytes(alone.problem, may_offload=request.recompute == "offloaded")
+        reserved = request.hardware.reserved_bytes
+        return held - reserved > (request.ranks or 1) * (bound - reserved)
 
     def plan(self, trial: Trial, faster_than_seconds: float = math.inf, *, gives_up: bool = False) -> Planned:
         """The plan of a setting. With stages it must be faster than `faster_than_seconds`, or SlowerError is raised.

@@ -18,7 +18,7 @@ If a graph or a recipe has no closed form, every mesh is searched.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from autopar.errors import MemoryBoundError, MeshError, PlanError, RecipeError, SearchError, StateError, both
@@ -43,12 +43,13 @@ from autopar.search.candidates.trials import (
     explore,
     is_tight,
     overfull_trials_of,
+    parts_of,
     promising,
     refined_trials_of,
     trials_of,
     with_and_without_stages,
 )
-from autopar.search.candidates.unsplit_axis import open_trials_of, parts_of, unsplit_trials_of, with_axis_as_two
+from autopar.search.candidates.unsplit_axis import open_trials_of, unsplit_trials_of, with_axis_as_two
 from autopar.search.exact.searches import Searches
 from autopar.search.refine.orders import best_order, words_of_order
 from autopar.search.request.notes import note_of_unasked_stages
@@ -132,11 +133,22 @@ class _Outer:
         if request.offload:
             return self.with_or_without_streaming()
         far = replace(self, request=request.but(offload=True))
+        if self._inside.cannot_fit:
+            return far.instead_of(self._refusal)
         try:
             found = self.run()
         except SearchError as error:
-            return far.instead_of(error)
+            refused = error
+            return far.instead_of(lambda: refused)
         return far.if_faster(found)
+
+    def _refusal(self) -> SearchError:
+        """The error of this search, which has no plan; it is searched only for its words."""
+        try:
+            self.run()
+        except SearchError as error:
+            return error
+        raise AssertionError("a plan was found that cannot fit")
 
     def run(self) -> Searched:
         found = self._found()
@@ -223,12 +235,16 @@ class _Outer:
                 raise error from None
         return streaming.if_faster(found)
 
-    def instead_of(self, error: SearchError) -> Searched:
-        """This search's plan, after another search has failed with `error`; raises both errors if this one fails."""
+    def instead_of(self, refusal: Callable[[], SearchError]) -> Searched:
+        """This search's plan, where another search has none; raises both errors if this one fails.
+
+        Args:
+            refusal: function that gives the error of the other search.
+        """
         try:
             return self.with_or_without_streaming()
-        except SearchError as other:
-            raise both(error, other, "with parameters on the host") from None
+        except SearchError as error:
+            raise both(refusal(), error, "with parameters on the host") from None
 
     def if_faster(self, found: Searched) -> Searched:
         """The faster one of a known plan and this search's plan: see `_beyond`.
@@ -341,7 +357,7 @@ class _Outer:
             if count >= MOST_EXACT and trial.priced is not None:
                 break
             best_seconds = tried.best_seconds
-            if trial.promise_seconds >= tried.worth_seconds:
+            if trial.promise_seconds >= tried.worth_seconds or tried.repeats(trial, self.request):
                 continue
             tried.searched.add((trial.mesh, trial.micro_batches))
             self.progress(f"searching the plan: {tried.words_before(trial)}")

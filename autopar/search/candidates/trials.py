@@ -37,6 +37,7 @@ _FULL = 0.8  # smallest part of the bound on memory that a plan takes if memory 
 _SURELY_SLOWER = 1.02
 # Plans of other settings are kept for display if their steps are at most this many times as long as the best one.
 MOST_SHOWN = 1.1
+Parts = tuple[int, tuple[int, ...]]  # pipeline ranks, and sizes of the other axes of several ranks
 
 
 class Trial(NamedTuple):
@@ -98,6 +99,7 @@ class Tried:
         refusals: meshes of the settings without a plan, with their errors.
         failed: settings that no plan of their recipe fits.
         searched: mesh and number of micro-batches of every setting.
+        opened: parts of the mesh and number of micro-batches of every setting that was searched without a recipe.
         most_shown: largest step of a plan that is kept, as a multiple of the best one.
     """
 
@@ -105,6 +107,7 @@ class Tried:
     refusals: list[Refusal] = field(default_factory=list)
     failed: list[Trial] = field(default_factory=list)
     searched: set[tuple[Mesh, int | None]] = field(default_factory=set)
+    opened: set[tuple[Parts, int | None]] = field(default_factory=set)
     most_shown: float = MOST_SHOWN
 
     @property
@@ -134,6 +137,18 @@ class Tried:
             if trial.mesh == mesh and trial.promise_seconds > 0
         )
         return min([1.0, *parts])
+
+    def repeats(self, trial: Trial, request: Request) -> bool:
+        """Whether a setting differs from one that was searched without a recipe only in the names of axes.
+
+        It is noted as searched. Pins and `decompose` name axes.
+        """
+        if not is_open(trial.recipe) or request.pins or request.decompose:
+            return False
+        key = parts_of(trial.mesh), trial.micro_batches
+        is_known = key in self.opened
+        self.opened.add(key)
+        return is_known
 
     def words_before(self, trial: Trial) -> str:
         """A progress line for the setting that is being searched, with the best result so far."""
@@ -406,3 +421,13 @@ def is_tight(known: tuple[Trial, Planned] | None, request: Request) -> bool:
 def depth_of(mesh: Mesh) -> int:
     """Number of pipeline ranks of a mesh."""
     return dict(mesh.axes).get(PIPELINE_AXIS, 1)
+
+
+def parts_of(mesh: Mesh) -> Parts:
+    """Number of pipeline ranks, and sizes of the other axes of several ranks: meshes with equal ones differ in names.
+
+    >>> parts_of(Mesh.parse("dp=4,tp=1")) == parts_of(Mesh.parse("dp=1,tp=4")) == (1, (4,))
+    True
+    """
+    sizes = tuple(size for name, size in mesh.axes if size > 1 and name != PIPELINE_AXIS)
+    return depth_of(mesh), sizes

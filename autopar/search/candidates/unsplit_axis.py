@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from autopar.ir import PIPELINE_AXIS, Graph, Mesh
+from autopar.ir import Graph
 from autopar.search.candidates.refined import refine
 from autopar.search.candidates.request_filters import allows, recipes_of_axes
 from autopar.search.candidates.settings import ClusterSetting, PricedCandidate
@@ -85,16 +85,6 @@ def with_axis_as_two(trial: Trial) -> list[Trial]:
         for axis, size in trial.mesh.axes
         for least in divisors(size)[1:-1][:1]
     ]
-
-
-def parts_of(mesh: Mesh) -> tuple[int, tuple[int, ...]]:
-    """Number of pipeline ranks, and sizes of the other axes of several ranks: meshes with equal ones differ in names.
-
-    >>> parts_of(Mesh.parse("dp=4,tp=1")) == parts_of(Mesh.parse("dp=1,tp=4")) == (1, (4,))
-    True
-    """
-    sizes = tuple(size for name, size in mesh.axes if size > 1 and name != PIPELINE_AXIS)
-    return depth_of(mesh), sizes
 
 
 def _least_seconds(estimates: list[PricedCandidate]) -> float:

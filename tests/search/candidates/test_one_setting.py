@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from autopar.search.candidates.one_setting import SettingSearch, UnsearchedError
 from autopar.search.candidates.trials import Trial
 from autopar.search.exact.searches import Searches
 from autopar.search.request.request import Request
+from autopar.search.stages.given import GivenMesh
 from tests.search.graphs import mlp
+from tests.search.stacked import Sizes, residual
 from tests.search.toy import TOY
 
 MESH = Mesh.of({"dp": 2})
@@ -47,3 +50,18 @@ def test_a_plan_that_cannot_fit_is_a_lack_of_memory() -> None:
         of(memory_bytes=1).plan(Trial(MESH, 2, "auto"), gives_up=True)
     with pytest.raises(MemoryBoundError, match="fits into 1 bytes: the smallest found takes"):
         of(memory_bytes=1).search(Trial(MESH, None, "auto"))
+
+
+@pytest.mark.parametrize("mesh", ["dp=4", "tp=4", "dp=2,tp=2", "pp=2,dp=2", "pp=4"])
+def test_memory_that_some_plan_fits_into_is_not_ruled_out(mesh: str) -> None:
+    """The plan that recomputes all blocks shows that its own memory suffices; a tenth of it is less than its state."""
+    graph = residual(6, Sizes(batch=4, width=64, hidden=128, vocab=64))
+    request = Request(TOY, mesh=Mesh.parse(mesh), recompute="full", must_fit=False, cuts_batch=True)
+    enough = math.ceil(GivenMesh(graph, request).search().price.peak_bytes)
+
+    def cannot_fit(memory_bytes: int) -> bool:
+        asked = Request(TOY, ranks=4, memory_bytes=memory_bytes, cuts_batch=True)
+        return SettingSearch(graph, asked, 1, "", None, Searches()).cannot_fit
+
+    assert not cannot_fit(enough)
+    assert cannot_fit(enough // 10)

@@ -9,7 +9,7 @@ import pytest
 
 from autopar.ir import Mesh
 from autopar.search.candidates.settings import ClusterSetting, PricedCandidate
-from autopar.search.candidates.trials import Trial, explore, promising, trials_of, with_and_without_stages
+from autopar.search.candidates.trials import Trial, Tried, explore, promising, trials_of, with_and_without_stages
 from autopar.search.request.request import Request
 from tests.search.stacked import residual
 from tests.search.toy import TOY
@@ -67,3 +67,17 @@ def test_a_small_model_on_few_ranks_is_searched_on_every_mesh() -> None:
     first, _ = trials_of(graph, request, None)
     assert [str(each.mesh) for each in first][:3] == ["dp=4", "dp=2,tp=2", "pp=2,dp=2"]
     assert {each.recipe for each in first} == {"auto"}
+
+
+def test_meshes_without_a_recipe_that_differ_in_names_are_searched_once() -> None:
+    tried, request = Tried(), Request(TOY, ranks=4)
+    first, again, recipe = (
+        Trial(Mesh.parse(mesh), 2, recipe)
+        for mesh, recipe in (("dp=1,tp=4", "auto"), ("dp=4", {"dp": "auto"}), ("dp=4", "dp:zero3"))
+    )
+    assert not tried.repeats(recipe, request)
+    assert not tried.repeats(first, request)
+    assert tried.repeats(again, request)
+    assert not tried.repeats(recipe, request)
+    assert not tried.repeats(again._replace(micro_batches=1), request)
+    assert not tried.repeats(again, request.but(pins={"w": "S(0)@dp"}))
