@@ -332,13 +332,13 @@ class GivenMesh:
             found += self._that_fit_in_slices()
             known = self.faster_than_seconds if keeps_slower else None
             found += self._in_dims(min((each.price.step_seconds for each in found), default=known))
-        if not found and keeps_slower:
-            assert again is not None, "it says that all plans are slower"
-            raise again
-        if not found and self.request.offload and is_whole(self.graph):
+        may_move = not keeps_slower and self.request.offload and is_whole(self.graph)
+        if not found and may_move:
             found += self._that_fit_beside_activations()
         if not found:
             assert again is not None, "recomputation has found no plan"
+            if isinstance(again, SlowerError):
+                raise again
             raise both(self._refusal(), again, "with blocks recomputed")
         return min(found, key=lambda each: each.price.step_seconds)
 
