@@ -12,6 +12,7 @@ from autopar.search.exact.least_memory import least_bytes
 from autopar.search.exact.search import Found, MeshSearch
 from autopar.search.request.request import Request
 from autopar.search.stages.given import GivenMesh
+from autopar.search.stages.staged import SlowerError
 from tests.search.graphs import Builder, LlamaSizes, llama
 from tests.search.stacked import Sizes, residual
 from tests.search.toy import TOY
@@ -79,6 +80,8 @@ def test_what_has_to_recompute_is_not_searched_without(monkeypatch: pytest.Monke
     found = GivenMesh(graph, request).search()
     assert found.plan.recompute != "none" and found.price.peak_bytes <= bound
     assert asked and bound not in asked
+    with pytest.raises(SlowerError):  # it fits, so that memory is not what it lacks
+        GivenMesh(graph, request, faster_than_seconds=found.price.step_seconds / 2).search()
 
 
 @pytest.mark.parametrize("part", [0.1, 0.9, 1.1])
