@@ -285,13 +285,8 @@ def named_recipes(problem: Problem) -> Iterator[tuple[float, Problem]]:
     for recipes, fastest, _ in _combinations(problem):
         kinds = [_named_alike(row) for row in recipes]
         for rows in itertools.product(*kinds):
-            if not _may_reduce(rows):
-                continue
-            try:
-                named = problem.under(rows)
-            except RecipeError:
-                continue  # a pin rules the recipe out
-            yield fastest.seconds, named
+            if _may_reduce(rows):
+                yield fastest.seconds, problem.under(rows)
 
 
 def _named_alike(row: Recipe) -> tuple[Recipe, ...]:

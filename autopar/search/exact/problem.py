@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 
 from autopar.cost_model import Hardware, SavedTensors, Sizes
 from autopar.cost_model.items import FULL, TrainingState, WorkItem
@@ -37,7 +37,7 @@ from autopar.ir import (
 from autopar.search.exact.choice_filter import ChoiceFilter
 from autopar.search.exact.collapse import CollapsedViews
 from autopar.search.exact.decisions import Layouts
-from autopar.search.exact.fold import Fold, fold
+from autopar.search.exact.fold import Entry, Fold, fold
 from autopar.search.exact.parameters import Strategy, storable, strategies
 from autopar.search.exact.prices import MarginalCosts, Prices, seconds_of
 from autopar.search.exact.solver import Solved
@@ -52,7 +52,6 @@ class Problem:
         free: indices of the classes that have a decision of their own, because they are not collapsed.
         made: index of an entry that an op computes -> the class that computes it.
         collapsed: index of the class of a collapsed view -> the class that computes its operand.
-        strategies: index of a parameter's entry -> ways to store the parameter.
         fixed: indices of the entries whose parameters the caller has placed already.
         constant_bytes: memory that every plan takes: buffers, and the memory that tensors cannot use.
         tiers: tiers that parameters may be stored in where no recipe names any.
@@ -111,6 +110,8 @@ class Problem:
         self._allowed_plans: dict[object, tuple[ParameterPlan, ...]] = {}
         self.programs = Solved()
         self._views: dict[tuple[Recipe, ...], tuple[list[ChoiceFilter], CollapsedViews]] = {}
+        self._public = {tensor: name for name, tensor in graph.parameters.items()}
+        self.fixed = frozenset(i for i, each in enumerate(self.entries) if self._placed(each) is not None)
         self._forget_prices()
         self._constrain(recipes)
 
@@ -170,8 +171,7 @@ class Problem:
         self.collapsed, self.made = views.collapsed, views.made
         self.free = [c for c in range(len(self.ops)) if c not in self.collapsed]
         self.priced_entries = [e for e in range(len(self.entries)) if not self._is_inside(e)]
-        self.fixed: set[int] = set()
-        self.strategies = self._strategies()
+        self.__dict__.pop("strategies", None)  # those of other recipes
         self._serving: dict[tuple[int, int, Layout], list[Strategy]] = {}
         self.solved: dict[object, object] = {}
         self._under: dict[tuple[Recipe, ...], Problem] = {}
@@ -368,16 +368,23 @@ class Problem:
             raise RecipeError(f"The pin of {op.name} to {label}@{self.mesh.names[axis]} cannot hold: {why}.")
         return pinned
 
-    def _strategies(self) -> dict[int, tuple[Strategy, ...]]:
-        public = {tensor: name for name, tensor in self.graph.parameters.items()}
+    def _placed(self, entry: Entry) -> ParameterPlan | None:
+        """How the caller has placed an entry's parameter already."""
+        return self.fixed_storage.get(self._public.get(entry.names[0], ""))
+
+    @cached_property
+    def strategies(self) -> Mapping[int, tuple[Strategy, ...]]:
+        """Index of a parameter's entry -> ways to store the parameter; pricing them takes long, and some need none.
+
+        Raises RecipeError for a pin that the recipes contradict.
+        """
         found: dict[int, tuple[Strategy, ...]] = {}
         known, asked = self._ways, tuple(each.storage for each in self.recipes)
         for index, entry in enumerate(self.entries):
             if entry.leaf != "parameter":
                 continue
-            tensor, name = entry.tensor, public[entry.names[0]]
-            if fixed := self.fixed_storage.get(name):
-                self.fixed.add(index)
+            tensor, name = entry.tensor, self._public[entry.names[0]]
+            if fixed := self._placed(entry):
                 found[index] = (self._strategy(index, fixed),)
                 continue
             pinned = self.pins.storage.get(name, ())

@@ -204,9 +204,9 @@ class _Search:
         if not self._may_hold_state(inside):
             return
         for seconds, under in inside.named():
-            if seconds < self.ranks * self.found.best_seconds and self._may_hold_state(under):
-                # A recipe may contradict the pins, or split nothing, and then no plan is one under it.
-                with suppress(RecipeError, SearchError):
+            # A recipe may contradict the pins, or split nothing, and then no plan is one under it.
+            with suppress(RecipeError, SearchError):
+                if seconds < self.ranks * self.found.best_seconds and self._may_hold_state(under):
                     self._price_under(under)
 
     def _price_under(self, recipe: MeshSearch) -> None:
