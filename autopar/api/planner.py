@@ -128,7 +128,9 @@ class Planner:
                 with stand_ins(count) as (args, kwargs):
                     return self._capture(model, args, kwargs, asked, open_dims)
 
-            return prepared_of(asked.captures.captured(count, asked.shapes(count), capture))
+            found = asked.captures.captured(count, asked.shapes(count), capture)
+            differentiable = frozenset(name for i, name in enumerate(found.inputs) if i in asked.differentiable)
+            return prepared_of(replace(found, differentiable=differentiable))
 
         _refuse_unlike_models(lambda: captured(1 if keeps_open else micro_batches or 1))
         if micro_batches is None and asked.fixed is not None:

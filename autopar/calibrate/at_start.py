@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from autopar import _torch
 from autopar.calibrate.devices import Effort, find_device
 from autopar.calibrate.fit import RINGS, fit_link
 from autopar.calibrate.measure import LAYERS, KernelCount, Message, collective_run, layer
@@ -92,7 +93,8 @@ def _measured(hardware: Hardware, team: Team, group: dist.ProcessGroup, file: Pa
 
 def _op_seconds(team: Team) -> float:
     """Seconds of an op of a training step, autograd and Python included, with hardly any work in it."""
-    run = layer(team.device.device, width=8)
+    with _torch.forked_random_state([team.device.device]):  # a script that has set a seed may draw from it next
+        run = layer(team.device.device, width=8)
     run()
     with KernelCount() as count:
         run()

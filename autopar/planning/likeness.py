@@ -33,7 +33,7 @@ def likeness_of_model(found: Prepared | Exception) -> Mapping[str, Sequence[str]
     model = ["no graph"]
     if isinstance(found, Prepared):
         captured = found.captured
-        model = [captured.fingerprint, _text_hash(captured.frozen)]
+        model = [captured.fingerprint, _text_hash(captured.frozen), _text_hash(captured.differentiable)]
     return {
         "environment": [f"{name}={os.environ.get(name, '')}" for name in _VARIABLES],
         "settings of torch": [f"{name} {value}" for name, value in _torch.switches().items()],
@@ -55,4 +55,5 @@ def model_lines(found: Prepared | Exception) -> list[str]:
     ]
     formats = [f"parameter {name} of {dtype}" for name, dtype in captured.stored.items()]
     frozen = [f"parameter {name} without a gradient" for name in sorted(captured.frozen)]
-    return ["a graph of it", *edges, *formats, *(f"op {op.name}" for op in graph.ops), *frozen]
+    inputs = [f"input {captured.inputs[name]} with a gradient" for name in sorted(captured.differentiable)]
+    return ["a graph of it", *edges, *formats, *(f"op {op.name}" for op in graph.ops), *frozen, *inputs]

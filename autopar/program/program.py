@@ -102,6 +102,7 @@ class Program:
         mutated: output position -> name of the buffer that the output updates; such outputs come first.
         tied: further names of tied parameters -> their first name.
         frozen: parameters that require no gradient.
+        differentiable: inputs to which gradients flow.
         is_step: whether the last output is the loss; those before it are the step's extra results.
         has_more: whether the model returned the loss of a step among other things, as those of transformers do.
         received: tensors that the previous stage sends.
@@ -138,6 +139,7 @@ class Program:
     extras: tuple[Extra, ...] = ()
     slices: Mapping[str, SavedSlice] = field(default_factory=dict)
     shares: tuple[TensorSpec, ...] = ()
+    differentiable: frozenset[str] = frozenset()
 
     @cached_property
     def has_lone_calls(self) -> bool:
@@ -215,6 +217,7 @@ def build_program(captured: Captured, analysis: Analysis, plan: Plan, batch: Bat
         objective=objective,
         extras=extras,
         shares=tuple(specs.without_dims(*share) for share in shares),
+        differentiable=frozenset(captured.inputs[name] for name in captured.differentiable),
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autopar.api.machine import hardware_of
+from autopar.api.machine import hardware_of, measured_hardware
 from autopar.calibrate.at_start import measured_at_start
 from autopar.cost_model import CPU_GLOO, Hardware
 from tests.runtime.gloo_ranks import Ranks, equal_on_all, kept_ranks
@@ -18,7 +18,9 @@ from tests.runtime.gloo_ranks import Ranks, equal_on_all, kept_ranks
 def measured(folder: Path) -> tuple[Hardware, bool, str]:
     """The figures of a start, whether a second one finds them, and the note."""
     start = time.perf_counter()
-    found, (note,) = hardware_of(None, torch.device("cpu"), measures=True, folder=folder)
+    state = torch.get_rng_state()
+    found, (note,) = measured_hardware(CPU_GLOO, folder)
+    assert torch.equal(state, torch.get_rng_state()), "a model that is made next has the weights of its seed"
     assert time.perf_counter() - start < 30, "a second, on a machine that does nothing else"
     return found, measured_at_start(CPU_GLOO, folder) is found, note
 

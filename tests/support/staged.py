@@ -83,7 +83,9 @@ def _clean_up(module: fx.GraphModule) -> None:
 
 def _prepared_of(captured: Captured) -> Prepared:
     known = _COPIES.get(captured.module)
-    return prepared_of(captured) if known is None else replace(known, captured=captured)
+    if known is None or known.captured.differentiable != captured.differentiable:
+        return prepared_of(captured)
+    return replace(known, captured=captured)
 
 
 _PLAIN = (str, int, float, bool, type(None))

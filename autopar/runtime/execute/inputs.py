@@ -90,10 +90,17 @@ class Arguments:
             return ""
         return digest_of(x for x in self.tensors if not isinstance(x, DTensor))
 
+    @property
+    def differentiable(self) -> frozenset[int]:
+        """Positions of the tensors to which a gradient is to flow."""
+        return frozenset(i for i, x in enumerate(self.tensors) if x.requires_grad and torch.is_grad_enabled())
+
     def of_shapes(self, shapes: Sequence[Shape]) -> Arguments:
         """The same inputs with tensors of these shapes; other shapes than its own have no values."""
         tensors = [
-            x if tuple(x.shape) == shape else torch.empty(shape, dtype=x.dtype, device="meta")
+            x
+            if tuple(x.shape) == shape
+            else torch.empty(shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
             for x, shape in zip(self.tensors, shapes, strict=True)
         ]
         return replace(self, tensors=tuple(tensors))
@@ -111,6 +118,29 @@ class Arguments:
             and _typed(self.literals) == _typed(program.literals)
             and [x.dtype for x in self.tensors] == [s.dtype for s in program.inputs]
         )
+
+    def gets_gradients(self, program: Program) -> bool:
+        """Whether the program gives a gradient to every tensor that asks for one; a step refuses to."""
+        return program.is_step or all(program.inputs[i].name in program.differentiable for i in self.differentiable)
+
+    def with_gradients_of_own_loss(self, wholes: Sequence[Shape]) -> Arguments:
+        """The same inputs, where a part's gradient is that of this rank's loss: see [Note: a loss outside].
+
+        Args:
+            wholes: the shapes of the whole batch.
+        """
+        tensors = list(self.tensors)
+        for i in self.differentiable - self.whole:
+            parts = math.prod(wholes[i]) // max(tensors[i].numel(), 1)
+            tensors[i] = _multiplied(tensors[i], parts)
+        return replace(self, tensors=tuple(tensors))
+
+
+def _multiplied(x: Tensor, factor: int) -> Tensor:
+    """The same values, whose gradient is multiplied on its way back."""
+    own = x.view_as(x)
+    own.register_hook(lambda gradient: gradient * factor)
+    return own
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:
@@ -254,11 +284,11 @@ def cut_inputs(program: Program, arguments: Arguments, micro_batches: int, world
 
     Where whole tensors were given as well as parts, such as results of `model(...)`, parts of a batch of several
     micro-batches are gathered: micro-batch i of a whole tensor has rows of all ranks in turn, and of a part those of
-    this rank.
+    this rank. A forward's inputs are differentiable, if they were given so.
 
     Raises StepError for a tensor of another shape, and for one whose gradient would be lost.
     """
-    if program.is_step or torch.is_grad_enabled():
+    if program.is_step:
         _refuse_gradients(program, arguments)
     tensors, parts = list(arguments.tensors), part_shapes(program, micro_batches)
     if micro_batches > 1 and _is_mixture(program, arguments, micro_batches):
@@ -295,9 +325,9 @@ def _refuse_gradients(program: Program, arguments: Arguments) -> None:
     for spec, x in zip(program.inputs, arguments.tensors, strict=True):
         if x.requires_grad:
             raise StepError(
-                f"Input {spec.name!r} requires a gradient, but gradients flow only to parameters. Give "
-                "x.detach(), or make what computes it part of the model that is compiled (docs/training.md, several "
-                'losses). torch.compile(model, backend="autopar") gives inputs gradients, also for a penalty of them.'
+                f"Input {spec.name!r} requires a gradient, but a step's gradients flow only to parameters. Give "
+                "x.detach(), or compute the loss outside of the model, which then returns what the loss is computed "
+                "of: model(x) and loss.backward() give its inputs gradients, too (docs/training.md)."
             )
 
 
@@ -305,11 +335,17 @@ def _cut_input(spec: TensorSpec, x: Tensor, part: Shape, micro_batches: int, wor
     whole = whole_shape(spec, micro_batches)
     if tuple(x.shape) not in (whole, part):
         raise _wrong_shape(spec, x, whole, part, micro_batches)
+    takes_gradient = x.requires_grad and torch.is_grad_enabled()  # refused in a step
     if isinstance(x, DTensor):
         if micro_batches == 1 and x.device_mesh == world.device_mesh:
-            return [local_part(x, spec, world).contiguous()]
+            own = local_part(x, spec, world).contiguous()
+            return [own if takes_gradient else own.detach()]
         x = x.full_tensor()
     is_whole = tuple(x.shape) == whole
+    if takes_gradient:
+        source = (R,) * len(spec.layout) if is_whole else spec.layout
+        hops = route(spec.dims, source, spec.layout, world.mesh, rank=world.rank)
+        return [travel(x.to(world.device), hops, world).contiguous()]
     cuts = micro_batches > 1 and x.ndim
     pieces = x.chunk(micro_batches) if cuts else [x] * micro_batches
     if is_whole:

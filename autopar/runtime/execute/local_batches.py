@@ -61,9 +61,12 @@ def _is_cut_alike(program: Program, arguments: Arguments, micro_batches: int) ->
 
 
 def _gathered(x: Tensor, world: World) -> Tensor:
-    """The rows of all ranks, in the order of the ranks."""
-    own = x.detach().to(world.device).contiguous()
+    """The rows of all ranks, in the order of the ranks; differentiable in this rank's own."""
+    given = x.to(world.device)
+    own = given.detach().contiguous()
     as_bytes = own.view(torch.uint8) if own.dtype == torch.bool else own  # Gloo has no bool
     parts = [torch.empty_like(as_bytes) for _ in range(world.ranks)]
     dist.all_gather(parts, as_bytes, group=world.everyone)
+    if x.requires_grad:
+        parts[dist.get_rank(world.everyone)] = given
     return torch.cat(parts).view(own.dtype)

@@ -8,6 +8,9 @@ means follows from the layout in which the output was handed out, axis by axis:
 
 So the gradient of an output in S is divided by the number of parts, and one in R is compared between the ranks: where
 ranks compute different losses of one output, there is no loss of which the gradients would be.
+
+The gradient of an input is that of the loss of a step. That of a part that a rank gave, where outputs are parts, is
+multiplied by their number, which makes it that of the rank's own loss: outputs of one model may be inputs of another.
 """
 
 from __future__ import annotations
@@ -164,12 +167,12 @@ def as_dtensor(x: Tensor, spec: TensorSpec, world: World) -> Tensor:
 
 
 def local_part(x: DTensor, spec: TensorSpec, world: World) -> Tensor:
-    """This rank's part of an input that came as a DTensor on the same mesh, in the layout that the program takes.
+    """This rank's part of an input that came as a DTensor on the same mesh, differentiably, in the program's layout.
 
     Nothing is communicated if the DTensor already has this layout.
     """
     target = _nameable(spec, world.mesh)
-    local = x.redistribute(placements=placements(target, world.mesh)).to_local().detach()
+    local = x.redistribute(placements=placements(target, world.mesh)).to_local()
     return travel(local, route(spec.dims, target, spec.layout, world.mesh, rank=world.rank), world)
 
 

@@ -156,6 +156,7 @@ class ModulePrograms:
             shapes=lambda count: shapes_of(first_micro_batch(arguments, count)),
             captures=captures,
             numbers=self._recaptures.numbers,
+            differentiable=frozenset() if is_step else arguments.differentiable,
         )
 
     def prepare(self, arguments: Arguments, *, is_step: bool) -> None:

@@ -127,6 +127,8 @@ class ModuleRuns:
     def forward(self, ready: ReadyProgram, arguments: Arguments, outputs: Outputs) -> Any:
         """The results of a program's forward, as `outputs` asks."""
         bound = ready.bound
+        if outputs == "local":
+            arguments = arguments.with_gradients_of_own_loss(ready.shapes)
         arguments = self._as_cut(ready, arguments)
         inputs = cut_inputs(bound.program, arguments, ready.count, bound.world)[0]
         self.scaler.warn_of_forward()

@@ -79,6 +79,7 @@ class ProgramRequest:
         shapes: function from a number of micro-batches to the shapes of the tensors in one of them.
         captures: captures of the model in its present state.
         numbers: places of the Python numbers that are to be inputs where they can be.
+        differentiable: positions of the tensors among the inputs to which gradients are to flow.
     """
 
     is_step: bool
@@ -87,6 +88,7 @@ class ProgramRequest:
     shapes: Callable[[int], Shapes]
     captures: Captures
     numbers: Sequence[Place] = ()
+    differentiable: frozenset[int] = frozenset()
 
 
 class ProgramBuilder(Protocol):

@@ -95,6 +95,9 @@ class ProgramCache:
 
     def fitting(self, arguments: Arguments, *, is_step: bool) -> list[ReadyProgram]:
         """The programs that take such arguments, of any sizes."""
+        return [r for r in self._of_kind(arguments, is_step=is_step) if arguments.gets_gradients(r.bound.program)]
+
+    def _of_kind(self, arguments: Arguments, *, is_step: bool) -> list[ReadyProgram]:
         return [r for r in self.ready[is_step] if arguments.fits(r.bound.program)]
 
     def fit_for(self, arguments: Arguments, state: tuple[object, ...], *, is_step: bool) -> ReadyProgram | None:
@@ -105,7 +108,7 @@ class ProgramCache:
 
     def captures(self, arguments: Arguments, state: tuple[object, ...], *, is_step: bool) -> Captures:
         """The captures of the model as it is now, for such arguments of any sizes; new ones where it has changed."""
-        known = reversed(self.fitting(arguments, is_step=is_step))
+        known = reversed(self._of_kind(arguments, is_step=is_step))  # whatever gets gradients
         found = (r.captures for r in known if r.state == state and r.holds())
         return next(found, None) or Captures()
 

@@ -32,7 +32,7 @@ from autopar.runtime.parameters.shared import ChangedBuffers, SharedParameters
 from autopar.runtime.parameters.weight_stashing import HeldOptimizer, StageVersions
 from autopar.runtime.pipeline.split_backward import SplitBackward, WholeBackward
 from autopar.runtime.pipeline.stage_actions import StageActions, StageRun, greet
-from autopar.runtime.pipeline.stage_forward import Boundary, delivered_from, first_token, received, sent
+from autopar.runtime.pipeline.stage_forward import Boundary, delivered_from, entered, first_token, received, sent
 from autopar.runtime.ranks.world import Pipe
 
 _SEED_STEP = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: multiples of it lie far apart
@@ -261,11 +261,11 @@ class BoundPipeline:
         """
         if torch.is_grad_enabled():
             self._shared.refuse_backward(self._used)
-        self._begin([inputs])
         results: list[Tensor] = []
         own: dict[int, Tensor] = {}
         with self._naming_failures():
-            token = first_token(self._trained(), self.world.device)
+            token, entering = entered(first_token(self._trained(), self.world.device), inputs, self._pipe)
+            self._begin([entering])
             for number in range(self._pipeline.stages):
                 token, results = self._pass(number, token, results, own)
             found = self._everywhere(token, own)

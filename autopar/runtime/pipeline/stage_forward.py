@@ -4,11 +4,11 @@
 which every rank calls, runs the stages of all ranks in order, whatever the loss uses, each rank has a scalar, the
 token, that everything it sends and receives depends on:
 
-    the trained parameters -> token -> received from stage n-1 -> token -> sent to stage n+1 -> token -> the results
+    parameters and inputs -> token -> received from stage n-1 -> token -> sent to stage n+1 -> token -> the results
 
 Backward follows it from the results: a rank waits for the gradients of what it sent, runs its stage, and sends the
-gradients of what it received. The chain begins at the parameters, so that `torch.autograd.grad` of any of them runs
-all of it.
+gradients of what it received. The chain begins at the trained parameters and at the inputs that require a gradient, so
+that `torch.autograd.grad` of any of them runs all of it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.errors import StepError
+from autopar.ops.collectives import naming_failures
 from autopar.program.program import Wire
 from autopar.runtime.ranks.world import Pipe, World
 
@@ -90,6 +91,16 @@ def first_token(parameters: Sequence[Tensor], device: torch.device) -> Tensor:
     return token if token.requires_grad else token.requires_grad_(torch.is_grad_enabled())
 
 
+def entered(token: Tensor, inputs: Sequence[Tensor], pipe: Pipe) -> tuple[Tensor, list[Tensor]]:
+    """Inputs whose gradients are summed over the stages; the token after that, so that all ranks sum together."""
+    trained = [i for i, x in enumerate(inputs) if x.requires_grad]
+    if not trained or not torch.is_grad_enabled():
+        return token, list(inputs)
+    token, *entering = _Enter.apply(pipe, token, *(inputs[i] for i in trained))
+    found = dict(zip(trained, entering, strict=True))
+    return token, [found.get(i, x) for i, x in enumerate(inputs)]
+
+
 def sent(boundary: Boundary, token: Tensor, tensors: Sequence[Tensor]) -> Tensor:
     """Sends a stage's results to the next stage; returns the token after that."""
     result: Tensor = _Send.apply(boundary, token, *tensors)
@@ -124,6 +135,23 @@ class _Begin(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[None, ...]:
         return (None,) * (ctx.count + 1)
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, pipe: Pipe, token: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.pipe = pipe
+        return torch.zeros_like(token), *(x.view_as(x) for x in inputs)
+
+    @staticmethod
+    @torch.compiler.disable  # [Note: backward inside forward]
+    def backward(ctx: Any, token: Tensor, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivative()
+        totals = [x.clone(memory_format=torch.contiguous_format) for x in gradients]
+        for total in totals:
+            with naming_failures("all_reduce", ctx.pipe.group_name):
+                dist.all_reduce(total, group=ctx.pipe.group)
+        return None, torch.zeros_like(token), *totals
 
 
 class _Send(torch.autograd.Function):
