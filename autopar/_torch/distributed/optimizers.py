@@ -23,7 +23,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from autopar._torch.distributed.dtensors import dtensor
-from autopar._torch.distributed.owned import follow_assigned_data
+from autopar._torch.distributed.owned import copy_parts_of_buffers, cut_like, follow_assigned_data
 from autopar._torch.muon import by_owners
 
 Owns = Callable[[Tensor], bool]
@@ -48,6 +48,7 @@ def update_by_shards(owns: Owns) -> Callable[[], None]:
 def _owners() -> list[Owns]:
     """The registered `owns` functions; the first call replaces the update functions of torch."""
     follow_assigned_data(_is_owned)
+    copy_parts_of_buffers()
     for name in _ENTRY_BY_ENTRY:
         module = importlib.import_module(f"torch.optim.{name}")
         setattr(module, name, _by_shards(getattr(module, name)))
@@ -113,6 +114,24 @@ def _lies_as(x: Tensor | None, parameter: Tensor) -> bool:
     if x is None or isinstance(x, DTensor):
         return x is None
     return x.ndim == 0 or not isinstance(parameter, DTensor)
+
+
+def cut_loaded_states(optimizer: torch.optim.Optimizer, owns: Owns) -> None:
+    """Cuts states that were loaded as whole tensors as their parameters lie, if `owns` returns True for these.
+
+    A state dict is loaded as a whole, so that one parameter shows whether there is anything to cut.
+    """
+    for parameter, state in optimizer.state.items():
+        if not isinstance(parameter, DTensor) or not parameter.ndim or not owns(parameter):
+            continue
+        whole = [k for k, x in state.items() if _is_whole(x, parameter)]
+        if not whole:
+            return
+        state.update({k: cut_like(state[k], parameter) for k in whole})
+
+
+def _is_whole(x: Any, parameter: Tensor) -> bool:
+    return isinstance(x, Tensor) and not isinstance(x, DTensor) and x.shape == parameter.shape
 
 
 def _shard(x: Tensor | None) -> Tensor | None:

@@ -196,6 +196,23 @@ def copied(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format).copy_(x)
 
 
+def copy_parts_of_buffers() -> None:
+    """Makes `copy.deepcopy` copy a DTensor over a part of a buffer, such as a gradient, which torch (2.13) cannot.
+
+    Of what one rank owns torch would make a shard.
+    """
+    of_torch: Any = DTensor.__deepcopy__
+
+    def copy(x: DTensor, memo: dict[int, Any]) -> Any:
+        is_odd = x._local_tensor.storage_offset() or any(isinstance(each, Owned) for each in x.placements)
+        if isinstance(x, torch.nn.Parameter) or not x.is_leaf or not is_odd:
+            return of_torch(x, memo)
+        with torch.no_grad():
+            return memo.setdefault(id(x), copied(x))
+
+    DTensor.__deepcopy__ = copy  # type: ignore[method-assign, assignment]
+
+
 def owned_as(x: Tensor, present: Tensor) -> Tensor:
     """The same memory with the owners of another tensor of its shape, where an operator such as `clone` lost them."""
     if not isinstance(x, DTensor) or not isinstance(present, DTensor) or x.shape != present.shape:

@@ -102,8 +102,9 @@ class Adoption:
         return self.pipe.group if not held or any(map(self._owns, held)) else None
 
     def follow(self, optimizer: Optimizer, *_: Any) -> None:
-        """Replaces old parameters in an optimizer by their registered successors."""
+        """Replaces old parameters in an optimizer by their registered successors, and cuts states that were loaded."""
         _replace_parameters(optimizer, self._successors)
+        _torch.cut_loaded_states(optimizer, self._owns)
 
 
 def adopt(

@@ -76,7 +76,8 @@ def say_of_one_stage(absent: int, *, has_said: bool) -> bool:
         return has_said
     warn_together(
         f"model.parameters() gives the parameters of this rank's pipeline stages; {absent} more are on other ranks. "
-        "An optimizer needs no others, but a norm, a sum or a penalty over them covers only this stage. "
+        "An optimizer needs no others, but a norm, a sum or a penalty over them covers only this stage, and zip() with "
+        "the parameters of another model pairs the wrong ones. "
         "model.clip_grad_norm_(math.inf) returns the norm of all gradients.",
         stacklevel=depth,
     )
@@ -123,12 +124,7 @@ class RankState(OrderedDict[str, Any]):
 
     __copy__ = copy
 
-    @torch.no_grad()
     def __deepcopy__(self, memo: dict[int, Any]) -> RankState:
-        for x in self.values():
-            # torch cannot copy a DTensor over a part of a buffer.
-            if isinstance(x, DTensor) and not isinstance(x, nn.Parameter):
-                memo[id(x)] = _torch.copied(x)
         return self.with_entries(deepcopy(dict(self), memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -263,3 +263,16 @@ def test_a_fused_update_of_columns_leaves_their_neighbours_alone():
         )
     assert torch.equal(part, alone.detach())
     assert torch.equal(whole[:, 2:], others)
+
+
+def test_states_that_were_loaded_whole_lie_as_their_parameters(own: list[nn.Parameter]) -> None:
+    parameters, others = own[:2], copy.deepcopy(own)[:2]
+    optimizer, reference = optim.Adam(parameters), optim.Adam(others)
+    for each in (optimizer, reference):
+        step(each, 0)
+    plain = {k: {n: _torch.local_tensor(x) for n, x in s.items()} for k, s in optimizer.state_dict()["state"].items()}
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": plain})
+    _torch.cut_loaded_states(optimizer, lambda _: True)
+    for each in (optimizer, reference):
+        step(each, 1)
+    assert bits(optimizer) == bits(reference)

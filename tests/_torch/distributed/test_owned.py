@@ -1,5 +1,6 @@
 """`Owned`, the placement of a DTensor that one rank has, on a world of one rank."""
 
+import copy
 import pickle
 
 import pytest
@@ -75,3 +76,12 @@ def test_a_whole_tensor_is_cut_without_sending(parameter):
     cut = _torch.cut_like(whole, owned(parameter, 0))
     assert isinstance(cut, DTensor) and _torch.local_tensor(cut).equal(whole)
     assert _torch.cut_like(whole, parameter).full_tensor().equal(whole)
+
+
+def test_what_lies_in_a_buffer_or_has_an_owner_is_copied_deeply(parameter):
+    _torch.update_by_shards(lambda _: False)()
+    inside = _torch.dtensor(torch.arange(8.0)[4:], parameter.device_mesh, [Shard(0)], (4,))
+    for x in (inside, owned(parameter, 0)):
+        found = copy.deepcopy([x, x])
+        assert found[0] is found[1] is not x and type(found[0].placements[0]) is type(x.placements[0])
+        assert _torch.local_tensor(found[0]).tolist() == _torch.local_tensor(x).tolist()
