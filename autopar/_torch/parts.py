@@ -27,8 +27,9 @@ _OF_STAGE_STATE = "is_entry_of_one_stage"  # an attribute of those that `as_entr
 def refuse_parts(kind_of: KindOf) -> Callable[[], None]:
     """Makes `torch.save`, and norms and vectors of `torch.nn.utils`, raise StepError where they see a part.
 
-    So do `float(x)` and `x.item()` of a sum or norm of shards. Whole tensors are pickled as plain ones. What is refused
-    leaves the file of an earlier `torch.save` as it is.
+    So do `float(x)` and `x.item()` of a sum or norm of shards, and numbers of one stage's parameters that are read,
+    added up or stacked. A number of parameters that is added to a loss of plain tensors becomes a plain one. Whole
+    tensors are pickled as plain ones. What is refused leaves the file of an earlier `torch.save` as it is.
 
     Args:
         kind_of: function that says whether a DTensor is of a model, and whether of one pipeline stage.
@@ -46,6 +47,9 @@ def _kinds() -> list[KindOf]:
     DTensor.full_tensor = _of_model(DTensor.full_tensor)  # type: ignore[method-assign]
     for name in ("item", "tolist", "__float__", "__int__", "__bool__"):
         setattr(DTensor, name, _of_sum(getattr(DTensor, name)))
+    for name in ("__add__", "__radd__", "__sub__", "__rsub__"):
+        setattr(DTensor, name, _of_numbers(getattr(DTensor, name)))
+    torch.stack = _of_stage_numbers(torch.stack)
     files: Any = serialization
     files._open_zipfile_writer = _opened_late(files._open_zipfile_writer)
     clip_grad._get_total_norm = _of_whole(clip_grad._get_total_norm)
@@ -83,11 +87,60 @@ def as_entry_of_stage(x: Any) -> Any:
     return x
 
 
+def _is_stage_number(x: Any) -> bool:
+    """Whether a tensor is a number that was made of parameters or gradients of one pipeline stage."""
+    return isinstance(x, DTensor) and x.ndim == 0 and not isinstance(x, nn.Parameter) and _kind(x) == "stage"
+
+
+def _refuse_stage_number(x: Any) -> None:
+    if _is_stage_number(x):
+        raise StepError(
+            "A number is made of parameters or gradients of this rank's pipeline stages only (a norm, a penalty): "
+            "other ranks have those of the other stages, and would get another number. model.clip_grad_norm_(math.inf) "
+            "returns the norm of all gradients, p.full_tensor().norm() is of one parameter; for others take a recipe "
+            "without stages, such as autopar.compile(model, recipe='zero3')."
+        )
+
+
+def _of_numbers(combine: Callable[[Tensor, Any], Any]) -> Callable[[Tensor, Any], Any]:
+    """A sum or difference that takes a number of DTensors to a loss of plain tensors, and refuses those of one stage.
+
+    torch adds the two, and fails in backward: the gradient of the plain loss would be a DTensor.
+    """
+
+    @functools.wraps(combine)
+    def checked(x: Tensor, other: Any) -> Any:
+        if not isinstance(other, Tensor) or x.ndim or other.ndim or torch.compiler.is_compiling():
+            return combine(x, other)
+        if isinstance(other, DTensor):
+            if _is_stage_number(other):
+                _refuse_stage_number(x)
+        elif other.requires_grad and isinstance(x, DTensor) and _kind(x):
+            _refuse_stage_number(x)
+            return combine(x.full_tensor(), other)
+        return combine(x, other)
+
+    return checked
+
+
+def _of_stage_numbers(stack: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`torch.stack` that refuses numbers of one stage's parameters."""
+
+    @functools.wraps(stack)
+    def checked(tensors: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if isinstance(tensors, (list, tuple)) and len(tensors) > 1 and isinstance(tensors[0], DTensor):
+            _refuse_stage_number(tensors[0])
+        return stack(tensors, *args, **kwargs)
+
+    return checked
+
+
 def _of_model(full_tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`DTensor.full_tensor` that raises StepError for an entry of one stage's state dict."""
+    """`DTensor.full_tensor` that raises StepError for an entry of one stage's state dict, and for a stage's number."""
 
     @functools.wraps(full_tensor)
     def checked(x: DTensor, **options: Any) -> Tensor:
+        _refuse_stage_number(x)
         if getattr(x, _OF_STAGE_STATE, False):
             raise StepError(
                 "full_tensor() is called on an entry of a state dict that has the parameters of this rank's pipeline "
@@ -105,6 +158,7 @@ def _of_sum(read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
 
     @functools.wraps(read)
     def checked(x: Tensor) -> Any:
+        _refuse_stage_number(x)
         if isinstance(x, DTensor) and _has_terms(x):
             raise StepError(
                 f"{read.__name__}() reads a {list(x.placements)} of parameters or gradients in shards, of which this "

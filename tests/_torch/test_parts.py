@@ -72,3 +72,30 @@ def test_one_term_of_a_sum_is_not_read_as_the_sum(parameter, monkeypatch):
         with pytest.raises(StepError, match=r"\.full_tensor\(\) before it, on all ranks"):
             read(parameter.norm())
     assert float(parameter.norm().full_tensor()) == pytest.approx(14**0.5)
+
+
+def test_a_number_of_one_stage_is_not_added_stacked_or_read(parameter):
+    end = _torch.refuse_parts(lambda _: "stage")
+    loss = torch.ones((), requires_grad=True)
+    for take in (
+        lambda: sum(x.norm() for x in (parameter, parameter)),
+        lambda: torch.stack([parameter.norm(), parameter.norm()]),
+        lambda: loss + parameter.square().sum(),
+        lambda: float(parameter.norm()),
+        lambda: parameter.norm().full_tensor(),
+    ):
+        with pytest.raises(StepError, match=r"this rank's pipeline stages only.*recipe='zero3'"):
+            take()
+    assert (parameter * parameter.norm()).shape == parameter.shape  # as an optimizer does with each of its own
+    end()
+    assert torch.stack([parameter.norm(), parameter.norm()]).shape == (2,)
+
+
+def test_a_penalty_of_parameters_is_added_to_a_plain_loss(parameter):
+    end = _torch.refuse_parts(lambda _: "model")
+    plain = torch.tensor(2.0, requires_grad=True)
+    loss = torch.nn.functional.smooth_l1_loss(plain, torch.zeros(())) + parameter.square().sum() * 0.5
+    loss.backward()
+    assert type(loss) is torch.Tensor and loss.item() == 1.5 + (1 + 4 + 9) / 2
+    assert plain.grad.item() == 1.0 and parameter.grad.full_tensor().tolist() == [0, 1, 2, 3]
+    end()

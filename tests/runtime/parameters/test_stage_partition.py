@@ -173,7 +173,7 @@ def averaged(options: dict[str, Any]) -> tuple[str, list[float]]:
             p.mul_(3)
     mean.update_parameters(made)
     pairs = zip(mean.module.parameters(), before, strict=True)
-    return str(refused.value), [(p - q * 2).abs().max().full_tensor().item() for p, q in pairs]  # type: ignore[attr-defined]
+    return str(refused.value), [(p - q * 2).full_tensor().abs().max().item() for p, q in pairs]  # type: ignore[attr-defined]
 
 
 def test_a_model_in_shards_is_averaged_by_its_original(two_ranks: Ranks) -> None:
