@@ -96,3 +96,15 @@ def penalized(way: str) -> tuple[float, str]:
 def test_a_gradient_penalty_is_that_of_one_process_or_refused_through_stages(two_ranks: Ranks, way: str) -> None:
     off, refused = equal_on_all(two_ranks.run(penalized, way))
     assert off < 1e-14 and ("create_graph=True" in refused) == (way == "pp")
+
+
+@captured_once()
+def read_through_stages() -> float:
+    """The distance of a loss of DTensors through stages, which all ranks have, from that of one process."""
+    (x, _), *_ = batches(1)
+    made = autopar.compile(models()[0], mesh={"pp": 2}, outputs="dtensor")
+    return abs(made(x).square().mean().item() - models()[0](x).square().mean().item())
+
+
+def test_a_number_of_results_through_stages_is_not_one_stages(two_ranks: Ranks) -> None:
+    assert max(two_ranks.run(read_through_stages)) < 1e-14

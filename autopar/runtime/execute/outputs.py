@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.errors import StepError
 from autopar.ir import Layout, Mesh, R, cuts_chunks, uneven_axes
@@ -156,10 +156,14 @@ def as_dtensor(x: Tensor, spec: TensorSpec, world: World) -> Tensor:
         return x
     target = _nameable(spec, world.mesh)
     x = travel(x, route(spec.dims, spec.layout, target, world.mesh, rank=world.rank), world)
+    mesh, at = world.device_mesh, placements(target, world.mesh)
+    if world.pipe is not None:  # all stages have it, unlike their parameters
+        mesh, along = world.pipe.device_mesh, dict(zip(world.mesh.names, at, strict=True))
+        at = tuple(along.get(name, Replicate()) for name in mesh.mesh_dim_names or ())
     return DTensor.from_local(
         x,
-        world.device_mesh,
-        placements(target, world.mesh),
+        mesh,
+        at,
         run_check=False,
         shape=torch.Size(spec.shape),
         stride=torch.empty(spec.shape, device="meta").stride(),
