@@ -31,7 +31,10 @@ def met(ranks: Ranks, run: Callable[[str, str], Verdict], name: str, door: str) 
         found: list[Verdict] = ranks.run(run, name, door)
     except RankFailed as error:
         return Verdict(f"{name}, {door}", "breaks", str(error))
-    return next((each for each in found if each.word not in SAFE), found[0])
+    unsafe = next((each for each in found if each.word not in SAFE), None)
+    if unsafe is not None:  # some ranks may have gone on alone, and wait for others
+        ranks.stop()
+    return unsafe or found[0]
 
 
 def all_met(
