@@ -46,7 +46,7 @@ def working() -> Iterator[Progress]:
 
 @contextlib.contextmanager
 def _few_collections() -> Iterator[None]:
-    """Rests the collection of old cyclic garbage, of which a search makes little; it took a tenth of the time."""
+    """Rests the collection of old cyclic garbage, of which a search makes little: 0.2 of 8.6 s for llama3-8b."""
     thresholds = gc.get_threshold()
     gc.set_threshold(*thresholds[:2], _NEVER)
     try:
