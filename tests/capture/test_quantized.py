@@ -112,10 +112,11 @@ def test_a_proof_widens_scales_beyond_what_their_constructor_takes():
 
 def test_codes_are_stored_and_gathered_in_their_format():
     plan = autopar.explain(Model(), BATCH, mesh={"dp": 2, "tp": 2}, recipe="dp:zero3,tp:tp").plan
-    for side in ("up", "down"):
-        codes = plan.parameters[f"{side}.parametrizations.weight.original0"]
-        assert codes.storage != codes.resident  # the shards of ZeRO-3 are gathered as codes
-        assert any(state.kind == "S" for state in codes.resident)  # and stay split by tp
+    for side, first in (("up", "floor_divide"), ("down", "floor_divide_1")):
+        by_dp, by_tp = plan.parameters[f"{side}.parametrizations.weight.original0"].resident
+        assert by_dp.kind == by_tp.kind == "S"
+        assert plan.ops[first][0] == "-"  # the op that reads codes has them whole along dp: they are gathered as codes
+        assert plan.ops[first][1] != "-"  # and stay split by tp
 
 
 def test_one_rank_trains_the_adapters_alone():
