@@ -7,8 +7,9 @@ tensors: in a dict of its own, in a list that it made before, one alone.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -57,6 +58,18 @@ def _kinds() -> list[KindOf]:
     of_vectors: Any = convert_parameters
     of_vectors._check_param_device = _of_whole(of_vectors._check_param_device)
     return []
+
+
+@contextlib.contextmanager
+def unchecked() -> Iterator[None]:
+    """Context in which nothing is refused: for functions of torch whose numbers of one stage are shared afterwards."""
+    kinds = _kinds()
+    saved = [*kinds]
+    kinds.clear()
+    try:
+        yield
+    finally:
+        kinds[:] = saved
 
 
 def _kind(x: Any) -> str:

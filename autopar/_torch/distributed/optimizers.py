@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from autopar._torch.distributed.dtensors import dtensor
 from autopar._torch.distributed.owned import copy_parts_of_buffers, cut_like, follow_assigned_data
 from autopar._torch.muon import by_owners
+from autopar._torch.parts import unchecked
 
 Owns = Callable[[Tensor], bool]
 GroupOf = Callable[[torch.optim.Optimizer], dist.ProcessGroup | None]
@@ -178,7 +179,8 @@ def _groups_of() -> list[GroupOf]:
         self: GradScaler, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         groups = [found for of in _groups_of() if (found := of(optimizer)) is not None]
-        own = unscale(self, optimizer, inv_scale, found_inf, allow_fp16)
+        with unchecked():
+            own = unscale(self, optimizer, inv_scale, found_inf, allow_fp16)
         for group in groups:
             overflows = torch.stack([found_inf, *(x.to(found_inf.device) for x in own.values())])
             most = overflows.max()
