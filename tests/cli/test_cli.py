@@ -489,7 +489,7 @@ def test_help_has_an_example(command):
         (["explain", "llama3-9b", "--cluster", "h100"], "llama3-8b"),
         (["explain", "no/such/config.json", "--cluster", "h100"], "no file or directory"),
         (["explain", TARGET], "Say where: --cluster h100x8x16"),
-        (["explain", TARGET, "--mesh", "dp=7", "--recipe", "tp"], "The recipe tp splits nothing along dp=7"),
+        (["explain", TARGET, "--mesh", "dp=264", "--recipe", "tp"], "The recipe tp splits nothing along dp=264"),
         (["explain", TARGET, "--mesh", "dp=2", "--schedule", "1f1b"], "no axis 'pp'"),
         (
             ["explain", TARGET, "--mesh", "pp=2", "--schedule", "1f1b", "--micro-batches", "1"],

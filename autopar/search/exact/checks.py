@@ -12,7 +12,7 @@ from autopar.search.request.recipe_rows import Recipe, Which, is_batch, is_seq
 
 
 def check_axes(graph: Graph, mesh: Mesh, recipes: Sequence[Recipe] = ()) -> None:
-    """Raises MeshError if some axis can split no factor, and divides no dim of any parameter.
+    """Raises MeshError if some axis can split no factor, and no dim of any parameter.
 
     An axis whose recipe leaves all ops to one rank divides nothing, and one whose recipe asks for sharded parameters
     may store them in parts of different sizes.
@@ -33,11 +33,11 @@ def check_axes(graph: Graph, mesh: Mesh, recipes: Sequence[Recipe] = ()) -> None
         if axis not in others and not can_cut and all(found % size for _, found in stored):
             closest = _closest(size, factors or stored)
             remedy = (
-                f"The closest sizes in it are {closest}; choose a size that divides one of them."
+                f"The closest sizes in it are {closest}; choose fewer ranks, or a size that divides one of them."
                 if closest
                 else "None of its sizes is above 1."
             )
-            raise MeshError(f"Axis {axis} has size {size}, but nothing in this model is divisible by it. {remedy}")
+            raise MeshError(f"Axis {axis} has size {size}, but no dim of this model has so many parts. {remedy}")
 
 
 def _closest(size: int, named: Iterable[tuple[str, int]]) -> str:
