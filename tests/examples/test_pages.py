@@ -193,9 +193,9 @@ ELSEWHERE = {  # example -> the test that runs it
     ("coming_from", 0): "",  # of DeepSpeed
     ("coming_from", 1): "tests/examples/test_deepspeed_page.py",
     ("coming_from", 2): "tests/examples/test_deepspeed_page.py",
-    ("packed", 0): "tests/proof/test_packed.py",
     ("pipeline", 0): "tests/program/test_stages.py",
     ("search", 1): "tests/planning/test_stored_plans.py",
+    ("shapes", 5): "tests/proof/test_packed.py",
     ("start", 0): "tests/test_site.py",
     ("training", 0): "tests/examples/test_training_page.py",
     ("training", 1): "tests/examples/test_training_page.py",
