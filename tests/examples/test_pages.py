@@ -152,9 +152,9 @@ CASES = (
     Case("replicas", (2,), prints=1),
     Case("explain", (1,), before=TARGETS),
     Case("training", (3,), prints=4),
-    Case("executors", (1,)),
     Case("rules"),
-    Case("rules", (1,), slow=True),
+    Case("rules", (1,)),
+    Case("rules", (2,), slow=True),
     Case("search", before=SMALL),
     Case("splitting", prints=1, slow=True),
     Case("splitting", (1,), prints=1, slow=True),
@@ -163,7 +163,6 @@ CASES = (
     Case("precision", (4,), prints=1, slow=True),
     Case("explain", slow=True),
     Case("cost_model", slow=True),
-    Case("executors", before=SMALL, ranks=2, slow=True),
     Case("memory", prints=3),
     Case("memory", (1,), slow=True),
     Case("checkpoints", (2, 3), slow=True),
@@ -184,6 +183,7 @@ CASES = (
     Case("frameworks", (3,), before=LIGHTNING, ranks=2, slow=True),
     Case("backend", ranks=4, slow=True),
     Case("backend", (1, 2), ranks=4, slow=True),
+    Case("backend", (3,), before=SMALL, ranks=2, slow=True),
 )
 
 ELSEWHERE = {  # example -> the test that runs it

@@ -15,7 +15,7 @@ from tests.support.kernels import KERNELS, applied
 
 def test_every_row_has_a_stand_in_and_a_line_in_the_docs() -> None:
     assert sorted(KERNELS) == sorted(ROWS)
-    page = (Path(__file__).parents[2] / "docs" / "executors.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "rules.md").read_text()
     for name, row in ROWS.items():
         split = row.partition(" | flops")[0].replace("|", r"\|")
         assert f"| `{name}` | `{split}` |" in page, name
