@@ -4,7 +4,7 @@
 
 A dataclass with such fields, each described under `Attributes:` of its docstring, gives `autopar.compile` and
 `autopar.explain` their keyword arguments, the command line its flags (`autopar.cli.options`), and the docs their table
-(docs/options.md).
+(docs/api.md).
 """
 
 from __future__ import annotations

@@ -30,6 +30,17 @@ def _line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+def between_marks(text: str, begin: str, end: str, lines: Iterable[str]) -> str:
+    """The text of a page with these lines in place of what stands between two marks.
+
+    >>> between_marks("a [ old ] b", "[", "]", ["new"])
+    'a [\\n\\nnew\\n\\n] b'
+    """
+    before, _, rest = text.partition(begin)
+    _, _, after = rest.partition(end)
+    return before + "\n".join([begin, "", *lines, "", end]) + after
+
+
 def plan_words(found: Advice) -> str:
     """A plan in a line: mesh, recipe, schedule, micro-batches and recomputation."""
     plan, pipeline = found.plan, found.plan.pipeline

@@ -74,7 +74,7 @@ def compile(
         device: where this rank computes, such as "cpu" to insist on processors, or "cuda". By default a model that
             lies on an accelerator stays there; under a launcher any other goes to this rank's accelerator, shard by
             shard, if there is one (docs/start.md). Batches may lie anywhere.
-        options: further options by name, such as `micro_batches=4`; docs/options.md and `help(autopar.compile)` list
+        options: further options by name, such as `micro_batches=4`; docs/api.md and `help(autopar.compile)` list
             them.
 
     On one rank, without torchrun:
@@ -166,7 +166,7 @@ def explain(
         mesh: the axes and their sizes; without it they are searched for all ranks of the cluster.
         cluster: a name such as `h100x8x16`, the path of a TOML file, or figures.
         loss_fn: the same as in `compile`.
-        options: `recipe`, `precision` and the further options of a plan by name, as in `compile`; docs/options.md and
+        options: `recipe`, `precision` and the further options of a plan by name, as in `compile`; docs/api.md and
             `help(autopar.explain)` list them. Gradients are priced in the format that they are reduced in, and
             parameters at rest in their own.
 

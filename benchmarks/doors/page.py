@@ -1,4 +1,4 @@
-"""Writes docs/options.md, the list of all options: `python -m benchmarks.doors.page`."""
+"""Writes the list of all options into docs/api.md: `python -m benchmarks.doors.page`."""
 
 from __future__ import annotations
 
@@ -7,25 +7,17 @@ from pathlib import Path
 from autopar.options import table
 from autopar.runtime.execute.settings import RunOptions
 from autopar.search.request.options import PlanOptions
+from benchmarks.tables import between_marks
 
-PAGE = Path(__file__).parents[2] / "docs" / "options.md"
+PAGE = Path(__file__).parents[2] / "docs" / "api.md"
+BEGIN, END = "<!-- options: written by python -m benchmarks.doors.page -->", "<!-- end of options -->"
 
 
 def page() -> str:
     """The page as its text in Markdown."""
-    return f"""# Options
+    lines = ["### Of a plan", "", table(PlanOptions), "", "### Of a run", "", table(RunOptions)]
+    return between_marks(PAGE.read_text(), BEGIN, END, lines)
 
-`autopar.compile(model, **options)` takes all of them by name, `autopar.explain` those of a plan, and the commands
-`explain`, `fit` and `compare` their flags. `help(autopar.compile)` prints the same list.
-
-## Of a plan
-
-{table(PlanOptions)}
-
-## Of a run
-
-{table(RunOptions)}
-"""
 
 
 if __name__ == "__main__":

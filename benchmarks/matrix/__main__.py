@@ -22,7 +22,7 @@ from xml.etree import ElementTree
 
 from autopar.versions import OLDEST_TORCH
 from benchmarks.stored import write_whole
-from benchmarks.tables import markdown_table
+from benchmarks.tables import between_marks, markdown_table
 
 ROOT = Path(__file__).parents[2]
 RESULTS, PAGE = Path(__file__).parent / "results.json", ROOT / "docs" / "supported.md"
@@ -136,10 +136,7 @@ def known() -> list[Result]:
 
 def write_page() -> None:
     """Writes the table of the results into the page, between its two marks."""
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    lines = [BEGIN, "", *table(known()), "", END]
-    PAGE.write_text(before + "\n".join(lines) + after)
+    PAGE.write_text(between_marks(PAGE.read_text(), BEGIN, END, table(known())))
 
 
 def table(results: Iterable[Result]) -> list[str]:
