@@ -53,7 +53,7 @@ def test_the_package_and_the_table_of_versions_say_the_same():
     oldest, newest = (".".join(map(str, each)) for each in (versions.OLDEST_TORCH, versions.NEWEST_TORCH))
     needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     assert f"torch>={oldest}" in needed
-    page = (ROOT / "docs" / "supported.md").read_text()
+    page = (ROOT / "docs" / "start.md").read_text()
     rows = dict(re.findall(r"^\| (torch|highspy) \| ([\d. to]+) \|", page, re.MULTILINE))
     assert rows["torch"] == f"{oldest} to {newest}"
     (solver,) = (each for each in needed if each.startswith("highspy"))

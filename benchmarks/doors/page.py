@@ -19,6 +19,5 @@ def page() -> str:
     return between_marks(PAGE.read_text(), BEGIN, END, lines)
 
 
-
 if __name__ == "__main__":
     PAGE.write_text(page())

@@ -3,7 +3,7 @@
     python -m benchmarks.matrix [ROW ...]     all rows, or those named
 
 Every row has an environment in .venv-matrix (another folder: --environments), which is made where there is none. The
-results are written to benchmarks/matrix/results.json, and as a table into docs/supported.md.
+results are written to benchmarks/matrix/results.json, and as a table into benchmarks/results/matrix.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.stored import write_whole
 from benchmarks.tables import between_marks, markdown_table
 
 ROOT = Path(__file__).parents[2]
-RESULTS, PAGE = Path(__file__).parent / "results.json", ROOT / "docs" / "supported.md"
+RESULTS, PAGE = Path(__file__).parent / "results.json", ROOT / "benchmarks" / "results" / "matrix.md"
 BEGIN, END = "<!-- matrix: written by make matrix -->", "<!-- end of matrix -->"
 
 # Row -> what pip is asked for, torch first and alone: what comes after finds it there.
