@@ -160,7 +160,7 @@ def simulated_share(case: Case, ranks: int) -> float:
 @click.option("--ranks", default=4, help="Number of ranks, each a stage.")
 @click.option("--forward-ms", default=60.0, help="Duration of a forward in milliseconds.")
 def main(ranks: int, forward_ms: float) -> None:
-    """Prints the table of docs/pipeline.md."""
+    """Prints the table of benchmarks/results/versions.md."""
     processes, rows = Ranks(ranks), []
     for case in Case.all_of(ranks):
         found = processes.run(busy, case, forward_ms / 1e3)

@@ -145,7 +145,7 @@ def main() -> None:
 @main.command()
 @click.option("--ranks", default=(2, 4), multiple=True, type=int, help="Numbers of ranks.")
 def exact(ranks: tuple[int, ...]) -> None:
-    """Prints the table of docs/pipeline.md; exits with 1 where an error is 1e-9 or more."""
+    """Prints the table of benchmarks/results/versions.md; exits with 1 where an error is 1e-9 or more."""
     rows = exact_rows(ranks)
     heads = ("ranks", "schedule", "optimizer", "largest relative error of a parameter", "of a loss")
     print("\n".join(markdown_table(heads, rows, text_columns=3)))
