@@ -138,7 +138,7 @@ def main() -> None:
 @main.command()
 @click.option("--ranks", default=(2, 4), multiple=True, type=int, help="Numbers of ranks.")
 def exact(ranks: tuple[int, ...]) -> None:
-    """Prints the first table of docs/replicas.md; exits with 1 where an error is 1e-9 or more."""
+    """Prints the server's errors of benchmarks/results/replicas.md; exits with 1 where an error is 1e-9 or more."""
     rows = exact_rows(ranks)
     heads = ("ranks", "recipe", "optimizer", "ahead at most", "largest relative error")
     print("\n".join(markdown_table(heads, rows, text_columns=3)))
@@ -148,7 +148,7 @@ def exact(ranks: tuple[int, ...]) -> None:
 @main.command()
 @click.option("--steps", default=5 * EXACT_STEPS, help="Number of steps.")
 def waits(steps: int) -> None:
-    """Prints the second table of docs/replicas.md."""
+    """Prints the server's waits of benchmarks/results/replicas.md."""
     ranks = Ranks(RANKS)
     rows = []
     for recipe in WAIT_RECIPES:
@@ -160,7 +160,7 @@ def waits(steps: int) -> None:
 
 @main.command()
 def rows() -> None:
-    """Prints the third table of docs/replicas.md."""
+    """Prints the server's rows of benchmarks/results/replicas.md."""
     ranks, found = Ranks(RANKS), []
     for optimizer in ("sgd", "adagrad", "adamw"):
         (size_bytes, owner), *others = ranks.run(sent_bytes, optimizer, EXACT_STEPS)

@@ -160,7 +160,7 @@ def main() -> None:
 @main.command()
 @click.option("--ranks", default=(2, 4), multiple=True, type=int, help="Numbers of ranks.")
 def exact(ranks: tuple[int, ...]) -> None:
-    """Prints the table of docs/replicas.md; exits with 1 where an error is 1e-9 or more."""
+    """Prints the table of benchmarks/results/replicas.md; exits with 1 where an error is 1e-9 or more."""
     rows = exact_rows(ranks)
     heads = ("ranks", "recipe", "optimizer", "largest relative error", "bytes sent a step, of the parameters'")
     print("\n".join(markdown_table(heads, rows, text_columns=3)))
