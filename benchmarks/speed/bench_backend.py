@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 benchmarks/speed/bench_backend.py [--layers 8 --width 256 --batch 8 --steps 20]
 
 Of each way the median time of a step, and the collectives of one step by name, from the profiler. The
-ways take turns, so that what else the machine does falls on all alike. The table stands in benchmarks/results/backend.md.
+ways take turns, so that what else the machine does falls on all alike. The table stands in
+benchmarks/results/backend.md.
 """
 
 from __future__ import annotations
