@@ -162,7 +162,7 @@ CASES = (
     Case("precision", (3,), prints=1, slow=True),
     Case("precision", (4,), prints=1, slow=True),
     Case("explain", slow=True),
-    Case("cost_model", slow=True),
+    Case("search", (2,), slow=True),
     Case("memory", prints=3),
     Case("memory", (1,), slow=True),
     Case("checkpoints", (2, 3), slow=True),

@@ -59,7 +59,7 @@ class RunOptions:
             `autopar.LossScaling`, by which it changes, or a number that stays. By default the scaling of
             `torch.amp.GradScaler` where `precision` has float16, and none elsewhere (docs/precision.md).
         bucket_bytes: about the size of the message of one collective. By default 25 MiB, or 2 MB for each rank of the
-            mesh's largest axis where that is more, which is what prices take (docs/cost_model.md).
+            mesh's largest axis where that is more, which is what prices take (docs/search.md).
         executor: `eager` runs the plan op by op; `inductor` and `aot_eager` compile the ops between gathers of
             parameters, block by block, with these backends of torch.compile.
 
