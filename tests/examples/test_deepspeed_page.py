@@ -25,8 +25,8 @@ from autopar.search.request.options import PlanOptions
 from autopar.search.request.request import Request
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE = (DOCS / "coming_from.md").read_text()
-PAGES = {name: (DOCS / name).read_text() for name in ("coming_from.md",)}
+TABLES = (DOCS / "coming_from.md").read_text().partition("## DistributedDataParallel")[2]
+PAGE = TABLES.partition("## If you come from DeepSpeed")[2]
 
 
 def _trained_by_torch() -> float:
@@ -97,16 +97,14 @@ OPTIONS = options_of(PlanOptions, RunOptions)
 ELSEWHERE = {"ranks", "options"}  # arguments of `autopar.launch` and of the integrations
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_every_argument_that_a_page_names_exists(name: str) -> None:
-    named = {word for cell in _right(PAGES[name]) for word in re.findall(r"`(\w+)=", cell)}
+def test_every_argument_that_the_tables_name_exists() -> None:
+    named = {word for cell in _right(TABLES) for word in re.findall(r"`(\w+)=", cell)}
     known = {*inspect.signature(autopar.compile).parameters} | {*OPTIONS} | ELSEWHERE
     assert len(named) > 5 and named <= known
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_every_mesh_and_recipe_of_a_page_is_one(name: str) -> None:
-    text = "\n".join(_right(PAGES[name]))
+def test_every_mesh_and_recipe_of_the_tables_is_one() -> None:
+    text = "\n".join(_right(TABLES))
     pairs = re.findall(r"mesh=(\{[^}]*\}), recipe=(\{[^}]*\})", text)
     asked = [
         Request(find_hardware("h100"), mesh=ast.literal_eval(mesh), recipe=ast.literal_eval(recipe))
