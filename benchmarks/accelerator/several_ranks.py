@@ -23,7 +23,7 @@ from tests.runtime.gloo_ranks import RankFailed, Ranks
 from tests.runtime.training import compiled, difference, randomly, single
 
 RANKS = 2
-TOLERANCE = 1e-9  # in float64, for sums in another order; as in tests/runtime/test_random_plans.py
+TOLERANCE = 1e-9  # in float64, for sums in another order; as in tests/runtime/plans/test_random_plans.py
 MODELS = ("mlp", "tied", "normed", "gpt")
 MICRO_BATCHES = 4
 

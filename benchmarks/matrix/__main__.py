@@ -39,10 +39,10 @@ ROWS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
 SLICE: Mapping[str, Sequence[str]] = {
     "private torch": ["tests/_torch"],
     "every schedule, two ranks": ["tests/runtime/pipeline/test_pipeline.py::test_every_schedule"],
-    "every recipe, two ranks": ["tests/runtime/test_recipes.py::test_one_axis"],
+    "every recipe, two ranks": ["tests/runtime/plans/test_recipes.py::test_one_axis"],
     "commands with --json": ["tests/cli/test_stdout.py"],
     "checkpoints": ["tests/runtime/checkpoint/test_checkpoint.py"],
-    "backend": ["tests/runtime/test_backend.py::test_on_two_ranks"],
+    "backend": ["tests/runtime/execute/test_backend.py::test_on_two_ranks"],
 }
 
 

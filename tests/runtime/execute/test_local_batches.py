@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import autopar
 from tests.runtime.gloo_ranks import Ranks, equal_on_all
+from tests.runtime.model.test_shapes import cross_entropy, distance, reader, tokens
 from tests.runtime.models import make
-from tests.runtime.test_shapes import cross_entropy, distance, reader, tokens
 from tests.runtime.training import difference, single, train
 from tests.support.staged import captured_once
 

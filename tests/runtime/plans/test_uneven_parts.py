@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.capture.export import run_with_loss
+from tests.runtime.checkpoint.test_checkpoints import gap, half, in_one_process
 from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.models import make
-from tests.runtime.test_checkpoints import gap, half, in_one_process
 from tests.runtime.training import Step, compiled, difference, full_state, single, train
 from tests.support.staged import captured_once
 

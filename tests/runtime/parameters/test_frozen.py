@@ -14,9 +14,9 @@ from autopar.cost_model.memory import parameter_bytes
 from autopar.cost_model.sizes import Sizes
 from autopar.errors import PeerError, StepError
 from autopar.planning.planning import prepare_step
+from tests.runtime.execute.test_extras import batch
 from tests.runtime.gloo_ranks import Ranks
-from tests.runtime.test_extras import batch
-from tests.runtime.test_own_backward import Losing
+from tests.runtime.model.test_own_backward import Losing
 from tests.support.staged import captured_once
 
 FROZEN = ("table.weight", "first.weight", "first.bias")  # the first stage of two, and more of it

@@ -14,7 +14,7 @@ import autopar
 from autopar.errors import StepError
 from autopar.proof.verdict import nan_last
 from tests.runtime.gloo_ranks import Ranks
-from tests.runtime.test_shapes import cross_entropy, distance, reader, tokens
+from tests.runtime.model.test_shapes import cross_entropy, distance, reader, tokens
 from tests.support.staged import plan_for
 
 pytestmark = pytest.mark.multiprocess

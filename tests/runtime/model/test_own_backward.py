@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.errors import PlanError, StepError
+from tests.runtime.execute.test_extras import Named, OwnLoss, batch, worst
 from tests.runtime.gloo_ranks import Ranks
-from tests.runtime.test_extras import Named, OwnLoss, batch, worst
 from tests.support.staged import captured_once
 from tests.support.tables import often
 
