@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.stored import store, stored
 from benchmarks.tables import markdown_table
 from tests.runtime.gloo_ranks import RankFailed, Ranks
-from tests.support.odd_scripts import SCRIPTS, Verdict, verdict
+from tests.support.odd.odd_scripts import SCRIPTS, Verdict, verdict
 from tests.support.scripts import DOORS
 
 RANKS = 2

@@ -13,7 +13,7 @@ import click
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.parity.odd_scripts import RANKS, SAFE, all_met, table
-from tests.support.odd_scripts import Verdict
+from tests.support.odd.odd_scripts import Verdict
 from tests.support.own_loops import LOOP_DOORS, LOOPS, verdict_of_loop
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autopar.errors import CaptureError
-from tests.support.odd_caches import CACHES, scale
+from tests.support.odd.odd_caches import CACHES, scale
 from tests.support.scripts import by_backend_with_loss, outcome
 
 EQUAL = (

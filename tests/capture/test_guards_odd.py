@@ -17,8 +17,8 @@ from autopar.capture.export import capture_forward
 from autopar.capture.guards.guards import Guard, Guards, Place
 from autopar.capture.guards.structure import Structure
 from autopar.errors import CaptureError
-from tests.support.odd_caches import CACHES
-from tests.support.odd_scripts import HOOKS, SCRIPTS
+from tests.support.odd.odd_caches import CACHES
+from tests.support.odd.odd_scripts import HOOKS, SCRIPTS
 from tests.support.scripts import by_compile, line_of, outcome
 from tests.support.tables import often
 

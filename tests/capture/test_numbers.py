@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import autopar
 from autopar.runtime.model import module_programs
-from tests.support.odd_kinds import Counting
+from tests.support.odd.odd_kinds import Counting
 
 STEPS = 5
 WEIGHT = 1.0  # a global that the loss reads

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from autopar.ir import Graph, Mesh, Plan, split_counts
 from autopar.proof.random_plan import random_plan
 from autopar.proof.subject import Subject
-from tests.support.odd_widths import OddWidths, batch, loss_of
+from tests.support.odd.odd_widths import OddWidths, batch, loss_of
 
 
 class Text(nn.Module):

@@ -8,8 +8,8 @@ from gpt import GPT, GPTConfig, loss_fn
 from torch import Tensor, nn
 
 from tests.support.experts import Routed, routes
-from tests.support.odd_widths import OddWidths, loss_of
-from tests.support.odd_widths import batch as odd_batch
+from tests.support.odd.odd_widths import OddWidths, loss_of
+from tests.support.odd.odd_widths import batch as odd_batch
 
 Batch = tuple[Tensor, ...]
 

@@ -25,7 +25,7 @@ from torch.nn.utils import clip_grad_norm_, parametrizations
 
 import autopar
 from autopar.capture.remedies import remedy_of_operands
-from tests.support.odd_scripts import Verdict
+from tests.support.odd.odd_scripts import Verdict
 
 Ready = Callable[[nn.Module], Any]
 Loop = Callable[[Ready], list[float]]

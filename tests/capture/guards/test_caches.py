@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autopar.errors import CaptureError
-from tests.support.odd_caches import CACHES
+from tests.support.odd.odd_caches import CACHES
 from tests.support.scripts import by_compile, outcome
 from tests.support.tables import often
 

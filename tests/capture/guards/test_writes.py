@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import CaptureError
-from tests.support.odd_kinds import Counting, Noting, Recording
+from tests.support.odd.odd_kinds import Counting, Noting, Recording
 from tests.support.scripts import Script, by_compile, outcome, squares
 
 

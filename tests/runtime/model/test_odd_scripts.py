@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.runtime.gloo_ranks import Ranks
-from tests.support.odd_scripts import verdict
+from tests.support.odd.odd_scripts import verdict
 
 
 @pytest.mark.multiprocess

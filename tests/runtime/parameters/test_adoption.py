@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.models import make
 from tests.runtime.training import compile_mlp
-from tests.support.odd_objects import OBJECTS
+from tests.support.odd.odd_objects import OBJECTS
 from tests.support.scripts import by_compile, outcome
 from tests.support.staged import captured_once
 

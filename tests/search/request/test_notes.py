@@ -15,7 +15,7 @@ from autopar.ir.note import kind_of
 from autopar.planning.planning import Prepared, make_plan, prepare_step
 from autopar.proof.subject import Subject
 from autopar.search.request.request import Request
-from tests.support.odd_widths import VOCABULARY, OddWidths, batch, loss_of
+from tests.support.odd.odd_widths import VOCABULARY, OddWidths, batch, loss_of
 from tests.support.tables import often
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.support.odd_caches import CACHES
-from tests.support.odd_kinds import KINDS
-from tests.support.odd_objects import OBJECTS
-from tests.support.odd_reads import READS
-from tests.support.odd_writes import HOOKS, WRITES
+from tests.support.odd.odd_caches import CACHES
+from tests.support.odd.odd_kinds import KINDS
+from tests.support.odd.odd_objects import OBJECTS
+from tests.support.odd.odd_reads import READS
+from tests.support.odd.odd_writes import HOOKS, WRITES
 from tests.support.scripts import DOORS, outcome
 
 SCRIPTS = {**KINDS, **READS, **WRITES, **HOOKS, **OBJECTS, **CACHES}

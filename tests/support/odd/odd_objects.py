@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.support.odd_reads import Reading
+from tests.support.odd.odd_reads import Reading
 from tests.support.scripts import Scaled, Script, squares
 
 
