@@ -184,7 +184,12 @@ def run_with_loss(
 def _require_targets(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: LossFunction | None
 ) -> None:
-    """Raises StepError for a batch that the model's forward takes as a whole, so that nothing is left for the loss."""
+    """Raises StepError for a batch of which nothing is left for the loss, or which has a target where there is none."""
+    if loss_fn is None and len(args) > 1 and not _takes(model, args, kwargs) and _takes(model, args[:-1], kwargs):
+        raise NoLossError(
+            f"`step` was given {len(args)} arguments, but the model's forward takes {len(args) - 1} of them. If the "
+            "last is a target, name the loss that takes it: autopar.compile(model, loss_fn=...)."
+        )
     count = 0 if loss_fn is None else target_count(loss_fn)
     is_split = len(args) >= count and _takes(model, args[: len(args) - count], kwargs)
     if count == 0 or is_split or not _takes(model, args, kwargs):

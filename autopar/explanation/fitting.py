@@ -12,7 +12,7 @@ from autopar.explanation.answers import Advice
 from autopar.explanation.candidate_rows import name_of
 from autopar.explanation.launch import asked
 from autopar.explanation.remedies import FACTORS, Found, answered, remedies
-from autopar.search.candidates.comparison import best_that_fits, smallest
+from autopar.search.candidates.comparison import smallest
 from autopar.search.candidates.settings import PricedCandidate
 
 Prices = Mapping[str, float]  # device of the catalogue -> price of one device for an hour
@@ -65,6 +65,11 @@ class Fit:
         return self.advice.fits
 
     @property
+    def fits_on_host(self) -> bool:
+        """Whether it does not fit as asked, but with parameters stored on the host."""
+        return not self.fits and any(each.options.endswith("--offload") for each in self.remedies)
+
+    @property
     def margin_bytes(self) -> float:
         """Free bytes of a rank's memory; negative if the plan does not fit."""
         return self.advice.bound_bytes - self.advice.memory_bytes
@@ -82,9 +87,8 @@ def will_it_fit(question: Question, prices: Prices | None = None) -> Fit:
         question: the model and the request.
         prices: price of an hour of one device, by its name in the catalogue, such as `{"h100": 2.5}`.
     """
-    bound, prices = question.bound_bytes, prices or {}
-    best = best_that_fits(question.settings, bound) or smallest(question.settings)
-    advice = question.explain(best)
+    prices = prices or {}
+    best, advice = _as_asked(question)
     question.progress("pricing what one could change")
     larger = list(_larger(question, best))
     fewer = list(_fewer_nodes(question))
@@ -95,6 +99,16 @@ def will_it_fit(question: Question, prices: Prices | None = None) -> Fit:
     listed = [_remedy(each, advice, prices) for each in found]
     ranked = sorted(listed, key=lambda r: (r.money is None, r.money or 0.0, r.slower))
     return Fit(best, advice, tuple(ranked), prices, is_largest=not larger and not fewer)
+
+
+def _as_asked(question: Question) -> tuple[PricedCandidate, Advice]:
+    """The fastest of three settings whose plan fits where their estimates do; else the one with least memory."""
+    fitting = [each for each in question.settings if each.memory_bytes <= question.bound_bytes]
+    for each in fitting[:3]:
+        if (advice := question.explain(each)).fits:
+            return each, advice
+    least = smallest(question.settings)
+    return least, question.explain(least)
 
 
 def _remedy(found: Found, asked: Advice, prices: Prices) -> Remedy:
@@ -138,10 +152,11 @@ def _larger(question: Question, asked: PricedCandidate) -> Iterator[PricedCandid
 def _room(question: Question, larger: list[PricedCandidate]) -> Iterator[Found]:
     """The largest micro-batch that still fits."""
     fitting = [p for p in larger if p.memory_bytes <= question.bound_bytes]
-    if fitting:
-        best = max(fitting, key=lambda p: p.setting.micro_batch)
-        options = f"--micro-batches {best.setting.micro_batches}"
-        yield f"micro-batches of {best.setting.micro_batch}", options, question.explain(best)
+    for each in sorted(fitting, key=lambda p: -p.setting.micro_batch)[:3]:
+        if (advice := question.explain(each)).fits:
+            options = f"--micro-batches {each.setting.micro_batches}"
+            yield f"micro-batches of {each.setting.micro_batch}", options, advice
+            return
 
 
 def _fewer_nodes(question: Question) -> Iterator[Question]:

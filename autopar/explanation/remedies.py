@@ -22,7 +22,6 @@ from autopar.explanation.advice import Question
 from autopar.explanation.answers import Advice
 from autopar.ir import Mesh, R, Tensor
 from autopar.models.adapted import RANK, SUFFIX
-from autopar.search.candidates.comparison import best_that_fits
 from autopar.search.candidates.request_filters import allows
 from autopar.search.candidates.settings import DATA, ClusterSetting, PricedCandidate
 from autopar.search.request.request import Request
@@ -64,9 +63,7 @@ def answered(question: Question, settings: Sequence[PricedCandidate] | None = No
         priced = question.settings if settings is None else question.priced(settings)
     except AutoparError:  # its ranks and the batch have no common divisor
         return None
-    best = best_that_fits(priced, question.bound_bytes)
-    advice = None if best is None else question.explain(best)
-    return advice if advice is not None and advice.fits else None
+    return _first_that_fits(question, [each for each in priced if each.memory_bytes <= question.bound_bytes])
 
 
 # --- another setting of the same cluster
@@ -88,7 +85,7 @@ def _settings(question: Question, setting: ClusterSetting) -> Iterator[Found]:
 
 
 def _first_that_fits(question: Question, priced: list[PricedCandidate]) -> Advice | None:
-    """The first of three settings whose searched plan fits; their estimates fit, and seldom differ from the plan."""
+    """The first of three settings whose searched plan fits, as their estimates do."""
     explained = (question.explain(each) for each in priced[:3])
     return next((advice for advice in explained if advice.fits), None)
 

@@ -109,9 +109,10 @@ class FitSheet:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         advice, fit = self.fit.advice, self.fit
         verdict = "fits" if fit.fits else "DOES NOT FIT"
+        where = " without storage on the host" if fit.fits_on_host else ""
         over = "free" if fit.fits else "too much"
         yield Text(
-            f"{self.target} {verdict} on {advice.cluster}: {format_bytes(advice.memory_bytes)} of "
+            f"{self.target} {verdict} on {advice.cluster}{where}: {format_bytes(advice.memory_bytes)} of "
             f"{format_bytes(advice.bound_bytes)}, {format_bytes(abs(fit.margin_bytes))} {over}",
             style="bold green" if fit.fits else "bold red",
         )

@@ -83,7 +83,7 @@ def _variant(text: str, chip: str, rest: str) -> str:
 
 def _unknown(text: str, name: str) -> AutoparError:
     known = [*catalogue_names(), *ALIASES]
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    near = [*dict.fromkeys(ALIASES.get(each, each) for each in difflib.get_close_matches(name, known, n=3, cutoff=0.5))]
     hint = f"did you mean {' or '.join(near)}?" if near else "none of its names is near."
     return AutoparError(
         f"There is no GPU {text!r} in the catalogue; {hint} It has {', '.join(catalogue_names())}. "

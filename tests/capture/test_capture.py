@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar.capture.export import capture_forward, capture_step, target_count
-from autopar.errors import CaptureError, StepError
+from autopar.errors import CaptureError, NoLossError, StepError
 from autopar.passes import clean_up
 from autopar.planning.planning import prepare_step
 from autopar.proof.verify import verify
@@ -567,10 +567,17 @@ class Unary(nn.Module):
         (Ctc(), "has no kernel that export takes.*\n  remedy: Compute this outside of the captured code"),
         (Transformed(), r"torch.func transforms \(vmap, grad, jvp\) compute here"),
         (Packed(), "Packed sequences do: give the recurrent layer the padded batch"),
-        (Unary(), "Call it with the arguments that the model's forward takes"),
     ],
 )
 def test_remedies_are_of_what_failed(model, sentence, capfd):
     with pytest.raises(CaptureError, match=sentence):
         capture_step(model, (torch.randn(6, 2, 4), torch.tensor([[1, 2], [2, 3]])), {}, None)
     assert not capfd.readouterr().err
+
+
+def test_arguments_that_a_forward_does_not_take_have_a_remedy():
+    x = torch.randn(6, 2)
+    with pytest.raises(NoLossError, match=r"takes 1 of them\. If the last is a target, name the loss"):
+        capture_step(Unary(), (x, x), {}, None)
+    with pytest.raises(CaptureError, match="Call it with the arguments that the model's forward takes"):
+        capture_step(Unary(), (x, x, x), {}, None)

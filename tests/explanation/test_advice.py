@@ -14,6 +14,7 @@ from autopar.cost_model.machines.software import with_eager_runs
 from autopar.cost_model.symbols import Expressions
 from autopar.errors import AutoparError, RecipeError, SearchError
 from autopar.explanation.advice import Question
+from autopar.explanation.answers import Advice
 from autopar.explanation.candidate_rows import AS_FAST
 from autopar.explanation.few_layers import first_rows
 from autopar.explanation.fitting import will_it_fit
@@ -24,6 +25,7 @@ from autopar.ir import Mesh
 from autopar.planning.planning import are_given_by_micro_batches, search_step
 from autopar.search.candidates.comparison import best_that_fits, compared, smallest
 from autopar.search.candidates.request_filters import expand_pins
+from autopar.search.candidates.settings import PricedCandidate
 from autopar.search.request.request import Request
 from tests.support.tables import often
 
@@ -379,6 +381,20 @@ def test_room_is_told_where_it_fits():
     fit = will_it_fit(ask(cluster="h100x4x2"))
     assert fit.fits and fit.margin_bytes > 0
     assert any("ranks are enough" in each.what for each in fit.remedies)
+
+
+def test_a_plan_that_needs_more_than_its_estimate_ends_no_answer(monkeypatch: pytest.MonkeyPatch):
+    """Of settings whose estimates fit, the first one's plan may not: the next one is asked for."""
+    question, explain = ask(cluster="h100x4"), Question.explain
+    first = next(each for each in question.settings if each.memory_bytes <= question.bound_bytes)
+
+    def larger(self: Question, each: PricedCandidate) -> Advice:
+        advice = explain(self, each)
+        return advice.but(memory_bound_bytes=1) if each == first else advice
+
+    monkeypatch.setattr(Question, "explain", larger)
+    fit = will_it_fit(question)
+    assert fit.fits and fit.asked != first
 
 
 # --- pipelines

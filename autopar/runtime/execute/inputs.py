@@ -325,9 +325,10 @@ def _refuse_gradients(program: Program, arguments: Arguments) -> None:
     for spec, x in zip(program.inputs, arguments.tensors, strict=True):
         if x.requires_grad:
             raise StepError(
-                f"Input {spec.name!r} requires a gradient, but a step's gradients flow only to parameters. Give "
-                "x.detach(), or compute the loss outside of the model, which then returns what the loss is computed "
-                "of: model(x) and loss.backward() give its inputs gradients, too (docs/training.md)."
+                f"Input {spec.name!r} requires a gradient, but a step's gradients flow only to parameters. Compute the "
+                "loss outside of the model, which then returns what the loss is computed of: model(x) and "
+                "loss.backward() give its inputs gradients, too (docs/training.md). Where nothing trains before this "
+                "model, give x.detach()."
             )
 
 
