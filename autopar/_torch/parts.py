@@ -63,19 +63,24 @@ def _kinds() -> list[KindOf]:
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
     """Context in which nothing is refused: for functions of torch whose numbers of one stage are shared afterwards."""
-    kinds = _kinds()
-    saved = [*kinds]
-    kinds.clear()
+    _pauses().append(None)
     try:
         yield
     finally:
-        kinds[:] = saved
+        _pauses().pop()
+
+
+@functools.cache
+def _pauses() -> list[None]:
+    """An entry for each `unchecked` context that is open."""
+    return []
 
 
 def _kind(x: Any) -> str:
-    if not isinstance(x, DTensor):
+    if not isinstance(x, DTensor) or _pauses():
         return ""
-    return next((kind for kind_of in _kinds() if (kind := kind_of(x))), "")
+    # A copy: a model that is freed meanwhile takes its function out.
+    return next((kind for kind_of in tuple(_kinds()) if (kind := kind_of(x))), "")
 
 
 def has_shards(x: DTensor) -> bool:

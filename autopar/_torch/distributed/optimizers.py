@@ -59,7 +59,7 @@ def _owners() -> list[Owns]:
 
 
 def _is_owned(x: Tensor) -> bool:
-    return any(owns(x) for owns in _owners())
+    return any(owns(x) for owns in tuple(_owners()))
 
 
 def _by_shards(update: Callable[..., None]) -> Callable[..., None]:
@@ -178,7 +178,7 @@ def _groups_of() -> list[GroupOf]:
     def unscale_and_share(
         self: GradScaler, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        groups = [found for of in _groups_of() if (found := of(optimizer)) is not None]
+        groups = [found for of in tuple(_groups_of()) if (found := of(optimizer)) is not None]
         with unchecked():
             own = unscale(self, optimizer, inv_scale, found_inf, allow_fp16)
         for group in groups:

@@ -11,9 +11,10 @@ The original model cannot run any more, because torch does not mix DTensors with
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -44,7 +45,7 @@ class Adoption:
         self._own: set[int] = set()  # ids of the DTensors that parameters have become
         self._took_gradient: set[int] = set()  # ids of those that took a gradient over
         self._ends = [
-            register_optimizer_step_pre_hook(self.follow).remove,
+            _followed_by(self.follow),
             _torch.update_by_shards(self._owns),
             _torch.share_overflows(self._stages_of),
             _torch.refuse_parts(self._kind_of),
@@ -101,10 +102,33 @@ class Adoption:
         # One without parameters had those of other stages alone.
         return self.pipe.group if not held or any(map(self._owns, held)) else None
 
-    def follow(self, optimizer: Optimizer, *_: Any) -> None:
+    def follow(self, optimizer: Optimizer) -> None:
         """Replaces old parameters in an optimizer by their registered successors, and cuts states that were loaded."""
         _replace_parameters(optimizer, self._successors)
         _torch.cut_loaded_states(optimizer, self._owns)
+
+
+def _followed_by(follow: Callable[[Optimizer], None]) -> Callable[[], None]:
+    """Calls a function before each step of every optimizer; returns a function that ends it."""
+    _followers().append(follow)
+    return lambda: _followers().remove(follow)
+
+
+@functools.cache
+def _followers() -> list[Callable[[Optimizer], None]]:
+    """The functions that are called before steps; the first call registers one hook for all of them.
+
+    A model that is freed in the middle of a step takes its function out of this list, and none out of torch's hooks,
+    over which that step may be iterating.
+    """
+    found: list[Callable[[Optimizer], None]] = []
+
+    def follow(optimizer: Optimizer, *_: Any) -> None:
+        for each in tuple(found):
+            each(optimizer)
+
+    register_optimizer_step_pre_hook(follow)
+    return found
 
 
 def adopt(

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar.runtime.parameters.adoption import Adoption
 from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.models import make
 from tests.runtime.training import compile_mlp
@@ -73,3 +75,17 @@ def filled(recipe: str) -> tuple[list[Tensor], list[Tensor]]:
 def test_one_seed_fills_shards_as_one_device_fills_the_whole(two_ranks: Ranks, recipe: str) -> None:
     for found, expected in two_ranks.run(filled, recipe):
         assert all(x.equal(y) for x, y in zip(found, expected, strict=True))
+
+
+def test_a_model_may_be_freed_in_the_middle_of_a_step() -> None:
+    """What a freed model leaves must not change the hooks over which torch iterates."""
+    others: list[Adoption] = []
+    stopping = register_optimizer_step_pre_hook(lambda *_: others.pop().stop())
+    others += [Adoption(), Adoption()]
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    try:
+        optimizer.step()
+        optimizer.step()
+    finally:
+        stopping.remove()
+    assert not others
