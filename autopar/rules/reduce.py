@@ -116,14 +116,7 @@ def compared(call: Call) -> Spec:
     """cross, cosine_similarity and so on: two broadcast tensors with equally many dims, one of which stays whole."""
     if len({t.ndim for t in call.operands}) > 1:
         raise RuleDoesNotApply("tensors of different ranks")
-    spec = along(_dim_of_three, linear=False)(call)
-    return spec if call.arguments.get("dim", -1) is not None else replace(spec, localize=_cross_locally(call))
-
-
-def _cross_locally(call: Call) -> Callable[[Local], fx.Node]:
-    """cross along the dim that it finds: a part of another dim may have 3 elements, too."""
-    (dim,) = _dim_of_three(call)
-    return lambda local: local.emit(local.node.target, *local.args[:2], dim)
+    return along(_dim_of_three, linear=False)(call)
 
 
 def crossed(call: Call) -> Spec:
