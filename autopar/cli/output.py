@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import sys
 from collections.abc import Iterator, Mapping
@@ -20,8 +19,6 @@ from autopar.units import printable
 from autopar.views import Page, gantt, write_html, write_trace
 from autopar.views.terminal import Screen
 
-_NEVER = 1_000_000_000  # collections of the middle generation before one of the oldest
-
 
 def console() -> Screen:
     """The terminal; a file or a pipe gets wide lines rather than the 80 columns rich assumes."""
@@ -34,7 +31,7 @@ def working() -> Iterator[Progress]:
 
     A model that ends the program meanwhile is an AutoparError.
     """
-    with staying("The model"), _few_collections():
+    with staying("The model"):
         if not sys.stderr.isatty():
             yield silent
             return
@@ -42,17 +39,6 @@ def working() -> Iterator[Progress]:
         with Bar(*columns, console=Screen(stderr=True), transient=True) as bar:
             task = bar.add_task("reading the model", total=None)
             yield lambda message: bar.update(task, description=message)
-
-
-@contextlib.contextmanager
-def _few_collections() -> Iterator[None]:
-    """Rests the collection of old cyclic garbage, of which a search makes little: 0.2 of 8.6 s for llama3-8b."""
-    thresholds = gc.get_threshold()
-    gc.set_threshold(*thresholds[:2], _NEVER)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)
 
 
 def print_json(document: Mapping[str, Any]) -> None:
