@@ -108,8 +108,10 @@ class Ranks:
         try:
             return self._pipes[rank].recv()
         except EOFError:
+            assert self._folder is not None, "the ranks were started"
             self._processes[rank].join(10)
-            return False, f"ended with exit code {self._processes[rank].exitcode}, and sent nothing"
+            stack = _stack_file(self._folder.name, rank).read_text()
+            return False, f"ended with exit code {self._processes[rank].exitcode}, and sent nothing\n{stack}"
 
     def _stacks(self, ranks: Sequence[int]) -> str:
         """Where every thread of these ranks is."""
@@ -152,8 +154,11 @@ def _stack_file(folder: str, rank: int) -> Path:
 
 
 def _serve(rank: int, count: int, store: str, pipe: Connection, joined: Join) -> None:
-    # The handler is in C, so that a rank that hangs while it holds the interpreter's lock answers too.
-    faulthandler.register(signal.SIGUSR1, _stack_file(str(Path(store).parent), rank).open("w"))
+    # The handlers are in C, so that a rank that hangs while it holds the interpreter's lock answers too, and one that
+    # the C library aborts says where it was.
+    stacks = _stack_file(str(Path(store).parent), rank).open("w")
+    faulthandler.register(signal.SIGUSR1, stacks)
+    faulthandler.enable(stacks)
     threading.Thread(target=follow_parent, daemon=True).start()
     # What is imported stays: tests that look for garbage look through their own alone.
     gc.freeze()
