@@ -127,6 +127,7 @@ from autopar._torch.distributed.groups import (
 from autopar._torch.distributed.optimizers import cut_loaded_states, share_overflows, update_by_shards
 from autopar._torch.distributed.owned import Owned, copied, cut_like, owned_as, whole_of
 from autopar._torch.distributed.random_fills import draw_whole_on_processors
+from autopar._torch.distributed.whole_operands import cut_whole_operands
 from autopar._torch.exporting import (
     VALUES_READ,
     DependsOnValues,

@@ -97,6 +97,7 @@ def shard_(
     device = device_of(named.values())
     join_process_group(device)
     _torch.draw_whole_on_processors()
+    _torch.cut_whole_operands()
     axes = _axes(plan_or_recipe, mesh)
     world = world_of(axes, device)
     _refuse_held(model, named)

@@ -52,6 +52,7 @@ class Adoption:
         ]
         self.pipe: Pipe | None = None
         _torch.draw_whole_on_processors()
+        _torch.cut_whole_operands()
 
     def stop(self) -> None:
         """Stops the replacement of parameters in optimizers."""

@@ -1,0 +1,41 @@
+"""Whole plain tensors that are written into DTensors in place: each rank takes its part of them.
+
+`p.copy_(values)` and `p.add_(noise)` of a plain tensor are errors of torch ("got mixed torch.Tensor and DTensor"), but
+scripts that load or change the weights of a layer write them. A plain tensor is the same on all ranks, so each can cut
+its part without a message.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from autopar._torch.distributed.owned import cut_like
+
+_IN_PLACE = ("copy_", "add_", "sub_", "mul_", "div_", "lerp_", "addcmul_", "addcdiv_")
+_OPERATORS = ("__iadd__", "__isub__", "__imul__", "__itruediv__")
+
+
+@functools.cache
+def cut_whole_operands() -> None:
+    """Makes in-place methods of DTensors cut plain operands to this rank's part, from now on."""
+    for name in (*_IN_PLACE, *_OPERATORS):
+        setattr(DTensor, name, _with_parts(getattr(DTensor, name)))
+
+
+def _with_parts(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def write(x: DTensor, *operands: Any, **options: Any) -> Any:
+        return method(x, *(_part_of(operand, x) for operand in operands), **options)
+
+    return write
+
+
+def _part_of(operand: Any, x: DTensor) -> Any:
+    """This rank's part of a plain tensor, made as large as `x`; anything else as it is."""
+    is_plain = isinstance(operand, Tensor) and not isinstance(operand, DTensor) and operand.ndim > 0
+    return cut_like(operand.expand(x.shape), x) if is_plain else operand

@@ -1,0 +1,30 @@
+"""Plain tensors that are written into DTensors: each rank takes its part."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from autopar import _torch
+
+
+def test_a_plain_operand_is_cut_for_a_write_in_place(group) -> None:
+    _torch.cut_whole_operands()
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("x",))
+    plain, values, row = torch.zeros(4, 6), torch.arange(24.0).view(4, 6), torch.ones(6)
+    cut = distribute_tensor(plain.clone(), mesh, [Shard(1)])
+    for x in (plain, cut):
+        x.copy_(values).add_(row, alpha=2.0).mul_(values).lerp_(values, 0.25).addcmul_(values, row)
+        x += row
+        x /= values + 1
+    assert isinstance(cut, DTensor) and cut.placements == (Shard(1),)
+    assert cut.full_tensor().equal(plain)
+
+
+def test_a_scalar_and_a_dtensor_are_left_to_torch(group) -> None:
+    _torch.cut_whole_operands()
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("x",))
+    cut = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+    cut.mul_(3).add_(cut, alpha=2).mul_(torch.tensor(0.5))
+    assert cut.full_tensor().tolist() == [4.5] * 4
