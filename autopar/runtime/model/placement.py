@@ -56,6 +56,7 @@ class Placement:
     def place(self, programs: Programs, world: World) -> None:
         """Puts parameters and buffers into the layouts between steps that the first program gives them."""
         model, settings = self._model, self._settings
+        self._adopt_new(world)
         users, pipe = users_of(model, programs.stages), world.pipe
         held = frozenset(users)
         if programs.pipeline is not None and pipe is not None:
@@ -79,6 +80,12 @@ class Placement:
             self.adoption.pipe = pipe
             self.part = take_part(model, programs.stages, users, world, self.adoption)
             self.shared = SharedParameters(users, programs.pipeline, self.store)
+
+    def _adopt_new(self, world: World) -> None:
+        """Makes DTensors of parameters that were put into the model since it was compiled."""
+        if self.adoption is not None:
+            assert self._settings.device_mesh is not None, "DTensors lie on a mesh"
+            adopt(self._model, self._settings.device_mesh, self.adoption, world.device_mesh)
 
     def _settle_gradients(self) -> None:
         """Looks at the gradients that parameters bring along."""
@@ -115,9 +122,7 @@ class Placement:
         """Puts parameters to rest that took the place of others."""
         assert self.store is not None and self.fixed is not None
         model, world = self._model, self.store.world
-        if self.adoption is not None:
-            assert self._settings.device_mesh is not None, "DTensors lie on a mesh"
-            adopt(model, self._settings.device_mesh, self.adoption, world.device_mesh)
+        self._adopt_new(world)
         self._settle_gradients()
         values = replaced_values(model, names, world)
         self.store.fill(programs.whole, model, values, frozenset(names))
