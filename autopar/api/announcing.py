@@ -19,7 +19,7 @@ from autopar.search.request.notes import axis_lines, idle_axes
 from autopar.search.request.request import Request
 from autopar.units import counted, format_bytes, format_seconds
 
-_HINT = "model.explain() says why; logging.getLogger('autopar').setLevel('WARNING') hides these lines"
+_HINT = "model.explain() shows what it costs; logging.getLogger('autopar').setLevel('WARNING') hides these lines"
 
 
 def start_line(plan: Plan, request: Request, is_given: bool, predicted: tuple[float, float]) -> str:
