@@ -18,6 +18,7 @@ from autopar.proof.random_plan import random_plan
 from autopar.proof.subject import Subject
 from autopar.search.request.request import Request
 from benchmarks.zoo import diffusion as zoo_diffusers
+from benchmarks.zoo import libraries as zoo_libraries
 from benchmarks.zoo import small as zoo_small
 from benchmarks.zoo.rows import BEYOND, PASSED, PLANS, RANDOM, SEARCHED, Row
 from benchmarks.zoo.small import Small
@@ -30,12 +31,14 @@ def make(name: str, *, masked: bool = False, dtype: torch.dtype | None = None) -
     """The small model of that name, of whichever package it is.
 
     Args:
-        name: model type, or `diffusers:` and a class.
+        name: model type, or a library and a model of it, such as `diffusers:AutoencoderKL`.
         masked: whether an attention mask must be among the inputs.
         dtype: format of weights and floating inputs; None for the widest in which the model runs.
     """
     if name.startswith(zoo_diffusers.PREFIX):
         small = zoo_diffusers.make(name)
+    elif zoo_libraries.has(name):
+        small = zoo_libraries.make(name)
     else:
         small = zoo_small.make(name, masked=masked)
     return small if dtype is None else cast(small, dtype)
@@ -60,7 +63,7 @@ def examine(
     """Builds, captures and compares one architecture.
 
     Args:
-        name: model type, or `diffusers:` and a class.
+        name: model type, or a library and a model of it.
         progress: called with the row before every stage.
         dtype: format of weights and floating inputs; None for the widest in which the model runs.
         plans: the plans to compare, a selection of `PLANS`.

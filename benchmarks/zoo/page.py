@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from benchmarks.zoo.diffusion import NAMES, PREFIX, installed
+from benchmarks.zoo.diffusion import NAMES, installed
 from benchmarks.zoo.rows import PASSED, PLANS, SPLIT_BY_BACKEND, WIDE, Row, packages_used
 
 # (part of an error, what lies behind it); the first that matches counts.
@@ -22,13 +22,18 @@ CAUSES = (
 )
 DIFFERS = "torch.export's own program is another function than the model"
 
+OF_TRANSFORMERS = """\
+Architectures of `transformers`, and diffusion blocks of `diffusers` where it is installed,"""
+OF_LIBRARIES = """\
+Models of libraries of layers (a small model of each family of timm, ViTs of vit-pytorch, options of x-transformers,
+and others: `benchmarks/zoo/libraries.py`),"""
+
 INTRODUCTION = """\
-Architectures of `transformers`, and diffusion blocks of `diffusers` where it is installed, each built small from its
-configuration (no download), captured, and compared with the eager model on one device under six plans, all ranks
-simulated: loss, every gradient, every updated buffer. Five plans are searched with a recipe (ddp, tp, ddp x tp, zero3,
-stages with four micro-batches), one is drawn at random on an axis of two. What cannot be captured is run by
-`torch.compile(backend="autopar")` on two processes over Gloo, split along `dp` and along `tp`, and loss and every
-gradient are compared with the eager ones; `--backend all` does so with what can be captured, too."""
+each built small from its configuration (no download), captured, and compared with the eager model on one device under
+six plans, all ranks simulated: loss, every gradient, every updated buffer. Five plans are searched with a recipe (ddp,
+tp, ddp x tp, zero3, stages with four micro-batches), one is drawn at random on an axis of two. What cannot be captured
+is run by `torch.compile(backend="autopar")` on two processes over Gloo, split along `dp` and along `tp`, and loss and
+every gradient are compared with the eager ones; `--backend all` does so with what can be captured, too."""
 
 WORST = """\
 `worst` is the largest error relative to its tolerance (1e-9 in float64, 2e-5 where any part of
@@ -59,14 +64,15 @@ EXPLAINED = {
 }
 
 
-def markdown(rows: Sequence[Row], known: int, note: str = "") -> str:
+def markdown(rows: Sequence[Row], known: int, note: str = "", *, of_libraries: bool = False) -> str:
     """The page of what was examined of `known` architectures; `note` says what is particular to this run."""
     lines = [
-        "# The zoo",
+        "# The zoo of libraries" if of_libraries else "# The zoo",
         "",
+        OF_LIBRARIES if of_libraries else OF_TRANSFORMERS,
         INTRODUCTION,
         "",
-        *_making(rows, known, note),
+        *_making(rows, known, note, of_libraries=of_libraries),
         "",
         *_summary(rows),
         "",
@@ -100,21 +106,20 @@ def markdown(rows: Sequence[Row], known: int, note: str = "") -> str:
     return "\n".join(lines)
 
 
-def _making(rows: Sequence[Row], known: int, note: str) -> Iterator[str]:
+def _making(rows: Sequence[Row], known: int, note: str, *, of_libraries: bool) -> Iterator[str]:
     versions = sorted({row.version for row in rows})
     packages = ", ".join(f"{name} {version}" for name, version in packages_used().items())
+    command = "OMP_NUM_THREADS=1 python benchmarks/zoo/run.py --results RESULTS.jsonl --jobs 2 --markdown"
+    page = "libraries.md --libraries" if of_libraries else "zoo.md"
     yield "Made by"
-    yield (
-        "`OMP_NUM_THREADS=1 python benchmarks/zoo/run.py --results RESULTS.jsonl --jobs 2 "
-        "--markdown benchmarks/results/zoo.md`,"
-    )
+    yield f"`{command} benchmarks/results/{page}`,"
     yield f"in an order drawn at random: {len(rows)} of {known}, with {packages}."
     yield (
         f"The code was {versions[0] if versions else 'none'} (`zoo_rows.code_version`)."
         if len(versions) < 2
         else (f"The rows are of {len(versions)} versions of the code: {', '.join(v or 'unknown' for v in versions)}.")
     )
-    if not installed():
+    if not (of_libraries or installed()):
         yield f"diffusers is not installed: its {len(NAMES)} blocks were not tried (`pip install autopar[diffusers]`)."
     if note:
         yield note
@@ -128,7 +133,9 @@ def _summary(rows: Sequence[Row]) -> Iterator[str]:
     refused = [row for row in built if not row.captured]
     by_backend = [row for row in refused if row.run_by_backend]
     kinds = Counter(row.kind for row in built).most_common()
-    yield f"- tried: {len(rows)}, {sum(row.name.startswith(PREFIX) for row in rows)} of them from diffusers"
+    prefixes = Counter(row.name.partition(":")[0] for row in rows if ":" in row.name)
+    libraries = ", ".join(f"{count} of {name.removesuffix(':')}" for name, count in prefixes.items())
+    yield f"- tried: {len(rows)}{f', among them {libraries}' if libraries else ''}"
     yield f"- built and run eagerly: {len(built)} ({', '.join(f'{kind} {count}' for kind, count in kinds)})"
     yield f"- captured: {len(captured)}"
     yield (

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from benchmarks import stored
+from benchmarks.zoo.libraries import distributions
 
 # name -> (mesh, recipe, micro-batches)
 SEARCHED: Mapping[str, tuple[dict[str, int], str, int]] = {
@@ -86,7 +87,7 @@ UNRELATED = ("run.py", "page.py", "verdicts.py")
 
 
 def code_version() -> str:
-    """A hash of autopar, of what examines, and of the versions of torch, transformers and diffusers."""
+    """A hash of autopar, of what examines, and of the versions of torch and of the libraries of models."""
     return stored.code_version(
         "autopar",
         "passes",
@@ -100,7 +101,7 @@ def code_version() -> str:
 def packages_used() -> dict[str, str]:
     """Package -> its version, of those that are installed."""
     found = {}
-    for name in ("torch", "transformers", "diffusers"):
+    for name in ("torch", "transformers", "diffusers", *distributions()):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -3,7 +3,9 @@
     OMP_NUM_THREADS=1 python benchmarks/zoo/run.py --results /tmp/zoo.jsonl --jobs 2 --markdown
     benchmarks/results/zoo.md
 
-Each is built small (small.py, diffusion.py), captured, and six plans of it are simulated and compared
+With `--libraries` it is done for models of timm, vit-pytorch and others (libraries.py), where these are installed.
+
+Each is built small (small.py, diffusion.py, libraries.py), captured, and six plans of it are simulated and compared
 (examine.py); what cannot be captured goes through torch.compile(backend="autopar") on two real ranks
 (backend.py). All that runs in processes of their own, forked from this one, with a bound on time and memory.
 Results are lines of JSON with the version of the code that gave them: an interrupted run goes on where it
@@ -44,6 +46,7 @@ from autopar.search.request.request import Request
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.zoo import backend as zoo_backend
 from benchmarks.zoo import diffusion as zoo_diffusers
+from benchmarks.zoo import libraries as zoo_libraries
 from benchmarks.zoo.examine import examine
 from benchmarks.zoo.page import markdown
 from benchmarks.zoo.process import Task
@@ -192,6 +195,7 @@ def examined(
 
 @click.command(context_settings={"show_default": True})
 @click.option("--results", type=click.Path(path_type=Path), required=True, help="Lines of JSON.")
+@click.option("--libraries", is_flag=True, help="Models of timm and other libraries of layers in place of these.")
 @click.option("--only", default="", help="Architectures, separated by commas; all by default.")
 @click.option("--count", default=0, help="The first so many of the order; 0 for all.")
 @click.option("--again", is_flag=True, help="Examine those that have a result too.")
@@ -215,6 +219,7 @@ def examined(
 @click.option("--note", default="", help="What the page says of this run.")
 def main(
     results: Path,
+    libraries: bool,
     only: str,
     count: int,
     again: bool,
@@ -228,7 +233,8 @@ def main(
     note: str,
 ) -> None:
     """Print a line per architecture; exit 1 if under 85 % of those captured pass."""
-    console, known, version = Console(), architectures(), code_version()
+    console, version = Console(), code_version()
+    known = [*zoo_libraries.names()] if libraries else architectures()
     names = only.split(",") if only else known[: count or None]
     wanted = None if any_version else version
     done = {} if again else read(results, wanted)
@@ -242,7 +248,7 @@ def main(
         console.print(_summary(row), highlight=False, markup=False, soft_wrap=True)
     found = [row for row in read(results, wanted).values() if row.name in names or not only]
     if path is not None:
-        path.write_text(markdown(found, len(known), note))
+        path.write_text(markdown(found, len(known), note, of_libraries=libraries))
     captured = [row for row in found if row.captured]
     sys.exit(0 if sum(row.passed for row in captured) >= 0.85 * len(captured) else 1)
 
