@@ -87,6 +87,7 @@ from autopar._torch.devices import (
     uses_own_backend,
 )
 from autopar._torch.dicts import DictVersions
+from autopar._torch.distributed.anomalies import detect_anomalies
 from autopar._torch.distributed.dtensors import (
     accumulate_gradient,
     differentiable_local,
@@ -126,6 +127,7 @@ from autopar._torch.distributed.groups import (
 )
 from autopar._torch.distributed.optimizers import cut_loaded_states, share_overflows, update_by_shards
 from autopar._torch.distributed.owned import Owned, copied, cut_like, owned_as, whole_of
+from autopar._torch.distributed.plain_ways import treat_as_plain
 from autopar._torch.distributed.random_fills import draw_whole_on_processors
 from autopar._torch.distributed.whole_operands import cut_whole_operands
 from autopar._torch.exporting import (

@@ -42,7 +42,7 @@ class Model(nn.Module):
         self.kind = "small"
 
     def forward(self, x: Tensor, *, shift: Tensor | None = None) -> Tensor:
-        h = self.second(torch.tanh(self.norm(self.first(x))))
+        h = self.second(self.norm(torch.tanh(self.first(x))))
         out: Tensor = self.head(torch.tanh(self.again(h))) * self.scale
         return out if shift is None else out + shift
 

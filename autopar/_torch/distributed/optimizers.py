@@ -118,9 +118,10 @@ def _lies_as(x: Tensor | None, parameter: Tensor) -> bool:
 
 
 def cut_loaded_states(optimizer: torch.optim.Optimizer, owns: Owns) -> None:
-    """Cuts states that were loaded as whole tensors as their parameters lie, if `owns` returns True for these.
+    """Cuts states that are whole tensors as their parameters lie, if `owns` returns True for these.
 
-    A state dict is loaded as a whole, so that one parameter shows whether there is anything to cut.
+    They were loaded, or were made with the optimizer, before there was a plan, as those of Adagrad are. That is so of
+    all states or of none, so that one parameter shows whether there is anything to cut.
     """
     for parameter, state in optimizer.state.items():
         if not isinstance(parameter, DTensor) or not parameter.ndim or not owns(parameter):
@@ -128,15 +129,21 @@ def cut_loaded_states(optimizer: torch.optim.Optimizer, owns: Owns) -> None:
         whole = [k for k, x in state.items() if _is_whole(x, parameter)]
         if not whole:
             return
-        state.update({k: cut_like(state[k], parameter) for k in whole})
+        state.update({k: cut_like(_local(state[k]), parameter) for k in whole})
 
 
 def _is_whole(x: Any, parameter: Tensor) -> bool:
-    return isinstance(x, Tensor) and not isinstance(x, DTensor) and x.shape == parameter.shape
+    if not isinstance(x, Tensor) or x.shape != parameter.shape or _lies_as(x, parameter):
+        return False
+    return not isinstance(x, DTensor) or all(placement.is_replicate() for placement in x.placements)
+
+
+def _local(x: Tensor) -> Tensor:
+    return x._local_tensor if isinstance(x, DTensor) else x
 
 
 def _shard(x: Tensor | None) -> Tensor | None:
-    return x._local_tensor if isinstance(x, DTensor) else x
+    return None if x is None else _local(x)
 
 
 def _fill(states: list[Tensor | None], shards: list[Tensor | None], parameters: Sequence[Tensor]) -> None:

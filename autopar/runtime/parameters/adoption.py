@@ -51,8 +51,7 @@ class Adoption:
             _torch.refuse_parts(self._kind_of),
         ]
         self.pipe: Pipe | None = None
-        _torch.draw_whole_on_processors()
-        _torch.cut_whole_operands()
+        _torch.treat_as_plain()
 
     def stop(self) -> None:
         """Stops the replacement of parameters in optimizers."""
