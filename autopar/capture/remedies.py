@@ -221,6 +221,11 @@ _OPERANDS = (
         "tensors: gather it first, on all ranks (penalty.full_tensor() + loss)",
     ),
     (
+        r"on inputs with different meshes",
+        "a copy that was made of a parameter before the first step lies elsewhere than the parameter does now: make "
+        "such copies after the first step, or gather both, on all ranks (x.full_tensor())",
+    ),
+    (
         r"in-place operations that require placement changes are not supported",
         "an optimizer that takes norms over whole parameters has to take them over all ranks: in place of "
         "torch.optim.Adafactor take autopar.runtime.parameters.adafactor.Adafactor; docs/precision.md lists "

@@ -1,8 +1,9 @@
-"""Whole plain tensors that are written into DTensors in place: each rank takes its part of them.
+"""Tensors that are written into DTensors in place, though they do not lie as these: each rank takes its part of them.
 
 `p.copy_(values)` and `p.add_(noise)` of a plain tensor are errors of torch ("got mixed torch.Tensor and DTensor"), but
 scripts that load or change the weights of a layer write them. A plain tensor is the same on all ranks, so each can cut
-its part without a message.
+its part without a message. A copy of a parameter that was made before the plan lies on another mesh than the parameter
+does now: what a moving average adds to it is gathered.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _OPERATORS = ("__iadd__", "__isub__", "__imul__", "__itruediv__")
 
 @functools.cache
 def cut_whole_operands() -> None:
-    """Makes in-place methods of DTensors cut plain operands to this rank's part, from now on."""
+    """Makes in-place methods of DTensors cut operands to this rank's part, from now on."""
     for name in (*_IN_PLACE, *_OPERATORS):
         setattr(DTensor, name, _with_parts(getattr(DTensor, name)))
 
@@ -36,6 +37,11 @@ def _with_parts(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _part_of(operand: Any, x: DTensor) -> Any:
-    """This rank's part of a plain tensor, made as large as `x`; anything else as it is."""
-    is_plain = isinstance(operand, Tensor) and not isinstance(operand, DTensor) and operand.ndim > 0
-    return cut_like(operand.expand(x.shape), x) if is_plain else operand
+    """This rank's part of a plain tensor, or of a DTensor on another mesh, made as large as `x`; else as it is."""
+    if not isinstance(operand, Tensor) or operand.ndim == 0:
+        return operand
+    if isinstance(operand, DTensor):
+        if operand.device_mesh == x.device_mesh:
+            return operand
+        operand = operand.full_tensor()
+    return cut_like(operand.expand(x.shape), x)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from autopar import _torch
 
@@ -28,3 +28,13 @@ def test_a_scalar_and_a_dtensor_are_left_to_torch(group) -> None:
     cut = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
     cut.mul_(3).add_(cut, alpha=2).mul_(torch.tensor(0.5))
     assert cut.full_tensor().tolist() == [4.5] * 4
+
+
+def test_a_dtensor_of_another_mesh_is_gathered(group) -> None:
+    _torch.cut_whole_operands()
+    before = init_device_mesh("cpu", (1,), mesh_dim_names=("all",))
+    after = init_device_mesh("cpu", (1, 1), mesh_dim_names=("x", "y"))
+    shadow = distribute_tensor(torch.zeros(4), before, [Replicate()])
+    now = distribute_tensor(torch.ones(4), after, [Shard(0), Replicate()])
+    shadow.lerp_(now, 0.25)
+    assert shadow.placements == (Replicate(),) and shadow.full_tensor().tolist() == [0.25] * 4
