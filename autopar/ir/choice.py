@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from autopar.ir.files import is_count
 from autopar.ir.layout import State, by_depth, depths
 
 UNSPLIT = "-"  # label of the choice that splits nothing: operands and results are in R
@@ -75,7 +76,7 @@ def owner_of(label: str) -> int | None:
     (1, None)
     """
     number = label.removeprefix(OWNED)
-    return int(number) if label.startswith(OWNED) and number.isdecimal() else None
+    return int(number) if label.startswith(OWNED) and is_count(number) else None
 
 
 def plain(label: str) -> str:
@@ -121,7 +122,7 @@ def nesting_of(labels: Labels) -> list[int]:
 def _depth(label: str) -> int:
     """The depth in a label; 0 where it has none, or one that is not a number, which `is_least_deep` finds."""
     depth = label.partition(DEEPER)[2]
-    return int(depth) if depth.isdecimal() else 0
+    return int(depth) if is_count(depth) else 0
 
 
 def is_least_deep(labels: Labels) -> bool:

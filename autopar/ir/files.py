@@ -24,6 +24,8 @@ MOST_BYTES = 64 * 2**20  # of a file that is read whole; plans of the largest mo
 # Our own files have about ten levels; Python itself gives up at a thousand.
 MOST_LEVELS = 100
 OTHERS_WRITE = 0o022  # permissions by which the group and everyone else write a file
+# A whole number within a regular expression: in digits of ASCII, of which `int` raises for thousands.
+COUNT = "[0-9]{1,18}"
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
 _OTHER = bytes(sorted({*range(256)} - set(b"[]{}")))
 # An opening bracket adds 2 and every bracket takes 1 away, so that the sum is the level.
@@ -95,8 +97,8 @@ def _not_finite(text: str) -> NoReturn:
 
 
 def is_count(text: str) -> bool:
-    """Whether a text is a whole number in digits of ASCII, of at most 18; `int` raises for thousands of them."""
-    return text.isascii() and text.isdigit() and len(text) <= 18
+    """Whether a text is a whole number, see `COUNT`."""
+    return re.fullmatch(COUNT, text) is not None
 
 
 def unknown_key(found: Iterable[str], known: Iterable[str]) -> str:

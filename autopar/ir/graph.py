@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from autopar.ir.choice import Choice, Labels, go_together, is_least_deep, runs_alone
+from autopar.ir.files import is_count
 from autopar.ir.layout import Dims, Layout, R, nested, shape_of
 from autopar.ir.mesh import Mesh
 from autopar.ir.op import Leaf, Op, operand_layouts, parts_fit, result_layouts, why_not_alone
@@ -116,7 +117,7 @@ class Stack:
         """The captured layer that a module, or a parameter, of this name belongs to."""
         head, _, rest = name.partition(self.path + ".")
         number = rest.partition(".")[0]
-        return int(number) if not head and number.isdigit() else None
+        return int(number) if not head and is_count(number) else None
 
     @property
     def middle(self) -> int:
@@ -132,7 +133,7 @@ def find_stacks(ops: Iterable[Op]) -> tuple[Stack, ...]:
     found: dict[str, set[int]] = {}
     for op in ops:
         names = op.module.split(".")
-        position = next((i for i, name in enumerate(names) if name.isdigit()), None)
+        position = next((i for i, name in enumerate(names) if is_count(name)), None)
         if position:
             found.setdefault(".".join(names[:position]), set()).add(int(names[position]))
     return tuple(

@@ -35,6 +35,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from autopar.errors import LayoutError
+from autopar.ir.files import COUNT
 from autopar.ir.mesh import Mesh
 from autopar.ir.share import Share
 
@@ -73,9 +74,9 @@ class State(NamedTuple):
         """Reads `R`, `V`, `P`, `S(1)`, `S(1.2)`, `S(1.*)`, `O(1)` or `O(*)`, the inverse of `str`."""
         if text in ("R", "V", "P"):
             return cls(text)  # type: ignore[arg-type]
-        if owner := re.fullmatch(r"O\((\d+|\*)\)", text):
+        if owner := re.fullmatch(rf"O\(({COUNT}|\*)\)", text):
             return O(ANY if owner[1] == "*" else int(owner[1]))
-        match = re.fullmatch(r"S\((\d+)(?:\.(\d+|\*))?\)", text)
+        match = re.fullmatch(rf"S\(({COUNT})(?:\.({COUNT}|\*))?\)", text)
         if not match:
             raise LayoutError(f"Cannot read the state {text!r}; write R, V, P, S(0), S(0.1), S(0.*) or O(0).")
         factor = match[2] or "0"

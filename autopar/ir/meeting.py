@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from autopar.errors import MeshError, PlanError
+from autopar.ir.files import COUNT
 from autopar.ir.mesh import Mesh
 
 Rule = Literal["local", "geo", "diloco", "async-server"]
@@ -42,8 +43,9 @@ ALONE = ("own", 1)  # the only axis of the mesh of a replica, where a replica is
 SERVER: Rule = "async-server"
 _COPIES: dict[Rule, int] = {"local": 0, "geo": 1, "diloco": 2}
 _TEXT = re.compile(
-    r"every (\d+) steps? ([\w-]+)"
-    r"(?: momentum=(?P<momentum>\S+) rate=(?P<rate>\S+)| owner=O\((?P<owner>\d+)\) staleness=(?P<staleness>\d+))?"
+    rf"every ({COUNT}) steps? ([\w-]+)"
+    r"(?: momentum=(?P<momentum>\S+) rate=(?P<rate>\S+)"
+    rf"| owner=O\((?P<owner>{COUNT})\) staleness=(?P<staleness>{COUNT}))?"
 )
 
 

@@ -24,11 +24,12 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from autopar.errors import PlanError
+from autopar.ir.files import COUNT
 
 Kind = Literal["push", "pull", "end", "meet"]
 _SIGNS: dict[str, Kind] = {"+": "push", "=": "pull", "!": "end"}
 _SIGN_OF = {kind: sign for sign, kind in _SIGNS.items()}
-_WORD = re.compile(r"(\d+)(?:(\+)([1-9]\d*)|([=!]))")
+_WORD = re.compile(rf"({COUNT})(?:(\+)((?!0){COUNT})|([=!]))")
 
 
 class ServerEvent(NamedTuple):

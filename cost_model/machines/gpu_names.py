@@ -10,6 +10,7 @@ from importlib import resources
 from types import MappingProxyType
 
 from autopar.errors import AutoparError
+from autopar.ir.files import is_count
 
 ALIASES: Mapping[str, str] = MappingProxyType(
     {"a100-80": "a100", "h100-80": "h100", "v100-32": "v100", "cpu": "cpu-gloo", "4090": "rtx4090", "5090": "rtx5090"}
@@ -72,8 +73,8 @@ def _variant(text: str, chip: str, rest: str) -> str:
     if "pcie" in rest:
         name = f"{chip}-pcie"
     elif memory := _MEMORY.search(rest):
-        size = int(re.sub(r"\D", "", memory[0]))
-        name = _BY_MEMORY.get(chip, {}).get(size, f"{chip}-{size}")
+        size = re.sub(r"\D", "", memory[0])
+        name = _BY_MEMORY.get(chip, {}).get(int(size) if is_count(size) else 0, f"{chip}-{size}")
     else:
         name = chip
     if name not in catalogue_names():

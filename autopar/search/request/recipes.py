@@ -32,6 +32,7 @@ from collections.abc import Mapping, Sequence
 
 from autopar.errors import RecipeError, did_you_mean
 from autopar.ir import PIPELINE_AXIS, Meeting, Mesh
+from autopar.ir.files import is_count
 from autopar.ir.meeting import RULES, SERVER
 from autopar.search.request.recipe_rows import ALIASES, MEETING_RECIPES, PIPELINE_RECIPES, RECIPES, Recipe, RecipeLike
 from autopar.search.request.several_axes import SEVERAL_AXES, by_axis, over_mesh
@@ -124,7 +125,7 @@ def _is_meeting(name: object) -> bool:
     if not isinstance(name, str):
         return False
     rule, colon, steps = name.partition(":")
-    return rule in RULES and bool(colon) and steps.isascii() and steps.isdigit()
+    return rule in RULES and bool(colon) and is_count(steps)
 
 
 def _inside_replica(recipe: RecipeLike) -> RecipeLike:

@@ -41,11 +41,12 @@ from autopar.ir import (
     uneven_axes,
     why_not_alone,
 )
+from autopar.ir.files import COUNT
 from autopar.ir.note import Note
 from autopar.search.request.connected import connected
 from autopar.search.request.recipe_rows import Recipe
 
-_PIN = re.compile(rf"{OWNED}(\d+|\*)(@.+)?")
+_PIN = re.compile(rf"{OWNED}({COUNT}|\*)(@.+)?")
 
 
 @dataclass(frozen=True)
