@@ -8,6 +8,7 @@ catalogue's prices may then be slower than on one process.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import weakref
 from pathlib import Path
 from statistics import median
@@ -25,7 +26,9 @@ from autopar.cost_model.machines.hardware import Source
 from autopar.cost_model.machines.hardware_toml import parse_hardware
 from autopar.cost_model.machines.hardware_writing import format_hardware
 from autopar.errors import AutoparError
-from autopar.ir.files import save_text
+from autopar.planning.cache_files import read_cached, write_cached
+
+log = logging.getLogger("autopar")
 
 # A fifth of a second on two idle cores; message sizes of small models.
 _EFFORT = Effort(7, 2e-3, 0.0, (), 0, (), 0, (2**12, 2**17, 2**20))
@@ -55,11 +58,22 @@ def measured_at_start(hardware: Hardware, folder: Path | None) -> Hardware:
 
 def _kept(file: Path | None, team: Team) -> Hardware | None:
     """What an earlier start has kept, as the first rank reads it; None if there is nothing, or it is damaged."""
-    text: list[str | None] = [file.read_text() if team.rank == 0 and file is not None and file.exists() else None]
+    text = [kept_text(file) if team.rank == 0 and file is not None else None]
     dist.broadcast_object_list(text, src=0)
     try:
         return None if text[0] is None else parse_hardware(text[0], str(file)).hardware
     except AutoparError:
+        return None
+
+
+def kept_text(file: Path) -> str | None:
+    """The text of a file of a cache folder; None, with a line in the log, for one that does not count."""
+    try:
+        return read_cached(file)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        log.info("The times in %s are not used; they are measured again: %s", file, error)
         return None
 
 
@@ -86,8 +100,10 @@ def _measured(hardware: Hardware, team: Team, group: dist.ProcessGroup, file: Pa
     )
     text = format_hardware(found)
     if team.rank == 0 and file is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        save_text(text, file)
+        try:
+            write_cached(text, file)
+        except OSError as error:
+            log.warning("The times of this machine are not stored in %s: %s.", file.parent, error.strerror)
     return parse_hardware(text, found.name).hardware  # as the next start reads it, so that it finds stored plans
 
 

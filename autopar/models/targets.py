@@ -111,7 +111,8 @@ def resolve_target(
     if text in PRESETS:
         return _of_preset(PRESETS[text], batch or 1, seq, dtype)
     path = Path(text)
-    if path.exists():
+    # Of a name that is too long, or in a folder that nobody may enter, `Path.exists` raises an OSError.
+    if os.path.exists(path):
         return _of_configuration(text, path, batch or 1, seq, dtype)
     if ":" in text:
         return _of_function(text, batch, seq)

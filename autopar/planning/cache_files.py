@@ -30,12 +30,14 @@ def cache_key() -> bytes | None:
     if not path:
         return None
     try:
-        mode, key = os.stat(path).st_mode, Path(path).read_bytes()
+        with Path(path).open("rb") as file:
+            mode, key = os.fstat(file.fileno()).st_mode, file.read(_MOST_BYTES + 1)
     except OSError as error:
         raise AutoparError(f"{KEY_VARIABLE} names {path}, which cannot be read: {error.strerror}.") from error
     if not _LEAST_BYTES <= len(key) <= _MOST_BYTES:
+        found = f"more than {_MOST_BYTES}" if len(key) > _MOST_BYTES else len(key)
         raise AutoparError(
-            f"{KEY_VARIABLE} names {path}, which has {len(key)} bytes, and a key has {_LEAST_BYTES} to {_MOST_BYTES}: "
+            f"{KEY_VARIABLE} names {path}, which has {found} bytes, and a key has {_LEAST_BYTES} to {_MOST_BYTES}: "
             f"make one by head -c {_LEAST_BYTES} /dev/urandom > {path}."
         )
     if mode & _EVERYONE:

@@ -137,14 +137,14 @@ class StoredCaptures:
 
     def _read(self, path: Path, key: str, state: PythonState, question: CaptureQuestion) -> Captured | None:
         """The capture in a file; None, with a line in the log, for a file that cannot be used."""
-        if not path.is_file():
-            return None
         try:
             head, _, body = read_cached(path).partition("\n")
             if parse_json(head) != _head(key, body):
                 raise NoText("it is incomplete, or was stored for another capture than its name says")
             arguments = question.args, question.kwargs
             found = read_captured(parse_json(body), state, arguments, question.precision)
+        except FileNotFoundError:
+            return None
         except Exception as error:  # whatever torch raises for a graph that somebody else has written
             log.info("The stored capture %s is not used; the model is captured again: %s", path, error)
             return None

@@ -70,8 +70,6 @@ class StoredPlans:
 
     def _read(self, path: Path, key: str, prepared: Prepared) -> Plan | None:
         """The plan in a file; None, with a line in the log, for a file that cannot be used."""
-        if not path.is_file():
-            return None
         try:
             document = parse_json(read_cached(path))
             if not isinstance(document, dict) or document.keys() != {"question", "plan"}:
@@ -82,6 +80,8 @@ class StoredPlans:
             wrong = why_not_again(plan, prepared)
             if wrong or plan.fingerprint != prepared.captured.fingerprint:
                 raise PlanError(wrong or "it is a plan of another model")
+        except FileNotFoundError:
+            return None
         except (PlanError, OSError, ValueError) as error:
             log.info("The stored plan %s is not used; a plan is searched again: %s", path, error)
             return None

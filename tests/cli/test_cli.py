@@ -460,6 +460,7 @@ def test_a_searched_depth_of_a_function_is_a_plan_that_runs(tmp_path):
         (["verify", "gpt.py:tiny", "--mesh", "dp=2"], "'gpt.py' is a file: name its module, as gpt:tiny."),
         (["verify", TARGET], "Give --mesh, such as --mesh dp=2,tp=2, or a saved --plan."),
         (["explain", "./setup.py", "--ranks", "2"], "There is no file or directory ./setup.py: give the path"),
+        (["explain", f"./{'long' * 99}.json", "--ranks", "2"], "There is no file or directory ./longlong"),
         (["explain", __file__, "--ranks", "2"], "is a Python file: name a function in it, as test_cli:example"),
         (["diff", "none.json", "b.json"], "none.json"),
     ],

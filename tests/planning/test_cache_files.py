@@ -54,7 +54,11 @@ def test_what_was_not_written_with_the_key_does_not_count(key: Path, tmp_path: P
 
 @pytest.mark.parametrize(
     ("content", "mode", "says"),
-    [(bytes(31), 0o600, "has 31 bytes, and a key has 32"), (bytes(32), 0o604, "which everyone can read or write")],
+    [
+        (bytes(31), 0o600, "has 31 bytes, and a key has 32"),
+        (bytes(9**5), 0o600, "has more than 4096 bytes"),
+        (bytes(32), 0o604, "which everyone can read or write"),
+    ],
 )
 def test_a_weak_key_is_refused(key: Path, content: bytes, mode: int, says: str, tmp_path: Path) -> None:
     key.write_bytes(content)
