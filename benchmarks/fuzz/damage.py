@@ -164,25 +164,40 @@ def under_a_umask(folder: Path) -> str:
     return f"a new file has {modes[0]}, one of 604 keeps {modes[1]}"
 
 
-def _one_job(folder: str) -> str:
+def _one_job(folder: str, count: int = 20) -> str:
     prepared = prepare_step(model(), (X, X), loss_fn=nn.functional.mse_loss)
     request = Request(find_hardware("h100"), mesh={"dp": 2})
-    return "".join(str(StoredPlans(Path(folder)).plan(make_plan, prepared, request)) for _ in range(20))
+    stored = StoredPlans(Path(folder))
+    return "".join(str(stored.plan(make_plan, prepared, request).to_json()) for _ in range(count))
 
 
-def in_a_folder_of_others(folder: Path) -> str:
-    """A plan and a checkpoint in a folder that is read-only for this user; root is nobody meanwhile."""
+@contextlib.contextmanager
+def _as_nobody(mode: int) -> Iterator[str]:
+    """A folder with these permissions, which root meets as nobody."""
     was = os.geteuid()
     with tempfile.TemporaryDirectory() as place:
-        os.chmod(place, 0o555)
+        os.chmod(place, mode)
         if not was:
             os.seteuid(65534)
         try:
-            first = said(lambda: PLAN.save(f"{place}/plan.json"))
-            second = said(lambda: save_checkpoint(f"{place}/c", nn.Linear(2, 2)))
+            yield place
         finally:
             os.seteuid(was)
+            os.chmod(place, 0o700)
+
+
+def in_a_folder_of_others(folder: Path) -> str:
+    """A plan and a checkpoint in a folder that is read-only for this user."""
+    with _as_nobody(0o555) as place:
+        first = said(lambda: PLAN.save(f"{place}/plan.json"))
+        second = said(lambda: save_checkpoint(f"{place}/c", nn.Linear(2, 2)))
         return f"{first} {second}".replace(place, "folder")
+
+
+def in_a_locked_cache(folder: Path) -> str:
+    """A plan whose cache lies in a folder that this user may not enter."""
+    with _as_nobody(0o000) as place:
+        return "a plan is searched" if _one_job(f"{place}/cache", 1) else "no plan"
 
 
 def a_link_to_a_device(folder: Path) -> str:
@@ -229,6 +244,7 @@ PLACES: dict[str, Callable[[Path], str]] = {
     "a disk that is read-only": on_a_read_only_disk,
     "a folder that this user may not write": in_a_folder_of_others,
     "stdout on a full disk": full_stdout,
+    "a cache in a folder that this user may not enter": in_a_locked_cache,
     "a device": lambda folder: said(lambda: PLAN.save("/dev/full")),
     "a folder": lambda folder: said(lambda: PLAN.save(folder)),
     "a folder that is not there": lambda folder: said(lambda: PLAN.save(folder / "no" / "plan.json")),

@@ -10,14 +10,16 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
 import tomllib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from safetensors.torch import save_file
@@ -30,8 +32,11 @@ from autopar.cost_model.machines.hardware_writing import format_hardware
 from autopar.errors import AutoparError
 from autopar.explanation.differences import Side
 from autopar.ir import Mesh, Plan
+from autopar.ir.order import Order
+from autopar.ir.precision import MixedPrecision
 from autopar.ir.recompute import format_recompute, parse_recompute
 from autopar.models.hugging_face import Pretrained
+from autopar.planning.cache_files import KEY_VARIABLE, cache_key
 from autopar.planning.planning import make_plan, prepare_step
 from autopar.planning.stored_captures import CaptureQuestion, StoredCaptures, is_same_capture
 from autopar.planning.stored_plans import StoredPlans
@@ -40,6 +45,7 @@ from autopar.runtime.formats.checkpoint_folder import read_saved
 from autopar.runtime.formats.weights import read_weights
 from autopar.search.request.request import Request
 from autopar.views.trace import read_trace
+from benchmarks.fuzz.plans import PLANS
 
 X = torch.arange(32.0).reshape(8, 4)
 
@@ -87,6 +93,7 @@ def formats(folder: Path) -> list[Format]:
     folder.mkdir(parents=True, exist_ok=True)
     return [
         *_plans(folder),
+        *_plans_of_features(),
         *_hardware(),
         _config(),
         _trace(),
@@ -94,6 +101,7 @@ def formats(folder: Path) -> list[Format]:
         *_weights(folder),
         _stored_plan(folder),
         _stored_capture(folder),
+        _key(),
         *_texts(),
     ]
 
@@ -110,15 +118,24 @@ def _plans(folder: Path) -> list[Format]:
     return [
         Format("saved plan", (folder / "saved.json").read_bytes(), Plan.load, is_sealed=True),
         Format("plan of a person", own, Plan.load, again=lambda x: Plan.from_json(x.to_json()), values=json.loads),
-        Format(
-            "text of a plan",
-            str(plan).encode(),
-            lambda p: Plan.parse(_text(p)),
-            ".txt",
-            again=lambda x: Plan.parse(str(x)),
-        ),
+        _in_text("text of a plan", str(plan), Plan.parse),
         Format("answer of explain", b'{"plan": ' + own + b"}", lambda p: Side.load(p).plan),
     ]
+
+
+def _plans_of_features() -> Iterator[Format]:
+    """Plans that a person has written, with fields that few plans have."""
+    for name, text in PLANS.items():
+        own = json.dumps(Plan.parse(text).to_json()).encode()
+        yield Format(
+            f"plan with {name}", own, Plan.load, again=lambda x: Plan.from_json(x.to_json()), values=json.loads
+        )
+        yield _in_text(f"text of a plan with {name}", text, Plan.parse)
+
+
+def _in_text(name: str, text: str, parse: Callable[[str], Any], say: Callable[[Any], str] = str) -> Format:
+    """The format of a text that is parsed, and that `say` writes."""
+    return Format(name, text.encode(), lambda p: parse(_text(p)), ".txt", again=lambda x: parse(say(x)))
 
 
 def _text(path: Path) -> str:
@@ -143,9 +160,29 @@ like = "h100"
 nodes = {value = 2, kind = "guess", source = "as rented"}
 devices_per_node = {value = 4, kind = "guess", source = "as rented"}
 """
+    measured = (
+        small
+        + b"""
+[[matmul]]
+dtype = "bfloat16"
+rows = 1024
+columns = 1024
+inner = 1024
+seconds = 5.0e-6
+predicted_seconds = 5.5e-6
+
+[[collective]]
+name = "all_reduce"
+link = "inside_node"
+ranks = 4
+bytes = 1048576
+seconds = 2.0e-5
+predicted_seconds = 1.8e-5
+"""
+    )
+    samples = {"hardware": whole, "hardware like another": small, "hardware with measurements": measured}
     return [
-        Format(name, content, read_hardware, ".toml", again=again, values=values)
-        for name, content in (("hardware", whole), ("hardware like another", small))
+        Format(name, content, read_hardware, ".toml", again=again, values=values) for name, content in samples.items()
     ]
 
 
@@ -238,18 +275,26 @@ def _weights(folder: Path) -> list[Format]:
     names = dict.fromkeys(model().state_dict(), "model-1.safetensors")
     index = json.dumps({"metadata": {"total_size": 1}, "weight_map": names}).encode()
 
-    def read(path: Path, *, as_index: bool) -> Any:
-        own = path.read_bytes()
-        (place / "model.safetensors.index.json").write_bytes(own if as_index else index)
-        whole = content if as_index else own + content[begin:]
-        (place / "model-1.safetensors").write_bytes(whole)
+    files = {
+        "model-1.safetensors": content,
+        "model.safetensors.index.json": index,
+        "config.json": b'{"dtype": "float32"}',
+    }
+
+    def read(name: str, own: bytes) -> Any:
+        for each, sample in files.items():
+            (place / each).write_bytes(own if each == name else sample)
         fresh = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 4))
         read_weights(fresh, place)
         return _state(fresh)
 
+    tensors, names_of_files, config = files
     return [
-        Format("safetensors header", content[:begin], lambda p: read(p, as_index=False), ".bin"),
-        Format("weights index", index, lambda p: read(p, as_index=True)),
+        Format(
+            "safetensors header", content[:begin], lambda p: read(tensors, p.read_bytes() + content[begin:]), ".bin"
+        ),
+        Format("weights index", index, lambda p: read(names_of_files, p.read_bytes())),
+        Format("config.json beside weights", files[config], lambda p: read(config, p.read_bytes())),
     ]
 
 
@@ -298,14 +343,21 @@ def _stored_capture(folder: Path) -> Format:
 
 
 def _texts() -> list[Format]:
+    selection = '{"layers.*": ["mlp.act/gelu"]}'
     return [
-        Format(
-            "text of a mesh", b"dp=2,tp=4", lambda p: Mesh.parse(_text(p)), ".txt", again=lambda x: Mesh.parse(str(x))
-        ),
-        Format(
-            "text of recomputation",
-            b'{"layers.*": ["mlp.act/gelu"]}',
-            lambda p: parse_recompute(_text(p)),
-            again=lambda x: parse_recompute(format_recompute(x)),
-        ),
+        _in_text("text of a mesh", "dp=2,tp=4", Mesh.parse),
+        _in_text("text of recomputation", selection, parse_recompute, format_recompute),
+        _in_text("text of an order", "0+1 0= 0+1 1+1 1= 0= meet", lambda text: Order.parse(2, text)),
+        _in_text("text of a precision", "bfloat16 reduce=float32 products=float8 exempt=lm_head", MixedPrecision.parse),
     ]
+
+
+def _key() -> Format:
+    """The key of a cache folder, which a variable of the environment names."""
+
+    def read(path: Path) -> Any:
+        path.chmod(0o600)
+        with mock.patch.dict(os.environ, {KEY_VARIABLE: str(path)}):
+            return cache_key()
+
+    return Format("key of a cache", bytes(range(64)), read, ".key")

@@ -11,7 +11,17 @@ from typing import Any
 
 import pytest
 
+from autopar.cost_model.machines.gpu_names import canonical_gpu
 from autopar.errors import AutoparError
+from autopar.ir import Mesh
+from autopar.ir.choice import owner_of
+from autopar.ir.graph import Stack
+from autopar.ir.layout import State
+from autopar.ir.meeting import Meeting
+from autopar.ir.order import Order
+from autopar.models.targets import resolve_target
+from autopar.search.request.recipes import check_recipe_axes
+from autopar.search.request.single_rank_ops import is_lone_pin
 from benchmarks.fuzz import watch as watching
 from benchmarks.fuzz.calls import call, calls
 from benchmarks.fuzz.damage import PLACES, small_disk
@@ -85,6 +95,38 @@ def test_an_error_for_people_is_no_fault(watch: Watch) -> None:
     assert watch.call(refuse).faults((AutoparError,)) == []
 
 
+# A number of thousands of digits, which `int` refuses, one of other digits than ours, and a sign that is no number.
+ODD_NUMBERS = ("9" * 5000, "\u0663", "\u00b2")
+NUMBERED: dict[str, Callable[[str], Any]] = {
+    "order": lambda n: Order.parse(2, f"{n}+1"),
+    "pushed steps": lambda n: Order.parse(2, f"0+{n}"),
+    "dim": lambda n: State.parse(f"S({n})"),
+    "factor": lambda n: State.parse(f"S(0.{n})"),
+    "owner": lambda n: State.parse(f"O({n})"),
+    "meeting": lambda n: Meeting.parse("dp", 2, f"every {n} steps local"),
+    "staleness": lambda n: Meeting.parse("dp", 2, f"every 1 step async-server owner=O(0) staleness={n}"),
+    "mesh": lambda n: Mesh.parse(f"dp={n}"),
+    "recipe": lambda n: check_recipe_axes(f"local:{n}", Mesh.parse("dp=2")),
+    "target": lambda n: resolve_target(f"{n}.json"),
+}
+
+
+@pytest.mark.parametrize("number", ODD_NUMBERS, ids=["long", "other digits", "no number"])
+@pytest.mark.parametrize("read", NUMBERED.values(), ids=NUMBERED)
+def test_a_number_that_is_not_of_few_digits_is_refused(read: Callable[[str], Any], number: str) -> None:
+    with pytest.raises(AutoparError):
+        read(number)
+
+
+def test_names_of_layers_and_labels_have_numbers_of_few_digits() -> None:
+    for number in ODD_NUMBERS:
+        assert owner_of(f"@{number}") is None and Stack("layers", 2, 2).index(f"layers.{number}.weight") is None
+        assert not is_lone_pin(f"@{number}")
+    for number in ODD_NUMBERS[:2]:
+        with pytest.raises(AutoparError, match="There is no GPU"):
+            canonical_gpu(f"h100-{number}GB")
+
+
 @pytest.mark.parametrize("target", [":", ".x:y", "..:"])
 def test_a_target_without_a_module_is_refused(target: str) -> None:
     with pytest.raises(AutoparError, match="is not a name of a module"):
@@ -93,6 +135,7 @@ def test_a_target_without_a_module_is_refused(target: str) -> None:
 
 # What is said, and what is there afterwards: the table of benchmarks/fuzz/results.md.
 SAID = {
+    "a cache in a folder that this user may not enter": "a plan is searched",
     "a cached file that others may write": "not read; replaced by one of 644",
     "a checkpoint on a full disk": "Saving .* failed on rank 0. OSError: .* No space left on device Then step 1 loads.",
     "a device": "Cannot write /dev/full: it is a device.",
