@@ -32,9 +32,6 @@ path of a Hugging Face config.json or of a directory that has one, or package.mo
 returns (model, example_inputs) or (model, example_inputs, loss_fn)."""
 
 AUTO = "auto"  # value of --batch
-# Of a mesh that is searched within a minute: what grows with the model hardly grows with the ranks, see
-# benchmarks/results/benchmarks.md. Llama-3 8B took 43 user seconds for 128 H100, and 44 for 8,192 (2026-11-29).
-QUICK_RANKS = 8192
 
 
 class Count(click.IntRange):
@@ -210,12 +207,6 @@ def question(target: str, progress: Progress, given: Mapping[str, Any], *, tries
         **asked | {"stages": depths, "offload": given["offload"] or None},
     )
     _check_pins(request)
-    if mesh is None and cluster.ranks > QUICK_RANKS:
-        click.echo(
-            f"A search of the axes of {cluster.ranks} ranks may take minutes; of {QUICK_RANKS} it mostly takes one at "
-            f"most. Name the axes, such as --mesh dp={cluster.ranks // 8},tp=8, to have an answer sooner.",
-            err=True,
-        )
     TrainingState.parse(given["training_state"])  # refuses unknown words before a model is captured
     return Question(target, request, given["seq"], progress, given["training_state"])
 

@@ -43,6 +43,7 @@ from autopar.planning.garbage import collecting_rarely
 from autopar.planning.remarks import with_remarks
 from autopar.search.candidates.outer import search_plan
 from autopar.search.candidates.trials import Searched
+from autopar.search.exact.duration import words_if_long
 from autopar.search.request.notes import undivided_lines
 from autopar.search.request.progress import Progress, silent
 from autopar.search.request.request import Request
@@ -187,6 +188,8 @@ def search_step(
     request = _that_keeps_results(prepared, request, captured_micro_batches or 1)
     if fixed_storage is None:
         _refuse_more_blocks(graph, request.recompute)
+    if long := words_if_long(graph, request):
+        log.warning(long)
     found = search_plan(
         graph,
         request,

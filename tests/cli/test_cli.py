@@ -250,13 +250,6 @@ def test_digits_of_other_scripts_are_no_numbers(words):
     assert result.exit_code == 2 and repr(words[-1]) in result.stderr and not result.stdout
 
 
-def test_a_search_of_many_ranks_says_at_once_that_it_is_long():
-    """Its example has a batch of its own, too small for so many ranks, so that it ends at once."""
-    long = run("explain", TARGET, "--cluster", "h100x8x2048")
-    assert "16384 ranks may take minutes; of 8192" in long.stderr and "--mesh dp=2048,tp=8" in long.stderr
-    assert long.exit_code == 1 and "no way to divide" in long.stderr and not long.stdout
-
-
 def test_fit_offers_more_ranks_and_larger_devices():
     result = run("fit", "llama3-8b", "--cluster", "rtx4090x2", "--batch", "8", "--seq", "512", "--no", "offload")
     assert result.exit_code == 1, result.output

@@ -1,0 +1,56 @@
+"""About how long a search takes, which is known before it begins.
+
+The time grows with the ops that are not alike (`fold`) and with the axes that are open, and hardly with the ranks:
+
+    seconds = classes of ops * axes^2 / 100            the mesh is named
+    seconds = classes of ops * axes^2 / 50             the mesh is searched, over at most 6 axes
+
+where a mesh that is searched has as many axes as its ranks have prime factors. The measurements are in
+`benchmarks/results/questions.md`.
+"""
+
+from __future__ import annotations
+
+from autopar.ir import Graph, Mesh
+from autopar.search.exact.fold import fold
+from autopar.search.request.request import Request
+from autopar.units import format_seconds
+
+LONG_SECONDS = 60.0
+_MOST_AXES = 6  # of a mesh that is searched: 1,024 ranks take no longer than 64
+
+
+def search_seconds(classes: int, ranks: int, mesh: Mesh | None) -> float:
+    """Seconds of one core that a search takes, by the number of different ops; see the head of this file.
+
+    >>> search_seconds(50, 8, None), search_seconds(50, 8, Mesh.parse("dp=2,tp=4"))
+    (9.0, 2.0)
+    """
+    if mesh is not None:
+        return classes * len(mesh.axes) ** 2 / 100
+    return classes * min(_prime_factors(ranks), _MOST_AXES) ** 2 / 50
+
+
+def words_if_long(graph: Graph, request: Request) -> str:
+    """A sentence about a search that takes more than a minute, with a mesh that takes least; "" for others."""
+    assert request.ranks is not None, "a search has ranks"
+    classes = len(fold(graph).classes)
+    seconds = search_seconds(classes, request.ranks, request.mesh)
+    if seconds <= LONG_SECONDS:
+        return ""
+    mesh, flat = request.mesh or f"searched for {request.ranks} ranks", Mesh.of({"dp": request.ranks})
+    flat_seconds = search_seconds(classes, request.ranks, flat)
+    return (
+        f"The search may take about {format_seconds(seconds)}, since the model has {classes} different ops and the "
+        f"mesh is {mesh}. On the mesh {flat} it takes about {format_seconds(flat_seconds)}."
+    )
+
+
+def _prime_factors(number: int) -> int:
+    """The number of prime factors, each as often as it divides."""
+    found, factor = 0, 2
+    while factor * factor <= number:
+        while number % factor == 0:
+            number, found = number // factor, found + 1
+        factor += 1
+    return found + (number > 1)
