@@ -85,7 +85,7 @@ class Loading:
         state = model.state_dict() if notes.get("has_model", True) else {}
         room = {f"model.{k}": v for k, v in state.items() if isinstance(v, Tensor)}
         objects = [k for k, v in state.items() if not isinstance(v, Tensor)]
-        _refuse_other_model(folder, room, saved)
+        _refuse_other_model(folder, room, saved, [name for name in objects if name not in notes["objects"]])
         restorer, prefix, meetings = None, "", meetings_of(model)
         if meetings is not None:
             prefix = meetings.prefix if any(k.startswith(meetings.prefix) for k in saved) else ""
@@ -99,7 +99,9 @@ class Loading:
             restorer = Restorer(model, optimizer, notes["groups"], notes["ties"])
             _refuse_other_shapes(folder, restorer.sources(), notes.get("shapes", {}))
             states = {k.removeprefix(prefix): v for k, v in saved.items() if k.startswith(f"{prefix}optimizer.")}
-            room.update(_optimizer_room(restorer, states, notes.get("blocks", {})))
+            states_room = _optimizer_room(restorer, states, notes.get("blocks", {}))
+            _refuse_missing_values(folder, states_room, notes["values"])
+            room.update(states_room)
         return Loading(folder, model, notes, saved, room, objects, restorer, prefix)
 
     @property
@@ -147,8 +149,10 @@ class Loading:
         return states
 
 
-def _refuse_other_model(folder: Path, room: Mapping[str, Tensor], saved: Mapping[str, TensorStorageMetadata]) -> None:
-    problems = []
+def _refuse_other_model(
+    folder: Path, room: Mapping[str, Tensor], saved: Mapping[str, TensorStorageMetadata], missing: Sequence[str]
+) -> None:
+    problems = [f"{name} is not in it" for name in missing]
     for name, tensor in room.items():
         own = name.removeprefix("model.")
         if name not in saved:
@@ -161,6 +165,12 @@ def _refuse_other_model(folder: Path, room: Mapping[str, Tensor], saved: Mapping
             )
     if problems:
         raise AutoparError(f"The checkpoint {folder} is of another model: {few(problems)}.")
+
+
+def _refuse_missing_values(folder: Path, room: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+    """Raises AutoparError where the tensors of a parameter's state were saved without the rest of it."""
+    if missing := sorted({_parameter_and_key(entry)[0] for entry in room} - values.keys()):
+        raise AutoparError(f"{folder} is damaged: it has tensors of the optimizer but no values for {few(missing)}.")
 
 
 def _is_same(own: Tensor | None, x: Tensor) -> bool:

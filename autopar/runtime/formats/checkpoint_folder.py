@@ -25,9 +25,26 @@ from autopar.runtime.formats.shard_file import check_shard
 
 VERSION = 1
 _STATE = "state.pt"
-# The fields of `state.pt`: those of every checkpoint, and those that came later or only a loop's have.
-_FIELDS = ("version", "extra", "has_model", "progress", "ties", "objects", "values", "groups")
-_LATER_FIELDS = ("shapes", "loops", "blocks", "step", "files", "checksums")
+# The fields of `state.pt` and what they are, as `_is_of` reads it: those of every checkpoint, and those that came
+# later or that only the checkpoint of a loop has.
+_FIELDS = {
+    "version": int,
+    "extra": dict,
+    "has_model": bool,
+    "progress": dict | None,
+    "ties": {str: str},
+    "objects": {str: object},
+    "values": {str: dict},
+    "groups": [([str], dict)],
+}
+_LATER_FIELDS = {
+    "shapes": {str: [int]},
+    "loops": list,
+    "blocks": {str: object},
+    "step": int,
+    "files": {str: int},
+    "checksums": bool,
+}
 
 
 def beside(folder: Path, what: str) -> Path:
@@ -166,9 +183,23 @@ def _state(path: Path) -> dict[str, Any]:
             f"{path.parent} is of version {notes['version']}, but this autopar reads version {VERSION}."
         )
     check_keys(notes, _FIELDS, _LATER_FIELDS)
+    for name, kind in (_FIELDS | _LATER_FIELDS).items():
+        if name in notes and not _is_of(notes[name], kind):
+            raise ValueError(f"its field {name!r} has values of other kinds than were saved")
     if notes.get("checksums"):
         _refuse_other_bytes(path)
     return dict(notes)
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    """Whether a value is of a kind: a type, [kind] for a list, (kind, ...) for a tuple, {kind: kind} for a dict."""
+    if isinstance(kind, list):
+        return isinstance(value, list) and all(_is_of(each, kind[0]) for each in value)
+    if isinstance(kind, tuple):
+        return isinstance(value, tuple) and len(value) == len(kind) and all(map(_is_of, value, kind))
+    if isinstance(kind, dict):
+        return isinstance(value, dict) and all(_is_of(item, each) for item in value.items() for each in kind.items())
+    return isinstance(value, kind)
 
 
 def _refuse_other_files(folder: Path, files: dict[str, int]) -> None:

@@ -157,6 +157,8 @@ class Restorer:
         self._options = {name: options for names, options in groups for name in names}
         self._ties, self._saved_ties = ties(model), saved_ties
         self._groups = list(_named_groups(model, optimizer))
+        # Found now, so that options which cannot be loaded are refused before anything is.
+        self._shared = [self._shared_options([*map(self._source, names)], live) for names, live in self._groups]
 
     def formats(self) -> dict[tuple[str, str], Tensor]:
         """(saved name of a parameter, key) -> state whose dtype differs from that of the parameter."""
@@ -186,10 +188,9 @@ class Restorer:
         """Loads states, which are given by the names of `sources`, and the options of the groups."""
         numbers: dict[int, Mapping[str, Any]] = {}
         groups = self._optimizer.state_dict()["param_groups"]
-        for (names, live), group in zip(self._groups, groups, strict=True):
-            sources = [self._source(name) for name in names]
-            group.update(self._shared_options(sources, live))
-            for number, source in zip(group["params"], sources, strict=True):
+        for (names, _), shared, group in zip(self._groups, self._shared, groups, strict=True):
+            group.update(shared)
+            for number, source in zip(group["params"], map(self._source, names), strict=True):
                 if source is not None and states.get(source):
                     numbers[number] = states[source]
         own, parameters = self.formats(), self.sources()

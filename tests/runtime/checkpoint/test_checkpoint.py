@@ -351,6 +351,41 @@ def test_what_is_no_state_of_an_optimizer_is_refused(state: Any) -> None:
         load_optimizer_state(model, torch.optim.SGD(model.parameters()), state)
 
 
+FORGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "options": (lambda notes: notes.update(groups=[(notes["groups"][0][0], "x")]), "its field 'groups' has values of"),
+    "values": (lambda notes: notes["values"].update({"0.bias": 3}), "its field 'values' has values of other kinds"),
+    "no values": (lambda notes: notes["values"].pop("0.bias"), "tensors of the optimizer but no values for 0.bias"),
+    "sizes": (lambda notes: notes.update(files={"shard-00001.safetensors": "x"}), "its field 'files' has values of"),
+    "extra": (lambda notes: notes.update(extra="x"), "its field 'extra' has values of other kinds"),
+}
+
+
+@pytest.mark.parametrize("forge", FORGED)
+def test_a_state_that_no_save_writes_leaves_the_model_as_it_was(saved: Path, forge: str) -> None:
+    change, says = FORGED[forge]
+    notes = torch.load(saved / "state.pt", weights_only=True)
+    change(notes)
+    torch.save(notes, saved / "state.pt")
+    refuses(saved, adamw, says)
+
+
+def test_options_that_differ_within_a_group_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    model = make()
+    each = torch.optim.AdamW([{"params": [p], "lr": 1 / p.numel()} for p in model.parameters()])
+    train(model, each)
+    save_checkpoint(tmp_path / "c", model, each)
+    refuses(tmp_path / "c", adamw, "are in one group of the optimizer, but were saved with lr=")
+
+
+def refuses(path: Path, optimizer_of: Callable[[nn.Module], Optimizer], says: str) -> None:
+    """A load is refused, and leaves the model as it was."""
+    model = make()
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    with pytest.raises(autopar.AutoparError, match=says):
+        load_checkpoint(path, model, optimizer_of(model))
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
 def test_parts_are_checked_where_torch_sums_no_files(tmp_path: Path) -> None:
     """torch.serialization.set_crc32_options(False) is about files of torch.save: of these `state.pt` alone is one."""
     before = torch.serialization.get_crc32_options()
