@@ -8,6 +8,7 @@ that writing it out and reading it back gives the same again, and no unknown fie
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import io
 import json
 import os
@@ -100,7 +101,7 @@ def formats(folder: Path) -> list[Format]:
         *_checkpoints(folder),
         *_weights(folder),
         _stored_plan(folder),
-        _stored_capture(folder),
+        *_stored_captures(folder),
         _key(),
         *_texts(),
     ]
@@ -224,10 +225,11 @@ def _checkpoints(folder: Path) -> list[Format]:
     save_checkpoint(saved, trained, optimizer, step=3)
     samples = {name: (saved / name).read_bytes() for name in ("shard-00001.safetensors", "state.pt")}
 
-    def reader(name: str) -> Callable[[Path], Any]:
+    def reader(name: str, seal: Callable[[bytes], bytes] = bytes) -> Callable[[Path], Any]:
         def read(path: Path) -> Any:
+            own = seal(path.read_bytes())
             for each, content in samples.items():
-                (saved / each).write_bytes(path.read_bytes() if each == name else content)
+                (saved / each).write_bytes(own if each == name else content)
             fresh = model()
             adam = torch.optim.AdamW(fresh.parameters())
             before = _state(fresh)
@@ -246,8 +248,30 @@ def _checkpoints(folder: Path) -> list[Format]:
             Format(f"checkpoint: {name}", content, reader(name), ".bin", is_sealed=True)
             for name, content in samples.items()
         ),
+        Format(
+            "checkpoint: state.pt, saved anew",
+            json.dumps(torch.load(saved / "state.pt", weights_only=True)).encode(),
+            reader("state.pt", _as_state),
+        ),
         _plain_state(folder, optimizer),
     ]
+
+
+def _as_state(content: bytes) -> bytes:
+    """A file of `torch.save` with the values of a JSON text, as somebody else could have written it."""
+    buffer = io.BytesIO()
+    state = _parsed(content)
+    if isinstance(state, dict) and isinstance(state.get("groups"), list):
+        state["groups"] = [tuple(each) if isinstance(each, list) else each for each in state["groups"]]
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+def _parsed(content: bytes) -> Any:
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        raise AutoparError("it has no values") from None
 
 
 def _plain_state(folder: Path, optimizer: torch.optim.Optimizer) -> Format:
@@ -312,7 +336,8 @@ def _stored_plan(folder: Path) -> Format:
     return Format("stored plan", path.read_bytes(), read, is_sealed=True)
 
 
-def _stored_capture(folder: Path) -> Format:
+def _stored_captures(folder: Path) -> list[Format]:
+    """A stored capture, and one whose digest was made anew by somebody who may write the file."""
     own, place = model(), folder / "captures"
     stored = StoredCaptures(place)
     question = CaptureQuestion(own, (X, X), {}, nn.functional.mse_loss, True, None, ())
@@ -335,11 +360,22 @@ def _stored_capture(folder: Path) -> Format:
 
         __hash__ = None  # type: ignore[assignment]
 
-    def read(given: Path) -> Any:
-        path.write_bytes(given.read_bytes())
+    def read(content: bytes) -> Any:
+        path.write_bytes(content)
         return Same(stored.captured(question, lambda: first))
 
-    return Format("stored capture", path.read_bytes(), read, ".capture", is_sealed=True)
+    def sealed(body: bytes) -> bytes:
+        key, text = path.stem, body.decode("utf-8", "replace")
+        digest = hashlib.sha256(f"{key}\n{text}".encode()).hexdigest()
+        return f"{json.dumps({'question': key, 'sha256': digest})}\n{text}".encode()
+
+    whole = path.read_bytes()
+    body = whole.partition(b"\n")[2]
+    assert sealed(body) == whole, "the digest is that of the product"
+    return [
+        Format("stored capture", whole, lambda p: read(p.read_bytes()), ".capture", is_sealed=True),
+        Format("stored capture, sealed anew", body, lambda p: read(sealed(p.read_bytes())), ".capture"),
+    ]
 
 
 def _texts() -> list[Format]:
