@@ -170,7 +170,7 @@ def main(files: int, call_count: int, seed: int, only: str, markdown: Path | Non
     logging.getLogger("autopar").setLevel(logging.CRITICAL)
     watch = Watch()
     with tempfile.TemporaryDirectory() as folder:
-        kinds = [kind for kind in formats(Path(folder) / "samples") if only in kind.name]
+        kinds = [kind for kind in formats(Path(folder) / "samples") if files and only in kind.name]
         for count in fuzz_files(kinds, files, seed, watch):
             keep(count, seed)
             print(count.name, count.tries, dict(count.faults), *count.examples, sep="\n  ", flush=True)
