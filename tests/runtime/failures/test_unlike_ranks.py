@@ -42,16 +42,22 @@ def trained(model: nn.Module, **options: Any) -> str:
     x = torch.ones(4, 4, dtype=next(model.parameters()).dtype)
     try:
         compiled = autopar.compile(
-            model, **{"loss_fn": nn.functional.mse_loss, "mesh": {"dp": 2}, "example_inputs": (x, x), **options}
+            model,
+            **{
+                "loss_fn": nn.functional.mse_loss,
+                "mesh": {"dp": dist.get_world_size()},
+                "example_inputs": (x, x),
+                **options,
+            },
         )
         return str(float(compiled.step(x, x)) >= 0)
     except (AutoparError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
 
 
-def differing(how: str) -> str:
-    """What a rank is told where rank 1 has another model, version or setting."""
-    differs = dist.get_rank() == 1
+def differing(how: str, other: int = 1) -> str:
+    """What a rank is told where another one has another model, version or setting."""
+    differs = dist.get_rank() == other
     width = 5 if differs and how == "width" else 4
     model = nn.Sequential(nn.Linear(4, width), nn.ReLU() if differs and how == "op" else nn.Tanh())
     model.append(nn.Linear(width, 4))
@@ -76,35 +82,34 @@ def differing(how: str) -> str:
         torch.set_float32_matmul_precision("highest")
 
 
-@pytest.mark.parametrize(
-    ("how", "says"),
-    [
-        (
-            "width",
-            "differs from rank 0 in its model: it has parameter 0.weight of shape [5, 4] and float32, "
-            "and rank 0 has parameter 0.weight of shape [4, 4] and float32",
-        ),
-        ("op", "in its model: it has op relu, and rank 0 has op tanh"),
-        (
-            "format",
-            "in its model: it has input input of shape [4, 4] and float64, and rank 0 has input input of shape "
-            "[4, 4] and float32",
-        ),
-        ("frozen", "in its model: it has parameter 0.weight without a gradient, and rank 0 has nothing more"),
-        ("capture", "in its model: it has no graph of it (CaptureError: "),
-        ("environment", "in its environment: it has NVIDIA_TF32_OVERRIDE=0, and rank 0 has NVIDIA_TF32_OVERRIDE="),
-        (
-            "settings",
-            "in its settings of torch: it has matmul precision medium, and rank 0 has matmul precision highest",
-        ),
-        ("versions", "in its versions: it has torch 9.9, and rank 0 has torch 2"),
-        ("code", "in its code of autopar: it has dddddddddddd, and rank 0 has eeeeeeeeeeee"),
-    ],
-)
-def test_one_rank_that_differs_is_named_on_all(two_ranks: Ranks, how: str, says: str) -> None:
+DIFFERENCES = {
+    "width": "differs from rank 0 in its model: it has parameter 0.weight of shape [5, 4] and float32, "
+    "and rank 0 has parameter 0.weight of shape [4, 4] and float32",
+    "op": "in its model: it has op relu, and rank 0 has op tanh",
+    "format": "in its model: it has input input of shape [4, 4] and float64, and rank 0 has input input of shape "
+    "[4, 4] and float32",
+    "frozen": "in its model: it has parameter 0.weight without a gradient, and rank 0 has nothing more",
+    "capture": "in its model: it has no graph of it (CaptureError: ",
+    "environment": "in its environment: it has NVIDIA_TF32_OVERRIDE=0, and rank 0 has NVIDIA_TF32_OVERRIDE=",
+    "settings": "in its settings of torch: it has matmul precision medium, and rank 0 has matmul precision highest",
+    "versions": "in its versions: it has torch 9.9, and rank 0 has torch 2",
+    "code": "in its code of autopar: it has dddddddddddd, and rank 0 has eeeeeeeeeeee",
+}
+
+
+@pytest.mark.parametrize("how", DIFFERENCES)
+def test_one_rank_that_differs_is_named_on_all(two_ranks: Ranks, how: str) -> None:
     first, second = two_ranks.run(differing, how)
     assert first == second and first.startswith("MeshError: Rank 1 differs from rank 0")
-    assert says in first
+    assert DIFFERENCES[how] in first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", DIFFERENCES)
+def test_one_of_four_ranks_that_differs_is_named_on_all(four_ranks: Ranks, how: str) -> None:
+    first, *others = four_ranks.run(differing, how, 2)
+    assert others == [first] * 3 and first.startswith("MeshError: Rank 2 differs from rank 0")
+    assert DIFFERENCES[how] in first
 
 
 def test_ranks_of_other_seeds_train_alike(two_ranks: Ranks) -> None:
