@@ -18,6 +18,7 @@ from autopar.capture.captured import Captured
 from autopar.ir import Dims, Layout, Mesh, ParameterPlan, Plan, R, Tier, local_shape
 from autopar.ir.share import on
 from autopar.ops.alone import Alone, alone
+from autopar.ops.collectives import FUNCTIONAL, Collective
 from autopar.ops.nodes import draws, output_nodes
 from autopar.passes import partition, verify_graph
 from autopar.program.checks import check_plan
@@ -145,6 +146,12 @@ class Program:
     def has_lone_calls(self) -> bool:
         """Whether some ranks alone run a call, because tensors are in a state O."""
         return any(alone(node) for node in self.module.graph.nodes)
+
+    @cached_property
+    def communicates(self) -> bool:
+        """Whether every rank waits for others in a forward, which none of them then runs by itself."""
+        calls = map(Collective.of, self.module.graph.nodes)
+        return any(call is not None and call.name in FUNCTIONAL for call in calls)
 
     @cached_property
     def is_random(self) -> bool:

@@ -17,8 +17,8 @@ PLAN = (
     "without memory_bytes headroom precision training_state"
 )
 RUN = (
-    "hardware init_fn weights nvme cache seed batch outputs timeout_seconds skip_nonfinite loss_scale bucket_bytes "
-    "executor"
+    "hardware init_fn weights nvme cache seed batch outputs timeout_seconds skip_nonfinite drift loss_scale "
+    "bucket_bytes executor"
 )
 
 

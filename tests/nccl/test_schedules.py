@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from autopar.ir.pipeline import PLACEMENTS, Pipeline
+from autopar.ir.pipeline import PLACEMENTS, SCHEDULES, Pipeline
 from autopar.pipeline.schedules import actions, takes, waits_for_sends
 from autopar.pipeline.simulation import StageCosts, simulate
 from tests.support.nccl import stages
@@ -54,7 +54,7 @@ def test_two_sends_at_once_would_wait_for_ever(monkeypatch: pytest.MonkeyPatch) 
         assert "deadlock" in violations(stages.played(pipeline, 4), mode)[0]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "looped-bfs", "zb", "zbv", "dualpipev"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_simulated_step_is_that_of_communicators_of_two_ranks(schedule: str) -> None:
     """A forward takes 1 s, a backward 2 s, a message 0.02 s; the first meeting takes three messages."""
     pipeline = _pipeline(schedule, 4, _CHUNKS[PLACEMENTS[schedule]][0])

@@ -25,7 +25,7 @@ from autopar import _torch
 from autopar.errors import AutoparError
 from autopar.runtime.checkpoint.checkpoint_keeper import Checkpoints, LastCheckpoint
 from autopar.runtime.checkpoint.checkpoint_loading import load
-from autopar.runtime.checkpoint.checkpoint_saving import Save, catch_up, collect, progress
+from autopar.runtime.checkpoint.checkpoint_saving import Save, catch_up, collect, compare_replicas, progress
 from autopar.runtime.formats.block_states import fill_states, set_values, values_of
 from autopar.runtime.formats.checkpoint_folder import located, opened
 from autopar.runtime.formats.optimizer_state import Restorer, placed_like, plain_groups
@@ -67,6 +67,7 @@ def save_checkpoint(
     """
     folder, model = Path(path).resolve(), _torch.uncompiled(model)
     ranks = AllRanks(f"Saving {folder}")
+    compare_replicas(model)
     tensors, notes = ranks.each(lambda: collect(model, optimizer, extra, with_model=not only_optimizer))
     save = Save.begin(ranks, folder, tensors, notes)
     ranks.each(save.write)

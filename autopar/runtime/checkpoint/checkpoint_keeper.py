@@ -31,7 +31,7 @@ from autopar import _torch
 from autopar.errors import AutoparError
 from autopar.runtime.checkpoint.background_save import BackgroundSave
 from autopar.runtime.checkpoint.checkpoint_loading import load
-from autopar.runtime.checkpoint.checkpoint_saving import Host, Save, collect
+from autopar.runtime.checkpoint.checkpoint_saving import Host, Save, collect, compare_replicas
 from autopar.runtime.formats.checkpoint_folder import OtherVersionError, beside, check_bytes, located, opened
 from autopar.runtime.ranks.all_ranks import AllRanks, warn_together
 from autopar.runtime.ranks.random_states import random_states, set_random_states
@@ -130,6 +130,7 @@ class Checkpoints:
         self.finish()
         folder = self._folder / f"step-{step:08d}"
         ranks, model = AllRanks(f"Saving {folder}"), _torch.uncompiled(model)
+        compare_replicas(model)
 
         def own() -> Any:
             tensors, notes = collect(model, optimizer, extra, with_model=True)

@@ -184,6 +184,12 @@ def collect(
     return apart(tensors), notes
 
 
+def compare_replicas(model: nn.Module) -> None:
+    """Raises StepError on all ranks, or mends that, where those that hold the same parameters have drifted apart."""
+    if isinstance(model, CompiledModule):
+        model._runs.drift.compare("before a save")
+
+
 def meetings_of(model: nn.Module) -> Meetings | None:
     """The meetings of a compiled module's replicas, if it has any."""
     return model._meetings if isinstance(model, CompiledModule) else None

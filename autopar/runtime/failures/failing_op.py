@@ -40,7 +40,7 @@ def naming_line() -> Iterator[None]:
     except PeerError as error:
         node = _failed_node(error)
         if node is not None and not error.op:
-            error.op = _op_words(node)
+            error.op = op_words(node)
         raise
     except Exception as error:
         node = _failed_node(error)
@@ -103,7 +103,7 @@ def _add_remedy(error: Exception) -> None:
         error.add_note(_REMEDY)
 
 
-def _op_words(node: fx.Node) -> str:
+def op_words(node: fx.Node) -> str:
     """A node in words: its name, and the module of the model that it or its operands are of."""
     paths = (module_path(each) for each in (node, *node.all_input_nodes))
     path = next((path for path in paths if path), "")

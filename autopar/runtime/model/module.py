@@ -360,6 +360,7 @@ class CompiledModule(nn.Module):
         _ = self.plan
         if self._meetings is not None:
             self._meetings.require("Exporting weights")
+        self._runs.drift.compare("before weights were exported")
         write_weights(self, folder, original=self._original)
 
     # --- the plan

@@ -24,6 +24,7 @@ from autopar.runtime.execute.shares import step_shares
 from autopar.runtime.failures.failing_op import naming_plan
 from autopar.runtime.failures.finite import FiniteLoss, about_loss
 from autopar.runtime.model.deferred import LossAlone, with_deferred_gradients
+from autopar.runtime.model.drift import DriftCheck
 from autopar.runtime.model.module_programs import ModulePrograms
 from autopar.runtime.model.program_builder import ProgramBuilder
 from autopar.runtime.model.program_cache import ReadyProgram
@@ -51,6 +52,7 @@ class ModuleRuns:
         steps: number of steps so far.
         scaler: scale of the loss for backward.
         finite: check of the losses of steps.
+        drift: check of what ranks hold alike.
     """
 
     def __init__(self, model: nn.Module, planner: ProgramBuilder, programs: ModulePrograms, settings: Settings) -> None:
@@ -60,6 +62,7 @@ class ModuleRuns:
         self.steps = 0
         self.scaler = LossScaler(settings.loss_scaling)
         self.finite = FiniteLoss()
+        self.drift = DriftCheck(model, programs.placement, programs.comparison, settings.drift)
         self._has_said_split = False
 
     def step(self, ready: ReadyProgram, arguments: Arguments) -> list[Tensor]:
@@ -97,6 +100,7 @@ class ModuleRuns:
             raise bound.world.explain(error, doing, waiting) from error
         ready.finish()
         if trains:
+            self.drift.count(f"step {self.steps}")
             self._warn_of_loss(bound, found.loss, arguments)
         return results
 
@@ -140,6 +144,8 @@ class ModuleRuns:
             waiting = self._programs.comparison.waiting()
             raise bound.world.explain(error, "The forward", waiting) from error
         ready.finish()
+        if torch.is_grad_enabled() and bound.program.communicates:
+            self.drift.count("a forward with autograd")
         specs = bound.program.outputs
         if outputs == "local":
             self._warn_of_split(results, bound)

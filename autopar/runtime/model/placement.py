@@ -36,6 +36,7 @@ class Placement:
     Attributes:
         adoption: the DTensors that replaced the parameters; None without process groups.
         store: the parameters in their layout between steps; None before there is a plan.
+        first: the program that gave them these layouts; None before there is a plan.
         fixed: decisions of the first program for all later ones (layouts, stages, recomputation, and the stages that
             use each parameter); None before there is a plan.
         part: the part of the model that this rank holds.
@@ -49,6 +50,7 @@ class Placement:
             self.adoption = adopt(model, settings.device_mesh)
             weakref.finalize(self, self.adoption.stop)
         self.store: ParameterStore | None = None
+        self.first: Program | None = None
         self.fixed: Fixed | None = None
         self.part = RankPart()
         self.shared: SharedParameters | None = None
@@ -70,7 +72,7 @@ class Placement:
             read_later=() if weights is None else weights.names(model),
         )
         self._settle_gradients()
-        self.store = ParameterStore(world)
+        self.store, self.first = ParameterStore(world), programs.whole
         self.store.fill(programs.whole, model, values, held)
         place_buffers(model, world)
         plan = programs.whole.plan

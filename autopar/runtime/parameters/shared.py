@@ -39,12 +39,12 @@ class SharedParameters:
     def __init__(self, users: Users, pipeline: Pipeline, store: ParameterStore) -> None:
         self._pipe, self._device = store.world.pipe, store.world.device
         assert self._pipe is not None
-        holders = {name: _ranks(own, pipeline) for name, own in users.items()}
-        several = dict.fromkeys(ranks for ranks in holders.values() if len(ranks) > 1)
+        self._holders = {name: _ranks(own, pipeline) for name, own in users.items()}
+        several = dict.fromkeys(ranks for ranks in self._holders.values() if len(ranks) > 1)
         groups = {ranks: self._group(ranks) for ranks in several}
         self._shared: dict[str, tuple[nn.Parameter, str]] = {
             name: (store.kept[name].parameter, groups[ranks])
-            for name, ranks in holders.items()
+            for name, ranks in self._holders.items()
             if len(ranks) > 1 and self._pipe.rank in ranks
         }
 
@@ -56,6 +56,11 @@ class SharedParameters:
         lines = _torch.lines_along(self._pipe.device_mesh, PIPELINE_AXIS)
         own, _ = dist.new_subgroups_by_enumeration([[line[r] for r in ranks] for line in lines])
         return group_name(own) if own is not None and self._pipe.rank in ranks else ""
+
+    def holders(self, name: str) -> tuple[tuple[int, ...], dist.ProcessGroup | None]:
+        """The positions that hold a parameter of this rank, and their group if there are several."""
+        group = _torch.resolve_group(self._shared[name][1]) if name in self._shared else None
+        return self._holders[name], group
 
     @contextlib.contextmanager
     def summed(self, used: Container[str]) -> Iterator[None]:

@@ -64,7 +64,7 @@ class Comparison:
             remedy: what to do where a rank does not come.
             kind: kind of the text, which all ranks share.
         """
-        if not dist.is_initialized() or len(self._others()) == 1 or _is_alone():
+        if self.is_alone:
             return [text]
         if not self._name:
             self._name = _new_name()
@@ -103,14 +103,20 @@ class Comparison:
     def _store(self) -> dist.Store:
         return dist.PrefixStore(self._name, _torch.default_store())
 
-    def _others(self) -> Sequence[int]:
-        """The ranks that compare, this one among them."""
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no other rank, or the others are imagined, as torch's fake backend does to trace one."""
+        return not dist.is_initialized() or len(self.ranks) == 1 or dist.get_backend() == "fake"
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The global ranks that compare, this one among them."""
         return self._ranks or range(dist.get_world_size())
 
     @property
     def _first(self) -> int:
         """The rank that gives the verdict."""
-        return self._others()[0]
+        return self.ranks[0]
 
     def _key(self, what: object, times: int | None = None) -> str:
         """A key of a comparison, counted from one; by default of the present one."""
@@ -122,7 +128,7 @@ class Comparison:
 
     def _keys(self, times: int) -> dict[int, str]:
         """Rank -> the key of its text in a comparison."""
-        return {rank: self._key(rank, times) for rank in self._others()}
+        return {rank: self._key(rank, times) for rank in self.ranks}
 
     @property
     def _limit_seconds(self) -> float:
@@ -174,11 +180,6 @@ def _summary(texts: Sequence[str]) -> str:
     numbers = dict[str, int]()
     given = [numbers.setdefault(text, len(numbers)) for text in texts]
     return json.dumps({"texts": [*numbers], "given": given})
-
-
-def _is_alone() -> bool:
-    """Whether the other ranks are imagined, as torch's fake backend does to trace one of many."""
-    return dist.get_backend() == "fake"
 
 
 def _new_name() -> str:

@@ -140,6 +140,7 @@ OTHERS: dict[str, tuple[Any, str]] = {
     "batch": ("local", "batch=local"),
     "outputs": ("local", "outputs=local"),
     "skip_nonfinite": (True, "skip_nonfinite=True"),
+    "drift": ("mend", "drift=mend"),
     "loss_scale": (8.0, "loss_scale=8.0"),
     "bucket_bytes": (1000, "bucket_bytes=1000"),
     "executor": ("aot_eager", "executor=aot_eager"),

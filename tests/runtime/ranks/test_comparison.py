@@ -42,7 +42,7 @@ def _compared(
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_rank", lambda: here.rank)
     monkeypatch.setattr(dist, "get_world_size", lambda: len(texts))
-    monkeypatch.setattr(comparison, "_is_alone", lambda: False)
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
     monkeypatch.setattr(comparison, "_new_name", lambda: "name")
     monkeypatch.setattr(Comparison, "_store", lambda self: store)
 
