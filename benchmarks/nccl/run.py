@@ -1,6 +1,6 @@
 """Plans drawn at random, and worlds of 64 and 1,024 ranks, checked by NCCL's rules in one process.
 
-OMP_NUM_THREADS=1 python -m benchmarks.nccl.run random    200 plans on 2 and 4 ranks, all of them played
+OMP_NUM_THREADS=1 python -m benchmarks.nccl.run random    280 plans on 2 to 8 ranks, all of them played
 OMP_NUM_THREADS=1 python -m benchmarks.nccl.run worlds    every place along pp, the first and the last along other axes
 
 Results are added to results.jsonl beside this file, and what is there is not run again.
@@ -35,8 +35,16 @@ from tests.runtime.training import drawn, make_on
 
 RESULTS = Path(__file__).with_name("results.jsonl")
 MODELS = ("mlp", "gpt", "tied", "normed")
-MESHES: tuple[Mapping[str, int], ...] = ({"a": 2}, {"a": 2, "b": 2}, {"pp": 2}, {"pp": 2, "a": 2}, {"pp": 4})
-SEEDS = 10  # of each mesh and model: 200 plans
+MESHES: tuple[Mapping[str, int], ...] = (
+    {"a": 2},
+    {"a": 2, "b": 2},
+    {"pp": 2},
+    {"pp": 2, "a": 2},
+    {"pp": 4},
+    {"a": 2, "b": 2, "c": 2},
+    {"pp": 2, "a": 2, "b": 2},
+)
+SEEDS = 10  # of each mesh and model: 280 plans
 
 _ZERO3 = {"dp": "zero3", "tp": "tp+sp"}
 _DDP = {"dp": "ddp", "tp": "tp"}

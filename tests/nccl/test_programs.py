@@ -17,7 +17,7 @@ from autopar.search import RECIPES
 from tests.support import shared_captures
 from tests.support.experts import Routed, routes
 from tests.support.nccl.launches import MODES, launches_of
-from tests.support.nccl.programs import Model, Program
+from tests.support.nccl.programs import WORDS, Model, Program
 from tests.support.nccl.rules import unlike_orders, violations
 from tests.support.nccl.traces import NewGroup, Sync, Traces, between, calls_of
 
@@ -120,6 +120,16 @@ def test_over_nccl_a_limit_of_time_makes_no_group(monkeypatch: pytest.MonkeyPatc
     assert _spent(traces).new_groups == 2
     used = {call.group for event in traces[0] for call in calls_of(event)}
     assert used <= limited.keys() and {*limited.values()} == {60.0}
+
+
+@pytest.mark.usefixtures("shared")
+def test_1024_ranks_make_one_group_for_each_line_of_an_axis() -> None:
+    batch = torch.randint(WORDS, (256, 8))
+    program = Program({"dp": 256, "tp": 4}, {"dp": "zero3", "tp": "tp+sp"}, batch=lambda: (batch, batch.roll(1, 1)))
+    traces = program.play([0, 3, 1020, 1023])
+    for mode in MODES:
+        assert not violations(traces, mode)
+    assert _spent(traces)[:3] == (4 + 256, 3, 0)
 
 
 def _spent(traces: Traces) -> Budget:
