@@ -23,7 +23,14 @@ from tests.support.nccl.traces import NewGroup, Sync, Traces, between, calls_of
 
 _SMALL_BYTES = 1024
 # They read what lies on the host, whatever the device is: a loss that has arrived, shares and seeds.
-_ON_HOST = ("runtime/failures/finite.py", "analysis/objective.py", "runtime/pipeline/pipeline.py")
+_ON_HOST = (
+    "runtime/failures/finite.py",
+    "analysis/objective.py",
+    "runtime/pipeline/pipeline.py",
+    "runtime/ranks/seeds.py",
+    "runtime/ranks/world.py",
+    "runtime/execute/executor.py",
+)
 _STEPS = {"micro_batches": 4}
 
 
@@ -79,7 +86,7 @@ def _pipelines() -> Iterator[tuple[str, Program, Budget]]:
 
 
 def _others() -> Iterator[tuple[str, Program, Budget]]:
-    yield ("ddp, dropout", Program({"dp": 2}, "ddp", partial(Model, dropout=0.1)), Budget(syncs=4, small=3))
+    yield ("ddp, dropout", Program({"dp": 2}, "ddp", partial(Model, dropout=0.1)), Budget(small=3))
     yield "zero3 on 4", Program({"dp": 4}, "zero3"), Budget()
     mixed = {"dp": "zero3", "tp": "tp+sp"}
     yield "zero3 x tp+sp", Program({"dp": 2, "tp": 2}, mixed), Budget(8, 3, small=20)

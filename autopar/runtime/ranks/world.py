@@ -204,11 +204,16 @@ class World:
             dist.broadcast(x, src=int(everyone.mesh.flatten()[0]))
 
     def agree(self, number: int) -> int:
-        """The first rank's number; that of the first rank of this replica, so that none waits for another."""
-        agreed = torch.tensor(number, device=self.device)
+        """The first rank's number; that of the first rank of this replica, so that none waits for another.
+
+        Where the process groups have a backend for the host, it travels there, and no host waits for its device.
+        """
+        if self.ranks == 1:
+            return number
+        agreed = torch.tensor(number, device=_torch.CPU if _torch.backend_in_use(_torch.CPU) else self.device)
         if self.replicas is None:
             self.broadcast(agreed)
-        elif self.ranks > 1:
+        else:
             dist.broadcast(agreed, src=self.replicas.ranks[0], group=self.everyone)
         return int(agreed)
 

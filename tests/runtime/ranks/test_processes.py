@@ -6,11 +6,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from autopar import _torch
 from autopar.errors import AutoparError, MeshError, SearchError
-from autopar.ir import Plan
+from autopar.ir import Mesh, Plan
 from autopar.runtime.ranks.processes import Seat, agreed, join_process_group, why_not_together
+from autopar.runtime.ranks.world import World
 from tests.runtime.gloo_ranks import Ranks
 from tests.support.accelerators import seeming_accelerators
 
@@ -92,3 +94,14 @@ def test_more_ranks_than_devices_are_told_how_many_to_start() -> None:
     apart = [Seat("cuda:0", f"node{i}", f"node{i} GPU-{i}", 1) for i in range(2)]
     assert why_not_together(apart) == ""
     assert why_not_together([Seat("cpu", "node0", "", 0)] * 4) == ""
+
+
+def agreed_number() -> int:
+    """What the ranks agree on where a tensor on their device has no values."""
+    device_mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    return World(Mesh((("dp", 2),)), torch.device("meta"), device_mesh).agree(5 + dist.get_rank())
+
+
+def test_ranks_agree_on_a_number_without_their_devices(ranks: Ranks) -> None:
+    """So no host waits until its device has done all it was given, as it would to read a number there."""
+    assert ranks.run(agreed_number) == [5, 5]
