@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from torch.distributed.run import run as torchrun
 
 from autopar.cli.options import POSITIVE, Count, Real
 from autopar.errors import CaptureError, LayoutError, MeshError, NoLossError, PlanError, RecipeError, SearchError
+from autopar.ops.trail import FOLDER, last_collectives
 from autopar.runtime.ranks.launch import (
     check_ranks,
     first_failure,
@@ -182,16 +184,22 @@ def _failure(ranks: int, script: Path, arguments: tuple[str, ...]) -> str | None
     options = get_args_parser().parse_args(words)
     # Not parsed with the others: torchrun takes an option of the script for its own if it begins like one of these.
     options.training_script_args = list(arguments)
-    try:
-        torchrun(options)
-    except SignalException as signaled:  # by Ctrl-C or a scheduler; torchrun has ended the ranks
-        click.echo(f"autopar run: ended by {signaled.sigval.name}.", err=True)
-        sys.exit(128 + signaled.sigval)
-    except ChildFailedError as error:
-        for line in _summary(error):
-            click.echo(f"autopar run: {script.name} failed on {line}", err=True)
-        _, first = first_failure(error)
-        return "" if _is_killed(first) else _cause(first)
+    with tempfile.TemporaryDirectory(prefix="autopar-run-") as folder:
+        os.environ[FOLDER] = folder
+        try:
+            torchrun(options)
+        except SignalException as signaled:  # by Ctrl-C or a scheduler; torchrun has ended the ranks
+            click.echo(f"autopar run: ended by {signaled.sigval.name}.", err=True)
+            sys.exit(128 + signaled.sigval)
+        except ChildFailedError as error:
+            for line in _summary(error):
+                click.echo(f"autopar run: {script.name} failed on {line}", err=True)
+            _, first = first_failure(error)
+            if not _is_killed(first):
+                return _cause(first)
+            for line in last_collectives(Path(folder)):
+                click.echo(f"autopar run: {line}", err=True)
+            return ""
     return None
 
 

@@ -35,6 +35,7 @@ from autopar.ir.conversion import OWNER_COLLECTIVES
 from autopar.ops.exchange import EXCHANGES, combined, dispatched, table_of, turned
 from autopar.ops.nodes import schema
 from autopar.ops.rows import add_rows, rows_of
+from autopar.ops.trail import trail
 
 SIGNATURE = "(Tensor x, int[] dims, int size, str group, str backward) -> Tensor"
 
@@ -213,7 +214,8 @@ class _NamingFailures:
         self.collective, self.group = collective, group
 
     def __enter__(self) -> None:
-        pass
+        if (own := trail()) is not None:
+            own.note(self.collective, self.group)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not isinstance(error, RuntimeError):

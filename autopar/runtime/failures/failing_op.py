@@ -6,9 +6,7 @@ Where memory runs out, notes say what the plan was priced to take, and what to c
 from __future__ import annotations
 
 import contextlib
-import re
 import traceback
-import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
@@ -17,10 +15,10 @@ from torch import fx
 
 from autopar.capture.remedies import traced_line
 from autopar.errors import AutoparError, PeerError
+from autopar.ops.generated import graph_of, node_of_line, op_words
 from autopar.ops.nodes import module_path
 from autopar.units import format_bytes
 
-GENERATED = "<eval_with_key>"  # how torch.fx names the files of generated code
 _NAMES = 3  # of the tensors of a collective that a message has
 _NO_MEMORY = "can't allocate memory"  # of PyTorch's allocator for the CPU, which raises a RuntimeError
 _REMEDY = (
@@ -103,13 +101,6 @@ def _add_remedy(error: Exception) -> None:
         error.add_note(_REMEDY)
 
 
-def op_words(node: fx.Node) -> str:
-    """A node in words: its name, and the module of the model that it or its operands are of."""
-    paths = (module_path(each) for each in (node, *node.all_input_nodes))
-    path = next((path for path in paths if path), "")
-    return f"{node.name}" + (f" of module {path}" if path else "")
-
-
 def _failed_node(error: BaseException) -> fx.Node | None:
     """The node of the innermost graph that was running, by the line of its code; None in compiled code."""
     found = None
@@ -119,17 +110,3 @@ def _failed_node(error: BaseException) -> fx.Node | None:
             text = traceback.StackSummary.extract([(frame, line)])[0].line or ""
             found = node_of_line(module, text)
     return found
-
-
-def graph_of(frame: types.FrameType) -> fx.GraphModule | None:
-    """The graph whose generated code a frame runs; None of any other frame."""
-    module = frame.f_locals.get("self")
-    is_generated = frame.f_code.co_filename.startswith(GENERATED)
-    return module if is_generated and isinstance(module, fx.GraphModule) else None
-
-
-def node_of_line(module: fx.GraphModule, line: str) -> fx.Node | None:
-    """The node that a line of a graph's generated code runs."""
-    name = re.match(r"\w+", line)
-    nodes = {node.name: node for node in module.graph.nodes}
-    return nodes.get(name[0]) if name else None

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from autopar.errors import StepError
 from autopar.ir import R
+from autopar.ops.generated import op_words
 from autopar.program.program import Program
 from autopar.runtime.execute.settings import Drift
-from autopar.runtime.failures.failing_op import op_words
 from autopar.runtime.model.placement import Placement
 from autopar.runtime.ranks.all_ranks import warn_together
 from autopar.runtime.ranks.comparison import Comparison

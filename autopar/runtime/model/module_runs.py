@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from autopar.capture.results import loss_first
 from autopar.errors import PeerError
+from autopar.ops.trail import begin_step
 from autopar.runtime.execute.executor import BoundProgram, unflatten_outputs
 from autopar.runtime.execute.inputs import Arguments, cut_inputs, parts_given
 from autopar.runtime.execute.local_batches import whole_or_own
@@ -107,6 +108,7 @@ class ModuleRuns:
     def _count(self, world: World) -> None:
         """Counts a step, and says once how long steps take against what was predicted."""
         self.steps += 1
+        begin_step(self.steps)
         if self._clock.tick() and world.rank == 0 and log.isEnabledFor(logging.INFO):
             log.info("%s", self._clock.against(self._predicted(), self._settings.device))
 

@@ -26,10 +26,10 @@ from autopar import _torch
 from autopar._torch import pytree
 from autopar.capture.remedies import traced_line
 from autopar.errors import StepError
+from autopar.ops.generated import GENERATED, graph_of, node_of_line
 from autopar.ops.nodes import module_path
 from autopar.program.program import Program
 from autopar.runtime.execute.inputs import Arguments
-from autopar.runtime.failures.failing_op import GENERATED, graph_of, node_of_line
 from autopar.runtime.failures.finite import FiniteLoss, described
 from autopar.runtime.model.module import CompiledModule
 from autopar.runtime.parameters.gradients import gradients_of

@@ -10,6 +10,7 @@ from torch import nn
 
 from autopar import _torch
 from autopar.errors import PlanError, StepError
+from autopar.ops.trail import name_axes
 from autopar.program.program import Program
 from autopar.runtime.execute.inputs import digest_of
 from autopar.runtime.execute.settings import Settings
@@ -73,6 +74,7 @@ class Placement:
         )
         self._settle_gradients()
         self.store, self.first = ParameterStore(world), programs.whole
+        name_axes(world.axes_of_groups)
         self.store.fill(programs.whole, model, values, held)
         place_buffers(model, world)
         plan = programs.whole.plan

@@ -195,6 +195,16 @@ class World:
             for name, group in zip(self.mesh.names, self.groups, strict=True)
         }
 
+    @property
+    def axes_of_groups(self) -> Mapping[str, str]:
+        """C10d name of a group -> its axis, of this mesh, the pipeline, or between replicas."""
+        names = dict(self.group_names)
+        if self.pipe is not None:
+            names[PIPELINE_AXIS] = self.pipe.group_name
+        if self.replicas is not None:
+            names |= self.replicas.across.group_names
+        return {group: axis for axis, group in reversed(names.items()) if group}
+
     def broadcast(self, x: Tensor) -> None:
         """Overwrites `x` with the first rank's, on all ranks."""
         everyone = self.pipe.device_mesh if self.pipe is not None else self.device_mesh
@@ -225,16 +235,12 @@ class World:
             doing: what was being done, in words.
             waiting: ranks that wait elsewhere for this one, each with its reason.
         """
-        names = dict(self.group_names)
-        if self.pipe is not None:
-            names[PIPELINE_AXIS] = self.pipe.group_name
         mesh = self.mesh if self.pipe is None else f"{self.mesh} in a pipeline"
         rank = self.rank
         if self.replicas is not None:
-            names |= self.replicas.across.group_names
             mesh, rank = mesh_of_all(self.mesh, self.replicas.meeting), dist.get_rank()
-        axes = [axis for axis, group in names.items() if group == error.group]
-        axis = f"axis {axes[0]!r} of {mesh}" if axes else "its group"
+        named = self.axes_of_groups.get(error.group)
+        axis = f"axis {named!r} of {mesh}" if named else "its group"
         cause = "another rank of that axis died, hangs, or runs another program. Its own error is in its own log."
         if waiting:
             cause = " ".join(f"rank {other} runs another program. {why}" for other, why in waiting.items())

@@ -108,6 +108,26 @@ def test_ranks_with_the_error_of_another_have_no_line_of_their_own(tmp_path: Pat
     assert _cause(failure(tmp_path, 4, "", None, -9)) == "killed by SIGKILL"
 
 
+KILLED = """
+import os, signal, torch, autopar
+x = torch.ones(2, 4)
+layers = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+model = autopar.compile(layers, loss_fn=torch.nn.functional.mse_loss, recipe="tp", example_inputs=(x, x))
+for step in (1, 2, 3):
+    model.step(x, x)
+    if step == 2:  # as NCCL's watchdog ends a rank
+        os.kill(os.getpid(), signal.SIGABRT)
+"""
+
+
+def test_what_killed_ranks_called_last_is_said(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(KILLED)
+    result = CliRunner().invoke(main, ["run", str(script), "--ranks", "2", "--max-restarts", "0"])
+    assert re.search(r"train.py failed on rank [01]: killed by SIGABRT", result.output)
+    assert re.search(r"the last call of a collective was \d+ in step 2, all_reduce over axis", result.output)
+
+
 DYING = """
 import os, signal, sys
 from pathlib import Path
