@@ -138,6 +138,8 @@ class ModuleRuns:
         arguments = self._as_cut(ready, arguments)
         inputs = cut_inputs(bound.program, arguments, ready.count, bound.world)[0]
         self.scaler.warn_of_forward()
+        if torch.is_grad_enabled() and bound.program.communicates:
+            self.drift.count("a forward with autograd")  # before autograd keeps parameters, which may be mended
         try:
             with without_autocast(self._settings.device):
                 self._programs.seeds.draw(bound.program, bound.world)
@@ -146,8 +148,6 @@ class ModuleRuns:
             waiting = self._programs.comparison.waiting()
             raise bound.world.explain(error, "The forward", waiting) from error
         ready.finish()
-        if torch.is_grad_enabled() and bound.program.communicates:
-            self.drift.count("a forward with autograd")
         specs = bound.program.outputs
         if outputs == "local":
             self._warn_of_split(results, bound)
