@@ -35,8 +35,10 @@ def join_process_group(device: torch.device) -> None:
     """
     launched = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
     if launched and not dist.is_initialized():
-        # torch reads it when a group is made. After a failure NCCL's watchdog sleeps for four times as long.
-        os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
+        # torch reads it when a group is made. After a failure NCCL's watchdog sleeps for four times as long, and
+        # writes what its flight recorder holds, if that was asked for; of many ranks a second writes nothing.
+        if os.environ.get("TORCH_FR_BUFFER_SIZE", "0") == "0":
+            os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
         dist.init_process_group(_torch.backends_of(device))
         show_failures()  # over torch's own hook, which the process group brings
     if dist.is_initialized() and dist.get_world_size() > 1:

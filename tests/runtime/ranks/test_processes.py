@@ -1,5 +1,6 @@
 """What ranks agree on."""
 
+import os
 from collections.abc import Iterator
 from unittest import mock
 
@@ -105,3 +106,18 @@ def agreed_number() -> int:
 def test_ranks_agree_on_a_number_without_their_devices(ranks: Ranks) -> None:
     """So no host waits until its device has done all it was given, as it would to read a number there."""
     assert ranks.run(agreed_number) == [5, 5]
+
+
+@pytest.mark.parametrize(("size", "milliseconds"), [("0", "1000"), ("2000", None)])
+def test_ranks_end_soon_unless_a_flight_recorder_is_to_be_written(
+    monkeypatch: pytest.MonkeyPatch, size: str, milliseconds: str | None
+) -> None:
+    environment = {"WORLD_SIZE": "2", "RANK": "0", "TORCH_FR_BUFFER_SIZE": size}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    # So that what is set here goes with the test.
+    monkeypatch.setenv("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1")
+    monkeypatch.delenv("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC")
+    with mock.patch.object(dist, "init_process_group") as made:
+        join_process_group(torch.device("cpu"))
+    assert made.called and os.environ.get("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC") == milliseconds
