@@ -102,6 +102,7 @@ from autopar._torch.distributed.dtensors import (
     set_local_tensor,
     warn_once_of_redistribution,
 )
+from autopar._torch.distributed.elsewhere import elsewhere, is_elsewhere
 from autopar._torch.distributed.groups import (
     all_gather,
     all_reduce,
@@ -110,6 +111,7 @@ from autopar._torch.distributed.groups import (
     default_store,
     exchange_rows,
     flight_record,
+    group_for,
     group_seconds,
     reduce_scatter,
     resolve_group,
@@ -159,7 +161,7 @@ from autopar._torch.imports import quiet_torchao
 from autopar._torch.limits import AskedLimits
 from autopar._torch.modules import BatchNormBase, DropoutBase, is_computing
 from autopar._torch.operators import autopar_op, decomposition_of, required_arguments, schema
-from autopar._torch.parts import as_entry_of_stage, for_a_file, has_shards, refuse_parts
+from autopar._torch.parts import as_entry_of_stage, for_a_file, has_shards, refuse_parts, unchecked
 from autopar._torch.product_nodes import operand_gradients
 from autopar._torch.shortcuts import code_when_called, quick_decompositions, quick_examples, quick_lines, quick_notes
 from autopar._torch.symbol_text import ReadSizes, write_size, write_sizes

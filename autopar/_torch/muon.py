@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from autopar._torch.distributed.dtensors import dtensor
 from autopar._torch.distributed.groups import exchange_rows
+from autopar._torch.parts import unchecked
 
 Update = Callable[..., None]
 Orthogonalize = Callable[[Tensor], Tensor]
@@ -132,7 +133,8 @@ def _by_every_rank(parameter: Tensor, shard: Tensor, orthogonalize: Orthogonaliz
     if not isinstance(parameter, DTensor):
         return orthogonalize(shard)
     mesh = parameter.device_mesh
-    whole = orthogonalize(_over(parameter, shard).full_tensor().contiguous())
+    with unchecked():
+        whole = orthogonalize(_over(parameter, shard).full_tensor().contiguous())
     everywhere = dtensor(whole, mesh, [Replicate()] * mesh.ndim, tuple(parameter.shape))
     return everywhere.redistribute(placements=parameter.placements)._local_tensor
 

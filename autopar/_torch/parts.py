@@ -9,54 +9,61 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn, serialization
-from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grad, convert_parameters
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.utils import clip_grad
 
 from autopar.errors import StepError
 
 # Whether a model has a DTensor as all ranks have theirs ("model"), as those of one pipeline stage ("stage"), or not.
 KindOf = Callable[[DTensor], Literal["", "model", "stage"]]
+# Gives tensors of single stages to all ranks, whole and plain; every rank calls it with those that it has, or has not.
+Share = Callable[[Sequence[DTensor]], list[Tensor]]
 _FOR_A_FILE = "is_shard_for_a_file"  # an attribute of the DTensors that `for_a_file` makes
 _OF_STAGE_STATE = "is_entry_of_one_stage"  # an attribute of those that `as_entry_of_stage` has seen
 
 
-def refuse_parts(kind_of: KindOf) -> Callable[[], None]:
-    """Makes `torch.save`, and norms and vectors of `torch.nn.utils`, raise StepError where they see a part.
+def refuse_parts(kind_of: KindOf, share: Share) -> Callable[[], None]:
+    """Makes `torch.save` raise StepError where it sees a part, and torch compute norms of parts of all stages.
 
-    So do `float(x)` and `x.item()` of a sum or norm of shards, and numbers of one stage's parameters that are read,
-    added up or stacked. A number of parameters that is added to a loss of plain tensors becomes a plain one. Whole
-    tensors are pickled as plain ones. What is refused leaves the file of an earlier `torch.save` as it is.
+    `float(x)` and `x.item()` of a sum or norm of shards raise it, too. Numbers of one stage's parameters become plain
+    ones, the same on all ranks, where they are read, added up or stacked; so does what `torch.cat` joins. A number of
+    parameters that is added to a loss of plain tensors becomes a plain one. Whole tensors are pickled as plain ones.
+    What is refused leaves the file of an earlier `torch.save` as it is.
 
     Args:
         kind_of: function that says whether a DTensor is of a model, and whether of one pipeline stage.
+        share: function that gives tensors of single stages to all of them.
 
     Returns a function that restores the behaviour of torch.
     """
-    _kinds().append(kind_of)
-    return lambda: _kinds().remove(kind_of)
+    both = (kind_of, share)
+    _kinds().append(both)
+    return lambda: _kinds().remove(both)
 
 
 @functools.cache
-def _kinds() -> list[KindOf]:
+def _kinds() -> list[tuple[KindOf, Share]]:
     """The registered functions; the first call replaces functions of torch, where other functions of torch look."""
     DTensor.__reduce_ex__ = _reduced  # type: ignore[method-assign, assignment]
     DTensor.full_tensor = _of_model(DTensor.full_tensor)  # type: ignore[method-assign]
     for name in ("item", "tolist", "__float__", "__int__", "__bool__"):
         setattr(DTensor, name, _of_sum(getattr(DTensor, name)))
     for name in ("__add__", "__radd__", "__sub__", "__rsub__"):
-        setattr(DTensor, name, _of_numbers(getattr(DTensor, name)))
-    torch.stack = _of_stage_numbers(torch.stack)
+        combine = getattr(DTensor, name)
+        setattr(DTensor, name, _of_numbers(combine, combine))
+    for name in ("__iadd__", "__isub__"):
+        combine = getattr(DTensor, name.replace("i", "", 1))
+        setattr(DTensor, name, _of_numbers(getattr(DTensor, name), combine))
+    torch.stack, torch.cat = _of_stages(torch.stack), _of_stages(torch.cat)
     files: Any = serialization
     files._open_zipfile_writer = _opened_late(files._open_zipfile_writer)
     clip_grad._get_total_norm = _of_whole(clip_grad._get_total_norm)
     torch.nn.utils.get_total_norm = _of_whole(torch.nn.utils.get_total_norm)
-    of_vectors: Any = convert_parameters
-    of_vectors._check_param_device = _of_whole(of_vectors._check_param_device)
     return []
 
 
@@ -79,8 +86,18 @@ def _pauses() -> list[None]:
 def _kind(x: Any) -> str:
     if not isinstance(x, DTensor) or _pauses():
         return ""
-    # A copy: a model that is freed meanwhile takes its function out.
-    return next((kind for kind_of in tuple(_kinds()) if (kind := kind_of(x))), "")
+    # A copy: a model that is freed meanwhile takes its functions out.
+    return next((kind for kind_of, _ in tuple(_kinds()) if (kind := kind_of(x))), "")
+
+
+def _shared(tensors: Sequence[Any]) -> list[Any]:
+    """The tensors, with those of single pipeline stages whole and plain on all ranks."""
+    own = [i for i, x in enumerate(tensors) if _kind(x) == "stage"]
+    if not own:
+        return list(tensors)
+    share = next(share for kind_of, share in tuple(_kinds()) if kind_of(tensors[own[0]]) == "stage")
+    found = dict(zip(own, share([tensors[i] for i in own]), strict=True))
+    return [found.get(i, x) for i, x in enumerate(tensors)]
 
 
 def has_shards(x: DTensor) -> bool:
@@ -105,60 +122,53 @@ def as_entry_of_stage(x: Any) -> Any:
     return x
 
 
-def _is_stage_number(x: Any) -> bool:
-    """Whether a tensor is a number that was made of parameters or gradients of one pipeline stage."""
-    return isinstance(x, DTensor) and x.ndim == 0 and not isinstance(x, nn.Parameter) and _kind(x) == "stage"
+def _is_number_of_stage(x: Any) -> bool:
+    """Whether a tensor is a number of parameters or gradients of one pipeline stage."""
+    return isinstance(x, DTensor) and x.ndim == 0 and _kind(x) == "stage"
 
 
-def _refuse_stage_number(x: Any) -> None:
-    if _is_stage_number(x):
-        raise StepError(
-            "A number is made of parameters or gradients of this rank's pipeline stages only (a norm, a penalty): "
-            "other ranks have those of the other stages, and would get another number. model.clip_grad_norm_(math.inf) "
-            "returns the norm of all gradients, p.full_tensor().norm() is of one parameter; for others take a recipe "
-            "without stages, such as autopar.compile(model, recipe='zero3')."
-        )
+def _of_numbers(combine: Callable[[Tensor, Any], Any], out_of_place: Callable[[Tensor, Any], Any]) -> Any:
+    """A sum or difference that takes a number of DTensors to a loss of plain tensors, and one of a stage to all stages.
 
-
-def _of_numbers(combine: Callable[[Tensor, Any], Any]) -> Callable[[Tensor, Any], Any]:
-    """A sum or difference that takes a number of DTensors to a loss of plain tensors, and refuses those of one stage.
-
-    torch adds the two, and fails in backward: the gradient of the plain loss would be a DTensor.
+    torch adds a DTensor to a plain loss, and fails in backward: the gradient of the plain loss would be a DTensor.
     """
 
     @functools.wraps(combine)
     def checked(x: Tensor, other: Any) -> Any:
         if not isinstance(other, Tensor) or x.ndim or other.ndim or torch.compiler.is_compiling():
             return combine(x, other)
-        if isinstance(other, DTensor):
-            if _is_stage_number(other):
-                _refuse_stage_number(x)
-        elif other.requires_grad and isinstance(x, DTensor) and _kind(x):
-            _refuse_stage_number(x)
-            return combine(x.full_tensor(), other)
+        is_update = combine is not out_of_place and isinstance(x, nn.Parameter)
+        if not is_update and (_is_number_of_stage(x) or _is_number_of_stage(other)):
+            return out_of_place(*_shared([x, other]))
+        if not isinstance(other, DTensor) and other.requires_grad and isinstance(x, DTensor) and _kind(x):
+            return out_of_place(x.full_tensor(), other)
         return combine(x, other)
 
     return checked
 
 
-def _of_stage_numbers(stack: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`torch.stack` that refuses numbers of one stage's parameters."""
+def _of_stages(join: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`torch.stack` or `torch.cat` of tensors of several stages; a result that is no list of numbers is a DTensor."""
 
-    @functools.wraps(stack)
+    @functools.wraps(join)
     def checked(tensors: Any, *args: Any, **kwargs: Any) -> Tensor:
-        if isinstance(tensors, (list, tuple)) and len(tensors) > 1 and isinstance(tensors[0], DTensor):
-            _refuse_stage_number(tensors[0])
-        return stack(tensors, *args, **kwargs)
+        own = next((x for x in tensors if _kind(x) == "stage"), None) if isinstance(tensors, (list, tuple)) else None
+        if own is None:
+            return join(tensors, *args, **kwargs)
+        found = join(_shared(tensors), *args, **kwargs)
+        if own.ndim == 0 or not all(isinstance(x, DTensor) for x in tensors):
+            return found
+        mesh = own.device_mesh
+        return DTensor.from_local(found, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
     return checked
 
 
 def _of_model(full_tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`DTensor.full_tensor` that raises StepError for an entry of one stage's state dict, and for a stage's number."""
+    """`DTensor.full_tensor` that gives a stage's tensor to all, and raises StepError for an entry of its state dict."""
 
     @functools.wraps(full_tensor)
     def checked(x: DTensor, **options: Any) -> Tensor:
-        _refuse_stage_number(x)
         if getattr(x, _OF_STAGE_STATE, False):
             raise StepError(
                 "full_tensor() is called on an entry of a state dict that has the parameters of this rank's pipeline "
@@ -166,7 +176,8 @@ def _of_model(full_tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 "writes whole weights and autopar.checkpoint.save_checkpoint(folder, model, optimizer) a checkpoint "
                 "(docs/checkpoints.md). For this rank's entries: model.state_dict().shards()."
             )
-        return full_tensor(x, **options)
+        (found,) = _shared([x])
+        return full_tensor(x, **options) if found is x else found
 
     return checked
 
@@ -176,7 +187,9 @@ def _of_sum(read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
 
     @functools.wraps(read)
     def checked(x: Tensor) -> Any:
-        _refuse_stage_number(x)
+        if _is_number_of_stage(x):
+            (whole,) = _shared([x])
+            return getattr(whole, read.__name__)()
         if isinstance(x, DTensor) and _has_terms(x):
             raise StepError(
                 f"{read.__name__}() reads a {list(x.placements)} of parameters or gradients in shards, of which this "
@@ -249,19 +262,14 @@ def _not_whole(x: DTensor, kind: str) -> str:
     )
 
 
-def _of_whole(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of parameters or gradients that raises StepError for those of one pipeline stage."""
+def _of_whole(norm_of: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A norm of tensors that is of those of all pipeline stages."""
 
-    @functools.wraps(function)
-    def checked(given: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
-        given = given if isinstance(given, Tensor) else list(given)
-        if any(_kind(x) == "stage" for x in (given if isinstance(given, list) else [given])):
-            raise StepError(
-                "A norm or a vector (torch.nn.utils) is made of parameters or gradients of this rank's pipeline "
-                "stages only; other ranks have those of the other stages, and would get another result. "
-                "model.clip_grad_norm_(max_norm) returns the norm of all gradients; for the norm of some of them, and "
-                "for vectors, take a recipe without stages, such as autopar.compile(model, recipe='zero3')."
-            )
-        return function(given, *args, **kwargs)
+    @functools.wraps(norm_of)
+    def checked(given: Tensor | Iterable[Tensor], norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
+        tensors = [given] if isinstance(given, Tensor) else list(given)
+        if any(_kind(x) == "stage" for x in tensors):
+            tensors = _shared([torch.linalg.vector_norm(x, norm_type) for x in tensors])
+        return norm_of(tensors, norm_type, *args, **kwargs)
 
     return checked

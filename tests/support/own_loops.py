@@ -18,7 +18,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, parametrizations
@@ -53,14 +52,9 @@ def whole(x: Any) -> Tensor:
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
-def summed(model: Any, *, like: Any = None) -> float:
-    """A number that all parameters change: the sum of their cosines; of a copy that lies `like` another model."""
-    total = torch.tensor(
-        [0.0, *(whole(p).double().cos().sum().item() for p in model.parameters())], dtype=torch.float64
-    ).sum()
-    if getattr(like or model, "has_stages", False):  # each has the parameters of its own
-        dist.all_reduce(total)
-    return total.item()
+def summed(model: Any) -> float:
+    """A number that all parameters change: the sum of their cosines."""
+    return sum(whole(p).double().cos().sum().item() for p in model.parameters())
 
 
 def gan(ready: Ready) -> list[float]:
@@ -454,7 +448,7 @@ def swa(ready: Ready) -> list[float]:
     averaged = torch.optim.swa_utils.AveragedModel(getattr(model, "original", model))
     losses = plain_loop(model)
     averaged.update_parameters(model)
-    return [*losses, summed(averaged, like=model)]
+    return [*losses, summed(averaged)]
 
 
 def grad_norm_logging(ready: Ready) -> list[float]:

@@ -17,6 +17,21 @@ def resolve_group(name: str) -> dist.ProcessGroup:
     return torch._C._distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
+def group_for(purpose: str, lines: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    """This rank's group of those along `lines`; the one that was made for that purpose before, if there is one.
+
+    Every rank calls it, with the same lines.
+    """
+    own = next(line for line in lines if dist.get_rank() in line)
+    for group, ranks in dist.distributed_c10d._world.pg_group_ranks.items():
+        is_one = isinstance(group, dist.ProcessGroup)
+        if is_one and group.group_desc == purpose and sorted(ranks) == sorted(own):
+            return group
+    found, _ = dist.new_subgroups_by_enumeration([list(line) for line in lines], group_desc=purpose)
+    assert found is not None, "every rank is on a line"
+    return found
+
+
 def set_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     """Sets the time after which a waiting collective of this group fails."""
     # The public function is there since torch 2.14; the other one goes with 2.13.

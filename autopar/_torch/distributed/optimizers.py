@@ -23,6 +23,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from autopar._torch.distributed.dtensors import dtensor
+from autopar._torch.distributed.elsewhere import of_own, own_parameters
 from autopar._torch.distributed.owned import copy_parts_of_buffers, cut_like, follow_assigned_data
 from autopar._torch.muon import by_owners
 from autopar._torch.parts import unchecked
@@ -52,9 +53,9 @@ def _owners() -> list[Owns]:
     copy_parts_of_buffers()
     for name in _ENTRY_BY_ENTRY:
         module = importlib.import_module(f"torch.optim.{name}")
-        setattr(module, name, _by_shards(getattr(module, name)))
+        setattr(module, name, of_own(_by_shards(getattr(module, name))))
     module = importlib.import_module("torch.optim._muon")
-    module.muon = by_owners(module.muon, _can_be_cut)  # type: ignore[attr-defined]
+    module.muon = of_own(by_owners(module.muon, _can_be_cut))  # type: ignore[attr-defined]
     return []
 
 
@@ -186,7 +187,7 @@ def _groups_of() -> list[GroupOf]:
         self: GradScaler, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         groups = [found for of in tuple(_groups_of()) if (found := of(optimizer)) is not None]
-        with unchecked():
+        with unchecked(), own_parameters(optimizer):
             own = unscale(self, optimizer, inv_scale, found_inf, allow_fp16)
         for group in groups:
             overflows = torch.stack([found_inf, *(x.to(found_inf.device) for x in own.values())])

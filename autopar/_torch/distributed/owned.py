@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from autopar._torch.distributed.dtensors import dtensor
+from autopar._torch.distributed.elsewhere import is_elsewhere
 from autopar.errors import StepError
 
 
@@ -126,6 +127,8 @@ if torch.__version__ >= "2.14":
 
 def cut_like(whole: Tensor, present: DTensor) -> DTensor:
     """Cuts a tensor that is whole on every rank by the placements of `present`, without communication."""
+    if is_elsewhere(present):
+        return torch.empty_like(present)  # type: ignore[return-value]
     mesh = present.device_mesh
     replicated = [Replicate()] * mesh.ndim
     given = dtensor(whole.detach().to(present.device), mesh, replicated, tuple(whole.shape))

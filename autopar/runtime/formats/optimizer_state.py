@@ -52,7 +52,8 @@ def read_state(model: nn.Module, optimizer: Optimizer) -> OptimizerState:
     for names, group in _named_groups(model, optimizer):
         parameters += group["params"]
         states += [
-            (name, optimizer.state.get(parameter, {})) for name, parameter in zip(names, group["params"], strict=True)
+            (name, {} if _torch.is_elsewhere(parameter) else optimizer.state.get(parameter, {}))
+            for name, parameter in zip(names, group["params"], strict=True)
         ]
         groups.append((names, {k: v for k, v in group.items() if k not in _NO_OPTIONS}))
     return OptimizerState(
@@ -174,7 +175,7 @@ class Restorer:
         for names, group in self._groups:
             for name, parameter in zip(names, group["params"], strict=True):
                 source = self._source(name)
-                if source is not None:
+                if source is not None and not _torch.is_elsewhere(parameter):
                     found[source] = parameter
         return found
 

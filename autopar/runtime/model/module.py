@@ -7,7 +7,7 @@ checkpoints, `train()` and `eval()` work as they did before.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -31,13 +31,7 @@ from autopar.runtime.model.module_runs import ModuleRuns
 from autopar.runtime.model.program_builder import ProgramBuilder
 from autopar.runtime.model.program_cache import ReadyProgram, release
 from autopar.runtime.parameters.initialise import make_room, refuse_without_values
-from autopar.runtime.parameters.stage_partition import (
-    as_stored,
-    is_averaged,
-    of_rank,
-    refuse_shards_of_others,
-    say_of_one_stage,
-)
+from autopar.runtime.parameters.stage_partition import as_stored, is_averaged, of_rank, refuse_shards_of_others
 from autopar.runtime.parameters.weight_stashing import refuse_gradients
 from autopar.runtime.pipeline.pipeline import BoundPipeline
 from autopar.runtime.ranks.seeds import draw_alike
@@ -81,7 +75,6 @@ class CompiledModule(nn.Module):
         self._skipping = Skipping(model, settings.skip_nonfinite)
         self._first_weights = settings.weights  # to read with the first program; None after that
         self._unread = ""  # why parameters have no values
-        self._has_said_stage = False  # that parameters are those of one stage
         # Both modules share these dicts, so that names need no prefix and a change to one changes the other. A hook on
         # the compiled module is a hook on the model, so it runs in captures, and when state is saved or loaded.
         of_a_module = vars(nn.Module()).items()
@@ -436,12 +429,6 @@ class CompiledModule(nn.Module):
         self._original.train(mode)
         return self
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of this rank, by name: with pipeline stages those of its stages, which a warning says once."""
-        if absent := len(self._placement.part.absent):
-            self._has_said_stage = say_of_one_stage(absent, has_said=self._has_said_stage)
-        return super().named_parameters(*args, **kwargs)
-
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The state dict of the model; with process groups its parameters are DTensors.
 
@@ -454,7 +441,7 @@ class CompiledModule(nn.Module):
         if self._meetings is not None:
             self._meetings.refuse_differences("A state dict")
         state = self._original.state_dict(*args, **kwargs)
-        return of_rank(state, self._rank, self._placement.part.elsewhere)
+        return of_rank(state, self._rank)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads a state dict as `nn.Module.load_state_dict` does; before planning into a meta-device model, too.
@@ -470,8 +457,7 @@ class CompiledModule(nn.Module):
         refuse_shards_of_others(state_dict, self._rank)
         if not is_placed:
             make_room(self._original, state_dict, assign=assign)
-        present = self._original.state_dict()
-        own = self._placement.part.own(as_stored(state_dict, present), present)
+        own = as_stored(state_dict, self._original.state_dict())
         found = self._original.load_state_dict(own, strict, assign)
         if not is_placed:
             refuse_without_values(self._original, found.missing_keys)

@@ -182,11 +182,6 @@ class ModulePrograms:
         """Captures the model again after a Python value that it reads has changed; warns which one, and how often."""
         difference = earlier.broken()
         assert difference is not None, "its guards do not hold"
-        if isinstance(earlier.bound, BoundPipeline) and not earlier.structure.has_flags():
-            raise StepError(
-                f"{difference}: parameters were frozen or unfrozen after the first step, which only the ranks of their "
-                "own pipeline stage can see. Compile the model again, or plan it without stages."
-            )
         self._recaptures.learn(earlier.guards)
         # A rank on which the value did not change does not get here: the others find that out within the timeout.
         why = f"{difference}, for which the model is captured again."
@@ -209,7 +204,7 @@ class ModulePrograms:
     def _stand_ins(self, arguments: Arguments, count: int) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Context in which the model can be captured, and arguments of one micro-batch to capture it with."""
         examples, device = first_micro_batch(arguments, count), self._settings.device
-        with stand_ins(self._model, examples, device, self.placement.part.absent) as fakes:
+        with stand_ins(self._model, examples, device) as fakes:
             yield arguments.rebuild(fakes)
 
     def _bind(self, programs: Programs, micro_batches: int) -> BoundProgram | BoundPipeline:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar import _torch
 from autopar.capture.results import loss_first
 from autopar.errors import PeerError
 from autopar.ops.trail import begin_step
@@ -119,7 +120,7 @@ class ModuleRuns:
             return
         names = [spec.name for spec in bound.program.inputs]
         inputs = zip(names, arguments.tensors, strict=True) if step == self.steps else None
-        message = about_loss(step, inputs, self._model.named_parameters())
+        message = about_loss(step, inputs, self._own())
         if self._settings.batch == "local" or self._settings.replicas is not None:
             warnings.warn(message, stacklevel=4)
         else:
@@ -178,8 +179,12 @@ class ModuleRuns:
         return loss_first(unflatten_outputs(ready.bound.program, results))
 
     def trained(self) -> list[nn.Parameter]:
-        """The trained parameters that this rank holds."""
+        """The trained parameters, with those of other stages."""
         return [p for p in self._model.parameters() if p.requires_grad]
+
+    def _own(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters that this rank holds, by name."""
+        return [(name, p) for name, p in self._model.named_parameters() if not _torch.is_elsewhere(p)]
 
     def _as_cut(self, ready: ReadyProgram, arguments: Arguments) -> Arguments:
         """The arguments as the program cuts them; with batch="local" parts are gathered if it cuts in another way."""
@@ -191,16 +196,16 @@ class ModuleRuns:
         """The norm of all gradients, the same on every rank."""
         world = self._planner.world()
         try:
-            return gradient_norm(self._model.named_parameters(), world, norm_type, **self._counted(world))
+            return gradient_norm(self._own(), world, norm_type, **self._counted(world))
         except PeerError as error:
             raise world.explain(error, f"Looking at the gradients of step {self.steps}") from error
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> Tensor:
         """Scales all gradients; returns their norm before that, see `CompiledModule.clip_grad_norm_`."""
         world = self._planner.world()
-        return clip_grad_norm_(self._model.named_parameters(), world, max_norm, norm_type, **self._counted(world))
+        return clip_grad_norm_(self._own(), world, max_norm, norm_type, **self._counted(world))
 
     def _counted(self, world: World) -> dict[str, Any]:
         """Arguments of a norm over all stages: the group of the stages, and the gradients that another rank counts."""
         stages = None if world.pipe is None else world.pipe.group
-        return {"stages": stages, "counted_elsewhere": self._programs.placement.part.counted_elsewhere}
+        return {"stages": stages, "counted_elsewhere": self._programs.placement.counted_elsewhere}

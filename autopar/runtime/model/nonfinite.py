@@ -178,7 +178,7 @@ def _check(model: object) -> None:
 def _given(model: CompiledModule, arguments: Arguments) -> NonFinite | None:
     """An input or a parameter that is not finite before the step."""
     inputs = ((f"input {i}", x) for i, x in enumerate(arguments.tensors))
-    parameters = ((f"parameter {n}", p) for n, p in model.original.named_parameters())
+    parameters = ((f"parameter {n}", p) for n, p in model.original.named_parameters() if not _torch.is_elsewhere(p))
     for name, x in (*inputs, *parameters):
         if words := described("", [(name, x)]):
             return NonFinite("NaN or infinity", _PHASES[0], 0, name, operands=(words.strip(" ."),))

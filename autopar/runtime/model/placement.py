@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -16,10 +16,11 @@ from autopar.runtime.execute.inputs import digest_of
 from autopar.runtime.execute.settings import Settings
 from autopar.runtime.model.program_builder import Fixed, Programs
 from autopar.runtime.parameters.adoption import Adoption, adopt
+from autopar.runtime.parameters.everywhere import Everywhere
 from autopar.runtime.parameters.initialise import initial_values, place_buffers, replaced_values
 from autopar.runtime.parameters.parameters import ParameterStore
 from autopar.runtime.parameters.shared import SharedParameters
-from autopar.runtime.parameters.stage_partition import RankPart, held_by, take_part, users_of
+from autopar.runtime.parameters.stage_partition import held_by, take_part, users_of
 from autopar.runtime.ranks.all_ranks import AllRanks
 from autopar.runtime.ranks.world import World
 
@@ -40,7 +41,7 @@ class Placement:
         first: the program that gave them these layouts; None before there is a plan.
         fixed: decisions of the first program for all later ones (layouts, stages, recomputation, and the stages that
             use each parameter); None before there is a plan.
-        part: the part of the model that this rank holds.
+        counted_elsewhere: parameters that an earlier rank of the pipeline holds too.
         shared: parameters that several pipeline stages use; None without pipeline stages.
     """
 
@@ -53,7 +54,7 @@ class Placement:
         self.store: ParameterStore | None = None
         self.first: Program | None = None
         self.fixed: Fixed | None = None
-        self.part = RankPart()
+        self.counted_elsewhere: Collection[str] = ()
         self.shared: SharedParameters | None = None
 
     def place(self, programs: Programs, world: World) -> None:
@@ -81,8 +82,9 @@ class Placement:
         self.fixed = Fixed(plan.parameters, plan.pipeline, plan.recompute, users, plan.saved)
         if pipe is not None:
             assert self.adoption is not None and programs.pipeline is not None
+            self.adoption.everywhere = Everywhere(pipe, settings.timeout_seconds)
             self.adoption.pipe = pipe
-            self.part = take_part(model, programs.stages, users, world, self.adoption)
+            self.counted_elsewhere = take_part(model, users, programs.pipeline, world)
             self.shared = SharedParameters(users, programs.pipeline, self.store)
 
     def _adopt_new(self, world: World) -> None:

@@ -27,10 +27,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from autopar import _torch
 from autopar._torch.pytree import tree_leaves
 from autopar.errors import CaptureError, StepError
+from autopar.runtime.parameters.everywhere import Everywhere
 from autopar.runtime.ranks.world import Pipe
 
-# id of the old -> old, new; None for the new where the parameter now lies on other ranks
-Successors = dict[int, tuple["weakref.ref[nn.Parameter]", nn.Parameter | None]]
+# id of the old -> old, new
+Successors = dict[int, tuple["weakref.ref[nn.Parameter]", nn.Parameter]]
 
 
 class Adoption:
@@ -38,6 +39,7 @@ class Adoption:
 
     Attributes:
         pipe: this rank's place along the pipeline, once there are stages.
+        everywhere: what gives tensors of a stage to all of them, once there are stages.
     """
 
     def __init__(self) -> None:
@@ -48,9 +50,10 @@ class Adoption:
             _followed_by(self.follow),
             _torch.update_by_shards(self._owns),
             _torch.share_overflows(self._stages_of),
-            _torch.refuse_parts(self._kind_of),
+            _torch.refuse_parts(self._kind_of, self._share),
         ]
         self.pipe: Pipe | None = None
+        self.everywhere: Everywhere | None = None
         _torch.treat_as_plain()
 
     def stop(self) -> None:
@@ -61,26 +64,25 @@ class Adoption:
     @property
     def adopted(self) -> list[nn.Parameter]:
         """The DTensors that replaced the parameters."""
-        return [new for _, new in self._successors.values() if new is not None]
+        return [new for _, new in self._successors.values()]
 
-    def replace(self, old: nn.Parameter, new: nn.Parameter | None) -> None:
-        """Registers that optimizers replace `old` by `new`; None removes `old` from them."""
+    def replace(self, old: nn.Parameter, new: nn.Parameter) -> None:
+        """Registers that optimizers replace `old` by `new`."""
         for key, (reference, successor) in list(self._successors.items()):
             if successor is old:
                 self._successors[key] = (reference, new)
         self._successors[id(old)] = (weakref.ref(old), new)
         self._own.discard(id(old))
-        if new is not None:
-            self._own.add(id(new))
-            if new.grad is not None:
-                self._took_gradient.add(id(new))
+        self._own.add(id(new))
+        if new.grad is not None:
+            self._took_gradient.add(id(new))
 
     def drop_cleared_gradients(self) -> None:
         """Drops gradients that were taken over from parameters and that an optimizer of those has cleared since."""
         for reference, new in self._successors.values():
             old = reference()
             is_cleared = old is not None and old.grad is None
-            if new is not None and new is not old and is_cleared and id(new) in self._took_gradient:
+            if new is not old and is_cleared and id(new) in self._took_gradient:
                 new.grad = None
 
     def _owns(self, parameter: Tensor) -> bool:
@@ -93,14 +95,18 @@ class Adoption:
             return ""
         return "model" if self.pipe is None else "stage"
 
+    def _share(self, tensors: Sequence[DTensor]) -> list[Tensor]:
+        """Tensors of single stages, on all of them."""
+        assert self.everywhere is not None, "there are stages"
+        return self.everywhere.share(tensors)
+
     def _stages_of(self, optimizer: Optimizer) -> dist.ProcessGroup | None:
         """The ranks that have an optimizer's other parameters, where there are stages."""
         if self.pipe is None:
             return None
         self.follow(optimizer)
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        # One without parameters had those of other stages alone.
-        return self.pipe.group if not held or any(map(self._owns, held)) else None
+        held = (p for group in optimizer.param_groups for p in group["params"])
+        return self.pipe.group if any(map(self._owns, held)) else None
 
     def follow(self, optimizer: Optimizer) -> None:
         """Replaces old parameters in an optimizer by their registered successors, and cuts states that were loaded."""
@@ -230,10 +236,9 @@ def _replace_parameters(optimizer: Optimizer, successors: Successors) -> None:
             reference, new = successors.get(id(parameter), (None, parameter))
             if reference is None or reference() is not parameter:
                 new = parameter
-            if new is not None:
-                kept.append(new)
+            kept.append(new)
             if new is not parameter:
                 state = optimizer.state.pop(parameter, None)
-                if state is not None and new is not None:
+                if state is not None:
                     optimizer.state[new] = state
         group["params"][:] = kept

@@ -122,7 +122,8 @@ class ParameterStore:
         return [
             name
             for name, parameter in model.named_parameters()
-            if name not in self.kept or self.kept[name].parameter is not parameter
+            if not _torch.is_elsewhere(parameter)
+            and (name not in self.kept or self.kept[name].parameter is not parameter)
         ]
 
     def _keep(self, spec: TensorSpec, how: ParameterPlan, parameter: nn.Parameter, value: Tensor) -> None:

@@ -1,24 +1,21 @@
 """The part of a model that one pipeline rank holds: the parameters of its stages, and all buffers.
 
-Parameters that lie elsewhere are None in their modules, as torch's own pipeline examples have it, so that
-`parameters()`, optimizers and checkpoints see what this rank holds.
+In the places of others are stand-ins without memory (`autopar._torch.distributed.elsewhere`), so that `parameters()`,
+optimizers and what a script does with both are the same on every rank. State dicts have what this rank holds.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
 from autopar import _torch
@@ -26,62 +23,10 @@ from autopar._torch import pytree
 from autopar.errors import StepError
 from autopar.ir import Pipeline
 from autopar.program.program import Program
-from autopar.runtime.parameters.adoption import Adoption
-from autopar.runtime.parameters.stand_ins import Absent
-from autopar.runtime.ranks.all_ranks import warn_together
 from autopar.runtime.ranks.world import World
 
 Users = Mapping[str, Sequence[int]]
 _RANK = "autopar_rank"  # in the metadata of a state dict: whose shards it has
-
-
-@dataclass(frozen=True)
-class RankPart:
-    """The part of a model that this rank holds; without a pipeline, all of it.
-
-    Attributes:
-        absent: the parameters of other ranks, and where they were.
-        elsewhere: entries of the model's state dict that other ranks have.
-        counted_elsewhere: parameters that an earlier rank of the pipeline holds too.
-    """
-
-    absent: Sequence[Absent] = ()
-    elsewhere: Collection[str] = ()
-    counted_elsewhere: Collection[str] = ()
-
-    def own(self, given: Mapping[str, Any], present: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The entries of a given state dict without those of other ranks."""
-        if not self.elsewhere:
-            return given
-        return {k: v for k, v in given.items() if k in present or k not in self.elsewhere}
-
-
-_TORCH = str(Path(torch.__file__).parent)
-# Code that needs the parameters of one rank: modules that clear gradients, optimizers, and autopar.
-_OF_ONE_RANK = (f"{_TORCH}/nn/modules", f"{_TORCH}/optim", str(Path(__file__).parents[2]))
-
-
-def say_of_one_stage(absent: int, *, has_said: bool) -> bool:
-    """Warns whoever goes through `parameters()` that they are those of one stage; returns whether that was ever said.
-
-    Args:
-        absent: number of parameters of other ranks.
-        has_said: whether it was said before, and is not to be said again.
-    """
-    frame, depth = sys._getframe(1), 2
-    while frame.f_back and frame.f_code.co_name in ("parameters", "named_parameters"):
-        frame, depth = frame.f_back, depth + 1
-    file = frame.f_code.co_filename
-    if has_said or file.startswith(_OF_ONE_RANK):
-        return has_said
-    warn_together(
-        f"model.parameters() gives the parameters of this rank's pipeline stages; {absent} more are on other ranks. "
-        "An optimizer needs no others, but a norm, a sum or a penalty over them covers only this stage, and zip() with "
-        "the parameters of another model pairs the wrong ones. "
-        "model.clip_grad_norm_(math.inf) returns the norm of all gradients.",
-        stacklevel=depth,
-    )
-    return True
 
 
 def is_averaged() -> bool:
@@ -153,8 +98,11 @@ def _not_whole(names: Sequence[str]) -> str:
     )
 
 
-def of_rank(state: dict[str, Any], rank: int, lacks: Collection[str]) -> dict[str, Any]:
-    """A state dict that knows whose shards it has; `lacks` are the entries that other ranks have."""
+def of_rank(state: dict[str, Any], rank: int) -> dict[str, Any]:
+    """A state dict that knows whose shards it has, without the entries that other ranks have."""
+    lacks = [name for name, x in state.items() if _torch.is_elsewhere(x)]
+    for name in lacks:
+        del state[name]
     if not hasattr(state, "_metadata"):  # the caller gave a plain dict to fill
         return state
     state._metadata.setdefault("", {})[_RANK] = rank
@@ -179,7 +127,11 @@ def refuse_shards_of_others(given: Mapping[str, Any], rank: int) -> None:
 
 
 def as_stored(given: Mapping[str, Any], present: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Cuts the whole tensors of a state dict by the placements of the present DTensors with the same names."""
+    """Cuts the whole tensors of a state dict by the placements of the present DTensors with the same names.
+
+    Entries of other ranks need not be given.
+    """
+    given = {**{k: x for k, x in present.items() if _torch.is_elsewhere(x)}, **given}
     full = [k for k, v in given.items() if isinstance(present.get(k), DTensor)]
     plain = {k: given[k] for k in full if not isinstance(given[k], DTensor)}
     cut = {
@@ -204,47 +156,17 @@ def held_by(rank: int, users: Users, pipeline: Pipeline) -> frozenset[str]:
     return frozenset(name for name, own in users.items() if rank in map(pipeline.rank_of, own))
 
 
-def take_part(model: nn.Module, stages: Sequence[Program], users: Users, world: World, adoption: Adoption) -> RankPart:
-    """Drops the parameters that other pipeline ranks hold."""
-    pipeline = stages[0].plan.pipeline
-    assert world.pipe is not None and pipeline is not None and world.device_mesh is not None
+def take_part(model: nn.Module, users: Users, pipeline: Pipeline, world: World) -> frozenset[str]:
+    """Frees the parameters that other pipeline ranks hold, which stay as stand-ins for these.
+
+    Returns the parameters of this rank that an earlier rank of the pipeline holds too.
+    """
+    assert world.pipe is not None and world.device_mesh is not None
     rank = world.pipe.rank
-    before = list(model.state_dict(keep_vars=True))
-    absent = _take_out(model, held_by(rank, users, pipeline), adoption, world.device_mesh)
-    after = model.state_dict(keep_vars=True)
-    return RankPart(
-        absent=absent,
-        elsewhere=frozenset(n for n in before if n not in after),
-        counted_elsewhere=frozenset(name for name, own in users.items() if min(map(pipeline.rank_of, own)) < rank),
-    )
-
-
-def _take_out(model: nn.Module, held: Container[str], adoption: Adoption, device_mesh: DeviceMesh) -> list[Absent]:
-    """Takes out of a model, and of the optimizers that follow it, all parameters but those held."""
-    absent: list[Absent] = []
-    likenesses: dict[int, nn.Parameter] = {}
-    leaving = {id(p): p for name, p in model.named_parameters() if name not in held}
-    for module in model.modules():
-        for key, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) in leaving:
-                like = likenesses.setdefault(id(parameter), _likeness(parameter))
-                absent.append(Absent(module, key, like))
-                module._parameters[key] = None
-    for parameter in leaving.values():
-        _empty(parameter, device_mesh)
-        adoption.replace(parameter, None)
-    return absent
-
-
-def _likeness(parameter: nn.Parameter) -> nn.Parameter:
-    like = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-    return nn.Parameter(like, parameter.requires_grad)
-
-
-def _empty(parameter: nn.Parameter, device_mesh: DeviceMesh) -> None:
-    """Frees the values, which an optimizer may hold until its next step."""
-    nothing = torch.empty(0, dtype=parameter.dtype)
-    placements = (Replicate(),) * device_mesh.ndim
-    stored = _torch.dtensor(nothing, device_mesh, placements, (0,))
-    parameter.grad = None
-    torch.utils.swap_tensors(parameter, nn.Parameter(stored, requires_grad=False))
+    holders = {name: frozenset(map(pipeline.rank_of, own)) for name, own in users.items()}
+    for name, parameter in list(model.named_parameters()):
+        if rank not in holders[name]:
+            parameter.grad = None
+            torch.utils.swap_tensors(parameter, _torch.elsewhere(parameter, world.device_mesh, holders[name]))
+        del parameter
+    return frozenset(name for name, own in holders.items() if min(own) < rank)

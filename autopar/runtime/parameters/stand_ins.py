@@ -8,8 +8,7 @@ objects could then not be swapped.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,24 +16,8 @@ from torch import Tensor, nn
 from autopar._torch import FakeTensorMode
 
 
-@dataclass(frozen=True)
-class Absent:
-    """A parameter that lies on other ranks, with its former place in the model.
-
-    Attributes:
-        module, key: the module that had it, and its name there.
-        likeness: parameter of the same shape on the meta device; tied names share one.
-    """
-
-    module: nn.Module
-    key: str
-    likeness: nn.Parameter
-
-
 @contextlib.contextmanager
-def stand_ins(
-    model: nn.Module, tensors: Sequence[Tensor], device: torch.device, absent: Iterable[Absent] = ()
-) -> Iterator[list[Tensor]]:
+def stand_ins(model: nn.Module, tensors: Sequence[Tensor], device: torch.device) -> Iterator[list[Tensor]]:
     """Context in which all parameters and buffers of `model` are fake tensors; yields fake copies of `tensors`.
 
     Tied parameters stay tied.
@@ -55,8 +38,6 @@ def stand_ins(
         return made[id(x)]
 
     try:
-        for each in absent:
-            each.module._parameters[each.key] = each.likeness
         for module in modules:
             for table in (module._parameters, module._buffers):
                 table.update({name: once(x) for name, x in table.items() if x is not None})  # type: ignore[misc]

@@ -88,6 +88,7 @@ class BoundPipeline:
         }
         self._changed = ChangedBuffers(stages, self._pipeline, self._pipe, model)
         self._shared, self._used = shared, {spec.name for spec in program.parameters}
+        self._elsewhere = [p for n, p in model.named_parameters() if n in self._used and _torch.is_elsewhere(p)]
         self._optimizer, self._stage_versions = optimizer, dict[int, StageVersions]()
         self._versions: WeightVersions | None = None
         if self._pipeline.update_every:
@@ -166,8 +167,16 @@ class BoundPipeline:
             own = actions(self._pipeline, self._count)[self._pipe.rank]
             with self._shared.summed(self._used) if trains else contextlib.nullcontext():
                 run.run(own, exchanges=waits_for_sends(self._pipeline.schedule))
+        if trains and self._versions is None:
+            self._leave_gradients_of_others()
         self._batch = []
         return self._losses
+
+    def _leave_gradients_of_others(self) -> None:
+        """Gives the parameters of other stages gradients where these have some, so that a script finds them alike."""
+        for parameter in self._elsewhere:
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter, requires_grad=False)
 
     def _stage(self, number: int) -> _Stage:
         runner = self._runners[number]
@@ -273,10 +282,10 @@ class BoundPipeline:
             return found
 
     def _trained(self) -> list[Tensor]:
-        """The trained parameters that stages of this rank use."""
+        """The trained parameters that stages use."""
         every = (spec.name for run in self._runners.values() for spec in run.program.parameters)
         parameters = [self._store.kept[name].parameter for name in dict.fromkeys(every)]
-        return [x for x in parameters if x.requires_grad]
+        return [x for x in (*parameters, *self._elsewhere) if x.requires_grad]
 
     def _pass(
         self, number: int, token: Tensor, results: list[Tensor], own: dict[int, Tensor]

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopar import _torch
 from autopar.errors import StepError
 from autopar.ops.collectives import naming_failures
 from autopar.program.program import Wire
@@ -129,12 +130,12 @@ def delivered_from(last: int, token: Tensor, x: Tensor, pipe: Pipe) -> Tensor:
 class _Begin(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, device: torch.device, *parameters: Tensor) -> Tensor:
-        ctx.count = len(parameters)
+        ctx.elsewhere = [x.detach() if _torch.is_elsewhere(x) else None for x in parameters]
         return torch.zeros((), device=device)
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[None, ...]:
-        return (None,) * (ctx.count + 1)
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(None if x is None else torch.zeros_like(x) for x in ctx.elsewhere)
 
 
 class _Enter(torch.autograd.Function):

@@ -1,0 +1,98 @@
+"""Tensors of single pipeline stages, such as the norm of a parameter, given to the ranks of all stages.
+
+All ranks run the same script. Where it needs such a value, each rank comes with the tensors that it has, or with their
+stand-ins (`autopar._torch.distributed.elsewhere`), in one order. The group is for this alone: a rank that comes while
+the others do something else waits, and takes no message of theirs for an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from autopar import _torch
+from autopar.errors import StepError
+from autopar.ir import PIPELINE_AXIS
+from autopar.ops.collectives import group_name, naming_failures
+from autopar.runtime.ranks.world import Pipe
+
+
+class Everywhere:
+    """Gives tensors to all ranks of a pipeline; every rank of the mesh makes one at the same time."""
+
+    def __init__(self, pipe: Pipe, timeout_seconds: float | None) -> None:
+        lines = _torch.lines_along(pipe.device_mesh, PIPELINE_AXIS)
+        # Models may lie on equal meshes, and a rank does not know whose a tensor is.
+        group = _torch.group_for("tensors of single pipeline stages", lines)
+        if timeout_seconds is not None:
+            _torch.set_group_timeout(group, timeout_seconds)
+        self._group_name = group_name(group)
+
+    def share(self, tensors: Sequence[DTensor]) -> list[Tensor]:
+        """The tensors whole and plain, and differentiable, of those that this rank has and those that others have.
+
+        Every rank of the pipeline calls it. Raises StepError on all of them if they come with other tensors, and
+        PeerError if one does not come.
+        """
+        with _torch.unchecked():
+            whole = [x if _torch.is_elsewhere(x) else x.full_tensor() for x in tensors]
+        found: tuple[Tensor, ...] = _Share.apply(self._group_name, *whole)
+        return list(found)
+
+
+class _Share(torch.autograd.Function):
+    """The tensors of all ranks; each rank's backward is that of the tensors that it has."""
+
+    @staticmethod
+    def forward(ctx: Any, group: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.elsewhere = [x.detach() if _torch.is_elsewhere(x) else None for x in tensors]
+        with naming_failures("broadcast", group):
+            found = _from_holders(tensors, _holders(tensors, group), group)
+        ctx.mark_non_differentiable(*(x for x in found if not (x.is_floating_point() or x.is_complex())))
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        pairs = zip(gradients, ctx.elsewhere, strict=True)
+        return None, *(g if x is None else torch.zeros_like(x) for g, x in pairs)
+
+
+def _holders(tensors: Sequence[Tensor], group: str) -> list[int]:
+    """The first position that has each tensor. Raises StepError if positions come with other tensors."""
+    own = [(tuple(x.shape), str(x.dtype)) for x in tensors]
+    here = [not _torch.is_elsewhere(x) for x in tensors]
+    process_group = _torch.resolve_group(group)
+    every: list[Any] = [None] * process_group.size()
+    dist.all_gather_object(every, (own, here), process_group)
+    for position, (others, _) in enumerate(every):
+        if others != own:
+            raise StepError(
+                f"The ranks of the pipeline ask for other tensors of parameters or gradients: here {len(own)}, the "
+                f"first of shape {own[0]}, and at position {position} {len(others)}, the first of shape {others[0]}. "
+                "All ranks must compute norms and other numbers of parameters in one order (not under "
+                "`if rank == 0`), and of parameters that have gradients on all ranks."
+            )
+    return [next(i for i, (_, has) in enumerate(every) if has[number]) for number in range(len(tensors))]
+
+
+def _from_holders(tensors: Sequence[Tensor], holders: Sequence[int], group: str) -> list[Tensor]:
+    """The values of the tensors, in one message for those of one holder and format."""
+    found: dict[int, Tensor] = {}
+    process_group = _torch.resolve_group(group)
+    messages: dict[tuple[int, torch.dtype], list[int]] = {}
+    for number, (x, holder) in enumerate(zip(tensors, holders, strict=True)):
+        messages.setdefault((holder, x.dtype), []).append(number)
+    for (holder, dtype), numbers in messages.items():
+        sizes = [tensors[i].numel() for i in numbers]
+        if process_group.rank() == holder:
+            flat = torch.cat([tensors[i].reshape(-1) for i in numbers])
+        else:
+            flat = torch.empty(sum(sizes), dtype=dtype, device=tensors[0].device)
+        dist.broadcast(flat, group=process_group, group_src=holder)
+        found.update(zip(numbers, flat.split(sizes), strict=True))
+    return [found[i].view(x.shape).clone() for i, x in enumerate(tensors)]
