@@ -102,7 +102,7 @@ from autopar._torch.distributed.dtensors import (
     set_local_tensor,
     warn_once_of_redistribution,
 )
-from autopar._torch.distributed.elsewhere import elsewhere, is_elsewhere
+from autopar._torch.distributed.elsewhere import Elsewhere, elsewhere, is_elsewhere
 from autopar._torch.distributed.groups import (
     all_gather,
     all_reduce,

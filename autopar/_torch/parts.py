@@ -59,6 +59,7 @@ def _kinds() -> list[tuple[KindOf, Share]]:
     for name in ("__iadd__", "__isub__"):
         combine = getattr(DTensor, name.replace("i", "", 1))
         setattr(DTensor, name, _of_numbers(getattr(DTensor, name), combine))
+        setattr(Tensor, name, _of_totals(getattr(Tensor, name), getattr(DTensor, name.replace("i", "r", 1))))
     torch.stack, torch.cat = _of_stages(torch.stack), _of_stages(torch.cat)
     files: Any = serialization
     files._open_zipfile_writer = _opened_late(files._open_zipfile_writer)
@@ -143,6 +144,18 @@ def _of_numbers(combine: Callable[[Tensor, Any], Any], out_of_place: Callable[[T
         if not isinstance(other, DTensor) and other.requires_grad and isinstance(x, DTensor) and _kind(x):
             return out_of_place(x.full_tensor(), other)
         return combine(x, other)
+
+    return checked
+
+
+def _of_totals(combine: Callable[[Tensor, Any], Any], reflected: Callable[[Any, Tensor], Any]) -> Any:
+    """`total += x` of a plain number and one of DTensors, which torch cannot write into the plain one."""
+
+    @functools.wraps(combine)
+    def checked(x: Tensor, other: Any) -> Any:
+        if not isinstance(other, DTensor) or isinstance(x, DTensor) or x.ndim or other.ndim or not _kind(other):
+            return combine(x, other)
+        return reflected(other, x)
 
     return checked
 

@@ -19,33 +19,33 @@ def _kept(x):
 
 
 def test_what_one_rank_has_whole_is_saved_as_a_plain_tensor(parameter):
-    end = _torch.refuse_parts(lambda _: "model")
+    end = _torch.refuse_parts(lambda _: "model", list)
     assert type(_kept(parameter)) is torch.nn.Parameter and type(_kept(parameter * 2)) is torch.Tensor
     assert type(_kept(_torch.for_a_file(parameter))) is DTensor
     end()
     assert type(_kept(parameter)) is DTensor
 
 
-def test_a_tensor_of_one_stage_is_refused_by_what_would_take_it_for_all(parameter):
-    end = _torch.refuse_parts(lambda _: "stage")
-    vector, of_torch = torch.zeros(4), torch.nn.utils
-    for join in (
-        lambda: _kept([parameter]),
-        lambda: of_torch.get_total_norm(iter([parameter])),
-        lambda: of_torch.parameters_to_vector([parameter]),
-        lambda: of_torch.vector_to_parameters(vector, [parameter]),
-    ):
-        with pytest.raises(StepError, match="stage"):
-            join()
+def share(tensors):
+    """The tensors as two ranks have them together: what the other has is twice as large."""
+    with _torch.unchecked():
+        return [x.full_tensor() * 2 for x in tensors]
+
+
+def test_a_norm_is_that_of_all_stages(parameter):
+    end = _torch.refuse_parts(lambda _: "stage", share)
+    with pytest.raises(StepError, match="stage"):
+        _kept([parameter])
+    found = torch.nn.utils.get_total_norm(iter([parameter, parameter])).item()
     end()
-    norm = of_torch.get_total_norm(iter([parameter])).item()
-    assert norm == pytest.approx((1 + 4 + 9) ** 0.5)
+    assert found == pytest.approx((2 * 4 * 14) ** 0.5)
+    assert torch.nn.utils.get_total_norm(iter([parameter])).item() == pytest.approx(14**0.5)
 
 
 def test_what_is_refused_leaves_the_last_good_file(parameter, tmp_path):
     path = tmp_path / "last.pt"
     torch.save({"x": torch.ones(3)}, path)
-    end = _torch.refuse_parts(lambda _: "stage")
+    end = _torch.refuse_parts(lambda _: "stage", share)
     with pytest.raises(StepError, match="one pipeline stage"):
         torch.save({"x": parameter}, path)
     with pytest.raises(RuntimeError, match="directory"):
@@ -57,7 +57,7 @@ def test_what_is_refused_leaves_the_last_good_file(parameter, tmp_path):
 
 
 def test_an_entry_of_one_stage_does_not_pass_for_one_of_the_model(parameter):
-    _torch.refuse_parts(lambda _: "stage")()
+    _torch.refuse_parts(lambda _: "stage", share)()
     entry = _torch.as_entry_of_stage(parameter.detach())
     with pytest.raises(StepError, match=r"model.export\(folder\)"):
         entry.full_tensor()
@@ -65,7 +65,7 @@ def test_an_entry_of_one_stage_does_not_pass_for_one_of_the_model(parameter):
 
 
 def test_one_term_of_a_sum_is_not_read_as_the_sum(parameter, monkeypatch):
-    _torch.refuse_parts(lambda _: "model")()
+    _torch.refuse_parts(lambda _: "model", list)()
     assert float(parameter.norm()) == pytest.approx(14**0.5)
     monkeypatch.setattr(parts, "_has_terms", lambda x: any(p.is_partial() for p in x.placements))
     for read in (float, bool, lambda x: x.item(), lambda x: f"{float(x):.1f}"):
@@ -74,25 +74,23 @@ def test_one_term_of_a_sum_is_not_read_as_the_sum(parameter, monkeypatch):
     assert float(parameter.norm().full_tensor()) == pytest.approx(14**0.5)
 
 
-def test_a_number_of_one_stage_is_not_added_stacked_or_read(parameter):
-    end = _torch.refuse_parts(lambda _: "stage")
-    loss = torch.ones((), requires_grad=True)
-    for take in (
-        lambda: sum(x.norm() for x in (parameter, parameter)),
-        lambda: torch.stack([parameter.norm(), parameter.norm()]),
-        lambda: loss + parameter.square().sum(),
-        lambda: float(parameter.norm()),
-        lambda: parameter.norm().full_tensor(),
-    ):
-        with pytest.raises(StepError, match=r"this rank's pipeline stages only.*recipe='zero3'"):
-            take()
-    assert (parameter * parameter.norm()).shape == parameter.shape  # as an optimizer does with each of its own
+def test_a_number_of_one_stage_is_that_of_all_where_it_is_added_stacked_or_read(parameter):
+    end = _torch.refuse_parts(lambda _: "stage", share)
+    loss, norm = torch.ones((), requires_grad=True), parameter.norm()
+    total = torch.zeros(())
+    total += norm
+    numbers = [norm + norm, loss + norm, torch.stack([norm, norm]), norm.full_tensor(), total]
+    vector = torch.cat([parameter, parameter])
+    assert float(norm) == pytest.approx(2 * 14**0.5)
+    assert (parameter * norm).shape == parameter.shape  # as an optimizer does with each of its own
     end()
-    assert torch.stack([parameter.norm(), parameter.norm()]).shape == (2,)
+    assert all(type(x) is torch.Tensor for x in numbers)
+    assert [x.sum().item() / 14**0.5 for x in numbers] == pytest.approx([4, 2 + 14**-0.5, 4, 2, 2])
+    assert isinstance(vector, DTensor) and vector.full_tensor().tolist() == [0, 2, 4, 6] * 2
 
 
 def test_a_penalty_of_parameters_is_added_to_a_plain_loss(parameter):
-    end = _torch.refuse_parts(lambda _: "model")
+    end = _torch.refuse_parts(lambda _: "model", list)
     plain = torch.tensor(2.0, requires_grad=True)
     loss = torch.nn.functional.smooth_l1_loss(plain, torch.zeros(())) + parameter.square().sum() * 0.5
     loss.backward()

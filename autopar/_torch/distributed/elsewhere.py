@@ -54,7 +54,7 @@ class Elsewhere(DTensor):
     def __init__(self, *_: Any) -> None:
         pass
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self) -> str:
         return f"Elsewhere({words_of(self)})"
 
     def to_local(self, **_: Any) -> Tensor:  # type: ignore[override]
@@ -77,7 +77,9 @@ class Elsewhere(DTensor):
             )
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func._schema.name.startswith("aten::_foreach_") and len(args[0]) > 1:
             return _entry_by_entry(func, args, kwargs or {})
         return _without_values(func, args, kwargs or {})

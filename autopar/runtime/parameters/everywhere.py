@@ -8,6 +8,7 @@ the others do something else waits, and takes no message of theirs for an answer
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -62,22 +63,51 @@ class _Share(torch.autograd.Function):
         return None, *(g if x is None else torch.zeros_like(x) for g, x in pairs)
 
 
+@dataclass(frozen=True)
+class _Brought:
+    """What a position brings of a tensor.
+
+    Attributes:
+        kind: shape and format.
+        values: its first and last value, None where other positions have it.
+        holders: these positions, where it is not here.
+    """
+
+    kind: tuple[tuple[int, ...], str]
+    values: str | None
+    holders: frozenset[int]
+
+    @classmethod
+    def of(cls, x: Tensor) -> _Brought:
+        kind = (tuple(x.shape), str(x.dtype))
+        if isinstance(x, _torch.Elsewhere):
+            return cls(kind, None, x.holders)
+        return cls(kind, str([x.reshape(-1)[i].item() for i in (0, -1) if x.numel()]), frozenset())
+
+
 def _holders(tensors: Sequence[Tensor], group: str) -> list[int]:
     """The first position that has each tensor. Raises StepError if positions come with other tensors."""
-    own = [(tuple(x.shape), str(x.dtype)) for x in tensors]
-    here = [not _torch.is_elsewhere(x) for x in tensors]
     process_group = _torch.resolve_group(group)
     every: list[Any] = [None] * process_group.size()
-    dist.all_gather_object(every, (own, here), process_group)
-    for position, (others, _) in enumerate(every):
-        if others != own:
-            raise StepError(
-                f"The ranks of the pipeline ask for other tensors of parameters or gradients: here {len(own)}, the "
-                f"first of shape {own[0]}, and at position {position} {len(others)}, the first of shape {others[0]}. "
-                "All ranks must compute norms and other numbers of parameters in one order (not under "
-                "`if rank == 0`), and of parameters that have gradients on all ranks."
-            )
-    return [next(i for i, (_, has) in enumerate(every) if has[number]) for number in range(len(tensors))]
+    dist.all_gather_object(every, [_Brought.of(x) for x in tensors], process_group)
+    if any(len(each) != len(tensors) for each in every) or not all(map(_are_one, zip(*every, strict=True))):
+        kinds = "; ".join(
+            f"position {i} has {len(x)}, the first of shape {list(x[0].kind[0])}" for i, x in enumerate(every)
+        )
+        raise StepError(
+            f"The ranks of the pipeline ask for other tensors of parameters or gradients: {kinds}. All ranks must "
+            "compute norms and other numbers of parameters in one order (not under `if rank == 0`), and of parameters "
+            "that have gradients on all ranks."
+        )
+    return [next(i for i, x in enumerate(brought) if x.values is not None) for brought in zip(*every, strict=True)]
+
+
+def _are_one(brought: Sequence[_Brought]) -> bool:
+    """Whether what the positions bring is one tensor: on all those that hold it with the same values."""
+    here = frozenset(i for i, x in enumerate(brought) if x.values is not None)
+    return len({x.kind for x in brought}) == 1 and all(
+        x.holders == here if x.values is None else x.values == brought[min(here)].values for x in brought
+    )
 
 
 def _from_holders(tensors: Sequence[Tensor], holders: Sequence[int], group: str) -> list[Tensor]:

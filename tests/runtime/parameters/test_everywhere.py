@@ -1,0 +1,215 @@
+"""All parameters of a model are there on every rank of a pipeline, and numbers of them are those of one process."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autopar
+from tests.runtime.gloo_ranks import Ranks
+from tests.runtime.models import Tied
+from tests.support.own_loops import batches, mlp, summed, whole
+from tests.support.staged import captured_once
+
+pytestmark = pytest.mark.multiprocess
+PP = {"mesh": {"pp": 2}}
+Observe = Callable[[Any], list[float]]
+
+
+def backward(model: Any) -> Tensor:
+    ((x, y),) = batches(1)
+    loss = F.mse_loss(model(x), y)
+    loss.backward()
+    return loss
+
+
+def looked_at(model: Any) -> list[float]:
+    """Sizes, norms, sums, vectors and penalties of all parameters and gradients."""
+    backward(model)
+    every = list(model.parameters())
+    found = [float(sum(p.numel() for p in every)), float(len(model.state_dict()) > 0), float(len(every))]
+    found += [float(p.grad.norm()) for p in every] + [p.detach().abs().max().item() for p in every]
+    total = torch.zeros((), dtype=torch.float64)
+    for p in every:
+        total = total + p.detach().norm() ** 2
+    found += [total.item(), float(sum(p.grad.norm() ** 2 for p in every) ** 0.5)]
+    in_place = every[0].grad.square().sum()
+    for p in every[1:]:
+        in_place += p.grad.square().sum()
+    found.append(float(in_place))
+    found += [x.item() for x in torch.stack([p.grad.norm() for p in every])]
+    found.append(max(float(p.detach().abs().max()) for p in every))
+    for kind in (2.0, math.inf):
+        found += [float(torch.nn.utils.clip_grad_norm_(every, 0.1, kind)), float(every[-1].grad.norm())]
+    found.append(float(torch.nn.utils.clip_grad_norm_(every[:1], 1e9)))
+    vector = torch.nn.utils.parameters_to_vector(every).detach()
+    torch.nn.utils.vector_to_parameters(vector * 0.5, every)
+    return [*found, float(whole(vector).sum()), summed(model)]
+
+
+def penalised(model: Any) -> list[float]:
+    """A penalty of all weights, and noise on all gradients."""
+    ((x, y),) = batches(1)
+    loss = F.mse_loss(model(x), y) + 0.1 * sum(p.square().sum() for p in model.parameters())
+    loss.backward()
+    torch.manual_seed(3)
+    for p in model.parameters():
+        p.grad.add_(torch.randn_like(p.grad), alpha=0.1)
+        p.data -= 0.1 * p.grad
+    return [loss.item(), *(float(p.grad.norm()) for p in model.parameters()), summed(model)]
+
+
+def averaged(model: Any) -> list[float]:
+    """Moving averages over `zip(parameters(), parameters())`, and lookahead over copies of the parameters."""
+    teacher = mlp(6, 8, 3).double()
+    slow = [p.detach().clone() for p in model.parameters()]
+    with torch.no_grad():
+        for p, q in zip(model.parameters(), slow, strict=True):
+            p.mul_(1.5)
+            q.lerp_(p, 0.5)
+            p.copy_(q)
+        for old, new in zip(teacher.parameters(), model.parameters(), strict=True):
+            old.zero_().add_(whole(new), alpha=0.1)
+    return [summed(teacher), summed(model), *(float(q.sum()) for q in slow)]
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9),
+    "AdamW": lambda p: torch.optim.AdamW(p, 1e-2),
+    "foreach": lambda p: torch.optim.AdamW(p, 1e-2, foreach=True, amsgrad=True),
+    "fused": lambda p: torch.optim.AdamW(p, 1e-2, fused=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, 1e-2),
+    "LBFGS": lambda p: torch.optim.LBFGS(p, 0.5, max_iter=2),
+}
+
+
+def optimized(model: Any) -> list[float]:
+    """Two steps of each optimizer, the second with its state from `state_dict`."""
+    found = []
+    for make in OPTIMIZERS.values():
+        first = make(model.parameters())
+        second = make(model.parameters())
+        for optimizer in (first, second):
+            if optimizer is second:
+                second.load_state_dict(copy.deepcopy(first.state_dict()))
+
+            def closure(optimizer: torch.optim.Optimizer = optimizer) -> Tensor:
+                optimizer.zero_grad()
+                return backward(model)
+
+            found.append(float(optimizer.step(closure)))  # type: ignore[arg-type]
+        found.append(summed(model))
+    return found
+
+
+def scaled(model: Any) -> list[float]:
+    """GradScaler with a gradient on one stage that is not finite, and clipping after `unscale_`."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    found = []
+    for broken in (False, True, False):
+        ((x, y),) = batches(1)
+        optimizer.zero_grad()
+        scaler.scale(F.mse_loss(model(x), y)).backward()
+        if broken:
+            model[0].weight.grad.mul_(math.inf)
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        found += [scaler.get_scale(), summed(model)]
+    return found
+
+
+LOOPS: dict[str, Observe] = {
+    "looked at": looked_at,
+    "penalised": penalised,
+    "averaged": averaged,
+    "optimized": optimized,
+    "scaled": scaled,
+}
+
+
+@captured_once()
+def on_a_rank(name: str) -> list[float]:
+    torch.manual_seed(0)
+    ((x, _),) = batches(1)
+    return LOOPS[name](autopar.compile(mlp(6, 8, 3).double(), example_inputs=(x,), **PP))
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_over_all_parameters_does_what_it_does_in_one_process(two_ranks: Ranks, name: str) -> None:
+    torch.manual_seed(0)
+    expected = LOOPS[name](mlp(6, 8, 3).double())
+    for found in two_ranks.run(on_a_rank, name):
+        assert found == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+def tied_norms(model: Any, step: Callable[[], Any]) -> list[float]:
+    step()
+    every = list(model.parameters())
+    norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in every]))
+    clipped = torch.nn.utils.clip_grad_norm_(every, 0.1)
+    penalty = sum(p.square().sum() for p in every)
+    penalty.backward()
+    return [float(norm), float(clipped), float(penalty), *(float(p.grad.norm()) for p in every)]
+
+
+def tied_batch() -> tuple[Tensor, Tensor]:
+    return torch.arange(8).view(2, 4), torch.arange(8).view(2, 4) + 3
+
+
+def tied_loss(out: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(out.flatten(0, 1), targets.flatten())
+
+
+@captured_once()
+def tied_on_a_rank() -> list[float]:
+    torch.manual_seed(0)
+    made = autopar.compile(Tied().double(), loss_fn=tied_loss, example_inputs=tied_batch(), **PP)
+    return tied_norms(made, lambda: made.step(*tied_batch()))
+
+
+def test_a_weight_that_two_stages_share_counts_once(two_ranks: Ranks) -> None:
+    torch.manual_seed(0)
+    plain = Tied().double()
+    tokens, targets = tied_batch()
+    expected = tied_norms(plain, lambda: tied_loss(plain(tokens), targets).backward())
+    for found in two_ranks.run(tied_on_a_rank):
+        assert found == pytest.approx(expected, rel=1e-9)
+
+
+@captured_once()
+def refused() -> list[str]:
+    ((x, _),) = batches(1)
+    made: Any = autopar.compile(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).double(), example_inputs=(x,), **PP)
+    first, second = made[0].weight.detach(), made[1].weight.detach()
+    found = []
+    for do in (
+        lambda: first + second,
+        lambda: max(first.sum(), second.sum()),
+        lambda: first * second.sum(),
+        lambda: float((first if dist.get_rank() else second[0]).sum() + made[0].bias.sum()),
+        lambda: float(torch.stack([first.sum()] * (1 + dist.get_rank())).sum()),
+    ):
+        with pytest.raises(autopar.StepError) as error:
+            do()
+        found.append(str(error.value))
+    assert torch.equal(first.full_tensor() + second.full_tensor(), (second.full_tensor() + first.full_tensor()))
+    return found
+
+
+def test_tensors_of_two_stages_are_not_mixed_and_all_ranks_say_so(two_ranks: Ranks) -> None:
+    for one, most, product, read, stacked in two_ranks.run(refused):
+        assert one.startswith("add takes a tensor of shape [6, 6], of pipeline position")
+        assert "t takes a tensor" in most and "mul takes" in product
+        assert all("x.full_tensor() gives a tensor to all ranks" in x for x in (one, most, product))
+        assert "ask for other tensors" in stacked and "ask for other tensors" in read
