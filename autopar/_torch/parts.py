@@ -189,7 +189,7 @@ def _of_model(full_tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 "writes whole weights and autopar.checkpoint.save_checkpoint(folder, model, optimizer) a checkpoint "
                 "(docs/checkpoints.md). For this rank's entries: model.state_dict().shards()."
             )
-        (found,) = _shared([x])
+        (found,) = [x] if getattr(x, _FOR_A_FILE, False) else _shared([x])
         return full_tensor(x, **options) if found is x else found
 
     return checked

@@ -85,10 +85,10 @@ class Elsewhere(DTensor):
         return _without_values(func, args, kwargs or {})
 
 
-def elsewhere(parameter: nn.Parameter, mesh: DeviceMesh, holders: frozenset[int]) -> nn.Parameter:
+def elsewhere(parameter: nn.Parameter, mesh: DeviceMesh, holders: frozenset[int], device: torch.device) -> nn.Parameter:
     """A parameter that others hold, of the shape and format of one that is here."""
     shape_of = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
-    return nn.Parameter(Elsewhere(shape_of, mesh, holders, parameter.device), parameter.requires_grad)
+    return nn.Parameter(Elsewhere(shape_of, mesh, holders, device), parameter.requires_grad)
 
 
 def is_elsewhere(x: Any) -> bool:

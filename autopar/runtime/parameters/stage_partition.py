@@ -167,6 +167,7 @@ def take_part(model: nn.Module, users: Users, pipeline: Pipeline, world: World) 
     for name, parameter in list(model.named_parameters()):
         if rank not in holders[name]:
             parameter.grad = None
-            torch.utils.swap_tensors(parameter, _torch.elsewhere(parameter, world.device_mesh, holders[name]))
+            others = _torch.elsewhere(parameter, world.device_mesh, holders[name], world.device)
+            torch.utils.swap_tensors(parameter, others)
         del parameter
     return frozenset(name for name, own in holders.items() if min(own) < rank)
