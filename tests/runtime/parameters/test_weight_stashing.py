@@ -159,8 +159,8 @@ def counted(schedule: str, stages: int) -> int:
 def _weights(optimizer: torch.optim.Optimizer, earlier: set[int]) -> int:
     """Number of memories in which a matrix of the shape of `up` lies, gradients left out."""
     every = [x for x in gc.get_objects() if type(x) is Tensor and id(x) not in earlier]
-    tensors = [x for x in every if x.shape == (2 * WIDTH, WIDTH)]
-    gradients = [p.grad.to_local() for g in optimizer.param_groups for p in g["params"]]
+    tensors = [x for x in every if x.shape == (2 * WIDTH, WIDTH) and not x.is_meta]
+    gradients = [p.grad.to_local() for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
     at = {x.untyped_storage().data_ptr() for x in tensors}
     return len(at - {x.untyped_storage().data_ptr() for x in gradients})
 
