@@ -280,7 +280,7 @@ def _floating(value: object) -> Tensor | None:
     """A tensor of numbers that may be NaN: this rank's part of one, or a number."""
     if isinstance(value, float):
         return torch.tensor(value)
-    if not isinstance(value, Tensor) or value.is_meta:
+    if not isinstance(value, Tensor) or value.is_meta or _torch.is_elsewhere(value):
         return None
     x = _torch.local_tensor(value)
     return x if x.is_floating_point() or x.is_complex() else None
