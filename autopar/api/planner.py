@@ -291,8 +291,7 @@ class Planner:
     ) -> Plan:
         """The best plan; where nobody asks for stages, and without `with_stages`, one that has them only if it must.
 
-        A loop of the script's own may take norms of `model.parameters()`, or save some of them, which are those of
-        one stage where there are stages.
+        A loop of the script's own may save the state dict, which is that of one stage where there are stages.
         """
         request = self._request.of_micro_batches(micro_batches).but(mesh=self._mesh)
 

@@ -54,10 +54,10 @@ class Elsewhere(DTensor):
     def __init__(self, *_: Any) -> None:
         pass
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"Elsewhere({words_of(self)})"
 
-    def to_local(self, **_: Any) -> Tensor:  # type: ignore[override]
+    def to_local(self, **_: Any) -> Tensor:
         return self
 
     def redistribute(self, *_: Any, **__: Any) -> DTensor:

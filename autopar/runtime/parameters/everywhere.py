@@ -60,7 +60,7 @@ class _Share(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         pairs = zip(gradients, ctx.elsewhere, strict=True)
-        return None, *(g if x is None else torch.zeros_like(x) for g, x in pairs)
+        return None, *(g if x is None else x for g, x in pairs)
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,8 @@ class _Brought:
         kind = (tuple(x.shape), str(x.dtype))
         if isinstance(x, _torch.Elsewhere):
             return cls(kind, None, x.holders)
-        return cls(kind, str([x.reshape(-1)[i].item() for i in (0, -1) if x.numel()]), frozenset())
+        ends = (0, -1) if x.numel() > 1 else (0,) * x.numel()
+        return cls(kind, str([x.reshape(-1)[i].item() for i in ends]), frozenset())
 
 
 def _holders(tensors: Sequence[Tensor], group: str) -> list[int]:

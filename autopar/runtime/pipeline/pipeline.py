@@ -89,6 +89,8 @@ class BoundPipeline:
         self._changed = ChangedBuffers(stages, self._pipeline, self._pipe, model)
         self._shared, self._used = shared, {spec.name for spec in program.parameters}
         self._elsewhere = [p for n, p in model.named_parameters() if n in self._used and _torch.is_elsewhere(p)]
+        # What is written to such a gradient is not kept, so that one serves all steps.
+        self._gradients_elsewhere = [p.detach() for p in self._elsewhere]
         self._optimizer, self._stage_versions = optimizer, dict[int, StageVersions]()
         self._versions: WeightVersions | None = None
         if self._pipeline.update_every:
@@ -174,9 +176,9 @@ class BoundPipeline:
 
     def _leave_gradients_of_others(self) -> None:
         """Gives the parameters of other stages gradients where these have some, so that a script finds them alike."""
-        for parameter in self._elsewhere:
+        for parameter, gradient in zip(self._elsewhere, self._gradients_elsewhere, strict=True):
             if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+                parameter.grad = gradient
 
     def _stage(self, number: int) -> _Stage:
         runner = self._runners[number]

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
+from autopar.runtime.parameters.adafactor import Adafactor
 from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.models import Tied
 from tests.support.own_loops import batches, mlp, summed, whole
@@ -87,6 +88,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "foreach": lambda p: torch.optim.AdamW(p, 1e-2, foreach=True, amsgrad=True),
     "fused": lambda p: torch.optim.AdamW(p, 1e-2, fused=True),
     "Adagrad": lambda p: torch.optim.Adagrad(p, 1e-2),
+    "Adafactor": lambda p: Adafactor(p, lr=1e-2),
     "LBFGS": lambda p: torch.optim.LBFGS(p, 0.5, max_iter=2),
 }
 
@@ -139,17 +141,24 @@ LOOPS: dict[str, Observe] = {
 
 
 @captured_once()
-def on_a_rank(name: str) -> list[float]:
+def on_a_rank(name: str, options: dict[str, Any]) -> list[float]:
     torch.manual_seed(0)
     ((x, _),) = batches(1)
-    return LOOPS[name](autopar.compile(mlp(6, 8, 3).double(), example_inputs=(x,), **PP))
+    return LOOPS[name](autopar.compile(mlp(6, 8, 3).double(), example_inputs=(x,), **options))
 
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_loop_over_all_parameters_does_what_it_does_in_one_process(two_ranks: Ranks, name: str) -> None:
     torch.manual_seed(0)
     expected = LOOPS[name](mlp(6, 8, 3).double())
-    for found in two_ranks.run(on_a_rank, name):
+    for found in two_ranks.run(on_a_rank, name, PP):
+        assert found == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+def test_what_is_sharded_in_its_stage_is_whole_for_all(four_ranks: Ranks) -> None:
+    torch.manual_seed(0)
+    expected = looked_at(mlp(6, 8, 3).double())
+    for found in four_ranks.run(on_a_rank, "looked at", {"mesh": {"pp": 2, "dp": 2}, "recipe": "zero3"}):
         assert found == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 

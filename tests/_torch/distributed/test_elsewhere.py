@@ -1,0 +1,71 @@
+"""`Elsewhere`, a parameter without values in the place of one that other ranks hold."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autopar import _torch
+from autopar.errors import StepError
+
+
+@pytest.fixture
+def absent(parameter):
+    return _torch.elsewhere(parameter, parameter.device_mesh, frozenset({1}), torch.device("cpu"))
+
+
+def test_it_is_a_parameter_of_the_same_kind_without_memory(parameter, absent):
+    assert isinstance(absent, nn.Parameter) and isinstance(absent, DTensor) and absent.requires_grad
+    assert (absent.shape, absent.dtype, absent.device) == (parameter.shape, parameter.dtype, parameter.device)
+    assert absent._local_tensor.is_meta and "pipeline position 1" in repr(absent)
+    torch.utils.swap_tensors(parameter, absent)
+    assert _torch.is_elsewhere(parameter) and not _torch.is_elsewhere(absent)
+
+
+def test_what_is_made_of_it_is_elsewhere_and_what_is_written_to_it_is_not_kept(absent):
+    absent.square().sum().backward()
+    made = [absent.grad, absent * 2, torch.zeros_like(absent), absent.detach()[1:], copy.deepcopy(absent), absent.data]
+    assert all(map(_torch.is_elsewhere, made)) and isinstance(made[4], nn.Parameter)
+    with torch.no_grad():
+        assert absent.add_(torch.ones(4)) is absent
+        absent[0] = 3
+    absent.data = torch.ones(4)
+    nn.init.normal_(absent)
+    with pytest.raises(StepError, match=r"whose|of shape \[3\]"):
+        absent.data = torch.ones(3)
+
+
+def test_random_numbers_are_drawn_as_where_it_is(parameter, absent):
+    torch.manual_seed(0)
+    torch.randn_like(parameter)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    torch.randn_like(absent)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_what_needs_its_values_is_refused(parameter, absent):
+    others = _torch.elsewhere(parameter, parameter.device_mesh, frozenset({2}), torch.device("cpu"))
+    x, y = absent.detach(), parameter.detach()
+    for do in (
+        lambda: x.sum().item(),
+        lambda: torch.equal(x, x),
+        lambda: x.nonzero(),
+        lambda: x + y,
+        lambda: y.add_(x),
+        lambda: torch.ones(4).copy_(x),
+        lambda: x + others.detach(),
+        lambda: torch._foreach_add([y, x], [x, y]),
+    ):
+        with pytest.raises(StepError, match=r"pipeline position 1.*x\.full_tensor\(\)"):
+            do()
+
+
+def test_lists_are_taken_entry_by_entry(parameter, absent):
+    x, y = absent.detach(), parameter.detach()
+    found = torch._foreach_mul([y, x], [2.0, 3.0])
+    assert found[0].full_tensor().tolist() == [0, 2, 4, 6] and _torch.is_elsewhere(found[1])
+    torch._foreach_add_([x, y], 1.0)
+    assert y.full_tensor().tolist() == [1, 2, 3, 4]
