@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from autopar._torch.distributed.elsewhere import is_elsewhere
 from autopar._torch.distributed.owned import cut_like
 
 _IN_PLACE = ("copy_", "add_", "sub_", "mul_", "div_", "lerp_", "addcmul_", "addcdiv_")
@@ -31,6 +32,8 @@ def cut_whole_operands() -> None:
 def _with_parts(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def write(x: DTensor, *operands: Any, **options: Any) -> Any:
+        if is_elsewhere(x):  # nothing is written
+            return method(x, *operands, **options)
         return method(x, *(_part_of(operand, x) for operand in operands), **options)
 
     return write
@@ -41,7 +44,7 @@ def _part_of(operand: Any, x: DTensor) -> Any:
     if not isinstance(operand, Tensor) or operand.ndim == 0:
         return operand
     if isinstance(operand, DTensor):
-        if operand.device_mesh == x.device_mesh:
+        if is_elsewhere(operand) or operand.device_mesh == x.device_mesh:
             return operand
         operand = operand.full_tensor()
     return cut_like(operand.expand(x.shape), x)

@@ -22,7 +22,7 @@ from autopar.runtime.ranks.world import Replicas
 
 Outputs = Literal["local", "whole", "dtensor"]
 Batch = Literal["global", "local"]
-Drift = Literal["error", "mend"]
+Drift = Literal["warn", "error", "mend"]
 
 
 def _name_of(function: InitFunction) -> list[str]:
@@ -57,8 +57,8 @@ class RunOptions:
             it leaves no gradients, so that torch's optimizers change nothing, and the buffers as they were
             (docs/training.md).
         drift: what is done where ranks that hold the same parameters or buffers no longer have the same bits of them,
-            which they compare in steps 1, 2, 4, 8 and so on and before a save: `error`, or `mend`, by which all take
-            the values of the first of these ranks (docs/training.md).
+            which they compare in steps 1, 2, 4, 8 and so on and before a save: `warn`, `error`, or `mend`, by which all
+            take the values of the first of these ranks (docs/training.md).
         loss_scale: number that the backward of `step` begins with, so that small gradients of float16 are not zero: an
             `autopar.LossScaling`, by which it changes, or a number that stays. By default the scaling of
             `torch.amp.GradScaler` where `precision` has float16, and none elsewhere (docs/precision.md).
@@ -90,7 +90,7 @@ class RunOptions:
     outputs: Outputs = option(None, choices=get_args(Outputs))
     timeout_seconds: float | None = option(None, serves_backend=True, may_differ=True)
     skip_nonfinite: bool = option(False)
-    drift: Drift = option("error", choices=get_args(Drift))
+    drift: Drift = option("warn", choices=get_args(Drift))
     loss_scale: LossScaling | float | None = option(None)
     bucket_bytes: int | None = option(None)
     executor: Executor = option(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -86,7 +86,7 @@ class DriftCheck:
 
     @torch.no_grad()
     def compare(self, when: str) -> None:
-        """Raises StepError on all ranks if some hold other bits of the same part; or mends that, if it was asked for.
+        """Warns on all ranks if some hold other bits of the same part; or raises StepError, or mends that, as asked.
 
         Args:
             when: when that is, in words.
@@ -102,7 +102,8 @@ class DriftCheck:
         if apart:
             own = {(name, place): digest for (name, place), digest in digests.items() if place in apart}
             self._settle(when, held, self._differing(own))
-        self._equal = when
+        else:
+            self._equal = when
 
     def _held(self) -> Iterator[_Copy]:
         """The parameters that lie on this rank, and the buffers of the first program."""
@@ -130,31 +131,33 @@ class DriftCheck:
         return {key: ranks for key, ranks in said.items() if len(ranks) > 1}
 
     def _settle(self, when: str, held: Sequence[_Copy], apart: Said) -> None:
-        """Raises the error, or overwrites what differs."""
-        first, store = self._placement.first, self._placement.store
-        assert first is not None and store is not None, "there was a first program"
-        found = _words(apart, first)
+        """Warns of what differs, or raises the error, or overwrites it."""
+        first = self._placement.first
+        assert first is not None, "there was a first program"
+        found = f"the same parameters and buffers have other bits of {_words(apart, first)} That was found {when}"
+        text = f"Ranks that hold {found}, and they were equal {self._equal}. {_CAUSE}"
         if self._drift == "error":
-            raise StepError(
-                f"Ranks that hold the same parameters and buffers have other bits of {found} That was found {when}, "
-                f"and they were equal {self._equal}. {_CAUSE}"
-            )
-        names = {name for name, _ in apart}
+            raise StepError(text)
+        if self._drift == "mend":
+            self._mend(held, {name for name, _ in apart})
+            text = f"Ranks that hold {found}, and all have those of the first such rank now."
+            self._equal = when
+        warn_together(text, stacklevel=4)
+
+    def _mend(self, held: Sequence[_Copy], names: Container[str]) -> None:
+        """Overwrites the tensors of these names by those of the first rank that holds them."""
+        store = self._placement.store
+        assert store is not None, "there was a first program"
         for each in sorted(held, key=lambda x: x.name):
             if each.name in names:
                 each.take_first(store.world.device)
-        warn_together(
-            f"Ranks that hold the same parameters and buffers had other bits of {found} That was found {when}, and all "
-            f"have those of the first such rank now.",
-            stacklevel=4,
-        )
 
 
 _CAUSE = (
     "An op on ranks that compute the same gave them other results, such as a kernel that adds in any order; or the "
     "script wrote other values on some ranks. torch.use_deterministic_algorithms(True) has ops of torch add in one "
-    'order. autopar.compile(..., drift="mend") gives all these ranks the values of the first, whenever they compare '
-    "(docs/training.md)."
+    'order. autopar.compile(..., drift="mend") gives all these ranks the values of the first, whenever they compare, '
+    'and drift="error" ends the training (docs/training.md).'
 )
 
 

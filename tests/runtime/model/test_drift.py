@@ -62,7 +62,7 @@ def compiled(model: nn.Module, mesh: dict[str, int], recipe: Any, **options: Any
     if isinstance(model, Tied):
         x, y = torch.randint(16, (2, 8, 4), generator=torch.Generator().manual_seed(0))
         options["loss_fn"] = lambda logits, words: nn.functional.cross_entropy(logits.flatten(0, 1), words.flatten())
-    options = {"loss_fn": mean_square, **options}
+    options = {"loss_fn": mean_square, "drift": "error", **options}
     return autopar.compile(model, mesh=mesh, recipe=recipe, example_inputs=(x, y), **options), (x, y)
 
 
@@ -194,6 +194,20 @@ def of_own_loop(drift: str) -> list[float]:
     with warnings.catch_warnings(record=True):
         made(x).sum().backward()
     return _torch.local_tensor(made.get_parameter("down.bias")).tolist()
+
+
+def warned() -> list[str]:
+    """What three steps of an unsteady model say by default."""
+    made, batch = compiled(OnePath(backward=True), {"tp": 2}, "tp", drift="warn")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert trained(made, batch, 3) == "no error"
+    return [str(each.message) for each in said if "other bits" in str(each.message)]
+
+
+def test_a_drift_is_a_warning_by_default(two_ranks: Ranks) -> None:
+    first, others = two_ranks.run(warned)
+    assert len(first) == 1 and "That was found in step 2" in first[0] and not others
 
 
 def test_a_loop_of_ones_own_notices_a_drift(two_ranks: Ranks) -> None:
