@@ -366,7 +366,7 @@ def test_a_state_that_no_save_writes_leaves_the_model_as_it_was(saved: Path, for
     notes = torch.load(saved / "state.pt", weights_only=True)
     change(notes)
     torch.save(notes, saved / "state.pt")
-    refuses(saved, adamw, says)
+    assert says in refusal(saved, adamw)
 
 
 def test_options_that_differ_within_a_group_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
@@ -374,16 +374,17 @@ def test_options_that_differ_within_a_group_are_refused_before_anything_is_loade
     each = torch.optim.AdamW([{"params": [p], "lr": 1 / p.numel()} for p in model.parameters()])
     train(model, each)
     save_checkpoint(tmp_path / "c", model, each)
-    refuses(tmp_path / "c", adamw, "are in one group of the optimizer, but were saved with lr=")
+    assert "are in one group of the optimizer, but were saved with lr=" in refusal(tmp_path / "c", adamw)
 
 
-def refuses(path: Path, optimizer_of: Callable[[nn.Module], Optimizer], says: str) -> None:
-    """A load is refused, and leaves the model as it was."""
+def refusal(path: Path, optimizer_of: Callable[[nn.Module], Optimizer]) -> str:
+    """The error of a load, which leaves the model as it was."""
     model = make()
     before = {name: x.clone() for name, x in model.state_dict().items()}
-    with pytest.raises(autopar.AutoparError, match=says):
+    with pytest.raises(autopar.AutoparError) as caught:
         load_checkpoint(path, model, optimizer_of(model))
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    return str(caught.value)
 
 
 def test_parts_are_checked_where_torch_sums_no_files(tmp_path: Path) -> None:
