@@ -2,7 +2,8 @@
 
     OMP_NUM_THREADS=1 python benchmarks/speed/bench_questions.py --markdown benchmarks/results/questions.md
 
-Towers are of layers whose widths differ, so that none is searched for another, or of layers that are alike.
+Towers are of layers that are alike, of which one is searched for all, of unlike ones whose widths come again, or of
+ones whose widths are all apart.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ QUESTIONS = (
     ("8 unlike", "h100x8x128", None),
     ("32 unlike", "h100x8", "dp=2,tp=2,cp=2"),
     ("32 unlike", "h100x8", None),
+    ("40 apart", "h100x8x8", None),
     ("gpt2", "h100x8", "dp=2,tp=4"),
     ("gpt2", "h100x8", None),
     ("llama3-8b", "h100x8", None),
@@ -51,9 +53,10 @@ QUESTIONS = (
 )
 
 
-def tower(layers: int, *, alike: bool) -> nn.Module:
+def tower(layers: int, kind: str) -> nn.Module:
     """A model of so many layers of three modules."""
-    widths = [256, *(256 if alike else 256 + 64 * (7 * i % 11) for i in range(layers - 1)), 256]
+    further = {"alike": lambda i: 0, "unlike": lambda i: 64 * (7 * i % 11), "apart": lambda i: 16 * (i + 1)}[kind]
+    widths = [256, *(256 + further(i) for i in range(layers - 1)), 256]
     return nn.Sequential(*(m for a, b in pairwise(widths) for m in (nn.Linear(a, b), nn.GELU(), nn.LayerNorm(b))))
 
 
@@ -62,7 +65,7 @@ def captured(model: str) -> tuple[Prepared, Graph, int]:
     layers, _, kind = model.partition(" ")
     if kind:
         with torch.device("meta"):
-            own, x = tower(int(layers), alike=kind == "alike"), torch.ones(ROWS, 256)
+            own, x = tower(int(layers), kind), torch.ones(ROWS, 256)
         prepared = prepare_step(own, (x, x), loss_fn=nn.functional.mse_loss)
         return prepared, prepared.analysis.graph, ROWS
     return *capture_target(resolve_target(model, batch=128, seq=1024), precision=None), 128

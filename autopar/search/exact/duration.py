@@ -5,8 +5,8 @@ The time grows with the ops that are not alike (`fold`) and with the axes that a
     seconds = classes of ops * axes^2 / 100            the mesh is named
     seconds = classes of ops * axes^2 / 50             the mesh is searched, over at most 6 axes
 
-where a mesh that is searched has as many axes as its ranks have prime factors. Searches of more than two seconds took
-0.45 to 1.6 times as long (`benchmarks/results/questions.md`); `explain` and `compile` may search more than once.
+where a mesh that is searched has as many axes as its ranks have prime factors. Searches of two seconds and more took
+0.46 to 1.5 times as long (`benchmarks/results/questions.md`); `explain` and `compile` may search more than once.
 """
 
 from __future__ import annotations
