@@ -181,3 +181,12 @@ def test_two_orders_of_launch_are_found() -> None:
     assert not unlike_orders(alike)
     alike[1] = parse("all_gather@b all_reduce@a", range(2))
     assert unlike_orders(alike).startswith("operation 0: ('all_reduce'")
+
+
+def test_lines_with_parts_of_different_sizes_launch_in_one_order() -> None:
+    """Ranks 2 and 3 have nothing of what ranks 0 and 1 add up, as where ZeRO stores 16 rows on 256 ranks."""
+    traces = {rank: parse("all_reduce*8 all_gather", (0, 1)) for rank in (0, 1)}
+    traces |= {rank: parse("all_reduce*0 all_gather", (2, 3)) for rank in (2, 3)}
+    assert not unlike_orders(traces)
+    traces[3] = parse("all_gather all_reduce*0", (2, 3))
+    assert unlike_orders(traces)

@@ -140,7 +140,8 @@ def _messages(launches: Sequence[Launch], traces: Traces) -> Iterator[str]:
 def unlike_orders(traces: Traces) -> str:
     """The first operation that ranks of one stage ask in another order over all communicators; "" where none is.
 
-    NCCL asks for one order where several communicators are busy at once (NCCL_LAUNCH_ORDER_IMPLICIT).
+    NCCL asks for one order where several communicators are busy at once (NCCL_LAUNCH_ORDER_IMPLICIT). Sizes have to be
+    equal within a communicator, as `violations` judges; where parts are uneven, other lines may have other sizes.
     """
     orders = {rank: [_place(call) for e in trace for call in calls_of(e)] for rank, trace in traces.items()}
     first = min(orders)
@@ -154,4 +155,4 @@ def unlike_orders(traces: Traces) -> str:
 def _place(call: Call) -> Hashable:
     """An operation with its group as others see it: the size, and the step from member to member."""
     step = call.members[1] - call.members[0] if len(call.members) > 1 else 0
-    return call.kind, call.elements, call.dtype, len(call.members), step
+    return call.kind, call.dtype, len(call.members), step
