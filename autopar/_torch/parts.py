@@ -22,12 +22,12 @@ from autopar.errors import StepError
 # Whether a model has a DTensor as all ranks have theirs ("model"), as those of one pipeline stage ("stage"), or not.
 KindOf = Callable[[DTensor], Literal["", "model", "stage"]]
 # Gives tensors of single stages to all ranks, whole and plain; every rank calls it with those that it has, or has not.
-Share = Callable[[Sequence[DTensor]], list[Tensor]]
+Spread = Callable[[Sequence[DTensor]], list[Tensor]]
 _FOR_A_FILE = "is_shard_for_a_file"  # an attribute of the DTensors that `for_a_file` makes
 _OF_STAGE_STATE = "is_entry_of_one_stage"  # an attribute of those that `as_entry_of_stage` has seen
 
 
-def refuse_parts(kind_of: KindOf, share: Share) -> Callable[[], None]:
+def refuse_parts(kind_of: KindOf, share: Spread) -> Callable[[], None]:
     """Makes `torch.save` raise StepError where it sees a part, and torch compute norms of parts of all stages.
 
     `float(x)` and `x.item()` of a sum or norm of shards raise it, too. Numbers of one stage's parameters become plain
@@ -47,7 +47,7 @@ def refuse_parts(kind_of: KindOf, share: Share) -> Callable[[], None]:
 
 
 @functools.cache
-def _kinds() -> list[tuple[KindOf, Share]]:
+def _kinds() -> list[tuple[KindOf, Spread]]:
     """The registered functions; the first call replaces functions of torch, where other functions of torch look."""
     DTensor.__reduce_ex__ = _reduced  # type: ignore[method-assign, assignment]
     DTensor.full_tensor = _of_model(DTensor.full_tensor)  # type: ignore[method-assign]
@@ -165,7 +165,9 @@ def _of_stages(join: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @functools.wraps(join)
     def checked(tensors: Any, *args: Any, **kwargs: Any) -> Tensor:
-        own = next((x for x in tensors if _kind(x) == "stage"), None) if isinstance(tensors, (list, tuple)) else None
+        if torch.compiler.is_compiling() or not isinstance(tensors, (list, tuple)):
+            return join(tensors, *args, **kwargs)
+        own = next((x for x in tensors if _kind(x) == "stage"), None)
         if own is None:
             return join(tensors, *args, **kwargs)
         found = join(_shared(tensors), *args, **kwargs)

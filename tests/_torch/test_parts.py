@@ -89,6 +89,17 @@ def test_a_number_of_one_stage_is_that_of_all_where_it_is_added_stacked_or_read(
     assert isinstance(vector, DTensor) and vector.full_tensor().tolist() == [0, 2, 4, 6] * 2
 
 
+def test_a_compiled_function_joins_tensors_in_one_graph():
+    _torch.refuse_parts(lambda _: "stage", share)()
+
+    def join(x):
+        x = x.sum() + torch.stack([x, x]).sum()
+        x += torch.ones(())
+        return torch.cat([x[None], x[None]])
+
+    assert torch.compile(join, backend="eager", fullgraph=True)(torch.ones(2)).tolist() == [7, 7]
+
+
 def test_a_penalty_of_parameters_is_added_to_a_plain_loss(parameter):
     end = _torch.refuse_parts(lambda _: "model", list)
     plain = torch.tensor(2.0, requires_grad=True)

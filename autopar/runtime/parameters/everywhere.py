@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar import _torch
-from autopar.errors import StepError
+from autopar.errors import PeerError, StepError, first_line
 from autopar.ir import PIPELINE_AXIS
 from autopar.ops.collectives import group_name, naming_failures
 from autopar.runtime.ranks.world import Pipe
@@ -42,7 +42,16 @@ class Everywhere:
         """
         with _torch.unchecked():
             whole = [x if _torch.is_elsewhere(x) else x.full_tensor() for x in tensors]
-        found: tuple[Tensor, ...] = _Share.apply(self._group_name, *whole)
+        try:
+            found: tuple[Tensor, ...] = _Share.apply(self._group_name, *whole)
+        except PeerError as error:
+            raise PeerError(
+                f"A number of parameters or gradients, or a whole one, of shape {list(tensors[0].shape)}, was asked "
+                "for, which takes all ranks of the pipeline, and another one did not ask for it. All must compute it "
+                f"(not under `if rank == 0`). ({first_line(error)})",
+                collective=error.collective,
+                group=error.group,
+            ) from error
         return list(found)
 
 

@@ -197,6 +197,26 @@ def test_a_weight_that_two_stages_share_counts_once(two_ranks: Ranks) -> None:
 
 
 @captured_once()
+def asked_on_one_rank() -> str:
+    ((x, _),) = batches(1)
+    made: Any = autopar.compile(mlp(6, 8, 3).double(), example_inputs=(x,), timeout_seconds=1.0, **PP)
+    if dist.get_rank():
+        return ""
+    with pytest.raises(autopar.PeerError) as error:
+        float(made[2].weight.norm())
+    return str(error.value)
+
+
+def test_a_number_that_one_rank_alone_asks_for_is_said_to_be_that() -> None:
+    ranks = Ranks(2)  # which have lost each other afterwards
+    try:
+        first, _ = ranks.run(asked_on_one_rank)
+    finally:
+        ranks.stop()
+    assert first.startswith("A number of parameters or gradients") and "not under `if rank == 0`" in first
+
+
+@captured_once()
 def refused() -> list[str]:
     ((x, _),) = batches(1)
     made: Any = autopar.compile(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).double(), example_inputs=(x,), **PP)
