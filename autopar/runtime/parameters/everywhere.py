@@ -78,7 +78,7 @@ class _Brought:
 
     Attributes:
         kind: shape and format.
-        values: its first and last value, None where other positions have it.
+        values: its sum, first and last value, None where other positions have it.
         holders: these positions, where it is not here.
     """
 
@@ -91,8 +91,9 @@ class _Brought:
         kind = (tuple(x.shape), str(x.dtype))
         if isinstance(x, _torch.Elsewhere):
             return cls(kind, None, x.holders)
-        ends = (0, -1) if x.numel() > 1 else (0,) * x.numel()
-        return cls(kind, str([x.reshape(-1)[i].item() for i in ends]), frozenset())
+        total = x.sum(dtype=torch.float64 if x.is_floating_point() else None)
+        ends = [x.reshape(-1)[i] for i in (0, -1)] if x.numel() > 1 else []
+        return cls(kind, str([number.item() for number in (total, *ends)]), frozenset())
 
 
 def _holders(tensors: Sequence[Tensor], group: str) -> list[int]:
