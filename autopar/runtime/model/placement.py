@@ -82,8 +82,7 @@ class Placement:
         self.fixed = Fixed(plan.parameters, plan.pipeline, plan.recompute, users, plan.saved)
         if pipe is not None:
             assert self.adoption is not None and programs.pipeline is not None
-            self.adoption.everywhere = Everywhere(pipe, settings.timeout_seconds)
-            self.adoption.pipe = pipe
+            self.adoption.lie_in_stages(pipe, Everywhere(pipe, settings.timeout_seconds))
             self.counted_elsewhere = take_part(model, users, programs.pipeline, world)
             self.shared = SharedParameters(users, programs.pipeline, self.store)
 

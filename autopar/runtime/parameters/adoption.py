@@ -12,6 +12,7 @@ The original model cannot run any more, because torch does not mix DTensors with
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -43,6 +44,9 @@ class Adoption:
     """
 
     def __init__(self) -> None:
+        if _with_stages():
+            # Models may lie on equal meshes: ranks that free one at different times would differ in what is shared.
+            gc.collect()
         self._successors: Successors = {}
         self._own: set[int] = set()  # ids of the DTensors that parameters have become
         self._took_gradient: set[int] = set()  # ids of those that took a gradient over
@@ -95,6 +99,11 @@ class Adoption:
             return ""
         return "model" if self.pipe is None else "stage"
 
+    def lie_in_stages(self, pipe: Pipe, everywhere: Everywhere) -> None:
+        """Takes note that the parameters are those of this rank's stages."""
+        self.pipe, self.everywhere = pipe, everywhere
+        _with_stages().add(self)
+
     def _share(self, tensors: Sequence[DTensor]) -> list[Tensor]:
         """Tensors of single stages, on all of them."""
         assert self.everywhere is not None, "there are stages"
@@ -112,6 +121,12 @@ class Adoption:
         """Replaces old parameters in an optimizer by their registered successors, and cuts states that were loaded."""
         _replace_parameters(optimizer, self._successors)
         _torch.cut_loaded_states(optimizer, self._owns)
+
+
+@functools.cache
+def _with_stages() -> weakref.WeakSet[Adoption]:
+    """The adoptions of models with stages that are not freed yet."""
+    return weakref.WeakSet()
 
 
 def _followed_by(follow: Callable[[Optimizer], None]) -> Callable[[], None]:
