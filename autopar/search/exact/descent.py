@@ -104,8 +104,8 @@ def descents(problem: Problem, bound: int | None) -> list[Descent]:
     stored = _by_storage(problem, combinations, _seconds_within(found, bound))
     found += _from_recipes(problem, stored, bound)
     combinations += stored
-    if stored:
-        found.append(_with_others_open(problem, stored[0], bound))
+    for each in stored[:_FOLLOWED]:
+        found += _with_others_open(problem, each, bound)
     best = best_of(found, bound)
     if bound is not None and fits(best, bound) and len(problem.recipes) > 1:
         found.append(_from_tighter_bound(problem, best, bound))
@@ -249,14 +249,17 @@ def _by_storage(problem: Problem, known: Sequence[_Combination], best_seconds: f
     return sorted(_solved(problem, named), key=lambda each: each.fastest.weighed_seconds)
 
 
-def _with_others_open(problem: Problem, stored: _Combination, bound: int | None) -> Descent:
-    """A descent from the plan of a combination that keeps how it stores parameters, and leaves other axes open."""
+def _with_others_open(problem: Problem, stored: _Combination, bound: int | None) -> Iterator[Descent]:
+    """Descents from the plan of a combination that keep how it stores parameters, and leave other axes open.
+
+    One is at the slopes of the problem, and one at those of a step that hides nothing: either may end better.
+    """
     rows = [
         named if named in _stored_alike(_FAMILIES[0]) else row
         for named, row in zip(stored.recipes, problem.recipes, strict=True)
     ]
-    full = problem.exposed(MarginalCosts.full())
-    return _descend(full.under(rows), _axes(problem), bound, start=stored.fastest.assignment)
+    for each in (problem, problem.exposed(MarginalCosts.full())):
+        yield _descend(each.under(rows), _axes(problem), bound, start=stored.fastest.assignment)
 
 
 def _again(problem: Problem, known: Sequence[_Combination], best_seconds: float) -> list[_Combination]:
