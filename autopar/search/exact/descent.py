@@ -231,7 +231,7 @@ def _solved(problem: Problem, named: Iterable[tuple[Recipe, ...]]) -> Iterator[_
 
 
 def _by_storage(problem: Problem, known: Sequence[_Combination], best_seconds: float) -> list[_Combination]:
-    """Combinations that say for each axis that splits the batch how it stores parameters, as `ddp` and `zero3` do.
+    """Combinations that say for some axes that split the batch how they store parameters, as `ddp` and `zero3` do.
 
     Where gathers take about as long as what hides them, a change of slopes turns the storage of all parameters at once,
     so that descents without recipes pass over hybrid sharding. On one axis the program compares all storages itself.
@@ -255,7 +255,7 @@ def _with_others_open(problem: Problem, stored: _Combination, bound: int | None)
     One is at the slopes of the problem, and one at those of a step that hides nothing: either may end better.
     """
     rows = [
-        named if named in _stored_alike(_FAMILIES[0]) else row
+        named if named in _named_alike(_FAMILIES[0]) else row
         for named, row in zip(stored.recipes, problem.recipes, strict=True)
     ]
     for each in (problem, problem.exposed(MarginalCosts.full())):
@@ -310,8 +310,8 @@ def _may_reduce(rows: Iterable[Recipe]) -> bool:
 
 
 def _stored_alike(row: Recipe) -> tuple[Recipe, ...]:
-    """A row of `_FAMILIES` that splits the batch with each way to store parameters; any other row as it is."""
-    return _named_alike(row) if row is _FAMILIES[0] else (row,)
+    """A row of `_FAMILIES` that splits the batch, also with each way to store parameters; any other row as it is."""
+    return (row, *_named_alike(row)) if row is _FAMILIES[0] else (row,)
 
 
 def _families(problem: Problem) -> tuple[Recipe, ...]:
