@@ -104,8 +104,8 @@ def descents(problem: Problem, bound: int | None) -> list[Descent]:
     stored = _by_storage(problem, combinations, _seconds_within(found, bound))
     found += _from_recipes(problem, stored, bound)
     combinations += stored
-    for each in stored[:_FOLLOWED]:
-        found += _with_others_open(problem, each, bound)
+    if stored:
+        found += _with_others_open(problem, stored[0], bound)
     best = best_of(found, bound)
     if bound is not None and fits(best, bound) and len(problem.recipes) > 1:
         found.append(_from_tighter_bound(problem, best, bound))
