@@ -36,6 +36,7 @@ from autopar.cost_model.machines.software import with_eager_runs
 from autopar.errors import AutoparError
 from autopar.explanation.advice import Question
 from autopar.ir import Mesh
+from autopar.ir.recompute import Selection
 from autopar.models import Transformer
 from autopar.models.presets import Preset
 from autopar.search.request.request import Request
@@ -85,10 +86,10 @@ class Choice:
     repeats: tuple[str, ...] = ()
 
     @property
-    def recomputation(self) -> object:
+    def recomputation(self) -> str | Selection:
         """What a request says of recomputation."""
         some = self.recompute == "none" and self.repeats
-        return {"layers.*": list(self.repeats)} if some else self.recompute
+        return Selection((("layers.*", self.repeats),)) if some else self.recompute
 
     def __str__(self) -> str:
         stages = f"{self.schedule} x {self.chunks}, " * bool(self.schedule)

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from autopar.ir.recompute import Selection
+from autopar.search.request.options import PlanOptions
 from benchmarks.accuracy.experts import choice_of, repeats_of
 from benchmarks.accuracy.memory_verdicts import Verdict, verdict
 from benchmarks.accuracy.rows import Row, parse
@@ -113,7 +115,8 @@ def test_a_makers_choice_recomputes_what_its_runtime_does_not_keep() -> None:
     repeats = repeats_of(found)
     assert repeats == ("attention.query/linear<0", "mlp.gate/linear<0", "mlp/silu")
     choice = choice_of(found.row, 1, True, repeats)
-    assert choice.recomputation == {"layers.*": list(repeats)}
+    assert choice.recomputation == Selection((("layers.*", repeats),))
+    PlanOptions(recompute=choice.recomputation)  # which the search refuses where it does not know the words
     assert "recompute none [cp] but attention.query/linear<0, " in str(choice)
     assert replace(choice, recompute="full").recomputation == "full"
 
