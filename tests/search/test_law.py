@@ -91,16 +91,37 @@ def test_hybrid_sharding_is_not_faster_than_the_open_search() -> None:
     assert best.step_seconds <= named.step_seconds
 
 
-def test_a_recipe_on_one_of_two_axes_is_not_faster_than_the_open_search() -> None:
-    """`zero1` along dp beside any storage along tp took 2.6 % less than what the search found with both axes open."""
-    sizes = replace(SMALL, batch=8, seq=16, dim=32)
-    figures = {"peak_flops": ((8, 1.5e9),), "inside_node": Link(1.7e7, 1.6e-7), "across_nodes": Link(5e6, 2e-7)}
-    hardware = replace(MACHINE, memory_efficiency=1.0, **figures)
-    software = Software(hides=0.8, hides_activations=0.2, host_seconds=1e-8)
-    best, named = (
-        price(llama(sizes), {"dp": 2, "tp": 2}, r, hardware=hardware, software=software)
-        for r in ("auto", "dp:zero1,tp:auto")
-    )
+@pytest.mark.parametrize(
+    ("graph", "mesh", "flops", "inside", "across", "hides", "recipe"),
+    [
+        (
+            llama(replace(SMALL, batch=8, seq=16, dim=32)),
+            {"dp": 2, "tp": 2},
+            1.5e9,
+            Link(1.7e7, 1.6e-7),
+            Link(5e6, 2e-7),
+            0.8,
+            "dp:zero1,tp:auto",
+        ),
+        (
+            residual(2, Sizes(batch=64, width=64, hidden=64, vocab=256)),
+            {"dp": 4, "tp": 2},
+            1.5e9,
+            Link(2.3e8, 4.5e-8),
+            Link(1.2e8, 1.3e-8),
+            1.0,
+            "dp:zero3,tp:auto",
+        ),
+    ],
+)
+def test_a_recipe_on_one_of_two_axes_is_not_faster_than_the_open_search(
+    graph: Graph, mesh: dict[str, int], flops: float, inside: Link, across: Link, hides: float, recipe: str
+) -> None:
+    """The open answers were 2.6 and 8.9 % slower: each step hides so much that slopes turn the storage at once."""
+    figures = {"peak_flops": ((8, flops),), "inside_node": inside, "across_nodes": across}
+    hardware = replace(MACHINE, memory_efficiency=1.0, devices_per_node=8 // mesh["dp"], **figures)
+    software = Software(hides=hides, hides_activations=0.2, host_seconds=1e-8)
+    best, named = (price(graph, mesh, r, hardware=hardware, software=software) for r in ("auto", recipe))
     assert best is not None and named is not None
     assert best.step_seconds <= TOLERANCE * named.step_seconds
 

@@ -103,9 +103,8 @@ def descents(problem: Problem, bound: int | None) -> list[Descent]:
     found += _from_recipes(problem, combinations, bound)
     stored = _by_storage(problem, combinations, _seconds_within(found, bound))
     found += _from_recipes(problem, stored, bound)
+    found += _with_others_open(problem, stored, bound)
     combinations += stored
-    if stored:
-        found += _with_others_open(problem, stored[0], bound)
     best = best_of(found, bound)
     if bound is not None and fits(best, bound) and len(problem.recipes) > 1:
         found.append(_from_tighter_bound(problem, best, bound))
@@ -249,17 +248,22 @@ def _by_storage(problem: Problem, known: Sequence[_Combination], best_seconds: f
     return sorted(_solved(problem, named), key=lambda each: each.fastest.weighed_seconds)
 
 
-def _with_others_open(problem: Problem, stored: _Combination, bound: int | None) -> Iterator[Descent]:
-    """Descents from the plan of a combination that keep how it stores parameters, and leave other axes open.
+def _with_others_open(problem: Problem, stored: Sequence[_Combination], bound: int | None) -> list[Descent]:
+    """Descents with the same ways to store parameters and the other axes open, as where a person names one axis.
 
-    One is at the slopes of the problem, and one at those of a step that hides nothing: either may end better.
+    They are at the slopes of the problem and at those of a step that hides nothing, of which either may end better. The
+    best without a bound are followed under the bound.
     """
-    rows = [
-        named if named in _named_alike(_FAMILIES[0]) else row
-        for named, row in zip(stored.recipes, problem.recipes, strict=True)
-    ]
-    for each in (problem, problem.exposed(MarginalCosts.full())):
-        yield _descend(each.under(rows), _axes(problem), bound, start=stored.fastest.assignment)
+    storages = _named_alike(_FAMILIES[0])
+    opened = dict.fromkeys(
+        tuple(row if row in storages else free for row, free in zip(each.recipes, problem.recipes, strict=True))
+        for each in stored
+        if any(row not in storages for row in each.recipes)
+    )
+    slopes = problem, problem.exposed(MarginalCosts.full())
+    solved = [(at.under(each.recipes), each.fastest) for at in slopes for each in _solved(at, opened)]
+    solved.sort(key=lambda each: each[1].weighed_seconds)
+    return [_descend(at, _axes(at), bound, start=fastest.assignment) for at, fastest in solved[:_FOLLOWED]]
 
 
 def _again(problem: Problem, known: Sequence[_Combination], best_seconds: float) -> list[_Combination]:
