@@ -157,7 +157,7 @@ def ask(model: str, cluster: str, mesh: str, batch: int, count: int) -> Found:
     name = f"{model} {cluster} {mesh or 'open'} b{batch}"
     choices = list(named(place.ranks, mesh, batch))
     drawn = random.Random(name).sample(choices, min(count, len(choices)))
-    answers = [(each, _answer(question, _but(asked, each))[0]) for each in drawn]
+    answers = [(each, _answer(question, asked, each)[0]) for each in drawn]
     fitting = [(a.step_seconds, _words(each)) for each, a in answers if a is not None and a.fits]
     seconds, words = min(fitting, default=(None, ""))
     return Found(
@@ -171,13 +171,11 @@ def ask(model: str, cluster: str, mesh: str, batch: int, count: int) -> Found:
     )
 
 
-def _but(asked: Request, fields: Mapping[str, Any]) -> Request:
-    return asked.but(**{**fields, "mesh": Mesh.parse(fields["mesh"])})
-
-
-def _answer(question: Question, asked: Request) -> tuple[Advice | None, str]:
+def _answer(question: Question, asked: Request, fields: Mapping[str, Any] | None = None) -> tuple[Advice | None, str]:
+    """The answer with these fields named, of which a request may refuse some together; else why there is none."""
     try:
-        return replace(question, request=asked).answer(), ""
+        request = asked.but(**{**fields, "mesh": Mesh.parse(fields["mesh"])}) if fields else asked
+        return replace(question, request=request).answer(), ""
     except AutoparError as error:
         return None, str(error).splitlines()[0][:120]
 

@@ -421,6 +421,7 @@ class _Search:
             return
         tables = self._tables(plan, micro_batches)
         staged = StagedPlan(tables, inner.share, self.request.software.step_seconds, self.found)
+        staged.check_wish(self.recompute)
         fitted = len(self.found.overfull)
         for shape in shapes_of(self.request, self.ranks, micro_batches, len(tables.parts)):
             if shape.schedule in LEAN and len(self.found.overfull) == fitted and not self.request.chosen_schedule:

@@ -16,7 +16,7 @@ from functools import cached_property, partial
 
 from autopar.errors import AutoparError, PlanError, SearchError
 from autopar.ir import Plan, pipeline_position
-from autopar.ir.recompute import Recompute, RecomputeOption, is_saved_option
+from autopar.ir.recompute import Recompute, RecomputeOption, Selection, is_saved_option
 from autopar.pipeline.schedules import actions, waits_for_sends
 from autopar.pipeline.simulation import Simulation, simulate
 from autopar.pipeline.stage_costs import StageTables
@@ -127,6 +127,15 @@ class StagedPlan:
         self._frontier = Frontier(lambda: tables.selectable)
         # Single ops can be selected for recomputation only if every layer was captured, and so has named ops.
         self._selects = not tables.repetition.groups
+
+    def check_wish(self, wish: RecomputeOption | None) -> None:
+        """Raises PlanError for a wish of single ops where one captured layer stands for several."""
+        if isinstance(wish, Selection) and not self._selects:
+            raise PlanError(
+                f"recompute={wish} names single ops, which takes a graph of all {self.tables.repeating_blocks} layers, "
+                "and few were captured. Take recompute=full or a number of layers here, or name the ops to "
+                "autopar.compile, which captures all layers."
+            )
 
     def price_shape(self, shape: Shape, wish: RecomputeOption | None) -> None:
         """Prices a shape with the recomputation that the user asks for; with None, with as little as fits.
