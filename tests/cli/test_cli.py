@@ -502,7 +502,7 @@ def test_help_has_an_example(command):
         (["explain", TARGET, "--mesh", "pp=2,dp=2", "--pin", "head.*=pp"], "the axes are dp"),
         (["explain", "gpt2", "--mesh", "pp=16", "--recompute", "none"], "use fewer ranks along pp"),
         (
-            ["explain", "gpt2", "--recompute", '{"h.*": ["mlp.act/gelu"]}'],
+            ["explain", "gpt2", "--mesh", "dp=2", "--recompute", '{"h.*": ["mlp.act/gelu"]}'],
             "Take recompute=full or a number of layers here",
         ),
         (["explain", TARGET, "--mesh", "dp=2", "--recompute", "full", "--no", "recompute"], "drop one"),
