@@ -150,9 +150,9 @@ def table(counts: Sequence[Count]) -> list[str]:
         for c in counts
     ]
     return [
-        f"{sum(c.tries for c in counts):,} files and calls with odd arguments, each kind in one process. No answer is one "
-        f"after {LIMIT_SECONDS:g} s of a processor; memory, growth by more than 1 GB in one try. Of the calls that were "
-        f"refused {sum(c.misread for c in counts):,} ended while their options were read, the others later.",
+        f"{sum(c.tries for c in counts):,} files and calls with odd arguments, each kind in one process. No answer is "
+        f"one after {LIMIT_SECONDS:g} s of a processor; memory, growth by more than 1 GB in one try. Of the calls that "
+        f"were refused {sum(c.misread for c in counts):,} ended while their options were read, the others later.",
         "",
         *markdown_table(heads, rows, text_columns=1),
     ]
