@@ -48,7 +48,7 @@ resnet18 squeezenet1_1 mobilenet_v2 mobilenet_v3_small shufflenet_v2_x0_5 mnasne
 googlenet
 """
 
-SEGMENTATION = "Unet UnetPlusPlus Linknet FPN PSPNet DeepLabV3 DeepLabV3Plus PAN MAnet UPerNet Segformer"
+SEGMENTATION = "Unet UnetPlusPlus Linknet FPN PSPNet DeepLabV3 DeepLabV3Plus MAnet UPerNet Segformer"
 
 GRAPHS = "GCN GraphSAGE GIN GAT EdgeCNN"
 
@@ -97,11 +97,9 @@ VIT_PYTORCH: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "simple_vit_with_value_residual.SimpleViT": (32, _VIT),
     "simple_vit_with_hyper_connections.SimpleViT": (32, _VIT | {"num_residual_streams": 2}),
     "simple_vit_with_patch_dropout.SimpleViT": (32, _VIT),
-    "simple_flash_attn_vit.SimpleViT": (32, _VIT | {"use_flash": False}),
-    "simple_vit_attn_residual.SimpleViT": (32, _VIT),
+    "simple_vit_attn_residual.SimpleViTAttnResidual": (32, _VIT),
     "rvt.RvT": (32, _VIT),
     "jumbo_vit.JumboViT": (32, _VIT),
-    "local_vit.LocalViT": (32, _VIT),
     "ats_vit.ViT": (32, _VIT | {"max_tokens_per_depth": (12, 8)}),
     "vit_with_decorr.ViT": (32, _VIT),
     "vit_5.ViT": (32, _VIT),
