@@ -107,7 +107,7 @@ VIT_PYTORCH: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "simple_uvit.SimpleUViT": (32, _VIT),
     "xcit.XCiT": (32, _VIT | {"cls_depth": 1}),
     "pit.PiT": (32, _VIT | {"depth": (1, 1)}),
-    "look_vit.LookViT": (32, {"dim": WIDTH, "image_size": 32, "patch_size": 8, "depth": 2, "highres_patch_size": 8}),
+    "look_vit.LookViT": (32, {"dim": WIDTH, "image_size": 32, "patch_size": 4, "depth": 2, "highres_patch_size": 8}),
     "vit_1d.ViT": (0, _LINE),
     "simple_vit_1d.SimpleViT": (0, _LINE),
     "vit_3d.ViT": (-32, _FRAMES | {"depth": 2, "mlp_dim": 64}),
@@ -116,7 +116,10 @@ VIT_PYTORCH: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "cct.CCT": (32, _COMPACT | {"num_layers": 2, "num_heads": 4, "mlp_ratio": 2.0}),
     "t2t.T2TViT": (32, {k: v for k, v in _VIT.items() if k != "patch_size"} | {"t2t_layers": ((7, 4), (3, 2))}),
     "cross_vit.CrossViT": (48, _CROSS | {"image_size": 48, "depth": 1}),
-    "crossformer.CrossFormer": (64, _FOUR | {"global_window_size": (4, 2, 2, 1), "local_window_size": 2}),
+    "crossformer.CrossFormer": (
+        64,
+        _FOUR | {"dim": (32, 32, 64, 64), "global_window_size": (4, 2, 2, 1), "local_window_size": 2},
+    ),
     "cvt.CvT": (64, _CVT),
     "levit.LeViT": (64, {"image_size": 64, "stages": 2, "dim": (32, 64), "depth": 1, "heads": (2, 4), "mlp_mult": 2}),
     "max_vit.MaxViT": (64, {"dim_conv_stem": 16, "dim": 16, "dim_head": 8, "depth": (1, 1), "window_size": 4}),
@@ -139,7 +142,7 @@ VIT_PYTORCH: Mapping[str, tuple[int, Mapping[str, Any]]] = {
             "window_size": (4, 4, None, None),
         },
     ),
-    "sep_vit.SepViT": (64, {"dim": 16, "dim_head": 8, "heads": (1, 2), "depth": (1, 1), "window_size": 4}),
+    "sep_vit.SepViT": (112, {"dim": 16, "dim_head": 8, "heads": (1, 2), "depth": (1, 1)}),
     "twins_svt.TwinsSVT": (64, _TWINS | _PATCHES),
 }
 
