@@ -37,7 +37,7 @@ ese_vovnet19b_slim_dw xcit_nano_12_p8_224
 TIMM_SIZED = """
 test_vit test_vit3 test_vit4 test_vit_relpos test_coatnet test_maxvit vit_tiny_patch16_224 deit_tiny_patch16_224
 deit_tiny_distilled_patch16_224 cait_xxs24_224 convit_tiny vit_tiny_patch16_dinov3_qkvb gmlp_ti16_224 resmlp_12_224
-pit_ti_224 tiny_vit_5m_224 vit_tiny_r_s16_p8_224 gcvit_xxtiny
+pit_ti_224 vit_tiny_r_s16_p8_224 gcvit_xxtiny
 """
 TIMM_OWN = (
     "efficientformer_l1 efficientformerv2_s0 efficientvit_m0 levit_128s visformer_tiny crossvit_tiny_240 coat_tiny"
