@@ -3,7 +3,11 @@
 `p.copy_(values)` and `p.add_(noise)` of a plain tensor are errors of torch ("got mixed torch.Tensor and DTensor"), but
 scripts that load or change the weights of a layer write them. A plain tensor is the same on all ranks, so each can cut
 its part without a message. A copy of a parameter that was made before the plan lies on another mesh than the parameter
-does now: what a moving average adds to it is gathered.
+does now: what a moving average adds to it is gathered. An operand that autograd follows is left to torch, which refuses
+it: a gradient would not come back through the cut.
+
+A row of a matrix that is split by rows, `p[0]`, is gathered and no longer a part of the matrix. torch 2.13 writes into
+it as if it were, so that the write is lost; that is refused, here.
 """
 
 from __future__ import annotations
@@ -12,20 +16,23 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar._torch.distributed.elsewhere import is_elsewhere
 from autopar._torch.distributed.owned import cut_like
+from autopar.errors import StepError
 
 _IN_PLACE = ("copy_", "add_", "sub_", "mul_", "div_", "lerp_", "addcmul_", "addcdiv_")
 _OPERATORS = ("__iadd__", "__isub__", "__imul__", "__itruediv__")
+_OF_ONE = ("zero_", "fill_", "clamp_", "clip_", "pow_", "neg_")  # those that take no second tensor
 
 
 @functools.cache
 def cut_whole_operands() -> None:
     """Makes in-place methods of DTensors cut operands to this rank's part, from now on."""
-    for name in (*_IN_PLACE, *_OPERATORS):
+    for name in (*_IN_PLACE, *_OPERATORS, *_OF_ONE):
         setattr(DTensor, name, _with_parts(getattr(DTensor, name)))
 
 
@@ -34,14 +41,29 @@ def _with_parts(method: Callable[..., Any]) -> Callable[..., Any]:
     def write(x: DTensor, *operands: Any, **options: Any) -> Any:
         if is_elsewhere(x):  # nothing is written
             return method(x, *operands, **options)
+        _refuse_lost_write(x)
         return method(x, *(_part_of(operand, x) for operand in operands), **options)
 
     return write
 
 
+def _refuse_lost_write(x: DTensor) -> None:
+    """Raises StepError for a view of a DTensor that was gathered, and so does not share its memory."""
+    base: Any = x._base if x._is_view() else None
+    if not isinstance(base, DTensor) or torch.compiler.is_compiling():
+        return
+    mine, other = x._local_tensor.untyped_storage(), base._local_tensor.untyped_storage()
+    if mine.data_ptr() != other.data_ptr():
+        raise StepError(
+            f"A slice of shape {list(x.shape)} is written in place, but the tensor of shape {list(base.shape)} lies as "
+            f"{list(base.placements)}, so that this slice is a copy and the write would be lost. Write the whole on "
+            "all ranks: whole = p.detach().full_tensor(); whole[0].add_(1); p.copy_(whole), under torch.no_grad()."
+        )
+
+
 def _part_of(operand: Any, x: DTensor) -> Any:
     """This rank's part of a plain tensor, or of a DTensor on another mesh, made as large as `x`; else as it is."""
-    if not isinstance(operand, Tensor) or operand.ndim == 0:
+    if not isinstance(operand, Tensor) or operand.ndim == 0 or (operand.requires_grad and torch.is_grad_enabled()):
         return operand
     if isinstance(operand, DTensor):
         if is_elsewhere(operand) or operand.device_mesh == x.device_mesh:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from autopar import _torch
+from autopar.errors import StepError
 
 
 def test_a_plain_operand_is_cut_for_a_write_in_place(group) -> None:
@@ -38,3 +40,31 @@ def test_a_dtensor_of_another_mesh_is_gathered(group) -> None:
     now = distribute_tensor(torch.ones(4), after, [Shard(0), Replicate()])
     shadow.lerp_(now, 0.25)
     assert shadow.placements == (Replicate(),) and shadow.full_tensor().tolist() == [0.25] * 4
+
+
+def test_an_operand_that_autograd_follows_is_not_cut(group) -> None:
+    _torch.cut_whole_operands()
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("x",))
+    factor = torch.ones(4, requires_grad=True)
+    cut = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+        cut.mul_(factor)
+    with torch.no_grad():
+        assert cut.mul_(factor * 2).full_tensor().tolist() == [2.0] * 4
+
+
+def test_a_write_into_a_slice_that_was_gathered_is_refused(group) -> None:
+    _torch.cut_whole_operands()
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("x",))
+    cut = distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)])
+    cut[:, 0].add_(1)
+    cut.t().mul_(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    for write in (lambda x: x.add_(1), lambda x: x.copy_(torch.ones(2)), lambda x: x.zero_(), lambda x: x.clamp_(1, 2)):
+        with pytest.raises(StepError, match=r"slice of shape \[2\].*write would be lost.*p\.copy_\(whole\)"):
+            row = cut[0]
+            row._local_tensor = row._local_tensor.clone()  # as torch gathers it of several ranks
+            write(row)
+    assert cut.full_tensor().tolist() == [[1, 0], [2, 0], [3, 0], [4, 0]]
+    whole = cut.detach().full_tensor()
+    whole[0].add_(1)
+    assert cut.copy_(whole).full_tensor()[0].tolist() == [2, 1]
