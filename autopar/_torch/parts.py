@@ -181,6 +181,9 @@ def _of_stages(join: Callable[..., Tensor]) -> Callable[..., Tensor]:
         mesh = own.device_mesh
         return DTensor.from_local(found, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
+    # Its name is for pickle, and the table for torch.jit.script, which looks up functions of torch by their ids.
+    checked.__module__, checked.__qualname__ = "torch", join.__name__
+    torch.jit._builtins._register_builtin(checked, f"aten::{join.__name__}")
     return checked
 
 

@@ -1,6 +1,7 @@
 """What DTensors of which a rank has a part let torch do with them."""
 
 import io
+import pickle
 
 import pytest
 import torch
@@ -98,6 +99,16 @@ def test_a_compiled_function_joins_tensors_in_one_graph():
         return torch.cat([x[None], x[None]])
 
     assert torch.compile(join, backend="eager", fullgraph=True)(torch.ones(2)).tolist() == [7, 7]
+
+
+def test_functions_that_join_tensors_are_pickled_and_scripted():
+    _torch.refuse_parts(lambda _: "stage", share)()
+    assert pickle.loads(pickle.dumps([torch.cat, torch.stack])) == [torch.cat, torch.stack]
+
+    def join(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([torch.stack([x, x]), x[None]])
+
+    assert torch.jit.script(join)(torch.ones(2)).shape == (3, 2)
 
 
 def test_a_penalty_of_parameters_is_added_to_a_plain_loss(parameter):
