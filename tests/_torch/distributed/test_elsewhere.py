@@ -69,3 +69,25 @@ def test_lists_are_taken_entry_by_entry(parameter, absent):
     assert found[0].full_tensor().tolist() == [0, 2, 4, 6] and _torch.is_elsewhere(found[1])
     torch._foreach_add_([x, y], 1.0)
     assert y.full_tensor().tolist() == [1, 2, 3, 4]
+
+
+def test_an_optimizer_counts_its_steps_and_makes_its_momentum(absent):
+    _torch.update_by_shards(lambda _: False)()
+    absent.grad = absent.detach()
+    kinds = [torch.optim.SGD([absent], 0.1), torch.optim.SGD([absent], 0.1, momentum=0.9)]
+    kinds += [torch.optim.NAdam([absent]), torch.optim.AdamW([absent], fused=True)]
+    for optimizer in kinds:
+        optimizer.step()
+        optimizer.step()
+    _, momentum, nadam, fused = (optimizer.state[absent] for optimizer in kinds)
+    assert _torch.is_elsewhere(momentum["momentum_buffer"])
+    assert nadam["step"].item() == fused["step"].item() == 2
+    kinds[-1].found_inf = torch.ones(())
+    kinds[-1].step()
+    assert fused["step"].item() == 2, "a step that is skipped is not counted"
+
+
+def test_anomaly_detection_leaves_it_to_the_ranks_that_have_it(absent):
+    with torch.autograd.set_detect_anomaly(True):
+        absent.square().sum().backward()
+    assert _torch.is_elsewhere(absent.grad)
