@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autopar import rules
 from autopar._torch import pytree
 from autopar.analysis.extras import Extra, extras_of, refuse_split_extras
 from autopar.analysis.factors import Analysis
@@ -19,7 +20,7 @@ from autopar.ir import Dims, Layout, Mesh, ParameterPlan, Plan, R, Tier, local_s
 from autopar.ir.share import on
 from autopar.ops.alone import Alone, alone
 from autopar.ops.collectives import FUNCTIONAL, Collective
-from autopar.ops.nodes import draws, output_nodes
+from autopar.ops.nodes import draws, output_nodes, reached
 from autopar.passes import partition, verify_graph
 from autopar.program.checks import check_plan
 from autopar.program.recomputation import mark_blocks
@@ -152,6 +153,19 @@ class Program:
         """Whether every rank waits for others in a forward, which none of them then runs by itself."""
         calls = map(Collective.of, self.module.graph.nodes)
         return any(call is not None and call.name in FUNCTIONAL for call in calls)
+
+    @cached_property
+    def graded(self) -> frozenset[str]:
+        """The parameters to which a gradient flows from the loss, or from the outputs of a forward."""
+        (output,) = self.module.graph.find_nodes(op="output")
+        results = [x for x in output.args[0] if isinstance(x, fx.Node)][len(self.mutated) :]
+        stops = rules.NOT_DIFFERENTIABLE
+        nodes = reached(
+            results[-1:] if self.is_step else results,
+            lambda node: () if rules.operator_name(node) in stops else node.all_input_nodes,
+        )
+        inputs = self.module.graph.find_nodes(op="placeholder")
+        return frozenset(spec.name for spec, node in zip(self.parameters, inputs, strict=False) if node in nodes)
 
     @cached_property
     def is_random(self) -> bool:

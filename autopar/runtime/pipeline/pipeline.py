@@ -88,7 +88,7 @@ class BoundPipeline:
         }
         self._changed = ChangedBuffers(stages, self._pipeline, self._pipe, model)
         self._shared, self._used = shared, {spec.name for spec in program.parameters}
-        self._elsewhere = [p for n, p in model.named_parameters() if n in self._used and _torch.is_elsewhere(p)]
+        self._elsewhere = [p for n, p in model.named_parameters() if n in program.graded and _torch.is_elsewhere(p)]
         # What is written to such a gradient is not kept, so that one serves all steps.
         self._gradients_elsewhere = [p.detach() for p in self._elsewhere]
         self._optimizer, self._stage_versions = optimizer, dict[int, StageVersions]()

@@ -242,3 +242,42 @@ def test_tensors_of_two_stages_are_not_mixed_and_all_ranks_say_so(two_ranks: Ran
         assert "t takes a tensor" in most and "mul takes" in product
         assert all("x.full_tensor() gives a tensor to all ranks" in x for x in (one, most, product))
         assert "ask for other tensors" in stacked and "ask for other tensors" in read
+
+
+class Idle(nn.Module):
+    """A map that is trained, and others whose results are detached, made without autograd, or not there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.detached, self.frozen, self.unused = (nn.Linear(6, 3) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            shift = self.frozen(x)
+        return self.inner(x) + self.detached(x).detach() + shift
+
+
+def without_gradients(model: nn.Module) -> list[str]:
+    backward(model)
+    return [name for name, p in model.named_parameters() if p.grad is None]
+
+
+@captured_once()
+def without_gradients_on_a_rank() -> list[list[str]]:
+    ((x, y),) = batches(1)
+    found = []
+    for loss_fn, examples in ((None, (x,)), (F.mse_loss, (x, y))):
+        model = nn.Sequential(Idle(), nn.Tanh(), nn.Linear(3, 3)).double()
+        made: Any = autopar.compile(model, loss_fn=loss_fn, example_inputs=examples, **PP)
+        if loss_fn is None:
+            found.append(without_gradients(made))
+        else:
+            made.step(x, y)
+            found.append([name for name, p in made.named_parameters() if p.grad is None])
+    return found
+
+
+def test_parameters_have_gradients_on_all_ranks_or_on_none(two_ranks: Ranks) -> None:
+    expected = without_gradients(nn.Sequential(Idle(), nn.Tanh(), nn.Linear(3, 3)).double())
+    assert len(expected) == 6
+    assert two_ranks.run(without_gradients_on_a_rank) == [[expected] * 2] * 2
