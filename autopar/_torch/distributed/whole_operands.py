@@ -26,7 +26,8 @@ from autopar.errors import StepError
 
 _IN_PLACE = ("copy_", "add_", "sub_", "mul_", "div_", "lerp_", "addcmul_", "addcdiv_")
 _OPERATORS = ("__iadd__", "__isub__", "__imul__", "__itruediv__")
-_OF_ONE = ("zero_", "fill_", "clamp_", "clip_", "pow_", "neg_")  # those that take no second tensor
+# Those that take no second tensor.
+_OF_ONE = ("zero_", "fill_", "clamp_", "clip_", "pow_", "neg_", "normal_", "uniform_")
 
 
 @functools.cache
@@ -49,8 +50,8 @@ def _with_parts(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _refuse_lost_write(x: DTensor) -> None:
     """Raises StepError for a view of a DTensor that was gathered, and so does not share its memory."""
-    base: Any = x._base if x._is_view() else None
-    if not isinstance(base, DTensor) or torch.compiler.is_compiling():
+    base: Any = None if torch.compiler.is_compiling() else x._base
+    if not isinstance(base, DTensor):
         return
     mine, other = x._local_tensor.untyped_storage(), base._local_tensor.untyped_storage()
     if mine.data_ptr() != other.data_ptr():
