@@ -92,7 +92,23 @@ def _kind(x: Any) -> str:
     found = {kind_of(x) for kind_of, _ in tuple(_kinds())}
     if getattr(x, "holders", None) is not None and "stage" not in found:
         import sys as _s
-        raise AssertionError(("KINDS", found, len(_pauses()), x.device_mesh, [ (f.__self__.pipe is None, next((p.device_mesh for p in f.__self__.adopted if isinstance(p, DTensor)), None)) for f,_ in _kinds() if hasattr(f,"__self__")]))
+
+        raise AssertionError(
+            (
+                "KINDS",
+                found,
+                len(_pauses()),
+                x.device_mesh,
+                [
+                    (
+                        f.__self__.pipe is None,
+                        next((p.device_mesh for p in f.__self__.adopted if isinstance(p, DTensor)), None),
+                    )
+                    for f, _ in _kinds()
+                    if hasattr(f, "__self__")
+                ],
+            )
+        )
     return next((kind for kind in ("stage", "model") if kind in found), "")
 
 

@@ -129,9 +129,11 @@ def refuse_shards_of_others(given: Mapping[str, Any], rank: int) -> None:
 def as_stored(given: Mapping[str, Any], present: Mapping[str, Any]) -> Mapping[str, Any]:
     """Cuts the whole tensors of a state dict by the placements of the present DTensors with the same names.
 
-    Entries of other ranks need not be given.
+    Entries of other ranks need not be given; a dict that has one of them has to have all.
     """
-    given = {**{k: x for k, x in present.items() if _torch.is_elsewhere(x)}, **given}
+    absent = {k: x for k, x in present.items() if _torch.is_elsewhere(x)}
+    if absent.keys().isdisjoint(given):
+        given = {**absent, **given}
     full = [k for k, v in given.items() if isinstance(present.get(k), DTensor)]
     plain = {k: given[k] for k in full if not isinstance(given[k], DTensor)}
     cut = {
@@ -166,8 +168,10 @@ def take_part(model: nn.Module, users: Users, pipeline: Pipeline, world: World) 
     holders = {name: frozenset(map(pipeline.rank_of, own)) for name, own in users.items()}
     for name, parameter in list(model.named_parameters()):
         if rank not in holders[name]:
-            parameter.grad = None
+            has_gradient, parameter.grad = parameter.grad is not None, None
             others = _torch.elsewhere(parameter, world.device_mesh, holders[name], world.device)
             torch.utils.swap_tensors(parameter, others)
+            if has_gradient:
+                parameter.grad = torch.zeros_like(parameter)
         del parameter
     return frozenset(name for name, own in holders.items() if min(own) < rank)

@@ -88,8 +88,10 @@ class Boundary:
 
 def first_token(parameters: Sequence[Tensor], device: torch.device) -> Tensor:
     """The token that a rank's chain begins with, see [Note: a chain of tokens]."""
+    if not torch.is_grad_enabled():
+        return torch.zeros((), device=device)
     token: Tensor = _Begin.apply(device, *parameters)
-    return token if token.requires_grad else token.requires_grad_(torch.is_grad_enabled())
+    return token
 
 
 def entered(token: Tensor, inputs: Sequence[Tensor], pipe: Pipe) -> tuple[Tensor, list[Tensor]]:

@@ -37,3 +37,9 @@ def test_a_difference_is_named_by_its_place() -> None:
     assert not differences({"a": [1.0, "x"]}, {"a": [1.0 + 1e-12, "x"]})
     assert differences({"a": [1.0, 2]}, {"a": [1.5, 2]}) == ["a: 1.0, and plainly 1.5"]
     assert differences([1], [1, 2]) == ["[1], and plainly [1, 2]"]
+
+
+@pytest.mark.parametrize("name", ["a gradient is assigned", "a missing key is an error", "freezes all"])
+def test_what_once_failed_with_stages_is_as_it_is_plainly(two_ranks: Ranks, name: str) -> None:
+    for found in two_ranks.run(verdict_of_behaviour, name, "stages"):
+        assert found.word == "equal", found.text
