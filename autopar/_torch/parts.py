@@ -87,29 +87,10 @@ def _pauses() -> list[None]:
 def _kind(x: Any) -> str:
     if not isinstance(x, DTensor) or _pauses():
         return ""
-    # A copy: a model that is freed meanwhile takes its functions out. One that failed before its parameters were known
-    # to be in stages may lie on the same mesh.
-    found = {kind_of(x) for kind_of, _ in tuple(_kinds())}
-    if getattr(x, "holders", None) is not None and "stage" not in found:
-        import sys as _s
-
-        raise AssertionError(
-            (
-                "KINDS",
-                found,
-                len(_pauses()),
-                x.device_mesh,
-                [
-                    (
-                        f.__self__.pipe is None,
-                        next((p.device_mesh for p in f.__self__.adopted if isinstance(p, DTensor)), None),
-                    )
-                    for f, _ in _kinds()
-                    if hasattr(f, "__self__")
-                ],
-            )
-        )
-    return next((kind for kind in ("stage", "model") if kind in found), "")
+    # A copy: a model that is freed meanwhile takes its functions out. Models with and without stages may lie on equal
+    # meshes, and what all stages are asked for is right for both.
+    kinds = {kind_of(x) for kind_of, _ in tuple(_kinds())}
+    return "stage" if "stage" in kinds else "model" if "model" in kinds else ""
 
 
 def _shared(tensors: Sequence[Any]) -> list[Any]:

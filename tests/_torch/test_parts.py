@@ -90,6 +90,14 @@ def test_a_number_of_one_stage_is_that_of_all_where_it_is_added_stacked_or_read(
     assert isinstance(vector, DTensor) and vector.full_tensor().tolist() == [0, 2, 4, 6] * 2
 
 
+def test_a_model_without_stages_on_an_equal_mesh_hides_none(parameter):
+    ends = [_torch.refuse_parts(lambda _, kind=kind: kind, share) for kind in ("", "model", "stage", "model")]
+    found = float(parameter.norm())
+    for end in ends:
+        end()
+    assert found == pytest.approx(2 * 14**0.5)
+
+
 def test_a_compiled_function_joins_tensors_in_one_graph():
     _torch.refuse_parts(lambda _: "stage", share)()
 
