@@ -107,7 +107,6 @@ VIT_PYTORCH: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "simple_uvit.SimpleUViT": (32, _VIT),
     "xcit.XCiT": (32, _VIT | {"cls_depth": 1}),
     "pit.PiT": (32, _VIT | {"depth": (1, 1)}),
-    "look_vit.LookViT": (32, {"dim": WIDTH, "image_size": 32, "patch_size": 4, "depth": 2, "highres_patch_size": 8}),
     "vit_1d.ViT": (0, _LINE),
     "simple_vit_1d.SimpleViT": (0, _LINE),
     "vit_3d.ViT": (-32, _FRAMES | {"depth": 2, "mlp_dim": 64}),
