@@ -185,7 +185,7 @@ def collect(
 
 
 def compare_replicas(model: nn.Module) -> None:
-    """Raises StepError on all ranks, or mends that, where those that hold the same parameters have drifted apart."""
+    """Looks whether ranks that hold the same parameters have drifted apart; then does what `drift=` asks for."""
     if isinstance(model, CompiledModule):
         model._runs.drift.compare("before a save")
 
