@@ -13,7 +13,8 @@ import click
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.parity.odd_scripts import RANKS, SAFE, all_met, table
-from tests.support.contract import BEHAVIOURS, CONTRACT_DOORS, verdict_of_behaviour
+from tests.support.contract.behaviour import BEHAVIOURS
+from tests.support.contract.verdicts import CONTRACT_DOORS, verdict_of_behaviour
 from tests.support.odd.odd_scripts import Verdict
 
 

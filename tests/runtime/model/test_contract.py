@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.runtime.gloo_ranks import Ranks
-from tests.support.contract import BEHAVIOURS, differences, verdict_of_behaviour
+from tests.support.contract.behaviour import BEHAVIOURS
+from tests.support.contract.verdicts import differences, verdict_of_behaviour
 
 pytestmark = pytest.mark.multiprocess
 
