@@ -239,7 +239,7 @@ def has(name: str) -> bool:
 
 
 def distributions() -> Iterator[str]:
-    """The libraries as they are installed."""
+    """The names of the libraries for pip."""
     yield from (library.distribution for library in LIBRARIES.values())
 
 

@@ -113,7 +113,8 @@ def _making(rows: Sequence[Row], known: int, note: str, *, of_libraries: bool) -
     page = "libraries.md --libraries" if of_libraries else "zoo.md"
     yield "Made by"
     yield f"`{command} benchmarks/results/{page}`,"
-    yield f"in an order drawn at random: {len(rows)} of {known}, with {packages}."
+    order = "" if of_libraries else "in an order drawn at random: "
+    yield f"{order}{len(rows)} of {known}, with {packages}."
     yield (
         f"The code was {versions[0] if versions else 'none'} (`zoo_rows.code_version`)."
         if len(versions) < 2

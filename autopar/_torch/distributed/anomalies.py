@@ -14,12 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from autopar._torch.distributed.random_fills import handlers
+
 
 @functools.cache
 def detect_anomalies() -> None:
     """Makes anomaly detection look at DTensors, from now on; all ranks find what one of them has."""
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    handlers[torch.ops.aten._is_any_true.default] = _is_any_true
+    handlers()[torch.ops.aten._is_any_true.default] = _is_any_true
 
 
 def _is_any_true(op: Any, args: tuple[DTensor], kwargs: Mapping[str, Any]) -> Tensor:

@@ -33,10 +33,10 @@ _LIKE = (_aten.randn_like.default, _aten.rand_like.default)
 @functools.cache
 def draw_whole_on_processors() -> None:
     """Makes random fills of DTensors on processors draw the whole tensor, from now on."""
-    _handlers().update(dict.fromkeys((*_IN_PLACE, *_LIKE), _drawn))
+    handlers().update(dict.fromkeys((*_IN_PLACE, *_LIKE), _drawn))
 
 
-def _handlers() -> dict[Any, Any]:
+def handlers() -> dict[Any, Any]:
     """The operators that torch leaves to functions: they take the operator and its arguments."""
     found: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     return found
@@ -56,8 +56,8 @@ def _drawn(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _as_torch_does(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    handler = _handlers().pop(op)
+    handler = handlers().pop(op)
     try:
         return op(*args, **kwargs)
     finally:
-        _handlers()[op] = handler
+        handlers()[op] = handler
