@@ -306,14 +306,6 @@ class Question:
             ),
         )
 
-    def _searched_again(self, plan: Plan) -> Searched:
-        """The search on the mesh of a plan, with as many micro-batches."""
-        prepared, request = self._posed
-        return search_step(
-            prepared,
-            request.but(mesh=plan.world_mesh, micro_batches=plan.micro_batches, stages=None, without=frozenset()),
-        )
-
     def whole_plan(self, plan: Plan) -> Plan:
         """The plan of an answer with the ops and parameters of all layers, not only of the captured ones.
 
@@ -387,8 +379,10 @@ class Question:
         )
 
     def _own_rows(self, graph: Graph, plan: Plan) -> Iterator[str]:
-        """Says how many rows of the batch one row of a smaller example represents."""
+        """Says which batch was taken where none was asked for, or what one row of a smaller example represents."""
         own, count = captured_batch(graph), plan.micro_batches
+        if self.request.batch is None and not self.model.own_batch:
+            yield f"a batch of {counted(own * count, 'sample')}, as none was asked for: --batch asks for another"
         if self.model.own_batch and self.request.batch is not None and count > 1:
             yield (
                 f"The example of {self.target} has {counted(own, 'row')}, which are one micro-batch, so a batch of "
@@ -422,7 +416,8 @@ class Question:
     ) -> Change:
         """The choice on a faster cluster: this plan, or one of the setting with the best estimate there.
 
-        Where the latter is faster, this plan's mesh is searched again, too: on other figures it may have a better plan.
+        Where the latter is faster, this plan's setting is searched again, too: on other figures it may have a better
+        plan.
         """
         same_seconds = composed(
             answer.graph,
@@ -438,9 +433,9 @@ class Question:
         other_seconds = there._seconds_of(first, same_seconds)
         if other_seconds == math.inf:
             return kept
-        again_seconds = _step_seconds(lambda: there._searched_again(answer.plan))
-        if again_seconds <= other_seconds:
-            return replace(kept, best_seconds=again_seconds)
+        own_seconds = min(same_seconds, _step_seconds(lambda: there._searched_in(chosen.setting, must_fit=True)))
+        if own_seconds <= other_seconds:
+            return replace(kept, best_seconds=own_seconds)
         return replace(kept, best=first.priced.setting.name, best_seconds=other_seconds)
 
     def _in_larger(self, explored: Explored, chosen: PricedCandidate, answer: Advice) -> Iterator[Change]:
