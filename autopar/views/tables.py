@@ -62,7 +62,7 @@ class Branch:
 
 
 def branches(breakdown: Breakdown, depth: int, smallest: float) -> Iterator[Branch]:
-    """The lines of a tree in reading order; small parts are summed, and never dropped."""
+    """The lines of a tree in reading order. Small parts are summed; where all are small, their sum is the line above."""
     yield from _branches(breakdown, breakdown.value, 0, depth, smallest)
 
 
@@ -77,7 +77,7 @@ def _branches(node: Breakdown, whole: float, depth: int, deepest: int, smallest:
         large, small = node.parts, ()
     for part in large:
         yield from _branches(part, whole, depth + 1, deepest, smallest)
-    if small:
+    if small and large:
         value = sum(part.value for part in small)
         text = units.format_as(node.unit, value)
         yield Branch(depth + 1, f"{len(small)} smaller ones", text, value / (whole or 1.0), "")

@@ -53,14 +53,14 @@ def test_symbols_are_shown_with_their_words(answer, page):
 
 def test_changes_are_sentences(answer):
     now = answer.step_seconds
-    other = Change("x", now * 0.9, "dp=2 zero3, 1 x 1", now * 0.8)
+    other = Change("x", now * 0.9, "dp=2 zero3, 1 micro-batch of 1", now * 0.8)
     same = dataclasses.replace(other, best=answer.setting.name)
     assert change_line(answer, other) == (
-        "With x: at least 20.0 % faster, as dp=2 zero3, 1 x 1 (this plan: 10.0 % faster)."
+        "With x: at least 20.0 % faster, as dp=2 zero3, 1 micro-batch of 1 (this plan: 10.0 % faster)."
     )
     assert change_line(answer, same) == "With x: the same choice, at least 20.0 % faster."
     unchanged = dataclasses.replace(other, same_seconds=now)
-    assert change_line(answer, unchanged) == "With x: at least 20.0 % faster, as dp=2 zero3, 1 x 1."
+    assert change_line(answer, unchanged) == "With x: at least 20.0 % faster, as dp=2 zero3, 1 micro-batch of 1."
 
 
 @pytest.mark.parametrize("width", [80, 140])

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from autopar.cost_model.breakdown import Candidate
 from autopar.ir import Mesh, with_pipeline
 from autopar.ir.recompute import Recompute, format_recompute
+from autopar.units import counted
 
 DATA = ("ddp", "zero1", "zero2", "zero3")
 TENSOR = ("tp", "tp+sp")
@@ -50,7 +51,7 @@ class ClusterSetting:
 
     @property
     def name(self) -> str:
-        """Text such as `dp=2 zero1 x tp=4 tp, 8 x 1`: axes with their recipes, then micro-batches x samples."""
+        """Text such as `dp=2 zero1 x tp=4 tp, 8 micro-batches of 1`: axes with their recipes, then samples of a rank."""
         axes = [f"dp={self.outer} {self.data}"] if self.dp > 1 else []
         axes += [f"{INNER_DATA}={self.cut} {INSIDE}"] if self.cut > 1 else []
         axes += [f"cp={self.cp}"] if self.cp > 1 else []
@@ -59,7 +60,8 @@ class ClusterSetting:
         axes += [f"pp={self.stages} {self.schedule}"] if self.stages > 1 else []
         again = "" if self.recompute == "none" else ", recompute"
         again += f" {format_recompute(self.recompute)}" if isinstance(self.recompute, int) else ""
-        return f"{' x '.join(axes) or 'one rank'}, {self.micro_batches} x {self.micro_batch}{again}"
+        batches = counted(self.micro_batches, "micro-batch")
+        return f"{' x '.join(axes) or 'one rank'}, {batches} of {self.micro_batch}{again}"
 
     @property
     def schedule(self) -> str:
