@@ -62,7 +62,7 @@ class Branch:
 
 
 def branches(breakdown: Breakdown, depth: int, smallest: float) -> Iterator[Branch]:
-    """The lines of a tree in reading order. Small parts are summed; where all are small, their sum is the line above."""
+    """The lines of a tree in reading order. Small parts are summed; if all are small, the line above is it."""
     yield from _branches(breakdown, breakdown.value, 0, depth, smallest)
 
 

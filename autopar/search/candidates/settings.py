@@ -51,7 +51,7 @@ class ClusterSetting:
 
     @property
     def name(self) -> str:
-        """Text such as `dp=2 zero1 x tp=4 tp, 8 micro-batches of 1`: axes with their recipes, then samples of a rank."""
+        """Text such as `dp=2 zero1 x tp=4 tp, 8 micro-batches of 1`: axes with recipes, then a rank's samples."""
         axes = [f"dp={self.outer} {self.data}"] if self.dp > 1 else []
         axes += [f"{INNER_DATA}={self.cut} {INSIDE}"] if self.cut > 1 else []
         axes += [f"cp={self.cp}"] if self.cp > 1 else []

@@ -25,7 +25,6 @@ from autopar.ir import (
     plain,
     split_counts,
 )
-from autopar.ir.meeting import ALONE
 from autopar.ir.note import Note
 from autopar.ir.parameter_plan import PARAMETER_WORDS
 from autopar.ir.share import Share
@@ -51,10 +50,8 @@ def explain(
 
 def axis_lines(graph: Graph, plan: Plan) -> list[str]:
     """For every axis a line on the dims that it splits and how parameters are stored; a line on exchanges of rows."""
-    if plan.mesh.axes == (ALONE,):
-        return []
-    lines = [_axis_line(graph, plan, axis) for axis in range(len(plan.mesh.axes))]
-    return lines + _exchange_lines(graph, plan)
+    lines = [_axis_line(graph, plan, axis) for axis, (_, size) in enumerate(plan.mesh.axes) if size > 1]
+    return lines + (_exchange_lines(graph, plan) if lines else [])
 
 
 def _exchange_lines(graph: Graph, plan: Plan) -> list[str]:
@@ -89,13 +86,18 @@ def _axis_line(graph: Graph, plan: Plan, axis: int) -> str:
         for op in graph.ops
         if (choice := op.choice(plan.ops[op.name][axis])).splits
     )
-    factors = ", ".join(f"{factor} ({counted(count, 'op')})" for factor, count in split.most_common(6))
+    common = split.most_common()
+    named = [f"{factor} ({counted(count, 'op')})" for factor, count in common[:_NAMED]]
+    if rest := common[_NAMED:]:
+        named.append(f"{counted(len(rest), 'other dim')} ({counted(sum(count for _, count in rest), 'op')})")
+    factors = ", ".join(named)
     uses = _parameter_uses(graph, plan, axis)
     stages = Counter(_stage(how, uses[name], axis) for name, how in plan.parameters.items())
     stored = ", ".join(f"{count} {kind}" for kind, count in sorted(stages.items()))
     return f"{axis_name}={size} splits {factors or 'nothing'}; parameters: {stored or 'none'}"
 
 
+_NAMED = 4  # dims that the line of an axis names
 _LARGE = 0.05  # smallest part of the bytes of all parameters that is worth a note
 
 
