@@ -17,6 +17,7 @@ from autopar.ir.batches import captured_batch
 from autopar.ir.recompute import Selection
 from autopar.search.candidates.request_filters import is_intent
 from autopar.search.request.options import HEADROOM, PlanOptions
+from autopar.search.request.recipes import resolve, split_recipe
 from autopar.search.request.request import Request
 from autopar.units import counted, format_bytes
 
@@ -197,7 +198,7 @@ def _comments(e: Explanation) -> Iterator[str]:
         yield f"compile has no argument for {rest.text}"
     far = [name for name, how in e.plan.parameters.items() if how.tier != "device"]
     also = ""
-    if far and e.plan.recipe == "auto":
+    if far and all(row.tier == "device" for row in resolve(split_recipe(e.plan.recipe)[1], e.plan.mesh)):
         count = sum(e.graph.layer_count.get(name, 1) for name in far)
         also = f", and so decides which parameters the host stores (here {count:,})"
     if rest.pins or also:

@@ -124,9 +124,11 @@ def test_what_the_call_does_not_say_stands_above_it(many: Explanation) -> None:
     assert settings(replace(many, request=asked))["without"] == "zero3"
     assert "--save plan.json saves them" in again
     host = {name: replace(how, tier="host") for name, how in many.plan.parameters.items()}
-    stored = replace(many.plan, recipe="auto", parameters=host)
     count = sum(many.graph.layer_count.get(name, 1) for name in host)
-    assert f"which parameters the host stores (here {count})" in launch(replace(many, plan=stored))[0]
+    for recipe, decides in (("auto", True), ("dp:zero1", True), ("dp:zero-offload", False)):
+        stored = replace(many.plan, recipe=recipe, parameters=host)
+        first = launch(replace(many, plan=stored))[0]
+        assert (f"which parameters the host stores (here {count})" in first) == decides, recipe
 
 
 def test_a_plan_with_files_is_launched_with_a_folder(explained: Explanation) -> None:
