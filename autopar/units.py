@@ -45,11 +45,13 @@ def parse_bytes(text: str) -> int:
 
 # Characters that a terminal obeys, but for the line break; also those that turn the direction of reading.
 _OBEYED = {*range(32), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)} - {10}
-_SHOWN = {code: ascii(chr(code))[1:-1] for code in _OBEYED}
+# Halves of characters, as Python has them for bytes of a file's name that are no UTF-8; no stream takes them.
+_HALVES = range(0xD800, 0xE000)
+_SHOWN = {code: ascii(chr(code))[1:-1] for code in (*_OBEYED, *_HALVES)}
 
 
 def printable(text: str) -> str:
-    r"""A text in which characters that a terminal would obey are shown as Python writes them.
+    r"""A text in which characters that a terminal would obey, or not take, are shown as Python writes them.
 
     >>> printable("a name\x1b[31m")
     'a name\\x1b[31m'

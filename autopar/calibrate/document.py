@@ -265,6 +265,6 @@ def to_toml(found: Measurements, name: str) -> str:
 
 def check_hardware_output(path: Path) -> None:
     """Raises AutoparError where the file could not be written, before anything is measured."""
-    if path.suffix != ".toml":
+    if path.suffix != ".toml" or not path.stem.isprintable():
         raise AutoparError(f"A hardware file is called NAME.toml, not {path.name!r}.")
     check_output(path)

@@ -34,6 +34,11 @@ returns (model, example_inputs) or (model, example_inputs, loss_fn)."""
 AUTO = "auto"  # value of --batch
 
 
+def _has_plain_digits(text: str) -> bool:
+    """Whether a number has only digits 0 to 9; Python also takes those of other scripts, and 1_0 for 10."""
+    return text.isascii() and "_" not in text
+
+
 class Count(click.IntRange):
     """A whole number of at least `least`, in the digits 0 to 9; Python's `int` would take those of other scripts."""
 
@@ -51,7 +56,7 @@ class Real(click.FloatRange):
     """A finite number in the digits 0 to 9; nan is inside of every range of click."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> float:
-        if not str(value).isascii():
+        if not _has_plain_digits(str(value)):
             self.fail(f"{value!r} is not a number; write one such as 0.5.", param, ctx)
         found: float = super().convert(value, param, ctx)
         if not isfinite(found):
@@ -95,7 +100,7 @@ class Price(click.ParamType):
             return value
         gpu, _, text = value.rpartition("=")
         try:
-            price = float(text) if text.isascii() else -1.0
+            price = float(text) if _has_plain_digits(text) else -1.0
         except ValueError:
             price = -1.0
         if not 0 <= price < float("inf"):

@@ -31,6 +31,7 @@ from autopar.runtime.ranks.launch import (
     message_of,
     threads_of_a_rank,
 )
+from autopar.units import printable
 
 
 class Life(NamedTuple):
@@ -169,7 +170,7 @@ def run_command(
     restarts = Restarts(count, max_restarts, min_ranks or count, 60 * restore_minutes)
     for now in restarts.attempts(lives):
         if lives:
-            click.echo(f"autopar run: {script} starts again on {now} of {count} ranks.", err=True)
+            _say(f"{script} starts again on {now} of {count} ranks.")
         begin_seconds = time.monotonic()
         error = _failure(now, script, arguments)
         if error is None:
@@ -189,18 +190,23 @@ def _failure(ranks: int, script: Path, arguments: tuple[str, ...]) -> str | None
         try:
             torchrun(options)
         except SignalException as signaled:  # by Ctrl-C or a scheduler; torchrun has ended the ranks
-            click.echo(f"autopar run: ended by {signaled.sigval.name}.", err=True)
+            _say(f"ended by {signaled.sigval.name}.")
             sys.exit(128 + signaled.sigval)
         except ChildFailedError as error:
             for line in _summary(error):
-                click.echo(f"autopar run: {script.name} failed on {line}", err=True)
+                _say(f"{script.name} failed on {line}")
             _, first = first_failure(error)
             if not _is_killed(first):
                 return _cause(first)
             for line in last_collectives(Path(folder)):
-                click.echo(f"autopar run: {line}", err=True)
+                _say(line)
             return ""
     return None
+
+
+def _say(line: str) -> None:
+    """Prints a line, whose names may be those of modules."""
+    click.echo(printable(f"autopar run: {line}"), err=True)
 
 
 def _summary(error: ChildFailedError) -> Iterator[str]:

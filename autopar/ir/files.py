@@ -12,11 +12,12 @@ import os
 import re
 import secrets
 import stat
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from autopar.errors import AutoparError, did_you_mean
 
@@ -26,6 +27,7 @@ MOST_LEVELS = 100
 OTHERS_WRITE = 0o022  # permissions by which the group and everyone else write a file
 # A whole number within a regular expression: in digits of ASCII, of which `int` raises for thousands.
 COUNT = "[0-9]{1,18}"
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # what may be half of a character in JSON
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
 _OTHER = bytes(sorted({*range(256)} - set(b"[]{}")))
 # An opening bracket adds 2 and every bracket takes 1 away, so that the sum is the level.
@@ -33,17 +35,32 @@ _STEPS = bytes.maketrans(b"[{]}", bytes([2, 2, 0, 0]))
 
 
 def read_text(path: str | os.PathLike[str], *, most_bytes: int = MOST_BYTES, only_own: bool = False) -> str:
-    """The text of a file. Raises OSError, and ValueError for a longer file or one that is no UTF-8.
+    """The text of a regular file. Raises OSError, and ValueError for a longer file or one that is no UTF-8.
 
     With `only_own` a file that another user could have written raises ValueError, too.
     """
-    with Path(path).open("rb") as file:
+    with open_regular(path) as file:
         if only_own:
             _refuse_of_others(os.fstat(file.fileno()))
         found = file.read(most_bytes + 1)
     if len(found) > most_bytes:
         raise ValueError(f"it has more than {most_bytes} bytes, which is the most that is read")
     return found.decode()
+
+
+@contextlib.contextmanager
+def open_regular(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+    """Opens a regular file for reading. Raises OSError, also for a pipe or a device, which could be waited for."""
+    # Without O_NONBLOCK the opening itself waits for somebody who writes into a pipe.
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        _refuse_irregular(os.fstat(file.fileno()).st_mode)
+        yield file
+
+
+def _refuse_irregular(mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        what = next((word for is_one, word in _KINDS if is_one(mode)), "no regular file")
+        raise OSError(errno.EINVAL, f"it is {what}")
 
 
 def _refuse_of_others(found: os.stat_result) -> None:
@@ -66,17 +83,29 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     """The values of a JSON file that another program has written. Raises OSError, and ValueError as `check_nesting`."""
     text = read_text(path)
     check_nesting(text)
-    return json.loads(text)
+    return _of_whole_characters(json.loads(text), text)
 
 
 def parse_json(text: str) -> Any:
     """The values of a JSON text of our own.
 
-    Raises ValueError for a text that is no JSON, is nested too deeply, has a number that is not finite, or gives a
-    name twice in one object; JSON does not say which of two equal names counts (RFC 8259, section 4).
+    Raises ValueError for a text that is no JSON, is nested too deeply, has a number that is not finite as a float, has
+    half of a character, or gives a name twice in one object; JSON does not say which of two equal names counts
+    (RFC 8259, section 4).
     """
     check_nesting(text)
-    return json.loads(text, object_pairs_hook=_each_once, parse_constant=_not_finite, parse_float=_finite)
+    numbers: dict[str, Any] = {"parse_constant": _not_finite, "parse_float": _finite, "parse_int": _whole}
+    return _of_whole_characters(json.loads(text, object_pairs_hook=_each_once, **numbers), text)
+
+
+def _of_whole_characters(values: Any, text: str) -> Any:
+    r"""The values of a JSON text. Raises ValueError where a `\uD800` stands alone, which no file or screen takes."""
+    if _HALF.search(text):
+        try:
+            json.dumps(values, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"it has {error.object[error.start]!a}, which is half of a character") from None
+    return values
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -92,8 +121,23 @@ def _finite(text: str) -> float:
     return number if math.isfinite(number) else _not_finite(text)
 
 
+def _whole(text: str) -> int:
+    number = int(text)
+    return number if is_number(number) else _not_finite(f"{text[:20]}... of {len(text)} digits")
+
+
 def _not_finite(text: str) -> NoReturn:
     raise ValueError(f"{text} is not a finite number")
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a finite number: no truth value, and no whole number beyond every float.
+
+    >>> is_number(2.5), is_number(10**400), is_number(float("nan")), is_number(True)
+    (True, False, False, False)
+    """
+    # math.isfinite raises OverflowError for a large whole number.
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def is_count(text: str) -> bool:
@@ -129,7 +173,7 @@ def check_output(*paths: Path | None) -> None:
     for path in paths:
         if path is not None:
             with _naming(path):
-                target, _ = _target(path)
+                target, _ = _target(path, follows=True)
                 with tempfile.TemporaryFile(dir=target.parent):
                     pass
 
@@ -142,25 +186,27 @@ def save_text(text: str, path: str | os.PathLike[str]) -> None:
 
 @contextlib.contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Context in which an OSError becomes an AutoparError that says which file cannot be written, and why."""
+    """Context in which an error becomes an AutoparError that says which file cannot be written, and why."""
     try:
         yield
-    except OSError as error:
-        raise AutoparError(f"Cannot write {path}: {error.strerror or error}.") from error
+    except (OSError, ValueError) as error:  # of a text or name that has half of a character, or a null byte
+        raise AutoparError(f"Cannot write {path}: {getattr(error, 'strerror', None) or error}.") from error
 
 
-def write_whole(text: str, path: Path, *, without: int = 0) -> None:
+def write_whole(text: str, path: Path, *, without: int = 0, follows: bool = True) -> None:
     """Replaces the file in one step: a reader sees the old one or the new one.
 
-    A file that is there keeps its permissions; a new one has those that the umask allows. Where the path is a symbolic
-    link, the file to which it leads is written. Raises OSError, also for what is not a regular file.
+    A file that is there keeps its permissions; a new one has those that the umask allows. Raises OSError, also for what
+    is not a regular file; UnicodeEncodeError for a text with half of a character.
 
     Args:
         text: contents of the file.
         path: path of the file.
         without: permissions that the file does not get whatever the umask, such as `OTHERS_WRITE`.
+        follows: whether, where the path is a symbolic link, the file to which it leads is written; else the link is
+            replaced, as in a folder where others may have made it.
     """
-    target, mode = _target(path)
+    target, mode = _target(path, follows=follows)
     # Not by `tempfile`, whose files are for their owner alone whatever the umask.
     beside = target.with_name(f".{target.stem}-{secrets.token_hex(8)}")
     with open(beside, "x", encoding="utf-8") as file:
@@ -176,19 +222,21 @@ def write_whole(text: str, path: Path, *, without: int = 0) -> None:
             raise
 
 
-def _target(path: Path) -> tuple[Path, int | None]:
-    """The file to which a path leads, and its permissions; None for one that is not there yet."""
-    target = Path(os.path.realpath(path))
+def _target(path: Path, *, follows: bool) -> tuple[Path, int | None]:
+    """The file to be replaced for a path, and its permissions; None for one that is not there yet."""
+    target = Path(os.path.realpath(path)) if follows else path
     for folder in (path.parent, target.parent):
         if not folder.is_dir():
             raise FileNotFoundError(errno.ENOENT, f"there is no folder {folder}")
     try:
-        mode = target.stat().st_mode
+        # Of the path as it is given: so the system refuses links that others made in a folder for everyone (such as
+        # /tmp), which os.replace would not.
+        mode = path.stat(follow_symlinks=follows).st_mode
     except FileNotFoundError:
         return target, None
-    if not stat.S_ISREG(mode):
-        what = next((word for is_one, word in _KINDS if is_one(mode)), "no regular file")
-        raise OSError(errno.EINVAL, f"it is {what}")
+    if stat.S_ISLNK(mode):
+        return target, None
+    _refuse_irregular(mode)
     return target, stat.S_IMODE(mode) & 0o777
 
 

@@ -14,7 +14,7 @@ import stat
 from pathlib import Path
 
 from autopar.errors import AutoparError
-from autopar.ir.files import OTHERS_WRITE, read_text, write_whole
+from autopar.ir.files import OTHERS_WRITE, open_regular, read_text, write_whole
 
 KEY_VARIABLE = "AUTOPAR_CACHE_KEY"
 _LEAST_BYTES, _MOST_BYTES = 32, 4096  # of a key; HMAC-SHA256 has no more strength than 32 bytes give
@@ -30,7 +30,7 @@ def cache_key() -> bytes | None:
     if not path:
         return None
     try:
-        with Path(path).open("rb") as file:
+        with open_regular(path) as file:
             mode, key = os.fstat(file.fileno()).st_mode, file.read(_MOST_BYTES + 1)
     except OSError as error:
         raise AutoparError(f"{KEY_VARIABLE} names {path}, which cannot be read: {error.strerror}.") from error
@@ -61,7 +61,9 @@ def write_cached(text: str, path: Path) -> None:
     """Writes a file of a cache folder, which is made if it is not there. Raises OSError where that is not possible."""
     key = cache_key()
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(text if key is None else f"{text}\n{_seal(key, path, text)}", path, without=OTHERS_WRITE)
+    whole = text if key is None else f"{text}\n{_seal(key, path, text)}"
+    # Others may make links in a shared folder; to follow one would overwrite any file of this user.
+    write_whole(whole, path, without=OTHERS_WRITE, follows=False)
 
 
 def _seal(key: bytes, path: Path, text: str) -> str:

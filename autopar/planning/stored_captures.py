@@ -32,7 +32,7 @@ from autopar.capture.stored.captured_text import read_captured, write_captured
 from autopar.capture.stored.graph_text import sizes_of
 from autopar.capture.stored.python_state import NoText, PythonState
 from autopar.ir import MixedPrecision
-from autopar.ir.files import MOST_BYTES, check_nesting, parse_json
+from autopar.ir.files import MOST_BYTES, parse_json
 from autopar.passes import clean_up
 from autopar.planning.cache_files import read_cached, write_cached
 from autopar.planning.stored_plans import code_version, text_of
@@ -157,9 +157,9 @@ class StoredCaptures:
             refuse_unportable(captured, state)
             if question.state().digest != state.digest:
                 raise NoText("the capture has changed objects of Python")
-            body = _text(write_captured(captured, state))
+            body, document = _text(write_captured(captured, state))
             arguments = question.args, question.kwargs
-            again = read_captured(parse_json(body), state, arguments, question.precision)
+            again = read_captured(document, state, arguments, question.precision)
             if not is_same_capture(captured, again):
                 raise NoText("its text does not say all of it")
             write_cached(f"{json.dumps(_head(key, body))}\n{body}", path)
@@ -219,16 +219,16 @@ def _likeness(x: Tensor) -> list[str]:
     return list(map(str, said))
 
 
-def _text(document: Any) -> str:
-    """The JSON of a capture. Raises NoText for one that `parse_json` would refuse."""
+def _text(document: Any) -> tuple[str, Any]:
+    """The JSON of a capture, and what is read from it. Raises NoText for one that `parse_json` would refuse."""
     try:
         text = json.dumps(document, separators=(",", ":"), allow_nan=False)
-        check_nesting(text)
+        again = parse_json(text)
     except ValueError as error:
         raise NoText(f"the capture has no text that can be read back ({error})") from None
     if len(text) > MOST_BYTES // 2:  # a character may take more than one byte, and the head comes before
         raise NoText(f"its text has {len(text)} characters")
-    return text
+    return text, again
 
 
 def _head(key: str, body: str) -> dict[str, str]:

@@ -32,7 +32,6 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
-from math import isfinite
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -51,9 +50,10 @@ from autopar.cost_model.machines.hardware_fields import (
     Rows,
 )
 from autopar.errors import AutoparError
-from autopar.ir.files import read_text
+from autopar.ir.files import is_number, read_text
 
 _MOST_BYTES = 8 * 2**20  # of a file; one that `autopar calibrate` writes has less than 100 KB
+_LEAST, _MOST = 1e-30, 1e30  # of a figure, so that products and quotients of several are still numbers
 
 
 @dataclass(frozen=True)
@@ -173,11 +173,13 @@ class _File:
                 self._fail(f"{path[-1]} lacks its {part}.", path)
 
     def _number(self, value: object, rule: FigureRule, path: tuple[str, ...]) -> float:
-        fits = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+        fits = is_number(value)
         if fits and rule.whole and isinstance(value, float):
             fits = value.is_integer()
         if not fits or not rule.holds(value):  # type: ignore[arg-type]
             self._fail(f"{path[-1]} is {value!r}; it must be {rule.words}.", (*path, "value"))
+        if value and not _LEAST <= value <= _MOST:  # type: ignore[operator]
+            self._fail(f"{path[-1]} is {value!r}; figures are from {_LEAST} to {_MOST}.", (*path, "value"))
         return int(value) if rule.whole else float(value)  # type: ignore[call-overload,arg-type]
 
     def _source(self, entry: Mapping[str, object], path: tuple[str, ...]) -> Source:
@@ -216,8 +218,7 @@ class _File:
         for key, value in row.items():
             if key not in columns:
                 self._fail(f"unknown key {key!r} in [[{name}]]{_suggest(key, columns)}", (name, key))
-            fits = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-            if not fits and not isinstance(value, str):
+            if not is_number(value) and not isinstance(value, str):
                 self._fail(f"{key} is {value!r}; it must be a number or a text.", (name, key))
 
     def _text(self, key: str) -> str:

@@ -42,7 +42,7 @@ def format_hardware(
     curves: Mapping[str, Sequence[Mapping[str, str | float]]] = MappingProxyType({}),
 ) -> str:
     """The text of the file that `save_hardware` writes."""
-    lines = [f"name = {json.dumps(hardware.name, ensure_ascii=False)}"]
+    lines = [f"name = {_text(hardware.name)}"]
     if nodes != 1:
         lines.append(f'nodes = {{value = {nodes}, kind = "measured", source = "as run"}}')
     lines += _entries(hardware, "", {k: getattr(hardware, k) for k in (*REQUIRED, *OPTIONAL)})
@@ -55,7 +55,7 @@ def format_hardware(
     for name, rows in curves.items():
         assert name in CURVES, f"a curve is one of {CURVES}, not {name!r}"
         for row in rows:
-            lines += ["", f"[[{name}]]", *(f"{k} = {json.dumps(v)}" for k, v in row.items())]
+            lines += ["", f"[[{name}]]", *(f"{k} = {_text(v)}" for k, v in row.items())]
     return "\n".join(lines) + "\n"
 
 
@@ -75,5 +75,9 @@ def _entries(hardware: Hardware, table: str, values: Mapping[str, float]) -> Ite
         if figure not in stated and value == default.get(key):
             continue
         source = hardware.source(figure)
-        said = json.dumps(source.text, ensure_ascii=False)
-        yield f'{key} = {{value = {value!r}, kind = "{source.kind}", source = {said}}}'
+        yield f'{key} = {{value = {value!r}, kind = "{source.kind}", source = {_text(source.text)}}}'
+
+
+def _text(value: str | float) -> str:
+    """A value as TOML, which is JSON but for the character DEL: JSON leaves it as it is, and TOML does not take it."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

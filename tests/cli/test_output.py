@@ -37,7 +37,7 @@ def test_a_bar_is_shown_on_a_terminal_alone(
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("text", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf", "1_0", "\u0663"])
 def test_numbers_of_options_are_finite(text: str) -> None:
     with pytest.raises(click.BadParameter):
         Real(min=0).convert(text, None, None)
@@ -58,6 +58,12 @@ def test_names_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None
     said = capsys.readouterr().out
     assert r"[bold]x[/nope] :smile: \x1b" in said  # the rest is cut off, since rich measures before
     assert not {"\x1b", "\x9b", "\u202e"} & {*said}
+
+
+def test_names_that_no_stream_takes_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """As of a file whose name is no UTF-8."""
+    console().print("model\udcff.json")
+    assert r"model\udcff.json" in capsys.readouterr().out
 
 
 def test_names_in_errors_are_shown_as_they_are() -> None:

@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import AutoparError, PlanError
-from autopar.ir.files import OTHERS_WRITE, check_nesting, check_output, parse_json, read_text, save_text, write_whole
+from autopar.ir.files import (
+    OTHERS_WRITE,
+    check_nesting,
+    check_output,
+    parse_json,
+    read_json,
+    read_text,
+    save_text,
+    write_whole,
+)
 from autopar.ir.plan_reading import read_document
 from autopar.ir.recompute import parse_wish
 
@@ -40,9 +49,55 @@ def test_numbers_are_finite(number):
         parse_json(f'{{"a": {number}}}')
 
 
-def test_a_long_file_is_not_read():
+@pytest.mark.parametrize("number", [10**400, -(10**400)])
+def test_whole_numbers_beyond_every_float_are_none(number):
+    with pytest.raises(ValueError, match=r"\d+... of 40[12] digits is not a finite number"):
+        parse_json(f'{{"a": {number}}}')
+
+
+@pytest.mark.parametrize("read", [parse_json, lambda text: read_json(_written(text))])
+def test_half_of_a_character_is_refused(read, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for text in (r'"\ud800"', r'{"\udfff": 1}', r'["\udc00\ud800"]'):
+        with pytest.raises(ValueError, match=r"it has '\\ud[0-9a-f]{3}', which is half of a character"):
+            read(text)
+    for text in (r'"\ud83d\ude00"', r'"\\ud800"', '"😀"'):  # a whole one, a backslash and letters, and as it is
+        assert read(text) == json.loads(text)
+
+
+def _written(text):
+    Path("x.json").write_text(text)
+    return "x.json"
+
+
+def test_a_long_file_is_not_read(tmp_path):
+    (tmp_path / "long").write_bytes(bytes(1001))
     with pytest.raises(ValueError, match="more than 1000 bytes"):
-        read_text("/dev/zero", most_bytes=1000)
+        read_text(tmp_path / "long", most_bytes=1000)
+
+
+def test_what_could_be_waited_for_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the path of a socket is at most 107 characters long
+    os.mkfifo("pipe")
+    os.symlink("pipe", "link")
+    with socket.socket(socket.AF_UNIX) as door:
+        door.bind("door")
+        for path, says in (
+            ("pipe", "it is a pipe"),
+            ("link", "it is a pipe"),
+            ("/dev/zero", "it is a device"),
+            (".", "Is a directory"),
+            ("door", "No such device or address"),
+        ):
+            with pytest.raises(PlanError, match=f"Cannot read the plan {path}: {says}"):
+                read_document(path)
+
+
+def test_what_no_file_can_hold_is_one_sentence(tmp_path):
+    for text, path in (("\ud800", tmp_path / "x"), ("", Path(f"{tmp_path}/a\0b"))):
+        with pytest.raises(AutoparError, match="Cannot write"):
+            save_text(text, path)
+    assert not os.listdir(tmp_path)
 
 
 def test_permissions_stay_and_new_files_have_those_of_the_umask(tmp_path):
@@ -67,6 +122,24 @@ def test_a_link_stays_and_its_file_is_written(tmp_path):
     assert (tmp_path / "link.json").is_symlink()
     assert (tmp_path / "there" / "plan.json").read_text() == "new"
     assert os.listdir(tmp_path / "there") == ["plan.json"]
+
+
+def test_a_link_that_another_user_made_in_a_folder_for_everyone_is_not_followed(tmp_path):
+    """As the system has it for who opens such a file, where fs.protected_symlinks says so; of a link to nothing, too."""
+    if os.geteuid() or Path("/proc/sys/fs/protected_symlinks").read_text().strip() != "1":
+        pytest.skip("needs root, which can make a link of another user, and fs.protected_symlinks")
+    shared, own = tmp_path / "shared", tmp_path / "own"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    os.chown(shared, 65533, -1)
+    own.write_text("mine")
+    for target in (own, tmp_path / "new"):
+        (shared / "link").symlink_to(target)
+        os.chown(shared / "link", 65534, -1, follow_symlinks=False)
+        with pytest.raises(AutoparError, match="Permission denied"):
+            save_text("theirs", shared / "link")
+        (shared / "link").unlink()
+    assert own.read_text() == "mine" and not (tmp_path / "new").exists()
 
 
 def test_only_regular_files_are_replaced(tmp_path, monkeypatch):

@@ -52,6 +52,28 @@ def test_what_was_not_written_with_the_key_does_not_count(key: Path, tmp_path: P
         read_cached(path)
 
 
+def test_a_link_in_a_shared_folder_is_replaced_and_not_followed(tmp_path: Path) -> None:
+    """Who may make files in a cache folder could else have this user overwrite any of his own."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "own").write_text("mine")
+    for name, target in (("a.json", tmp_path / "own"), ("b.json", tmp_path / "new")):
+        path = tmp_path / "folder" / name
+        path.symlink_to(target)
+        write_cached(TEXT, path)
+        assert read_cached(path) == TEXT and not path.is_symlink()
+    assert (tmp_path / "own").read_text() == "mine" and not (tmp_path / "new").exists()
+
+
+def test_a_pipe_in_a_shared_folder_is_not_waited_for(key: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.json")
+    with pytest.raises(OSError, match="it is a pipe"):
+        read_cached(tmp_path / "x.json")
+    key.unlink()
+    os.mkfifo(key)
+    with pytest.raises(AutoparError, match="which cannot be read: it is a pipe"):
+        read_cached(tmp_path / "y.json")
+
+
 @pytest.mark.parametrize(
     ("content", "mode", "says"),
     [

@@ -36,7 +36,7 @@ from autopar.runtime.formats.checkpoint_folder import OtherVersionError, beside,
 from autopar.runtime.ranks.all_ranks import AllRanks, warn_together
 from autopar.runtime.ranks.random_states import random_states, set_random_states
 
-_NAME = re.compile(r"step-(\d{8,})(\.previous)?")
+_NAME = re.compile(r"step-([0-9]{8,18})(\.previous)?")
 
 
 class ResumableLoader(Protocol):

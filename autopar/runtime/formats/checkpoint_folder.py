@@ -9,6 +9,7 @@ the two renames, at `<path>.previous`, where `load_checkpoint` looks next.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import zipfile
 from collections.abc import Collection, Mapping
@@ -25,6 +26,7 @@ from autopar.runtime.formats.shard_file import check_shard
 
 VERSION = 1
 _STATE = "state.pt"
+_OWN = re.compile(r"shard-[0-9]+\.safetensors|state\.pt")  # names of the files of a checkpoint
 # The fields of `state.pt` and what they are, as `_is_of` reads it: those of every checkpoint, and those that came
 # later or that only the checkpoint of a loop has.
 _FIELDS = {
@@ -57,12 +59,16 @@ def _is_checkpoint(folder: Path) -> bool:
 
 
 def clear(folder: Path, partial: Path) -> None:
-    """Makes way for a save."""
+    """Makes way for a save. Raises AutoparError where that would delete files that are no checkpoint's."""
     if folder.exists() and not _is_checkpoint(folder) and any(folder.iterdir()):
         raise AutoparError(
             f"{folder} has files and is not a checkpoint, but would be replaced; give a folder of its own to the "
             "checkpoint."
         )
+    for each in (partial, beside(folder, "previous")):
+        others = [file for file in each.iterdir() if not _OWN.fullmatch(file.name)] if each.is_dir() else []
+        if others:
+            raise AutoparError(f"{others[0]} would be deleted by a save to {folder}; give {each.name} another name.")
     _remove(partial)
 
 
@@ -157,8 +163,11 @@ def read_saved(path: Path) -> Any:
     Another program may have written the file. The checksum that `torch.save` writes shows a changed byte of a tensor.
     """
     try:
+        is_zip = zipfile.is_zipfile(path)  # as every torch since 1.6 writes them
+        if is_zip:
+            _refuse_packed(path)
         found = torch.load(path, map_location="cpu", weights_only=True)
-        if zipfile.is_zipfile(path):  # as every torch since 1.6 writes them
+        if is_zip:
             _refuse_other_bytes(path)
     except Exception as error:  # whatever torch.load raises for damaged files
         raise AutoparError(
@@ -166,6 +175,18 @@ def read_saved(path: Path) -> Any:
             "(torch.serialization.set_crc32_options(False)) has to be saved again with them."
         ) from error
     return found
+
+
+def _refuse_packed(path: Path) -> None:
+    """Raises ValueError for a file of `torch.save` whose records take more bytes than the file has.
+
+    torch.save packs nothing. Packed records, or several over the same bytes, could fill any memory.
+    """
+    with zipfile.ZipFile(path) as records:
+        found = records.infolist()
+    is_packed = any(record.compress_type != zipfile.ZIP_STORED for record in found)
+    if is_packed or sum(record.file_size for record in found) > path.stat().st_size:
+        raise ValueError(f"{path.name} has packed records, which torch.save does not write")
 
 
 def _refuse_other_bytes(path: Path) -> None:
@@ -177,6 +198,7 @@ def _refuse_other_bytes(path: Path) -> None:
 
 def _state(path: Path) -> dict[str, Any]:
     """The contents of `state.pt`. Raises AutoparError for another version; other errors for what is damaged."""
+    _refuse_packed(path)
     notes = torch.load(path, map_location="cpu", weights_only=True)
     if notes["version"] != VERSION:
         raise OtherVersionError(

@@ -241,8 +241,9 @@ def test_a_figure_without_source_is_saved_as_a_guess() -> None:
     assert again.source("host_seconds") == Source("guess", "not stated")
 
 
-def test_quotes_and_umlauts_survive(tmp_path: Path) -> None:
-    source = ("launch_seconds", Source("measured", 'the "fast" way\\ in Zürich'))
+@pytest.mark.parametrize("text", ['the "fast" way\\ in Zürich', "\x00\x1b\x7f\x85\n\U0001f600"])
+def test_quotes_umlauts_and_odd_characters_survive(text: str, tmp_path: Path) -> None:
+    source = ("launch_seconds", Source("measured", text))
     hardware = parse_hardware(MINE, "mine.toml").hardware
     named = dataclasses.replace(hardware, sources=(source,))
     save_hardware(named, tmp_path / "q.toml")
@@ -258,6 +259,11 @@ def test_quotes_and_umlauts_survive(tmp_path: Path) -> None:
         ("value = 4,", "value = 2.5,", "line 2: devices_per_node is 2.5; it must be"),
         ("value = 4,", "value = true,", "line 2: devices_per_node is True; it must be"),
         ("value = 2e12", 'value = "2e12"', "line 4: memory_bytes_per_second is '2e12'; it must be a pos"),
+        ("value = 4,", f"value = 1{'0' * 400},", "line 2: devices_per_node is 10{400}; it must be a positive whole"),
+        ("value = 2e12", f"value = 1{'0' * 400}", "line 4: memory_bytes_per_second is 10{400}; it must be a positive"),
+        ("[peak_flops]", f"[[matmul]]\nrows = 1{'0' * 400}\n[peak_flops]", "line 8: rows is 10{400}; it must be a num"),
+        ("value = 2e12", "value = 1e300", r"line 4: memory_bytes_per_second is 1e\+300; figures are from 1e-30 to 1e\+30"),
+        ("value = 25e9", "value = 1e-300", "line 15: bandwidth_bytes_per_second is 1e-300; figures are from 1e-30"),
         ("value = 2e12", "value = nan", "line 4: memory_bytes_per_second is nan; it must be a positive"),
         ("value = 2e12", "value = inf", "line 4: memory_bytes_per_second is inf; it must be a positive"),
         ("value = 2e-6", "value = -1", "line 12: latency_seconds is -1; it must be a number, 0 or more"),

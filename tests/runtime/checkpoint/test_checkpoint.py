@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -222,6 +223,16 @@ def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.parametrize("name", ["c.partial", "c.previous"])
+def test_folders_of_others_beside_it_are_not_deleted(saved: Path, name: str) -> None:
+    notes = saved.with_name(name) / "notes.txt"
+    notes.parent.mkdir()
+    notes.write_text("mine")
+    with pytest.raises(autopar.AutoparError, match=rf"{name}/notes.txt would be deleted .*; give {name} another name"):
+        save_checkpoint(saved, make(), step=4)
+    assert notes.read_text() == "mine" and loads(saved) == 3
+
+
 def test_between_the_two_renames(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A save that ends there leaves the checkpoint before it, and the next save goes through."""
     rename = Path.rename
@@ -330,6 +341,26 @@ def test_a_changed_byte_in_a_file_of_torch_save_is_named(tmp_path: Path) -> None
     assert not torch.load(file, weights_only=True)["x"].equal(state["x"])
     with pytest.raises(autopar.AutoparError, match=r"optimizer\.pt cannot be read\. .*Copy it"):
         read_saved(file)
+
+
+def packed(file: Path) -> None:
+    """Writes a file of torch.save again with records that are packed, which torch reads, too."""
+    with zipfile.ZipFile(file) as records:
+        found = {name: records.read(name) for name in records.namelist()}
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as records:
+        for name, content in found.items():
+            records.writestr(name, content)
+
+
+def test_a_small_file_that_would_fill_the_memory_is_refused(saved: Path, tmp_path: Path) -> None:
+    file = tmp_path / "optimizer.pt"
+    torch.save({"x": torch.zeros(10**6)}, file)
+    packed(file)
+    assert file.stat().st_size < 10**4
+    with pytest.raises(autopar.AutoparError, match=r"optimizer\.pt has packed records, which torch\.save does not write"):
+        read_saved(file)
+    packed(saved / "state.pt")
+    assert "state.pt has packed records" in refusal(saved, adamw)
 
 
 @pytest.mark.parametrize(

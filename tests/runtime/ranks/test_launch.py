@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 import autopar
 from autopar.cli import main
-from autopar.cli.run import Life, Restarts, _cause, _is_killed, _summary
+from autopar.cli.run import Life, Restarts, _cause, _is_killed, _say, _summary
 from autopar.errors import AutoparError, MeshError
 from autopar.runtime.failures import failures
 from autopar.runtime.ranks.launch import first_failure
@@ -118,6 +118,11 @@ for step in (1, 2, 3):
     if step == 2:  # as NCCL's watchdog ends a rank
         os.kill(os.getpid(), signal.SIGABRT)
 """
+
+
+def test_names_in_lines_about_ranks_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    _say("rank 0: \x1b[31mred failed")
+    assert capsys.readouterr().err == "autopar run: rank 0: \\x1b[31mred failed\n"
 
 
 def test_what_killed_ranks_called_last_is_said(tmp_path: Path) -> None:
