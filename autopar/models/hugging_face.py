@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar import _torch
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, first_line
 from autopar.ir.files import read_json
 
 # Keys of a configuration that count layers, in all of transformers' spellings.
@@ -111,8 +111,8 @@ class Pretrained:
             raise
         except Exception as error:  # whatever sizes make of building it, such as a negative one
             raise AutoparError(
-                f"transformers cannot build the model of {self.path}. {type(error).__name__}: {error}. Correct its "
-                "sizes."
+                f"transformers cannot build the model of {self.path}. {type(error).__name__}: {first_line(error)}. "
+                "Correct its sizes."
             ) from error
         return model.train()
 

@@ -179,7 +179,7 @@ class _File:
         if not fits or not rule.holds(value):  # type: ignore[arg-type]
             self._fail(f"{path[-1]} is {value!r}; it must be {rule.words}.", (*path, "value"))
         if value and not _LEAST <= value <= _MOST:  # type: ignore[operator]
-            self._fail(f"{path[-1]} is {value!r}; figures are from {_LEAST} to {_MOST}.", (*path, "value"))
+            self._fail(f"{path[-1]} is {value:.3g}; figures are from {_LEAST} to {_MOST}.", (*path, "value"))
         return int(value) if rule.whole else float(value)  # type: ignore[call-overload,arg-type]
 
     def _source(self, entry: Mapping[str, object], path: tuple[str, ...]) -> Source:

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from autopar._torch import pytree
 from autopar.errors import AutoparError, first_line
 from autopar.runtime.formats.block_states import cuts_of, entries
-from autopar.runtime.formats.checkpoint_folder import VERSION, beside, clear, commit
+from autopar.runtime.formats.checkpoint_folder import VERSION, beside, clear, commit, refuse_wild_records
 from autopar.runtime.formats.optimizer_state import read_state, ties
 from autopar.runtime.formats.shard_file import ShardPart, write_shard
 from autopar.runtime.formats.weights_export import apart
@@ -180,7 +180,7 @@ def collect(
     for key, value in extra.items():
         _refuse_unloadable(f"extra value {key!r}", value)
     for what in ("objects", "values", "groups"):
-        _refuse_unloadable(f"the {what} of model and optimizer", notes[what])
+        _refuse_unloadable(f"{what} of model and optimizer", notes[what])
     return apart(tensors), notes
 
 
@@ -219,6 +219,7 @@ def _refuse_unloadable(what: str, value: Any) -> None:
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
+        refuse_wild_records(buffer)
         buffer.seek(0)
         torch.load(buffer, weights_only=True)
     except Exception as error:  # whatever pickling the caller's objects raises

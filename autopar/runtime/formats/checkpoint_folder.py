@@ -14,19 +14,20 @@ import shutil
 import zipfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, first_line
 from autopar.ir.files import check_keys
 from autopar.runtime.formats.shard_file import check_shard
 
 VERSION = 1
 _STATE = "state.pt"
 _OWN = re.compile(r"shard-[0-9]+\.safetensors|state\.pt")  # names of the files of a checkpoint
+_BYTEARRAY = re.compile(rb"c(builtins|__builtin__)\nbytearray\n")  # as pickle names this class
 # The fields of `state.pt` and what they are, as `_is_of` reads it: those of every checkpoint, and those that came
 # later or that only the checkpoint of a loop has.
 _FIELDS = {
@@ -139,7 +140,7 @@ def opened(folder: Path) -> tuple[dict[str, Any], dict[str, TensorStorageMetadat
     except AutoparError:
         raise
     except Exception as error:  # whatever torch.load and safetensors raise for damaged files
-        raise AutoparError(f"{folder} is damaged. {type(error).__name__}: {error}") from error
+        raise AutoparError(f"{folder} is damaged. {_reason(error)}") from error
 
 
 def check_bytes(folder: Path, notes: Mapping[str, Any], own: Collection[str]) -> None:
@@ -163,30 +164,41 @@ def read_saved(path: Path) -> Any:
     Another program may have written the file. The checksum that `torch.save` writes shows a changed byte of a tensor.
     """
     try:
-        is_zip = zipfile.is_zipfile(path)  # as every torch since 1.6 writes them
-        if is_zip:
-            _refuse_packed(path)
+        refuse_wild_records(path)
         found = torch.load(path, map_location="cpu", weights_only=True)
-        if is_zip:
-            _refuse_other_bytes(path)
+        _refuse_other_bytes(path)
     except Exception as error:  # whatever torch.load raises for damaged files
         raise AutoparError(
-            f"{path} cannot be read. {type(error).__name__}: {error} {_REMEDY} A file of torch.save without checksums "
+            f"{path} cannot be read. {_reason(error)} {_REMEDY} A file of torch.save without checksums "
             "(torch.serialization.set_crc32_options(False)) has to be saved again with them."
         ) from error
     return found
 
 
-def _refuse_packed(path: Path) -> None:
-    """Raises ValueError for a file of `torch.save` whose records take more bytes than the file has.
+def _reason(error: Exception) -> str:
+    """What torch says of a file, without its advice to load it with `weights_only=False`, which runs code in it."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    said = next((line for line in lines if line.startswith(("Trying to load", "WeightsUnpickler error"))), None)
+    return f"{type(error).__name__}: {said or first_line(error)}"
 
-    torch.save packs nothing. Packed records, or several over the same bytes, could fill any memory.
+
+def refuse_wild_records(file: Path | IO[bytes]) -> None:
+    """Raises ValueError for a file of `torch.save` whose contents may take much more memory than the file has bytes.
+
+    torch.save packs nothing; packed records, or several over the same bytes, could fill any memory. So could a
+    bytearray, which `torch.load` makes of any size that a file names.
     """
-    with zipfile.ZipFile(path) as records:
+    with zipfile.ZipFile(file) as records:
         found = records.infolist()
-    is_packed = any(record.compress_type != zipfile.ZIP_STORED for record in found)
-    if is_packed or sum(record.file_size for record in found) > path.stat().st_size:
-        raise ValueError(f"{path.name} has packed records, which torch.save does not write")
+        is_packed = any(record.compress_type != zipfile.ZIP_STORED for record in found)
+        size_bytes = records.fp.seek(0, os.SEEK_END)  # type: ignore[union-attr]
+        if is_packed or sum(record.file_size for record in found) > size_bytes:
+            raise ValueError("it has packed records, which torch.save does not write")
+        for record in found:
+            if record.filename.endswith("/data.pkl"):
+                del record.CRC  # a file may have no checksums; else they are compared later
+                if _BYTEARRAY.search(records.read(record)):
+                    raise ValueError("it has a bytearray, which could be of any size; bytes can be saved")
 
 
 def _refuse_other_bytes(path: Path) -> None:
@@ -198,7 +210,7 @@ def _refuse_other_bytes(path: Path) -> None:
 
 def _state(path: Path) -> dict[str, Any]:
     """The contents of `state.pt`. Raises AutoparError for another version; other errors for what is damaged."""
-    _refuse_packed(path)
+    refuse_wild_records(path)
     notes = torch.load(path, map_location="cpu", weights_only=True)
     if notes["version"] != VERSION:
         raise OtherVersionError(

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, first_line
 from autopar.ir.files import read_json
 from autopar.runtime.formats.optimizer_state import ties
 from autopar.runtime.formats.shard_reader import ShardReader
@@ -56,7 +56,8 @@ class WeightFiles:
         except AutoparError:
             raise
         except Exception as error:  # whatever json and safetensors raise for a damaged file
-            raise AutoparError(f"The weights at {given} cannot be read. {type(error).__name__}: {error}") from error
+            said = f"{type(error).__name__}: {first_line(error)}"
+            raise AutoparError(f"The weights at {given} cannot be read. {said}") from error
         saved = {k: v for k, v in found.items() if isinstance(v, TensorStorageMetadata)}
         _refuse_torn_tensors(given, saved)
         return WeightFiles(given, files, saved, stated)

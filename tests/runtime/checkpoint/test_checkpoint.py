@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import zipfile
 from collections.abc import Callable
@@ -357,10 +358,41 @@ def test_a_small_file_that_would_fill_the_memory_is_refused(saved: Path, tmp_pat
     torch.save({"x": torch.zeros(10**6)}, file)
     packed(file)
     assert file.stat().st_size < 10**4
-    with pytest.raises(autopar.AutoparError, match=r"optimizer\.pt has packed records, which torch\.save does not write"):
+    with pytest.raises(autopar.AutoparError, match=r"optimizer\.pt cannot be read.*: it has packed records, which torch\."):
         read_saved(file)
     packed(saved / "state.pt")
-    assert "state.pt has packed records" in refusal(saved, adamw)
+    assert "c is damaged. ValueError: it has packed records" in refusal(saved, adamw)
+    notes = {"version": 1, "extra": {"x": Large()}}
+    torch.save(notes, saved / "state.pt")
+    assert "it has a bytearray, which could be of any size" in refusal(saved, adamw)
+    with pytest.raises(autopar.AutoparError, match="it has a bytearray, which could be of any size; bytes can be saved"):
+        save_checkpoint(saved, make(), x=bytearray(3))
+    save_checkpoint(saved, make(), x=bytes(3), word="builtins bytearray's")
+    assert load_checkpoint(saved, make())["x"] == bytes(3)
+
+
+class Large:
+    """Four hundred bytes of a file, of which torch.load makes twenty billion."""
+
+    def __reduce__(self) -> Any:
+        return bytearray, (2 * 10**10,)
+
+
+class Runs:
+    """What runs code where a file is read by plain pickle."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("true",)
+
+
+def test_a_file_with_code_is_refused_without_torchs_advice_to_run_it(saved: Path, tmp_path: Path) -> None:
+    file = tmp_path / "optimizer.pt"
+    torch.save({"x": Runs()}, file)
+    with pytest.raises(autopar.AutoparError, match=r"UnpicklingError: .*posix.*Copy it again") as raised:
+        read_saved(file)
+    torch.save({"version": 1, "x": Runs()}, saved / "state.pt")
+    for said in (str(raised.value), refusal(saved, adamw)):
+        assert "posix" in said and "weights_only" not in said and "\n" not in said
 
 
 @pytest.mark.parametrize(
