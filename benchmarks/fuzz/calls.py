@@ -71,6 +71,12 @@ _WILD = (
     "{folder}",
     "/dev/full",
     "/dev/null",
+    "/proc/self/mem",
+    "{folder}/pipe.json",
+    "{folder}/pipe.toml",
+    "{folder}/slow.toml",
+    "{folder}/extreme.toml",
+    "model\udcff",
     "{folder}/no/such/file",
     "\x1b]0;x\x07",
     "[red]",
@@ -139,6 +145,11 @@ _OPTIONS = {
     "compare": {**_PLANNED, "--top": ("3",), "--html": _FILES["--html"]},
     "verify": {name: _PLANNED[name] for name in ("--recipe", "--micro-batches", "--precision", "--schedule")},
 }
+_MACHINE = """name = "mine"
+like = "h100"
+launch_seconds = {value = %s, kind = "guess", source = "none"}
+memory_bytes_per_second = {value = %s, kind = "guess", source = "none"}
+"""
 _COMMANDS = (
     *["explain"] * 6,
     *["fit"] * 3,
@@ -191,6 +202,10 @@ def calls(count: int, seed: int, folder: Path) -> Iterator[list[str]]:
     (folder / "words.json").write_text(layers % ('"\\u0663"', "{}"))
     (folder / "deep.json").write_text("[" * 100_000)
     (folder / "version.json").write_text('{"version": 1}')
+    for name, seconds, rate in (("slow", 1e308, 1e-308), ("extreme", 1e30, 1e-30)):
+        (folder / f"{name}.toml").write_text(_MACHINE % (seconds, rate))
+    for name in ("pipe.json", "pipe.toml"):
+        os.mkfifo(folder / name)
     for mesh in ("dp=2", "dp=2,tp=2"):
         run(["explain", _TINY, "--mesh", mesh, "--save", str(folder / f"{mesh}.json")])
     for number in range(count):
