@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from autopar.errors import AutoparError, first_line
 from autopar.ir.files import check_keys
-from autopar.runtime.formats.shard_file import check_shard
+from autopar.runtime.formats.shard_file import check_shard, header_digest
 
 VERSION = 1
 _STATE = "state.pt"
@@ -46,6 +46,7 @@ _LATER_FIELDS = {
     "blocks": {str: object},
     "step": int,
     "files": {str: int},
+    "headers": {str: str},
     "checksums": bool,
 }
 
@@ -81,11 +82,16 @@ def _remove(folder: Path) -> None:
 def commit(partial: Path, folder: Path, planned: Metadata, notes: dict[str, Any]) -> None:
     """Gives a complete checkpoint its name, see [Note: a save is all or nothing]."""
     _refuse_incomplete(partial, planned)
-    files = {file.name: file.stat().st_size for file in partial.glob("*.safetensors")}
+    shards = [*partial.glob("*.safetensors")]
+    # Sizes alone would be those of another save of this model, too.
+    sums = {
+        "files": {file.name: file.stat().st_size for file in shards},
+        "headers": {file.name: header_digest(file) for file in shards},
+    }
     # Whether state.pt has any: a user may have turned those of torch.save off, for its speed. The shards have theirs.
     checksums = torch.serialization.get_crc32_options()
     with (partial / _STATE).open("wb") as file:
-        torch.save({**notes, "files": files, "checksums": checksums}, file)
+        torch.save({**notes, **sums, "checksums": checksums}, file)
         file.flush()
         os.fsync(file.fileno())  # as the shards were
     previous = beside(folder, "previous")
@@ -135,7 +141,7 @@ def opened(folder: Path) -> tuple[dict[str, Any], dict[str, TensorStorageMetadat
     """The contents of `state.pt`, and the tensors on disk. Raises AutoparError for a damaged checkpoint."""
     try:
         notes = _state(folder / _STATE)
-        _refuse_other_files(folder, notes.get("files", {}))
+        _refuse_other_files(folder, notes.get("files", {}), notes.get("headers", {}))
         return notes, _saved_tensors(folder)
     except AutoparError:
         raise
@@ -236,13 +242,24 @@ def _is_of(value: Any, kind: Any) -> bool:
     return isinstance(value, kind)
 
 
-def _refuse_other_files(folder: Path, files: dict[str, int]) -> None:
-    """Raises AutoparError unless the folder has the shards that were saved, of their sizes; no others are read."""
+def _refuse_other_files(folder: Path, files: dict[str, int], headers: dict[str, str]) -> None:
+    """Raises AutoparError unless the folder has the shards of this save and no others.
+
+    Args:
+        folder: folder of the checkpoint.
+        files: name of each shard -> its bytes.
+        headers: name of each shard -> digest of its header, which has the checksums of its parts.
+    """
     there = {file.name for file in folder.glob("*.safetensors")}
+    if irregular := sorted(name for name in there if not (folder / name).is_file()):
+        raise AutoparError(f"{folder} is damaged: {irregular[0]} is no regular file.")
     for name, wanted_bytes in files.items():
         if Path(name).name != name:
             raise AutoparError(f"{folder} is damaged: it names {name!r}, which is not a file in it.")
         _refuse_other_size(folder / name, wanted_bytes)
+    for name, digest in headers.items():
+        if name in files and header_digest(folder / name) != digest:
+            raise AutoparError(f"{folder} is damaged: {name} is changed, or is a file of another save. {_REMEDY}")
     if files and (strangers := sorted(there - files.keys())):
         raise AutoparError(
             f"{folder} is damaged: it contains {strangers[0]}, which was not saved with it. Move that file elsewhere."

@@ -178,6 +178,13 @@ def check_shard(path: Path, own: Collection[str]) -> None:
             list(threads.map(check, sorted(header.keys() & set(own))))
 
 
+def header_digest(path: Path) -> str:
+    """A hash of a file's header, and so of its tensors' checksums: it tells one save from another of the same model."""
+    with path.open("rb") as file:
+        size_bytes = min(int.from_bytes(file.read(8), "little"), path.stat().st_size)
+        return hashlib.sha256(file.read(size_bytes)).hexdigest()[:16]
+
+
 def _parsed(text: str | bytes) -> Any:
     check_nesting(text if isinstance(text, str) else text.decode())
     return json.loads(text)

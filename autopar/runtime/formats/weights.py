@@ -166,7 +166,7 @@ def _files_at(given: Path) -> list[Path]:
                 "Fetch them again."
             )
         return files
-    found = sorted(given.glob("*.safetensors"))
+    found = sorted(file for file in given.glob("*.safetensors") if file.is_file())
     if len(found) == 1:
         return found
     raise AutoparError(

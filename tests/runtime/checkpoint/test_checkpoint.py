@@ -305,6 +305,31 @@ def test_damage_is_named(saved: Path, accident: Callable[[Path], None]) -> None:
         assert "shard-00001.safetensors is missing" in str(raised.value)
 
 
+def test_a_shard_of_another_save_is_refused(saved: Path, tmp_path: Path) -> None:
+    """As a copy leaves it that was cut short: its sizes and checksums are right."""
+    model = make()
+    save_checkpoint(saved, model, step=3)
+    with torch.no_grad():
+        model[0].weight.add_(1)
+    save_checkpoint(tmp_path / "other", model, step=4)
+    (file,) = saved.glob("shard-*")
+    own, other = file.read_bytes(), (tmp_path / "other" / file.name).read_bytes()
+    assert len(own) == len(other)
+    file.write_bytes(other)
+    for check_bytes in (True, False):
+        with pytest.raises(autopar.AutoparError, match="shard-00001.safetensors is changed, or is a file of another save"):
+            load_checkpoint(saved, make(), check_bytes=check_bytes)
+    file.write_bytes(own)
+    assert load_checkpoint(saved, make()) == {"step": 3}
+
+
+def test_a_pipe_among_the_shards_is_not_waited_for(saved: Path) -> None:
+    notes = torch.load(saved / "state.pt", weights_only=True)
+    torch.save({key: value for key, value in notes.items() if key not in ("files", "headers")}, saved / "state.pt")
+    os.mkfifo(saved / "shard-00002.safetensors")
+    assert "shard-00002.safetensors is no regular file" in refusal(saved, adamw)
+
+
 def flip(file: Path, bit: int) -> None:
     content = bytearray(file.read_bytes())
     content[bit // 8] ^= 1 << bit % 8
