@@ -14,6 +14,7 @@ from autopar.calibrate.measure import Measurements, Progress, check_formats, mea
 from autopar.calibrate.ranks import PEER_SECONDS, measure_in_processes
 from autopar.calibrate.team import Team
 from autopar.errors import AutoparError
+from autopar.runtime.ranks.launch import check_processes
 
 
 def calibrate(
@@ -47,6 +48,7 @@ def calibrate(
         raise AutoparError(f"A machine is measured with at least 1 rank, not {count}.")
     if ranks not in (None, count):
         raise AutoparError(f"{count} ranks are running already, so --ranks {ranks} cannot be.")
+    check_processes(1 if running else count)
     check_device(kind, int(os.environ.get("LOCAL_WORLD_SIZE", count)))
     names = tuple(formats)
     if running:

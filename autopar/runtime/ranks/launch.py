@@ -14,6 +14,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from autopar import _torch
 from autopar.errors import AutoparError, MeshError
 from autopar.runtime.failures.failures import show_failure
+from autopar.units import counted
+
+_MOST_PER_CORE = 64  # processes; each takes hundreds of megabytes
 
 
 def launch(function: Callable[..., Any], *args: Any, ranks: int) -> list[Any]:
@@ -92,6 +95,17 @@ def check_ranks(ranks: int) -> None:
         raise MeshError(
             f"{ranks} ranks were asked for, but this machine has {devices} accelerators; a rank needs one of its "
             f"own. Take ranks={devices}, or hide the accelerators (CUDA_VISIBLE_DEVICES=) to run on CPUs."
+        )
+    check_processes(ranks)
+
+
+def check_processes(count: int) -> None:
+    """Raises MeshError for more processes than the cores of this machine could ever share, before any is started."""
+    cores = len(os.sched_getaffinity(0))
+    if count > _MOST_PER_CORE * cores:
+        raise MeshError(
+            f"{count} processes were asked for, but at most {_MOST_PER_CORE} on each of the {counted(cores, 'core')} "
+            f"here can be started. Take at most {_MOST_PER_CORE * cores} ranks."
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from autopar.cli import main
 from autopar.cli.run import Life, Restarts, _cause, _is_killed, _say, _summary
 from autopar.errors import AutoparError, MeshError
 from autopar.runtime.failures import failures
-from autopar.runtime.ranks.launch import first_failure
+from autopar.runtime.ranks.launch import check_processes, first_failure
 
 pytestmark = pytest.mark.multiprocess
 
@@ -59,6 +60,21 @@ def test_the_error_of_a_rank_is_raised_here() -> None:
 def test_no_ranks_are_an_error() -> None:
     with pytest.raises(MeshError, match="ranks=0: give the number of processes"):
         autopar.launch(trained, ranks=0)
+
+
+def test_more_processes_than_a_machine_can_hold_are_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    for starts in ("autopar.cli.run.torchrun", "autopar.calibrate.run.measure_in_processes"):
+        monkeypatch.setattr(starts, lambda *_, **__: pytest.fail("processes are started"))
+    says = "1000000 processes were asked for, but at most 64 on each of the 2 cores here can be started. .* 128 ranks"
+    with pytest.raises(MeshError, match=says):
+        check_processes(1_000_000)
+    check_processes(128)
+    if not torch.accelerator.device_count():
+        (tmp_path / "train.py").write_text("")
+        for command in (["run", str(tmp_path / "train.py")], ["calibrate", "--output", str(tmp_path / "x.toml")]):
+            result = CliRunner().invoke(main, [*command, "--ranks", "1000000"])
+            assert result.exit_code == 1 and re.search(says, result.output)
 
 
 SCRIPT = """
