@@ -347,7 +347,7 @@ def test_an_import_that_fails_is_told_with_its_first_cause() -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"num_hidden_layers": 10**9}, "1000000000; it is a whole number of layers from 1 to 2000"),
+        ({"num_hidden_layers": 10**9}, "1000000000; it is a whole number of layers from 1 to 200"),
         ({"num_hidden_layers": 0}, "num_hidden_layers 0; it is a whole number"),
         ({"num_hidden_layers": -1}, "num_hidden_layers -1; it is a whole number"),
         ({"num_hidden_layers": "\u0663"}, "num_hidden_layers '\u0663'; it is a whole number"),
