@@ -241,6 +241,21 @@ def a_file_of_others(folder: Path) -> str:
     return f"not read; replaced by one of {path.stat().st_mode & 0o777:o}"
 
 
+def in_place_of_a_cached_file(folder: Path, put: Callable[[Path], None]) -> str:
+    """What is said, and is there, where somebody who may write into a cache has put something in a file's place."""
+    cache, own = folder / "cache", folder / "own"
+    own.write_text("mine")
+    _one_job(str(cache))
+    (path,) = cache.iterdir()
+    path.unlink()
+    put(path)
+    _one_job(str(cache), 1)
+    there = "the pipe is there" if path.is_fifo() else "a file of ours is there"
+    return (
+        f"a plan is searched; {there}, and the user's file {'is' if own.read_text() == 'mine' else 'is not'} as it was"
+    )
+
+
 PLACES: dict[str, Callable[[Path], str]] = {
     "a checkpoint on a full disk": on_a_full_disk,
     "a plan on a full disk": plan_on_a_full_disk,
@@ -257,6 +272,10 @@ PLACES: dict[str, Callable[[Path], str]] = {
     "a umask of 027": under_a_umask,
     "two jobs in one cache": two_jobs,
     "a cached file that others may write": a_file_of_others,
+    "a link to a file of this user in a cache": lambda folder: in_place_of_a_cached_file(
+        folder, lambda path: path.symlink_to(folder / "own")
+    ),
+    "a pipe in a cache": lambda folder: in_place_of_a_cached_file(folder, os.mkfifo),
 }
 
 

@@ -146,6 +146,8 @@ SAID = {
     "a symbolic link": "written to the file to which it leads; the link stays",
     "a symbolic link to a device": "Cannot write .*link: it is a device.",
     "a umask of 027": "a new file has 640, one of 604 keeps 604",
+    "a link to a file of this user in a cache": "searched; a file of ours is there, and the user's file is as it was",
+    "a pipe in a cache": "a plan is searched; the pipe is there, and the user's file is as it was",
     "stdout on a full disk": "Error: The output cannot be written: No space left on device. Exit code 1.",
     "two jobs in one cache": "both have the same plan; the folder has .json",
 }

@@ -125,7 +125,7 @@ def test_a_link_stays_and_its_file_is_written(tmp_path):
 
 
 def test_a_link_that_another_user_made_in_a_folder_for_everyone_is_not_followed(tmp_path):
-    """As the system has it for who opens such a file, where fs.protected_symlinks says so; of a link to nothing, too."""
+    """As the system refuses it where fs.protected_symlinks says so; a link to nothing is refused, too."""
     if os.geteuid() or Path("/proc/sys/fs/protected_symlinks").read_text().strip() != "1":
         pytest.skip("needs root, which can make a link of another user, and fs.protected_symlinks")
     shared, own = tmp_path / "shared", tmp_path / "own"

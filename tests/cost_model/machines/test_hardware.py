@@ -262,7 +262,11 @@ def test_quotes_umlauts_and_odd_characters_survive(text: str, tmp_path: Path) ->
         ("value = 4,", f"value = 1{'0' * 400},", "line 2: devices_per_node is 10{400}; it must be a positive whole"),
         ("value = 2e12", f"value = 1{'0' * 400}", "line 4: memory_bytes_per_second is 10{400}; it must be a positive"),
         ("[peak_flops]", f"[[matmul]]\nrows = 1{'0' * 400}\n[peak_flops]", "line 8: rows is 10{400}; it must be a num"),
-        ("value = 2e12", "value = 1e300", r"line 4: memory_bytes_per_second is 1e\+300; figures are from 1e-30 to 1e\+30"),
+        (
+            "value = 2e12",
+            "value = 1e300",
+            r"line 4: memory_bytes_per_second is 1e\+300; figures are from 1e-30 to 1e\+30",
+        ),
         ("value = 25e9", "value = 1e-300", "line 15: bandwidth_bytes_per_second is 1e-300; figures are from 1e-30"),
         ("value = 2e12", "value = nan", "line 4: memory_bytes_per_second is nan; it must be a positive"),
         ("value = 2e12", "value = inf", "line 4: memory_bytes_per_second is inf; it must be a positive"),

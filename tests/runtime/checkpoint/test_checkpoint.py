@@ -317,7 +317,9 @@ def test_a_shard_of_another_save_is_refused(saved: Path, tmp_path: Path) -> None
     assert len(own) == len(other)
     file.write_bytes(other)
     for check_bytes in (True, False):
-        with pytest.raises(autopar.AutoparError, match="shard-00001.safetensors is changed, or is a file of another save"):
+        with pytest.raises(
+            autopar.AutoparError, match=r"shard-00001.safetensors is changed, or is a file of another save"
+        ):
             load_checkpoint(saved, make(), check_bytes=check_bytes)
     file.write_bytes(own)
     assert load_checkpoint(saved, make()) == {"step": 3}
@@ -383,14 +385,18 @@ def test_a_small_file_that_would_fill_the_memory_is_refused(saved: Path, tmp_pat
     torch.save({"x": torch.zeros(10**6)}, file)
     packed(file)
     assert file.stat().st_size < 10**4
-    with pytest.raises(autopar.AutoparError, match=r"optimizer\.pt cannot be read.*: it has packed records, which torch\."):
+    with pytest.raises(
+        autopar.AutoparError, match=r"optimizer\.pt cannot be read.*: it has packed records, which torch\."
+    ):
         read_saved(file)
     packed(saved / "state.pt")
     assert "c is damaged. ValueError: it has packed records" in refusal(saved, adamw)
     notes = {"version": 1, "extra": {"x": Large()}}
     torch.save(notes, saved / "state.pt")
     assert "it has a bytearray, which could be of any size" in refusal(saved, adamw)
-    with pytest.raises(autopar.AutoparError, match="it has a bytearray, which could be of any size; bytes can be saved"):
+    with pytest.raises(
+        autopar.AutoparError, match="it has a bytearray, which could be of any size; bytes can be saved"
+    ):
         save_checkpoint(saved, make(), x=bytearray(3))
     save_checkpoint(saved, make(), x=bytes(3), word="builtins bytearray's")
     assert load_checkpoint(saved, make())["x"] == bytes(3)

@@ -62,7 +62,9 @@ def test_no_ranks_are_an_error() -> None:
         autopar.launch(trained, ranks=0)
 
 
-def test_more_processes_than_a_machine_can_hold_are_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_processes_than_a_machine_can_hold_are_not_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     for starts in ("autopar.cli.run.torchrun", "autopar.calibrate.run.measure_in_processes"):
         monkeypatch.setattr(starts, lambda *_, **__: pytest.fail("processes are started"))
