@@ -4,6 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from proof import labels_of, prove
+from torch import fx
+
+from autopar.rules import spec
 
 
 def rand(*shape):
@@ -44,3 +47,15 @@ def test_batch_statistics_that_nobody_keeps():
             return F.batch_norm(x * x, None, None, *((weight, bias) if affine else ()), training=True)
 
         assert prove(norm, rand(4, 6, 4), rand(6), rand(6), kind=kind) >= 4
+
+
+def test_an_input_without_a_batch_counts_as_a_batch_of_one():
+    graph, weight = fx.Graph(), torch.empty(6, 4, 3, device="meta")
+    sizes = []
+    for shape in ((4, 8), (1, 4, 8)):
+        x, w = (graph.placeholder(name) for name in ("x", "w"))
+        x.meta["val"], w.meta["val"] = torch.empty(shape, device="meta"), weight
+        node = graph.call_function(torch.ops.aten.conv1d.default, (x, w))
+        node.meta["val"] = F.conv1d(x.meta["val"], weight)
+        sizes.append(spec(node)[0].sizes)
+    assert sizes[0] == sizes[1] == {"o": 6, "i": 4, "x0": 8, "k0": 3, "y0": 6}

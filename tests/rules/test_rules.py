@@ -273,3 +273,12 @@ def test_renorm_squares_adds_and_multiplies_each_element():
     x.meta["val"] = node.meta["val"] = torch.empty(4, 6, device="meta")
     found, has_rule = spec(node)
     assert has_rule and found.flops == 3 * 4 * 6
+
+
+def test_a_fourier_transform_takes_5_n_log_n():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    node = graph.call_function(torch.ops.aten.fft_fft.default, (x,))
+    x.meta["val"] = node.meta["val"] = torch.empty(4, 8, dtype=torch.complex64, device="meta")
+    found, has_rule = spec(node)
+    assert has_rule and found.flops == 5 * (4 * 8) * 3

@@ -213,7 +213,7 @@ class PlannedForward:
 
         logits, results = run(0)
         if more and (len(tokens), count + more) not in self._checked:
-            _refuse_difference(logits, run(1)[0])
+            refuse_difference(logits, run(1)[0])
             self._checked.add((len(tokens), count + more))
         if past is not None:
             past.slots, past.length = results["past_key_values"], count
@@ -283,7 +283,7 @@ def padded_length(count: int, limit: int | None) -> int:
     return length if limit is None or count > limit else min(length, limit)
 
 
-def _refuse_difference(logits: Tensor, others: Tensor) -> None:
+def refuse_difference(logits: Tensor, others: Tensor) -> None:
     """Raises StepError if logits depend on what follows their position."""
     if not torch.allclose(logits, others, rtol=1e-3, atol=1e-3):
         worst = (logits - others).abs().max().item()

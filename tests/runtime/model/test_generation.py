@@ -22,6 +22,7 @@ from transformers import (
 
 import autopar
 from autopar.errors import PlanError, StepError
+from autopar.runtime.model.generation import refuse_difference
 from tests.runtime.gloo_ranks import Ranks, equal_on_all
 
 GREEDY = {"max_new_tokens": 6}
@@ -230,6 +231,13 @@ def test_a_model_that_sees_later_tokens_is_refused() -> None:
     model = compiled(SeesLater(llama().config)).eval()
     with pytest.raises(StepError, match="with other tokens after the prompt"):
         generated(model, **GREEDY)
+
+
+def test_logits_may_differ_by_what_rounding_makes_of_them() -> None:
+    logits = torch.tensor([1.0, 100.0])
+    refuse_difference(logits, logits * 1.0005)
+    with pytest.raises(StepError, match="logits differ by 1 with other tokens"):
+        refuse_difference(logits, torch.tensor([1.0, 101.0]))
 
 
 def local_attention(kind: type[GPTNeoForCausalLM]) -> GPTNeoForCausalLM:
