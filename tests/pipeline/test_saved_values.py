@@ -50,6 +50,7 @@ def test_inputs_have_the_names_of_their_blocks():
     # The table of embeddings is split by its rows, so that the first block gets a partial sum.
     assert [each.layout[1].kind for each in values.inputs] == ["P", "R", "R"]
     assert values.partitioned() == {"blocks.*.input": SavedLayout((R, S(0)))}
+    assert values.partitioned("host") == {"blocks.*.input": SavedLayout((R, S(0)), "host")}
     assert values.slices == ()
 
 
