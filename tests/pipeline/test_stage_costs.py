@@ -11,6 +11,7 @@ import pytest
 from autopar.cost_model.machines.software import Software
 from autopar.ir import Graph, Mesh, ParameterPlan, Pipeline, Plan, R
 from autopar.ir.recompute import Recompute, Selection
+from autopar.pipeline.priced_blocks import PricedBlocks
 from autopar.pipeline.stage_costs import StageTables, stage_table
 from autopar.pipeline.stage_table import StageTable
 from autopar.search import search
@@ -79,6 +80,13 @@ def test_a_tied_embedding_is_held_by_both_ends_and_once_by_a_stage_of_both() -> 
     size = 4 * 4 * SIZES.vocab * SIZES.width  # parameter, gradient, two moments
     assert table(graph).kept_bytes[0, 1] == size == table(graph).kept_bytes[3, 4]
     assert table(apart).kept_bytes[0, 4] - table(graph).kept_bytes[0, 4] == size
+
+
+def test_work_on_a_tied_parameter_belongs_to_the_first_block_that_uses_it() -> None:
+    graph = residual(2, tied=True)
+    blocks = PricedBlocks(graph, unsplit(graph), TOY, world=WORLD)
+    (tied,) = (name for name, tensor in graph.parameters.items() if len(blocks.uses[tensor]) > 1)
+    assert blocks.rows_of(replace(blocks.items[0], of=tied, moves="")) == ([0], 1.0)
 
 
 def test_what_crosses_is_the_residual_stream() -> None:
