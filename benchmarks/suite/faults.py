@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import random
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from benchmarks.suite.probes import runs
 
 # What a fault may be in, and the folders and files of the product that it lies in.
 AREAS = {
@@ -70,17 +72,16 @@ class Fault:
         path.write_text("".join(lines))
 
 
-def drawn(root: Path, reached: Mapping[str, Container[int]], count: int, seed: int) -> list[Fault]:
-    """`count` faults in lines that tests reach, as many of each area and, within it, of each kind as there are.
+def drawn(root: Path, count: int, seed: int) -> list[Fault]:
+    """`count` faults in functions, as many of each area and, within it, of each kind as there are.
 
     Args:
         root: folder of the repository.
-        reached: lines that some test reaches, by path below the root.
         count: number of faults.
         seed: seed of the draw.
     """
     draw, found = random.Random(seed), list[Fault]()
-    kinds_of = {area: _of_area(root, area, reached) for area in AREAS}
+    kinds_of = {area: _of_area(root, area) for area in AREAS}
     for number in range(count):
         kinds = kinds_of[list(AREAS)[number % len(AREAS)]]
         faults = kinds[draw.choice([kind for kind in KINDS if kinds.get(kind)])]
@@ -88,12 +89,14 @@ def drawn(root: Path, reached: Mapping[str, Container[int]], count: int, seed: i
     return found
 
 
-def _of_area(root: Path, area: str, reached: Mapping[str, Container[int]]) -> dict[str, list[Fault]]:
+def _of_area(root: Path, area: str) -> dict[str, list[Fault]]:
     kinds: dict[str, list[Fault]] = {}
     for path in _files(root, area):
-        name = str(path.relative_to(root))
-        for fault in faults_of(path.read_text(), area, name, reached.get(name, ())):
-            kinds.setdefault(fault.kind, []).append(fault)
+        text = path.read_text()
+        in_functions = {line for run in runs(text) for line in run}
+        for fault in faults_of(text, area, str(path.relative_to(root))):
+            if fault.line in in_functions:
+                kinds.setdefault(fault.kind, []).append(fault)
     return kinds
 
 
@@ -103,15 +106,13 @@ def _files(root: Path, area: str) -> Iterator[Path]:
         yield from [path] if path.suffix else sorted(path.rglob("*.py"))
 
 
-def faults_of(text: str, area: str, path: str, reached: Container[int] = range(10**9)) -> Iterator[Fault]:
-    """All faults that can be planted in the reached lines of a module's text."""
+def faults_of(text: str, area: str, path: str) -> Iterator[Fault]:
+    """All faults that can be planted in a module's text."""
     lines, tree = text.splitlines(), ast.parse(text)
     # Python 3.11 gives nodes inside of f-strings the places of other text.
     in_text = {id(n) for s in ast.walk(tree) if isinstance(s, ast.JoinedStr) for n in ast.walk(s)}
     for node in ast.walk(tree):
         if not isinstance(node, ast.expr) or node.lineno != node.end_lineno or id(node) in in_text:
-            continue
-        if node.lineno not in reached:
             continue
         # An offset of ast counts bytes.
         line = lines[node.lineno - 1].encode()

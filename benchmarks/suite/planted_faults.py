@@ -101,7 +101,8 @@ def verdict_of(fault: Fault, reach: Reach, seconds: dict[str, float], slow: Sequ
     """Plants a fault, runs the tests that reach it, and takes the fault back."""
     path = clone.root / fault.path
     before, start = path.read_text(), time.monotonic()
-    reaching = sorted(reach.tests[fault.path][fault.line], key=lambda test: seconds.get(test, 0.0))
+    reached_by = reach.tests.get(fault.path, {}).get(fault.line, ())
+    reaching = sorted(reached_by, key=lambda test: seconds.get(test, 0.0))
     fault.plant(clone.root)
     try:
         found = clone.failing(reaching, "not slow")
@@ -119,18 +120,21 @@ def verdict_of(fault: Fault, reach: Reach, seconds: dict[str, float], slow: Sequ
 @click.command()
 @click.option("--hits", type=Path, required=True, help="File that probes wrote.")
 @click.option("--log", type=Path, required=True, help="Log of the suite with --durations=0.")
-@click.option("--count", default=150, help="Number of faults.")
+@click.option("--first", default=0, help="Faults of the draw that are passed over.")
+@click.option("--count", default=150, help="Number of faults of the draw.")
 @click.option("--seed", default=0, help="Seed of the draw.")
 @click.option("--jobs", default=2, help="Clones that run side by side.")
 @click.option("--limit-seconds", default=240.0, help="Limit of one run of tests.")
 @click.option("--results", type=Path, required=True, help="File that verdicts are added to.")
-def main(hits: Path, log: Path, count: int, seed: int, jobs: int, limit_seconds: float, results: Path) -> None:
+def main(
+    hits: Path, log: Path, first: int, count: int, seed: int, jobs: int, limit_seconds: float, results: Path
+) -> None:
     """Plants faults and tells which of them the tests find."""
     by_line = Reach.read(hits)
     seconds = seconds_of_functions(seconds_of_cases(log.read_text()))
     slow = SLOW_TESTS.read_text().splitlines()
     done = stored(results, Verdict)
-    faults = [f for f in drawn(ROOT, by_line.tests, count, seed) if f.name not in done]
+    faults = [f for f in drawn(ROOT, count, seed)[first:] if f.name not in done]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
         clones = [Clone(copied(Path(folder) / str(i)), limit_seconds) for i in range(jobs)]
 
