@@ -20,10 +20,6 @@ def verify_ring(sizes: tuple[int, ...], groups: tuple[str, ...], turns: tuple[in
     verify_graph(fx.GraphModule({}, graph), after="sabotage")
 
 
-def test_a_ring_goes_along_axes_that_split_its_queries() -> None:
-    verify_ring((2, 3), ("cp", "tp"), (1,))
-
-
 @pytest.mark.parametrize(
     ("sizes", "turns", "says"),
     [
@@ -34,5 +30,7 @@ def test_a_ring_goes_along_axes_that_split_its_queries() -> None:
     ],
 )
 def test_what_is_no_ring_is_named(sizes: tuple[int, ...], turns: tuple[int, ...], says: str) -> None:
+    # Along an axis that splits its queries a ring is whole.
+    verify_ring((2, 3), ("cp", "tp"), (1,))
     with pytest.raises(VerifierError, match=f"After sabotage, node ring_attention_default: {says}"):
         verify_ring(sizes, ("cp", "tp"), turns)
