@@ -282,3 +282,13 @@ def test_a_fourier_transform_takes_5_n_log_n():
     x.meta["val"] = node.meta["val"] = torch.empty(4, 8, dtype=torch.complex64, device="meta")
     found, has_rule = spec(node)
     assert has_rule and found.flops == 5 * (4 * 8) * 3
+
+
+def test_a_stack_of_matrices_is_transposed_in_its_last_two_dims():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    node = graph.call_function(torch.ops.aten.mT.default, (x,))
+    x.meta["val"], node.meta["val"] = torch.empty(2, 4, 6, device="meta"), torch.empty(2, 6, 4, device="meta")
+    found, has_rule = spec(node)
+    ((stack, row, column),) = found.operands
+    assert has_rule and found.results == ((stack, column, row),)
