@@ -118,7 +118,11 @@ RECIPE_NAMES = (
 POSITIVE = Count()
 
 _WHERE = (
-    click.option("--cluster", metavar="NAME", help="GPU x ranks in a node x nodes: h100x8x16, a100x4; or a TOML file."),
+    click.option(
+        "--cluster",
+        metavar="NAME",
+        help="GPU x ranks in a node x nodes: h100x8x16, a100x4; several kinds: h100x8x2+a100x8x2; or a TOML file.",
+    ),
     click.option(
         "--batch",
         type=BatchSize(),
@@ -230,7 +234,7 @@ def _cluster(given: Mapping[str, Any], mesh: Mesh | None) -> Cluster:
         raise click.UsageError("Give --cluster or --hardware, not both.")
     if name is None and mesh is None and ranks is None:
         raise click.UsageError("Say where: --cluster h100x8x16, or --ranks 8, or --mesh dp=8,tp=8 for H100.")
-    if name is not None and ranks is None and (mesh is None or "x" in name[1:]):
+    if name is not None and ranks is None and (mesh is None or "x" in name[1:] or find_cluster(name).hardware.kinds):
         return with_eager_runs(find_cluster(name))
     if mesh is not None and ranks not in (None, mesh.ranks):
         raise click.UsageError(f"--mesh {mesh} has {mesh.ranks} ranks, and --ranks says {ranks}.")
@@ -243,7 +247,12 @@ def cluster_of(gpu: str, ranks: int) -> Cluster:
 
     Raises MeshError for more ranks than a node has, unless they fill whole nodes.
     """
-    node = find_cluster(gpu).devices_per_node
+    found = find_cluster(gpu)
+    if found.hardware.kinds:
+        raise MeshError(
+            f"{found} has {found.ranks} ranks of several kinds, and {ranks} are asked for; leave --ranks out."
+        )
+    node = found.devices_per_node
     if ranks > node and ranks % node:
         raise MeshError(
             f"{ranks} ranks are not a whole number of nodes of {node} {gpu}; say how they are spread, "

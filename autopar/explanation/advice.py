@@ -18,6 +18,7 @@ from autopar.explanation.answers import Advice, words_of_factors
 from autopar.explanation.candidate_rows import AS_FAST, idle, kept_notes, largest_cause, name_of, row_of, slower
 from autopar.explanation.costs import run_of
 from autopar.explanation.few_layers import capture_target, tokens_of, training_state_of, with_graph
+from autopar.explanation.kinds import best_of, ways_of
 from autopar.explanation.report import axis_lines
 from autopar.explanation.simulated import SimulatedStep
 from autopar.explanation.what_would_change import (
@@ -39,7 +40,7 @@ from autopar.search.candidates.candidates import SettingEstimator
 from autopar.search.candidates.comparison import compared, smallest
 from autopar.search.candidates.request_filters import check_closed_form, expand_pins, has_closed_form
 from autopar.search.candidates.settings import ClusterSetting, PricedCandidate
-from autopar.search.candidates.trials import Explored, Searched, closed_forms, space_of
+from autopar.search.candidates.trials import Explored, Searched, closed_forms, depths_of, space_of
 from autopar.search.request.notes import undivided_lines
 from autopar.search.request.progress import Progress, silent
 from autopar.search.request.refusals import words_of_reserved
@@ -207,7 +208,19 @@ class Question:
     # --- the chosen one
 
     def answer(self) -> Advice:
-        """The best plan, with the next best ones. Raises SearchError if none fits; the error names remedies."""
+        """The best plan, with the next best ones. Raises SearchError if none fits; the error names remedies.
+
+        In a cluster of several kinds of machines, kinds may be left out (`autopar.explanation.kinds`).
+        """
+        if not self.request.hardware.kinds or self.request.mesh is not None:
+            return self._answer()
+        prepared, posed = self._posed
+        depths, _ = depths_of(prepared.analysis.graph, posed)
+        batch = self.request.batch if self.model.own_batch else posed.batch
+        return best_of(ways_of(self.request.but(batch=batch), depths), lambda asked: self.on(asked)._answer())
+
+    def _answer(self) -> Advice:
+        """The best plan on all ranks."""
         prepared, request = self._posed
         self.progress("searching the plan")
         try:

@@ -33,6 +33,7 @@ class Advice(Explanation):
         has_loss_fn: whether the model was given with a loss function.
         batches: the batches that were tried, smallest first; none where the user names the batch.
         batch_lines: sentences on the fastest and the largest of these batches.
+        kind_lines: sentences on who waits for whom in a cluster of several kinds of machines.
     """
 
     words: Mapping[int, str] = field(default_factory=dict)
@@ -41,6 +42,7 @@ class Advice(Explanation):
     has_loss_fn: bool = False
     batches: tuple[BatchRow, ...] = ()
     batch_lines: tuple[str, ...] = ()
+    kind_lines: tuple[str, ...] = ()
 
     def _tree(self, name: str, unit: Unit, terms: Callable[[Step], tuple[Term, ...]]) -> Breakdown:
         """The tree of costs, without parts that are only rounding errors."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autopar.cost_model.machines.hardware import Hardware, Link
+from autopar.cost_model.machines.kinds import each_kind
 
 # Words for what a person may change, and the symbols that each of them scales.
 GROUPS: Mapping[str, tuple[str, ...]] = {
@@ -25,7 +26,11 @@ def scaled(values: Mapping[str, float], group: str, factor: float) -> dict[str, 
 
 
 def changed_hardware(hardware: Hardware, changes: Mapping[str, float]) -> Hardware:
-    """The hardware with the factors of `GROUPS` and `hbm_bytes` applied."""
+    """The hardware with the factors of `GROUPS` and `hbm_bytes` applied, to every kind of several."""
+    return each_kind(hardware, lambda each: _changed(each, changes))
+
+
+def _changed(hardware: Hardware, changes: Mapping[str, float]) -> Hardware:
     factor = {group: changes.get(group, 1.0) for group in GROUPS}
 
     def link(old: Link) -> Link:

@@ -15,7 +15,7 @@ from autopar.cost_model.breakdown import Breakdown, Candidate, Unit
 from autopar.cost_model.compute import backward_passes, is_product
 from autopar.cost_model.items import FULL, TrainingState
 from autopar.cost_model.machines.cluster import Cluster
-from autopar.cost_model.machines.hardware import Link
+from autopar.cost_model.machines.hardware import Hardware, Link
 from autopar.cost_model.machines.software import AUTOPAR, Software
 from autopar.cost_model.owners import has_lone_ops
 from autopar.cost_model.steps.owned_step import OwnedStep
@@ -269,7 +269,7 @@ class PlanCost:
     def mfu(self) -> float:
         """Model FLOPs utilization: of the peak in the model's own number format."""
         sizes = [t.itemsize_bytes for t in self.graph.tensors.values() if t.needs_grad]
-        peak = self.step.hardware.flops_per_second(min(sizes, default=4))
+        peak = _mean_peak(self.step.hardware, min(sizes, default=4))
         useful = sum(_whole_flops(self.graph)) * self.values["micro_batches"] * self._growth
         useful *= self._replicas
         return useful / (self.step_seconds * float(peak) * self.ranks)
@@ -285,6 +285,13 @@ class PlanCost:
 
         own = self.expressions.values
         return flops(self.step) / flops(self.at(**{name: own[name] for name in own}))
+
+
+def _mean_peak(hardware: Hardware, itemsize_bytes: int) -> float:
+    """Peak FLOP/s of a rank; the mean over all ranks where these are of several kinds."""
+    counts = [(each, each.devices_per_node * nodes) for each, nodes in hardware.kinds] or [(hardware, 1)]
+    whole = sum(ranks * float(each.flops_per_second(itemsize_bytes)) for each, ranks in counts)
+    return whole / sum(ranks for _, ranks in counts)
 
 
 def boundary_link(cluster: Cluster, mesh: Mesh, stages: int) -> Link:

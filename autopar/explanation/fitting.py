@@ -162,6 +162,8 @@ def _room(question: Question, larger: list[PricedCandidate]) -> Iterator[Found]:
 def _fewer_nodes(question: Question) -> Iterator[Question]:
     """The same question on fewer nodes: a half, a quarter and so on."""
     nodes = question.cluster.nodes
+    if question.cluster.hardware.kinds:  # of which kind there should be fewer is not asked
+        return
     for factor in FACTORS:
         if nodes % factor:
             return

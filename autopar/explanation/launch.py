@@ -156,6 +156,7 @@ def settings(e: Explanation) -> dict[str, Any]:
         "overlap_batches": plan.overlap_batches if plan.overlap_batches > 1 else None,
         "precision": plan.precision and str(plan.precision),
         "training_state": "" if state == FULL else str(state),
+        "hardware": str(e.cluster) if e.cluster.hardware.kinds else None,
         **_bounds(e.request),
     }
     return {name: value for name, value in arguments.items() if value not in (None, "", {})}
@@ -215,6 +216,8 @@ def _recipe(recipe: str, axes: Sequence[str]) -> str:
 
 def _torchrun(cluster: Cluster, ranks: int) -> str:
     """The command that starts every rank; on several nodes it runs on each of them."""
+    if cluster.hardware.kinds:
+        return _torchrun_of_kinds(cluster)
     in_node = min(ranks, cluster.devices_per_node)
     nodes = -(-ranks // in_node)
     if nodes == 1:
@@ -222,3 +225,12 @@ def _torchrun(cluster: Cluster, ranks: int) -> str:
     return (
         f"torchrun --nnodes {nodes} --nproc-per-node {in_node} --rdzv-backend c10d --rdzv-endpoint HOST:29500 {SCRIPT}"
     )
+
+
+def _torchrun_of_kinds(cluster: Cluster) -> str:
+    """The command for every node of several kinds: ranks are numbered by nodes, in the order of the kinds."""
+    nodes = sum(kind.nodes for kind in cluster.kinds)
+    sizes = {kind.devices_per_node for kind in cluster.kinds}
+    size = str(sizes.pop()) if len(sizes) == 1 else "GPUS"
+    rendezvous = "--node-rank NODE --master-addr HOST --master-port 29500"
+    return f"torchrun --nnodes {nodes} --nproc-per-node {size} {rendezvous} {SCRIPT}"

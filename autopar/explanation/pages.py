@@ -16,6 +16,7 @@ from autopar.cost_model.symbols import symbol
 from autopar.explanation.answers import Advice
 from autopar.explanation.block import block_of
 from autopar.explanation.explanation import Explanation
+from autopar.explanation.kinds import NOT_SEARCHED, waits
 from autopar.explanation.launch import asked, launch
 from autopar.explanation.owned import owner_sentences
 from autopar.explanation.report import collectives, described
@@ -89,6 +90,7 @@ def _page(explanation: Explanation, title: str) -> Page:
         sensitivity=sensitivity_in_words(explanation),
         notes=(
             *batch_lines(explanation),
+            *kind_lines(explanation),
             *explanation.plan.notes,
             *_of_pipeline(explanation),
             *_of_owners(explanation),
@@ -141,6 +143,13 @@ def change_lines(e: Explanation) -> tuple[str, ...]:
 def batch_lines(e: Explanation) -> tuple[str, ...]:
     """Sentences about the batches that were tried."""
     return e.batch_lines if isinstance(e, Advice) else ()
+
+
+def kind_lines(e: Explanation) -> tuple[str, ...]:
+    """Sentences on who waits for whom where the cluster has several kinds of machines."""
+    if isinstance(e, Advice) and e.kind_lines:
+        return e.kind_lines
+    return (*waits(e), NOT_SEARCHED) if e.cluster.hardware.kinds else ()
 
 
 def change_line(e: Advice, change: Change) -> str:

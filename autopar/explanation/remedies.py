@@ -244,6 +244,8 @@ def _adapters(question: Question) -> Iterator[Found]:
 def _clusters(question: Question) -> Iterator[Found]:
     """Larger clusters on which the model fits: that with the fewest nodes, and that whose devices have least memory."""
     cluster = question.cluster
+    if cluster.hardware.kinds:  # of which kind there should be more is not asked
+        return
     for factor in FACTORS:
         more = Cluster(cluster.hardware, cluster.nodes * factor)
         what, option = f"{factor} times the nodes, {more.ranks} ranks", _cluster_option(more)

@@ -177,7 +177,7 @@ class SimulatedStep(ExecutedStep):
         sums = dict[str, float]()
         if direction == "backward" and (extra := sum(map(self._split_seconds, stages))):
             sums, whole = {"split in two halves": extra}, whole + extra
-        for item in self.tables.blocks.items:
+        for item in self.tables.on(rank).blocks.items:
             times = m * self._times(item, direction, stages)
             if times:
                 name = "compute" if item.resource == COMPUTE else f"communication along {item.resource}"

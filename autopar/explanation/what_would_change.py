@@ -8,10 +8,12 @@ a shorter step. The faster of the two is a bound: the answer to the changed requ
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from autopar.cost_model.machines.hardware import Hardware
+from autopar.cost_model.machines.kinds import each_kind
 from autopar.search.candidates.settings import ClusterSetting, PricedCandidate
 from autopar.search.candidates.trials import moved_seconds
 from autopar.search.request.request import Request
@@ -63,15 +65,25 @@ def faster_clusters(request: Request) -> Iterator[tuple[str, Request]]:
     """The request with one figure of its cluster doubled."""
     hardware, cluster = request.hardware, request.cluster
 
-    def faster(name: str) -> Request:
-        link = getattr(hardware, name)
-        doubled = replace(link, bandwidth_bytes_per_second=2 * link.bandwidth_bytes_per_second)
-        return request.but(hardware=replace(hardware, **{name: doubled}))
+    def changed(change: Callable[[Hardware], Hardware]) -> Request:
+        return request.but(hardware=each_kind(hardware, change))
 
-    peaks = tuple((size, 2 * flops) for size, flops in hardware.peak_flops)
-    memory = 2 * hardware.memory_bytes_per_second
-    yield "twice the arithmetic", request.but(hardware=replace(hardware, peak_flops=peaks))
-    yield ("twice the memory bandwidth", request.but(hardware=replace(hardware, memory_bytes_per_second=memory)))
+    def faster(name: str) -> Request:
+        def doubled(each: Hardware) -> Hardware:
+            link = getattr(each, name)
+            link = replace(link, bandwidth_bytes_per_second=2 * link.bandwidth_bytes_per_second)
+            return replace(each, **{name: link})
+
+        return changed(doubled)
+
+    yield (
+        "twice the arithmetic",
+        changed(lambda each: replace(each, peak_flops=tuple((size, 2 * flops) for size, flops in each.peak_flops))),
+    )
+    yield (
+        "twice the memory bandwidth",
+        changed(lambda each: replace(each, memory_bytes_per_second=2 * each.memory_bytes_per_second)),
+    )
     if cluster.devices_per_node > 1:
         yield "twice the bandwidth inside a node", faster("inside_node")
     if cluster.nodes > 1:
@@ -88,7 +100,7 @@ def larger_memories(request: Request) -> list[tuple[str, Request]]:
         words = f"{size_bytes / 1e9:.0f} GB"
         if request.memory_bytes is not None:
             return f"a bound of {words}", request.but(memory_bytes=size_bytes)
-        hardware = replace(request.hardware, memory_bytes=size_bytes)
+        hardware = each_kind(request.hardware, lambda each: replace(each, memory_bytes=size_bytes))
         return f"{words} of memory", request.but(hardware=hardware)
 
     found = [of(int(size * 1e9)) for size in _MEMORIES]

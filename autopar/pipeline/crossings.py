@@ -6,8 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autopar.cost_model import collective_seconds
-from autopar.ir import PIPELINE_AXIS
+from autopar.cost_model import Link, collective_seconds
 from autopar.pipeline.priced_blocks import PricedBlocks
 
 
@@ -16,10 +15,11 @@ class Crossings:
 
     Args:
         blocks: the plan's items by block.
+        link: the link between stages; None without an axis for them.
     """
 
-    def __init__(self, blocks: PricedBlocks) -> None:
-        self.blocks = blocks
+    def __init__(self, blocks: PricedBlocks, link: Link | None) -> None:
+        self.blocks, self.link = blocks, link
 
     @cached_property
     def spans(self) -> dict[str, tuple[int, int]]:
@@ -55,14 +55,9 @@ class Crossings:
 
     def send_seconds(self, sizes: np.ndarray) -> np.ndarray:
         """Seconds to send these numbers of bytes to the next stage; 0 for 0 bytes, as at both ends of the model."""
-        if PIPELINE_AXIS not in self.blocks.world.names:
+        if self.link is None:
             return np.zeros_like(sizes)
         seconds = collective_seconds(
-            "send",
-            before_bytes=sizes,
-            after_bytes=sizes,
-            ranks=2,
-            link=self.blocks.link(PIPELINE_AXIS),
-            hardware=self.blocks.hardware,
+            "send", before_bytes=sizes, after_bytes=sizes, ranks=2, link=self.link, hardware=self.blocks.hardware
         )
         return np.where(sizes > 0, seconds, 0.0)

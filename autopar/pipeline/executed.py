@@ -75,7 +75,7 @@ class ExecutedStep:
     @cached_property
     def costs(self) -> tuple[StageCosts, ...]:
         """Costs of every stage for one micro-batch."""
-        costs = self.tables.costs(self.plan.recompute, [first for first, _ in self._edges[1:]])
+        costs = self.tables.costs(self.plan.recompute, [first for first, _ in self._edges[1:]], self.pipeline)
         return with_versions(costs, self.pipeline, self.plan.micro_batches)
 
     @cached_property
@@ -90,7 +90,9 @@ class ExecutedStep:
         """For every pipeline rank, seconds of gathers, reductions and the optimizer after its schedule."""
         if self.pipeline.update_every:  # updates are part of the schedule
             return (0.0,) * self.pipeline.ranks
-        of_stage = [float(self._table.once_seconds[edge]) for edge in self._edges]
+        ranks = map(self.pipeline.rank_of, range(self.pipeline.stages))
+        tables = [self._table.on(rank) for rank in ranks]
+        of_stage = [float(table.once_seconds[edge]) for table, edge in zip(tables, self._edges, strict=True)]
         return tuple(sum(of_stage[s] for s in stages) for stages in self._stages_of_ranks)
 
     @property

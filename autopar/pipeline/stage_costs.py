@@ -19,16 +19,18 @@ selected (`autopar.pipeline.recomputable`), every block that may be recomputed r
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 
-from autopar.cost_model import Hardware
+from autopar.cost_model import Hardware, Link
 from autopar.cost_model.items import FULL, TOUCHED, TrainingState
+from autopar.cost_model.machines.kinds import stage_machines, together
 from autopar.cost_model.machines.software import AUTOPAR, Software
 from autopar.cost_model.owners import has_lone_ops
-from autopar.ir import Graph, Mesh, Plan
+from autopar.ir import PIPELINE_AXIS, Graph, Mesh, Pipeline, Plan
 from autopar.ir.recompute import Recompute, Selection
 from autopar.pipeline.crossings import Crossings
 from autopar.pipeline.owned_stages import side_by_side
@@ -72,6 +74,15 @@ def stage_table(
     return tables.at(plan.recompute)
 
 
+class _Figures(TypedDict):
+    """Arguments that the tables of every machine share."""
+
+    starts: Sequence[str] | None
+    world: Mesh
+    training_state: TrainingState
+    software: Software
+
+
 class _Halves(NamedTuple):
     """The figures of `StageTable` of a backward in two halves."""
 
@@ -82,6 +93,10 @@ class _Halves(NamedTuple):
 
 class StageTables:
     """The tables of a plan for any number of recomputed blocks; see `stage_table` for the arguments.
+
+    Where the pipeline ranks are of several kinds of machines, every kind has tables of its own (`on`). The seconds of
+    these are then those of what the machines reach together, which bound the seconds of any cuts; messages between
+    stages take those of the slowest link, `link_of_stages`.
 
     Attributes:
         blocks: the plan's work (items) and memory (holdings), by block.
@@ -101,13 +116,25 @@ class StageTables:
         world: Mesh | None = None,
         training_state: TrainingState = FULL,
         software: Software = AUTOPAR,
+        link_of_stages: Link | None = None,
     ) -> None:
-        self.blocks = PricedBlocks(
-            graph, plan, hardware, starts=starts, world=world, training_state=training_state, software=software
-        )
+        world = world or plan.world_mesh
+        machines = stage_machines(hardware, world)
+        if has_lone_ops(plan):  # of ranks that work side by side, each may wait for the slowest
+            machines = (hardware,) * len(machines)
+        figures: _Figures = {"starts": starts, "world": world, "training_state": training_state, "software": software}
+        self.blocks = PricedBlocks(graph, plan, together(machines), **figures)
+        if link_of_stages is None and PIPELINE_AXIS in world.names:
+            link_of_stages = software.on(hardware).link(world, world.index(PIPELINE_AXIS))
+        of_kinds = {
+            machine: StageTables(graph, plan, machine, link_of_stages=link_of_stages, **figures)
+            for machine in {*machines}
+            if len({*machines}) > 1
+        }
+        self._of_ranks = tuple(of_kinds[machine] for machine in machines) if of_kinds else ()
         self.parts, self.starts = self.blocks.parts, self.blocks.starts
         self.repetition = self.blocks.repetition
-        self._crossings = Crossings(self.blocks)
+        self._crossings = Crossings(self.blocks, link_of_stages)
         self.memory = StageBytes(self.blocks, self._crossings)
         self._seconds, self._selectable = StageSeconds(self.blocks), SelectableOps(self.blocks)
         self._found: dict[Recompute, StageTable] = {}
@@ -123,20 +150,28 @@ class StageTables:
         """For every block with recomputable ops, its path, and these ops with the tensors that it may keep."""
         return self._selectable.selectable
 
+    def on(self, rank: int) -> StageTables:
+        """The tables of stages on a pipeline rank."""
+        return self._of_ranks[rank] if self._of_ranks else self
+
     def at(self, recompute: Recompute) -> StageTable:
         """The table of costs with this recomputation in every stage."""
         if recompute not in self._found:
-            self._found[recompute] = self._with(recompute, Turn.of(self._turns(recompute)))
+            table = self._with(recompute, Turn.of(self._turns(recompute)))
+            self._found[recompute] = replace(table, of_ranks=tuple(each.at(recompute) for each in self._of_ranks))
         return self._found[recompute]
 
-    def costs(self, recompute: Recompute, cuts: Sequence[int]) -> tuple[StageCosts, ...]:
+    def costs(
+        self, recompute: Recompute, cuts: Sequence[int], pipeline: Pipeline | None = None
+    ) -> tuple[StageCosts, ...]:
         """Costs of all stages with this recomputation; ranks of a stage that run ops alone work side by side.
 
         Args:
             recompute: what every stage recomputes.
             cuts: index of the first block of every stage but the first.
+            pipeline: what says which rank runs a stage, whatever its own cuts; None where all ranks have one machine.
         """
-        found = self.at(recompute).stages(cuts)
+        found = self.at(recompute).stages(cuts, pipeline)
         return side_by_side(self.blocks, cuts, found) if has_lone_ops(self.blocks.plan) else found
 
     def whole(self, recompute: Recompute) -> WholeModel:
@@ -155,7 +190,9 @@ class StageTables:
         forward, backward, _ = self._directions(recompute, stages)
         both, *blocks = (forward + backward).tolist()
         ((saved,),) = self._saved(recompute).saved(whole)
-        return WholeModel(both, max(blocks), float(self._kept_bytes[0, -1]), float(saved))
+        # The slowest block may lie on the fastest machine.
+        slowest = min((each.whole(recompute).block_seconds for each in self._of_ranks), default=max(blocks))
+        return WholeModel(both, slowest, float(self._kept_bytes[0, -1]), float(saved))
 
     def _turns(self, recompute: Recompute) -> list[int]:
         return [*ends_of_repeats(self.blocks.parts, recompute), self.blocks.n]

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from autopar.ir.pipeline import Pipeline
 from autopar.ir.recompute import Recompute
 from autopar.pipeline.simulation import StageCosts
 
@@ -54,6 +55,8 @@ class StageTable:
             1,)`.
         send_seconds: duration of sending those bytes, of shape `(n + 1,)`.
         gradient_seconds: duration of sending those gradients, of shape `(n + 1,)`.
+        of_ranks: the tables of all pipeline ranks, if their machines differ; seconds of this table are then those of no
+            rank, but of what the machines reach together. () where all ranks have one machine.
     """
 
     starts: tuple[str, ...]
@@ -73,6 +76,11 @@ class StageTable:
     gradient_bytes: np.ndarray
     send_seconds: np.ndarray
     gradient_seconds: np.ndarray
+    of_ranks: tuple[StageTable, ...] = ()
+
+    def on(self, rank: int) -> StageTable:
+        """The table of stages on a pipeline rank."""
+        return self.of_ranks[rank] if self.of_ranks else self
 
     @property
     def blocks(self) -> int:
@@ -117,7 +125,15 @@ class StageTable:
             send_backward_seconds=float(self.gradient_seconds[begin]),
         )
 
-    def stages(self, cuts: Sequence[int]) -> tuple[StageCosts, ...]:
-        """Costs of all stages, given the index of the first block of every stage but the first."""
-        edges = (0, *cuts, self.blocks)
-        return tuple(self.stage(i, j) for i, j in itertools.pairwise(edges))
+    def stages(self, cuts: Sequence[int], pipeline: Pipeline | None = None) -> tuple[StageCosts, ...]:
+        """Costs of all stages.
+
+        Args:
+            cuts: index of the first block of every stage but the first.
+            pipeline: what says which rank runs a stage, whatever its own cuts; None where all ranks have one machine.
+        """
+        edges = itertools.pairwise((0, *cuts, self.blocks))
+        if pipeline is None:
+            assert not self.of_ranks, "stages on different machines are those of a pipeline"
+            return tuple(self.stage(i, j) for i, j in edges)
+        return tuple(self.on(pipeline.rank_of(stage)).stage(i, j) for stage, (i, j) in enumerate(edges))

@@ -19,13 +19,14 @@ import numpy as np
 from autopar.cost_model.arith import Quantity
 from autopar.cost_model.items import TOUCHED, MemoryItem, TrainingState, WorkItem
 from autopar.cost_model.machines.cluster import Cluster
+from autopar.cost_model.machines.kinds import stage_machines, together
 from autopar.cost_model.machines.software import AUTOPAR, Software
 from autopar.cost_model.pricer import Pricer
 from autopar.cost_model.sizes import SymbolicSizes
 from autopar.cost_model.steps.run import Run, Stage, total
 from autopar.cost_model.steps.step import Step
 from autopar.errors import AutoparError, SearchError
-from autopar.ir import Graph, Layout, Plan, Tensor, reaches_all
+from autopar.ir import Graph, Layout, Mesh, Plan, Tensor, reaches_all, with_pipeline
 from autopar.ir.batches import captured_batch
 from autopar.ir.recompute import Recompute
 from autopar.pipeline.parts import is_whole
@@ -58,6 +59,7 @@ class SettingEstimator:
         pins: single choices that every plan must make.
         own_batch: whether a step without stages must have micro-batches of the graph's batch size.
         shares_sequences: whether ranks may share sequences along an axis cp where nothing else is legal.
+        depth: the only number of stages of its settings; None for all of `stages`.
     """
 
     graph: Graph
@@ -71,6 +73,7 @@ class SettingEstimator:
     pins: Mapping[str, str] = field(default_factory=dict)
     own_batch: bool = False
     shares_sequences: bool = False
+    depth: int | None = None
     _plans: dict[str, Plan | None] = field(default_factory=dict, compare=False)
     _works: dict[_Kind, _Work] = field(default_factory=dict, init=False, compare=False)
 
@@ -84,7 +87,7 @@ class SettingEstimator:
 
         Those with an axis cp are left out, unless there are no others and the request leaves room for that axis.
         """
-        found = [each for group in self._groups() for each in self._priced(*group)]
+        found = [each for space in self._spaces for group in space._groups() for each in space._priced(*group)]
         if not found and self.shares_sequences:
             shared = itertools.product(self.over_sequences(), self.recomputes)
             found = self.price_of(replace(each, recompute=again) for each, again in shared)
@@ -94,18 +97,42 @@ class SettingEstimator:
 
     def price_of(self, settings: Iterable[ClusterSetting]) -> list[PricedCandidate]:
         """The prices of the legal ones among these settings, in the same order."""
-        groups: dict[tuple[_Kind, _Word], list[ClusterSetting]] = {}
         wanted = list(settings)
-        for each in wanted:
+        priced = (each for space in self._spaces for each in space._price_of(filter(space._has, wanted)))
+        found = {each.setting: each for each in priced}
+        return [found[each] for each in wanted if each in found]
+
+    def _price_of(self, settings: Iterable[ClusterSetting]) -> Iterator[PricedCandidate]:
+        groups: dict[tuple[_Kind, _Word], list[ClusterSetting]] = {}
+        for each in settings:
             word = each.recompute if isinstance(each.recompute, str) else ""
             groups.setdefault((_kind(each), word), []).append(each)
-        found: dict[ClusterSetting, PricedCandidate] = {}
         for (kind, word), group in groups.items():
             plan, legal = self._legal(kind, group)
             if plan is not None:
-                recompute = word or _numbers_of_blocks(legal)
-                found |= {each.setting: each for each in self._priced(plan, recompute, legal)}
-        return [found[each] for each in wanted if each in found]
+                yield from self._priced(plan, word or _numbers_of_blocks(legal), legal)
+
+    @cached_property
+    def _spaces(self) -> tuple[SettingEstimator, ...]:
+        """The space itself; of a cluster of several kinds, a space for every number of stages.
+
+        Equal stages on what the machines of the stages reach together are as fast as the best stages may be.
+        """
+        ranks = self.cluster.ranks
+        if not self.cluster.hardware.kinds:
+            return (self,)
+        return tuple(self._of_depth(each) for each in self.stages if ranks % each == 0)
+
+    def _of_depth(self, stages: int) -> SettingEstimator:
+        """The settings with so many stages, on one kind of machine that is as fast as theirs together."""
+        ranks = self.cluster.ranks
+        world = with_pipeline(Mesh((("dp", ranks // stages),)), stages, 0)
+        machine = replace(together(stage_machines(self.cluster.hardware, world)), kinds=(), between=None)
+        cluster = Cluster(machine, ranks // machine.devices_per_node)
+        return replace(self, cluster=cluster, stages=(stages,), depth=stages)
+
+    def _has(self, setting: ClusterSetting) -> bool:
+        return self.depth in (None, setting.stages)
 
     def with_fewest_blocks(
         self, priced: Iterable[PricedCandidate], bound_bytes: float, host_bytes: float = 0.0
@@ -115,6 +142,16 @@ class SettingEstimator:
         A setting is left out if it does not fit even with all layers but one recomputed. What does not fit may lie in
         `host_bytes` of the host, as far as it is movable.
         """
+        known = list(priced)
+        return [
+            each
+            for space in self._spaces
+            for each in space._with_fewest_blocks((p for p in known if space._has(p.setting)), bound_bytes, host_bytes)
+        ]
+
+    def _with_fewest_blocks(
+        self, priced: Iterable[PricedCandidate], bound_bytes: float, host_bytes: float
+    ) -> list[PricedCandidate]:
         groups: dict[_Kind, dict[ClusterSetting, float]] = {}
         for each in priced:
             s, room_bytes = each.setting, bound_bytes + min(host_bytes, each.movable_bytes)

@@ -17,6 +17,7 @@ from typing import Any
 
 from autopar.cost_model.machines.cluster import Cluster
 from autopar.cost_model.machines.hardware import Hardware
+from autopar.cost_model.machines.kinds import ranks_of_kinds
 from autopar.cost_model.machines.software import AUTOPAR, Software
 from autopar.errors import AutoparError, MeshError, RecipeError
 from autopar.ir import PIPELINE_AXIS, VERSIONED, Meeting, Plan, mesh_of_replica, without_pipeline
@@ -77,6 +78,7 @@ class Request(PlanOptions):
         if self.batch is not None and count is not None and self.batch % count:
             raise AutoparError(f"{count} micro-batches do not divide a batch of {self.batch} sequences.")
         self._check_mesh()
+        self._check_kinds()
         check_features("You ask for", self.features, RecipeError)
         self._check_versions()
 
@@ -201,6 +203,16 @@ class Request(PlanOptions):
             raise MeshError(
                 f"{' and '.join(asked)} can only be used with pipeline stages, but the mesh {mesh} has no axis "
                 f"{PIPELINE_AXIS!r}: add one, such as {PIPELINE_AXIS}=2, or leave out {' and '.join(fields)}."
+            )
+
+    def _check_kinds(self) -> None:
+        """Raises MeshError where the machine is several kinds, and their ranks are not those of the request."""
+        of_kinds = ranks_of_kinds(self.hardware)
+        ranks = (self.ranks or 0) * (self.meeting.replicas if self.meeting else 1)
+        if of_kinds and ranks != of_kinds[-1].stop:
+            raise MeshError(
+                f"{self.hardware.name} has {of_kinds[-1].stop} ranks of {len(of_kinds)} kinds, and {ranks} are asked "
+                f"for: name all of them, or a cluster of {ranks}."
             )
 
     def _check_versions(self) -> None:

@@ -139,13 +139,22 @@ class _Problem:
     @cached_property
     def seconds(self) -> np.ndarray:
         """Seconds of a micro-batch in every possible stage, in the shape that `windows` gives."""
-        return self._windows(self._table_seconds)
+        if not self.table.of_ranks:
+            return self._windows(self._rank_seconds[0])
+        ranks = map(self.shape.blank.rank_of, range(self.shape.stages))
+        return np.stack([self._windows(self._rank_seconds[rank])[stage] for stage, rank in enumerate(ranks)])
 
     @cached_property
-    def _table_seconds(self) -> np.ndarray:
-        """Seconds of a micro-batch in every possible stage; a backward in two halves takes more than a whole one."""
-        extra = self.table.split_seconds if splits_backward(self.shape.blank) else 0.0
-        return self.table.seconds + extra
+    def _rank_seconds(self) -> np.ndarray:
+        """Seconds of a micro-batch in every possible stage on every rank, of shape `(ranks, n + 1, n + 1)`.
+
+        A backward in two halves takes more than a whole one.
+        """
+        is_split = splits_backward(self.shape.blank)
+        found = [
+            each.seconds + (each.split_seconds if is_split else 0.0) for each in self.table.of_ranks or [self.table]
+        ]
+        return np.broadcast_to(found, (self.shape.ranks, *found[0].shape))
 
     def least_overfull(self, executed: bool = False) -> Balance:
         """The fastest cuts that fit; if none fit, those that exceed the memory least."""
@@ -260,7 +269,7 @@ class _Problem:
     def _step_key(self, each: Balance) -> tuple[float, ...]:
         """Key to compare cuts, smaller is better: excess bytes, then the seconds of the simulated schedule."""
         if each.cuts not in self._steps:
-            self._steps[each.cuts] = self._timer.seconds(self.table.stages(each.cuts))
+            self._steps[each.cuts] = self._timer.seconds(self.table.stages(each.cuts, self.shape.blank))
         return (self._excess(each), self._steps[each.cuts])
 
     def _excess(self, each: Balance) -> float:
@@ -287,7 +296,7 @@ class _Problem:
         """Seconds and bytes of all ranks for several cuts, both of shape `(cuts, ranks)`."""
         edges = np.pad(cuts, ((0, 0), (1, 1)), constant_values=(0, self.table.blocks))
         begin, end = edges[:, self._stages_of], edges[:, self._stages_of + 1]
-        seconds = self._table_seconds[begin, end].sum(axis=-1)
+        seconds = self._rank_seconds[np.arange(self.shape.ranks)[:, None], begin, end].sum(axis=-1)
         memories = self.table.saved_bytes, self.table.late_bytes
         saved, late = (np.moveaxis(each[begin, end], 1, 0) for each in memories)  # ranks, cuts, chunks
         flights, waiting = self.shape.flights

@@ -41,6 +41,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
+from autopar.cost_model.machines.kinds import stage_machines, together
 from autopar.errors import AutoparError, MeshError, PlanError, RecipeError, SearchError
 from autopar.ir import PIPELINE_AXIS, Graph, ParameterPlan, Plan, pipeline_position, without_pipeline
 from autopar.ir.batches import captured_batch, fits_graph
@@ -143,7 +144,9 @@ class _Search:
     ) -> None:
         assert request.mesh is not None, "a mesh with stages"
         self.graph, self.request, self.captured = graph, request, captured
-        self.mesh, self.hardware = request.mesh, request.hardware
+        self.mesh = request.mesh
+        # Layouts are searched on what the machines of all stages reach together, which bounds what stages take.
+        self.hardware = together(stage_machines(request.hardware, self.mesh))
         self.recompute = "none" if request.has_lone_ops else request.recompute
         self.fingerprint, self.fixed_storage = fingerprint, fixed_storage
         self.searches = searches
@@ -447,7 +450,7 @@ class _Search:
             tables = StageTables(
                 self._graph(micro_batches),
                 replace(plan, micro_batches=micro_batches),
-                self.hardware,
+                self.request.hardware,
                 world=self.mesh,
                 training_state=self.request.training_state,
                 software=self.request.software,

@@ -85,8 +85,9 @@ def least_seconds(table: StageTable, shape: Shape, cuts: tuple[int, ...]) -> flo
     last backward after it. (If backwards are split into two halves, a rank may end with gradients of weights instead.)
     """
     edges = list(itertools.pairwise((0, *cuts, table.blocks)))
-    forward = [float(table.forward_seconds[edge]) for edge in edges]
-    backward = [float(table.backward_seconds[edge]) for edge in edges]
+    tables = [table.on(shape.blank.rank_of(stage)) for stage in range(len(edges))]
+    forward = [float(each.forward_seconds[edge]) for each, edge in zip(tables, edges, strict=True)]
+    backward = [float(each.backward_seconds[edge]) for each, edge in zip(tables, edges, strict=True)]
     is_split = splits_backward(shape.blank)
     before = least = 0.0
     for rank, stages in enumerate(shape.stages_of):

@@ -338,7 +338,7 @@ class StagedPlan:
     def _executed(self, table: StageTable, shape: Shape, cuts: Balance) -> tuple[Simulation, float]:
         """The simulated schedule, and the seconds of a step."""
         lists, waits = actions(shape.blank, shape.micro_batches), waits_for_sends(shape.schedule)
-        costs = self.tables.costs(table.recompute, cuts.cuts)
+        costs = self.tables.costs(table.recompute, cuts.cuts, shape.blank)
         costs = with_versions(costs, shape.blank, shape.micro_batches)
         run = simulate(lists, costs, waits_for_sends=waits)
         return run, run.step_seconds + self._once_seconds(table, shape, cuts)
@@ -349,5 +349,6 @@ class StagedPlan:
             return self.step_seconds
         ranks = [0.0] * shape.ranks
         for stage, edge in enumerate(itertools.pairwise((0, *cuts.cuts, table.blocks))):
-            ranks[shape.blank.rank_of(stage)] += float(table.once_seconds[edge])
+            rank = shape.blank.rank_of(stage)
+            ranks[rank] += float(table.on(rank).once_seconds[edge])
         return max(ranks) + self.step_seconds

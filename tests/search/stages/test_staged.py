@@ -68,7 +68,7 @@ class Tables:
         seconds = [2.0] * number + [1.0] * (4 - number)
         return table(recompute, seconds, self.saved_bytes[recompute])
 
-    def costs(self, recompute, cuts) -> tuple[StageCosts, ...]:
+    def costs(self, recompute, cuts, pipeline) -> tuple[StageCosts, ...]:
         return self.at(recompute).stages(cuts)
 
     def whole(self, recompute) -> WholeModel:
