@@ -217,10 +217,10 @@ class Question:
         prepared, posed = self._posed
         depths, _ = depths_of(prepared.analysis.graph, posed)
         batch = self.request.batch if self.model.own_batch else posed.batch
-        return best_of(ways_of(self.request.but(batch=batch), depths), lambda asked: self.on(asked)._answer())
+        return best_of(ways_of(self.request.but(batch=batch), depths), lambda asked: self.on(asked)._answer(False))
 
-    def _answer(self) -> Advice:
-        """The best plan on all ranks."""
+    def _answer(self, asks_changes: bool = True) -> Advice:
+        """The best plan on all ranks, by default with what would change the choice."""
         prepared, request = self._posed
         self.progress("searching the plan")
         try:
@@ -236,8 +236,8 @@ class Question:
         chosen = found.trial.priced
         if chosen is not None and found.explored is not None:
             answer = answer.but(setting=chosen.setting)
-            changes = tuple(self._changes(found.explored, chosen, answer))
-            answer = answer.but(changes=changes)
+            changes = self._changes(found.explored, chosen, answer) if asks_changes else ()
+            answer = answer.but(changes=tuple(changes))
         return answer.but(candidates=tuple(self._rows(found, answer)))
 
     def _rows(self, found: Searched, answer: Advice) -> Iterator[Candidate]:

@@ -29,8 +29,8 @@ from autopar.search.request.request import Request
 from autopar.units import counted, format_seconds
 
 NOT_SEARCHED = (
-    "Not searched: parts of the batch by kind (weighted data parallelism), stages on some of the ranks of a kind, "
-    "another order of the kinds, and memory by kind: every rank is bounded by the smallest."
+    "Not searched: parts of the batch by kind (weighted data parallelism), some of the ranks of a kind, another order "
+    "of the kinds, memory by kind (every rank is bounded by the smallest), and what would change the choice."
 )
 
 

@@ -1,27 +1,36 @@
-"""Clusters by their names: `h100` (one node), `h100x4` (4 GPUs of a node), `h100x8x16` (16 nodes), or a TOML file."""
+"""Clusters by their names: `h100` (one node), `h100x4` (4 GPUs of a node), `h100x8x16` (16 nodes), or a TOML file.
+
+Several kinds of machines are several of these, in the order of their ranks: `h100x8x2+a100x8x2`, or the key `kinds` of
+a file, see `autopar.cost_model.machines.hardware_toml`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from autopar.cost_model.catalogue import HARDWARE, find_hardware
 from autopar.cost_model.machines.hardware import Hardware
-from autopar.cost_model.machines.hardware_toml import read_hardware
+from autopar.cost_model.machines.hardware_toml import KindsFile, read_cluster_file
+from autopar.cost_model.machines.kinds import mixed
+from autopar.cost_model.machines.links import Link
 from autopar.errors import AutoparError
 
+_KIND = re.compile(r"\+(?!\d)|(?<![xX×])\+")  # between two kinds; the + of h100x+8 is a sign
 MOST_RANKS = 131_072  # more than the largest machine that trains one model; a search lists ranks
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A number of equal nodes.
+    """A number of equal nodes, or of several kinds, which then count as nodes of as many ranks as divide all of them.
 
     Attributes:
-        hardware: figures of every node, which has `hardware.devices_per_node` ranks.
+        hardware: figures of every node, which has `hardware.devices_per_node` ranks; of the slowest of several kinds.
         nodes: number of nodes.
     """
 
@@ -49,7 +58,15 @@ class Cluster:
         """Number of ranks in all nodes."""
         return self.nodes * self.devices_per_node
 
+    @property
+    def kinds(self) -> tuple[Cluster, ...]:
+        """The parts of the cluster that have equal nodes, in the order of their ranks."""
+        found = tuple(Cluster(each, nodes) for each, nodes in self.hardware.kinds)
+        return found or (self,)
+
     def __str__(self) -> str:
+        if self.hardware.kinds:  # their sizes stand in the name
+            return self.hardware.name
         return f"{self.hardware.name}x{self.devices_per_node}x{self.nodes}"
 
 
@@ -58,11 +75,13 @@ def find_cluster(given: Cluster | Hardware | str | os.PathLike[str]) -> Cluster:
 
     >>> find_cluster("h100x8x16").ranks
     128
+    >>> [str(kind) for kind in find_cluster("h100x8x2+a100x8x2").kinds]
+    ['h100x8x2', 'a100x8x2']
 
     Args:
         given: a name: `h100x8x16` for 16 nodes of 8 GPUs, `h100x4` for 4 GPUs of one node, `h100` for one whole node.
-            Or the path of a `.toml` file, which sizes may follow: `my.toml x 4 x 2`. A `Hardware` means one whole node,
-            and a `Cluster` is returned as it is.
+            Or the path of a `.toml` file, which sizes may follow: `my.toml x 4 x 2`. Several of these with a + between
+            them are the kinds of a cluster. A `Hardware` means one whole node, and a `Cluster` is returned as it is.
 
     Raises AutoparError for a size that is not a positive number, an unknown GPU (with the nearest names),
     more ranks than a node has, and a file that is missing or wrong.
@@ -72,9 +91,48 @@ def find_cluster(given: Cluster | Hardware | str | os.PathLike[str]) -> Cluster:
     if isinstance(given, Hardware):
         return Cluster(given)
     text = os.fspath(given)
+    names = _KIND.split(text)
+    if len(names) > 1 and not _is_file(text):
+        for name in names:
+            if not name.strip():
+                raise AutoparError(
+                    f"Cannot read the cluster {text!r}: beside a + stands a kind; write h100x8x2+a100x8x2."
+                )
+        return cluster_of_kinds([find_cluster(name) for name in names])
+    return _of_one_name(text)
+
+
+def cluster_of_kinds(clusters: Sequence[Cluster], name: str = "", between: Link | None = None) -> Cluster:
+    """The cluster of several ones, in this order of their ranks; equal neighbours are one kind.
+
+    Args:
+        clusters: the kinds.
+        name: its name; by default the names of the kinds with a + between them.
+        between: link between two kinds; None for the slower one of their links between nodes.
+    """
+    kinds = [kind for each in clusters for kind in each.kinds]
+    alike = itertools.groupby(kinds, key=lambda each: each.hardware)
+    counts = tuple((hardware, sum(each.nodes for each in group)) for hardware, group in alike)
+    if len(counts) == 1:
+        return Cluster(*counts[0])
+    hardware = mixed(counts, name, between)
+    ranks = sum(each.devices_per_node * nodes for each, nodes in counts)
+    return Cluster(hardware, ranks // hardware.devices_per_node)
+
+
+def _is_file(text: str) -> bool:
+    """Whether a text with a + in it names a single file."""
+    path, ending, _ = text.rpartition(".toml")
+    return bool(ending) and Path(path.strip() + ending).expanduser().is_file()
+
+
+def _of_one_name(text: str) -> Cluster:
+    """The cluster that a text without a + names."""
     gpu, node, nodes = _split(text)
     if gpu.endswith(".toml"):
-        file = read_hardware(Path(gpu).expanduser())
+        file = read_cluster_file(Path(gpu).expanduser())
+        if isinstance(file, KindsFile):
+            return _of_file(file, text, has_sizes=node is not None)
         hardware, count = file.hardware, file.nodes
     else:
         hardware, count = find_hardware(gpu), 1
@@ -82,6 +140,22 @@ def find_cluster(given: Cluster | Hardware | str | os.PathLike[str]) -> Cluster:
         hardware = _in_node(hardware, _size(node, text, "ranks in a node"), text)
         count = 1
     return Cluster(hardware, count if nodes is None else _size(nodes, text, "nodes"))
+
+
+def _of_file(file: KindsFile, text: str, *, has_sizes: bool) -> Cluster:
+    """The cluster of a file that lists kinds; files among these lie in its folder."""
+    if has_sizes:
+        raise AutoparError(
+            f"The cluster {text!r} has sizes, but {file.path.name} lists kinds, which have their own: leave them out."
+        )
+    found = []
+    for kind in file.kinds:
+        path = file.path.parent / kind
+        try:
+            found.append(find_cluster(os.fspath(path) if ".toml" in kind else kind))
+        except AutoparError as error:
+            raise AutoparError(f"{file.path}, line {file.line}: {error}") from None
+    return cluster_of_kinds(found, file.name, file.between)
 
 
 def _split(text: str) -> tuple[str, str | None, str | None]:

@@ -83,7 +83,7 @@ class Disk:
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of cluster: equal devices in equal nodes.
+    """The devices of a cluster: equal ones in equal nodes, or the slowest of several kinds.
 
     Attributes:
         name: name in the catalogue.
@@ -109,6 +109,9 @@ class Hardware:
         host: memory of the machine around the device; None if it is not known, so that nothing can be stored there.
         nvme: disks of that machine; None if they are not known, so that nothing can be stored there.
         sources: pairs (name of a figure such as `inside_node.latency_seconds`, its source).
+        kinds: pairs of a machine and its number of nodes in a cluster of several kinds, in the order of their ranks,
+            whose slowest figures are then those above (`autopar.cost_model.machines.kinds`); () for one kind.
+        between: link between two kinds, if it is not the slower one of their links between nodes.
     """
 
     name: str
@@ -132,6 +135,8 @@ class Hardware:
     host: Host | None = None
     nvme: Disk | None = None
     sources: tuple[tuple[str, Source], ...] = ()
+    kinds: tuple[tuple[Hardware, int], ...] = ()
+    between: Link | None = None
 
     def flops_per_second(self, itemsize_bytes: int) -> float:
         """Peak FLOP/s for elements of this size: that of the narrowest listed size that holds them."""

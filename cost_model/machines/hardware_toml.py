@@ -20,6 +20,15 @@
     [[matmul]]          # optional rows of measurements, also [[collective]]
     rows = 1024
 
+A cluster of several kinds of machines has a file that lists them, in the order of their ranks:
+
+    name = "ours"
+    kinds = ["h100x8x2", "slow.toml x 8 x 2"]      # names as `find_cluster` takes them; files lie beside this one
+
+    [between_kinds]                    # optional, the fields of `Link`; by default the slower of their across_nodes
+    bandwidth_bytes_per_second = {value = 12e9, kind = "measured", source = "nccl-tests over both"}
+    latency_seconds = {value = 2e-5, kind = "guess", source = "two switches"}
+
 Every figure has a value, a kind (datasheet, measured, fitted or guess) and a source. An error about a file names the
 file and the line.
 """
@@ -52,6 +61,7 @@ from autopar.cost_model.machines.hardware_fields import (
 from autopar.errors import AutoparError
 from autopar.ir.files import is_number, read_text
 
+_BETWEEN = "between_kinds"
 _MOST_BYTES = 8 * 2**20  # of a file; one that `autopar calibrate` writes has less than 100 KB
 _LEAST, _MOST = 1e-30, 1e30  # of a figure, so that products and quotients of several are still numbers
 
@@ -71,14 +81,42 @@ class HardwareFile:
     curves: Mapping[str, Rows] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class KindsFile:
+    """The contents of a file that lists the kinds of a cluster.
+
+    Attributes:
+        path: the file.
+        name: name of the cluster.
+        kinds: names of the kinds, in the order of their ranks.
+        between: link between two kinds; None where the file has none.
+        line: number of the line with the kinds.
+    """
+
+    path: Path
+    name: str
+    kinds: tuple[str, ...]
+    between: Link | None
+    line: int
+
+
 def read_hardware(path: str | Path) -> HardwareFile:
     """Reads a hardware file. Raises AutoparError with the name of the file and the line of the error."""
+    return parse_hardware(_text_of(path), str(path))
+
+
+def read_cluster_file(path: Path) -> HardwareFile | KindsFile:
+    """Reads a file of one kind of machine, or of several. Raises AutoparError as `read_hardware` does."""
+    file = _File(_text_of(path), str(path))
+    return file.parse_kinds(path) if "kinds" in file.document else file.parse()
+
+
+def _text_of(path: str | Path) -> str:
     try:
-        text = read_text(path, most_bytes=_MOST_BYTES)
+        return read_text(path, most_bytes=_MOST_BYTES)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise AutoparError(f"Cannot read the hardware of {path}: {reason}.") from error
-    return parse_hardware(text, str(path))
 
 
 def parse_hardware(text: str, where: str) -> HardwareFile:
@@ -112,6 +150,10 @@ class _File:
             self._fail("lists or tables are nested too deeply." if deep else f"{error}.", 1)
 
     def parse(self) -> HardwareFile:
+        if "kinds" in self.document:
+            self._fail(
+                "kinds lists the kinds of a cluster, which --cluster takes; here one machine is asked for", ("kinds",)
+            )
         figures = self._base()
         own = dict(self._figures())
         figures |= own
@@ -120,6 +162,30 @@ class _File:
         hardware = _hardware(self._text("name"), figures)
         curves = {name: self._rows(name) for name in CURVES if name in self.document}
         return HardwareFile(hardware, int(nodes), MappingProxyType(curves))
+
+    def parse_kinds(self, path: Path) -> KindsFile:
+        known = ("name", "kinds", _BETWEEN)
+        for key in self.document:
+            if key not in known:
+                self._fail(f"unknown key {key!r} beside kinds{_suggest(key, known)}", (key,))
+        kinds = self.document["kinds"]
+        is_list = isinstance(kinds, list) and all(isinstance(each, str) and each.strip() for each in kinds)
+        if not is_list or len(kinds) < 2:
+            self._fail('kinds lists two or more clusters, as in kinds = ["h100x8x2", "a100x8x2"]', ("kinds",))
+        return KindsFile(path, self._text("name"), tuple(kinds), self._between(), line_of(self.text, ("kinds",)))
+
+    def _between(self) -> Link | None:
+        """The link of the table [between_kinds]; None without the table."""
+        table = self.document.get(_BETWEEN)
+        if table is None:
+            return None
+        if not isinstance(table, dict):
+            self._fail(f"{_BETWEEN} is a table of figures, [{_BETWEEN}]", (_BETWEEN,))
+        figures = {key: self._figure((_BETWEEN, key), entry)[0] for key, entry in table.items()}
+        for key in LINK_REQUIRED:
+            if key not in figures:
+                self._fail(f"{key} of [{_BETWEEN}] is missing.", (_BETWEEN,))
+        return Link(**figures)
 
     def _base(self) -> dict[str, tuple[float, Source]]:
         """Figures of the catalogue's machine that the key `like` names; none without this key."""
@@ -140,6 +206,8 @@ class _File:
         for key, entry in self.document.items():
             if key in ("name", "like", *CURVES):
                 continue
+            if key == _BETWEEN:
+                self._fail(f"[{_BETWEEN}] stands beside kinds, and this file lists none", (key,))
             if key not in TABLES:
                 yield key, self._figure(("", key), entry)
             elif not isinstance(entry, dict):
@@ -150,9 +218,9 @@ class _File:
 
     def _figure(self, at: tuple[str, str], entry: object) -> tuple[float, Source]:
         table, key = at
-        path = (table, key) if table else (key,)
-        if key not in TABLES[table]:
-            known = [*TABLES[table], *(() if table else ("name", "like", *TABLES, *CURVES))]
+        path, rules = (table, key) if table else (key,), TABLES["across_nodes" if table == _BETWEEN else table]
+        if key not in rules:
+            known = [*rules, *(() if table else ("name", "like", *TABLES, *CURVES))]
             owner = f" in [{table}]" if table else ""
             self._fail(f"unknown key {key!r}{owner}{_suggest(key, known)}", path)
         if not isinstance(entry, dict):
@@ -161,7 +229,7 @@ class _File:
                 path,
             )
         self._check_entry(entry, path)
-        return self._number(entry["value"], TABLES[table][key], path), self._source(entry, path)
+        return self._number(entry["value"], rules[key], path), self._source(entry, path)
 
     def _check_entry(self, entry: Mapping[str, object], path: tuple[str, ...]) -> None:
         parts = ("value", "kind", "source")

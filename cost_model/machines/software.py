@@ -7,9 +7,9 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.cost_model.catalogue import find_hardware
-from autopar.cost_model.machines.cluster import Cluster
+from autopar.cost_model.machines.cluster import Cluster, find_cluster
 from autopar.cost_model.machines.hardware import Hardware, Source
+from autopar.cost_model.machines.kinds import each_kind
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,9 @@ class Software:
 
     def on(self, hardware: Hardware) -> Hardware:
         """The hardware with this runtime's figures in place of its own."""
+        return each_kind(hardware, self._on)
+
+    def _on(self, hardware: Hardware) -> Hardware:
         own = {name: value for name in _OWN if (value := getattr(self, name)) is not None}
         nic = hardware.across_nodes.bandwidth_bytes_per_second * self.network_efficiency
         return dataclasses.replace(hardware, **own).with_network(nic, self.hop_seconds)
@@ -80,6 +83,10 @@ def as_eager_runs(hardware: Hardware) -> Hardware:
 
     A file that `autopar calibrate` wrote has measured figures, which stay as they are.
     """
+    return each_kind(hardware, _as_eager_runs)
+
+
+def _as_eager_runs(hardware: Hardware) -> Hardware:
     stated = {figure for figure, _ in hardware.sources}
     missing: dict[str, Any] = {n: value for n, value in _EAGER.items() if n not in stated}
     sources = tuple((name, _EAGER_SOURCE) for name in missing)
@@ -90,9 +97,10 @@ def named_hardware(hardware: Hardware | str | os.PathLike[str]) -> Hardware:
     """The hardware that a person names for autopar's own runtime: that of a file with the guesses of `as_eager_runs`.
 
     Args:
-        hardware: a name in the catalogue, the path of a TOML file, or the hardware itself, which is taken as it is.
+        hardware: a name in the catalogue or of a cluster, the path of a TOML file, or the hardware itself, which is
+            taken as it is.
     """
-    return hardware if isinstance(hardware, Hardware) else as_eager_runs(find_hardware(hardware))
+    return hardware if isinstance(hardware, Hardware) else as_eager_runs(find_cluster(hardware).hardware)
 
 
 def with_eager_runs(cluster: Cluster) -> Cluster:

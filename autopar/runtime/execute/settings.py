@@ -34,8 +34,8 @@ class RunOptions:
     """The options of a run, in addition to those of its plan.
 
     Attributes:
-        hardware: machine to price for: a catalogue name, the path of a TOML file such as `autopar calibrate` writes, or
-            figures; by default a guess from the kind of the device.
+        hardware: machine to price for: a name such as h100 or h100x8x2+a100x8x2, the path of a TOML file such as
+            `autopar calibrate` writes, or figures; by default a guess from the kind of the device.
         init_fn: called with each meta-device module that owns tensors, in place of its `reset_parameters()`.
         weights: folder or file of safetensors with initial values under the names of `state_dict()`, such as
             `save_pretrained` of transformers writes; each rank reads its own shards alone.
