@@ -55,7 +55,7 @@ def compare_command(target: str, top: int, html: Path | None, as_json: bool, **g
     console().print(asked.text, highlight=False)
     console().print(CandidateTable(rows, "fastest"))
     if asked.cluster.hardware.kinds:
-        console().print("Estimates of pipelines take stages as cut by what each kind can do; explain searches the cuts.")
+        console().print("Estimates of pipelines assume stages cut by what each kind can do; explain searches the cuts.")
     console().print(f"{len(rows)} of {len(asked.settings)} priced; bound {bound / 1e9:.1f} GB a rank")
     if best is None:
         console().print(asked.why_nothing_fits(), style="bold red")

@@ -62,8 +62,9 @@ def ways_of(request: Request, depths: Sequence[int]) -> list[Way]:
         depths: numbers of pipeline ranks to try on all ranks.
     """
     staged = tuple(each for each in depths if each > 1)
-    found = [Way("equal shares", request.but(stages=(1,)))] * (1 in depths)
-    found += [Way("a pipeline across", request.but(stages=staged))] * bool(staged)
+    found = [Way("equal shares", request.but(stages=(1,)))] if 1 in depths else []
+    if staged:
+        found.append(Way("a pipeline across", request.but(stages=staged)))
     for count in range(1, len(request.hardware.kinds)):
         for kept in itertools.combinations(request.cluster.kinds, count):
             alone = cluster_of_kinds(kept, between=request.hardware.between)
@@ -132,7 +133,7 @@ def waits(found: Explanation) -> Iterator[str]:
     if len(kinds) < 2:
         return
     ranks = ranks_of_kinds(found.cluster.hardware)
-    places = ", ".join(f"{_ranks(own)} are {kind}" for own, kind in zip(ranks, kinds, strict=True))
+    places = ", ".join(f"{_ranks(own)} {kind}" for own, kind in zip(ranks, kinds, strict=True))
     yield f"{places[0].upper()}{places[1:]}."
     run = found.simulated
     machines = stage_machines(found.cluster.hardware, found.plan.world_mesh)
@@ -143,7 +144,7 @@ def waits(found: Explanation) -> Iterator[str]:
 
 
 def _ranks(own: range) -> str:
-    return f"ranks {own.start} to {own.stop - 1}" if len(own) > 1 else f"rank {own.start}"
+    return f"ranks {own.start} to {own.stop - 1} are" if len(own) > 1 else f"rank {own.start} is"
 
 
 def _equal_lines(found: Explanation, kinds: Sequence[Cluster]) -> Iterator[str]:
@@ -167,20 +168,16 @@ def _price_on(found: Explanation, hardware: Hardware) -> Composed:
 
 def _stage_lines(run: SimulatedStep, machines: Sequence[Hardware]) -> Iterator[str]:
     """What the stages of every kind have, and how long their ranks wait."""
-    names = dict.fromkeys(machine.name for machine in machines)
     busiest = machines[run.busiest_rank].name
-    for name in names:
+    for name in dict.fromkeys(machine.name for machine in machines):
         ranks = [rank for rank, machine in enumerate(machines) if machine.name == name]
         rows = [run.stages[stage] for rank in ranks for stage in run.pipeline.stages_of(rank)]
-        layers = sum(row.layers for row in rows)
-        seconds = sum(row.forward_seconds + row.backward_seconds for row in rows) / len(rows)
-        busy = sum(run.simulation.busy_seconds[rank] for rank in ranks) / len(ranks)
-        idle_part = 100 * (1 - busy / run.simulation.step_seconds)
-        waiting = f"wait {idle_part:.0f} % of the schedule"
-        if name != busiest:
-            waiting += f", for {busiest}, whose ranks compute longest, and for the first and last micro-batches"
+        seconds = sum(row.forward_seconds + row.backward_seconds for row in rows) / len(ranks)
+        busy_seconds = sum(run.simulation.busy_seconds[rank] for rank in ranks) / len(ranks)
+        waiting = f"{100 * (1 - busy_seconds / run.simulation.step_seconds):.0f} % of the schedule"
+        others = "for other stages" if name == busiest else f"for {busiest}, which computes longest"
         yield (
             f"Pipeline {'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))} on {name}: "
-            f"{counted(layers, 'layer')} in {counted(len(rows), 'stage')}, {format_seconds(seconds)} a stage and "
-            f"micro-batch; they {waiting}."
+            f"{counted(sum(row.layers for row in rows), 'layer')} in {counted(len(rows), 'stage')}, "
+            f"{format_seconds(seconds)} of a rank for a micro-batch; waits {waiting} {others}."
         )
