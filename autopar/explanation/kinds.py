@@ -46,7 +46,7 @@ class Way(NamedTuple):
     request: Request
 
 
-class Kept(NamedTuple):
+class TriedWay(NamedTuple):
     """The outcome of a way: its answer, or the error that says why there is none."""
 
     way: Way
@@ -81,7 +81,7 @@ def best_of(ways: Sequence[Way], answer: Callable[[Request], Advice]) -> Advice:
 
     Raises the error of the first way where no way has a plan.
     """
-    found = [_kept(way, answer) for way in ways]
+    found = [_tried(way, answer) for way in ways]
     able = [(each.way, each.answer) for each in found if each.answer is not None]
     if not able:
         raise next(each.error for each in found if each.error is not None)
@@ -93,11 +93,11 @@ def best_of(ways: Sequence[Way], answer: Callable[[Request], Advice]) -> Advice:
     return best.but(candidates=(chosen, *rows, *others), kind_lines=lines)
 
 
-def _kept(way: Way, answer: Callable[[Request], Advice]) -> Kept:
+def _tried(way: Way, answer: Callable[[Request], Advice]) -> TriedWay:
     try:
-        return Kept(way, answer(way.request))
+        return TriedWay(way, answer(way.request))
     except SearchError as error:
-        return Kept(way, None, error)
+        return TriedWay(way, None, error)
 
 
 def _row(way: Way, found: Advice, best: Advice) -> Candidate:
@@ -118,7 +118,7 @@ def _chosen_line(way: Way, best: Advice, able: Sequence[tuple[Way, Advice]]) -> 
     return f"Kinds of machines: {way.words} is fastest, {format_seconds(best.step_seconds)}{beside}."
 
 
-def _failures(found: Sequence[Kept]) -> Iterator[str]:
+def _failures(found: Sequence[TriedWay]) -> Iterator[str]:
     for each in found:
         if each.error is not None:
             yield f"Without a plan: {each.way.words} ({first_line(each.error)})"
