@@ -19,7 +19,7 @@ from autopar.cost_model.breakdown import Candidate
 from autopar.cost_model.machines.cluster import Cluster, cluster_of_kinds
 from autopar.cost_model.machines.hardware import Hardware
 from autopar.cost_model.machines.kinds import ranks_of_kinds, stage_machines
-from autopar.errors import SearchError, first_line
+from autopar.errors import AutoparError, first_line
 from autopar.explanation.answers import Advice
 from autopar.explanation.candidate_rows import idle, name_of, row_of, slower
 from autopar.explanation.explanation import Explanation
@@ -51,7 +51,7 @@ class TriedWay(NamedTuple):
 
     way: Way
     answer: Advice | None
-    error: SearchError | None = None
+    error: AutoparError | None = None
 
 
 def ways_of(request: Request, depths: Sequence[int]) -> list[Way]:
@@ -77,7 +77,7 @@ def best_of(ways: Sequence[Way], answer: Callable[[Request], Advice]) -> Advice:
 
     Args:
         ways: the ways.
-        answer: function that answers a request; raises SearchError if nothing fits.
+        answer: function that answers a request; raises AutoparError if it finds no plan.
 
     Raises the error of the first way where no way has a plan.
     """
@@ -96,7 +96,7 @@ def best_of(ways: Sequence[Way], answer: Callable[[Request], Advice]) -> Advice:
 def _tried(way: Way, answer: Callable[[Request], Advice]) -> TriedWay:
     try:
         return TriedWay(way, answer(way.request))
-    except SearchError as error:
+    except AutoparError as error:  # such as a batch that some of the ranks cannot divide
         return TriedWay(way, None, error)
 
 

@@ -13,7 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from autopar.api.machine import device_of, words_of_device
+from autopar.api.machine import device_of, hardware_of, words_of_device
+from autopar.cost_model import find_cluster
+from autopar.cost_model.machines.software import with_eager_runs
 from autopar.errors import AutoparError
 from autopar.runtime.model.module import CompiledModule
 from tests.support.accelerators import first_script, seeming_accelerators
@@ -108,6 +110,12 @@ def test_a_device_that_is_not_there_is_refused() -> None:
         device_of(model_on("cpu"), None, "cuda")
     with seeming_accelerators(2), pytest.raises(AutoparError, match="finds 2 devices of the kind"):
         device_of(model_on("cpu"), None, "cuda:2")
+
+
+def test_the_machine_may_have_several_kinds() -> None:
+    found, notes = hardware_of("h100x8+a100x8", torch.device("cuda"))
+    assert found == with_eager_runs(find_cluster("h100x8+a100x8")).hardware and not notes
+    assert [each.name for each, _ in found.kinds] == ["h100", "a100"]
 
 
 def test_a_model_on_several_devices_is_refused() -> None:

@@ -443,6 +443,15 @@ def test_a_searched_depth_of_a_function_is_a_plan_that_runs(tmp_path):
         (["fit", "lama3-8b", "--cluster", "h100x8"], "no model 'lama3-8b'; did you mean llama3-8b"),
         (["fit", "gpt2"], "Say where: --cluster h100x8x16, or --ranks 8"),
         (["explain", "gpt2", "--cluster", "v9000x8"], "no GPU 'v9000' in the catalogue; did you mean v100"),
+        (["explain", "gpt2", "--cluster", "h100x8+a10x8"], "no GPU 'a10' in the catalogue; did you mean a100"),
+        (
+            ["explain", "gpt2", "--cluster", "h100x8+a100x8", "--ranks", "4"],
+            "h100x8x1+a100x8x1 has 16 ranks of several kinds, and 4 are asked for; leave --ranks out.",
+        ),
+        (
+            ["explain", "gpt2", "--cluster", "h100x8+a100x8", "--mesh", "dp=8"],
+            "has 8 ranks, but h100x8x1+a100x8x1 has 16: name axes whose sizes multiply to 16",
+        ),
         (
             ["explain", "gpt2", "--cluster", "h100x8", "--mesh", "dp=3"],
             "has 3 ranks, but h100x8x1 has 8: name axes whose sizes multiply to 8, or a cluster of 3.",
