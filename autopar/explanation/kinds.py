@@ -168,16 +168,16 @@ def _price_on(found: Explanation, hardware: Hardware) -> Composed:
 
 def _stage_lines(run: SimulatedStep, machines: Sequence[Hardware]) -> Iterator[str]:
     """What the stages of every kind have, and how long their ranks wait."""
-    busiest = machines[run.busiest_rank].name
-    for name in dict.fromkeys(machine.name for machine in machines):
-        ranks = [rank for rank, machine in enumerate(machines) if machine.name == name]
+    busiest = machines[run.busiest_rank]
+    for kind in dict.fromkeys(machines):
+        ranks = [rank for rank, machine in enumerate(machines) if machine == kind]
         rows = [run.stages[stage] for rank in ranks for stage in run.pipeline.stages_of(rank)]
         seconds = sum(row.forward_seconds + row.backward_seconds for row in rows) / len(ranks)
         busy_seconds = sum(run.simulation.busy_seconds[rank] for rank in ranks) / len(ranks)
         waiting = f"{100 * (1 - busy_seconds / run.simulation.step_seconds):.0f} % of the schedule"
-        others = "for other stages" if name == busiest else f"for {busiest}, which computes longest"
+        others = "for other stages" if kind == busiest else f"for {busiest.name}, which computes longest"
         yield (
-            f"Pipeline {'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))} on {name}: "
+            f"Pipeline {'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))} on {kind.name}: "
             f"{counted(sum(row.layers for row in rows), 'layer')} in {counted(len(rows), 'stage')}, "
             f"{format_seconds(seconds)} of a rank for a micro-batch; waits {waiting} {others}."
         )

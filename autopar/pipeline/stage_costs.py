@@ -126,12 +126,13 @@ class StageTables:
         self.blocks = PricedBlocks(graph, plan, together(machines), **figures)
         if link_of_stages is None and PIPELINE_AXIS in world.names:
             link_of_stages = software.on(hardware).link(world, world.index(PIPELINE_AXIS))
-        of_kinds = {
-            machine: StageTables(graph, plan, machine, link_of_stages=link_of_stages, **figures)
-            for machine in {*machines}
-            if len({*machines}) > 1
-        }
-        self._of_ranks = tuple(of_kinds[machine] for machine in machines) if of_kinds else ()
+        self._of_ranks: tuple[StageTables, ...] = ()
+        if any(machine != machines[0] for machine in machines):
+            of_kinds = {
+                machine: StageTables(graph, plan, machine, link_of_stages=link_of_stages, **figures)
+                for machine in {*machines}
+            }
+            self._of_ranks = tuple(of_kinds[machine] for machine in machines)
         self.parts, self.starts = self.blocks.parts, self.blocks.starts
         self.repetition = self.blocks.repetition
         self._crossings = Crossings(self.blocks, link_of_stages)
