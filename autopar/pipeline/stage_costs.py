@@ -193,7 +193,7 @@ class StageTables:
         ((saved,),) = self._saved(recompute).saved(whole)
         # The slowest block may lie on the fastest machine.
         slowest = min((each.whole(recompute).block_seconds for each in self._of_ranks), default=max(blocks))
-        return WholeModel(both, slowest, float(self._kept_bytes[0, -1]), float(saved))
+        return WholeModel(both, slowest, float(self._kept_bytes[0, -1]), float(saved), bool(self._of_ranks))
 
     def _turns(self, recompute: Recompute) -> list[int]:
         return [*ends_of_repeats(self.blocks.parts, recompute), self.blocks.n]

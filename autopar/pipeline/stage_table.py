@@ -23,12 +23,15 @@ class WholeModel(NamedTuple):
         block_seconds: forward and backward of a micro-batch, if the slowest block is a stage by itself.
         kept_bytes: parameters, gradients, optimizer states and buffers of all blocks.
         saved_bytes: saved activations of a micro-batch in all blocks.
+        is_of_kinds: whether ranks have several kinds of machines. The seconds of all blocks are then those of what they
+            reach together, and those of the slowest block are those of the machine on which it is fastest.
     """
 
     seconds: float
     block_seconds: float
     kept_bytes: float
     saved_bytes: float
+    is_of_kinds: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,8 +102,9 @@ class StageTable:
         """Costs of all blocks together."""
         both, all_blocks = self.forward_seconds + self.backward_seconds, (0, self.blocks)
         slowest = float(np.diagonal(both, offset=1).max())
+        slowest = min((each.whole.block_seconds for each in self.of_ranks), default=slowest)
         kept, saved = float(self.kept_bytes[all_blocks]), float(self.saved_bytes[all_blocks])
-        return WholeModel(float(both[all_blocks]), slowest, kept, saved)
+        return WholeModel(float(both[all_blocks]), slowest, kept, saved, bool(self.of_ranks))
 
     def most_repeating(self, cuts: Sequence[int]) -> int:
         """The largest number of blocks of a stage that may be recomputed."""

@@ -54,8 +54,17 @@ def row(case: Case, found: Advice) -> Sequence[str]:
         f"{case.batch} x {case.seq}",
         *(format_seconds(seconds[way]) if way in seconds else "no plan" for way in _WAYS),
         f"{100 * gain:+.1f} %",
-        " + ".join(str(each.layers) for each in found.simulated.stages) if found.simulated else "",
+        _layers(found),
     )
+
+
+def _layers(found: Advice) -> str:
+    """Layers of every pipeline rank; "" without stages."""
+    run = found.simulated
+    if run is None:
+        return ""
+    ranks = map(run.pipeline.stages_of, range(run.pipeline.ranks))
+    return " + ".join(str(sum(run.stages[stage].layers for stage in own)) for own in ranks)
 
 
 def answer(case: Case) -> Advice:

@@ -146,7 +146,8 @@ class _Search:
         self.graph, self.request, self.captured = graph, request, captured
         self.mesh = request.mesh
         # Layouts are searched on what the machines of all stages reach together, which bounds what stages take.
-        self.hardware = together(stage_machines(request.hardware, self.mesh))
+        machines = stage_machines(request.hardware, self.mesh)
+        self.hardware, self.is_of_kinds = together(machines), any(each != machines[0] for each in machines)
         self.recompute = "none" if request.has_lone_ops else request.recompute
         self.fingerprint, self.fixed_storage = fingerprint, fixed_storage
         self.searches = searches
@@ -327,7 +328,7 @@ class _Search:
         return state_bytes <= self.ranks * self.bound
 
     def _execute_nearest(self) -> None:
-        """Balances the fastest settings with several stages per rank again, by simulating their schedules.
+        """Balances the fastest settings with several stages per rank, or several kinds of machines, by their schedules.
 
         It may make a setting 15 % faster, so that all near ones are balanced where that takes little.
         """
@@ -335,7 +336,7 @@ class _Search:
         near = [
             (each, staged)
             for each, staged in ranked
-            if each.setting.shape.chunks > 1 and each.seconds <= _NEAR * ranked[0][0].seconds
+            if (each.setting.shape.chunks > 1 or self.is_of_kinds) and each.seconds <= _NEAR * ranked[0][0].seconds
             if each.setting.shape.stages * each.plan.micro_batches <= _EXECUTABLE
         ]
         work = 0

@@ -64,7 +64,8 @@ def shortest_seconds(whole: WholeModel, shape: Shape, alone: WholeModel) -> floa
     If each rank has one stage and backward is not split, more is known. Rank r, which takes w_r seconds for a
     micro-batch, waits for x_r seconds: the forwards of the ranks before it come first, and their backwards last. So
     L >= x_r + m w_r. Since x_{r+1} = x_r + w_r, each rank leaves L - x_{r+1} >= (1 - 1/m) (L - x_r). After all p ranks
-    x is T, so that L - T >= (1 - 1/m)^p L, which is L >= T / (1 - (1 - 1/m)^p).
+    x is T, so that L - T >= (1 - 1/m)^p L, which is L >= T / (1 - (1 - 1/m)^p). Ranks of several kinds of machines can
+    make T shorter than it is on what they reach together, so that only L >= m T / p is known of them.
 
     Args:
         whole: costs of all blocks together.
@@ -73,7 +74,7 @@ def shortest_seconds(whole: WholeModel, shape: Shape, alone: WholeModel) -> floa
     """
     m = shape.micro_batches
     part = shape.ranks / m
-    if shape.chunks == 1 and not splits_backward(shape.blank):
+    if shape.chunks == 1 and not splits_backward(shape.blank) and not whole.is_of_kinds:
         part = 1.0 - (1.0 - 1.0 / m) ** shape.ranks
     return max(whole.seconds / part, m * alone.block_seconds)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -11,10 +12,13 @@ from autopar.cost_model import Hardware
 from autopar.cost_model.machines.kinds import mixed
 from autopar.errors import MeshError
 from autopar.pipeline.composed import composed
+from autopar.pipeline.schedules import actions
+from autopar.pipeline.simulation import simulate
 from autopar.pipeline.stage_table import StageTable
 from autopar.search.request.request import Request
 from autopar.search.stages.balance import balance
 from autopar.search.stages.pipeline import search_pipeline
+from autopar.search.stages.pipeline_bounds import least_seconds, shortest_seconds
 from autopar.search.stages.pipeline_settings import PipelineFound
 from autopar.search.stages.shape import Shape
 from tests.search.stacked import Sizes, residual
@@ -67,6 +71,29 @@ def test_ranks_with_several_stages(schedule: str, chunks: int) -> None:
     shape = Shape(2, chunks, schedule, 4)
     best = balance(on_ranks(3, 1), shape, memory_bytes=np.inf)
     assert best.rank_seconds == pytest.approx((4, 4))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 8])
+@pytest.mark.parametrize("factors", [(3, 1), (1, 3), (4, 2, 1)], ids=str)
+@pytest.mark.parametrize("schedule", ["gpipe", "zb"])
+def test_no_cuts_beat_the_bound_and_executed_ones_are_the_best(
+    schedule: str, factors: tuple[int, ...], micro_batches: int
+) -> None:
+    """Every cut of nine blocks; the bound is that of ranks with the mean rate."""
+    shape = Shape(len(factors), 1, schedule, micro_batches)
+    made = on_ranks(*factors, blocks=9)
+    mean = sum(factors) / len(factors)
+    made = dataclasses.replace(table([1 / mean] * 9), of_ranks=made.of_ranks)
+    lists = actions(shape.blank, micro_batches)
+    steps = {
+        cuts: simulate(lists, made.stages(cuts, shape.blank)).step_seconds
+        for cuts in itertools.combinations(range(1, 9), shape.stages - 1)
+    }
+    best = min(steps.values()) * (1 + 1e-9)
+    assert shortest_seconds(made.whole, shape, made.whole) <= best
+    assert all(least_seconds(made, shape, cuts) <= seconds * (1 + 1e-9) for cuts, seconds in steps.items())
+    found = balance(made, shape, memory_bytes=np.inf, executed=True)
+    assert steps[found.cuts] <= best
 
 
 def layers_of(plan: PipelineFound) -> list[int]:
