@@ -150,6 +150,8 @@ def _price(each: Remedy) -> str:
 
 
 def _no_remedy(fit: Fit) -> str:
+    if fit.fits and fit.is_largest and fit.advice.cluster.hardware.kinds:
+        return "A micro-batch has all sequences of a rank; fewer nodes of several kinds of machines are not tried."
     if fit.fits and fit.is_largest:
         return "A micro-batch has all sequences of a rank, and there is one node: nothing larger can be asked for."
     if fit.fits:
