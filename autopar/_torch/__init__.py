@@ -102,7 +102,7 @@ from autopar._torch.distributed.dtensors import (
     set_local_tensor,
     warn_once_of_redistribution,
 )
-from autopar._torch.distributed.elsewhere import Elsewhere, elsewhere, is_elsewhere
+from autopar._torch.distributed.elsewhere import Elsewhere, elsewhere, entries_here, is_elsewhere
 from autopar._torch.distributed.groups import (
     all_gather,
     all_reduce,
@@ -131,6 +131,7 @@ from autopar._torch.distributed.optimizers import cut_loaded_states, share_overf
 from autopar._torch.distributed.owned import Owned, copied, cut_like, owned_as, whole_of
 from autopar._torch.distributed.plain_ways import treat_as_plain
 from autopar._torch.distributed.random_fills import draw_whole_on_processors
+from autopar._torch.distributed.stage_meshes import StageMesh, is_of_stage
 from autopar._torch.distributed.whole_operands import cut_whole_operands
 from autopar._torch.exporting import (
     VALUES_READ,
@@ -161,7 +162,7 @@ from autopar._torch.imports import quiet_torchao
 from autopar._torch.limits import AskedLimits
 from autopar._torch.modules import BatchNormBase, DropoutBase, is_computing
 from autopar._torch.operators import autopar_op, decomposition_of, required_arguments, schema
-from autopar._torch.parts import as_entry_of_stage, for_a_file, has_shards, refuse_parts, unchecked
+from autopar._torch.parts import for_a_file, has_shards, is_part, refuse_parts, unchecked
 from autopar._torch.product_nodes import operand_gradients
 from autopar._torch.shortcuts import code_when_called, quick_decompositions, quick_examples, quick_lines, quick_notes
 from autopar._torch.symbol_text import ReadSizes, write_size, write_sizes

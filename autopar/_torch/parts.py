@@ -10,24 +10,21 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn, serialization
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import clip_grad
 
+from autopar._torch.distributed.stage_meshes import is_of_stage
 from autopar.errors import StepError
 
-# Whether a model has a DTensor as all ranks have theirs ("model"), as those of one pipeline stage ("stage"), or not.
-KindOf = Callable[[DTensor], Literal["", "model", "stage"]]
-# Gives tensors of single stages to all ranks, whole and plain; every rank calls it with those that it has, or has not.
-Spread = Callable[[Sequence[DTensor]], list[Tensor]]
 _FOR_A_FILE = "is_shard_for_a_file"  # an attribute of the DTensors that `for_a_file` makes
-_OF_STAGE_STATE = "is_entry_of_one_stage"  # an attribute of those that `as_entry_of_stage` has seen
+IsOwn = Callable[[DTensor], bool]
 
 
-def refuse_parts(kind_of: KindOf, share: Spread) -> Callable[[], None]:
+def refuse_parts(is_own: IsOwn) -> Callable[[], None]:
     """Makes `torch.save` raise StepError where it sees a part, and torch compute norms of parts of all stages.
 
     `float(x)` and `x.item()` of a sum or norm of shards raise it, too. Numbers of one stage's parameters become plain
@@ -36,18 +33,16 @@ def refuse_parts(kind_of: KindOf, share: Spread) -> Callable[[], None]:
     What is refused leaves the file of an earlier `torch.save` as it is.
 
     Args:
-        kind_of: function that says whether a DTensor is of a model, and whether of one pipeline stage.
-        share: function that gives tensors of single stages to all of them.
+        is_own: function that says whether a DTensor is of a model. One on the mesh of a pipeline stage is, always.
 
     Returns a function that restores the behaviour of torch.
     """
-    both = (kind_of, share)
-    _kinds().append(both)
-    return lambda: _kinds().remove(both)
+    _owners().append(is_own)
+    return lambda: _owners().remove(is_own)
 
 
 @functools.cache
-def _kinds() -> list[tuple[KindOf, Spread]]:
+def _owners() -> list[IsOwn]:
     """The registered functions; the first call replaces functions of torch, where other functions of torch look."""
     DTensor.__reduce_ex__ = _reduced  # type: ignore[method-assign, assignment]
     DTensor.full_tensor = _of_model(DTensor.full_tensor)  # type: ignore[method-assign]
@@ -84,22 +79,24 @@ def _pauses() -> list[None]:
     return []
 
 
-def _kind(x: Any) -> str:
+def _is_of_model(x: Any) -> bool:
     if not isinstance(x, DTensor) or _pauses():
-        return ""
-    # A copy: a model that is freed meanwhile takes its functions out. Models with and without stages may lie on equal
-    # meshes, and what all stages are asked for is right for both.
-    kinds = {kind_of(x) for kind_of, _ in tuple(_kinds())}
-    return "stage" if "stage" in kinds else "model" if "model" in kinds else ""
+        return False
+    # A copy: a model that is freed meanwhile takes its function out.
+    return is_of_stage(x) or any(is_own(x) for is_own in tuple(_owners()))
+
+
+def _is_of_stage(x: Any) -> bool:
+    return is_of_stage(x) and not _pauses()
 
 
 def _shared(tensors: Sequence[Any]) -> list[Any]:
     """The tensors, with those of single pipeline stages whole and plain on all ranks."""
-    own = [i for i, x in enumerate(tensors) if _kind(x) == "stage"]
+    own = [i for i, x in enumerate(tensors) if _is_of_stage(x)]
     if not own:
         return list(tensors)
-    share = next(share for kind_of, share in tuple(_kinds()) if kind_of(tensors[own[0]]) == "stage")
-    found = dict(zip(own, share([tensors[i] for i in own]), strict=True))
+    spread = tensors[own[0]]._spec.mesh.spread
+    found = dict(zip(own, spread.share([tensors[i] for i in own]), strict=True))
     return [found.get(i, x) for i, x in enumerate(tensors)]
 
 
@@ -107,6 +104,11 @@ def has_shards(x: DTensor) -> bool:
     """Whether other ranks have other parts of a DTensor, or other terms of a sum."""
     sizes = zip(x.placements, x.device_mesh.shape, strict=True)
     return any(not placement.is_replicate() and size > 1 for placement, size in sizes)
+
+
+def is_part(x: DTensor) -> bool:
+    """Whether a DTensor is none that every rank has whole: it is in shards, or of one pipeline stage."""
+    return is_of_stage(x) or has_shards(x)
 
 
 def for_a_file(x: Any) -> Any:
@@ -118,16 +120,9 @@ def for_a_file(x: Any) -> Any:
     return found
 
 
-def as_entry_of_stage(x: Any) -> Any:
-    """The same tensor, of a state dict that has one pipeline stage's: its `full_tensor()` raises StepError."""
-    if isinstance(x, DTensor) and not isinstance(x, nn.Parameter):
-        setattr(x, _OF_STAGE_STATE, True)
-    return x
-
-
 def _is_number_of_stage(x: Any) -> bool:
     """Whether a tensor is a number of parameters or gradients of one pipeline stage."""
-    return isinstance(x, DTensor) and x.ndim == 0 and _kind(x) == "stage"
+    return _is_of_stage(x) and x.ndim == 0
 
 
 def _of_numbers(combine: Callable[[Tensor, Any], Any], out_of_place: Callable[[Tensor, Any], Any]) -> Any:
@@ -143,7 +138,7 @@ def _of_numbers(combine: Callable[[Tensor, Any], Any], out_of_place: Callable[[T
         is_update = combine is not out_of_place and isinstance(x, nn.Parameter)
         if not is_update and (_is_number_of_stage(x) or _is_number_of_stage(other)):
             return out_of_place(*_shared([x, other]))
-        if not isinstance(other, DTensor) and other.requires_grad and isinstance(x, DTensor) and _kind(x):
+        if not isinstance(other, DTensor) and other.requires_grad and isinstance(x, DTensor) and _is_of_model(x):
             return out_of_place(x.full_tensor(), other)
         return combine(x, other)
 
@@ -155,7 +150,7 @@ def _of_totals(combine: Callable[[Tensor, Any], Any], reflected: Callable[[Any, 
 
     @functools.wraps(combine)
     def checked(x: Tensor, other: Any) -> Any:
-        if not isinstance(other, DTensor) or isinstance(x, DTensor) or x.ndim or other.ndim or not _kind(other):
+        if not isinstance(other, DTensor) or isinstance(x, DTensor) or x.ndim or other.ndim or not _is_of_model(other):
             return combine(x, other)
         return reflected(other, x)
 
@@ -169,13 +164,13 @@ def _of_stages(join: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def checked(tensors: Any, *args: Any, **kwargs: Any) -> Tensor:
         if torch.compiler.is_compiling() or not isinstance(tensors, (list, tuple)):
             return join(tensors, *args, **kwargs)
-        own = next((x for x in tensors if _kind(x) == "stage"), None)
+        own = next((x for x in tensors if _is_of_stage(x)), None)
         if own is None:
             return join(tensors, *args, **kwargs)
         found = join(_shared(tensors), *args, **kwargs)
         if own.ndim == 0 or not all(isinstance(x, DTensor) for x in tensors):
             return found
-        mesh = own.device_mesh
+        mesh = own._spec.mesh
         return DTensor.from_local(found, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
     # Its name is for pickle, and the table for torch.jit.script, which looks up functions of torch by their ids.
@@ -185,17 +180,10 @@ def _of_stages(join: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _of_model(full_tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`DTensor.full_tensor` that gives a stage's tensor to all, and raises StepError for an entry of its state dict."""
+    """`DTensor.full_tensor` that gives a stage's tensor to all."""
 
     @functools.wraps(full_tensor)
     def checked(x: DTensor, **options: Any) -> Tensor:
-        if getattr(x, _OF_STAGE_STATE, False):
-            raise StepError(
-                "full_tensor() is called on an entry of a state dict that has the parameters of this rank's pipeline "
-                "stages alone: a file of such tensors lacks those of other ranks. On all ranks, model.export(folder) "
-                "writes whole weights and autopar.checkpoint.save_checkpoint(folder, model, optimizer) a checkpoint "
-                "(docs/checkpoints.md). For this rank's entries: model.state_dict().shards()."
-            )
         (found,) = [x] if getattr(x, _FOR_A_FILE, False) else _shared([x])
         return full_tensor(x, **options) if found is x else found
 
@@ -262,18 +250,17 @@ def _opened_late(opener: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _reduced(x: DTensor, protocol: Any) -> Any:
-    kind = _kind(x)
-    if not kind or getattr(x, _FOR_A_FILE, False):
+    if not _is_of_model(x) or getattr(x, _FOR_A_FILE, False):
         return Tensor.__reduce_ex__(x, protocol)
-    if kind == "stage" or has_shards(x):
-        raise StepError(_not_whole(x, kind))
+    if is_part(x):
+        raise StepError(_not_whole(x))
     local = x._local_tensor
     plain = nn.Parameter(local, x.requires_grad) if isinstance(x, nn.Parameter) else local
     return plain.__reduce_ex__(protocol)
 
 
-def _not_whole(x: DTensor, kind: str) -> str:
-    lies = "is of one pipeline stage" if kind == "stage" else f"lies as {list(x.placements)}"
+def _not_whole(x: DTensor) -> str:
+    lies = "is of one pipeline stage" if is_of_stage(x) else f"lies as {list(x.placements)}"
     return (
         f"A tensor of shape {list(x.shape)} was given to torch.save or pickle, but it {lies}, so this rank has only a "
         "part of it: such a file is not the model, and ranks that save under one name overwrite each other's files. "
@@ -288,7 +275,7 @@ def _of_whole(norm_of: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(norm_of)
     def checked(given: Tensor | Iterable[Tensor], norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
         tensors = [given] if isinstance(given, Tensor) else list(given)
-        if any(_kind(x) == "stage" for x in tensors):
+        if any(map(_is_of_stage, tensors)):
             tensors = _shared([torch.linalg.vector_norm(x, norm_type) for x in tensors])
         return norm_of(tensors, norm_type, *args, **kwargs)
 

@@ -189,8 +189,8 @@ class PreparedModel(nn.Module):
 
 def cut_plain_values(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Before a model whose parameters lie in shards loads whole plain values: each rank takes its part."""
-    present = {prefix + name: value for name, value in model.state_dict().items()}
-    state_dict.update(as_stored(state_dict, present))
+    own = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
+    state_dict.update({prefix + name: value for name, value in as_stored(own, model).items()})
 
 
 def _refuse_decided(options: Mapping[str, Any]) -> None:

@@ -10,11 +10,9 @@ import contextlib
 import copy
 import functools
 import io
-import itertools
 import math
 import re
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,37 +22,9 @@ from torch.nn.utils import clip_grad_norm_, parametrizations
 
 import autopar
 from autopar.capture.remedies import remedy_of_operands
+from tests.support.loop import STEPS, Loop, Ready, batches, mlp, plain_loop, summed, whole
+from tests.support.methods import METHODS
 from tests.support.odd.odd_scripts import Verdict
-
-Ready = Callable[[nn.Module], Any]
-Loop = Callable[[Ready], list[float]]
-STEPS = 3
-
-
-def mlp(*sizes: int) -> nn.Sequential:
-    """Linear layers with tanh between them."""
-    layers: list[nn.Module] = []
-    for before, after in itertools.pairwise(sizes):
-        layers += [nn.Linear(before, after), nn.Tanh()]
-    return nn.Sequential(*layers[:-1])
-
-
-def batches(count: int = STEPS, rows: int = 8) -> list[tuple[Tensor, Tensor]]:
-    """Batches of 6 numbers with 3 targets a row, from a generator of their own."""
-    generator = torch.Generator().manual_seed(7)
-    make = [torch.randn(rows, 9, generator=generator, dtype=torch.float64) for _ in range(count)]
-    return [(x[:, :6], x[:, 6:]) for x in make]
-
-
-def whole(x: Any) -> Tensor:
-    """A tensor or DTensor, whole."""
-    x = x.detach()
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
-
-
-def summed(model: Any) -> float:
-    """A number that all parameters change: the sum of their cosines."""
-    return sum(whole(p).double().cos().sum().item() for p in model.parameters())
 
 
 def gan(ready: Ready) -> list[float]:
@@ -191,22 +161,6 @@ def weight_norm(ready: Ready) -> list[float]:
     parametrizations.weight_norm(net[0])
     parametrizations.spectral_norm(net[2])
     return plain_loop(ready(net))
-
-
-def plain_loop(model: Any, optimizer: Any = None, loss_fn: Any = F.mse_loss) -> list[float]:
-    """Three steps, then an evaluation."""
-    optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1)
-    losses = []
-    for x, y in batches():
-        loss = loss_fn(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    model.eval()
-    with torch.no_grad():
-        losses.append(loss_fn(model(x), y).item())
-    return [*losses, summed(model)]
 
 
 def lbfgs(ready: Ready) -> list[float]:
@@ -525,6 +479,7 @@ LOOPS: dict[str, Loop] = {
     "norms logged, clipped by value": grad_norm_logging,
     "hooks of the script": gradient_hook,
     "groups, warmup and plateau": warmup_and_groups,
+    **METHODS,
 }
 
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils import _pytree
 
 from autopar._torch.distributed.dtensors import dtensor
+from autopar._torch.distributed.stage_meshes import seen_from_outside
 from autopar.errors import StepError
 
 _REMEDY = (
@@ -56,6 +57,11 @@ class Elsewhere(DTensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Elsewhere({words_of(self)})"
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh of the ranks that have its values, of which this one is not."""
+        return seen_from_outside(self._spec.mesh)
 
     def to_local(self, **_: Any) -> Tensor:
         return self
@@ -98,6 +104,11 @@ def is_elsewhere(x: Any) -> bool:
     return isinstance(x, Elsewhere)
 
 
+def entries_here(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a state dict that this rank has, without those of other pipeline stages."""
+    return {name: x for name, x in state.items() if not is_elsewhere(x)}
+
+
 def words_of(x: Elsewhere) -> str:
     """Shape and place of a tensor in words."""
     return f"shape {list(x.shape)}, of pipeline position {', '.join(map(str, sorted(x.holders)))}"
@@ -120,7 +131,7 @@ def _without_values(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     of_meta = {**kwargs, "device": "meta"} if "device" in kwargs else kwargs
     found = func(*_pytree.tree_map_only(Tensor, meta, args), **_pytree.tree_map_only(Tensor, meta, of_meta))
     known = {id(x._local_tensor): x for x in written if isinstance(x, Elsewhere)}
-    mesh, holders = absent[0].device_mesh, _holders(absent)
+    mesh, holders = absent[0]._spec.mesh, _holders(absent)
 
     def wrapped(x: Tensor) -> Tensor:
         return known[id(x)] if id(x) in known else Elsewhere(x, mesh, holders, torch.device(device))
@@ -170,7 +181,7 @@ def _draw(func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
         if not isinstance(x, Elsewhere):
             return x
         local = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-        return dtensor(local, x.device_mesh, x.placements, tuple(x.shape))
+        return dtensor(local, x._spec.mesh, x.placements, tuple(x.shape))
 
     func(*_pytree.tree_map_only(Tensor, room, args), **_pytree.tree_map_only(Tensor, room, kwargs))
 

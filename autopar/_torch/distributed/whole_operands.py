@@ -8,6 +8,9 @@ it: a gradient would not come back through the cut.
 
 A row of a matrix that is split by rows, `p[0]`, is gathered and no longer a part of the matrix. torch 2.13 writes into
 it as if it were, so that the write is lost; that is refused, here.
+
+`p[0] = row` and `p[mask] = 0` are writes into a slice, and where a mask of the tensor's own shape says. With other
+indices torch mixes tensors of both kinds: they are refused on all ranks, on which the tensor is or is not.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ def cut_whole_operands() -> None:
     """Makes in-place methods of DTensors cut operands to this rank's part, from now on."""
     for name in (*_IN_PLACE, *_OPERATORS, *_OF_ONE):
         setattr(DTensor, name, _with_parts(getattr(DTensor, name)))
+    DTensor.__setitem__ = _set_items  # type: ignore[method-assign]
 
 
 def _with_parts(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,6 +50,34 @@ def _with_parts(method: Callable[..., Any]) -> Callable[..., Any]:
         return method(x, *(_part_of(operand, x) for operand in operands), **options)
 
     return write
+
+
+def _set_items(x: DTensor, index: Any, value: Any) -> None:
+    """`x[index] = value`. Raises StepError, on all ranks, for an index that is neither of slices nor a mask of all."""
+    if isinstance(index, DTensor) and index.dtype is torch.bool and index.shape == x.shape:
+        if isinstance(value, Tensor) and value.ndim:
+            raise StepError(_not_by(index, x))
+        x.masked_fill_(index, value)
+        return
+    if not all(each is None or each is ... or type(each) in (int, slice) for each in _indices(index)):
+        raise StepError(_not_by(index, x))
+    if isinstance(value, Tensor):
+        x[index].copy_(value)
+    else:
+        x[index].fill_(value)
+
+
+def _indices(index: Any) -> tuple[Any, ...]:
+    return index if isinstance(index, tuple) else (index,)
+
+
+def _not_by(index: Any, x: DTensor) -> str:
+    kinds = ", ".join(type(each).__name__ for each in _indices(index))
+    return (
+        f"x[index] = value was given an index of {kinds}, but x, of shape {list(x.shape)}, is a DTensor, into which "
+        "slices and masks of its own shape (x[x < 0] = 0) are written. Write the whole on all ranks: whole = "
+        "x.detach().full_tensor(); whole[index] = value; x.copy_(whole), under torch.no_grad()."
+    )
 
 
 def _refuse_lost_write(x: DTensor) -> None:

@@ -47,6 +47,7 @@ from autopar.capture.guards.values import (
     is_copy,
     is_plain,
     is_same,
+    noted_in,
     refill,
     seen,
     slots,
@@ -344,12 +345,18 @@ class Reads:
                 else:
                     yield Place(vars(owner), name, f"{place.words}.{name}", place.line), MISSING
 
-    def refilled(self) -> list[Place]:
-        """Restores the contents of containers; returns the places of those that had changed."""
+    def refilled(self) -> tuple[list[Place], list[tuple[dict[Any, Any], Any, Any]]]:
+        """Restores the contents of containers.
+
+        Returns the places of those that had changed, but for dicts that only gained entries without data
+        (`noted_in`): of these the dict, key and value of every entry.
+        """
         changed = [each for each in self._containers.values() if not is_copy(*each[:2])]
+        gained = [(container, noted_in(container, copy)) for container, copy, _ in changed]
         for container, copy, _ in changed:
             refill(container, copy)
-        return [place for _, _, place in changed]
+        places = [place for (_, _, place), (_, noted) in zip(changed, gained, strict=True) if noted is None]
+        return places, [(container, k, v) for container, noted in gained for k, v in (noted or {}).items()]
 
     def is_counter(self, attributes: dict[str, Any], name: str) -> bool:
         """Whether every read of an attribute only counted it up or down."""

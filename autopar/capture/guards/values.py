@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ _PLAIN = (
     torch.Size,
 )
 
+_IS_HEAP_TYPE = 1 << 9  # of a class that Python code has defined
 MUTABLE = (list, dict, set, deque)
 CONTAINERS = (*MUTABLE, tuple, frozenset)
 
@@ -191,6 +193,28 @@ def is_copy(container: Any, copy: Any) -> bool:
     if isinstance(container, dict):
         return all(k is m and v is w for (k, v), (m, w) in pairs)
     return all(x is y for x, y in pairs)
+
+
+def noted_in(container: Any, copy: Any) -> dict[Any, Any] | None:
+    """The entries that a dict has gained since it was copied, if it changed in nothing else and they hold no data.
+
+    So libraries note which of their parts serves a type or a name (einops), and find it there the next time.
+    """
+    if type(container) is not dict or not all(container.get(k, MISSING) is v for k, v in copy.items()):
+        return None
+    gained = {k: v for k, v in container.items() if k not in copy}
+    is_note = all((isinstance(k, type) or is_plain(k)) and _holds_no_data(v) for k, v in gained.items())
+    return gained if is_note else None
+
+
+def _holds_no_data(value: Any) -> bool:
+    """Whether a value is a class, a module, a function without a closure, or an object of the user's made of such."""
+    if isinstance(value, FunctionType):
+        return value.__closure__ is None and not value.__defaults__
+    if isinstance(value, (type, ModuleType, BuiltinFunctionType)):
+        return True
+    is_object = type(value).__flags__ & _IS_HEAP_TYPE and not isinstance(value, (Tensor, nn.Module, *CONTAINERS))
+    return bool(is_object) and not slots(type(value)) and all(map(_holds_no_data, vars(value).values()))
 
 
 def refill(container: Any, copy: Any) -> None:

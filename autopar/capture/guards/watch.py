@@ -64,7 +64,7 @@ class Watch:
         loss_fn: its loss function, if there is one.
 
     Attributes:
-        writes: the changes to attributes of modules that every step repeats.
+        writes: the changes to attributes of modules, and notes in dicts, that every step repeats.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
@@ -123,13 +123,14 @@ class Watch:
             with self._asked(), _Unwatched(), profiled_by(self._profile):
                 yield
         finally:
-            written, others = self._put_back(before)
+            written, others, noted = self._put_back(before)
         if not is_state_of_numpy(np.random.get_state(legacy=False), drawn):
             np.random.set_state(drawn)
             self._drawn.append((self._reads.numpy_line(), False))
         self._refuse(of_users(others))
         effects = [w for w in written if not self._writes.is_internal(*w[:2])]
-        self.writes = tuple(filter(None, (self._effect(*write) for write in effects)))
+        repeated = tuple(filter(None, (self._effect(*write) for write in effects)))
+        self.writes = repeated + tuple(Write(*entry, adds=False) for entry in noted)
 
     @contextlib.contextmanager
     def _asked(self) -> Iterator[None]:
@@ -171,10 +172,13 @@ class Watch:
             return False
         return self._reads.has_read(module, name) or not self._writes.has_set(module, name)
 
-    def _put_back(self, before: list[dict[str, Any]]) -> tuple[list[tuple[nn.Module, str, Any, Any]], list[Place]]:
+    def _put_back(
+        self, before: list[dict[str, Any]]
+    ) -> tuple[list[tuple[nn.Module, str, Any, Any]], list[Place], list[tuple[dict[Any, Any], Any, Any]]]:
         """Restores the Python values from before a run.
 
-        Returns the attributes that were put back, see `Writes.written`, and all other places that were.
+        Returns the attributes that were put back, see `Writes.written`, all other places that were, and entries of
+        dicts that hold no data, see `Reads.refilled`.
         """
         self._reads.find_imports()
         written = [w for w in self._writes.written(before) if not self._writes.keeps(w[0], w[1], w[3])]
@@ -184,7 +188,8 @@ class Watch:
         changed = [each for each in self._reads.changed(attributes) if not self._writes.stays(each[0])]
         for place, value in changed:
             place.put(value)
-        return written, [place for place, _ in changed] + self._reads.refilled()
+        refilled, noted = self._reads.refilled()
+        return written, [place for place, _ in changed] + refilled, noted
 
     def _effect(self, module: nn.Module, name: str, old: Any, new: Any) -> Write | None:
         is_counter = self._reads.is_counter(vars(module), name)

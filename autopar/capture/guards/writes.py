@@ -18,17 +18,17 @@ from autopar.capture.guards.values import MISSING, is_plain
 
 @dataclass(frozen=True)
 class Write:
-    """A change that a forward makes to an attribute of a module.
+    """A change that a forward makes to an attribute of a module, or an entry that it adds to a dict.
 
     Attributes:
-        attributes: `__dict__` of the module.
-        name: name of the attribute.
+        attributes: `__dict__` of the module, or the dict.
+        name: name of the attribute, or the key.
         value: its value after the forward, or the number that the forward adds to it.
         adds: whether `value` is added.
     """
 
-    attributes: dict[str, Any]
-    name: str
+    attributes: dict[Any, Any]
+    name: Any
     value: Any
     adds: bool
 

@@ -82,7 +82,7 @@ class Loading:
                 f"{folder} was saved with only_optimizer=True and has no weights. Load it with an optimizer, and load "
                 "the weights from where they were saved."
             )
-        state = model.state_dict() if notes.get("has_model", True) else {}
+        state = _torch.entries_here(model.state_dict()) if notes.get("has_model", True) else {}
         room = {f"model.{k}": v for k, v in state.items() if isinstance(v, Tensor)}
         objects = [k for k, v in state.items() if not isinstance(v, Tensor)]
         _refuse_other_model(folder, room, saved, [name for name in objects if name not in notes["objects"]])

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from autopar import _torch
 from autopar._torch import pytree
 from autopar.errors import AutoparError, first_line
 from autopar.runtime.formats.block_states import cuts_of, entries
@@ -153,7 +154,7 @@ def collect(
             "save_checkpoint was called with only_optimizer=True but no optimizer, so there is nothing to save. Give "
             "the optimizer, or leave only_optimizer out."
         )
-    state = model.state_dict() if with_model else {}
+    state = _torch.entries_here(model.state_dict()) if with_model else {}
     tensors = {f"model.{k}": v for k, v in state.items() if isinstance(v, Tensor)}
     notes: dict[str, Any] = {
         "version": VERSION,

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from autopar import _torch
 from autopar.errors import AutoparError, first_line
 from autopar.ir.files import read_json
 from autopar.runtime.formats.optimizer_state import ties
@@ -240,7 +241,7 @@ def read_weights(model: nn.Module, path: PathLike) -> None:
 
 def _refuse_torn_ties(files: WeightFiles, model: nn.Module, ranks: AllRanks) -> None:
     """Raises AutoparError, before the model changes, if the files have different values for tied names."""
-    state = model.state_dict()
+    state = _torch.entries_here(model.state_dict())
     both = files.saved.keys() & state.keys()
     pairs = [(a, b) for a, b in ties(model).items() if a in both and b in both]
     room = {name: torch.empty_like(state[name]) for pair in pairs for name in pair}
@@ -274,8 +275,8 @@ def _opened(model: nn.Module, path: PathLike) -> tuple[WeightFiles, dict[str, Te
     files = WeightFiles.at(path)
     files.refuse(files.problems(model))
     files.refuse_formats(model)
-    state = model.state_dict()
-    room = {source: state[name] for name, source in files.names(model).items()}
+    state = _torch.entries_here(model.state_dict())
+    room = {source: state[name] for name, source in files.names(model).items() if name in state}
     return files, room, files.readable(model)
 
 

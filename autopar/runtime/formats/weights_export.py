@@ -99,7 +99,7 @@ def _once(model: nn.Module) -> dict[str, Tensor]:
 
     Raises AutoparError for entries that are not tensors, and for dtypes that safetensors does not have.
     """
-    state, further = model.state_dict(), ties(model)
+    state, further = _torch.entries_here(model.state_dict()), ties(model)
     others = [name for name, value in state.items() if not isinstance(value, Tensor)]
     if others:
         raise AutoparError(

@@ -432,9 +432,10 @@ class CompiledModule(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The state dict of the model; with process groups its parameters are DTensors.
 
-        With pipeline stages it has the parameters of the stages on this rank, and all buffers;
-        torch.distributed.checkpoint joins the state dicts of all ranks. `torch.save` takes it where this rank has whole
-        tensors, and raises StepError for shards; `state_dict().shards()` is what it takes all the same.
+        With pipeline stages parameters of other ranks are stand-ins: `x.full_tensor()` gives an entry to all ranks,
+        and torch.distributed.checkpoint saves and loads what each rank has. `torch.save` takes the state dict where
+        every rank has whole tensors, and raises StepError for shards and stages; `state_dict().shards()`, which has
+        this rank's part, is what it takes all the same.
 
         Raises StepError where replicas have run steps since their last meeting, because their parameters then differ.
         """
@@ -457,7 +458,7 @@ class CompiledModule(nn.Module):
         refuse_shards_of_others(state_dict, self._rank)
         if not is_placed:
             make_room(self._original, state_dict, assign=assign)
-        own = as_stored(state_dict, self._original.state_dict())
+        own = as_stored(state_dict, self._original)
         found = self._original.load_state_dict(own, strict, assign)
         if not is_placed:
             refuse_without_values(self._original, found.missing_keys)

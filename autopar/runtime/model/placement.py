@@ -16,7 +16,6 @@ from autopar.runtime.execute.inputs import digest_of
 from autopar.runtime.execute.settings import Settings
 from autopar.runtime.model.program_builder import Fixed, Programs
 from autopar.runtime.parameters.adoption import Adoption, adopt
-from autopar.runtime.parameters.everywhere import Everywhere
 from autopar.runtime.parameters.initialise import initial_values, place_buffers, replaced_values
 from autopar.runtime.parameters.parameters import ParameterStore
 from autopar.runtime.parameters.shared import SharedParameters
@@ -82,7 +81,7 @@ class Placement:
         self.fixed = Fixed(plan.parameters, plan.pipeline, plan.recompute, users, plan.saved)
         if pipe is not None:
             assert self.adoption is not None and programs.pipeline is not None
-            self.adoption.lie_in_stages(pipe, Everywhere(pipe, settings.timeout_seconds))
+            self.adoption.pipe = pipe
             self.counted_elsewhere = take_part(model, users, programs.pipeline, world)
             self.shared = SharedParameters(users, programs.pipeline, self.store)
 

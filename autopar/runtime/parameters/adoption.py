@@ -12,11 +12,10 @@ The original model cannot run any more, because torch does not mix DTensors with
 from __future__ import annotations
 
 import functools
-import gc
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -28,7 +27,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from autopar import _torch
 from autopar._torch.pytree import tree_leaves
 from autopar.errors import CaptureError, StepError
-from autopar.runtime.parameters.everywhere import Everywhere
 from autopar.runtime.ranks.world import Pipe
 
 # id of the old -> old, new
@@ -40,13 +38,9 @@ class Adoption:
 
     Attributes:
         pipe: this rank's place along the pipeline, once there are stages.
-        everywhere: what gives tensors of a stage to all of them, once there are stages.
     """
 
     def __init__(self) -> None:
-        if _with_stages():
-            # Models may lie on equal meshes: ranks that free one at different times would differ in what is shared.
-            gc.collect()
         self._successors: Successors = {}
         self._own: set[int] = set()  # ids of the DTensors that parameters have become
         self._took_gradient: set[int] = set()  # ids of those that took a gradient over
@@ -54,10 +48,9 @@ class Adoption:
             _followed_by(self.follow),
             _torch.update_by_shards(self._owns),
             _torch.share_overflows(self._stages_of),
-            _torch.refuse_parts(self._kind_of, self._share),
+            _torch.refuse_parts(self._lies_alike),
         ]
         self.pipe: Pipe | None = None
-        self.everywhere: Everywhere | None = None
         _torch.treat_as_plain()
 
     def stop(self) -> None:
@@ -92,22 +85,10 @@ class Adoption:
     def _owns(self, parameter: Tensor) -> bool:
         return id(parameter) in self._own
 
-    def _kind_of(self, x: DTensor) -> Literal["", "model", "stage"]:
-        """Whether a tensor lies as these parameters do, as what is made of them does; and as those of one stage."""
+    def _lies_alike(self, x: DTensor) -> bool:
+        """Whether a tensor lies on the mesh of these parameters, as what is made of them does."""
         own = next((p for p in self.adopted if isinstance(p, DTensor)), None)
-        if own is None or x.device_mesh != own.device_mesh:
-            return ""
-        return "model" if self.pipe is None else "stage"
-
-    def lie_in_stages(self, pipe: Pipe, everywhere: Everywhere) -> None:
-        """Takes note that the parameters are those of this rank's stages."""
-        self.pipe, self.everywhere = pipe, everywhere
-        _with_stages().add(self)
-
-    def _share(self, tensors: Sequence[DTensor]) -> list[Tensor]:
-        """Tensors of single stages, on all of them."""
-        assert self.everywhere is not None, "there are stages"
-        return self.everywhere.share(tensors)
+        return own is not None and x.device_mesh == own.device_mesh
 
     def _stages_of(self, optimizer: Optimizer) -> dist.ProcessGroup | None:
         """The ranks that have an optimizer's other parameters, where there are stages."""
@@ -121,12 +102,6 @@ class Adoption:
         """Replaces old parameters in an optimizer by their registered successors, and cuts states that were loaded."""
         _replace_parameters(optimizer, self._successors)
         _torch.cut_loaded_states(optimizer, self._owns)
-
-
-@functools.cache
-def _with_stages() -> weakref.WeakSet[Adoption]:
-    """The adoptions of models with stages that are not freed yet."""
-    return weakref.WeakSet()
 
 
 def _followed_by(follow: Callable[[Optimizer], None]) -> Callable[[], None]:

@@ -1,14 +1,14 @@
 """The part of a model that one pipeline rank holds: the parameters of its stages, and all buffers.
 
 In the places of others are stand-ins without memory (`autopar._torch.distributed.elsewhere`), so that `parameters()`,
-optimizers and what a script does with both are the same on every rank. State dicts have what this rank holds.
+`state_dict()`, optimizers and what a script does with them are the same on every rank.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from types import FrameType
 from typing import Any
@@ -44,24 +44,20 @@ class RankState(OrderedDict[str, Any]):
 
     `torch.save` writes replicated tensors as plain ones, and raises StepError for shards: a script that saves under one
     name on every rank would overwrite those of the others. `shards()` may be saved, under a name for each rank.
-
-    Attributes:
-        lacks: entries of the model that other ranks have.
     """
 
-    lacks: Collection[str] = ()
     _metadata: dict[str, Any] | None = None  # as nn.Module.state_dict gives it, with the rank
 
     def shards(self) -> OrderedDict[str, Any]:
-        """The same entries in a dict that `torch.save` writes as they are: this rank's shards."""
-        found = OrderedDict((name, _torch.for_a_file(x)) for name, x in self.items())
+        """What this rank has of the entries, in a dict that `torch.save` writes as it is."""
+        found = OrderedDict((name, _torch.for_a_file(x)) for name, x in _torch.entries_here(self).items())
         found._metadata = self._metadata  # type: ignore[attr-defined]
         return found
 
     def with_entries(self, entries: Mapping[str, Any]) -> RankState:
         """Other entries of this rank."""
         found = RankState(entries)
-        found.lacks, found._metadata = self.lacks, self._metadata
+        found._metadata = self._metadata
         return found
 
     def copy(self) -> RankState:
@@ -73,9 +69,9 @@ class RankState(OrderedDict[str, Any]):
         return self.with_entries(deepcopy(dict(self), memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        shards = [k for k, x in self.items() if isinstance(x, DTensor) and _torch.has_shards(x)]
-        if shards or self.lacks:
-            raise StepError(_not_whole(shards or list(self.lacks)))
+        parts = [k for k, x in self.items() if isinstance(x, DTensor) and _torch.is_part(x)]
+        if parts:
+            raise StepError(_not_whole(parts))
         found = OrderedDict(self)
         found._metadata = self._metadata  # type: ignore[attr-defined]
         return found.__reduce_ex__(protocol)
@@ -99,15 +95,12 @@ def _not_whole(names: Sequence[str]) -> str:
 
 
 def of_rank(state: dict[str, Any], rank: int) -> dict[str, Any]:
-    """A state dict that knows whose shards it has, without the entries that other ranks have."""
-    lacks = [name for name, x in state.items() if _torch.is_elsewhere(x)]
-    for name in lacks:
-        del state[name]
+    """A state dict that knows whose shards it has."""
     if not hasattr(state, "_metadata"):  # the caller gave a plain dict to fill
         return state
     state._metadata.setdefault("", {})[_RANK] = rank
-    found = RankState({name: _torch.as_entry_of_stage(x) for name, x in state.items()} if lacks else state)
-    found.lacks, found._metadata = lacks, state._metadata
+    found = RankState(state)
+    found._metadata = state._metadata
     return found
 
 
@@ -126,22 +119,29 @@ def refuse_shards_of_others(given: Mapping[str, Any], rank: int) -> None:
         )
 
 
-def as_stored(given: Mapping[str, Any], present: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Cuts the whole tensors of a state dict by the placements of the present DTensors with the same names.
+def as_stored(given: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
+    """Cuts the whole tensors of a state dict by the placements of the model's parameters with the same names.
 
-    Entries of other ranks need not be given; a dict that has one of them has to have all.
+    Entries of other ranks need not be given, as in the files of `RankState.shards`; a dict that has one of them has to
+    have all.
     """
+    source, present = given, dict(model.named_parameters(remove_duplicate=False))
     absent = {k: x for k, x in present.items() if _torch.is_elsewhere(x)}
     if absent.keys().isdisjoint(given):
         given = {**absent, **given}
-    full = [k for k, v in given.items() if isinstance(present.get(k), DTensor)]
-    plain = {k: given[k] for k in full if not isinstance(given[k], DTensor)}
     cut = {
-        k: _torch.cut_like(v, present[k])
-        for k, v in plain.items()
-        if isinstance(v, Tensor) and v.shape == present[k].shape
+        k: _torch.cut_like(given[k], x)
+        for k, x in present.items()
+        if isinstance(x, DTensor) and _is_whole(given.get(k)) and given[k].shape == x.shape
     }
-    return {**given, **cut} if cut else given
+    found = OrderedDict({**given, **cut})
+    if metadata := getattr(source, "_metadata", None):  # versions of modules
+        found._metadata = metadata  # type: ignore[attr-defined]
+    return found
+
+
+def _is_whole(x: Any) -> bool:
+    return isinstance(x, Tensor) and not isinstance(x, DTensor)
 
 
 def users_of(model: nn.Module, stages: Sequence[Program]) -> dict[str, tuple[int, ...]]:

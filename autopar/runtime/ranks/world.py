@@ -17,6 +17,7 @@ from autopar.errors import PeerError
 from autopar.ir import PIPELINE_AXIS, Meeting, Mesh, mesh_of_all, without_pipeline
 from autopar.ops.collectives import group_name
 from autopar.runtime.failures.stragglers import who_waits
+from autopar.runtime.ranks.everywhere import Everywhere
 from autopar.runtime.ranks.files import Files
 from autopar.runtime.ranks.tiers import Tiers
 
@@ -112,7 +113,8 @@ class World:
         inner = without_pipeline(mesh)
         rank = device_mesh.get_local_rank(PIPELINE_AXIS)
         pipe = Pipe(rank, device_mesh, _pipeline_group(device_mesh, device, timeout_seconds))
-        return cls(inner, device, device_mesh[inner.names], pipe)
+        everywhere = Everywhere.along(device_mesh, timeout_seconds)
+        return cls(inner, device, _torch.StageMesh(device_mesh[inner.names], everywhere), pipe)
 
     @classmethod
     def of_replica(cls, mesh: Mesh, device: torch.device, device_mesh: DeviceMesh | None, meeting: Meeting) -> World:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import autopar
 from tests.runtime.gloo_ranks import Ranks, equal_on_all
-from tests.support.own_loops import batches, mlp, whole
+from tests.support.loop import batches, mlp, whole
 from tests.support.staged import captured_once
 
 pytestmark = pytest.mark.multiprocess

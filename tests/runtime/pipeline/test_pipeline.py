@@ -351,24 +351,15 @@ def states() -> tuple[list[str], list[str], float]:
     before = list(made.state_dict())
     made.step(*batch)
     state = made.state_dict()
-    given = dict(make("normed")[0].state_dict()) | {k: v * 2 for k, v in state.items()}
-    made.load_state_dict(given)  # of which what is of other ranks is passed over
-    loaded = full_state(made)
-    doubled = {k: v.to_local() if isinstance(v, DTensor) else v for k, v in given.items()}
+    doubled = {k: getattr(v, "full_tensor", lambda v=v: v)() * 2 for k, v in state.items()}
+    made.load_state_dict({k: v * 2 for k, v in state.items()})
+    loaded = {k: getattr(v, "full_tensor", lambda v=v: v)() for k, v in made.state_dict().items()}
     return before, list(state), worst(loaded, doubled)
 
 
-def test_state_dicts_of_all_ranks_are_the_models(two_ranks: Ranks) -> None:
-    plain = make("normed")[0]
-    own, results = list(plain.state_dict()), two_ranks.run(states)
-    first, second = (set(names) for _, names, _ in results)
-    assert first - second and second - first
-    assert first & second == {name for name, _ in plain.named_buffers()}
-    assert first | second == set(own)
-    for before, names, error in results:
-        assert before == own
-        assert names == [name for name in own if name in names]
-        assert error == 0
+def test_the_state_dict_of_every_rank_is_the_models(two_ranks: Ranks) -> None:
+    own = list(make("normed")[0].state_dict())
+    assert two_ranks.run(states) == [(own, own, 0.0)] * 2
 
 
 @captured_once()

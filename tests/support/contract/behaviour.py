@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.own_loops import whole
+from tests.support.loop import whole
 
 Behaviour = Callable[[Any, Tensor, Tensor], Any]
 BEHAVIOURS: dict[str, Behaviour] = {}

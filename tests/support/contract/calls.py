@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.support.contract.behaviour import behaviour, grads, loss_of, number, refused
-from tests.support.own_loops import whole
+from tests.support.loop import whole
 
 # --- forward
 
@@ -188,3 +189,89 @@ def hooks_of_the_state(model: Any, x: Tensor, y: Tensor) -> Any:
     model.register_load_state_dict_post_hook(lambda *args: seen.append("load"))
     model.load_state_dict({k: whole(v) for k, v in model.state_dict().items()})
     return seen
+
+
+# --- around a call
+
+
+@behaviour
+def forward_of_a_transposed_input(model: Any, x: Tensor, y: Tensor) -> Any:
+    return number(model(x.T.contiguous().T)), number(model(x[::2]))
+
+
+@behaviour
+def inputs_stay_as_they_are(model: Any, x: Tensor, y: Tensor) -> Any:
+    before = x.clone()
+    loss_of(model, x, y).backward()
+    return torch.equal(before, x), x.requires_grad, x.grad is None
+
+
+@behaviour
+def statistics_without_grad(model: Any, x: Tensor, y: Tensor) -> Any:
+    with torch.no_grad():
+        model(x)
+        model(x + 1)
+    return number(model.norm.running_mean), int(model.norm.num_batches_tracked), number(model.norm.running_var)
+
+
+@behaviour
+def random_numbers_stay_as_they_are(model: Any, x: Tensor, y: Tensor) -> Any:
+    torch.manual_seed(6)
+    before = torch.rand(1).item()
+    loss_of(model, x, y).backward()
+    return before, torch.rand(2).tolist(), torch.is_grad_enabled(), str(torch.get_default_dtype())
+
+
+@behaviour
+def an_unknown_keyword_is_an_error(model: Any, x: Tensor, y: Tensor) -> Any:
+    return refused(lambda: model(x, other=1), "other"), number(model(x))
+
+
+@behaviour
+def results_stay_when_weights_change(model: Any, x: Tensor, y: Tensor) -> Any:
+    with torch.no_grad():
+        first = model(x)
+        before = number(first)
+        model.head.weight.mul_(2)
+        second = number(model(x))
+    return before, number(first), second
+
+
+@behaviour
+def a_result_is_saved(model: Any, x: Tensor, y: Tensor) -> Any:
+    file = io.BytesIO()
+    torch.save({"out": model(x).detach()}, file)
+    file.seek(0)
+    return number(torch.load(file, weights_only=True)["out"])
+
+
+@behaviour
+def a_method_of_a_layer_is_replaced(model: Any, x: Tensor, y: Tensor) -> Any:
+    before, own = number(model(x)), model.head.forward
+    model.head.forward = lambda h: own(h) * 2
+    return before, number(model(x))
+
+
+@behaviour
+def a_hook_of_all_modules(model: Any, x: Tensor, y: Tensor) -> Any:
+    seen: list[str] = []
+    handle = nn.modules.module.register_module_forward_hook(lambda m, given, out: seen.append(type(m).__name__))
+    try:
+        found = number(model(x))
+    finally:
+        handle.remove()
+    return found, seen.count("Linear"), number(model(x))
+
+
+@behaviour
+def a_hook_is_removed(model: Any, x: Tensor, y: Tensor) -> Any:
+    handle = model.head.register_forward_hook(lambda module, given, out: out + 1)
+    first = number(model(x))
+    handle.remove()
+    return first, number(model(x))
+
+
+@behaviour
+def a_layer_by_itself(model: Any, x: Tensor, y: Tensor) -> Any:
+    with torch.no_grad():
+        return number(model.first(x)), number(F.linear(x, model.first.weight))

@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+import torch.utils.checkpoint
+from torch import Tensor, nn
 
-from tests.support.contract.behaviour import behaviour, grads, loss_of, number, refused
+from tests.support.contract.behaviour import behaviour, grads, loss_of, named, number, refused
+from tests.support.loop import whole
 
 # --- backward
 
@@ -201,3 +203,114 @@ def parameters_as_a_vector(model: Any, x: Tensor, y: Tensor) -> Any:
     vector = torch.nn.utils.parameters_to_vector(model.parameters())
     torch.nn.utils.vector_to_parameters(vector * 0.9, model.parameters())
     return list(vector.shape), number(vector), number(model(x))
+
+
+# --- what is left of a backward
+
+
+@behaviour
+def gradients_are_like_their_parameters(model: Any, x: Tensor, y: Tensor) -> Any:
+    loss_of(model, x, y).backward()
+    return [(list(p.grad.shape), str(p.grad.dtype), str(p.grad.device)) for p in model.parameters() if p.requires_grad]
+
+
+@behaviour
+def a_result_keeps_its_gradient(model: Any, x: Tensor, y: Tensor) -> Any:
+    out = model(x)
+    out.retain_grad()
+    F.mse_loss(out, y).backward()
+    return number(out.grad), grads(model)
+
+
+@behaviour
+def a_backward_to_some_parameters(model: Any, x: Tensor, y: Tensor) -> Any:
+    loss_of(model, x, y).backward(inputs=[model.first.weight, model.head.weight])
+    return grads(model)
+
+
+@behaviour
+def a_backward_of_several_results(model: Any, x: Tensor, y: Tensor) -> Any:
+    out = model(x)
+    torch.autograd.backward([out.square().mean(), out[:, 0].sum()])
+    return grads(model)
+
+
+@behaviour
+def gradients_of_some_that_may_be_unused(model: Any, x: Tensor, y: Tensor) -> Any:
+    model.register_parameter("unused", nn.Parameter(torch.ones(2, dtype=torch.float64)))
+    found = torch.autograd.grad(loss_of(model, x, y), [model.first.bias, model.unused], allow_unused=True)
+    return [None if g is None else number(g) for g in found]
+
+
+@behaviour
+def a_parameter_without_use_has_no_gradient(model: Any, x: Tensor, y: Tensor) -> Any:
+    model.register_parameter("unused", nn.Parameter(torch.ones(2, dtype=torch.float64)))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    loss_of(model, x, y).backward()
+    optimizer.step()
+    return model.unused.grad is None, number(model.unused), named(model)
+
+
+@behaviour
+def a_loss_times_zero(model: Any, x: Tensor, y: Tensor) -> Any:
+    (loss_of(model, x, y) * 0).backward()
+    return grads(model)
+
+
+@behaviour
+def a_product_with_a_jacobian(model: Any, x: Tensor, y: Tensor) -> Any:
+    model.eval()
+    out, found = torch.autograd.functional.vjp(model, x, y)
+    return number(out), number(found)
+
+
+@behaviour
+def batches_of_different_sizes_add_up(model: Any, x: Tensor, y: Tensor) -> Any:
+    for rows in (slice(0, 4), slice(4, 6), slice(6, 8)):
+        (loss_of(model, x[rows], y[rows]) * len(x[rows]) / 8).backward()
+    return grads(model)
+
+
+@behaviour
+def a_forward_under_a_checkpoint(model: Any, x: Tensor, y: Tensor) -> Any:
+    model.eval()
+    out = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+    F.mse_loss(out, y).backward()
+    return number(out), grads(model)
+
+
+@behaviour
+def a_write_between_forward_and_backward_is_an_error(model: Any, x: Tensor, y: Tensor) -> Any:
+    loss = loss_of(model, x, y)
+    with torch.no_grad():
+        model.second.weight.mul_(2)
+    return refused(loss.backward, "inplace operation")
+
+
+@behaviour
+def a_gradient_that_is_not_finite_is_an_error(model: Any, x: Tensor, y: Tensor) -> Any:
+    (loss_of(model, x, y) * float("inf")).backward()
+    clip = torch.nn.utils.clip_grad_norm_
+    return refused(lambda: clip(model.parameters(), 1.0, error_if_nonfinite=True), "non-finite")
+
+
+@behaviour
+def clips_by_the_largest(model: Any, x: Tensor, y: Tensor) -> Any:
+    loss_of(model, x, y).backward()
+    found = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type=float("inf"))
+    return number(found), grads(model)
+
+
+@behaviour
+def clips_by_a_norm_taken_before(model: Any, x: Tensor, y: Tensor) -> Any:
+    loss_of(model, x, y).backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, norm)
+    return number(norm), grads(model)
+
+
+@behaviour
+def the_share_of_zeros_in_gradients(model: Any, x: Tensor, y: Tensor) -> Any:
+    loss_of(model, x, y).backward()
+    trained = [p for p in model.parameters() if p.grad is not None]
+    return sum((whole(p.grad) == 0).sum().item() for p in trained) / sum(p.numel() for p in trained)

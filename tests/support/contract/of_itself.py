@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tests.support.contract.behaviour import Model, behaviour, grads, loss_of, named, number
+from tests.support.contract.behaviour import Model, behaviour, grads, loss_of, named, number, trained
 
 # --- what a module says of itself
 
@@ -173,3 +174,48 @@ def resets_parameters(model: Any, x: Tensor, y: Tensor) -> Any:
     model.first.reset_parameters()
     model.norm.reset_running_stats()
     return named(model), number(model(x)), number(model.norm.running_mean)
+
+
+@behaviour
+def values_are_read(model: Any, x: Tensor, y: Tensor) -> Any:
+    weight = model.first.weight.detach()
+    return weight[0, 0].item(), weight.flatten()[:3].tolist(), number(weight.cpu()), number(weight.double().T)
+
+
+@behaviour
+def values_are_compared(model: Any, x: Tensor, y: Tensor) -> Any:
+    weight = model.first.weight.detach()
+    copy_of = weight.clone()
+    same = bool(torch.equal(weight, copy_of)), bool(torch.allclose(weight, copy_of + 1e-12))
+    copy_of.mul_(2)
+    return same, bool(torch.equal(weight, copy_of)), model.first.weight.requires_grad
+
+
+@behaviour
+def values_as_an_array(model: Any, x: Tensor, y: Tensor) -> Any:
+    return float(model.head.bias.detach().cpu().numpy().sum()), model.head.weight.detach().numpy().shape
+
+
+@behaviour
+def freezes_and_thaws_between_steps(model: Any, x: Tensor, y: Tensor) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    found = []
+    for frozen in (True, False, True):
+        model.first.requires_grad_(not frozen)
+        found.append(trained(model, optimizer, x, y, 1))
+    return found
+
+
+@behaviour
+def a_layer_is_copied(model: Any, x: Tensor, y: Tensor) -> Any:
+    twin = copy.deepcopy(model.first)
+    with torch.no_grad():
+        twin.weight.zero_()
+    return number(twin.weight), number(model.first.weight), type(twin).__name__
+
+
+@behaviour
+def a_module_is_added(model: Any, x: Tensor, y: Tensor) -> Any:
+    torch.manual_seed(5)
+    model.add_module("extra", nn.Linear(2, 2).double())
+    return [name for name, _ in model.named_parameters()][-2:], number(model(x)), model.get_submodule("extra").bias.ndim

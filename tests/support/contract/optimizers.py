@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import torch
@@ -135,3 +136,105 @@ def nothing_learns_at_rate_zero(model: Any, x: Tensor, y: Tensor) -> Any:
     before = named(model)
     trained(model, torch.optim.SGD(model.parameters(), 0.0), x, y)
     return before == named(model)
+
+
+# --- what scripts do with an optimizer besides
+
+
+@behaviour
+def gradients_of_zero_move_momenta(model: Any, x: Tensor, y: Tensor) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    trained(model, optimizer, x, y, 1)
+    optimizer.zero_grad(set_to_none=False)
+    optimizer.step()
+    return named(model)
+
+
+@behaviour
+def a_rate_that_is_a_tensor(model: Any, x: Tensor, y: Tensor) -> Any:
+    rate = torch.tensor(0.1, dtype=torch.float64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    first = trained(model, optimizer, x, y, 1)
+    rate.mul_(0.5)
+    return first, trained(model, optimizer, x, y, 1)
+
+
+@behaviour
+def an_objective_that_grows(model: Any, x: Tensor, y: Tensor) -> Any:
+    return trained(model, torch.optim.SGD(model.parameters(), 0.01, maximize=True, weight_decay=0.1), x, y)
+
+
+@behaviour
+def hooks_of_an_optimizer(model: Any, x: Tensor, y: Tensor) -> Any:
+    optimizer, seen = torch.optim.SGD(model.parameters(), 0.1), list[float]()
+    optimizer.register_step_pre_hook(lambda *_: seen.append(number(model.first.weight)))
+    optimizer.register_step_post_hook(lambda *_: seen.append(number(model.first.weight)))
+    trained(model, optimizer, x, y)
+    return seen
+
+
+@behaviour
+def states_of_an_optimizer_are_read(model: Any, x: Tensor, y: Tensor) -> Any:
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    trained(model, optimizer, x, y)
+    found = [(key, number(v)) for p in model.parameters() for key, v in optimizer.state.get(p, {}).items()]
+    return found, len(optimizer.state), len(optimizer.param_groups[0]["params"])
+
+
+@behaviour
+def another_optimizer_goes_on(model: Any, x: Tensor, y: Tensor) -> Any:
+    first = trained(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), x, y, 1)
+    return first, trained(model, torch.optim.Adam(model.parameters(), 0.01), x, y)
+
+
+@behaviour
+def rates_of_groups_are_set(model: Any, x: Tensor, y: Tensor) -> Any:
+    groups = [{"params": [p], "lr": 0.1 / (i + 1)} for i, p in enumerate(model.parameters())]
+    optimizer = torch.optim.SGD(groups)
+    first = trained(model, optimizer, x, y, 1)
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
+    return first, trained(model, optimizer, x, y, 1), len(optimizer.state_dict()["param_groups"])
+
+
+@behaviour
+def an_optimizer_of_those_with_gradients(model: Any, x: Tensor, y: Tensor) -> Any:
+    loss_of(model, x, y).backward()
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.grad is not None], 0.01)
+    optimizer.step()
+    return named(model), len(optimizer.param_groups[0]["params"])
+
+
+@behaviour
+def gradients_that_are_not_finite_are_skipped(model: Any, x: Tensor, y: Tensor) -> Any:
+    scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=8.0), torch.optim.Adam(model.parameters(), 0.1)
+    before = named(model)
+    scaler.scale(loss_of(model, x, y) * float("inf")).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    return before == named(model), scaler.get_scale(), len(optimizer.state)
+
+
+@behaviour
+def an_average_with_buffers(model: Any, x: Tensor, y: Tensor) -> Any:
+    inner = getattr(model, "original", model)
+    average = torch.optim.swa_utils.AveragedModel(
+        inner, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5), use_buffers=True
+    )
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        trained(model, optimizer, x, y, 1)
+        average.update_parameters(model)
+    return named(average.module), [number(b) for b in average.module.buffers()]
+
+
+@behaviour
+def an_optimizer_through_a_file(model: Any, x: Tensor, y: Tensor) -> Any:
+    first = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    trained(model, first, x, y)
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    second = torch.optim.SGD(model.parameters(), 0.5, momentum=0.9)
+    second.load_state_dict(torch.load(file, weights_only=True))
+    return trained(model, second, x, y), second.param_groups[0]["lr"]

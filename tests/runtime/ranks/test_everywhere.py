@@ -17,7 +17,7 @@ import autopar
 from autopar.runtime.parameters.adafactor import Adafactor
 from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.models import Tied
-from tests.support.own_loops import batches, mlp, summed, whole
+from tests.support.loop import batches, mlp, summed, whole
 from tests.support.staged import captured_once
 
 pytestmark = pytest.mark.multiprocess

@@ -14,25 +14,34 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar import _torch
 from autopar.errors import PeerError, StepError, first_line
 from autopar.ir import PIPELINE_AXIS
 from autopar.ops.collectives import group_name, naming_failures
-from autopar.runtime.ranks.world import Pipe
 
 
+@dataclass(frozen=True)
 class Everywhere:
-    """Gives tensors to all ranks of a pipeline; every rank of the mesh makes one at the same time."""
+    """Gives tensors to all ranks of a pipeline.
 
-    def __init__(self, pipe: Pipe, timeout_seconds: float | None) -> None:
-        lines = _torch.lines_along(pipe.device_mesh, PIPELINE_AXIS)
+    Attributes:
+        group_name: c10d name of the group of all positions, which serves all models whose stages lie on these ranks.
+    """
+
+    group_name: str
+
+    @classmethod
+    def along(cls, device_mesh: DeviceMesh, timeout_seconds: float | None) -> Everywhere:
+        """Every rank of the mesh of all ranks calls it at the same time."""
+        lines = _torch.lines_along(device_mesh, PIPELINE_AXIS)
         # Models may lie on equal meshes, and a rank does not know whose a tensor is.
         group = _torch.group_for("tensors of single pipeline stages", lines)
         if timeout_seconds is not None:
             _torch.set_group_timeout(group, timeout_seconds)
-        self._group_name = group_name(group)
+        return cls(group_name(group))
 
     def share(self, tensors: Sequence[DTensor]) -> list[Tensor]:
         """The tensors whole and plain, and differentiable, of those that this rank has and those that others have.
@@ -43,7 +52,7 @@ class Everywhere:
         with _torch.unchecked():
             whole = [x if _torch.is_elsewhere(x) else x.full_tensor() for x in tensors]
         try:
-            found: tuple[Tensor, ...] = _Share.apply(self._group_name, *whole)
+            found: tuple[Tensor, ...] = _Share.apply(self.group_name, *whole)
         except PeerError as error:
             raise PeerError(
                 f"A number of parameters or gradients, or a whole one, of shape {list(tensors[0].shape)}, was asked "
