@@ -118,7 +118,8 @@ class Objective:
         """1 for a micro-batch, whose terms have shares of their own; 0 for one that has no share in any."""
         found = self.term_shares(parts)
         for number, own in enumerate(found):
-            if not all(own) and (any(own) or not skips_empty):
+            lost = [term for term, share in zip(self.terms, own, strict=True) if not share and not term.may_be_empty]
+            if (lost and any(own)) or not (all(own) or skips_empty):
                 raise _nothing_counts(number, len(parts))
         return [float(any(own)) for own in found]
 
@@ -158,11 +159,13 @@ class LossTerm:
         name: node of the term, in the capture for a micro-batch.
         user: node of the op that adds it, or an op that is linear in it.
         objective: how the term of the batch comes from those of its micro-batches.
+        may_be_empty: whether a program leaves the term out for a micro-batch of which no element counts in it.
     """
 
     name: str
     user: str
     objective: Objective
+    may_be_empty: bool = False
 
 
 def _nothing_counts(number: int, count: int) -> StepError:

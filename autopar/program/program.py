@@ -209,7 +209,7 @@ def build_program(captured: Captured, analysis: Analysis, plan: Plan, batch: Bat
     module, layouts = partition(captured, analysis, plan)
     batch = batch or BatchCapture(captured, analysis.graph)
     objective = _MEAN if plan.micro_batches == 1 else put_together(objective_of(captured, batch), plan)
-    shares = multiply_terms(module, captured, objective.terms)
+    objective, shares = multiply_terms(module, captured, objective)
     verify_graph(module, after="partition")
     specs = _ArgumentSpecs(captured, analysis, plan)
     extras = extras_of(captured, analysis.graph, batch)

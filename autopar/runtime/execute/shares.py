@@ -26,10 +26,12 @@ class StepShares(NamedTuple):
     Attributes:
         results: for every result the shares of its micro-batches, the loss last; none for results in rows.
         terms: for every micro-batch the shares of the terms of the loss, which its program takes after the inputs.
+        empties_terms: whether a micro-batch has a share of 0 in one of these.
     """
 
     results: list[list[float]]
     terms: list[list[Tensor]]
+    empties_terms: bool = False
 
 
 def step_shares(program: Program, parts: Sequence[list[Tensor]], model: nn.Module, world: World) -> StepShares:
@@ -42,7 +44,7 @@ def step_shares(program: Program, parts: Sequence[list[Tensor]], model: nn.Modul
         world: the mesh of the ranks.
 
     Raises StepError for a micro-batch in which no element counts, under a schedule that updates parameters after it,
-    and for one in which none does in a term of the loss alone.
+    and for one in which none does in a term of the loss that is no quotient and no mean over targets.
     """
     every = [each.objective for each in program.extras]
     if len(parts) == 1:  # reading the inputs would have the host wait for the device
@@ -54,11 +56,11 @@ def step_shares(program: Program, parts: Sequence[list[Tensor]], model: nn.Modul
         return objective.shares(_read(objective, program, parts, model, world), skips_empty=skips_empty)
 
     results = [[] if each is None else shares(each) for each in every] + [shares(program.objective)]
-    terms: list[list[Tensor]] = [[] for _ in parts]
-    if program.shares:
-        found = program.term_shares(_read(program.objective, program, parts, model, world))
-        terms = [[x.to(world.device) for x in own.values()] for own in found]
-    return StepShares(results, terms)
+    if not program.shares:
+        return StepShares(results, [[] for _ in parts])
+    found = program.term_shares(_read(program.objective, program, parts, model, world))
+    terms = [[x.to(world.device) for x in own.values()] for own in found]
+    return StepShares(results, terms, not all(x.item() for own in found for x in own.values()))
 
 
 @torch.no_grad()
@@ -117,8 +119,21 @@ def refuse_divided_by_none(
         with naming_failures("all_reduce", group_name(group)):
             dist.all_reduce(count, group=group)
     if count.item():
-        raise StepError(
-            f"One of {len(shares[-1])} micro-batches has a denominator of 0 and a numerator that is not 0, so its part "
-            "of the loss is lost (as with a sum over all elements, divided by the number of some of them). Take fewer "
-            "micro-batches (micro_batches=1), or divide by a number that is never 0, such as number.clamp(min=1)."
-        )
+        raise _lost(len(shares[-1]))
+
+
+def refuse_lost_terms(loss: Tensor, shares: StepShares) -> None:
+    """Raises StepError if the loss is no number where a micro-batch has no share in one of its terms.
+
+    Its numerator is then not 0, as in `refuse_divided_by_none`. The loss is the same on all ranks.
+    """
+    if shares.empties_terms and not loss.isfinite():
+        raise _lost(len(shares.terms))
+
+
+def _lost(count: int) -> StepError:
+    return StepError(
+        f"One of {count} micro-batches has a denominator of 0 and a numerator that is not 0, so its part "
+        "of the loss is lost (as with a sum over all elements, divided by the number of some of them). Take fewer "
+        "micro-batches (micro_batches=1), or divide by a number that is never 0, such as number.clamp(min=1)."
+    )

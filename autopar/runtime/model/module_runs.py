@@ -22,7 +22,7 @@ from autopar.runtime.execute.modes import without_autocast
 from autopar.runtime.execute.outputs import as_asked, words_of_split
 from autopar.runtime.execute.results import delivered
 from autopar.runtime.execute.settings import Outputs, Settings
-from autopar.runtime.execute.shares import step_shares
+from autopar.runtime.execute.shares import refuse_lost_terms, step_shares
 from autopar.runtime.failures.failing_op import naming_plan
 from autopar.runtime.failures.finite import FiniteLoss, about_loss
 from autopar.runtime.model.deferred import LossAlone, with_deferred_gradients
@@ -81,11 +81,12 @@ class ModuleRuns:
         try:
             with without_autocast(self._settings.device), naming_plan(lambda: self._predicted()):
                 self._programs.seeds.draw(bound.program, bound.world)
-                shares, terms = step_shares(bound.program, parts, self._model, bound.world)
-                batch = [[*part, *own] for part, own in zip(parts, terms, strict=True)]
+                shares = step_shares(bound.program, parts, self._model, bound.world)
+                batch = [[*part, *own] for part, own in zip(parts, shares.terms, strict=True)]
                 found = self.scaler.step(
-                    partial(bound.step, batch, shares), self.trained, lambda: self.gradient_norm(torch.inf)
+                    partial(bound.step, batch, shares.results), self.trained, lambda: self.gradient_norm(torch.inf)
                 )
+                refuse_lost_terms(found.loss, shares)
                 # Rows of several micro-batches alone come in another order than ranks gave them.
                 is_cut = ready.count > 1
                 results = delivered(

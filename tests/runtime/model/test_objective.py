@@ -10,7 +10,18 @@ import torch
 from torch import Tensor
 
 import autopar
-from tests.analysis.losses import COUNTING, LOSSES, TERMS, Words, batch, each, means_of_groups, plus_rows
+from tests.analysis.losses import (
+    COUNTING,
+    IGNORED,
+    LOSSES,
+    TERMS,
+    Words,
+    batch,
+    each,
+    mean_of_squares,
+    means_of_groups,
+    plus_rows,
+)
 from tests.runtime.gloo_ranks import Ranks
 from tests.support.staged import captured_once
 from tests.support.tables import often
@@ -72,6 +83,58 @@ def test_losses_are_those_of_one_process(way: str, two_ranks: Ranks, four_ranks:
     for found in ranks.run(on_a_rank, names, options):
         for name in names:
             assert found[name] == pytest.approx(expected[name], rel=1e-9), name
+
+
+def with_empty_parts(loss: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+    """A batch of which rows 0 and 1, and row 4, have ignored targets alone: a whole micro-batch, however it is cut."""
+    tokens, targets, *more = batch(loss)
+    targets = targets.clone()
+    targets[[0, 1, 4]] = IGNORED
+    return tokens, targets, *more
+
+
+def of_empty_parts(options: dict[str, Any]) -> dict[str, list[float]]:
+    """Loss and gradients of every loss of terms."""
+    found = {}
+    for name, loss in TERMS.items():
+        model = autopar.compile(words(), loss_fn=loss, **options) if options else words()
+        given = with_empty_parts(loss)
+        value = model.step(*given) if options else loss(model(given[0]), *given[1:])
+        if not options:
+            value.backward()
+        grads = [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in model.parameters()]
+        found[name] = [value.item(), *(g.cos().sum().item() for g in grads), *(g.abs().sum().item() for g in grads)]
+    return found
+
+
+@captured_once()
+def of_empty_parts_on_a_rank(options: dict[str, Any]) -> dict[str, list[float]]:
+    return of_empty_parts(options)
+
+
+def test_a_term_without_an_element_in_a_micro_batch_is_left_out() -> None:
+    expected, found = of_empty_parts({}), of_empty_parts({"micro_batches": 4})
+    for name in TERMS:
+        assert found[name] == pytest.approx(expected[name], rel=1e-9), name
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"pp": 2}, {"tp": 2}], ids=str)
+def test_a_term_without_an_element_is_left_out_on_all_ranks(mesh: dict[str, int], two_ranks: Ranks) -> None:
+    expected = of_empty_parts({})
+    for found in two_ranks.run(of_empty_parts_on_a_rank, {"mesh": mesh, "micro_batches": 4}):
+        for name in TERMS:
+            assert found[name] == pytest.approx(expected[name], rel=1e-9), name
+
+
+def by_few(y: Tensor, targets: Tensor) -> Tensor:
+    """All errors over the number of targets that count, beside a mean."""
+    return (y * y).sum() / (targets != IGNORED).sum() + mean_of_squares(y, targets)
+
+
+def test_a_numerator_over_nothing_is_refused() -> None:
+    made = autopar.compile(words(), loss_fn=by_few, micro_batches=4)
+    with pytest.raises(autopar.StepError, match="denominator of 0 and a numerator that is not 0"):
+        made.step(*with_empty_parts(by_few))
 
 
 def test_a_loss_that_micro_batches_change_is_refused_with_its_op() -> None:
