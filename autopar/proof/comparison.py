@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -64,10 +65,12 @@ def plan_errors(plan: PlanResults, reference: Results) -> dict[Key, float]:
 
 
 def own_errors(samples: Sequence[Results], keys: Iterable[Key], reference: Results) -> dict[Key, float]:
-    """The largest absolute error of an entry of every tensor, over several runs of a single device."""
-    return {
-        key: max((_difference(_value(x, key), _value(reference, key)) for x in samples), key=nan_last) for key in keys
-    }
+    """The largest absolute error of an entry of every tensor, over several runs of a single device.
+
+    A run in which other entries than in the reference are no numbers shows no rounding of a tensor, and does not count.
+    """
+    found = {key: [_difference(_value(x, key), _value(reference, key)) for x in samples] for key in keys}
+    return {key: max(filter(math.isfinite, errors), default=0.0) for key, errors in found.items()}
 
 
 def float64_verdicts(errors: Mapping[Key, float], reference: Results, step: int) -> list[Verdict]:
@@ -158,8 +161,9 @@ def comparable(gradient: Tensor, largest: float) -> float:
 
 
 def largest_entry(x: Tensor) -> float:
-    """The largest absolute value of an entry; 0.0 without entries."""
-    return x.abs().max().item() if x.numel() else 0.0
+    """The largest absolute value of a finite entry; 0.0 without such."""
+    finite = x[x.isfinite()]
+    return finite.abs().max().item() if finite.numel() else 0.0
 
 
 def _scales(keys: Iterable[Key], reference: Results) -> dict[Key, float]:
@@ -218,7 +222,10 @@ def _difference(value: Tensor, expected: Tensor) -> float:
     if torch.equal(value, expected):  # also where both are infinite
         return 0.0
     exact = torch.promote_types(expected.dtype, torch.float64)
-    return largest_entry(value.to(exact) - expected.to(exact))
+    a, b = value.to(exact), expected.to(exact)
+    apart = a - b
+    apart[(a == b) | (a.isnan() & b.isnan())] = 0  # infinite, or no number, on both sides
+    return apart.abs().max().item()
 
 
 def whole_of_shards(spec: TensorSpec, shards: Sequence[Tensor], plan: Plan) -> Tensor:

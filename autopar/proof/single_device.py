@@ -42,8 +42,15 @@ class Results:
     @property
     def has_nan(self) -> bool:
         """Whether a number of the loss, a gradient or a buffer is not a number."""
-        every = (self.loss, *self.gradients.values(), *self.buffers.values())
-        return any(x is not None and bool(x.isnan().any()) for x in every)
+        return bool(self.not_numbers)
+
+    @property
+    def not_numbers(self) -> list[str]:
+        """The loss, gradients and buffers that have an entry which is not a number, in words."""
+        every = {"the loss": self.loss}
+        every |= {f"the gradient of {name}": x for name, x in self.gradients.items() if x is not None}
+        every |= {f"the buffer {name}": x for name, x in self.buffers.items()}
+        return [words for words, x in every.items() if x.isnan().any()]
 
 
 @dataclass(frozen=True)

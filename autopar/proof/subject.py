@@ -181,6 +181,7 @@ class Subject:
             schedule=_schedule_text(plan),
             all_rounding=_is_all_rounding(reference.steps[0], self.model, self.arithmetic),
             idle=tuple(idle_axes(plan)),
+            not_numbers=tuple(reference.steps[0].not_numbers),
         )
 
     def reference(self, micro_batches: int) -> Reference:

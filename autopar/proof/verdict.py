@@ -104,6 +104,7 @@ class VerifyReport(JupyterMixin):
         schedule: how micro-batches went through pipeline stages, or when replicas met; "" for neither.
         all_rounding: whether every gradient is too small to tell from the rounding of the loss.
         idle: axes of the mesh along which the plan splits nothing, so that nothing is proved of them.
+        not_numbers: what has NaN on one device, in words. Where the plan has it in the same entries, it is equal.
     """
 
     mesh: Mesh
@@ -112,6 +113,7 @@ class VerifyReport(JupyterMixin):
     schedule: str = ""
     all_rounding: bool = False
     idle: tuple[str, ...] = ()
+    not_numbers: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -195,7 +197,16 @@ class VerifyReport(JupyterMixin):
             f"{self.mesh.ranks} ranks simulated{', ' + self.schedule if self.schedule else ''}"
         )
         lines = (*self._float64_lines(), *self._own_lines(), *self._failure_lines())
-        return "\n".join((head, *self._idle_lines(), *lines))
+        return "\n".join((head, *self._idle_lines(), *self._nan_lines(), *lines))
+
+    def _nan_lines(self) -> list[str]:
+        if not self.not_numbers:
+            return []
+        more = f" and {len(self.not_numbers) - 1} more" if len(self.not_numbers) > 1 else ""
+        return [
+            f"  one device gives NaN for {self.not_numbers[0]}{more}; of entries that are NaN on both sides nothing "
+            "is proved"
+        ]
 
     def _idle_lines(self) -> list[str]:
         return [

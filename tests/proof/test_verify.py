@@ -15,9 +15,9 @@ import autopar
 from autopar._torch import RandomLastBits
 from autopar.program.program import Program
 from autopar.proof import lockstep
-from autopar.proof.comparison import comparable
+from autopar.proof.comparison import comparable, largest_difference, largest_entry
 from autopar.proof.streams import MicroBatchStreams
-from autopar.proof.verdict import TOLERANCE_FLOAT64
+from autopar.proof.verdict import TOLERANCE_FLOAT64, nan_last
 from tests.runtime.models import MLP, Normed, make, mean_square
 from tests.support.tables import often
 
@@ -215,6 +215,37 @@ def test_a_nan_in_the_buffer_error_fails() -> None:
     worst = next(v for v in report.verdicts if v.kind == "buffer")
     wrong = dataclasses.replace(worst, error=float("nan"))
     assert not dataclasses.replace(report, verdicts=(*report.verdicts, wrong)).passed
+
+
+class Root(nn.Linear):
+    """Takes the root of a column that is below zero for some rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = super().forward(x)
+        return torch.cat([h[:, :1].sqrt(), h[:, 1:]], 1)
+
+
+def test_what_is_nan_on_one_device_is_to_be_nan_in_the_plan_and_is_said() -> None:
+    torch.manual_seed(0)
+    model, batch = Root(8, 8).double(), (torch.randn(16, 8).double(), torch.randn(16, 8).double())
+    report = proof(model, batch)
+    assert report.passed, report
+    assert "one device gives NaN for the loss and 2 more; of entries that are NaN on both sides nothing" in str(report)
+    fine = proof(nn.Linear(8, 8).double(), batch)
+    assert fine.passed and "NaN" not in str(fine)
+
+
+def test_nan_in_other_entries_is_an_error() -> None:
+    one = torch.tensor([1.0, torch.nan, 3.0, torch.inf])
+    for other, error in (
+        (one.clone(), 0.0),
+        (one * 1.5, 1.5),
+        (torch.tensor([torch.nan, torch.nan, 3.0, torch.inf]), torch.inf),
+        (torch.tensor([1.0, 2.0, 3.0, torch.inf]), torch.inf),
+        (torch.tensor([1.0, torch.nan, 3.0, -torch.inf]), torch.inf),
+    ):
+        assert nan_last(largest_difference([other], one)) == error
+    assert largest_entry(one) == 3.0
 
 
 # --- precision
