@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import warnings
@@ -16,6 +17,7 @@ import autopar
 from autopar.capture.export import capture_forward
 from autopar.capture.guards.guards import Guard, Guards, Place
 from autopar.capture.guards.structure import Structure
+from autopar.capture.guards.values import noted_in
 from autopar.errors import CaptureError
 from tests.support.odd.odd_caches import CACHES
 from tests.support.odd.odd_scripts import HOOKS, SCRIPTS
@@ -272,3 +274,54 @@ def test_a_cache_is_guarded_against_emptying_alone() -> None:
     assert captured.guards.hold()
     _ramp.cache_clear()
     assert not captured.guards.hold()
+
+
+class _Tools:
+    """What a library does its work with, for tensors of torch."""
+
+    def __init__(self) -> None:
+        self.torch = torch
+
+    def flipped(self, x: Tensor) -> Tensor:
+        return self.torch.flip(x, (-1,))
+
+
+_LOADED: dict[str, _Tools] = {}
+_BY_TYPE: dict[type, _Tools] = {}
+
+
+def _tools_of(x: Tensor) -> _Tools:
+    """The tools for a type of tensors, made when it is first met, as einops does it."""
+    if type(x) not in _BY_TYPE:
+        if "torch" not in _LOADED:
+            _LOADED["torch"] = _Tools()
+        _BY_TYPE[type(x)] = _LOADED["torch"]
+    return _BY_TYPE[type(x)]
+
+
+class _Flipped(torch.nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(_tools_of(x).flipped(x)).square().mean()
+
+
+def test_notes_of_a_librarys_own_parts_are_made_as_plainly() -> None:
+    torch.manual_seed(0)
+    plain = _Flipped(4, 2)
+    model = autopar.compile(copy.deepcopy(plain))
+    x = torch.arange(12.0).view(3, 4)
+    found = [model.step(x).item() for _ in range(4)]
+    assert list(_LOADED) == ["torch"] and _BY_TYPE
+    noted = dict(_BY_TYPE)
+    found += [model.step(x).item() for _ in range(2)]
+    assert noted == _BY_TYPE
+    assert found == pytest.approx([plain(x).item()] * 6)
+
+
+def test_notes_that_hold_data_are_refused() -> None:
+    for value in (1.0, [1], torch.ones(2), lambda held=[]: held, _Tools().flipped, [1].append):
+        assert noted_in({"a": int, "b": value}, {"a": int}) is None
+    assert noted_in({"a": 2, "b": int}, {"a": 1}) is None and noted_in({}, {"a": 1}) is None
+    tools = _Tools()
+    assert noted_in({"a": 1, "b": tools, int: len}, {"a": 1}) == {"b": tools, int: len}
+    tools.count = 1
+    assert noted_in({"b": tools}, {}) is None

@@ -211,7 +211,9 @@ def _holds_no_data(value: Any) -> bool:
     """Whether a value is a class, a module, a function without a closure, or an object of the user's made of such."""
     if isinstance(value, FunctionType):
         return value.__closure__ is None and not value.__defaults__
-    if isinstance(value, (type, ModuleType, BuiltinFunctionType)):
+    if isinstance(value, BuiltinFunctionType):
+        return value.__self__ is None or isinstance(value.__self__, ModuleType)
+    if isinstance(value, (type, ModuleType)):
         return True
     is_object = type(value).__flags__ & _IS_HEAP_TYPE and not isinstance(value, (Tensor, nn.Module, *CONTAINERS))
     return bool(is_object) and not slots(type(value)) and all(map(_holds_no_data, vars(value).values()))
