@@ -68,3 +68,19 @@ def test_a_write_into_a_slice_that_was_gathered_is_refused(group) -> None:
     whole = cut.detach().full_tensor()
     whole[0].add_(1)
     assert cut.copy_(whole).full_tensor()[0].tolist() == [2, 1]
+
+
+def test_slices_and_masks_of_all_are_written(group) -> None:
+    _torch.cut_whole_operands()
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("x",))
+    plain = torch.arange(24.0).view(4, 6)
+    cut = distribute_tensor(plain.clone(), mesh, [Shard(1)])
+    for x in (plain, cut):
+        x[0] = torch.ones(6)
+        x[1, 2:4] = 7.0
+        x[..., None][2] = 3
+        x[x > 20] = -1.0
+    assert cut.full_tensor().equal(plain)
+    for index, value in ((torch.tensor([0]), 1.0), (plain > 0, 1.0), (cut > 0, torch.ones(1)), ([0, 1], 1.0)):
+        with pytest.raises(StepError, match=r"whole\[index\] = value; x\.copy_\(whole\)"):
+            cut[index] = value
