@@ -48,20 +48,17 @@ def ties(model: nn.Module) -> dict[str, str]:
 
 def read_state(model: nn.Module, optimizer: Optimizer) -> OptimizerState:
     """The state of an optimizer by names. Raises AutoparError for a parameter that the model does not have."""
-    states, groups, parameters = [], [], []
+    states, groups = [], []
     for names, group in _named_groups(model, optimizer):
-        parameters += group["params"]
         states += [
-            (name, {} if _torch.is_elsewhere(parameter) else optimizer.state.get(parameter, {}))
+            (name, parameter, optimizer.state.get(parameter, {}))
             for name, parameter in zip(names, group["params"], strict=True)
+            if not _torch.is_elsewhere(parameter)
         ]
         groups.append((names, {k: v for k, v in group.items() if k not in _NO_OPTIONS}))
     return OptimizerState(
-        {
-            name: {k: _torch.owned_as(v, parameter) for k, v in s.items() if isinstance(v, Tensor)}
-            for (name, s), parameter in zip(states, parameters, strict=True)
-        },
-        {name: {k: v for k, v in s.items() if not isinstance(v, Tensor)} for name, s in states},
+        {name: {k: _torch.owned_as(v, p) for k, v in s.items() if isinstance(v, Tensor)} for name, p, s in states},
+        {name: {k: v for k, v in s.items() if not isinstance(v, Tensor)} for name, _, s in states},
         groups,
     )
 
@@ -70,7 +67,8 @@ def empty_like(parameter: nn.Parameter, key: str, shape: torch.Size, dtype: torc
     """A tensor without values yet for one entry of a parameter's state.
 
     A state of the parameter's shape gets the parameter's layout. A state of shape `()` is a plain tensor, as `step`
-    always is in torch.optim. Any other state is replicated.
+    always is in torch.optim. Any other state is replicated. Of a parameter of other pipeline stages it is a stand-in,
+    but for plain tensors, which count steps on all ranks alike.
 
     Args:
         parameter: parameter that the state belongs to.
@@ -80,6 +78,8 @@ def empty_like(parameter: nn.Parameter, key: str, shape: torch.Size, dtype: torc
     """
     if key != "step" and shape == parameter.shape:
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    if shape and _torch.is_elsewhere(parameter):
+        return parameter.new_empty(shape, dtype=dtype)
     plain = torch.empty(shape, dtype=dtype)
     if not shape or not isinstance(parameter, DTensor):
         return plain
@@ -162,10 +162,11 @@ class Restorer:
         self._shared = [self._shared_options([*map(self._source, names)], live) for names, live in self._groups]
 
     def formats(self) -> dict[tuple[str, str], Tensor]:
-        """(saved name of a parameter, key) -> state whose dtype differs from that of the parameter."""
+        """(saved name of a parameter of this rank, key) -> state whose dtype differs from that of the parameter."""
         return {
             (name, key): state
             for name, parameter in self.sources().items()
+            if not _torch.is_elsewhere(parameter)
             for key, state in formats_here(self._optimizer, parameter).items()
         }
 
@@ -175,7 +176,7 @@ class Restorer:
         for names, group in self._groups:
             for name, parameter in zip(names, group["params"], strict=True):
                 source = self._source(name)
-                if source is not None and not _torch.is_elsewhere(parameter):
+                if source is not None:
                     found[source] = parameter
         return found
 

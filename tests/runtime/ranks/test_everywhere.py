@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -281,3 +282,57 @@ def test_parameters_have_gradients_on_all_ranks_or_on_none(two_ranks: Ranks) -> 
     expected = without_gradients(nn.Sequential(Idle(), nn.Tanh(), nn.Linear(3, 3)).double())
     assert len(expected) == 6
     assert two_ranks.run(without_gradients_on_a_rank) == [[expected] * 2] * 2
+
+
+@captured_once()
+def loaded(folder: Path) -> list[dict[str, dict[str, float]]]:
+    """Steps and momenta of every parameter: trained, loaded, and after a step more."""
+    ((x, y),) = batches(1)
+    found = []
+    model: Any = autopar.compile(mlp(6, 8, 3).double(), loss_fn=F.mse_loss, example_inputs=(x, y), **PP)
+    for number in range(2):
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        if number:
+            autopar.checkpoint.load_checkpoint(str(folder), model, optimizer)
+            found.append(states_of(model, optimizer))
+        for _ in range(3 - 2 * number):
+            model.step(x, y)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(states_of(model, optimizer))
+        if not number:
+            autopar.checkpoint.save_checkpoint(str(folder), model, optimizer)
+    return found
+
+
+def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, float]]:
+    return {n: {k: float(v.abs().sum()) for k, v in optimizer.state[p].items()} for n, p in model.named_parameters()}
+
+
+def test_an_optimizer_goes_on_from_a_checkpoint_on_every_rank(two_ranks: Ranks, tmp_path: Path) -> None:
+    one, other = two_ranks.run(loaded, tmp_path / "saved")
+    saved, read, later = one
+    assert one == other and saved == read and len(saved) == 4
+    assert {v["step"] for v in saved.values()} == {3} and {v["step"] for v in later.values()} == {4}
+
+
+@captured_once()
+def written() -> list[str]:
+    ((x, _),) = batches(1)
+    model: Any = autopar.compile(mlp(6, 8, 3).double(), example_inputs=(x,), **PP)
+    found = []
+    with torch.no_grad():
+        for p in model.parameters():
+            p[0] = torch.ones(p.shape[1:], dtype=torch.float64)
+            p[1:] = 0.5
+            p[p > 0.7] = 2.0
+            with pytest.raises(autopar.StepError) as error:
+                p[torch.tensor([0, 1])] = 0.0
+            found.append(str(error.value))
+    return [*found, str([whole(p).mean().item() for p in model.parameters()])]
+
+
+def test_slices_are_written_on_every_rank_and_other_indices_refused(two_ranks: Ranks) -> None:
+    for *errors, means in two_ranks.run(written):
+        assert len(errors) == 4 and all("whole = x.detach().full_tensor(); whole[index] = value" in e for e in errors)
+        assert means == str([(2 + 0.5 * (n - 1)) / n for n in (8, 8, 3, 3)])
