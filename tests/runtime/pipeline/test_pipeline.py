@@ -20,7 +20,7 @@ from autopar.ir import SCHEDULES, Pipeline
 from autopar.proof.verdict import nan_last
 from tests.runtime.gloo_ranks import Ranks, equal_on_all
 from tests.runtime.models import Batch, make, mean_square
-from tests.runtime.training import difference, full_state, single, train
+from tests.runtime.training import difference, single, train
 from tests.support.peak import PeakBytes
 from tests.support.staged import captured_once, plan_for, prepared_once, with_stages
 from tests.support.tables import often
