@@ -1,14 +1,21 @@
-"""Private parts of torch.nn: base classes, and whether a forward runs."""
+"""Private parts of torch.nn: base classes, hooks of all modules, and whether a forward runs."""
 
 import sys
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
 
-__all__ = ["BatchNormBase", "DropoutBase", "is_computing"]
+__all__ = ["BatchNormBase", "DropoutBase", "hooks_of_all_modules", "is_computing"]
+
+
+def hooks_of_all_modules() -> list[dict[int, Any]]:
+    """The tables of hooks that run for every module (`register_module_forward_hook` and the like)."""
+    module: Any = nn.modules.module
+    return [getattr(module, f"_global_{kind}") for kind in ("forward_hooks", "forward_pre_hooks", "backward_hooks")]
 
 
 def is_computing() -> bool:

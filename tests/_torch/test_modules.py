@@ -34,3 +34,17 @@ def test_a_forward_computes_in_backward_and_in_frames_of_dynamo_too():
     model(x).sum().backward()
     torch.compile(model.ask, backend="eager")(x)
     assert model.heard == [False, True, True, True]
+
+
+def test_hooks_of_all_modules_are_found():
+    assert _torch.hooks_of_all_modules() == [{}, {}, {}]
+    module, seen = nn.modules.module, []
+    handles = [
+        module.register_module_forward_hook(lambda *_: seen.append(0)),
+        module.register_module_forward_pre_hook(lambda *_: seen.append(1)),
+        module.register_module_full_backward_hook(lambda *_: seen.append(2)),
+    ]
+    assert [len(x) for x in _torch.hooks_of_all_modules()] == [1, 1, 1]
+    for handle in handles:
+        handle.remove()
+    assert _torch.hooks_of_all_modules() == [{}, {}, {}]

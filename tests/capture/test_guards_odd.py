@@ -325,3 +325,30 @@ def test_notes_that_hold_data_are_refused() -> None:
     assert noted_in({"a": 1, "b": tools, int: len}, {"a": 1}) == {"b": tools, int: len}
     tools.count = 1
     assert noted_in({"b": tools}, {}) is None
+
+
+def test_a_forward_of_a_layer_of_torch_that_is_replaced_is_captured_anew() -> None:
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
+    model, x = autopar.compile(copy.deepcopy(plain)), torch.ones(2, 4)
+    for layers in (plain, model):
+        before = layers(x)
+        own = layers[0].forward
+        layers[0].forward = lambda h, own=own: own(h) * 2
+        assert not torch.allclose(layers(x), before)
+    torch.testing.assert_close(model(x), plain(x))
+
+
+def test_a_hook_of_all_modules_is_captured_anew() -> None:
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
+    model, x = autopar.compile(copy.deepcopy(plain)), torch.ones(2, 4)
+    model(x)
+    handle = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, given, out: out * 2 if isinstance(module, torch.nn.Linear) else out
+    )
+    try:
+        torch.testing.assert_close(model(x), plain(x))
+    finally:
+        handle.remove()
+    torch.testing.assert_close(model(x), plain(x))

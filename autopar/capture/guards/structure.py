@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from autopar._torch import GradientFlags, has_backward_hooks
+from autopar._torch import GradientFlags, has_backward_hooks, hooks_of_all_modules
 from autopar.capture.guards.dict_versions import Check, Unwritten
 from autopar.capture.guards.guards import ChangedValue
 from autopar.capture.guards.user_code import is_users_type
@@ -62,7 +62,7 @@ class _BufferNames:
 
 @dataclass(frozen=True, eq=False)
 class _Plain:
-    """A module of the user's class without a forward of its own.
+    """A module without a forward of its own.
 
     Attributes:
         attributes: the `__dict__` of the module.
@@ -127,13 +127,13 @@ class Structure:
         ]
         self._present = [p for m in modules.values() for p in m._parameters.values() if p is not None]
         self._flags = GradientFlags(self._present)
-        self._hooks = [getattr(m, name) for m in modules.values() for name in _HOOKS]
+        self._hooks = [*hooks_of_all_modules(), *(getattr(m, name) for m in modules.values() for name in _HOOKS)]
         self._hooked = [hooks for hooks in self._hooks if hooks]
         self._known = [dict(hooks) for hooks in self._hooked]
         self._free = [hooks for hooks in self._hooks if not hooks]
         self._handles = RemovableHandle.next_id
         users = [m for m in modules.values() if is_users_type(type(m))]
-        self._plain = [_Plain(vars(m)) for m in users if "forward" not in vars(m)]
+        self._plain = [_Plain(vars(m)) for m in modules.values() if "forward" not in vars(m)]
         checks: list[tuple[dict[str, Any], Check]] = [(table.now, table) for table in self._tables]
         checks += [(plain.attributes, plain) for plain in self._plain]
         self._buffers = [_BufferNames(m._buffers, frozenset(m._buffers)) for m in modules.values() if m._buffers]
