@@ -159,6 +159,12 @@ def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
 def _refuse_values(func: Any, absent: Sequence[Elsewhere], written: Sequence[Any], args: Any, kwargs: Any) -> None:
     """Raises StepError for an op that needs the values of a tensor that is elsewhere."""
     name = func._schema.name.removeprefix("aten::")
+    if not written and any(map(_is_plain, _pytree.tree_leaves((args, kwargs)))):
+        # In torch's words for where the tensor is.
+        raise RuntimeError(
+            f"{func}: got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor before calling "
+            "distributed operators!"
+        )
     if any(tag in func.tags for tag in _NEEDS_VALUES):
         raise StepError(f"{name} reads the values of a tensor of {words_of(absent[0])}, not of this rank. {_REMEDY}")
     here = [x for x in written if isinstance(x, Tensor) and not isinstance(x, Elsewhere)]
@@ -172,6 +178,10 @@ def _refuse_values(func: Any, absent: Sequence[Elsewhere], written: Sequence[Any
             f"{name} takes a tensor of {words_of(absent[0])}, together with one {others[0]}: no rank has both. "
             f"{_REMEDY}"
         )
+
+
+def _is_plain(x: Any) -> bool:
+    return isinstance(x, Tensor) and not isinstance(x, DTensor) and x.ndim > 0
 
 
 def _draw(func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:

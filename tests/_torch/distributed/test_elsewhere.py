@@ -91,3 +91,11 @@ def test_anomaly_detection_leaves_it_to_the_ranks_that_have_it(absent):
     with torch.autograd.set_detect_anomaly(True):
         absent.square().sum().backward()
     assert _torch.is_elsewhere(absent.grad)
+
+
+def test_a_plain_operand_is_refused_as_where_it_is(parameter, absent):
+    for x in (parameter, absent):
+        for make in (lambda x: x * torch.ones(4), lambda x: torch.nn.functional.linear(torch.ones(2, 4), x[None])):
+            with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+                make(x.detach())
+        assert isinstance(x.detach() * torch.tensor(2.0), DTensor)
