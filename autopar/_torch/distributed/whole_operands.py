@@ -3,8 +3,9 @@
 `p.copy_(values)` and `p.add_(noise)` of a plain tensor are errors of torch ("got mixed torch.Tensor and DTensor"), but
 scripts that load or change the weights of a layer write them. A plain tensor is the same on all ranks, so each can cut
 its part without a message. A copy of a parameter that was made before the plan lies on another mesh than the parameter
-does now: what a moving average adds to it is gathered. An operand that autograd follows is left to torch, which refuses
-it: a gradient would not come back through the cut.
+does now: what a moving average adds to it is gathered, and in sums and products of both (slow weights, distances from
+the first ones) it is cut as the parameter lies. An operand that autograd follows is left to torch, which refuses it: a
+gradient would not come back through the cut.
 
 A row of a matrix that is split by rows, `p[0]`, is gathered and no longer a part of the matrix. torch 2.13 writes into
 it as if it were, so that the write is lost; that is refused, here.
@@ -25,10 +26,24 @@ from torch.distributed.tensor import DTensor
 
 from autopar._torch.distributed.elsewhere import is_elsewhere
 from autopar._torch.distributed.owned import cut_like
+from autopar._torch.distributed.stage_meshes import is_of_stage
 from autopar.errors import StepError
 
 _IN_PLACE = ("copy_", "add_", "sub_", "mul_", "div_", "lerp_", "addcmul_", "addcdiv_")
 _OPERATORS = ("__iadd__", "__isub__", "__imul__", "__itruediv__")
+_OF_TWO = (
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "__add__",
+    "__radd__",
+    "__sub__",
+    "__rsub__",
+    "__mul__",
+    "__rmul__",
+    "__truediv__",
+)
 # Those that take no second tensor.
 _OF_ONE = ("zero_", "fill_", "clamp_", "clip_", "pow_", "neg_", "normal_", "uniform_")
 
@@ -38,6 +53,8 @@ def cut_whole_operands() -> None:
     """Makes in-place methods of DTensors cut operands to this rank's part, from now on."""
     for name in (*_IN_PLACE, *_OPERATORS, *_OF_ONE):
         setattr(DTensor, name, _with_parts(getattr(DTensor, name)))
+    for name in _OF_TWO:
+        setattr(DTensor, name, _on_one_mesh(getattr(DTensor, name)))
     DTensor.__setitem__ = _set_items  # type: ignore[method-assign]
 
 
@@ -50,6 +67,27 @@ def _with_parts(method: Callable[..., Any]) -> Callable[..., Any]:
         return method(x, *(_part_of(operand, x) for operand in operands), **options)
 
     return write
+
+
+def _on_one_mesh(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def combine(x: DTensor, other: Any, *args: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling() or not isinstance(other, DTensor) or x.shape != other.shape:
+            return method(x, other, *args, **options)
+        if x._spec.mesh != other._spec.mesh:
+            if _is_whole_here(other):
+                return method(x, cut_like(other._local_tensor, x), *args, **options)
+            if _is_whole_here(x):
+                return method(cut_like(x._local_tensor, other), other, *args, **options)
+        return method(x, other, *args, **options)
+
+    return combine
+
+
+def _is_whole_here(x: DTensor) -> bool:
+    """Whether every rank has the whole of a DTensor, of which autograd asks nothing."""
+    is_followed = x.requires_grad and torch.is_grad_enabled()
+    return not is_followed and not is_of_stage(x) and all(placement.is_replicate() for placement in x.placements)
 
 
 def _set_items(x: DTensor, index: Any, value: Any) -> None:
@@ -99,7 +137,7 @@ def _part_of(operand: Any, x: DTensor) -> Any:
     if not isinstance(operand, Tensor) or operand.ndim == 0 or (operand.requires_grad and torch.is_grad_enabled()):
         return operand
     if isinstance(operand, DTensor):
-        if is_elsewhere(operand) or operand.device_mesh == x.device_mesh:
+        if operand._spec.mesh == x._spec.mesh or (is_elsewhere(operand) and is_of_stage(x)):
             return operand
         operand = operand.full_tensor()
     return cut_like(operand.expand(x.shape), x)

@@ -84,3 +84,17 @@ def test_slices_and_masks_of_all_are_written(group) -> None:
     for index, value in ((torch.tensor([0]), 1.0), (plain > 0, 1.0), (cut > 0, torch.ones(1)), ([0, 1], 1.0)):
         with pytest.raises(StepError, match=r"whole\[index\] = value; x\.copy_\(whole\)"):
             cut[index] = value
+
+
+def test_a_copy_from_before_the_plan_is_cut_as_the_parameter_lies(group) -> None:
+    _torch.cut_whole_operands()
+    before = init_device_mesh("cpu", (1,), mesh_dim_names=("all",))
+    after = init_device_mesh("cpu", (1, 1), mesh_dim_names=("x", "y"))
+    old = distribute_tensor(torch.full((4,), 2.0), before, [Replicate()])
+    now = distribute_tensor(torch.arange(4.0), after, [Shard(0), Replicate()]).requires_grad_()
+    for found, expected in ((now - old, -2), (old + now, 2), (old.sub(now, alpha=2), 2), (now * old, 0), (old / 2, 1)):
+        assert found.full_tensor()[0].item() == expected
+    (now - old).square().sum().backward()
+    assert now.grad.full_tensor().tolist() == [-4, -2, 0, 2] and now.grad.device_mesh == after
+    with pytest.raises(RuntimeError, match="different mesh"):
+        now + old.requires_grad_()
