@@ -160,7 +160,7 @@ from autopar._torch.files import make_states_by, map_file
 from autopar._torch.float8 import multiplies_tiles, product_of_tiles
 from autopar._torch.imports import quiet_torchao
 from autopar._torch.limits import AskedLimits
-from autopar._torch.modules import BatchNormBase, DropoutBase, is_computing
+from autopar._torch.modules import BatchNormBase, DropoutBase, hooks_of_all_modules, is_computing
 from autopar._torch.operators import autopar_op, decomposition_of, required_arguments, schema
 from autopar._torch.parts import for_a_file, has_shards, is_part, refuse_parts, unchecked
 from autopar._torch.product_nodes import operand_gradients

@@ -91,13 +91,13 @@ def _is_of_stage(x: Any) -> bool:
 
 
 def _shared(tensors: Sequence[Any]) -> list[Any]:
-    """The tensors, with those of single pipeline stages whole and plain on all ranks."""
+    """The tensors, whole and plain on all ranks if one of them is of a single pipeline stage."""
     own = [i for i, x in enumerate(tensors) if _is_of_stage(x)]
     if not own:
         return list(tensors)
     spread = tensors[own[0]]._spec.mesh.spread
     found = dict(zip(own, spread.share([tensors[i] for i in own]), strict=True))
-    return [found.get(i, x) for i, x in enumerate(tensors)]
+    return [found[i] if i in found else x.full_tensor() if isinstance(x, DTensor) else x for i, x in enumerate(tensors)]
 
 
 def has_shards(x: DTensor) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar import _torch
 from autopar.api.announcing import (
     announce,
     start_line,
@@ -108,9 +109,13 @@ class Planner:
         self._made: dict[bool, list[Plan]] = {True: [], False: []}  # of steps, of forwards
 
     def device_mesh(self) -> DeviceMesh | None:
-        """A mesh over all ranks: that of the plan if its shape is known, else of one axis."""
+        """A mesh over all ranks: that of the plan if its shape is known, else of one axis.
+
+        With pipeline stages it is the mesh of one, on which tensors lie that all stages have alike.
+        """
         if self._mesh is not None:
-            return self.world().device_mesh
+            found = self.world().device_mesh
+            return found.plain if isinstance(found, _torch.StageMesh) else found
         return make_world(Mesh((("all", world_size()),)), self.device, None).device_mesh
 
     def program(self, model: nn.Module, stand_ins: StandIns, asked: ProgramRequest) -> Programs:

@@ -29,14 +29,16 @@ class StageMesh(DeviceMesh):
 
     Attributes:
         spread: what gives tensors that lie on it to the ranks of all stages.
+        plain: a mesh of the same ranks, for tensors that all stages have alike.
     """
 
     spread: Spread
+    plain: DeviceMesh
 
     def __init__(self, mesh: DeviceMesh, spread: Spread) -> None:
         """Makes a mesh with the process groups of another."""
         vars(self).update(vars(mesh), _hash=None)
-        self.spread = spread
+        self.spread, self.plain = spread, mesh
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, StageMesh) and self.spread == other.spread and super().__eq__(other)
