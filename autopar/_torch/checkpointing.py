@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -11,6 +13,14 @@ from torch import Tensor
 from torch.utils import checkpoint
 
 from autopar._torch import pytree
+
+
+def is_checkpointed() -> bool:
+    """Whether the caller runs inside of a function that `torch.utils.checkpoint.checkpoint` was given."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != checkpoint.__file__:
+        frame = frame.f_back
+    return frame is not None
 
 
 @contextlib.contextmanager

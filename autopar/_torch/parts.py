@@ -46,8 +46,11 @@ def _owners() -> list[IsOwn]:
     """The registered functions; the first call replaces functions of torch, where other functions of torch look."""
     DTensor.__reduce_ex__ = _reduced  # type: ignore[method-assign, assignment]
     DTensor.full_tensor = _of_model(DTensor.full_tensor)  # type: ignore[method-assign]
-    for name in ("item", "tolist", "__float__", "__int__", "__bool__"):
+    for name in ("item", "__float__", "__int__", "__bool__"):
         setattr(DTensor, name, _of_sum(getattr(DTensor, name)))
+    for name in ("tolist", "numpy"):
+        setattr(DTensor, name, _of_whole_values(_of_sum(getattr(DTensor, name))))
+    torch.allclose = _by_isclose(torch.allclose)
     for name in ("__add__", "__radd__", "__sub__", "__rsub__"):
         combine = getattr(DTensor, name)
         setattr(DTensor, name, _of_numbers(combine, combine))
@@ -173,10 +176,7 @@ def _of_stages(join: Callable[..., Tensor]) -> Callable[..., Tensor]:
         mesh = own._spec.mesh
         return DTensor.from_local(found, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
-    # Its name is for pickle, and the table for torch.jit.script, which looks up functions of torch by their ids.
-    checked.__module__, checked.__qualname__ = "torch", join.__name__
-    torch.jit._builtins._register_builtin(checked, f"aten::{join.__name__}")
-    return checked
+    return _in_place_of(join, checked)
 
 
 def _of_model(full_tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -207,6 +207,47 @@ def _of_sum(read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
             )
         return read(x)
 
+    return checked
+
+
+def _of_whole_values(read: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that reads all values, and raises StepError where this rank has a part of them."""
+
+    @functools.wraps(read)
+    def checked(x: Tensor, *args: Any, **options: Any) -> Any:
+        if not isinstance(x, DTensor) or x.ndim == 0:
+            return read(x, *args, **options)
+        if is_part(x):
+            raise StepError(
+                f"{read.__name__}() reads all values of a tensor of shape {list(x.shape)}, of which this rank has a "
+                f"part or none. On all ranks (not under `if rank == 0`): x.detach().full_tensor().{read.__name__}()."
+            )
+        return getattr(x._local_tensor, read.__name__)(*args, **options)
+
+    return checked
+
+
+def _by_isclose(allclose: Callable[..., bool]) -> Callable[..., bool]:
+    """`torch.allclose`, of which torch (2.13) has no rule for DTensors."""
+
+    @functools.wraps(allclose)
+    def checked(x: Tensor, other: Tensor, *args: Any, **options: Any) -> bool:
+        if not isinstance(x, DTensor) or torch.compiler.is_compiling():
+            return allclose(x, other, *args, **options)
+        close = torch.isclose(x, other, *args, **options)
+        apart = (~close).sum()
+        return not (apart.full_tensor() if isinstance(apart, DTensor) else apart).item()
+
+    return _in_place_of(allclose, checked)
+
+
+def _in_place_of(function: Callable[..., Any], checked: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that takes the place of one of torch's, by its name.
+
+    The name is for pickle, and the table for torch.jit.script, which looks up functions of torch by their ids.
+    """
+    checked.__module__, checked.__qualname__ = "torch", function.__name__
+    torch.jit._builtins._register_builtin(checked, f"aten::{function.__name__}")
     return checked
 
 

@@ -27,3 +27,15 @@ def test_results_of_a_checkpointed_call_have_the_gradients_that_they_have_withou
 def test_an_error_of_a_checkpointed_call_goes_through():
     with _torch.plain_checkpoints(), pytest.raises(ZeroDivisionError):
         checkpoint(lambda x: x / (1 // 0), torch.ones(2), use_reentrant=False)
+
+
+@pytest.mark.parametrize("how", [False, True])
+def test_a_checkpointed_call_is_seen_in_forward_and_backward(how):
+    seen = []
+
+    def run(x):
+        seen.append(_torch.is_checkpointed())
+        return x.sin()
+
+    checkpoint(run, torch.ones(2, requires_grad=True), use_reentrant=how).sum().backward()
+    assert seen == [True, True] and not _torch.is_checkpointed()

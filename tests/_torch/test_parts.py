@@ -109,7 +109,11 @@ def test_a_compiled_function_joins_tensors_in_one_graph():
 
 def test_functions_that_join_tensors_are_pickled_and_scripted():
     _torch.refuse_parts(lambda _: False)()
-    assert pickle.loads(pickle.dumps([torch.cat, torch.stack])) == [torch.cat, torch.stack]
+    assert pickle.loads(pickle.dumps([torch.cat, torch.stack, torch.allclose])) == [
+        torch.cat,
+        torch.stack,
+        torch.allclose,
+    ]
 
     def join(x: torch.Tensor) -> torch.Tensor:
         return torch.cat([torch.stack([x, x]), x[None]])
@@ -125,3 +129,12 @@ def test_a_penalty_of_parameters_is_added_to_a_plain_loss(parameter):
     assert type(loss) is torch.Tensor and loss.item() == 1.5 + (1 + 4 + 9) / 2
     assert plain.grad.item() == 1.0 and parameter.grad.full_tensor().tolist() == [0, 1, 2, 3]
     end()
+
+
+def test_all_values_are_read_where_a_rank_has_them(parameter, of_stage):
+    x = parameter.detach()
+    assert x.tolist() == [0, 1, 2, 3] and x.numpy().tolist() == [0, 1, 2, 3]
+    assert torch.allclose(x, x + 1e-9) and not torch.allclose(x, x + 1) and torch.allclose(x, x + 1, atol=2)
+    for name in ("tolist", "numpy"):
+        with pytest.raises(StepError, match=rf"full_tensor\(\)\.{name}\(\)"):
+            getattr(of_stage.detach(), name)()

@@ -80,7 +80,8 @@ class _GradientOfOutput:
             with naming_failures("all_reduce", group_name(group)):
                 dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
         apart = extremes.view(2, 2).sum(0).max().item()
-        if apart > math.sqrt(torch.finfo(gradient.dtype).eps) * extremes[1].item():
+        norm = max(extremes[1].item(), 0.0)  # -1 where no rank has a finite one
+        if apart > math.sqrt(torch.finfo(gradient.dtype).eps) * norm:
             raise _different(self._output, gradient)
 
     def _groups(self) -> list[dist.ProcessGroup]:

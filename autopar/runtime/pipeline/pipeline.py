@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar import _torch
-from autopar.errors import PeerError
+from autopar.errors import PeerError, StepError
 from autopar.ir import Pipeline, part_shape
 from autopar.pipeline.schedules import actions, waits_for_sends
 from autopar.pipeline.weight_stashing import WeightVersions
@@ -268,10 +268,17 @@ class BoundPipeline:
         """The local outputs, on every rank of the pipeline, differentiable if autograd is on.
 
         One stage after the other, without micro-batches. Outputs that stay have values on the ranks of their own stage.
-        Raises StepError with autograd on if stages of several ranks use one parameter.
+        Raises StepError with autograd on if stages of several ranks use one parameter, and inside of a checkpoint of
+        torch: ranks would run the forward again at different times, or not at all.
         """
         if torch.is_grad_enabled():
             self._shared.refuse_backward(self._used)
+        if _torch.is_checkpointed():
+            raise StepError(
+                "model(...) was called inside of torch.utils.checkpoint.checkpoint, which would run its pipeline "
+                "stages again in backward, at another time on every rank. Call it without the checkpoint: the plan "
+                "recomputes blocks where memory asks for it (docs/memory.md)."
+            )
         results: list[Tensor] = []
         own: dict[int, Tensor] = {}
         with self._naming_failures():
