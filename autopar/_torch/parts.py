@@ -50,7 +50,10 @@ def _owners() -> list[IsOwn]:
         setattr(DTensor, name, _of_sum(getattr(DTensor, name)))
     for name in ("tolist", "numpy"):
         setattr(DTensor, name, _of_whole_values(_of_sum(getattr(DTensor, name))))
-    torch.allclose = _by_isclose(torch.allclose)
+    torch.allclose = _of_both(_by_isclose(torch.allclose))
+    torch.equal = _of_both(torch.equal)
+    for name in ("allclose", "equal"):
+        setattr(DTensor, name, getattr(torch, name))
     for name in ("__add__", "__radd__", "__sub__", "__rsub__"):
         combine = getattr(DTensor, name)
         setattr(DTensor, name, _of_numbers(combine, combine))
@@ -238,7 +241,19 @@ def _by_isclose(allclose: Callable[..., bool]) -> Callable[..., bool]:
         apart = (~close).sum()
         return not (apart.full_tensor() if isinstance(apart, DTensor) else apart).item()
 
-    return _in_place_of(allclose, checked)
+    return checked
+
+
+def _of_both(compare: Callable[..., bool]) -> Callable[..., bool]:
+    """A comparison of two tensors, which those of a pipeline stage take part in on the ranks of all stages."""
+
+    @functools.wraps(compare)
+    def checked(x: Tensor, other: Tensor, *args: Any, **options: Any) -> bool:
+        if torch.compiler.is_compiling() or not (_is_of_stage(x) or _is_of_stage(other)):
+            return compare(x, other, *args, **options)
+        return compare(*_shared([x, other]), *args, **options)
+
+    return _in_place_of(compare, checked)
 
 
 def _in_place_of(function: Callable[..., Any], checked: Callable[..., Any]) -> Callable[..., Any]:

@@ -45,7 +45,7 @@ _OF_TWO = (
     "__truediv__",
 )
 # Those that take no second tensor.
-_OF_ONE = ("zero_", "fill_", "clamp_", "clip_", "pow_", "neg_", "normal_", "uniform_")
+_OF_ONE = ("zero_", "fill_", "clamp_", "clip_", "pow_", "neg_", "normal_", "uniform_", "masked_fill_")
 
 
 @functools.cache

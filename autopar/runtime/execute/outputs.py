@@ -16,7 +16,7 @@ multiplied by their number, which makes it that of the rank's own loss: outputs 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -35,14 +35,17 @@ from autopar.runtime.parameters.parameters import placements
 from autopar.runtime.ranks.world import World
 
 
-def as_asked(x: Tensor, spec: TensorSpec, world: World, outputs: Outputs) -> Tensor:
-    """A local output as it is, whole on every rank, or as a DTensor; see [Note: a loss outside] for its backward."""
+def as_asked(x: Tensor, spec: TensorSpec, world: World, outputs: Outputs, written: Callable[[], str]) -> Tensor:
+    """A local output as it is, whole on every rank, or as a DTensor; see [Note: a loss outside] for its backward.
+
+    `written` names a parameter of this rank that was written since the forward, "" where there is none.
+    """
     if outputs == "dtensor":
         return as_dtensor(x, spec, world)
     target = (R,) * len(spec.layout) if outputs == "whole" else spec.layout
     x = travel(x, route(spec.dims, spec.layout, target, world.mesh, rank=world.rank), world)
     if x.requires_grad and world.ranks > 1:
-        x.register_hook(_GradientOfOutput(spec, target, world))
+        x.register_hook(_GradientOfOutput(spec, target, world, written))
     return x
 
 
@@ -53,10 +56,11 @@ class _GradientOfOutput:
         spec: spec of the output.
         layout: layout in which the output was handed out.
         world: the ranks.
+        written: as in `as_asked`.
     """
 
-    def __init__(self, spec: TensorSpec, layout: Layout, world: World) -> None:
-        self._output, self._layout, self._world = spec, layout, world
+    def __init__(self, spec: TensorSpec, layout: Layout, world: World, written: Callable[[], str]) -> None:
+        self._output, self._layout, self._world, self._written = spec, layout, world, written
 
     def __call__(self, gradient: Tensor) -> Tensor:
         self._refuse_differences(gradient.detach())
@@ -72,14 +76,23 @@ class _GradientOfOutput:
         return gradient if parts == 1 else gradient / parts
 
     def _refuse_differences(self, gradient: Tensor) -> None:
-        """Raises StepError on all ranks if some that have the same output have different gradients of it."""
-        found = _digest(gradient)
-        extremes = torch.cat([found, -found])
+        """Raises StepError on all ranks if some that have the same output have different gradients of it.
+
+        And if a parameter was written on one: torch sees that of plain tensors, and not of the shards of a DTensor.
+        """
+        found, name = _digest(gradient), self._written()
+        extremes = torch.cat([found, -found, found.new_tensor([float(bool(name))])])
         groups = self._groups()
         for group in groups:
             with naming_failures("all_reduce", group_name(group)):
                 dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
-        apart = extremes.view(2, 2).sum(0).max().item()
+        if extremes[4].item():
+            raise StepError(
+                "One of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{name or 'a parameter of another rank'} was written between model(...) and the backward of its "
+                "result, which would take the new values. Write it after loss.backward()."
+            )
+        apart = extremes[:4].view(2, 2).sum(0).max().item()
         norm = max(extremes[1].item(), 0.0)  # -1 where no rank has a finite one
         if apart > math.sqrt(torch.finfo(gradient.dtype).eps) * norm:
             raise _different(self._output, gradient)

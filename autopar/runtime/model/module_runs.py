@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -153,8 +153,17 @@ class ModuleRuns:
         specs = bound.program.outputs
         if outputs == "local":
             self._warn_of_split(results, bound)
-        results = [as_asked(x, spec, bound.world, outputs) for x, spec in zip(results, specs, strict=True)]
+        written = self._written_since(bound)
+        results = [as_asked(x, spec, bound.world, outputs, written) for x, spec in zip(results, specs, strict=True)]
         return unflatten_outputs(bound.program, results)
+
+    def _written_since(self, bound: BoundProgram | BoundPipeline) -> Callable[[], str]:
+        """A function that names a parameter of a program that was written since now, "" where there is none."""
+        if not torch.is_grad_enabled() or bound.world.ranks == 1:
+            return lambda: ""
+        used = {spec.name for spec in bound.program.parameters}
+        before = [(name, p, p._version) for name, p in self._own() if name in used and not p.is_inference()]
+        return lambda: next((name for name, p, version in before if p._version != version), "")
 
     def _warn_of_split(self, results: Sequence[Tensor], bound: BoundProgram | BoundPipeline) -> None:
         """Warns once that ranks have parts of the results: a script that evaluates them may expect them whole."""

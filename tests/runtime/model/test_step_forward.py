@@ -92,6 +92,11 @@ def losses_of_own() -> tuple[str, str, list[float]]:
     with pytest.raises(autopar.StepError) as different:
         mean_square(made(x)[rows], y[rows]).backward()
     assert made.plan is planned
+    loss = mean_square(made(x), y)
+    with torch.no_grad():
+        made.get_parameter("up.weight").mul_(2)
+    with pytest.raises(autopar.StepError, match=r"inplace operation: up\.weight was written between model"):
+        loss.backward()
     with pytest.raises(autopar.StepError) as infinite:
         (made(x).sum() * (1.0 if rank else torch.inf)).backward()
     model, _, _ = make("mlp")

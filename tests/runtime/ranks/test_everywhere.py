@@ -234,6 +234,8 @@ def refused() -> list[str]:
             do()
         found.append(str(error.value))
     assert torch.equal(first.full_tensor() + second.full_tensor(), (second.full_tensor() + first.full_tensor()))
+    assert torch.equal(first, first.clone()) and not torch.equal(first, first + 1) and not first.equal(second)
+    assert torch.allclose(second, second + 1e-12) and not second.allclose(second * 2)
     return found
 
 
