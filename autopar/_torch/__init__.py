@@ -40,7 +40,7 @@ from autopar._torch.autograd import (
     traced_ops,
 )
 from autopar._torch.bindings import BINDINGS
-from autopar._torch.checkpointing import is_checkpointed, plain_checkpoints
+from autopar._torch.checkpointing import is_checkpointed, plain_checkpoints, saving_nothing
 from autopar._torch.compiling import (
     cached_calls,
     compile_graph,

@@ -23,6 +23,20 @@ def is_checkpointed() -> bool:
     return frame is not None
 
 
+def saving_nothing() -> contextlib.AbstractContextManager[Any]:
+    """Context of work of our own, such as a capture, in which no hook of the caller's sees what autograd saves.
+
+    A checkpoint counts what is saved in forward and again in backward, where a capture is not made anew.
+    """
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:  # type: ignore[attr-defined]
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
+
+
+def _as_it_is(x: Any) -> Any:
+    return x
+
+
 @contextlib.contextmanager
 def plain_checkpoints() -> Iterator[None]:
     """Context in which a checkpointed function runs once, as any other, and gives the gradients that it would give.

@@ -106,7 +106,7 @@ class SplitGraph:
             self._refuse_offsets(arguments)
             sharded = {i: x for i, x in enumerate(arguments) if isinstance(x, DTensor)}
             given = [stand_in(x) if i in sharded else x for i, x in enumerate(arguments)]
-            with _torch.ending_transforms():
+            with _torch.ending_transforms(), _torch.saving_nothing():
                 lifted = lift(self._module, self._names, given, frozenset(sharded))
                 prepared = prepare(lifted, tuple(arguments[i] for i in lifted.inputs))
             stored = {n: sharded[i] for n, i in lifted.parameters.items() if i in sharded}

@@ -39,3 +39,17 @@ def test_a_checkpointed_call_is_seen_in_forward_and_backward(how):
 
     checkpoint(run, torch.ones(2, requires_grad=True), use_reentrant=how).sum().backward()
     assert seen == [True, True] and not _torch.is_checkpointed()
+
+
+def test_work_of_our_own_is_not_counted_by_a_checkpoint():
+    weight, times = torch.ones(2, requires_grad=True), []
+
+    def run(x):
+        if not times:
+            with _torch.saving_nothing():
+                (x.sin() * weight).exp().sum().backward()
+        times.append(1)
+        return (x * weight).sin()
+
+    checkpoint(run, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
+    assert len(times) == 2

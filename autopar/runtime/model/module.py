@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autopar import _torch
 from autopar.capture.results import loss_first
 from autopar.errors import MemoryBoundError, NoLossError, PlanError, StepError
 from autopar.ir import Pipeline, Plan
@@ -215,7 +216,8 @@ class CompiledModule(nn.Module):
         """The program for arguments of these shapes. The first one places the parameters, and then weights are read."""
         if self._unread:
             raise StepError(f"{self._unread}. Call model.load_weights, or compile the model again.")
-        ready = self._programs.find(arguments, is_step=is_step)
+        with _torch.saving_nothing():
+            ready = self._programs.find(arguments, is_step=is_step)
         self._read_first_weights()
         return ready
 

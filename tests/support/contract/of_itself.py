@@ -211,7 +211,7 @@ def a_layer_is_copied(model: Any, x: Tensor, y: Tensor) -> Any:
     twin = copy.deepcopy(model.first)
     with torch.no_grad():
         twin.weight.zero_()
-    return number(twin.weight), number(model.first.weight), type(twin).__name__
+    return number(twin.weight), number(model.first.weight), isinstance(twin, nn.Linear)
 
 
 @behaviour
