@@ -14,6 +14,7 @@ pytestmark = pytest.mark.multiprocess
 MENDED = [
     "assigns a parameter",
     "copies a whole tensor",
+    "hooks of the state",
     "loads into a layer",
     "registers a parameter",
     "replaces a layer",
@@ -40,7 +41,17 @@ def test_a_difference_is_named_by_its_place() -> None:
     assert differences([1], [1, 2]) == ["[1], and plainly [1, 2]"]
 
 
-@pytest.mark.parametrize("name", ["a gradient is assigned", "a missing key is an error", "freezes all"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a checkpoint of torch",
+        "a gradient is assigned",
+        "a missing key is an error",
+        "a state is averaged with another",
+        "freezes all",
+        "state into a plain model",
+    ],
+)
 def test_what_once_failed_with_stages_is_as_it_is_plainly(two_ranks: Ranks, name: str) -> None:
     for found in two_ranks.run(verdict_of_behaviour, name, "stages"):
         assert found.word == "equal", found.text
