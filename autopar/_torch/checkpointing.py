@@ -28,7 +28,7 @@ def saving_nothing() -> contextlib.AbstractContextManager[Any]:
 
     A checkpoint counts what is saved in forward and again in backward, where a capture is not made anew.
     """
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:  # type: ignore[attr-defined]
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
         return contextlib.nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
 

@@ -21,7 +21,7 @@ def average_dtensors_apart() -> None:
 
     @functools.wraps(group)
     def grouped(lists: Any, *args: Any) -> dict[Any, Any]:
-        found = {}
+        found: dict[Any, Any] = {}
         for is_plain in (True, False):
             own = [i for i, x in enumerate(lists[0]) if isinstance(x, DTensor) != is_plain]
             if own:

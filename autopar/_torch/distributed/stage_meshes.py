@@ -56,5 +56,5 @@ def is_of_stage(x: Any) -> bool:
 def seen_from_outside(mesh: DeviceMesh) -> DeviceMesh:
     """A mesh as ranks see it that are not in it: `torch.distributed.checkpoint` then asks them for no part."""
     found = copy.copy(mesh)
-    found._coordinate_on_dim = None  # type: ignore[assignment]
+    found._coordinate_on_dim = None
     return found

@@ -55,7 +55,7 @@ def cut_whole_operands() -> None:
         setattr(DTensor, name, _with_parts(getattr(DTensor, name)))
     for name in _OF_TWO:
         setattr(DTensor, name, _on_one_mesh(getattr(DTensor, name)))
-    DTensor.__setitem__ = _set_items  # type: ignore[method-assign]
+    DTensor.__setitem__ = _set_items  # type: ignore[method-assign, assignment]
 
 
 def _with_parts(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -133,7 +133,7 @@ class Structure:
         self._free = [hooks for hooks in self._hooks if not hooks]
         self._handles = RemovableHandle.next_id
         users = [m for m in modules.values() if is_users_type(type(m))]
-        self._plain = [_Plain(vars(m)) for m in modules.values() if "forward" not in vars(m)]
+        self._plain = [_Plain(m.__dict__) for m in modules.values() if "forward" not in vars(m)]
         checks: list[tuple[dict[str, Any], Check]] = [(table.now, table) for table in self._tables]
         checks += [(plain.attributes, plain) for plain in self._plain]
         self._buffers = [_BufferNames(m._buffers, frozenset(m._buffers)) for m in modules.values() if m._buffers]
