@@ -12,10 +12,11 @@ from torch.nn.modules.dropout import _DropoutNd as DropoutBase
 __all__ = ["BatchNormBase", "DropoutBase", "hooks_of_all_modules", "is_computing"]
 
 
-def hooks_of_all_modules() -> list[dict[int, Any]]:
-    """The tables of hooks that run for every module (`register_module_forward_hook` and the like)."""
-    module: Any = nn.modules.module
-    return [getattr(module, f"_global_{kind}") for kind in ("forward_hooks", "forward_pre_hooks", "backward_hooks")]
+def hooks_of_all_modules() -> dict[tuple[str, int], Any]:
+    """The hooks that run for every module (`register_module_forward_hook` and the like), without those of torch."""
+    kinds, module = ("forward_hooks", "forward_pre_hooks", "backward_hooks"), vars(nn.modules.module)
+    found = {(kind, number): hook for kind in kinds for number, hook in module[f"_global_{kind}"].items()}
+    return {key: hook for key, hook in found.items() if not str(getattr(hook, "__module__", "")).startswith("torch.")}
 
 
 def is_computing() -> bool:

@@ -38,7 +38,7 @@ from autopar.backend.sharding import (
     whole_parameter,
     world_of,
 )
-from autopar.backend.unwatched import CachedCalls, Methods
+from autopar.backend.unwatched import CachedCalls, HooksOfAllModules, Methods
 from autopar.capture.guards.refusals import draws_from_own
 from autopar.capture.remedies import traced_line
 from autopar.errors import AutoparError, MeshError, RecipeError, did_you_mean
@@ -130,7 +130,7 @@ def _opened(
         world_on,
         run.executor,
         comparison_of(limit),
-        (Methods(module.graph), CachedCalls(module.graph)),
+        (Methods(module.graph), CachedCalls(module.graph), HooksOfAllModules()),
     )
 
 

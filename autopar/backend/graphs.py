@@ -22,7 +22,7 @@ from autopar.backend.plans import local_graph, meshes, plan_of, prepare, stand_i
 from autopar.backend.recurrence import Recurrence
 from autopar.backend.running import LocalGraph, WholeGraph
 from autopar.backend.summary import summary
-from autopar.backend.unwatched import CachedCalls, Methods
+from autopar.backend.unwatched import CachedCalls, HooksOfAllModules, Methods
 from autopar.errors import AutoparError, CaptureError
 from autopar.ir import Graph, Mesh, Plan
 from autopar.options import shared_words
@@ -56,7 +56,7 @@ class SplitGraph:
         world_on: this rank's view of a mesh.
         executor: what runs its local graphs.
         comparison: compares texts of all ranks.
-        unwatched: the methods of classes that the graph was made from, and its calls of functions with a cache.
+        unwatched: the methods of classes that the graph was made from, its calls of functions with a cache, and hooks.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class SplitGraph:
         world_on: Callable[[Mesh], World],
         executor: Executor,
         comparison: Comparison,
-        unwatched: Sequence[Methods | CachedCalls],
+        unwatched: Sequence[Methods | CachedCalls | HooksOfAllModules],
     ) -> None:
         self._module, self._names, self._comparison = module, names, comparison
         self._request, self._world_on, self._executor = request, world_on, executor

@@ -1,4 +1,4 @@
-"""Python state that Dynamo reads and does not watch: methods of classes, and results that functions cache."""
+"""Python state that Dynamo reads and does not watch: methods of classes, cached results, hooks of all modules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import fx
 
 from autopar import _torch
 from autopar.capture.guards.caches import cache_of, changed, reads_of, stale
-from autopar.capture.guards.refusals import replaces_method
+from autopar.capture.guards.refusals import changes_hooks_of_all, replaces_method
 from autopar.capture.guards.stdlib_views import cached_by, kept_by
 from autopar.capture.guards.values import is_plain, is_same
 
@@ -80,3 +80,15 @@ def line_of(function: Any) -> str:
     """The line where a function begins: `file:line`; its name where it is not written in Python."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return str(function) if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+
+
+class HooksOfAllModules:
+    """The hooks of all modules that Dynamo has traced into a graph; to be made while Dynamo compiles the frame."""
+
+    def __init__(self) -> None:
+        self._found = _torch.hooks_of_all_modules()
+
+    def check(self) -> None:
+        """Raises CaptureError if there are others by now, which would not run, or ones fewer, which would."""
+        if self._found != _torch.hooks_of_all_modules():
+            raise changes_hooks_of_all()

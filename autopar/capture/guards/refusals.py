@@ -93,6 +93,15 @@ def replaces_method(name: str, line: str) -> CaptureError:
     )
 
 
+def changes_hooks_of_all() -> CaptureError:
+    """The error for hooks of all modules that were registered or removed after torch.compile had read them."""
+    return CaptureError(
+        "Hooks of all modules (torch.nn.modules.module.register_module_forward_hook and the like) were registered or "
+        "removed after torch.compile had read them, but torch.compile keeps using the old ones, with any backend. Call "
+        "torch.compiler.reset() after the change, or register hooks on the modules that need them."
+    )
+
+
 def runs_cached(name: str, line: str, read: str) -> CaptureError:
     """The error for a function with a cache that a capture runs again, though Python would not.
 

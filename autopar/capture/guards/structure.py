@@ -127,7 +127,8 @@ class Structure:
         ]
         self._present = [p for m in modules.values() for p in m._parameters.values() if p is not None]
         self._flags = GradientFlags(self._present)
-        self._hooks = [*hooks_of_all_modules(), *(getattr(m, name) for m in modules.values() for name in _HOOKS)]
+        self._hooks = [getattr(m, name) for m in modules.values() for name in _HOOKS]
+        self._of_all = hooks_of_all_modules()
         self._hooked = [hooks for hooks in self._hooks if hooks]
         self._known = [dict(hooks) for hooks in self._hooked]
         self._free = [hooks for hooks in self._hooks if not hooks]
@@ -162,7 +163,7 @@ class Structure:
 
         Every registration takes a number from one counter: while that stands still, hooks were at most removed.
         """
-        if self._hooked != self._known:
+        if self._hooked != self._known or self._of_all != hooks_of_all_modules():
             return False
         if self._handles == RemovableHandle.next_id:
             return True
