@@ -37,11 +37,10 @@ An unknown name of a collective is an error, never zero seconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from functools import reduce
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from autopar.cost_model.arith import Quantity, larger, smaller
+from autopar.cost_model.arith import Quantity, smaller
 from autopar.cost_model.machines.hardware import Hardware, Link
 from autopar.cost_model.sizes import Sizes
 from autopar.cost_model.traffic import EXCHANGES
@@ -59,31 +58,7 @@ class Seconds(NamedTuple):
         return self.forward + self.backward
 
 
-BUCKET_BYTES = 25 * 2**20  # of torch's DistributedDataParallel; the runtime's default
-FEWEST_BUCKETS = 4
-SMALLEST_BUCKET_BYTES = 2**20  # as the first bucket of torch's DistributedDataParallel
-
-
-# 1M parameters in bfloat16: Megatron-Core fills buckets with 1M parameters for each data-parallel rank
-# (`distributed_data_parallel.py`), so that the messages of a ring keep their size on any number of ranks.
-BUCKET_BYTES_PER_RANK = 2_000_000
-
-
-def usual_bucket_bytes(axes: Iterable[Quantity]) -> Quantity:
-    """Bytes of a bucket where nothing else was asked: more on more ranks, as a ring cuts a message into as many parts.
-
-    Args:
-        axes: sizes of the axes of the mesh.
-
-    >>> [usual_bucket_bytes((ranks, 8)) for ranks in (8, 64, 512)]
-    [26214400, 128000000, 1024000000]
-    """
-    return reduce(larger, (BUCKET_BYTES_PER_RANK * size for size in axes), BUCKET_BYTES)
-
-
-def overlapping_bytes(total_bytes: int, bucket_bytes: Quantity) -> Quantity:
-    """Bytes of a bucket that cut a small total into several, but not into too small ones."""
-    return smaller(bucket_bytes, max(total_bytes // FEWEST_BUCKETS, SMALLEST_BUCKET_BYTES))
+BUCKET_BYTES = 25 * 2**20  # of torch's DistributedDataParallel
 
 
 class _Message(NamedTuple):

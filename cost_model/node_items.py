@@ -7,7 +7,8 @@ import re
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 
 from autopar.cost_model.arith import Quantity, hashable, larger, smaller
-from autopar.cost_model.collectives import BUCKET_BYTES, collective_seconds, overlapping_bytes, usual_bucket_bytes
+from autopar.cost_model.buckets import usual_bucket_bytes, whole_bytes
+from autopar.cost_model.collectives import BUCKET_BYTES, collective_seconds
 from autopar.cost_model.compute import inner_tensors
 from autopar.cost_model.items import COMPUTE, FULL, MemoryItem, Phase, Places, Region, TrainingState, WorkItem
 from autopar.cost_model.machines.hardware import Hardware, Link
@@ -30,6 +31,7 @@ class NodeItems:
         fused: whether chains of element-wise ops run as one kernel, as `torch.compile` makes them.
         bucket_bytes: bytes of a bucket: parameters and gradients share collectives of this size. By default those of
             the runtime, and no more than all parameters have: together they pay for one collective at least.
+        chosen_bucket_bytes: bytes of a bucket that a plan names for our own runtime; None for the usual size.
         recomputed: names of the ops that run again when their block is recomputed.
         micro_batches: number of micro-batches of a step.
         position: mesh coordinates of the rank whose memory is priced; it matters for parameters that one rank owns, see
@@ -47,6 +49,7 @@ class NodeItems:
         training_state: TrainingState = FULL,
         fused: bool = False,
         bucket_bytes: Quantity | None = None,
+        chosen_bucket_bytes: int | None = None,
         recomputed: Collection[str] = (),
         position: Position | None = None,
         micro_batches: int = 1,
@@ -54,8 +57,9 @@ class NodeItems:
         self.micro_batches = micro_batches
         self.position = position or [0] * len(sizes.mesh.axes)
         self.graph, self.sizes = graph, sizes
-        self.bucket_bytes = _bucket_bytes(graph, sizes) if bucket_bytes is None else bucket_bytes
-        self.grows = bucket_bytes is None
+        own = _bucket_bytes(graph, sizes, chosen_bucket_bytes)
+        self.bucket_bytes = own if bucket_bytes is None else bucket_bytes
+        self.holds_buckets = bucket_bytes is None
         self.hardware, self.links, self.training_state = hardware, tuple(links), training_state
         self.layers = {stack.path: stack.layers for stack in graph.stacks} | dict(layers or {})
         self.recomputed = frozenset(recomputed)
@@ -80,7 +84,7 @@ class NodeItems:
 
         The hardware's reserve includes 25 MiB for each buffer of collectives.
         """
-        further = larger(0, self.bucket_bytes - BUCKET_BYTES) if self.grows else 0
+        further = larger(0, self.bucket_bytes - BUCKET_BYTES) if self.holds_buckets else 0
         if not isinstance(further, int) or further:
             yield MemoryItem("buckets of gradients", "buffers", "layers", 2 * further)
 
@@ -204,16 +208,11 @@ def _places_of_step(layout: Sequence[State], step: LayoutStep) -> Places:
     return found
 
 
-def _bucket_bytes(graph: Graph, sizes: Sizes) -> Quantity:
-    """Bytes of a bucket of the runtime, for the parameters of a model: at most all of them."""
-    count_of = graph.layer_count
-    held = (
-        count_of.get(name, 1) * math.prod(tensor.shape) * tensor.itemsize_bytes
-        for name, tensor in ((each, graph.tensors[at]) for each, at in graph.parameters.items())
-    )
-    total_bytes = max(1, sum(held))
+def _bucket_bytes(graph: Graph, sizes: Sizes, chosen: int | None = None) -> Quantity:
+    """Bytes of a bucket of the runtime, chosen or usual, for the parameters of a model: at most all of them."""
+    total_bytes = whole_bytes(graph)
     axes = map(sizes.axis, range(len(sizes.mesh.axes)))
-    return smaller(total_bytes, overlapping_bytes(total_bytes, usual_bucket_bytes(axes)))
+    return smaller(total_bytes, chosen or usual_bucket_bytes(total_bytes, axes))
 
 
 def regions_of(graph: Graph) -> dict[str, Region]:

@@ -74,6 +74,7 @@ class Pricer:
             training_state=training_state,
             fused=fused,
             bucket_bytes=bucket_bytes,
+            chosen_bucket_bytes=plan.bucket_bytes,
             recomputed=recomputed_ops(graph, self.blocks),
             position=busiest_owner(graph, plan.parameters, plan.mesh),
             micro_batches=plan.micro_batches,

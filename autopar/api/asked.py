@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from autopar.planning.likeness import likeness_of_options
 from autopar.planning.planning import policy_of
 from autopar.runtime.execute.settings import RunOptions
 from autopar.runtime.ranks.processes import check_world, refuse_unlike, world_size
-from autopar.search.request.options import PlanOptions
+from autopar.search.request.options import PlanOptions, in_bytes
 from autopar.search.request.recipes import format_recipe, is_open
 from autopar.search.request.request import Request
 
@@ -40,6 +41,9 @@ def read_asked(given: Mapping[str, Any], plan: Plan | str | os.PathLike[str] | N
     if loaded is not None:
         _check_beside_plan(loaded, asked)
         asked["micro_batches"] = loaded.micro_batches
+        # A plan for the usual size of buckets runs with any other, too.
+        if loaded.bucket_bytes is None and asked.get("bucket_bytes") is not None:
+            loaded = replace(loaded, bucket_bytes=in_bytes(asked["bucket_bytes"]))
     asked["precision"] = policy_of(asked["precision"], loaded)
     run = RunOptions(**run_options)
     priced, assumed = hardware_of(run.hardware, device)
@@ -85,6 +89,7 @@ def _check_beside_plan(plan: Plan, asked: Mapping[str, Any]) -> None:
         "recompute": plan.recompute,
         "decompose": plan.decomposed,
         "overlap_batches": plan.overlap_batches,
+        **({} if plan.bucket_bytes is None else {"bucket_bytes": plan.bucket_bytes}),
     }
     wish = asked.get("recompute")
     tiers = {how.tier for how in plan.saved.values()}

@@ -118,6 +118,7 @@ def compile(
         run.weights.check(model)
     settings = Settings(
         micro_batches=request.micro_batches,
+        bucket_bytes=request.bucket_bytes,
         device=device,
         device_mesh=device_mesh,
         replicas=None if request.meeting is None else planner.world().replicas,

@@ -15,7 +15,7 @@ from autopar import _torch
 from autopar.backend.effects import ReturnedView
 from autopar.backend.lifting import Lifted
 from autopar.capture.captured import Captured
-from autopar.cost_model.collectives import usual_bucket_bytes
+from autopar.cost_model.buckets import usual_bucket_bytes
 from autopar.errors import PeerError
 from autopar.ops.nodes import draws
 from autopar.runtime.execute.compiled import Executor
@@ -106,7 +106,7 @@ class LocalGraph:
         sources = _Shards([examples[i] for i in self._parameters])
         self._gathers = Gathers(sources, world)
         self._entries = Entries(world)
-        bucket_bytes = int(usual_bucket_bytes(world.mesh.sizes))
+        bucket_bytes = int(usual_bucket_bytes(captured.parameter_bytes, world.mesh.sizes))
         lower(Binding(local, world, executor, self._gathers, bucket_bytes, self._entries), LOWERING_OF_LOCAL_GRAPH)
         is_random = any(draws(node) for node in local.graph.nodes)
         self._graph = executor.ready(local)

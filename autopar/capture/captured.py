@@ -99,6 +99,12 @@ class Captured:
         return {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
 
     @property
+    def parameter_bytes(self) -> int:
+        """Bytes of all parameters as the graph takes them, whole."""
+        placeholders = (x for x in self.module.graph.nodes if x.op == "placeholder" and x.name in self.parameters)
+        return sum(x.meta["val"].nbytes for x in placeholders)
+
+    @property
     def fingerprint(self) -> str:
         """A hash of the program: ops with their arguments, shapes, dtypes, names of parameters and inputs, precision.
 

@@ -12,10 +12,13 @@ from typing import Any, Literal, Self
 import sympy
 
 from autopar.cost_model.breakdown import Breakdown, Candidate, Unit
+from autopar.cost_model.buckets import machine_of
 from autopar.cost_model.compute import backward_passes, is_product
+from autopar.cost_model.history import Spread, spread_of
 from autopar.cost_model.items import FULL, TrainingState
 from autopar.cost_model.machines.cluster import Cluster
 from autopar.cost_model.machines.hardware import Hardware, Link
+from autopar.cost_model.machines.origins import origins_of
 from autopar.cost_model.machines.software import AUTOPAR, Software
 from autopar.cost_model.owners import has_lone_ops
 from autopar.cost_model.steps.owned_step import OwnedStep
@@ -91,7 +94,7 @@ class PlanCost:
         return self.built or Expressions.of(
             self.graph,
             self.plan,
-            self.software.on(self.cluster.hardware),
+            machine_of(self.graph, self.plan, self.cluster.hardware, self.software),
             training_state=self.run.training_state,
             blocks=blocks.blocks,
             again=blocks.again,
@@ -243,6 +246,17 @@ class PlanCost:
     @property
     def ranks(self) -> int:
         return self.plan.mesh.ranks * int(self.run.stages) * self._replicas
+
+    @property
+    def spread(self) -> Spread | None:
+        """How far steps of this kind were from their prices, in published runs; None where none was measured."""
+        is_routed = any("expert" in factor.roles for factor in self.graph.factors.values())
+        return spread_of(self.cluster.hardware.name, self.ranks, is_routed=is_routed)
+
+    @property
+    def origins(self) -> Mapping[str, str]:
+        """Figure of the machine -> "measured", "published" or "scaled"; see `autopar.cost_model.machines.origins`."""
+        return origins_of(self.software.on(self.cluster.hardware))
 
     @property
     def place(self) -> str:

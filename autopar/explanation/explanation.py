@@ -12,6 +12,7 @@ from rich.console import RenderableType
 from rich.jupyter import JupyterMixin
 
 from autopar.cost_model.breakdown import Event
+from autopar.cost_model.history import SHARE
 from autopar.errors import AutoparError, did_you_mean
 from autopar.explanation import solving
 from autopar.explanation.changes import GROUPS, changed_hardware, scaled
@@ -23,6 +24,7 @@ from autopar.explanation.timeline import timeline
 from autopar.ir.note import kind_of
 from autopar.ir.recompute import recompute_json
 from autopar.search import search as search_plan
+from autopar.search.refine.buckets import usual_bytes
 from autopar.search.request.recipes import split_recipe
 from autopar.search.request.request import Request
 from autopar.search.stages.pipeline import search_pipeline
@@ -182,8 +184,11 @@ class Explanation(PlanCost, JupyterMixin):
                 "stages": int(self.values["stages"]),
                 "chunks": int(self.values["chunks"]),
                 "recompute": recompute_json(self.run.recompute),
+                "bucket_bytes": self.plan.bucket_bytes or usual_bytes(self.graph, self.plan),
             },
             "step_seconds": self.step_seconds,
+            "step_spread": self._spread_json(),
+            "origins": self.origins,
             "tokens_per_second": self.tokens_per_second,
             "mfu": self.mfu,
             "memory_bytes": self.memory_bytes,
@@ -196,6 +201,20 @@ class Explanation(PlanCost, JupyterMixin):
             "symbols": dict(sorted(self.values.items())),
             "candidates": [dataclasses.asdict(each) for each in self.candidates],
             **self._pipeline_json(),
+        }
+
+    def _spread_json(self) -> dict[str, Any] | None:
+        """Between which seconds 80 % of such steps lie, and by which runs; None where nothing was measured."""
+        found = self.spread
+        if found is None:
+            return None
+        return {
+            "share": SHARE,
+            "low_seconds": found.low * self.step_seconds,
+            "high_seconds": found.high * self.step_seconds,
+            "runs": found.runs,
+            "tables": found.tables,
+            "of": str(found.group),
         }
 
     def _pipeline_json(self) -> dict[str, Any]:

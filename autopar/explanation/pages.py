@@ -12,6 +12,7 @@ import sympy
 
 from autopar.cost_model.breakdown import Breakdown, Event
 from autopar.cost_model.items import COMPUTE, WorkItem
+from autopar.cost_model.machines.origins import ORIGINS
 from autopar.cost_model.symbols import symbol
 from autopar.explanation.answers import Advice
 from autopar.explanation.block import block_of
@@ -221,6 +222,9 @@ def _stages_in_words(e: Explanation) -> str:
 
 def _figures(e: Explanation) -> Iterator[tuple[str, str]]:
     yield "step", format_seconds(e.step_seconds)
+    if (spread := e.spread) is not None:
+        low, high = (format_seconds(bound * e.step_seconds) for bound in (spread.low, spread.high))
+        yield "80 % of such steps", f"{low} to {high}, by {spread.runs} published runs"
     if e.tokens_per_second is not None:
         yield "tokens per second", f"{e.tokens_per_second:,.0f}"
     yield "model FLOPs utilization", f"{100 * e.mfu:.1f} %"
@@ -323,16 +327,21 @@ def _closed_form_stages(e: Explanation) -> str:
     )
 
 
+def _origin_line(e: Explanation) -> Iterator[str]:
+    """A sentence that says which figures of the machine are measured, published or scaled from other machines."""
+    found: dict[str, list[str]] = {}
+    for figure, kind in e.origins.items():
+        found.setdefault(kind, []).append(figure)
+    if "scaled" in found:
+        said = "; ".join(f"{kind} are {', '.join(found[kind])}" for kind in ORIGINS if kind in found)
+        yield f"Of {e.cluster.hardware.name.upper()}, {said}; 'autopar calibrate' measures them on your machine."
+
+
 def _caveats(e: Explanation) -> tuple[str, ...]:
     notes = []
     if e.run.stages > 1 and e.simulated is None:
         notes.append(_closed_form_stages(e))
-    guessed = [n for n, source in e.cluster.hardware.sources if source.kind == "guess"]
-    if "host_seconds" in guessed:
-        notes.append(
-            f"{e.cluster.hardware.name.upper()} kernel efficiency is estimated from published runs; "
-            "'autopar calibrate' measures it on your machine."
-        )
+    notes += _origin_line(e)
     lines = (*unruled_lines(e.graph, e.plan, e.cluster.hardware), *guessed_lines(e.graph, e.plan))
     notes += [f"{line[0].upper()}{line[1:]}." for line in lines]
     if not e.fits:

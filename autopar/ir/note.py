@@ -17,6 +17,7 @@ NoteKind = Literal[
     "versions",
     "decomposed",
     "overlap",
+    "buckets",
     "micro-batches",
     "undivided",
     "repeated",
@@ -38,9 +39,10 @@ class Note(str):
             "unasked": the reason for a pipeline under a recipe without one. "runner-up": the next best plan. "tiers":
             what is stored outside the devices. "replicas" and "versions": differences from training on a single
             device. "owners": parameters that single ranks store. "decomposed": axes along which collectives run piece
-            by piece. "overlap": micro-batches that take turns. "micro-batches": the reason for a number of them that
-            nobody asked for. "undivided": dims that an axis does not divide. "repeated": axes whose ranks all compute
-            the same. "uneven": a dim in parts of different sizes. "": anything else.
+            by piece. "overlap": micro-batches that take turns. "buckets": the bytes that a collective carries.
+            "micro-batches": the reason for a number of them that nobody asked for. "undivided": dims that an axis does
+            not divide. "repeated": axes whose ranks all compute the same. "uneven": a dim in parts of different sizes.
+            "": anything else.
     """
 
     kind: str

@@ -20,6 +20,7 @@ the right column):
                                                       all-gather before it or the reduce-scatter after it sends them
     overlap 2                                         micro-batches whose ops take turns, so that the collectives of
                                                       each travel while another computes
+    buckets 104857600                                 bytes of a bucket, in which parameters and gradients travel
     parameter mlp.up.weight: S(1)@dp S(0)@tp | S(1)@dp S(0)@tp | step
                                                       storage | resident | when gradients are reduced
     saved layers.*.input: S(1)@tp                     layout in which a tensor is saved from forward to backward;
@@ -139,6 +140,8 @@ class Plan:
         decomposed: axes along which all-gathers before products, and reduce-scatters after them, run piece by piece
             while the products are computed; see `autopar.ops.decomposed`.
         overlap_batches: number of micro-batches that run at a time and take turns (`autopar.passes.overlap_batches`).
+        bucket_bytes: bytes of a bucket: parameters that are gathered, or gradients that are reduced, by one collective;
+            None for the usual size of this mesh (`autopar.cost_model.buckets`).
         remarks: function from a plan to remarks about its ops, by name, which `str` prints for people; None for none.
             It is no part of the plan: equal plans may have different remarks, and files have none.
 
@@ -161,6 +164,7 @@ class Plan:
     meeting: Meeting | None = None
     decomposed: tuple[str, ...] = ()
     overlap_batches: int = 1
+    bucket_bytes: int | None = None
     dtypes: Mapping[str, str] = field(default_factory=dict)
     remarks: Callable[[Plan], Mapping[str, str]] | None = field(default=None, compare=False, repr=False)
 
@@ -174,6 +178,7 @@ class Plan:
         if self.micro_batches < 1:
             raise PlanError(f"A plan needs at least one micro-batch, not {self.micro_batches}.")
         self._check_overlap()
+        self._check_buckets()
         check_features("The plan has", self.features, PlanError)
         for text in (
             self.fingerprint,
@@ -206,6 +211,15 @@ class Plan:
             raise PlanError(
                 f"The plan runs {count!r} micro-batches at a time, but a step has {self.micro_batches}, which is not a "
                 "multiple of that; for example, 2 of 4 can run at the same time."
+            )
+
+    def _check_buckets(self) -> None:
+        """Raises PlanError for a bucket that is no number of bytes."""
+        size = self.bucket_bytes
+        if size is not None and (type(size) is not int or size < 1):
+            raise PlanError(
+                f"A bucket of a plan is a whole number of bytes such as 26214400, not {size!r}; leave it out for the "
+                "usual size."
             )
 
     @property
@@ -295,6 +309,8 @@ class Plan:
             lines.append(f"decomposed {' '.join(self.decomposed)}")
         if self.overlap_batches > 1:
             lines.append(f"overlap {self.overlap_batches}")
+        if self.bucket_bytes is not None:
+            lines.append(f"buckets {self.bucket_bytes}")
         lines += [f"parameter {name}: {' | '.join(self._parameter_fields(p))}" for name, p in self.parameters.items()]
         lines += [f"saved {name}: {how.text(self.mesh)}" for name, how in self.saved.items()]
         lines += [f"input {name}: {text(layout)}" for name, layout in self.inputs.items()]
@@ -379,6 +395,8 @@ class Plan:
             fields["decomposed"] = " ".join(self.decomposed)
         if self.overlap_batches > 1:
             fields["overlap"] = self.overlap_batches
+        if self.bucket_bytes is not None:
+            fields["buckets"] = self.bucket_bytes
         if self.shapes:
             fields["shapes"] = {name: list(shape) for name, shape in self.shapes.items()}
         if self.dtypes:
@@ -421,6 +439,7 @@ class Plan:
                 meeting=meeting,
                 decomposed=tuple(document.get("decomposed", "").split()),
                 overlap_batches=document.get("overlap", 1),
+                bucket_bytes=document.get("buckets"),
             )
         except (TypeError, AttributeError) as error:
             raise PlanError(f"The plan is damaged: {error}.") from error

@@ -32,6 +32,7 @@ OPTIONAL_FIELDS = (
     "precision",
     "decomposed",
     "overlap",
+    "buckets",
     "shapes",
     "dtypes",
     "digest",
@@ -101,9 +102,9 @@ def check_one_line(text: object) -> None:
         raise PlanError(f"{text!r} in a plan has a line break, but the text of a plan has one fact per line.")
 
 
-def read_count(text: str, number: int = 5) -> int:
+def read_count(text: str, number: int = 5, what: str = "micro-batches") -> int:
     if not is_count(text):
-        raise PlanError(f"Cannot read {text!r} in line {number} of the plan; write a whole number of micro-batches.")
+        raise PlanError(f"Cannot read {text!r} in line {number} of the plan; write a whole number of {what}.")
     return int(text)
 
 
@@ -240,9 +241,9 @@ def read_line(line: str, number: int, document: dict[str, Any]) -> None:
         kind = word.removeprefix("note").strip("()")
         document["notes"].append({kind: rest} if kind else rest)
         return
-    if word == "overlap":
+    if word in ("overlap", "buckets"):
         _once(word, number, document)
-        document[word] = read_count(rest, number)
+        document[word] = read_count(rest, number, "bytes" if word == "buckets" else "micro-batches")
         return
     if word in ("pipeline", "recompute", "precision", "decomposed"):
         _once(word, number, document)

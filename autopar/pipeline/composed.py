@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypedDict
 
+from autopar.cost_model.buckets import machine_of
 from autopar.cost_model.items import FULL, TOUCHED, TrainingState
 from autopar.cost_model.machines.hardware import Hardware
 from autopar.cost_model.machines.software import AUTOPAR, Software
@@ -116,7 +117,7 @@ def step_of(
     Args:
         with_items: whether the step has its work; without it only its memory can be asked.
     """
-    machine = software.on(hardware)
+    machine = machine_of(graph, plan, hardware, software)
     blocks = RecomputationPrice.of(graph, plan)
     pricer = Pricer(
         graph,

@@ -13,6 +13,7 @@ told apart once more, by their depth, and compete among themselves.
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where it runs as a script
 
 from autopar.errors import AutoparError
-from benchmarks.accuracy.metrics import Outcome, false_refusals, oom_accuracy, summary
+from benchmarks.accuracy.metrics import Outcome, false_refusals, oom_accuracy, rankings, summary
 from benchmarks.accuracy.pricing import Prediction, price_rows
 from benchmarks.accuracy.rows import Row, Skip, is_training_table, rows
 from benchmarks.accuracy.simulated import CLOSED, pipeline_of
@@ -153,6 +154,8 @@ def _outcome(s: Subject, price: Prediction) -> Outcome:
         s.row.failed,
         price.worst_bytes,
         s.row.pp,
+        s.hardware.name,
+        s.row.n_gpus,
     )
 
 
@@ -200,8 +203,26 @@ def markdown(sources: Sequence[Source], left_out: Mapping[str, str]) -> str:
         figures = source.figures()
         rows.append((*_counts(source.name, figures), *_cells(figures)))
     tables = ["\n".join(markdown_table(head, rows)) + "\n", _pipelines_markdown(sources)]
+    tables.append("\n".join(markdown_table(RANKING, ranking_rows(sources))) + "\n")
     tables.append("\n".join(markdown_table(REASONS, reasons(sources, left_out))) + "\n")
     return "\n".join(tables)
+
+
+RANKING = ("source", "groups", "plans", "first", "within 3 %", "regret median", "regret mean", "regret worst")
+NEAR = 0.03  # regret of a choice that counts as the best
+
+
+def ranking_rows(sources: Sequence[Source]) -> Iterator[tuple[str, ...]]:
+    """How often the plan that is priced as the fastest is the fastest, by source and for all of them."""
+    found = {source.name: rankings(source.outcomes) for source in sources}
+    found["all"] = [each for group in found.values() for each in group]
+    for name, ranked in found.items():
+        regrets = [each.regret for each in ranked]
+        if regrets:
+            first, near = (sum(r <= most for r in regrets) / len(regrets) for most in (0.0, NEAR))
+            figures = (first, near, statistics.median(regrets), statistics.fmean(regrets), max(regrets))
+            plans = sum(each.plans for each in ranked)
+            yield name, str(len(regrets)), str(plans), *(f"{figure:.1%}" for figure in figures)
 
 
 def reasons(sources: Sequence[Source], left_out: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
@@ -250,11 +271,15 @@ def show(sources: Sequence[Source], left_out: Mapping[str, str]) -> None:
         table.add_row(*_counts(source.name, figures), *_cells(figures))
     for each in reasons(sources, left_out):
         why.add_row(*each)
+    ranking = Table(*RANKING)
+    for row in ranking_rows(sources):
+        ranking.add_row(*row)
     pipelines = Table("source", "stages", "rows", *(n.replace("_", " ") for n in PIPELINE_FIGURES))
     for row in _pipeline_rows(sources):
         pipelines.add_row(*row)
     console.print(table)
     console.print(pipelines)
+    console.print(ranking)
     console.print(why)
     for origin, found in combined(sources).items():
         if found["oom_accuracy"] is not None:

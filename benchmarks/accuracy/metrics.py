@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from scipy import stats  # type: ignore[import-untyped]
 
@@ -16,7 +17,8 @@ class Outcome:
 
     `group` is the (model, number of GPUs) within which configurations compete. `failed` marks a run
     that crashed or ran out of memory. `worst_bytes` are those of the fullest rank, which decide
-    whether a run fits; None where that is the measured one. `stages` are those of its pipeline.
+    whether a run fits; None where that is the measured one. `stages` are those of its pipeline. It ran on `ranks` GPUs
+    of the catalogue's name `gpu`.
     """
 
     group: Hashable
@@ -28,6 +30,8 @@ class Outcome:
     failed: bool = False
     worst_bytes: float | None = None
     stages: int = 1
+    gpu: str = ""
+    ranks: int = 1
 
     @property
     def fits(self) -> bool | None:
@@ -75,6 +79,39 @@ def regret(group: Sequence[Outcome]) -> float:
     """Measured time of the run predicted fastest, over that of the fastest, less 1."""
     chosen = min(group, key=lambda o: o.predicted_seconds)
     return _measured(chosen) / min(map(_measured, group)) - 1
+
+
+class Ranked(NamedTuple):
+    """How well the plans of a group were ranked.
+
+    Attributes:
+        group: what its runs have in common.
+        plans: number of plans.
+        chosen_seconds, best_seconds: measured time of the plan priced as the fastest, and of the fastest.
+    """
+
+    group: Hashable
+    plans: int
+    chosen_seconds: float
+    best_seconds: float
+
+    @property
+    def regret(self) -> float:
+        """The first over the second, less 1."""
+        return self.chosen_seconds / self.best_seconds - 1
+
+
+def rankings(outcomes: Iterable[Outcome]) -> list[Ranked]:
+    """The ranking of every group with several plans; runs of one price are runs of one plan, which has their median."""
+    found = []
+    for group in groups(o for o in outcomes if o.measured_seconds is not None and not o.failed):
+        measured: dict[float, list[float]] = {}
+        for each in group:
+            measured.setdefault(float(f"{each.predicted_seconds:.9g}"), []).append(_measured(each))
+        if len(measured) > 1:
+            medians = {price: statistics.median(seconds) for price, seconds in measured.items()}
+            found.append(Ranked(group[0].group, len(medians), medians[min(medians)], min(medians.values())))
+    return found
 
 
 def kendall(group: Sequence[Outcome]) -> float | None:

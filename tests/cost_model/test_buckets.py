@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from autopar.cost_model import find_hardware
-from autopar.cost_model.collectives import BUCKET_BYTES, usual_bucket_bytes
+from autopar.cost_model.buckets import usual_bucket_bytes
+from autopar.cost_model.collectives import BUCKET_BYTES
 from autopar.cost_model.nodes import NodePricer
 from autopar.cost_model.sizes import Sizes
 from autopar.ir import Mesh
@@ -20,7 +21,7 @@ def pricer(ranks: int, bucket_bytes: float | None = None) -> NodePricer:
 
 
 def test_a_bucket_grows_with_the_ranks_of_the_largest_axis() -> None:
-    assert [usual_bucket_bytes((n, 8)) for n in (2, 13, 64, 512)] == [
+    assert [usual_bucket_bytes(10**12, (n, 8)) for n in (2, 13, 64, 512)] == [
         BUCKET_BYTES,
         BUCKET_BYTES,
         128_000_000,

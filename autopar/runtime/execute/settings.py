@@ -62,8 +62,6 @@ class RunOptions:
         loss_scale: number that the backward of `step` begins with, so that small gradients of float16 are not zero: an
             `autopar.LossScaling`, by which it changes, or a number that stays. By default the scaling of
             `torch.amp.GradScaler` where `precision` has float16, and none elsewhere (docs/precision.md).
-        bucket_bytes: about the size of the message of one collective. By default 25 MiB, or 2 MB for each rank of the
-            mesh's largest axis where that is more, which is what prices take (docs/search.md).
         executor: `eager` runs the plan op by op; `inductor` and `aot_eager` compile the ops between gathers of
             parameters, block by block, with these backends of torch.compile.
 
@@ -92,7 +90,6 @@ class RunOptions:
     skip_nonfinite: bool = option(False)
     drift: Drift = option("warn", choices=get_args(Drift))
     loss_scale: LossScaling | float | None = option(None)
-    bucket_bytes: int | None = option(None)
     executor: Executor = option(
         "eager",
         parse=lambda given: given if isinstance(given, Executor) else Executor(given),
@@ -123,10 +120,12 @@ class Settings(RunOptions):
         returns_loss: whether the model is to return its loss itself, as there is no loss function.
         has_stages: whether a mesh with pipeline stages was asked for.
         loss_scaling: how the loss is scaled for backward; None where it is not.
+        bucket_bytes: bytes of a bucket that were asked for; None where the plan has its own, or the usual size.
         replicas: the place of this rank among replicas that synchronise every K steps, if there are any.
     """
 
     micro_batches: int | None
+    bucket_bytes: int | None
     device: torch.device
     device_mesh: DeviceMesh | None
     returns_loss: bool = False

@@ -14,7 +14,7 @@ from torch import nn
 from autopar import _torch
 from autopar.capture.guards.structure import Structure
 from autopar.capture.rows import rows_of_replica
-from autopar.cost_model.collectives import usual_bucket_bytes
+from autopar.cost_model.buckets import usual_bucket_bytes
 from autopar.errors import AutoparError, CaptureError, StepError
 from autopar.ir import Plan
 from autopar.program.captures import Captures
@@ -212,7 +212,8 @@ class ModulePrograms:
         assert store is not None
         self.placement.refuse_other_factors(programs.whole)
         executor = self._settings.executor
-        bucket_bytes = self._settings.bucket_bytes or int(usual_bucket_bytes(programs.whole.plan.mesh.sizes))
+        plan = programs.whole.plan
+        bucket_bytes = plan.bucket_bytes or int(usual_bucket_bytes(store.whole_bytes, plan.mesh.sizes))
         if programs.pipeline is None:
             return BoundProgram(
                 programs.whole,

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from autopar.cost_model.collectives import overlapping_bytes
 from autopar.passes.group_gathers import Chain, find_entries, group_gathers
 from autopar.runtime.collectives.hops import Route, signature, transposed
 from autopar.runtime.collectives.transfer import Transfer, travel
@@ -55,13 +54,7 @@ class Entries:
             return _Entry(self, places, [routes[chain] for chain in group])
 
         group_gathers(
-            module,
-            chains,
-            key=key,
-            size_bytes=size_bytes,
-            make=make,
-            name="entry",
-            bucket_bytes=overlapping_bytes(sum(map(size_bytes, chains)), bucket_bytes),
+            module, chains, key=key, size_bytes=size_bytes, make=make, name="entry", bucket_bytes=bucket_bytes
         )
 
     def open(self, leaves: Sequence[Tensor]) -> list[Tensor]:

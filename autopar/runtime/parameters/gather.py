@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopar import _torch
-from autopar.cost_model.collectives import overlapping_bytes
 from autopar.ir import Mesh
 from autopar.ops.collectives import Collective, fitted, result_shape
 from autopar.ops.moves import is_move
@@ -98,14 +97,7 @@ class Gathers:
             self.groups.append(made)
             return made
 
-        group_gathers(
-            module,
-            chains,
-            key=key,
-            size_bytes=size_bytes,
-            make=make,
-            bucket_bytes=overlapping_bytes(sum(map(size_bytes, chains)), bucket_bytes),
-        )
+        group_gathers(module, chains, key=key, size_bytes=size_bytes, make=make, bucket_bytes=bucket_bytes)
 
     def _route(self, chain: Chain, mesh: Mesh) -> Route:
         """The hops of a chain, with the cast that its gradient begins with."""

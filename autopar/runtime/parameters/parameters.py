@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from autopar import _torch
-from autopar.cost_model.collectives import overlapping_bytes
 from autopar.errors import CaptureError
 from autopar.ir import Layout, Mesh, O, ParameterPlan, R, State, Tier, V, local_shape, part_shape
 from autopar.ir.call import FIT
@@ -116,6 +115,11 @@ class ParameterStore:
                 self._keep(spec, how, parameters[name], value)
             # Else this name would hold the full value while the next one is made.
             del value
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of the parameters as if none was cut, which all ranks of a stage find alike."""
+        return sum(each.parameter.numel() * each.local.element_size() for each in self.kept.values())
 
     def replaced(self, model: nn.Module) -> list[str]:
         """The names of the model's parameters that are other objects than those at rest under their names."""
@@ -366,12 +370,7 @@ def batches(
     tensors: Sequence[Tensor],
     bucket_bytes: int,
 ) -> list[list[int]]:
-    """Indices in order, in runs of equal signature and dtype, each of about `bucket_bytes`.
-
-    Less where that were most of all there is, so that one run can travel while the next is computed.
-    """
-    indices = list(indices)
-    bucket_bytes = overlapping_bytes(sum(tensors[i].nbytes for i in indices), bucket_bytes)
+    """Indices in order, in runs of equal signature and dtype, each of about `bucket_bytes`."""
     open_runs: dict[object, list[int]] = {}
     filled: dict[object, int] = {}
     result: list[list[int]] = []

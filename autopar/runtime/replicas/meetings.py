@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar import _torch
+from autopar.cost_model.buckets import usual_bucket_bytes
 from autopar.errors import PeerError, StepError
 from autopar.ir import P, R
 from autopar.ir.order import Order
@@ -50,13 +51,15 @@ class Meetings:
         replicas: this rank's place among the replicas.
         store: the parameters at rest.
         model: the model, whose running statistics replicas average as well.
-        bucket_bytes: about how much one collective carries.
+        bucket_bytes: about how much one collective carries; None for the usual size.
 
     Attributes:
         steps: number of steps since the last meeting.
     """
 
-    def __init__(self, replicas: Replicas, store: ParameterStore, model: nn.Module, *, bucket_bytes: int) -> None:
+    def __init__(
+        self, replicas: Replicas, store: ParameterStore, model: nn.Module, *, bucket_bytes: int | None
+    ) -> None:
         self.meeting, self.steps = replicas.meeting, 0
         # What begins the names of a checkpoint's entries that each replica has for itself, but for the first.
         self.prefix = f"replicas.{replicas.number}." if replicas.number else ""
@@ -164,9 +167,8 @@ class Meetings:
             return None
         parts = [*self._parts()]
         routes = [_sum_over(part.x, self._across) for part in parts]
-        runs = batches(
-            range(len(parts)), [signature(each) for each in routes], [p.x for p in parts], self._bucket_bytes
-        )
+        size = self._bucket_bytes or usual_bucket_bytes(sum(p.x.nbytes for p in parts), self._store.world.mesh.sizes)
+        runs = batches(range(len(parts)), [signature(each) for each in routes], [p.x for p in parts], size)
         under_way: list[tuple[list[int], Transfer]] = []
         try:
             for run in runs:

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar import _torch
-from autopar.cost_model.collectives import usual_bucket_bytes
 from autopar.errors import PeerError, StepError
 from autopar.ir.meeting import SERVER
 from autopar.ir.order import Order
@@ -46,12 +45,8 @@ def meetings_between(
         settings: how the model runs.
     """
     if replicas.meeting.rule != SERVER:
-        return Meetings(replicas, store, model, bucket_bytes=_bucket_bytes(settings, store))
+        return Meetings(replicas, store, model, bucket_bytes=settings.bucket_bytes)
     return ServedMeetings(replicas, store, model, statistics=statistics, settings=settings)
-
-
-def _bucket_bytes(settings: Settings, store: ParameterStore) -> int:
-    return settings.bucket_bytes or int(usual_bucket_bytes(store.world.mesh.sizes))
 
 
 class ServedMeetings(Meetings):
@@ -77,7 +72,7 @@ class ServedMeetings(Meetings):
         self._averaged = [name for name in sorted(statistics) if model.get_buffer(name).is_floating_point()]
         self._desk: ServerClient | None = None
         self._apart = False  # whether replicas may differ, because steps were run since a meeting
-        super().__init__(replicas, store, model, bucket_bytes=_bucket_bytes(settings, store))
+        super().__init__(replicas, store, model, bucket_bytes=settings.bucket_bytes)
         seconds = settings.timeout_seconds or _default_seconds()
         self._desk = _desk(replicas, dict(self._exchanged()), seconds)
         weakref.finalize(self, self._desk.close)

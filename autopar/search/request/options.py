@@ -109,6 +109,8 @@ class PlanOptions:
             axes along which that makes the priced step shorter. By default none.
         overlap_batches: number of micro-batches that run at a time, such as 2: their ops take turns, so that the
             collectives of each travel while another computes (docs/splitting.md).
+        bucket_bytes: about how much of parameters or gradients one collective carries, in bytes or as text such as
+            `100MB`; by default what makes the priced step shortest (docs/search.md).
         offload: whether parameters may be stored in the host's memory, and updated there, also where a plan fits
             without; by default only where that is needed, or promises a faster step (docs/memory.md).
         without: what the plan must not use.
@@ -161,6 +163,7 @@ class PlanOptions:
     )
     decompose: tuple[str, ...] = option((), metavar="AXES", parse=listed_names, write=lambda given: (",".join(given),))
     overlap_batches: int = option(1, metavar="N", parse=lambda given: 1 if given is None else given)
+    bucket_bytes: int | None = option(None, metavar="SIZE", parse=in_bytes)
     offload: bool | None = option(None, write=lambda given: [""] * bool(given), is_limit=True)
     without: frozenset[str] = option(
         frozenset(),
@@ -192,6 +195,7 @@ class PlanOptions:
             "chunks": self.chunks,
             "memory_bytes": self.memory_bytes,
             "overlap_batches": self.overlap_batches,
+            "bucket_bytes": self.bucket_bytes,
         } | {f"stages[{i}]": value for i, value in enumerate(self.stages or ())}
         check_counts(counts)
         self._check_numbers()

@@ -142,7 +142,7 @@ OTHERS: dict[str, tuple[Any, str]] = {
     "skip_nonfinite": (True, "skip_nonfinite=True"),
     "drift": ("mend", "drift=mend"),
     "loss_scale": (8.0, "loss_scale=8.0"),
-    "bucket_bytes": (1000, "bucket_bytes=1000"),
+    "bucket_bytes": (1000, "--bucket-bytes 1000"),
     "executor": ("aot_eager", "executor=aot_eager"),
     "example_inputs": (None, "nothing else, and rank 0 has example_inputs"),
     "plan": ("plan.json", "plan of digest"),
