@@ -154,6 +154,7 @@ def settings(e: Explanation) -> dict[str, Any]:
         "recompute": None if isinstance(plan.recompute, Selection) else plan.recompute,
         "decompose": ",".join(plan.decomposed),
         "overlap_batches": plan.overlap_batches if plan.overlap_batches > 1 else None,
+        "bucket_bytes": plan.bucket_bytes,
         "precision": plan.precision and str(plan.precision),
         "training_state": "" if state == FULL else str(state),
         "hardware": str(e.cluster) if e.cluster.hardware.kinds else None,

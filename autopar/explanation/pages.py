@@ -11,6 +11,7 @@ from typing import Any
 import sympy
 
 from autopar.cost_model.breakdown import Breakdown, Event
+from autopar.cost_model.history import SHARE
 from autopar.cost_model.items import COMPUTE, WorkItem
 from autopar.cost_model.machines.origins import ORIGINS
 from autopar.cost_model.symbols import symbol
@@ -224,7 +225,7 @@ def _figures(e: Explanation) -> Iterator[tuple[str, str]]:
     yield "step", format_seconds(e.step_seconds)
     if (spread := e.spread) is not None:
         low, high = (format_seconds(bound * e.step_seconds) for bound in (spread.low, spread.high))
-        yield "80 % of such steps", f"{low} to {high}, by {spread.runs} published runs"
+        yield f"{100 * SHARE:.0f} % of such steps", f"{low} to {high} ({spread.runs} runs)"
     if e.tokens_per_second is not None:
         yield "tokens per second", f"{e.tokens_per_second:,.0f}"
     yield "model FLOPs utilization", f"{100 * e.mfu:.1f} %"

@@ -195,12 +195,12 @@ def work(rank: int, ranks: int, port: int, sizes: Sizes, how: dict[str, Any], pa
 @click.option("--recipes", default="ddp,zero3", help="Which to measure, separated by commas.")
 @click.option("--latencies", default="0,1,5,20", help="Added latencies of a message in ms, separated by commas.")
 @click.option("--layers", default=8)
-@click.option("--width", default=256)
+@click.option("--width", default=320)
 @click.option("--heads", default=4)
 @click.option("--sequence", default=128)
 @click.option("--batch", default=4, help="Sequences of the global batch.")
 @click.option("--rounds", default=4, help="Turns of each size.")
-@click.option("--gigaflops", default=8.0, help="GFLOP/s of a rank at most.")
+@click.option("--gigaflops", default=6.0, help="GFLOP/s of a rank at most.")
 @click.option("--markdown", "page", type=click.Path(path_type=Path), help="Write the table there.")
 def main(ranks: int, recipes: str, latencies: str, gigaflops: float, page: Path | None, **sizes: int) -> None:
     """Print step times with buckets of seven sizes, and with the size that the search chooses."""

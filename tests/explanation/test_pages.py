@@ -35,6 +35,27 @@ def test_the_document_is_what_the_page_shows(answer, page):
     assert document["time"]["seconds"] == page.time.value
 
 
+def test_a_step_has_the_spread_of_published_runs_in_text_page_and_document(answer, page):
+    """Between the bounds of its class lie 80 % of them; one line says so."""
+    spread, seconds = answer.spread, answer.step_seconds
+    assert spread is not None and spread.low < 1 < spread.high
+    bounds = [format_seconds(bound * seconds) for bound in (spread.low, spread.high)]
+    words = f"{bounds[0]} to {bounds[1]} ({spread.runs} runs)"
+    assert ("80 % of such steps", words) in page.figures
+    assert words in to_html(page)
+    found = page.document["step_spread"]
+    assert (found["low_seconds"], found["high_seconds"]) == (spread.low * seconds, spread.high * seconds)
+    assert found["of"] == str(spread.group) and found["share"] == 0.8
+
+
+def test_the_page_says_what_is_published_and_what_is_scaled(answer, page):
+    origins = page.document["origins"]
+    assert {"published", "scaled"} == {*origins.values()}
+    assert origins["products"] == "published" and origins["attention"] == "scaled"
+    (line,) = (note for note in page.notes if "autopar calibrate" in note)
+    assert all(figure in line for figure in origins)
+
+
 def test_collectives_add_up_to_the_traffic(answer):
     sent = sum(each.traffic_bytes for each in collectives(answer.step))
     assert sent == pytest.approx(answer.traffic.value)
