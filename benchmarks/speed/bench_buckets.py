@@ -43,6 +43,14 @@ from benchmarks.speed.bench_step_time import Sizes, loss_fn, on_all, turn
 from benchmarks.tables import markdown_table
 
 HEADS = ("recipe", "latency of a message", "chosen", "its step", "best of seven", "its step", "slower")
+PAGE = """# Buckets on ranks whose messages have a latency
+
+    OMP_NUM_THREADS=1 python benchmarks/speed/bench_buckets.py --ranks 4 --markdown benchmarks/results/buckets.md
+
+A GPT of 8 layers on four Gloo ranks, whose collectives each wait for the latency of their ring's steps before they move
+anything. The price knows a link that is fitted to all-reduces of two sizes under this latency, and the rate of the
+products; nothing is fitted to a step. "Slower" is the step of the size that the search chooses over the best of seven.
+"""
 FIT_BYTES = (1_000_000, 8_000_000)  # messages that the link is fitted to
 RANKS_OF_RING = {"start_all_reduce": 2, "start_all_gather": 1, "start_reduce_scatter": 1}  # times n - 1 steps
 
@@ -186,7 +194,9 @@ def work(rank: int, ranks: int, port: int, sizes: Sizes, how: dict[str, Any], pa
                 print(" | ".join(rows[-1]), "\n   ", lines[-1], flush=True)
     if rank == 0 and page is not None:
         table = markdown_table(HEADS, rows, text_columns=2)
-        page.write_text("\n".join([*table, "", *(f"- {line}" for line in lines), ""]))
+        page.write_text(
+            "\n".join([PAGE, *table, "", "Steps by the size of buckets:", "", *(f"- {x}" for x in lines), ""])
+        )
     dist.destroy_process_group()
 
 

@@ -22,25 +22,33 @@ _WORTH = 5e-3  # least relative gain for which a plan names its buckets: prices 
 
 
 def with_buckets(found: Planned, request: Request) -> Planned:
-    """The plan with the buckets that make its step shortest, or that the request names, and a note on them.
+    """The plan with the buckets that make its step shortest, or that the request names, and a note on a choice.
 
-    Raises nothing: sizes that do not fit into memory are not taken, but for the one that is asked for.
+    Sizes that do not fit into memory are not taken, but for one that is asked for.
     """
+    price = composed(found.graph, found.plan, **request.figures)
+    # A search of stages adds a time to launch kernels, so that its own price is not the one to compare with.
+    added_seconds = found.price.step_seconds - price.step_seconds
+
+    def priced(size: int) -> Planned:
+        notes = tuple(each for each in found.plan.notes if kind_of(each) != "price")  # those of the usual buckets
+        plan = replace(found.plan, bucket_bytes=size, notes=notes)
+        seconds, peak_bytes = composed(found.graph, plan, **request.figures)
+        return found._replace(plan=plan, price=Composed(seconds + added_seconds, peak_bytes))
+
     if request.bucket_bytes is not None:
-        return _priced(found, request.bucket_bytes, request)
-    usual = usual_bytes(found.graph, found.plan)
+        return priced(request.bucket_bytes)
     if not sent_bytes(found.graph, found.plan):
         return found
-    sizes = {usual: _priced(found, usual, request)}
-    for size in sizes_of(found.graph, found.plan):
-        sizes.setdefault(size, _priced(found, size, request))
+    usual = usual_bytes(found.graph, found.plan)
+    sizes = {size: priced(size) for size in dict.fromkeys((usual, *sizes_of(found.graph, found.plan)))}
     bound = request.search_bound_bytes
     fitting = [each for each in sizes.values() if bound is None or each.price.peak_bytes <= bound]
     best = min(fitting, key=lambda each: each.price.step_seconds, default=sizes[usual])
-    before = sizes[usual].price.step_seconds
-    if best.price.step_seconds >= (1 - _WORTH) * before:
+    before_seconds = sizes[usual].price.step_seconds
+    if best.price.step_seconds >= (1 - _WORTH) * before_seconds:
         return found
-    return _noted(best, usual, before)
+    return _noted(best, usual, before_seconds)
 
 
 def usual_bytes(graph: Graph, plan: Plan) -> int:
@@ -57,16 +65,6 @@ def sizes_of(graph: Graph, plan: Plan) -> Iterator[int]:
             yield size
 
 
-def _priced(found: Planned, size: int, request: Request) -> Planned:
-    """The plan with buckets of this size, and its price."""
-    plan = replace(found.plan, bucket_bytes=size)
-    before = composed(found.graph, found.plan, **request.figures)
-    price = composed(found.graph, plan, **request.figures)
-    # A search of stages adds a time to launch kernels, so that its own price is not the one to compare with.
-    seconds = found.price.step_seconds + price.step_seconds - before.step_seconds
-    return found._replace(plan=plan, price=Composed(seconds, price.peak_bytes))
-
-
 def _noted(best: Planned, usual: int, before_seconds: float) -> Planned:
     assert best.plan.bucket_bytes is not None, "it was priced with a size"
     note = Note(
@@ -75,5 +73,4 @@ def _noted(best: Planned, usual: int, before_seconds: float) -> Planned:
         f"{format_bytes(usual)} (bucket_bytes={usual} forces that)",
         "buckets",
     )
-    notes = (each for each in best.plan.notes if kind_of(each) != "price")  # those of the usual buckets
-    return best._replace(plan=replace(best.plan, notes=(*notes, note)))
+    return best.noted(note)
