@@ -26,7 +26,7 @@ _GENERATIONS: Mapping[str, str] = MappingProxyType(
 )
 
 
-class Group(NamedTuple):
+class RunClass(NamedTuple):
     """A class of runs.
 
     Attributes:
@@ -58,7 +58,7 @@ class Spread(NamedTuple):
     high: float
     runs: int
     tables: int
-    group: Group
+    group: RunClass
 
 
 def generation_of(name: str) -> str:
@@ -85,13 +85,13 @@ def band_of(ranks: int) -> str:
 
 
 @cache
-def history() -> Mapping[Group, Spread]:
+def history() -> Mapping[RunClass, Spread]:
     """The spreads of the file, by class."""
     text = resources.files("autopar.cost_model").joinpath("history.csv").read_text()
     lines = [line for line in text.splitlines() if not line.startswith("#")]
     found = {}
     for row in csv.DictReader(lines):
-        group = Group(row["models"], row["gpu"], row["ranks"])
+        group = RunClass(row["models"], row["gpu"], row["ranks"])
         found[group] = Spread(float(row["low"]), float(row["high"]), int(row["runs"]), int(row["tables"]), group)
     return found
 
@@ -109,5 +109,10 @@ def spread_of(name: str, ranks: int, *, is_routed: bool) -> Spread | None:
     if name.lower().startswith("cpu"):
         return None
     models, gpu, band = ROUTED if is_routed else DENSE, generation_of(name), band_of(ranks)
-    classes = (Group(models, gpu, band), Group(models, gpu, ANY), Group(models, ANY, band), Group(models, ANY, ANY))
+    classes = (
+        RunClass(models, gpu, band),
+        RunClass(models, gpu, ANY),
+        RunClass(models, ANY, band),
+        RunClass(models, ANY, ANY),
+    )
     return next((history()[each] for each in classes if each in history()), None)

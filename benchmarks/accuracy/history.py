@@ -18,7 +18,7 @@ from pathlib import Path
 
 import click
 
-from autopar.cost_model.history import ANY, DENSE, SHARE, Group, band_of, generation_of
+from autopar.cost_model.history import ANY, DENSE, SHARE, RunClass, band_of, generation_of
 from benchmarks.accuracy.cost_model_accuracy import Source, read
 
 FEWEST = 10  # runs of a class, so that a tenth of them is one
@@ -26,15 +26,15 @@ OUTPUT = Path(__file__).parents[2] / "cost_model" / "history.csv"
 HEAD = "models,gpu,ranks,tables,runs,low,high"
 
 
-def ratios(sources: Sequence[Source]) -> dict[Group, dict[str, list[float]]]:
+def ratios(sources: Sequence[Source]) -> dict[RunClass, dict[str, list[float]]]:
     """Class -> table -> measured over priced seconds of its runs, in every class that a run belongs to."""
-    found: dict[Group, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    found: dict[RunClass, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for source in sources:
         for run in source.outcomes:
             if run.measured_seconds is not None and not run.failed:
                 ratio = run.measured_seconds / run.predicted_seconds
                 for group in itertools.product((DENSE,), {generation_of(run.gpu), ANY}, (band_of(run.ranks), ANY)):
-                    found[Group(*group)].setdefault(source.name, []).append(ratio)
+                    found[RunClass(*group)].setdefault(source.name, []).append(ratio)
     return found
 
 
