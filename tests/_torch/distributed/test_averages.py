@@ -13,7 +13,9 @@ from autopar._torch.distributed.averages import average_dtensors_apart
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"multi_avg_fn": get_ema_multi_avg_fn(0.5)}, {"avg_fn": get_ema_avg_fn(0.5)}], ids=str
+    "options",
+    [{}, {"multi_avg_fn": get_ema_multi_avg_fn(0.5)}, {"avg_fn": get_ema_avg_fn(0.5)}],
+    ids=["mean", "lists", "one by one"],
 )
 @pytest.mark.parametrize("use_buffers", [True, False])
 def test_an_average_takes_parameters_and_buffers(group, options, use_buffers) -> None:
