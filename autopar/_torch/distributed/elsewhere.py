@@ -21,6 +21,7 @@ from torch.utils import _pytree
 
 from autopar._torch.distributed.dtensors import dtensor
 from autopar._torch.distributed.stage_meshes import seen_from_outside
+from autopar._torch.distributed.subclasses import dispatched
 from autopar.errors import StepError
 
 _REMEDY = (
@@ -30,6 +31,7 @@ _REMEDY = (
 _NEEDS_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
+@dispatched
 class Elsewhere(DTensor):
     """A tensor of other pipeline stages.
 
@@ -203,12 +205,15 @@ def _entry_by_entry(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     absent = [i for i in range(count) if any(is_elsewhere(x[i]) for x in lists)]
     here = [i for i in range(count) if i not in absent]
 
-    def run(entries: Sequence[int]) -> Any:
-        return func(*([a[i] for i in entries] if any(a is x for x in lists) else a for a in args), **kwargs)
+    def run(op: Any, entries: Sequence[int]) -> None:
+        made = op(*([a[i] for i in entries] if any(a is x for x in lists) else a for a in args), **kwargs)
+        found.update(zip(entries, made or [None] * len(entries), strict=True))
 
     found: dict[int, Any] = {}
-    for entries in [*([i] for i in absent), *([here] if here else [])]:
-        found.update(zip(entries, run(entries) or [None] * len(entries), strict=True))
+    for i in absent:
+        run(lambda *given, **options: _without_values(func, given, options), [i])
+    if here:
+        run(func, here)
     return None if func._schema.is_mutable else [found[i] for i in range(count)]
 
 
