@@ -28,6 +28,7 @@ _KEPT_NOTES = (
     "decomposed",
     "overlap",
     "micro-batches",
+    "buckets",
 )
 
 

@@ -389,7 +389,8 @@ def test_explain_takes_chunks_and_recomputation():
         "4",
     )
     assert len(found["pipeline"]["stages"]) == 4
-    assert found["run"] == {"micro_batches": 4, "stages": 2, "chunks": 2, "recompute": "full"}
+    run = {"micro_batches": 4, "stages": 2, "chunks": 2, "recompute": "full", "bucket_bytes": 2**20}
+    assert found["run"] == run
     assert found["plan"]["recompute"] == "full" and found["plan"]["pipeline"][0] == "interleaved"
 
 

@@ -18,7 +18,8 @@ from autopar.search.stages.given import Planned
 from autopar.units import format_bytes, format_seconds
 
 NUMBERS = (1, 2, 3, 4, 8, 16, 32)  # of buckets that a backward may fill
-_WORTH = 5e-3  # least relative gain for which a plan names its buckets: prices of plans are no nearer to the truth
+# Least relative gain for which a plan names its buckets. They are chosen last: what they gain, the search did not know.
+_WORTH = 1e-2
 
 
 def with_buckets(found: Planned, request: Request) -> Planned:
