@@ -16,7 +16,7 @@ import pytest
 from tests.support.accelerators import first_script
 
 ROOT = Path(__file__).parents[1]
-KINDS = {".py", ".toml", ".html", ".css", ".js", ".svg"}  # of files that the package reads
+KINDS = {".py", ".toml", ".csv", ".html", ".css", ".js", ".svg"}  # of files that the package reads
 SOURCES = ("autopar", "passes", "cost_model", "pyproject.toml", "README.md", "LICENSE")
 
 EXAMPLE = """

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 
-class Spread(Protocol):
+class Spreading(Protocol):
     """Gives tensors of single stages to the ranks of all. Two are equal if the same ranks talk in the same group."""
 
     def share(self, tensors: Sequence[DTensor]) -> list[Tensor]:
@@ -32,10 +32,10 @@ class StageMesh(DeviceMesh):
         plain: a mesh of the same ranks, for tensors that all stages have alike.
     """
 
-    spread: Spread
+    spread: Spreading
     plain: DeviceMesh
 
-    def __init__(self, mesh: DeviceMesh, spread: Spread) -> None:
+    def __init__(self, mesh: DeviceMesh, spread: Spreading) -> None:
         """Makes a mesh with the process groups of another."""
         vars(self).update(vars(mesh), _hash=None)
         self.spread, self.plain = spread, mesh

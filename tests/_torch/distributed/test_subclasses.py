@@ -6,7 +6,6 @@ from torch.distributed.tensor import DTensor
 
 from autopar._torch.distributed.subclasses import dispatched
 
-
 CALLS = []
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from autopar.cost_model import find_cluster, find_hardware
+from autopar.cost_model.buckets import usual_bucket_bytes, whole_bytes
 from autopar.cost_model.machines.software import with_eager_runs
 from autopar.errors import AutoparError
 from autopar.explanation.advice import Question
@@ -174,7 +175,9 @@ def test_what_is_cut_has_the_step_that_its_estimate_promises() -> None:
     for trial in cuts()[:2]:
         assert trial.priced is not None
         named = of_samples(mesh=trial.mesh, recipe=trial.priced.setting.recipe, micro_batches=trial.micro_batches)
-        seconds = search_plan(samples(), named).best.price.step_seconds
+        usual = usual_bucket_bytes(whole_bytes(samples()), trial.mesh.sizes)  # those of the estimate
+        found = search_plan(samples(), named.but(bucket_bytes=int(usual)))
+        seconds = found.best.price.step_seconds
         assert seconds == pytest.approx(trial.promise_seconds, rel=0.01)
 
 
