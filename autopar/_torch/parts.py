@@ -113,7 +113,7 @@ def has_shards(x: DTensor) -> bool:
 
 
 def is_part(x: DTensor) -> bool:
-    """Whether a DTensor is none that every rank has whole: it is in shards, or of one pipeline stage."""
+    """Whether some rank lacks a part of a DTensor: it is in shards, or of one pipeline stage."""
     return is_of_stage(x) or has_shards(x)
 
 
@@ -245,7 +245,7 @@ def _by_isclose(allclose: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _of_both(compare: Callable[..., bool]) -> Callable[..., bool]:
-    """A comparison of two tensors, which those of a pipeline stage take part in on the ranks of all stages."""
+    """A comparison of two tensors that gives those of one pipeline stage to the ranks of all stages first."""
 
     @functools.wraps(compare)
     def checked(x: Tensor, other: Tensor, *args: Any, **options: Any) -> bool:

@@ -41,7 +41,7 @@ def read_asked(given: Mapping[str, Any], plan: Plan | str | os.PathLike[str] | N
     if loaded is not None:
         _check_beside_plan(loaded, asked)
         asked["micro_batches"] = loaded.micro_batches
-        # A plan for the usual size of buckets runs with any other, too.
+        # A plan that names no size of buckets runs with any.
         if loaded.bucket_bytes is None and asked.get("bucket_bytes") is not None:
             loaded = replace(loaded, bucket_bytes=in_bytes(asked["bucket_bytes"]))
     asked["precision"] = policy_of(asked["precision"], loaded)

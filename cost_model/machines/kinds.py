@@ -35,12 +35,12 @@ _Memory = TypeVar("_Memory", Host, Disk)
 
 
 class _OfSeveral(NamedTuple):
-    """How figures of several machines become one.
+    """Functions that make one figure of those of several machines.
 
     Attributes:
-        rate: of bandwidths and FLOP/s.
-        duration: of times, and of sizes below which a machine is slow.
-        part: of fractions that help.
+        rate: function for bandwidths and FLOP/s.
+        duration: function for times, and for sizes below which a machine is slow.
+        part: function for fractions that help, such as that of messages that hide.
     """
 
     rate: Callable[[_Numbers], float]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 
 import pytest
 from rich.console import Console
 
-from autopar.cost_model import H100, Hardware
+from autopar.cost_model import H100
 from autopar.cost_model.machines.cluster import Cluster, cluster_of_kinds
 from autopar.errors import SearchError
 from autopar.explanation.advice import Question
@@ -17,22 +16,11 @@ from autopar.explanation.kinds import best_of, ways_of
 from autopar.explanation.pages import page_of
 from autopar.explanation.sheet import Sheet
 from autopar.search.request.request import Request
-
-
-def times(factor: float) -> Hardware:
-    """An H100 in a node of its own that is so many times as fast in every op."""
-    return dataclasses.replace(
-        H100,
-        name=f"x{factor:g}",
-        devices_per_node=1,
-        peak_flops=tuple((size, factor * flops) for size, flops in H100.peak_flops),
-        memory_bytes_per_second=factor * H100.memory_bytes_per_second,
-        launch_seconds=H100.launch_seconds / factor,
-    )
+from tests.support.machines import times
 
 
 def asked(*factors: float, **options) -> Question:
-    cluster = cluster_of_kinds([Cluster(times(each), 1) for each in factors])
+    cluster = cluster_of_kinds([Cluster(times(H100, each), 1) for each in factors])
     return Question("gpt2", Request.on(cluster, batch=16, **options), 64)
 
 

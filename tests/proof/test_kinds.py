@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from gpt import GPT, GPTConfig, loss_fn
 
 import autopar
-from autopar.cost_model import CPU_GLOO, Hardware
+from autopar.cost_model import CPU_GLOO
 from autopar.cost_model.machines.cluster import Cluster, cluster_of_kinds
+from tests.support.machines import times
 
 TOKENS = torch.randint(0, 256, (4, 32), generator=torch.Generator().manual_seed(0))
 LAYERS = 6
@@ -18,18 +17,6 @@ LAYERS = 6
 
 def gpt() -> GPT:
     return GPT(GPTConfig(seq_len=32, layers=LAYERS, heads=2, width=32), seed=0).double()
-
-
-def times(hardware: Hardware, factor: float) -> Hardware:
-    """A machine of one rank in a node that is so many times as fast."""
-    return dataclasses.replace(
-        hardware,
-        name=f"cpu{factor:g}",
-        devices_per_node=1,
-        peak_flops=tuple((size, factor * flops) for size, flops in hardware.peak_flops),
-        memory_bytes_per_second=factor * hardware.memory_bytes_per_second,
-        launch_seconds=hardware.launch_seconds / factor,
-    )
 
 
 def explained(fast: float, mesh: dict[str, int], nodes: int) -> autopar.Explanation:

@@ -162,7 +162,7 @@ def _refuse_values(func: Any, absent: Sequence[Elsewhere], written: Sequence[Any
     """Raises StepError for an op that needs the values of a tensor that is elsewhere."""
     name = func._schema.name.removeprefix("aten::")
     if not written and any(map(_is_plain, _pytree.tree_leaves((args, kwargs)))):
-        # In torch's words for where the tensor is.
+        # The error that torch raises on the ranks that have the tensor.
         raise RuntimeError(
             f"{func}: got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor before calling "
             "distributed operators!"
@@ -183,6 +183,7 @@ def _refuse_values(func: Any, absent: Sequence[Elsewhere], written: Sequence[Any
 
 
 def _is_plain(x: Any) -> bool:
+    """Whether a value is a tensor with dims and no DTensor; torch takes numbers beside DTensors."""
     return isinstance(x, Tensor) and not isinstance(x, DTensor) and x.ndim > 0
 
 

@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 
 
 class Spreading(Protocol):
-    """Gives tensors of single stages to the ranks of all. Two are equal if the same ranks talk in the same group."""
+    """An object that gives tensors of one stage to the ranks of all; equal to another with the same process group."""
 
     def share(self, tensors: Sequence[DTensor]) -> list[Tensor]:
-        """The tensors whole and plain, on all ranks; each calls it with those that it has, or has not."""
+        """The tensors as whole plain tensors, on all ranks, each of which calls it; a rank may hold none of them."""
         raise NotImplementedError
 
 
@@ -54,7 +54,7 @@ def is_of_stage(x: Any) -> bool:
 
 @functools.cache
 def seen_from_outside(mesh: DeviceMesh) -> DeviceMesh:
-    """A mesh as ranks see it that are not in it: `torch.distributed.checkpoint` then asks them for no part."""
+    """The mesh with no place for this rank, which is not in it: `torch.distributed.checkpoint` asks it for no part."""
     found = copy.copy(mesh)
     found._coordinate_on_dim = None
     return found

@@ -15,11 +15,13 @@ from torch import autograd
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# torch 2.11 has it, and torch 2.12 does not.
+# torch 2.11 does not call it, and torch 2.12 does.
 NEEDS_A_MODE = torch.__version__ < "2.12"
 
 
 class _Dispatching(TorchDispatchMode):
+    """A mode in which an operator on a tensor of the subclass runs the subclass's `__torch_dispatch__`."""
+
     def __init__(self, subclass: Any) -> None:
         super().__init__()
         self.subclass = subclass
@@ -49,7 +51,7 @@ def dispatched(subclass: Any) -> Any:
 
 @functools.cache
 def _in_each_backward(subclass: Any) -> None:
-    """Calls it for the operators of each backward, from the first tensor of the subclass on."""
+    """Runs each backward of the process, from now on, in the mode of the subclass."""
     module: Any = autograd
     run = module._engine_run_backward
 

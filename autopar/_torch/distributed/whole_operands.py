@@ -10,8 +10,8 @@ gradient would not come back through the cut.
 A row of a matrix that is split by rows, `p[0]`, is gathered and no longer a part of the matrix. torch 2.13 writes into
 it as if it were, so that the write is lost; that is refused, here.
 
-`p[0] = row` and `p[mask] = 0` are writes into a slice, and where a mask of the tensor's own shape says. With other
-indices torch mixes tensors of both kinds: they are refused on all ranks, on which the tensor is or is not.
+`p[0] = row` writes into a slice, and `p[mask] = 0` writes where a mask of the tensor's own shape is true. For other
+indices torch mixes DTensors with plain tensors, so that they are refused, also on ranks without the tensor.
 """
 
 from __future__ import annotations

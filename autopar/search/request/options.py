@@ -110,7 +110,8 @@ class PlanOptions:
         overlap_batches: number of micro-batches that run at a time, such as 2: their ops take turns, so that the
             collectives of each travel while another computes (docs/splitting.md).
         bucket_bytes: about how much of parameters or gradients one collective carries, in bytes or as text such as
-            `100MB`; by default what makes the priced step shortest (docs/search.md).
+            `100MB`; by default the usual size, or one by which the priced step is at least 1 % shorter
+            (docs/search.md).
         offload: whether parameters may be stored in the host's memory, and updated there, also where a plan fits
             without; by default only where that is needed, or promises a faster step (docs/memory.md).
         without: what the plan must not use.

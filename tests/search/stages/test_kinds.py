@@ -24,25 +24,14 @@ from autopar.search.stages.shape import Shape
 from tests.search.stacked import Sizes, residual
 from tests.search.stages.test_balance import table
 from tests.search.toy import TOY
+from tests.support.machines import times
 
 GRAPH = residual(16, Sizes(batch=4, width=64, hidden=128, vocab=8))
 
 
-def times(hardware: Hardware, factor: float) -> Hardware:
-    """A machine that is so many times as fast in every op."""
-    return dataclasses.replace(
-        hardware,
-        name=f"toy{factor:g}",
-        peak_flops=tuple((size, factor * flops) for size, flops in hardware.peak_flops),
-        memory_bytes_per_second=factor * hardware.memory_bytes_per_second,
-        launch_seconds=hardware.launch_seconds / factor,
-    )
-
-
 def of_kinds(*factors: float) -> Hardware:
     """A rank of every kind, in nodes of one."""
-    one = dataclasses.replace(TOY, devices_per_node=1)
-    return mixed(tuple((times(one, each), 1) for each in factors))
+    return mixed(tuple((times(TOY, each), 1) for each in factors))
 
 
 def found(hardware: Hardware, graph=GRAPH, mesh: str = "pp=2", **options) -> PipelineFound:
@@ -153,5 +142,5 @@ def test_open_schedules_and_micro_batches_are_no_slower_than_named_ones() -> Non
 
 
 def test_a_mesh_names_all_ranks_of_the_kinds() -> None:
-    with pytest.raises(MeshError, match="toy3x1x1\\+toy1x1x1 has 2 ranks of 2 kinds, and 4 are asked for"):
+    with pytest.raises(MeshError, match="x3x1x1\\+x1x1x1 has 2 ranks of 2 kinds, and 4 are asked for"):
         found(of_kinds(3, 1), mesh="pp=2,dp=2")
