@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from autopar.explanation.answers import Advice
+from autopar.explanation.explanation import Explanation
 
 
 def markdown_table(
@@ -41,7 +41,7 @@ def between_marks(text: str, begin: str, end: str, lines: Iterable[str]) -> str:
     return before + "\n".join([begin, "", *lines, "", end]) + after
 
 
-def plan_words(found: Advice) -> str:
+def plan_words(found: Explanation) -> str:
     """A plan in a line: mesh, recipe, schedule, micro-batches and recomputation."""
     plan, pipeline = found.plan, found.plan.pipeline
     stages = f"{pipeline.schedule} x {pipeline.chunks}" if pipeline else "no stages"

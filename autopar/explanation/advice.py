@@ -14,9 +14,9 @@ from autopar.cost_model.items import TrainingState
 from autopar.cost_model.machines.cluster import Cluster
 from autopar.cost_model.steps.run import total
 from autopar.errors import AutoparError, SearchError
-from autopar.explanation.answers import Advice, words_of_factors
 from autopar.explanation.candidate_rows import AS_FAST, idle, kept_notes, largest_cause, name_of, row_of, slower
 from autopar.explanation.costs import run_of
+from autopar.explanation.explanation import Explanation, words_of_factors
 from autopar.explanation.few_layers import capture_target, tokens_of, training_state_of, with_graph
 from autopar.explanation.kinds import best_of, ways_of
 from autopar.explanation.report import axis_lines
@@ -207,7 +207,7 @@ class Question:
 
     # --- the chosen one
 
-    def answer(self) -> Advice:
+    def answer(self) -> Explanation:
         """The best plan, with the next best ones. Raises SearchError if none fits; the error names remedies.
 
         In a cluster of several kinds of machines, kinds may be left out (`autopar.explanation.kinds`).
@@ -219,7 +219,7 @@ class Question:
         batch = self.request.batch if self.model.own_batch else posed.batch
         return best_of(ways_of(self.request.but(batch=batch), depths), lambda asked: self.on(asked)._answer(False))
 
-    def _answer(self, asks_changes: bool = True) -> Advice:
+    def _answer(self, asks_changes: bool = True) -> Explanation:
         """The best plan on all ranks, by default with what would change the choice."""
         prepared, request = self._posed
         self.progress("searching the plan")
@@ -240,7 +240,7 @@ class Question:
             answer = answer.but(changes=tuple(changes))
         return answer.but(candidates=tuple(self._rows(found, answer)))
 
-    def _rows(self, found: Searched, answer: Advice) -> Iterator[Candidate]:
+    def _rows(self, found: Searched, answer: Explanation) -> Iterator[Candidate]:
         """Rows of the comparison: the chosen plan, other searched plans, and estimates of other settings."""
         pipeline = answer.plan.pipeline
         yield row_of(answer, name_of(answer.plan), idle(answer.simulation) if pipeline else "", "")
@@ -250,7 +250,7 @@ class Question:
             yield self._planned(planned, answer)
         yield from self._estimated(found, answer)
 
-    def _estimated(self, found: Searched, answer: Advice) -> Iterator[Candidate]:
+    def _estimated(self, found: Searched, answer: Explanation) -> Iterator[Candidate]:
         """Estimates of settings, the best of every mesh, recipe and recomputation.
 
         On a mesh whose plan was searched those are left out that promise a step as short: the search has not found it.
@@ -271,7 +271,7 @@ class Question:
                 why_not = row.why_not or slower(row.step_seconds, answer.step_seconds)
                 yield replace(row, chosen=False, why_not=why_not)
 
-    def _planned(self, planned: Planned, best: Advice) -> Candidate:
+    def _planned(self, planned: Planned, best: Explanation) -> Candidate:
         """A plan on another mesh as a row of the comparison."""
         price, traffic_bytes, binds = planned.price, *self._traffic_and_cause(planned)
         return Candidate(
@@ -294,7 +294,7 @@ class Question:
         step = step_of(graph, plan, hardware, software=software, training_state=state)
         return float(total(step.traffic())), largest_cause(step)
 
-    def explain(self, priced: PricedCandidate) -> Advice:
+    def explain(self, priced: PricedCandidate) -> Explanation:
         """The explanation of the best plan for a setting, whether or not it fits."""
         setting = priced.setting
         self.progress(f"searching the plan for {setting.name}")
@@ -351,7 +351,7 @@ class Question:
             )
         return self._captured[rows][1:]
 
-    def _other(self, other: PricedPipeline, graph: Graph, best: Advice) -> Candidate:
+    def _other(self, other: PricedPipeline, graph: Graph, best: Explanation) -> Candidate:
         """Another schedule on the chosen mesh as a row of the comparison."""
         plan, rows = other.plan, captured_batch(graph) * best.plan.micro_batches
         sized = with_batch(graph, rows // plan.micro_batches) if "batch" in graph.factors else graph
@@ -367,7 +367,7 @@ class Question:
             why_not=slower(other.seconds, best.step_seconds),
         )
 
-    def _advice(self, graph: Graph, plan: Plan) -> Advice:
+    def _advice(self, graph: Graph, plan: Plan) -> Explanation:
         run = run_of(plan, self._state_of(graph))
         plan = replace(
             plan,
@@ -378,7 +378,7 @@ class Question:
                 *self._own_rows(graph, plan),
             ),
         )
-        return Advice(
+        return Explanation(
             graph,
             plan,
             self.cluster,
@@ -403,7 +403,7 @@ class Question:
                 "search chooses the rows of a micro-batch."
             )
 
-    def _changes(self, explored: Explored, chosen: PricedCandidate, answer: Advice) -> Iterator[Change]:
+    def _changes(self, explored: Explored, chosen: PricedCandidate, answer: Explanation) -> Iterator[Change]:
         """The answers on clusters with other figures, such as more memory.
 
         Args:
@@ -420,12 +420,12 @@ class Question:
         yield from self._in_larger(explored, chosen, answer)
 
     @staticmethod
-    def _with_host(request: Request, answer: Advice) -> Request:
+    def _with_host(request: Request, answer: Explanation) -> Request:
         """The request, whose estimates count what the host stores where the plan in hand has something there."""
         return request.but(offload=True) if "host" in answer.stored_bytes else request
 
     def _on_faster(
-        self, what: str, request: Request, answer: Advice, chosen: PricedCandidate, first: Promise
+        self, what: str, request: Request, answer: Explanation, chosen: PricedCandidate, first: Promise
     ) -> Change:
         """The choice on a faster cluster: this plan, or one of the setting with the best estimate there.
 
@@ -451,7 +451,7 @@ class Question:
             return replace(kept, best_seconds=own_seconds)
         return replace(kept, best=first.priced.setting.name, best_seconds=other_seconds)
 
-    def _in_larger(self, explored: Explored, chosen: PricedCandidate, answer: Advice) -> Iterator[Change]:
+    def _in_larger(self, explored: Explored, chosen: PricedCandidate, answer: Explanation) -> Iterator[Change]:
         """The larger memories with which a setting is faster that does not fit today.
 
         A setting that fits today is no news of more memory, even where its estimate is lower.

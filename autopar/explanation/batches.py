@@ -23,8 +23,8 @@ from dataclasses import dataclass, field, replace
 
 from autopar.errors import AutoparError, SearchError
 from autopar.explanation.advice import EXPLORED_BATCH, Question
-from autopar.explanation.answers import Advice
 from autopar.explanation.candidate_rows import name_of
+from autopar.explanation.explanation import Explanation
 from autopar.explanation.few_layers import tokens_of
 from autopar.ir.batches import captured_batch
 from autopar.search.candidates.comparison import best_that_fits
@@ -60,10 +60,10 @@ class TriedBatch:
     seconds: float
     memory_bytes: float
     plan: str
-    at_once: PricedCandidate | Advice | None
+    at_once: PricedCandidate | Explanation | None
     is_roomy: bool
     promised_seconds: float
-    advice: Advice | None = None
+    advice: Explanation | None = None
 
     @property
     def batch(self) -> int:
@@ -88,7 +88,7 @@ class TriedBatch:
         """The same batch with the plan that the search finds. Raises SearchError if it finds none."""
         return _with(self, self.question.answer())
 
-    def searched_at_once(self) -> Advice | None:
+    def searched_at_once(self) -> Explanation | None:
         """The plan that the search finds with as many micro-batches as `at_once` has; None if none fits."""
         if not isinstance(self.at_once, PricedCandidate):
             return self.at_once
@@ -98,7 +98,7 @@ class TriedBatch:
         return _answer(self.question.on(self.question.request.but(micro_batches=count)))
 
 
-def best_batch(question: Question) -> Advice:
+def best_batch(question: Question) -> Explanation:
     """The answer for the smallest batch that is nearly the fastest per sample, with a table of the batches tried.
 
     Args:
@@ -158,14 +158,14 @@ def _searched(question: Question) -> TriedBatch:
     return _with(TriedBatch(question, seconds, 0.0, "", at_once, is_roomy, seconds), advice)
 
 
-def _with(tried: TriedBatch, advice: Advice) -> TriedBatch:
+def _with(tried: TriedBatch, advice: Explanation) -> TriedBatch:
     """A batch at the price of a searched plan."""
     return replace(
         tried, seconds=advice.step_seconds, memory_bytes=advice.memory_bytes, plan=name_of(advice.plan), advice=advice
     )
 
 
-def _answer(question: Question) -> Advice | None:
+def _answer(question: Question) -> Explanation | None:
     """The answer to a question; None if no plan fits."""
     try:
         return question.answer()
@@ -349,14 +349,14 @@ class _Trials:
         searched = [each for each in self.found if each.advice is not None]
         return next(each for each in searched if each.is_near(fastest)), fastest
 
-    def largest(self) -> Advice | None:
+    def largest(self) -> Explanation | None:
         """The searched plan of the largest batch that fits at once; None if none does."""
         ways = (each.searched_at_once() for each in reversed(self.found))
         return next((way for way in ways if way is not None), None)
 
     # --- what is said of them
 
-    def rows(self, chosen: TriedBatch, fastest: TriedBatch, largest: Advice | None) -> Iterator[BatchRow]:
+    def rows(self, chosen: TriedBatch, fastest: TriedBatch, largest: Explanation | None) -> Iterator[BatchRow]:
         """A row of the table for every batch that fits."""
         tokens = self._tokens
         for each in self.found:
@@ -380,7 +380,7 @@ class _Trials:
         tokens = tokens_of(graph)
         return None if tokens is None else tokens / captured_batch(graph)
 
-    def lines(self, chosen: TriedBatch, fastest: TriedBatch, largest: Advice | None) -> Iterator[str]:
+    def lines(self, chosen: TriedBatch, fastest: TriedBatch, largest: Explanation | None) -> Iterator[str]:
         """Sentences on the fastest batch, the smallest that is nearly as fast, and the largest."""
         word = "sample" if self._tokens is None else "token"
         yield (
@@ -399,7 +399,7 @@ class _Trials:
         word = "samples" if self._tokens is None else "tokens"
         return f"{tried.rate * (self._tokens or 1):,.0f} {word} per second"
 
-    def _of_largest(self, largest: Advice | None) -> str:
+    def _of_largest(self, largest: Explanation | None) -> str:
         if largest is None:
             return "Each of them takes more micro-batches than the fewest that the request allows."
         batch, count = _batch(largest), counted(largest.plan.micro_batches, "micro-batch")
@@ -411,7 +411,7 @@ class _Trials:
         )
 
 
-def _batch(advice: Advice) -> int:
+def _batch(advice: Explanation) -> int:
     """Number of samples of a step of an answer."""
     assert advice.request is not None and advice.request.batch is not None
     return advice.request.batch

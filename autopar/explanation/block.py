@@ -13,22 +13,18 @@ from autopar.ir import Graph, Op, Stack
 from autopar.views import BlockCollective, BlockNode
 
 
-def block_of(e: Explanation, words: Mapping[str, str]) -> tuple[BlockNode, ...]:
+def block_of(e: Explanation) -> tuple[BlockNode, ...]:
     """The nodes of a drawing of one repeated layer, or of the whole model if it has no repeated layers.
 
     The layer is the middle one of the model's first list of layers. Views are left out, and small ops of one
     module are merged (`merged`).
-
-    Args:
-        e: the plan with its costs.
-        words: name of a factor -> the word that is shown for it, such as "heads".
     """
-    nodes = tuple(_nodes(e, words))
+    nodes = tuple(_nodes(e))
     products = {op.results[0] for op in e.graph.ops if op.results and is_product(op)}
     return merged(nodes, products)
 
 
-def _nodes(e: Explanation, words: Mapping[str, str]) -> Iterator[BlockNode]:
+def _nodes(e: Explanation) -> Iterator[BlockNode]:
     mesh = e.plan.mesh
     links = [e.cluster.hardware.link(mesh, axis) for axis in range(len(mesh.axes))]
     sizes = Sizes(mesh)
@@ -46,7 +42,7 @@ def _nodes(e: Explanation, words: Mapping[str, str]) -> Iterator[BlockNode]:
             op.kind.removeprefix("aten."),
             op.module,
             tuple(
-                (axis, words.get(choice.factor, choice.factor))
+                (axis, e.factor_words.get(choice.factor, choice.factor))
                 for (axis, size), choice in zip(mesh.axes, chosen, strict=True)
                 if choice.splits and size > 1
             ),

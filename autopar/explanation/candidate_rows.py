@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from autopar.cost_model.breakdown import Candidate
 from autopar.cost_model.steps.step import Step
-from autopar.explanation.answers import Advice
+from autopar.explanation.explanation import Explanation
 from autopar.ir import Plan
 from autopar.ir.note import kind_of
 from autopar.ir.recompute import words_of_recompute
@@ -62,7 +62,7 @@ def slower(seconds: float, best_seconds: float) -> str:
     return f"{100 * abs(change):.1f} % {'slower' if change > 0 else 'faster'}"
 
 
-def row_of(found: Advice, name: str, binds: str, why_not: str) -> Candidate:
+def row_of(found: Explanation, name: str, binds: str, why_not: str) -> Candidate:
     return Candidate(
         name,
         found.step_seconds,

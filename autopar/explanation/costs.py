@@ -33,6 +33,7 @@ from autopar.planning.remarks import op_seconds
 from autopar.search.request.request import Request
 
 STAGES: tuple[Literal["first", "last"], ...] = ("first", "last")
+_DUST = 1e-12  # of a cost: parts that are only rounding errors
 
 
 def run_of(plan: Plan, training_state: TrainingState = FULL) -> Run:
@@ -210,7 +211,8 @@ class PlanCost:
     def _tree(self, name: str, unit: Unit, terms: Callable[[Step], tuple[Term, ...]]) -> Breakdown:
         # what ranks do side by side has no formula
         symbolic, numeric = terms(self.owned or self.symbolic), terms(self.step)
-        return _breakdown(Term(name, total(symbolic), symbolic), Term(name, total(numeric), numeric), unit)
+        tree = _breakdown(Term(name, total(symbolic), symbolic), Term(name, total(numeric), numeric), unit)
+        return replace(tree, parts=tuple(part for part in tree.parts if abs(part.value) > _DUST * abs(tree.value)))
 
     # --- figures
 

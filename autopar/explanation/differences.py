@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import PlanError
-from autopar.explanation.report import ZERO_NAMES, used_axes
+from autopar.explanation.report import ZERO_NAMES, starred, used_axes
 from autopar.ir import Plan
 from autopar.ir.plan_reading import read_document
 from autopar.ir.recompute import format_recompute
@@ -138,7 +138,7 @@ def _of_parameters(a: Plan, b: Plan) -> Iterator[Difference]:
     for name in dict.fromkeys((*before, *after)):
         pair = (before.get(name, "absent"), after.get(name, "absent"))
         if pair[0] != pair[1]:
-            counts[(_starred(name), *pair)] += 1
+            counts[(starred(name), *pair)] += 1
     for (name, one, other), count in counts.items():
         yield Difference("parameter", name, one, other, count)
 
@@ -184,10 +184,6 @@ def _splits(side: Side) -> dict[str, tuple[str, str]]:
 
 def _says(label: str) -> bool:
     return label not in ("-", "~")
-
-
-def _starred(name: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def costs(a: Side, b: Side) -> tuple[CostChange, ...]:

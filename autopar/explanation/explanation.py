@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from rich.console import RenderableType
@@ -13,22 +14,28 @@ from rich.jupyter import JupyterMixin
 
 from autopar.cost_model.breakdown import Event
 from autopar.cost_model.history import SHARE
+from autopar.cost_model.symbols import factor_symbols
 from autopar.errors import AutoparError, did_you_mean
 from autopar.explanation import solving
 from autopar.explanation.changes import GROUPS, changed_hardware, scaled
 from autopar.explanation.costs import PlanCost
 from autopar.explanation.owned import owner_sentences
-from autopar.explanation.report import as_text, explain
+from autopar.explanation.report import as_text, explain, starred
 from autopar.explanation.solving import LargestFit
 from autopar.explanation.timeline import timeline
+from autopar.explanation.what_would_change import Change
+from autopar.ir import Graph
 from autopar.ir.note import kind_of
 from autopar.ir.recompute import recompute_json
 from autopar.search import search as search_plan
+from autopar.search.candidates.settings import ClusterSetting
 from autopar.search.refine.buckets import usual_bytes
+from autopar.search.request.notes import head_factors
 from autopar.search.request.recipes import split_recipe
 from autopar.search.request.request import Request
 from autopar.search.stages.pipeline import search_pipeline
 from autopar.units import format_bytes, format_seconds
+from autopar.views import BatchRow
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,24 @@ class Explanation(PlanCost, JupyterMixin):
 
     With pipeline stages, and where single ranks run ops, `sensitivity` and `solve_for` use the closed-form estimate,
     not the simulated schedule.
+
+    Attributes:
+        words: size -> name of this size, such as 4096 -> "hidden".
+        changes: changes of the cluster that would change the plan.
+        setting: the setting of the plan; None if the user named the mesh.
+        has_loss_fn: whether the model was given with a loss function.
+        batches: the batches that were tried, smallest first; none where the user names the batch.
+        batch_lines: sentences on the fastest and the largest of these batches.
+        kind_lines: sentences on who waits for whom in a cluster of several kinds of machines.
     """
+
+    words: Mapping[int, str] = field(default_factory=dict)
+    changes: tuple[Change, ...] = ()
+    setting: ClusterSetting | None = None
+    has_loss_fn: bool = False
+    batches: tuple[BatchRow, ...] = ()
+    batch_lines: tuple[str, ...] = ()
+    kind_lines: tuple[str, ...] = ()
 
     def __rich__(self) -> RenderableType:
         sentences = self.simulated.sentences if self.simulated else ()
@@ -61,6 +85,40 @@ class Explanation(PlanCost, JupyterMixin):
 
     def __str__(self) -> str:
         return as_text(self)
+
+    # --- words for sizes
+
+    @cached_property
+    def factor_words(self) -> Mapping[str, str]:
+        """Name of a factor -> word for its size, such as "hidden"."""
+        return words_of_factors(self.graph, self.words)
+
+    @cached_property
+    def legend(self) -> Mapping[str, str]:
+        """Symbol -> its meaning: a word if there is one, and the dims whose size it is."""
+        stands: dict[str, list[str]] = {}
+        for name, symbol in factor_symbols(self.graph).items():
+            stands.setdefault(str(symbol), []).append(name)
+        return {symbol: self._meaning(symbol, names) for symbol, names in stands.items() if symbol in self.values}
+
+    def _meaning(self, symbol: str, names: Sequence[str]) -> str:
+        size = int(self.values[symbol])
+        word = self.word(symbol)
+        where = list(dict.fromkeys(starred(f".{name}")[1:] for name in names))  # a leading number, too
+        said = f"{word}, " if word and word != symbol else ""
+        return f"{said}{size}: {', '.join(where[:2])}{' ...' if len(where) > 2 else ''}"
+
+    def word(self, symbol: str) -> str:
+        """Word for the size that a symbol stands for, such as "hidden"; "" if there is none."""
+        if symbol in ("batch", "seq", "layers"):
+            return symbol
+        names = (n for n, s in factor_symbols(self.graph).items() if str(s) == symbol)
+        return next((self.factor_words[n] for n in names if n in self.factor_words), "")
+
+    def symbol_in_words(self, symbol: str) -> str:
+        """A symbol with the model's word for it, such as `hidden (embedding_1)` for `embedding_1`."""
+        word = self.word(symbol)
+        return f"{word} ({symbol})" if word and word != symbol else symbol
 
     # --- questions
 
@@ -201,6 +259,9 @@ class Explanation(PlanCost, JupyterMixin):
             "symbols": dict(sorted(self.values.items())),
             "candidates": [dataclasses.asdict(each) for each in self.candidates],
             **self._pipeline_json(),
+            "symbols_meaning": dict(self.legend),
+            "changes": [dataclasses.asdict(each) for each in self.changes],
+            **({"batches": [each._asdict() for each in self.batches]} if self.batches else {}),
         }
 
     def _spread_json(self) -> dict[str, Any] | None:
@@ -241,3 +302,20 @@ class Explanation(PlanCost, JupyterMixin):
                 },
             }
         }
+
+
+def words_of_factors(graph: Graph, words: Mapping[int, str]) -> dict[str, str]:
+    """Name of a factor -> word for it: by its size if that has a word, or by its use."""
+    heads = head_factors(graph)
+    found = {}
+    for name, factor in graph.factors.items():
+        op = graph.by_name.get(name.partition("~")[0])
+        if name in ("batch", "seq"):
+            continue
+        if word := words.get(factor.size, ""):
+            found[name] = word
+        elif name in heads:
+            found[name] = "heads"
+        elif op is not None and op.kind.startswith("aten.arange"):
+            found[name] = "positions"
+    return found

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from autopar.cost_model.machines.cluster import Cluster
 from autopar.explanation.advice import Question
-from autopar.explanation.answers import Advice
 from autopar.explanation.candidate_rows import name_of
+from autopar.explanation.explanation import Explanation
 from autopar.explanation.launch import asked
 from autopar.explanation.remedies import FACTORS, Found, answered, remedies
 from autopar.search.candidates.comparison import smallest
@@ -55,7 +55,7 @@ class Fit:
     """
 
     asked: PricedCandidate
-    advice: Advice
+    advice: Explanation
     remedies: tuple[Remedy, ...]
     prices: Prices = field(default_factory=dict)
     is_largest: bool = False
@@ -101,7 +101,7 @@ def will_it_fit(question: Question, prices: Prices | None = None) -> Fit:
     return Fit(best, advice, tuple(ranked), prices, is_largest=not larger and not fewer)
 
 
-def _as_asked(question: Question) -> tuple[PricedCandidate, Advice]:
+def _as_asked(question: Question) -> tuple[PricedCandidate, Explanation]:
     """The fastest of three settings whose plan fits where their estimates do; else the one with least memory."""
     fitting = [each for each in question.settings if each.memory_bytes <= question.bound_bytes]
     for each in fitting[:3]:
@@ -111,7 +111,7 @@ def _as_asked(question: Question) -> tuple[PricedCandidate, Advice]:
     return least, question.explain(least)
 
 
-def _remedy(found: Found, asked: Advice, prices: Prices) -> Remedy:
+def _remedy(found: Found, asked: Explanation, prices: Prices) -> Remedy:
     what, options, then = found
     work = _tokens(then) / _tokens(asked)
     money = _money(then, prices)
@@ -126,12 +126,12 @@ def _remedy(found: Found, asked: Advice, prices: Prices) -> Remedy:
     )
 
 
-def _tokens(advice: Advice) -> float:
+def _tokens(advice: Explanation) -> float:
     """Tokens of a step, or 1 for every step of a model without tokens, whose batch stays as it is."""
     return 1.0 if advice.tokens is None else advice.tokens * advice.plan.micro_batches
 
 
-def _money(advice: Advice, prices: Prices) -> float | None:
+def _money(advice: Explanation, prices: Prices) -> float | None:
     price = prices.get(advice.cluster.hardware.name)
     return None if price is None else advice.ranks * advice.step_seconds / 3600 * price
 

@@ -20,7 +20,6 @@ from autopar.cost_model.machines.cluster import Cluster, cluster_of_kinds
 from autopar.cost_model.machines.hardware import Hardware
 from autopar.cost_model.machines.kinds import ranks_of_kinds, stage_machines
 from autopar.errors import AutoparError, first_line
-from autopar.explanation.answers import Advice
 from autopar.explanation.candidate_rows import idle, name_of, row_of, slower
 from autopar.explanation.explanation import Explanation
 from autopar.explanation.simulated import SimulatedStep
@@ -50,7 +49,7 @@ class TriedWay(NamedTuple):
     """The outcome of a way: its answer, or the error that says why there is none."""
 
     way: Way
-    answer: Advice | None
+    answer: Explanation | None
     error: AutoparError | None = None
 
 
@@ -72,7 +71,7 @@ def ways_of(request: Request, depths: Sequence[int]) -> list[Way]:
     return found
 
 
-def best_of(ways: Sequence[Way], answer: Callable[[Request], Advice]) -> Advice:
+def best_of(ways: Sequence[Way], answer: Callable[[Request], Explanation]) -> Explanation:
     """The fastest answer, with rows for the other ways, and sentences on who waits for whom.
 
     Args:
@@ -93,14 +92,14 @@ def best_of(ways: Sequence[Way], answer: Callable[[Request], Advice]) -> Advice:
     return best.but(candidates=(chosen, *rows, *others), kind_lines=lines)
 
 
-def _tried(way: Way, answer: Callable[[Request], Advice]) -> TriedWay:
+def _tried(way: Way, answer: Callable[[Request], Explanation]) -> TriedWay:
     try:
         return TriedWay(way, answer(way.request))
     except AutoparError as error:  # such as a batch that some of the ranks cannot divide
         return TriedWay(way, None, error)
 
 
-def _row(way: Way, found: Advice, best: Advice) -> Candidate:
+def _row(way: Way, found: Explanation, best: Explanation) -> Candidate:
     """The plan of another way as a row of the comparison."""
     name = f"{way.words}: {name_of(found.plan)}"
     binds = idle(found.simulation) if found.plan.pipeline is not None else ""
@@ -108,7 +107,7 @@ def _row(way: Way, found: Advice, best: Advice) -> Candidate:
     return replace(row, chosen=False)
 
 
-def _chosen_line(way: Way, best: Advice, able: Sequence[tuple[Way, Advice]]) -> str:
+def _chosen_line(way: Way, best: Explanation, able: Sequence[tuple[Way, Explanation]]) -> str:
     others = "; ".join(
         f"{each.words} takes {format_seconds(found.step_seconds)}"
         for each, found in sorted(able, key=lambda pair: pair[1].step_seconds)

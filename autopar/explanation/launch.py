@@ -89,7 +89,7 @@ def _bound(e: Explanation) -> str:
     return f"{format_bytes(e.bound_bytes)} a rank: {whole} less {100 * request.headroom:g} % headroom"
 
 
-def launch(e: Explanation, saved: Path | None = None, *, has_loss_fn: bool = False) -> tuple[str, ...]:
+def launch(e: Explanation, saved: Path | None = None) -> tuple[str, ...]:
     """The lines that launch a plan: how it is saved, the calls that load it, and the torchrun command.
 
     A plan of a model of which only some layers were captured is launched by its settings, within which `compile`
@@ -98,11 +98,10 @@ def launch(e: Explanation, saved: Path | None = None, *, has_loss_fn: bool = Fal
     Args:
         e: the explanation of the plan.
         saved: the file that the plan was saved in; None if it was not saved.
-        has_loss_fn: whether the call needs the model's loss function.
     """
     is_written = saved is not None or e.graph.layer_count
     lines = [] if is_written else [f"# autopar explain ... --save {PLAN_FILE} writes the plan"]
-    model = "model, loss_fn=loss_fn" if has_loss_fn else "model"
+    model = "model, loss_fn=loss_fn" if e.has_loss_fn else "model"
     files = {"nvme": FOLDER} if _needs_files(e) else {}
     given = settings(e) if e.graph.layer_count else {"plan": str(saved or PLAN_FILE)}
     call = _call(model, [f"{name}={_literal(value)}" for name, value in (given | files).items()])

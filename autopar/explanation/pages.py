@@ -15,7 +15,6 @@ from autopar.cost_model.history import SHARE
 from autopar.cost_model.items import COMPUTE, WorkItem
 from autopar.cost_model.machines.origins import ORIGINS
 from autopar.cost_model.symbols import symbol
-from autopar.explanation.answers import Advice
 from autopar.explanation.block import block_of
 from autopar.explanation.explanation import Explanation
 from autopar.explanation.kinds import NOT_SEARCHED, waits
@@ -54,23 +53,19 @@ def page_of(
         page,
         notes=tuple(note for note in page.notes if is_verbose or kind_of(note) != "undivided"),
         asked=asked(explanation, title),
-        launch=(
-            *_found_batch(explanation),
-            *launch(explanation, saved, has_loss_fn=isinstance(explanation, Advice) and explanation.has_loss_fn),
-        ),
+        launch=(*_found_batch(explanation), *launch(explanation, saved)),
     )
     return dataclasses.replace(page, document=_document(explanation, page)) if has_document else page
 
 
 def _found_batch(e: Explanation) -> Iterator[str]:
     """A comment with the batch of a step, where the user did not name it."""
-    if isinstance(e, Advice) and e.batches and e.request is not None:
+    if e.batches and e.request is not None:
         yield f"# for steps of {e.request.batch} samples on all ranks, as --batch {e.request.batch} asks for"
 
 
 def _page(explanation: Explanation, title: str) -> Page:
     hardware = explanation.cluster.hardware
-    words = explanation.factor_words if isinstance(explanation, Advice) else {}
     return Page(
         title=title,
         subtitle=_subtitle(explanation),
@@ -83,16 +78,16 @@ def _page(explanation: Explanation, title: str) -> Page:
         simulation=explanation.simulation,
         stages=explanation.simulated.stages if explanation.simulated else (),
         candidates=explanation.candidates,
-        batches=explanation.batches if isinstance(explanation, Advice) else (),
+        batches=explanation.batches,
         roofline=tuple(_roofline(explanation)),
         peak_flops=hardware.flops_per_second(_itemsize(explanation.graph)),
         memory_bytes_per_second=hardware.memory_bytes_per_second,
-        block=block_of(explanation, words),
+        block=block_of(explanation),
         formulas=tuple(_formulas(explanation)),
         sensitivity=sensitivity_in_words(explanation),
         notes=(
-            *batch_lines(explanation),
-            *kind_lines(explanation),
+            *explanation.batch_lines,
+            *_kind_lines(explanation),
             *explanation.plan.notes,
             *_of_pipeline(explanation),
             *_of_owners(explanation),
@@ -107,8 +102,7 @@ def _of_pipeline(e: Explanation) -> Iterator[str]:
     run, closed = e.simulated, e.closed_form
     if run is not None:
         yield from run.sentences
-        compared = isinstance(e, Advice) and e.setting is not None
-        others = ", of other candidates" if compared else ""
+        others = ", of other candidates" if e.setting is not None else ""
         yield (
             "Step, memory and stages come from the simulated schedule. The formulas, the sensitivities, the timeline "
             f"of one rank and the figures{others} come from the closed form, in which all stages are alike: "
@@ -128,33 +122,22 @@ def _of_owners(e: Explanation) -> Iterator[str]:
 
 def sensitivity_in_words(e: Explanation) -> dict[str, float]:
     """Symbol, with the word for it where there is one -> relative change of the step per 1 % more."""
-    return {f"{word_of(e, name)}": value for name, value in e.sensitivity().items()}
-
-
-def word_of(e: Explanation, symbol: str) -> str:
-    """The name of a symbol with the model's word for it, such as `hidden (embedding_1)` for `embedding_1`."""
-    word = e.word(symbol) if isinstance(e, Advice) else ""
-    return f"{word} ({symbol})" if word and word != symbol else symbol
+    return {e.symbol_in_words(name): value for name, value in e.sensitivity().items()}
 
 
 def change_lines(e: Explanation) -> tuple[str, ...]:
     """Sentences about the changes of the cluster that would change the choice."""
-    return tuple(change_line(e, c) for c in e.changes) if isinstance(e, Advice) else ()
+    return tuple(change_line(e, c) for c in e.changes)
 
 
-def batch_lines(e: Explanation) -> tuple[str, ...]:
-    """Sentences about the batches that were tried."""
-    return e.batch_lines if isinstance(e, Advice) else ()
-
-
-def kind_lines(e: Explanation) -> tuple[str, ...]:
+def _kind_lines(e: Explanation) -> tuple[str, ...]:
     """Sentences on who waits for whom where the cluster has several kinds of machines."""
-    if isinstance(e, Advice) and e.kind_lines:
+    if e.kind_lines or not e.cluster.hardware.kinds:
         return e.kind_lines
-    return (*waits(e), NOT_SEARCHED) if e.cluster.hardware.kinds else ()
+    return (*waits(e), NOT_SEARCHED)
 
 
-def change_line(e: Advice, change: Change) -> str:
+def change_line(e: Explanation, change: Change) -> str:
     """`With 141 GB of memory: at least 3.5 % faster, as dp=16 zero1, 4 micro-batches of 2.`"""
     chosen = e.setting.name if e.setting else ""
     now, same = e.step_seconds, change.same_seconds
@@ -291,11 +274,10 @@ def _plain_symbols(e: Explanation) -> dict[sympy.Symbol, sympy.Expr]:
     if e.run.stages == 1:
         single += ["stages", "chunks"]
     found: dict[sympy.Symbol, sympy.Expr] = {symbol(name): sympy.Integer(1) for name in single}
-    if isinstance(e, Advice):
-        for name in e.legend:
-            word = e.word(name)
-            if word and word != name:
-                found[symbol(name)] = symbol(word.replace(" ", "_"))
+    for name in e.legend:
+        word = e.word(name)
+        if word and word != name:
+            found[symbol(name)] = symbol(word.replace(" ", "_"))
     return found
 
 

@@ -19,7 +19,7 @@ from autopar.cost_model.machines.software import with_eager_runs
 from autopar.cost_model.sizes import Sizes
 from autopar.errors import AutoparError
 from autopar.explanation.advice import Question
-from autopar.explanation.answers import Advice
+from autopar.explanation.explanation import Explanation
 from autopar.ir import Mesh, R, Tensor
 from autopar.models.adapted import RANK, SUFFIX
 from autopar.search.candidates.request_filters import allows
@@ -32,10 +32,10 @@ _SHORTER = (2, 4)  # divisors of the sequence length to try
 _KEPT = ("parameters", "gradients", "optimizer", "buffers", "reserved")  # whatever the tokens
 _LARGER_DEVICES = 2  # devices of the catalogue that are offered
 
-Found = tuple[str, str, Advice]  # the change in words, the options that ask for it, what is planned then
+Found = tuple[str, str, Explanation]  # the change in words, the options that ask for it, what is planned then
 
 
-def remedies(question: Question, asked: Advice, setting: ClusterSetting) -> Iterator[Found]:
+def remedies(question: Question, asked: Explanation, setting: ClusterSetting) -> Iterator[Found]:
     """Yields changes with which a step fits that does not fit as asked.
 
     Args:
@@ -51,7 +51,7 @@ def remedies(question: Question, asked: Advice, setting: ClusterSetting) -> Iter
     yield from _clusters(question)
 
 
-def answered(question: Question, settings: Sequence[PricedCandidate] | None = None) -> Advice | None:
+def answered(question: Question, settings: Sequence[PricedCandidate] | None = None) -> Explanation | None:
     """The fastest setting of a question that fits, searched and priced as `explain` does; None for none.
 
     Args:
@@ -84,7 +84,7 @@ def _settings(question: Question, setting: ClusterSetting) -> Iterator[Found]:
         yield "several changes at once", _options(advice.setting), advice
 
 
-def _first_that_fits(question: Question, priced: list[PricedCandidate]) -> Advice | None:
+def _first_that_fits(question: Question, priced: list[PricedCandidate]) -> Explanation | None:
     """The first of three settings whose searched plan fits, as their estimates do."""
     explained = (question.explain(each) for each in priced[:3])
     return next((advice for advice in explained if advice.fits), None)
@@ -182,7 +182,7 @@ def _offloaded(question: Question, setting: ClusterSetting) -> Iterator[Found]:
         return
 
 
-def _states(question: Question, asked: Advice) -> Iterator[Found]:
+def _states(question: Question, asked: Explanation) -> Iterator[Found]:
     """Optimizer states that take less than those that were asked for, and training without float32 masters."""
     own = asked.run.training_state
     for name in _STATES:
@@ -213,7 +213,7 @@ def _state_bytes(state: TrainingState) -> float:
     return float(gradient * 4096**2 + state.optimizer_bytes(_MATRIX, (R,), sizes))
 
 
-def _fewer_tokens(question: Question, asked: Advice) -> Iterator[Found]:
+def _fewer_tokens(question: Question, asked: Explanation) -> Iterator[Found]:
     """The longest part of the sequence that is enough; nothing where what is kept between steps is too much."""
     kept = sum(part.value for part in asked.memory.parts if part.name in _KEPT)
     has_sequence = not question.model.own_batch and "seq" in asked.graph.factors

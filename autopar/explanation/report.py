@@ -165,7 +165,7 @@ def _op_lines(
             continue
         labels = plan.ops[op.name]
         split = tuple(_split(op, label, words) for label in labels)
-        module = _WHOLE if set(split) == {"-"} else _numbers_out(op.module) or "(top)"
+        module = _WHOLE if set(split) == {"-"} else starred(op.module) or "(top)"
         result = next(iter(result_layouts(op, labels)), ())
         key = module, (*split, format_layout(result, plan.mesh))
         kinds, count, taken = found.get(key, ([], 0, 0.0))
@@ -305,7 +305,8 @@ def used_axes(plan: Plan) -> Plan:
     )
 
 
-def _numbers_out(name: str) -> str:
+def starred(name: str) -> str:
+    """A name with `*` in place of the numbers of layers."""
     return re.sub(r"(?<=\.)\d+(?=[. ]|$)", "*", name)
 
 
@@ -316,7 +317,7 @@ def _folded(rows: Iterable[tuple[str, tuple[str, ...], int]]) -> Iterable[tuple[
     """
     counts: dict[tuple[str, tuple[str, ...]], int] = {}
     for name, row, count in rows:
-        key = (_numbers_out(name), row)
+        key = (starred(name), row)
         counts[key] = counts.get(key, 0) + count
     return [(name, count, row) for (name, row), count in counts.items()]
 
@@ -330,7 +331,7 @@ def described(plan: Plan, graph: Graph) -> Mapping[str, object]:
         },
         "splits": {
             op.name: {
-                "op": f"{_numbers_out(op.module)} {op.kind.removeprefix('aten.')}".strip(),
+                "op": f"{starred(op.module)} {op.kind.removeprefix('aten.')}".strip(),
                 **dict(zip(plan.mesh.names, (_split(op, x) for x in plan.ops[op.name]), strict=True)),
             }
             for op in graph.ops

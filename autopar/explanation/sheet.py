@@ -9,10 +9,10 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from autopar.explanation.answers import Advice
+from autopar.explanation.explanation import Explanation
 from autopar.explanation.fitting import Fit, Remedy
 from autopar.explanation.launch import asked
-from autopar.explanation.pages import change_line, word_of
+from autopar.explanation.pages import change_lines
 from autopar.explanation.report import collective_table, collectives, op_table, parameter_table, used_axes
 from autopar.units import format_bytes, format_seconds
 from autopar.views import BatchTable, CandidateTable, Page, SensitivityTable, StageSummary, Tree, memory_bar, time_bar
@@ -35,7 +35,7 @@ class Sheet:
         page: the contents of the report, as data for tables and figures.
     """
 
-    advice: Advice
+    advice: Explanation
     page: Page
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -48,7 +48,8 @@ class Sheet:
         plan = used_axes(advice.plan)
         yield headline(page)
         yield _pairs(page.asked)
-        yield Group(*(Text(f"- {note}") for note in page.notes if note not in self._changes))
+        changes = change_lines(advice)
+        yield Group(*(Text(f"- {note}") for note in page.notes if note not in changes))
         yield memory_bar(page.memory, page.memory_bound_bytes)
         yield time_bar(page.time, page.axes)
         if page.simulation is not None:
@@ -67,20 +68,16 @@ class Sheet:
             yield BatchTable(page.batches)
         if len(page.candidates) > 1:
             yield CandidateTable(page.candidates)
-        yield from self._what_would_change()
+        yield from self._what_would_change(changes)
         yield Group(Text("Launch", style="bold"), *(Text(f"  {line}") for line in page.launch))
 
-    @property
-    def _changes(self) -> tuple[str, ...]:
-        return tuple(change_line(self.advice, each) for each in self.advice.changes)
-
-    def _what_would_change(self) -> Iterator[RenderableType]:
-        if self._changes:
+    def _what_would_change(self, changes: tuple[str, ...]) -> Iterator[RenderableType]:
+        if changes:
             title = Text("What would change the choice", style="bold")
-            yield Group(title, *(Text(f"- {line}") for line in self._changes))
+            yield Group(title, *(Text(f"- {line}") for line in changes))
         strongest = dict(list(self.advice.sensitivity().items())[:_STRONGEST])
         if strongest:
-            words = {word_of(self.advice, name): value for name, value in strongest.items()}
+            words = {self.advice.symbol_in_words(name): value for name, value in strongest.items()}
             yield Group(SensitivityTable(words), *_legend(self.advice, strongest))
 
 
@@ -92,7 +89,7 @@ def _pairs(asked: tuple[tuple[str, str], ...]) -> Table:
     return table
 
 
-def _legend(advice: Advice, shown: Mapping[str, float]) -> Iterator[Text]:
+def _legend(advice: Explanation, shown: Mapping[str, float]) -> Iterator[Text]:
     """Lines with the meanings of the symbols shown."""
     for name in shown:
         if name in advice.legend and name not in ("batch", "seq"):

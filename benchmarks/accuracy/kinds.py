@@ -17,7 +17,7 @@ from typing import NamedTuple
 from autopar.cost_model import find_cluster
 from autopar.cost_model.machines.software import with_eager_runs
 from autopar.explanation.advice import Question
-from autopar.explanation.answers import Advice
+from autopar.explanation.explanation import Explanation
 from autopar.search.request.request import Request
 from autopar.units import format_seconds
 
@@ -45,7 +45,7 @@ HEADS = ("model", "batch x seq", "H100 alone", "A100 alone", "equal shares", "pi
 _WAYS = ("h100x8x2 alone", "a100x8x2 alone", "equal shares", "a pipeline across")
 
 
-def row(case: Case, found: Advice) -> Sequence[str]:
+def row(case: Case, found: Explanation) -> Sequence[str]:
     """A row of the table: seconds of every way, and the gain of the fastest over the H100 alone."""
     seconds = {way: each.step_seconds for way in _WAYS for each in found.candidates if each.name.startswith(f"{way}:")}
     gain = seconds[_WAYS[0]] / found.step_seconds - 1
@@ -58,7 +58,7 @@ def row(case: Case, found: Advice) -> Sequence[str]:
     )
 
 
-def _layers(found: Advice) -> str:
+def _layers(found: Explanation) -> str:
     """Layers of every pipeline rank; "" without stages."""
     run = found.simulated
     if run is None:
@@ -67,7 +67,7 @@ def _layers(found: Advice) -> str:
     return " + ".join(str(sum(run.stages[stage].layers for stage in own)) for own in ranks)
 
 
-def answer(case: Case) -> Advice:
+def answer(case: Case) -> Explanation:
     """The fastest way on both kinds."""
     cluster = with_eager_runs(find_cluster(CLUSTER))
     return Question(case.model, Request.on(cluster, batch=case.batch), case.seq).answer()

@@ -20,7 +20,7 @@ import click
 from autopar import units
 from autopar.cli.explain import explain_command
 from autopar.cli.options import question
-from autopar.explanation.answers import Advice
+from autopar.explanation.explanation import Explanation
 from autopar.explanation.pages import page_of
 from autopar.ir import Mesh
 from autopar.search.request.progress import silent
@@ -71,7 +71,7 @@ class Question:
         seq = f" --seq {self.seq}" if self.seq else ""
         return f"autopar explain {self.model} --cluster {self.cluster} --batch {self.batch}{seq}"
 
-    def answer(self) -> Advice:
+    def answer(self) -> Explanation:
         """The plan with its costs, as the command finds it: its own parser reads the options."""
         _, _, *arguments = self.command.split()
         given = explain_command.make_context("explain", arguments).params
@@ -91,7 +91,7 @@ QUESTIONS = (
 )
 
 
-def figures_of(asked: Question, found: Advice) -> dict[str, Any]:
+def figures_of(asked: Question, found: Explanation) -> dict[str, Any]:
     """The figures of a row, in SI units."""
     plan, pipeline = found.plan, found.plan.pipeline
     return {

@@ -31,7 +31,7 @@ from autopar.cost_model import find_cluster
 from autopar.cost_model.machines.software import with_eager_runs
 from autopar.errors import AutoparError
 from autopar.explanation.advice import EXPLORED_BATCH, Question
-from autopar.explanation.answers import Advice
+from autopar.explanation.explanation import Explanation
 from autopar.ir import Mesh
 from autopar.search.request.request import Request
 from benchmarks.stored import store, stored
@@ -171,7 +171,9 @@ def ask(model: str, cluster: str, mesh: str, batch: int, count: int) -> Found:
     )
 
 
-def _answer(question: Question, asked: Request, fields: Mapping[str, Any] | None = None) -> tuple[Advice | None, str]:
+def _answer(
+    question: Question, asked: Request, fields: Mapping[str, Any] | None = None
+) -> tuple[Explanation | None, str]:
     """The answer with these fields named, of which a request may refuse some together; else why there is none."""
     try:
         request = asked.but(**{**fields, "mesh": Mesh.parse(fields["mesh"])}) if fields else asked

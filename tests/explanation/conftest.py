@@ -6,7 +6,7 @@ import pytest
 
 from autopar.cost_model import find_cluster
 from autopar.explanation import few_layers
-from autopar.explanation.advice import Advice, Question
+from autopar.explanation.advice import Explanation, Question
 from autopar.search.request.request import Request
 from tests.support.staged import captured_once
 
@@ -23,5 +23,5 @@ def question() -> Question:
 
 
 @pytest.fixture(scope="package")
-def answer(question: Question) -> Advice:
+def answer(question: Question) -> Explanation:
     return question.answer()

@@ -14,8 +14,8 @@ from autopar.cost_model.machines.software import with_eager_runs
 from autopar.cost_model.symbols import Expressions
 from autopar.errors import AutoparError, RecipeError, SearchError
 from autopar.explanation.advice import Question
-from autopar.explanation.answers import Advice
 from autopar.explanation.candidate_rows import AS_FAST
+from autopar.explanation.explanation import Explanation
 from autopar.explanation.few_layers import first_rows
 from autopar.explanation.fitting import will_it_fit
 from autopar.explanation.pages import page_of
@@ -389,7 +389,7 @@ def test_a_plan_that_needs_more_than_its_estimate_ends_no_answer(monkeypatch: py
     question, explain = ask(cluster="h100x4"), Question.explain
     first = next(each for each in question.settings if each.memory_bytes <= question.bound_bytes)
 
-    def larger(self: Question, each: PricedCandidate) -> Advice:
+    def larger(self: Question, each: PricedCandidate) -> Explanation:
         advice = explain(self, each)
         return advice.but(memory_bound_bytes=1) if each == first else advice
 

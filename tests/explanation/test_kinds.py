@@ -11,7 +11,7 @@ from autopar.cost_model import H100
 from autopar.cost_model.machines.cluster import Cluster, cluster_of_kinds
 from autopar.errors import SearchError
 from autopar.explanation.advice import Question
-from autopar.explanation.answers import Advice
+from autopar.explanation.explanation import Explanation
 from autopar.explanation.kinds import best_of, ways_of
 from autopar.explanation.pages import page_of
 from autopar.explanation.sheet import Sheet
@@ -74,7 +74,7 @@ def test_what_has_no_plan_is_said_and_where_nothing_has_one_its_error() -> None:
     ways = ways_of(question.request, (1,))
     alone = asked(1).answer()
 
-    def answer(request: Request) -> Advice:
+    def answer(request: Request) -> Explanation:
         if request.ranks == 2:
             raise SearchError("No plan fits.\nMore.")
         return alone
@@ -82,7 +82,7 @@ def test_what_has_no_plan_is_said_and_where_nothing_has_one_its_error() -> None:
     found = best_of(ways, answer)
     assert "Without a plan: equal shares (No plan fits.)" in found.kind_lines
 
-    def refuse(request: Request) -> Advice:
+    def refuse(request: Request) -> Explanation:
         raise SearchError(f"None on {request.ranks}.")
 
     with pytest.raises(SearchError, match="None on 2"):

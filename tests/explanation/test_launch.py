@@ -61,7 +61,7 @@ def test_the_last_lines_launch_the_plan(explained: Explanation) -> None:
     assert command == ("torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py")
     call, command = launch(explained, Path("runs/a.json"))
     assert call == 'model = autopar.compile(model, plan="runs/a.json")'
-    call = launch(explained, has_loss_fn=True)[1]
+    call = launch(explained.but(has_loss_fn=True))[1]
     assert call == 'model = autopar.compile(model, loss_fn=loss_fn, plan="plan.json")'
     few = replace(explained, plan=replace(explained.plan, mesh=autopar.Mesh.of({"dp": 4})))
     assert launch(few)[-1] == "torchrun --standalone --nproc-per-node 4 train.py"

@@ -9,7 +9,7 @@ import torch
 from autopar.cli.output import write_files
 from autopar.cost_model.machines.cluster import find_cluster
 from autopar.explanation.advice import Question
-from autopar.explanation.pages import change_line, page_of, word_of
+from autopar.explanation.pages import change_line, page_of
 from autopar.explanation.report import as_text, collectives
 from autopar.explanation.sheet import Sheet
 from autopar.explanation.what_would_change import Change
@@ -69,7 +69,7 @@ def test_nothing_speaks_of_axes_of_one_rank(answer, page):
 
 def test_symbols_are_shown_with_their_words(answer, page):
     assert any(name.startswith("hidden (") for name in page.sensitivity)
-    assert word_of(answer, "batch") == "batch"
+    assert answer.symbol_in_words("batch") == "batch"
 
 
 def test_changes_are_sentences(answer):
