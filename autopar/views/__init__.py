@@ -8,5 +8,4 @@ from autopar.views.html import to_html, write_html
 from autopar.views.page import BatchRow, BlockCollective, BlockNode, Formula, Page, RooflinePoint, StageRow
 from autopar.views.stages import StageSummary
 from autopar.views.tables import BatchTable, CandidateTable, SensitivityTable, Tree
-from autopar.views.terminal import show
 from autopar.views.trace import read_trace, to_trace, write_trace

@@ -17,7 +17,7 @@ from autopar.ir import Mesh
 from autopar.models import PRESETS, build
 from autopar.search.request.request import Request
 from autopar.units import format_seconds
-from autopar.views import read_trace, show, to_html
+from autopar.views import read_trace, to_html
 
 
 @pytest.fixture(scope="module")
@@ -143,10 +143,9 @@ def test_formulas_of_a_pipeline_are_of_the_closed_form(staged, staged_page):
 
 @pytest.mark.parametrize("width", [80, 160])
 def test_a_pipeline_in_a_terminal(staged, staged_page, width):
-    for shown in (Sheet(staged, staged_page), show(staged_page)):
-        text = as_text(shown, width=width)
-        assert max(map(len, text.splitlines())) <= width
-        assert "Stages, one micro-batch each" in text and "rank 1 " in text
+    text = as_text(Sheet(staged, staged_page), width=width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "Stages, one micro-batch each" in text and "rank 1 " in text
 
 
 def test_a_pipeline_is_in_the_page_and_the_trace(staged_page, tmp_path):
