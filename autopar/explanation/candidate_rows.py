@@ -55,9 +55,10 @@ def idle(simulation: Simulation | None) -> str:
     return f"bubble {100 * simulation.bubble_fraction:.1f} %"
 
 
-def slower(seconds: float, best_seconds: float) -> str:
+def slower(seconds: float, best_seconds: float, alike: float = AS_FAST) -> str:
+    """Words such as `3.5 % slower`, or `as fast` for a difference below `alike`, as a part of a step."""
     change = seconds / best_seconds - 1
-    if abs(change) < AS_FAST:
+    if abs(change) < alike:
         return "as fast"
     return f"{100 * abs(change):.1f} % {'slower' if change > 0 else 'faster'}"
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import PlanError
+from autopar.explanation.candidate_rows import slower
 from autopar.explanation.report import ZERO_NAMES, starred, used_axes
 from autopar.ir import Plan
 from autopar.ir.plan_reading import read_document
@@ -222,16 +223,11 @@ def verdict(a: Side, b: Side) -> str:
         )
     seconds = [side.document["step_seconds"] for side in (a, b)]
     memory = [side.document["memory_bytes"] for side in (a, b)]
-    faster = seconds[1] / seconds[0] - 1
-    pace = (
-        "as fast as"
-        if abs(faster) < 5e-5
-        else (f"{100 * abs(faster):.1f} % {'slower' if faster > 0 else 'faster'} than")
-    )
+    pace = slower(seconds[1], seconds[0])
     more = memory[1] - memory[0]
     size = f"{format_bytes(abs(more))} {'more' if more > 0 else 'less'} memory a rank"
     steps = f"{format_seconds(seconds[1])} against {format_seconds(seconds[0])} a step"
-    return f"{b.name} is {pace} {a.name} ({steps}) and takes {size}."
+    return f"{b.name} is {pace} {'as' if pace == 'as fast' else 'than'} {a.name} ({steps}) and takes {size}."
 
 
 def to_json(a: Side, b: Side) -> dict[str, Any]:

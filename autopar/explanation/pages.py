@@ -16,6 +16,7 @@ from autopar.cost_model.items import COMPUTE, WorkItem
 from autopar.cost_model.machines.origins import ORIGINS
 from autopar.cost_model.symbols import symbol
 from autopar.explanation.block import block_of
+from autopar.explanation.candidate_rows import slower
 from autopar.explanation.explanation import Explanation
 from autopar.explanation.kinds import NOT_SEARCHED, waits
 from autopar.explanation.launch import asked, launch
@@ -27,8 +28,10 @@ from autopar.ir.note import kind_of
 from autopar.ir.recompute import words_of_recompute
 from autopar.ir.saved import words_of_saved
 from autopar.search.request.notes import guessed_lines, unruled_lines
-from autopar.units import format_bytes, format_seconds
+from autopar.units import counted, format_bytes, format_seconds
 from autopar.views import BlockNode, Formula, Page, RooflinePoint
+
+_ALIKE = 5e-4  # difference of two steps, as a part of one, that is not told of changes
 
 
 def page_of(
@@ -141,19 +144,12 @@ def change_line(e: Explanation, change: Change) -> str:
     """`With 141 GB of memory: at least 3.5 % faster, as dp=16 zero1, 4 micro-batches of 2.`"""
     chosen = e.setting.name if e.setting else ""
     now, same = e.step_seconds, change.same_seconds
-    best = f"at least {_relative(change.best_seconds, now)}"
+    best = f"at least {slower(change.best_seconds, now, _ALIKE)}"
     if change.best == chosen:
         return f"With {change.what}: the same choice, {best}."
-    is_news = abs(same / now - 1) >= 5e-4  # nothing is said of what stays as it is
-    else_ = f" (this plan: {_relative(same, now)})" if is_news else ""
+    is_news = abs(same / now - 1) >= _ALIKE  # nothing is said of what stays as it is
+    else_ = f" (this plan: {slower(same, now, _ALIKE)})" if is_news else ""
     return f"With {change.what}: {best}, as {change.best}{else_}."
-
-
-def _relative(seconds: float, before: float) -> str:
-    change = seconds / before - 1
-    if abs(change) < 5e-4:
-        return "as fast"
-    return f"{100 * abs(change):.1f} % {'slower' if change > 0 else 'faster'}"
 
 
 def _document(e: Explanation, page: Page) -> dict[str, Any]:
@@ -189,8 +185,7 @@ def _subtitle(e: Explanation) -> str:
     stages = _stages_in_words(e)
     said = (words_of_recompute(e.plan.recompute), words_of_saved(e.plan.saved, e.plan.mesh))
     again = "".join(f", {words}" for words in said if words)
-    count = int(e.run.micro_batches)
-    batches = f"{count} micro-batch{'es' * (count > 1)}"
+    batches = counted(int(e.run.micro_batches), "micro-batch")
     mesh = e.plan.world_mesh
     if e.plan.pipeline is None and e.run.stages > 1:
         mesh = with_pipeline(mesh, int(e.run.stages), 0)

@@ -44,7 +44,7 @@ def explain(plan: Plan, graph: Graph, seconds: Mapping[str, float]) -> Renderabl
 def headline(plan: Plan) -> Text:
     """One line: mesh, recipe, schedule, micro-batches, model."""
     mesh = plan.world_mesh
-    ranks = f"{mesh.ranks} rank{'s' * (mesh.ranks > 1)}"
+    ranks = counted(mesh.ranks, "rank")
     batches = f", {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
     schedule = f", {plan.pipeline.schedule}" if plan.pipeline else ""
     said = (words_of_recompute(plan.recompute), words_of_saved(plan.saved, plan.mesh))

@@ -29,6 +29,7 @@ from autopar.pipeline.schedules import splits_backward
 from autopar.pipeline.simulation import StageCosts
 from autopar.pipeline.stage_bytes import KEPT
 from autopar.search.stages.shape import Shape
+from autopar.units import counted
 from autopar.views.page import StageRow
 
 Direction = Literal["forward", "backward"]
@@ -186,7 +187,7 @@ class SimulatedStep(ExecutedStep):
         if abs(rest) > _ROUNDING * whole:
             sums["waiting for the host" if rest > 0 else "hidden behind compute"] = rest
         parts = [_leaf(name, "seconds", value) for name, value in sums.items()]
-        return _sum(direction, "seconds", parts, f"{_batches(m)} on rank {rank}, the busiest")
+        return _sum(direction, "seconds", parts, f"{counted(m, 'micro-batch')} on rank {rank}, the busiest")
 
     def _backward_seconds(self, stage: int) -> float:
         """Mean duration of a micro-batch's backward on a stage, in halves or whole."""
@@ -306,7 +307,7 @@ class SimulatedStep(ExecutedStep):
         again = f", {words}" if (words := words_of_recompute(self.plan.recompute)) else ""
         return (
             f"pp={p.ranks} runs {p.stages} stages by {p.schedule}{chunks}, "
-            f"{_batches(self.plan.micro_batches)}{again}; stages begin at "
+            f"{counted(self.plan.micro_batches, 'micro-batch')}{again}; stages begin at "
             f"{', '.join(('the first op', *p.cuts))}"
         )
 
@@ -341,10 +342,6 @@ class SimulatedStep(ExecutedStep):
         rows = [self.stages[s] for s in self.pipeline.stages_of(rank)]
         flights = " and ".join(f"{row.in_flight} on stage {row.number}" for row in rows)
         return f"rank {rank} binds memory: its micro-batches in flight are at most {flights}"
-
-
-def _batches(count: int) -> str:
-    return f"{count} micro-batch{'es' * (count > 1)}"
 
 
 def _percent(share: float) -> str:
