@@ -23,7 +23,7 @@ import autopar
 from autopar.ir import VERSIONED, Pipeline
 from autopar.pipeline.schedules import actions
 from autopar.pipeline.simulation import StageCosts, simulate
-from autopar.runtime.pipeline.pipeline import BoundPipeline
+from autopar.runtime.pipeline.pipeline import BoundStage
 from benchmarks.delayed import optimizer_of, random_batches
 from benchmarks.tables import markdown_table
 from benchmarks.versions.run import loss_fn, small_model
@@ -82,25 +82,25 @@ class Pace:
 
     def taking_part(self) -> Any:
         """A context in which the actions of pipelines take their time."""
-        names = ("run", "_begin_backward", "_end_backward")
-        run, begin, end = (getattr(BoundPipeline, name) for name in names)
+        names = ("forward", "begin_backward", "end_backward")
+        run, begin, end = (getattr(BoundStage, name) for name in names)
 
-        def forward(pipeline: BoundPipeline, *args: Any) -> Any:
+        def forward(stage: BoundStage, *args: Any) -> Any:
             begun = time.monotonic()
-            found = run(pipeline, *args)
+            found = run(stage, *args)
             self.end("F", begun)
             return found
 
-        def before(pipeline: BoundPipeline, *args: Any, **options: Any) -> None:
+        def before(stage: BoundStage, *args: Any, **options: Any) -> None:
             self._begun = time.monotonic()
-            begin(pipeline, *args, **options)
+            begin(stage, *args, **options)
 
-        def after(pipeline: BoundPipeline, *args: Any) -> None:
-            end(pipeline, *args)
+        def after(stage: BoundStage, *args: Any) -> None:
+            end(stage, *args)
             self.end("B", self._begun)
 
         patches = dict(zip(names, (forward, before, after), strict=True))
-        return mock.patch.multiple(BoundPipeline, **patches)
+        return mock.patch.multiple(BoundStage, **patches)
 
 
 def busy(case: Case, forward_seconds: float) -> list[list[Busy]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -75,7 +74,7 @@ class BoundPipeline:
         self._seeds, self._staying = seeds, staying_outputs(program)
         numbers = self._pipeline.stages_of(self._pipe.rank)
         self._stage_seeds = {number: torch.Generator() for number in numbers}
-        self._runners = {
+        self.runners = {
             number: Runner(
                 stages[number],
                 store,
@@ -91,14 +90,14 @@ class BoundPipeline:
         self._elsewhere = [p for n, p in model.named_parameters() if n in program.graded and _torch.is_elsewhere(p)]
         # What is written to such a gradient is not kept, so that one serves all steps.
         self._gradients_elsewhere = [p.detach() for p in self._elsewhere]
-        self._optimizer, self._stage_versions = optimizer, dict[int, StageVersions]()
-        self._versions: WeightVersions | None = None
+        self.optimizer, self.stage_versions = optimizer, dict[int, StageVersions]()
+        self.versions: WeightVersions | None = None
         if self._pipeline.update_every:
-            self._versions = WeightVersions(self._pipeline, micro_batches)
-        self._shares: Sequence[float] = ()
-        self._scale = 1.0
-        self._pieces: dict[int, list[Tensor]] = {}  # results of micro-batches, on the last stage's rank
-        self._losses: list[Tensor] = []  # terms of the loss, on the last stage's rank
+            self.versions = WeightVersions(self._pipeline, micro_batches)
+        self.shares: Sequence[float] = ()
+        self.scale = 1.0
+        self.pieces: dict[int, list[Tensor]] = {}  # results of micro-batches, on the last stage's rank
+        self.losses: list[Tensor] = []  # terms of the loss, on the last stage's rank
         # The stages and their order, made for the first step.
         self._stages: Mapping[int, StageRun] = {}
 
@@ -125,109 +124,60 @@ class BoundPipeline:
         """
         self._begin(batch)
         own: Sequence[float] = shares[-1]
-        if self._versions is not None:
+        if self.versions is not None:
             every = self._pipeline.update_every
             own = self.program.objective.shares_of_groups(own, every)
-        self._shares, self._scale, self._pieces = own, scale, {}
-        for runner in self._runners.values():
+        self.shares, self.scale, self.pieces = own, scale, {}
+        for runner in self.runners.values():
             runner.begin()
         with self._versions_of_step():
             losses = self._run_schedule()
-        for runner in self._runners.values():
+        for runner in self.runners.values():
             runner.end()
         with self._naming_failures():
             self._changed.share()
-        if self._versions is not None:
+        if self.versions is not None:
             losses = [x * (y / z) for x, y, z in zip(losses, shares[-1], own, strict=False)]
         loss, groups = self._loss(losses), (*self.world.covering, self._pipe.group)
-        pieces = [self._pieces[i] for i in range(len(batch)) if self._pieces]
+        pieces = [self.pieces[i] for i in range(len(batch)) if self.pieces]
         refuse_divided_by_none(pieces, shares, groups, self.world.device)
-        results, self._pieces = self._joined(len(batch), shares), {}
+        results, self.pieces = self._joined(len(batch), shares), {}
         return StepResults(loss, results)
 
     @contextlib.contextmanager
     def _versions_of_step(self) -> Iterator[None]:
         """Context in which every stage stores the parameter versions that its micro-batches need."""
-        if self._versions is not None and torch.is_grad_enabled():
-            seen, runners = self._versions.seen, self._runners.items()
-            self._stage_versions = {number: run.versions(seen[number]) for number, run in runners}
+        if self.versions is not None and torch.is_grad_enabled():
+            seen, runners = self.versions.seen, self.runners.items()
+            self.stage_versions = {number: run.versions(seen[number]) for number, run in runners}
         try:
             yield
         finally:
-            for each in self._stage_versions.values():
+            for each in self.stage_versions.values():
                 each.end()
-            self._stage_versions = {}
+            self.stage_versions = {}
 
     def _run_schedule(self) -> list[Tensor]:
         """Runs the schedule; returns every micro-batch's term of the loss, on the last stage's rank."""
-        trains, self._losses = torch.is_grad_enabled(), []
+        trains, self.losses = torch.is_grad_enabled(), []
         with self._naming_failures():
             if not self._stages:
                 greet(self._pipeline, self._pipe, self.world.device)
-                self._stages = {number: self._stage(number) for number in self._runners}
+                self._stages = {number: BoundStage(self, number) for number in self.runners}
             run = StageActions(self._stages, self._pipeline, self._pipe, self.world.device, trains=trains)
             own = actions(self._pipeline, self._count)[self._pipe.rank]
             with self._shared.summed(self._used) if trains else contextlib.nullcontext():
                 run.run(own, exchanges=waits_for_sends(self._pipeline.schedule))
-        if trains and self._versions is None:
+        if trains and self.versions is None:
             self._leave_gradients_of_others()
         self._batch = []
-        return self._losses
+        return self.losses
 
     def _leave_gradients_of_others(self) -> None:
         """Gives the parameters of other stages gradients where these have some, so that a script finds them alike."""
         for parameter, gradient in zip(self._elsewhere, self._gradients_elsewhere, strict=True):
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = gradient
-
-    def _stage(self, number: int) -> _Stage:
-        runner = self._runners[number]
-        return _Stage(
-            self,
-            number,
-            received=self._examples(runner.program.received),
-            sent=self._examples(runner.program.sent),
-            first_half=WholeBackward if runner.runs_backward_whole else SplitBackward,
-        )
-
-    def _examples(self, wires: Sequence[Wire]) -> tuple[Tensor, ...]:
-        shapes = map(self._shape, wires)
-        return tuple(
-            torch.empty(shape, dtype=wire.dtype, device="meta").requires_grad_(wire.needs_grad)
-            for shape, wire in zip(shapes, wires, strict=True)
-        )
-
-    # --- what happens at a stage around the forward and the backward of a micro-batch
-
-    def run(self, stage: int, micro_batch: int, received: Sequence[Tensor]) -> list[Tensor]:
-        """Runs the forward; returns the tensors to send, or the term that the micro-batch contributes to the loss."""
-        self._use_version(stage, micro_batch)
-        runner, share = self._runners[stage], self._shares[micro_batch]
-        results = runner.run([*self.inputs(runner, micro_batch), *received], mutes=not share)
-        if not runner.program.is_step:
-            return [_torch.handed_on(x) for x in results]
-        self._pieces[micro_batch] = [x.detach() for x in results]
-        term = scaled(share_of(_torch.handed_on(results[-1]), share), self._scale)
-        self._losses.append(term.detach())
-        return [term]
-
-    def begin_backward(self, stage: int, micro_batch: int, *, last: bool) -> None:
-        """Prepares the stage for gradients of a micro-batch; `last` for the last one of the step."""
-        self._use_version(stage, micro_batch)
-        last = last or (self._versions is not None and self._versions.is_update(micro_batch))
-        self._runners[stage].begin_backward(last=last)
-
-    def end_backward(self, stage: int) -> None:
-        """Takes note that the gradients of a micro-batch have accumulated."""
-        self._runners[stage].end_backward()
-
-    def update(self, stage: int, micro_batch: int) -> None:
-        """Updates the stage's parameters inside of the step."""
-        self._stage_versions[stage].update(micro_batch, self._optimizer)
-
-    def _use_version(self, stage: int, micro_batch: int) -> None:
-        if stage in self._stage_versions:
-            self._stage_versions[stage].use(micro_batch)
 
     def _loss(self, shares: Sequence[Tensor]) -> Tensor:
         """The loss of the batch, computed on the ranks of the last stage and broadcast to all pipeline ranks."""
@@ -236,7 +186,7 @@ class BoundPipeline:
         loss = torch.zeros(spec.shape, dtype=spec.dtype, device=self.world.device)
         if self._pipe.rank == last:
             loss = torch.stack(list(shares)).sum(0)
-            axes = self._runners[self._pipeline.stages - 1].loss_axes
+            axes = self.runners[self._pipeline.stages - 1].loss_axes
             (loss,) = sum_over(loss, axes, self.world).wait()
         with self._naming_failures():
             dist.broadcast(loss, src=self._pipe.peer(last), group=self._pipe.group)
@@ -248,7 +198,7 @@ class BoundPipeline:
             return []
         results: list[Tensor] = []
         if self._pipe.rank == self._pipeline.rank_of(self._pipeline.stages - 1):
-            results = joined(self.program, [self._pieces[i] for i in range(count)], shares)
+            results = joined(self.program, [self.pieces[i] for i in range(count)], shares)
         specs = [
             spec_of_batch(spec, extra.rows, count)
             for spec, extra in zip(self.program.outputs, self.program.extras, strict=False)
@@ -292,7 +242,7 @@ class BoundPipeline:
 
     def _trained(self) -> list[Tensor]:
         """The trained parameters that stages use."""
-        every = (spec.name for run in self._runners.values() for spec in run.program.parameters)
+        every = (spec.name for run in self.runners.values() for spec in run.program.parameters)
         parameters = [self._store.kept[name].parameter for name in dict.fromkeys(every)]
         return [x for x in (*parameters, *self._elsewhere) if x.requires_grad]
 
@@ -300,7 +250,7 @@ class BoundPipeline:
         self, number: int, token: Tensor, results: list[Tensor], own: dict[int, Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
         """Runs a stage where it lies, adds its outputs to `own`, and hands the rest to the rank of the next stage."""
-        runner = self._runners.get(number)
+        runner = self.runners.get(number)
         if runner is None:
             return token, results
         program, here = runner.program, self._pipe.rank
@@ -336,9 +286,6 @@ class BoundPipeline:
         shape = part_shape(spec.dims, spec.layout, self.world.mesh, self.world.rank)
         return torch.zeros((), dtype=spec.dtype, device=self.world.device).expand(shape)
 
-    def _shape(self, wire: Wire) -> tuple[int, ...]:
-        return wire.shape_on(self.world.rank, self.world.mesh)
-
     def _empty(self, spec: TensorSpec) -> Tensor:
         """Memory for this rank's part of an output."""
         shape = part_shape(spec.dims, spec.layout, self.world.mesh, self.world.rank)
@@ -366,28 +313,53 @@ class BoundPipeline:
                 str(error).strip().partition("\n")[0],
                 collective="send or receive",
                 group=self._pipe.group_name,
-                op=f"stage {', '.join(map(str, self._runners))}",
+                op=f"stage {', '.join(map(str, self.runners))}",
             ) from error
 
 
-@dataclass
-class _Stage:
+class BoundStage:
     """A stage of this rank, as a run of actions wants it; see `StageRun` for the attributes."""
 
-    owner: BoundPipeline
-    number: int
-    received: Sequence[Tensor]
-    sent: Sequence[Tensor]
-    first_half: type[SplitBackward] | type[WholeBackward]
+    def __init__(self, owner: BoundPipeline, number: int) -> None:
+        self._owner, self._number, self._runner = owner, number, owner.runners[number]
+        program = self._runner.program
+        self.received, self.sent = self._examples(program.received), self._examples(program.sent)
+        self.first_half: type[SplitBackward] | type[WholeBackward] = SplitBackward
+        if self._runner.runs_backward_whole:
+            self.first_half = WholeBackward
+
+    def _examples(self, wires: Sequence[Wire]) -> tuple[Tensor, ...]:
+        world = self._owner.world
+        return tuple(
+            torch.empty(
+                wire.shape_on(world.rank, world.mesh), dtype=wire.dtype, device="meta", requires_grad=wire.needs_grad
+            )
+            for wire in wires
+        )
 
     def forward(self, micro_batch: int, received: Sequence[Tensor]) -> list[Tensor]:
-        return self.owner.run(self.number, micro_batch, received)
+        self._use_version(micro_batch)
+        owner, runner = self._owner, self._runner
+        share = owner.shares[micro_batch]
+        results = runner.run([*owner.inputs(runner, micro_batch), *received], mutes=not share)
+        if not runner.program.is_step:
+            return [_torch.handed_on(x) for x in results]
+        owner.pieces[micro_batch] = [x.detach() for x in results]
+        term = scaled(share_of(_torch.handed_on(results[-1]), share), owner.scale)
+        owner.losses.append(term.detach())
+        return [term]
 
     def begin_backward(self, micro_batch: int, *, last: bool) -> None:
-        self.owner.begin_backward(self.number, micro_batch, last=last)
+        self._use_version(micro_batch)
+        versions = self._owner.versions
+        self._runner.begin_backward(last=last or (versions is not None and versions.is_update(micro_batch)))
 
     def end_backward(self, micro_batch: int) -> None:
-        self.owner.end_backward(self.number)
+        self._runner.end_backward()
 
     def update(self, micro_batch: int) -> None:
-        self.owner.update(self.number, micro_batch)
+        self._owner.stage_versions[self._number].update(micro_batch, self._owner.optimizer)
+
+    def _use_version(self, micro_batch: int) -> None:
+        if self._number in self._owner.stage_versions:
+            self._owner.stage_versions[self._number].use(micro_batch)

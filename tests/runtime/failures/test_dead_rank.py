@@ -156,7 +156,7 @@ def in_stages(rank: int, folder: str, accident: Callable[[], None]) -> None:
     save_checkpoint(f"{folder}/good", made, optimizer, steps=1)
     if rank == 1:
         (ready,) = made._kept.ready[True]
-        (runner,) = ready.bound._runners.values()
+        (runner,) = ready.bound.runners.values()
         runner.leaves[0].register_hook(lambda grad: accident())
     try:
         made.step(*batch)
