@@ -20,17 +20,17 @@ one that has waited longest, since a replica greets at once. So a stranger delay
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hmac
 import os
 import secrets
-import selectors
 import socket
 import struct
-import time
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from autopar.runtime.replicas.server_connections import prepare, read
 
@@ -132,128 +132,64 @@ class Listener:
     def accept(self, replicas: Sequence[int], seconds: float) -> dict[int, socket.socket]:
         """The connections of these replicas; raises TimeoutError where one does not come in time."""
         found: dict[int, socket.socket] = {}
-        end = time.monotonic() + seconds
-        with self._socket, _Waiting(self._socket, len(replicas) + _MOST_WAITING) as waiting:
-            while missing := set(replicas) - set(found):
-                if time.monotonic() >= end:
-                    raise TimeoutError(f"replicas {sorted(missing)} did not connect within {seconds:g} s")
-                for guest in waiting.greeted(end):
-                    replica = self._admitted(guest, replicas)
-                    if replica in found:  # it has given up the earlier one
-                        found[replica].close()
-                    if replica is not None:
-                        found[replica] = guest.connection
+        # The caller's thread may run an event loop already, as that of a notebook does.
+        hearing = threading.Thread(target=asyncio.run, args=(self._hear(replicas, found, seconds),), daemon=True)
+        with self._socket:
+            hearing.start()
+            hearing.join()
+        if missing := sorted(set(replicas) - found.keys()):
+            raise TimeoutError(f"replicas {missing} did not connect within {seconds:g} s")
         return found
 
-    def _admitted(self, guest: _Guest, replicas: Sequence[int]) -> int | None:
-        """The number of the replica; None, and a closed connection, for one that does not know the secret."""
-        replica, other, proof = _GREETING.unpack(guest.heard)
-        wanted = _proof(self.address, b"replica", replica, guest.own + other)
-        with contextlib.suppress(OSError):  # it is gone again
-            if hmac.compare_digest(proof, wanted) and replica in replicas:
-                guest.connection.sendall(_proof(self.address, b"owner", replica, guest.own + other))
-                prepare(guest.connection, None)
-                return int(replica)
-        guest.connection.close()
+    async def _hear(self, replicas: Sequence[int], found: dict[int, socket.socket], seconds: float) -> None:
+        """Hears whoever connects until all replicas are found or time is over, see [Note: strangers at the door]."""
+        self._socket.setblocking(False)
+        complete = asyncio.Event()
+        greetings: dict[asyncio.Task[None], None] = {}  # the first has waited longest
+
+        async def greet(connection: socket.socket) -> None:
+            replica = await self._replica(connection, replicas)
+            if replica in found:  # it has given up the earlier one
+                found[replica].close()
+            if replica is not None:
+                found[replica] = connection
+            if found.keys() >= set(replicas):
+                complete.set()
+
+        async def admit() -> None:
+            while True:
+                with contextlib.suppress(OSError):  # it is gone again, or no descriptor is left for it
+                    connection, _ = await asyncio.get_running_loop().sock_accept(self._socket)
+                    greetings[greeting := asyncio.create_task(greet(connection))] = None
+                    greeting.add_done_callback(greetings.pop)
+                if len(greetings) > len(replicas) + _MOST_WAITING:
+                    next(iter(greetings)).cancel()
+
+        door = asyncio.create_task(admit())
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(complete.wait(), seconds)
+        door.cancel()  # `asyncio.run` ends those who still greet
+
+    async def _replica(self, connection: socket.socket, replicas: Sequence[int]) -> int | None:
+        """The number of the replica; None, and a closed connection, for one that does not greet or know the secret."""
+        loop, own, heard = asyncio.get_running_loop(), secrets.token_bytes(_RANDOM_BYTES), bytearray()
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):  # it is gone again, or too late
+            stack.callback(connection.close)
+            async with asyncio.timeout(_TRY_SECONDS):
+                await loop.sock_sendall(connection, own)
+                while len(heard) < _GREETING.size:
+                    piece = await loop.sock_recv(connection, _GREETING.size - len(heard))
+                    if not piece:
+                        return None
+                    heard += piece
+                replica, other, proof = _GREETING.unpack(heard)
+                wanted = _proof(self.address, b"replica", replica, own + other)
+                if hmac.compare_digest(proof, wanted) and replica in replicas:
+                    await loop.sock_sendall(connection, _proof(self.address, b"owner", replica, own + other))
+                    prepare(connection, None)
+                    stack.pop_all()
+                    return int(replica)
         return None
-
-
-class _Guest:
-    """A connection that has not said all of its greeting; raises OSError where it is gone.
-
-    Args:
-        connection: the connection, which never makes this thread wait.
-
-    Attributes:
-        own: random bytes that were sent to it.
-        heard: bytes of its greeting so far.
-        end: time at which it is closed.
-    """
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection, self.heard = connection, bytearray()
-        self.own, self.end = secrets.token_bytes(_RANDOM_BYTES), time.monotonic() + _TRY_SECONDS
-        connection.setblocking(False)
-        connection.sendall(self.own)
-
-    def has_greeted(self) -> bool:
-        """Takes what has come, and returns whether that is a whole greeting."""
-        piece = self.connection.recv(_GREETING.size - len(self.heard))
-        if not piece:
-            raise ConnectionResetError("the connection was closed by its other end")
-        self.heard += piece
-        return len(self.heard) == _GREETING.size
-
-
-class _Waiting:
-    """Connections that have not greeted, see [Note: strangers at the door].
-
-    Args:
-        door: the listening socket.
-        most: number of connections that may wait.
-    """
-
-    def __init__(self, door: socket.socket, most: int) -> None:
-        self._door, self._most = door, most
-        self._guests: dict[socket.socket, _Guest] = {}  # the first has waited longest
-        self._selector = selectors.DefaultSelector()
-        door.setblocking(False)
-        self._selector.register(door, selectors.EVENT_READ)
-
-    def __enter__(self) -> _Waiting:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for connection in list(self._guests):
-            self._close(connection)
-        self._selector.close()
-
-    def greeted(self, end: float) -> Iterator[_Guest]:
-        """Waits for connections or bytes, until a time at most; yields those that have greeted."""
-        ends = (guest.end for guest in self._guests.values())
-        ready = self._selector.select(max(min([end, *ends]) - time.monotonic(), 0))
-        for key, _ in ready:
-            if key.fileobj is self._door:
-                self._admit()
-            elif (guest := self._heard(key.fileobj)) is not None:
-                yield guest
-        now = time.monotonic()
-        for connection in [c for c, guest in self._guests.items() if guest.end <= now]:
-            self._close(connection)
-
-    def _admit(self) -> None:
-        with contextlib.suppress(OSError):  # it is gone again, or no descriptor is left for it
-            connection, _ = self._door.accept()
-            try:
-                self._guests[connection] = _Guest(connection)
-                self._selector.register(connection, selectors.EVENT_READ)
-            except OSError:
-                connection.close()
-                raise
-        if len(self._guests) > self._most:
-            self._close(next(iter(self._guests)))
-
-    def _heard(self, connection: Any) -> _Guest | None:
-        """The guest, if it has said a whole greeting, which then waits no longer."""
-        guest = self._guests.get(connection)
-        if guest is None:  # it was closed since it was found to be ready
-            return None
-        try:
-            if not guest.has_greeted():
-                return None
-        except BlockingIOError:
-            return None
-        except OSError:
-            self._close(connection)
-            return None
-        self._selector.unregister(connection)
-        del self._guests[connection]
-        return guest
-
-    def _close(self, connection: socket.socket) -> None:
-        self._selector.unregister(connection)
-        del self._guests[connection]
-        connection.close()
 
 
 def connect(address: Address, replica: int, seconds: float) -> socket.socket:
