@@ -22,6 +22,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 import mmap
 import os
 import zlib
@@ -68,7 +69,7 @@ def write_shard(path: Path, parts: Mapping[str, ShardPart], rest: Callable[[], N
     """
     # The largest numbers come first, so that all lie at multiples of their size.
     order = sorted(parts, key=lambda name: (-parts[name].value.element_size(), name))
-    entries = _entries({name: parts[name].value for name in order})
+    entries = entries_of({name: (parts[name].value.shape, parts[name].value.dtype) for name in order})
     offsets = {name: {"saved_offsets": list(parts[name].offsets)} for name in order}
     sums = dict.fromkeys(order, 0)
     with path.open("wb", buffering=0) as file:
@@ -88,26 +89,30 @@ def write_shard(path: Path, parts: Mapping[str, ShardPart], rest: Callable[[], N
         os.fsync(file.fileno())
 
 
-def _entries(values: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
-    """The entry of every tensor in the header."""
+def entries_of(kinds: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> dict[str, dict[str, Any]]:
+    """The entry in a header of every tensor, given their shapes and formats, whose bytes lie one after the other."""
     entries, end = {}, 0
-    for name, value in values.items():
-        begin, end = end, end + value.numel() * value.element_size()
-        entries[name] = {"dtype": _dtype_name(value.dtype), "shape": list(value.shape), "data_offsets": [begin, end]}
+    for name, (shape, dtype) in kinds.items():
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": dtype_name(dtype), "shape": list(shape), "data_offsets": [begin, end]}
     return entries
 
 
+def header_of(entries: Mapping[str, Any], about: Mapping[str, str]) -> memoryview:
+    """The length of a header and the header, which also has some words about the file."""
+    text = json.dumps({"__metadata__": about, **entries}).encode()
+    text += b" " * (-len(text) % 8)
+    return memoryview(len(text).to_bytes(8, "little") + text)
+
+
 def _header(entries: Mapping[str, Any], offsets: Mapping[str, Any], sums: Mapping[str, int]) -> memoryview:
-    """The length of the header and the header."""
     about = {
         _OFFSETS: json.dumps(offsets),
         "DCP_VERSION": "1.0",
         "format": "pt",
         _CHECKSUMS: json.dumps({name: f"{found:08x}" for name, found in sums.items()}),
     }
-    text = json.dumps({"__metadata__": about, **entries}).encode()
-    text += b" " * (-len(text) % 8)
-    return memoryview(len(text).to_bytes(8, "little") + text)
+    return header_of(entries, about)
 
 
 def _begun(name: str, entry: Mapping[str, Any], offsets: Mapping[str, Any]) -> int:
@@ -190,9 +195,13 @@ def _parsed(text: str | bytes) -> Any:
     return json.loads(text)
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype in safetensors, read from a file that it writes of an empty tensor."""
-    empty = save({"x": torch.empty(0, dtype=dtype)})
+@functools.cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype in safetensors, read from a file that it writes of an empty tensor; "" where it has none."""
+    try:
+        empty = save({"x": torch.empty(0, dtype=dtype, device="cpu")})
+    except KeyError:
+        return ""
     name: str = json.loads(empty[8:])["x"]["dtype"]
     return name
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 import copy
 import functools
 import json
-import math
 import os
 import shutil
-import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,28 +24,13 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from autopar import _torch
 from autopar.errors import AutoparError
 from autopar.runtime.formats.optimizer_state import ties
+from autopar.runtime.formats.shard_file import dtype_name, entries_of, header_of
 from autopar.runtime.formats.weights import INDEX, ONE_FILE, PathLike, few, local_part, reader_of
 from autopar.runtime.ranks.all_ranks import AllRanks
 
 FILE_BYTES = 5 * 10**9  # size at which save_pretrained of transformers begins the next file
 _JOINED = "model-*-of-*.safetensors"
 _OPEN_FILES = 256  # shards that are open at a time; the usual limit of a process is 1,024 files
-# The names of dtypes in the safetensors format.
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
-}
 
 
 def write_weights(model: nn.Module, folder: PathLike, *, original: nn.Module, file_bytes: int = FILE_BYTES) -> None:
@@ -106,7 +89,7 @@ def _once(model: nn.Module) -> dict[str, Tensor]:
             f"{few(others)} of the state dict is no tensor, which safetensors cannot hold; save a checkpoint "
             "(autopar.checkpoint.save_checkpoint)."
         )
-    unknown = [name for name, value in state.items() if value.dtype not in _NAMES]
+    unknown = [name for name, value in state.items() if not dtype_name(value.dtype)]
     if unknown:
         raise AutoparError(
             f"{few(unknown)} is of a format that safetensors has no word for ({state[unknown[0]].dtype}); save a "
@@ -157,27 +140,15 @@ def _join(shards: Sequence[str], folder: Path, numbers: Mapping[str, int]) -> di
         names = [name for name in numbers if numbers[name] == number]
         file = folder / f"model-{number:05d}-of-{max(numbers.values()):05d}.safetensors"
         kinds = {name: metadata.state_dict_metadata[name] for name in names}
+        entries = entries_of({name: (kind.size, kind.properties.dtype) for name, kind in kinds.items()})
         with file.open("wb") as stream:
-            stream.write(_header(kinds))
+            stream.write(header_of(entries, {"format": "pt"}))
             for name in names:
                 whole = _whole(name, kinds[name], metadata.storage_data, opened)
                 stream.write(whole.reshape(-1).view(torch.uint8).numpy().data)
                 total_bytes += whole.nbytes
         weight_map.update(dict.fromkeys(names, file.name))
     return {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-
-
-def _header(kinds: Mapping[str, Any]) -> bytes:
-    """The header of a safetensors file: the length of a JSON text, and this text with the place of each tensor."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, kind in kinds.items():
-        start, end = end, end + math.prod(kind.size) * kind.properties.dtype.itemsize
-        dtype = _NAMES[kind.properties.dtype]
-        entries[name] = {"dtype": dtype, "shape": list(kind.size), "data_offsets": [start, end]}
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
 
 
 def _whole(name: str, kind: Any, places: Mapping[MetadataIndex, Any], opened: Callable[[str], Any]) -> Tensor:
