@@ -54,76 +54,74 @@ def without(hops: Sequence[Hop], like: Tensor) -> list[Tensor]:
     return [like.new_empty((0, *hop.result[1:])) for hop in hops]
 
 
-def start_all_reduce(hops: list[Hop], tensors: list[Tensor], world: World) -> Started:
-    group = group_of(hops[0], world)
+def flattened(tensors: Sequence[Tensor]) -> Tensor:
+    """The elements of tensors in one buffer; of a single one in its own memory, where it has them in a row."""
     if len(tensors) == 1:
-        flat = tensors[0].contiguous().view(-1)
-    else:
-        flat = torch.cat([x.reshape(-1) for x in tensors])
-    shapes = [hop.result for hop in hops]
+        return tensors[0].reshape(-1).contiguous()
+    return torch.cat([x.reshape(-1) for x in tensors])
 
-    def unpack() -> list[Tensor]:
-        parts = flat.split([shape.numel() for shape in map(torch.Size, shapes)])
-        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
+def room(hops: Sequence[Hop], like: Tensor) -> Tensor:
+    """A flat buffer for the results of all hops."""
+    return like.new_empty(sum(torch.Size(hop.result).numel() for hop in hops))
+
+
+def apart(flat: Tensor, hops: Sequence[Hop]) -> list[Tensor]:
+    """The results of all hops in a flat buffer."""
+    parts = flat.split([torch.Size(hop.result).numel() for hop in hops])
+    return [part.view(hop.result) for part, hop in zip(parts, hops, strict=True)]
+
+
+def start_all_reduce(hops: list[Hop], tensors: list[Tensor], world: World) -> Started:
+    group, flat = group_of(hops[0], world), flattened(tensors)
     with naming_failures("all_reduce", group_name(group)):
         work = _torch.start_all_reduce(flat, group)
-    return Started(hops, work, group, unpack)
+    return Started(hops, work, group, lambda: apart(flat, hops))
 
 
 def start_all_gather(hops: list[Hop], tensors: list[Tensor], world: World) -> Started:
-    group, size = group_of(hops[0], world), hops[0].size
-    flat = torch.cat([x.reshape(-1) for x in tensors]) if len(tensors) > 1 else tensors[0].reshape(-1)
-    gathered = flat.new_empty(size, flat.numel())
-
-    def unpack() -> list[Tensor]:
-        parts = gathered.split([torch.Size(hop.viewed).numel() for hop in hops], dim=1)
-        return [join(part, hop) for part, hop in zip(parts, hops, strict=True)]
-
+    group, flat = group_of(hops[0], world), flattened(tensors)
+    rows = flat.new_empty(hops[0].size, flat.numel())
     with naming_failures("all_gather", group_name(group)):
-        work = _torch.start_all_gather(gathered.view(-1), flat.contiguous(), group)
-    return Started(hops, work, group, unpack)
+        work = _torch.start_all_gather(rows.view(-1), flat, group)
+    return Started(hops, work, group, lambda: joined(rows, hops))
 
 
-def join(rows: Tensor, hop: Hop) -> Tensor:
-    """The gathered tensor of one hop: its shards concatenated along the hop's dim.
+def joined(rows: Tensor, hops: Sequence[Hop]) -> list[Tensor]:
+    """The gathered tensors, each its shards concatenated along its hop's dim.
 
     Args:
-        rows: flat shards of the tensor, one row for each rank.
-        hop: all-gather of the tensor, or gather to its owner.
+        rows: flat shards of all tensors, one row for each rank.
+        hops: hop of each tensor, an all-gather or a gather to its owner.
     """
-    shards = rows.unflatten(1, hop.viewed) if hop.viewed else rows.view(hop.size)
-    return shards.movedim(0, hop.dims[0]).reshape(hop.result).contiguous()
+    found = []
+    for part, hop in zip(rows.split([torch.Size(hop.viewed).numel() for hop in hops], dim=1), hops, strict=True):
+        shards = part.unflatten(1, hop.viewed) if hop.viewed else part.view(hop.size)
+        found.append(shards.movedim(0, hop.dims[0]).reshape(hop.result).contiguous())
+    return found
 
 
 def start_reduce_scatter(hops: list[Hop], tensors: list[Tensor], world: World) -> Started:
-    group = group_of(hops[0], world)
-    sizes = [torch.Size(hop.result).numel() for hop in hops]
-    stacked = stack(hops, tensors, sizes)
+    group, stacked = group_of(hops[0], world), stack(hops, tensors)
     tensors.clear()
-    reduced = stacked.new_empty(sum(sizes))
-
-    def unpack() -> list[Tensor]:
-        parts = reduced.split(sizes)
-        return [part.view(hop.result) for part, hop in zip(parts, hops, strict=True)]
-
+    reduced = room(hops, stacked)
     with naming_failures("reduce_scatter", group_name(group)):
         work = _torch.start_reduce_scatter(reduced, stacked.view(-1), group)
-    return Started(hops, work, group, unpack)
+    return Started(hops, work, group, lambda: apart(reduced, hops))
 
 
-def stack(hops: list[Hop], tensors: list[Tensor], sizes: list[int]) -> Tensor:
+def stack(hops: list[Hop], tensors: list[Tensor]) -> Tensor:
     """The flat input of a reduce-scatter, all-to-all or scatter: row i has the parts of all tensors that rank i gets.
 
     Args:
         hops: hop of each tensor.
         tensors: local tensors, which are cut along the last dim of their hop's `dims`.
-        sizes: number of elements of each tensor's part.
     """
     size = hops[0].size
     cut = [x.unflatten(h.dims[-1], (size, -1)).movedim(h.dims[-1], 0) for x, h in zip(tensors, hops, strict=True)]
     if len(cut) == 1:
         return cut[0].contiguous().view(size, -1)
+    sizes = [part[0].numel() for part in cut]
     stacked = tensors[0].new_empty(size, sum(sizes))
     for rows, part in zip(stacked.split(sizes, dim=1), cut, strict=True):
         rows.unflatten(1, part.shape[1:]).copy_(part)
@@ -133,20 +131,20 @@ def stack(hops: list[Hop], tensors: list[Tensor], sizes: list[int]) -> Tensor:
 def start_all_to_all(hops: list[Hop], tensors: list[Tensor], world: World) -> Started:
     group, size = group_of(hops[0], world), hops[0].size
     sizes = [torch.Size(hop.viewed).numel() // size for hop in hops]
-    stacked = stack(hops, tensors, sizes)
+    stacked = stack(hops, tensors)
     tensors.clear()
     exchanged = torch.empty_like(stacked)
 
     def unpack() -> list[Tensor]:
         parts = exchanged.split(sizes, dim=1)
-        return [_joined(part, hop) for part, hop in zip(parts, hops, strict=True)]
+        return [_exchanged(part, hop) for part, hop in zip(parts, hops, strict=True)]
 
     with naming_failures("all_to_all", group_name(group)):
         work = _torch.start_all_to_all(exchanged.view(-1), stacked.view(-1), group)
     return Started(hops, work, group, unpack)
 
 
-def _joined(rows: Tensor, hop: Hop) -> Tensor:
+def _exchanged(rows: Tensor, hop: Hop) -> Tensor:
     """The result of one hop of an all-to-all: the parts that ranks have sent, concatenated along the gathered dim."""
     gathered, cut = hop.dims
     shape = list(hop.viewed)

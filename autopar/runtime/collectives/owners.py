@@ -5,91 +5,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from autopar.ops.collectives import group_name, naming_failures, nothing
-from autopar.runtime.collectives.flat import Started, group_of, join, stack, without
+from autopar.runtime.collectives.flat import Started, apart, flattened, group_of, joined, room, stack, without
 from autopar.runtime.collectives.hops import Hop
 from autopar.runtime.collectives.rows import ROWS_STARTS
 from autopar.runtime.ranks.world import World
 
 
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    if len(tensors) == 1:
-        return tensors[0].reshape(-1).contiguous()
-    return torch.cat([x.reshape(-1) for x in tensors])
-
-
-def _room(hops: Sequence[Hop], like: Tensor) -> Tensor:
-    """A flat buffer for the results of all hops."""
-    return like.new_empty(sum(torch.Size(hop.result).numel() for hop in hops))
-
-
-def _apart(flat: Tensor, hops: Sequence[Hop]) -> list[Tensor]:
-    parts = flat.split([torch.Size(hop.result).numel() for hop in hops])
-    return [part.view(hop.result) for part, hop in zip(parts, hops, strict=True)]
-
-
 def _start_broadcast(hops: list[Hop], tensors: list[Tensor], world: World) -> Started:
     group, owner = group_of(hops[0], world), hops[0].dims[0]
     is_owner = group.rank() == owner
-    flat = _flat(tensors) if is_owner else _room(hops, tensors[0])
+    flat = flattened(tensors) if is_owner else room(hops, tensors[0])
     with naming_failures("broadcast", group_name(group)):
         work = dist.broadcast(flat, group=group, group_src=owner, async_op=True)
     # the owner goes on with its own copy: the buffer is free when it has been sent
-    return Started(hops, work, group, lambda: tensors if is_owner else _apart(flat, hops))
+    return Started(hops, work, group, lambda: tensors if is_owner else apart(flat, hops))
 
 
 def _start_reduce(hops: list[Hop], tensors: list[Tensor], world: World) -> Started:
     group, owner = group_of(hops[0], world), hops[0].dims[0]
-    flat, is_owner = _flat(tensors), group.rank() == owner
+    flat, is_owner = flattened(tensors), group.rank() == owner
     with naming_failures("reduce", group_name(group)):
         work = dist.reduce(flat, group=group, group_dst=owner, async_op=True)
-    return Started(hops, work, group, lambda: _apart(flat, hops) if is_owner else without(hops, flat))
+    return Started(hops, work, group, lambda: apart(flat, hops) if is_owner else without(hops, flat))
 
 
 def _start_scatter(hops: list[Hop], tensors: list[Tensor], world: World) -> Started:
     group, owner = group_of(hops[0], world), hops[0].dims[0]
-    part, parts = _room(hops, tensors[0]), None
-    if group.rank() == owner:
-        sizes = [torch.Size(hop.result).numel() for hop in hops]
-        parts = list(stack(hops, tensors, sizes).unbind(0))
+    part = room(hops, tensors[0])
+    parts = list(stack(hops, tensors).unbind(0)) if group.rank() == owner else None
     with naming_failures("scatter", group_name(group)):
         work = dist.scatter(part, parts, group=group, group_src=owner, async_op=True)
-    return Started(hops, work, group, lambda: _apart(part, hops))
+    return Started(hops, work, group, lambda: apart(part, hops))
 
 
 def _start_gather(hops: list[Hop], tensors: list[Tensor], world: World) -> Started:
-    group, owner, flat = group_of(hops[0], world), hops[0].dims[1], _flat(tensors)
+    group, owner, flat = group_of(hops[0], world), hops[0].dims[1], flattened(tensors)
     is_owner = group.rank() == owner
     rows = flat.new_empty(hops[0].size, flat.numel()) if is_owner else flat.new_empty(0)
     with naming_failures("gather", group_name(group)):
         parts = list(rows.unbind(0)) if is_owner else None
         work = dist.gather(flat, parts, group=group, group_dst=owner, async_op=True)
-
-    def unpack() -> list[Tensor]:
-        if not is_owner:
-            return without(hops, flat)
-        parts = rows.split([torch.Size(hop.viewed).numel() for hop in hops], dim=1)
-        return [join(part, hop) for part, hop in zip(parts, hops, strict=True)]
-
-    return Started(hops, work, group, unpack)
+    return Started(hops, work, group, lambda: joined(rows, hops) if is_owner else without(hops, flat))
 
 
 def _start_send(hops: list[Hop], tensors: list[Tensor], world: World) -> Started:
     group, (source, target) = group_of(hops[0], world), hops[0].dims
     rank, work = group.rank(), None
-    flat = _room(hops, tensors[0]) if rank == target else _flat(tensors)
+    flat = room(hops, tensors[0]) if rank == target else flattened(tensors)
     with naming_failures("send", group_name(group)):
         if rank == source:
             work = dist.isend(flat, group=group, group_dst=target)
         elif rank == target:
             work = dist.irecv(flat, group=group, group_src=source)
-    return Started(hops, work, group, lambda: _apart(flat, hops) if rank == target else without(hops, flat))
+    return Started(hops, work, group, lambda: apart(flat, hops) if rank == target else without(hops, flat))
 
 
 def _start_keep(hops: list[Hop], tensors: list[Tensor], world: World) -> Started:

@@ -82,7 +82,7 @@ class Transfer:
             elif start is not None:
                 self._started = start(hops, tensors, self._world)
             else:
-                self._arrive(hops, _run_locally(hops, tensors, self._world))
+                self._arrive(hops, [_run(hop, x, self._world) for hop, x in zip(hops, tensors, strict=True)])
 
     def _arrive(self, hops: list[Hop], tensors: list[Tensor]) -> None:
         self._tensors = [seen(x, hop.after) for x, hop in zip(tensors, hops, strict=True)]
@@ -95,11 +95,6 @@ def _pause(hops: list[Hop], tensors: list[Tensor], world: World) -> Started:
     """
     without = [_run(hop, x, world) for hop, x in zip(hops, tensors, strict=True)]
     return Started(hops, None, group_of(hops[0], world), lambda: without)
-
-
-def _run_locally(hops: list[Hop], tensors: list[Tensor], world: World) -> list[Tensor]:
-    """Runs hops without a flat collective, one by one."""
-    return [_run(hop, x, world) for hop, x in zip(hops, tensors, strict=True)]
 
 
 def _run(hop: Hop, x: Tensor, world: World) -> Tensor:
