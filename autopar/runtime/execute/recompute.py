@@ -37,7 +37,8 @@ from autopar import _torch
 from autopar.ops.nodes import reached
 from autopar.runtime.execute.recording import CallRecording, CurrentRecording, RecordedCall, mapped, tensors_of
 from autopar.runtime.execute.run_context import RunContext, set_generators
-from autopar.runtime.execute.saved import Hooks, SavedView
+from autopar.runtime.execute.saved import Hooks
+from autopar.runtime.parameters.gather import SavedView
 
 
 class Recomputed(nn.Module):

@@ -20,7 +20,6 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,39 +29,12 @@ from autopar import _torch
 from autopar.ir import CollectiveCall, Mesh
 from autopar.ops.saving import kept
 from autopar.program.slices import SavedSlice
+from autopar.runtime.parameters.gather import SavedView
 from autopar.runtime.ranks.tiers import Tiers
 
 # Takes the local tensors of all ranks that this process runs, and the steps of a conversion.
 Convert = Callable[[Sequence[Tensor], Sequence[CollectiveCall]], Sequence[Tensor]]
 Hooks = tuple[Callable[[Tensor], object], Callable[[object], Tensor]]
-
-
-@dataclass(frozen=True)
-class SavedView:
-    """The geometry of a view of a storage, and whether the view is conjugated or negated."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    is_conjugated: bool
-    is_negated: bool
-
-    @classmethod
-    def of(cls, x: Tensor) -> SavedView:
-        """The view that a tensor is."""
-        offset = int(x.storage_offset())
-        return cls(x.dtype, tuple(x.shape), x.stride(), offset, x.is_conj(), x.is_neg())
-
-    @torch.no_grad()
-    def on(self, x: Tensor) -> Tensor:
-        """The tensor that lies so in the storage of another."""
-        if SavedView.of(x) == self:
-            return x
-        view = x.new_empty(0, dtype=self.dtype)
-        view.set_(x.untyped_storage(), self.offset, self.shape, self.stride)
-        view = view.conj() if self.is_conjugated else view
-        return view.neg() if self.is_negated else view
 
 
 class SlicedSaves:

@@ -135,11 +135,10 @@ class Gathers:
 
     def _pack(self, x: Tensor) -> Tensor | _Handle:
         _, call, position = self._saved.get(_torch.storage_key(x), (None, None, 0))
-        if call is None or x.is_conj() or x.is_neg():  # of which strides do not tell all
+        if call is None:
             return x
         call.saved.add(position)
-        offset = int(x.storage_offset())
-        return _Handle(call, position, x.dtype, tuple(x.shape), x.stride(), offset)
+        return _Handle(call, position, SavedView.of(x))
 
     # --- backward
 
@@ -254,25 +253,46 @@ class _Call:
 
 
 @dataclass(frozen=True)
+class SavedView:
+    """The geometry of a view of a storage, and whether the view is conjugated or negated."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    is_conjugated: bool
+    is_negated: bool
+
+    @classmethod
+    def of(cls, x: Tensor) -> SavedView:
+        """The view that a tensor is."""
+        offset = int(x.storage_offset())
+        return cls(x.dtype, tuple(x.shape), x.stride(), offset, x.is_conj(), x.is_neg())
+
+    @torch.no_grad()
+    def on(self, x: Tensor) -> Tensor:
+        """The tensor that lies so in the storage of another."""
+        if SavedView.of(x) == self:
+            return x
+        view = x.new_empty(0, dtype=self.dtype)
+        view.set_(x.untyped_storage(), self.offset, self.shape, self.stride)
+        view = view.conj() if self.is_conjugated else view
+        return view.neg() if self.is_negated else view
+
+
+@dataclass(frozen=True)
 class _Handle:
     """A saved tensor that lies in a gathered parameter's storage."""
 
     call: _Call
     position: int
-    dtype: torch.dtype  # a complex view of a real parameter has another
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
+    view: SavedView
 
 
 @torch.compiler.disable  # [Note: backward inside forward]
 @torch.no_grad()
 def _unpack(saved: Tensor | _Handle) -> Tensor:
-    if isinstance(saved, Tensor):
-        return saved
-    full = saved.call.restore(saved.position)
-    view = full.new_empty(0, dtype=saved.dtype)
-    return view.set_(full.untyped_storage(), saved.offset, saved.shape, saved.stride)
+    return saved if isinstance(saved, Tensor) else saved.view.on(saved.call.restore(saved.position))
 
 
 class _Gather(torch.autograd.Function):

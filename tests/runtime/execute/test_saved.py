@@ -18,7 +18,7 @@ from autopar.ir.recompute import Recompute
 from autopar.ir.saved import SavedLayout
 from autopar.pipeline.composed import step_of
 from autopar.runtime.execute.executor import Runner
-from autopar.runtime.execute.saved import SavedView
+from autopar.runtime.parameters.gather import SavedView
 from benchmarks.accuracy.saved_activations import kept_bytes
 from tests.proof.test_communication import Counted
 from tests.runtime.execute.test_recompute import HARDWARE, NO_PIPELINE, joined, planned, random_selection
