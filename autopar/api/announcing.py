@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+
+from rich.console import Console
 
 from autopar.ir import PIPELINE_AXIS, Plan
 from autopar.ir.note import kind_of
@@ -16,6 +20,7 @@ from autopar.runtime.ranks.all_ranks import warn_together
 from autopar.runtime.ranks.files import Files
 from autopar.runtime.ranks.stderr_log import heard, log
 from autopar.search.request.notes import axis_lines, idle_axes
+from autopar.search.request.progress import Progress, silent
 from autopar.search.request.request import Request
 from autopar.units import counted, format_bytes, format_seconds
 
@@ -135,3 +140,24 @@ def warn_of_shape(first: Plan, plan: Plan, prepared: Prepared) -> None:
         "this, give batches of the first one's size (drop_last=True leaves out a last, smaller one), or pad.",
         stacklevel=2,
     )
+
+
+@contextlib.contextmanager
+def shown_planning() -> Iterator[Progress]:
+    """A function that replaces the text of one line under the cell; outside of a notebook it shows nothing.
+
+    The line ends with the duration of what ran inside of the context.
+    """
+    if not Console().is_jupyter:
+        yield silent
+        return
+    from IPython.display import display  # only a notebook has it
+
+    start_seconds = time.perf_counter()
+    line = display({"text/plain": "autopar"}, raw=True, display_id=True)
+
+    def show(message: str) -> None:
+        line.update({"text/plain": f"autopar: {message}"}, raw=True)
+
+    yield lambda message: show(f"{message} ...")
+    show(f"planned in {format_seconds(time.perf_counter() - start_seconds)}")

@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import _torch
+from autopar.api.announcing import shown_planning
 from autopar.api.asked import alike_asked, read_asked, without_idle
 from autopar.api.machine import MeshLike, axes_of, device_of, measured_hardware
-from autopar.api.notebook import shown_planning
 from autopar.api.planner import Planner
 from autopar.capture.export import LossFunction
 from autopar.capture.quantized import inner_tensors_stored, store_inner_tensors

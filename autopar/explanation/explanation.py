@@ -17,13 +17,12 @@ from autopar.cost_model.history import SHARE
 from autopar.cost_model.symbols import factor_symbols
 from autopar.errors import AutoparError, did_you_mean
 from autopar.explanation import solving
-from autopar.explanation.changes import GROUPS, changed_hardware, scaled
 from autopar.explanation.costs import PlanCost
 from autopar.explanation.owned import owner_sentences
 from autopar.explanation.report import as_text, explain, starred
 from autopar.explanation.solving import LargestFit
 from autopar.explanation.timeline import timeline
-from autopar.explanation.what_would_change import Change
+from autopar.explanation.what_would_change import GROUPS, Change, changed_hardware, scaled
 from autopar.ir import Graph
 from autopar.ir.note import kind_of
 from autopar.ir.recompute import recompute_json

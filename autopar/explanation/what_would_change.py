@@ -8,11 +8,11 @@ a shorter step. The faster of the two is a bound: the answer to the changed requ
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from autopar.cost_model.machines.hardware import Hardware
+from autopar.cost_model.machines.hardware import Hardware, Link
 from autopar.cost_model.machines.kinds import each_kind
 from autopar.search.candidates.settings import ClusterSetting, PricedCandidate
 from autopar.search.candidates.trials import moved_seconds
@@ -63,31 +63,16 @@ def promised_first(priced: Sequence[PricedCandidate], request: Request) -> Promi
 
 def faster_clusters(request: Request) -> Iterator[tuple[str, Request]]:
     """The request with one figure of its cluster doubled."""
-    hardware, cluster = request.hardware, request.cluster
 
-    def changed(change: Callable[[Hardware], Hardware]) -> Request:
-        return request.but(hardware=each_kind(hardware, change))
+    def doubled(figure: str) -> Request:
+        return request.but(hardware=changed_hardware(request.hardware, {figure: 2.0}))
 
-    def faster(name: str) -> Request:
-        def doubled(each: Hardware) -> Hardware:
-            link = getattr(each, name)
-            link = replace(link, bandwidth_bytes_per_second=2 * link.bandwidth_bytes_per_second)
-            return replace(each, **{name: link})
-
-        return changed(doubled)
-
-    yield (
-        "twice the arithmetic",
-        changed(lambda each: replace(each, peak_flops=tuple((size, 2 * flops) for size, flops in each.peak_flops))),
-    )
-    yield (
-        "twice the memory bandwidth",
-        changed(lambda each: replace(each, memory_bytes_per_second=2 * each.memory_bytes_per_second)),
-    )
-    if cluster.devices_per_node > 1:
-        yield "twice the bandwidth inside a node", faster("inside_node")
-    if cluster.nodes > 1:
-        yield "twice the bandwidth between nodes", faster("across_nodes")
+    yield "twice the arithmetic", doubled("flops")
+    yield "twice the memory bandwidth", doubled("memory_bandwidth")
+    if request.cluster.devices_per_node > 1:
+        yield "twice the bandwidth inside a node", doubled("inside_node")
+    if request.cluster.nodes > 1:
+        yield "twice the bandwidth between nodes", doubled("across_nodes")
 
 
 _MEMORIES = (24, 40, 80, 141, 192)  # GB of devices one can rent
@@ -105,3 +90,49 @@ def larger_memories(request: Request) -> list[tuple[str, Request]]:
 
     found = [of(int(size * 1e9)) for size in _MEMORIES]
     return [each for each in found if each[1].bound_bytes > 1.01 * request.bound_bytes][:2]
+
+
+# Words for what a person may change, and the symbols that each of them scales.
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "link_bandwidth": ("bandwidth_",),
+    "link_latency": ("latency_",),
+    "flops": ("peak_flops_",),
+    "memory_bandwidth": ("memory_bytes_per_second",),
+    "host_speed": ("host_seconds",),
+}
+
+
+def scaled(values: Mapping[str, float], group: str, factor: float) -> dict[str, float]:
+    """The symbols of a group with their values multiplied by a factor; for `host_speed` divided."""
+    if group == "host_speed":
+        factor = 1 / factor
+    return {name: value * factor for name, value in values.items() if name.startswith(GROUPS[group])}
+
+
+def changed_hardware(hardware: Hardware, changes: Mapping[str, float]) -> Hardware:
+    """The hardware with the factors of `GROUPS`, of the links by name, and `hbm_bytes` applied, to every kind."""
+    return each_kind(hardware, lambda each: _changed(each, changes))
+
+
+def _changed(hardware: Hardware, changes: Mapping[str, float]) -> Hardware:
+    factor = {group: changes.get(group, 1.0) for group in GROUPS}
+
+    def link(name: str) -> Link:
+        old: Link = getattr(hardware, name)
+        return replace(
+            old,
+            bandwidth_bytes_per_second=old.bandwidth_bytes_per_second
+            * factor["link_bandwidth"]
+            * changes.get(name, 1.0),
+            latency_seconds=old.latency_seconds * factor["link_latency"],
+        )
+
+    return replace(
+        hardware,
+        peak_flops=tuple((size, flops * factor["flops"]) for size, flops in hardware.peak_flops),
+        memory_bytes_per_second=hardware.memory_bytes_per_second * factor["memory_bandwidth"],
+        host_seconds=hardware.host_seconds / factor["host_speed"],
+        memory_bytes=int(changes.get("hbm_bytes", hardware.memory_bytes)),
+        inside_node=link("inside_node"),
+        across_nodes=link("across_nodes"),
+    )

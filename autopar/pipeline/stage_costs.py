@@ -18,6 +18,7 @@ selected (`autopar.pipeline.recomputable`), every block that may be recomputed r
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -26,20 +27,23 @@ from typing import NamedTuple, TypedDict
 import numpy as np
 
 from autopar.cost_model import Hardware, Link
-from autopar.cost_model.items import FULL, TOUCHED, TrainingState
+from autopar.cost_model.items import FULL, TOUCHED, TrainingState, WorkItem
 from autopar.cost_model.machines.kinds import stage_machines, together
 from autopar.cost_model.machines.software import AUTOPAR, Software
-from autopar.cost_model.owners import has_lone_ops
+from autopar.cost_model.memory import Selected
+from autopar.cost_model.owners import has_lone_ops, owners_of_ops
+from autopar.cost_model.steps.owned_step import OwnedStep
+from autopar.cost_model.steps.run import Run
+from autopar.cost_model.steps.step import Step
 from autopar.ir import PIPELINE_AXIS, Graph, Mesh, Pipeline, Plan
 from autopar.ir.recompute import Recompute, Selection
+from autopar.pipeline.blocks import find_blocks
 from autopar.pipeline.crossings import Crossings
-from autopar.pipeline.owned_stages import side_by_side
 from autopar.pipeline.parts import ends_of_repeats
 from autopar.pipeline.priced_blocks import PricedBlocks
-from autopar.pipeline.producers import Memory
-from autopar.pipeline.recomputable import BlockChoices
+from autopar.pipeline.producers import Memory, Producer
+from autopar.pipeline.recomputable import BlockChoices, block_choices, selected_in
 from autopar.pipeline.saved_bytes import SavedBytes
-from autopar.pipeline.selectable import SelectableOps
 from autopar.pipeline.simulation import StageCosts
 from autopar.pipeline.split_seconds import SplitSeconds
 from autopar.pipeline.stage_bytes import KEPT, StageBytes
@@ -294,3 +298,105 @@ class StageTables:
         tiers = dict.fromkeys(("device", *(h.tier for rank in self.blocks.holdings_of_ranks for h in rank)))
         touched = {tier: self.memory.held(TOUCHED, tier, stored_alone=True) for tier in tiers}
         return np.asarray(sum(size / rate(tier) for tier, size in touched.items()))
+
+
+class SelectableOps:
+    """Which ops of a plan's blocks can be recomputed.
+
+    Args:
+        blocks: the plan's items by block.
+    """
+
+    def __init__(self, blocks: PricedBlocks) -> None:
+        self.blocks = blocks
+
+    @cached_property
+    def choices(self) -> list[BlockChoices[Memory]]:
+        """The ops of every block that can be recomputed."""
+        seconds: dict[Producer, float] = {}
+        for item in self.blocks.items:
+            if item.phase == "forward":
+                producer = item.of, item.moves
+                seconds[producer] = seconds.get(producer, 0.0) + float(self._alone(item))
+        graph, plan, flow = self.blocks.graph, self.blocks.plan, self.blocks.flow
+        return block_choices(graph, plan, flow, unit=self.blocks.unit, seconds=seconds, size=self.blocks.bytes)
+
+    @cached_property
+    def paths(self) -> tuple[str, ...]:
+        """Path of the module of every block."""
+        blocks = find_blocks(self.blocks.graph)
+        return tuple(blocks[part.block].module for part in self.blocks.parts)
+
+    @property
+    def selectable(self) -> list[tuple[str, BlockChoices[Memory]]]:
+        """Path and choices of every block that has ops which may be recomputed."""
+        found = zip(self.paths, self.choices, self.blocks.repeating, strict=True)
+        return [(path, choices) for path, choices, may_repeat in found if may_repeat]
+
+    def _alone(self, item: WorkItem) -> float:
+        """Seconds of an item without overlap; launching counts unless the host launches ahead of the device."""
+        issued = 0.0 if self.blocks.software.runs_ahead else self.blocks.step.issue_seconds(item)
+        return item.count * max(item.seconds, issued if item.kernels else 0.0)
+
+    def selected(self, selection: Selection) -> Selected:
+        """The ops and conversions that a selection recomputes."""
+        return selected_in(self.choices, self.paths, self.blocks.repeating.tolist(), selection)
+
+    def kept_with(self, selection: Selection) -> dict[Memory, list[int]]:
+        """Memory saved for backward under a selection -> the blocks that save it."""
+        found: dict[Memory, list[int]] = {}
+        for unit, (path, choices) in enumerate(zip(self.paths, self.choices, strict=True)):
+            names = selection.names(path) if self.blocks.repeating[unit] else ()
+            for memory in choices.kept(names):
+                found.setdefault(memory, []).append(unit)
+        return found
+
+
+def side_by_side(blocks: PricedBlocks, cuts: Sequence[int], costs: Sequence[StageCosts]) -> tuple[StageCosts, ...]:
+    """The costs of stages whose ranks work side by side (choices such as `@1`), given those of ranks in turn.
+
+    Forward and backward are each a list of calls on the clocks of the ranks (`autopar.cost_model.steps.owned_step`),
+    and take the fraction of the table's seconds that the last clock is of the sum.
+
+    Args:
+        blocks: the plan's items by block.
+        cuts: the first block of every stage but the first.
+        costs: costs of every stage for one micro-batch.
+    """
+    owned, order = _owned_step(blocks), blocks.pricer.in_order()
+    found, edges = [], itertools.pairwise((0, *cuts, blocks.n))
+    for edge, cost in zip(edges, costs, strict=True):
+        own = _of_stage(blocks, order, edge)
+        forward = _fraction(owned, [i for i in own if i.phase == "forward"])
+        backward = _fraction(owned, [i for i in own if i.phase != "forward"])
+        found.append(
+            replace(
+                cost, forward_seconds=forward * cost.forward_seconds, backward_seconds=backward * cost.backward_seconds
+            )
+        )
+    return tuple(found)
+
+
+def _owned_step(blocks: PricedBlocks) -> OwnedStep:
+    """The work of a micro-batch of all stages on every rank of a stage's mesh, without memory."""
+    plan = blocks.plan
+    step = Step(tuple(blocks.items), (), Run(plan.micro_batches), blocks.hardware, blocks.software)
+    ranks = {position: () for position in owners_of_ops(plan)}
+    return OwnedStep.of(step, plan.mesh.names, (), ranks)
+
+
+def _of_stage(blocks: PricedBlocks, order: Sequence[WorkItem], edge: tuple[int, int]) -> list[WorkItem]:
+    """The items of a stage, each with the part of its count that is of the stage's blocks."""
+    found = []
+    for item in order:
+        rows, share = blocks.rows_of(item)
+        count = sum(edge[0] <= row < edge[1] for row in rows)
+        if count:
+            found.append(replace(item, count=item.count * share * count))
+    return found
+
+
+def _fraction(owned: OwnedStep, order: Sequence[WorkItem]) -> float:
+    """The duration of some calls on ranks that work side by side, as a part of that of ranks in turn."""
+    in_turn = owned.in_turn_seconds(order)
+    return owned.scheduled(order).makespan_seconds / in_turn if in_turn else 1.0

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from autopar._torch import AskedLimits, RandomLastBits, pytree
 from autopar.analysis.objective import objective_of
 from autopar.capture.export import LossFunction
+from autopar.capture.remedies import traced_line
 from autopar.capture.rows import arguments_of_replica
+from autopar.errors import AutoparError
 from autopar.ir import Meeting, MixedPrecision, Plan
 from autopar.ir.meeting import SERVER
 from autopar.planning.planning import Prepared, prepare_step, prepare_whole, split_example
@@ -33,7 +35,6 @@ from autopar.proof.comparison import (
     plan_errors,
     rounding_verdicts,
 )
-from autopar.proof.provable import require_same_draws, require_weights
 from autopar.proof.replicas import SHOWN_STEPS, ReplicaSteps
 from autopar.proof.served import ServedSteps
 from autopar.proof.simulated_steps import simulated_steps, widened_program
@@ -388,3 +389,30 @@ def _is_all_rounding(results: Results, model: nn.Module, arithmetic: torch.dtype
     parameters = dict(model.named_parameters())
     found = [(g, parameters[n]) for n, g in results.gradients.items() if g is not None]
     return bool(found) and all(largest_entry(g) * largest_entry(x) <= rounding for g, x in found)
+
+
+def require_weights(model: nn.Module) -> None:
+    """Raises AutoparError for a model with parameters on the meta device."""
+    empty = [name for name, p in model.named_parameters() if p.is_meta]
+    if empty:
+        raise AutoparError(
+            f"To prove a plan the model needs real weights, but {len(empty)} of its parameters are on the "
+            f"meta device ({empty[0]} first). Build it on the CPU, smaller if need be."
+        )
+
+
+def require_same_draws(prepared: Prepared, device: SingleDevice, batch: Batch) -> None:
+    """Raises AutoparError if a single device does not make the same draws in the same order as the capture."""
+    ops = device.streams.ops
+    if not ops:
+        return
+    found, expected = device.drawn(batch), device.streams.shapes
+    if found == expected:
+        return
+    nodes = {node.name: node for node in prepared.captured.module.graph.nodes}
+    lines = [f"{x.target} at {traced_line(x)}" for name in ops for x in (nodes[name],)]
+    raise AutoparError(
+        f"The model draws {len(found)} random tensors on a single device, of shapes {found}, but the captured step "
+        f"{len(expected)}, of shapes {expected} ({'; '.join(lines)}): there is nothing to compare. Let the model draw "
+        "in the same order in every call, or verify it in evaluation mode or with dropout 0."
+    )

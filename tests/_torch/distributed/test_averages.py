@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
-from autopar._torch.distributed.averages import average_dtensors_apart
+from autopar._torch.distributed.plain_ways import average_dtensors_apart
 
 
 @pytest.mark.parametrize(
