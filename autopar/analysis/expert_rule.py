@@ -173,7 +173,8 @@ class BodyRule:
         """The state of the result where a letter is split: "S" or "P"; "" if the letter cannot be split."""
         if name == "e":
             return "P" if self._can_follow_apart() else ""
-        if name in self._stuck_names() or (name in self.rows and self._meets_rows()):
+        stuck = {x for atom in self.stuck for x in self._named([[atom]])[0]}
+        if name in stuck or (name in self.rows and self._meets_rows()):
             return ""
         states = {
             n: "S" if any(name in dim for dim in self._named(self.dims[n][0])) else "V" for n in self.experts.inputs
@@ -186,9 +187,6 @@ class BodyRule:
             if not states[node]:
                 return ""
         return states[self.experts.result].replace("V", "")
-
-    def _stuck_names(self) -> set[str]:
-        return {x for atom in self.stuck for x in self._named([[atom]])[0]}
 
     def _follow(self, node: fx.Node, name: str, states: Sequence[str]) -> str:
         """The state of an op's results along a letter, given those of its operands; "" if the op cannot follow."""

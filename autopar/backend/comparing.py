@@ -52,7 +52,7 @@ def check_calls(
     digest = hashlib.sha256(repr([text for text, _ in ops]).encode()).hexdigest()
     own = [[name, str(list(x.shape) if isinstance(x, Tensor) else x)] for name, x in named.items()]
     why = "A graph of torch.compile was called with new arguments, and all ranks compare theirs."
-    given = [[name, shape] for name, shape in own if name not in _parameters(named)]
+    given = [[name, shape] for name, shape in own if not isinstance(named[name], nn.Parameter)]
     why += f" Here they are {', '.join(' '.join(each) for each in given[:4]) or 'parameters alone'}."
     remedy = f"{SAME_SHAPES}{place}"
     found = comparison.gather(json.dumps([digest, own, options]), why, remedy)
@@ -113,10 +113,6 @@ def _refuse_ops(found: Sequence[Sequence[tuple[str, str]]]) -> None:
                     f"({its_line}). Python has chosen differently: seed random and numpy alike on all ranks, and read "
                     "the clock or the rank outside of the compiled code."
                 )
-
-
-def _parameters(named: Mapping[str, Any]) -> set[str]:
-    return {name for name, x in named.items() if isinstance(x, nn.Parameter)}
 
 
 def check_alike(world: World, named: Mapping[str, Any]) -> None:

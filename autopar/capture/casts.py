@@ -82,11 +82,7 @@ def absorb_casts(
 
 
 def _is_only_cast(node: fx.Node, dtype: torch.dtype) -> bool:
-    users = [user for user in node.users if not _is_assertion(user)]
+    users = [user for user in node.users if user.target is not aten._assert_tensor_metadata.default]
     return bool(users) and all(
         user.target is aten._to_copy.default and user.kwargs.get("dtype") is dtype for user in users
     )
-
-
-def _is_assertion(node: fx.Node) -> bool:
-    return node.target is aten._assert_tensor_metadata.default

@@ -101,7 +101,7 @@ def _headlines(a: Side, b: Side) -> Iterator[Difference]:
         ("model", a.plan.fingerprint, b.plan.fingerprint),
         ("mesh", str(a.plan.world_mesh), str(b.plan.world_mesh)),
         ("recipe", a.plan.recipe, b.plan.recipe),
-        ("schedule", *map(_schedule, (a.plan, b.plan))),
+        ("schedule", *(s.plan.pipeline.schedule if s.plan.pipeline else "none" for s in (a, b))),
         ("stages begin at", *map(_cuts, (a.plan, b.plan))),
         ("micro-batches", str(a.plan.micro_batches), str(b.plan.micro_batches)),
         ("buckets", *(str(side.plan.bucket_bytes or "usual") for side in (a, b))),
@@ -117,10 +117,6 @@ def _headlines(a: Side, b: Side) -> Iterator[Difference]:
     for subject, before, after in pairs:
         if before != after:
             yield Difference(subject, "", before, after)
-
-
-def _schedule(plan: Plan) -> str:
-    return plan.pipeline.schedule if plan.pipeline else "none"
 
 
 def _saved(plan: Plan) -> str:
@@ -178,13 +174,9 @@ def _splits(side: Side) -> dict[str, tuple[str, str]]:
         words = known.get(name)
         title = words["op"] if words else re.sub(r"_\d+$", "", name)
         values = [words.get(axis, "-") for axis in plan.mesh.names] if words else list(labels)
-        said = (f"{v} over {axis}" for v, axis in zip(values, plan.mesh.names, strict=True) if _says(v))
+        said = (f"{v} over {axis}" for v, axis in zip(values, plan.mesh.names, strict=True) if v not in ("-", "~"))
         found[name] = (title, ", ".join(said) or "whole")
     return found
-
-
-def _says(label: str) -> bool:
-    return label not in ("-", "~")
 
 
 def costs(a: Side, b: Side) -> tuple[CostChange, ...]:

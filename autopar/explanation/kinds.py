@@ -23,7 +23,7 @@ from autopar.errors import AutoparError, first_line
 from autopar.explanation.candidate_rows import idle, name_of, row_of, slower
 from autopar.explanation.explanation import Explanation
 from autopar.explanation.simulated import SimulatedStep
-from autopar.pipeline.composed import Composed, composed
+from autopar.pipeline.composed import composed
 from autopar.search.request.request import Request
 from autopar.units import counted, format_seconds
 
@@ -148,7 +148,11 @@ def _ranks(own: range) -> str:
 
 def _equal_lines(found: Explanation, kinds: Sequence[Cluster]) -> Iterator[str]:
     """How long each kind would take for the share that every rank has."""
-    prices = [(kind, _price_on(found, kind.hardware).step_seconds) for kind in kinds]
+    software, state = found.software, found.run.training_state
+    prices = [
+        (kind, composed(found.graph, found.plan, kind.hardware, software=software, training_state=state).step_seconds)
+        for kind in kinds
+    ]
     slow, _ = max(prices, key=lambda each: each[1])
     for kind, seconds in prices:
         if kind is not slow and seconds < found.step_seconds:
@@ -158,11 +162,6 @@ def _equal_lines(found: Explanation, kinds: Sequence[Cluster]) -> Iterator[str]:
                 f"same share takes {format_seconds(seconds)} of {format_seconds(found.step_seconds)}, so that it waits "
                 f"{waiting:.0f} % of a step."
             )
-
-
-def _price_on(found: Explanation, hardware: Hardware) -> Composed:
-    """The price of a plan as if all ranks were of one kind."""
-    return composed(found.graph, found.plan, hardware, software=found.software, training_state=found.run.training_state)
 
 
 def _stage_lines(run: SimulatedStep, machines: Sequence[Hardware]) -> Iterator[str]:

@@ -71,7 +71,9 @@ def answered(question: Question, settings: Sequence[PricedCandidate] | None = No
 
 def _settings(question: Question, setting: ClusterSetting) -> Iterator[Found]:
     """Changes of the setting: for each kind of change the smallest one that fits; if none does, several at once."""
-    allowed = [p for p in question.space.price() if not _refused(question, p.setting)]
+    # What the request rules out stays ruled out; a change may break all its other constraints.
+    freed, in_node = _freed(question.request), question.cluster.devices_per_node
+    allowed = [p for p in question.space.price() if allows(freed, p.setting, in_node)]
     fitting = [p for p in allowed if p.memory_bytes <= question.bound_bytes]
     found = 0
     for what, near, order in _kinds(setting):
@@ -142,11 +144,6 @@ def _kinds(s: ClusterSetting) -> list[_Kind]:
             lambda o: o.tp,
         ),
     ]
-
-
-def _refused(question: Question, setting: ClusterSetting) -> bool:
-    """Whether a setting uses something in the request's `without`; a change may break all other constraints."""
-    return not allows(_freed(question.request), setting, question.cluster.devices_per_node)
 
 
 def _freed(request: Request) -> Request:

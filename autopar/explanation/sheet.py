@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.explanation.explanation import Explanation
-from autopar.explanation.fitting import Fit, Remedy
+from autopar.explanation.fitting import Fit
 from autopar.explanation.launch import asked
 from autopar.explanation.pages import change_lines
 from autopar.explanation.report import collective_table, collectives, op_table, parameter_table, used_axes
@@ -135,15 +135,11 @@ def _remedy_table(fit: Fit) -> Table:
         cells = [
             format_bytes(each.memory_bytes),
             format_seconds(each.step_seconds),
-            _price(each),
+            f"{100 * each.slower:+.1f} % time",
             "no price" if each.money is None else f"{each.money:.4g}",
         ]
         table.add_row(Text(each.what), Text(each.setting), *cells[: len(names) - 2])
     return table
-
-
-def _price(each: Remedy) -> str:
-    return f"{100 * each.slower:+.1f} % time"
 
 
 def _no_remedy(fit: Fit) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from autopar.errors import SearchError
-from autopar.ir import Choice, Graph, Leaf, Op, OwnCollective, Plan, Tensor, Work, is_legal
+from autopar.ir import Choice, Graph, Leaf, Op, Plan, Tensor, Work, is_legal
 
 
 def captured_batch(graph: Graph) -> int:
@@ -59,13 +59,9 @@ def _op(op: Op, sizes: Mapping[str, int]) -> Op:
     choices = tuple(_choice(choice, sizes) for choice in op.choices)
     works = tuple(_work(work, sizes) for work in op.work)
     flops = round(sum(work.flops for work in works)) if works else op.flops
-    collectives = tuple(_collective(each, sizes) for each in op.collectives)
+    collectives = tuple(dataclasses.replace(each, leaves=_leaves(each.leaves, sizes)) for each in op.collectives)
     looks_up = None if op.looks_up is None else _leaves(op.looks_up, sizes)
     return dataclasses.replace(op, choices=choices, work=works, flops=flops, collectives=collectives, looks_up=looks_up)
-
-
-def _collective(collective: OwnCollective, sizes: Mapping[str, int]) -> OwnCollective:
-    return dataclasses.replace(collective, leaves=_leaves(collective.leaves, sizes))
 
 
 def _choice(choice: Choice, sizes: Mapping[str, int]) -> Choice:

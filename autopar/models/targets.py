@@ -280,10 +280,6 @@ def _words(sizes: Mapping[str, Any]) -> dict[int, str]:
     """Size -> word, for the sizes that only one word has."""
     found: dict[int, list[str]] = {}
     for word, names in _WORDS.items():
-        for size in (sizes[name] for name in names if _is_size(sizes.get(name))):
+        for size in (sizes[name] for name in names if isinstance(sizes.get(name), int) and sizes[name] > 1):
             found.setdefault(size, []).append(word)
     return {size: words[0] for size, words in found.items() if len(set(words)) == 1}
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and value > 1

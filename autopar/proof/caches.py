@@ -46,11 +46,7 @@ def emptied_after() -> Iterator[None]:
     try:
         yield
     finally:
-        clear(x for x in all_cached() if _has_others(tensors_cached_by(x), before.get(x, [])))
-
-
-def _has_others(now: Iterable[Tensor], before: Iterable[Tensor]) -> bool:
-    return not {*map(id, now)} <= {*map(id, before)}
+        clear(x for x in all_cached() if not {*map(id, tensors_cached_by(x))} <= {*map(id, before.get(x, []))})
 
 
 def clear(cached: Iterable[Any]) -> None:

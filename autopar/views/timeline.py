@@ -58,7 +58,8 @@ def _figure(
         y = TOP + index * (ROW + GAP)
         children.append(text(6, y + ROW * 0.66, row.name, class_="strong"))
         children.append(line(left, y + ROW, RIGHT, y + ROW, class_="grid"))
-        children.append(_row(row, compute, scale, y, colours.get(row.lane, REST)))
+        colour = colours.get(row.lane, REST)
+        children.append(tag("g", *(_bar(bar, row, compute, scale, y, colour) for bar in bars(row, scale))))
     caption = tag("figcaption", label)
     return tag("figure", caption, drawing(f"{label} as lanes", bottom + 24, *children))
 
@@ -97,10 +98,6 @@ def bars(row: LaneRow, scale: Linear) -> tuple[Bar, ...]:
 def _narrow(bar: Bar) -> bool:
     """Whether every event in it is narrow on average."""
     return (bar.stop - bar.start) / len(bar.events) < NARROW
-
-
-def _row(row: LaneRow, compute: Sequence[Span], scale: Linear, y: float, colour: Colour) -> Markup:
-    return tag("g", *(_bar(bar, row, compute, scale, y, colour) for bar in bars(row, scale)))
 
 
 def _bar(bar: Bar, row: LaneRow, compute: Sequence[Span], scale: Linear, y: float, colour: Colour) -> Markup:

@@ -86,7 +86,7 @@ def forget_traced() -> list[Any]:
     Returns:
         These functions, without those of installed libraries, to be checked by `refuse_stale`.
     """
-    traced = [x for x in all_cached() if _holds_any(x) and _is_own(x) and _holds_traced(x)]
+    traced = [x for x in all_cached() if type(x).cache_info(x).currsize and _is_own(x) and _holds_traced(x)]
     for cached in traced:
         empty(cached)
     return [x for x in traced if cached_by(x) is not None]
@@ -102,10 +102,6 @@ def refuse_stale(run: Iterable[Any]) -> None:
 def _is_own(cached: Any) -> bool:
     code = getattr(inspect.unwrap(cached), "__code__", None)
     return code is not None and is_users(code.co_filename)
-
-
-def _holds_any(cached: Any) -> bool:
-    return bool(type(cached).cache_info(cached).currsize)
 
 
 def _holds_traced(cached: Any) -> bool:

@@ -303,7 +303,7 @@ class Reads:
             words = getattr(space, "__qualname__", space.__name__)
             for name in sorted(set(code.co_names) & set(entries)):
                 self._note(Place(entries, name, f"{words}.{name}", place.line), code)
-                if _can_be_hidden(entries[name]):
+                if not hasattr(type(entries[name]), "__get__") or isinstance(entries[name], _METHODS):
                     self._note_hidden_by_none(name, nearer)
             nearer.append(Place(entries, "", words, place.line))
             if is_new and isinstance(space, type) and _is_watched(space):
@@ -426,11 +426,6 @@ def _was_emptied(cached: Any, times: int, cache: Cache) -> bool:
 def _is_watched(kind: type) -> bool:
     """Whether all entries of a class are looked at: of the user's classes, and of those of another metaclass."""
     return not is_installed(_file_of(kind)) or is_users_type(type(kind))
-
-
-def _can_be_hidden(entry: Any) -> bool:
-    """Whether an entry of a class is none that computes an attribute, which the object may keep under its name."""
-    return not hasattr(type(entry), "__get__") or isinstance(entry, _METHODS)
 
 
 def _filled_in(kind: type) -> set[str]:

@@ -42,7 +42,7 @@ def functionalize_strided_ops(module: fx.GraphModule) -> None:
 def refuse_strides(module: fx.GraphModule) -> None:
     """Refuses ops of a functional graph that read or write memory by strides."""
     for node in module.graph.nodes:
-        if node.target in _STRIDED and not _is_position(node.args[0]):
+        if node.target in _STRIDED and node.args[0].target is not aten.arange.default:
             raise uncaptured(
                 traced_line(node),
                 f"{node.target} depends on the layout in memory, but the memory of a rank's part has another layout",
@@ -52,10 +52,6 @@ def refuse_strides(module: fx.GraphModule) -> None:
 
 _READS = (aten.as_strided.default, aten.as_strided_copy.default)
 _STRIDED = (*_READS, aten.as_strided_scatter.default)
-
-
-def _is_position(node: Any) -> bool:
-    return bool(node.target is aten.arange.default)
 
 
 # --- diagonals

@@ -56,7 +56,7 @@ class StagedPlanner(dcp.DefaultSavePlanner):
         for index in host.keys() - parts.keys():
             del host[index]
         for index, value in parts.items():
-            if index not in host or not _alike(host[index], value):
+            if index not in host or (host[index].shape, host[index].dtype) != (value.shape, value.dtype):
                 host[index] = torch.empty(value.shape, dtype=value.dtype, pin_memory=not value.is_cpu)
             host[index].copy_(value, non_blocking=True)
         if any(not value.is_cpu for value in parts.values()):
@@ -66,10 +66,6 @@ class StagedPlanner(dcp.DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         """The value of a part."""
         return super().lookup_object(index) if self._host is None else self._host[index]
-
-
-def _alike(copy: Tensor, value: Tensor) -> bool:
-    return copy.shape == value.shape and copy.dtype == value.dtype
 
 
 @dataclass(frozen=True)

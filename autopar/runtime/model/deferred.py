@@ -47,7 +47,7 @@ class _HandOut(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.gradients, ctx.count = gradients, count
         results = tuple(x.view_as(x) for x in tensors[:count])
-        ctx.mark_non_differentiable(*(x for x in results if not _takes_gradient(x)))
+        ctx.mark_non_differentiable(*(x for x in results if not (x.is_floating_point() or x.is_complex())))
         return results
 
     @staticmethod
@@ -70,10 +70,6 @@ class _HandOut(torch.autograd.Function):
                 local = _torch.local_tensor(gradient)
                 local.mul_(of_loss.to(local) if of_loss is not None else 0)
         return None, None, *(None,) * ctx.count, *gradients
-
-
-def _takes_gradient(x: Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()
 
 
 class LossAlone:

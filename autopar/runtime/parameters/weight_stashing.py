@@ -89,7 +89,8 @@ class StageVersions:
     def update(self, micro_batch: int, optimizer: HeldOptimizer) -> None:
         """Makes the next version from the gradients that have arrived by the end of a micro-batch's backward."""
         old = self._leaves[self._newest]
-        self._leaves = {v: x for v, x in self._leaves.items() if self._is_needed(v, micro_batch)}
+        # Those that a micro-batch after this one sees.
+        self._leaves = {v: x for v, x in self._leaves.items() if self._last.get(v, -1) > micro_batch}
         self._residents.leaves = list(old)
         if self._newest in self._leaves:
             self._residents.copy_at_rest()
@@ -105,7 +106,3 @@ class StageVersions:
         """After a step, also a failed one: uses the newest version and frees the others."""
         self._residents.leaves = self._leaves[self._newest]
         self._leaves = {}
-
-    def _is_needed(self, version: int, micro_batch: int) -> bool:
-        """Whether a micro-batch after this one sees a version."""
-        return self._last.get(version, -1) > micro_batch

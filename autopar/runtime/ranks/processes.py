@@ -307,7 +307,8 @@ def agreed(make: Callable[[], Plan]) -> Plan:
         raise failure
     if isinstance(made[0], str):
         return Plan.from_json(json.loads(made[0]))
-    raise _error_of(*made[0])
+    name, text = made[0]
+    raise getattr(errors, name)(text)
 
 
 def _waiting_for_plans() -> AbstractContextManager[None]:
@@ -321,7 +322,3 @@ def _said(error: Exception) -> tuple[str, str]:
     if isinstance(error, AutoparError):
         return type(error).__name__, str(error)
     return "AutoparError", f"Planning failed on rank 0: {type(error).__name__}: {error}"
-
-
-def _error_of(name: str, text: str) -> AutoparError:
-    return getattr(errors, name)(text)

@@ -85,7 +85,7 @@ def host_of_owner(machines: Sequence[Machine], owner: int, store_host: str) -> s
         return LOOPBACK
     # Where the store's name means this machine, the way to it is the loopback address; other ranks say another.
     ways = (_host_towards(each) for each in (*others, store_host or _ELSEWHERE))
-    return next((host for host in ways if not _is_loopback(host)), LOOPBACK)
+    return next((host for host in ways if not (host.startswith("127.") or host == "::1")), LOOPBACK)
 
 
 def _host_towards(name: str) -> str:
@@ -96,10 +96,6 @@ def _host_towards(name: str) -> str:
             probe.connect(address)
             return str(probe.getsockname()[0])
     return LOOPBACK
-
-
-def _is_loopback(host: str) -> bool:
-    return host.startswith("127.") or host == "::1"
 
 
 class Address(NamedTuple):
