@@ -57,7 +57,7 @@ def schedules() -> str:
 
 
 def _bars(each: Simulation, y: float, scale: Linear) -> Iterator[Markup]:
-    for span in each.spans:
+    for span in sorted(each.spans, key=lambda span: (span.rank, span.begin_seconds)):
         if span.kind in KINDS:
             x, stop = scale(span.begin_seconds), scale(span.end_seconds)
             yield rect(x, y + span.rank * 13, stop - x, 11, class_="cell", fill=KINDS[span.kind][1].fill)
