@@ -58,6 +58,7 @@ from autopar._torch.compiling import (
     uncompiled,
     watch_cached_calls,
 )
+from autopar._torch.contexts import quiet_torchao, replaced
 from autopar._torch.devices import (
     CPU,
     accelerator_count,
@@ -158,7 +159,6 @@ from autopar._torch.fakes import (
 )
 from autopar._torch.files import make_states_by, map_file
 from autopar._torch.float8 import multiplies_tiles, product_of_tiles
-from autopar._torch.imports import quiet_torchao
 from autopar._torch.limits import AskedLimits
 from autopar._torch.modules import BatchNormBase, DropoutBase, hooks_of_all_modules, is_computing
 from autopar._torch.operators import autopar_op, decomposition_of, required_arguments, schema

@@ -20,6 +20,8 @@ from torch._higher_order_ops.flex_attention import math_attention
 from torch.nn.attention import flex_attention as flex
 from torch.overrides import TorchFunctionMode
 
+from autopar._torch.contexts import replaced
+
 aten = torch.ops.aten
 
 
@@ -173,12 +175,12 @@ def flex_attention_by(attend: Callable[..., Any], make: Callable[..., Any]) -> I
         attend: function that is called for flex_attention.
         make: function that is called for create_block_mask.
     """
-    with _code_of(flex.flex_attention, _handed_to_attend), _code_of(flex.create_block_mask, _handed_to_make):
-        vars(flex).update(_autopar_attend=attend, _autopar_make=make)
-        try:
-            yield
-        finally:
-            del vars(flex)["_autopar_attend"], vars(flex)["_autopar_make"]
+    with (
+        _code_of(flex.flex_attention, _handed_to_attend),
+        _code_of(flex.create_block_mask, _handed_to_make),
+        replaced(flex, _autopar_attend=attend, _autopar_make=make),
+    ):
+        yield
 
 
 @contextlib.contextmanager
@@ -187,12 +189,12 @@ def flex_attention_by_definition() -> Iterator[None]:
 
     Compiled functions run as they are written.
     """
-    with _code_of(flex.flex_attention, _handed_to_attend) as call, torch.compiler.set_stance("force_eager"):
-        vars(flex)["_autopar_attend"] = functools.partial(_attend_by_definition, call)
-        try:
-            yield
-        finally:
-            del vars(flex)["_autopar_attend"]
+    with (
+        _code_of(flex.flex_attention, _handed_to_attend) as call,
+        torch.compiler.set_stance("force_eager"),
+        replaced(flex, _autopar_attend=functools.partial(_attend_by_definition, call)),
+    ):
+        yield
 
 
 def _attend_by_definition(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

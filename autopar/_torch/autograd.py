@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import GradientEdge, Node
 
+from autopar._torch.contexts import replaced
+
 Apply = Callable[..., Any]
 Function = type[torch.autograd.Function]
 _flag = attrgetter("requires_grad")
@@ -196,12 +198,11 @@ def applying_functions_by(take: Callable[[Apply, Function, Any, Any], Any]) -> I
     # A user may hold a reference to Function.apply already. Up to torch 2.13 it is Python code that looks up another
     # `apply` at each call, which can be replaced. From 2.14 on, the first thing it looks up is the function's forward.
     is_python = hasattr(vars(torch.autograd.Function).get("apply"), "__func__")
-    functions.custom_function_call = apply_transformed
-    try:
-        with _inner_apply_by(take) if is_python else _forwards_by(take):
-            yield
-    finally:
-        functions.custom_function_call = transformed
+    with (
+        replaced(functions, custom_function_call=apply_transformed),
+        _inner_apply_by(take) if is_python else _forwards_by(take),
+    ):
+        yield
 
 
 def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -210,19 +211,14 @@ def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
     return super(base, function).apply(*args, **kwargs)
 
 
-@contextmanager
-def _inner_apply_by(take: Callable[[Apply, Function, Any, Any], Any]) -> Iterator[None]:
+def _inner_apply_by(take: Callable[[Apply, Function, Any, Any], Any]) -> AbstractContextManager[None]:
     """Context in which the `apply` that `Function.apply` of torch up to 2.13 looks for is `take`."""
     base: Any = torch.autograd.function._SingleLevelFunction
-    base.apply = classmethod(lambda function, *args, **kwargs: take(_apply, function, args, kwargs))
-    try:
-        yield
-    finally:
-        del base.apply
+    own = classmethod(lambda function, *args, **kwargs: take(_apply, function, args, kwargs))
+    return replaced(base, apply=own)
 
 
-@contextmanager
-def _forwards_by(take: Callable[[Apply, Function, Any, Any], Any]) -> Iterator[None]:
+def _forwards_by(take: Callable[[Apply, Function, Any, Any], Any]) -> AbstractContextManager[None]:
     """Context in which `take` is called where an autograd.Function is about to run its forward."""
     expected: list[Any] = []  # Functions whose own forward runs next, the next one last
 
@@ -233,11 +229,7 @@ def _forwards_by(take: Callable[[Apply, Function, Any, Any], Any]) -> Iterator[N
         return _BackwardInPlace(value) if name == "backward" else value
 
     kind: Any = torch.autograd.function.FunctionMeta
-    kind.__getattribute__ = found
-    try:
-        yield
-    finally:
-        del kind.__getattribute__
+    return replaced(kind, __getattribute__=found)
 
 
 class _ForwardInPlace:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils import checkpoint
 
 from autopar._torch import pytree
+from autopar._torch.contexts import replaced
 
 
 def is_checkpointed() -> bool:
@@ -37,20 +38,12 @@ def _as_it_is(x: Any) -> Any:
     return x
 
 
-@contextlib.contextmanager
-def plain_checkpoints() -> Iterator[None]:
+def plain_checkpoints() -> contextlib.AbstractContextManager[None]:
     """Context in which a checkpointed function runs once, as any other, and gives the gradients that it would give.
 
     What torch does around it turns autograd off and on, which a trace takes for a `torch.no_grad` of the model's.
     """
-    around, reentrant = (checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction)
-    checkpoint._checkpoint_without_reentrant_generator = _nothing
-    checkpoint.CheckpointFunction = _Reentrant  # type: ignore[misc, assignment]
-    try:
-        yield
-    finally:
-        checkpoint._checkpoint_without_reentrant_generator = around
-        checkpoint.CheckpointFunction = reentrant  # type: ignore[misc]
+    return replaced(checkpoint, _checkpoint_without_reentrant_generator=_nothing, CheckpointFunction=_Reentrant)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> Iterator[None]:

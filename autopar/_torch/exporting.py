@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from autopar._torch import pytree
+from autopar._torch.contexts import replaced
 
 # What a fake tensor answers to an op that has to read values.
 DependsOnValues = DataDependentOutputException
@@ -93,26 +94,19 @@ def without_values(
 
     tables = [table for m in model.modules() for table in (m._parameters, m._buffers)]
     saved = [dict(table) for table in tables]
-    allowed, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
     try:
-        with mode:
+        with replaced(mode, allow_non_fake_inputs=True), mode:
             for table in tables:
                 table.update({k: fake(x) for k, x in table.items() if x is not None})  # type: ignore[misc]
             yield pytree.tree_map_only(Tensor, fake, (args, dict(kwargs)))
     finally:
-        mode.allow_non_fake_inputs = allowed
         for table, before in zip(tables, saved, strict=True):
             table.update(before)  # type: ignore[arg-type]
 
 
-@contextlib.contextmanager
-def as_if_compiling() -> Iterator[None]:
+def as_if_compiling() -> contextlib.AbstractContextManager[None]:
     """Inside, `torch.compiler.is_compiling()` is true, as it is for code that torch.export traces."""
-    before, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before
+    return replaced(torch.compiler, _is_compiling_flag=True)
 
 
 @contextlib.contextmanager
@@ -130,16 +124,15 @@ def without_value_checks() -> Iterator[None]:
         return is_causal is True
 
     patches = TorchPatcher.patch.cache_info().currsize
-    validates, detect = Distribution._validate_args, transformer._detect_is_causal_mask
+    validates = Distribution._validate_args
     Distribution.set_default_validate_args(False)
-    transformer._detect_is_causal_mask = is_causal
     try:
-        yield
+        with replaced(transformer, _detect_is_causal_mask=is_causal):
+            yield
     finally:
         if TorchPatcher.patch.cache_info().currsize == patches:
             Distribution.set_default_validate_args(validates)
         # else Dynamo, which an op inside has started, has switched it off, once and for all
-        transformer._detect_is_causal_mask = detect
 
 
 def validates_distribution(error: BaseException) -> bool:

@@ -8,11 +8,12 @@ import sys
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import torch
 
 from autopar._torch.arithmetic import widened_dtype
+from autopar._torch.contexts import replaced
 
 _Place = tuple[types.CodeType, int]  # code, and the position in it of the call
 _Answer = Callable[[_Place, torch.dtype], torch.dtype]  # place and type asked for -> type to answer
@@ -30,18 +31,14 @@ class AskedLimits:
     def __init__(self) -> None:
         self._noted: defaultdict[_Place, list[torch.dtype]] = defaultdict(list)
 
-    @contextmanager
-    def noted(self) -> Iterator[None]:
+    def noted(self) -> AbstractContextManager[None]:
         """Context in which questions are noted and answered."""
-        with _answered_by(self._note):
-            yield
+        return _answered_by(self._note)
 
-    @contextmanager
-    def given(self) -> Iterator[None]:
+    def given(self) -> AbstractContextManager[None]:
         """Context in which a noted place that asks for float64, where it had asked for a lower type, is given that."""
         turns = {place: itertools.cycle(asked) for place, asked in self._noted.items()}
-        with _answered_by(functools.partial(_type_in_turn, turns)):
-            yield
+        return _answered_by(functools.partial(_type_in_turn, turns))
 
     def _note(self, place: _Place, asked: torch.dtype) -> torch.dtype:
         self._noted[place].append(asked)
@@ -53,14 +50,8 @@ def _type_in_turn(turns: Mapping[_Place, Iterator[torch.dtype]], place: _Place, 
     return noted if widened_dtype(noted) == asked else asked
 
 
-@contextmanager
-def _answered_by(answer: _Answer) -> Iterator[None]:
-    before = torch.finfo
-    torch.finfo = _Finfo(answer)  # type: ignore[assignment, misc]
-    try:
-        yield
-    finally:
-        torch.finfo = before  # type: ignore[misc]
+def _answered_by(answer: _Answer) -> AbstractContextManager[None]:
+    return replaced(torch, finfo=_Finfo(answer))
 
 
 class _Finfo:

@@ -7,6 +7,7 @@ model. Both costs are the same for every model, and every process pays them at e
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import sys
 import traceback
@@ -24,6 +25,8 @@ from torch._ops import OpOverload
 from torch._subclasses import FakeTensor, fake_impls, fake_tensor
 from torch.export import exported_program
 from torch.fx.experimental import proxy_tensor, symbolic_shapes
+
+from autopar._torch.contexts import replaced
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
@@ -43,11 +46,8 @@ def code_when_called() -> Iterator[None]:
         # Every graph module has a class of its own.
         type(module).forward = _WhenWanted(recompile)  # type: ignore[assignment]
 
-    fx.GraphModule.recompile = postpone  # type: ignore[assignment, method-assign]
-    try:
+    with replaced(fx.GraphModule, recompile=postpone):
         yield
-    finally:
-        fx.GraphModule.recompile = recompile  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)
@@ -74,18 +74,15 @@ def quick_decompositions() -> Iterator[None]:
     It marks about a thousand of them, and registers their kernels one by one, at every call. Here the marks of the
     first call are put back, for each operator whose kernels are the same as they were then.
     """
-    override = exported_program._override_composite_implicit_decomp
-    find, stays_whole = export_utils._materialize_cpp_cia_ops, export_utils._is_preservable_cia_op
-    exported_program._override_composite_implicit_decomp = functools.partial(_marked, override)
-    export_utils._materialize_cpp_cia_ops = functools.cache(find)  # once, not once a namespace
-    export_utils._is_preservable_cia_op = _stays_whole
-    try:
-        with _without_random_states(), _listing_parameters_once():
-            yield
-    finally:
-        exported_program._override_composite_implicit_decomp = override
-        export_utils._materialize_cpp_cia_ops = find
-        export_utils._is_preservable_cia_op = stays_whole
+    marked = functools.partial(_marked, exported_program._override_composite_implicit_decomp)
+    find_once = functools.cache(export_utils._materialize_cpp_cia_ops)  # not once a namespace
+    with (
+        replaced(exported_program, _override_composite_implicit_decomp=marked),
+        replaced(export_utils, _materialize_cpp_cia_ops=find_once, _is_preservable_cia_op=_stays_whole),
+        _without_random_states(),
+        _listing_parameters_once(),
+    ):
+        yield
 
 
 def _stays_whole(op: Any) -> bool:
@@ -109,11 +106,8 @@ def _without_random_states() -> Iterator[None]:
         if functorch_config.functionalize_rng_ops:
             reset()
 
-    PhiloxStateTracker.reset = reset_if_read  # type: ignore[method-assign]
-    try:
+    with replaced(PhiloxStateTracker, reset=reset_if_read):
         yield
-    finally:
-        PhiloxStateTracker.reset = reset  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -129,11 +123,8 @@ def _listing_parameters_once() -> Iterator[None]:
         tables: Any = types.SimpleNamespace(**{name: getattr(signature, name) for name in names})
         put(metadata, module, tables)
 
-    exported_program._populate_param_buffer_metadata_to_new_gm = put_by_tables  # type: ignore[assignment]
-    try:
+    with replaced(exported_program, _populate_param_buffer_metadata_to_new_gm=put_by_tables):
         yield
-    finally:
-        exported_program._populate_param_buffer_metadata_to_new_gm = put
 
 
 @contextlib.contextmanager
@@ -144,7 +135,6 @@ def quick_notes() -> Iterator[None]:
     history refers to. And it looks through the sizes and strides of each result for numbers that are known only at run
     time, also where there are none to be found.
     """
-    copier = fx.traceback.copy
     find: Any = symbolic_shapes._free_unbacked_symbols_with_path
 
     def find_if_any(value: Any, path: Any, *args: Any, pending: Any = None, **kwargs: Any) -> Any:
@@ -152,13 +142,9 @@ def quick_notes() -> Iterator[None]:
             return {}
         return find(value, path, *args, pending=pending, **kwargs)
 
-    fx.traceback.copy = types.SimpleNamespace(copy=copier.copy, deepcopy=list)  # type: ignore[assignment]
-    symbolic_shapes._free_unbacked_symbols_with_path = find_if_any  # type: ignore[assignment]
-    try:
+    copier = types.SimpleNamespace(copy=copy.copy, deepcopy=list)
+    with replaced(fx.traceback, copy=copier), replaced(symbolic_shapes, _free_unbacked_symbols_with_path=find_if_any):
         yield
-    finally:
-        fx.traceback.copy = copier
-        symbolic_shapes._free_unbacked_symbols_with_path = find
 
 
 @contextlib.contextmanager
@@ -168,13 +154,8 @@ def quick_lines() -> Iterator[None]:
     For every node torch makes texts of all frames, of which there are about a hundred, and nearly all are those of the
     node before.
     """
-    known: dict[tuple[int, int], _Line] = {}
-    captured = fx.proxy.CapturedTraceback
-    fx.proxy.CapturedTraceback = _Lines(known)  # type: ignore[assignment, misc]
-    try:
+    with replaced(fx.proxy, CapturedTraceback=_Lines({})):
         yield
-    finally:
-        fx.proxy.CapturedTraceback = captured  # type: ignore[misc]
 
 
 class _Line(NamedTuple):
@@ -239,19 +220,18 @@ def quick_examples() -> Iterator[None]:
     For each one torch looks which order of dims its strides follow, twice, though shapes and strides say all. And the
     example of a product of matrices comes from Python that is written for open sizes, also where there are none.
     """
-    extract, suggest = proxy_tensor._extract_tensor_metadata, fake_tensor.suggest_memory_format
     matmul = torch.ops.aten.matmul.default
     kernels = dict(matmul.py_kernels)
-    proxy_tensor._extract_tensor_metadata = _no_metadata  # type: ignore[assignment]
-    fake_tensor.suggest_memory_format = _contiguous  # type: ignore[assignment]
     if _COMPOSITE in kernels:
         _replace_kernels(matmul, {**kernels, _COMPOSITE: _quick_matmul(kernels[_COMPOSITE])})
     try:
-        yield
+        with (
+            replaced(proxy_tensor, _extract_tensor_metadata=_no_metadata),
+            replaced(fake_tensor, suggest_memory_format=_contiguous),
+        ):
+            yield
     finally:
         _replace_kernels(matmul, kernels)
-        proxy_tensor._extract_tensor_metadata = extract
-        fake_tensor.suggest_memory_format = suggest
 
 
 def _no_metadata(example: Tensor) -> None:

@@ -89,12 +89,8 @@ class _Applications:
         code = getattr(where.function, "traced_code", id(where.function))
         key = f"{code} {arguments!r} {kinds} {_autocast()}"
         if key not in self._tried:
-            self._is_trying = True
-            try:
-                with _torch.outside_of_traces():
-                    self._tried[key] = self._findings(apply, where, arguments, operands)
-            finally:
-                self._is_trying = False
+            with _torch.replaced(self, _is_trying=True), _torch.outside_of_traces():
+                self._tried[key] = self._findings(apply, where, arguments, operands)
         return self._tried[key]
 
     def _findings(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from autopar._torch import pytree
+from autopar._torch import pytree, replaced
 from autopar.errors import AutoparError
 from autopar.integrations.batches import generator_of, with_batches_of_all
 from autopar.integrations.loop_state import load_loop_state, loop_state
@@ -162,14 +162,9 @@ class AutoparAccelerator(Accelerator):
         (seed,) = broadcast_object_list([torch.initial_seed() if asked is None else asked])
         return int(seed)
 
-    @contextlib.contextmanager
-    def whole_batches(self) -> Iterator[None]:
+    def whole_batches(self) -> contextlib.AbstractContextManager[None]:
         """Context in which prepared loaders already give the batch of all ranks, as with `split_batches=True`."""
-        self._reads_whole_batches = True
-        try:
-            yield
-        finally:
-            self._reads_whole_batches = False
+        return replaced(self, _reads_whole_batches=True)
 
     # --- training
 

@@ -118,13 +118,10 @@ def _forwards(forms: Mapping[nn.Module, Form]) -> Iterator[None]:
     def bound(module: nn.Module, form: Form) -> Form:
         return lambda *args, **kwargs: form(module, *args, **kwargs)
 
-    try:
+    with contextlib.ExitStack() as stack:
         for module, form in forms.items():
-            module.forward = bound(module, form)
+            stack.enter_context(_torch.replaced(module, forward=bound(module, form)))
         yield
-    finally:
-        for module in forms:
-            vars(module).pop("forward", None)
 
 
 def _has_values(model: nn.Module, *inputs: Any) -> bool:
@@ -233,14 +230,10 @@ def _gradients(results: Sequence[Tensor], wanted: Sequence[Tensor]) -> tuple[Ten
 
 @contextlib.contextmanager
 def _without_dropout(module: nn.Module) -> Iterator[None]:
-    active = [m for m in module.modules() if isinstance(m, DropoutBase) and m.training]
-    try:
-        for dropout in active:
-            dropout.training = False
+    with contextlib.ExitStack() as stack:
+        for dropout in (m for m in module.modules() if isinstance(m, DropoutBase)):
+            stack.enter_context(_torch.replaced(dropout, training=False))
         yield
-    finally:
-        for dropout in active:
-            dropout.training = True
 
 
 def _tolerance(tensors: Sequence[Tensor]) -> float:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
+from autopar._torch import replaced
 from autopar.capture.guards.refusals import BACKEND_RUNS_IT
 from autopar.capture.guards.user_code import is_users, place_of
 
@@ -77,19 +78,15 @@ def _noting_modes(model: nn.Module, seen: list[str]) -> Iterator[None]:
             )
         save(hooks)
 
-    nn.Module.__setattr__ = assign  # type: ignore[assignment, method-assign]
-    torch.inference_mode.__enter__ = enter_inference  # type: ignore[method-assign]
-    saved_tensors_hooks.__enter__ = enter_hooks  # type: ignore[method-assign]
-    try:
+    with (
+        replaced(nn.Module, __setattr__=assign),
+        replaced(torch.inference_mode, __enter__=enter_inference),
+        replaced(saved_tensors_hooks, __enter__=enter_hooks),
+    ):
         yield
-    finally:
-        nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign]
-        torch.inference_mode.__enter__ = enter  # type: ignore[method-assign]
-        saved_tensors_hooks.__enter__ = save  # type: ignore[method-assign]
 
 
-@contextlib.contextmanager
-def _noting_hooks(seen: list[str]) -> Iterator[None]:
+def _noting_hooks(seen: list[str]) -> contextlib.AbstractContextManager[None]:
     """Notes hooks that the forward registers on gradients, on tensors or on autograd's nodes."""
 
     def note(frame: FrameType) -> None:
@@ -114,17 +111,9 @@ def _noting_hooks(seen: list[str]) -> Iterator[None]:
             note(frame)
         return node_of.__get__(x)
 
-    registers = {name: getattr(Tensor, name) for name in _HOOKS}
+    registers = {name: noting(getattr(Tensor, name)) for name in _HOOKS}
     node_of: Any = Tensor.grad_fn
-    for name, register in registers.items():
-        setattr(Tensor, name, noting(register))
-    Tensor.grad_fn = property(read_node)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for name, register in registers.items():
-            setattr(Tensor, name, register)
-        del Tensor.grad_fn  # the class has that of its base again
+    return replaced(Tensor, grad_fn=property(read_node), **registers)
 
 
 class OutsideLeaves(TorchFunctionMode):

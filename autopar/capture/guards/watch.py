@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from autopar._torch import replaced
 from autopar.capture.guards import refusals
 from autopar.capture.guards.caches import forget_traced, refuse_stale
 from autopar.capture.guards.guards import Guards, Place
@@ -132,8 +133,7 @@ class Watch:
         repeated = tuple(filter(None, (self._effect(*write) for write in effects)))
         self.writes = repeated + tuple(Write(*entry, adds=False) for entry in noted)
 
-    @contextlib.contextmanager
-    def _asked(self) -> Iterator[None]:
+    def _asked(self) -> contextlib.AbstractContextManager[None]:
         """Context in which modules note who reads, sets and deletes their attributes."""
         get, put = nn.Module.__getattribute__, nn.Module.__setattr__
         remove = nn.Module.__delattr__
@@ -156,15 +156,7 @@ class Watch:
             self._writes.deletes(module, name, sys._getframe(1))
             remove(module, name)
 
-        nn.Module.__delattr__ = delete  # type: ignore[method-assign]
-        nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]
-        nn.Module.__setattr__ = write  # type: ignore[method-assign, assignment]
-        try:
-            yield
-        finally:
-            nn.Module.__setattr__ = put  # type: ignore[method-assign]
-            nn.Module.__delattr__ = remove  # type: ignore[method-assign]
-            del nn.Module.__getattribute__
+        return replaced(nn.Module, __delattr__=delete, __getattribute__=read, __setattr__=write)
 
     def _is_from_before(self, module: nn.Module, name: str) -> bool:
         """Whether an attribute's value was there before the forward: what it has set before it reads it is its own."""

@@ -7,7 +7,7 @@ Every call of a block is a `RecordedCall`. It reports its begin and its results 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -25,14 +25,9 @@ class CurrentRecording:
     def __init__(self) -> None:
         self.run: CallRecording | None = None
 
-    @contextlib.contextmanager
-    def recording(self, run: CallRecording) -> Iterator[None]:
+    def recording(self, run: CallRecording) -> contextlib.AbstractContextManager[None]:
         """Context in which every call of an op goes through `run`."""
-        before, self.run = self.run, run
-        try:
-            yield
-        finally:
-            self.run = before
+        return _torch.replaced(self, run=run)
 
 
 class RecordedCall(nn.Module):

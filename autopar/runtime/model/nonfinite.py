@@ -150,14 +150,13 @@ def _unchanged(model: CompiledModule, program: Program) -> Iterator[None]:
     """Afterwards buffers, random generators and all that counts steps are as they were."""
     buffers = {name: model.original.get_buffer(name) for name in program.mutated.values()}
     values = {name: x.clone() for name, x in buffers.items()}
-    kept = model._runs.steps, model._runs.scaler, model._runs.finite
-    model._runs.scaler, model._runs.finite = copy.copy(model._runs.scaler), FiniteLoss()
+    runs = model._runs
+    counts = _torch.replaced(runs, steps=runs.steps, scaler=copy.copy(runs.scaler), finite=FiniteLoss())
     try:
-        with _torch.forked_random_state([model._settings.device]), warnings.catch_warnings():
+        with counts, _torch.forked_random_state([model._settings.device]), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the loss, about which the caller knows
             yield
     finally:
-        model._runs.steps, model._runs.scaler, model._runs.finite = kept
         with torch.no_grad():
             for name, x in buffers.items():
                 x.copy_(values[name])

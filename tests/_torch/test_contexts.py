@@ -1,4 +1,4 @@
-"""What torchao logs while it is imported, and is not a failure, is not shown; other messages are."""
+"""A replaced attribute is back after its context; messages of torchao that tell of no failure are not shown."""
 
 from __future__ import annotations
 
@@ -13,6 +13,23 @@ from autopar import _torch
 
 LIBRARY = "Failed to load _C_mxfp8.so: Could not load this library"
 ENUM = "%s is an Enum subclass and is now natively supported by torch.compile"
+
+
+class Base:
+    def name(self) -> str:
+        return "base"
+
+
+class Holder(Base):
+    kind = "own"
+
+
+def test_attributes_are_as_they_were_after_an_error_also_those_of_a_base_and_new_ones() -> None:
+    before = dict(vars(Holder))
+    with pytest.raises(ZeroDivisionError), _torch.replaced(Holder, kind="other", name=lambda self: "new", more=1):
+        assert (Holder.kind, Holder().name(), vars(Holder)["more"]) == ("other", "new", 1)
+        raise ZeroDivisionError
+    assert dict(vars(Holder)) == before and Holder().name() == "base"
 
 
 def test_libraries_for_other_devices_and_needless_registrations_are_not_shown(caplog: pytest.LogCaptureFixture) -> None:
