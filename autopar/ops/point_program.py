@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from autopar import _torch
+from autopar._torch import pytree
 
 INDICES = ("b", "h", "q", "k")
 SCORE = "score"
@@ -62,7 +63,7 @@ class PointProgram:
         """The result for the values of all inputs."""
         values: list[Any] = list(given)
         for name, args, kwargs in self.lines:
-            args, kwargs = _replaced((args, kwargs), lambda at: values[at.number])
+            args, kwargs = pytree.tree_map_only(At, lambda at: values[at.number], (args, kwargs))
             values.append(_operator(name)(*args, **kwargs))
         found: Tensor = values[self.result]
         return found
@@ -74,9 +75,9 @@ class PointProgram:
         """
         found = []
         for name, args, kwargs in self.lines:
-            if At(tensor) not in _all_of((args, kwargs)):
+            if At(tensor) not in pytree.tree_leaves((args, kwargs)):
                 continue
-            if name != LOOKUP or args[0] != At(tensor) or At(tensor) in _all_of(args[1]):
+            if name != LOOKUP or args[0] != At(tensor) or At(tensor) in pytree.tree_leaves(args[1]):
                 return None
             found.append(tuple(i.number if isinstance(i, At) else None for i in args[1]))
         return None if self.result == tensor else found
@@ -99,7 +100,7 @@ class PointProgram:
             new = (
                 (lambda at: renumbered(at)) if is_local else (lambda at: moved if at.number == own else renumbered(at))
             )
-            return name, *_replaced((args, kwargs), new)
+            return name, *pytree.tree_map_only(At, new, (args, kwargs))
 
         first: Line = "aten.add.Tensor", (At(own), At(last)), {}
         lines = (first, *(line(*each) for each in self.lines))
@@ -110,7 +111,7 @@ class PointProgram:
         """Whether an index is read elsewhere than to look up these tensors."""
         own = self.number(index)
         return self.result == own or any(
-            At(own) in _all_of((args, kwargs))
+            At(own) in pytree.tree_leaves((args, kwargs))
             and not (name == LOOKUP and isinstance(args[0], At) and args[0].number in tensors)
             for name, args, kwargs in self.lines
         )
@@ -135,20 +136,6 @@ def _operator(name: str) -> Callable[..., Any]:
     if found is None:
         raise ValueError(f"There is no operator {name}.")
     return found
-
-
-def _replaced(x: Any, new: Callable[[At], Any]) -> Any:
-    if isinstance(x, At):
-        return new(x)
-    if isinstance(x, (list, tuple)):
-        return type(x)(_replaced(each, new) for each in x)
-    return {key: _replaced(each, new) for key, each in x.items()} if isinstance(x, dict) else x
-
-
-def _all_of(x: Any) -> list[Any]:
-    if isinstance(x, (list, tuple)):
-        return [y for each in x for y in _all_of(each)]
-    return _all_of(list(x.values())) if isinstance(x, dict) else [x]
 
 
 def _written(x: Any) -> Any:
