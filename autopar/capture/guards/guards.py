@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from autopar.capture.guards.closures import content_of
 from autopar.capture.guards.dict_versions import Unwritten
 from autopar.capture.guards.values import (
     MISSING,
@@ -63,10 +64,7 @@ class Place:
     def get(self) -> Any:
         """The value at this place now; MISSING if there is none."""
         if isinstance(self.holder, CellType):
-            try:
-                return self.holder.cell_contents
-            except ValueError:
-                return MISSING
+            return content_of(self.holder)
         if self.key is CALL:
             return self.holder()
         if isinstance(self.holder, (dict, MappingProxyType)):

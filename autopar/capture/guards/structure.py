@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from autopar._torch import GradientFlags, has_backward_hooks, hooks_of_all_modules
 from autopar.capture.guards.dict_versions import Check, Unwritten
-from autopar.capture.guards.guards import ChangedValue
+from autopar.capture.guards.guards import ChangedValue, Guard, Place
 from autopar.capture.guards.user_code import is_users_type
 from autopar.capture.guards.values import MISSING
 
@@ -58,21 +58,6 @@ class _BufferNames:
     def holds(self) -> bool:
         """Whether the names are the same."""
         return self.now.keys() == self.before
-
-
-@dataclass(frozen=True, eq=False)
-class _Plain:
-    """A module without a forward of its own.
-
-    Attributes:
-        attributes: the `__dict__` of the module.
-    """
-
-    attributes: dict[str, Any]
-
-    def holds(self) -> bool:
-        """Whether the module's forward still is that of its class."""
-        return "forward" not in self.attributes
 
 
 _mro = attrgetter("__mro__")
@@ -134,9 +119,10 @@ class Structure:
         self._free = [hooks for hooks in self._hooks if not hooks]
         self._handles = RemovableHandle.next_id
         users = [m for m in modules.values() if is_users_type(type(m))]
-        self._plain = [_Plain(m.__dict__) for m in modules.values() if "forward" not in vars(m)]
+        plain = (vars(m) for m in modules.values() if "forward" not in vars(m))
+        self._own_forwards = [Guard(Place(attributes, "forward", "", ""), MISSING) for attributes in plain]
         checks: list[tuple[dict[str, Any], Check]] = [(table.now, table) for table in self._tables]
-        checks += [(plain.attributes, plain) for plain in self._plain]
+        checks += [(guard.place.holder, guard) for guard in self._own_forwards]
         self._buffers = [_BufferNames(m._buffers, frozenset(m._buffers)) for m in modules.values() if m._buffers]
         checks += [(names.now, names) for names in self._buffers]
         self._forwards = _ClassForwards(dict.fromkeys(map(type, users)))
@@ -184,7 +170,7 @@ class Structure:
         for names in self._buffers:
             if not names.holds():
                 yield _changed("the buffers of a module", sorted(names.before), sorted(names.now))
-        if not (all(plain.holds() for plain in self._plain) and self._forwards.hold()):
+        if not (all(guard.holds() for guard in self._own_forwards) and self._forwards.hold()):
             yield _changed("the forward of a module", "that of its class", "another")
 
     def _other(self, table: _Table, name: str) -> Iterator[ChangedValue]:

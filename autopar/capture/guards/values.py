@@ -9,6 +9,7 @@ watched separately (`autopar.capture.guards.watch`).
 from __future__ import annotations
 
 import enum
+import operator
 from collections import deque
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -183,16 +184,10 @@ def copied(container: Any) -> Any:
 
 def is_copy(container: Any, copy: Any) -> bool:
     """Whether a container holds the objects that its copy does."""
-    now = list(container.items()) if isinstance(container, dict) else list(container)
-    then = list(copy.items()) if isinstance(copy, dict) else list(copy)
     if isinstance(container, set):
         return container == set(copy)
-    if len(now) != len(then):
-        return False
-    pairs = zip(now, then, strict=True)
-    if isinstance(container, dict):
-        return all(k is m and v is w for (k, v), (m, w) in pairs)
-    return all(x is y for x, y in pairs)
+    now, then = elements(container), elements(copy)
+    return len(now) == len(then) and all(map(operator.is_, now, then))
 
 
 def noted_in(container: Any, copy: Any) -> dict[Any, Any] | None:
