@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from autopar import _torch
-from autopar._torch import OpOverload
+from autopar._torch import OpOverload, pytree
 
 
 def reached(starts: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
@@ -64,6 +64,14 @@ def bound_arguments(node: fx.Node) -> dict[str, Any]:
 def named_arguments(node: fx.Node, args: Sequence[Any]) -> dict[str, Any]:
     """Positional arguments by the names that the schema of the node's operator gives them."""
     return {a.name: x for a, x in zip(schema(node).arguments, args, strict=False)}
+
+
+def written_operands(node: fx.Node) -> Iterator[fx.Node]:
+    """The operands that an op writes in place."""
+    for argument in schema(node).arguments if is_operator(node) else ():
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = bound_arguments(node)[argument.name]
+            yield from (x for x in pytree.tree_leaves(value) if isinstance(x, fx.Node))
 
 
 def draws(node: fx.Node) -> bool:

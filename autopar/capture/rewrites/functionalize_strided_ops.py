@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from autopar import _torch
 from autopar._torch import pytree
 from autopar.capture.remedies import traced_line, uncaptured
-from autopar.ops.nodes import bound_arguments, reached
+from autopar.ops.nodes import bound_arguments, reached, written_operands
 
 aten = torch.ops.aten
 
@@ -155,14 +155,7 @@ def _written(node: fx.Node) -> set[int]:
     """The storages to which a call, or a graph that it runs, writes."""
     bodies = (_body(argument) for argument in node.all_input_nodes)
     inner = (n for body in bodies if body is not None for n in body.graph.nodes)
-    found: set[int] = set().union(*map(_written, inner))
-    schema = getattr(node.target, "_schema", None)
-    for i, argument in enumerate(schema.arguments if schema is not None else ()):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-            leaves = pytree.tree_leaves(value)
-            found = found.union(*(_storages(n) for n in leaves if isinstance(n, fx.Node)))
-    return found
+    return set[int]().union(*map(_written, inner), *map(_storages, written_operands(node)))
 
 
 def _body(node: fx.Node) -> fx.GraphModule | None:

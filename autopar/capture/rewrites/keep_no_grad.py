@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, fx
 
-from autopar import _torch
 from autopar.capture.guards.refusals import BACKEND_RUNS_IT
 from autopar.capture.remedies import traced_line
 from autopar.errors import CaptureError
+from autopar.ops.nodes import is_operator, schema, written_operands
 
 aten = torch.ops.aten
 
@@ -74,7 +73,7 @@ def _detach_writes(module: fx.GraphModule, region: fx.Node, trained: set[fx.Node
     body = getattr(module, str(region.args[1].target))  # type: ignore[union-attr]
     inside = body.graph.find_nodes(op="placeholder")
     # What is written, and the op that writes it last.
-    written = {_memory_of(x): node for node in body.graph.nodes for x in _written(node)}
+    written = {_memory_of(x): node for node in body.graph.nodes for x in written_operands(node)}
     if not written.keys() & {*inside}:
         return
     for position, each in enumerate(inside, start=2):
@@ -94,24 +93,13 @@ def _detach_writes(module: fx.GraphModule, region: fx.Node, trained: set[fx.Node
         region.update_arg(position, detached)
 
 
-def _written(node: fx.Node) -> Iterator[fx.Node]:
-    """The operands that an op writes in place."""
-    if node.op != "call_function" or not isinstance(node.target, _torch.OpOverload):
-        return
-    for position, argument in enumerate(_torch.schema(node.target).arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = node.kwargs.get(argument.name, node.args[position] if position < len(node.args) else None)
-            if isinstance(value, fx.Node):
-                yield value
-
-
 def _memory_of(node: fx.Node) -> fx.Node:
     """The tensor whose memory a node's result is, through views of it and writes into it."""
-    while node.op == "call_function" and isinstance(node.target, _torch.OpOverload):
-        returns = _torch.schema(node.target).returns
+    while is_operator(node):
+        returns = schema(node).returns
         if not returns or returns[0].alias_info is None or not node.all_input_nodes:
             break
-        node = next(_written(node), node.all_input_nodes[0])
+        node = next(written_operands(node), node.all_input_nodes[0])
     return node
 
 
@@ -120,8 +108,8 @@ def _given_back(module: fx.GraphModule, region: fx.Node, result: fx.Node) -> fx.
     body = getattr(module, str(region.args[1].target))  # type: ignore[union-attr]
     results, inside = body.graph.output_node().args[0], body.graph.find_nodes(op="placeholder")
     made = results[result.args[1]] if result.target is operator.getitem else results
-    while isinstance(made, fx.Node) and (_is_no_copy(made) or any(True for _ in _written(made))):
-        made = next(_written(made), None) or made.args[0]
+    while isinstance(made, fx.Node) and (_is_no_copy(made) or any(True for _ in written_operands(made))):
+        made = next(written_operands(made), None) or made.args[0]
     return region.args[2 + inside.index(made)] if made in inside else None
 
 
