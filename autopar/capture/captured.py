@@ -124,11 +124,13 @@ def _lines(graph: fx.Graph) -> Iterator[str]:
     for node in graph.nodes:
         kwargs = {k: v for k, v in node.kwargs.items() if k not in ("device", "pin_memory")}
         yield f"{node.op} {node.target} {node.args} {kwargs}"
-        yield repr([(tuple(t.shape), t.dtype) for t in _tensors(node)])
+        yield results_of(node)
         body = getattr(node.target, "body", None)
         if isinstance(body, fx.GraphModule):
             yield from _lines(body.graph)
 
 
-def _tensors(node: fx.Node) -> list[Tensor]:
-    return [v for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, Tensor)]
+def results_of(node: fx.Node) -> str:
+    """Shapes and dtypes of what a node computes, as text."""
+    values = pytree.tree_leaves(node.meta.get("val"))
+    return repr([(tuple(x.shape), x.dtype) for x in values if isinstance(x, Tensor)])

@@ -30,7 +30,7 @@ from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
 from autopar._torch import pytree
-from autopar.capture.captured import Captured
+from autopar.capture.captured import Captured, results_of
 from autopar.capture.guards.guards import NumberInput, Place
 from autopar.capture.guards.values import SeenTensor, is_number, seen
 
@@ -248,7 +248,7 @@ class _Comparison:
 
     def is_same(self, plain: fx.Node, found: fx.Node) -> bool:
         """Whether two nodes compute the same."""
-        if plain.op != found.op or _results(plain) != _results(found):
+        if plain.op != found.op or results_of(plain) != results_of(found):
             return False
         if plain.op == "placeholder":
             return plain.name == found.name
@@ -276,8 +276,3 @@ def _call(node: fx.Node) -> tuple[str, list[Any]]:
     if op == "rsub" and len(operands) == 2:
         return "sub", operands[::-1]
     return op, operands
-
-
-def _results(node: fx.Node) -> str:
-    values = pytree.tree_leaves(node.meta.get("val"))
-    return repr([(tuple(x.shape), x.dtype) for x in values if isinstance(x, Tensor)])

@@ -27,9 +27,7 @@ from torch.nn.utils import parametrize
 
 from autopar import _torch
 from autopar.errors import CaptureError
-
-_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
-_HALF_TOLERANCE = 3e-2
+from autopar.rules.proofs import tolerance
 
 
 @dataclass(frozen=True)
@@ -160,4 +158,4 @@ def _multiplies(weight: Tensor) -> bool:
         except (RuntimeError, NotImplementedError, TypeError):
             return True  # it multiplies only on another device, or is no weight of a product
         gap = (own - F.linear(x, weight.dequantize())).abs().max() / own.abs().max().clamp(min=1e-30)
-    return float(gap) <= _TOLERANCES.get(weight.dtype, _HALF_TOLERANCE)
+    return float(gap) <= tolerance([weight.dtype])

@@ -14,7 +14,7 @@ from autopar.rules.spec import Call
 from autopar.rules.trial import Results, difference, on_parts
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.complex128: 1e-9, torch.complex64: 1e-4}
-_HALF_TOLERANCE = 3e-2
+HALF_TOLERANCE = 3e-2
 # Elements of all tensors of a call above which it is not run only to find out something.
 MOST_ELEMENTS = 1 << 24
 
@@ -74,8 +74,12 @@ def _differentiable(run: Any, operands: Sequence[Tensor], wanted: Iterable[int])
 def tolerance_of(call: Call) -> float:
     """The difference that rounding in the formats of a call explains."""
     tensors = [*call.operands, *call.results]
-    floating = [t.dtype for t in tensors if t.is_floating_point() or t.is_complex()]
-    return max((_TOLERANCES.get(dtype, _HALF_TOLERANCE) for dtype in floating), default=0.0)
+    return tolerance(t.dtype for t in tensors if t.is_floating_point() or t.is_complex())
+
+
+def tolerance(dtypes: Iterable[torch.dtype]) -> float:
+    """The difference that rounding in some formats explains."""
+    return max((_TOLERANCES.get(dtype, HALF_TOLERANCE) for dtype in dtypes), default=0.0)
 
 
 def examples(operands: Sequence[Tensor], magnitude: float = 1.0) -> list[Tensor]:

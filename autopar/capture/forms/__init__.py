@@ -30,15 +30,13 @@ from autopar import _torch
 from autopar._torch import DropoutBase, FakeTensor, pytree
 from autopar.capture.forms.mixtures import ROWS
 from autopar.errors import CaptureError
+from autopar.rules.proofs import HALF_TOLERANCE, tolerance
 from autopar.rules.trial import distance, weights
 
 log = logging.getLogger("autopar")
 
 Form = Callable[..., Any]
 FORMS: dict[str, Form] = dict(ROWS)  # by the qualified name of a class
-
-_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
-_HALF_TOLERANCE = 3e-2
 
 
 def register_form(module_class: type[nn.Module], form: Form) -> None:
@@ -238,6 +236,5 @@ def _without_dropout(module: nn.Module) -> Iterator[None]:
 
 def _tolerance(tensors: Sequence[Tensor]) -> float:
     if any(torch.is_autocast_enabled(x.device.type) for x in tensors):
-        return _HALF_TOLERANCE
-    floating = {x.dtype for x in tensors if x.is_floating_point()}
-    return max((_TOLERANCES.get(dtype, _HALF_TOLERANCE) for dtype in floating), default=0.0)
+        return HALF_TOLERANCE
+    return tolerance(x.dtype for x in tensors if x.is_floating_point())
