@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from autopar.rules.spec import Call, Dim, Letters, Spec
+from autopar.rules.spec import Call, Dim, Letters, Spec, aten_ops
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
 
@@ -90,82 +90,15 @@ def elementwise(call: Call) -> Spec:
 
 
 # Point-wise ops that PyTorch 2.13 does not tag.
-UNTAGGED = tuple(
-    f"aten.{name}"
-    for name in (
-        "__and__",
-        "__or__",
-        "__xor__",
-        "__lshift__",
-        "__rshift__",
-        "ones_like",
-        "zeros_like",
-        "full_like",
-        "empty_like",
-        "fill",
-        "rsub",
-        "masked_fill",
-        "floor_divide",
-        "complex",
-        "polar",
-        "imag",
-        "real",
-        "conj",
-        "_conj",
-        "resolve_conj",
-        "resolve_neg",
-        "isclose",
-        "isreal",
-        "hardswish",
-        "log_sigmoid",
-        "lift_fresh_copy",
-        "alias_copy",
-        "contiguous",
-        "to",
-        "float_power",
-        "absolute",
-        "arccos",
-        "arccosh",
-        "arcsin",
-        "arcsinh",
-        "arctan",
-        "arctan2",
-        "arctanh",
-        "clip",
-        "divide",
-        "fix",
-        "greater",
-        "greater_equal",
-        "less",
-        "less_equal",
-        "multiply",
-        "negative",
-        "not_equal",
-        "subtract",
-        "true_divide",
-        "special_digamma",
-        "special_erf",
-        "special_erfc",
-        "special_erfinv",
-        "special_exp2",
-        "special_expit",
-        "special_expm1",
-        "special_gammainc",
-        "special_gammaincc",
-        "special_gammaln",
-        "special_i0",
-        "special_log1p",
-        "special_logit",
-        "special_multigammaln",
-        "special_ndtr",
-        "special_polygamma",
-        "special_psi",
-        "special_round",
-        "special_sinc",
-        "special_xlogy",
-        "softsign",
-        "tanhshrink",
-    )
+RULES = dict.fromkeys(LINEAR, elementwise) | aten_ops(
+    elementwise,
+    """
+    __and__ __or__ __xor__ __lshift__ __rshift__ ones_like zeros_like full_like empty_like fill rsub masked_fill
+    floor_divide complex polar imag real conj _conj resolve_conj resolve_neg isclose isreal hardswish log_sigmoid
+    lift_fresh_copy alias_copy contiguous to float_power absolute arccos arccosh arcsin arcsinh arctan arctan2 arctanh
+    clip divide fix greater greater_equal less less_equal multiply negative not_equal subtract true_divide
+    special_digamma special_erf special_erfc special_erfinv special_exp2 special_expit special_expm1 special_gammainc
+    special_gammaincc special_gammaln special_i0 special_log1p special_logit special_multigammaln special_ndtr
+    special_polygamma special_psi special_round special_sinc special_xlogy softsign tanhshrink
+    """,
 )
-
-RULES = {name: elementwise for name in (*LINEAR, *UNTAGGED)}

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from autopar.rules.notation import line
-from autopar.rules.spec import Call, Dim, Letters, Local, RuleDoesNotApply, Spec, plain, run_as_is
+from autopar.rules.spec import Call, Dim, Letters, Local, RuleDoesNotApply, Spec, aten_ops, plain, run_as_is
 
 aten = torch.ops.aten
 
@@ -299,9 +299,9 @@ RULES: dict[str, Callable[[Call], Spec]] = {
     "aten.take_along_dim": along_index,
     "aten.index_put": index_put,
     "aten.one_hot": one_hot,
-    **{f"aten.{name}": scattered for name in ("scatter", "scatter_add", "scatter_reduce")},
-    **{f"aten.{name}": indexed_by_one for name in ("index_add", "index_copy", "index_fill", "index_reduce")},
-    **{f"aten.{name}": looked_up_in_one for name in ("take", "bucketize", "isin")},
+    **aten_ops(scattered, "scatter scatter_add scatter_reduce"),
+    **aten_ops(indexed_by_one, "index_add index_copy index_fill index_reduce"),
+    **aten_ops(looked_up_in_one, "take bucketize isin"),
     "aten._unsafe_index": index,
     "aten.searchsorted": searched,
     "aten.embedding_bag": bagged,

@@ -11,7 +11,7 @@ from torch import fx
 from autopar.rules.notation import line, spec_of
 from autopar.rules.reduce import whole_reduction
 from autopar.rules.shape import along
-from autopar.rules.spec import Call, Local, RuleDoesNotApply, Spec, needs_a_row
+from autopar.rules.spec import Call, Local, RuleDoesNotApply, Spec, aten_ops, needs_a_row
 
 Rule = Callable[[Call], Spec]
 
@@ -101,7 +101,7 @@ def transform(call: Call) -> Spec:
 
 
 def _rows(text: str, names: str) -> dict[str, Rule]:
-    return {f"aten.{name}": batched(text) for name in names.split()}
+    return aten_ops(batched(text), names)
 
 
 RULES: dict[str, Rule] = {

@@ -24,7 +24,17 @@ from torch import fx
 from autopar.rules.elementwise import elementwise
 from autopar.rules.index import shifted, zeroed
 from autopar.rules.notation import line
-from autopar.rules.spec import Call, Local, RuleDoesNotApply, Spec, StatedCollective, local_arguments, plain, run_as_is
+from autopar.rules.spec import (
+    Call,
+    Local,
+    RuleDoesNotApply,
+    Spec,
+    StatedCollective,
+    aten_ops,
+    local_arguments,
+    plain,
+    run_as_is,
+)
 
 aten = torch.ops.aten
 MEAN, SUM = 1, 2  # values of the op's `reduction` argument (torch.nn._reduction)
@@ -250,21 +260,12 @@ def _of_rows(text: str) -> Callable[[Call], Spec]:
     return unreduced(rule)
 
 
-ELEMENTWISE = tuple(
-    f"aten.{name}"
-    for name in (
-        "mse_loss",
-        "l1_loss",
-        "smooth_l1_loss",
-        "huber_loss",
-        "binary_cross_entropy",
-        "binary_cross_entropy_with_logits",
-        "soft_margin_loss",
-        "kl_div",
-        "hinge_embedding_loss",
-        "poisson_nll_loss",
-        "margin_ranking_loss",
-    )
+ELEMENTWISE = aten_ops(
+    unreduced(elementwise),
+    """
+    mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits soft_margin_loss
+    kl_div hinge_embedding_loss poisson_nll_loss margin_ranking_loss
+    """,
 )
 
 ROWS: dict[str, Callable[[Call], Spec]] = {
@@ -280,5 +281,5 @@ RULES: dict[str, Callable[[Call], Spec]] = {
     **ROWS,
     "aten.cross_entropy_loss": cross_entropy,
     "aten.nll_loss_nd": negative_likelihood,
-    **{name: unreduced(elementwise) for name in ELEMENTWISE},
+    **ELEMENTWISE,
 }

@@ -20,6 +20,7 @@ from autopar.rules.spec import (
     RuleDoesNotApply,
     Spec,
     StatedCollective,
+    aten_ops,
     local_arguments,
     needs_a_row,
     plain,
@@ -309,41 +310,20 @@ RULES: dict[str, Callable[[Call], Spec]] = {
     "aten.grid_sampler": sampled,
     "aten.grid_sampler_2d": sampled,
     "aten.grid_sampler_3d": sampled,
-    **{
-        f"aten.{name}": resized
-        for name in (
-            "upsample_nearest1d",
-            "upsample_nearest2d",
-            "upsample_nearest3d",
-            "_upsample_nearest_exact1d",
-            "_upsample_nearest_exact2d",
-            "_upsample_nearest_exact3d",
-            "upsample_linear1d",
-            "upsample_bilinear2d",
-            "upsample_bicubic2d",
-            "upsample_trilinear3d",
-            "_upsample_bilinear2d_aa",
-            "_upsample_bicubic2d_aa",
-        )
-    },
-    **{
-        f"aten.{name}": pooling
-        for name in (
-            "max_pool1d",
-            "max_pool2d",
-            "max_pool2d_with_indices",
-            "avg_pool1d",
-            "avg_pool2d",
-            "adaptive_avg_pool1d",
-            "adaptive_avg_pool2d",
-            "adaptive_max_pool2d",
-            "max_pool3d",
-            "max_pool1d_with_indices",
-            "max_pool3d_with_indices",
-            "avg_pool3d",
-            "adaptive_avg_pool3d",
-            "adaptive_max_pool1d",
-            "adaptive_max_pool3d",
-        )
-    },
+    **aten_ops(
+        resized,
+        """
+        upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d
+        _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d
+        _upsample_bilinear2d_aa _upsample_bicubic2d_aa
+        """,
+    ),
+    **aten_ops(
+        pooling,
+        """
+        max_pool1d max_pool2d max_pool2d_with_indices avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d
+        adaptive_max_pool2d max_pool3d max_pool1d_with_indices max_pool3d_with_indices avg_pool3d adaptive_avg_pool3d
+        adaptive_max_pool1d adaptive_max_pool3d
+        """,
+    ),
 }

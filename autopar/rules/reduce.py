@@ -18,6 +18,7 @@ from autopar.rules.spec import (
     Local,
     RuleDoesNotApply,
     Spec,
+    aten_ops,
     local_arguments,
     needs_a_row,
     parts,
@@ -170,47 +171,16 @@ RULES: dict[str, Callable[[Call], Spec]] = {
     "aten.cross": crossed,
     "aten.quantile": quantiles,
     "aten.nanquantile": quantiles,
-    **{
-        f"aten.{name}": whole_reduction
-        for name in (
-            "amax",
-            "amin",
-            "var",
-            "std",
-            "argmax",
-            "argmin",
-            "logsumexp",
-            "prod",
-            "any",
-            "all",
-            "norm",
-            "linalg_vector_norm",
-            "linalg_norm",
-            "var_mean",
-            "std_mean",
-            "nanmean",
-            "aminmax",
-            "median",
-            "nanmedian",
-            "mode",
-            "kthvalue",
-        )
-    },
-    **{
-        f"aten.{name}": scanned
-        for name in (
-            "cumsum",
-            "cumprod",
-            "softmax",
-            "_softmax",
-            "log_softmax",
-            "_log_softmax",
-            "_safe_softmax",
-            "logcumsumexp",
-            "cummax",
-            "cummin",
-        )
-    },
+    **aten_ops(
+        whole_reduction,
+        """
+        amax amin var std argmax argmin logsumexp prod any all norm linalg_vector_norm linalg_norm var_mean std_mean
+        nanmean aminmax median nanmedian mode kthvalue
+        """,
+    ),
+    **aten_ops(
+        scanned, "cumsum cumprod softmax _softmax log_softmax _log_softmax _safe_softmax logcumsumexp cummax cummin"
+    ),
     "aten.max": extremum,
     "aten.min": extremum,
     "aten.topk": selected,
@@ -218,18 +188,11 @@ RULES: dict[str, Callable[[Call], Spec]] = {
     "aten.argsort": selected,
     "aten.glu": selected,
     "aten.msort": along(lambda _: (0,), linear=False),
-    **{
-        f"aten.{name}": compared
-        for name in (
-            "diff",
-            "linalg_cross",
-            "cosine_similarity",
-            "pairwise_distance",
-            "trapezoid",
-            "trapz",
-            "cumulative_trapezoid",
-            "_softmax_backward_data",
-            "_log_softmax_backward_data",
-        )
-    },
+    **aten_ops(
+        compared,
+        """
+        diff linalg_cross cosine_similarity pairwise_distance trapezoid trapz cumulative_trapezoid
+        _softmax_backward_data _log_softmax_backward_data
+        """,
+    ),
 }

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from autopar.rules.spec import Call, Dim, Letters, Local, RuleDoesNotApply, Spec, plain
+from autopar.rules.spec import Call, Dim, Letters, Local, RuleDoesNotApply, Spec, aten_ops, plain
 from autopar.rules.views import FIRST, replacing
 
 aten = torch.ops.aten
@@ -328,7 +328,7 @@ RULES: dict[str, Callable[[Call], Spec]] = {
     "aten.tensor_split": along(named_dim, is_view=True),
     "aten.tril": along(lambda call: range(call.operands[0].ndim)[-2:]),
     "aten.triu": along(lambda call: range(call.operands[0].ndim)[-2:]),
-    **{f"aten.{name}": filled for name in ("new_zeros", "new_ones", "new_full")},
+    **aten_ops(filled, "new_zeros new_ones new_full"),
 }
 _COPIES = ("select", "narrow", "split", "split_with_sizes", "unbind", "diagonal")
 RULES |= {f"aten.{name}_copy": replacing(RULES[f"aten.{name}"], is_view=False) for name in _COPIES}

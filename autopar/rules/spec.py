@@ -14,7 +14,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import fx
@@ -23,8 +23,18 @@ from autopar._torch import storage_key
 from autopar.ir.share import Share
 from autopar.ops.nodes import bound_arguments, is_operator, named_arguments, tensor_operands, tensor_results
 
+T = TypeVar("T")
 Dim = tuple[str, ...]
 Letters = tuple[Dim, ...]  # one tensor
+
+
+def aten_ops(entry: T, names: str) -> dict[str, T]:
+    """One entry of a table for several ops of ATen, whose names have spaces between them.
+
+    >>> aten_ops("y0", "exp tanh")
+    {'aten.exp': 'y0', 'aten.tanh': 'y0'}
+    """
+    return {f"aten.{name}": entry for name in names.split()}
 
 
 class Local(Protocol):

@@ -20,7 +20,7 @@ from autopar.rules.kept.kernels import on_accelerator
 from autopar.rules.kept.normalization import batch_norm, group_norm, instance_norm, layer_norm, rms_norm
 from autopar.rules.kept.products import einsum, float8_linear, linear, matmul
 from autopar.rules.kept.rows import NOT_DIFFERENTIABLE, ROWS, Rule, row
-from autopar.rules.spec import Call, Hidden, Kept, Spec
+from autopar.rules.spec import Call, Hidden, Kept, Spec, aten_ops
 
 
 def kept(name: str, call: Call, spec: Spec) -> Kept:
@@ -112,10 +112,7 @@ def _cross_entropy(call: Call, spec: Spec) -> Kept:
 
 
 FUNCTIONS: dict[str, Rule] = {
-    **{
-        f"aten.{name}": _indices
-        for name in ("embedding", "index", "index_select", "index_put", "scatter", "index_fill", "masked_scatter")
-    },
+    **aten_ops(_indices, "embedding index index_select index_put scatter index_fill masked_scatter"),
     "aten.pow": _power,
     "aten.log_sigmoid": _log_sigmoid,
     "aten.pad": _pad,
@@ -130,18 +127,15 @@ FUNCTIONS: dict[str, Rule] = {
     "aten.layer_norm": layer_norm,
     "aten.rms_norm": rms_norm,
     "aten.group_norm": group_norm,
-    **{
-        f"aten.{name}": batch_norm
-        for name in (
-            "batch_norm",
-            "native_batch_norm",
-            "_native_batch_norm_legit",
-            "_native_batch_norm_legit_functional",
-            "_native_batch_norm_legit_no_training",
-        )
-    },
+    **aten_ops(
+        batch_norm,
+        """
+        batch_norm native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional
+        _native_batch_norm_legit_no_training
+        """,
+    ),
     "aten.instance_norm": instance_norm,
-    **{f"aten.{name}": _recurrent for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
+    **aten_ops(_recurrent, "lstm gru rnn_tanh rnn_relu"),
     "aten.lstm_cell": _cell("x0 for 3; x1 for 4; x2 for 0 1 3 4 5 6; x3 for 0; x4 for 1", 5),
     "aten.gru_cell": _cell("x0 for 2; x1 for 3; x2 for 0; x3 for 1", 6),
     "aten.max_pool1d": _max_pool,

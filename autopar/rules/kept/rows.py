@@ -26,7 +26,7 @@ import torch
 
 from autopar.rules import blocks, shape, views
 from autopar.rules.notation import in_order
-from autopar.rules.spec import Call, Hidden, Kept, Spec
+from autopar.rules.spec import Call, Hidden, Kept, Spec, aten_ops
 
 Rule = Callable[[Call, Spec], Kept]
 
@@ -90,13 +90,9 @@ def _entries(text: str) -> Iterator[_Tensors | _Own]:
         yield _Tensors(match[1], first, 1 << 30 if match[3] else first + 1, wanting)
 
 
-def _rows(text: str, *names: str) -> dict[str, str]:
-    return {f"aten.{name}": text for name in " ".join(names).split()}
-
-
 ROWS: dict[str, str] = {
     **dict.fromkeys([*views.RULES, *shape.RULES, *blocks.RULES], ""),
-    **_rows(
+    **aten_ops(
         "",
         """
         add sub rsub neg positive clone alias detach _to_copy type_as copy ceil floor round trunc frac
@@ -108,14 +104,14 @@ ROWS: dict[str, str] = {
         affine_grid_generator trapezoid trapz
     """,
     ),
-    **_rows(
+    **aten_ops(
         "y0",
         """
         exp exp2 expm1 sigmoid tanh tan sqrt rsqrt reciprocal relu softmax _softmax _safe_softmax
         log_softmax _log_softmax
     """,
     ),
-    **_rows(
+    **aten_ops(
         "x0",
         """
         abs acos acosh angle asin asinh atan atanh celu clamp_max clamp_min cos cosh digamma elu erf
@@ -124,49 +120,39 @@ ROWS: dict[str, str] = {
         softshrink threshold square var var_mean avg_pool1d avg_pool2d avg_pool3d where
     """,
     ),
-    **_rows("x0; y0", "amax amin std logsumexp prod norm linalg_vector_norm cumprod sgn logcumsumexp"),
-    **_rows("x0; y0..", "aminmax"),
-    **_rows("y1", "topk sort kthvalue median mode native_dropout"),
-    **_rows("x0; y1", "max_pool2d_with_indices adaptive_max_pool2d cummax cummin"),
-    **_rows("x1 for 0; x0 for 1", "mul bmm mm mv dot _grouped_mm"),
-    **_rows("x1; x0 for 1", "div true_divide"),
-    **_rows("x1 for 2; x2 for 1", "addmm baddbmm addbmm addcmul addmv"),
-    **_rows("x2; x1 for 2", "addcdiv"),
-    **_rows("x2; x0 for 2; x1 for 2", "lerp"),
-    **_rows("x0 for 0; y0", "copysign"),
-    **_rows("x0 for 0; x1 for 1; y0", "hypot"),
-    **_rows("x0..; y0", "scatter_reduce"),
-    **_rows("x1 for 2", "scatter_add"),
-    **_rows("x1 for 2; x2 for 2", "index_add"),
-    **_rows("x1; x2 for 2", "index_copy"),
-    **_rows("x0 for 1; x1 for 1", "fmod remainder"),
-    **_rows("x1", "masked_fill masked_select"),
+    **aten_ops("x0; y0", "amax amin std logsumexp prod norm linalg_vector_norm cumprod sgn logcumsumexp"),
+    **aten_ops("x0; y0..", "aminmax"),
+    **aten_ops("y1", "topk sort kthvalue median mode native_dropout"),
+    **aten_ops("x0; y1", "max_pool2d_with_indices adaptive_max_pool2d cummax cummin"),
+    **aten_ops("x1 for 0; x0 for 1", "mul bmm mm mv dot _grouped_mm"),
+    **aten_ops("x1; x0 for 1", "div true_divide"),
+    **aten_ops("x1 for 2; x2 for 1", "addmm baddbmm addbmm addcmul addmv"),
+    **aten_ops("x2; x1 for 2", "addcdiv"),
+    **aten_ops("x2; x0 for 2; x1 for 2", "lerp"),
+    **aten_ops("x0 for 0; y0", "copysign"),
+    **aten_ops("x0 for 0; x1 for 1; y0", "hypot"),
+    **aten_ops("x0..; y0", "scatter_reduce"),
+    **aten_ops("x1 for 2", "scatter_add"),
+    **aten_ops("x1 for 2; x2 for 2", "index_add"),
+    **aten_ops("x1; x2 for 2", "index_copy"),
+    **aten_ops("x0 for 1; x1 for 1", "fmod remainder"),
+    **aten_ops("x1", "masked_fill masked_select"),
     # Both operands of a convolution are arguments of its one backward function.
     "transformers.grouped_mm_fallback": "x0; x1",
-    **_rows("x0; x1", "conv1d conv2d conv3d convolution gather"),
-    **_rows("x0..", "nll_loss_nd"),
-    **_rows("x1..; y1..", "embedding_bag"),
-    **_rows("x0 for 2; x1 for 3; x2 for 0; x3 for 1; y0", "rnn_tanh_cell rnn_relu_cell"),
-    **_rows("x1; x0 for 1", "kl_div"),
-    **_rows("x0..; y1; y2", "native_layer_norm"),
+    **aten_ops("x0; x1", "conv1d conv2d conv3d convolution gather"),
+    **aten_ops("x0..", "nll_loss_nd"),
+    **aten_ops("x1..; y1..", "embedding_bag"),
+    **aten_ops("x0 for 2; x1 for 3; x2 for 0; x3 for 1; y0", "rnn_tanh_cell rnn_relu_cell"),
+    **aten_ops("x1; x0 for 1", "kl_div"),
+    **aten_ops("x0..; y1; y2", "native_layer_norm"),
 }
 
 NOT_DIFFERENTIABLE = frozenset(
-    f"aten.{name}"
-    for name in (
-        "detach",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "empty_like",
-        "rand_like",
-        "randn_like",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "new_empty",
-        "bernoulli",
-        "histc",
-        "heaviside",
+    aten_ops(
+        None,
+        """
+    detach zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full new_empty
+    bernoulli histc heaviside
+    """,
     )
 )
