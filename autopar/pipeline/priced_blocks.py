@@ -30,7 +30,7 @@ from autopar.pipeline.saved_values import SavedValues
 class PricedBlocks:
     """A plan's work (items) and memory (holdings), with the blocks to which they belong.
 
-    The arguments are those of `autopar.pipeline.stage_costs.stage_table`.
+    The arguments are those of `autopar.pipeline.stage_costs.StageTables`.
 
     Attributes:
         parts: the blocks of the whole model in order; a block that a stage boundary cuts is two parts.

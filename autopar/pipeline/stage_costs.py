@@ -52,32 +52,6 @@ from autopar.pipeline.stage_table import StageTable, WholeModel
 from autopar.pipeline.stretches import Turn, sums
 
 
-def stage_table(
-    graph: Graph,
-    plan: Plan,
-    hardware: Hardware,
-    *,
-    starts: Sequence[str] | None = None,
-    world: Mesh | None = None,
-    training_state: TrainingState = FULL,
-    software: Software = AUTOPAR,
-) -> StageTable:
-    """Prices all stages of a plan.
-
-    Args:
-        graph: the captured model, at the size of one micro-batch.
-        plan: plan with layouts, micro-batches and recomputation; its cuts are ignored.
-        hardware: machine whose figures give the prices.
-        starts: name of the first op of every block; by default `block_starts(graph)`.
-        world: mesh of all ranks, which decides the links; by default `plan.world_mesh`.
-        training_state, software: see `autopar.cost_model`.
-    """
-    tables = StageTables(
-        graph, plan, hardware, starts=starts, world=world, training_state=training_state, software=software
-    )
-    return tables.at(plan.recompute)
-
-
 class _Figures(TypedDict):
     """Arguments that the tables of every machine share."""
 
@@ -96,11 +70,19 @@ class _Halves(NamedTuple):
 
 
 class StageTables:
-    """The tables of a plan for any number of recomputed blocks; see `stage_table` for the arguments.
+    """The tables of a plan for any number of recomputed blocks.
 
     Where the pipeline ranks are of several kinds of machines, every kind has tables of its own (`on`). The seconds of
     these are then those of what the machines reach together, which bound the seconds of any cuts; messages between
     stages take those of the slowest link, `link_of_stages`.
+
+    Args:
+        graph: the captured model, at the size of one micro-batch.
+        plan: plan with layouts and micro-batches; its cuts are ignored.
+        hardware: machine whose figures give the prices.
+        starts: name of the first op of every block; by default `block_starts(graph)`.
+        world: mesh of all ranks, which decides the links; by default `plan.world_mesh`.
+        training_state, software: see `autopar.cost_model`.
 
     Attributes:
         blocks: the plan's work (items) and memory (holdings), by block.

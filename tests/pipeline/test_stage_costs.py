@@ -12,7 +12,7 @@ from autopar.cost_model.machines.software import Software
 from autopar.ir import Graph, Mesh, ParameterPlan, Pipeline, Plan, R
 from autopar.ir.recompute import Recompute, Selection
 from autopar.pipeline.priced_blocks import PricedBlocks
-from autopar.pipeline.stage_costs import StageTables, stage_table
+from autopar.pipeline.stage_costs import StageTables
 from autopar.pipeline.stage_table import StageTable
 from autopar.search import search
 from tests.search.graphs import mlp
@@ -40,7 +40,8 @@ def unsplit(graph: Graph) -> Plan:
 
 
 def table(graph: Graph, plan: Plan | None = None, **options: object) -> StageTable:
-    return stage_table(graph, plan or unsplit(graph), TOY, world=WORLD, **options)  # type: ignore[arg-type]
+    plan = plan or unsplit(graph)
+    return StageTables(graph, plan, TOY, world=WORLD, **options).at(plan.recompute)  # type: ignore[arg-type]
 
 
 def test_one_stage_is_the_whole_model() -> None:
@@ -146,8 +147,8 @@ def test_what_hides_behind_compute_is_not_counted() -> None:
     graph = residual(3)
     plan = search(graph, {"dp": 2}, hardware=TOY, recipe="zero3")
     world = Mesh.of({"pp": 2, "dp": 2})
-    exposed = stage_table(graph, plan, TOY, world=world)
-    hidden = stage_table(graph, plan, TOY, world=world, software=Software(hides=1.0))
+    exposed = StageTables(graph, plan, TOY, world=world).at(plan.recompute)
+    hidden = StageTables(graph, plan, TOY, world=world, software=Software(hides=1.0)).at(plan.recompute)
     above = np.triu_indices(exposed.blocks + 1, 1)
     assert (hidden.backward_seconds <= exposed.backward_seconds)[above].all()
     assert hidden.backward_seconds[0, -1] < exposed.backward_seconds[0, -1]
@@ -165,7 +166,7 @@ def test_work_of_forward_alone_before_the_first_layer() -> None:
         recompute=Selection.of({"layers.*": ["relu"]}),
     )
     slow = replace(TOY, host_seconds=1e-3)
-    found = stage_table(graph, columns, slow).forward_seconds[0, -1]
+    found = StageTables(graph, columns, slow).at(columns.recompute).forward_seconds[0, -1]
     # of every layer three, the copy, the collective after the first product, and the sum
     assert found == pytest.approx(12 * slow.host_seconds, rel=0.01)
 

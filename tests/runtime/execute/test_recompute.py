@@ -22,7 +22,7 @@ from autopar.ir import Graph, Pipeline, Plan
 from autopar.ir.recompute import Recompute, Selection
 from autopar.pipeline.parts import block_starts
 from autopar.pipeline.producers import recomputable_names
-from autopar.pipeline.stage_costs import StageTables, stage_table
+from autopar.pipeline.stage_costs import StageTables
 from autopar.pipeline.stage_table import StageTable
 from autopar.planning.planning import make_plan
 from autopar.runtime.execute.executor import Runner
@@ -372,7 +372,7 @@ def step_kept_bytes(layers: int, recompute: Recompute) -> tuple[float, StageTabl
     runner: Runner = compiled._kept.ready[True][0].bound._runner  # type: ignore[union-attr]
     runner.begin()
     kept = kept_bytes(lambda: runner.run(batch), runner.leaves)
-    return kept, stage_table(graph, plan, HARDWARE)
+    return kept, StageTables(graph, plan, HARDWARE).at(plan.recompute)
 
 
 def test_what_is_kept_is_what_is_priced() -> None:

@@ -14,7 +14,7 @@ from autopar.ir import ANY, Mesh, O, ParameterPlan, Plan, R, V, format_place
 from autopar.ir.note import kind_of
 from autopar.pipeline.composed import step_of, stored_bytes
 from autopar.pipeline.parts import block_starts
-from autopar.pipeline.stage_costs import stage_table
+from autopar.pipeline.stage_costs import StageTables
 from autopar.search.candidates.outer import search_plan
 from autopar.search.exact.owners import with_owners
 from autopar.search.exact.search import MeshSearch, search
@@ -145,7 +145,7 @@ def test_a_stage_is_priced_by_the_rank_that_owns_most_of_it(recipe: str) -> None
     plan = search_plan(GRAPH, request).best.plan
     assert plan.pipeline is not None
     starts = sorted(block_starts(GRAPH), key=[op.name for op in GRAPH.ops].index)
-    table = stage_table(GRAPH, plan, TOY, starts=starts)
+    table = StageTables(GRAPH, plan, TOY, starts=starts).at(plan.recompute)
     for begin, end in itertools.pairwise((0, *map(starts.index, plan.pipeline.cuts), len(starts))):
         ops = [op.name for op in GRAPH.ops]
         last = ops.index(starts[end]) if end < len(starts) else len(ops)
