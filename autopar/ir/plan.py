@@ -287,34 +287,22 @@ class Plan:
         )
 
     def _lines(self, remarks: Mapping[str, str]) -> list[str]:
-        def text(layout: Layout) -> str:
-            return format_layout(layout, self.mesh)
-
+        fields = self.to_json()
         lines = [
             f"autopar plan {VERSION}",
-            f"mesh {self.world_mesh}",
+            f"mesh {fields['mesh']}",
             f"model {self.fingerprint}",
             f"recipe {self.recipe}",
             f"micro-batches {self.micro_batches}",
         ]
-        if self.meeting is not None:
-            lines.append(f"replicas {self.meeting.axis}: {self.meeting}")
-        if self.pipeline is not None:
-            lines.append(f"pipeline {self.pipeline.schedule}: {' '.join(self.pipeline.cuts)}")
+        lines += [f"{word} {': '.join(fields[word])}" for word in ("replicas", "pipeline") if word in fields]
         if self.recompute != "none":
             lines.append(f"recompute {format_recompute(self.recompute)}")
-        if self.precision is not None:
-            lines.append(f"precision {self.precision}")
-        if self.decomposed:
-            lines.append(f"decomposed {' '.join(self.decomposed)}")
-        if self.overlap_batches > 1:
-            lines.append(f"overlap {self.overlap_batches}")
-        if self.bucket_bytes is not None:
-            lines.append(f"buckets {self.bucket_bytes}")
-        lines += [f"parameter {name}: {' | '.join(self._parameter_fields(p))}" for name, p in self.parameters.items()]
-        lines += [f"saved {name}: {how.text(self.mesh)}" for name, how in self.saved.items()]
-        lines += [f"input {name}: {text(layout)}" for name, layout in self.inputs.items()]
-        ops = {name: f"op {name}: {' '.join(labels)}" for name, labels in self.ops.items()}
+        lines += [f"{w} {fields[w]}" for w in ("precision", "decomposed", "overlap", "buckets") if w in fields]
+        lines += [f"parameter {name}: {' | '.join(parts)}" for name, parts in fields["parameters"].items()]
+        lines += [f"saved {name}: {how}" for name, how in fields.get("saved", {}).items()]
+        lines += [f"input {name}: {layout}" for name, layout in fields["inputs"].items()]
+        ops = {name: f"op {name}: {labels}" for name, labels in fields["ops"].items()}
         width = min(_REMARK_COLUMN, max(map(len, ops.values()), default=0))
         lines += [
             f"{op:{width}}{REMARK}{remarks[name].rstrip()}" if name in remarks else op for name, op in ops.items()
@@ -355,19 +343,15 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON values; the inverse of `from_json`."""
-
-        def text(layout: Layout) -> str:
-            return format_layout(layout, self.mesh)
-
         return {
             "version": VERSION,
             "mesh": str(self.world_mesh),
             "model": self.fingerprint,
             "recipe": self.recipe,
             "micro_batches": self.micro_batches,
-            **self._pipeline_json(),
+            **self._optional_json(),
             "parameters": {name: self._parameter_fields(p) for name, p in self.parameters.items()},
-            "inputs": {name: text(layout) for name, layout in self.inputs.items()},
+            "inputs": {name: format_layout(layout, self.mesh) for name, layout in self.inputs.items()},
             "ops": {name: " ".join(labels) for name, labels in self.ops.items()},
             "notes": [{kind: str(note)} if (kind := kind_of(note)) else str(note) for note in self.notes],
         }
@@ -378,30 +362,21 @@ class Plan:
         used = format_place(how.resident, how.resident_tier, self.mesh)
         return [stored, used, format_reduction(how.reduce, by_rows=how.by_rows)]
 
-    def _pipeline_json(self) -> dict[str, Any]:
+    def _optional_json(self) -> dict[str, Any]:
         """JSON fields that only some plans have, such as replicas, stages, recomputation and saved layouts."""
-        fields: dict[str, Any] = {}
-        if self.meeting is not None:
-            fields["replicas"] = [self.meeting.axis, str(self.meeting)]
-        if self.pipeline is not None:
-            fields["pipeline"] = [self.pipeline.schedule, " ".join(self.pipeline.cuts)]
-        if self.recompute != "none":
-            fields["recompute"] = recompute_json(self.recompute)
-        if self.saved:
-            fields["saved"] = {name: how.text(self.mesh) for name, how in self.saved.items()}
-        if self.precision is not None:
-            fields["precision"] = str(self.precision)
-        if self.decomposed:
-            fields["decomposed"] = " ".join(self.decomposed)
-        if self.overlap_batches > 1:
-            fields["overlap"] = self.overlap_batches
-        if self.bucket_bytes is not None:
-            fields["buckets"] = self.bucket_bytes
-        if self.shapes:
-            fields["shapes"] = {name: list(shape) for name, shape in self.shapes.items()}
-        if self.dtypes:
-            fields["dtypes"] = dict(self.dtypes)
-        return fields
+        fields = {
+            "replicas": self.meeting and [self.meeting.axis, str(self.meeting)],
+            "pipeline": self.pipeline and [self.pipeline.schedule, " ".join(self.pipeline.cuts)],
+            "recompute": None if self.recompute == "none" else recompute_json(self.recompute),
+            "saved": {name: how.text(self.mesh) for name, how in self.saved.items()} or None,
+            "precision": self.precision and str(self.precision),
+            "decomposed": " ".join(self.decomposed) or None,
+            "overlap": self.overlap_batches if self.overlap_batches > 1 else None,
+            "buckets": self.bucket_bytes,
+            "shapes": {name: list(shape) for name, shape in self.shapes.items()} or None,
+            "dtypes": dict(self.dtypes) or None,
+        }
+        return {name: value for name, value in fields.items() if value is not None}
 
     @classmethod
     def from_json(cls, document: Any) -> Plan:
