@@ -5,7 +5,7 @@
 
 An all-gather is decomposed if linear layers alone read its result, and a reduce-scatter if it alone reads the result
 of a linear layer. If between an all-gather and its linear layers stands the mark of a saved slice
-(`autopar.ops.saving`) which is the operand of the all-gather, the call keeps this operand itself, and gathers again in
+(`autopar.ops.marks`) which is the operand of the all-gather, the call keeps this operand itself, and gathers again in
 backward:
 
     g = all_gather(x, [2]); k = kept(g, "layers.0.a"); a = linear(k, v)   ->   p = gather_products(x, (v,), again=True)
@@ -24,8 +24,8 @@ import torch
 from torch import fx
 
 from autopar.ops.collectives import Collective
+from autopar.ops.marks import kept
 from autopar.ops.nodes import draws
-from autopar.ops.saving import kept
 
 _LINEAR = torch.ops.aten.linear.default
 Gathered = tuple[tuple[int, ...], str]  # the dims of an all-gather, and its group

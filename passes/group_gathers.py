@@ -18,7 +18,7 @@ from torch import fx, nn
 
 from autopar.ops.collectives import Collective, fitted, is_collective
 from autopar.ops.exchange import EXCHANGES
-from autopar.ops.moves import is_move
+from autopar.ops.marks import is_move
 
 _SHAPING = (torch.ops.aten.reshape.default, fitted)
 MOVING = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter", *EXCHANGES)

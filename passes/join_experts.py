@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.analysis.experts import Experts
-from autopar.ops.build import call_like
-from autopar.ops.nodes import reached, tensor_operands
+from autopar.ops.nodes import call_like, reached, tensor_operands
 from autopar.rules import operator_name
 from autopar.rules.grouped import PRODUCTS
 

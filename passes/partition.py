@@ -39,7 +39,7 @@ from autopar.ir.call import FIT
 from autopar.ops import collectives, random  # noqa: F401  (they define torch.ops.autopar)
 from autopar.ops.alone import Alone, owners_of
 from autopar.ops.collectives import Collective, fitted, result_shape
-from autopar.ops.moves import to_device
+from autopar.ops.marks import to_device
 from autopar.ops.nodes import is_getitem, output_nodes, tensor_operands, tensor_results
 from autopar.ops.ring import Ring
 from autopar.passes.group_gathers import MOVING

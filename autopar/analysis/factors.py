@@ -22,8 +22,7 @@ from torch import fx
 
 from autopar import rules
 from autopar.analysis.atoms import Atom, leaves, unify
-from autopar.analysis.roles import name_factors
-from autopar.analysis.unified import Unified
+from autopar.analysis.roles import Unified, name_factors
 from autopar.analysis.work import works
 from autopar.capture.captured import Captured
 from autopar.ir import (

@@ -1,4 +1,4 @@
-"""Questions about a node of an fx graph: its operator, its tensors, its arguments by name."""
+"""Questions about a node of an fx graph: its operator, its tensors, its arguments by name; and a call in its place."""
 
 from __future__ import annotations
 
@@ -112,3 +112,11 @@ def module_path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     path = list(stack.values())[-1][0] if stack else ""
     return path.removeprefix("model").removeprefix(".")
+
+
+def call_like(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A call with an example value, and with the origin of the node it stands for."""
+    new = graph.call_function(target, args, kwargs)
+    values, named = fx.map_arg((args, kwargs), lambda argument: argument.meta["val"])
+    new.meta = {**like.meta, "val": target(*values, **named)}
+    return new

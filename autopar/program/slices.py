@@ -17,7 +17,7 @@ from torch import fx
 from autopar.cost_model.flow import Flow
 from autopar.cost_model.memory import KeptSlice
 from autopar.ir import CollectiveCall, Dims, Graph, Layout, Mesh, Plan, Tier, calls
-from autopar.ops.saving import kept
+from autopar.ops.marks import kept
 from autopar.pipeline.saved_values import SavedValues
 
 Gathered = tuple[tuple[int, ...], str]  # the dims of an all-gather, and its group

@@ -26,9 +26,9 @@ from autopar.ir.call import FIT
 from autopar.ops.alone import absent, alone
 from autopar.ops.collectives import LOCAL, Collective, fitted, seen
 from autopar.ops.exchange import table_of
+from autopar.ops.marks import kept
 from autopar.ops.nodes import draws as draws_numbers
 from autopar.ops.ring import Ring
-from autopar.ops.saving import kept
 from autopar.passes import arguments_on, fold_blocks
 from autopar.program.program import Program
 from autopar.proof.lockstep_rings import attend_together

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from autopar.ops.build import call_like
+from autopar.ops.nodes import call_like
 
 aten = torch.ops.aten
 

@@ -13,8 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from autopar.ops.build import call_like
-from autopar.ops.nodes import bound_arguments
+from autopar.ops.nodes import bound_arguments, call_like
 
 aten = torch.ops.aten
 _ATTENTION = aten.scaled_dot_product_attention.default

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from autopar.ops.build import call_like
-from autopar.ops.nodes import bound_arguments
+from autopar.ops.nodes import bound_arguments, call_like
 
 aten = torch.ops.aten
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from autopar.ops.build import call_like
-from autopar.ops.nodes import bound_arguments, schema
+from autopar.ops.nodes import bound_arguments, call_like, schema
 from autopar.rules.loss import MEAN, REDUCED, SUM
 
 aten = torch.ops.aten

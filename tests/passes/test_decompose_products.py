@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from autopar.ops.saving import kept
+from autopar.ops.marks import kept
 from autopar.passes import decompose_products
 from tests.passes.test_running import text
 

@@ -27,7 +27,7 @@ from torch import Tensor, fx, nn
 
 from autopar import _torch
 from autopar.ir import CollectiveCall, Mesh
-from autopar.ops.saving import kept
+from autopar.ops.marks import kept
 from autopar.program.slices import SavedSlice
 from autopar.runtime.parameters.gather import SavedView
 from autopar.runtime.ranks.tiers import Tiers

@@ -25,7 +25,7 @@ from torch import Tensor, fx, nn
 from autopar import _torch
 from autopar.ir import Mesh
 from autopar.ops.collectives import Collective, fitted, result_shape
-from autopar.ops.moves import is_move
+from autopar.ops.marks import is_move
 from autopar.passes.group_gathers import Chain, find_gathers, group_gathers
 from autopar.runtime.collectives.hops import Hop, Route, cast, fit, moving, signature, transposed
 from autopar.runtime.collectives.transfer import Transfer, travel
