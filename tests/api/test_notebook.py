@@ -36,7 +36,7 @@ def test_a_notebook_shows_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     module.display = display  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
     monkeypatch.setitem(sys.modules, "IPython.display", module)
-    monkeypatch.setattr("autopar.api.notebook.Console", lambda: types.SimpleNamespace(is_jupyter=True))
+    monkeypatch.setattr("autopar.api.announcing.Console", lambda: types.SimpleNamespace(is_jupyter=True))
     plan()
     *during, last = line.texts
     assert during == ["autopar: capturing the model ...", "autopar: searching the plan ..."]
