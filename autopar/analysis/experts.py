@@ -21,9 +21,8 @@ from typing import Any
 
 from torch import Tensor
 
-from autopar.analysis.expert_body import ExpertBody
 from autopar.analysis.expert_rule import BodyRule, call_target
-from autopar.analysis.expert_run import LayerRun
+from autopar.analysis.expert_run import ExpertBody, LayerRun
 from autopar.rules.spec import Call, Spec
 
 
