@@ -122,24 +122,6 @@ class Simulation:
         """Fraction of the step during which a rank idles, on average."""
         return self.bubble_seconds / self.step_seconds if self.step_seconds else 0.0
 
-    @property
-    def full_seconds(self) -> tuple[float, float]:
-        """Begin and end of the time during which the pipeline is full.
-
-        It begins with the first backward of the first rank, and ends with the last forward of the first rank.
-        """
-        first = [span for span in self.spans if span.rank == 0]
-        begin = min(span.begin_seconds for span in first if span.kind in "BI")
-        return begin, max(span.end_seconds for span in first if span.kind == "F")
-
-    def idle_seconds(self, begin: float, end: float) -> tuple[float, ...]:
-        """Seconds between two times in which each rank does not compute."""
-        idle = [end - begin] * self.ranks
-        for span in self.spans:
-            if len(span.kind) == 1:
-                idle[span.rank] -= max(0.0, min(span.end_seconds, end) - max(span.begin_seconds, begin))
-        return tuple(idle)
-
     @cached_property
     def spans(self) -> tuple[Span, ...]:
         """The time spans of all computations and sends, in an order of execution."""

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import autopar
 from autopar.ir import VERSIONED, Pipeline
 from autopar.pipeline.schedules import actions
-from autopar.pipeline.simulation import StageCosts, simulate
+from autopar.pipeline.simulation import Simulation, StageCosts, simulate
 from autopar.runtime.pipeline.pipeline import BoundStage
 from benchmarks.delayed import optimizer_of, random_batches
 from benchmarks.tables import markdown_table
@@ -146,14 +146,33 @@ def _overlap(steps: list[list[Busy]], begin: float, end: float) -> float:
     return sum(max(0.0, min(s.end, end) - max(s.begin, begin)) for s in spans)
 
 
+def full_seconds(run: Simulation) -> tuple[float, float]:
+    """Begin and end of the time during which a pipeline is full.
+
+    It begins with the first backward of the first rank, and ends with the last forward of the first rank.
+    """
+    first = [span for span in run.spans if span.rank == 0]
+    begin = min(span.begin_seconds for span in first if span.kind in "BI")
+    return begin, max(span.end_seconds for span in first if span.kind == "F")
+
+
+def idle_seconds(run: Simulation, begin: float, end: float) -> tuple[float, ...]:
+    """Seconds between two times in which each rank does not compute."""
+    idle = [end - begin] * run.ranks
+    for span in run.spans:
+        if len(span.kind) == 1:
+            idle[span.rank] -= max(0.0, min(span.end_seconds, end) - max(span.begin_seconds, begin))
+    return tuple(idle)
+
+
 def simulated_share(case: Case, ranks: int) -> float:
     """The same of the simulated schedule, where a forward takes 1, and a backward with its update 2."""
     pipeline = Pipeline(ranks, case.schedule, tuple(f"op{i}" for i in range(1, ranks)))
     found = simulate(actions(pipeline, case.micro_batches(ranks)), [StageCosts(1.0, 2.0)] * ranks)
     if case.flushes:
         return found.bubble_fraction
-    begin, end = found.full_seconds
-    return max(found.idle_seconds(begin, end)) / (end - begin)
+    begin, end = full_seconds(found)
+    return max(idle_seconds(found, begin, end)) / (end - begin)
 
 
 @click.command(context_settings={"show_default": True})

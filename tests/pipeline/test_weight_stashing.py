@@ -9,6 +9,7 @@ from autopar.ir import VERSIONED, Pipeline
 from autopar.pipeline.schedules import actions, check_micro_batches
 from autopar.pipeline.simulation import Simulation, StageCosts, simulate
 from autopar.pipeline.weight_stashing import WeightVersions
+from benchmarks.versions.idle import full_seconds, idle_seconds
 
 
 def pipeline(schedule: str, ranks: int) -> Pipeline:
@@ -100,10 +101,10 @@ def run(schedule: str, ranks: int, micro_batches: int, update_seconds: float = 0
 def test_between_warm_up_and_drain_no_rank_waits(schedule: str, ranks: int) -> None:
     # With an update a stage's turn lasts F + B + U = 3.5; 2bw has one in p turns only, which the others wait for.
     found = run(schedule, ranks, 8 * ranks, 0.0 if schedule == "2bw" else 0.5)
-    begin, end = found.full_seconds
+    begin, end = full_seconds(found)
     assert end - begin > 0.7 * found.step_seconds
-    assert found.idle_seconds(begin, end) == (0.0,) * ranks
-    assert max(found.idle_seconds(0.0, found.step_seconds)) > 0  # it fills and runs empty once a step
+    assert idle_seconds(found, begin, end) == (0.0,) * ranks
+    assert max(idle_seconds(found, 0.0, found.step_seconds)) > 0  # it fills and runs empty once a step
 
 
 def test_a_flush_after_every_update_waits_every_time() -> None:

@@ -20,6 +20,7 @@ from autopar.pipeline.schedules import actions
 from autopar.search.request.recipes import split_recipe
 from autopar.search.request.request import Request
 from autopar.search.stages.pipeline_settings import SEARCHED_SCHEDULES
+from benchmarks.versions.idle import full_seconds, idle_seconds
 
 WIDTH, ROWS, STAGES = 64, 64, 4
 STAGE_BYTES = 4 * (2 * WIDTH * WIDTH + 2 * WIDTH)  # two linear maps with biases, in float32
@@ -70,7 +71,7 @@ def test_a_full_pipeline_waits_for_nobody() -> None:
     step = ExecutedStep(found.graph, found.plan, find_hardware("h100"))
     costs = [replace(step.costs[0], send_forward_seconds=0, send_backward_seconds=0)] * STAGES
     run = autopar.pipeline.simulation.simulate(actions(step.pipeline, 32), costs)
-    assert run.idle_seconds(*run.full_seconds) == pytest.approx([0] * STAGES, abs=1e-12)
+    assert idle_seconds(run, *full_seconds(run)) == pytest.approx([0] * STAGES, abs=1e-12)
 
 
 # --- what is said
