@@ -127,15 +127,19 @@ class Planner:
         micro_batches, is_step = asked.micro_batches, asked.is_step
         keeps_open = self._keeps_open_number(asked)
 
-        @functools.cache
+        # Not a function with a cache of `functools`: where one was made, captures look for it among all objects.
+        known: dict[int, Prepared] = {}
+
         def captured(count: int) -> Prepared:
             def capture(open_dims: OpenDims) -> Captured:
                 with stand_ins(count) as (args, kwargs):
                     return self._capture(model, args, kwargs, asked, open_dims)
 
-            found = asked.captures.captured(count, asked.shapes(count), capture)
-            differentiable = frozenset(name for i, name in enumerate(found.inputs) if i in asked.differentiable)
-            return prepared_of(replace(found, differentiable=differentiable))
+            if count not in known:
+                found = asked.captures.captured(count, asked.shapes(count), capture)
+                differentiable = frozenset(name for i, name in enumerate(found.inputs) if i in asked.differentiable)
+                known[count] = prepared_of(replace(found, differentiable=differentiable))
+            return known[count]
 
         _refuse_unlike_models(lambda: captured(1 if keeps_open else micro_batches or 1))
         if micro_batches is None and asked.fixed is not None:
