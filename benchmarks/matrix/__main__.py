@@ -41,7 +41,7 @@ SLICE: Mapping[str, Sequence[str]] = {
     "every schedule, two ranks": ["tests/runtime/pipeline/test_pipeline.py::test_every_schedule"],
     "every recipe, two ranks": ["tests/runtime/plans/test_recipes.py::test_one_axis"],
     "commands with --json": ["tests/cli/test_stdout.py"],
-    "checkpoints": ["tests/runtime/checkpoint/test_checkpoint.py"],
+    "checkpoints": [f"tests/runtime/checkpoint/test_{name}.py" for name in ("checkpoint", "damage", "misfits")],
     "backend": ["tests/runtime/execute/test_backend.py::test_on_two_ranks"],
 }
 
