@@ -1,12 +1,15 @@
 """The house: which room imports which, as docs/design.md says, and how prose and tests are written."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 import autopar
 
@@ -32,9 +35,21 @@ def _modules() -> dict[str, Path]:
     return found
 
 
+@functools.cache
+def _nodes(path: Path) -> tuple[ast.AST, ...]:
+    """All nodes of a file's syntax tree, kept until the tests of this module end."""
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget() -> Iterator[None]:
+    yield
+    _nodes.cache_clear()
+
+
 def _imports(path: Path) -> Iterator[tuple[int, str]]:
     """Line and dotted name of everything a file imports from the package, also inside functions."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in _nodes(path):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "autopar":
             yield from ((node.lineno, f"{node.module}.{a.name}") for a in node.names)
         elif isinstance(node, ast.Import):
@@ -120,7 +135,7 @@ def test_importing_autopar_loads_nothing_heavy() -> None:
 
 def _private_names(path: Path) -> Iterator[str]:
     """Names of torch that begin with an underscore, but for operators of `torch.ops.aten`."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in _nodes(path):
         names = []
         if isinstance(node, ast.ImportFrom):
             names = [f"{node.module}.{a.name}" for a in node.names]
@@ -143,19 +158,14 @@ def test_private_names_of_torch_stay_in_their_room() -> None:
 
 
 def test_no_class_name_is_used_twice() -> None:
-    used = Counter(
-        node.name
-        for path in _modules().values()
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef)
-    )
+    used = Counter(node.name for path in _modules().values() for node in _nodes(path) if isinstance(node, ast.ClassDef))
     assert not {name for name, count in used.items() if count > 1}
 
 
 def _described(path: Path) -> Iterator[str]:
     """Every line under `Args:` or `Attributes:` that opens the description of a name."""
     documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in _nodes(path):
         doc = (ast.get_docstring(node) or "") if isinstance(node, documented) else ""
         for section in re.findall(r"^(?:Args|Attributes):\n((?:(?: {4}.*)?\n?)*)", doc, re.M):
             yield from re.findall(r"^ {4}(\S.*)", section, re.M)
@@ -184,7 +194,7 @@ def test_every_test_shows_what_it_asserts() -> None:
     tests = [
         (path, node)
         for path in (ROOT / "tests").rglob("test_*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in _nodes(path)
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
     ]
     assert len(tests) > 1000
