@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from click.testing import CliRunner
 
 from autopar.calibrate import calibrate, ranks
@@ -16,6 +18,7 @@ from autopar.calibrate.measure import COLLECTIVES, KernelCount
 from autopar.cli import main
 from autopar.cost_model import collective_seconds, read_hardware
 from autopar.errors import AutoparError
+from tests.runtime.gloo_ranks import Ranks
 
 if "calibrate" not in main.commands:  # the command works in the group before it is part of it
     from autopar.calibrate.command import calibrate_command
@@ -101,31 +104,32 @@ def test_one_rank_reports_every_step_and_guesses_links(left):
     assert not left()
 
 
+def told_by_torchrun(rank, count, store):
+    """What torchrun tells a rank, which has joined no process group yet."""
+    meeting = dist.FileStore(store, count)
+    if rank == 0:
+        with socket.create_server(("localhost", 0)) as free:
+            meeting.set("port", str(free.getsockname()[1]))
+    where = {"MASTER_ADDR": "localhost", "MASTER_PORT": meeting.get("port").decode()}
+    numbers = {"RANK": rank, "WORLD_SIZE": count, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": count}
+    os.environ.update(where | {name: str(number) for name, number in numbers.items()})
+
+
+def written(path):
+    result = run(*QUICK, path)
+    return result.exit_code, result.output
+
+
 @pytest.mark.multiprocess
 def test_the_ranks_of_torchrun_are_used(tmp_path):
-    program = (
-        "from autopar.cli import main; from autopar.calibrate.command import calibrate_command; "
-        "main.add_command(calibrate_command); main()"
-    )
-    script = tmp_path / "run.py"
-    script.write_text(program)
     path = tmp_path / "my.toml"
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(script),
-        *QUICK,
-        str(path),
-    ]
-    here = str(Path(__file__).parents[2])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": here}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Wrote") == 1  # the first rank alone
+    ranks = Ranks(2, told_by_torchrun)
+    try:
+        done = ranks.run(written, path)
+    finally:
+        ranks.stop()
+    assert [code for code, _ in done] == [0, 0], done
+    assert ["Wrote" in output for _, output in done] == [True, False]  # the first rank alone
     assert len(read_hardware(path).curves["collective"]) >= 4 * len(COLLECTIVES)
 
 
