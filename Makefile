@@ -17,8 +17,6 @@ INSTALL = $(BIN)/python -m pip install -q -c constraints.txt
 # One thread a process: the ranks of a demo or a test share the cores, they do not each own them.
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
-# Compiled modules are kept, whatever the shell says: the suite starts Python more than a hundred times.
-export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help env latest demo test suite lint slow matrix bench docs clean
