@@ -1,10 +1,11 @@
 """What every rank would do first: the server that ranks are forked from imports this module, once for all ranks.
 
-A first capture imports parts of torch and sympy and fills their tables, which takes longer than the capture itself.
-Nothing here starts a thread: a fork would leave it behind.
+A first capture and a first program import parts of torch and sympy and fill their tables, which takes ten times as
+long as those after them. Nothing here starts a thread: a fork would leave it behind, so no gradient is computed.
 """
 
 import contextlib
+import logging
 
 import hypothesis  # noqa: F401
 import pytest  # noqa: F401
@@ -18,7 +19,7 @@ import autopar.api
 import autopar.backend
 import autopar.proof.verify  # noqa: F401
 from autopar.cost_model import find_hardware
-from autopar.planning.planning import make_plan, prepare_step
+from autopar.planning.planning import make_plan
 from autopar.search.request.request import Request
 from tests.support.shared_captures import share_captures
 from tests.support.staged import prepared_once
@@ -31,7 +32,8 @@ tqdm.monitor_interval = 0
 torch.set_num_threads(1)
 
 _MODEL = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-_PREPARED = prepare_step(_MODEL, (torch.ones(2, 2),), loss_fn=torch.mean)
-prepared_once(_MODEL, (torch.ones(2, 2),), torch.mean)
+_PREPARED = prepared_once(_MODEL, (torch.ones(2, 2),), torch.mean)
 make_plan(_PREPARED, Request(find_hardware("cpu-gloo"), mesh={"dp": 2}, recipe="ddp"))
+logging.getLogger("autopar").setLevel(logging.WARNING)  # else this plan is announced
+autopar.compile(_MODEL, loss_fn=torch.mean, mesh={"dp": 1}).prepare(torch.ones(2, 2))
 share_captures()
