@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -65,9 +66,10 @@ def all_priced(name: str, micro_batches: int) -> list[tuple[Plan, Cost]]:
 
 
 @pytest.fixture(scope="module", params=GRAPHS)
-def name(request: pytest.FixtureRequest) -> str:
+def name(request: pytest.FixtureRequest) -> Iterator[str]:
     """A graph's name, after whose tests those of the next come: a worker prices the plans of few graphs."""
-    return str(request.param)
+    yield request.param
+    all_priced.cache_clear()
 
 
 # A batch in parts does all that a whole one does.
