@@ -1,4 +1,3 @@
-import functools
 import json
 import re
 import runpy
@@ -14,7 +13,7 @@ from autopar.views import read_trace
 from tests.support.staged import captured_once
 
 TARGET = "examples.gpt:tiny_example"
-HERE = ("--cluster", "h100x4", "--batch", "16", "--seq", "64")
+HERE = ("--cluster", "h100x4", "--batch", "16", "--seq", "64", "--stages", "1")
 
 
 def run(*args):
@@ -34,10 +33,11 @@ def one_capture():
         yield
 
 
-@functools.cache
-def explained(*options):
-    """The document on GPT-2 on four ranks; tests read it and do not change it."""
-    return document("explain", "gpt2", *HERE, *options)
+@pytest.fixture(scope="module")
+def explained(tmp_path_factory):
+    """The document on GPT-2 on four ranks with its page and its trace; tests read it and do not change it."""
+    html, trace = (tmp_path_factory.mktemp("explained") / name for name in ("report.html", "trace.json"))
+    return document("explain", "gpt2", *HERE, "--html", str(html), "--trace", str(trace)), html, trace
 
 
 # --- explain
@@ -83,9 +83,8 @@ def test_explain_searches_the_mesh():
     assert "* chosen" in result.output
 
 
-def test_explain_a_preset_with_all_its_files(tmp_path):
-    html, trace = tmp_path / "report.html", tmp_path / "trace.json"
-    found = document("explain", "gpt2", *HERE, "--stages", "1", "--html", str(html), "--trace", str(trace))
+def test_explain_a_preset_with_all_its_files(explained):
+    found, html, trace = explained
     assert html.read_text().startswith("<!DOCTYPE html>")
     assert len(read_trace(trace)) == len(found["events"])
     chosen = [each for each in found["candidates"] if each["chosen"]]
@@ -135,8 +134,8 @@ def test_a_batch_is_a_number_or_auto():
     assert refused.exit_code == 2 and "which `autopar explain` does" in refused.output
 
 
-def test_json_has_units_in_its_keys_and_nothing_else_on_stdout():
-    found = explained()
+def test_json_has_units_in_its_keys_and_nothing_else_on_stdout(explained):
+    found, *_ = explained
     timed = [key for key in found if key.endswith(("_seconds", "_bytes"))]
     assert {"step_seconds", "memory_bytes", "memory_bound_bytes"} <= set(timed)
     assert all("start_seconds" in each for each in found["events"])
@@ -144,8 +143,8 @@ def test_json_has_units_in_its_keys_and_nothing_else_on_stdout():
 
 
 def test_axes_of_one_rank_are_not_shown():
-    for depth in ("1", "4"):
-        result = run("explain", "gpt2", *HERE, "--no", "tp", "--stages", depth)
+    for depth in ("1", "2"):
+        result = run("explain", TARGET, "--ranks", "4", "--no", "tp", "--stages", depth)
         assert result.exit_code == 0, result.output
         assert "tp=1" not in result.output
 
@@ -154,28 +153,12 @@ def test_axes_of_one_rank_are_not_shown():
 
 
 def test_intents_are_obeyed():
-    found = document(
-        "explain",
-        "gpt2",
-        "--cluster",
-        "h100x4x2",
-        "--batch",
-        "16",
-        "--seq",
-        "64",
-        "--keep-inside-node",
-        "tp",
-        "--no",
-        "recompute",
-        "--no",
-        "zero3",
-        "--pin",
-        "layers.*.mlp.*=tp",
-    )
+    wishes = ("--keep-inside-node", "tp", "--no", "recompute", "--no", "zero3", "--pin", "blocks.*.mlp.*=tp")
+    found = document("explain", TARGET, "--cluster", "h100x4x2", "--stages", "1", *wishes)
     sizes = dict(part.split("=") for part in found["plan"]["mesh"].split(","))
     assert 1 < int(sizes["tp"]) <= 4
     assert found["run"]["recompute"] == "none"
-    storage = found["plan"]["parameters"]["layers.1.mlp.up.weight"]
+    storage = found["plan"]["parameters"]["blocks.1.mlp.up.weight"]
     assert "@tp" in json.dumps(storage)
     assert not any("zero3" in each["name"] for each in found["candidates"])
 
@@ -189,7 +172,8 @@ def test_a_pin_over_an_axis_splits_columns_and_then_rows():
 
 def test_a_bound_on_memory_changes_the_plan():
     # Without plans that store parameters on the host, whose search takes most of the time.
-    loose, tight = explained(), explained("--max-memory", "2GB", "--no", "offload")
+    asked = ("explain", "gpt2", *HERE, "--mesh", "dp=4", "--no", "offload")
+    loose, tight = document(*asked), document(*asked, "--max-memory", "2GB")
     assert tight["memory_bound_bytes"] == 2_000_000_000
     assert tight["memory_bytes"] <= 2e9 < loose["memory_bytes"] or tight["fits"]
     assert tight["step_seconds"] >= loose["step_seconds"] * (1 - 1e-9)
@@ -266,7 +250,7 @@ def test_fit_refuses_what_is_no_price():
 
 
 def test_compare_ranks_by_time_with_the_pareto_front():
-    found = document("compare", "gpt2", *HERE, "--top", "6")
+    found = document("compare", TARGET, "--ranks", "4", "--top", "6")
     rows = found["candidates"]
     fitting = [each["step_seconds"] for each in rows if each["fits"]]
     assert fitting == sorted(fitting)
@@ -276,7 +260,7 @@ def test_compare_ranks_by_time_with_the_pareto_front():
 
 def test_compare_writes_a_report(tmp_path):
     path = tmp_path / "compare.html"
-    result = run("compare", "gpt2", *HERE, "--html", str(path))
+    result = run("compare", TARGET, "--ranks", "4", "--html", str(path))
     assert result.exit_code == 0, result.output
     assert 'id="candidates"' in path.read_text()
     assert "bound by" in result.output and "priced; bound 80.7 GB" in result.output
@@ -289,9 +273,7 @@ def test_compare_writes_a_report(tmp_path):
 def documents(tmp_path_factory):
     folder = tmp_path_factory.mktemp("documents")
     for name, no in (("a", "tp"), ("b", "dp")):
-        (folder / f"{name}.json").write_text(
-            run("explain", "gpt2", *HERE, "--no", no, "--stages", "1", "--json").stdout
-        )
+        (folder / f"{name}.json").write_text(run("explain", "gpt2", *HERE, "--no", no, "--json").stdout)
     return folder / "a.json", folder / "b.json"
 
 

@@ -16,11 +16,9 @@ import sys
 from pathlib import Path
 from autopar.cli import main
 
-plan, here = sys.argv[1], ["--cluster", "h100x4", "--batch", "8", "--seq", "64", "--stages", "1"]
-for command in (
-    ["explain", "gpt2", *here, "--save", plan], ["fit", "gpt2", *here], ["compare", "gpt2", *here],
-    ["diff", plan, plan],
-):
+plan, here = sys.argv[1], ["examples.gpt:tiny_example", "--ranks", "2"]
+preset = ["gpt2", "--cluster", "h100x2", "--batch", "8", "--seq", "64", "--mesh", "dp=2", "--recipe", "ddp"]
+for command in (["explain", *preset, "--save", plan], ["fit", *here], ["compare", *here], ["diff", plan, plan]):
     with contextlib.suppress(SystemExit):  # by which `fit` says no
         main([*command, "--json"], standalone_mode=False)
 """
