@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 import autopar.api
 import autopar.backend
-import autopar.proof.verify  # noqa: F401
+import autopar.proof.verify
 from autopar.cost_model import find_hardware
 from autopar.planning.planning import make_plan
 from autopar.search.request.request import Request
