@@ -37,7 +37,7 @@ def _modules() -> dict[str, Path]:
 
 @functools.cache
 def _nodes(path: Path) -> tuple[ast.AST, ...]:
-    """All nodes of a file's syntax tree, kept until the tests of this module end."""
+    """All nodes of a module of the package, kept until the tests of this file end."""
     return tuple(ast.walk(ast.parse(path.read_text())))
 
 
@@ -165,7 +165,7 @@ def test_no_class_name_is_used_twice() -> None:
 def _described(path: Path) -> Iterator[str]:
     """Every line under `Args:` or `Attributes:` that opens the description of a name."""
     documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    for node in _nodes(path):
+    for node in ast.walk(ast.parse(path.read_text())):
         doc = (ast.get_docstring(node) or "") if isinstance(node, documented) else ""
         for section in re.findall(r"^(?:Args|Attributes):\n((?:(?: {4}.*)?\n?)*)", doc, re.M):
             yield from re.findall(r"^ {4}(\S.*)", section, re.M)
@@ -194,7 +194,7 @@ def test_every_test_shows_what_it_asserts() -> None:
     tests = [
         (path, node)
         for path in (ROOT / "tests").rglob("test_*.py")
-        for node in _nodes(path)
+        for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
     ]
     assert len(tests) > 1000

@@ -88,7 +88,7 @@ def test_a_capture_makes_no_function_with_a_cache() -> None:
     compiled()
     with mock.patch.object(gc, "get_referrers") as look:
         compiled()
-    look.assert_not_called()
+    assert not look.called
 
 
 def test_one_function_made_for_one_that_went_is_found() -> None:
