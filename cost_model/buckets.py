@@ -7,24 +7,23 @@ after c / N, so that the last one arrives after
     max(c + s / N, c / N + s)
 
 and (1 - 1 / N) min(s, c) of the messages hide. A machine hides the part `hides` of min(s, c) at most, whatever the
-buckets (its links and memory are shared with what computes), so that the part is min(hides, 1 - 1 / N) for a plan that
-names its buckets. Those of the usual size are so many that `hides` alone counts.
+buckets (its links and memory are shared with what computes), so that the part is min(hides, 1 - 1 / N).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import reduce
 
-from autopar.cost_model.arith import Quantity, larger, smaller
+from autopar.cost_model.arith import Quantity, larger, power, smaller
 from autopar.cost_model.collectives import BUCKET_BYTES
 from autopar.cost_model.flow import Flow
-from autopar.cost_model.machines.hardware import Hardware
+from autopar.cost_model.machines.hardware import Hardware, Link
 from autopar.cost_model.machines.software import Software
 from autopar.cost_model.sizes import Sizes
-from autopar.ir import Graph, Plan
+from autopar.ir import Graph, Mesh, Plan
 
 FEWEST_BUCKETS = 4
 SMALLEST_BUCKET_BYTES = 2**20  # as the first bucket of torch's DistributedDataParallel
@@ -48,6 +47,22 @@ def usual_bucket_bytes(total_bytes: int, axes: Iterable[Quantity]) -> Quantity:
     """
     by_ranks = reduce(larger, (BUCKET_BYTES_PER_RANK * size for size in axes), BUCKET_BYTES)
     return smaller(by_ranks, max(total_bytes // FEWEST_BUCKETS, SMALLEST_BUCKET_BYTES))
+
+
+def likely_bucket_bytes(total_bytes: int, axes: Sequence[tuple[Quantity, Link]]) -> Quantity:
+    """About the size that a search chooses for a plan, no less than the usual one.
+
+    N buckets of T bytes in all take N times the latency of a ring, and leave 1 / N of T / bandwidth exposed at the end
+    of a backward. The sum of both is least for buckets of the square root of T * latency * bandwidth.
+
+    Args:
+        total_bytes: bytes of all parameters, whole.
+        axes: sizes of the axes of the mesh, with their links.
+    """
+    latencies = (size * link.latency_seconds * link.bandwidth_bytes_per_second for size, link in axes)
+    sizes = (power(total_bytes * each, 0.5) for each in latencies)
+    usual = usual_bucket_bytes(total_bytes, (size for size, _ in axes))
+    return smaller(total_bytes, reduce(larger, sizes, usual))
 
 
 def whole_bytes(graph: Graph) -> int:
@@ -82,11 +97,28 @@ def sent_bytes(graph: Graph, plan: Plan) -> float:
     return sum(size * count for size, count in messages(graph, plan).values())
 
 
+def usual_machine(graph: Graph, mesh: Mesh, hardware: Hardware, software: Software, stages: int = 1) -> Hardware:
+    """The machine under a runtime, which hides no more of a stage's messages than buckets of the usual size let hide.
+
+    Args:
+        graph: the model.
+        mesh: the mesh of a stage.
+        hardware, software: the machine and the runtime.
+        stages: number of pipeline ranks.
+    """
+    total_bytes = whole_bytes(graph)
+    return _hiding(software.on(hardware), total_bytes / stages / usual_bucket_bytes(total_bytes, mesh.sizes))
+
+
 def machine_of(graph: Graph, plan: Plan, hardware: Hardware, software: Software) -> Hardware:
     """The machine under a runtime, which hides no more of a plan's messages than its buckets let hide."""
-    machine = software.on(hardware)
-    if plan.bucket_bytes is None or not machine.hides:
-        return machine
+    stages = plan.pipeline.ranks if plan.pipeline else 1
+    if plan.bucket_bytes is None or not hardware.hides:
+        return usual_machine(graph, plan.mesh, hardware, software, stages)
     # A gradient that fills a bucket travels alone.
     filled = (count * min(1.0, size / plan.bucket_bytes) for size, count in messages(graph, plan).values())
-    return replace(machine, hides=min(machine.hides, 1 - 1 / max(1.0, sum(filled))))
+    return _hiding(software.on(hardware), sum(filled))
+
+
+def _hiding(machine: Hardware, buckets: float) -> Hardware:
+    return replace(machine, hides=min(machine.hides, 1 - 1 / max(1.0, buckets)))

@@ -11,12 +11,13 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
 
 from autopar.cost_model.arith import Quantity
+from autopar.cost_model.buckets import likely_bucket_bytes, whole_bytes
 from autopar.cost_model.items import TOUCHED, MemoryItem, TrainingState, WorkItem
 from autopar.cost_model.machines.cluster import Cluster
 from autopar.cost_model.machines.kinds import stage_machines, together
@@ -423,10 +424,13 @@ class SettingEstimator:
         sizes = _ManySizes(
             plan.mesh, dict.fromkeys(self._batch_factors, at.batch), tuple(1.0 * size for _, size in axes)
         )
-        pricer = Pricer(
-            self.graph, plan, sizes=sizes, hardware=hardware, links=links, training_state=self.training_state
+        pricer = partial(
+            Pricer, self.graph, plan, sizes=sizes, hardware=hardware, links=links, training_state=self.training_state
         )
-        return _Work(at, tuple(pricer.items()), tuple(pricer.holdings()), pricer.boundary_bytes())
+        usual = pricer()
+        named = [(size, link) for (_, size), link in zip(axes, links, strict=True)]
+        items = pricer(bucket_bytes=likely_bucket_bytes(whole_bytes(self.graph), named)).items()
+        return _Work(at, tuple(items), tuple(usual.holdings()), usual.boundary_bytes())
 
     def _nothing(self) -> str:
         layers, depths = self._layers(), " or ".join(map(str, self.stages))

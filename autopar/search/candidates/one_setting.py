@@ -19,6 +19,7 @@ from autopar.pipeline.blocks import has_blocks
 from autopar.search.candidates.trials import Searched, Trial
 from autopar.search.exact.least_memory import least_bytes
 from autopar.search.exact.searches import Searches
+from autopar.search.refine.buckets import usual_seconds, with_buckets
 from autopar.search.refine.decomposed import with_decomposed
 from autopar.search.refine.delayed import with_delays
 from autopar.search.refine.nesting import with_nesting
@@ -94,16 +95,16 @@ class SettingSearch:
         graph = self.searches.with_batch(self.graph, rows)
         asked = asked.but(batch=None, micro_batches=trial.micro_batches or (None if asked.has_stages else count))
         known = trial.known
-        if known is not None:
-            faster_than_seconds = known.price.step_seconds
-        given = GivenMesh(graph, asked, self.fingerprint, count, self.fixed_storage, faster_than_seconds, self.searches)
+        bound = faster_than_seconds if known is None else usual_seconds(known, asked)
+        given = GivenMesh(graph, asked, self.fingerprint, count, self.fixed_storage, bound, self.searches)
         if gives_up and given.cannot_fit:
             raise UnsearchedError(f"No plan with {counted(count, 'micro-batch')} fits.")
         found = given.search()
         found = with_nesting(with_stores(found, request=asked), asked)
         found = with_decomposed(found, asked)
         found = with_overlap(found, asked)
-        found = with_delays(with_meeting(found, asked), asked)
+        found = with_buckets(with_meeting(found, asked), asked, faster_than_seconds)
+        found = with_delays(found, asked)
         if known is None:
             return found
         others = sorted((*found.others, *known.others), key=lambda each: each.key)

@@ -51,7 +51,6 @@ from autopar.search.candidates.trials import (
 )
 from autopar.search.candidates.unsplit_axis import open_trials_of, unsplit_trials_of, with_axis_as_two
 from autopar.search.exact.searches import Searches
-from autopar.search.refine.buckets import with_buckets
 from autopar.search.refine.orders import best_order, words_of_order
 from autopar.search.request.notes import note_of_unasked_stages
 from autopar.search.request.progress import Progress, silent
@@ -94,10 +93,9 @@ def search_plan(
         raise StateError(words)
     outer = _Outer(graph, request, captured_micro_batches, fingerprint, fixed_storage, progress=progress)
     try:
-        found = outer.with_or_without_host()
+        return outer.with_or_without_host()
     except MemoryBoundError as error:
         raise with_recipe_open(error, request.recipe) from None
-    return found._replace(best=with_buckets(found.best, request))
 
 
 @dataclass(frozen=True)

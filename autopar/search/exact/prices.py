@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from autopar.cost_model import Hardware, Sizes
+from autopar.cost_model.buckets import usual_machine
 from autopar.cost_model.items import COMPUTE, TOUCHED, MemoryItem, Region, TrainingState, WorkItem, kind_of_work
 from autopar.cost_model.machines.software import Software
 from autopar.cost_model.memory import layers_of_ops
@@ -169,7 +170,7 @@ class Prices:
         micro_batches: int,
         fixed_storage: Mapping[str, ParameterPlan],
     ) -> None:
-        machine = software.on(hardware)
+        machine = usual_machine(graph, mesh, hardware, software)
         links = [machine.link(mesh, axis) for axis in range(len(mesh.axes))]
         self.nodes = NodePricer(
             graph,

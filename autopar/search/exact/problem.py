@@ -12,6 +12,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 
 from autopar.cost_model import Hardware, SavedTensors, Sizes
+from autopar.cost_model.buckets import usual_machine
 from autopar.cost_model.items import FULL, TrainingState, WorkItem
 from autopar.cost_model.machines.software import AUTOPAR, Software
 from autopar.cost_model.node_items import regions_of
@@ -84,7 +85,7 @@ class Problem:
         self.saved = SavedTensors(graph)
         self.whole: Layout = (R,) * len(mesh.axes)
         self._regions = regions_of(graph)
-        hides = software.on(hardware).hides
+        hides = usual_machine(graph, mesh, hardware, software).hides
         self._least = MarginalCosts.least(hides, software.hides_activations)
         self._hides = bool(hides or software.hides_activations or software.runs_ahead)
         self.fold: Fold = fold(graph, mark=self._mark, repeats=repeats)

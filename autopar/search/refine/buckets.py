@@ -1,13 +1,15 @@
 """The size of buckets, in which parameters are gathered and gradients reduced, as a choice of a searched plan.
 
-The search prices buckets of the usual size (`autopar.cost_model.buckets`). The plan that it finds is priced with few
-other sizes, and takes the one with the shortest step, if that gains anything worth a line.
+The search of layouts prices buckets of the usual size (`autopar.cost_model.buckets`). The plan that it finds for a
+setting is priced with few other sizes, and takes the one with the shortest step, if that gains anything worth a line.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import cached_property
 
 from autopar.cost_model.buckets import SMALLEST_BUCKET_BYTES, sent_bytes, usual_bucket_bytes, whole_bytes
 from autopar.ir import Graph, Plan
@@ -18,38 +20,75 @@ from autopar.search.stages.given import Planned
 from autopar.units import format_bytes, format_seconds
 
 NUMBERS = (1, 2, 3, 4, 8, 16, 32)  # of buckets that a backward may fill
-# Least relative gain for which a plan names its buckets. They are chosen last: what they gain, the search did not know.
+# Least relative gain for which a plan names its buckets.
 _WORTH = 1e-2
 
 
-def with_buckets(found: Planned, request: Request) -> Planned:
+def with_buckets(found: Planned, request: Request, faster_than_seconds: float = math.inf) -> Planned:
     """The plan with the buckets that make its step shortest, or that the request names, and a note on a choice.
 
-    Sizes that do not fit into memory are not taken, but for one that is asked for.
+    Sizes that do not fit into memory are not taken, but for one that is asked for. A plan that is no faster than
+    `faster_than_seconds` in the usual buckets keeps these: no other size would make it the fastest.
     """
-    price = composed(found.graph, found.plan, **request.figures)
-    # A search of stages adds a time to launch kernels, so that its own price is not the one to compare with.
-    added_seconds = found.price.step_seconds - price.step_seconds
-
-    def priced(size: int) -> Planned:
-        notes = tuple(each for each in found.plan.notes if kind_of(each) != "price")  # those of the usual buckets
-        plan = replace(found.plan, bucket_bytes=size, notes=notes)
-        seconds, peak_bytes = composed(found.graph, plan, **request.figures)
-        return found._replace(plan=plan, price=Composed(seconds + added_seconds, peak_bytes))
-
-    if request.bucket_bytes is not None:
-        return priced(request.bucket_bytes)
-    if not sent_bytes(found.graph, found.plan):
+    asked, sizes = request.bucket_bytes, _Sizes(found, request)
+    if asked is not None:
+        return sizes[asked]
+    if found.price.step_seconds >= faster_than_seconds or not sent_bytes(found.graph, found.plan):
         return found
     usual = usual_bytes(found.graph, found.plan)
-    sizes = {size: priced(size) for size in dict.fromkeys((usual, *sizes_of(found.graph, found.plan)))}
-    bound = request.search_bound_bytes
-    fitting = [each for each in sizes.values() if bound is None or each.price.peak_bytes <= bound]
-    best = min(fitting, key=lambda each: each.price.step_seconds, default=sizes[usual])
-    before_seconds = sizes[usual].price.step_seconds
-    if best.price.step_seconds >= (1 - _WORTH) * before_seconds:
+    ordered = sorted({usual, *sizes_of(found.graph, found.plan)})
+    at = ordered.index(usual)
+    best = sizes.fastest(ordered[at + 1 :], found)
+    if best is found:
+        best = sizes.fastest(ordered[:at][::-1], found)
+    if best.price.step_seconds >= (1 - _WORTH) * found.price.step_seconds:
         return found
-    return _noted(best, usual, before_seconds)
+    return _noted(best, usual, found.price.step_seconds)
+
+
+class _Sizes(dict[int, Planned]):
+    """A plan with each size of its buckets."""
+
+    def __init__(self, found: Planned, request: Request) -> None:
+        super().__init__()
+        self._found, self._request = found, request
+
+    @cached_property
+    def _added_seconds(self) -> float:
+        """Time to launch kernels, which a search of stages adds to the price of its plan."""
+        if self._found.plan.pipeline is None:
+            return 0.0
+        price = composed(self._found.graph, self._found.plan, **self._request.figures)
+        return self._found.price.step_seconds - price.step_seconds
+
+    def __missing__(self, size: int) -> Planned:
+        found = self._found
+        notes = tuple(each for each in found.plan.notes if kind_of(each) != "price")  # those of the usual buckets
+        plan = replace(found.plan, bucket_bytes=size, notes=notes)
+        seconds, peak_bytes = composed(found.graph, plan, **self._request.figures)
+        self[size] = found._replace(plan=plan, price=Composed(seconds + self._added_seconds, peak_bytes))
+        return self[size]
+
+    def fastest(self, sizes: Iterable[int], best: Planned) -> Planned:
+        """The fastest plan of sizes, ever further from the usual one, up to the first that gains nothing or is too big.
+
+        A step first falls and then rises with the number of buckets: latencies grow with it, what stays exposed falls.
+        """
+        bound = self._request.search_bound_bytes
+        for size in sizes:
+            each = self[size]
+            is_full = bound is not None and each.price.peak_bytes > bound
+            if is_full or each.price.step_seconds >= best.price.step_seconds:
+                break
+            best = each
+        return best
+
+
+def usual_seconds(found: Planned, request: Request) -> float:
+    """Seconds of a step of a plan in the usual buckets, by which a search of layouts compares."""
+    if found.plan.bucket_bytes is None:
+        return found.price.step_seconds
+    return composed(found.graph, replace(found.plan, bucket_bytes=None), **request.figures).step_seconds
 
 
 def usual_bytes(graph: Graph, plan: Plan) -> int:

@@ -88,7 +88,7 @@ def test_a_single_bucket_hides_nothing_and_many_hide_what_the_machine_can() -> N
         0.75,
         0.8,
         0.8,
-        0.8,
+        0.75,
     ]
 
 
