@@ -121,4 +121,9 @@ def machine_of(graph: Graph, plan: Plan, hardware: Hardware, software: Software)
 
 
 def _hiding(machine: Hardware, buckets: float) -> Hardware:
-    return replace(machine, hides=min(machine.hides, 1 - 1 / max(1.0, buckets)))
+    return replace(machine, hides=min(machine.hides, hidden_part(buckets)))
+
+
+def hidden_part(buckets: Quantity) -> Quantity:
+    """The largest part of the messages of a number of buckets that a backward can hide."""
+    return 1 - 1 / larger(1.0, buckets)

@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from autopar.cost_model.arith import Quantity
-from autopar.cost_model.buckets import likely_bucket_bytes, whole_bytes
+from autopar.cost_model.arith import Quantity, smaller
+from autopar.cost_model.buckets import hidden_part, likely_bucket_bytes, whole_bytes
 from autopar.cost_model.items import TOUCHED, MemoryItem, TrainingState, WorkItem
 from autopar.cost_model.machines.cluster import Cluster
 from autopar.cost_model.machines.kinds import stage_machines, together
@@ -383,7 +383,7 @@ class SettingEstimator:
 
     def _step(self, work: _Work, recompute: Recompute | np.ndarray) -> Step:
         """The step of all settings at once: every figure is an array with an element for each setting."""
-        hardware, at = self.cluster.hardware, work.columns
+        hardware, at = replace(self.cluster.hardware, hides=work.hides), work.columns
         # Without lists of layers the formulas cannot tell layers from the ends: see `_of_equal_stages`.
         run = Run(
             1.0 * at.micro_batches,
@@ -429,8 +429,11 @@ class SettingEstimator:
         )
         usual = pricer()
         named = [(size, link) for (_, size), link in zip(axes, links, strict=True)]
-        items = pricer(bucket_bytes=likely_bucket_bytes(whole_bytes(self.graph), named)).items()
-        return _Work(at, tuple(items), tuple(usual.holdings()), usual.boundary_bytes())
+        total_bytes = whole_bytes(self.graph)
+        bucket_bytes = likely_bucket_bytes(total_bytes, named)
+        hides = smaller(hardware.hides, hidden_part(total_bytes / at.stages / bucket_bytes))
+        items = pricer(bucket_bytes=bucket_bytes).items()
+        return _Work(at, tuple(items), tuple(usual.holdings()), usual.boundary_bytes(), hides)
 
     def _nothing(self) -> str:
         layers, depths = self._layers(), " or ".join(map(str, self.stages))
@@ -496,12 +499,14 @@ class _Work:
         columns: the settings.
         items, holdings: work and memory, whose figures are arrays with an element for each setting.
         boundary_bytes: bytes of the activations that one stage sends to the next.
+        hides: part of the communication of parameters and gradients that overlaps with compute.
     """
 
     columns: _Columns
     items: tuple[WorkItem, ...]
     holdings: tuple[MemoryItem, ...]
     boundary_bytes: Quantity
+    hides: Quantity
 
     @cached_property
     def _places(self) -> dict[tuple[float, ...], int]:

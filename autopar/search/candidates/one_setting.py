@@ -205,7 +205,7 @@ class SettingSearch:
         request = self.request.but(micro_batches=count, offload=False)
         graph = self.searches.with_batch(self.graph, self.rows // count)
         try:
-            return GivenMesh(graph, request, captured=count, searches=self.searches).flat_seconds
+            return GivenMesh(graph, request, self.fingerprint, count, searches=self.searches).flat_seconds
         except (MeshError, PlanError, RecipeError, SearchError):
             return math.inf
 

@@ -120,6 +120,11 @@ def descents(problem: Problem, bound: int | None) -> list[Descent]:
     return found
 
 
+def may_fit_freely(problem: Problem, bound: int) -> bool:
+    """Whether the fastest plan without a bound on memory may stay within one: that of the first descents does."""
+    return fits(best_of([_descend(problem, order, None) for order in _orders(problem.mesh)], None), bound)
+
+
 def _is_proven(problem: Problem, found: Sequence[Descent], bound: int | None) -> bool:
     """Whether the plan of the first descent is known to be the fastest, but for the solver's tolerance.
 

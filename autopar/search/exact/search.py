@@ -30,6 +30,7 @@ from autopar.search.exact.descent import (
     descents,
     fits,
     least_seconds_within,
+    may_fit_freely,
     named_recipes,
     smallest_fits,
 )
@@ -233,6 +234,10 @@ class MeshSearch:
 
     def _within(self, memory_bytes: int | None) -> Found:
         problem = self.problem
+        if memory_bytes is not None and may_fit_freely(problem, memory_bytes):
+            free = self.within(None)
+            if free.cost.memory_bytes <= memory_bytes:
+                return free
         found = descents(problem, memory_bytes)
         best = best_of(found, memory_bytes)
         if not fits(best, memory_bytes):
