@@ -197,7 +197,9 @@ def test_memory_is_never_slower_where_the_host_takes_parameters(update_bytes_per
     assert all(more <= TOLERANCE * less for more, less in itertools.pairwise(seconds))
 
 
-def test_more_memory_is_not_slower_where_all_communication_hides() -> None:
+def test_more_memory_is_not_slower_where_all_communication_hides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if buckets were so small that even the last one hid."""
+    monkeypatch.setattr("autopar.cost_model.buckets.hidden_part", lambda buckets: 1.0)
     graph = residual(2, Sizes(batch=4, width=64, hidden=64, vocab=2048))
     software, hardware = (replace(HIDING, hides=1.0, host_seconds=1e-8), replace(MACHINE, memory_efficiency=1.0))
     loose = price(graph, {"x": 2, "y": 2}, "auto", software=software, hardware=hardware)

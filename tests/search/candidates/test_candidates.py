@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from autopar.cost_model.buckets import usual_bucket_bytes
 from autopar.cost_model.machines.cluster import find_cluster
 from autopar.cost_model.steps.run import Run
 from autopar.explanation.advice import Question
@@ -75,8 +76,16 @@ def test_as_few_layers_run_again_as_fit_beside_what_the_host_stores(space, price
     assert all(bound < p.memory_bytes <= bound + p.movable_bytes for p in found)
 
 
-def test_arrays_agree_with_the_expressions(space, priced):
-    """The same plan through sympy, one configuration at a time."""
+def test_arrays_agree_with_the_expressions(space, monkeypatch):
+    """The same plan through sympy, one setting at a time, in buckets of the usual size, of which nothing hides."""
+
+    def usual(total_bytes, axes):
+        return usual_bucket_bytes(total_bytes, [size for size, _ in axes])
+
+    monkeypatch.setattr("autopar.search.candidates.candidates.likely_bucket_bytes", usual)
+    hardware = replace(space.cluster.hardware, hides=0.0)
+    space = replace(space, cluster=replace(space.cluster, hardware=hardware))
+    priced = space.price()
     for each in priced[:: len(priced) // 5]:
         s = each.setting
         plan = space.plan(s.data, s.tensor)

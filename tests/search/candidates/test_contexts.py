@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 from autopar.cost_model import find_cluster, find_hardware
-from autopar.cost_model.buckets import usual_bucket_bytes, whole_bytes
 from autopar.cost_model.machines.software import with_eager_runs
 from autopar.errors import AutoparError
 from autopar.explanation.advice import Question
 from autopar.ir import Graph, Mesh
 from autopar.search.candidates.contexts import context_trials_of, cut_trials_of
 from autopar.search.candidates.outer import search_plan
-from autopar.search.candidates.trials import Explored, Trial, explore
+from autopar.search.candidates.trials import SURELY_SLOWER, Explored, Trial, explore
 from autopar.search.request.request import Request
 from autopar.search.stages.given import Planned
 from tests.search.graphs import LlamaSizes, llama
@@ -170,15 +169,15 @@ def test_nothing_is_cut_where_a_user_names_axes_or_one_node_has_all_ranks(option
     assert not list(cut_trials_of(samples(), request, known))
 
 
-def test_what_is_cut_has_the_step_that_its_estimate_promises() -> None:
+def test_what_is_cut_has_about_the_step_that_its_estimate_promises() -> None:
+    """The estimate takes a likely size of buckets. No plan is so much faster that it would be passed over."""
     assert cuts()
     for trial in cuts()[:2]:
         assert trial.priced is not None
         named = of_samples(mesh=trial.mesh, recipe=trial.priced.setting.recipe, micro_batches=trial.micro_batches)
-        usual = usual_bucket_bytes(whole_bytes(samples()), trial.mesh.sizes)  # those of the estimate
-        found = search_plan(samples(), named.but(bucket_bytes=int(usual)))
-        seconds = found.best.price.step_seconds
-        assert seconds == pytest.approx(trial.promise_seconds, rel=0.01)
+        seconds = search_plan(samples(), named).best.price.step_seconds
+        assert seconds == pytest.approx(trial.promise_seconds, rel=0.05)
+        assert trial.promise_seconds < SURELY_SLOWER * seconds
 
 
 @pytest.mark.slow
