@@ -257,7 +257,7 @@ def own_collectives(op: Op, labels: Labels, sizes: Sizes) -> Iterator[tuple[int,
     and after the forward.
     """
     for each in op.collectives:
-        before = each.itemsize_bytes * sizes.extent(each.leaves, labels)
+        before = each.itemsize_bytes * each.stretch * sizes.extent(each.leaves, labels)
         for axis, label in enumerate(labels):
             if plain(label) in each.labels:
                 grown = sizes.axis(axis) if each.forward == "all_gather" else 1

@@ -22,6 +22,7 @@ from autopar.ir import (
     split_counts,
     split_factors,
     steps_of,
+    stretch_of,
     uneven_axes,
 )
 
@@ -140,7 +141,7 @@ def _largest_share(dims: Dims, layout: Layout, mesh: Mesh) -> sympy.Rational:
 
     A formula takes it as it is on this mesh, so that it has a slope everywhere.
     """
-    if not uneven_axes(dims, layout, mesh):
+    if not uneven_axes(dims, layout, mesh) and stretch_of(layout) == 1:
         return sympy.Integer(1)
     parts = math.prod(size for state, size in zip(layout, mesh.sizes, strict=True) if state.kind == "S")
     return sympy.Rational(local_elements(dims, layout, mesh) * parts, math.prod(map(math.prod, dims)))

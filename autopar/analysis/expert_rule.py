@@ -18,6 +18,7 @@ from autopar import rules
 from autopar.analysis.atoms import Atom, leaves, unify
 from autopar.analysis.exchange import Emit, Exchange, can_be_exchanged, marked, stated
 from autopar.analysis.expert_run import ExpertBody, LayerRun
+from autopar.ir.skew import ORDERS
 from autopar.ops.nodes import is_getitem, tensor_operands
 from autopar.rules.grouped import PRODUCTS, product_of_rows
 from autopar.rules.index import shifted
@@ -261,12 +262,13 @@ class BodyRule:
     def _orders(self, flows: set[fx.Node]) -> list[Hidden]:
         """The permutations that backward needs: one per operand with a gradient, and that of the result."""
         letters = self._named(self.dims[self.experts.sorted_ids][0])
+        order, back = ORDERS
         ways = {
-            "order" if slots == 1 else f"order_of_{i}": None
+            order if slots == 1 else f"{i}_{order}": None
             for i, (slots, node) in enumerate(zip(self.experts.slots, self.experts.inputs, strict=False))
             if node in flows
         }
-        return [Hidden(name, letters, torch.int64) for name in (*ways, "back")]
+        return [Hidden(name, letters, torch.int64) for name in (*ways, back)]
 
     def _base(self, node: fx.Node) -> fx.Node:
         """The tensor whose memory a view shares."""

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from autopar.analysis.expert_rule import BodyRule, call_target
 from autopar.analysis.expert_run import ExpertBody, LayerRun
+from autopar.ir.skew import EXPERTS
 from autopar.rules.spec import Call, Spec
 
 
@@ -36,7 +37,7 @@ class Experts(ExpertBody):
     __name__ = "experts"
 
     def __str__(self) -> str:
-        return "autopar.analysis.experts"
+        return EXPERTS
 
     def __call__(self, *operands: Tensor) -> Tensor:
         """The whole op, as it stands in the captured graph."""

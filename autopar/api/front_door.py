@@ -198,7 +198,8 @@ def explain(
 
     def captured(count: int) -> Prepared:
         own_args, own_kwargs = arguments.rebuild(first_micro_batch(arguments, count))
-        return prepare_step(model, own_args, own_kwargs, loss_fn=loss_fn, precision=request.precision)
+        found = prepare_step(model, own_args, own_kwargs, loss_fn=loss_fn, precision=request.precision)
+        return found.skewed(request.skew)
 
     def searched(prepared: Prepared, count: int) -> Plan:
         return make_plan(prepared, request.of_micro_batches(count))

@@ -138,7 +138,7 @@ class Planner:
             if count not in known:
                 found = asked.captures.captured(count, asked.shapes(count), capture)
                 differentiable = frozenset(name for i, name in enumerate(found.inputs) if i in asked.differentiable)
-                known[count] = prepared_of(replace(found, differentiable=differentiable))
+                known[count] = prepared_of(replace(found, differentiable=differentiable)).skewed(self._request.skew)
             return known[count]
 
         _refuse_unlike_models(lambda: captured(1 if keeps_open else micro_batches or 1))

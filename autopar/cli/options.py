@@ -160,7 +160,7 @@ def _sentence(text: str) -> str:
 
 
 _PLAN = options_of(PlanOptions)
-_NUMBERS = {"N": POSITIVE, "V": POSITIVE, "PART": Real(0, 1, max_open=True)}
+_NUMBERS = {"N": POSITIVE, "V": POSITIVE, "PART": Real(0, 1, max_open=True), "FACTOR": Real(1)}
 _OWN: dict[str, dict[str, Any]] = {
     "recipe": {
         "help": f"One of {RECIPE_NAMES}, or per axis: pp:1f1b,dp:zero3,tp:tp+sp. fit and compare take auto, "

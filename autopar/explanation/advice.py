@@ -179,12 +179,12 @@ class Question:
         if not own:
             rows = request.batch or (request.ranks or 1) * (request.micro_batches or 1)
             asked = request.but(batch=rows, cuts_batch=True)
-            return with_graph(prepared, graph), asked.of_replica()
+            return with_graph(prepared, graph).skewed(asked.skew), asked.of_replica()
         size, count = captured_batch(graph), request.micro_batches
         if request.batch is not None:
             count = self._own_batches(size)
         asked = request.but(batch=size * (count or 1), micro_batches=count)
-        return with_graph(prepared, graph), asked.of_replica()
+        return with_graph(prepared, graph).skewed(asked.skew), asked.of_replica()
 
     def _own_batches(self, own: int) -> int:
         """Number of micro-batches of a step, if each micro-batch has the `own` rows of the target's example."""

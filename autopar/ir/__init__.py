@@ -42,6 +42,7 @@ from autopar.ir.layout import (
     nested,
     parse_layout,
     parts_of,
+    stretch_of,
 )
 from autopar.ir.meeting import Meeting, mesh_of_all, mesh_of_replica
 from autopar.ir.mesh import PIPELINE_AXIS, Mesh

@@ -49,6 +49,8 @@ class State(NamedTuple):
 
     Axes that split the same factor nest by their depth, and axes of the same depth in the order of the mesh. Depths are
     the least that say so, see `nested`. A named tuple, because searches hash states by the million.
+
+    Where an op keeps rows that its ranks exchanged, the fullest rank has `stretch` times the mean (`autopar.ir.skew`).
     """
 
     kind: Literal["O", "P", "R", "S", "V"]
@@ -56,6 +58,7 @@ class State(NamedTuple):
     factor: int = 0
     owner: int = ANY
     depth: int = 0
+    stretch: float = 1.0
 
     def __str__(self) -> str:
         if self.kind == "O":
@@ -354,4 +357,11 @@ def local_elements(dims: Dims, layout: Layout, mesh: Mesh) -> int:
     >>> local_elements(((8,), (6,)), (S(0), S(1)), Mesh.parse("dp=4,tp=2"))
     6
     """
-    return int(math.prod(local_shape(dims, layout, mesh)))
+    count = int(math.prod(local_shape(dims, layout, mesh)))
+    stretch = stretch_of(layout)
+    return count if stretch == 1 else math.ceil(stretch * count)
+
+
+def stretch_of(layout: Layout) -> float:
+    """Elements of the fullest rank over those of the mean, in rows that ranks exchanged."""
+    return math.prod(state.stretch for state in layout)

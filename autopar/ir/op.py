@@ -66,6 +66,7 @@ class OwnCollective:
         backward: name of the collective that runs on the gradient; "" for none.
         itemsize_bytes: bytes of one element of the message.
         leaves: factors of the message; the product of their sizes is its number of elements.
+        stretch: elements of the rank that sends or gets most of them, over the mean.
     """
 
     labels: frozenset[str]
@@ -73,6 +74,7 @@ class OwnCollective:
     backward: str
     itemsize_bytes: int
     leaves: tuple[Leaf, ...] = ()
+    stretch: float = 1.0
 
 
 @dataclass(frozen=True)

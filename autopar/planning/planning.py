@@ -35,6 +35,7 @@ from autopar.ir import (
 )
 from autopar.ir.batches import captured_batch
 from autopar.ir.recompute import RecomputeOption
+from autopar.ir.skew import with_skew
 from autopar.passes import clean_up
 from autopar.pipeline.blocks import has_blocks
 from autopar.pipeline.parts import count_repeating
@@ -63,6 +64,10 @@ class Prepared:
     def whole(self) -> BatchCapture:
         """This capture, used as that of the whole batch, for comparison with the capture of a micro-batch."""
         return BatchCapture(self.captured, self.analysis.graph)
+
+    def skewed(self, skew: float) -> Prepared:
+        """The same model with skewed routing to its experts, see `autopar.ir.skew`."""
+        return replace(self, analysis=replace(self.analysis, graph=with_skew(self.analysis.graph, skew)))
 
 
 @collecting_rarely()

@@ -44,6 +44,11 @@ class _Handle:
 
 def kept_bytes(forward: Callable[[], object], stored: Iterable[Tensor]) -> int:
     """Bytes of all storages that the graph behind the results of `forward` keeps, without `stored`."""
+    return sum(x.untyped_storage().nbytes() for x in kept_tensors(forward, stored))
+
+
+def kept_tensors(forward: Callable[[], object], stored: Iterable[Tensor]) -> list[Tensor]:
+    """A tensor for each of these storages."""
     handles: weakref.WeakSet[_Handle] = weakref.WeakSet()
 
     def pack(x: Tensor) -> _Handle:
@@ -54,10 +59,10 @@ def kept_bytes(forward: Callable[[], object], stored: Iterable[Tensor]) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda handle: handle.tensor):
         results = forward()
     without = {x.untyped_storage().data_ptr() for x in stored}
-    storages = [handle.tensor.untyped_storage() for handle in handles]
-    found = {s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in without}
+    tensors = [handle.tensor for handle in handles]
+    found = {x.untyped_storage().data_ptr(): x for x in tensors}
     del results  # until here, because it holds the graph
-    return sum(found.values())
+    return [x for at, x in found.items() if at not in without]
 
 
 def unsplit_plan(graph: Graph, fingerprint: str) -> Plan:

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from autopar.cost_model import H100
 from autopar.errors import PlanError, RecipeError
 from autopar.ir import Mesh, Plan, is_legal
+from autopar.ir.skew import with_skew
 from autopar.ops.sharding import shard
 from autopar.planning.planning import Prepared, make_plan, prepare_step
 from autopar.program.program import build_program
 from autopar.proof.lockstep import run
 from autopar.search.request.request import Request
-from benchmarks.accuracy.saved_activations import kept_bytes
+from benchmarks.accuracy.saved_activations import kept_tensors
 from tests.support.experts import Routed, routes
 from tests.support.price_oracle import price
 
@@ -57,13 +58,13 @@ def planned(prepared: Prepared, labels: str, mesh: Mesh) -> Plan:
     return make_plan(prepared, Request(H100, mesh=mesh, recipe="ep", pins={layer_of(prepared): labels}))
 
 
-def test_evenly_used_experts_keep_what_is_priced(model: Loss, prepared: Prepared) -> None:
-    """What has arrived and what was made of it, on each of two ranks, simulated."""
-    plan, graph = planned(prepared, "t>e@ep", TWO), prepared.analysis.graph
+def kept_under(prepared: Prepared, model: Loss, plan: Plan, ids: Tensor) -> list[Tensor]:
+    """What the ranks of a plan keep for backward besides parameters and inputs, simulated, for these routes."""
+    graph = prepared.analysis.graph
     program, own = (build_program(prepared.captured, prepared.analysis, plan), model.named_parameters())
     layouts = {name: how.resident for name, how in plan.parameters.items()}
     values = {name: x.detach() for name, x in own}
-    arguments = [
+    parameters = [
         [
             shard(values[p.name], graph.tensors[graph.parameters[p.name]].dims, layouts[p.name], TWO, i)
             .clone()
@@ -72,18 +73,28 @@ def test_evenly_used_experts_keep_what_is_priced(model: Loss, prepared: Prepared
         ]
         for p in program.parameters
     ]
-    stored = [x for ranks in arguments for x in ranks]
-    inputs = zip(graph.inputs.items(), BATCH, strict=True)
-    arguments += [
-        [shard(x, graph.tensors[t].dims, plan.inputs[name], TWO, i) for i in range(2)] for (name, t), x in inputs
-    ]
-    arguments = [
-        *arguments[: len(program.parameters)],
-        *([c] * 2 for c in program.constants),
-        *arguments[len(program.parameters) :],
-    ]
-    kept = kept_bytes(lambda: run(program, arguments), stored)
-    assert kept == 2 * price(graph, plan, H100).saved_bytes
+    given = zip(graph.inputs.items(), (BATCH[0], ids), strict=True)
+    inputs = [[shard(x, graph.tensors[t].dims, plan.inputs[name], TWO, i) for i in range(2)] for (name, t), x in given]
+    arguments = [*parameters, *([c] * 2 for c in program.constants), *inputs]
+    return kept_tensors(lambda: run(program, arguments), [x for ranks in parameters for x in ranks])
+
+
+def test_evenly_used_experts_keep_what_is_priced(model: Loss, prepared: Prepared) -> None:
+    """What has arrived and what was made of it, on each of two ranks, simulated."""
+    plan, graph = planned(prepared, "t>e@ep", TWO), prepared.analysis.graph
+    kept = kept_under(prepared, model, plan, BATCH[1])
+    assert sum(x.untyped_storage().nbytes() for x in kept) == 2 * price(graph, plan, H100).saved_bytes
+
+
+def test_the_rank_of_the_fullest_experts_keeps_what_is_priced_for_a_skew(model: Loss, prepared: Prepared) -> None:
+    """Of 32 rows 24 go to the experts of the second rank, 1.5 times the mean of 16."""
+    rows = torch.arange(16)
+    ids = torch.stack([2 + rows % 2, torch.where(rows < 8, rows % 2, 3 - rows % 2)], 1)
+    plan, graph = planned(prepared, "t>e@ep", TWO), prepared.analysis.graph
+    arrived = [x.untyped_storage().nbytes() for x in kept_under(prepared, model, plan, ids) if 24 in x.shape]
+    more = price(with_skew(graph, 1.5), plan, H100).saved_bytes - price(graph, plan, H100).saved_bytes
+    assert len(arrived) > 3
+    assert more == sum(arrived) / 3
 
 
 def test_rows_change_hands_along_all_axes_of_the_experts_or_none(prepared: Prepared) -> None:

@@ -14,7 +14,7 @@ from benchmarks.doors.page import PAGE, page
 # A new option pays for itself: it generalises one that is there, which goes.
 PLAN = (
     "mesh micro_batches schedule chunks recompute stages recipe pins inside_node decompose overlap_batches "
-    "bucket_bytes offload without memory_bytes headroom precision training_state"
+    "bucket_bytes offload without memory_bytes headroom precision skew training_state"
 )
 RUN = "hardware init_fn weights nvme cache seed batch outputs timeout_seconds skip_nonfinite drift loss_scale executor"
 

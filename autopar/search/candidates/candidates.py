@@ -27,7 +27,7 @@ from autopar.cost_model.sizes import SymbolicSizes
 from autopar.cost_model.steps.run import Run, Stage, total
 from autopar.cost_model.steps.step import Step
 from autopar.errors import AutoparError, SearchError
-from autopar.ir import Graph, Layout, Mesh, Plan, Tensor, reaches_all, with_pipeline
+from autopar.ir import Graph, Layout, Mesh, Plan, Tensor, reaches_all, stretch_of, with_pipeline
 from autopar.ir.batches import captured_batch
 from autopar.ir.recompute import Recompute
 from autopar.pipeline.parts import is_whole
@@ -564,4 +564,4 @@ class _ManySizes(SymbolicSizes):
             for name, size in zip(names, sizes, strict=True)
         )
         parts = (self._axes[axis] for axis, state in enumerate(layout) if state.kind == "S")
-        return math.prod(leaves, start=1.0 * tensor.itemsize_bytes) / math.prod(parts, start=1)
+        return stretch_of(layout) * math.prod(leaves, start=1.0 * tensor.itemsize_bytes) / math.prod(parts, start=1)

@@ -61,9 +61,11 @@ def _exchange_lines(graph: Graph, plan: Plan) -> list[str]:
     experts = [op for op in layers if op.kind != FUSED_ATTENTION]
     found = []
     if experts:
+        skew = max(op.choice(label).stretch for op in experts for label in plan.ops[op.name])
+        used = "all experts were used equally (a guess)" if skew == 1 else f"the fullest had {skew:g} times its share"
         found.append(
             f"rows are sent to the ranks of their experts and back along {_exchanging(plan, experts)} in "
-            f"{counted(len(experts), 'layer')}, priced as if all experts were used equally (a guess)"
+            f"{counted(len(experts), 'layer')}, priced as if {used}"
         )
     if rings:
         found.append(

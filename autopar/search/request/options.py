@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -123,6 +124,9 @@ class PlanOptions:
             parameters stay in their own format, are cast once a step before they are gathered, and gradients are added
             up and reduced in the format of the policy. By default everything is computed in the model's own formats
             (docs/precision.md).
+        skew: rows of the fullest expert over the mean of all, 1 or more, such as 1.3: a mixture of experts is priced as
+            if the rank of that expert had so many times its share of the rows, in time and in memory
+            (docs/splitting.md). What is computed does not depend on it.
         training_state: what the optimizer will keep for each parameter, such as `adamw8bit` for the AdamW8bit of
             torchao; the memory of a plan is priced with it (docs/precision.md). `adamw8bit gradients=2 masters=0`
             trains bf16 parameters without float32 masters. By default AdamW with two moments in the parameters' own
@@ -186,6 +190,7 @@ class PlanOptions:
     )
     headroom: float = option(HEADROOM, metavar="PART", is_constraint=False)
     precision: MixedPrecision | None = option(None, metavar="POLICY", parse=MixedPrecision.of, is_constraint=False)
+    skew: float = option(1.0, metavar="FACTOR", is_constraint=False)
     training_state: TrainingState = option(FULL, metavar="WORDS", parse=TrainingState.of, is_constraint=False)
 
     def __post_init__(self) -> None:
@@ -291,6 +296,11 @@ class PlanOptions:
             raise AutoparError(
                 f"headroom={self.headroom!r} must be a fraction of the memory, at least 0 and less than 1; the default "
                 f"is {HEADROOM}."
+            )
+        if not isinstance(self.skew, (int, float)) or not 1 <= self.skew < math.inf:
+            raise AutoparError(
+                f"skew={self.skew!r} is no ratio of the fullest expert's rows to the mean: write 1 or more, "
+                "such as 1.3."
             )
 
     def _check_names(self) -> None:
