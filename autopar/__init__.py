@@ -7,6 +7,7 @@ autopar.explain(model, inputs, mesh=..., cluster="h100x8x16")      what it would
 """
 
 import importlib as _importlib
+import random as _random
 from typing import TYPE_CHECKING
 from typing import Any as _Any
 
@@ -92,7 +93,9 @@ def __getattr__(name: str) -> _Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'autopar' has no attribute {name!r}")
     _check_torch()
+    drawn = _random.getstate()  # modules may draw while they are imported (rich does), and the script has seeded by now
     home = _importlib.import_module(_HOMES[name])
+    _random.setstate(drawn)
     value = home if name == "checkpoint" else getattr(home, name)
     globals()[name] = value
     return value

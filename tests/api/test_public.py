@@ -1,4 +1,5 @@
 import inspect
+import random
 import subprocess
 import sys
 
@@ -48,3 +49,12 @@ def test_checkpoints_are_imported_by_their_public_name():
 
     assert save_checkpoint is autopar.checkpoint.save_checkpoint is checkpoint.save_checkpoint
     assert autopar.checkpoint.__all__ == checkpoint.__all__
+
+
+def test_a_name_that_is_imported_late_draws_nothing_from_python(tmp_path, monkeypatch):
+    (tmp_path / "drawing.py").write_text("import random\nfound = random.random()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(autopar._HOMES, "found", "drawing")
+    random.seed(0)
+    assert autopar.found == random.Random(0).random() == random.random()
+    del autopar.found
