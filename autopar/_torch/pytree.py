@@ -1,12 +1,15 @@
 """Nested containers of tensors, flattened to their leaves and put together again."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from types import ModuleType
 from typing import Any
 
+from torch import Tensor, nn
 from torch.utils._pytree import (
     SERIALIZED_TYPE_TO_PYTHON_TYPE,
     SUPPORTED_SERIALIZED_TYPES,
     GetAttrKey,
+    KeyEntry,
     TreeSpec,
     keystr,
     register_pytree_node,
@@ -18,12 +21,16 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
+from autopar.errors import CaptureError
+
 __all__ = [
     "TreeSpec",
     "are_inside",
     "keystr",
     "read_tree",
+    "objects_in",
     "register_container",
+    "register_objects",
     "register_pytree_node",
     "tree_flatten",
     "tree_flatten_with_path",
@@ -36,6 +43,7 @@ __all__ = [
 
 Json = Any
 _PLAIN = (type(None), bool, int, float, str)
+_OBJECTS = set[type]()  # classes of objects that `register_objects` has met
 
 
 def write_tree(spec: TreeSpec) -> Json:
@@ -100,6 +108,63 @@ def register_container(kind: type, names: Sequence[str]) -> None:
             None,
         ),
     )
+
+
+def register_objects(tree: Any, _outer: tuple[Any, ...] = ()) -> None:
+    """Makes containers of the classes of a tree's own objects that hold tensors: of their attributes, by name.
+
+    Such as a batch of a class of the script's, or a cache of keys. Modules and objects without tensors stay leaves.
+    Raises CaptureError for an object that holds itself.
+    """
+    for x in tree_leaves(tree):
+        attributes = getattr(x, "__dict__", None)
+        if not isinstance(attributes, dict) or isinstance(x, Tensor | nn.Module | ModuleType) or type(x) in _OBJECTS:
+            continue
+        if any(x is one for one in _outer):
+            raise CaptureError(
+                f"A {type(x).__name__} among the arguments or results holds itself, through its attributes. Give or "
+                "return the tensors in it instead."
+            )
+        register_objects(attributes, (*_outer, x))
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(attributes)):
+            _register_object(type(x))
+
+
+def objects_in(tree: Any) -> list[Any]:
+    """The objects in a tree whose classes `register_objects` has made containers, also those inside of others."""
+    found = [x for x in tree_leaves(tree, is_leaf=lambda x: type(x) in _OBJECTS) if type(x) in _OBJECTS]
+    return found + [inner for x in found for inner in objects_in(vars(x))]
+
+
+def _register_object(kind: type) -> None:
+    """Attributes of tensors and plain values are the contents, and all others a part of the tree."""
+    _OBJECTS.add(kind)
+
+    def keyed(x: Any) -> tuple[list[tuple[KeyEntry, Any]], Any]:
+        held = sorted(vars(x).items())
+        contents = {name: value for name, value in held if _is_content(tree_leaves(value))}
+        others = {name: value for name, value in held if name not in contents}
+        context = [*contents, *([others] if others else [])]
+        return [(GetAttrKey(name), value) for name, value in contents.items()], context
+
+    def flattened(x: Any) -> tuple[list[Any], Any]:
+        pairs, context = keyed(x)
+        return [value for _, value in pairs], context
+
+    def put_together(values: Iterable[Any], context: Any) -> Any:
+        new: Any = object.__new__(kind)
+        contents = list(values)
+        vars(new).update(zip(context, contents, strict=False))
+        for others in context[len(contents) :]:
+            vars(new).update(others)
+        return new
+
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    register_pytree_node(kind, flattened, put_together, serialized_type_name=name, flatten_with_keys_fn=keyed)
+
+
+def _is_content(leaves: Sequence[Any]) -> bool:
+    return any(isinstance(x, Tensor) for x in leaves) or all(type(x) in _PLAIN for x in leaves)
 
 
 def are_inside(spec: TreeSpec, kind: type) -> list[bool]:

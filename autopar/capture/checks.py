@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from autopar import _torch
+from autopar._torch import pytree
+from autopar.capture.guards.refusals import BACKEND_RUNS_IT
 from autopar.capture.remedies import MODEL, changed_in_place, traced_line, uncaptured
 from autopar.errors import CaptureError
 from autopar.ops.nodes import reached
 
 aten = torch.ops.aten
+_ABSENT = object()
 
 
 def refuse_trained_constants(exported: Any, leaves: list[Tensor]) -> None:
@@ -118,8 +122,24 @@ def plain_name(name: str) -> str:
     return name.removeprefix(MODEL)
 
 
-def refuse_nested(tensors: Iterable[Tensor]) -> None:
-    """Raises CaptureError for an input that is a nested tensor, whose rows have lengths of their own."""
+@contextlib.contextmanager
+def refusing_changed_objects(arguments: Any) -> Iterator[None]:
+    """Raises CaptureError if a forward inside has set or deleted attributes of an object among its arguments."""
+    before = [(x, dict(vars(x))) for x in pytree.objects_in(arguments)]
+    yield
+    for x, attributes in before:
+        after = vars(x)
+        names = [n for n in {**attributes, **after} if attributes.get(n, _ABSENT) is not after.get(n, _ABSENT)]
+        if names:
+            raise CaptureError(
+                f"The forward sets or deletes {type(x).__name__}.{names[0]} of its argument, and a captured program "
+                "does not do that again. Return the new value, or let the forward make an object of its own: "
+                f"copy.copy({type(x).__name__.lower()})."
+            )
+
+
+def refuse_layouts(tensors: Iterable[Tensor]) -> None:
+    """Raises CaptureError for an input that is sparse, or a nested tensor, whose rows have lengths of their own."""
     for number, x in enumerate(tensors):
         if x.is_nested:
             raise CaptureError(
@@ -127,4 +147,9 @@ def refuse_nested(tensors: Iterable[Tensor]) -> None:
                 "lengths are split. Give its values and its offsets as two inputs, x.values() and x.offsets(), and "
                 "attend within documents (flex_attention with a mask, torch.nn.attention.varlen); or pad it, "
                 "x.to_padded_tensor(0.0)."
+            )
+        if x.layout is not torch.strided:
+            raise CaptureError(
+                f"Tensor {number} of the batch is stored as {x.layout}, and no plan says how that is split. Give "
+                f"x.to_dense(), which torch.spmm takes, too. {BACKEND_RUNS_IT}"
             )

@@ -27,9 +27,10 @@ from autopar.capture.checks import (
     refuse_bodies,
     refuse_changed_parameters,
     refuse_fake_constants,
-    refuse_nested,
+    refuse_layouts,
     refuse_numbers_from_tensors,
     refuse_trained_constants,
+    refusing_changed_objects,
 )
 from autopar.capture.flex import keeping_flex_attention
 from autopar.capture.forms import capturable
@@ -81,7 +82,9 @@ class _WithLoss(nn.Module):
     def forward(self, *batch: Any, **kwargs: Any) -> Any:
         watching_python = contextlib.nullcontext() if self.watch is None else self.watch.run()
         with watching_python:
-            return self._run(*batch, **kwargs)
+            results = self._run(*batch, **kwargs)
+        pytree.register_objects(results)
+        return results
 
     def _run(self, *batch: Any, **kwargs: Any) -> Any:
         if self.loss_fn is None:
@@ -97,9 +100,10 @@ class _WithLoss(nn.Module):
         return loss_last(self.loss_fn(result, *batch[len(batch) - targets :]))
 
     def _result(self, *args: Any, **kwargs: Any) -> Any:
-        if self.precision is None:
+        if self.precision is not None:
+            return call_cast(self.model, args, kwargs, self.precision)
+        with refusing_changed_objects((args, kwargs)):
             return self.model(*args, **kwargs)
-        return call_cast(self.model, args, kwargs, self.precision)
 
 
 def target_count(loss_fn: LossFunction) -> int:
@@ -258,7 +262,8 @@ def _require_scalar_loss(captured: Captured, loss_fn: LossFunction | None) -> No
 def _capture(
     wrapper: _WithLoss, args: tuple[Any, ...], kwargs: dict[str, Any], open_dims: OpenDims, *, is_step: bool
 ) -> Captured:
-    refuse_nested(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+    pytree.register_objects((args, kwargs))
+    refuse_layouts(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
     # Export merges inputs that are one object, and a batch may contain one tensor twice.
     args, kwargs = pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, (args, kwargs))
 

@@ -3,8 +3,10 @@
 import collections
 
 import pytest
+import torch
 
 from autopar._torch import pytree
+from autopar.errors import CaptureError
 
 TREE = {"a": [1, (2, None)], "b": 3}
 
@@ -50,3 +52,30 @@ def test_a_tree_is_read_without_imports_and_functions():
             pytree.read_tree(document)
     with pytest.raises(ValueError, match="defaultdict has no text"):
         pytree.write_tree(pytree.tree_flatten(collections.defaultdict(int, a=1))[1])
+
+
+class Named:
+    def __init__(self, **attributes):
+        vars(self).update(attributes)
+
+
+def test_objects_that_hold_tensors_are_opened_and_others_are_not():
+    x, inner, device = torch.ones(2), Named(x=torch.zeros(1)), torch.device("cpu")
+    pytree.register_objects([Named(x=x), object()])
+    leaves, spec = pytree.tree_flatten([Named(x=x, device=device, inner=inner, size=3)])
+    assert leaves == [inner.x, 3, x]
+    assert pytree.tree_leaves(Named(both=[x, device])) == [x, device]  # no tensor hides in the tree
+    (again,) = pytree.tree_unflatten([inner.x, 4, x], spec)
+    assert (again.x, again.device, again.inner.x, again.size) == (x, device, inner.x, 4)
+    assert pytree.objects_in({"a": again}) == [again, again.inner]
+    assert [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(again)[0]] == [".inner.x", ".size", ".x"]
+
+
+def test_an_object_that_holds_itself_is_refused():
+    class Own(Named):
+        pass
+
+    around = Own(x=torch.ones(1))
+    around.own = around
+    with pytest.raises(CaptureError, match="A Own among the arguments or results holds itself"):
+        pytree.register_objects(around)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar._torch import pytree
-from autopar.capture.checks import refuse_nested
+from autopar.capture.checks import refuse_layouts
 from autopar.errors import StepError
 from autopar.ir import R
 from autopar.ir.share import Share
@@ -57,9 +57,14 @@ class Arguments:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
-        """The arguments of a call, flattened. DTensors, as `outputs="dtensor"` gives them, are kept."""
+        """The arguments of a call, flattened. DTensors, as `outputs="dtensor"` gives them, are kept.
+
+        Raises CaptureError for a sparse or nested tensor.
+        """
+        pytree.register_objects((args, kwargs))
         leaves, spec = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        refuse_layouts(given)
         literals = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
         whole = frozenset(i for i, x in enumerate(given) if isinstance(x, DTensor))
         return cls(tuple(given), literals, spec, whole)
@@ -106,8 +111,7 @@ class Arguments:
         return replace(self, tensors=tuple(tensors))
 
     def without_values(self) -> Arguments:
-        """The same inputs with tensors of the meta device. Raises CaptureError for a nested tensor."""
-        refuse_nested(self.tensors)
+        """The same inputs with tensors of the meta device."""
         tensors = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in self.tensors]
         return replace(self, tensors=tuple(tensors), whole=frozenset())
 

@@ -1,0 +1,99 @@
+"""Batches and results of classes of the script's own."""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.capture.export import capture_forward
+from autopar.errors import CaptureError
+from autopar.proof.verify import verify
+
+
+class Rows:
+    """Pictures and a mask, as detection scripts have them."""
+
+    def __init__(self, values: Any, mask: Any) -> None:
+        self.mask, self.values, self.name = mask, values, "rows"
+
+
+@dataclass(frozen=True)
+class Found:
+    scores: Tensor
+    rows: Rows
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+
+    def forward(self, rows: Rows) -> Found:
+        return Found(self.linear(rows.values) * rows.mask, rows)
+
+
+def rows() -> Rows:
+    return Rows(torch.randn(8, 4), torch.rand(8, 1))
+
+
+def mean_square(found: Found) -> Tensor:
+    return found.scores.square().mean()
+
+
+def test_attributes_that_are_tensors_are_inputs():
+    captured = capture_forward(Model(), (rows(),), {})
+    assert list(captured.inputs.values()) == ["rows.mask", "rows.values"]
+    assert list(captured.literals.values()) == ["rows"]
+
+
+def test_each_batch_is_read_and_results_keep_their_class():
+    plain = Model()
+    compiled = autopar.compile(copy.deepcopy(plain))
+    for batch in (rows(), rows()):
+        found = compiled(batch)
+        found.scores.square().mean().backward()
+        plain(batch).scores.square().mean().backward()
+        assert isinstance(found, Found) and isinstance(found.rows, Rows)
+        assert found.rows.name == "rows" and torch.equal(found.rows.values, batch.values)
+    assert torch.equal(compiled.linear.weight.grad, plain.linear.weight.grad)
+
+
+def test_rows_of_an_object_are_split():
+    report = verify(Model(), (rows(),), loss_fn=mean_square, mesh={"dp": 2}, recipe="ddp")
+    assert report.passed
+
+
+class Doubled(Model):
+    def forward(self, rows: Rows) -> Found:
+        rows.values = rows.values * 2
+        return super().forward(rows)
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_a_forward_that_sets_an_attribute_of_its_argument_is_refused(precision: str | None):
+    with pytest.raises(CaptureError, match=r"sets or deletes Rows.values of its argument.*copy\.copy\(rows\)"):
+        autopar.compile(Doubled(), loss_fn=mean_square, precision=precision).step(rows())
+
+    class Copied(Doubled):
+        def forward(self, rows: Rows) -> Found:
+            return super().forward(copy.copy(rows))
+
+    assert autopar.compile(Copied(), loss_fn=mean_square).step(rows()).isfinite()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_a_sparse_input_is_refused_and_a_dense_one_trains():
+    class Convolution(nn.Linear):
+        def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+            return torch.spmm(edges, super().forward(x))
+
+    x, edges = torch.randn(8, 4), torch.eye(8).to_sparse()
+    compiled = autopar.compile(Convolution(4, 2), loss_fn=lambda y: y.square().mean())
+    for given in (edges, edges.to_sparse_csr()):
+        with pytest.raises(CaptureError, match=r"stored as torch.sparse_(coo|csr).*x\.to_dense\(\).*backend="):
+            compiled.step(x, given)
+    assert compiled.step(x, edges.to_dense()).isfinite()
