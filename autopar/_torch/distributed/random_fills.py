@@ -46,7 +46,7 @@ def _drawn(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     x: DTensor = args[0]
     is_partial = any(placement.is_partial() for placement in x.placements)
     if x.device_mesh.device_type != "cpu" or x.is_meta or is_partial:
-        return _as_torch_does(op, args, kwargs)
+        return as_torch_does(op, args, kwargs)
     whole = op(torch.empty(x.shape, dtype=x.dtype), *args[1:], **kwargs)
     part = cut_like(whole, x)
     if op in _LIKE:
@@ -55,9 +55,11 @@ def _drawn(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return x
 
 
-def _as_torch_does(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    handler = handlers().pop(op)
+def as_torch_does(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Calls an operator of `handlers` without its function."""
+    handler = handlers().pop(op, None)  # None where another thread is here, too
     try:
         return op(*args, **kwargs)
     finally:
-        handlers()[op] = handler
+        if handler is not None:
+            handlers()[op] = handler

@@ -7,6 +7,9 @@ does now: what a moving average adds to it is gathered, and in sums and products
 the first ones) it is cut as the parameter lies. An operand that autograd follows is left to torch, which refuses it: a
 gradient would not come back through the cut.
 
+A DTensor that is written into a plain tensor is gathered: `average.lerp_(p, 0.1)` of a copy that every rank has whole,
+by a method or by one of `torch._foreach_`. All ranks have to write it.
+
 A row of a matrix that is split by rows, `p[0]`, is gathered and no longer a part of the matrix. torch 2.13 writes into
 it as if it were, so that the write is lost; that is refused, here.
 
@@ -17,7 +20,7 @@ indices torch mixes DTensors with plain tensors, so that they are refused, also 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,7 +29,9 @@ from torch.distributed.tensor import DTensor
 
 from autopar._torch.distributed.elsewhere import is_elsewhere
 from autopar._torch.distributed.owned import cut_like
+from autopar._torch.distributed.random_fills import as_torch_does, handlers
 from autopar._torch.distributed.stage_meshes import is_of_stage
+from autopar._torch.pytree import tree_leaves, tree_map_only
 from autopar.errors import StepError
 
 _IN_PLACE = ("copy_", "add_", "sub_", "mul_", "div_", "lerp_", "addcmul_", "addcdiv_")
@@ -47,15 +52,42 @@ _OF_TWO = (
 # Those that take no second tensor.
 _OF_ONE = ("zero_", "fill_", "clamp_", "clip_", "pow_", "neg_", "normal_", "uniform_", "masked_fill_")
 
+_aten = torch.ops.aten
+_INTO_PLAIN = (
+    _aten.copy_.default,
+    _aten.add_.Tensor,
+    _aten.sub_.Tensor,
+    _aten.mul_.Tensor,
+    _aten.div_.Tensor,
+    _aten.lerp_.Scalar,
+    _aten.lerp_.Tensor,
+    _aten._foreach_copy_.default,
+    _aten._foreach_add_.List,
+    _aten._foreach_sub_.List,
+    _aten._foreach_mul_.List,
+    _aten._foreach_lerp_.Scalar,
+    _aten._foreach_lerp_.List,
+)
+
 
 @functools.cache
 def cut_whole_operands() -> None:
-    """Makes in-place methods of DTensors cut operands to this rank's part, from now on."""
+    """Makes in-place operators cut operands as the DTensor that they write, or gather them for a plain tensor."""
+    handlers().update(dict.fromkeys(_INTO_PLAIN, _write_whole))
     for name in (*_IN_PLACE, *_OPERATORS, *_OF_ONE):
         setattr(DTensor, name, _with_parts(getattr(DTensor, name)))
     for name in _OF_TWO:
         setattr(DTensor, name, _on_one_mesh(getattr(DTensor, name)))
     DTensor.__setitem__ = _set_items  # type: ignore[method-assign, assignment]
+
+
+def _write_whole(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    into, *operands = args
+    given = [x for x in tree_leaves(operands) if isinstance(x, DTensor)]
+    is_plain = not any(isinstance(x, DTensor) for x in tree_leaves(into))
+    if not is_plain or (torch.is_grad_enabled() and any(x.requires_grad for x in given)):
+        return as_torch_does(op, args, kwargs)
+    return op(into, *tree_map_only(DTensor, DTensor.full_tensor, operands), **kwargs)
 
 
 def _with_parts(method: Callable[..., Any]) -> Callable[..., Any]:

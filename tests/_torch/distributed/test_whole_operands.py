@@ -98,3 +98,18 @@ def test_a_copy_from_before_the_plan_is_cut_as_the_parameter_lies(group) -> None
     assert now.grad.full_tensor().tolist() == [-4, -2, 0, 2] and now.grad.device_mesh == after
     with pytest.raises(RuntimeError, match="different mesh"):
         now + old.requires_grad_()
+
+
+def test_a_dtensor_is_gathered_for_a_plain_tensor(group) -> None:
+    _torch.cut_whole_operands()
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("x",))
+    weight = torch.arange(4.0)
+    part, averages = distribute_tensor(weight, mesh, [Shard(0)]), [torch.ones(4), torch.ones(4)]
+    for average, x in zip(averages, (weight, part), strict=True):
+        average.mul_(0.9).add_(x, alpha=0.1).sub_(x).lerp_(x, 0.5)
+        torch._foreach_lerp_([average], [x], 0.25)
+        torch._foreach_add_([average], [x], alpha=2.0)
+        torch._foreach_copy_([average[:1]], [x[:1]])
+    assert type(averages[1]) is torch.Tensor and averages[1].equal(averages[0])
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+        averages[1].add_(part.requires_grad_())
