@@ -78,6 +78,7 @@ class AutoparMixin:
     model: nn.Module
     optimizer: Any
     lr_scheduler: Any
+    compute_loss: Any
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class AutoparMixin:
         mesh: Mapping[str, int] | None = None,
         recipe: RecipeLike = "auto",
         options: Mapping[str, Any] | None = None,
-        loss_outside: bool = False,
+        loss_outside: bool | None = None,
         **kwargs: Any,
     ) -> None:
         """Takes what the trainer takes, and what is asked of a plan.
@@ -95,12 +96,14 @@ class AutoparMixin:
             mesh: the axes and their sizes; by default one axis `dp` of all ranks.
             recipe: constraints on the plan, as `autopar.compile` takes them.
             options: further options of `autopar.compile`, such as `{"precision": "bf16"}`.
-            loss_outside: whether the trainer computes its loss from other results of the model than its loss, as an
-                own `compute_loss` or `compute_loss_func` may.
+            loss_outside: whether the trainer computes its loss from other results of the model than its loss; by
+                default whether it has a `compute_loss` of its own.
             kwargs: keyword arguments of the trainer.
 
         Raises AutoparError for training arguments that plan in another way, naming what to ask instead.
         """
+        if loss_outside is None:
+            loss_outside = type(self).compute_loss is not Trainer.compute_loss
         self._asked: dict[str, Any] = {"mesh": mesh, "recipe": recipe, "options": options, "loss_outside": loss_outside}
         super().__init__(*positional, **kwargs)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from autopar._torch import quiet_torchao
 from autopar.integrations.transformers import AutoparMixin
 
@@ -17,7 +15,3 @@ class AutoparSFTTrainer(AutoparMixin, SFTTrainer):
     `SFTConfig` asks for activation checkpointing unless told otherwise: give `gradient_checkpointing=False`, and
     `options={"recompute": "full"}` if memory is short.
     """
-
-    def __init__(self, *positional: Any, **kwargs: Any) -> None:
-        """Takes what `SFTTrainer` takes, and what is asked of a plan."""
-        super().__init__(*positional, **{"loss_outside": True, **kwargs})

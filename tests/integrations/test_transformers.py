@@ -234,6 +234,23 @@ def test_other_arguments_leave_a_trainer_as_it_was(tmp_path: Path) -> None:
     assert not isinstance(made, AutoparMixin)
 
 
+class OfLogits(Trainer):
+    """A trainer whose loss is its own, of other results than the model's loss."""
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        return model(**inputs).logits.square().mean()
+
+
+def test_a_loss_of_the_trainers_own_gives_its_gradients(tmp_path: Path) -> None:
+    ends = []
+    for backend in ({}, {"torch_compile_backend": "autopar"}):
+        args = arguments(tmp_path, 2, save_strategy="no", eval_strategy="no", load_best_model_at_end=False, **backend)
+        trainer = OfLogits(small_model(), args, train_dataset=rows(4))
+        trainer.train()
+        ends.append([x["loss"] for x in trainer.state.log_history if "loss" in x])
+    assert ends[1] == pytest.approx(ends[0], rel=1e-5) and len(ends[0]) > 1
+
+
 def test_arguments_that_plan_in_another_way_are_refused(tmp_path: Path) -> None:
     mode = {"torch_compile_backend": "autopar", "torch_compile_mode": "max-autotune"}
     for options, said in [
