@@ -218,7 +218,8 @@ _OPERANDS = (
     (
         r"got mixed torch\.Tensor and DTensor",
         "a term of the loss that is made of parameters, which are DTensors, is added to results, which are plain "
-        "tensors: gather it first, on all ranks (penalty.full_tensor() + loss)",
+        "tensors: gather it first, on all ranks (penalty.full_tensor() + loss); an optimizer of the script's own that "
+        "mixes them has whole parameters under torch.compile(model, backend='autopar')",
     ),
     (
         r"on inputs with different meshes",
