@@ -53,7 +53,7 @@ _OF_TWO = (
 _OF_ONE = ("zero_", "fill_", "clamp_", "clip_", "pow_", "neg_", "normal_", "uniform_", "masked_fill_")
 
 _aten = torch.ops.aten
-_INTO_PLAIN = (
+_WRITES = (
     _aten.copy_.default,
     _aten.add_.Tensor,
     _aten.sub_.Tensor,
@@ -73,7 +73,7 @@ _INTO_PLAIN = (
 @functools.cache
 def cut_whole_operands() -> None:
     """Makes in-place operators cut operands as the DTensor that they write, or gather them for a plain tensor."""
-    handlers().update(dict.fromkeys(_INTO_PLAIN, _write_whole))
+    handlers().update(dict.fromkeys(_WRITES, _write))
     for name in (*_IN_PLACE, *_OPERATORS, *_OF_ONE):
         setattr(DTensor, name, _with_parts(getattr(DTensor, name)))
     for name in _OF_TWO:
@@ -81,12 +81,14 @@ def cut_whole_operands() -> None:
     DTensor.__setitem__ = _set_items  # type: ignore[method-assign, assignment]
 
 
-def _write_whole(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _write(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     into, *operands = args
+    if isinstance(into, DTensor) and not is_elsewhere(into):  # also where a method was not called, as by proxies
+        operands = [_part_of(operand, into) for operand in operands]
     given = [x for x in tree_leaves(operands) if isinstance(x, DTensor)]
     is_plain = not any(isinstance(x, DTensor) for x in tree_leaves(into))
     if not is_plain or (torch.is_grad_enabled() and any(x.requires_grad for x in given)):
-        return as_torch_does(op, args, kwargs)
+        return as_torch_does(op, (into, *operands), kwargs)
     return op(into, *tree_map_only(DTensor, DTensor.full_tensor, operands), **kwargs)
 
 

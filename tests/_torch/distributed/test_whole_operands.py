@@ -24,6 +24,24 @@ def test_a_plain_operand_is_cut_for_a_write_in_place(group) -> None:
     assert cut.full_tensor().equal(plain)
 
 
+class Lazy:
+    """A tensor that a checkpoint reads when an operator asks for it."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        whole = [torch.ones(4) if isinstance(x, cls) else x for x in args]
+        return function(*whole, **(kwargs or {}))
+
+
+def test_a_plain_operand_is_cut_where_no_method_was_called(group) -> None:
+    _torch.cut_whole_operands()
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("x",))
+    cut = distribute_tensor(torch.zeros(4), mesh, [Shard(0)])
+    torch.Tensor.copy_(cut, torch.arange(4.0))
+    torch.Tensor.add_(cut, Lazy())
+    assert cut.full_tensor().tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
 def test_a_scalar_and_a_dtensor_are_left_to_torch(group) -> None:
     _torch.cut_whole_operands()
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("x",))
