@@ -1,0 +1,1 @@
+"""Public training scripts, as they are and under autopar."""
