@@ -240,7 +240,7 @@ def test_the_start_line_says_why_a_batch_is_cut() -> None:
     explained = autopar.explain(*wide(), cluster="h100x4", **options)
     assert explained.request is not None
     line = start_line(explained.plan, explained.request, False, (1.0, 1.0))
-    assert "; 2 micro-batches: a step takes 60.8 ms, and 6" in line
+    assert "; 2 micro-batches: a step takes 60.9 ms, and 6" in line
     asked = autopar.explain(*wide(32), cluster="h100x4", micro_batches=2, **options)
     assert asked.request is not None
     assert "; 2 micro-batches:" in start_line(asked.plan, asked.request, False, (1.0, 1.0))

@@ -28,6 +28,7 @@ from autopar.search.candidates.request_filters import expand_pins
 from autopar.search.candidates.settings import PricedCandidate
 from autopar.search.request.request import Request
 from tests.support.tables import often
+from tests.support.usual_buckets import estimate_in_usual_buckets
 
 TARGET = "examples.gpt:tiny_example"
 ON_DEVICE = frozenset({"offload"})  # leaves out a search that takes as long as all the rest
@@ -70,12 +71,12 @@ def test_no_recipe_of_the_closed_forms_is_faster_than_the_answer(question, answe
     assert all(row.step_seconds <= each.step_seconds * (1 + 1e-6) for each in answer.candidates if each.fits)
 
 
-def test_an_estimate_of_data_parallelism_launches_nothing_along_tensor_parallelism():
+def test_an_estimate_of_data_parallelism_launches_nothing_along_tensor_parallelism(monkeypatch):
     """Estimates are of plans over dp and tp; what these slice along tp costs no launches with tp=1.
 
     It did, so that dp=64 was not searched where it is fastest (MPT-13b on 64 H100: 0.661 s, and 0.664 were found).
     """
-    # Estimates are of buckets of the usual size, here 2 MB for each of 64 ranks.
+    estimate_in_usual_buckets(monkeypatch)  # here 2 MB for each of 64 ranks
     asked = Request.on(with_eager_runs(find_cluster("h100x8x8")), batch=64, mesh=None, bucket_bytes=128_000_000)
     question = Question("gpt2-xl", asked, 1024)
     alone = [p for p in question.settings if p.setting.dp == 64 and p.setting.data == "zero3"]

@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autopar.cost_model.buckets import usual_bucket_bytes
 from autopar.cost_model.machines.cluster import find_cluster
 from autopar.cost_model.steps.run import Run
 from autopar.explanation.advice import Question
@@ -15,6 +14,7 @@ from autopar.search.candidates.causes import where_time_goes
 from autopar.search.candidates.comparison import best_that_fits, compared, smallest, why_not
 from autopar.search.candidates.settings import ClusterSetting, PricedCandidate
 from autopar.search.request.request import Request
+from tests.support.usual_buckets import estimate_in_usual_buckets
 
 
 @pytest.fixture(scope="module")
@@ -78,11 +78,7 @@ def test_as_few_layers_run_again_as_fit_beside_what_the_host_stores(space, price
 
 def test_arrays_agree_with_the_expressions(space, monkeypatch):
     """The same plan through sympy, one setting at a time, in buckets of the usual size, of which nothing hides."""
-
-    def usual(total_bytes, axes):
-        return usual_bucket_bytes(total_bytes, [size for size, _ in axes])
-
-    monkeypatch.setattr("autopar.search.candidates.candidates.likely_bucket_bytes", usual)
+    estimate_in_usual_buckets(monkeypatch)
     hardware = replace(space.cluster.hardware, hides=0.0)
     space = replace(space, cluster=replace(space.cluster, hardware=hardware))
     priced = space.price()
