@@ -15,7 +15,6 @@ from __future__ import annotations
 import io
 import os
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,7 +31,15 @@ from autopar.errors import AutoparError
 from autopar.runtime.checkpoint.background_save import BackgroundSave
 from autopar.runtime.checkpoint.checkpoint_loading import load
 from autopar.runtime.checkpoint.checkpoint_saving import Host, Save, collect, compare_replicas
-from autopar.runtime.formats.checkpoint_folder import OtherVersionError, beside, check_bytes, located, opened
+from autopar.runtime.formats.checkpoint_folder import (
+    OtherVersionError,
+    beside,
+    check_bytes,
+    located,
+    opened,
+    own_files,
+    remove,
+)
 from autopar.runtime.ranks.all_ranks import AllRanks, warn_together
 from autopar.runtime.ranks.random_states import random_states, set_random_states
 
@@ -226,27 +233,25 @@ class Checkpoints:
         """Deletes checkpoints but for the newest."""
         for folder in _found(self._folder)[self._keep :]:
             for each in (folder, beside(folder, "previous")):
-                shutil.rmtree(each, ignore_errors=True)
+                remove(each)
         for left in self._folder.glob("step-*.partial"):
-            shutil.rmtree(left, ignore_errors=True)
+            remove(left)
 
 
 def _found(folder: Path) -> list[Path]:
-    """The checkpoints of a folder, the newest first."""
+    """The checkpoints of a folder, the newest first; other programs call their folders so, too."""
     if not folder.is_dir():
         return []
-    names = [match for each in folder.iterdir() if (match := _NAME.fullmatch(each.name))]
+    names = [match for each in folder.iterdir() if (match := _NAME.fullmatch(each.name)) and own_files(each)]
     steps = sorted({int(match[1]) for match in names}, reverse=True)
     return [folder / f"step-{step:08d}" for step in steps]
 
 
 def _set_all_aside(damages: Mapping[Path, str], ranks: AllRanks) -> None:
     for folder, problem in damages.items():
+        aside = _free_beside(folder).name
         ranks.first_alone(partial(_set_aside, folder))
-        warn_together(
-            f"{problem} It is set aside as {beside(folder, 'damaged').name}, and the checkpoint before it is tried.",
-            stacklevel=4,
-        )
+        warn_together(f"{problem} It is set aside as {aside}, and the checkpoint before it is tried.", stacklevel=4)
 
 
 def _damage(folder: Path, ranks: AllRanks) -> str:
@@ -265,14 +270,17 @@ def _damage(folder: Path, ranks: AllRanks) -> str:
     return ""
 
 
+def _free_beside(folder: Path) -> Path:
+    """The first of `<folder>.damaged`, `<folder>.damaged-2` and so on that is not there."""
+    names = ("damaged", *(f"damaged-{number}" for number in range(2, 1000)))
+    return next(path for name in names if not (path := beside(folder, name)).exists())
+
+
 def _set_aside(folder: Path) -> None:
     """Renames a damaged checkpoint, so that it is not taken for one, and can be looked at."""
-    aside = beside(folder, "damaged")
-    shutil.rmtree(aside, ignore_errors=True)
     for each in (folder, beside(folder, "previous")):
         if each.exists():
-            shutil.rmtree(aside, ignore_errors=True)
-            each.rename(aside)
+            each.rename(_free_beside(folder))
 
 
 # --- the loop's own state

@@ -128,7 +128,8 @@ class Save:
             item.index.fqn: ShardPart(self.planner.lookup_object(item.index), item.index.offset or ())
             for item in self.plan.items
         }
-        if parts:
+        # The first rank has a file in any case: it shows that the folder is a checkpoint's.
+        if parts or self.whole is not None:
             write_shard(self.file, parts, rest)
 
     def commit(self) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import zipfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -60,23 +59,37 @@ def _is_checkpoint(folder: Path) -> bool:
     return (folder / _STATE).is_file()
 
 
+def own_files(folder: Path) -> list[Path]:
+    """The files of a folder that are called as those of a checkpoint."""
+    return [file for file in folder.iterdir() if _OWN.fullmatch(file.name)] if folder.is_dir() else []
+
+
 def clear(folder: Path, partial: Path) -> None:
     """Makes way for a save. Raises AutoparError where that would delete files that are no checkpoint's."""
-    if folder.exists() and not _is_checkpoint(folder) and any(folder.iterdir()):
+    if folder.exists() and not own_files(folder) and any(folder.iterdir()):
         raise AutoparError(
             f"{folder} has files and is not a checkpoint, but would be replaced; give a folder of its own to the "
             "checkpoint."
         )
-    for each in (partial, beside(folder, "previous")):
-        others = [file for file in each.iterdir() if not _OWN.fullmatch(file.name)] if each.is_dir() else []
+    for each in (folder, partial, beside(folder, "previous")):
+        own = own_files(each)
+        others = [file for file in each.iterdir() if file not in own] if each.is_dir() else []
         if others:
-            raise AutoparError(f"{others[0]} would be deleted by a save to {folder}; give {each.name} another name.")
-    _remove(partial)
+            instead = "move it elsewhere" if each == folder else f"give {each.name} another name"
+            raise AutoparError(f"{others[0]} would be deleted by a save to {folder}; {instead}.")
+    remove(partial)
 
 
-def _remove(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
+def remove(folder: Path) -> None:
+    """Deletes the files of a checkpoint, and their folder unless it has others.
+
+    A `state.pt` without shards is not deleted, since another program may have written it.
+    """
+    own = sorted(own_files(folder), key=lambda file: file.name != _STATE)
+    for file in own if own and own[-1].name != _STATE else ():
+        file.unlink()
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
 
 
 def commit(partial: Path, folder: Path, planned: Metadata, notes: dict[str, Any]) -> None:
@@ -96,10 +109,10 @@ def commit(partial: Path, folder: Path, planned: Metadata, notes: dict[str, Any]
         os.fsync(file.fileno())  # as the shards were
     previous = beside(folder, "previous")
     if folder.exists():
-        _remove(previous)
+        remove(previous)
         folder.rename(previous)
     partial.rename(folder)
-    _remove(previous)
+    remove(previous)
 
 
 def _refuse_incomplete(partial: Path, planned: Metadata) -> None:

@@ -29,7 +29,8 @@ from autopar.runtime.formats.weights import INDEX, ONE_FILE, PathLike, few, loca
 from autopar.runtime.ranks.all_ranks import AllRanks
 
 FILE_BYTES = 5 * 10**9  # size at which save_pretrained of transformers begins the next file
-_JOINED = "model-*-of-*.safetensors"
+_JOINED = "model-[0-9][0-9][0-9][0-9][0-9]-of-[0-9][0-9][0-9][0-9][0-9].safetensors"
+_MARK = ".autopar-export"  # an empty file in a folder that an export has made, and the next one may delete
 _OPEN_FILES = 256  # shards that are open at a time; the usual limit of a process is 1,024 files
 
 
@@ -37,7 +38,8 @@ def write_weights(model: nn.Module, folder: PathLike, *, original: nn.Module, fi
     """Writes a model's state dict as plain safetensors files with an index, and its `config` into the same folder.
 
     Every rank calls this. A tied parameter is written once, under its first name, as `safetensors.torch.save_model`
-    does it. Files of the same names are replaced when all new ones are complete.
+    does it. The folder's weights in safetensors files, and files of the same names, are replaced when all new ones are
+    complete.
 
     Args:
         folder: folder that all ranks see.
@@ -54,11 +56,25 @@ def write_weights(model: nn.Module, folder: PathLike, *, original: nn.Module, fi
     for own in ranks.everyones({name: t.numel() * t.element_size() for name, t in tensors.items()}):
         sizes |= own
     numbers = file_numbers(sizes, file_bytes)
-    ranks.first_alone(lambda: shutil.rmtree(partial, ignore_errors=True))
+    ranks.first_alone(lambda: _begin(partial))
     writer = dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True)
     with ranks.naming_failures():
         dcp.save(tensors, storage_writer=writer, no_dist=ranks.alone)
     ranks.first_alone(lambda: _finish(partial, target, numbers, original))
+
+
+def _begin(partial: Path) -> None:
+    """Makes the temporary folder anew. Raises AutoparError for one that no export has made."""
+    if (partial / _MARK).is_file():
+        shutil.rmtree(partial)
+    try:
+        partial.mkdir(parents=True)
+    except FileExistsError:
+        raise AutoparError(
+            f"The export would write to {partial}, which is there and not of an export: move it, or export to a folder "
+            "of another name."
+        ) from None
+    (partial / _MARK).touch()
 
 
 def file_numbers(sizes_bytes: Mapping[str, int], file_bytes: int) -> dict[str, int]:
@@ -122,9 +138,10 @@ def _finish(partial: Path, target: Path, numbers: Mapping[str, int], model: nn.M
     # The old index goes first and the new one comes last, so that no index ever lists old and new files.
     for old in (target / INDEX, target / ONE_FILE, *target.glob(_JOINED)):
         old.unlink(missing_ok=True)
-    for file in sorted(partial.iterdir(), key=lambda file: file.name == INDEX):
+    own = [file for file in partial.iterdir() if file.name != _MARK]
+    for file in sorted(own, key=lambda file: file.name == INDEX):
         os.replace(file, target / file.name)
-    partial.rmdir()
+    shutil.rmtree(partial)
 
 
 def _join(shards: Sequence[str], folder: Path, numbers: Mapping[str, int]) -> dict[str, Any]:

@@ -183,6 +183,24 @@ def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
+def test_files_of_others_in_a_checkpoint_are_not_deleted(saved: Path) -> None:
+    notes = saved / "tokenizer.json"
+    notes.write_text("mine")
+    with pytest.raises(
+        autopar.AutoparError, match=r"c/tokenizer.json would be deleted by a save .*; move it elsewhere"
+    ):
+        save_checkpoint(saved, make(), step=4)
+    assert notes.read_text() == "mine" and loads(saved) == 3
+    notes.rename(saved.parent / "tokenizer.json")
+    save_checkpoint(saved, make(), step=4)
+
+
+def test_a_model_without_tensors_is_saved_twice(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save_checkpoint(tmp_path / "c", nn.ReLU(), step=step)
+    assert load_checkpoint(tmp_path / "c", nn.ReLU()) == {"step": 2}
+
+
 @pytest.mark.parametrize("name", ["c.partial", "c.previous"])
 def test_folders_of_others_beside_it_are_not_deleted(saved: Path, name: str) -> None:
     notes = saved.with_name(name) / "notes.txt"

@@ -92,6 +92,25 @@ def test_the_last_are_kept_and_each_is_a_checkpoint(tmp_path: Path) -> None:
         Checkpoints(tmp_path, keep=0)
 
 
+def test_folders_and_files_of_other_programs_stay(tmp_path: Path) -> None:
+    """Other programs number their folders alike, and people put their own files beside a checkpoint's."""
+    model, optimizer, _ = parts()
+    others = [tmp_path / "step-00000001" / "lit_model.pth", tmp_path / "step-00000002" / "state.pt"]
+    others += [tmp_path / "step-00000003.partial" / "log.txt", tmp_path / "step-00000004" / "tokenizer.json"]
+    for file in others[:3]:
+        file.parent.mkdir()
+        file.write_text("mine")
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        for step in (4, 5, 6):
+            checkpoints.save(step, model, optimizer)
+            checkpoints.finish()
+            others[3].write_text("mine") if step == 4 else None
+        assert checkpoints.load_last(model, optimizer).step == 6
+    assert [file.read_text() for file in others] == ["mine"] * 4
+    assert saved_steps(tmp_path) == [*(file.parent.name for file in others), "step-00000006"]
+    assert os.listdir(others[3].parent) == ["tokenizer.json"]
+
+
 def test_training_goes_on_while_a_save_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The files have the values of the moment of the save; the checkpoint counts when they are written."""
     model, optimizer, loader = parts()
@@ -141,12 +160,18 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path, accid
         assert checkpoints.load_last(model, optimizer).step == 1
     assert caught[0].filename == __file__
     assert saved_steps(tmp_path) == ["step-00000001", "step-00000002.damaged"]
+    checkpoints.save(2, model, optimizer)
+    checkpoints.finish()
+    accident(tmp_path / "step-00000002")
+    with pytest.warns(UserWarning, match=r"set aside as step-00000002\.damaged-2"):
+        assert checkpoints.load_last(model, optimizer).step == 1
+    aside = ["step-00000002.damaged", "step-00000002.damaged-2"]
     accident(tmp_path / "step-00000001")
     expected = r"Every checkpoint in .* is damaged.*step-00000001 is damaged"
     for _ in range(2):  # a second start does not begin anew over what is there
         with pytest.raises(autopar.AutoparError, match=expected):
             checkpoints.load_last(model, optimizer)
-    assert saved_steps(tmp_path) == ["step-00000001", "step-00000002.damaged"]
+    assert saved_steps(tmp_path) == ["step-00000001", *aside]
 
 
 def test_a_checkpoint_of_another_version_is_not_damaged(tmp_path: Path) -> None:

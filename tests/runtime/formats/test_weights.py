@@ -150,10 +150,12 @@ def test_an_export_replaces_the_one_before_and_nothing_else(tmp_path: Path) -> N
     folder = saved(tmp_path, seeded(MLP, 3))
     (folder / "model-00009-of-00009.safetensors").write_bytes(b"")
     (folder / "tokenizer.json").write_text("{}")
+    (folder / "model-best-of-five.safetensors").write_bytes(b"")
     made = on_one_rank(seeded(MLP, 1))
     made.export(folder)
-    assert sorted(file.name for file in folder.iterdir()) == [
+    assert saved_names(folder) == [
         "model-00001-of-00001.safetensors",
+        "model-best-of-five.safetensors",
         "model.safetensors.index.json",
         "tokenizer.json",
     ]
@@ -162,6 +164,37 @@ def test_an_export_replaces_the_one_before_and_nothing_else(tmp_path: Path) -> N
     assert index["metadata"]["total_size"] == sum(x.nbytes for x in made.state_dict().values())
     other = on_one_rank(seeded(MLP, 2), weights=folder)
     assert torch.equal(other.get_parameter("up.weight"), made.get_parameter("up.weight"))
+
+
+def test_an_export_deletes_no_folder_that_no_export_made(tmp_path: Path) -> None:
+    made, others = on_one_rank(seeded(MLP, 1)), tmp_path / "out.partial" / "model-00001-of-00001.safetensors"
+    others.parent.mkdir()
+    others.write_bytes(b"mine")
+    with pytest.raises(AutoparError, match=r"write to .*out\.partial, which is there and not of an export: move it"):
+        made.export(tmp_path / "out")
+    assert others.read_bytes() == b"mine" and not (tmp_path / "out").exists()
+    others.parent.rename(tmp_path / "elsewhere")  # as the error says
+    made.export(tmp_path / "out")
+
+
+def test_an_export_follows_one_that_was_cut_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = on_one_rank(seeded(MLP, 1))
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("autopar.runtime.formats.weights_export._join", full)
+    with pytest.raises(AutoparError, match="No space left"):
+        made.export(tmp_path / "out")
+    monkeypatch.undo()
+    assert saved_names(tmp_path) == ["out.partial"]
+    made.export(tmp_path / "out")
+    assert saved_names(tmp_path) == ["out"]
+    assert saved_names(tmp_path / "out") == ["model-00001-of-00001.safetensors", "model.safetensors.index.json"]
+
+
+def saved_names(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.iterdir())
 
 
 class Scaled(Normed):
