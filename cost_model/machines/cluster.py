@@ -23,6 +23,7 @@ from autopar.errors import AutoparError
 
 _KIND = re.compile(r"\+(?!\d)|(?<![xX×])\+")  # between two kinds; the + of h100x+8 is a sign
 MOST_RANKS = 131_072  # more than the largest machine that trains one model; a search lists ranks
+MOST_KINDS = 4  # `explain` searches a plan for each of the sets of kinds, of which 5 have 31
 
 
 @dataclass(frozen=True)
@@ -98,12 +99,12 @@ def find_cluster(given: Cluster | Hardware | str | os.PathLike[str]) -> Cluster:
                 raise AutoparError(
                     f"Cannot read the cluster {text!r}: beside a + stands a kind; write h100x8x2+a100x8x2."
                 )
-        return cluster_of_kinds([find_cluster(name) for name in names])
+        return cluster_of_kinds(_kinds(names, text))
     return _of_one_name(text)
 
 
 def cluster_of_kinds(clusters: Sequence[Cluster], name: str = "", between: Link | None = None) -> Cluster:
-    """The cluster of several ones, in this order of their ranks; equal neighbours are one kind.
+    """The cluster of several ones, in this order of their ranks; equal neighbours without a link between are one kind.
 
     Args:
         clusters: the kinds.
@@ -111,8 +112,9 @@ def cluster_of_kinds(clusters: Sequence[Cluster], name: str = "", between: Link 
         between: link between two kinds; None for the slower one of their links between nodes.
     """
     kinds = [kind for each in clusters for kind in each.kinds]
-    alike = itertools.groupby(kinds, key=lambda each: each.hardware)
-    counts = tuple((hardware, sum(each.nodes for each in group)) for hardware, group in alike)
+    alike = itertools.groupby(kinds, key=lambda each: each.hardware if between is None else id(each))
+    groups = [list(group) for _, group in alike]
+    counts = tuple((group[0].hardware, sum(each.nodes for each in group)) for group in groups)
     if len(counts) == 1:
         return Cluster(*counts[0])
     hardware = mixed(counts, name, between)
@@ -126,11 +128,21 @@ def _is_file(text: str) -> bool:
     return bool(ending) and Path(path.strip() + ending).expanduser().is_file()
 
 
-def _of_one_name(text: str) -> Cluster:
-    """The cluster that a text without a + names."""
+def _of_one_name(text: str, *, beside: str = "", folder: Path = Path()) -> Cluster:
+    """The cluster that a text without a + names.
+
+    Args:
+        text: the name.
+        beside: what names it as one of several kinds; "" where it is the whole cluster.
+        folder: the folder where files lie.
+    """
     gpu, node, nodes = _split(text)
     if gpu.endswith(".toml"):
-        file = read_cluster_file(Path(gpu).expanduser())
+        file = read_cluster_file(folder / Path(gpu).expanduser())
+        if isinstance(file, KindsFile) and beside:
+            raise AutoparError(
+                f"{file.path.name} lists kinds, and is named as one kind of {beside}: name its kinds there instead."
+            )
         if isinstance(file, KindsFile):
             return _of_file(file, text, has_sizes=node is not None)
         hardware, count = file.hardware, file.nodes
@@ -142,31 +154,40 @@ def _of_one_name(text: str) -> Cluster:
     return Cluster(hardware, count if nodes is None else _size(nodes, text, "nodes"))
 
 
+def _kinds(names: Sequence[str], where: str, folder: Path = Path()) -> list[Cluster]:
+    """The clusters that are named as the kinds of another, whose name is `where`; files lie in the folder."""
+    if len(names) > MOST_KINDS:
+        raise AutoparError(
+            f"A cluster of {len(names)} kinds cannot be planned: the most are {MOST_KINDS}. Write neighbours that are "
+            "alike as one kind (h100x8x2 for h100x8+h100x8), and those that are nearly alike as the slower one."
+        )
+    return [_of_one_name(name, beside=where, folder=folder) for name in names]
+
+
 def _of_file(file: KindsFile, text: str, *, has_sizes: bool) -> Cluster:
     """The cluster of a file that lists kinds; files among these lie in its folder."""
     if has_sizes:
         raise AutoparError(
             f"The cluster {text!r} has sizes, but {file.path.name} lists kinds, which have their own: leave them out."
         )
-    found = []
-    for kind in file.kinds:
-        path = file.path.parent / kind
-        try:
-            found.append(find_cluster(os.fspath(path) if ".toml" in kind else kind))
-        except AutoparError as error:
-            raise AutoparError(f"{file.path}, line {file.line}: {error}") from None
+    try:
+        found = _kinds(file.kinds, file.path.name, file.path.parent)
+    except AutoparError as error:
+        raise AutoparError(f"{file.path}, line {file.line}: {error}") from None
     return cluster_of_kinds(found, file.name, file.between)
 
 
 def _split(text: str) -> tuple[str, str | None, str | None]:
     """Splits a name into GPU, size of a node and number of nodes: `h100x8x16` -> h100, 8, 16.
 
-    An x inside the name of a GPU, as in `mi300x` or `rtx4090`, separates nothing.
+    An x inside the name of a GPU, as in `mi300x` or `rtx4090`, or of a file separates nothing.
     """
     stripped = text.strip()
     if not stripped:
         raise AutoparError("A cluster is named as h100x8x16 (16 nodes of 8), h100x4 or h100.")
-    head, *sizes = re.split(r"\s*[x×]\s*(?=[-+.\d])", stripped, flags=re.IGNORECASE)
+    path, ending, rest = stripped.rpartition(".toml")
+    head, *sizes = re.split(r"\s*[x×]\s*(?=[-+.\d])", rest, flags=re.IGNORECASE)
+    head = path + ending + head
     if head.lower() in ("rt", "") and sizes:  # rtx4090x8 and x100x8 split at their own x first
         head, *sizes = f"{head}x{sizes[0]}", *sizes[1:]
     gpu, _, word = head.rpartition("x")

@@ -71,6 +71,46 @@ def test_a_file_is_a_cluster(tmp_path: Path) -> None:
     assert find_cluster(f"{path}x4").ranks == 4
 
 
+def test_a_kind_lists_no_kinds(tmp_path: Path) -> None:
+    """A file that lists itself would be read without end, and the link of an inner list would be lost."""
+    path = tmp_path / "ours.toml"
+    path.write_text('name = "ours"\nkinds = ["h100x8", "ours.toml"]\n')
+    with pytest.raises(AutoparError, match=r"ours.toml, line 2: ours.toml lists kinds, and is named as one kind of ou"):
+        find_cluster(path)
+    with pytest.raises(AutoparError, match=r"ours.toml lists kinds, .*: name its kinds there instead"):
+        find_cluster(f"a100x8+{path}")
+
+
+def test_nodes_alike_with_a_slow_link_between_are_two_kinds(tmp_path: Path) -> None:
+    path = tmp_path / "ours.toml"
+    figure = '{value = %s, kind = "guess", source = "two halls"}'
+    path.write_text(
+        'name = "ours"\nkinds = ["h100x8x2", "h100x8x2"]\n[between_kinds]\n'
+        f"bandwidth_bytes_per_second = {figure % '1e9'}\nlatency_seconds = {figure % '1e-3'}\n"
+    )
+    found = find_cluster(path)
+    assert (len(found.kinds), found.ranks, found.hardware.across_nodes.latency_seconds) == (2, 32, 1e-3)
+
+
+def test_many_kinds_are_refused_before_they_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "ours.toml"
+    path.write_text('name = "ours"\nkinds = [' + '"none.toml", ' * 100_000 + "]\n")
+    for text in ("h100x1+a100x1+" * 1000 + "h100x1", str(path)):
+        with pytest.raises(
+            AutoparError, match=r"kinds cannot be planned: the most are 4\. Write neighbours that are al"
+        ):
+            find_cluster(text)
+
+
+def test_files_of_kinds_lie_beside_the_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "runs x 4"
+    folder.mkdir()
+    save_hardware(dataclasses.replace(H100, name="slow"), folder / "a+b.toml")
+    (folder / "ours.toml").write_text('name = "ours"\nkinds = ["h100x8", "a+b.toml x 8 x 2"]\n')
+    monkeypatch.chdir("/")
+    assert [str(kind) for kind in find_cluster(folder / "ours.toml").kinds] == ["h100x8x1", "slowx8x2"]
+
+
 def test_a_cluster_checks_itself() -> None:
     with pytest.raises(AutoparError, match="a positive number of nodes, not 0"):
         Cluster(find_hardware("h100"), 0)
