@@ -1,8 +1,9 @@
 """Files of a cache folder: whose they may be, and the key that users of one folder may share.
 
-Without a key a file counts only if this user owns it and no other user can write it. With a key, which the environment
-variable AUTOPAR_CACHE_KEY names the file of, it counts if its last line is the HMAC-SHA256 of its name and its text by
-this key (RFC 2104), whoever has written it: so users who trust each other share a folder, and others cannot add to it.
+A file counts if its last line is the HMAC-SHA256 of its name and its text (RFC 2104), which shows damage, and a file
+that stands for another question than its name says. Without a key it must also belong to this user, and no other user
+may be able to write it. With a key, which the environment variable AUTOPAR_CACHE_KEY names the file of, it counts
+whoever has written it: so users who trust each other share a folder, and others cannot add to it.
 """
 
 from __future__ import annotations
@@ -48,12 +49,10 @@ def cache_key() -> bytes | None:
 def read_cached(path: Path) -> str:
     """The text of a file of a cache folder. Raises OSError, and ValueError for a file that does not count."""
     key = cache_key()
-    text = read_text(path, only_own=key is None)
-    if key is None:
-        return text
-    text, _, seal = text.rpartition("\n")
+    text, _, seal = read_text(path, only_own=key is None).rpartition("\n")
     if not hmac.compare_digest(seal.encode(), _seal(key, path, text).encode()):
-        raise ValueError(f"it was not written with the key of {KEY_VARIABLE}")
+        by_key = f", or was not written with the key of {KEY_VARIABLE}" if key is not None else ""
+        raise ValueError(f"it is incomplete, or was written for another name{by_key}")
     return text
 
 
@@ -61,10 +60,9 @@ def write_cached(text: str, path: Path) -> None:
     """Writes a file of a cache folder, which is made if it is not there. Raises OSError where that is not possible."""
     key = cache_key()
     path.parent.mkdir(parents=True, exist_ok=True)
-    whole = text if key is None else f"{text}\n{_seal(key, path, text)}"
     # Others may make links in a shared folder; to follow one would overwrite any file of this user.
-    write_whole(whole, path, without=OTHERS_WRITE, follows=False)
+    write_whole(f"{text}\n{_seal(key, path, text)}", path, without=OTHERS_WRITE, follows=False)
 
 
-def _seal(key: bytes, path: Path, text: str) -> str:
-    return hmac.new(key, f"{path.name}\n{text}".encode(), hashlib.sha256).hexdigest()
+def _seal(key: bytes | None, path: Path, text: str) -> str:
+    return hmac.new(key or b"", f"{path.name}\n{text}".encode(), hashlib.sha256).hexdigest()

@@ -127,22 +127,19 @@ class StoredCaptures:
             log.info("The capture is not stored: %s.", error)
             return capture()
         path = self.folder / f"{key}{_ENDING}"
-        found = self._read(path, key, state, question)
+        found = self._read(path, state, question)
         if found is None:
             found = capture()
             clean_up(found.module)
             found = dataclasses.replace(found, is_clean=True)
-            self._write(path, key, state, question, found)
+            self._write(path, state, question, found)
         return found
 
-    def _read(self, path: Path, key: str, state: PythonState, question: CaptureQuestion) -> Captured | None:
+    def _read(self, path: Path, state: PythonState, question: CaptureQuestion) -> Captured | None:
         """The capture in a file; None, with a line in the log, for a file that cannot be used."""
         try:
-            head, _, body = read_cached(path).partition("\n")
-            if parse_json(head) != _head(key, body):
-                raise NoText("it is incomplete, or was stored for another capture than its name says")
             arguments = question.args, question.kwargs
-            found = read_captured(parse_json(body), state, arguments, question.precision)
+            found = read_captured(parse_json(read_cached(path)), state, arguments, question.precision)
         except FileNotFoundError:
             return None
         except Exception as error:  # whatever torch raises for a graph that somebody else has written
@@ -151,7 +148,7 @@ class StoredCaptures:
         log.info("The capture was stored by an earlier start (%s).", path)
         return dataclasses.replace(found, is_stored=True)
 
-    def _write(self, path: Path, key: str, state: PythonState, question: CaptureQuestion, captured: Captured) -> None:
+    def _write(self, path: Path, state: PythonState, question: CaptureQuestion, captured: Captured) -> None:
         """Stores a capture that is right for every process with the same key; else a line in the log says why not."""
         try:
             refuse_unportable(captured, state)
@@ -162,7 +159,7 @@ class StoredCaptures:
             again = read_captured(document, state, arguments, question.precision)
             if not is_same_capture(captured, again):
                 raise NoText("its text does not say all of it")
-            write_cached(f"{json.dumps(_head(key, body))}\n{body}", path)
+            write_cached(body, path)
         except NoText as error:
             log.info("The capture is not stored: %s.", error)
         except OSError as error:
@@ -226,11 +223,6 @@ def _text(document: Any) -> tuple[str, Any]:
         again = parse_json(text)
     except ValueError as error:
         raise NoText(f"the capture has no text that can be read back ({error})") from None
-    if len(text) > MOST_BYTES // 2:  # a character may take more than one byte, and the head comes before
+    if len(text) > MOST_BYTES // 2:  # a character may take more than one byte
         raise NoText(f"its text has {len(text)} characters")
     return text, again
-
-
-def _head(key: str, body: str) -> dict[str, str]:
-    """The first line of a file: the question, and a digest of question and answer together."""
-    return {"question": key, "sha256": hashlib.sha256(f"{key}\n{body}".encode()).hexdigest()}

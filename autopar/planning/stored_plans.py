@@ -22,7 +22,6 @@ import torch
 from autopar.errors import PlanError
 from autopar.ir import Plan
 from autopar.ir.files import parse_json
-from autopar.ir.plan_reading import with_digest
 from autopar.planning.cache_files import read_cached, write_cached
 from autopar.planning.planning import Prepared, why_not_again
 from autopar.search.request.request import Request
@@ -62,21 +61,16 @@ class StoredPlans:
             log.info("The plan is not stored. %s", error)
             return searched()
         path = self.folder / f"{key}.json"
-        found = self._read(path, key, prepared)
+        found = self._read(path, prepared)
         if found is None:
             found = searched()
-            self._write(path, key, found)
+            self._write(path, found)
         return found
 
-    def _read(self, path: Path, key: str, prepared: Prepared) -> Plan | None:
+    def _read(self, path: Path, prepared: Prepared) -> Plan | None:
         """The plan in a file; None, with a line in the log, for a file that cannot be used."""
         try:
-            document = parse_json(read_cached(path))
-            if not isinstance(document, dict) or document.keys() != {"question", "plan"}:
-                raise PlanError("its fields are not those of a question and a plan")
-            if document["question"] != key:
-                raise PlanError("it was stored for another question than its name says")
-            plan = Plan.from_json(document.get("plan"))
+            plan = Plan.from_json(parse_json(read_cached(path)))
             wrong = why_not_again(plan, prepared)
             if wrong or plan.fingerprint != prepared.captured.fingerprint:
                 raise PlanError(wrong or "it is a plan of another model")
@@ -88,14 +82,14 @@ class StoredPlans:
         log.info("The plan was stored by an earlier start (%s).", path)
         return plan
 
-    def _write(self, path: Path, key: str, plan: Plan) -> None:
+    def _write(self, path: Path, plan: Plan) -> None:
         """Stores a plan; a line in the log where that is not possible."""
         document = plan.to_json()
         if Plan.from_json(document) != plan:  # it would not be the same at the next start
             log.info("The plan is not stored, because its JSON would lose a part of it.")
             return
         try:
-            write_cached(json.dumps({"question": key, "plan": with_digest(document)}, indent=1) + "\n", path)
+            write_cached(json.dumps(document, indent=1), path)
         except OSError as error:
             log.warning("The plan is not stored in %s: %s.", path.parent, error.strerror)
 

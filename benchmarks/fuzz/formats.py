@@ -8,7 +8,6 @@ that writing it out and reading it back gives the same again, and no unknown fie
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import io
 import json
 import os
@@ -26,8 +25,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from autopar.calibrate.at_start import kept_text
 from autopar.capture.export import capture_step
-from autopar.cost_model import find_hardware
+from autopar.cost_model import CPU_GLOO, find_hardware
+from autopar.cost_model.machines.cluster import find_cluster
 from autopar.cost_model.machines.hardware_toml import HardwareFile, parse_hardware, read_hardware
 from autopar.cost_model.machines.hardware_writing import format_hardware
 from autopar.errors import AutoparError
@@ -37,7 +38,7 @@ from autopar.ir.order import Order
 from autopar.ir.precision import MixedPrecision
 from autopar.ir.recompute import format_recompute, parse_recompute
 from autopar.models.hugging_face import Pretrained
-from autopar.planning.cache_files import KEY_VARIABLE, cache_key
+from autopar.planning.cache_files import KEY_VARIABLE, cache_key, write_cached
 from autopar.planning.planning import make_plan, prepare_step
 from autopar.planning.stored_captures import CaptureQuestion, StoredCaptures, is_same_capture
 from autopar.planning.stored_plans import StoredPlans
@@ -102,6 +103,8 @@ def formats(folder: Path) -> list[Format]:
         *_weights(folder),
         _stored_plan(folder),
         *_stored_captures(folder),
+        _kept_times(folder),
+        _kinds(folder),
         _key(),
         *_texts(),
     ]
@@ -365,23 +368,61 @@ def _stored_captures(folder: Path) -> list[Format]:
         return Same(stored.captured(question, lambda: first))
 
     def sealed(body: bytes) -> bytes:
-        key, text = path.stem, body.decode("utf-8", "replace")
-        digest = hashlib.sha256(f"{key}\n{text}".encode()).hexdigest()
-        return f"{json.dumps({'question': key, 'sha256': digest})}\n{text}".encode()
+        write_cached(body.decode("utf-8", "replace"), path)
+        return path.read_bytes()
 
     whole = path.read_bytes()
-    body = whole.partition(b"\n")[2]
-    assert sealed(body) == whole, "the digest is that of the product"
+    body = whole.rpartition(b"\n")[0]
     return [
         Format("stored capture", whole, lambda p: read(p.read_bytes()), ".capture", is_sealed=True),
         Format("stored capture, sealed anew", body, lambda p: read(sealed(p.read_bytes())), ".capture"),
     ]
 
 
+def _kept_times(folder: Path) -> Format:
+    """The times of a machine, which a search starts with."""
+    path, text = folder / "cpu-gloo-2.toml", format_hardware(CPU_GLOO)
+    write_cached(text, path)
+
+    def read(given: Path) -> Any:
+        path.write_bytes(given.read_bytes())
+        return kept_text(path) or text  # measured again
+
+    return Format("times of a machine", path.read_bytes(), read, ".toml", is_sealed=True)
+
+
+def _kinds(folder: Path) -> Format:
+    """A cluster of several kinds of machines, one of which has a file of its own."""
+    (folder / "slow.toml").write_text(format_hardware(dataclasses.replace(find_hardware("h100"), name="slow")))
+    text = """name = "ours"
+kinds = ["h100x8x2", "slow.toml x 8 x 1"]
+
+[between_kinds]
+bandwidth_bytes_per_second = {value = 12e9, kind = "measured", source = "nccl-tests over both"}
+latency_seconds = {value = 2e-5, kind = "guess", source = "two switches"}
+"""
+
+    def read(given: Path) -> Any:
+        own = folder / "ours.toml"
+        own.write_bytes(given.read_bytes())
+        found = find_cluster(own)
+        return found.hardware.name, found.kinds, found.hardware.between
+
+    def values(given: str) -> Any:
+        found = tomllib.loads(given)
+        for figure in found["between_kinds"].values():
+            del figure["kind"], figure["source"]  # which are not kept
+        found["kinds"] = [str(find_cluster(folder / each if ".toml" in each else each)) for each in found["kinds"]]
+        return found
+
+    return Format("kinds of machines", text.encode(), read, ".toml", values=values)
+
+
 def _texts() -> list[Format]:
     selection = '{"layers.*": ["mlp.act/gelu"]}'
     return [
         _in_text("text of a mesh", "dp=2,tp=4", Mesh.parse),
+        _in_text("name of a cluster", "h100x8x2+a100x4x3", find_cluster),
         _in_text("text of recomputation", selection, parse_recompute, format_recompute),
         _in_text("text of an order", "0+1 0= 0+1 1+1 1= 0= meet", lambda text: Order.parse(2, text)),
         _in_text("text of a precision", "bfloat16 reduce=float32 products=float8 exempt=lm_head", MixedPrecision.parse),

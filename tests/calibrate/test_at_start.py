@@ -12,6 +12,7 @@ import torch
 from autopar.api.machine import hardware_of, measured_hardware
 from autopar.calibrate.at_start import kept_text, measured_at_start
 from autopar.cost_model import CPU_GLOO, Hardware
+from autopar.planning.cache_files import read_cached, write_cached
 from tests.runtime.gloo_ranks import Ranks, equal_on_all, kept_ranks
 
 
@@ -37,7 +38,7 @@ def test_all_ranks_have_the_times_of_this_machine_and_the_next_start_has_them_to
     assert found.source("launch_seconds").kind == found.source("inside_node.latency_seconds").kind == "measured"
     assert found.launch_seconds > 2e-6 and found.peak_flops == CPU_GLOO.peak_flops
     (file,) = tmp_path.iterdir()
-    file.write_text(file.read_text().replace(f"{found.launch_seconds}", "0.25"))
+    write_cached(read_cached(file).replace(f"{found.launch_seconds}", "0.25"), file)
     ranks.stop()
     assert {each.launch_seconds for each, _, _ in ranks.run(measured, tmp_path)} == {0.25}
 
@@ -45,13 +46,14 @@ def test_all_ranks_have_the_times_of_this_machine_and_the_next_start_has_them_to
 def test_times_that_another_user_could_have_written_or_that_are_damaged_do_not_count(tmp_path: Path) -> None:
     file = tmp_path / "cpu.toml"
     assert kept_text(file) is None
-    file.write_text("x = 1")
+    write_cached("x = 1", file)
     assert kept_text(file) == "x = 1"
     file.chmod(0o664)
     assert kept_text(file) is None
     file.chmod(0o644)
-    file.write_bytes(b"\xff")
-    assert kept_text(file) is None
+    for damaged in (file.read_bytes().replace(b"1", b"3", 1), b"\xff"):
+        file.write_bytes(damaged)
+        assert kept_text(file) is None
 
 
 def test_one_process_is_not_measured() -> None:

@@ -34,6 +34,19 @@ def test_with_a_key_a_file_of_another_user_counts(key: Path, tmp_path: Path, mon
         read_cached(path)
 
 
+def test_without_a_key_damage_and_another_name_are_found(tmp_path: Path) -> None:
+    path, other = tmp_path / "x.json", tmp_path / "y.json"
+    write_cached(TEXT, path)
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        path.write_bytes(bytes(byte ^ (each == at) for each, byte in enumerate(whole)))
+        with pytest.raises(ValueError, match="is incomplete, or was written for another name"):
+            read_cached(path)
+    other.write_bytes(whole)
+    with pytest.raises(ValueError, match="written for another name$"):
+        read_cached(other)
+
+
 def test_what_was_not_written_with_the_key_does_not_count(key: Path, tmp_path: Path) -> None:
     path, other = tmp_path / "x.json", tmp_path / "y.json"
     write_cached(TEXT, path)

@@ -1,7 +1,6 @@
 """Captures in a folder: the same model is captured once, and one that Python could tell apart is captured anew."""
 
 import contextlib
-import json
 import logging
 import os
 import subprocess
@@ -277,18 +276,18 @@ def test_other_arguments_are_captured_anew(starts, name):
 
 
 def damaged(text: str) -> dict[str, str]:
-    head, _, body = text.partition("\n")
+    body, _, seal = text.rpartition("\n")
     return {
         "empty": "",
         "cut short": text[: len(text) // 2],
         "no JSON": "\x00\x01",
-        "a list": "[]\n[]",
+        "a list": f"[]\n{seal}",
         "edited": text.replace("aten.gelu", "aten.silu"),
-        "of another question": json.dumps(json.loads(head) | {"question": "0" * 64}) + "\n" + body,
+        "of another question": f"{body}\n{'0' * 64}",
     }
 
 
-@pytest.mark.parametrize("kind", often(damaged('{"a": 1}\n'), ("cut short", "edited", "of another question")))
+@pytest.mark.parametrize("kind", often(damaged("{}\n"), ("cut short", "edited", "of another question")))
 def test_a_file_that_cannot_be_used_is_made_again(starts, caplog, kind):
     first = starts.start()
     (path,) = starts.files

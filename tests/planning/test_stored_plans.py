@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from autopar.cost_model import find_hardware
-from autopar.ir import Mesh, ParameterPlan, R
+from autopar.ir import Mesh, ParameterPlan, Plan, R
+from autopar.planning.cache_files import read_cached, write_cached
 from autopar.planning.planning import make_plan, prepare_step
 from autopar.planning.stored_plans import StoredPlans
 from autopar.search.request.request import Request
@@ -55,7 +56,7 @@ def test_the_same_question_is_searched_once(searching):
     assert searching.count == 1 and plans[0] == plans[1] == plans[2]
     assert plans[0].to_json() == plans[1].to_json()
     (path,) = files(searching)
-    assert json.loads(path.read_text())["question"] == path.stem
+    assert Plan.from_json(json.loads(read_cached(path))) == plans[0]
 
 
 OTHERS = {
@@ -90,19 +91,24 @@ def test_micro_batches_and_parameters_that_lie_are_part_of_the_question(searchin
     assert searching.count == len(files(searching)) == 3
 
 
-def damaged(text: str) -> dict[str, str]:
+def sealed(values: object, path: Path) -> str:
+    """The text of a file that somebody who may write it has sealed."""
+    write_cached(json.dumps(values), path)
+    return path.read_text()
+
+
+def damaged(path: Path) -> dict[str, str]:
     """Contents that a file may have instead of its own."""
-    document = json.loads(text)
-    other = document["plan"] | {"ops": dict.fromkeys(document["plan"]["ops"], "zz")}
+    text, document = path.read_text(), json.loads(read_cached(path))
     return {
         "empty": "",
         "cut short": text[: len(text) // 2],
         "no JSON": "\x00\x01",
-        "a list": "[]",
-        "another question": json.dumps(document | {"question": "0" * 64}),
-        "no plan": json.dumps({"question": document["question"]}),
-        "a foreign op": json.dumps(document | {"plan": other}),
-        "another model": json.dumps(document | {"plan": document["plan"] | {"model": "5be0c1"}}),
+        "another question": sealed(document, path.parents[1] / "another.json"),
+        "a list": sealed([], path),
+        "no plan": sealed({}, path),
+        "a foreign op": sealed(document | {"ops": dict.fromkeys(document["ops"], "zz")}, path),
+        "another model": sealed(document | {"model": "5be0c1"}, path),
     }
 
 
@@ -114,7 +120,7 @@ def test_a_file_that_cannot_be_used_is_searched_again(searching, caplog, kind):
     first = searching.plan(prepared(), request())
     (path,) = files(searching)
     text = path.read_text()
-    path.write_text(damaged(text)[kind])
+    path.write_text(damaged(path)[kind])
     with caplog.at_level(logging.INFO, "autopar"):
         assert searching.plan(prepared(), request()) == first
     (said,) = [r.getMessage() for r in caplog.records if "is not used" in r.getMessage()]
