@@ -25,12 +25,13 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
-from autopar import _torch
 from autopar._torch import pytree
 from autopar.backend import autopar as backend
 from autopar.backend.sharding import shard_
+from autopar.errors import AutoparError
 from autopar.integrations.batches import generator_of, with_batches_of_all
 from autopar.integrations.prepared import cut_plain_values
+from autopar.runtime.checkpoint.checkpoint import load_optimizer_state
 from autopar.runtime.ranks.seeds import draw_alike
 from autopar.search import RecipeLike
 
@@ -150,10 +151,19 @@ class AutoparStrategy(DDPStrategy):
         return found
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loads the whole states of the optimizers from a checkpoint; each rank takes its own shards."""
+        """Loads the whole states of the optimizers from a checkpoint; each rank takes its own shards.
+
+        Raises AutoparError where there are other optimizers, groups or parameters than were saved.
+        """
+        assert self.lightning_module is not None
         states = checkpoint["optimizer_states"]
+        if len(states) != len(self.optimizers):
+            raise AutoparError(
+                f"The checkpoint has the states of {len(states)} optimizers, but configure_optimizers returned "
+                f"{len(self.optimizers)}. Return as many as were saved, in the same order."
+            )
         for optimizer, state in zip(self.optimizers, states, strict=True):
-            optimizer.load_state_dict(_cut_optimizer_state(optimizer, state))
+            load_optimizer_state(self.lightning_module, optimizer, state)
 
     def teardown(self) -> None:
         """Ends the training; parameters in shards stay where they are."""
@@ -197,25 +207,6 @@ def _storage(recipe: RecipeLike, mesh: Mapping[str, int]) -> RecipeLike:
 def _nobody_else() -> bool:
     """Whether a metric of torchmetrics reduces over ranks: no, because each rank sees the batch of all ranks."""
     return False
-
-
-def _cut_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state with each tensor that has its parameter's shape cut to this rank's shard of the parameter."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-
-    def cut(value: Any, parameter: Tensor) -> Any:
-        is_whole = isinstance(value, Tensor) and value.shape == parameter.shape
-        if not (is_whole and isinstance(parameter, DTensor)):
-            return value
-        return _torch.cut_like(value, parameter)
-
-    numbers = [n for group in state["param_groups"] for n in group["params"]]
-    found = {
-        number: {key: cut(value, parameter) for key, value in state["state"][number].items()}
-        for number, parameter in zip(numbers, parameters, strict=True)
-        if number in state["state"]
-    }
-    return {**state, "state": found}
 
 
 AutoparStrategy.register_strategies(StrategyRegistry)

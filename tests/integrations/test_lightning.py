@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import SumMetric
 
+from autopar.errors import AutoparError
 from autopar.integrations import AutoparStrategy
 from tests.integrations.small import (
     BATCH,
@@ -160,6 +161,17 @@ def test_fitting_and_resuming_under_another_plan_are_those_of_one_process(
     last = {k: v for k, v in expected["losses"].items() if k.startswith("1")}
     assert worst_difference(resumed["losses"], last) < 1e-5
     assert worst_difference(resumed["weights"], expected["weights"]) < 1e-5
+
+
+def test_a_checkpoint_of_other_optimizers_is_refused() -> None:
+    strategy, module = AutoparStrategy(), Manual()
+    strategy._lightning_module = module
+    first, second = strategy.optimizers = module.configure_optimizers()
+    states = [first.state_dict(), second.state_dict()]
+    with pytest.raises(AutoparError, match=r"has the states of 1 optimizers, but configure_optimizers returned 2\. Re"):
+        strategy.load_optimizer_state_dict({"optimizer_states": states[:1]})
+    with pytest.raises(AutoparError, match=r"groups of \[2\] parameters, but the optimizer here has groups of \[4\]"):
+        strategy.load_optimizer_state_dict({"optimizer_states": states[::-1]})
 
 
 def by_name(folder: Path) -> dict[str, Any]:
