@@ -43,7 +43,7 @@ def test_without_a_key_damage_and_another_name_are_found(tmp_path: Path) -> None
         with pytest.raises(ValueError, match="is incomplete, or was written for another name"):
             read_cached(path)
     other.write_bytes(whole)
-    with pytest.raises(ValueError, match="written for another name$"):
+    with pytest.raises(ValueError, match=r"written for another name$"):
         read_cached(other)
 
 
