@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from types import MappingProxyType
 
 from autopar.cost_model.machines.gpu_names import canonical_gpu, catalogue_names
@@ -34,5 +33,5 @@ def find_hardware(given: Hardware | str | os.PathLike[str]) -> Hardware:
         return given
     text = os.fspath(given)
     if text.endswith(".toml"):
-        return read_hardware(Path(text).expanduser()).hardware
+        return read_hardware(os.path.expanduser(text)).hardware
     return HARDWARE[canonical_gpu(text)]

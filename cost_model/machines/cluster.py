@@ -43,10 +43,10 @@ class Cluster:
             if not isinstance(size, int) or size < 1:
                 raise AutoparError(f"A cluster has a positive number of {what}, not {size!r}.")
         if self.ranks > MOST_RANKS:
-            most = max(MOST_RANKS // self.devices_per_node, 1)
+            most = f"{self.hardware.name}x{self.devices_per_node}x{max(MOST_RANKS // self.devices_per_node, 1)}"
+            instead = "name fewer nodes of its kinds" if self.hardware.kinds else f"write {most}"
             raise AutoparError(
-                f"A cluster of {self.ranks} ranks cannot be planned: the most are {MOST_RANKS}; write "
-                f"{self.hardware.name}x{self.devices_per_node}x{most}."
+                f"A cluster of {self.ranks} ranks cannot be planned: the most are {MOST_RANKS}; {instead}."
             )
 
     @property
@@ -125,7 +125,7 @@ def cluster_of_kinds(clusters: Sequence[Cluster], name: str = "", between: Link 
 def _is_file(text: str) -> bool:
     """Whether a text with a + in it names a single file."""
     path, ending, _ = text.rpartition(".toml")
-    return bool(ending) and Path(path.strip() + ending).expanduser().is_file()
+    return bool(ending) and os.path.isfile(os.path.expanduser(path.strip() + ending))
 
 
 def _of_one_name(text: str, *, beside: str = "", folder: Path = Path()) -> Cluster:
@@ -138,7 +138,7 @@ def _of_one_name(text: str, *, beside: str = "", folder: Path = Path()) -> Clust
     """
     gpu, node, nodes = _split(text)
     if gpu.endswith(".toml"):
-        file = read_cluster_file(folder / Path(gpu).expanduser())
+        file = read_cluster_file(folder / os.path.expanduser(gpu))
         if isinstance(file, KindsFile) and beside:
             raise AutoparError(
                 f"{file.path.name} lists kinds, and is named as one kind of {beside}: name its kinds there instead."

@@ -47,6 +47,8 @@ def test_names(text: str, name: str, in_node: int, nodes: int) -> None:
         ("h100x2.5", "'2.5' is not a number of ranks in a node; write h100x8x16"),
         ("h100x8x99999999999999999999", "the most are 131072; write h100x8x16384"),
         ("h100x8x1000000", "A cluster of 8000000 ranks cannot be planned: the most are 131072"),
+        ("h100x8x16384+a100x8", "of 131080 ranks cannot be planned: .*; name fewer nodes of its kinds"),
+        ("~nobody9/ours.toml", "Cannot read the hardware of ~nobody9/ours.toml: No such file"),
         ("h100x8x" + "9" * 5000, "is not a number of nodes"),
         ("h100x8x\u0663", "'\u0663' is not a number of nodes"),
         ("h100xeight", "'eight' is not a number of ranks in a node; write h100x8x16"),
