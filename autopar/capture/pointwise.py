@@ -11,6 +11,7 @@ A dim that these traces do not show to be point-wise is not split.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -65,7 +66,7 @@ def free_dims(run: Run, operands: Sequence[Tensor], results: Sequence[Tensor]) -
 
 def _other_sizes(size: int) -> tuple[int, ...]:
     """The sizes of the largest and smallest parts into which a dim can be cut."""
-    return size // next(n for n in range(2, size + 1) if size % n == 0), 1
+    return size // next((n for n in range(2, math.isqrt(size) + 1) if size % n == 0), size), 1
 
 
 def _resized(shape: torch.Size, dim: int, size: int) -> torch.Size:

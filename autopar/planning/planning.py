@@ -16,7 +16,7 @@ from autopar.analysis.objective import BatchCapture, objective_of
 from autopar.capture.captured import Captured
 from autopar.capture.export import LossFunction, capture_forward, capture_step
 from autopar.capture.guards.guards import Place
-from autopar.errors import AutoparError, PlanError, RecipeError, StepError, first_line
+from autopar.errors import AutoparError, PlanError, RecipeError, SearchError, StepError, first_line
 from autopar.ir import (
     UNSPLIT,
     Graph,
@@ -195,14 +195,22 @@ def search_step(
         _refuse_more_blocks(graph, request.recompute)
     if long := words_if_long(graph, request):
         log.warning(long)
-    found = search_plan(
-        graph,
-        request,
-        fingerprint=prepared.captured.fingerprint,
-        fixed_storage=fixed_storage,
-        captured_micro_batches=captured_micro_batches or request.micro_batches or 1,
-        progress=progress,
-    )
+    try:
+        found = search_plan(
+            graph,
+            request,
+            fingerprint=prepared.captured.fingerprint,
+            fixed_storage=fixed_storage,
+            captured_micro_batches=captured_micro_batches or request.micro_batches or 1,
+            progress=progress,
+        )
+    except SearchError as error:
+        if captured_batch(graph):
+            raise
+        raise SearchError(
+            "The first batch has no rows, of which no plan can split any. Plan with one that has rows, by "
+            "model.prepare(*batch) or example_inputs= of compile; calls without rows then run, too."
+        ) from error
     best = found.best
     plan = with_remarks(_finished(best.plan, best.graph, prepared), best.graph, request)
     return found._replace(best=best._replace(plan=plan))

@@ -11,6 +11,7 @@ all of at least as many dims, then the first alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -77,7 +78,7 @@ def _holds(row: str, call: Call) -> bool:
     """Whether results and gradients on parts of the rows are those on all rows."""
     spec = spec_of(row, call)
     many = call.operands[0].shape[0]
-    counts = {next(n for n in range(2, many + 1) if many % n == 0), *((many,) if many <= 8 else ())}
+    counts = {next((n for n in range(2, math.isqrt(many) + 1) if many % n == 0), many), *((many,) if many <= 8 else ())}
     operands = tuple(S(0) if ("rows",) in letters else V for letters in spec.operands)
     splittings = [Splitting("", operands, (S(0),) * len(call.results), n) for n in sorted(counts)]
     try:

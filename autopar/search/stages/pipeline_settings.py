@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -126,7 +127,8 @@ def divisors(n: int) -> list[int]:
         >>> divisors(12)
         [1, 2, 3, 4, 6, 12]
     """
-    return [d for d in range(1, n + 1) if n % d == 0]
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
 
 
 def shapes_of(request: Request, ranks: int, micro_batches: int, blocks: int) -> Iterator[Shape]:
