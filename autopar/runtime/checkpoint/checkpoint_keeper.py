@@ -43,7 +43,7 @@ from autopar.runtime.formats.checkpoint_folder import (
 from autopar.runtime.ranks.all_ranks import AllRanks, warn_together
 from autopar.runtime.ranks.random_states import random_states, set_random_states
 
-_NAME = re.compile(r"step-([0-9]{8,18})(\.previous)?")
+_NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})(\.previous)?")
 
 
 class ResumableLoader(Protocol):
@@ -136,6 +136,8 @@ class Checkpoints:
         """
         self.finish()
         folder = self._folder / f"step-{step:08d}"
+        if not _NAME.fullmatch(folder.name):
+            raise AutoparError(f"step={step!r}: give the number of steps made so far, which is not negative.")
         ranks, model = AllRanks(f"Saving {folder}"), _torch.uncompiled(model)
         compare_replicas(model)
 

@@ -90,6 +90,8 @@ def test_the_last_are_kept_and_each_is_a_checkpoint(tmp_path: Path) -> None:
     assert load_checkpoint(tmp_path / "step-00000015", model, optimizer) == {"epoch": 15}
     with pytest.raises(autopar.AutoparError, match="keep=0"):
         Checkpoints(tmp_path, keep=0)
+    with pytest.raises(autopar.AutoparError, match="step=-1: give the number of steps made so far"):
+        checkpoints.save(-1, model, optimizer)  # which `load_last` would not find
 
 
 def test_folders_and_files_of_other_programs_stay(tmp_path: Path) -> None:
