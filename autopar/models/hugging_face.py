@@ -6,8 +6,10 @@ building it twice, in full and with few layers, and comparing layer by layer (se
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import difflib
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from autopar import _torch
 from autopar.errors import AutoparError, first_line
@@ -28,12 +31,14 @@ LAYER_COUNTS = (
     "n_layer",
     "n_layers",
     "depth",
+    "depths",
     "encoder_layers",
     "decoder_layers",
     "num_encoder_layers",
     "num_decoder_layers",
 )
 MOST_LAYERS = 200  # the deepest models have about 130; at 200 an answer takes half a minute and a gigabyte
+MOST_MODULES = 100_000  # of one model; unfused experts of the largest are 75,000, and building so many takes seconds
 _NUMBERED = ("idx", "index", "layer_id", "layer_number")  # in names of attributes that count layers
 
 Inputs = dict[str, Tensor]
@@ -103,11 +108,11 @@ class Pretrained:
         classes = found if isinstance(found, (list, tuple)) else (found,)
         sdpa = all(getattr(each, "_supports_sdpa", False) for each in classes)
         try:
-            with torch.device("meta"):
+            with torch.device("meta"), _few_modules(self.path):
                 model = auto.from_config(
                     copy.deepcopy(config), dtype=self.dtype, attn_implementation="sdpa" if sdpa else "eager"
                 )
-        except ImportError:  # of a package that the model needs, which is said elsewhere
+        except (ImportError, AutoparError):  # the first of a package that the model needs, which is said elsewhere
             raise
         except Exception as error:  # whatever sizes make of building it, such as a negative one
             raise AutoparError(
@@ -152,6 +157,25 @@ class Pretrained:
         return torch.empty(batch, channels, height, width, dtype=self.dtype, device="meta")
 
 
+@contextlib.contextmanager
+def _few_modules(path: Path) -> Iterator[None]:
+    """Context in which building more than `MOST_MODULES` modules raises AutoparError, whatever asks for so many."""
+    built = itertools.count(1)
+
+    def count(*_: Any) -> None:
+        if next(built) > MOST_MODULES:
+            raise AutoparError(
+                f"The model of {path} has more than {MOST_MODULES:,} modules, the most that autopar builds: lower its "
+                "numbers of layers or experts."
+            )
+
+    hook = register_module_module_registration_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 def _transformers(path: Path) -> Any:
     try:
         import transformers
@@ -192,9 +216,10 @@ def _check_values(values: Mapping[str, Any], path: Path) -> None:
     for name, value in values.items():
         if isinstance(value, dict) and name.endswith("config"):
             _check_values(value, path)
-        # Some models have a number of layers for each of their parts, and leave others out.
-        elif name in LAYER_COUNTS and not isinstance(value, (list, type(None))):
-            _check_layers(name, value, path)
+        elif name in LAYER_COUNTS and value is not None:
+            # Some models have a number of layers for each of their parts.
+            for each in value if isinstance(value, list) else [value]:
+                _check_layers(name, each, path)
     named = values.get("architectures")
     named = [] if named is None else named
     if not isinstance(named, list) or not all(isinstance(each, str) for each in named):

@@ -6,11 +6,12 @@ import sys
 import pytest
 import torch
 import transformers
+from torch import nn
 
 from autopar.analysis.factors import analyze
 from autopar.capture.export import capture_step
 from autopar.errors import AutoparError
-from autopar.models import PRESETS, parameter_count
+from autopar.models import PRESETS, hugging_face, parameter_count
 from autopar.models.importing import importing
 from autopar.models.targets import resolve_target, stack, weight_of
 
@@ -352,6 +353,7 @@ def test_an_import_that_fails_is_told_with_its_first_cause() -> None:
         ({"num_hidden_layers": -1}, "num_hidden_layers -1; it is a whole number"),
         ({"num_hidden_layers": "\u0663"}, "num_hidden_layers '\u0663'; it is a whole number"),
         ({"text_config": {"num_layers": True}}, "num_layers True; it is a whole number"),
+        ({"model_type": "swin", "depths": [2, 10**9]}, "has depths 1000000000; it is a whole number of layers from 1"),
         ({"architectures": [5]}, r"has architectures \[5\]; they are a list of names"),
         ({"architectures": {}}, r"has architectures {}; they are a list of names"),
         ({"hidden_size": -64}, "transformers cannot build the model of .*negative dimension.* Correct its sizes"),
@@ -363,6 +365,14 @@ def test_a_configuration_that_cannot_be_built_is_refused_at_once(tmp_path, chang
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | change))
     with pytest.raises(AutoparError, match=says):
         resolve_target(str(tmp_path))
+
+
+def test_a_model_of_too_many_modules_is_refused_while_it_is_built(tmp_path, monkeypatch):
+    monkeypatch.setattr(hugging_face, "MOST_MODULES", 50)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | LLAMA))
+    with pytest.raises(AutoparError, match=r"has more than 50 modules, the most that autopar builds: lower its number"):
+        resolve_target(str(tmp_path))
+    assert sum(1 for _ in nn.Sequential(*map(nn.Identity, range(99))).modules()) == 100, "others are built as before"
 
 
 def test_a_configuration_that_is_nested_deeply_is_refused(tmp_path):
