@@ -118,6 +118,11 @@ _REMEDIES = (
         "register_autograd too",
     ),
     (
+        r"is not an instance of torch\.nn\.Parameter",
+        "torch.func.functional_call puts other tensors in place of parameters here: copy these into the parameters "
+        "(with torch.no_grad(): parameter.copy_(...)), and call the model itself",
+    ),
+    (
         r"Constant \S+ is mutated in the forward",
         "The loss changes a tensor that is not a buffer of the model: make one module that holds both and whose "
         "forward returns the loss, and give that without loss_fn",
@@ -218,8 +223,10 @@ _OPERANDS = (
     (
         r"got mixed torch\.Tensor and DTensor",
         "a term of the loss that is made of parameters, which are DTensors, is added to results, which are plain "
-        "tensors: gather it first, on all ranks (penalty.full_tensor() + loss); an optimizer of the script's own that "
-        "mixes them has whole parameters under torch.compile(model, backend='autopar')",
+        "tensors: gather it first, on all ranks (penalty.full_tensor() + loss). A layer that is called by itself takes "
+        "whole parameters: torch.func.functional_call(layer, {{name: p.full_tensor() for name, p in "
+        "layer.named_parameters()}}, (x,)); an optimizer of the script's own that mixes them has whole parameters under "
+        "torch.compile(model, backend='autopar')",
     ),
     (
         r"on inputs with different meshes",
