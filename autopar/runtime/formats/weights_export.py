@@ -156,7 +156,7 @@ def _join(shards: Sequence[str], folder: Path, numbers: Mapping[str, int]) -> di
     for number in sorted(set(numbers.values())):
         names = [name for name in numbers if numbers[name] == number]
         file = folder / f"model-{number:05d}-of-{max(numbers.values()):05d}.safetensors"
-        kinds = {name: metadata.state_dict_metadata[name] for name in names}
+        kinds: dict[str, Any] = {name: metadata.state_dict_metadata[name] for name in names}  # of tensors alone
         entries = entries_of({name: (kind.size, kind.properties.dtype) for name, kind in kinds.items()})
         with file.open("wb") as stream:
             stream.write(header_of(entries, {"format": "pt"}))

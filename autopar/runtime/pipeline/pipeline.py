@@ -323,7 +323,8 @@ class BoundStage:
     def __init__(self, owner: BoundPipeline, number: int) -> None:
         self._owner, self._number, self._runner = owner, number, owner.runners[number]
         program = self._runner.program
-        self.received, self.sent = self._examples(program.received), self._examples(program.sent)
+        self.received: Sequence[Tensor] = self._examples(program.received)
+        self.sent: Sequence[Tensor] = self._examples(program.sent)
         self.first_half: type[SplitBackward] | type[WholeBackward] = SplitBackward
         if self._runner.runs_backward_whole:
             self.first_half = WholeBackward
