@@ -225,7 +225,7 @@ _OPERANDS = (
         "a term of the loss that is made of parameters, which are DTensors, is added to results, which are plain "
         "tensors: gather it first, on all ranks (penalty.full_tensor() + loss). A layer that is called by itself takes "
         "whole parameters: torch.func.functional_call(layer, {{name: p.full_tensor() for name, p in "
-        "layer.named_parameters()}}, (x,)); an optimizer of the script's own that mixes them has whole parameters under "
+        "layer.named_parameters()}}, (x,)); an optimizer of your own that mixes them has whole parameters under "
         "torch.compile(model, backend='autopar')",
     ),
     (
