@@ -83,6 +83,7 @@ class Placement:
             assert self.adoption is not None and programs.pipeline is not None
             self.adoption.pipe = pipe
             self.counted_elsewhere = take_part(model, users, programs.pipeline, world)
+            self.store.elsewhere = {n: p for n, p in model.named_parameters() if _torch.is_elsewhere(p)}
             self.shared = SharedParameters(users, programs.pipeline, self.store)
 
     def _adopt_new(self, world: World) -> None:

@@ -91,11 +91,18 @@ class ParameterAtRest:
 
 
 class ParameterStore:
-    """All parameters of a model at rest, by name; tied ones once."""
+    """All parameters of a model at rest, by name; tied ones once.
+
+    Attributes:
+        world: the ranks.
+        kept: the parameters that this rank holds.
+        elsewhere: stand-ins for the parameters of other pipeline stages.
+    """
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.kept: dict[str, ParameterAtRest] = {}
+        self.elsewhere: dict[str, nn.Parameter] = {}
 
     def fill(
         self, program: Program, model: nn.Module, values: Iterable[tuple[str, Tensor]], held: Container[str]
@@ -123,12 +130,8 @@ class ParameterStore:
 
     def replaced(self, model: nn.Module) -> list[str]:
         """The names of the model's parameters that are other objects than those at rest under their names."""
-        return [
-            name
-            for name, parameter in model.named_parameters()
-            if not _torch.is_elsewhere(parameter)
-            and (name not in self.kept or self.kept[name].parameter is not parameter)
-        ]
+        known = {name: each.parameter for name, each in self.kept.items()} | self.elsewhere
+        return [name for name, parameter in model.named_parameters() if known.get(name) is not parameter]
 
     def _keep(self, spec: TensorSpec, how: ParameterPlan, parameter: nn.Parameter, value: Tensor) -> None:
         mesh, rank, storage = self.world.mesh, self.world.rank, how.storage

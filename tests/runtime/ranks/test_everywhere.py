@@ -340,3 +340,24 @@ def test_slices_are_written_on_every_rank_and_other_indices_refused(two_ranks: R
     for *errors, means in two_ranks.run(written):
         assert len(errors) == 4 and all("whole = x.detach().full_tensor(); whole[index] = value" in e for e in errors)
         assert means == str([(2 + 0.5 * (n - 1)) / n for n in (8, 8, 3, 3)])
+
+
+@captured_once()
+def replaced_on_a_rank() -> str:
+    """What a step says where a parameter of the first stage became another object."""
+    torch.manual_seed(0)
+    ((x, y),) = batches(1)
+    made = autopar.compile(mlp(6, 8, 3).double(), loss_fn=F.mse_loss, example_inputs=(x, y), **PP)
+    made.step(x, y)
+    first = next(each for each in made.modules() if isinstance(each, nn.Linear))
+    first.weight = nn.Parameter(torch.full_like(first.weight, 0.1))
+    with pytest.raises(autopar.StepError) as caught:
+        made.step(x, y)
+    return str(caught.value)
+
+
+def test_a_parameter_of_one_stage_that_was_replaced_is_refused_on_every_rank(two_ranks: Ranks) -> None:
+    """The first stage alone refused, and the other waited for it until the timeout."""
+    first, second = two_ranks.run(replaced_on_a_rank)
+    assert first == second
+    assert "was replaced by another" in first
