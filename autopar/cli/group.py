@@ -1,4 +1,4 @@
-"""The group of commands; every command has a file of its own."""
+"""The group of commands; every command has a file of its own, which is imported when the command is used."""
 
 from __future__ import annotations
 
@@ -6,18 +6,13 @@ import errno
 import os
 import re
 import sys
+from collections import UserDict
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 import click
 
-from autopar.calibrate.command import calibrate_command
-from autopar.cli.compare import compare_command
-from autopar.cli.diff import diff_command
-from autopar.cli.explain import explain_command
-from autopar.cli.fit import fit_command
-from autopar.cli.run import run_command
-from autopar.cli.verify import verify_command
 from autopar.errors import AutoparError, did_you_mean
 from autopar.units import printable
 from autopar.versions import VERSION
@@ -76,7 +71,30 @@ def _sentence(error: click.UsageError, ctx: click.Context) -> str:
     return f"{error.format_message()}{shown}\nTry '{ctx.command_path} --help' for help."
 
 
-@click.group(cls=_Commands, context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
+class _ByUse(UserDict[str, Any]):
+    """Commands by name, each imported from its module when it is first asked for."""
+
+    def __getitem__(self, name: str) -> click.Command:
+        found: click.Command = getattr(import_module(self.data[name]), f"{name}_command")
+        return found
+
+
+_PLACES = {
+    "explain": "autopar.cli.explain",
+    "fit": "autopar.cli.fit",
+    "compare": "autopar.cli.compare",
+    "diff": "autopar.cli.diff",
+    "verify": "autopar.cli.verify",
+    "calibrate": "autopar.calibrate.command",
+    "run": "autopar.cli.run",
+}
+
+
+@click.group(
+    cls=_Commands,
+    commands=_ByUse(_PLACES),
+    context_settings={"show_default": True, "help_option_names": ["-h", "--help"]},
+)
 @click.version_option(VERSION)
 def main() -> None:
     """Parallelizes single-device PyTorch models over a cluster.
@@ -84,15 +102,3 @@ def main() -> None:
     explain, fit and compare need no GPU, no weights and no process group: they plan for a cluster that
     is only named.
     """
-
-
-for _command in (
-    explain_command,
-    fit_command,
-    compare_command,
-    diff_command,
-    verify_command,
-    calibrate_command,
-    run_command,
-):
-    main.add_command(_command)
