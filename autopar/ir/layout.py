@@ -363,5 +363,5 @@ def local_elements(dims: Dims, layout: Layout, mesh: Mesh) -> int:
 
 
 def stretch_of(layout: Layout) -> float:
-    """Elements of the fullest rank over those of the mean, in rows that ranks exchanged."""
-    return math.prod(state.stretch for state in layout)
+    """Elements of the fullest rank over those of the mean, in rows that ranks exchanged along one axis or several."""
+    return max((state.stretch for state in layout), default=1.0)

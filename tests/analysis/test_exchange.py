@@ -97,6 +97,14 @@ def test_the_rank_of_the_fullest_experts_keeps_what_is_priced_for_a_skew(model: 
     assert more == sum(arrived) / 3
 
 
+def test_rows_that_travel_along_two_axes_are_as_many_as_along_one(prepared: Prepared) -> None:
+    def more(labels: str, mesh: Mesh) -> float:
+        plan, graph = planned(prepared, labels, mesh), prepared.analysis.graph
+        return price(with_skew(graph, 1.5), plan, H100).saved_bytes - price(graph, plan, H100).saved_bytes
+
+    assert more("t>e@a t>e@b", FOUR) == more("t>e@ep", Mesh.of({"ep": 4})) > 0
+
+
 def test_rows_change_hands_along_all_axes_of_the_experts_or_none(prepared: Prepared) -> None:
     graph = prepared.analysis.graph
     op = graph.by_name[layer_of(prepared)]

@@ -143,7 +143,9 @@ def test_layers_that_run_again_keep_what_enters_them() -> None:
         assert same[0, 1] and same[4, 5], name  # the ends run once
 
 
-def test_what_hides_behind_compute_is_not_counted() -> None:
+def test_what_hides_behind_compute_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if buckets were so small that even the last one hid."""
+    monkeypatch.setattr("autopar.cost_model.buckets.hidden_part", lambda buckets: 1.0)
     graph = residual(3)
     plan = search(graph, {"dp": 2}, hardware=TOY, recipe="zero3")
     world = Mesh.of({"pp": 2, "dp": 2})

@@ -37,7 +37,7 @@ from autopar.search.exact.descent import (
 from autopar.search.exact.owners import on_mesh, owner_notes, with_owners
 from autopar.search.exact.problem import Problem
 from autopar.search.exact.rows import row_notes, with_rows
-from autopar.search.request.notes import explain
+from autopar.search.request.notes import explain, under_bound
 from autopar.search.request.pins import resolve_pins
 from autopar.search.request.recipe_rows import ON_DEVICE, RecipeLike, Tiering
 from autopar.search.request.recipes import format_recipe, resolve
@@ -237,7 +237,8 @@ class MeshSearch:
         if memory_bytes is not None and may_fit_freely(problem, memory_bytes):
             free = self.within(None)
             if free.cost.memory_bytes <= memory_bytes:
-                return free
+                notes = under_bound(free.plan.notes, free.cost, self.hardware.memory_bytes, memory_bytes)
+                return replace(free, plan=replace(free.plan, notes=notes))
         found = descents(problem, memory_bytes)
         best = best_of(found, memory_bytes)
         if not fits(best, memory_bytes):

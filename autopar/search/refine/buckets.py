@@ -35,15 +35,17 @@ def with_buckets(found: Planned, request: Request, faster_than_seconds: float = 
         return sizes[asked]
     if found.price.step_seconds >= faster_than_seconds or not sent_bytes(found.graph, found.plan):
         return found
-    usual = usual_bytes(found.graph, found.plan)
-    ordered = sorted({usual, *sizes_of(found.graph, found.plan)})
-    at = ordered.index(usual)
-    best = sizes.fastest(ordered[at + 1 :], found)
-    if best is found:
-        best = sizes.fastest(ordered[:at][::-1], found)
-    if best.price.step_seconds >= (1 - _WORTH) * found.price.step_seconds:
-        return found
-    return _noted(best, usual, found.price.step_seconds)
+    usual_size = usual_bytes(found.graph, found.plan)
+    usual, ordered = sizes[usual_size], sorted({usual_size, *sizes_of(found.graph, found.plan)})
+    at = ordered.index(usual_size)
+    best = sizes.fastest(ordered[at + 1 :], usual)
+    if best is usual:
+        best = sizes.fastest(ordered[:at][::-1], usual)
+    usual_seconds = usual.price.step_seconds
+    if best.price.step_seconds < (1 - _WORTH) * usual_seconds:
+        return _noted(best, usual_size, usual_seconds)
+    # The search knew the mesh alone. Where a plan cuts its messages so much that fewer buckets hide less, it says so.
+    return found if math.isclose(usual_seconds, found.price.step_seconds, rel_tol=1e-6) else usual
 
 
 class _Sizes(dict[int, Planned]):

@@ -272,6 +272,12 @@ def _divided(graph: Graph, plan: Plan, axis: int) -> float:
     return sum(split) / (sum(flops.values()) or 1)
 
 
+def under_bound(notes: Sequence[str], cost: StepCost, before_bytes: int, bound_bytes: int) -> tuple[str, ...]:
+    """Notes of `explain` for one bound on memory -> those for another, which names it beside what a plan takes."""
+    said = _memory_line(cost, before_bytes)
+    return tuple(Note(_memory_line(cost, bound_bytes), "price") if note == said else note for note in notes)
+
+
 def _memory_line(cost: StepCost, bound_bytes: int) -> str:
     kinds = {
         "parameters": cost.parameter_bytes,

@@ -133,6 +133,7 @@ OTHERS: dict[str, tuple[Any, str]] = {
     "without": ("offload", "--no offload"),
     "headroom": (0.5, "--headroom 0.5"),
     "precision": ("bf16", "--precision"),
+    "skew": (1.5, "--skew 1.5"),
     "training_state": ("sgd", "--training-state"),
     "init_fn": (ones_of, "init_fn=ones_of"),
     "weights": ("weights.safetensors", "weights=4 tensors"),
