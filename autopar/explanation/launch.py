@@ -183,6 +183,7 @@ def _bounds(request: Request | None) -> dict[str, Any]:
         "inside_node": ",".join(request.inside_node),
         "without": ",".join(sorted(request.without - _IN_SETTINGS)),
         "offload": request.offload or None,
+        "skew": None if request.skew == 1 else request.skew,
     }
 
 

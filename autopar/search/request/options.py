@@ -190,7 +190,7 @@ class PlanOptions:
     )
     headroom: float = option(HEADROOM, metavar="PART", is_constraint=False)
     precision: MixedPrecision | None = option(None, metavar="POLICY", parse=MixedPrecision.of, is_constraint=False)
-    skew: float = option(1.0, metavar="FACTOR", is_constraint=False)
+    skew: float = option(1.0, metavar="FACTOR")
     training_state: TrainingState = option(FULL, metavar="WORDS", parse=TrainingState.of, is_constraint=False)
 
     def __post_init__(self) -> None:
