@@ -41,6 +41,7 @@ _DIGEST_BYTES = 32
 _GREETING = struct.Struct(f"!I{_RANDOM_BYTES}s{_DIGEST_BYTES}s")  # see [Note: greeting]
 _NUMBER = struct.Struct("!I")
 _TRY_SECONDS = 5.0  # from the connection to the end of its greeting
+_RETRY_SECONDS = 0.05  # until the next connection is asked for, after one that could not be had
 _MOST_WAITING = 64  # connections that have not greeted, besides one for each replica
 _ANY_PORT = 9  # a datagram socket is connected to it, and sends nothing
 _ELSEWHERE = "192.0.2.1"  # an address of no machine (RFC 5737); the way to it is the default route
@@ -154,12 +155,16 @@ class Listener:
 
         async def admit() -> None:
             while True:
-                with contextlib.suppress(OSError):  # it is gone again, or no descriptor is left for it
+                try:
                     connection, _ = await asyncio.get_running_loop().sock_accept(self._socket)
-                    greetings[greeting := asyncio.create_task(greet(connection))] = None
-                    greeting.add_done_callback(greetings.pop)
+                except OSError:  # it is gone again, or no descriptor is left for it, which is said without a wait
+                    await asyncio.sleep(_RETRY_SECONDS)
+                    continue
+                greetings[greeting := asyncio.create_task(greet(connection))] = None
+                greeting.add_done_callback(greetings.pop)
                 if len(greetings) > len(replicas) + _MOST_WAITING:
                     next(iter(greetings)).cancel()
+                await asyncio.sleep(0)  # where the next one is there already, `sock_accept` lets nobody else run
 
         door = asyncio.create_task(admit())
         with contextlib.suppress(TimeoutError):

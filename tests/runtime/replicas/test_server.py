@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import socket
 import struct
 import threading
@@ -392,6 +394,28 @@ def test_a_stranger_does_not_delay_what_is_waited_for() -> None:
     assert time.monotonic() - begin < 3
     for each in others:
         each.close()
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EMFILE, "Too many open files"), None])
+def test_a_door_where_nothing_waits_does_not_hold_up_the_end_of_the_wait(
+    monkeypatch: pytest.MonkeyPatch, error: OSError | None
+) -> None:
+    """Without a free descriptor, or with a queue without an end, `sock_accept` never let others run."""
+    begin = time.monotonic()
+    gone = socket.socket()
+    gone.close()
+
+    async def accept(*_: Any) -> tuple[socket.socket, None]:
+        if time.monotonic() - begin > 5:
+            raise AssertionError("the wait had an end long ago")
+        if error is not None:
+            raise error
+        return gone, None
+
+    monkeypatch.setattr(asyncio.selector_events.BaseSelectorEventLoop, "sock_accept", accept)
+    with pytest.raises(TimeoutError, match=r"did not connect within 0\.2 s"):
+        Listener().accept([3], 0.2)
+    assert time.monotonic() - begin < 4
 
 
 def wild(kind: bytes, number: int, size: int, rest: bytes = b"") -> bytes:
