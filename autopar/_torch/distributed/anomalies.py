@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autopar._torch.distributed.random_fills import handlers
+from autopar._torch.distributed.dtensors import handlers
 
 
 @functools.cache

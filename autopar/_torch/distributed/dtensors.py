@@ -169,3 +169,9 @@ def lines_along(mesh: DeviceMesh, axis: str) -> list[list[int]]:
     assert mesh.mesh_dim_names is not None
     position = mesh.mesh_dim_names.index(axis)
     return mesh.mesh.movedim(position, -1).reshape(-1, mesh.mesh.shape[position]).tolist()
+
+
+def handlers() -> dict[Any, Any]:
+    """The operators that torch leaves to functions: they take the operator and its arguments."""
+    found: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    return found

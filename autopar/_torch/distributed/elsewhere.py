@@ -2,7 +2,7 @@
 
 What is computed of them is elsewhere, too: their squares, their gradients, the states that an optimizer makes for them.
 So a loop over all parameters does the same on every rank, and on each it changes what the rank has. An op that would
-need values raises StepError: it reads them, writes them into a tensor of this rank, or takes tensors of two stages.
+need values raises StepError: it reads them, writes them into a DTensor of this rank, or takes tensors of two stages.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils import _pytree
 
-from autopar._torch.distributed.dtensors import dtensor
+from autopar._torch.distributed.dtensors import dtensor, handlers
 from autopar._torch.distributed.stage_meshes import seen_from_outside
 from autopar._torch.distributed.subclasses import dispatched
 from autopar.errors import StepError
@@ -90,6 +90,9 @@ class Elsewhere(DTensor):
     ) -> Any:
         if func is torch.ops.aten._is_any_true.default:  # by which anomaly detection asks: its ranks look at their own
             return torch.zeros((), dtype=torch.bool)
+        write = handlers().get(func) if func._schema.is_mutable else None
+        if write is not None and not any(isinstance(x, DTensor) for x in _pytree.tree_leaves(args[0])):
+            return write(func, args, kwargs or {})  # into plain tensors, for which the holders give the values
         if func._schema.name.startswith("aten::_foreach_") and len(args[0]) > 1:
             return _entry_by_entry(func, args, kwargs or {})
         return _without_values(func, args, kwargs or {})

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from autopar._torch.distributed.dtensors import handlers
 from autopar._torch.distributed.owned import cut_like
 
 _aten = torch.ops.aten
@@ -34,12 +35,6 @@ _LIKE = (_aten.randn_like.default, _aten.rand_like.default)
 def draw_whole_on_processors() -> None:
     """Makes random fills of DTensors on processors draw the whole tensor, from now on."""
     handlers().update(dict.fromkeys((*_IN_PLACE, *_LIKE), _drawn))
-
-
-def handlers() -> dict[Any, Any]:
-    """The operators that torch leaves to functions: they take the operator and its arguments."""
-    found: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    return found
 
 
 def _drawn(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -27,9 +27,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from autopar._torch.distributed.dtensors import handlers
 from autopar._torch.distributed.elsewhere import is_elsewhere
 from autopar._torch.distributed.owned import cut_like
-from autopar._torch.distributed.random_fills import as_torch_does, handlers
+from autopar._torch.distributed.random_fills import as_torch_does
 from autopar._torch.distributed.stage_meshes import is_of_stage
 from autopar._torch.pytree import tree_leaves, tree_map_only
 from autopar.errors import StepError

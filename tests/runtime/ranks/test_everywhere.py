@@ -72,7 +72,7 @@ def penalised(model: Any) -> list[float]:
 
 
 def averaged(model: Any) -> list[float]:
-    """Moving averages over `zip(parameters(), parameters())`, and lookahead over copies of the parameters."""
+    """Moving averages in plain tensors and in those of the plan, and lookahead over copies of the parameters."""
     teacher = mlp(6, 8, 3).double()
     slow = [p.detach().clone() for p in model.parameters()]
     with torch.no_grad():
@@ -82,6 +82,8 @@ def averaged(model: Any) -> list[float]:
             p.copy_(q)
         for old, new in zip(teacher.parameters(), model.parameters(), strict=True):
             old.zero_().add_(whole(new), alpha=0.1)
+            old.add_(new, alpha=0.2).lerp_(new * 2, 0.25).mul_(new.norm())
+        torch._foreach_lerp_(list(teacher.parameters()), list(model.parameters()), 0.5)
     return [summed(teacher), summed(model), *(float(q.sum()) for q in slow)]
 
 
@@ -247,6 +249,23 @@ def test_tensors_of_two_stages_are_not_mixed_and_all_ranks_say_so(two_ranks: Ran
         assert "t takes a tensor" in most and "mul takes" in product
         assert all("x.full_tensor() gives a tensor to all ranks" in x for x in (one, most, product))
         assert "ask for other tensors" in stacked and "ask for other tensors" in read
+
+
+@captured_once()
+def followed_into_plain() -> str:
+    ((x, _),) = batches(1)
+    made: Any = autopar.compile(mlp(6, 8, 3).double(), example_inputs=(x,), timeout_seconds=5.0, **PP)
+    found, averages = [], [p.detach().full_tensor() for p in made.parameters()]
+    for average, p in zip(averages, made.parameters(), strict=True):
+        for write in (lambda: average.lerp_(p, 0.5), lambda: average.addcmul_(p.detach(), p.detach())):  # noqa: B023
+            with pytest.raises((RuntimeError, autopar.StepError)) as error:
+                write()
+            found.append(type(error.value).__name__)
+    return " ".join(found)
+
+
+def test_a_write_into_a_plain_tensor_that_is_refused_is_so_on_every_rank(two_ranks: Ranks) -> None:
+    assert all("PeerError" not in found for found in two_ranks.run(followed_into_plain))
 
 
 class Idle(nn.Module):
