@@ -80,13 +80,16 @@ def stale(cached: Any, read: str) -> Exception:
     return runs_cached(function.__qualname__, f"{code.co_filename}:{code.co_firstlineno}", read)
 
 
-def forget_traced() -> list[Any]:
+def forget_traced(read: Iterable[Any]) -> list[Any]:
     """Empties caches of functions in which a trace has left tensors without values, which serve nobody else.
+
+    Args:
+        read: functions with a cache that the trace is known to have read.
 
     Returns:
         These functions, without those of installed libraries, to be checked by `refuse_stale`.
     """
-    traced = [x for x in all_cached() if type(x).cache_info(x).currsize and _is_own(x) and _holds_traced(x)]
+    traced = [x for x in all_cached(read) if type(x).cache_info(x).currsize and _is_own(x) and _holds_traced(x)]
     for cached in traced:
         empty(cached)
     return [x for x in traced if cached_by(x) is not None]

@@ -24,7 +24,7 @@ from autopar.capture.guards import refusals
 from autopar.capture.guards.caches import Cache, cache_of
 from autopar.capture.guards.closures import Closures, cells_of
 from autopar.capture.guards.guards import CALL, Guard, Guards, Place
-from autopar.capture.guards.stdlib_views import cached_by, contents_of, is_weak, times_computed, was_emptied
+from autopar.capture.guards.stdlib_views import Cached, cached_by, contents_of, is_weak, times_computed, was_emptied
 from autopar.capture.guards.user_code import (
     GENERATORS,
     OTHERS,
@@ -369,6 +369,10 @@ class Reads:
             if line is not None:
                 return f"{code.co_filename}:{line}"
         return "a line of the forward"
+
+    def cached(self) -> list[Any]:
+        """The functions with a cache that were read."""
+        return [x for x in self._objects.values() if isinstance(x, Cached)]
 
     def ran(self) -> tuple[tuple[types.CodeType, Mapping[str, Any]], ...]:
         """The code of the user's and of installed libraries that ran, each with its globals."""

@@ -9,7 +9,7 @@ import gc
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from autopar.capture.guards.user_code import is_installed, is_users, is_users_ty
 from autopar.capture.guards.values import MISSING
 
 Cached = type(functools.cache(len))
+_Statistics = type(functools.cache(len).cache_info())
 _TABLES = (types.MappingProxyType, collections.ChainMap, collections.UserDict)
 
 
@@ -79,33 +80,38 @@ def kept_by(cached: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     return (cached(*arguments),) if is_kept else ()
 
 
-def all_cached() -> list[Any]:
-    """All functions of the process with a cache of `functools`."""
-    return _CACHED.functions()
+def all_cached(seen: Iterable[Any] = ()) -> list[Any]:
+    """All functions of the process with a cache of `functools`, among them those that somebody has seen."""
+    return _CACHED.functions(seen)
 
 
 class _AllCached:
     """The functions with a cache, looked for anew only where there may be others than the known ones.
 
-    Each refers to its class, so the class has a reference more for every function that was made. References from
-    elsewhere hardly change in number: they are those of modules that name the class. A look through all objects takes
-    as long as the capture of a small model.
+    Each refers to its class and to the class of its statistics, so both have a reference more for every function that
+    was made. References from elsewhere hardly change in number: they are those of modules that name the classes. Where
+    as many went from both as functions were made, one of these that somebody has seen tells of it. A look through all
+    objects takes as long as the capture of a small model.
     """
 
     def __init__(self) -> None:
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         # Negative before the first look, and in an interpreter that does not count references to classes.
-        self._references_from_elsewhere = -1
+        self._references_from_elsewhere = [-1]
         self._frozen = _Frozen()
 
-    def functions(self) -> list[Any]:
-        """These functions."""
-        known = list(self._known)
-        if sys.getrefcount(Cached) - len(known) == self._references_from_elsewhere >= 0:
+    def functions(self, seen: Iterable[Any]) -> list[Any]:
+        """These functions.
+
+        Args:
+            seen: some of them.
+        """
+        known, before = list(self._known), self._references_from_elsewhere
+        if _references(known) == before and min(before) >= 0 and all(x in self._known for x in seen):
             return known
         found = self._looked_for()
         self._known = weakref.WeakSet(found)
-        self._references_from_elsewhere = sys.getrefcount(Cached) - len(found)
+        self._references_from_elsewhere = _references(found)
         return found
 
     def _looked_for(self) -> list[Any]:
@@ -117,6 +123,11 @@ class _AllCached:
         found = gc.get_referrers(Cached, self._frozen)
         all_found = (*self._known, *self._frozen.functions(found), *found)
         return list({id(x): x for x in all_found if type(x) is Cached}.values())
+
+
+def _references(known: list[Any]) -> list[int]:
+    """How often others than the known functions refer to the classes that every function with a cache refers to."""
+    return [sys.getrefcount(each) - len(known) for each in (Cached, _Statistics)]
 
 
 class _Frozen:

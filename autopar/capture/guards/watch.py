@@ -107,7 +107,7 @@ class Watch:
         try:
             yield
         finally:
-            traced = forget_traced()
+            traced = forget_traced(self._reads.cached())
             for module, name, old, _ in list(self._writes.written(before)):
                 if (id(module), name) not in self._writes.kept:
                     Place(vars(module), name, "", "").put(old)

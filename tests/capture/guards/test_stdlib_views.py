@@ -99,6 +99,39 @@ def test_one_function_made_for_one_that_went_is_found() -> None:
     assert any(x is made for x in all_cached())
 
 
+class Scaled(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = torch.nn.Linear(4, 2), functools.cache(lambda n: torch.arange(float(n)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.scale(2)
+
+
+def scaled() -> Scaled:
+    model = Scaled()
+    autopar.compile(model, loss_fn=lambda y: y.square().mean()).step(torch.ones(3, 4))
+    return model
+
+
+def test_a_function_that_was_made_when_a_reference_to_its_class_went_is_found() -> None:
+    names = [type(functools.cache(len))]
+    all_cached()
+    names.clear()
+    made = functools.cache(len)
+    assert any(x is made for x in all_cached())
+
+
+def test_a_function_that_the_forward_read_is_found_whatever_the_references() -> None:
+    """Its cache kept a tensor without values from the capture."""
+    kept = scaled()
+    names = [type(kept.scale), kept.scale.cache_info()]
+    all_cached()
+    names.clear()
+    model = scaled()
+    assert type(model.scale(2)) is torch.Tensor and model.scale(2).tolist() == [0.0, 1.0]
+
+
 @pytest.mark.parametrize("wrap", [functools.cache, functools.lru_cache(maxsize=2)])
 def test_tensors_are_found_in_what_containers_a_cache_holds(wrap: Callable[..., Any]) -> None:
     x = torch.ones(1)
