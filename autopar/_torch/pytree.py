@@ -1,9 +1,12 @@
 """Nested containers of tensors, flattened to their leaves and put together again."""
 
 from collections.abc import Iterable, Sequence
-from types import ModuleType
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import (
     SERIALIZED_TYPE_TO_PYTHON_TYPE,
@@ -15,6 +18,7 @@ from torch.utils._pytree import (
     register_pytree_node,
     tree_flatten,
     tree_flatten_with_path,
+    tree_is_leaf,
     tree_leaves,
     tree_map,
     tree_map_only,
@@ -43,6 +47,8 @@ __all__ = [
 
 Json = Any
 _PLAIN = (type(None), bool, int, float, str)
+_SYMBOLS = (torch.SymBool, torch.SymInt, torch.SymFloat)
+_FIXED = (type, FunctionType, BuiltinFunctionType, Enum, torch.device, torch.dtype)
 _OBJECTS = set[type]()  # classes of objects that `register_objects` has met
 
 
@@ -110,24 +116,86 @@ def register_container(kind: type, names: Sequence[str]) -> None:
     )
 
 
-def register_objects(tree: Any, _outer: tuple[Any, ...] = ()) -> None:
+def register_objects(tree: Any) -> None:
     """Makes containers of the classes of a tree's own objects that hold tensors: of their attributes, by name.
 
     Such as a batch of a class of the script's, or a cache of keys. Modules and objects without tensors stay leaves.
-    Raises CaptureError for an object that holds itself.
+    Raises CaptureError for an object that cannot be made again from its attributes, that is met twice, or that has an
+    attribute which may change unseen.
     """
-    for x in tree_leaves(tree):
-        attributes = getattr(x, "__dict__", None)
-        if not isinstance(attributes, dict) or isinstance(x, Tensor | nn.Module | ModuleType) or type(x) in _OBJECTS:
-            continue
-        if any(x is one for one in _outer):
-            raise CaptureError(
-                f"A {type(x).__name__} among the arguments or results holds itself, through its attributes. Give or "
-                "return the tensors in it instead."
-            )
-        register_objects(attributes, (*_outer, x))
-        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(attributes)):
-            _register_object(type(x))
+    met: dict[int, Any] = {}
+    for x in tree_leaves(tree, is_leaf=lambda x: type(x) in _OBJECTS):
+        if _is_opened(x):
+            _open_object(x, "an argument or result", met)
+
+
+def _is_opened(x: Any) -> bool:
+    return type(x) in _OBJECTS or (_has_attributes(x) and _holds_tensor(x))
+
+
+def _has_attributes(x: Any) -> bool:
+    """Whether this is an object of a class of the script's, rather than a leaf or a container that torch knows."""
+    others = (Tensor, nn.Module, ModuleType, *_FIXED)
+    is_known = type(x) not in _OBJECTS and not tree_is_leaf(x)
+    return isinstance(getattr(x, "__dict__", None), dict) and not is_known and not isinstance(x, others)
+
+
+def _holds_tensor(x: Any) -> bool:
+    waiting, seen = [x], dict[int, Any]()  # objects are kept, so that no other has their id
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Tensor):
+            return True
+        if id(value) not in seen:
+            seen[id(value)] = value
+            waiting += vars(value).values() if _has_attributes(value) else _children(value)
+    return False
+
+
+def _children(x: Any) -> list[Any]:
+    """The contents of a container, not opened; a leaf is its own."""
+    answers = iter([False])
+    return tree_leaves(x, is_leaf=lambda _: next(answers, True))
+
+
+def _open_object(x: Any, place: str, met: dict[int, Any]) -> None:
+    kind: Any = type(x)
+    has_slots = any(isinstance(value, MemberDescriptorType) for base in kind.__mro__ for value in vars(base).values())
+    if kind.__new__ is not object.__new__ or has_slots:
+        raise CaptureError(
+            f"A {kind.__name__} among the arguments or results cannot be made again from its attributes alone: it has "
+            "__slots__, a __new__ of its own, or a base that is built in. Give or return the tensors in it instead."
+        )
+    _refuse_met(x, place, met)
+    for name, value in vars(x).items():
+        _open_attribute(value, f"{kind.__name__}.{name}", met)
+    if kind not in _OBJECTS:
+        _register_object(kind)
+
+
+def _open_attribute(value: Any, place: str, met: dict[int, Any]) -> None:
+    if isinstance(value, (Tensor, *_SYMBOLS, *_FIXED)) or type(value) in _PLAIN:
+        return
+    if _is_opened(value):
+        _open_object(value, place, met)
+    elif tree_is_leaf(value):
+        remedy = "torch.from_numpy of it" if isinstance(value, np.ndarray) else "numbers or tensors"
+        raise CaptureError(f"{place} is a {type(value).__name__}, which may change unseen: give {remedy} in its place.")
+    else:
+        if not isinstance(value, tuple):
+            _refuse_met(value, place, met)
+        for child in _children(value):
+            _open_attribute(child, f"{place}[...]", met)
+
+
+def _refuse_met(x: Any, place: str, met: dict[int, Any]) -> None:
+    """Raises CaptureError for an object or container that was met before, since a program makes two of it."""
+    if id(x) in met:
+        raise CaptureError(
+            f"One {type(x).__name__} is met twice among the arguments or results, the second time as {place}, and a "
+            "captured program makes two of it. Give copy.copy of it there, or the tensors in it."
+        )
+    met[id(x)] = x
 
 
 def objects_in(tree: Any) -> list[Any]:
@@ -137,15 +205,14 @@ def objects_in(tree: Any) -> list[Any]:
 
 
 def _register_object(kind: type) -> None:
-    """Attributes of tensors and plain values are the contents, and all others a part of the tree."""
+    """Attributes of fixed values are a part of the tree, and all others the contents, whatever they are mapped to."""
     _OBJECTS.add(kind)
 
     def keyed(x: Any) -> tuple[list[tuple[KeyEntry, Any]], Any]:
         held = sorted(vars(x).items())
-        contents = {name: value for name, value in held if _is_content(tree_leaves(value))}
-        others = {name: value for name, value in held if name not in contents}
-        context = [*contents, *([others] if others else [])]
-        return [(GetAttrKey(name), value) for name, value in contents.items()], context
+        fixed = {name: value for name, value in held if isinstance(value, _FIXED)}
+        contents = {name: value for name, value in held if name not in fixed}
+        return [(GetAttrKey(name), value) for name, value in contents.items()], [*contents, *([fixed] if fixed else [])]
 
     def flattened(x: Any) -> tuple[list[Any], Any]:
         pairs, context = keyed(x)
@@ -155,16 +222,12 @@ def _register_object(kind: type) -> None:
         new: Any = object.__new__(kind)
         contents = list(values)
         vars(new).update(zip(context, contents, strict=False))
-        for others in context[len(contents) :]:
-            vars(new).update(others)
+        for fixed in context[len(contents) :]:
+            vars(new).update(fixed)
         return new
 
     name = f"{kind.__module__}.{kind.__qualname__}"
     register_pytree_node(kind, flattened, put_together, serialized_type_name=name, flatten_with_keys_fn=keyed)
-
-
-def _is_content(leaves: Sequence[Any]) -> bool:
-    return any(isinstance(x, Tensor) for x in leaves) or all(type(x) in _PLAIN for x in leaves)
 
 
 def are_inside(spec: TreeSpec, kind: type) -> list[bool]:

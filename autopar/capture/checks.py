@@ -124,7 +124,7 @@ def plain_name(name: str) -> str:
 
 @contextlib.contextmanager
 def refusing_changed_objects(arguments: Any) -> Iterator[None]:
-    """Raises CaptureError if a forward inside has set or deleted attributes of an object among its arguments."""
+    """Raises CaptureError if a forward or loss inside sets or deletes attributes of an object among its arguments."""
     before = [(x, dict(vars(x))) for x in pytree.objects_in(arguments)]
     yield
     for x, attributes in before:
@@ -132,8 +132,8 @@ def refusing_changed_objects(arguments: Any) -> Iterator[None]:
         names = [n for n in {**attributes, **after} if attributes.get(n, _ABSENT) is not after.get(n, _ABSENT)]
         if names:
             raise CaptureError(
-                f"The forward sets or deletes {type(x).__name__}.{names[0]} of its argument, and a captured program "
-                "does not do that again. Return the new value, or let the forward make an object of its own: "
+                f"The forward or loss sets or deletes {type(x).__name__}.{names[0]} of its argument, and a captured "
+                "program does not do that again. Return the new value, or let it make an object of its own: "
                 f"copy.copy({type(x).__name__.lower()})."
             )
 

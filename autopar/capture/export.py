@@ -81,7 +81,7 @@ class _WithLoss(nn.Module):
 
     def forward(self, *batch: Any, **kwargs: Any) -> Any:
         watching_python = contextlib.nullcontext() if self.watch is None else self.watch.run()
-        with watching_python:
+        with watching_python, refusing_changed_objects((batch, kwargs)):
             results = self._run(*batch, **kwargs)
         pytree.register_objects(results)
         return results
@@ -100,10 +100,9 @@ class _WithLoss(nn.Module):
         return loss_last(self.loss_fn(result, *batch[len(batch) - targets :]))
 
     def _result(self, *args: Any, **kwargs: Any) -> Any:
-        if self.precision is not None:
-            return call_cast(self.model, args, kwargs, self.precision)
-        with refusing_changed_objects((args, kwargs)):
+        if self.precision is None:
             return self.model(*args, **kwargs)
+        return call_cast(self.model, args, kwargs, self.precision)
 
 
 def target_count(loss_fn: LossFunction) -> int:

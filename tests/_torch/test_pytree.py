@@ -1,7 +1,11 @@
 """Nested containers, flattened and put together again."""
 
 import collections
+import copy
+import enum
+import logging
 
+import numpy as np
 import pytest
 import torch
 
@@ -65,17 +69,70 @@ def test_objects_that_hold_tensors_are_opened_and_others_are_not():
     leaves, spec = pytree.tree_flatten([Named(x=x, device=device, inner=inner, size=3)])
     assert leaves == [inner.x, 3, x]
     assert pytree.tree_leaves(Named(both=[x, device])) == [x, device]  # no tensor hides in the tree
+    foreign = pytree.tree_map(lambda _: object(), Named(x=x, device=device, size=3))
+    assert len(pytree.tree_leaves(foreign)) == 2 and foreign.device == device
     (again,) = pytree.tree_unflatten([inner.x, 4, x], spec)
     assert (again.x, again.device, again.inner.x, again.size) == (x, device, inner.x, 4)
     assert pytree.objects_in({"a": again}) == [again, again.inner]
     assert [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(again)[0]] == [".inner.x", ".size", ".x"]
 
 
-def test_an_object_that_holds_itself_is_refused():
-    class Own(Named):
+def test_an_attribute_that_may_change_unseen_is_refused():
+    inner = Named(scale=1.0, kind=dict, role=Role.ROWS, run=torch.relu, dtype=torch.float16, shape=torch.Size([2]))
+    pytree.register_objects(Named(x=torch.ones(1), **vars(inner)))
+
+    class Meta(Named):
         pass
 
-    around = Own(x=torch.ones(1))
+    for name, value, found in (
+        ("meta", Meta(scale=1.0), "Named.meta is a Meta, which may change unseen: give numbers or tensors"),
+        ("ids", np.ones(2), "Named.ids is a ndarray, which may change unseen: give torch.from_numpy"),
+        ("log", {"a": [logging.getLogger()]}, r"Named.log\[...\]\[...\] is a RootLogger"),
+        ("layer", torch.nn.Linear(1, 1), "Named.layer is a Linear"),
+    ):
+        with pytest.raises(CaptureError, match=found):
+            pytree.register_objects([Named(x=torch.ones(1), **{name: value})])
+
+
+class Role(enum.Enum):
+    ROWS = 1
+
+
+def test_an_object_or_container_that_is_held_twice_is_refused():
+    x, inner, names = torch.ones(1), Named(y=torch.ones(1)), ["a"]
+    around = Named(x=x)
     around.own = around
-    with pytest.raises(CaptureError, match="A Own among the arguments or results holds itself"):
-        pytree.register_objects(around)
+    for tree, found in (
+        (around, "One Named is met twice among the arguments or results, the second time as Named.own"),
+        (Named(a=inner, c=[inner]), r"One Named is met twice .* as Named.c\[...\]"),
+        ({"a": inner, "b": inner}, "One Named is met twice .* as an argument or result"),
+        (Named(x=x, a=names, b=names), "One list is met twice .* as Named.b"),
+    ):
+        with pytest.raises(CaptureError, match=found):
+            pytree.register_objects(tree)
+    pytree.register_objects([inner, copy.copy(inner), Named(x=x, y=x, a=names, b=copy.copy(names), c=(), d=())])
+
+
+def test_a_cycle_without_tensors_is_left_alone():
+    class Loop:
+        pass
+
+    loop = Loop()
+    loop.own, loop.entries = loop, [loop]
+    loop.entries.append(loop.entries)
+    pytree.register_objects([loop, logging.getLogger("a.b")])
+
+
+class Slots:
+    __slots__ = ("y",)
+
+
+@pytest.mark.parametrize("base", [dict, list, Slots])
+def test_an_object_that_its_attributes_do_not_make_is_refused(base: type):
+    class Batch(base):
+        pass
+
+    batch = Batch()
+    batch.x = torch.ones(1)
+    with pytest.raises(CaptureError, match="A Batch among the arguments or results cannot be made again"):
+        pytree.register_objects(batch)

@@ -62,6 +62,32 @@ def test_each_batch_is_read_and_results_keep_their_class():
     assert torch.equal(compiled.linear.weight.grad, plain.linear.weight.grad)
 
 
+class Numbers:
+    """Batches whose numbers are used, unused, and a condition."""
+
+    def __init__(self, values: Tensor, scale: int | float, doubles: bool = True) -> None:
+        self.a, self.doubles, self.scale, self.unused = values, doubles, scale, 3
+        self.device, self.zeros, self.ones = values.device, torch.zeros(8, 1), torch.ones(8, 1)
+
+
+class Scaled(Model):
+    def forward(self, rows: Numbers) -> Numbers:
+        factor = 2 if rows.doubles else 1
+        return Numbers(self.linear(rows.a) * rows.scale * factor * rows.ones, rows.scale, rows.doubles)
+
+
+def test_numbers_of_an_object_are_used_as_those_of_a_dict():
+    plain = Scaled()
+    compiled = autopar.compile(copy.deepcopy(plain), loss_fn=lambda found: found.a.square().mean())
+    forward = autopar.compile(copy.deepcopy(plain))
+    for scale, doubles in ((3, True), (4, True), (4, False), (0.5, False)):
+        batch = Numbers(torch.randn(8, 4), scale, doubles)
+        found = forward(batch)
+        torch.testing.assert_close(found.a, plain(batch).a)
+        assert (found.scale, found.doubles, found.unused) == (scale, doubles, 3)
+        torch.testing.assert_close(compiled.step(batch), plain(batch).a.square().mean())
+
+
 def test_rows_of_an_object_are_split():
     report = verify(Model(), (rows(),), loss_fn=mean_square, mesh={"dp": 2}, recipe="ddp")
     assert report.passed
@@ -83,6 +109,15 @@ def test_a_forward_that_sets_an_attribute_of_its_argument_is_refused(precision: 
             return super().forward(copy.copy(rows))
 
     assert autopar.compile(Copied(), loss_fn=mean_square).step(rows()).isfinite()
+
+
+def test_a_loss_that_sets_an_attribute_of_its_target_is_refused():
+    def loss_fn(found: Found, target: Rows) -> Tensor:
+        target.mask = (found.scores - target.mask).abs()
+        return target.mask.mean()
+
+    with pytest.raises(CaptureError, match=r"loss sets or deletes Rows.mask of its argument"):
+        autopar.compile(Model(), loss_fn=loss_fn).step(rows(), rows())
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
