@@ -120,7 +120,9 @@ def test_a_cycle_without_tensors_is_left_alone():
     loop = Loop()
     loop.own, loop.entries = loop, [loop]
     loop.entries.append(loop.entries)
-    pytree.register_objects([loop, logging.getLogger("a.b")])
+    given = [loop, logging.getLogger("a.b")]
+    pytree.register_objects(given)
+    assert pytree.tree_leaves(given) == given
 
 
 class Slots:
