@@ -41,11 +41,9 @@ def with_buckets(found: Planned, request: Request, faster_than_seconds: float = 
     best = sizes.fastest(ordered[at + 1 :], usual)
     if best is usual:
         best = sizes.fastest(ordered[:at][::-1], usual)
-    usual_seconds = usual.price.step_seconds
-    if best.price.step_seconds < (1 - _WORTH) * usual_seconds:
-        return _noted(best, usual_size, usual_seconds)
-    # The search knew the mesh alone. Where a plan cuts its messages so much that fewer buckets hide less, it says so.
-    return found if math.isclose(usual_seconds, found.price.step_seconds, rel_tol=1e-6) else usual
+    if best.price.step_seconds >= (1 - _WORTH) * usual.price.step_seconds:
+        return found
+    return _noted(best, usual_size, usual.price.step_seconds)
 
 
 class _Sizes(dict[int, Planned]):
