@@ -18,7 +18,7 @@ from autopar import rules
 from autopar.analysis.atoms import Atom, leaves, unify
 from autopar.analysis.exchange import Emit, Exchange, can_be_exchanged, marked, stated
 from autopar.analysis.expert_run import ExpertBody, LayerRun
-from autopar.ir.skew import ORDERS
+from autopar.analysis.skew import ORDERS
 from autopar.ops.nodes import is_getitem, tensor_operands
 from autopar.rules.grouped import PRODUCTS, product_of_rows
 from autopar.rules.index import shifted

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from autopar.analysis.expert_rule import BodyRule, call_target
 from autopar.analysis.expert_run import ExpertBody, LayerRun
-from autopar.ir.skew import EXPERTS
+from autopar.analysis.skew import EXPERTS
 from autopar.rules.spec import Call, Spec
 
 

@@ -50,7 +50,7 @@ class State(NamedTuple):
     Axes that split the same factor nest by their depth, and axes of the same depth in the order of the mesh. Depths are
     the least that say so, see `nested`. A named tuple, because searches hash states by the million.
 
-    Where an op keeps rows that its ranks exchanged, the fullest rank has `stretch` times the mean (`autopar.ir.skew`).
+    Where an op keeps rows that its ranks exchanged, the fullest has `stretch` times the mean (`autopar.analysis.skew`).
     """
 
     kind: Literal["O", "P", "R", "S", "V"]

@@ -13,6 +13,7 @@ from torch import nn
 from autopar.analysis.extras import extras_of
 from autopar.analysis.factors import Analysis, analyze
 from autopar.analysis.objective import BatchCapture, objective_of
+from autopar.analysis.skew import with_skew
 from autopar.capture.captured import Captured
 from autopar.capture.export import LossFunction, capture_forward, capture_step
 from autopar.capture.guards.guards import Place
@@ -35,7 +36,6 @@ from autopar.ir import (
 )
 from autopar.ir.batches import captured_batch
 from autopar.ir.recompute import RecomputeOption
-from autopar.ir.skew import with_skew
 from autopar.passes import clean_up
 from autopar.pipeline.blocks import has_blocks
 from autopar.pipeline.parts import count_repeating
@@ -66,7 +66,7 @@ class Prepared:
         return BatchCapture(self.captured, self.analysis.graph)
 
     def skewed(self, skew: float) -> Prepared:
-        """The same model with skewed routing to its experts, see `autopar.ir.skew`."""
+        """The same model with skewed routing to its experts, see `autopar.analysis.skew`."""
         return replace(self, analysis=replace(self.analysis, graph=with_skew(self.analysis.graph, skew)))
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autopar.analysis.skew import with_skew
 from autopar.cost_model import H100
 from autopar.errors import PlanError, RecipeError
 from autopar.ir import Mesh, Plan, is_legal
-from autopar.ir.skew import with_skew
 from autopar.ops.sharding import shard
 from autopar.planning.planning import Prepared, make_plan, prepare_step
 from autopar.program.program import build_program
