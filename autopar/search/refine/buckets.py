@@ -28,7 +28,7 @@ def with_buckets(found: Planned, request: Request, faster_than_seconds: float = 
     """The plan with the buckets that make its step shortest, or that the request names, and a note on a choice.
 
     Sizes that do not fit into memory are not taken, but for one that is asked for. A plan that is no faster than
-    `faster_than_seconds` in the usual buckets keeps these: no other size would make it the fastest.
+    `faster_than_seconds` in the usual buckets keeps these, as other sizes seldom gain so much that it becomes the best.
     """
     asked, sizes = request.bucket_bytes, _Sizes(found, request)
     if asked is not None:
