@@ -32,6 +32,7 @@ from autopar.search.refine.buckets import usual_bytes
 from autopar.search.request.notes import head_factors
 from autopar.search.request.recipes import split_recipe
 from autopar.search.request.request import Request
+from autopar.search.stages.case import Case
 from autopar.search.stages.pipeline import search_pipeline
 from autopar.units import format_bytes, format_seconds
 from autopar.views import BatchRow
@@ -217,12 +218,8 @@ class Explanation(PlanCost, JupyterMixin):
             )
             plan = replace(plan, meeting=self.plan.meeting)
         else:
-            plan = search_pipeline(
-                self.graph,
-                request.but(recompute=self.plan.recompute),
-                captured_micro_batches=count,
-                fingerprint=self.plan.fingerprint,
-            ).plan
+            asked = request.but(recompute=self.plan.recompute, batch=None)
+            plan = search_pipeline(Case(self.graph, asked, count, self.plan.fingerprint)).plan
         cluster = replace(self.cluster, hardware=hardware)
         run = replace(self.run, chunks=plan.pipeline.chunks) if plan.pipeline else self.run
         return replace(changed, plan=plan, cluster=cluster, run=run, overrides=self.overrides, built=None)

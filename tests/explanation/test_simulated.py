@@ -17,6 +17,7 @@ from autopar.explanation.simulated import SimulatedStep
 from autopar.ir import Graph, Pipeline, Plan
 from autopar.search import search
 from autopar.search.request.request import Request
+from autopar.search.stages.case import Case
 from autopar.search.stages.pipeline import search_pipeline
 from autopar.search.stages.pipeline_settings import SEARCHED_SCHEDULES, ZERO_BUBBLE, PipelineFound
 from tests.search.stacked import Sizes, in_a_row, residual
@@ -29,7 +30,7 @@ FREE = Link(1e30, 0.0)
 
 def found(mesh: dict[str, int], **options) -> PipelineFound:
     request = Request(MACHINE, mesh=mesh, **{"micro_batches": 8, "recompute": "none", **options})
-    return search_pipeline(GRAPH, request, captured_micro_batches=8)
+    return search_pipeline(Case(GRAPH, request, 8))
 
 
 def explained(plan: Plan, graph: Graph = GRAPH) -> Explanation:
@@ -89,7 +90,7 @@ def test_time_of_a_backward_in_halves_adds_up(schedule: str) -> None:
     """The host takes long for what the second half runs again."""
     machine = replace(MACHINE, host_seconds=1e-3)
     request = Request(machine, mesh={"pp": 2, "dp": 1}, micro_batches=8, recompute="none", schedule=schedule)
-    plan = search_pipeline(GRAPH, request, captured_micro_batches=8).plan
+    plan = search_pipeline(Case(GRAPH, request, 8)).plan
     step = SimulatedStep(GRAPH, plan, machine)
     assert step.time.value == pytest.approx(step.seconds)
     backward = step.time.part("backward")
@@ -107,7 +108,7 @@ def test_the_price_is_that_of_the_search(schedule: str) -> None:
     machine = replace(MACHINE, host_seconds=1e-3)
     mesh, count = {"pp": 2, "dp": 1}, {"micro_batches": 8}
     request = Request(machine, mesh=mesh, recompute="none", schedule=schedule, **count)
-    found = search_pipeline(GRAPH, request, captured_micro_batches=8)
+    found = search_pipeline(Case(GRAPH, request, 8))
     step = SimulatedStep(GRAPH, found.plan, machine)
     assert step.seconds == pytest.approx(found.best.seconds, rel=1e-12)
 
@@ -179,9 +180,7 @@ def test_stages_have_names_and_all_parameters(e: Explanation) -> None:
 
 def test_what_stages_share_is_held_by_each() -> None:
     tied = residual(2, Sizes(batch=4), tied=True)
-    plan = search_pipeline(
-        tied, Request(MACHINE, mesh={"pp": 2}, micro_batches=2, schedule="1f1b"), captured_micro_batches=2
-    ).plan
+    plan = search_pipeline(Case(tied, Request(MACHINE, mesh={"pp": 2}, micro_batches=2, schedule="1f1b"), 2)).plan
     step = SimulatedStep(tied, plan, MACHINE)
     whole = sum(math.prod(tied.tensors[t].shape) for t in tied.parameters.values())
     assert sum(row.parameters for row in step.stages) == whole + 64 * 16

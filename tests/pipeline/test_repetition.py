@@ -21,6 +21,7 @@ from autopar.pipeline.stage_costs import StageTables
 from autopar.planning.planning import Prepared, prepare_step
 from autopar.search import search
 from autopar.search.request.request import Request
+from autopar.search.stages.case import Case
 from autopar.search.stages.pipeline import search_pipeline
 from tests.support.llama import Llama
 from tests.support.tables import often
@@ -125,7 +126,7 @@ def test_a_table_of_three_layers_is_that_of_all(model: str, recipe: str, recompu
 )
 def test_the_pipeline_found_is_the_same(model: str, stages: int) -> None:
     short, whole = (
-        search_pipeline(graph, Request(TINY, mesh={"pp": stages, "dp": 2}, recipe="dp:zero1", schedule="gpipe"))
+        search_pipeline(Case(graph, Request(TINY, mesh={"pp": stages, "dp": 2}, recipe="dp:zero1", schedule="gpipe")))
         for graph in graphs_of(model)
     )
     assert short.best.setting == whole.best.setting
@@ -148,7 +149,7 @@ def test_the_pipeline_found_is_the_same(model: str, stages: int) -> None:
 def test_recomputation_is_the_same(model: str, recompute: int | float) -> None:
     short, whole = (
         search_pipeline(
-            graph, Request(TINY, mesh={"pp": 2, "dp": 2}, recipe="dp:ddp", schedule="gpipe", recompute=recompute)
+            Case(graph, Request(TINY, mesh={"pp": 2, "dp": 2}, recipe="dp:ddp", schedule="gpipe", recompute=recompute))
         )
         for graph in graphs_of(model)
     )

@@ -13,8 +13,8 @@ from autopar.errors import SearchError
 from autopar.ir import Graph
 from autopar.search.exact.descent import least_seconds_within, smallest_fits
 from autopar.search.exact.search import Found, MeshSearch
-from autopar.search.exact.searches import Searches
 from autopar.search.request.request import Request
+from autopar.search.stages.case import Case
 from autopar.search.stages.given import GivenMesh
 from autopar.search.stages.pipeline import _Search
 from autopar.search.stages.staged import SlowerError
@@ -93,14 +93,14 @@ def test_layouts_that_are_known_to_be_slower_change_no_plan(monkeypatch: pytest.
     """The step of a known plan is that of a little more memory, or of less."""
     graph = residual(6, Sizes(batch=16, width=64, hidden=256, vocab=64))
     asked = Request(WITH_HOST, mesh={"x": 2}, micro_batches=1)
-    size = GivenMesh(graph, asked).search().price.peak_bytes
+    size = GivenMesh(Case(graph, asked)).search().price.peak_bytes
     left_out = []
     for part in (0.3, 0.5, 0.7, 0.9):
         for offload in (False, True):
             tight = asked.but(memory_bytes=int(part * size), offload=offload)
-            best = planned(GivenMesh(graph, tight))
+            best = planned(GivenMesh(Case(graph, tight)))
             for known in (0.9, 1.1):
-                given = GivenMesh(graph, tight, faster_than_seconds=known * (best or 1.0))
+                given = GivenMesh(Case(graph, tight), faster_than_seconds=known * (best or 1.0))
                 found = planned(given)
                 with monkeypatch.context() as patched:
                     patched.setattr(MeshSearch, "has_only_slower", lambda *_: False)
@@ -115,8 +115,8 @@ def test_a_recipe_that_splits_nothing_ends_no_search(monkeypatch: pytest.MonkeyP
     """Experts of a mixture that the ranks do not divide, say: other recipes have plans."""
     graph = residual(6, Sizes(batch=16, width=64, hidden=256, vocab=64))
     asked = Request(WITH_HOST, mesh={"x": 2}, micro_batches=1, offload=True, streams=True)
-    size = GivenMesh(graph, asked).search().price.peak_bytes
-    given = GivenMesh(graph, asked.but(recompute="full", memory_bytes=int(0.3 * size)))
+    size = GivenMesh(Case(graph, asked)).search().price.peak_bytes
+    given = GivenMesh(Case(graph, asked.but(recompute="full", memory_bytes=int(0.3 * size))))
     expected, smallest, refused = planned(given), MeshSearch.smallest, []
 
     def refusing(search: MeshSearch) -> Found:
@@ -141,18 +141,18 @@ def planned(given: GivenMesh) -> float | None:
 def test_the_error_says_that_all_plans_are_slower() -> None:
     graph = residual(6, Sizes(batch=64, width=64, hidden=64, vocab=64))
     asked = Request(TOY, mesh={"x": 2}, micro_batches=1)
-    size = GivenMesh(graph, asked).search().price.peak_bytes
+    size = GivenMesh(Case(graph, asked)).search().price.peak_bytes
     tight = asked.but(memory_bytes=int(0.99 * size))
-    assert GivenMesh(graph, tight).search().price.peak_bytes <= 0.99 * size
+    assert GivenMesh(Case(graph, tight)).search().price.peak_bytes <= 0.99 * size
     with pytest.raises(SlowerError, match=r"No plan on the mesh x=2 is faster than 1e-09 s\."):
-        GivenMesh(graph, tight, faster_than_seconds=1e-9).search()
+        GivenMesh(Case(graph, tight), faster_than_seconds=1e-9).search()
 
 
 def test_layouts_for_another_number_of_micro_batches_are_not_left_out() -> None:
     graph = residual(6, Sizes(batch=16, width=64, hidden=256, vocab=64))
     asked = Request(TOY, mesh={"pp": 1, "x": 2}, schedule="1f1b")
     for micro_batches in (None, 1):
-        search = _Search(graph, asked.but(micro_batches=micro_batches), 1, "", None, 1e-9, Searches())
+        search = _Search(Case(graph, asked.but(micro_batches=micro_batches)), 1e-9)
         inside = search._inside(1)
         bound = int(inside.within(None).cost.memory_bytes)
         assert search._has_only_slower(inside, bound) == (micro_batches is not None)

@@ -18,6 +18,7 @@ from autopar.search import search
 from autopar.search.candidates.outer import search_plan
 from autopar.search.exact.search import meshes_of
 from autopar.search.request.request import Request
+from autopar.search.stages.case import Case
 from autopar.search.stages.pipeline import search_pipeline
 from tests.search.graphs import LlamaSizes, llama
 from tests.search.stacked import Sizes, residual
@@ -133,7 +134,7 @@ def test_no_recipe_of_a_stage_is_faster_than_the_open_search(software: Software,
     request = Request(MACHINE, mesh=mesh, software=software, micro_batches=micro_batches)
     rows = ("ddp", "zero1", "zero2", "zero3", "auto")
     requests = [request.but(recipe=f"x:{row}") for row in rows]
-    named = [search_pipeline(graph, each, captured_micro_batches=micro_batches).best.seconds for each in requests]
+    named = [search_pipeline(Case(graph, each, micro_batches)).best.seconds for each in requests]
     assert named[-1] <= TOLERANCE * min(named)
 
 
@@ -141,7 +142,7 @@ def test_no_recipe_of_a_stage_is_faster_than_the_open_search(software: Software,
 def test_a_pin_rules_recipes_out_and_not_the_plan_of_a_stage(pin: str) -> None:
     """ddp stores parameters whole and zero3 in shards: each of the pins excludes one of them."""
     request = Request(MACHINE, mesh={"pp": 2, "x": 2}, micro_batches=4, pins={"embed.weight": pin})
-    found = search_pipeline(residual(4), request, captured_micro_batches=4)
+    found = search_pipeline(Case(residual(4), request, 4))
     stored = found.plan.parameters["embed.weight"].storage
     assert str(stored[0]) == pin.removesuffix("@x")
 

@@ -15,6 +15,7 @@ from autopar.pipeline.simulation import simulate
 from autopar.search.request.recipe_rows import PIPELINE_RECIPES
 from autopar.search.request.recipes import format_recipe, resolve, split_recipe
 from autopar.search.request.request import Request
+from autopar.search.stages.case import Case
 from autopar.search.stages.pipeline import search_pipeline
 from autopar.search.stages.pipeline_settings import PipelineFound
 from tests.search.stacked import Sizes, residual
@@ -26,7 +27,7 @@ GRAPH = residual(6, Sizes(batch=4, width=64, hidden=128, vocab=64))
 
 def found(mesh: dict[str, int], graph: Graph = GRAPH, **options: Any) -> PipelineFound:
     request = Request(TOY, mesh=mesh, **{"micro_batches": 8, **options})
-    return search_pipeline(graph, request, captured_micro_batches=8)
+    return search_pipeline(Case(graph, request, 8))
 
 
 def test_a_plan_has_stages_of_blocks_and_layouts_of_one_stage() -> None:

@@ -21,6 +21,7 @@ from autopar.pipeline.stage_costs import StageTables
 from autopar.planning.planning import make_plan, prepare_forward, prepare_step, search_step
 from autopar.search.request.request import Request
 from autopar.search.stages.balance import balance_of
+from autopar.search.stages.case import Case
 from autopar.search.stages.pipeline import search_pipeline
 from autopar.search.stages.pipeline_settings import PipelineFound
 from autopar.units import format_bytes
@@ -36,7 +37,7 @@ WIDE = residual(LAYERS, Sizes(batch=64, width=16, hidden=256, vocab=16))
 def found(ranks: int, graph: Graph = WIDE, **options: Any) -> PipelineFound:
     settings = {"schedule": "1f1b", "micro_batches": 4, **options}
     request = Request(TOY, mesh={"pp": ranks}, **settings)
-    return search_pipeline(graph, request, captured_micro_batches=4)
+    return search_pipeline(Case(graph, request, 4))
 
 
 def fullest(each: PipelineFound) -> float:

@@ -8,17 +8,15 @@ mesh.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from autopar.errors import MemoryBoundError, MeshError, PlanError, RecipeError, SearchError, StateError
-from autopar.ir import PIPELINE_AXIS, Graph, Mesh, ParameterPlan
-from autopar.ir.batches import captured_batch
+from autopar.ir import PIPELINE_AXIS, Mesh
 from autopar.ir.note import Note
 from autopar.pipeline.blocks import has_blocks
 from autopar.search.candidates.trials import Searched, Trial
 from autopar.search.exact.least_memory import least_bytes
-from autopar.search.exact.searches import Searches
 from autopar.search.refine.buckets import usual_seconds, with_buckets
 from autopar.search.refine.decomposed import with_decomposed
 from autopar.search.refine.delayed import with_delays
@@ -29,6 +27,7 @@ from autopar.search.refine.stored import with_stores
 from autopar.search.request.options import AUTO_AXES
 from autopar.search.request.recipes import is_open
 from autopar.search.request.request import Request
+from autopar.search.stages.case import Case
 from autopar.search.stages.given import GivenMesh, Planned
 from autopar.search.stages.pipeline_settings import divisors
 from autopar.search.stages.staged import SlowerError
@@ -46,37 +45,29 @@ class SettingSearch:
     """The search for the plan of one setting.
 
     Attributes:
-        graph: the captured model.
-        request: the user's wishes.
-        captured: number of captured batches that make up a step, if the request names no batch.
-        fingerprint: hash of the captured graph, which the plan records.
-        fixed_storage: layouts of parameters that are placed already, by name.
-        searches: searches of layouts that other settings made before.
+        case: the model with the user's wishes.
     """
 
-    graph: Graph
-    request: Request
-    captured: int
-    fingerprint: str
-    fixed_storage: Mapping[str, ParameterPlan] | None
-    searches: Searches
+    case: Case
 
     @property
-    def rows(self) -> int:
-        """Number of samples of a step."""
-        return self.request.batch or captured_batch(self.graph) * self.captured
+    def request(self) -> Request:
+        """The user's wishes."""
+        return self.case.request
 
     @property
     def cannot_fit(self) -> bool:
-        """Whether it is known without a search that no plan fits, whatever its mesh, stages and recomputation.
+        """Whether it is known without a search that no plan on devices fits, whatever its mesh and recomputation.
 
         All ranks together hold at least what one rank alone would for a micro-batch of a single row.
         """
         request, bound = self.request, self.request.search_bound_bytes
-        if bound is None or request.has_lone_ops or not is_open(request.inside) or not has_blocks(self.graph):
+        graph, searches = self.case.graph, self.case.searches
+        is_free = is_open(request.inside) and not request.has_lone_ops and not request.offload
+        if bound is None or not is_free or not has_blocks(graph):
             return False
-        graph = self.searches.with_batch(self.graph, 1) if request.cuts_batch and self.graph.batch else self.graph
-        alone = self.searches.on(graph, _ALONE, **request.figures)
+        graph = searches.with_batch(graph, 1) if request.cuts_batch and graph.batch else graph
+        alone = searches.on(graph, _ALONE, **request.figures)
         held = least_bytes(alone.problem, may_offload=request.recompute == "offloaded")
         reserved = request.hardware.reserved_bytes
         return held - reserved > (request.ranks or 1) * (bound - reserved)
@@ -88,15 +79,12 @@ class SettingSearch:
         how much memory is missing.
         """
         asked = self._asked(trial)
-        count = trial.micro_batches or self.captured
-        rows, rest = divmod(self.rows, count)
-        if rest:
-            raise SearchError(f"{count} micro-batches do not divide a batch of {self.rows} samples.")
-        graph = self.searches.with_batch(self.graph, rows)
+        count = trial.micro_batches or self.case.captured
+        case = self.case.at(count)
         asked = asked.but(batch=None, micro_batches=trial.micro_batches or (None if asked.has_stages else count))
         known = trial.known
         bound = faster_than_seconds if known is None else usual_seconds(known, asked)
-        given = GivenMesh(graph, asked, self.fingerprint, count, self.fixed_storage, bound, self.searches)
+        given = GivenMesh(replace(case, request=asked), bound)
         if gives_up and given.cannot_fit:
             raise UnsearchedError(f"No plan with {counted(count, 'micro-batch')} fits.")
         found = given.search()
@@ -195,17 +183,15 @@ class SettingSearch:
         if trial.micro_batches is not None or is_staged or not self.request.cuts_batch:
             yield trial.micro_batches
             return
-        yield from divisors(self.rows)
+        yield from divisors(self.case.rows)
 
     def unbounded_seconds(self, count: int) -> float:
         """Seconds of a step of `count` micro-batches on the request's mesh without stages or a bound on memory.
 
         They are infinite where the recipe rules the mesh out.
         """
-        request = self.request.but(micro_batches=count, offload=False)
-        graph = self.searches.with_batch(self.graph, self.rows // count)
         try:
-            return GivenMesh(graph, request, self.fingerprint, count, searches=self.searches).flat_seconds
+            return GivenMesh(self.case.at(count).but(micro_batches=count, offload=False)).flat_seconds
         except (MeshError, PlanError, RecipeError, SearchError):
             return math.inf
 

@@ -18,8 +18,9 @@ If a graph or a recipe has no closed form, every mesh is searched.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from autopar.errors import MemoryBoundError, MeshError, PlanError, RecipeError, SearchError, StateError, both
 from autopar.ir import Graph, Mesh, ParameterPlan
@@ -50,13 +51,13 @@ from autopar.search.candidates.trials import (
     with_and_without_stages,
 )
 from autopar.search.candidates.unsplit_axis import open_trials_of, unsplit_trials_of, with_axis_as_two
-from autopar.search.exact.searches import Searches
 from autopar.search.refine.orders import best_order, words_of_order
 from autopar.search.request.notes import note_of_unasked_stages
 from autopar.search.request.progress import Progress, silent
 from autopar.search.request.recipes import format_recipe, is_open
 from autopar.search.request.refusals import refusal_of_all, with_recipe_open, words_of_reserved
 from autopar.search.request.request import Request
+from autopar.search.stages.case import Case
 from autopar.search.stages.dims import settings_in_dims, words_of_dims
 from autopar.search.stages.given import Planned
 from autopar.search.stages.staged import SlowerError
@@ -91,9 +92,9 @@ def search_plan(
     """
     if words := words_of_reserved(request):
         raise StateError(words)
-    outer = _Outer(graph, request, captured_micro_batches, fingerprint, fixed_storage, progress=progress)
+    outer = _Outer(Case(graph, request, captured_micro_batches, fingerprint, fixed_storage), progress=progress)
     try:
-        return outer.with_or_without_host()
+        return outer.best()
     except MemoryBoundError as error:
         raise with_recipe_open(error, request.recipe) from None
 
@@ -103,69 +104,86 @@ class _Outer:
     """The search of a request. Stages of a given mesh must be faster than `faster_than_seconds`.
 
     Attributes:
+        case: the model with the request.
         promises: seconds without a bound on memory.
-        searches: searches of layouts, which all settings share.
         progress: function that is called with a line of text before each setting is searched.
     """
 
-    graph: Graph
-    request: Request
-    captured: int
-    fingerprint: str
-    fixed_storage: Mapping[str, ParameterPlan] | None
+    case: Case
     faster_than_seconds: float = math.inf
     promises: dict[Promised, float] = field(default_factory=dict)
-    searches: Searches = field(default_factory=Searches)
     progress: Progress = silent
+
+    @property
+    def request(self) -> Request:
+        """What the user asks for."""
+        return self.case.request
+
+    @property
+    def graph(self) -> Graph:
+        """The captured model."""
+        return self.case.graph
 
     @property
     def _inside(self) -> SettingSearch:
         """The search for the plan of one setting."""
-        return SettingSearch(
-            self.graph, self.request, self.captured, self.fingerprint, self.fixed_storage, self.searches
-        )
+        return SettingSearch(self.case)
 
-    def with_or_without_host(self) -> Searched:
-        """The best plan; parameters may be in the host's memory where the request leaves it open, or asks for it."""
+    def _but(self, **changes: Any) -> _Outer:
+        """The same search with some of the request changed."""
+        return replace(self, case=self.case.but(**changes))
+
+    def best(self) -> Searched:
+        """The best plan, whose parameters may be in the host's memory where the request leaves that open, or asks."""
         request = self.request
-        if self.fixed_storage is not None or not (request.may_offload or request.offload):
+        if self.case.fixed_storage is not None or not (request.may_offload or request.offload):
             return self.run()
-        if request.offload:
-            return self.with_or_without_streaming()
-        far = replace(self, request=request.but(offload=True))
-        if self._inside.cannot_fit:
-            return far.instead_of(self._refusal)
-        try:
-            found = self.run()
-        except SearchError as error:
-            refused = error
-            return far.instead_of(lambda: refused)
-        return far.if_faster(found)
+        far = self._but(offload=True)
+        farther = [far, far._but(streams=True)]
+        return far._or_farther(farther[1:]) if request.offload else self._or_farther(farther)
 
-    def _refusal(self) -> SearchError:
-        """The error of this search, which has no plan; it is searched only for its words."""
+    def _or_farther(self, farther: Sequence[_Outer]) -> Searched:
+        """This search's plan, a faster one of the next search, or, where there is none, what the next ones find.
+
+        Args:
+            farther: searches that may store ever more outside of the device.
+        """
+        if not farther:
+            return self.run()
+        first, *rest = farther
+        found = None if self._inside.cannot_fit else self._result()
+        if isinstance(found, Searched):
+            return first.if_faster(found)
         try:
-            self.run()
+            return first._or_farther(rest)
+        except SearchError as error:
+            refused = found or self._result()  # what cannot fit is searched for the words of its error alone
+            assert isinstance(refused, SearchError), "a plan was found that cannot fit"
+            raise refused if self.request.offload else both(refused, error, "with parameters on the host") from None
+
+    def _result(self) -> Searched | SearchError:
+        """The best plan, or the error where there is none."""
+        try:
+            return self.run()
         except SearchError as error:
             return error
-        raise AssertionError("a plan was found that cannot fit")
 
     def run(self) -> Searched:
         found = self._found()
-        return found if self.fixed_storage else self._in_best_order(found)
+        return found if self.case.fixed_storage else self._in_best_order(found)
 
     def _found(self) -> Searched:
         """The best plan on meshes whose axes nest in the order in which they are placed or named."""
         if self.request.mesh is not None:
             return self._refined(self.request.mesh)
-        explored = explore(self.graph, self.request, self._inside.rows)
+        explored = explore(self.graph, self.request, self.case.rows)
         first, if_none_fits = trials_of(self.graph, self.request, explored)
         tried = Tried()
         self._try(first, tried)
         self._try(self._opened(tried), tried)
         unasked = None
         if not tried.found and if_none_fits:
-            unasked = note_of_unasked_stages(self.request, self._inside.rows, tried.refusals)
+            unasked = note_of_unasked_stages(self.request, self.case.rows, tried.refusals)
             self._try(if_none_fits, tried)
         self._try(refined_trials_of(self.graph, self.request, explored), tried)
         self._try(unsplit_trials_of(self.graph, self.request, explored, tried.worth_seconds), tried)
@@ -222,29 +240,6 @@ class _Outer:
                 known = plan if few and trial is best[0] else None
                 free = trial._replace(mesh=mesh, recipe=self.request.inside, promise_seconds=0.0, known=known)
                 self._try([free], tried)
-
-    def with_or_without_streaming(self) -> Searched:
-        """The faster one of two plans: parameters on the device during the whole step, or only for each use."""
-        streaming = replace(self, request=self.request.but(streams=True))
-        try:
-            found = self.run()
-        except SearchError as error:
-            try:
-                return streaming.run()
-            except SearchError:
-                raise error from None
-        return streaming.if_faster(found)
-
-    def instead_of(self, refusal: Callable[[], SearchError]) -> Searched:
-        """This search's plan, where another search has none; raises both errors if this one fails.
-
-        Args:
-            refusal: function that gives the error of the other search.
-        """
-        try:
-            return self.with_or_without_streaming()
-        except SearchError as error:
-            raise both(refusal(), error, "with parameters on the host") from None
 
     def if_faster(self, found: Searched) -> Searched:
         """The faster one of a known plan and this search's plan: see `_beyond`.
@@ -325,7 +320,7 @@ class _Outer:
     def _try_over_sequences(self, explored: Explored | None, tried: Tried) -> None:
         """Searches settings with an axis cp where memory is tight or dp has no rows for all ranks."""
         known, request = tried.ranked[0] if tried.found else None, self.request
-        if is_tight(known, request) or self._inside.rows < (request.ranks or 1):
+        if is_tight(known, request) or self.case.rows < (request.ranks or 1):
             trials = context_trials_of(self.graph, request, explored)
             self._try((t for t in trials if t[:2] not in tried.searched), tried)
 
@@ -375,7 +370,7 @@ class _Outer:
 
     def _refined(self, mesh: Mesh) -> Searched:
         """The faster one of two plans: for the mesh that the user names, and with two axes in place of one of it."""
-        finer = None if self.fixed_storage else of_given_mesh(self.graph, self.request)
+        finer = None if self.case.fixed_storage else of_given_mesh(self.graph, self.request)
         if finer is None:
             return self._inside.on_mesh(mesh, self.faster_than_seconds)
         try:
@@ -417,7 +412,7 @@ class _Outer:
             return found
         inside = self._inside
         if request.mesh is not None:
-            inside = replace(inside, request=request.but(mesh=turned.replica_mesh))
+            inside = SettingSearch(self.case.but(mesh=turned.replica_mesh))
         trial = found.trial._replace(mesh=turned.replica_mesh, promise_seconds=0.0, known=None)
         try:
             best = inside.plan(trial)
@@ -435,7 +430,7 @@ class _Outer:
     def _searched(self, request: Request) -> Searched | None:
         """The result of this search for another request; None if it has no plan."""
         try:
-            return replace(self, request=request).run()
+            return replace(self, case=replace(self.case, request=request)).run()
         except (MeshError, PlanError, RecipeError, SearchError):
             return None
 
@@ -444,5 +439,5 @@ class _Outer:
         assert request.mesh is not None, "a refined mesh is given"
         asked = (request.mesh, format_recipe(request.recipe), request.micro_batches or 1)
         if asked not in self.promises:
-            self.promises[asked] = replace(self._inside, request=request).unbounded_seconds(asked[-1])
+            self.promises[asked] = SettingSearch(replace(self.case, request=request)).unbounded_seconds(asked[-1])
         return self.promises[asked]

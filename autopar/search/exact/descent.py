@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -49,31 +49,6 @@ _FAMILIES = tuple(
 )
 
 
-@dataclass(frozen=True)
-class Descent:
-    """The result of a descent.
-
-    Attributes:
-        assignment: the decisions.
-        seconds: duration of a step.
-        bytes: peak memory of a rank, in bytes.
-        weighed_seconds: duration of a step plus the price of its bytes (`Problem.byte_seconds`).
-        gap: the largest relative optimality gap of the solver along one axis; 0 if every solution is proven optimal.
-        programs: numbers of rows, columns and binary variables of the program of every axis, in order.
-        refused_seconds: duration of the fastest step on the way that did not fit into memory; infinite if all fitted.
-        least_seconds: weighed seconds if everything were hidden that can be; 0 if the program had other slopes.
-    """
-
-    assignment: Assignment
-    seconds: float
-    bytes: float
-    weighed_seconds: float
-    gap: float
-    programs: tuple[tuple[int, int, int], ...]
-    refused_seconds: float = math.inf
-    least_seconds: float = 0.0
-
-
 class _Combination(NamedTuple):
     """Recipes for the axes without one.
 
@@ -84,11 +59,11 @@ class _Combination(NamedTuple):
     """
 
     recipes: tuple[Recipe, ...]
-    fastest: Descent
+    fastest: Outcome
     least_seconds: float
 
 
-def descents(problem: Problem, bound: int | None) -> list[Descent]:
+def descents(problem: Problem, bound: int | None) -> list[Outcome]:
     """The results of the descents from all starts, under a bound on the bytes of a rank; None for no bound."""
     found = [_descend(problem, order, bound) for order in _orders(problem.mesh)]
     if _is_proven(problem, found, bound):
@@ -125,7 +100,7 @@ def may_fit_freely(problem: Problem, bound: int) -> bool:
     return fits(best_of([_descend(problem, order, None) for order in _orders(problem.mesh)], None), bound)
 
 
-def _is_proven(problem: Problem, found: Sequence[Descent], bound: int | None) -> bool:
+def _is_proven(problem: Problem, found: Sequence[Outcome], bound: int | None) -> bool:
     """Whether the plan of the first descent is known to be the fastest, but for the solver's tolerance.
 
     On a mesh of one axis a descent solves a single program. If everything hides in its plan that the program lets
@@ -161,23 +136,23 @@ def _axis_of(mesh: Mesh) -> int | None:
     return None if others else axis
 
 
-def _seconds_within(found: Sequence[Descent], bound: int | None) -> float:
+def _seconds_within(found: Sequence[Outcome], bound: int | None) -> float:
     """Weighed seconds of the best plan that fits into memory; infinite without one."""
     best = best_of(found, bound)
     return best.weighed_seconds if fits(best, bound) else math.inf
 
 
-def best_of(descents: Sequence[Descent], bound: int | None) -> Descent:
+def best_of(descents: Sequence[Outcome], bound: int | None) -> Outcome:
     """The fastest descent that fits into memory; if none fits, the one that takes least memory."""
     return min(descents, key=partial(_rank, bound))
 
 
-def _rank(bound: int | None, each: Descent) -> tuple[float, float]:
+def _rank(bound: int | None, each: Outcome) -> tuple[float, float]:
     """A key that sorts plans: first by the bytes beyond the bound on memory, then by weighed seconds."""
     return excess(each.bytes, bound), each.weighed_seconds
 
 
-def fits(each: Descent | Outcome, bound: int | None) -> bool:
+def fits(each: Outcome, bound: int | None) -> bool:
     """Whether a plan stays within a bound on memory, in bytes."""
     return excess(each.bytes, bound) == 0
 
@@ -192,12 +167,12 @@ def _axes(problem: Problem) -> Sequence[int]:
     return range(len(problem.recipes))
 
 
-def _from_recipes(problem: Problem, combinations: Sequence[_Combination], bound: int | None) -> list[Descent]:
+def _from_recipes(problem: Problem, combinations: Sequence[_Combination], bound: int | None) -> list[Outcome]:
     """Descents under combinations of recipes for the axes without one, and descents without recipes from the best.
 
     A combination is skipped if even its fastest plan without a bound is slower than a plan found within the bound.
     """
-    found: dict[object, Descent] = {}
+    found: dict[object, Outcome] = {}
     best_seconds = math.inf
     for recipes, fastest, _ in combinations:
         if fastest.weighed_seconds >= best_seconds:
@@ -253,7 +228,7 @@ def _by_storage(problem: Problem, known: Sequence[_Combination], best_seconds: f
     return sorted(_solved(problem, named), key=lambda each: each.fastest.weighed_seconds)
 
 
-def _with_others_open(problem: Problem, stored: Sequence[_Combination], bound: int | None) -> list[Descent]:
+def _with_others_open(problem: Problem, stored: Sequence[_Combination], bound: int | None) -> list[Outcome]:
     """Descents with the same ways to store parameters and the other axes open, as where a person names one axis.
 
     They are at the slopes of the problem and at those of a step that hides nothing, of which either may end better. The
@@ -329,13 +304,13 @@ def _families(problem: Problem) -> tuple[Recipe, ...]:
     return tuple(row for row in _FAMILIES if row.name != "ep" or has_experts)
 
 
-def _from_tighter_bound(problem: Problem, best: Descent, bound: int) -> Descent:
+def _from_tighter_bound(problem: Problem, best: Outcome, bound: int) -> Outcome:
     """A descent that starts at the best plan under a tighter bound, so that more memory never gives a slower plan."""
     smaller = _descend(problem, _axes(problem), int(_TIGHTER * best.bytes))
     return _descend(problem, _axes(problem), bound, start=smaller.assignment)
 
 
-def _descend(problem: Problem, order: Sequence[int], bound: int | None, start: Assignment | None = None) -> Descent:
+def _descend(problem: Problem, order: Sequence[int], bound: int | None, start: Assignment | None = None) -> Outcome:
     """Solves axis after axis, round after round, until every axis is the best one given the others.
 
     Without a `start` all axes begin unsplit. In the first round the bound is multiplied by the sizes of the axes that
@@ -364,15 +339,11 @@ def _descend(problem: Problem, order: Sequence[int], bound: int | None, start: A
             break
     assert best is not None
     best = _loosen(problem, axis, best, bound)
-    return Descent(
-        best.assignment,
-        best.seconds,
-        best.bytes,
-        best.weighed_seconds,
-        max(each.gap for each in latest.values()),
-        tuple(latest[axis].shape for axis in sorted(latest)),
-        refused,
-        best.least_seconds,
+    return replace(
+        best,
+        gap=max(each.gap for each in latest.values()),
+        programs=tuple(program for axis in sorted(latest) for program in latest[axis].programs),
+        refused_seconds=refused,
     )
 
 

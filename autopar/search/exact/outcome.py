@@ -1,7 +1,8 @@
-"""The outcome of a mixed-integer program: an assignment of choices and layouts, with its cost."""
+"""The outcome of a mixed-integer program, or of a descent over several: an assignment with its cost."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from autopar.search.exact.decisions import Assignment
@@ -16,12 +17,13 @@ class Outcome:
         seconds: duration of a step.
         bytes: peak memory of a rank, in bytes.
         weighed_seconds: duration of a step plus the price of its bytes (`Problem.byte_seconds`).
-        gap: relative optimality gap at which the solver stopped.
-        shape: numbers of rows, columns and binary variables of the program.
+        gap: the largest relative optimality gap that the solver left along one axis; 0 if each is proven optimal.
+        programs: numbers of rows, columns and binary variables of the program of every axis, in order.
         saves_memory: whether the program had slower strategies that save memory.
         least_bytes: bytes that every assignment takes as the program counts them; 0 if they were not minimized.
         least_seconds: weighed seconds that no assignment within the program's bound on memory falls below, whatever
             its slopes; 0 if they are not known.
+        refused_seconds: duration of the fastest step on the way that did not fit into memory; infinite if all fitted.
     """
 
     assignment: Assignment
@@ -29,7 +31,8 @@ class Outcome:
     bytes: float
     weighed_seconds: float
     gap: float
-    shape: tuple[int, int, int]
+    programs: tuple[tuple[int, int, int], ...]
     saves_memory: bool
     least_bytes: float = 0.0
     least_seconds: float = 0.0
+    refused_seconds: float = math.inf

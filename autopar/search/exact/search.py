@@ -25,7 +25,6 @@ from autopar.pipeline.composed import StepCost, cost_of
 from autopar.search.exact.checks import check_axes, check_used
 from autopar.search.exact.decisions import Assignment
 from autopar.search.exact.descent import (
-    Descent,
     best_of,
     descents,
     fits,
@@ -34,6 +33,7 @@ from autopar.search.exact.descent import (
     named_recipes,
     smallest_fits,
 )
+from autopar.search.exact.outcome import Outcome
 from autopar.search.exact.owners import on_mesh, owner_notes, with_owners
 from autopar.search.exact.problem import Problem
 from autopar.search.exact.rows import row_notes, with_rows
@@ -286,13 +286,13 @@ class MeshSearch:
         found = descents(self.problem, None)
         return self._with_owners(self._expanded(best_of(found, None)))
 
-    def _expanded(self, best: Descent) -> Plan:
+    def _expanded(self, best: Outcome) -> Plan:
         problem, recipe = self.problem, format_recipe(self.recipe)
         plan = expand(problem, best.assignment, recipe, self.fingerprint)
         check_used(problem.graph, plan, problem.recipes)
         return plan
 
-    def _found(self, best: Descent, found: Sequence[Descent], memory_bytes: int | None) -> Found:
+    def _found(self, best: Outcome, found: Sequence[Outcome], memory_bytes: int | None) -> Found:
         """The plan of the best descent for the whole graph, with owners of parameters and notes."""
         problem, plan = self.problem, self._expanded(best)
         cost = self._cost_once(best.assignment, plan)
@@ -415,7 +415,7 @@ def expand(problem: Problem, assignment: Assignment, recipe: str, fingerprint: s
     )
 
 
-def _agree(found: Descent, cost: StepCost) -> None:
+def _agree(found: Outcome, cost: StepCost) -> None:
     assert math.isclose(found.seconds, cost.seconds, rel_tol=_TOLERANCE, abs_tol=1e-15), (
         f"the search said {found.seconds!r} s, but the expanded plan costs {cost.seconds!r} s"
     )
@@ -439,7 +439,7 @@ def _state_bytes(problem: Problem) -> int:
     return math.ceil(problem.least_state_bytes)
 
 
-def _does_not_fit(found: Descent, bound: int, problem: Problem) -> MemoryBoundError:
+def _does_not_fit(found: Outcome, bound: int, problem: Problem) -> MemoryBoundError:
     needed, state_bytes = math.ceil(found.bytes), _state_bytes(problem)
     batch, state = ["a smaller batch (or more micro-batches of a smaller one)"], ""
     if state_bytes > bound:

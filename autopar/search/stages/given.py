@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from autopar.errors import MemoryBoundError, MeshError, PlanError, RecipeError, SearchError, StateError, both
-from autopar.ir import Graph, ParameterPlan, Plan, Tier, with_pipeline
-from autopar.ir.batches import captured_batch, with_batch
+from autopar.ir import Graph, Plan, Tier, with_pipeline
 from autopar.ir.recompute import SAVED_TIERS, Recompute, RecomputeOption, is_saved_option
 from autopar.pipeline.blocks import has_blocks
 from autopar.pipeline.composed import Composed, composed
 from autopar.pipeline.parts import is_whole
 from autopar.search.exact.least_memory import least_bytes
 from autopar.search.exact.search import Found, MeshSearch
-from autopar.search.exact.searches import Searches
 from autopar.search.request.recipes import is_open, resolve
 from autopar.search.request.request import Request
+from autopar.search.stages.case import Case
 from autopar.search.stages.dims import starts, words_of_dims
 from autopar.search.stages.partitioned import in_slices
 from autopar.search.stages.pipeline import search_pipeline
@@ -61,30 +59,30 @@ class GivenMesh:
     """A search for the plan of one given mesh, with or without pipeline stages.
 
     Attributes:
-        graph: the analyzed model, at the size of one captured batch.
-        request: what the user asks for, including the mesh.
-        fingerprint: hash of the captured graph, which the plan records.
-        captured: number of captured batches that make a step.
-        fixed_storage: layouts of parameters that are placed already; None where they are open.
+        case: the model with the request, which has the mesh.
         faster_than_seconds: duration of a known step. With stages only a shorter one counts; without them a longer one
             is not searched where it is known to be.
-        searches: searches of layouts, with and without recomputation.
     """
 
-    graph: Graph
-    request: Request
-    fingerprint: str = ""
-    captured: int = 1
-    fixed_storage: Mapping[str, ParameterPlan] | None = None
+    case: Case
     faster_than_seconds: float = math.inf
-    searches: Searches = field(default_factory=Searches)
+
+    @property
+    def request(self) -> Request:
+        """What the user asks for."""
+        return self.case.request
+
+    @property
+    def graph(self) -> Graph:
+        """The model, at the size of one captured batch."""
+        return self.case.graph
 
     def search(self) -> Planned:
         """The fastest plan that fits. Raises MeshError, RecipeError, PlanError or SearchError for none."""
         try:
             found = self._search()
         except SearchError:
-            is_open = self.fixed_storage is None and self.request.recompute in (None, "none", "full")
+            is_open = self.case.fixed_storage is None and self.request.recompute in (None, "none", "full")
             sliced = self._that_fit_in_slices() if is_open and self._is_sliced else []
             if not sliced:
                 raise
@@ -97,7 +95,7 @@ class GivenMesh:
     def cannot_fit(self) -> bool:
         """Whether it is known without a search that no plan without pipeline stages fits, whatever it recomputes."""
         request, bound = self.request, self.request.search_bound_bytes
-        is_free = self.fixed_storage is None and not request.has_lone_ops
+        is_free = self.case.fixed_storage is None and not request.has_lone_ops
         if bound is None or request.has_stages or not is_free or not is_open(request.recipe):
             return False
         if not has_blocks(self.graph):
@@ -126,9 +124,9 @@ class GivenMesh:
             return self._partitioned(SAVED_TIERS[request.recompute])
         if request.has_stages:
             return self._staged(request)
-        if self.fixed_storage is None:
+        if self.case.fixed_storage is None:
             _refuse_no_blocks(self.graph, request.recompute)
-        is_fixed = self.fixed_storage is not None or request.has_lone_ops
+        is_fixed = self.case.fixed_storage is not None or request.has_lone_ops
         if is_fixed or not has_blocks(self.graph):
             return self._kept(self._flat())
         if request.recompute == "none":
@@ -144,19 +142,7 @@ class GivenMesh:
         """The search of layouts without pipeline stages."""
         request = self.request
         assert request.mesh is not None, "a mesh was given"
-        return self.searches.on(
-            self.graph,
-            request.mesh,
-            hardware=request.hardware,
-            recipe=request.recipe,
-            pins=request.pins,
-            micro_batches=request.micro_batches or 1,
-            fingerprint=self.fingerprint,
-            fixed_storage=self.fixed_storage,
-            software=request.software,
-            training_state=request.training_state,
-            tiers=request.tiers,
-        )
+        return self.case.layouts(request.mesh, request.recipe, request.hardware, request.micro_batches or 1)
 
     def _kept(self, flat: Found) -> Planned:
         """A plan without recomputation, with its time and memory."""
@@ -170,19 +156,8 @@ class GivenMesh:
 
     def _staged(self, request: Request) -> Planned:
         """The plan with pipeline stages."""
-        found = search_pipeline(
-            self.graph,
-            request,
-            captured_micro_batches=self.captured,
-            fingerprint=self.fingerprint,
-            fixed_storage=self.fixed_storage,
-            faster_than_seconds=self.faster_than_seconds,
-            searches=self.searches,
-        )
-        best, count = found.best, found.plan.micro_batches
-        graph = self.graph
-        if count != self.captured:
-            graph = with_batch(graph, captured_batch(graph) * self.captured // count)
+        found = search_pipeline(replace(self.case, request=request), self.faster_than_seconds)
+        best, graph = found.best, self.case.at(found.plan.micro_batches).graph
         peak_bytes = max(best.simulation.peak_bytes) + request.hardware.reserved_bytes
         return Planned(found.plan, graph, Composed(best.seconds, peak_bytes), found.others)
 
@@ -197,7 +172,7 @@ class GivenMesh:
 
     def _but(self, **changes: Any) -> GivenMesh:
         """The same search with some of the request changed."""
-        return replace(self, request=self.request.but(**changes))
+        return replace(self, case=self.case.but(**changes))
 
     def _partitioned(self, tier: Tier) -> Planned:
         """The fastest plan found that recomputes all blocks and saves their inputs in slices of a tier.

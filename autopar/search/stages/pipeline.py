@@ -36,21 +36,20 @@ priced with another batch size (`autopar.ir.batches.with_batch`), with the same 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
 from autopar.cost_model.machines.kinds import stage_machines, together
 from autopar.errors import AutoparError, MeshError, PlanError, RecipeError, SearchError
-from autopar.ir import PIPELINE_AXIS, Graph, ParameterPlan, Plan, pipeline_position, without_pipeline
-from autopar.ir.batches import captured_batch, fits_graph
+from autopar.ir import PIPELINE_AXIS, Plan, pipeline_position, without_pipeline
+from autopar.ir.batches import fits_graph
 from autopar.pipeline.stage_costs import StageTables
 from autopar.search.exact.search import MeshSearch
-from autopar.search.exact.searches import Searches
 from autopar.search.request.recipes import format_recipe
-from autopar.search.request.request import Request
 from autopar.search.stages.balance import balance
+from autopar.search.stages.case import Case
 from autopar.search.stages.pipeline_bounds import mean_bytes
 from autopar.search.stages.pipeline_notes import notes_of, of_layouts
 from autopar.search.stages.pipeline_settings import LEAN, PipelineFound, divisors, shapes_of, wish_for
@@ -68,37 +67,23 @@ _EXECUTABLE = 1024  # stages times micro-batches: balancing simulates a schedule
 _MOST_MICRO_BATCHES = 16  # for each pipeline rank: the bubble of 1F1B is 6 % then
 
 
-def search_pipeline(
-    graph: Graph,
-    request: Request,
-    *,
-    captured_micro_batches: int = 1,
-    fingerprint: str = "",
-    fixed_storage: Mapping[str, ParameterPlan] | None = None,
-    faster_than_seconds: float = math.inf,
-    searches: Searches | None = None,
-) -> PipelineFound:
+def search_pipeline(case: Case, faster_than_seconds: float = math.inf) -> PipelineFound:
     """Finds the fastest plan with pipeline stages that fits into memory.
 
     Args:
-        graph: the captured model with all its layers, at the size of a micro-batch.
-        request: the user's wishes, with a mesh that has the axis `pp`. What the user leaves open is searched: the
+        case: the model, with a request that has the axis `pp` in its mesh. What the user leaves open is searched: the
             schedule among those of `shapes_of`, the chunks among `searched_chunks`, the number of micro-batches among
             the divisors of the batch, and the recomputation of as few blocks as fit.
-        captured_micro_batches: number of captured batches that make up a step.
-        fingerprint, fixed_storage: as in `search`.
         faster_than_seconds: seconds of a known step; settings that take as long are left out.
-        searches: searches of layouts that were made before; by default none.
 
     Raises MeshError for a mesh without `pp`, RecipeError for a pin that cannot be satisfied, PlanError for
     micro-batches that the schedule refuses, and SearchError if there are more stages than blocks, if no plan
     fits, or if none is faster than the known step.
     """
+    request = case.request
     if not request.has_stages:
         raise MeshError(f"The mesh {request.mesh} has no axis {PIPELINE_AXIS!r} for the stages of a pipeline.")
-    found = _Search(
-        graph, request, captured_micro_batches, fingerprint, fixed_storage, faster_than_seconds, searches or Searches()
-    ).run()
+    found = _Search(case, faster_than_seconds).run()
     plan = replace(found.plan, recipe=format_recipe(request.recipe))
     return replace(found, best=replace(found.best, plan=plan))
 
@@ -132,34 +117,23 @@ class _Freed(NamedTuple):
 class _Search:
     """The search of `search_pipeline`, with its intermediate results."""
 
-    def __init__(
-        self,
-        graph: Graph,
-        request: Request,
-        captured: int,
-        fingerprint: str,
-        fixed_storage: Mapping[str, ParameterPlan] | None,
-        faster_than_seconds: float,
-        searches: Searches,
-    ) -> None:
+    def __init__(self, case: Case, faster_than_seconds: float) -> None:
+        self.case, self.request, request = case, case.request, case.request
         assert request.mesh is not None, "a mesh with stages"
-        self.graph, self.request, self.captured = graph, request, captured
         self.mesh = request.mesh
         # Layouts are searched on what the machines of all stages reach together, which bounds what stages take.
         machines = stage_machines(request.hardware, self.mesh)
         self.hardware, self.is_of_kinds = together(machines), any(each != machines[0] for each in machines)
         self.recompute = "none" if request.has_lone_ops else request.recompute
-        self.fingerprint, self.fixed_storage = fingerprint, fixed_storage
-        self.searches = searches
         bound = request.search_bound_bytes
         # Tables of stages leave out the memory that tensors cannot use.
         self.bound: float = math.inf if bound is None else bound - self.hardware.reserved_bytes
         self.found = Findings(self.bound, faster_than_seconds)
         self.asked_micro_batches = request.chosen_micro_batches
+        self.captured = self.asked_micro_batches or case.captured  # of the first searches
         self.position = pipeline_position(self.mesh)
         self.ranks = dict(self.mesh.axes)[PIPELINE_AXIS]
         self.stage_mesh = without_pipeline(self.mesh)
-        self.graphs: dict[int, Graph] = {}
         self.inside: dict[int, MeshSearch] = {}
         self.choices: list[Plan] = []
         self.tables: dict[int, tuple[Plan, StageTables]] = {}
@@ -169,7 +143,7 @@ class _Search:
             raise SlowerError(f"Nothing on the host makes a plan on the mesh {self.mesh} faster.")
         self._search_shares()
         if self.request.offload:
-            self._price_smallest(self._inside(self.asked_micro_batches or self.captured))
+            self._price_smallest(self._inside(self.captured))
         if self.found:
             self._search_again()
         self._search_recipes()
@@ -264,7 +238,7 @@ class _Search:
         Plans that are yielded together are all priced before it is decided whether others are worth a search. Those
         that fit as they are belong to those that fit beside recomputation, since either may be the faster.
         """
-        inside = self._inside(self.asked_micro_batches or self.captured)
+        inside = self._inside(self.captured)
         shares = self._shares(inside)
         if math.isinf(shares[0]) and math.isfinite(self.bound):
             yield [self._stage_plan(shares[0], inside)]
@@ -379,45 +353,21 @@ class _Search:
     def _inside(self, micro_batches: int) -> MeshSearch:
         """The search on the mesh of one stage."""
         if micro_batches not in self.inside:
-            self.inside[micro_batches] = self.searches.on(
-                self._graph(micro_batches),
-                self.stage_mesh,
-                hardware=self.hardware,
-                micro_batches=micro_batches,
-                recipe=self.request.inside,
-                pins=self.request.pins,
-                fixed_storage=self.fixed_storage,
-                fingerprint=self.fingerprint,
-                software=self.request.software,
-                training_state=self.request.training_state,
-                tiers=self.request.tiers,
+            self.inside[micro_batches] = self.case.at(micro_batches).layouts(
+                self.stage_mesh, self.request.inside, self.hardware, micro_batches
             )
         return self.inside[micro_batches]
-
-    def _graph(self, micro_batches: int) -> Graph:
-        if micro_batches == self.captured:
-            return self.graph
-        if micro_batches not in self.graphs:
-            rows = captured_batch(self.graph) * self.captured
-            if rows % micro_batches:
-                raise SearchError(
-                    f"A batch of {rows} cannot be divided into {micro_batches} micro-batches; give a number "
-                    f"among {', '.join(map(str, divisors(rows)))}."
-                )
-            self.graphs[micro_batches] = self.searches.with_batch(self.graph, rows // micro_batches)
-        return self.graphs[micro_batches]
 
     def _micro_batches(self) -> Sequence[int]:
         if self.asked_micro_batches is not None:
             return (self.asked_micro_batches,)
-        rows = captured_batch(self.graph) * self.captured
-        most = _MOST_MICRO_BATCHES * self.ranks
-        return [m for m in divisors(rows) if m <= max(most, self.captured)]
+        most = max(_MOST_MICRO_BATCHES * self.ranks, self.captured)
+        return [m for m in divisors(self.case.rows) if m <= most]
 
     def _price_all(self, inner: _Inner, micro_batches: int) -> None:
         """Prices a plan of layouts with every schedule and number of chunks; with `LEAN` where others do not fit."""
-        graph, plan = self._graph(micro_batches), inner.plan
-        if micro_batches != plan.micro_batches and not fits_graph(plan, graph):
+        plan = inner.plan
+        if micro_batches != plan.micro_batches and not fits_graph(plan, self.case.at(micro_batches).graph):
             self.found.refuse(
                 counted(micro_batches, "micro-batch"),
                 SearchError(f"the mesh {self.stage_mesh} does not divide micro-batches that small"),
@@ -449,7 +399,7 @@ class _Search:
         known, tables = self.tables.get(micro_batches, (None, None))
         if tables is None or known is not plan:
             tables = StageTables(
-                self._graph(micro_batches),
+                self.case.at(micro_batches).graph,
                 replace(plan, micro_batches=micro_batches),
                 self.request.hardware,
                 world=self.mesh,
@@ -462,14 +412,14 @@ class _Search:
     def _best_micro_batches(self) -> int:
         """The number of micro-batches of the best plan so far; the captured one where nothing is found."""
         if not self.found:
-            return self.asked_micro_batches or self.captured
+            return self.captured
         return self.found.ranked[0][0].setting.shape.micro_batches
 
     def _search_again(self) -> None:
         """Searches layouts for the best number of micro-batches, and prices them."""
         best, _ = self.found.ranked[0]
         m = best.setting.shape.micro_batches
-        if m != (self.asked_micro_batches or self.captured):
+        if m != self.captured:
             inner = self._stage_plan(best.share, self._inside(m))
             if inner is not None:
                 self._price_all(inner, m)

@@ -11,8 +11,8 @@ from autopar.errors import MemoryBoundError, SearchError
 from autopar.ir import Mesh
 from autopar.search.candidates.one_setting import SettingSearch, UnsearchedError
 from autopar.search.candidates.trials import Trial
-from autopar.search.exact.searches import Searches
 from autopar.search.request.request import Request
+from autopar.search.stages.case import Case
 from autopar.search.stages.given import GivenMesh
 from tests.search.graphs import mlp
 from tests.search.stacked import Sizes, residual
@@ -24,12 +24,12 @@ FULL = "It takes 5 bytes, 4 too much."
 
 def of(**options: Any) -> SettingSearch:
     request = Request(TOY, mesh=MESH, cuts_batch=True, **options)
-    return SettingSearch(mlp(batch=8), request, 1, "", None, Searches())
+    return SettingSearch(Case(mlp(batch=8), request))
 
 
 def lacks_memory(search: SettingSearch, trial: Trial, _: float = 0, *, gives_up: bool = False) -> None:
     """Stands for `SettingSearch.plan`, where parts of one row have another error than larger ones."""
-    if trial.micro_batches == search.rows:
+    if trial.micro_batches == search.case.rows:
         raise SearchError("It splits nothing of a batch of 1.")
     if gives_up:
         raise UnsearchedError("No plan fits.")
@@ -57,11 +57,11 @@ def test_memory_that_some_plan_fits_into_is_not_ruled_out(mesh: str) -> None:
     """The plan that recomputes all blocks shows that its own memory suffices; a tenth of it is less than its state."""
     graph = residual(6, Sizes(batch=4, width=64, hidden=128, vocab=64))
     request = Request(TOY, mesh=Mesh.parse(mesh), recompute="full", must_fit=False, cuts_batch=True)
-    enough = math.ceil(GivenMesh(graph, request).search().price.peak_bytes)
+    enough = math.ceil(GivenMesh(Case(graph, request)).search().price.peak_bytes)
 
     def cannot_fit(memory_bytes: int) -> bool:
         asked = Request(TOY, ranks=4, memory_bytes=memory_bytes, cuts_batch=True)
-        return SettingSearch(graph, asked, 1, "", None, Searches()).cannot_fit
+        return SettingSearch(Case(graph, asked)).cannot_fit
 
     assert not cannot_fit(enough)
     assert cannot_fit(enough // 10)

@@ -17,6 +17,7 @@ from autopar.search.candidates.outer import search_plan
 from autopar.search.candidates.trials import Searched, depths_of
 from autopar.search.exact.search import meshes_of
 from autopar.search.request.request import Request
+from autopar.search.stages.case import Case
 from autopar.search.stages.given import GivenMesh
 from tests.search.graphs import LlamaSizes, llama, mlp
 from tests.search.stacked import Sizes, residual
@@ -108,7 +109,7 @@ def test_a_recipe_that_names_no_schedule_asks_for_no_stages() -> None:
 
 def test_stages_beneath_a_recipe_where_nothing_fits_without() -> None:
     whole = Request(TOY, mesh={"dp": 4}, recipe="ddp", recompute="none", micro_batches=1)
-    peak_bytes = GivenMesh(GRAPH, whole).search().price.peak_bytes
+    peak_bytes = GivenMesh(Case(GRAPH, whole)).search().price.peak_bytes
     tight = {"memory_bytes": int(0.6 * peak_bytes), "recompute": "none"}
     assert depth_under("ddp", **tight) > 1
     with pytest.raises(SearchError, match="No plan on 4 ranks") as error:

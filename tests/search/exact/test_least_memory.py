@@ -11,6 +11,7 @@ from autopar.ir import Mesh
 from autopar.search.exact.least_memory import least_bytes
 from autopar.search.exact.search import Found, MeshSearch
 from autopar.search.request.request import Request
+from autopar.search.stages.case import Case
 from autopar.search.stages.given import GivenMesh
 from autopar.search.stages.staged import SlowerError
 from tests.search.graphs import Builder, LlamaSizes, llama
@@ -50,7 +51,7 @@ def test_a_converted_view_frees_the_memory_around_it() -> None:
 def test_a_mesh_is_hopeless_below_the_bound_alone(part: float, is_hopeless: bool) -> None:
     bound = int(part * least_bytes(search_of().problem, may_offload=False))
     request = Request(replace(TOY, memory_bytes=bound), mesh=MESH, memory_bytes=bound)
-    given = GivenMesh(llama(SMALL), request)
+    given = GivenMesh(Case(llama(SMALL), request))
     assert given.cannot_fit == is_hopeless
     if is_hopeless:
         with pytest.raises(SearchError):
@@ -60,9 +61,9 @@ def test_a_mesh_is_hopeless_below_the_bound_alone(part: float, is_hopeless: bool
 def test_a_mesh_that_is_hopeless_on_the_device_is_not_with_activations_on_the_host() -> None:
     bound = int(0.999 * least_bytes(search_of().problem, may_offload=False))
     request = Request(replace(TOY, memory_bytes=bound), mesh=Mesh.of(MESH), memory_bytes=bound)
-    given = GivenMesh(llama(SMALL), request)
+    given = GivenMesh(Case(llama(SMALL), request))
     assert given.cannot_fit
-    assert not replace(given, request=request.but(recompute="offloaded")).cannot_fit
+    assert not GivenMesh(given.case.but(recompute="offloaded")).cannot_fit
 
 
 def test_what_has_to_recompute_is_not_searched_without(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,11 +78,11 @@ def test_what_has_to_recompute_is_not_searched_without(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(MeshSearch, "within", noted)
     request = Request(TOY, mesh={"x": 2}, memory_bytes=bound)
-    found = GivenMesh(graph, request).search()
+    found = GivenMesh(Case(graph, request)).search()
     assert found.plan.recompute != "none" and found.price.peak_bytes <= bound
     assert asked and bound not in asked
     with pytest.raises(SlowerError):  # it fits, so that memory is not what it lacks
-        GivenMesh(graph, request, faster_than_seconds=found.price.step_seconds / 2).search()
+        GivenMesh(Case(graph, request), faster_than_seconds=found.price.step_seconds / 2).search()
 
 
 @pytest.mark.parametrize("part", [0.1, 0.9, 1.1])

@@ -20,6 +20,7 @@ from autopar.search.candidates.settings import ClusterSetting, PricedCandidate
 from autopar.search.candidates.trials import moved_seconds, promising
 from autopar.search.request.request import Request
 from autopar.search.stages import pipeline
+from autopar.search.stages.case import Case
 from autopar.search.stages.given import Planned
 from autopar.search.stages.staged import StagedPlan
 from tests.search.stacked import Sizes, residual
@@ -114,7 +115,7 @@ def test_a_search_with_the_host_is_left_out_only_where_it_finds_nothing_faster(
     """Links and updates of eight rates, the slowest of which never pay, and the fastest always."""
     graph = residual(8, Sizes(batch=64, width=64, hidden=256, vocab=64))
     asked = Request(TOY, ranks=1, memory_bytes=memory_bytes, mesh={"pp": 1}, schedule="1f1b", micro_batches=1)
-    known = pipeline.search_pipeline(graph, asked.but(offload=False)).best.seconds
+    known = pipeline.search_pipeline(Case(graph, asked.but(offload=False))).best.seconds
     idle = []
     for rate in (1e4, 1e5, 1e6, 1e7, 1e8, 1e9, 1e10, 1e11):
         host = Host(10**9, rate, 1e-7, rate)
@@ -132,15 +133,15 @@ def test_a_search_with_the_host_is_not_left_out_for_another_number_of_micro_batc
     graph = residual(8, Sizes(batch=8, width=16, hidden=64, vocab=64))
     host = Host(10**9, 6e9, 1e-7, 2.4e10)
     asked = Request(dataclasses.replace(TOY, host=host), ranks=1, memory_bytes=454_518, mesh={"pp": 1}, schedule="1f1b")
-    search = functools.partial(pipeline.search_pipeline, graph, captured_micro_batches=8)
-    known = search(asked.but(offload=False)).best.seconds
-    assert search(asked.but(offload=True), faster_than_seconds=known).best.seconds < 0.995 * known
+
+    known = pipeline.search_pipeline(Case(graph, asked.but(offload=False), 8)).best.seconds
+    assert pipeline.search_pipeline(Case(graph, asked.but(offload=True), 8), known).best.seconds < 0.995 * known
 
 
 def is_idle(graph: Graph, far: Request, known_seconds: float) -> bool:
     """Whether the search is left out, beside a known step."""
     try:
-        pipeline.search_pipeline(graph, far, faster_than_seconds=known_seconds)
+        pipeline.search_pipeline(Case(graph, far), faster_than_seconds=known_seconds)
     except SearchError as error:
         return "Nothing on the host" in str(error)
     return False
@@ -149,7 +150,7 @@ def is_idle(graph: Graph, far: Request, known_seconds: float) -> bool:
 def faster(graph: Graph, far: Request, known_seconds: float) -> float | None:
     """Seconds of the plan that the search finds; None if none is faster than a known step."""
     try:
-        return pipeline.search_pipeline(graph, far, faster_than_seconds=known_seconds).best.seconds
+        return pipeline.search_pipeline(Case(graph, far), faster_than_seconds=known_seconds).best.seconds
     except SearchError:
         return None
 
@@ -262,6 +263,6 @@ def test_plans_that_make_the_same_choices_are_priced_once(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(pipeline, "StagedPlan", Noting)
     request = Request(WITH_HOST, mesh={"pp": 2, "dp": 2}, micro_batches=4, offload=True)
-    pipeline.search_pipeline(GRAPH, request, captured_micro_batches=4)
+    pipeline.search_pipeline(Case(GRAPH, request, 4))
     assert len(priced) > 1
     assert all(one != other for one, other in itertools.combinations(priced, 2))

@@ -17,6 +17,7 @@ from autopar.pipeline.simulation import simulate
 from autopar.pipeline.stage_table import StageTable
 from autopar.search.request.request import Request
 from autopar.search.stages.balance import balance
+from autopar.search.stages.case import Case
 from autopar.search.stages.pipeline import search_pipeline
 from autopar.search.stages.pipeline_bounds import least_seconds, shortest_seconds
 from autopar.search.stages.pipeline_settings import PipelineFound
@@ -36,7 +37,7 @@ def of_kinds(*factors: float) -> Hardware:
 
 def found(hardware: Hardware, graph=GRAPH, mesh: str = "pp=2", **options) -> PipelineFound:
     request = Request(hardware, mesh=mesh, **{"micro_batches": 8, "schedule": "1f1b", "recompute": "none", **options})
-    return search_pipeline(graph, request, captured_micro_batches=8)
+    return search_pipeline(Case(graph, request, 8))
 
 
 def on_ranks(*factors: float, blocks: int = 16) -> StageTable:

@@ -1,0 +1,74 @@
+"""A case: a captured model with the request for its plan. The searches of a plan each have one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from autopar.cost_model import Hardware
+from autopar.errors import SearchError
+from autopar.ir import Graph, Mesh, ParameterPlan
+from autopar.ir.batches import captured_batch
+from autopar.search.exact.search import MeshSearch
+from autopar.search.exact.searches import Searches
+from autopar.search.request.recipe_rows import RecipeLike
+from autopar.search.request.request import Request
+from autopar.search.stages.pipeline_settings import divisors
+
+
+@dataclass(frozen=True)
+class Case:
+    """A captured model with the request for its plan.
+
+    Attributes:
+        graph: the captured model, at the size of one captured batch.
+        request: what the user asks for; the search decides what it leaves open.
+        captured: number of captured batches that make up a step, if the request names no batch.
+        fingerprint: hash of the captured graph, which the plan records.
+        fixed_storage: layouts of parameters that are placed already, by name; None where they are open.
+        searches: searches of layouts that were made for the model before.
+    """
+
+    graph: Graph
+    request: Request
+    captured: int = 1
+    fingerprint: str = ""
+    fixed_storage: Mapping[str, ParameterPlan] | None = None
+    searches: Searches = field(default_factory=Searches)
+
+    @property
+    def rows(self) -> int:
+        """Number of samples of a step."""
+        return self.request.batch or captured_batch(self.graph) * self.captured
+
+    def but(self, **changes: Any) -> Case:
+        """The same case with some of the request changed."""
+        return replace(self, request=self.request.but(**changes))
+
+    def at(self, count: int) -> Case:
+        """The same step in so many micro-batches, of which the graph is one. Raises SearchError if rows are left."""
+        rows, rest = divmod(self.rows, count)
+        if rest:
+            raise SearchError(
+                f"A batch of {self.rows} cannot be divided into {count} micro-batches; give a number among "
+                f"{', '.join(map(str, divisors(self.rows)))}."
+            )
+        return replace(self, graph=self.searches.with_batch(self.graph, rows), captured=count)
+
+    def layouts(self, mesh: Mesh, recipe: RecipeLike, hardware: Hardware, micro_batches: int) -> MeshSearch:
+        """The search of layouts on a mesh without stages, under a recipe for all of its axes."""
+        request = self.request
+        return self.searches.on(
+            self.graph,
+            mesh,
+            hardware=hardware,
+            recipe=recipe,
+            pins=request.pins,
+            micro_batches=micro_batches,
+            fingerprint=self.fingerprint,
+            fixed_storage=self.fixed_storage,
+            software=request.software,
+            training_state=request.training_state,
+            tiers=request.tiers,
+        )
