@@ -78,10 +78,6 @@ class AxisSolutions:
             self.knows(found.bytes)
         return self._bounded[bound]
 
-    def least_seconds(self, bound: float) -> float:
-        """A lower bound on the weighed seconds of all assignments within a bound; see `AxisProgram.least_seconds`."""
-        return self._program.least_seconds(bound)
-
     def knows(self, bytes: float) -> None:
         """Notes the bytes of an assignment with these choices along the other axes: some fit into as many or more.
 
