@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import cached_property
 
 from autopar.cost_model.buckets import SMALLEST_BUCKET_BYTES, sent_bytes, usual_bucket_bytes, whole_bytes
 from autopar.ir import Graph, Plan
@@ -30,58 +29,44 @@ def with_buckets(found: Planned, request: Request, faster_than_seconds: float = 
     Sizes that do not fit into memory are not taken, but for one that is asked for. A plan that is no faster than
     `faster_than_seconds` in the usual buckets keeps these, as other sizes seldom gain so much that it becomes the best.
     """
-    asked, sizes = request.bucket_bytes, _Sizes(found, request)
-    if asked is not None:
-        return sizes[asked]
-    if found.price.step_seconds >= faster_than_seconds or not sent_bytes(found.graph, found.plan):
+    asked, graph, plan, price = request.bucket_bytes, found.graph, found.plan, found.price
+    if asked is None and (price.step_seconds >= faster_than_seconds or not sent_bytes(graph, plan)):
         return found
-    usual_size = usual_bytes(found.graph, found.plan)
-    usual, ordered = sizes[usual_size], sorted({usual_size, *sizes_of(found.graph, found.plan)})
+    # A search of stages adds the time to launch kernels to the price of its plan.
+    priced_seconds = price.step_seconds if plan.pipeline is None else composed(graph, plan, **request.figures)[0]
+    added_seconds = price.step_seconds - priced_seconds
+    notes = tuple(each for each in plan.notes if kind_of(each) != "price")  # those of the usual buckets
+
+    def sized(size: int) -> Planned:
+        each = replace(plan, bucket_bytes=size, notes=notes)
+        seconds, peak_bytes = composed(graph, each, **request.figures)
+        return found._replace(plan=each, price=Composed(seconds + added_seconds, peak_bytes))
+
+    if asked is not None:
+        return sized(asked)
+    usual_size = usual_bytes(graph, plan)
+    usual, ordered = sized(usual_size), sorted({usual_size, *sizes_of(graph, plan)})
     at = ordered.index(usual_size)
-    best = sizes.fastest(ordered[at + 1 :], usual)
+    best = _fastest(map(sized, ordered[at + 1 :]), usual, request)
     if best is usual:
-        best = sizes.fastest(ordered[:at][::-1], usual)
+        best = _fastest(map(sized, ordered[:at][::-1]), usual, request)
     if best.price.step_seconds >= (1 - _WORTH) * usual.price.step_seconds:
         return found
     return _noted(best, usual_size, usual.price.step_seconds)
 
 
-class _Sizes(dict[int, Planned]):
-    """A plan with each size of its buckets."""
+def _fastest(plans: Iterable[Planned], best: Planned, request: Request) -> Planned:
+    """The fastest plan of sizes, ever further from the usual one, up to the first that gains nothing or is too big.
 
-    def __init__(self, found: Planned, request: Request) -> None:
-        super().__init__()
-        self._found, self._request = found, request
-
-    @cached_property
-    def _added_seconds(self) -> float:
-        """Time to launch kernels, which a search of stages adds to the price of its plan."""
-        if self._found.plan.pipeline is None:
-            return 0.0
-        price = composed(self._found.graph, self._found.plan, **self._request.figures)
-        return self._found.price.step_seconds - price.step_seconds
-
-    def __missing__(self, size: int) -> Planned:
-        found = self._found
-        notes = tuple(each for each in found.plan.notes if kind_of(each) != "price")  # those of the usual buckets
-        plan = replace(found.plan, bucket_bytes=size, notes=notes)
-        seconds, peak_bytes = composed(found.graph, plan, **self._request.figures)
-        self[size] = found._replace(plan=plan, price=Composed(seconds + self._added_seconds, peak_bytes))
-        return self[size]
-
-    def fastest(self, sizes: Iterable[int], best: Planned) -> Planned:
-        """The fastest plan of sizes, ever further from the usual one, up to the first that gains nothing or is too big.
-
-        A step first falls and then rises with the number of buckets: latencies grow with it, what stays exposed falls.
-        """
-        bound = self._request.search_bound_bytes
-        for size in sizes:
-            each = self[size]
-            is_full = bound is not None and each.price.peak_bytes > bound
-            if is_full or each.price.step_seconds >= best.price.step_seconds:
-                break
-            best = each
-        return best
+    A step first falls and then rises with the number of buckets: latencies grow with it, what stays exposed falls.
+    """
+    bound = request.search_bound_bytes
+    for each in plans:
+        is_full = bound is not None and each.price.peak_bytes > bound
+        if is_full or each.price.step_seconds >= best.price.step_seconds:
+            break
+        best = each
+    return best
 
 
 def usual_seconds(found: Planned, request: Request) -> float:

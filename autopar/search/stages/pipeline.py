@@ -23,12 +23,6 @@ layouts are then those with the least sum of seconds and of bytes at this rate (
 1963), whatever the memory of a rank is. Because parameters have fixed sizes, this is not exact, and the memory that
 one block frees is tried as well.
 
-[Note: host] Where a plan without stages is known, one that stores on the host is searched, too, because it may be
-faster. For a number of micro-batches that is asked for, two bounds tell beforehand that none is: the fastest layouts
-without a bound on memory take as long as the known step; or, at the price of bytes above, nothing is stored on the
-host, and seconds and price together, less the price of the bound, are as much as the known step. (The latter is the
-Lagrangian bound for plans whose recomputation frees bytes at this price.)
-
 [Note: other micro-batches] The graph is captured for one number of micro-batches. For other numbers, the same graph is
 priced with another batch size (`autopar.ir.batches.with_batch`), with the same plan if its splits still divide.
 """
@@ -139,8 +133,6 @@ class _Search:
         self.tables: dict[int, tuple[Plan, StageTables]] = {}
 
     def run(self) -> PipelineFound:
-        if self._host_gains_nothing():
-            raise SlowerError(f"Nothing on the host makes a plan on the mesh {self.mesh} faster.")
         self._search_shares()
         if self.request.offload:
             self._price_smallest(self._inside(self.captured))
@@ -276,25 +268,6 @@ class _Search:
             return None
         seconds = micro_batches * (one.seconds - whole.seconds)
         return _Freed(all_free, one_frees, seconds / (self.ranks * one_frees))
-
-    def _host_gains_nothing(self) -> bool:
-        """Whether no parameter is worth storing on the host; see [Note: host]."""
-        enough_seconds, request = _WORTH * self.found.known_seconds, self.request
-        if not request.offload or request.streams or self.ranks > 1 or math.isinf(enough_seconds):
-            return False
-        if self.asked_micro_batches is None:  # another number of them has other bounds
-            return False
-        inside = self._inside(self.asked_micro_batches)
-        if inside.within(None).cost.seconds >= enough_seconds:
-            return True
-        freed = self._freed(inside) if 0 < self.bound < math.inf else None
-        if freed is None:
-            return False
-        found = inside.at_price(freed.byte_seconds)
-        missing_bytes = found.cost.memory_bytes - self.hardware.reserved_bytes - self.bound
-        least_seconds = found.cost.seconds + freed.byte_seconds * missing_bytes
-        is_idle = all(how.tier == "device" for how in found.plan.parameters.values())
-        return is_idle and least_seconds >= enough_seconds
 
     def _may_hold_state(self, inside: MeshSearch) -> bool:
         """Whether parameters, gradients and optimizer states may fit; if not, no recomputation helps."""

@@ -12,7 +12,7 @@ import pytest
 
 from autopar.cost_model.machines.hardware import Disk, Host
 from autopar.errors import RecipeError, SearchError
-from autopar.ir import Graph, Plan
+from autopar.ir import Plan
 from autopar.ir.note import kind_of
 from autopar.pipeline.composed import composed, step_of, stored_bytes
 from autopar.search.candidates.outer import search_plan
@@ -108,26 +108,6 @@ def test_recomputation_makes_room_for_parameters_that_the_host_would_store() -> 
         assert both.price.step_seconds < 0.97 * alone.price.step_seconds
 
 
-@pytest.mark.parametrize("memory_bytes", [4_600_000, 4_700_000, 6_000_000])
-def test_a_search_with_the_host_is_left_out_only_where_it_finds_nothing_faster(
-    monkeypatch: pytest.MonkeyPatch, memory_bytes: int
-) -> None:
-    """Links and updates of eight rates, the slowest of which never pay, and the fastest always."""
-    graph = residual(8, Sizes(batch=64, width=64, hidden=256, vocab=64))
-    asked = Request(TOY, ranks=1, memory_bytes=memory_bytes, mesh={"pp": 1}, schedule="1f1b", micro_batches=1)
-    known = pipeline.search_pipeline(Case(graph, asked.but(offload=False))).best.seconds
-    idle = []
-    for rate in (1e4, 1e5, 1e6, 1e7, 1e8, 1e9, 1e10, 1e11):
-        host = Host(10**9, rate, 1e-7, rate)
-        far = asked.but(hardware=dataclasses.replace(TOY, host=host), offload=True)
-        idle.append(is_idle(graph, far, known))
-        with monkeypatch.context() as patched:
-            patched.setattr(pipeline._Search, "_host_gains_nothing", lambda _: False)
-            best = faster(graph, far, known)
-        assert not idle[-1] or best is None or best > 0.995 * known
-    assert idle[0] and not idle[-1]
-
-
 def test_a_search_with_the_host_is_not_left_out_for_another_number_of_micro_batches() -> None:
     """The bounds are those of the captured eight micro-batches; the host makes room for fewer, which are faster."""
     graph = residual(8, Sizes(batch=8, width=16, hidden=64, vocab=64))
@@ -136,23 +116,6 @@ def test_a_search_with_the_host_is_not_left_out_for_another_number_of_micro_batc
 
     known = pipeline.search_pipeline(Case(graph, asked.but(offload=False), 8)).best.seconds
     assert pipeline.search_pipeline(Case(graph, asked.but(offload=True), 8), known).best.seconds < 0.995 * known
-
-
-def is_idle(graph: Graph, far: Request, known_seconds: float) -> bool:
-    """Whether the search is left out, beside a known step."""
-    try:
-        pipeline.search_pipeline(Case(graph, far), faster_than_seconds=known_seconds)
-    except SearchError as error:
-        return "Nothing on the host" in str(error)
-    return False
-
-
-def faster(graph: Graph, far: Request, known_seconds: float) -> float | None:
-    """Seconds of the plan that the search finds; None if none is faster than a known step."""
-    try:
-        return pipeline.search_pipeline(Case(graph, far), faster_than_seconds=known_seconds).best.seconds
-    except SearchError:
-        return None
 
 
 def test_parameters_stay_on_the_host_during_a_step_where_nothing_else_fits() -> None:
