@@ -306,8 +306,6 @@ def _descend(problem: Problem, order: Sequence[int], bound: int | None, start: A
         others = math.prod(problem.mesh.sizes[a] for a in to_come)
         relaxed = None if bound is None else bound * others
         solutions = AxisSolutions.of(problem, axis, assignment)
-        if best is not None:
-            solutions.knows(best.bytes)
         is_tight = best is not None and best.saves_memory
         found = latest[axis] = _solution(solutions, relaxed, is_tight)
         if not is_tight:

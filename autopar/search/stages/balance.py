@@ -40,7 +40,7 @@ from autopar.pipeline.schedules import actions, splits_backward, waits_for_sends
 from autopar.pipeline.simulation import StepTimer
 from autopar.pipeline.stage_table import StageTable
 from autopar.search.stages.cut_bounds import ROUNDING, best_cuts, earliest, is_less, least_largest, windows
-from autopar.search.stages.pipeline_bounds import least_seconds, may_have_cuts
+from autopar.search.stages.pipeline_bounds import least_seconds
 from autopar.search.stages.shape import Shape
 from autopar.units import counted, format_bytes
 
@@ -91,15 +91,6 @@ def least_overfull(table: StageTable, shape: Shape, *, memory_bytes: float, exec
     """The best cuts for a pipeline as in `balance`; if no cuts fit, those that exceed the memory least."""
     shape.check(table.blocks)
     return _Problem(table, shape, memory_bytes).least_overfull(executed)
-
-
-def can_fit(table: StageTable, shape: Shape, *, memory_bytes: float) -> bool:
-    """Whether some cuts fit; faster than `least_overfull`, because it does not look for the fastest ones.
-
-    Raises SearchError if there are fewer blocks than stages, and PlanError if the schedule does not allow this shape.
-    """
-    shape.check(table.blocks)
-    return _Problem(table, shape, memory_bytes).can_fit()
 
 
 def balance_of(table: StageTable, shape: Shape, cuts: tuple[int, ...]) -> Balance:
@@ -166,25 +157,6 @@ class _Problem:
             return self._one_each()
         return self._several_each(executed)
 
-    def can_fit(self) -> bool:
-        """Whether some cuts fit. The first ones that fit are enough: moving cuts never takes more memory after them."""
-        if self.shape.chunks == 1:
-            return self._has_cuts(self.memory_bytes)
-        if not may_have_cuts(self.table, self.shape, self.memory_bytes):
-            return False
-        starts = list[Balance]()
-        for cuts in self._starts():
-            starts.append(self.of(cuts))
-            if self._excess(starts[-1]) == 0:
-                return True
-        ends = (self._descend(each, until_fits=True) for each in dict.fromkeys(starts))
-        return any(self._excess(each) == 0 for each in ends)
-
-    def _has_cuts(self, bound: float) -> bool:
-        """Whether there are cuts with which every stage stays within a bound in bytes."""
-        weights = np.where(self.held <= bound, self.seconds, np.inf)
-        return math.isfinite(least_largest(weights))
-
     def _one_each(self) -> Balance:
         """The best cuts for one stage per rank; if none fit, those with the smallest largest stage."""
         cuts = best_cuts(self.seconds, self.held, self.memory_bytes)
@@ -213,15 +185,9 @@ class _Problem:
         weights = np.where(np.isfinite(self.seconds), self.held, np.inf)
         return earliest(weights <= least_largest(weights) * ROUNDING)
 
-    def _descend(self, best: Balance, *, until_fits: bool = False) -> Balance:
-        """Moves one cut at a time, as long as the ranks fit better or the slowest rank gets faster.
-
-        With `until_fits` the moves end at the first cuts that fit.
-        """
-        while not (until_fits and self._excess(best) == 0):
-            moved = self._best_moved(best)
-            if not is_less(self._rank_key(moved), self._rank_key(best)):
-                break
+    def _descend(self, best: Balance) -> Balance:
+        """Moves one cut at a time, as long as the ranks fit better or the slowest rank gets faster."""
+        while is_less(self._rank_key(moved := self._best_moved(best)), self._rank_key(best)):
             best = moved
         return best
 

@@ -49,15 +49,6 @@ def least_largest(weights: np.ndarray) -> float:
     return float(best[-1])
 
 
-def least_sum(weights: np.ndarray) -> float:
-    """The smallest possible sum of the weights of the stages, given the weights of all possible stages."""
-    best = np.full(weights.shape[1], np.inf)
-    best[0] = 0.0
-    for stage in weights:
-        best = (best[:, None] + stage).min(axis=0)
-    return float(best[-1])
-
-
 def earliest(allowed: np.ndarray) -> tuple[int, ...]:
     """The cuts with the earliest first cut, then the earliest second cut, and so on, among the allowed stages."""
     last = allowed.shape[1] - 1

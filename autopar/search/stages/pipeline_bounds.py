@@ -5,11 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 
-import numpy as np
-
 from autopar.pipeline.schedules import splits_backward
 from autopar.pipeline.stage_table import StageTable, WholeModel
-from autopar.search.stages.cut_bounds import ROUNDING, least_sum, windows
+from autopar.search.stages.cut_bounds import ROUNDING
 from autopar.search.stages.shape import Shape
 
 
@@ -31,28 +29,6 @@ def may_fit(whole: WholeModel, shape: Shape, memory_bytes: float) -> bool:
         kept -= own
         room += (memory_bytes - own) / flights if flights else math.inf
     return kept <= (ROUNDING - 1) * whole.kept_bytes and whole.saved_bytes <= room * ROUNDING
-
-
-def may_have_cuts(table: StageTable, shape: Shape, memory_bytes: float) -> bool:
-    """Whether some cuts may fit, by the bytes of all possible stages; False only if no cuts fit.
-
-    At one moment, the bytes of all ranks, each over the micro-batches that this rank has in flight then, add up to a
-    sum over stages. A dynamic program finds the cuts for which this sum is least.
-    """
-    flights, waiting = shape.flights
-    fullest = flights.sum(axis=1).argmax(axis=-1)[:, None, None]
-    now, late = (np.take_along_axis(each, fullest, axis=-1)[..., 0] for each in (flights, waiting))
-    weights = 1.0 / now.sum(axis=1)
-    saved, halves = (windows(each, shape.stages) for each in (table.saved_bytes, table.late_bytes))
-    # What a rank works with for a moment is that of one stage, and at least the mean over its stages.
-    kept = windows(table.kept_bytes + table.transient_bytes / shape.chunks, shape.stages)
-    held = np.zeros(kept.shape)
-    for rank, stages in enumerate(shape.stages_of):
-        for chunk, stage in enumerate(stages):
-            flying = now[rank, chunk] * saved[stage] + late[rank, chunk] * halves[stage]
-            held[stage] = weights[rank] * (kept[stage] + flying)
-    held[~np.isfinite(windows(table.seconds, shape.stages))] = np.inf
-    return least_sum(held) <= memory_bytes * float(weights.sum()) * ROUNDING
 
 
 def shortest_seconds(whole: WholeModel, shape: Shape, alone: WholeModel) -> float:

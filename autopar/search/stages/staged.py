@@ -23,7 +23,7 @@ from autopar.pipeline.stage_costs import StageTables
 from autopar.pipeline.stage_table import StageTable
 from autopar.pipeline.weight_stashing import with_versions
 from autopar.search.exact.selection import Frontier
-from autopar.search.stages.balance import Balance, balance_of, can_fit, least_overfull
+from autopar.search.stages.balance import Balance, balance_of, least_overfull
 from autopar.search.stages.pipeline_bounds import least_seconds, may_fit, shortest_seconds
 from autopar.search.stages.pipeline_settings import KeptWhole, Priced, Setting
 from autopar.search.stages.shape import Shape
@@ -293,16 +293,12 @@ class StagedPlan:
 
     def _fits(self, shape: Shape, recompute: Recompute) -> bool:
         """Whether a setting fits; False if it is impossible, and the reason is recorded."""
-        setting = Setting(shape, recompute)
         # All blocks together are the only stage, or recompute as much as they do in any stages.
         is_bound = recompute == "full" or (shape.stages == 1 and isinstance(recompute, int))
         if is_bound and self._cannot_fit(shape, recompute):
             return False
-        try:
-            return can_fit(self.tables.at(recompute), shape, memory_bytes=self.bound)
-        except (PlanError, SearchError) as error:
-            self.findings.refuse(str(setting), error)
-            return False
+        cuts = self._balanced(Setting(shape, recompute))
+        return cuts is not None and max(cuts.rank_bytes) <= self.bound
 
     def _is_within(self, part: float, shape: Shape, recompute: Recompute) -> bool:
         """Whether every stage keeps at most this part of what recomputation can free; see `check_wish`."""

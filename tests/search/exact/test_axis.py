@@ -9,8 +9,6 @@ import pytest
 from autopar.errors import SearchError
 from autopar.ir import Graph, Plan
 from autopar.search import search
-from autopar.search.exact.axis import AxisSolutions
-from autopar.search.exact.decisions import Assignment
 from autopar.search.exact.search import MeshSearch
 from tests.search.graphs import LlamaSizes, llama, mlp
 from tests.search.toy import TOY
@@ -59,16 +57,3 @@ def test_memory_is_tight_only_where_something_faster_was_refused(part: float, is
     of_mesh = shared()
     loose = of_mesh.within(None).cost
     assert of_mesh.within(int(part * loose.memory_bytes)).is_tight == is_tight
-
-
-def test_a_known_assignment_answers_whether_one_fits_and_changes_no_answer() -> None:
-    problem = shared().problem
-    start = shared().within(None)
-    labels = tuple(("-", "-") for _ in problem.ops)
-    told, untold = (AxisSolutions(problem, 0, Assignment(labels, {}, {})) for _ in range(2))
-    bound = int(0.9 * start.cost.memory_bytes * problem.mesh.size)
-    expected = untold.within(bound)
-    told.knows(expected.bytes)
-    assert "smallest" in vars(untold)  # it was searched, to know whether one fits
-    assert told.within(bound) == expected
-    assert "smallest" not in vars(told)

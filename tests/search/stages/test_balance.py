@@ -13,7 +13,7 @@ from autopar.errors import PlanError, SearchError
 from autopar.pipeline.schedules import actions
 from autopar.pipeline.simulation import simulate
 from autopar.pipeline.stage_table import StageTable
-from autopar.search.stages.balance import balance, balance_of, can_fit, least_overfull
+from autopar.search.stages.balance import balance, balance_of, least_overfull
 from autopar.search.stages.shape import Shape
 
 SHAPES = [
@@ -111,28 +111,6 @@ def test_brute_force_of_one_stage_a_rank(schedule: str, seed: int) -> None:
         else:
             found = balance(made, shape, memory_bytes=bound)
             assert (found.seconds, max(found.rank_bytes), found.cuts) == min(fitting)
-
-
-@pytest.mark.parametrize("seed", range(24))
-def test_what_can_fit_is_what_fits(seed: int) -> None:
-    """Bounds around the peak of the smallest cuts: below it, at it, above it."""
-    draw = random.Random(seed)
-    n = draw.randint(8, 14)
-    made = table(
-        [draw.randint(1, 9) for _ in range(n)],
-        kept=[draw.randint(1, 9) for _ in range(n)],
-        saved=[draw.randint(1, 9) for _ in range(n)],
-        transient=[draw.randint(0, 9) for _ in range(n)],
-    )
-    chunks, schedule = draw.choice([(1, "1f1b"), (2, "interleaved"), (4, "looped-bfs"), (2, "zbv")])
-    shape = Shape(2, chunks, schedule, 4)
-    least = max(least_overfull(made, shape, memory_bytes=0).rank_bytes)
-    answers = set()
-    for bound in (0.5 * least, 0.9 * least, least, 1.1 * least, 2 * least):
-        fits = max(least_overfull(made, shape, memory_bytes=bound).rank_bytes) <= bound
-        assert can_fit(made, shape, memory_bytes=bound) == fits
-        answers.add(fits)
-    assert answers == {True, False}
 
 
 def _figures(made: StageTable, cuts: tuple[int, ...], flights: Sequence[int]) -> tuple[float, float, tuple[int, ...]]:

@@ -11,7 +11,7 @@ from autopar.pipeline.schedules import actions, waits_for_sends
 from autopar.pipeline.simulation import simulate
 from autopar.pipeline.stage_table import WholeModel
 from autopar.search.stages.balance import balance_of
-from autopar.search.stages.pipeline_bounds import least_seconds, may_fit, may_have_cuts, shortest_seconds
+from autopar.search.stages.pipeline_bounds import least_seconds, may_fit, shortest_seconds
 from autopar.search.stages.shape import Shape
 from tests.search.stages.test_balance import SHAPES, table
 
@@ -70,6 +70,4 @@ def test_what_fits_is_not_ruled_out(schedule: str, chunks: int, seed: int) -> No
     every = itertools.combinations(range(1, 8), shape.stages - 1)
     least_bytes = min(max(balance_of(made, shape, cuts).rank_bytes) for cuts in every)
     assert may_fit(made.whole, shape, least_bytes)
-    assert may_have_cuts(made, shape, least_bytes)
     assert not may_fit(made.whole, shape, 0.3 * least_bytes)
-    assert not may_have_cuts(made, shape, 0.5 * least_bytes)
