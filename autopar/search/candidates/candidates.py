@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -76,7 +76,6 @@ class SettingEstimator:
     shares_sequences: bool = False
     depth: int | None = None
     _plans: dict[str, Plan | None] = field(default_factory=dict, compare=False)
-    _works: dict[_Kind, _Work] = field(default_factory=dict, init=False, compare=False)
 
     @property
     def is_empty(self) -> bool:
@@ -180,12 +179,12 @@ class SettingEstimator:
 
         Each recomputed layer but the last frees the same memory.
         """
-        work, rows = self._work(plan, settings)
-        none, one = (self._step(work, work.spread(k, rows)) for k in (0.0, 1.0))
+        work = self._work(plan, settings)
+        none, one = (self._step(work, np.full(len(settings), k)) for k in (0.0, 1.0))
         fewest = np.ones(len(settings))
         ends: tuple[Stage, ...] = ("first", "last")
         for stage in ends:
-            whole, less = (total(each.memory(stage))[rows] for each in (none, one))
+            whole, less = (total(each.memory(stage)) for each in (none, one))
             wanted = np.ceil((whole - bound_bytes) / np.maximum(whole - less, 1.0))
             fewest = np.maximum(fewest, wanted)
         return fewest
@@ -354,21 +353,20 @@ class SettingEstimator:
     ) -> list[PricedCandidate]:
         if not settings:
             return []
-        work, rows = self._work(plan, settings)
-        step = self._step(work, work.spread(recompute, rows) if isinstance(recompute, np.ndarray) else recompute)
+        figures = self._figures(self._work(plan, settings), recompute)
         found = (
             PricedCandidate(setting, float(s), float(m), float(t), parts, float(moves))
-            for setting, s, m, t, moves, parts in zip(settings, *self._figures(step, work, rows), strict=True)
+            for setting, s, m, t, moves, parts in zip(settings, *figures, strict=True)
         )
         return [each if self.graph.stacks else _of_equal_stages(each) for each in found]
 
-    def _figures(self, step: Step, work: _Work, rows: Sequence[int]) -> Iterator[Sequence[Any]]:
-        """The seconds, the peak, the bytes sent and movable to the host, and seconds by cause, of some of the settings.
+    def _figures(self, work: _Work, recompute: Recompute | np.ndarray) -> Iterator[Sequence[Any]]:
+        """The seconds, the peak, the bytes sent and movable to the host, and seconds by cause, of the settings.
 
         The host may store the state of training, and without stages activations, if all layers were captured. Each rank
         along cp may store a part of that state, as the recipe there is open; the peak is the least that this leaves.
         """
-        count = len(work.columns.dp)
+        step, count = self._step(work, recompute), len(work.columns.dp)
         ends = (sum(step.held(kind, stage) for kind in TOUCHED) for stage in ("first", "last"))
         state = np.maximum(*ends)
         peak = np.maximum(total(step.memory("first")), total(step.memory("last")))
@@ -378,8 +376,8 @@ class SettingEstimator:
         parts = {name: np.broadcast_to(v, count) for name, v in where_time_goes(step).items()}
         sent = total(step.traffic()) + step.boundary_traffic()
         for figure in (step.seconds(), peak, sent, movable):
-            yield list(np.broadcast_to(figure, count)[rows])
-        yield [{n: float(v[i]) for n, v in parts.items() if v[i]} for i in rows]
+            yield list(np.broadcast_to(figure, count))
+        yield [{n: float(v[i]) for n, v in parts.items() if v[i]} for i in range(count)]
 
     def _step(self, work: _Work, recompute: Recompute | np.ndarray) -> Step:
         """The step of all settings at once: every figure is an array with an element for each setting."""
@@ -403,19 +401,9 @@ class SettingEstimator:
             boundary_link=boundary,
         )
 
-    def _work(self, plan: Plan, settings: Sequence[ClusterSetting]) -> tuple[_Work, list[int]]:
-        """The work of settings, which does not depend on recomputation, and the places of some settings among them.
-
-        Settings that are priced again, with other recomputation, are among those that were priced before.
-        """
-        key = _kind(settings[0])
-        known = self._works.get(key)
-        if known is not None and known.has(settings):
-            return known, known.rows_of(settings)
-        self._works[key] = self._new_work(plan, _Columns.of(settings))
-        return self._works[key], [*range(len(settings))]
-
-    def _new_work(self, plan: Plan, at: _Columns) -> _Work:
+    def _work(self, plan: Plan, settings: Sequence[ClusterSetting]) -> _Work:
+        """The work of settings, which does not depend on recomputation."""
+        at = _Columns.of(settings)
         hardware, ranks = self.cluster.hardware, at.dp * at.tp * at.stages
         axes = [(at.cut * at.tp, at.dp // at.cut), (at.tp, at.cut), (1 + 0 * at.tp, at.tp)]
         if INNER_DATA not in plan.mesh.names:
@@ -508,36 +496,9 @@ class _Work:
     boundary_bytes: Quantity
     hides: Quantity
 
-    @cached_property
-    def _places(self) -> dict[tuple[float, ...], int]:
-        columns = (column.tolist() for column in vars(self.columns).values())
-        return {sizes: place for place, sizes in enumerate(zip(*columns, strict=True))}
-
-    def has(self, settings: Collection[ClusterSetting]) -> bool:
-        """Whether these settings, no two of the same sizes, are among those of this work."""
-        sizes = {_sizes(each) for each in settings}
-        return len(sizes) == len(settings) and sizes <= self._places.keys()
-
-    def rows_of(self, settings: Iterable[ClusterSetting]) -> list[int]:
-        """The places of these settings."""
-        return [self._places[_sizes(each)] for each in settings]
-
-    def spread(self, values: float | np.ndarray, rows: Sequence[int]) -> np.ndarray:
-        """An array with these values in these places, and 0 in all others."""
-        found = np.zeros(len(self.columns.dp))
-        found[rows] = values
-        return found
-
 
 def _kind(setting: ClusterSetting) -> _Kind:
     return setting.data, setting.tensor, setting.cut > 1
-
-
-def _sizes(setting: ClusterSetting) -> tuple[float, ...]:
-    """The row of a setting in `_Columns`."""
-    s = setting
-    rows = float(s.micro_batch * s.dp)
-    return s.dp * s.cp, s.tp, s.stages, s.micro_batches, rows, s.cp, s.cut
 
 
 def _numbers_of_blocks(settings: Sequence[ClusterSetting]) -> np.ndarray:

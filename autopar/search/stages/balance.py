@@ -64,10 +64,10 @@ class Balance:
         return max(self.rank_seconds)
 
 
-def balance(
-    table: StageTable, shape: Shape, *, memory_bytes: float, executed: bool = False, reserved_bytes: int = 0
-) -> Balance:
-    """The best cuts for a pipeline; with several stages on a rank, a local optimum.
+def balance(table: StageTable, shape: Shape, *, memory_bytes: float, executed: bool = False) -> Balance:
+    """The best cuts for a pipeline; if no cuts fit, those that exceed the memory least.
+
+    With several stages on a rank they are a local optimum.
 
     Args:
         table: costs of all possible stages.
@@ -75,22 +75,20 @@ def balance(
         memory_bytes: memory that a rank may use.
         executed: whether ranks with several stages, or of several kinds of machines, are balanced by simulating the
             schedule.
-        reserved_bytes: memory beside it that tensors cannot use, which the error counts.
 
-    Raises SearchError if there are fewer blocks than stages, or if no cuts fit; the message names the fullest rank and
-    by how much it exceeds its memory, under the cuts for which this is least. Raises PlanError if the schedule does not
-    allow this shape.
+    Raises SearchError if there are fewer blocks than stages, and PlanError if the schedule does not allow this shape.
     """
-    found = least_overfull(table, shape, memory_bytes=memory_bytes, executed=executed)
-    if max(found.rank_bytes) > memory_bytes:
-        raise _Problem(table, shape, memory_bytes).does_not_fit(found, reserved_bytes)
-    return found
-
-
-def least_overfull(table: StageTable, shape: Shape, *, memory_bytes: float, executed: bool = False) -> Balance:
-    """The best cuts for a pipeline as in `balance`; if no cuts fit, those that exceed the memory least."""
     shape.check(table.blocks)
-    return _Problem(table, shape, memory_bytes).least_overfull(executed)
+    return _Problem(table, shape, memory_bytes).balance(executed)
+
+
+def refusal(table: StageTable, shape: Shape, *, memory_bytes: float, reserved_bytes: int = 0) -> MemoryBoundError:
+    """The error where no cuts fit: it names the fullest rank of those that exceed the memory least, and by how much.
+
+    `reserved_bytes` is memory beside it that tensors cannot use, which the error counts.
+    """
+    problem = _Problem(table, shape, memory_bytes)
+    return problem.does_not_fit(problem.balance(), reserved_bytes)
 
 
 def balance_of(table: StageTable, shape: Shape, cuts: tuple[int, ...]) -> Balance:
@@ -151,7 +149,7 @@ class _Problem:
         ]
         return np.broadcast_to(found, (self.shape.ranks, *found[0].shape))
 
-    def least_overfull(self, executed: bool = False) -> Balance:
+    def balance(self, executed: bool = False) -> Balance:
         """The fastest cuts that fit; if none fit, those that exceed the memory least."""
         if self.shape.chunks == 1 and not (executed and self.table.of_ranks):
             return self._one_each()

@@ -42,7 +42,7 @@ from autopar.ir.batches import fits_graph
 from autopar.pipeline.stage_costs import StageTables
 from autopar.search.exact.search import MeshSearch
 from autopar.search.request.recipes import format_recipe
-from autopar.search.stages.balance import balance
+from autopar.search.stages.balance import refusal
 from autopar.search.stages.case import Case
 from autopar.search.stages.pipeline_bounds import mean_bytes
 from autopar.search.stages.pipeline_notes import notes_of, of_layouts
@@ -392,15 +392,8 @@ class _Search:
             return SlowerError(f"No plan on the mesh {self.mesh} is faster than {found.known_seconds:.6g} s.")
         if found.overfull:
             least = min(found.overfull, key=lambda each: each.excess_bytes)
-            try:
-                balance(
-                    least.table,
-                    least.shape,
-                    memory_bytes=self.bound,
-                    reserved_bytes=self.request.hardware.reserved_bytes,
-                )
-            except SearchError as error:
-                return error
+            reserved_bytes = self.request.hardware.reserved_bytes
+            return refusal(least.table, least.shape, memory_bytes=self.bound, reserved_bytes=reserved_bytes)
         if not found.refused:
             return SearchError(
                 f"No schedule that is searched runs chunks={self.request.chunks} on "

@@ -23,7 +23,7 @@ from autopar.pipeline.stage_costs import StageTables
 from autopar.pipeline.stage_table import StageTable
 from autopar.pipeline.weight_stashing import with_versions
 from autopar.search.exact.selection import Frontier
-from autopar.search.stages.balance import Balance, balance_of, least_overfull
+from autopar.search.stages.balance import Balance, balance, balance_of
 from autopar.search.stages.pipeline_bounds import least_seconds, may_fit, shortest_seconds
 from autopar.search.stages.pipeline_settings import KeptWhole, Priced, Setting
 from autopar.search.stages.shape import Shape
@@ -50,14 +50,14 @@ class Overfull:
     @cached_property
     def excess_bytes(self) -> float:
         """Bytes by which the fullest rank exceeds the bound, under the cuts for which this is least."""
-        least = least_overfull(self.table, self.shape, memory_bytes=self.bound_bytes)
+        least = balance(self.table, self.shape, memory_bytes=self.bound_bytes)
         return max(least.rank_bytes) - self.bound_bytes
 
     @cached_property
     def seconds(self) -> float:
         """Estimated duration of a step if memory had no bound."""
         table, shape = self.table, self.shape
-        slowest = least_overfull(table, shape, memory_bytes=math.inf).seconds
+        slowest = balance(table, shape, memory_bytes=math.inf).seconds
         rest = float(table.forward_seconds[0, -1] + table.backward_seconds[0, -1]) - slowest
         return shape.micro_batches * slowest + max(0.0, rest) / shape.chunks
 
@@ -313,7 +313,7 @@ class StagedPlan:
         """The best cuts of a setting; None if it is impossible, and the reason is recorded."""
         table = self.tables.at(setting.recompute)
         try:
-            return least_overfull(table, setting.shape, memory_bytes=self.bound, executed=executed)
+            return balance(table, setting.shape, memory_bytes=self.bound, executed=executed)
         except (PlanError, SearchError) as error:
             self.findings.refuse(str(setting), error)
             return None

@@ -12,7 +12,7 @@ import pytest
 from autopar.ir import Mesh, Plan
 from autopar.pipeline.simulation import StageCosts
 from autopar.pipeline.stage_table import StageTable, WholeModel
-from autopar.search.stages.balance import least_overfull
+from autopar.search.stages.balance import balance
 from autopar.search.stages.pipeline_bounds import shortest_seconds
 from autopar.search.stages.shape import Shape
 from autopar.search.stages.staged import Findings, StagedPlan
@@ -112,5 +112,5 @@ def test_a_block_that_no_stage_recomputes_bounds_no_step() -> None:
     recomputed = table(1, [0.02, 4.0], 0.0)
     recomputed.forward_seconds[0, 2] = 3.02
     alone = table("none", [0.01, 3.0], 0.0)
-    assert least_overfull(recomputed, ONE_RANK, memory_bytes=math.inf).seconds == 3.02
+    assert balance(recomputed, ONE_RANK, memory_bytes=math.inf).seconds == 3.02
     assert shortest_seconds(recomputed.whole, ONE_RANK, alone.whole) == 3.02
