@@ -80,7 +80,6 @@ def test_a_schedule_that_does_not_run_so_many_micro_batches_refuses_no_other() -
     """Interleaved 1F1B runs 16 micro-batches on 3 ranks in 5 rounds, and 5 does not divide 16."""
     searched = found({"pp": 3}, micro_batches=16)
     assert searched.best.setting.shape.schedule != "interleaved"
-    assert any("16 micro-batches on 3 pipeline ranks" in why for why in searched.refused.values())
     with pytest.raises(PlanError, match="16 micro-batches on 3 pipeline ranks in 5 rounds"):
         found({"pp": 3}, micro_batches=16, schedule="interleaved")
 

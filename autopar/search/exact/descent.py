@@ -298,7 +298,6 @@ def _descend(problem: Problem, order: Sequence[int], bound: int | None, start: A
     are still to come.
     """
     assignment = start or _unsplit(problem)
-    latest: dict[int, Outcome] = {}
     best: Outcome | None = None
     settled, refused = 0, math.inf
     for turn, axis in enumerate(tuple(order) * _MAX_ROUNDS):
@@ -307,7 +306,7 @@ def _descend(problem: Problem, order: Sequence[int], bound: int | None, start: A
         relaxed = None if bound is None else bound * others
         solutions = AxisSolutions.of(problem, axis, assignment)
         is_tight = best is not None and best.saves_memory
-        found = latest[axis] = _solution(solutions, relaxed, is_tight)
+        found = _solution(solutions, relaxed, is_tight)
         if not is_tight:
             refused = min(refused, seconds_refused(solutions.fastest, relaxed))
         if best is None or turn < len(order) or _is_better(found, best, bound):
@@ -318,12 +317,7 @@ def _descend(problem: Problem, order: Sequence[int], bound: int | None, start: A
             break
     assert best is not None
     best = _loosen(problem, axis, best, bound)
-    return replace(
-        best,
-        gap=max(each.gap for each in latest.values()),
-        programs=tuple(program for axis in sorted(latest) for program in latest[axis].programs),
-        refused_seconds=refused,
-    )
+    return replace(best, refused_seconds=refused)
 
 
 def _solution(solutions: AxisSolutions, bound: int | None, is_tight: bool) -> Outcome:

@@ -101,8 +101,6 @@ class AxisProgram:
             seconds,
             bytes,
             seconds + price * bytes,
-            solution.gap,
-            (self.program.shape,),
             self._saves_memory,
             self._least_bytes(solution) if minimize == "bytes" else 0.0,
             self._least_seconds(solution) if minimize == "seconds" else 0.0,

@@ -17,8 +17,6 @@ class Outcome:
         seconds: duration of a step.
         bytes: peak memory of a rank, in bytes.
         weighed_seconds: duration of a step plus the price of its bytes (`Problem.byte_seconds`).
-        gap: the largest relative optimality gap that the solver left along one axis; 0 if each is proven optimal.
-        programs: numbers of rows, columns and binary variables of the program of every axis, in order.
         saves_memory: whether the program had slower strategies that save memory.
         least_bytes: bytes that every assignment takes as the program counts them; 0 if they were not minimized.
         least_seconds: weighed seconds that no assignment within the program's bound on memory falls below, whatever
@@ -30,8 +28,6 @@ class Outcome:
     seconds: float
     bytes: float
     weighed_seconds: float
-    gap: float
-    programs: tuple[tuple[int, int, int], ...]
     saves_memory: bool
     least_bytes: float = 0.0
     least_seconds: float = 0.0

@@ -98,21 +98,17 @@ def search(
 
 @dataclass(frozen=True)
 class Found:
-    """A plan with its cost, and the search's knowledge of its optimality.
+    """A plan with its cost, and what else the search found.
 
     Attributes:
         plan: the plan.
         cost: time and memory of a step.
-        gap: largest relative optimality gap that the solver left along one axis; 0 for a proven optimum.
-        programs: numbers of rows, columns and binary variables of the mixed-integer program of every axis, in order.
         descents: for every start, seconds of a step of the plan that it led to; inf where that plan did not fit.
         is_tight: whether the search found a faster plan that does not fit into memory.
     """
 
     plan: Plan
     cost: StepCost
-    gap: float
-    programs: tuple[tuple[int, int, int], ...]
     descents: tuple[float, ...]
     is_tight: bool
 
@@ -299,7 +295,7 @@ class MeshSearch:
         notes += owner_notes(problem.graph, plan.parameters, plan.mesh)
         notes += row_notes(plan, problem.prices.nodes)
         notes += lone_notes(self._alone)
-        return Found(replace(plan, notes=notes), cost, best.gap, best.programs, seconds, is_tight)
+        return Found(replace(plan, notes=notes), cost, seconds, is_tight)
 
     def _cost_once(self, assignment: Assignment, plan: Plan) -> StepCost:
         """The cost of the plan of an assignment; searches under other recipes and bounds find the same ones again."""

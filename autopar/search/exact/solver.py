@@ -132,11 +132,6 @@ class MixedIntegerProgram:
         self._row_lower.append(lower)
         self._row_upper.append(upper)
 
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Numbers of rows, columns and binary columns."""
-        return len(self._row_lower), len(self.seconds), sum(self._binary)
-
     def solve(
         self, *, minimize: Objective = "seconds", max_bytes: float | None = None, byte_seconds: float = 0.0
     ) -> Solution | None:

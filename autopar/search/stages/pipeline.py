@@ -144,11 +144,10 @@ class _Search:
         self._execute_nearest()
         (best, staged), *rest = self.found.ranked
         others = tuple(each for each, _ in rest)
-        refused = {name: str(error) for name, error in self.found.refused.items() if name not in self.found.priced}
         best = replace(best, kept_whole=staged.kept_whole(best))
         notes = (*of_layouts(best.plan.notes), *notes_of(best, others))
         best = replace(best, plan=replace(best.plan, notes=notes))
-        return PipelineFound(best, others, refused)
+        return PipelineFound(best, others)
 
     def _search_shares(self) -> None:
         """Searches plans under smaller and smaller bounds, and prices them; see [Note: memory of a stage]."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -87,12 +87,10 @@ class PipelineFound:
     Attributes:
         best: the best plan with its figures.
         others: the other settings that fit, fastest first.
-        refused: name of a setting without a plan -> the reason.
     """
 
     best: Priced
     others: tuple[Priced, ...]
-    refused: Mapping[str, str]
 
     @property
     def plan(self) -> Plan:

@@ -20,6 +20,7 @@ from autopar.pipeline.composed import cost_of
 from autopar.planning.planning import make_plan, prepare_step
 from autopar.program.program import build_program
 from autopar.search import search, search_with_cost
+from autopar.search.exact.search import MeshSearch
 from autopar.search.request.request import Request
 from tests.search.graphs import Builder, LlamaSizes, llama, mlp
 from tests.search.toy import TOY
@@ -172,10 +173,11 @@ def test_auto_is_never_worse_than_a_recipe(mesh: dict[str, int]) -> None:
 
 
 def test_the_program_does_not_grow_with_depth() -> None:
-    """32 layers are 8 layers said four times: rows, columns and binaries are the same."""
+    """32 layers are 8 layers said four times: classes and entries, which make rows and columns, are the same."""
     mesh = {"dp": 8, "tp": 8}
-    found = [search_with_cost(llama(LlamaSizes(batch=8, layers=n)), mesh, hardware=H100) for n in (8, 32)]
-    assert found[0].programs == found[1].programs
+    searched = [MeshSearch.of(llama(LlamaSizes(batch=8, layers=n)), mesh, hardware=H100) for n in (8, 32)]
+    assert len({(len(each.problem.free), len(each.problem.priced_entries)) for each in searched}) == 1
+    found = [each.within(None) for each in searched]
     shared = llama(LlamaSizes(batch=8, layers=7)).ops[:-5]
     assert all(found[0].plan.ops[op.name] == found[1].plan.ops[op.name] for op in shared)
 
