@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.errors import MemoryBoundError, MeshError, PlanError, RecipeError, SearchError, StateError
+from autopar.errors import MemoryBoundError, MeshError, SearchError, StateError
 from autopar.ir import PIPELINE_AXIS, Mesh
 from autopar.ir.note import Note
 from autopar.pipeline.blocks import has_blocks
@@ -184,16 +184,6 @@ class SettingSearch:
             yield trial.micro_batches
             return
         yield from divisors(self.case.rows)
-
-    def unbounded_seconds(self, count: int) -> float:
-        """Seconds of a step of `count` micro-batches on the request's mesh without stages or a bound on memory.
-
-        They are infinite where the recipe rules the mesh out.
-        """
-        try:
-            return GivenMesh(self.case.at(count).but(micro_batches=count, offload=False)).flat_seconds
-        except (MeshError, PlanError, RecipeError, SearchError):
-            return math.inf
 
 
 def note_of_parts(found: Sequence[Planned], *, is_given: bool = False) -> Note:

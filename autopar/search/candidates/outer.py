@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -59,7 +60,7 @@ from autopar.search.request.refusals import refusal_of_all, with_recipe_open, wo
 from autopar.search.request.request import Request
 from autopar.search.stages.case import Case
 from autopar.search.stages.dims import settings_in_dims, words_of_dims
-from autopar.search.stages.given import Planned
+from autopar.search.stages.given import GivenMesh, Planned
 from autopar.search.stages.staged import SlowerError
 
 Promised = tuple[Mesh, str, int]  # mesh, recipe and micro-batches of a promise
@@ -437,7 +438,10 @@ class _Outer:
     def _promise(self, request: Request) -> float:
         """Seconds of a step without stages and without a bound on memory; infinite where a recipe rules it out."""
         assert request.mesh is not None, "a refined mesh is given"
-        asked = (request.mesh, format_recipe(request.recipe), request.micro_batches or 1)
+        count = request.micro_batches or 1
+        asked = (request.mesh, format_recipe(request.recipe), count)
         if asked not in self.promises:
-            self.promises[asked] = SettingSearch(replace(self.case, request=request)).unbounded_seconds(asked[-1])
-        return self.promises[asked]
+            alone = replace(self.case, request=request.but(micro_batches=count, offload=False))
+            with suppress(MeshError, PlanError, RecipeError, SearchError):
+                self.promises[asked] = GivenMesh(alone.at(count)).flat_seconds
+        return self.promises.setdefault(asked, math.inf)
