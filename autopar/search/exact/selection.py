@@ -17,8 +17,8 @@ or 1 if r is 0 or 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Sequence
+from typing import TypeVar
 
 from autopar.ir.recompute import Selection, path_pattern
 from autopar.pipeline.recomputable import BlockChoices
@@ -26,7 +26,7 @@ from autopar.search.exact.solver import MixedIntegerProgram
 
 T = TypeVar("T")
 
-PARTS = 16  # number of selections of a frontier
+PARTS = tuple(1 - step / 16 for step in range(1, 17))  # of what may be kept, in decreasing order
 
 
 def fastest_within(block: BlockChoices[T], budget_bytes: float) -> frozenset[str] | None:
@@ -49,28 +49,6 @@ def fastest_within(block: BlockChoices[T], budget_bytes: float) -> frozenset[str
         return None
     chosen = (name for name, column in recomputed.items() if solution.values[column] > 0.5)
     return frozenset(block.running(chosen))
-
-
-class Frontier(Generic[T]):
-    """Selections of ops to recompute, for decreasing memory; each is computed when it is first asked for.
-
-    Args:
-        blocks: function that returns path and choices of every block that may be recomputed.
-
-    Attributes:
-        parts: the arguments `part` of `select`, in decreasing order.
-    """
-
-    def __init__(self, blocks: Callable[[], Sequence[tuple[str, BlockChoices[T]]]]) -> None:
-        self.parts = tuple(1 - step / PARTS for step in range(1, PARTS + 1))
-        self._blocks = blocks
-        self._found: dict[float, Selection] = {}
-
-    def at(self, part: float) -> Selection:
-        """The selection for a part, see `select`."""
-        if part not in self._found:
-            self._found[part] = select(self._blocks(), part)
-        return self._found[part]
 
 
 def select(blocks: Sequence[tuple[str, BlockChoices[T]]], part: float) -> Selection:

@@ -8,6 +8,7 @@ therefore tried as long as the step gets shorter.
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from autopar.pipeline.simulation import Simulation, simulate
 from autopar.pipeline.stage_costs import StageTables
 from autopar.pipeline.stage_table import StageTable
 from autopar.pipeline.weight_stashing import with_versions
-from autopar.search.exact.selection import Frontier
+from autopar.search.exact.selection import PARTS, select
 from autopar.search.stages.balance import Balance, balance, balance_of
 from autopar.search.stages.pipeline_bounds import least_seconds, may_fit, shortest_seconds
 from autopar.search.stages.pipeline_settings import KeptWhole, Priced, Setting
@@ -124,7 +125,7 @@ class StagedPlan:
         self.tables, self.share, self.step_seconds = tables, share, step_seconds
         self.plan: Plan = tables.blocks.plan
         self.findings, self.bound = findings, findings.bound_bytes
-        self._frontier = Frontier(lambda: tables.selectable)
+        self._selected = functools.cache(lambda part: select(tables.selectable, part))
         # Single ops can be selected for recomputation only if every layer was captured, and so has named ops.
         self._selects = not tables.repetition.groups
 
@@ -144,7 +145,7 @@ class StagedPlan:
         """
         if isinstance(wish, float):
             blocks = self._fewest(shape, partial(self._is_within, wish, shape))
-            for recompute in (*((self._frontier.at(wish),) if self._selects else ()), blocks):
+            for recompute in (*((self._selected(wish),) if self._selects else ()), blocks):
                 self.price(Setting(shape, recompute))
         elif wish is not None:
             assert not is_saved_option(wish), "the outer search asks for all blocks"
@@ -233,10 +234,9 @@ class StagedPlan:
 
     def _price_selection(self, shape: Shape) -> None:
         """Prices recomputation of single ops: the selection that fits and recomputes least."""
-        parts, at = self._frontier.parts, self._frontier.at
-        first = bisect.bisect_left(parts, True, key=lambda part: self._fits(shape, at(part)))
-        if first < len(parts):
-            self.price(Setting(shape, at(parts[first])))
+        first = bisect.bisect_left(PARTS, True, key=lambda part: self._fits(shape, self._selected(part)))
+        if first < len(PARTS):
+            self.price(Setting(shape, self._selected(PARTS[first])))
 
     def _price_fewest(self, shape: Shape) -> None:
         """Prices recomputation of blocks, see [Note: fewest blocks].
