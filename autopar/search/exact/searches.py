@@ -8,7 +8,7 @@ differ in the recipe or in the tiers of parameters alone share the folded graph 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, Unpack
+from typing import Unpack
 
 from autopar.cost_model import Hardware
 from autopar.ir import Graph, Mesh
@@ -22,25 +22,26 @@ from autopar.search.request.recipes import format_recipe
 class Searches:
     """Searches by their arguments: graph, mesh, hardware and choices."""
 
-    _known: list[tuple[_Question, MeshSearch]] = field(default_factory=list)
+    _known: dict[object, MeshSearch] = field(default_factory=dict)
     _graphs: dict[tuple[int, int], tuple[Graph, Graph]] = field(default_factory=dict)
 
     def on(self, graph: Graph, mesh: Mesh, *, hardware: Hardware, **choices: Unpack[Choices]) -> MeshSearch:
         """The search on a mesh; the same object for equal arguments. Arguments and errors are those of `search`.
 
-        Graphs and placed parameters are compared by identity, everything else by value.
+        Graphs and placed parameters are compared by identity, everything else by value. Every search keeps its graph
+        and layouts, so that ids stay unique.
         """
-        asked = _asked(graph, mesh, hardware, choices)
-        known = next((search for key, search in self._known if key == asked), None)
-        if known is None:
-            alike = next((s for key, s in self._known if key.priced == asked.priced), None)
-            if alike is None:
-                known = MeshSearch.of(graph, mesh, hardware=hardware, **choices)
-            else:
-                tiers = choices.get("tiers", (ON_DEVICE,))
-                known = alike.under(choices.get("recipe", "auto"), tiers)
-            self._known.append((asked, known))
-        return known
+        recipe, tiers = choices.get("recipe", "auto"), choices.get("tiers", (ON_DEVICE,))
+        by_value = {**choices, "recipe": "", "tiers": (), "pins": tuple(sorted((choices.get("pins") or {}).items()))}
+        by_value["fixed_storage"] = id(choices.get("fixed_storage") or None)
+        priced = id(graph), mesh, hardware, tuple(sorted(by_value.items()))
+        asked = priced, format_recipe(recipe), tuple(tiers)
+        if asked not in self._known:
+            alike = self._known.get(priced)
+            found = alike.under(recipe, tiers) if alike else MeshSearch.of(graph, mesh, hardware=hardware, **choices)
+            self._known[asked] = found
+            self._known.setdefault(priced, found)
+        return self._known[asked]
 
     def with_batch(self, graph: Graph, rows: int) -> Graph:
         """The graph with this number of rows; the same object for equal arguments, so that searches are the same."""
@@ -50,28 +51,3 @@ class Searches:
         if key not in self._graphs:
             self._graphs[key] = graph, with_batch(graph, rows)
         return self._graphs[key][1]
-
-
-class _Question(NamedTuple):
-    """A key that is equal for equal searches; every search keeps its graph and layouts, so that ids stay unique.
-
-    Attributes:
-        priced: everything that prices depend on.
-        recipe: the recipe, as text.
-        tiers: memories in which parameters may be.
-    """
-
-    priced: tuple[object, ...]
-    recipe: str
-    tiers: object
-
-
-def _asked(graph: Graph, mesh: Mesh, hardware: Hardware, choices: Choices) -> _Question:
-    by_value: dict[str, object] = dict(choices)
-    placed = by_value.pop("fixed_storage", None)
-    recipe = format_recipe(choices.get("recipe", "auto"))
-    by_value.pop("recipe", None)
-    tiers = by_value.pop("tiers", (ON_DEVICE,))
-    by_value["pins"] = dict(choices.get("pins") or {})
-    priced = (id(graph), id(placed) if placed else None, mesh, hardware, by_value)
-    return _Question(priced, recipe, tiers)

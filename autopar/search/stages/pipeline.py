@@ -128,7 +128,6 @@ class _Search:
         self.position = pipeline_position(self.mesh)
         self.ranks = dict(self.mesh.axes)[PIPELINE_AXIS]
         self.stage_mesh = without_pipeline(self.mesh)
-        self.inside: dict[int, MeshSearch] = {}
         self.choices: list[Plan] = []
         self.tables: dict[int, tuple[Plan, StageTables]] = {}
 
@@ -312,11 +311,8 @@ class _Search:
 
     def _inside(self, micro_batches: int) -> MeshSearch:
         """The search on the mesh of one stage."""
-        if micro_batches not in self.inside:
-            self.inside[micro_batches] = self.case.at(micro_batches).layouts(
-                self.stage_mesh, self.request.inside, self.hardware, micro_batches
-            )
-        return self.inside[micro_batches]
+        case = self.case.at(micro_batches)
+        return case.layouts(self.stage_mesh, self.request.inside, self.hardware, micro_batches)
 
     def _micro_batches(self) -> Sequence[int]:
         if self.asked_micro_batches is not None:
