@@ -2,6 +2,7 @@
 
     product      launch + max(flops / (peak * efficiency(rows, columns, inner)), bytes / bandwidth)
     other        launch + max(flops / peak, bytes / bandwidth)
+    body         the sum over its kernels, each a product or another op (a mixture of experts)
 
 `flops` is what one rank computes, and `bytes` what it reads and writes. Where the ranks have unequal work
 (`Choice.stretch`), `flops` are those of the busiest rank. The backward of a matrix product is two products of the same
@@ -27,7 +28,20 @@ from autopar.cost_model.arith import Quantity, larger
 from autopar.cost_model.collectives import Seconds
 from autopar.cost_model.machines.hardware import Hardware
 from autopar.cost_model.sizes import Sizes
-from autopar.ir import Graph, Labels, Op, Tensor, Work, operand_layouts, plain, result_layouts
+from autopar.ir import (
+    EXCHANGED,
+    UNSPLIT,
+    Graph,
+    Labels,
+    Moved,
+    Op,
+    Tensor,
+    Work,
+    operand_layouts,
+    plain,
+    result_layouts,
+    split_factors,
+)
 
 
 class Direction(NamedTuple):
@@ -63,6 +77,8 @@ class OpPrice(NamedTuple):
         inner: frozenset[str] = frozenset(),
     ) -> OpPrice:
         """Prices `op`, run with one choice per mesh axis. Tensors in `inner` stay in registers and cost no traffic."""
+        if is_body(op):
+            return cls(*_body(op, labels, tensors, sizes, hardware))
         if op.is_view:
             forward = Direction(1, 0.0, 0.0, 0.0)
         else:
@@ -81,6 +97,38 @@ class OpPrice(NamedTuple):
         backward = (rounding((of_result, of_weight)), forward)  # of the input, and of the weight
         wanted = [each for x, each in zip(op.operands, backward, strict=True) if tensors[x].needs_grad]
         return cls(rounding((of_x, of_weight)), _mean(wanted or backward[:1])._replace(passes=passes))
+
+
+def is_body(op: Op) -> bool:
+    """Whether an op is a body of several kernels, such as a mixture of experts."""
+    return any(work.moved for work in op.work)
+
+
+def _body(
+    op: Op, labels: Labels, tensors: Mapping[str, Tensor], sizes: Sizes, hardware: Hardware
+) -> tuple[Direction, Direction]:
+    """Both directions of a body of kernels, each of which takes as long as it would alone."""
+    found = [(work.gradients, _kernel(op, work, labels, sizes, hardware)) for work in op.work]
+    forward = _mean([each for _, each in found])
+    trains = any(tensors[name].needs_grad for name in op.results)
+    backward = [each for gradients, each in found for _ in range(gradients * trains)]
+    return forward, _mean(backward) if backward else forward._replace(passes=0)
+
+
+def _kernel(op: Op, work: Work, labels: Labels, sizes: Sizes, hardware: Hardware) -> Direction:
+    moved = sum(_moved_bytes(op, each, labels, sizes) for each in work.moved)
+    seconds = memory_seconds(moved, hardware)
+    if work.itemsize_bytes is not None:
+        seconds = larger(_work_seconds(op, work, labels, work.itemsize_bytes, sizes, hardware), seconds)
+    return Direction(1, seconds, moved, sizes.flops(op, work, labels))
+
+
+def _moved_bytes(op: Op, moved: Moved, labels: Labels, sizes: Sizes) -> Quantity:
+    """Bytes of a tensor of a body on the busiest rank, which has more of the rows that ranks exchange."""
+    own = {leaf.label for leaf in moved.leaves}
+    exchanged = {x for x in map(plain, labels) if EXCHANGED in x and split_factors(x)[0] in own}
+    stretch = math.prod(op.choice(label).stretch for label in exchanged)
+    return stretch * moved.itemsize_bytes * sizes.extent(moved.leaves, labels)
 
 
 class _Size(NamedTuple):
@@ -136,16 +184,24 @@ def op_seconds(op: Op, labels: Labels, tensors: Mapping[str, Tensor], *, sizes: 
     if op.is_view:
         return Seconds(0.0, 0.0)
     forward, backward = OpPrice.of(op, labels, tensors, sizes, hardware)
-    one = larger(hardware.launch_seconds + forward.seconds, hardware.host_seconds)
-    return Seconds(one, one * backward.passes)
+    return Seconds(
+        *(
+            each.passes * larger(hardware.launch_seconds + each.seconds, hardware.host_seconds)
+            for each in (forward, backward)
+        )
+    )
 
 
 def _arithmetic_seconds(op: Op, labels: Labels, itemsize_bytes: int, sizes: Sizes, hardware: Hardware) -> Quantity:
+    return sum(_work_seconds(op, work, labels, itemsize_bytes, sizes, hardware) for work in works(op))
+
+
+def _work_seconds(
+    op: Op, work: Work, labels: Labels, itemsize_bytes: int, sizes: Sizes, hardware: Hardware
+) -> Quantity:
     peak = hardware.flops_per_second(itemsize_bytes)
     stretch = math.prod(op.choice(label).stretch for label in {*map(plain, labels)})
-    return stretch * sum(
-        sizes.flops(op, work, labels) / (peak * efficiency(op, work, labels, sizes, hardware)) for work in works(op)
-    )
+    return stretch * sizes.flops(op, work, labels) / (peak * efficiency(op, work, labels, sizes, hardware))
 
 
 def memory_seconds(traffic_bytes: Quantity, hardware: Hardware) -> Quantity:
@@ -158,6 +214,9 @@ def efficiency(op: Op, work: Work, labels: Labels, sizes: Sizes, hardware: Hardw
 
     A product that is short in one direction spends its time on loading. The fraction therefore has a factor
     x / (x + half) for each extent x (rows, columns, inner). Fused attention has a fraction of its own.
+
+    Rows that meet one of several matrices are as many products. Ranks that exchange rows have fewer matrices each,
+    and as many rows for each of them as one rank would have.
     """
     if not work.is_product:
         return 1.0
@@ -166,8 +225,10 @@ def efficiency(op: Op, work: Work, labels: Labels, sizes: Sizes, hardware: Hardw
     reached = hardware.matmul_efficiency
     if isinstance(hardware.matmul_half_size, (int, float)) and not hardware.matmul_half_size:
         return reached
-    for leaves in (work.rows, work.columns, work.inner):
-        extent = sizes.extent(leaves, labels)
+    kept = tuple(UNSPLIT if EXCHANGED in label else label for label in labels)
+    groups = math.prod((sizes.factor(leaf) for leaf in work.groups), start=1)
+    for leaves, matrices in ((work.rows, groups), (work.columns, 1), (work.inner, 1)):
+        extent = sizes.extent(leaves, kept) / matrices
         reached = reached * extent / (extent + hardware.matmul_half_size)
     return reached
 
@@ -187,6 +248,8 @@ def backward_passes(op: Op, tensors: Mapping[str, Tensor]) -> float:
         return 0
     if op.kind == FUSED_ATTENTION:
         return 2.5
+    if is_body(op):
+        return sum(work.gradients * work.flops for work in op.work) / op.flops
     if not is_product(op):
         return 1
     return max(1, min(2, sum(tensors[name].needs_grad for name in op.operands)))

@@ -8,7 +8,8 @@ rule.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,13 +20,15 @@ from autopar.analysis.atoms import Atom, leaves, unify
 from autopar.analysis.exchange import Emit, Exchange, can_be_exchanged, marked, stated
 from autopar.analysis.expert_run import ExpertBody, LayerRun
 from autopar.analysis.skew import ORDERS
-from autopar.ops.nodes import is_getitem, tensor_operands
+from autopar.analysis.work import nests_of
+from autopar.ops.nodes import is_getitem, tensor_operands, tensor_results
 from autopar.rules.grouped import PRODUCTS, product_of_rows
 from autopar.rules.index import shifted
-from autopar.rules.spec import Call, Hidden, Kept, Letters, Local, Spec, StatedCollective, parts
+from autopar.rules.spec import Call, Hidden, Kept, Letters, Local, Nest, Spec, StatedCollective, parts
 
 aten = torch.ops.aten
 Dims = list[list[Atom]]
+_NEST_GROUPS = ("rows", "columns", "inner", "batch", "groups")
 
 
 def call_target(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -121,14 +124,14 @@ class BodyRule:
         found = dict.fromkeys(x for letters in seen for dim in letters for x in dim)
         sizes = self._sizes()
         states = {name: self._ends_in(name) for name in found}
-        nests, pairs = self._nests(), self._exchanges(states)
+        nests, pairs = self._nests(found), self._exchanges(states)
         return Spec(
             operands,
             (result,),
             {name: sizes[name] for name in found},
             sums=frozenset(n for n, state in states.items() if state == "P"),
             whole=frozenset(n for n, state in states.items() if not state),
-            flops=round(sum(c * math.prod(sizes[x] for x in letters) for c, letters in nests)),
+            flops=round(sum(nest.flops(sizes) for nest in nests)),
             nests=nests,
             kept=kept,
             experts=frozenset({"e"} & found.keys()),
@@ -159,15 +162,48 @@ class BodyRule:
         itemsize: int = node.meta["val"].element_size()
         return self._named(self.dims[node][0]), itemsize, takes_gradient
 
-    def _nests(self) -> tuple[tuple[float, tuple[str, ...]], ...]:
-        """Loop nests of the products: 2 FLOPs per point over the number of experts, as a row meets one of them."""
-        found = []
-        for node in self.specs:
-            if rules.operator_name(node) in PRODUCTS:
-                rows, weight = (self._named(self.dims[n][0]) for n in node.args[:2])  # type: ignore[index]
-                letters = dict.fromkeys(x for dim in (*rows, *weight) for x in dim)
-                found.append((2 / self.experts.count, tuple(letters)))
-        return tuple(found)
+    # --- what it costs
+
+    def _nests(self, known: Container[str]) -> tuple[Nest, ...]:
+        """A nest for each kernel: those of the permutations, and those of the body; only products count FLOPs.
+
+        Args:
+            known: letters of the whole op.
+        """
+        rows = len(self.experts.slots)
+        ids = self._moved(self.experts.sorted_ids, torch.empty((), dtype=torch.int64), known)
+        orders = [Nest(0.0, moved=(ids, ids, ids))] * 2  # sorts ids; sorts their order
+        permuted = [
+            Nest(0.0, gradients=int(node in self.flows), moved=(self._moved(node, node.meta["val"], known),) * 2)
+            for node in (*self.experts.inputs[:rows], self.experts.result)
+        ]
+        calls = (node for node in self.specs if not self.specs[node].is_view)
+        return (*orders, *permuted, *(nest for node in calls for nest in self._nests_of_call(node, known)))
+
+    def _nests_of_call(self, node: fx.Node, known: Container[str]) -> Iterator[Nest]:
+        operands = tensor_operands(node)
+        moved = [self._moved(n, n.meta["val"], known) for n in operands]
+        moved += [self._moved(node, value, known, i) for i, value in enumerate(tensor_results(node))]
+        multiplied = [nest for nest in nests_of(self.specs[node]) if nest.inner]
+        if not multiplied:
+            yield Nest(0.0, gradients=int(node in self.flows), moved=tuple(moved))
+        for nest in multiplied:
+            groups = {name: self._own(node, getattr(nest, name)) for name in _NEST_GROUPS}
+            wanted, itemsize_bytes = sum(n in self.flows for n in operands[:2]), tensor_results(node)[0].element_size()
+            yield Nest(nest.times, **groups, itemsize_bytes=itemsize_bytes, gradients=wanted, moved=tuple(moved))
+
+    def _own(self, node: fx.Node, letters: Iterable[str]) -> tuple[str, ...]:
+        """Letters of the whole op for those of a call in it."""
+        return self._named([[self.letters[node][x] for x in letters]])[0]
+
+    def _moved(
+        self, node: fx.Node, value: torch.Tensor, known: Container[str], result: int = 0
+    ) -> tuple[tuple[str, ...], int]:
+        """Letters of a tensor, and the bytes for one element, of which dims without a letter of the op are a part."""
+        letters = [x for dim in self._named(self.dims[node][result]) for x in dim]
+        sizes = self._sizes()
+        within = math.prod(sizes[x] for x in letters if x not in known)
+        return tuple(x for x in letters if x in known), within * value.element_size()
 
     def _ends_in(self, name: str) -> str:
         """The state of the result where a letter is split: "S" or "P"; "" if the letter cannot be split."""
@@ -233,16 +269,22 @@ class BodyRule:
 
     # --- what backward keeps
 
+    @cached_property
+    def flows(self) -> frozenset[fx.Node]:
+        """Inputs and calls of the body to which gradients flow."""
+        found = {n for n in self.experts.inputs if self.experts.outer(n) in self.call.wanted}
+        for node in self.experts.calls:
+            found.update([node] if found.intersection(node.all_input_nodes) else [])
+        return frozenset(found)
+
     def _kept(self) -> Kept:
         """Tensors that the body's ops keep: weights, which are operands of the layer, and tensors made inside it."""
-        experts, call = self.experts, self.call
-        flows = {n for n in experts.inputs if experts.outer(n) in call.wanted}
+        experts, flows = self.experts, self.flows
         if not flows:
             return Kept()
         found: dict[fx.Node, None] = {}
         hidden: list[Hidden] = []
         for node in experts.calls:
-            flows.update([node] if flows.intersection(node.all_input_nodes) else [])
             wanted = [i for i, n in enumerate(tensor_operands(node)) if n in flows]
             if wanted and not is_getitem(node):
                 kept = rules.kept(rules.operator_name(node), Call(node, wanted), self.specs[node])
@@ -259,7 +301,7 @@ class BodyRule:
         outer = (experts.outer(n) for n in weights)
         return Kept(tuple(i for i in outer if i is not None), (), (*hidden, *self._orders(flows)))
 
-    def _orders(self, flows: set[fx.Node]) -> list[Hidden]:
+    def _orders(self, flows: Container[fx.Node]) -> list[Hidden]:
         """The permutations that backward needs: one per operand with a gradient, and that of the result."""
         letters = self._named(self.dims[self.experts.sorted_ids][0])
         order, back = ORDERS

@@ -5,22 +5,33 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 
-from autopar.ir import Leaf, Work
-from autopar.rules.spec import Spec
+from autopar.ir import Leaf, Moved, Work
+from autopar.rules.spec import Nest, Spec
 
 LeavesOf = Callable[[str], tuple[Leaf, ...]]  # of a letter
 
 
 def works(spec: Spec, leaves_of: LeavesOf) -> tuple[Work, ...]:
     """The loop nests of an op; their FLOPs add up to `spec.flops`, a whole number."""
-    nests = spec.nests or (_nest(spec),)
-    found = tuple(_work(spec, coefficient, letters, leaves_of) for coefficient, letters in nests)
+    found = tuple(_work(nest, leaves_of) for nest in nests_of(spec))
     assert math.isclose(sum(work.flops for work in found), spec.flops, abs_tol=0.5), (spec, found)
     return found
 
 
-def _nest(spec: Spec) -> tuple[float, tuple[str, ...]]:
-    """The largest set of letters such that `flops` is a small multiple of the product of their sizes."""
+def nests_of(spec: Spec) -> tuple[Nest, ...]:
+    """The loop nests that a rule states; else one, a product of two operands where each point is multiplied and added.
+
+    Its letters are the largest set such that `flops` is a small multiple of the product of their sizes.
+    """
+    if spec.nests:
+        return spec.nests
+    times, letters = _space(spec)
+    if spec.flops != 2 * spec.points or len(spec.operands) < 2:
+        return (Nest(times, letters),)
+    return (Nest.of(times, letters, *map(_letters, (*spec.operands[:2], spec.results[0]))),)
+
+
+def _space(spec: Spec) -> tuple[float, tuple[str, ...]]:
     for letters in _iteration_spaces(spec):
         points = math.prod(spec.sizes[letter] for letter in letters)
         if points and spec.flops % points == 0:
@@ -34,55 +45,13 @@ def _iteration_spaces(spec: Spec) -> Iterator[tuple[str, ...]]:
         yield tuple(dict.fromkeys(letter for dim in tensor for letter in dim))
 
 
-def _work(spec: Spec, coefficient: float, letters: tuple[str, ...], leaves_of: LeavesOf) -> Work:
-    """Sorts letters into rows, columns, inner and batch; all are rows if nothing is summed."""
-    if not spec.nests and spec.flops != 2 * spec.points:
-        return Work(coefficient, tuple(leaf for letter in letters for leaf in leaves_of(letter)))
-    if spec.contracted is not None:
-        return _stated_work(spec, coefficient, letters, leaves_of)
-    left, right, result = _three(spec, letters)
-    groups: dict[str, list[Leaf]] = {"rows": [], "columns": [], "inner": [], "batch": []}
-    for letter in letters:
-        place = (letter in left, letter in right, letter in result)
-        groups[_GROUP.get(place, "rows")] += leaves_of(letter)
-    if not groups["inner"]:
-        groups = {"rows": [leaf for letter in letters for leaf in leaves_of(letter)]}
-    return Work(coefficient, **{name: tuple(found) for name, found in groups.items()})
+def _work(nest: Nest, leaves_of: LeavesOf) -> Work:
+    def leaves(letters: Iterable[str]) -> tuple[Leaf, ...]:
+        return tuple(leaf for letter in letters for leaf in leaves_of(letter))
 
-
-def _stated_work(spec: Spec, coefficient: float, letters: tuple[str, ...], leaves_of: LeavesOf) -> Work:
-    """The work that a row states: a product only where it says what is summed; columns are the result's last dim."""
-    inner = spec.contracted or frozenset()
-    left, right = (_letters(tensor) for tensor in (*spec.operands, (), ())[:2])
-    results = spec.results[0]
-    columns = {*results[-1]} if results else right - left
-    groups: dict[str, list[Leaf]] = {"rows": [], "columns": [], "inner": [], "batch": []}
-    for letter in letters:
-        shared = "batch" if letter in left & right else "rows"
-        place = "inner" if letter in inner else "columns" if letter in columns else shared
-        groups[place if inner.intersection(letters) else "rows"] += leaves_of(letter)
-    return Work(coefficient, **{name: tuple(found) for name, found in groups.items()})
-
-
-_GROUP = {
-    (True, False, True): "rows",
-    (False, True, True): "columns",
-    (True, True, False): "inner",
-    (True, True, True): "batch",
-}
-
-
-def _three(spec: Spec, letters: tuple[str, ...]) -> tuple[set[str], set[str], set[str]]:
-    """Letters of the two operands and of the result of one nest."""
-    if len(spec.operands) < 2:
-        return set(), set(), set()
-    if not spec.nests:
-        return _letters(spec.operands[0]), _letters(spec.operands[1]), _letters(spec.results[0])
-    # Attention: queries times keys over e, then scores times values over the keys.
-    query, key, value = (_letters(tensor) & set(letters) for tensor in spec.operands[:3])
-    if "e" in letters:
-        return query, key, (query | key) - {"e"}
-    return (query | value) - {"v"}, value, query | {"v"}
+    rows, columns, inner, batch, groups = map(leaves, nest[1:6])
+    moved = tuple(Moved(leaves(letters), itemsize_bytes) for letters, itemsize_bytes in nest.moved)
+    return Work(nest.times, rows, columns, inner, batch, groups, nest.itemsize_bytes, nest.gradients, moved)
 
 
 def _letters(tensor: Iterable[tuple[str, ...]]) -> set[str]:

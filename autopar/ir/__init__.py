@@ -48,6 +48,7 @@ from autopar.ir.meeting import Meeting, mesh_of_all, mesh_of_replica
 from autopar.ir.mesh import PIPELINE_AXIS, Mesh
 from autopar.ir.op import (
     Leaf,
+    Moved,
     Op,
     OwnCollective,
     Work,

@@ -70,8 +70,14 @@ def _choice(choice: Choice, sizes: Mapping[str, int]) -> Choice:
 
 
 def _work(work: Work, sizes: Mapping[str, int]) -> Work:
-    return Work(
-        work.coefficient, *(_leaves(group, sizes) for group in (work.rows, work.columns, work.inner, work.batch))
+    return dataclasses.replace(
+        work,
+        rows=_leaves(work.rows, sizes),
+        columns=_leaves(work.columns, sizes),
+        inner=_leaves(work.inner, sizes),
+        batch=_leaves(work.batch, sizes),
+        groups=_leaves(work.groups, sizes),
+        moved=tuple(each._replace(leaves=_leaves(each.leaves, sizes)) for each in work.moved),
     )
 
 

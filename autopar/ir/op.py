@@ -27,13 +27,27 @@ class Leaf(NamedTuple):
     size: int
 
 
+class Moved(NamedTuple):
+    """A tensor that a kernel inside an op reads or writes: its factors, and the bytes for one element."""
+
+    leaves: tuple[Leaf, ...]
+    itemsize_bytes: int
+
+
 @dataclass(frozen=True)
 class Work:
     """Floating-point operations of one loop nest: `coefficient` times the product of the sizes of all leaves.
 
     In a matrix product, `rows` are the factors of the first operand and the result, `columns` those of the second
     operand and the result, `inner` those of both operands (they are summed over), and `batch` those of all three. Any
-    other work has only rows.
+    other work has only rows. The nests of an op run as one kernel, but for those of an op that is a body of several:
+    each of these says what it moves, and in which format it computes.
+
+    Attributes:
+        groups: factors of the second operand that count matrices, of which each row meets one; they are no leaves.
+        itemsize_bytes: bytes of one number in the arithmetic; None for that of the op's results.
+        gradients: number of kernels of this size in backward; those of other ops follow from their operands.
+        moved: tensors that the kernel reads and writes; () where the op is one kernel.
     """
 
     coefficient: float
@@ -41,6 +55,10 @@ class Work:
     columns: tuple[Leaf, ...] = ()
     inner: tuple[Leaf, ...] = ()
     batch: tuple[Leaf, ...] = ()
+    groups: tuple[Leaf, ...] = ()
+    itemsize_bytes: int | None = None
+    gradients: int = 0
+    moved: tuple[Moved, ...] = ()
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from autopar.rules.spec import (
     Call,
     Letters,
     Local,
+    Nest,
     RuleDoesNotApply,
     Spec,
     StatedCollective,
@@ -54,8 +55,8 @@ def attention(call: Call) -> Spec:
     spec = spec_of("b.. q e!, b.. k! e!, b.. k! v!, b.. q k! -> b.. q v!", call)
     if call.arguments.get("enable_gqa") and query.shape[-3] != key.shape[-3]:
         spec = _grouped(spec, query.shape[-3], key.shape[-3])
-    nests = tuple((2.0, tuple(x for x in spec.sizes if x != left_out)) for left_out in ("v", "e"))
-    flops = sum(2 * math.prod(spec.sizes[x] for x in letters) for _, letters in nests)
+    nests = scores_and_values(2.0, spec.sizes, *spec.operands[:3])
+    flops = round(sum(nest.flops(spec.sizes) for nest in nests))
     batch = frozenset(x for dim in spec.results[0][:-2] for x in dim)
     spec = replace(spec, flops=flops, nests=nests, batch=batch, localize=_attend)
     if can_go_round(call, spec):
@@ -65,6 +66,21 @@ def attention(call: Call) -> Spec:
     square = _of_the_square(call)
     stretch = {"q": square, _RING: 1.0 if _is_dealt(call) else square}
     return replace(spec, contiguous=frozenset("q"), stretch=stretch)
+
+
+def scores_and_values(
+    times: float, letters: Iterable[str], query: Letters, key: Letters, value: Letters
+) -> tuple[Nest, Nest]:
+    """The products of attention: queries times keys over e, then scores times values over the keys.
+
+    Args:
+        times: FLOPs for a point of each.
+        letters: letters of the op, of which v are those of the values' features.
+        query, key, value: letters of the first three operands.
+    """
+    q, k, v = ({x for dim in tensor for x in dim} for tensor in (query, key, value))
+    scores, values = ([x for x in letters if x != left_out] for left_out in ("v", "e"))
+    return (Nest.of(times, scores, q, k, (q | k) - {"e"}), Nest.of(times, values, (q | v) - {"v"}, v, q | {"v"}))
 
 
 def can_go_round(call: Call, spec: Spec) -> bool:

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from autopar.ops.point_program import INDICES, PointProgram, over_all, read_program
+from autopar.rules.attention import scores_and_values
 from autopar.rules.kept.kernels import on_accelerator
 from autopar.rules.notation import spec_of
 from autopar.rules.spec import Call, Dim, Kept, Letters, Local, RuleDoesNotApply, Spec, local_arguments
@@ -47,8 +48,8 @@ def flex_attention(call: Call) -> Spec:
     if any(p.reads_beyond_lookups("h", frozenset()) for p in programs):
         whole.add("r")  # heads of a part would not follow each other
     seen, most = _density(call["mask"], queries, keys, tuple(tuple(x.shape) for x in tensors))
-    nests = tuple((2 * seen, tuple(x for x in "bgrqkev" if x in sizes and x != out)) for out in ("v", "e"))
-    flops = sum(times * math.prod(sizes[x] for x in letters) for times, letters in nests)
+    nests = scores_and_values(2 * seen, [x for x in "bgrqkev" if x in sizes], q, k, v)
+    flops = sum(nest.flops(sizes) for nest in nests)
     kept = Kept(tuple(range(len(call.operands))), (0, 1) if on_accelerator(call) else ()) if call.wanted else Kept()
     return Spec(
         (q, k, v, *extra),
@@ -166,14 +167,14 @@ def variable_length(call: Call) -> Spec:
     """
     if len(call.operands) != 5:
         raise RuleDoesNotApply("keys in pages, or of which a part is used")
-    spec = spec_of("s! (g r) d!, t! g d!, t! g d!, n!, n! -> s! (g r) d!, (g r) s!, z!", call)
-    points = (4.0, tuple(x for x in "stgrd" if x in spec.sizes))
+    spec = spec_of("s! (g r) e!, t! g e!, t! g v!, n!, n! -> s! (g r) v!, (g r) s!, z!", call)
+    nests = scores_and_values(2.0, [x for x in "stgrev" if x in spec.sizes], *spec.operands[:3])
     return replace(
         spec,
         whole=spec.whole | ({"r"} if "g" in spec.sizes else set()),  # else heads of a part would not follow each other
         agreed=frozenset({"g", "r"} & spec.sizes.keys()),
-        flops=int(4 * math.prod(spec.sizes[x] for x in points[1])),
-        nests=(points,),
+        flops=round(sum(nest.flops(spec.sizes) for nest in nests)),
+        nests=nests,
         stated_kept=Kept((0, 1, 2, 3, 4), (0, 1, 2)) if call.wanted else Kept(),
     )
 

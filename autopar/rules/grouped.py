@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from autopar.rules.notation import spec_of
-from autopar.rules.spec import Call, Dim, Letters, RuleDoesNotApply, Spec, plain
+from autopar.rules.spec import Call, Dim, Letters, Nest, RuleDoesNotApply, Spec, plain
 
 # The op itself, and the one that transformers runs where a compiler or a device has none.
 PRODUCTS = ("aten._grouped_mm", "transformers.grouped_mm_fallback")
@@ -37,7 +37,15 @@ def product_of_rows(call: Call) -> Spec:
     spec = spec_of("r k, e! k j, e! -> r j | sum k | linear 0 1", call)
     rows, width = call.operands[0].shape
     spec = replace(spec, flops=2 * rows * width * call.results[0].shape[1])
-    return _aligned(spec, call)
+    return _of_groups(_aligned(spec, call))
+
+
+def _of_groups(spec: Spec) -> Spec:
+    """A product of rows with one matrix of several each, with its loop nest."""
+    left, right, result = ({x for dim in tensor for x in dim} for tensor in (*spec.operands[:2], spec.results[0]))
+    groups = right - left - result
+    nest = Nest.of(2, [x for x in spec.sizes if x not in groups], left, right, result)
+    return replace(spec, nests=(nest._replace(groups=tuple(groups)),))
 
 
 def grouped(call: Call) -> Spec:
@@ -49,8 +57,8 @@ def grouped(call: Call) -> Spec:
     spec = spec_of(_ROWS[ranks], call)
     # k of (2, 2) is a free letter: what is summed there are the rows of a group.
     groups = spec.sizes.get("e", 1) if has_ends else 1
-    spec = replace(spec, flops=2 * spec.points // groups)
-    return _aligned(spec, call)
+    spec = _aligned(replace(spec, flops=2 * spec.points // groups), call)
+    return _of_groups(spec) if ranks == (2, 3) else spec
 
 
 def _aligned(spec: Spec, call: Call) -> Spec:

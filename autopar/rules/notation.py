@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from autopar.rules.spec import Call, Letters, Spec
+from autopar.rules.spec import Call, Letters, Nest, Spec
 
 
 @dataclass(frozen=True)
@@ -204,10 +204,16 @@ def line(text: str, **changes: Any) -> Callable[[Call], Spec]:
 
 def _with_flops(spec: Spec, row: Row) -> Spec:
     """The spec with the FLOPs that its row states."""
-    nests = tuple((times, in_order(letters, spec.sizes)) for times, letters, _ in row.nests)
-    flops = sum(times * math.prod(map(spec.sizes.__getitem__, names)) for times, names in nests)
-    contracted = frozenset(x for *_, summed in row.nests for x in in_order(summed, spec.sizes))
-    return replace(spec, nests=nests, flops=round(flops), contracted=contracted)
+    nests = tuple(_stated(spec, times, *(in_order(x, spec.sizes) for x in both)) for times, *both in row.nests)
+    return replace(spec, nests=nests, flops=round(sum(nest.flops(spec.sizes) for nest in nests)))
+
+
+def _stated(spec: Spec, times: float, letters: Sequence[str], summed: Sequence[str]) -> Nest:
+    """A nest that a row states: a product only where it says what is summed; columns are the result's last dim."""
+    left, right = ({x for dim in tensor for x in dim} for tensor in (*spec.operands, (), ())[:2])
+    columns = ({*spec.results[0][-1]} if spec.results[0] else right - left) - {*summed}
+    batch = (left & right) - columns - {*summed}
+    return Nest.of(times, letters, {*letters} - columns, {*summed} | columns | batch, {*letters} - {*summed})
 
 
 def _sizes(names: Sequence[Sequence[str]], tensors: Sequence[object]) -> dict[str, int]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -122,6 +122,55 @@ class StatedCollective(NamedTuple):
     itemsize_bytes: int
 
 
+class Nest(NamedTuple):
+    """A loop nest of an op by letters, as `autopar.ir.Work` has it by factors.
+
+    Attributes:
+        times: FLOPs for each point of all letters but those of `groups`.
+        rows, columns, inner, batch, groups, itemsize_bytes, gradients: see `autopar.ir.Work`.
+        moved: letters of the tensors that the kernel reads and writes, each with the bytes for one element.
+    """
+
+    times: float
+    rows: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+    inner: tuple[str, ...] = ()
+    batch: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
+    itemsize_bytes: int | None = None
+    gradients: int = 0
+    moved: tuple[tuple[tuple[str, ...], int], ...] = ()
+
+    @classmethod
+    def of(cls, times: float, letters: Sequence[str], left: Set[str], right: Set[str], result: Set[str]) -> Nest:
+        """The nest of a product of two tensors with these letters; all are rows where nothing is summed.
+
+        >>> Nest.of(2, "brkj", {*"brk"}, {*"bkj"}, {*"brj"})[1:5]
+        (('r',), ('j',), ('k',), ('b',))
+        """
+        places = {x: _GROUP.get((x in left, x in right, x in result), "rows") for x in letters}
+
+        def at(place: str) -> tuple[str, ...]:
+            return tuple(x for x in letters if places[x] == place)
+
+        inner = at("inner")
+        return cls(times, at("rows"), at("columns"), inner, at("batch")) if inner else cls(times, tuple(letters))
+
+    def flops(self, sizes: Mapping[str, int]) -> float:
+        """FLOPs of the whole nest, with these sizes of letters."""
+        letters = (*self.rows, *self.columns, *self.inner, *self.batch)
+        return self.times * math.prod(sizes[letter] for letter in letters)
+
+
+# Whether a letter is one of the left operand, of the right one, and of the result of a product -> what it counts.
+_GROUP = {
+    (True, False, True): "rows",
+    (False, True, True): "columns",
+    (True, True, False): "inner",
+    (True, True, True): "batch",
+}
+
+
 class Kept(NamedTuple):
     """The tensors that an op keeps for backward: positions of operands and results, and hidden tensors."""
 
@@ -149,9 +198,7 @@ class Spec:
             letter is summed over a split (a bias is added once, not once per rank).
         linear: sets of operand positions; with these in P and the others in V, the results are in P.
         flops: forward floating-point operations of the whole op.
-        nests: the same by loop nest, as a coefficient and the letters it runs over; () where `flops` is
-            a multiple of the product of all letters, or of one tensor's.
-        contracted: letters that products of `nests` sum away, where a row states its FLOPs; None for a rule in code.
+        nests: the same by loop nest; () where `flops` is a multiple of the product of all letters, or of one tensor's.
         kept: what autograd keeps for backward; `autopar.rules.kept` fills it in.
         stated_kept: the same, where the rule says it; None leaves it to `autopar.rules.kept`.
         guess: why nobody has shown that the rule holds; "" where it was written or proved.
@@ -187,8 +234,7 @@ class Spec:
     additive: frozenset[int] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
     flops: int = 0
-    nests: tuple[tuple[float, tuple[str, ...]], ...] = ()
-    contracted: frozenset[str] | None = None
+    nests: tuple[Nest, ...] = ()
     kept: Kept = field(default_factory=Kept)
     stated_kept: Kept | None = None
     guess: str = ""
