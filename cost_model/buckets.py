@@ -14,16 +14,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import reduce
 
 from autopar.cost_model.arith import Quantity, larger, power, smaller
 from autopar.cost_model.collectives import BUCKET_BYTES
 from autopar.cost_model.flow import Flow
-from autopar.cost_model.machines.hardware import Hardware, Link
-from autopar.cost_model.machines.software import Software
+from autopar.cost_model.machines.hardware import Link
 from autopar.cost_model.sizes import Sizes
-from autopar.ir import Graph, Mesh, Plan
+from autopar.ir import Graph, Layout, ParameterPlan, Plan, Tensor
 
 FEWEST_BUCKETS = 4
 SMALLEST_BUCKET_BYTES = 2**20  # as the first bucket of torch's DistributedDataParallel
@@ -74,54 +72,58 @@ def whole_bytes(graph: Graph) -> int:
     return max(1, sum(held))
 
 
-def messages(graph: Graph, plan: Plan) -> dict[str, tuple[float, float]]:
-    """Gradients that a rank of a mean stage reduces after the backward of a step, by the parameter.
+def message_bytes(tensor: Tensor, how: ParameterPlan, targets: Iterable[Layout], sizes: Sizes) -> Quantity:
+    """Bytes of a parameter's gradient before it shrinks, or of the parameter where it has none; 0 if nothing travels.
 
-    They are those of the parameters whose values or gradients travel at all: for each its bytes before it shrinks, and
-    the number of parameters of such layers on the stage.
+    Args:
+        tensor: the parameter.
+        how: its storage.
+        targets: layouts in which ops use it.
+        sizes: sizes of local tensors.
     """
+    layouts = {how.resident, *targets}
+    return 0.0 if how.storage == how.resident and len(layouts) == 1 else largest_bytes(tensor, layouts, sizes)
+
+
+def largest_bytes(tensor: Tensor, layouts: Iterable[Layout], sizes: Sizes) -> Quantity:
+    """Bytes of a parameter's gradient, or of the parameter where it has none, in the layout in which it is largest."""
+    scale = tensor.gradient_scale if tensor.needs_grad else 1
+    return scale * reduce(larger, (sizes.bytes(tensor, layout) for layout in layouts))
+
+
+def messages(graph: Graph, plan: Plan) -> list[tuple[float, float]]:
+    """Bytes of the messages of parameters that a rank of a mean stage takes part in, each with its number."""
     sizes, targets = Sizes(plan.mesh), Flow(graph, plan).targets
     stages = plan.pipeline.ranks if plan.pipeline else 1
-    found = {}
-    for name, at in graph.parameters.items():
-        tensor, how = graph.tensors[at], plan.parameters[name]
-        layouts = {how.resident, *targets.get(at, {})}
-        if tensor.needs_grad and (how.storage != how.resident or len(layouts) > 1):
-            whole = tensor.gradient_scale * max(float(sizes.bytes(tensor, layout)) for layout in layouts)
-            found[name] = whole, graph.layer_count.get(name, 1) / stages
-    return found
+    return [
+        (
+            float(message_bytes(graph.tensors[at], plan.parameters[name], targets.get(at, {}), sizes)),
+            graph.layer_count.get(name, 1) / stages,
+        )
+        for name, at in graph.parameters.items()
+    ]
 
 
 def sent_bytes(graph: Graph, plan: Plan) -> float:
-    """Bytes of the gradients that a rank of a mean stage reduces after the backward of a step."""
-    return sum(size * count for size, count in messages(graph, plan).values())
+    """Bytes of all messages of parameters that a rank of a mean stage takes part in, each of them once."""
+    return sum(size * count for size, count in messages(graph, plan))
 
 
-def usual_machine(graph: Graph, mesh: Mesh, hardware: Hardware, software: Software, stages: int = 1) -> Hardware:
-    """The machine under a runtime, which hides no more of a stage's messages than buckets of the usual size let hide.
+def buckets_hide(graph: Graph, plan: Plan) -> float:
+    """The largest part of the messages of a plan's parameters that its buckets, named or usual, let compute hide."""
+    return hidden_by(
+        messages(graph, plan), plan.bucket_bytes or usual_bucket_bytes(whole_bytes(graph), plan.mesh.sizes)
+    )
+
+
+def hidden_by(sent: Iterable[tuple[float, float]], bucket_bytes: Quantity) -> float:
+    """The largest part of messages that buckets of a size let hide; one that fills a bucket travels alone.
 
     Args:
-        graph: the model.
-        mesh: the mesh of a stage.
-        hardware, software: the machine and the runtime.
-        stages: number of pipeline ranks.
+        sent: bytes of messages, each with its number.
+        bucket_bytes: size of a bucket.
     """
-    total_bytes = whole_bytes(graph)
-    return _hiding(software.on(hardware), total_bytes / stages / usual_bucket_bytes(total_bytes, mesh.sizes))
-
-
-def machine_of(graph: Graph, plan: Plan, hardware: Hardware, software: Software) -> Hardware:
-    """The machine under a runtime, which hides no more of a plan's messages than its buckets let hide."""
-    stages = plan.pipeline.ranks if plan.pipeline else 1
-    if plan.bucket_bytes is None or not hardware.hides:
-        return usual_machine(graph, plan.mesh, hardware, software, stages)
-    # A gradient that fills a bucket travels alone.
-    filled = (count * min(1.0, size / plan.bucket_bytes) for size, count in messages(graph, plan).values())
-    return _hiding(software.on(hardware), sum(filled))
-
-
-def _hiding(machine: Hardware, buckets: float) -> Hardware:
-    return replace(machine, hides=min(machine.hides, hidden_part(buckets)))
+    return float(hidden_part(math.fsum(count * min(1.0, size / bucket_bytes) for size, count in sent)))
 
 
 def hidden_part(buckets: Quantity) -> Quantity:

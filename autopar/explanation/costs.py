@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 import sympy
 
 from autopar.cost_model.breakdown import Breakdown, Candidate, Unit
-from autopar.cost_model.buckets import machine_of
+from autopar.cost_model.buckets import buckets_hide
 from autopar.cost_model.compute import backward_passes, is_product
 from autopar.cost_model.history import Spread, spread_of
 from autopar.cost_model.items import FULL, TrainingState
@@ -95,7 +95,7 @@ class PlanCost:
         return self.built or Expressions.of(
             self.graph,
             self.plan,
-            machine_of(self.graph, self.plan, self.cluster.hardware, self.software),
+            self.software.on(self.cluster.hardware),
             training_state=self.run.training_state,
             blocks=blocks.blocks,
             again=blocks.again,
@@ -106,6 +106,20 @@ class PlanCost:
     def but(self, **changes: Any) -> Self:
         """The same costs with other fields, which change no formula; formulas that are made already are kept."""
         return replace(self, built=self.__dict__.get("expressions", self.built), **changes)
+
+    def _step(self, expressions: Expressions, run: Run, link: Link) -> Step:
+        run = replace(run, recompute="none") if expressions.recomputes else run
+        return Step(
+            expressions.items,
+            expressions.holdings,
+            run,
+            expressions.machine,
+            self.software,
+            layers=expressions.layers,
+            boundary_bytes=expressions.boundary_bytes,
+            boundary_link=link,
+            buckets_hide=buckets_hide(self.graph, self.plan),
+        )
 
     @cached_property
     def values(self) -> Mapping[str, float]:
@@ -154,7 +168,7 @@ class PlanCost:
     def symbolic(self) -> Step:
         """The step as formulas."""
         run = replace(self.run, micro_batches=symbol("micro_batches"), stages=symbol("stages"), chunks=symbol("chunks"))
-        return _step(self.expressions, run, self.software, link_symbols(["pp"])[0])
+        return self._step(self.expressions, run, link_symbols(["pp"])[0])
 
     @cached_property
     def step(self) -> Step:
@@ -175,7 +189,7 @@ class PlanCost:
         """The step at other values of symbols; arrays price many configurations at once."""
         given = {**self.values, **values}
         run = replace(self.run, micro_batches=given["micro_batches"], stages=given["stages"], chunks=given["chunks"])
-        return _step(self.expressions.at(**given), run, self.software, link_of(given, "pp"))
+        return self._step(self.expressions.at(**given), run, link_of(given, "pp"))
 
     @cached_property
     def time(self) -> Breakdown:
@@ -313,20 +327,6 @@ def _mean_peak(hardware: Hardware, itemsize_bytes: int) -> float:
 def boundary_link(cluster: Cluster, mesh: Mesh, stages: int) -> Link:
     """The link between neighbouring stages: stages are the slowest axis of the ranks."""
     return cluster.hardware.link(Mesh((("pp", max(2, stages)), ("inside", mesh.size))), 0)
-
-
-def _step(expressions: Expressions, run: Run, software: Software, link: Link) -> Step:
-    run = replace(run, recompute="none") if expressions.recomputes else run
-    return Step(
-        expressions.items,
-        expressions.holdings,
-        run,
-        expressions.machine,
-        software,
-        layers=expressions.layers,
-        boundary_bytes=expressions.boundary_bytes,
-        boundary_link=link,
-    )
 
 
 def _breakdown(symbolic: Term, numeric: Term, unit: Unit) -> Breakdown:

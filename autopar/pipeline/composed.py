@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypedDict
 
-from autopar.cost_model.buckets import machine_of
+from autopar.cost_model.buckets import buckets_hide
 from autopar.cost_model.items import FULL, TOUCHED, TrainingState
 from autopar.cost_model.machines.hardware import Hardware
 from autopar.cost_model.machines.software import AUTOPAR, Software
@@ -117,7 +117,7 @@ def step_of(
     Args:
         with_items: whether the step has its work; without it only its memory can be asked.
     """
-    machine = machine_of(graph, plan, hardware, software)
+    machine = software.on(hardware)
     blocks = RecomputationPrice.of(graph, plan)
     pricer = Pricer(
         graph,
@@ -143,6 +143,7 @@ def step_of(
         software,
         layers=sum(stack.layers for stack in graph.stacks) or 1,
         boundary_bytes=pricer.boundary_bytes(),
+        buckets_hide=buckets_hide(graph, plan),
     )
     if not has_lone_ops(plan):
         return step

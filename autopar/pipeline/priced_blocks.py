@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from autopar.cost_model import Hardware, Link, Sizes
-from autopar.cost_model.buckets import machine_of
+from autopar.cost_model.buckets import buckets_hide
 from autopar.cost_model.items import FULL, TrainingState, WorkItem
 from autopar.cost_model.machines.software import AUTOPAR, Software
 from autopar.cost_model.owners import positions_of_owners
@@ -59,7 +59,7 @@ class PricedBlocks:
         software: Software = AUTOPAR,
     ) -> None:
         self.graph, self.plan, self.software = graph, plan, software
-        self.hardware, self.world = machine_of(graph, plan, hardware, software), world or plan.world_mesh
+        self.hardware, self.world = software.on(hardware), world or plan.world_mesh
         self.parts = find_parts(graph, starts or block_starts(graph))
         self.starts = tuple(part.start for part in self.parts)
         self.repetition = Repetition.of(graph)
@@ -89,7 +89,8 @@ class PricedBlocks:
         self.items = list(self.pricer.items())
         owners = positions_of_owners(plan)
         self.holdings_of_ranks = [list(self.pricer.at(owner).holdings()) for owner in owners]
-        self.step = Step((), (), Run(plan.micro_batches), self.hardware, software)
+        run, hidden = Run(plan.micro_batches), buckets_hide(graph, plan)
+        self.step = Step((), (), run, self.hardware, software, buckets_hide=hidden)
         self._rows: dict[tuple[str, str], tuple[list[int], float]] = {}
 
     @property

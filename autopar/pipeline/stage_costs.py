@@ -33,8 +33,6 @@ from autopar.cost_model.machines.software import AUTOPAR, Software
 from autopar.cost_model.memory import Selected
 from autopar.cost_model.owners import has_lone_ops, owners_of_ops
 from autopar.cost_model.steps.owned_step import OwnedStep
-from autopar.cost_model.steps.run import Run
-from autopar.cost_model.steps.step import Step
 from autopar.ir import PIPELINE_AXIS, Graph, Mesh, Pipeline, Plan
 from autopar.ir.recompute import Recompute, Selection
 from autopar.pipeline.blocks import find_blocks
@@ -362,7 +360,7 @@ def side_by_side(blocks: PricedBlocks, cuts: Sequence[int], costs: Sequence[Stag
 def _owned_step(blocks: PricedBlocks) -> OwnedStep:
     """The work of a micro-batch of all stages on every rank of a stage's mesh, without memory."""
     plan = blocks.plan
-    step = Step(tuple(blocks.items), (), Run(plan.micro_batches), blocks.hardware, blocks.software)
+    step = replace(blocks.step, items=tuple(blocks.items), _sums={})
     ranks = {position: () for position in owners_of_ops(plan)}
     return OwnedStep.of(step, plan.mesh.names, (), ranks)
 

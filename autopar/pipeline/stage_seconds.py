@@ -132,7 +132,7 @@ class StageSeconds:
         """Seconds of forward and backward in one region, without hidden communication, given its work by column."""
         software = self.blocks.software
         compute, stored, activations, waiting, ahead, _ = both = [a + b for a, b in zip(forward, backward, strict=True)]
-        own = self.blocks.hardware.hides * np.minimum(stored, compute)
+        own = self.blocks.step.hides_stored * np.minimum(stored, compute)
         other = software.hides_activations * np.minimum(activations, compute)
         each = 0.0 if software.runs_ahead else waiting
         late, device = np.maximum(0, ahead + own + other - each), _busy(both)
@@ -155,7 +155,7 @@ class StageSeconds:
             computing: seconds of the computation of backward, which hides reductions, of shape `(n + 1, n + 1)`.
         """
         gathers, reductions = np.moveaxis(once, -1, 0)
-        return gathers + reductions - self.blocks.hardware.hides * np.minimum(reductions, computing)
+        return gathers + reductions - self.blocks.step.hides_stored * np.minimum(reductions, computing)
 
 
 def _columns(over: Callable[[np.ndarray], np.ndarray], rows: np.ndarray) -> _Columns:

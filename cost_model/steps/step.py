@@ -55,6 +55,7 @@ class Step:
         boundary_crosses: 1 where messages between stages leave the node, 0 where none does.
         boundary_parts: number of ranks that each send a part of these activations to the next stage, whose ranks
             gather them (Narayanan et al. 2021, section 4.1). Saved activations stay whole.
+        buckets_hide: the largest part of the messages of parameters that their buckets let compute hide, 0 to 1.
     """
 
     items: Sequence[WorkItem]
@@ -67,6 +68,7 @@ class Step:
     boundary_link: Link | None = None
     boundary_crosses: Quantity = 0
     boundary_parts: Quantity = 1
+    buckets_hide: Quantity = 1
     _sums: dict[object, Quantity] = field(default_factory=dict)
 
     @property
@@ -275,19 +277,24 @@ class Step:
                 moved[kind_of_work(i)] += times * i.count * (i.seconds - i.hidden_seconds)
         return moved
 
+    @property
+    def hides_stored(self) -> Quantity:
+        """The part of gathers and reductions of parameters that hides: of the machine, or of their buckets if less."""
+        return smaller(self.hardware.hides, self.buckets_hide)
+
     def _overlap(self, region: Region) -> dict[str, Quantity]:
         """Seconds that overlap with compute by kind of work, and those that products in pieces hide."""
         compute = sum((times * i.count * i.seconds for i, times in self.runs(region, COMPUTE)), start=0)
         pieces = sum(
             (n * i.count * i.hidden_seconds for axis in self.axes for i, n in self.runs(region, axis)), start=0
         )
-        moved, hides = self._moved(region), self.hardware.hides
-        stored = hides * smaller(moved["stored"], compute)
+        moved = self._moved(region)
+        stored = self.hides_stored * smaller(moved["stored"], compute)
         activations: Quantity = 0
         if self.run.overlap_batches != 1:
             # Products in pieces hide theirs already.
             left = larger(0, compute - pieces - stored)
-            activations = hides * smaller(moved["activation"], left)
+            activations = self.hardware.hides * smaller(moved["activation"], left)
         elif self.software.hides_activations:
             activations = self.software.hides_activations * smaller(moved["activation"], compute)
         return {"pieces": pieces, "stored": stored, "activation": activations}
@@ -305,7 +312,7 @@ class Step:
             ),
             start=0,
         )
-        hidden = self.hardware.hides * smaller(sent, self.backward_seconds())
+        hidden = self.hides_stored * smaller(sent, self.backward_seconds())
         return (gathers, reductions, Term("reductions hidden behind backward", -hidden))
 
     def backward_seconds(self) -> Quantity:

@@ -91,7 +91,7 @@ class SettingSearch:
         found = with_nesting(with_stores(found, request=asked), asked)
         found = with_decomposed(found, asked)
         found = with_overlap(found, asked)
-        found = with_buckets(with_meeting(found, asked), asked, faster_than_seconds)
+        found = with_buckets(with_meeting(found, asked), asked)
         found = with_delays(found, asked)
         if known is None:
             return found

@@ -52,6 +52,7 @@ from autopar.search.candidates.trials import (
     with_and_without_stages,
 )
 from autopar.search.candidates.unsplit_axis import open_trials_of, unsplit_trials_of, with_axis_as_two
+from autopar.search.refine.buckets import usual_seconds
 from autopar.search.refine.orders import best_order, words_of_order
 from autopar.search.request.notes import note_of_unasked_stages
 from autopar.search.request.progress import Progress, silent
@@ -266,7 +267,7 @@ class _Outer:
         into the device's memory, if these promise a faster step with what the host stores.
         """
         if self.request.mesh is not None:
-            faster_than_seconds = MOST_SHOWN * found.best.price.step_seconds
+            faster_than_seconds = MOST_SHOWN * usual_seconds(found.best, self.request)
             return replace(self, faster_than_seconds=faster_than_seconds).run()
         tried = Tried([(found.trial, found.best)], most_shown=1.0)
         self._try([self._again(found)], tried)
@@ -352,13 +353,12 @@ class _Outer:
         for trial in trials:
             if count >= MOST_EXACT and trial.priced is not None:
                 break
-            best_seconds = tried.best_seconds
             if trial.promise_seconds >= tried.worth_seconds or tried.repeats(trial, self.request):
                 continue
             tried.searched.add((trial.mesh, trial.micro_batches))
             self.progress(f"searching the plan: {tried.words_before(trial)}")
             try:
-                faster_than_seconds = tried.most_shown * best_seconds
+                faster_than_seconds = tried.most_shown * tried.usual_seconds(self.request)
                 found = self._inside.search(trial, faster_than_seconds, gives_up=bool(tried.found))
                 tried.found.append(found)
                 count += 1

@@ -17,6 +17,7 @@ from autopar.search.candidates.candidates import SettingEstimator
 from autopar.search.candidates.request_filters import allows, has_closed_form, recomputations, stays_inside
 from autopar.search.candidates.settings import PricedCandidate
 from autopar.search.exact.search import meshes_of
+from autopar.search.refine.buckets import usual_seconds
 from autopar.search.request.recipe_rows import RecipeLike
 from autopar.search.request.recipes import is_open, recipe_axes
 from autopar.search.request.refusals import Refusal
@@ -119,6 +120,10 @@ class Tried:
     def best_seconds(self) -> float:
         """Seconds of a step of the fastest plan; infinite without a plan."""
         return min((each.price.step_seconds for _, each in self.found), default=math.inf)
+
+    def usual_seconds(self, request: Request) -> float:
+        """Seconds of the fastest plan in the usual buckets, by which a search of stages compares."""
+        return min((usual_seconds(each, request) for _, each in self.ranked[:1]), default=math.inf)
 
     @property
     def worth_seconds(self) -> float:

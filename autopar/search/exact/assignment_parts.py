@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from autopar.cost_model.buckets import hidden_by, message_bytes
 from autopar.cost_model.items import MemoryItem, WorkItem
 from autopar.cost_model.steps.step import Step
 from autopar.ir import Layout, TieredLayout
@@ -19,7 +20,7 @@ def composed(problem: Problem, assignment: Assignment) -> Step:
     if key not in steps:
         parts, step = Parts(problem, assignment), problem.prices.step
         items, holdings = tuple(parts.items()), tuple(parts.holdings())
-        steps[key] = replace(step, items=items, holdings=holdings, _sums={})
+        steps[key] = replace(step, items=items, holdings=holdings, buckets_hide=parts.buckets_hide(), _sums={})
     return steps[key]
 
 
@@ -58,6 +59,15 @@ class Parts:
                 for index, count in counts.items()
             )
             yield MemoryItem("working", "working", "layers", working, "", block)
+
+    def buckets_hide(self) -> float:
+        """The largest part of the messages of parameters that buckets of the usual size let hide."""
+        entries, sizes = self.problem.entries, self.problem.sizes
+        sent = (
+            (message_bytes(entries[i].tensor, how, self.targets[i], sizes), entries[i].count)
+            for i, how in self.assignment.parameters.items()
+        )
+        return hidden_by(sent, self.problem.bucket_bytes)
 
     def _source(self, index: int) -> TieredLayout:
         """Layout and tier of a tensor before any conversion."""

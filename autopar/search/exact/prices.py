@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from autopar.cost_model import Hardware, Sizes
-from autopar.cost_model.buckets import usual_machine
 from autopar.cost_model.items import COMPUTE, TOUCHED, MemoryItem, Region, TrainingState, WorkItem, kind_of_work
 from autopar.cost_model.machines.software import Software
 from autopar.cost_model.memory import layers_of_ops
@@ -74,7 +73,7 @@ class MarginalCosts:
     @classmethod
     def of(cls, step: Step) -> MarginalCosts:
         """The slopes at the plan of a step."""
-        software, hides = step.software, step.hardware.hides
+        software, hides = step.software, float(step.hides_stored)
         every, late = dict(cls.full().every), set()
         for region in REGIONS:
             sums = _sums(step, region)
@@ -170,7 +169,7 @@ class Prices:
         micro_batches: int,
         fixed_storage: Mapping[str, ParameterPlan],
     ) -> None:
-        machine = usual_machine(graph, mesh, hardware, software)
+        machine = software.on(hardware)
         links = [machine.link(mesh, axis) for axis in range(len(mesh.axes))]
         self.nodes = NodePricer(
             graph,

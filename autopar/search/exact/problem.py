@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 
 from autopar.cost_model import Hardware, SavedTensors, Sizes
-from autopar.cost_model.buckets import usual_machine
+from autopar.cost_model.buckets import hidden_by, largest_bytes, usual_bucket_bytes, whole_bytes
 from autopar.cost_model.items import FULL, TrainingState, WorkItem
 from autopar.cost_model.machines.software import AUTOPAR, Software
 from autopar.cost_model.node_items import regions_of
@@ -85,10 +85,11 @@ class Problem:
         self.saved = SavedTensors(graph)
         self.whole: Layout = (R,) * len(mesh.axes)
         self._regions = regions_of(graph)
-        hides = usual_machine(graph, mesh, hardware, software).hides
-        self._least = MarginalCosts.least(hides, software.hides_activations)
+        self.bucket_bytes = usual_bucket_bytes(whole_bytes(graph), mesh.sizes)
+        hides = software.on(hardware).hides
         self._hides = bool(hides or software.hides_activations or software.runs_ahead)
         self.fold: Fold = fold(graph, mark=self._mark, repeats=repeats)
+        self._least = MarginalCosts.least(min(hides, self._buckets_hide()), software.hides_activations)
         self.prices = Prices(
             graph,
             mesh,
@@ -144,6 +145,12 @@ class Problem:
         other._constrain(self.recipes)
         self._exposed.append(other)
         return other
+
+    def _buckets_hide(self) -> float:
+        """What buckets let hide where every parameter travels whole, which is the most for any assignment."""
+        leaves = (each for each in self.fold.entries if each.leaf == "parameter")
+        sent = ((largest_bytes(x.tensor, [self.whole], self.sizes), x.count) for x in leaves)
+        return hidden_by(sent, self.bucket_bytes)
 
     @property
     def hides_most(self) -> bool:

@@ -6,8 +6,7 @@ setting is priced with few other sizes, and takes the one with the shortest step
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from autopar.cost_model.buckets import SMALLEST_BUCKET_BYTES, sent_bytes, usual_bucket_bytes, whole_bytes
@@ -23,36 +22,41 @@ NUMBERS = (1, 2, 3, 4, 8, 16, 32)  # of buckets that a backward may fill
 _WORTH = 1e-2
 
 
-def with_buckets(found: Planned, request: Request, faster_than_seconds: float = math.inf) -> Planned:
+def with_buckets(found: Planned, request: Request) -> Planned:
     """The plan with the buckets that make its step shortest, or that the request names, and a note on a choice.
 
-    Sizes that do not fit into memory are not taken, but for one that is asked for. A plan that is no faster than
-    `faster_than_seconds` in the usual buckets keeps these, as other sizes seldom gain so much that it becomes the best.
+    Sizes that do not fit into memory are not taken, but for one that is asked for.
     """
-    asked, graph, plan, price = request.bucket_bytes, found.graph, found.plan, found.price
-    if asked is None and (price.step_seconds >= faster_than_seconds or not sent_bytes(graph, plan)):
+    asked, graph, plan = request.bucket_bytes, found.graph, found.plan
+    if asked is None and not sent_bytes(graph, plan):
         return found
-    # A search of stages adds the time to launch kernels to the price of its plan.
-    priced_seconds = price.step_seconds if plan.pipeline is None else composed(graph, plan, **request.figures)[0]
-    added_seconds = price.step_seconds - priced_seconds
-    notes = tuple(each for each in plan.notes if kind_of(each) != "price")  # those of the usual buckets
-
-    def sized(size: int) -> Planned:
-        each = replace(plan, bucket_bytes=size, notes=notes)
-        seconds, peak_bytes = composed(graph, each, **request.figures)
-        return found._replace(plan=each, price=Composed(seconds + added_seconds, peak_bytes))
-
+    sized = _sizer(found, request)
     if asked is not None:
         return sized(asked)
     usual_size = usual_bytes(graph, plan)
-    usual, ordered = sized(usual_size), sorted({usual_size, *sizes_of(graph, plan)})
+    ordered = sorted({usual_size, *sizes_of(graph, plan)})
     at = ordered.index(usual_size)
-    best = _fastest(map(sized, ordered[at + 1 :]), usual, request)
-    if best is usual:
-        best = _fastest(map(sized, ordered[:at][::-1]), usual, request)
-    if best.price.step_seconds >= (1 - _WORTH) * usual.price.step_seconds:
+    best = _fastest(map(sized, ordered[at + 1 :]), found, request)
+    if best is found:
+        best = _fastest(map(sized, ordered[:at][::-1]), found, request)
+    if best.price.step_seconds >= (1 - _WORTH) * found.price.step_seconds:
         return found
-    return _noted(best, usual_size, usual.price.step_seconds)
+    return _noted(best, usual_size, found.price.step_seconds)
+
+
+def _sizer(found: Planned, request: Request) -> Callable[[int | None], Planned]:
+    """A function from bytes of a bucket to a plan with them; None stands for the usual size."""
+    graph, plan, seconds = found.graph, found.plan, found.price.step_seconds
+    # A search of stages adds the time to launch kernels to the price of its plan.
+    added_seconds = 0.0 if plan.pipeline is None else seconds - composed(graph, plan, **request.figures).step_seconds
+    notes = tuple(each for each in plan.notes if kind_of(each) != "price")  # those of the usual buckets
+
+    def sized(size: int | None) -> Planned:
+        each = replace(plan, bucket_bytes=size, notes=notes)
+        price = composed(graph, each, **request.figures)
+        return found._replace(plan=each, price=Composed(price.step_seconds + added_seconds, price.peak_bytes))
+
+    return sized
 
 
 def _fastest(plans: Iterable[Planned], best: Planned, request: Request) -> Planned:
@@ -73,7 +77,7 @@ def usual_seconds(found: Planned, request: Request) -> float:
     """Seconds of a step of a plan in the usual buckets, by which a search of layouts compares."""
     if found.plan.bucket_bytes is None:
         return found.price.step_seconds
-    return composed(found.graph, replace(found.plan, bucket_bytes=None), **request.figures).step_seconds
+    return _sizer(found, request)(None).price.step_seconds
 
 
 def usual_bytes(graph: Graph, plan: Plan) -> int:

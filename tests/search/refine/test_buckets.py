@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,14 +11,17 @@ from torch import nn
 
 import autopar
 from autopar.cost_model import Link, find_hardware
-from autopar.cost_model.buckets import machine_of, sent_bytes
+from autopar.cost_model.buckets import buckets_hide, sent_bytes
 from autopar.cost_model.machines.cluster import Cluster
 from autopar.cost_model.machines.software import AUTOPAR
 from autopar.explanation.explanation import Explanation
-from autopar.ir import Plan
+from autopar.ir import Mesh, Plan
 from autopar.ir.note import kind_of
 from autopar.pipeline.composed import composed
-from autopar.search.refine.buckets import sizes_of, usual_bytes
+from autopar.search.candidates.outer import search_plan
+from autopar.search.refine.buckets import sizes_of, usual_bytes, usual_seconds, with_buckets
+from autopar.search.request.request import Request
+from tests.search.stacked import residual
 
 WIDTH, LAYERS = 1024, 8
 
@@ -75,21 +79,53 @@ def test_a_plan_without_a_gain_names_no_buckets() -> None:
     assert found.plan.bucket_bytes is None
 
 
-def test_a_single_bucket_hides_nothing_and_many_hide_what_the_machine_can() -> None:
+def test_a_single_bucket_hides_nothing_and_many_hide_most() -> None:
+    """Of 8 weights, each of which fills the smallest bucket."""
     found = explained(1e-3)
-    total, machine = int(sent_bytes(found.graph, found.plan)), replace(found.cluster.hardware, hides=0.8)
+    total = int(sent_bytes(found.graph, found.plan))
 
     def hides(size: int | None) -> float:
-        return machine_of(found.graph, replace(found.plan, bucket_bytes=size), machine, AUTOPAR).hides
+        return buckets_hide(found.graph, replace(found.plan, bucket_bytes=size))
 
-    assert [hides(size) for size in (total, total // 2, total // 4, total // 8, 1, None)] == [
-        0,
-        0.5,
-        0.75,
-        0.8,
-        0.8,
-        0.75,
-    ]
+    sizes = (total, total // 2, total // 4, total // 8, 1, None)
+    assert [hides(size) for size in sizes] == [0, 0.5, 0.75, 0.875, 0.875, 0.75]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mesh": {"dp": 2, "tp": 2}, "recipe": {"dp": "ddp", "tp": "tp"}},
+        {"mesh": {"dp": 2, "tp": 2}, "recipe": {"dp": "zero3", "tp": "tp"}},
+        {"mesh": {"pp": 2, "dp": 2}, "recipe": "ddp", "schedule": "1f1b"},
+    ],
+    ids=["dp,tp", "zero3,tp", "pp,dp"],
+)
+def test_the_usual_size_costs_the_same_where_it_is_named(options: dict[str, Any]) -> None:
+    """Also where tensor parallelism or stages leave a rank fewer bytes to send than the model has."""
+    found = explained(2e-3, **options)
+    figures = {"hardware": found.cluster.hardware, "software": AUTOPAR}
+    sizes = (None, usual_bytes(found.graph, found.plan))
+    unnamed, named = (composed(found.graph, replace(found.plan, bucket_bytes=size), **figures) for size in sizes)
+    assert unnamed.step_seconds == pytest.approx(named.step_seconds)
+
+
+def test_buckets_do_not_bound_what_turns_hide_of_activations() -> None:
+    """One bucket hides nothing of gradients, and two micro-batches that take turns as much of activations as before."""
+    options = {"mesh": {"dp": 2, "tp": 2}, "recipe": {"dp": "ddp", "tp": "tp"}, "micro_batches": 2}
+    for size in (2**20, 2**30):
+        alone, turns = (explained(1e-6, size, overlap_batches=n, **options) for n in (1, 2))
+        step = turns.step
+        sent = sum(2 * float(i.count * i.seconds) for i in step.items if i.carries == "activation")
+        assert sent > 0 and alone.step_seconds - turns.step_seconds == pytest.approx(step.hardware.hides * sent)
+
+
+def test_a_plan_with_stages_is_compared_by_its_whole_price() -> None:
+    """The time to launch kernels, which a search of stages adds, belongs to the price in the usual buckets."""
+    request = Request(find_hardware("h100"), mesh=Mesh.of({"pp": 2, "dp": 2}), memory_bytes=10**12)
+    found = search_plan(residual(4), request).best
+    assert found.plan.pipeline is not None and found.plan.bucket_bytes is None
+    named = with_buckets(found, request.but(bucket_bytes=2**20))
+    assert usual_seconds(named, request) == pytest.approx(found.price.step_seconds)
 
 
 def test_a_bound_on_memory_rules_out_large_buckets() -> None:
