@@ -22,9 +22,9 @@ class Loss(nn.Module):
         return self.layer(x, ids).square().mean()
 
 
-def explained(skew: float) -> Explanation:
+def explained(skew: float, recipe: str = "ep") -> Explanation:
     batch = torch.randn(8192, 256), routes("even", 8192)
-    return autopar.explain(Loss(), batch, cluster="h100x2", mesh={"ep": 2}, recipe="ep", skew=skew)
+    return autopar.explain(Loss(), batch, cluster="h100x2", mesh={"x": 2}, recipe=recipe, skew=skew)
 
 
 def sent_bytes(found: Explanation) -> float:
@@ -37,6 +37,14 @@ def test_messages_time_and_memory_grow_with_the_skew() -> None:
     assert skewed.step_seconds > even.step_seconds
     assert skewed.memory_bytes > even.memory_bytes
     assert any("priced as if the fullest had 1.5 times its share" in note for note in skewed.plan.notes)
+
+
+def test_a_skew_that_changes_no_price_says_so() -> None:
+    """Data parallelism leaves all experts on each rank, which runs the rows that it has, wherever they go."""
+    even, skewed = (explained(skew, "ddp") for skew in (1, 1.5))
+    assert skewed.step_seconds == even.step_seconds
+    assert any("skew=1.5 changes no price: no axis splits the experts" in note for note in skewed.plan.notes)
+    assert not any("skew" in note for note in even.plan.notes)
 
 
 def test_a_model_without_experts_is_refused() -> None:

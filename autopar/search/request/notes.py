@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
+from autopar.analysis.skew import EXPERTS
 from autopar.cost_model import Hardware, unruled
 from autopar.cost_model.compute import FUSED_ATTENTION
 from autopar.ir import (
@@ -66,6 +67,12 @@ def _exchange_lines(graph: Graph, plan: Plan) -> list[str]:
         found.append(
             f"rows are sent to the ranks of their experts and back along {_exchanging(plan, experts)} in "
             f"{counted(len(experts), 'layer')}, priced as if {used}"
+        )
+    routed = [op for op in graph.ops if op.kind == EXPERTS]
+    skew = max((choice.stretch for op in routed for choice in op.choices), default=1.0)
+    if skew > 1 and all(op.choice(label).stretch == 1 for op in routed for label in plan.ops[op.name]):
+        found.append(
+            f"skew={skew:g} changes no price: no axis splits the experts, so each rank runs all of them on its own rows"
         )
     if rings:
         found.append(
