@@ -91,9 +91,9 @@ def largest_bytes(tensor: Tensor, layouts: Iterable[Layout], sizes: Sizes) -> Qu
     return scale * reduce(larger, (sizes.bytes(tensor, layout) for layout in layouts))
 
 
-def messages(graph: Graph, plan: Plan) -> list[tuple[float, float]]:
+def messages(graph: Graph, plan: Plan, flow: Flow) -> list[tuple[float, float]]:
     """Bytes of the messages of parameters that a rank of a mean stage takes part in, each with its number."""
-    sizes, targets = Sizes(plan.mesh), Flow(graph, plan).targets
+    sizes, targets = Sizes(plan.mesh), flow.targets
     stages = plan.pipeline.ranks if plan.pipeline else 1
     return [
         (
@@ -106,14 +106,13 @@ def messages(graph: Graph, plan: Plan) -> list[tuple[float, float]]:
 
 def sent_bytes(graph: Graph, plan: Plan) -> float:
     """Bytes of all messages of parameters that a rank of a mean stage takes part in, each of them once."""
-    return sum(size * count for size, count in messages(graph, plan))
+    return sum(size * count for size, count in messages(graph, plan, Flow(graph, plan)))
 
 
-def buckets_hide(graph: Graph, plan: Plan) -> float:
+def buckets_hide(graph: Graph, plan: Plan, flow: Flow) -> float:
     """The largest part of the messages of a plan's parameters that its buckets, named or usual, let compute hide."""
-    return hidden_by(
-        messages(graph, plan), plan.bucket_bytes or usual_bucket_bytes(whole_bytes(graph), plan.mesh.sizes)
-    )
+    size = plan.bucket_bytes or usual_bucket_bytes(whole_bytes(graph), plan.mesh.sizes)
+    return hidden_by(messages(graph, plan, flow), size)
 
 
 def hidden_by(sent: Iterable[tuple[float, float]], bucket_bytes: Quantity) -> float:

@@ -14,6 +14,7 @@ import sympy
 from autopar.cost_model.breakdown import Breakdown, Candidate, Unit
 from autopar.cost_model.buckets import buckets_hide
 from autopar.cost_model.compute import backward_passes, is_product
+from autopar.cost_model.flow import Flow
 from autopar.cost_model.history import Spread, spread_of
 from autopar.cost_model.items import FULL, TrainingState
 from autopar.cost_model.machines.cluster import Cluster
@@ -107,6 +108,10 @@ class PlanCost:
         """The same costs with other fields, which change no formula; formulas that are made already are kept."""
         return replace(self, built=self.__dict__.get("expressions", self.built), **changes)
 
+    @cached_property
+    def _buckets_hide(self) -> float:
+        return buckets_hide(self.graph, self.plan, Flow(self.graph, self.plan))
+
     def _step(self, expressions: Expressions, run: Run, link: Link) -> Step:
         run = replace(run, recompute="none") if expressions.recomputes else run
         return Step(
@@ -118,7 +123,7 @@ class PlanCost:
             layers=expressions.layers,
             boundary_bytes=expressions.boundary_bytes,
             boundary_link=link,
-            buckets_hide=buckets_hide(self.graph, self.plan),
+            buckets_hide=self._buckets_hide,
         )
 
     @cached_property

@@ -143,7 +143,7 @@ def step_of(
         software,
         layers=sum(stack.layers for stack in graph.stacks) or 1,
         boundary_bytes=pricer.boundary_bytes(),
-        buckets_hide=buckets_hide(graph, plan),
+        buckets_hide=buckets_hide(graph, plan, pricer.flow),
     )
     if not has_lone_ops(plan):
         return step

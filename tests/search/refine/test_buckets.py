@@ -12,6 +12,7 @@ from torch import nn
 import autopar
 from autopar.cost_model import Link, find_hardware
 from autopar.cost_model.buckets import buckets_hide, sent_bytes
+from autopar.cost_model.flow import Flow
 from autopar.cost_model.machines.cluster import Cluster
 from autopar.cost_model.machines.software import AUTOPAR
 from autopar.explanation.explanation import Explanation
@@ -85,7 +86,8 @@ def test_a_single_bucket_hides_nothing_and_many_hide_most() -> None:
     total = int(sent_bytes(found.graph, found.plan))
 
     def hides(size: int | None) -> float:
-        return buckets_hide(found.graph, replace(found.plan, bucket_bytes=size))
+        plan = replace(found.plan, bucket_bytes=size)
+        return buckets_hide(found.graph, plan, Flow(found.graph, plan))
 
     sizes = (total, total // 2, total // 4, total // 8, 1, None)
     assert [hides(size) for size in sizes] == [0, 0.5, 0.75, 0.875, 0.875, 0.75]
