@@ -71,12 +71,8 @@ class SplitSeconds:
         return 0.0 < self._weight_share(op.operands) < 1.0
 
     def _parts(self, op: Op) -> tuple[float, float]:
-        """Parts of an op's backward that the two halves run."""
-        if not is_product(op):
-            return 1.0, 1.0
-        matrices = [n for n in op.operands if len(self._graph.tensors[n].shape) > 1]  # not a bias
-        share = self._weight_share(matrices)
-        return 1 - share, share
+        """Parts of an op's backward that the two halves run: of a product, the gradient of one operand each."""
+        return (0.5, 0.5) if is_product(op) else (1.0, 1.0)
 
     def _weight_share(self, operands: Sequence[str]) -> float:
         """Fraction of the gradients of operands that parameters wait for, but no other stage."""
