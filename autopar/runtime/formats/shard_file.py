@@ -9,12 +9,9 @@
 running meanwhile, for as long as a copy of the whole file takes. Here each tensor goes from where it lies to the file
 by one system call, during which other threads run.
 
-[Note: checksums of parts] The bytes of a part are 64-bit words, in rows of 512. Each row is multiplied by a vector of
-fixed odd numbers (modulo 2^64), and the checksum is the CRC-32 of what the header says of the part, of these products,
-and of the bytes that are left. Whatever changes within one word is found, and words or rows that change places; two
-changes in one row cancel where they were made to, or if both turn the highest bit of a word. Products go at nearly the
-speed of memory, several times that of zlib's CRC-32 alone (`benchmarks/fuzz/results.md`). It is not a signature:
-whoever can write the file can write a checksum, too.
+[Note: checksums of parts] The checksum of a part is XXH3 (64 bits) of what the header says of it and of its bytes: no
+damage passes but one of 2^64. It is computed at the speed of memory, several times that of CRC-32
+(`benchmarks/fuzz/results.md`). It is not a signature: whoever can write the file can write a checksum, too.
 """
 
 from __future__ import annotations
@@ -25,24 +22,24 @@ import json
 import math
 import mmap
 import os
-import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from safetensors.torch import save
 from torch import Tensor
 
 from autopar.errors import AutoparError
 from autopar.ir.files import check_nesting
+from autopar.runtime.ranks.all_ranks import warn_together
 
 _PIECE_BYTES = 2**20  # of one system call; about a millisecond of a core, and it stays in its cache
-_ROW_BYTES = 4096  # that become one number, see [Note: checksums of parts]
-_CHECKED_BYTES = 16 * _PIECE_BYTES  # that a thread checks at a time
-_CHECKSUMS = "autopar_products"  # what they are of, since other checksums would not fit
+_CHECKSUMS = "autopar_xxh3"  # what they are, since other checksums would not fit
+_EARLIER_CHECKSUMS = "autopar_products"  # of 0.1.0 while it was made
 _OFFSETS = "DCP_SHARDING_INFO"
 
 
@@ -71,18 +68,18 @@ def write_shard(path: Path, parts: Mapping[str, ShardPart], rest: Callable[[], N
     order = sorted(parts, key=lambda name: (-parts[name].value.element_size(), name))
     entries = entries_of({name: (parts[name].value.shape, parts[name].value.dtype) for name in order})
     offsets = {name: {"saved_offsets": list(parts[name].offsets)} for name in order}
-    sums = dict.fromkeys(order, 0)
+    sums = {name: _begun(name, entries[name], offsets[name]) for name in order}
     with path.open("wb", buffering=0) as file:
         _write(file.fileno(), _header(entries, offsets, sums))
         for name in order:
-            found = _begun(name, entries[name], offsets[name])
-            for piece in _pieces(_bytes_of(parts[name].value)):
+            data = _bytes_of(parts[name].value)
+            for begin in range(0, len(data), _PIECE_BYTES):
+                piece = data[begin : begin + _PIECE_BYTES]
                 # Summed just before it is written, while it is on its way through the processor's cache.
-                found = _summed(piece, found)
+                sums[name].update(piece)
                 _write(file.fileno(), piece)
                 if rest is not None:
                     rest()
-            sums[name] = found
         # All checksums have one length, so that this header is as long as the first.
         file.seek(0)
         _write(file.fileno(), _header(entries, offsets, sums))
@@ -105,63 +102,39 @@ def header_of(entries: Mapping[str, Any], about: Mapping[str, str]) -> memoryvie
     return memoryview(len(text).to_bytes(8, "little") + text)
 
 
-def _header(entries: Mapping[str, Any], offsets: Mapping[str, Any], sums: Mapping[str, int]) -> memoryview:
+def _header(entries: Mapping[str, Any], offsets: Mapping[str, Any], sums: Mapping[str, xxhash.xxh3_64]) -> memoryview:
     about = {
         _OFFSETS: json.dumps(offsets),
         "DCP_VERSION": "1.0",
         "format": "pt",
-        _CHECKSUMS: json.dumps({name: f"{found:08x}" for name, found in sums.items()}),
+        _CHECKSUMS: json.dumps({name: found.hexdigest() for name, found in sums.items()}),
     }
     return header_of(entries, about)
 
 
-def _begun(name: str, entry: Mapping[str, Any], offsets: Mapping[str, Any]) -> int:
-    """The checksum of what the header says of a part, see [Note: checksums of parts]."""
-    return zlib.crc32(json.dumps([name, entry["dtype"], entry["shape"], offsets]).encode())
-
-
-def _pieces(data: memoryview, size_bytes: int = _PIECE_BYTES) -> Iterator[memoryview]:
-    """The bytes in pieces, of which all but the last are whole rows."""
-    return (data[begin : begin + size_bytes] for begin in range(0, len(data), size_bytes))
-
-
-def _summed(piece: memoryview, before: int) -> int:
-    """The checksum after one more piece."""
-    rows = len(piece) // _ROW_BYTES
-    if rows:
-        whole = torch.frombuffer(piece, dtype=torch.uint8, count=rows * _ROW_BYTES)
-        # A part of bytes may lie before one of other numbers, and words have to lie at multiples of their size.
-        words = (whole.clone() if whole.data_ptr() % 8 else whole).view(torch.int64)
-        before = zlib.crc32(torch.mv(words.view(rows, -1), _factors()).numpy().data, before)
-    return zlib.crc32(piece[rows * _ROW_BYTES :], before)
-
-
-@functools.cache
-def _factors() -> Tensor:
-    """The odd numbers by which a row's words are multiplied; hashes, so that no sum of some of them is another's."""
-    hashes = (hashlib.sha256(bytes([n // 256, n % 256])).digest() for n in range(_ROW_BYTES // 8))
-    odd = [int.from_bytes(x[:8], "little", signed=True) | 1 for x in hashes]
-    return torch.tensor(odd, device="cpu")  # whatever the default device is
-
-
-def _checksum(name: str, entry: Mapping[str, Any], offsets: Mapping[str, Any], data: memoryview) -> int:
-    found = _begun(name, entry, offsets)
-    for piece in _pieces(data, _CHECKED_BYTES):
-        found = _summed(piece, found)
-    return found
+def _begun(name: str, entry: Mapping[str, Any], offsets: Mapping[str, Any]) -> xxhash.xxh3_64:
+    """A checksum of what the header says of a part, see [Note: checksums of parts]; its bytes come next."""
+    return xxhash.xxh3_64(json.dumps([name, entry["dtype"], entry["shape"], offsets]).encode())
 
 
 def check_shard(path: Path, own: Collection[str]) -> None:
-    """Raises AutoparError for a file that is not as `write_shard` wrote it, with checksums.
+    """Raises AutoparError for a file that is not as `write_shard` wrote it; warns of checksums of earlier times.
 
     Args:
         path: the file.
         own: names of the tensors whose bytes are looked at; all names may be given.
     """
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as whole:
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole:
         begin = 8 + int.from_bytes(whole[:8], "little")
         header = _parsed(whole[8:begin])
         about = header.pop("__metadata__")
+        if _EARLIER_CHECKSUMS in about:
+            warn_together(
+                f"The bytes of {path.parent} are loaded unchecked: their checksums are those of an earlier autopar. "
+                "Save it again to have them checked.",
+                stacklevel=2,
+            )
+            return
         if _CHECKSUMS not in about:
             raise AutoparError("its checksums are not those of this autopar; load it where it was saved.")
         offsets, sums = _parsed(about[_OFFSETS]), _parsed(about[_CHECKSUMS])
@@ -171,14 +144,13 @@ def check_shard(path: Path, own: Collection[str]) -> None:
         def check(name: str) -> None:
             entry = header[name]
             first, last = entry["data_offsets"]
-            # The disk reads on while the first pieces are checked.
-            os.posix_fadvise(file.fileno(), begin + first, last - first, os.POSIX_FADV_WILLNEED)
+            found = _begun(name, entry, offsets[name])
             with memoryview(whole)[begin + first : begin + last] as data:
-                found = _checksum(name, entry, offsets[name], data)
-            if f"{found:08x}" != sums[name]:
+                found.update(data)
+            if found.hexdigest() != sums[name]:
                 raise AutoparError(f"{name} has other bytes than were saved (its checksum).")
 
-        # Products are computed without Python's lock, so that as many threads as torch uses share a file.
+        # They are computed without Python's lock, so that as many threads as torch uses share a file.
         with ThreadPoolExecutor(torch.get_num_threads()) as threads:
             list(threads.map(check, sorted(header.keys() & set(own))))
 

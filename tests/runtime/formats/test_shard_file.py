@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import xxhash
 from safetensors import safe_open
 from torch import Tensor
 
 from autopar.errors import AutoparError
-from autopar.runtime.formats.shard_file import ShardPart, _factors, _summed, check_shard, write_shard
+from autopar.runtime.formats.shard_file import ShardPart, check_shard, write_shard
 
 FORMATS = [
     torch.float64,
@@ -59,23 +59,15 @@ def swap(data: bytearray, first: int, second: int, size: int) -> None:
     data[one], data[other] = data[other], data[one]
 
 
-def add_and_take(data: bytearray) -> None:
-    """Adds one to a word of a row and takes it from another, which leaves the row's sum."""
-    for at, change in ((0, 1), (80, -1)):
-        value = (int.from_bytes(data[at : at + 8], "little") + change) % 2**64
-        data[at : at + 8] = value.to_bytes(8, "little")
-
-
 @pytest.mark.parametrize(
     "change",
     [
-        lambda data: swap(data, 0, 8, 8),  # words of a row
-        lambda data: swap(data, 0, 512, 512),  # sectors of a disk, in a row
-        lambda data: swap(data, 0, 4096, 4096),  # rows
-        add_and_take,
+        lambda data: swap(data, 0, 8, 8),  # words
+        lambda data: swap(data, 0, 512, 512),  # sectors of a disk
+        lambda data: swap(data, 0, 4096, 4096),  # pages
     ],
 )
-def test_changes_that_leave_a_rows_sum_are_found(change: Callable[[bytearray], None], tmp_path: Path) -> None:
+def test_bytes_that_change_places_are_found(change: Callable[[bytearray], None], tmp_path: Path) -> None:
     path, values = tmp_path / "x", torch.rand(2048, generator=torch.Generator().manual_seed(0))
     write_shard(path, {"x": ShardPart(values, [0])})
     check_shard(path, ["x"])
@@ -87,15 +79,22 @@ def test_changes_that_leave_a_rows_sum_are_found(change: Callable[[bytearray], N
         check_shard(path, ["x"])
 
 
-def test_a_checksum_is_of_the_products_of_rows_and_of_the_rest() -> None:
-    """By integers of Python: 512 words of a row by the odd numbers, modulo 2^64."""
-    data = bytearray(range(256)) * 17
-    words = (int.from_bytes(data[at : at + 8], "little") for at in range(0, 4096, 8))
-    product = sum(a * b for a, b in zip(words, _factors().tolist(), strict=True)) % 2**64
-    expected = zlib.crc32(data[4096:], zlib.crc32(product.to_bytes(8, "little"), 7))
-    assert _summed(memoryview(data), 7) == expected
-    # The same bytes where words do not lie at multiples of their size.
-    assert _summed(memoryview(bytearray(3) + data)[3:], 7) == expected
+def test_a_checksum_is_that_of_the_published_xxh3(tmp_path: Path) -> None:
+    """XXH3_64bits of no bytes is 2d06800538d394c2 in its specification."""
+    assert xxhash.xxh3_64(b"").hexdigest() == "2d06800538d394c2"
+    path, values = tmp_path / "x", torch.arange(2.0)
+    write_shard(path, {"x": ShardPart(values, [0])})
+    said = b'["x", "F32", [2], {"saved_offsets": [0]}]'
+    assert xxhash.xxh3_64(said + values.numpy().tobytes()).hexdigest().encode() in path.read_bytes()
+
+
+def test_checksums_of_an_earlier_autopar_are_passed_over_with_a_warning(tmp_path: Path) -> None:
+    write_shard(tmp_path / "x", {"x": ShardPart(torch.ones(4), [0])})
+    content = (tmp_path / "x").read_bytes().replace(b"autopar_xxh3", b"autopar_products")
+    length = int.from_bytes(content[:8], "little") + 4
+    (tmp_path / "x").write_bytes(length.to_bytes(8, "little") + content[8:])
+    with pytest.warns(UserWarning, match="unchecked: their checksums are those of an earlier autopar. Save it again"):
+        check_shard(tmp_path / "x", ["x"])
 
 
 def test_a_file_that_cannot_grow_is_an_error() -> None:
