@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,10 +22,18 @@ from autopar.proof.single_device import Between
 from autopar.proof.subject import Subject
 from autopar.proof.verdict import VerifyReport
 from autopar.search import RecipeLike
+from autopar.search.exact.duration import LONG_SECONDS
 from autopar.search.request.request import Request
+from autopar.units import counted, format_seconds
+
+log = logging.getLogger("autopar")
 
 # Of the model, for ranks and micro-batches: 4,000 of two layers took 30 s on a busy processor (2026-11-29).
 MOST_RUNS = 2048
+
+# Of a parameter in a chain of products, on a busy processor (2026-11-30): to capture it, and to run it once for a rank
+# and a micro-batch, there and back. A model with several ops a parameter takes longer.
+_CAPTURE_SECONDS, _RUN_SECONDS = 3e-3, 2e-3
 
 
 @takes_options()
@@ -116,7 +125,9 @@ def _verified(
     policy: MixedPrecision | None,
     between: Between | None,
 ) -> VerifyReport:
-    _refuse_long(mesh, plan.micro_batches if isinstance(plan, Plan) else micro_batches or 1)
+    runs = _refuse_long(mesh, plan.micro_batches if isinstance(plan, Plan) else micro_batches or 1)
+    if long := words_if_long(sum(1 for _ in model.parameters()), runs):
+        log.warning(long)
     request = Request(
         find_hardware("cpu-gloo"), mesh=mesh, recipe=recipe, micro_batches=micro_batches, schedule=schedule
     ).of_replica(plan if isinstance(plan, Plan) else None)
@@ -134,14 +145,27 @@ def _verified(
     return subject.compare(_plan_of(subject, plan, request, seed))
 
 
-def _refuse_long(mesh: Mesh, micro_batches: int) -> None:
-    """Raises AutoparError for a simulation of more than `MOST_RUNS`."""
+def words_if_long(parameters: int, runs: int) -> str:
+    """A sentence about a proof that takes more than a minute, with a size that takes one; "" for others."""
+    each_seconds = _CAPTURE_SECONDS + runs * _RUN_SECONDS
+    if parameters * each_seconds <= LONG_SECONDS:
+        return ""
+    return (
+        f"The proof may take about {format_seconds(parameters * each_seconds)} or more, since the model has "
+        f"{parameters} parameters and runs {counted(runs, 'time')}, once for each rank and micro-batch. With at most "
+        f"{int(LONG_SECONDS / each_seconds)} parameters, as fewer layers have, it takes about a minute."
+    )
+
+
+def _refuse_long(mesh: Mesh, micro_batches: int) -> int:
+    """The number of runs of the model. Raises AutoparError for more than `MOST_RUNS`."""
     if mesh.ranks * micro_batches > MOST_RUNS:
         raise AutoparError(
             f"The proof would run the model once for each rank and micro-batch, {mesh.ranks} x {micro_batches} times, "
             f"but at most {MOST_RUNS} runs are allowed (half a minute for a small model): take at most "
             f"{max(1, MOST_RUNS // micro_batches)} ranks, or at most {max(1, MOST_RUNS // mesh.ranks)} micro-batches."
         )
+    return mesh.ranks * micro_batches
 
 
 def _plan_of(subject: Subject, plan: Plan | str | None, request: Request, seed: int) -> Plan:

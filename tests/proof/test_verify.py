@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from autopar.proof import lockstep
 from autopar.proof.comparison import comparable, largest_difference, largest_entry
 from autopar.proof.streams import MicroBatchStreams
 from autopar.proof.verdict import TOLERANCE_FLOAT64, nan_last
+from autopar.proof.verify import words_if_long
 from tests.runtime.models import MLP, Normed, make, mean_square
 from tests.support.tables import often
 
@@ -517,3 +519,17 @@ def test_a_proof_of_too_many_runs_is_refused_at_once() -> None:
     says = r"4 x 999983 times, but at most 2048 runs are allowed.* at most 1 ranks, or at most 512 micro-batches"
     with pytest.raises(autopar.AutoparError, match=says):
         autopar.verify(model, x, mesh={"dp": 4}, loss_fn=torch.mean, micro_batches=999_983)
+
+
+def test_a_long_proof_says_so_before_it_begins(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """10,000 parameters at 3 + 2 x 2 ms take 70 s; and in a minute 60 / 0.007 = 8,571 are done."""
+    says = r"about 70.* s or more, since the model has 10000 parameters and runs 2 times.* at most 8571 parameters"
+    assert re.search(says, words_if_long(10_000, 2))
+    model, batch, _ = make("mlp")
+    proof(model, batch)
+    assert "The proof may take" not in caplog.text
+    monkeypatch.setitem(words_if_long.__globals__, "LONG_SECONDS", 0.0)
+    proof(model, batch)
+    assert "The proof may take about" in caplog.text
