@@ -173,8 +173,13 @@ def load_optimizer_state(model: nn.Module, optimizer: Optimizer, state: Mapping[
 def _placed(
     name: str, parameter: nn.Parameter, values: Mapping[str, Any], formats: Mapping[tuple[str, str], Tensor]
 ) -> dict[str, Any]:
-    """One parameter's state, its tensors as the parameter lies; AutoparError for tensors of another parameter."""
+    """One parameter's state, its tensors as the parameter lies; AutoparError for values that do not fit it."""
     for key, value in values.items():
+        if value is not None and not isinstance(value, (Tensor, int, float)):
+            raise AutoparError(
+                f"{key} of {name} is a {type(value).__name__} in the optimizer's state, but only tensors and numbers "
+                "of a parameter can be loaded. Make it one of these before the state is saved."
+            )
         if isinstance(value, Tensor) and value.ndim == parameter.ndim > 0:
             fits = all(a in (1, b) for a, b in zip(value.shape, parameter.shape, strict=True))
             if not fits:

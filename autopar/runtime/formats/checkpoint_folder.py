@@ -3,7 +3,8 @@
 [Note: a save is all or nothing] The ranks write to `<path>.partial`. When all have finished, the first
 rank looks whether all is there, moves the checkpoint that was at `<path>` to `<path>.previous`, gives the
 new one its name, and deletes the old. Whoever dies when, a complete checkpoint is at `<path>` or, between
-the two renames, at `<path>.previous`, where `load_checkpoint` looks next.
+the two renames, at `<path>.previous`, where `load_checkpoint` looks next. A file in it tells the old one from
+a checkpoint that a user has there, which no save deletes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from autopar.runtime.formats.shard_file import check_shard, header_digest
 
 VERSION = 1
 _STATE = "state.pt"
-_OWN = re.compile(r"shard-[0-9]+\.safetensors|state\.pt")  # names of the files of a checkpoint
+_REPLACED = "replaced-by-a-save"
+_OWN = re.compile(rf"shard-[0-9]+\.safetensors|state\.pt|{_REPLACED}")  # names of the files of a checkpoint
 _BYTEARRAY = re.compile(rb"c(builtins|__builtin__)\nbytearray\n")  # as pickle names this class
 # The fields of `state.pt` and what they are, as `_is_of` reads it: those of every checkpoint, and those that came
 # later or that only the checkpoint of a loop has.
@@ -77,6 +79,11 @@ def clear(folder: Path, partial: Path) -> None:
         if others:
             instead = "move it elsewhere" if each == folder else f"give {each.name} another name"
             raise AutoparError(f"{others[0]} would be deleted by a save to {folder}; {instead}.")
+    previous = beside(folder, "previous")
+    if _is_checkpoint(previous) and not (previous / _REPLACED).exists():
+        raise AutoparError(
+            f"{previous} is a checkpoint of its own, which a save to {folder} would delete; give it another name."
+        )
     remove(partial)
 
 
@@ -110,6 +117,7 @@ def commit(partial: Path, folder: Path, planned: Metadata, notes: dict[str, Any]
     previous = beside(folder, "previous")
     if folder.exists():
         remove(previous)
+        (folder / _REPLACED).touch()
         folder.rename(previous)
     partial.rename(folder)
     remove(previous)

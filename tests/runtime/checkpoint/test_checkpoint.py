@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,19 @@ def test_folders_of_others_beside_it_are_not_deleted(saved: Path, name: str) -> 
     with pytest.raises(autopar.AutoparError, match=rf"{name}/notes.txt would be deleted .*; give {name} another name"):
         save_checkpoint(saved, make(), step=4)
     assert notes.read_text() == "mine" and loads(saved) == 3
+
+
+@pytest.mark.parametrize("name", ["c.previous", "c"])
+def test_a_checkpoint_of_the_users_beside_it_is_not_deleted(saved: Path, name: str) -> None:
+    """Whether it was put there as a copy, or is all that is left."""
+    own = saved.rename(saved.with_name("c.previous"))
+    if name != "c":
+        shutil.copytree(own, saved)
+    with pytest.raises(autopar.AutoparError, match=r"c\.previous is a checkpoint of its own, .*; give it another name"):
+        save_checkpoint(saved, make(), step=4)
+    assert loads(own) == 3
+    own.rename(saved.with_name("kept"))
+    save_checkpoint(saved, make(), step=4)
 
 
 def test_between_the_two_renames(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,6 +91,14 @@ def test_what_is_no_state_of_an_optimizer_is_refused(state: Any) -> None:
         load_optimizer_state(model, torch.optim.SGD(model.parameters()), state)
 
 
+def test_lists_in_the_state_of_a_parameter_are_refused() -> None:
+    model = nn.Linear(2, 2)
+    state = torch.optim.AdamW(model.parameters()).state_dict()
+    state["state"] = {0: {"exp_avg": [[1.0, 2.0], [3.0, 4.0]]}}
+    with pytest.raises(autopar.AutoparError, match="exp_avg of weight is a list in the optimizer's state"):
+        load_optimizer_state(model, torch.optim.AdamW(model.parameters()), state)
+
+
 def test_options_that_differ_within_a_group_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     model = make()
     each = torch.optim.AdamW([{"params": [p], "lr": 1 / p.numel()} for p in model.parameters()])
