@@ -4,6 +4,7 @@ The time grows with the ops that are not alike (`fold`) and with the axes that a
 
     seconds = classes of ops * axes^2 / 100            the mesh is named
     seconds = classes of ops * axes^2 / 50             the mesh is searched, over at most 6 axes
+            + kinds of parameters * 8^axes / 8,000     the mesh is named and its recipe open: the ways to store each
 
 where a mesh that is searched has as many axes as its ranks have prime factors. Searches of two seconds and more took
 0.46 to 1.5 times as long (`benchmarks/results/questions.md`); `explain` and `compile` may search more than once.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from autopar.ir import Graph, Mesh
 from autopar.search.exact.fold import fold
+from autopar.search.request.recipes import is_open
 from autopar.search.request.request import Request
 from autopar.units import format_seconds
 
@@ -20,14 +22,16 @@ LONG_SECONDS = 60.0
 _MOST_AXES = 6  # of a mesh that is searched: 1,024 ranks take no longer than 64
 
 
-def search_seconds(classes: int, ranks: int, mesh: Mesh | None) -> float:
+def search_seconds(classes: int, ranks: int, mesh: Mesh | None, kinds: int = 0) -> float:
     """Seconds of one core that a search takes, by the number of different ops; see the head of this file.
 
-    >>> search_seconds(50, 8, None), search_seconds(50, 8, Mesh.parse("dp=2,tp=4"))
-    (9.0, 2.0)
+    `kinds` are the different parameters that the recipe leaves open.
+
+    >>> search_seconds(50, 8, None), search_seconds(50, 8, Mesh.parse("dp=2,tp=4"), 25)
+    (9.0, 2.2)
     """
     if mesh is not None:
-        return classes * len(mesh.axes) ** 2 / 100
+        return classes * len(mesh.axes) ** 2 / 100 + kinds * 8 ** len(mesh.axes) / 8_000
     return classes * min(_prime_factors(ranks), _MOST_AXES) ** 2 / 50
 
 
@@ -35,7 +39,8 @@ def words_if_long(graph: Graph, request: Request) -> str:
     """A sentence about a search that takes more than a minute, with a mesh that takes least; "" for others."""
     assert request.ranks is not None, "a search has ranks"
     classes = len(fold(graph).classes)
-    seconds = search_seconds(classes, request.ranks, request.mesh)
+    kinds = {(graph.tensors[name].dims, graph.layer_count.get(name, 1)) for name in graph.parameters.values()}
+    seconds = search_seconds(classes, request.ranks, request.mesh, len(kinds) if is_open(request.inside) else 0)
     if seconds <= LONG_SECONDS:
         return ""
     mesh, flat = request.mesh or f"searched for {request.ranks} ranks", Mesh.of({"dp": request.ranks})
