@@ -40,6 +40,7 @@ from autopar.runtime.ranks.all_ranks import warn_together
 _PIECE_BYTES = 2**20  # of one system call; about a millisecond of a core, and it stays in its cache
 _CHECKSUMS = "autopar_xxh3"  # what they are, since other checksums would not fit
 _EARLIER_CHECKSUMS = "autopar_products"  # of 0.1.0 while it was made
+_MOST_HEADER_BYTES = 100_000_000  # that safetensors reads
 _OFFSETS = "DCP_SHARDING_INFO"
 
 
@@ -158,7 +159,7 @@ def check_shard(path: Path, own: Collection[str]) -> None:
 def header_digest(path: Path) -> str:
     """A hash of a file's header, and so of its tensors' checksums: it tells one save from another of the same model."""
     with path.open("rb") as file:
-        size_bytes = min(int.from_bytes(file.read(8), "little"), path.stat().st_size)
+        size_bytes = min(int.from_bytes(file.read(8), "little"), _MOST_HEADER_BYTES)
         return hashlib.sha256(file.read(size_bytes)).hexdigest()[:16]
 
 

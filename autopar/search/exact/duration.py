@@ -2,9 +2,9 @@
 
 The time grows with the ops that are not alike (`fold`) and with the axes that are open, and hardly with the ranks:
 
-    seconds = classes of ops * axes^2 / 100            the mesh is named
     seconds = classes of ops * axes^2 / 50             the mesh is searched, over at most 6 axes
-            + kinds of parameters * 8^axes / 8,000     the mesh is named and its recipe open: the ways to store each
+    seconds = classes of ops * axes^2 / 100            the mesh is named
+            + kinds of parameters * 8^axes / 8,000     and its recipe is open: the ways to store each
 
 where a mesh that is searched has as many axes as its ranks have prime factors. Searches of two seconds and more took
 0.46 to 1.5 times as long (`benchmarks/results/questions.md`); `explain` and `compile` may search more than once.

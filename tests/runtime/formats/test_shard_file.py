@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from autopar.errors import AutoparError
-from autopar.runtime.formats.shard_file import ShardPart, check_shard, write_shard
+from autopar.runtime.formats.shard_file import ShardPart, check_shard, header_digest, write_shard
 
 FORMATS = [
     torch.float64,
@@ -95,6 +96,17 @@ def test_checksums_of_an_earlier_autopar_are_passed_over_with_a_warning(tmp_path
     (tmp_path / "x").write_bytes(length.to_bytes(8, "little") + content[8:])
     with pytest.warns(UserWarning, match="unchecked: their checksums are those of an earlier autopar. Save it again"):
         check_shard(tmp_path / "x", ["x"])
+
+
+def test_a_wild_length_of_a_header_fills_no_memory(tmp_path: Path) -> None:
+    with (tmp_path / "x").open("wb") as file:
+        file.write(b"\xff" * 8)
+        file.truncate(10**9)
+    tracemalloc.start()
+    header_digest(tmp_path / "x")
+    _, most_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most_bytes < 150e6
 
 
 def test_a_file_that_cannot_grow_is_an_error() -> None:
