@@ -26,7 +26,7 @@ from autopar import _torch
 from autopar._torch import pytree
 from autopar.errors import AutoparError, first_line
 from autopar.runtime.formats.block_states import cuts_of, entries
-from autopar.runtime.formats.checkpoint_folder import VERSION, beside, clear, commit, refuse_wild_records
+from autopar.runtime.formats.checkpoint_folder import VERSION, beside, clear, commit, load_plain
 from autopar.runtime.formats.optimizer_state import read_state, ties
 from autopar.runtime.formats.shard_file import ShardPart, write_shard
 from autopar.runtime.formats.weights_export import apart
@@ -217,9 +217,7 @@ def _refuse_unloadable(what: str, value: Any) -> None:
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
-        refuse_wild_records(buffer)
-        buffer.seek(0)
-        torch.load(buffer, weights_only=True)
+        load_plain(buffer)
     except Exception as error:  # whatever pickling the caller's objects raises
         raise AutoparError(
             f"The {what} cannot be saved so that it loads without running code: {first_line(error)} Numbers, text, "

@@ -12,16 +12,17 @@ from __future__ import annotations
 import os
 import re
 import zipfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from autopar.errors import AutoparError, first_line
-from autopar.ir.files import check_keys
+from autopar.ir.files import MOST_LEVELS, check_keys
 from autopar.runtime.formats.shard_file import check_shard, header_digest
 
 VERSION = 1
@@ -191,8 +192,7 @@ def read_saved(path: Path) -> Any:
     Another program may have written the file. The checksum that `torch.save` writes shows a changed byte of a tensor.
     """
     try:
-        refuse_wild_records(path)
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        found = load_plain(path)
         _refuse_other_bytes(path)
     except Exception as error:  # whatever torch.load raises for damaged files
         raise AutoparError(
@@ -209,8 +209,41 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {said or first_line(error)}"
 
 
-def refuse_wild_records(file: Path | IO[bytes]) -> None:
-    """Raises ValueError for a file of `torch.save` whose contents may take much more memory than the file has bytes.
+def load_plain(file: Path | IO[bytes]) -> Any:
+    """The values in a file of `torch.save`, without running code from it, on the CPU.
+
+    Raises ValueError for values that take more memory than their file has bytes, or are nested more than `MOST_LEVELS`
+    levels deep; whatever `torch.load` raises for others.
+    """
+    size_bytes = _refuse_wild_records(file)
+    if not isinstance(file, Path):
+        file.seek(0)
+    found = torch.load(file, map_location="cpu", weights_only=True)
+    level = [found]
+    for _ in range(MOST_LEVELS):
+        if any(_own_bytes(x) > size_bytes for x in level):
+            raise ValueError("it has a tensor with more bytes than the file")
+        # Each once, since what is in a file may stand in many places.
+        level = [*{id(x): x for each in level for x in _inside(each)}.values()]
+    if level:
+        raise ValueError(f"it is nested more than {MOST_LEVELS} levels deep")
+    return found
+
+
+def _own_bytes(x: Any) -> int:
+    """Bytes of the memory of a plain tensor; 0 for all else."""
+    is_plain = type(x) in (Tensor, nn.Parameter) and x.is_cpu and x.layout == torch.strided
+    return x.untyped_storage().nbytes() if is_plain else 0
+
+
+def _inside(x: Any) -> Iterable[Any]:
+    if isinstance(x, dict):
+        return (*x, *x.values())
+    return x if isinstance(x, (list, tuple, set)) else ()
+
+
+def _refuse_wild_records(file: Path | IO[bytes]) -> int:
+    """The bytes of a file of `torch.save`. Raises ValueError where what it has may take much more memory.
 
     torch.save packs nothing; packed records, or several over the same bytes, could fill any memory. So could a
     bytearray, which `torch.load` makes of any size that a file names.
@@ -226,6 +259,7 @@ def refuse_wild_records(file: Path | IO[bytes]) -> None:
                 del record.CRC  # a file may have no checksums; else they are compared later
                 if _BYTEARRAY.search(records.read(record)):
                     raise ValueError("it has a bytearray, which could be of any size; bytes can be saved")
+    return int(size_bytes)
 
 
 def _refuse_other_bytes(path: Path) -> None:
@@ -237,8 +271,7 @@ def _refuse_other_bytes(path: Path) -> None:
 
 def _state(path: Path) -> dict[str, Any]:
     """The contents of `state.pt`. Raises AutoparError for another version; other errors for what is damaged."""
-    refuse_wild_records(path)
-    notes = torch.load(path, map_location="cpu", weights_only=True)
+    notes = load_plain(path)
     if notes["version"] != VERSION:
         raise OtherVersionError(
             f"{path.parent} is of version {notes['version']}, but this autopar reads version {VERSION}."

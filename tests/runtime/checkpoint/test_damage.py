@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import zipfile
@@ -220,12 +221,32 @@ def test_a_file_with_code_is_refused_without_torchs_advice_to_run_it(saved: Path
         assert "posix" in said and "weights_only" not in said and "\n" not in said
 
 
+class Wide:
+    """A few bytes of a file, of which torch.load makes a tensor of four million."""
+
+    def __reduce__(self) -> Any:
+        return torch.Tensor, (10**6,)
+
+
+def nested(levels: int) -> list[Any]:
+    return functools.reduce(lambda inside, _: [inside], range(levels), [])
+
+
+def test_a_value_is_saved_as_deep_as_it_is_loaded(saved: Path) -> None:
+    with pytest.raises(autopar.AutoparError, match=r"'x' cannot be saved .* it is nested more than 100 levels deep"):
+        save_checkpoint(saved, make(), x=nested(101))
+    save_checkpoint(saved, make(), x=nested(90))
+    assert load_checkpoint(saved, make())["x"] == nested(90)
+
+
 FORGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "options": (lambda notes: notes.update(groups=[(notes["groups"][0][0], "x")]), "its field 'groups' has values of"),
     "values": (lambda notes: notes["values"].update({"0.bias": 3}), "its field 'values' has values of other kinds"),
     "no values": (lambda notes: notes["values"].pop("0.bias"), "tensors of the optimizer but no values for 0.bias"),
     "sizes": (lambda notes: notes.update(files={"shard-00001.safetensors": "x"}), "its field 'files' has values of"),
     "extra": (lambda notes: notes.update(extra="x"), "its field 'extra' has values of other kinds"),
+    "depth": (lambda notes: notes["extra"].update(x=nested(101)), "it is nested more than 100 levels deep"),
+    "width": (lambda notes: notes["extra"].update(x=Wide()), "it has a tensor with more bytes than the file"),
 }
 
 
