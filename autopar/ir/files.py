@@ -21,7 +21,8 @@ from typing import IO, Any, NoReturn
 
 from autopar.errors import AutoparError, did_you_mean
 
-MOST_BYTES = 64 * 2**20  # of a file that is read whole; plans of the largest models have a few megabytes
+# Of a file that is read whole. Plans of the largest models have a few megabytes; values take up to 22 times as much.
+MOST_BYTES = 32 * 2**20
 # Our own files have about ten levels; Python itself gives up at a thousand.
 MOST_LEVELS = 100
 OTHERS_WRITE = 0o022  # permissions by which the group and everyone else write a file
