@@ -30,9 +30,10 @@ from autopar.errors import CaptureError
 __all__ = [
     "TreeSpec",
     "are_inside",
+    "changeable_in",
+    "contents_of",
     "keystr",
     "read_tree",
-    "objects_in",
     "register_container",
     "register_objects",
     "register_pytree_node",
@@ -198,10 +199,18 @@ def _refuse_met(x: Any, place: str, met: dict[int, Any]) -> None:
     met[id(x)] = x
 
 
-def objects_in(tree: Any) -> list[Any]:
-    """The objects in a tree whose classes `register_objects` has made containers, also those inside of others."""
-    found = [x for x in tree_leaves(tree, is_leaf=lambda x: type(x) in _OBJECTS) if type(x) in _OBJECTS]
-    return found + [inner for x in found for inner in objects_in(vars(x))]
+def changeable_in(tree: Any) -> list[Any]:
+    """The lists, dicts and objects in a tree, also those inside of others; objects of classes of `register_objects`."""
+    own = [tree] if isinstance(tree, (list, dict)) or type(tree) in _OBJECTS else []
+    inner = [] if tree_is_leaf(tree) else _children(tree)
+    return own + [x for child in inner for x in changeable_in(child)]
+
+
+def contents_of(x: Any) -> dict[Any, Any]:
+    """What a list, a dict or an object holds now, by place, key or name."""
+    if isinstance(x, list):
+        return dict(enumerate(x))
+    return dict(x if isinstance(x, dict) else vars(x))
 
 
 def _register_object(kind: type) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from autopar import _torch
 from autopar._torch import BatchNormBase, pytree
-from autopar.capture.checks import refusing_changed_objects
+from autopar.capture.checks import refusing_changed_arguments
 from autopar.capture.float8 import rounded_products
 from autopar.ir import MixedPrecision
 
@@ -35,7 +35,7 @@ def call_cast(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], p
     dtype = dtype_of(policy.param_dtype)
     parameters = {name: p.to(dtype) for name, p in cast_parameters(model)}
     args, kwargs = _cast((args, kwargs), dtype)
-    with rounded_products(model, parameters, policy), refusing_changed_objects((args, kwargs)):
+    with rounded_products(model, parameters, policy), refusing_changed_arguments((args, kwargs)):
         result = _torch.call_with(model, parameters, args, kwargs)
     return result if policy.output_dtype is None else _cast(result, dtype_of(policy.output_dtype))
 

@@ -123,18 +123,18 @@ def plain_name(name: str) -> str:
 
 
 @contextlib.contextmanager
-def refusing_changed_objects(arguments: Any) -> Iterator[None]:
-    """Raises CaptureError if a forward or loss inside sets or deletes attributes of an object among its arguments."""
-    before = [(x, dict(vars(x))) for x in pytree.objects_in(arguments)]
+def refusing_changed_arguments(arguments: Any) -> Iterator[None]:
+    """Raises CaptureError if a forward or loss changes what an object, dict or list among its arguments holds."""
+    before = [(x, pytree.contents_of(x)) for x in pytree.changeable_in(arguments)]
     yield
-    for x, attributes in before:
-        after = vars(x)
-        names = [n for n in {**attributes, **after} if attributes.get(n, _ABSENT) is not after.get(n, _ABSENT)]
+    for x, held in before:
+        after, kind = pytree.contents_of(x), type(x).__name__
+        names = [n for n in {**held, **after} if held.get(n, _ABSENT) is not after.get(n, _ABSENT)]
         if names:
+            place = f"[{names[0]!r}] of a {kind}" if isinstance(x, (list, dict)) else f"{kind}.{names[0]}"
             raise CaptureError(
-                f"The forward or loss sets or deletes {type(x).__name__}.{names[0]} of its argument, and a captured "
-                "program does not do that again. Return the new value, or let it make an object of its own: "
-                f"copy.copy({type(x).__name__.lower()})."
+                f"The forward or loss sets or deletes {place} of its argument, and a captured program does not do that "
+                f"again. Return the new value, or let it change a copy of its own: copy.copy of the {kind}."
             )
 
 

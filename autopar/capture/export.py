@@ -30,7 +30,7 @@ from autopar.capture.checks import (
     refuse_layouts,
     refuse_numbers_from_tensors,
     refuse_trained_constants,
-    refusing_changed_objects,
+    refusing_changed_arguments,
 )
 from autopar.capture.flex import keeping_flex_attention
 from autopar.capture.forms import capturable
@@ -81,7 +81,7 @@ class _WithLoss(nn.Module):
 
     def forward(self, *batch: Any, **kwargs: Any) -> Any:
         watching_python = contextlib.nullcontext() if self.watch is None else self.watch.run()
-        with watching_python, refusing_changed_objects((batch, kwargs)):
+        with watching_python, refusing_changed_arguments((batch, kwargs)):
             results = self._run(*batch, **kwargs)
         pytree.register_objects(results)
         return results

@@ -73,7 +73,7 @@ def test_objects_that_hold_tensors_are_opened_and_others_are_not():
     assert len(pytree.tree_leaves(foreign)) == 2 and foreign.device == device
     (again,) = pytree.tree_unflatten([inner.x, 4, x], spec)
     assert (again.x, again.device, again.inner.x, again.size) == (x, device, inner.x, 4)
-    assert pytree.objects_in({"a": again}) == [again, again.inner]
+    assert pytree.changeable_in((again,)) == [again, again.inner]
     assert [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(again)[0]] == [".inner.x", ".size", ".x"]
 
 

@@ -1,6 +1,7 @@
 """Batches and results of classes of the script's own."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,7 +102,7 @@ class Doubled(Model):
 
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_a_forward_that_sets_an_attribute_of_its_argument_is_refused(precision: str | None):
-    with pytest.raises(CaptureError, match=r"sets or deletes Rows.values of its argument.*copy\.copy\(rows\)"):
+    with pytest.raises(CaptureError, match=r"sets or deletes Rows.values of its argument.*copy\.copy of the Rows"):
         autopar.compile(Doubled(), loss_fn=mean_square, precision=precision).step(rows())
 
     class Copied(Doubled):
@@ -109,6 +110,36 @@ def test_a_forward_that_sets_an_attribute_of_its_argument_is_refused(precision: 
             return super().forward(copy.copy(rows))
 
     assert autopar.compile(Copied(), loss_fn=mean_square).step(rows()).isfinite()
+
+
+CHANGES = {
+    "a new key": lambda batch, y: batch.update(y=y),
+    "a pop": lambda batch, y: batch.pop("names"),
+    "another number": lambda batch, y: batch.update(scale=batch["scale"] + 1),
+    "an append": lambda batch, y: batch["names"].append("b"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_forward_that_changes_a_dict_or_list_of_its_arguments_is_refused(change: Callable[..., object]):
+    class Changing(nn.Linear):
+        def forward(self, batch: dict[str, Any]) -> Tensor:
+            y = super().forward(batch["x"])
+            change(batch, y)
+            return y.square().mean()
+
+    class Copied(Changing):
+        def forward(self, batch: dict[str, Any]) -> Tensor:
+            return super().forward({**batch, "names": [*batch["names"]]})
+
+    def batch() -> dict[str, Any]:
+        return {"x": torch.ones(2, 4), "names": ["a"], "scale": 2}
+
+    with pytest.raises(
+        CaptureError, match=r"sets or deletes \[.*\] of a (dict|list) of its argument.*a copy of its own"
+    ):
+        autopar.compile(Changing(4, 4)).step(batch())
+    assert autopar.compile(Copied(4, 4)).step(batch()).isfinite()
 
 
 def test_a_loss_that_sets_an_attribute_of_its_target_is_refused():
