@@ -75,5 +75,5 @@ def _span(x: Tensor) -> tuple[int, int]:
 
 
 def storage_key(x: Tensor) -> int:
-    """A number that identifies a tensor's storage as long as the storage is alive."""
-    return x.untyped_storage()._cdata
+    """A number that identifies a tensor's storage while it is alive; of a sparse tensor, which has none, itself."""
+    return x.untyped_storage()._cdata if x.layout is torch.strided else id(x)

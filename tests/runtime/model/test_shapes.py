@@ -279,15 +279,16 @@ def test_programs_are_bounded_and_planned_once(two_ranks: Ranks) -> None:
 
 
 class _Odd(nn.Module):
-    """A complex parameter in shards, and a sparse buffer that training does not read."""
+    """A complex parameter in shards, and sparse buffers, of which training reads one and keeps it for backward."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.arange(16.0).reshape(4, 4).to(torch.complex64))
         self.register_buffer("heads", torch.eye(4).to_sparse(), persistent=False)
+        self.register_buffer("edges", torch.ones(4, 4).to_sparse_csr(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x.to(torch.complex64) @ self.weight).abs().square().sum()
+        return torch.sparse.mm(self.edges, (x.to(torch.complex64) @ self.weight).abs().square().T).sum()
 
 
 @captured_once()
