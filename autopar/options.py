@@ -136,9 +136,8 @@ def takes_options(*kinds: Any) -> Callable[[_F], _F]:
             unknown = next((name for name in kwargs if name not in known), None)
             if unknown is not None:
                 near = did_you_mean(unknown, known)
-                raise TypeError(
-                    f"{function.__name__}() has no argument {unknown!r}{near}; it takes {', '.join(known)}."
-                )
+                all_of_them = "its help lists them all" if near else f"it takes {', '.join(known)}"
+                raise TypeError(f"{function.__name__}() has no argument {unknown!r}{near}; {all_of_them}.")
             return function(*args, **kwargs)
 
         lines = [f"    {each.name}={each.default!r}: {each.sentence}" for each in options.values()]

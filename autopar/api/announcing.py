@@ -13,8 +13,6 @@ from rich.console import Console
 
 from autopar.ir import PIPELINE_AXIS, Plan
 from autopar.ir.note import kind_of
-from autopar.ir.recompute import words_of_recompute
-from autopar.ir.saved import words_of_saved
 from autopar.planning.planning import Prepared, why_not_again
 from autopar.runtime.ranks.all_ranks import warn_together
 from autopar.runtime.ranks.files import Files
@@ -50,8 +48,7 @@ def start_line(plan: Plan, request: Request, is_given: bool, predicted: tuple[fl
     if plan.pipeline is not None:
         words.append(f"{plan.pipeline.schedule} over {counted(plan.pipeline.stages, 'stage')}")
     words.append(_micro_batches_of(plan))
-    said = (words_of_recompute(plan.recompute), words_of_saved(plan.saved, plan.mesh))
-    words += [again for again in said if again]
+    words += plan.kept_words
     seconds, size = predicted
     return (
         f"{'; '.join(words)}: predicted {format_seconds(seconds)} a step and {format_bytes(size)} of "

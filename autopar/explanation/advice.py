@@ -14,7 +14,16 @@ from autopar.cost_model.items import TrainingState
 from autopar.cost_model.machines.cluster import Cluster
 from autopar.cost_model.steps.run import total
 from autopar.errors import AutoparError, SearchError
-from autopar.explanation.candidate_rows import AS_FAST, idle, kept_notes, largest_cause, name_of, row_of, slower
+from autopar.explanation.candidate_rows import (
+    AS_FAST,
+    idle,
+    kept_notes,
+    largest_cause,
+    name_of,
+    row_of,
+    seconds_by_cause,
+    slower,
+)
 from autopar.explanation.costs import run_of
 from autopar.explanation.explanation import Explanation, words_of_factors
 from autopar.explanation.few_layers import capture_target, tokens_of, training_state_of, with_graph
@@ -121,7 +130,8 @@ class Question:
         graph, request = self._posed[0].analysis.graph, self._posed[1]
         sequence = graph.factors.get("seq") if tokens_of(graph) is not None else None
         tokens = f", {sequence.size:,} tokens a sequence" if sequence else ""
-        asked = f"batch of {request.batch:,}{tokens}, {self.request.text}"
+        wishes = f", {self.request.text}" if self.request.text else ""
+        asked = f"batch of {request.batch:,}{tokens}{wishes}"
         return f"{self.target} on {self.cluster}, {counted(self.cluster.ranks, 'rank')}: {asked}"
 
     # --- all ways
@@ -264,12 +274,11 @@ class Question:
         }
         priced = (*explored.settings, chosen)
         meshes = {each.setting.name: str(each.setting.world_mesh) for each in priced}
-        rows = compared(explored.settings, chosen, self.bound_bytes, chosen_seconds=answer.step_seconds)
+        rows = compared(explored.settings, chosen, self.bound_bytes, found=seconds_by_cause(answer.step))
         for row in rows:
             least_seconds = known_seconds.get(meshes[row.name], 0.0) * (1 + AS_FAST)
             if row.step_seconds > least_seconds or not (row.fits or row.chosen):
-                why_not = row.why_not or slower(row.step_seconds, answer.step_seconds)
-                yield replace(row, chosen=False, why_not=why_not)
+                yield replace(row, chosen=False, why_not=row.why_not or slower(row.step_seconds, answer.step_seconds))
 
     def _planned(self, planned: Planned, best: Explanation) -> Candidate:
         """A plan on another mesh as a row of the comparison."""
@@ -452,7 +461,7 @@ class Question:
         return replace(kept, best=first.priced.setting.name, best_seconds=other_seconds)
 
     def _in_larger(self, explored: Explored, chosen: PricedCandidate, answer: Explanation) -> Iterator[Change]:
-        """The larger memories with which a setting is faster that does not fit today.
+        """The larger memories with which a setting is faster that does not fit today, nor into the one before.
 
         A setting that fits today is no news of more memory, even where its estimate is lower.
         """
@@ -464,8 +473,7 @@ class Question:
                 seconds = self.on(request)._seconds_of(first, best_seconds)
                 if seconds < best_seconds:
                     best, best_seconds = first.priced.setting, seconds
-            if best_seconds < answer.step_seconds:  # what fits into less fits into more
-                yield Change(what, answer.step_seconds, best.name, best_seconds)
+                    yield Change(what, answer.step_seconds, best.name, best_seconds)
 
     def _seconds_of(self, first: Promise, known_seconds: float) -> float:
         """Seconds of the best plan for a setting; infinite where none fits and takes less than is known."""

@@ -9,7 +9,6 @@ from autopar.cost_model.steps.step import Step
 from autopar.explanation.explanation import Explanation
 from autopar.ir import Plan
 from autopar.ir.note import kind_of
-from autopar.ir.recompute import words_of_recompute
 from autopar.pipeline.simulation import Simulation
 from autopar.search.candidates.causes import where_time_goes
 from autopar.units import counted
@@ -45,7 +44,7 @@ def name_of(plan: Plan) -> str:
         chunks = f" of {pipeline.chunks} chunks" if pipeline.chunks > 1 else ""
         words.append(f"{pipeline.schedule}{chunks}")
     words.append(counted(plan.micro_batches, "micro-batch"))
-    words += [again] if (again := words_of_recompute(plan.recompute)) else []
+    words += plan.kept_words
     return ", ".join(words)
 
 
@@ -77,5 +76,10 @@ def row_of(found: Explanation, name: str, binds: str, why_not: str) -> Candidate
 
 
 def largest_cause(step: Step) -> str:
-    causes = where_time_goes(step)
+    causes = seconds_by_cause(step)
     return max(causes, key=lambda name: causes[name])
+
+
+def seconds_by_cause(step: Step) -> dict[str, float]:
+    """The seconds of a step by what they are spent on; they add up to the step."""
+    return {name: float(seconds) for name, seconds in where_time_goes(step).items()}

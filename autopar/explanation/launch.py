@@ -36,7 +36,7 @@ def asked(e: Explanation, model: str) -> tuple[tuple[str, str], ...]:
 
     Returns:
         The model, the batch, the length of a sequence, the cluster, the precision, the bound on memory, and
-        the constraints that were expressed.
+        the constraints that were expressed, if any.
     """
     return tuple(_asked(e, model))
 
@@ -49,7 +49,7 @@ def _asked(e: Explanation, model: str) -> Iterator[tuple[str, str]]:
     yield "cluster", f"{e.place}, {counted(e.ranks, 'rank')}"
     yield "precision", _precision(e)
     yield "memory bound", _bound(e)
-    if e.request is not None:
+    if e.request is not None and e.request.text:
         yield "constraints", e.request.text
 
 
@@ -60,7 +60,7 @@ def _batch(graph: Graph, micro_batches: int, meeting: Meeting | None) -> str:
     whole = f"{size * micro_batches:,} samples"
     if meeting is not None:
         whole = f"{size * micro_batches * meeting.replicas:,} samples, {size * micro_batches:,} of each replica"
-    return whole if micro_batches == 1 else f"{whole}, {micro_batches} micro-batches of {size:,}"
+    return whole if micro_batches == 1 else f"{whole}, {micro_batches} micro-batches of {size:,} on all ranks"
 
 
 def _precision(e: Explanation) -> str:

@@ -25,8 +25,6 @@ from autopar.explanation.report import collectives, described
 from autopar.explanation.what_would_change import Change
 from autopar.ir import Graph, Tier, with_pipeline
 from autopar.ir.note import kind_of
-from autopar.ir.recompute import words_of_recompute
-from autopar.ir.saved import words_of_saved
 from autopar.search.request.notes import guessed_lines, unruled_lines
 from autopar.units import counted, format_bytes, format_seconds
 from autopar.views import BlockNode, Formula, Page, RooflinePoint
@@ -183,8 +181,7 @@ def _event_document(event: Event) -> dict[str, Any]:
 
 def _subtitle(e: Explanation) -> str:
     stages = _stages_in_words(e)
-    said = (words_of_recompute(e.plan.recompute), words_of_saved(e.plan.saved, e.plan.mesh))
-    again = "".join(f", {words}" for words in said if words)
+    again = "".join(f", {words}" for words in e.plan.kept_words)
     batches = counted(int(e.run.micro_batches), "micro-batch")
     mesh = e.plan.world_mesh
     if e.plan.pipeline is None and e.run.stages > 1:

@@ -19,8 +19,6 @@ from autopar.ir import EXCHANGED, Graph, Mesh, Op, Plan, owner_of
 from autopar.ir.layout import format_layout
 from autopar.ir.op import result_layouts
 from autopar.ir.parameter_plan import PARAMETER_WORDS
-from autopar.ir.recompute import words_of_recompute
-from autopar.ir.saved import words_of_saved
 from autopar.search.request.notes import place_of
 from autopar.units import counted, format_bytes, format_seconds
 from autopar.views.terminal import Screen
@@ -47,8 +45,7 @@ def headline(plan: Plan) -> Text:
     ranks = counted(mesh.ranks, "rank")
     batches = f", {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
     schedule = f", {plan.pipeline.schedule}" if plan.pipeline else ""
-    said = (words_of_recompute(plan.recompute), words_of_saved(plan.saved, plan.mesh))
-    again = "".join(f", {words}" for words in said if words)
+    again = "".join(f", {words}" for words in plan.kept_words)
     text = Text(f"Plan for {ranks} as {mesh}", style="bold")
     return text.append(
         f"  recipe {plan.recipe_in_use}{schedule}{batches}{again}, model {plan.fingerprint}", style="not bold dim"
@@ -198,7 +195,7 @@ class CollectiveTotal:
         carries: "activation", "parameter" or "gradient".
         phase: "forward", "backward", or "once" a step.
         tensors: what they move, the layers folded.
-        count: number of messages in a step, before small ones share a bucket.
+        count: number of tensors that they move in a step; those of small tensors share a bucket.
         traffic_bytes: bytes sent in a step.
         seconds: their duration in a step, if nothing hid them.
     """
@@ -254,10 +251,10 @@ _WHEN = {"once": "once a step", "meet": "when replicas synchronise, a step's sha
 
 def collective_table(step: Step) -> Table:
     """A table of the collectives of a step: their places, and the cost of each kind."""
-    title = "Collectives of a step (before anything hides them)"
+    title = "Collectives of a step (before anything hides them, or small tensors share a bucket)"
     table = Table(title=title, title_justify="left", show_edge=False)
-    for column in ("along", "collective", "of", "when", "count", "sent", "time"):
-        right = column in ("count", "sent", "time")
+    for column in ("along", "collective", "of", "when", "tensors", "sent", "time"):
+        right = column in ("tensors", "sent", "time")
         table.add_column(column, justify="right" if right else "left", overflow="fold")
     for each in collectives(step):
         when = _WHEN.get(each.phase, each.phase)

@@ -304,7 +304,7 @@ class SimulatedStep(ExecutedStep):
     def _is_what(self) -> str:
         p = self.pipeline
         chunks = f", {p.chunks} stages a rank" if p.chunks > 1 else ""
-        again = f", {words}" if (words := words_of_recompute(self.plan.recompute)) else ""
+        again = f", {words}" if (words := words_of_recompute(self.plan.recompute, p.stages)) else ""
         return (
             f"pp={p.ranks} runs {p.stages} stages by {p.schedule}{chunks}, "
             f"{counted(self.plan.micro_batches, 'micro-batch')}{again}; stages begin at "

@@ -108,8 +108,8 @@ from autopar.ir.plan_reading import (
     wrong_version,
 )
 from autopar.ir.precision import MixedPrecision
-from autopar.ir.recompute import Recompute, check_recompute, format_recompute, recompute_json
-from autopar.ir.saved import SavedLayout, parse_saved
+from autopar.ir.recompute import Recompute, check_recompute, format_recompute, recompute_json, words_of_recompute
+from autopar.ir.saved import SavedLayout, parse_saved, words_of_saved
 from autopar.ir.tier import format_place
 from autopar.units import counted
 
@@ -251,6 +251,13 @@ class Plan:
     def _bare(self) -> str:
         """The text without remarks."""
         return "\n".join(self._lines({}))
+
+    @property
+    def kept_words(self) -> tuple[str, ...]:
+        """Clauses for reports: what is recomputed in backward, and what is kept in slices or on the host until it."""
+        stages = self.pipeline.stages if self.pipeline else 1
+        said = (words_of_recompute(self.recompute, stages), words_of_saved(self.saved, self.mesh))
+        return tuple(words for words in said if words)
 
     @property
     def world_mesh(self) -> Mesh:

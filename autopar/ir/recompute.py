@@ -191,15 +191,22 @@ def recomputed_blocks(recompute: Recompute, blocks: int) -> int:
     return 0 if recompute == "none" else blocks
 
 
-def words_of_recompute(recompute: Recompute) -> str:
-    """A clause for reports about the blocks or ops that are recomputed in backward; "" for none."""
+def words_of_recompute(recompute: Recompute, stages: int = 1) -> str:
+    """A clause for reports about the blocks or ops that are recomputed in backward; "" for none.
+
+    Args:
+        recompute: the recomputation of a plan.
+        stages: number of its pipeline stages; with several, a number of blocks is that of each stage.
+
+    >>> words_of_recompute(3), words_of_recompute(3, stages=2)
+    ('the first 3 blocks recomputed in backward', 'the first 3 blocks of every stage recomputed in backward')
+    """
     if isinstance(recompute, Selection):
         return _words_of_selection(recompute)
     if isinstance(recompute, str):
         return "all layers recomputed in backward" if recompute == "full" else ""
-    if recompute == 1:
-        return "the first block of every stage recomputed in backward"
-    return f"the first {recompute} blocks of every stage recomputed in backward"
+    count = "block" if recompute == 1 else f"{recompute} blocks"
+    return f"the first {count}{' of every stage' if stages > 1 else ''} recomputed in backward"
 
 
 def _words_of_selection(selection: Selection) -> str:

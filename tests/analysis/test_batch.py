@@ -206,7 +206,7 @@ def test_without_a_batch_to_split_the_error_says_what_one_is():
     with pytest.raises(SearchError) as error:
         planned(Hand(), torch.zeros(6, 4, 8).double())
     message = str(error.value)
-    assert "ddp splits nothing along dp=2: it asks for 'batch split, " in message
+    assert "ddp splits nothing of this model: it asks for 'batch split, " in message
     assert "Here the batch is dim 0 of x (size 6). It is dim 0 of an input, unless all ops" in message
     assert "batch_first=True" in message and "or take the recipe 'auto'" in message
 

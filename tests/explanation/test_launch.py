@@ -37,7 +37,7 @@ def explained() -> Explanation:
 def test_the_question_is_stated(explained: Explanation) -> None:
     said = dict(asked(explained, "llama"))
     assert said["model"] == "llama"
-    assert said["batch"] == "32 samples, 2 micro-batches of 16"
+    assert said["batch"] == "32 samples, 2 micro-batches of 16 on all ranks"
     assert said["sequence"] == "32 tokens"
     assert said["cluster"] == "h100x8x2, 16 ranks"
     assert said["memory bound"] == "80.7 GB a rank: 84.9 GB less 5 % headroom"
@@ -141,7 +141,7 @@ def test_a_plan_with_files_is_launched_with_a_folder(explained: Explanation) -> 
 def test_the_page_shows_both(explained: Explanation) -> None:
     page = page_of(explained, "llama")
     html = to_html(page)
-    assert "32 samples, 2 micro-batches of 16" in html and "torchrun --nnodes 2" in html
+    assert "32 samples, 2 micro-batches of 16 on all ranks" in html and "torchrun --nnodes 2" in html
     assert page.document["asked"] == dict(page.asked)
     assert page.document["launch"] == list(page.launch)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autopar.cost_model.breakdown import Candidate
@@ -25,14 +25,16 @@ def compared(
     chosen: PricedCandidate | None,
     bound_bytes: float,
     count: int = 12,
-    chosen_seconds: float | None = None,
+    found: Mapping[str, float] | None = None,
 ) -> tuple[Candidate, ...]:
     """The chosen setting and the best others, in at most `count` rows, with reasons why the others were not chosen.
 
     There is one row for each mesh, recipe and recomputation. Settings that need too much memory come last: only those
-    faster than the chosen one, or all of them if none is faster. Percentages compare with `chosen_seconds`, the seconds
-    of the chosen setting's plan; by default with its estimate.
+    faster than the chosen one, or all of them if none is faster. Reasons compare with `found`, the seconds of the plan
+    that the search has found by their cause; by default with the estimate of the chosen setting.
     """
+    if found is None and chosen is not None:
+        found = chosen.parts
     best = _best_of_every_kind(priced, bound_bytes)
     fitting = [each for each in best if each.memory_bytes <= bound_bytes]
     too_large = [each for each in best if each.memory_bytes > bound_bytes]
@@ -44,7 +46,7 @@ def compared(
         replace(
             each.candidate(bound_bytes),
             chosen=each is chosen,
-            why_not=why_not(each, chosen, bound_bytes, chosen_seconds),
+            why_not="" if each is chosen else why_not(each, found, bound_bytes),
         )
         for each in listed
     )
@@ -59,38 +61,39 @@ def _best_of_every_kind(priced: Sequence[PricedCandidate], bound_bytes: float) -
     return list(kept.values())
 
 
-def why_not(
-    each: PricedCandidate, chosen: PricedCandidate | None, bound_bytes: float, chosen_seconds: float | None = None
-) -> str:
-    """Words for the disadvantages of a setting against the chosen one; "" for the chosen one itself."""
-    if each is chosen:
-        return ""
+def why_not(each: PricedCandidate, found: Mapping[str, float] | None, bound_bytes: float) -> str:
+    """Words for the disadvantages of a setting against a plan, of which `found` has the seconds by cause."""
     words = []
     if each.memory_bytes > bound_bytes:
         words.append(f"{(each.memory_bytes - bound_bytes) / 1e9:.1f} GB too much")
-    if chosen is not None:
-        words.append(_against(each, chosen, chosen_seconds or chosen.seconds))
+    if found is not None:
+        words.append(_against(each, found))
     return "; ".join(words)
 
 
-def _against(each: PricedCandidate, chosen: PricedCandidate, chosen_seconds: float) -> str:
-    """Words such as `4.1 % slower: 120 ms more along tp, 80 ms less elsewhere`, with the causes that differ most."""
-    slower = each.seconds / chosen_seconds - 1
-    if abs(slower) < 5e-5:
+def _against(each: PricedCandidate, found: Mapping[str, float]) -> str:
+    """Words such as `4.1 % slower: 120 ms more along tp, 80 ms less elsewhere`.
+
+    They name the causes that differ most, up to three, until all others make up less than a tenth of the difference.
+    """
+    found_seconds = sum(found.values())
+    difference = each.seconds - found_seconds
+    if abs(difference) < 5e-5 * found_seconds:
         return "as fast"
-    words = f"{100 * abs(slower):.1f} % {'slower' if slower > 0 else 'faster'}"
-    names = dict.fromkeys((*each.parts, *chosen.parts))
-    changes = {name: each.parts.get(name, 0.0) - chosen.parts.get(name, 0.0) for name in names}
-    sign = 1 if slower > 0 else -1
-    reasons = sorted((n for n in names if sign * changes[n] > 0), key=lambda n: -sign * changes[n])
-    weighty = [n for n in reasons[:2] if abs(changes[n]) > 0.1 * abs(each.seconds - chosen.seconds)]
-    said, rest = [], each.seconds - chosen_seconds
-    for name in weighty:
-        rest -= changes[name]
-        # what hides comes off a step, so that a step is longer by what hides less
-        hides = max(each.parts.get(name, 0.0), chosen.parts.get(name, 0.0)) <= 0
-        more = "more" if (sign > 0) != hides else "less"
-        said.append(f"{format_seconds(abs(changes[name]))} {more} {name}")
-    if sign * rest < 0 and abs(rest) > 0.1 * abs(each.seconds - chosen_seconds):
-        said.append(f"{format_seconds(abs(rest))} {'less' if sign > 0 else 'more'} elsewhere")
+    changes = {name: each.parts.get(name, 0.0) - found.get(name, 0.0) for name in (*each.parts, *found)}
+    sign = 1 if difference > 0 else -1
+    said, rest = [], difference
+    for name in sorted(changes, key=lambda n: -sign * changes[n])[:3]:
+        if sign * changes[name] > 0.1 * abs(difference) and sign * rest > 0.1 * abs(difference):
+            rest -= changes[name]
+            # what hides comes off a step, so that a step is longer by what hides less
+            hides = max(each.parts.get(name, 0.0), found.get(name, 0.0)) <= 0
+            said.append(_more(changes[name], name, hides))
+    if said and abs(rest) > 0.1 * abs(difference):
+        said.append(_more(rest, "elsewhere", False))
+    words = f"{100 * abs(difference) / found_seconds:.1f} % {'slower' if sign > 0 else 'faster'}"
     return f"{words}: {', '.join(said)}" if said else words
+
+
+def _more(seconds: float, where: str, hides: bool) -> str:
+    return f"{format_seconds(abs(seconds))} {'more' if (seconds > 0) != hides else 'less'} {where}"

@@ -20,7 +20,7 @@ from autopar.search.exact.search import meshes_of
 from autopar.search.refine.buckets import usual_seconds
 from autopar.search.request.recipe_rows import RecipeLike
 from autopar.search.request.recipes import is_open, recipe_axes
-from autopar.search.request.refusals import Refusal
+from autopar.search.request.refusals import Refusal, ruled_out
 from autopar.search.request.request import Request
 from autopar.search.stages.given import Planned
 from autopar.search.stages.pipeline_settings import divisors, searched_chunks
@@ -302,7 +302,7 @@ def closed_forms(space: SettingEstimator, request: Request) -> tuple[PricedCandi
     if not found:
         raise SearchError(
             f"None is left of the {len(_every(space, request))} ways to lay the model on {space.cluster}: "
-            f"{request.text} rule out all of them. Drop one of them."
+            + ruled_out(request, "all of them")
         )
     return found
 

@@ -64,7 +64,7 @@ def check_used(graph: Graph, plan: Plan, recipes: Sequence[Recipe]) -> None:
         if _shards_parameters(plan, recipe, position):
             continue
         if not any(choice.splits and _is_own(graph, recipe, choice) for choice in split):
-            words = f"The recipe {recipe.name} splits nothing along {axis}={size}: {_splittable(graph, recipe)}"
+            words = _splits_nothing(graph, recipe, f"{axis}={size}")
             raise SearchError(words if _own(recipe) else _about_batch(graph, words, axis, size))
 
 
@@ -106,7 +106,7 @@ def _is_own(graph: Graph, recipe: Recipe, choice: Choice) -> bool:
     return not own or (factor is not None and any(kind(factor.roles) for kind in own))
 
 
-def _splittable(graph: Graph, recipe: Recipe) -> str:
+def _splits_nothing(graph: Graph, recipe: Recipe, axis: str) -> str:
     choices = ChoiceFilter(graph, recipe)
     kinds = _own(recipe) or (*recipe.must, *recipe.products_must)
     sizes = {
@@ -117,5 +117,7 @@ def _splittable(graph: Graph, recipe: Recipe) -> str:
     }
     listed = ", ".join(f"{name} of size {size}" for name, size in sorted(sizes)[:4])
     if listed:
-        return f"it splits {listed}, in addition to what the other axes split."
-    return f"it asks for {recipe.meaning!r}, but no op of this model can run like that."
+        found = f"it splits {listed}, in addition to what the other axes split."
+        return f"The recipe {recipe.name} splits nothing along {axis}: {found}"
+    found = f"it asks for {recipe.meaning!r}, but no op of this model can run like that."
+    return f"The recipe {recipe.name} splits nothing of this model: {found}"

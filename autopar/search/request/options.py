@@ -216,11 +216,11 @@ class PlanOptions:
 
     @property
     def text(self) -> str:
-        """The user's constraints, written as options of the command line."""
+        """The user's constraints, written as options of the command line; "" without any."""
         words = [
             text for name, each in _OPTIONS.items() if each.is_constraint for text in each.words(getattr(self, name))
         ]
-        return ", ".join(words) or "the model's sizes"
+        return ", ".join(words)
 
     @property
     def inside(self) -> RecipeLike:

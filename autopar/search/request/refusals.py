@@ -57,15 +57,21 @@ def _listed(least: Mapping[Mesh, MemoryBoundError]) -> str:
     return ", ".join([*needs[:_MOST_LISTED], *more])
 
 
+def ruled_out(request: Request, what: str) -> str:
+    """Sentences about what leaves nothing to choose: `--mesh dp=3 rule out every mesh. Drop one of them.`"""
+    wishes = request.text
+    return f"{wishes} rule out {what}. Drop one of them." if wishes else f"The model's sizes rule out {what}."
+
+
 def _reasons(request: Request, refusals: Sequence[Refusal]) -> list[str]:
-    """A line for each reason, with the first mesh that it rules out."""
+    """A line for each reason, with the first mesh that it rules out where there are several."""
     first: dict[str, Mesh] = {}
     for mesh, error in refusals:
         first.setdefault(str(error), mesh)
-    lines = [f"{mesh}: {text}" for text, mesh in first.items()]
+    lines = list(first) if len(first) == 1 else [f"{mesh}: {text}" for text, mesh in first.items()]
     hidden = len(lines) - _MOST_LISTED
     more = [f"And {counted(hidden, 'other reason')} on other meshes."] * (hidden > 0)
-    nothing = f"{request.text} rule out every mesh. Drop one of them."
+    nothing = ruled_out(request, "every mesh")
     return [*lines[:_MOST_LISTED], *more] or [nothing]
 
 

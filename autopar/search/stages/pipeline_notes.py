@@ -28,7 +28,7 @@ def notes_of(best: Priced, others: Sequence[Priced]) -> Iterator[str]:
         share = best.simulation.bubble_fraction
         idle = f"; ranks idle {100 * share:.1f} % of the schedule, and hold {held}"
     else:
-        again = f", {words}" if (words := words_of_recompute(best.plan.recompute)) else ""
+        again = f", {words}" if (words := words_of_recompute(best.plan.recompute, pipeline.stages)) else ""
         what, idle = (
             "predicted step",
             f"; a rank holds {held} with {counted(best.plan.micro_batches, 'micro-batch')}{again}",

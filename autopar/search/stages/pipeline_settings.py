@@ -41,7 +41,7 @@ class Setting:
     def __str__(self) -> str:
         s = self.shape
         chunks = f" of {s.chunks} chunks" if s.chunks > 1 else ""
-        again = f", {words}" if (words := words_of_recompute(self.recompute)) else ""
+        again = f", {words}" if (words := words_of_recompute(self.recompute, s.stages)) else ""
         return f"{s.schedule}{chunks}, {counted(s.micro_batches, 'micro-batch')}{again}"
 
 

@@ -141,19 +141,36 @@ def test_more_memory_is_never_slower(priced):
     assert best == sorted(best, reverse=True)
 
 
-def test_reasons_name_what_is_larger():
-    chosen = priced_at(seconds=1.0, compute=0.9, **{"along dp": 0.1})
-    slow = priced_at(tp=2, seconds=1.2, compute=0.8, **{"along tp": 0.4})
-    assert why_not(slow, chosen, 100) == "20.0 % slower: 400 ms more along tp, 200 ms less elsewhere"
-    assert why_not(chosen, chosen, 100) == ""
+@pytest.mark.parametrize(
+    ("found", "other", "words"),
+    [
+        (
+            {"compute": 0.9, "along dp": 0.1},
+            {"compute": 0.8, "along tp": 0.4},
+            "20.0 % slower: 400 ms more along tp, 200 ms less elsewhere",
+        ),
+        (
+            {"compute": 1.2, "hidden behind compute": -0.2},
+            {"compute": 1.2},
+            "20.0 % slower: 200 ms less hidden behind compute",
+        ),
+        (
+            {"compute": 1.0},
+            {"compute": 1.05, "along tp": 0.1, "along dp": 0.07, "host": 0.06},
+            "28.0 % slower: 100 ms more along tp, 70.0 ms more along dp, 60.0 ms more host, 50.0 ms more elsewhere",
+        ),
+        ({"compute": 1.0}, {"compute": 1.00001}, "as fast"),
+    ],
+)
+def test_reasons_add_up(found: dict[str, float], other: dict[str, float], words: str) -> None:
+    assert why_not(priced_at(seconds=sum(other.values()), **other), found, 100) == words
+
+
+def test_memory_that_is_missing_comes_first():
     fast = priced_at("ddp", seconds=0.9, memory_bytes=3e9, compute=0.9)
-    assert why_not(fast, chosen, 1e9) == "2.0 GB too much; 10.0 % faster: 100 ms less along dp"
-
-
-def test_what_hides_less_makes_a_step_longer():
-    chosen = priced_at(seconds=1.0, compute=1.2, **{"hidden behind compute": -0.2})
-    slow = priced_at(tp=2, seconds=1.2, compute=1.2)
-    assert why_not(slow, chosen, 100) == "20.0 % slower: 200 ms less hidden behind compute"
+    assert (
+        why_not(fast, {"compute": 0.9, "along dp": 0.1}, 1e9) == "2.0 GB too much; 10.0 % faster: 100 ms less along dp"
+    )
 
 
 def test_the_comparison_ends_with_what_more_memory_would_buy(priced):

@@ -55,6 +55,6 @@ def test_every_other_reason_is_a_line_once() -> None:
     request = Request(TOY, ranks=4)
     meshes = [Mesh.of({"dp": 4}), Mesh.of({"tp": 4}), Mesh.of({"dp": 2, "tp": 2})]
     found = refusal_of_all(request, [(mesh, RecipeError("It is ruled out.")) for mesh in meshes])
-    assert str(found) == "No plan on 4 ranks.\ndp=4: It is ruled out."
+    assert str(found) == "No plan on 4 ranks.\nIt is ruled out."
     many = [(meshes[0], SearchError(f"Reason {i}.")) for i in range(7)]
     assert str(refusal_of_all(request, many)).endswith("Reason 4.\nAnd 2 other reasons on other meshes.")
