@@ -46,7 +46,7 @@ from autopar.pipeline.composed import composed, step_of
 from autopar.planning.layers import spoken_of_all_layers
 from autopar.planning.planning import Prepared, part_of, search_step
 from autopar.search.candidates.candidates import SettingEstimator
-from autopar.search.candidates.comparison import compared, smallest
+from autopar.search.candidates.comparison import ELSEWHERE, compared, smallest
 from autopar.search.candidates.request_filters import check_closed_form, expand_pins, has_closed_form
 from autopar.search.candidates.settings import ClusterSetting, PricedCandidate
 from autopar.search.candidates.trials import Explored, Searched, closed_forms, depths_of, space_of
@@ -274,7 +274,9 @@ class Question:
         }
         priced = (*explored.settings, chosen)
         meshes = {each.setting.name: str(each.setting.world_mesh) for each in priced}
-        rows = compared(explored.settings, chosen, self.bound_bytes, found=seconds_by_cause(answer.step))
+        parts = chosen.parts if answer.simulated else seconds_by_cause(answer.step)
+        causes = {**parts, ELSEWHERE: answer.step_seconds - sum(parts.values())}
+        rows = compared(explored.settings, chosen, self.bound_bytes, found=causes)
         for row in rows:
             least_seconds = known_seconds.get(meshes[row.name], 0.0) * (1 + AS_FAST)
             if row.step_seconds > least_seconds or not (row.fits or row.chosen):

@@ -67,10 +67,14 @@ def _precision(e: Explanation) -> str:
     states = _states(e.run.training_state)
     if e.plan.precision is not None:
         return f"{e.plan.precision}; states of {e.run.training_state.optimizer.name}"
+    return f"parameters of {_parameter_bytes(e)} bytes; {states}"
+
+
+def _parameter_bytes(e: Explanation) -> int:
+    """Bytes of an element of the parameters that are trained, the smallest where they differ."""
     parameters = [e.graph.tensors[t] for t in e.graph.parameters.values()]
     trained = [t for t in parameters if t.needs_grad] or parameters  # a frozen base may have other formats
-    sizes = [t.itemsize_bytes for t in trained]
-    return f"parameters of {min(sizes, default=4)} bytes; {states}"
+    return min((t.itemsize_bytes for t in trained), default=4)
 
 
 def _states(state: TrainingState) -> str:
@@ -194,6 +198,8 @@ def _comments(e: Explanation) -> Iterator[str]:
     """Comments above a call, for settings that the call itself cannot express."""
     if not e.graph.layer_count:
         return
+    if e.plan.precision is None and _parameter_bytes(e) == 2:
+        yield "a model with parameters of 2 bytes was planned: model.to(torch.bfloat16) makes them so"
     pins = e.request.pins.items() if e.request else ()
     rest = PlanOptions(pins={name: pin for name, pin in pins if is_intent(pin)})
     if rest.pins:

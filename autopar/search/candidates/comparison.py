@@ -9,6 +9,8 @@ from autopar.cost_model.breakdown import Candidate
 from autopar.search.candidates.settings import PricedCandidate
 from autopar.units import format_seconds
 
+ELSEWHERE = "elsewhere"  # seconds of all causes without a name
+
 
 def best_that_fits(priced: Sequence[PricedCandidate], bound_bytes: float) -> PricedCandidate | None:
     """The fastest setting within the memory of a rank; `priced` is sorted by time."""
@@ -83,14 +85,14 @@ def _against(each: PricedCandidate, found: Mapping[str, float]) -> str:
     changes = {name: each.parts.get(name, 0.0) - found.get(name, 0.0) for name in (*each.parts, *found)}
     sign = 1 if difference > 0 else -1
     said, rest = [], difference
-    for name in sorted(changes, key=lambda n: -sign * changes[n])[:3]:
+    for name in sorted(changes.keys() - {ELSEWHERE}, key=lambda n: (-sign * changes[n], n))[:3]:
         if sign * changes[name] > 0.1 * abs(difference) and sign * rest > 0.1 * abs(difference):
             rest -= changes[name]
             # what hides comes off a step, so that a step is longer by what hides less
             hides = max(each.parts.get(name, 0.0), found.get(name, 0.0)) <= 0
             said.append(_more(changes[name], name, hides))
     if said and abs(rest) > 0.1 * abs(difference):
-        said.append(_more(rest, "elsewhere", False))
+        said.append(_more(rest, ELSEWHERE, False))
     words = f"{100 * abs(difference) / found_seconds:.1f} % {'slower' if sign > 0 else 'faster'}"
     return f"{words}: {', '.join(said)}" if said else words
 
