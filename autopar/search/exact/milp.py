@@ -203,14 +203,9 @@ class AxisProgram:
     def _parameter(self, index: int, demands: list[_ByLayout]) -> _ByTiered:
         """The resident layouts of a parameter that has several consumers, or none."""
         needed = _needed([layout for demand in demands for layout in demand], self.problem)
-        by_resident: dict[TieredLayout, list[Strategy]] = {}
-        for strategy in self.problem.strategies[index]:
-            if self.problem.serves(index, strategy.plan.resident, needed, open_axis=self.axis):
-                by_resident.setdefault(strategy.plan.in_use, []).append(strategy)
         options = {
             self._strategy(strategy, self.problem.entries[index].count): strategy.plan
-            for alike in by_resident.values()
-            for strategy in self._select(alike)
+            for strategy in self.problem.resident(index, needed, self.axis, self._select)
         }
         self._choose_one(options)
         self._parameters[index] = options
@@ -224,7 +219,7 @@ class AxisProgram:
         count = self.problem.entries[index].count
         options = self._parameters[index] = {}
         for target, needing in demand.items():
-            best = self._select(self.problem.serving(index, target))
+            best = self.problem.serving(index, target, self._select)
             if not best:
                 self._forbid(needing)
             elif len(best) == 1:

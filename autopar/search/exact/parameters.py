@@ -62,6 +62,9 @@ class Strategy(NamedTuple):
     bytes: float
 
 
+Select = Callable[[Sequence[Strategy]], list[Strategy]]  # picks the best ways, as `fastest` and `pareto` do
+
+
 class _AxisOption(NamedTuple):
     storage: State
     resident: State

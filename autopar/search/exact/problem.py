@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 
 from autopar.cost_model import Hardware, SavedTensors, Sizes
@@ -39,7 +39,7 @@ from autopar.search.exact.choice_filter import ChoiceFilter
 from autopar.search.exact.collapse import CollapsedViews
 from autopar.search.exact.decisions import Layouts
 from autopar.search.exact.fold import Entry, Fold, fold
-from autopar.search.exact.parameters import Strategy, storable, strategies
+from autopar.search.exact.parameters import Select, Strategy, storable, strategies
 from autopar.search.exact.prices import MarginalCosts, Prices, seconds_of
 from autopar.search.exact.solver import Solved
 from autopar.search.request.pins import AxisStates, Pins
@@ -170,6 +170,7 @@ class Problem:
         self._entry_seconds: dict[tuple[int, TieredLayout, Layout], float] = {}
         self._kept: dict[object, Strategy] = {}
         self._ways: dict[object, tuple[Strategy, ...]] = {}
+        self._best: dict[object, tuple[tuple[Strategy, ...], list[Strategy]]] = {}
 
     def _constrain(self, recipes: Sequence[Recipe]) -> None:
         self.recipes = tuple(recipes)
@@ -180,7 +181,6 @@ class Problem:
         self.free = [c for c in range(len(self.ops)) if c not in self.collapsed]
         self.priced_entries = [e for e in range(len(self.entries)) if not self._is_inside(e)]
         self.__dict__.pop("strategies", None)  # those of other recipes
-        self._serving: dict[tuple[int, int, Layout], list[Strategy]] = {}
         self.solved: dict[object, object] = {}
         self._under: dict[tuple[Recipe, ...], Problem] = {}
         self._exposed: list[Problem] = []
@@ -252,17 +252,44 @@ class Problem:
         choices = self.ops[index].choices
         return tuple(next(choice.label for choice in choices if choice.operands[0] == state) for state in given)
 
-    def serving(self, index: int, target: Layout) -> list[Strategy]:
-        """The ways to store a parameter that a use in the layout `target` allows, each with the seconds of that use."""
-        key = (index, id(self.strategies[index]), target)
-        if key not in self._serving:
+    def serving(self, index: int, target: Layout, select: Select) -> list[Strategy]:
+        """The best ways to store a parameter for one use in the layout `target`, each with the seconds of that use.
+
+        `select` picks the best ones of all that the use allows.
+        """
+
+        def found(ways: Sequence[Strategy]) -> list[Strategy]:
             needed = [frozenset({state}) for state in target]
-            self._serving[key] = [
-                Strategy(plan, seconds + self._convert(index, plan.in_use, target), size)
-                for plan, seconds, size in self.strategies[index]
-                if self.serves(index, plan.resident, needed)
-            ]
-        return self._serving[key]
+            served = (way for way in ways if self.serves(index, way.plan.resident, needed))
+            priced = [s._replace(seconds=s.seconds + self._convert(index, s.plan.in_use, target)) for s in served]
+            return select(priced)
+
+        return self._best_ways(index, (target, select), found)
+
+    def resident(
+        self, index: int, needed: Sequence[frozenset[State]], open_axis: int, select: Select
+    ) -> list[Strategy]:
+        """The best ways to store a parameter for each layout in use that several uses allow; see `serves`."""
+
+        def found(ways: Sequence[Strategy]) -> list[Strategy]:
+            by_resident: dict[TieredLayout, list[Strategy]] = {}
+            for way in ways:
+                if self.serves(index, way.plan.resident, needed, open_axis=open_axis):
+                    by_resident.setdefault(way.plan.in_use, []).append(way)
+            return [each for alike in by_resident.values() for each in select(alike)]
+
+        return self._best_ways(index, (*needed, open_axis, select), found)
+
+    def _best_ways(
+        self, index: int, asked: Hashable, find: Callable[[Sequence[Strategy]], list[Strategy]]
+    ) -> list[Strategy]:
+        """Ways to store a parameter, found once for all entries with its prices and all recipes that store it alike."""
+        ways = self.strategies[index]
+        gathers = tuple(row.gathers for row in self.recipes)
+        key = (self.prices.kind(index), index in self.fixed, id(ways), gathers, asked)
+        if key not in self._best:
+            self._best[key] = ways, find(ways)  # with the ways, so that no others get their id
+        return self._best[key][1]
 
     def serves(
         self,
