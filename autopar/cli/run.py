@@ -51,7 +51,7 @@ class Restarts:
     """When a run that failed is started again, and on how many ranks.
 
     [Note: which failures are worth a restart] torchrun's agent ends all ranks when one fails, and every attempt has an
-    agent of its own. A number of ranks has `most` restarts; then the run goes on with fewer. An attempt that lasted
+    agent of its own. A number of ranks has `most` restarts; then the run goes on with one less. An attempt that lasted
     long has them all back, so that a run of weeks survives more deaths than one that fails whenever it starts. An
     error of the script that comes twice in a row is no accident, and ends the attempts on that number of ranks; so does
     an error in what the script asks of a plan, at its first time. A rank that was killed has no error.
@@ -80,16 +80,16 @@ class Restarts:
         ...     lives.append(Life(error="", seconds=5.0))
         4
         4
+        3
+        3
         2
         2
         """
-        ranks: int | None = self.ranks
-        while ranks is not None:
+        for ranks in range(self.ranks, self.least - 1, -1):
             first, left = len(lives), self.most + 1
             while left and not _stays(lives[first:]):
                 yield ranks
                 left = self.most if lives[-1].seconds >= self.good_seconds else left - 1
-            ranks = fewer(ranks, self.least)
 
 
 # Errors in what a script asks of a plan, which it will ask again.
@@ -104,26 +104,16 @@ def _stays(lives: Sequence[Life]) -> bool:
     return is_repeated or (bool(errors) and errors[-1].partition(":")[0] in asked)
 
 
-def fewer(ranks: int, least: int) -> int | None:
-    """The next lower number of ranks: the largest that divides them, so that batches still divide; None if none does.
-
-    >>> fewer(8, 2), fewer(6, 2), fewer(2, 2)
-    (4, 3, None)
-    """
-    return next((n for n in range(ranks // 2, least - 1, -1) if ranks % n == 0), None)
-
-
 @click.command(
     "run",
     context_settings={"ignore_unknown_options": True},
     help="""Run SCRIPT on several ranks of this machine, as `torchrun --standalone` does, at a free port.
 
 Arguments after SCRIPT are passed to it. When a rank dies, all ranks are started again, and a script that saves with
-autopar.checkpoint.Checkpoints goes on from its last checkpoint. With --min-ranks it goes on with fewer ranks (half of
-them, or the next number that divides them) when the restarts are used up; with --max-restarts 0, at once. After an
-attempt of ten minutes or more, the count of restarts begins again. The attempts end when the script raises the same
-error twice in a row, or an error about its options, such as a recipe that does not exist. For several machines use
-torchrun itself.
+autopar.checkpoint.Checkpoints goes on from its last checkpoint. With --min-ranks it goes on with one rank less when the
+restarts are used up; with --max-restarts 0, at once. After an attempt of ten minutes or more, the count of restarts
+begins again. The attempts on a number of ranks end when the script raises the same error twice in a row, or an error
+about its options, such as a recipe that does not exist. For several machines use torchrun itself.
 
 \b
 Examples:

@@ -30,7 +30,7 @@ from autopar import _torch
 from autopar.errors import AutoparError
 from autopar.runtime.checkpoint.background_save import BackgroundSave
 from autopar.runtime.checkpoint.checkpoint_loading import load
-from autopar.runtime.checkpoint.checkpoint_saving import Host, Save, collect, compare_replicas
+from autopar.runtime.checkpoint.checkpoint_saving import Host, Save, collect, compare_replicas, progress
 from autopar.runtime.formats.checkpoint_folder import (
     OtherVersionError,
     beside,
@@ -175,11 +175,13 @@ class Checkpoints:
         another rank died or hangs.
         """
         self.finish()
+        model = _torch.uncompiled(model)
+        progress(model)  # refuses a module without a plan at the first start, too, and not only after a crash
         ranks = AllRanks(f"Looking for checkpoints in {self._folder}")
         folder = self._newest_whole(ranks)
         if folder is None:
             return LastCheckpoint()
-        notes = load(folder, _torch.uncompiled(model), optimizer, checked=True)
+        notes = load(folder, model, optimizer, checked=True)
         ranks.each(lambda: _restore_loop(folder, notes["loops"], ranks, loader))
         return LastCheckpoint(notes["step"], notes["extra"], folder)
 

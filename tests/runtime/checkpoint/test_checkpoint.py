@@ -161,6 +161,12 @@ def test_a_compiled_module_needs_its_plan(saved: Path) -> None:
             call(saved, model)
 
 
+def test_a_module_without_a_plan_is_refused_before_there_is_a_checkpoint(tmp_path: Path) -> None:
+    model = autopar.compile(make(), loss_fn=mean_square)
+    with pytest.raises(autopar.PlanError, match="There is no plan yet"):
+        autopar.checkpoint.Checkpoints(tmp_path).load_last(model)
+
+
 # --- the folder
 
 

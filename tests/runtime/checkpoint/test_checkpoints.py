@@ -152,6 +152,14 @@ def test_fewer_ranks_and_one_process(four_ranks: Ranks, two_ranks: Ranks, tmp_pa
     assert gap(before, in_one_process(name, load=path), expected) < 1e-8
 
 
+def test_one_rank_less(four_ranks: Ranks, three_ranks: Ranks, tmp_path: Path) -> None:
+    """Three ranks divide neither the batch nor the sizes of the parameters."""
+    path, expected = str(tmp_path / "c"), in_one_process("tied", steps=10)
+    (before, _), *_ = four_ranks.run(half, "tied", path, {"dp": 4}, "zero3", False)
+    for after, _ in three_ranks.run(half, "tied", path, {"dp": 3}, "zero3", True):
+        assert gap(before, after, expected) < 1e-8
+
+
 def test_a_tied_weight_on_two_stages(two_ranks: Ranks, tmp_path: Path) -> None:
     """Its optimizer state goes from one process to both stages, and back from them."""
     path, expected = str(tmp_path / "c"), in_one_process("tied", steps=10)
