@@ -49,7 +49,7 @@ class NodeItems:
         training_state: TrainingState = FULL,
         fused: bool = False,
         bucket_bytes: Quantity | None = None,
-        chosen_bucket_bytes: int | None = None,
+        chosen_bucket_bytes: Quantity | None = None,
         recomputed: Collection[str] = (),
         position: Position | None = None,
         micro_batches: int = 1,
@@ -208,11 +208,11 @@ def _places_of_step(layout: Sequence[State], step: LayoutStep) -> Places:
     return found
 
 
-def _bucket_bytes(graph: Graph, sizes: Sizes, chosen: int | None = None) -> Quantity:
+def _bucket_bytes(graph: Graph, sizes: Sizes, chosen: Quantity | None = None) -> Quantity:
     """Bytes of a bucket of the runtime, chosen or usual, for the parameters of a model: at most all of them."""
     total_bytes = whole_bytes(graph)
     axes = map(sizes.axis, range(len(sizes.mesh.axes)))
-    return smaller(total_bytes, chosen or usual_bucket_bytes(total_bytes, axes))
+    return smaller(total_bytes, usual_bucket_bytes(total_bytes, axes) if chosen is None else chosen)
 
 
 def regions_of(graph: Graph) -> dict[str, Region]:

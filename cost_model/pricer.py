@@ -30,6 +30,7 @@ class Pricer:
         graph: the captured model.
         plan: the plan for this graph.
         sizes, hardware, links, layers, training_state, fused, bucket_bytes: see `NodePricer`.
+        chosen_bucket_bytes: bytes of a bucket as a formula; by default those that the plan names, if any.
         regathers: whether an activation that is gathered for an op is saved in shards, and gathered
             again in backward (Korthikanti et al. 2022, section 4.2.2).
         blocks: op name -> the block with which the op is recomputed; by default its layer. Ops that are missing
@@ -53,6 +54,7 @@ class Pricer:
         fused: bool = False,
         regathers: bool = False,
         bucket_bytes: float | None = None,
+        chosen_bucket_bytes: Quantity | None = None,
         blocks: Mapping[str, Hashable] | None = None,
         again: Collection[str] = (),
         selected: Selected | None = None,
@@ -74,7 +76,7 @@ class Pricer:
             training_state=training_state,
             fused=fused,
             bucket_bytes=bucket_bytes,
-            chosen_bucket_bytes=plan.bucket_bytes,
+            chosen_bucket_bytes=plan.bucket_bytes if chosen_bucket_bytes is None else chosen_bucket_bytes,
             recomputed=recomputed_ops(graph, self.blocks),
             position=busiest_owner(graph, plan.parameters, plan.mesh),
             micro_batches=plan.micro_batches,
