@@ -29,7 +29,7 @@ def _nodes(e: Explanation) -> Iterator[BlockNode]:
     links = [e.cluster.hardware.link(mesh, axis) for axis in range(len(mesh.axes))]
     sizes = Sizes(mesh)
     pricer = Pricer(e.graph, e.plan, sizes=sizes, hardware=e.cluster.hardware, links=links)
-    behind = _behind_views(e.graph)
+    behind, names = _behind_views(e.graph), _parameter_names(e.graph)
     for op in e.graph.ops:
         if op.is_view or not _in_block(op, e.graph):
             continue
@@ -48,15 +48,24 @@ def _nodes(e: Explanation) -> Iterator[BlockNode]:
             ),
             float(price.forward.seconds),
             operands,
-            tuple(_collectives(pricer, op, operands)),
+            tuple(_collectives(pricer, op, operands, names)),
         )
 
 
-def _collectives(pricer: Pricer, op: Op, operands: tuple[str, ...]) -> Iterator[BlockCollective]:
+def _collectives(
+    pricer: Pricer, op: Op, operands: tuple[str, ...], names: Mapping[str, str]
+) -> Iterator[BlockCollective]:
     for position, operand in enumerate(operands):
+        name = names.get(operand, operand)
         for item in pricer.into(op, position):
             if item.resource != COMPUTE and float(item.traffic_bytes) > 0:
-                yield BlockCollective(item.resource, item.kind, float(item.traffic_bytes), float(item.seconds), operand)
+                yield BlockCollective(item.resource, item.kind, float(item.traffic_bytes), float(item.seconds), name)
+
+
+def _parameter_names(graph: Graph) -> dict[str, str]:
+    """Tensor of a parameter -> the parameter's name, inside of the drawn layer without the path of the layer."""
+    path = f"{graph.stacks[0].path}.{graph.stacks[0].middle}." if graph.stacks else ""
+    return {tensor: name.removeprefix(path) for name, tensor in graph.parameters.items()}
 
 
 def _in_block(op: Op, graph: Graph) -> bool:

@@ -339,7 +339,7 @@ def _breakdown(symbolic: Term, numeric: Term, unit: Unit) -> Breakdown:
     parts = [_breakdown(s, n, unit) for s, n in zip(symbolic.parts, numeric.parts, strict=True)]
     kept = sorted((p for p in parts if p.value), key=lambda p: (-p.value, p.name))
     expression = sympy.sympify(symbolic.value)
-    return Breakdown(symbolic.name, unit, expression, float(numeric.value), tuple(kept), symbolic.note)
+    return Breakdown(symbolic.name, unit, expression, float(numeric.value), tuple(kept), numeric.note)
 
 
 def _whole_flops(graph: Graph) -> list[float]:

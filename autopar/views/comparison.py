@@ -12,9 +12,10 @@ from autopar.views import tables
 from autopar.views.markup import Markup, join, tag
 from autopar.views.page import BatchRow
 from autopar.views.palette import PALETTE
-from autopar.views.svg import WIDTH, Labels, Linear, bounds, drawing, fitted, line, rect, text
+from autopar.views.svg import Labels, Linear, at_two_widths, bounds, drawing, fitted, line, rect, text
 
-LEFT, RIGHT, TOP, BOTTOM = 92.0, WIDTH - 24.0, 30.0, 360.0
+LEFT, MARGIN, TOP, BOTTOM = 92.0, 24.0, 30.0, 360.0
+TICK_WIDTH = 130.0  # between two values of the scale of memory
 FAR_BYTES, FAR_SECONDS = 1.25, 4.0  # beyond this many bounds and best times, at the edge
 CHOSEN = PALETTE[0]
 SLOWER, FASTER = PALETTE[3], PALETTE[2]
@@ -28,12 +29,14 @@ def picture(candidates: Sequence[Candidate], bound_bytes: float) -> Markup:
         for number, each in enumerate(ranked, 1)
         if math.isfinite(each.step_seconds) and math.isfinite(each.memory_bytes)
     ]
-    if not shown:
-        return Markup("")
+    return at_two_widths(lambda width: _picture(shown, bound_bytes, width)) if shown else Markup("")
+
+
+def _picture(shown: Sequence[tuple[int, Candidate]], bound_bytes: float, width: float) -> Markup:
     fastest = min(c.step_seconds for _, c in shown)
     most = FAR_BYTES * max([bound_bytes, *(c.memory_bytes for _, c in shown if c.fits)])
     memory = (min(c.memory_bytes, most) for _, c in shown)
-    across = _scale([bound_bytes, *memory], LEFT, RIGHT)
+    across = _scale([bound_bytes, *memory], LEFT, width - MARGIN)
     up = _scale([min(c.step_seconds, FAR_SECONDS * fastest) for _, c in shown], BOTTOM, TOP)
     corners = _front([c for _, c in shown if c.fits], across, up)
     children = (
@@ -42,7 +45,7 @@ def picture(candidates: Sequence[Candidate], bound_bytes: float) -> Markup:
         _front_line(corners),
         *_points(shown, corners, across, up),
     )
-    return drawing("Step time against memory of every candidate", BOTTOM + 46, *children)
+    return drawing("Step time against memory of every candidate", BOTTOM + 46, *children, width=width)
 
 
 def _scale(values: Sequence[float], start: float, stop: float) -> Linear:
@@ -52,17 +55,17 @@ def _scale(values: Sequence[float], start: float, stop: float) -> Linear:
 
 
 def _axes(across: Linear, up: Linear) -> Iterator[Markup]:
-    for value in across.ticks(8):
+    for value in across.ticks(round(across.stop / TICK_WIDTH)):
         x = across(value)
         yield line(x, TOP, x, BOTTOM, class_="grid")
         words = units.format_bytes(value)
         yield text(x, BOTTOM + 18, words, class_="small", text_anchor="middle")
     for value in up.ticks(6):
         y = up(value)
-        yield line(LEFT, y, RIGHT, y, class_="grid")
+        yield line(LEFT, y, across.stop, y, class_="grid")
         words = units.format_seconds(value)
         yield text(LEFT - 8, y + 4, words, class_="small", text_anchor="end")
-    middle = (LEFT + RIGHT) / 2
+    middle = (LEFT + across.stop) / 2
     yield text(middle, BOTTOM + 38, "memory of a rank", class_="small", text_anchor="middle")
     yield text(8, TOP - 14, "time of a step", class_="small")
 
@@ -94,20 +97,21 @@ def _front_line(corners: Sequence[Point]) -> Markup:
 def _points(
     shown: Sequence[tuple[int, Candidate]], corners: Sequence[Point], across: Linear, up: Linear
 ) -> Iterator[Markup]:
-    labels = Labels((LEFT, TOP - 8, RIGHT, BOTTOM))
+    right = across.stop
+    labels = Labels((LEFT, TOP - 8, right, BOTTOM))
     for (x0, y0), (x1, y1) in itertools.pairwise(corners):  # a level or an upright line
         labels.taken.append((min(x0, x1), min(y0, y1), max(x0, x1), max(y0, y1)))
-    places = [(n, c, min(RIGHT, across(c.memory_bytes)), max(TOP, up(c.step_seconds))) for n, c in shown]
+    places = [(n, c, min(right, across(c.memory_bytes)), max(TOP, up(c.step_seconds))) for n, c in shown]
     for _, each, x, y in places:
         labels.block(x, y, 8)
         yield _point(each, x, y)
     for number, each, x, y in sorted(places, key=lambda place: not place[1].chosen):
         words = f"{number} {each.name}" if each.chosen else str(number)
-        if across(each.memory_bytes) > RIGHT:
+        if across(each.memory_bytes) > right:
             words += f", at {units.format_bytes(each.memory_bytes)}"
         if up(each.step_seconds) < TOP:
             words += f", at {units.format_seconds(each.step_seconds)}"
-        yield labels.place(x, y, 7, words) or Markup("")
+        yield labels.place(x, y, 7, words) or labels.place(x, y, 7, str(number)) or Markup("")
 
 
 def _point(each: Candidate, x: float, y: float) -> Markup:
@@ -181,15 +185,19 @@ def sensitivity_bars(sensitivity: Mapping[str, float], smallest: float = 1e-5) -
     found = tables.strongest(sensitivity, smallest)
     if not found:
         return Markup("")
+    return at_two_widths(lambda width: _bars(found, width))
+
+
+def _bars(found: Sequence[tuple[str, float]], width: float) -> Markup:
     longest = abs(found[0][1])
-    scale = Linear(-longest, longest, 330.0, WIDTH - 90)
+    scale = Linear(-longest, longest, 0.31 * width, width - 90)
     zero, row = scale(0.0), 26.0
     children = [line(zero, 18, zero, 26 + row * len(found), class_="axis")]
     children.append(text(zero - 8, 14, "faster", class_="small", text_anchor="end"))
     children.append(text(zero + 8, 14, "slower", class_="small"))
     for index, (name, value) in enumerate(found):
         children.append(_sensitivity(name, value, scale, 26 + index * row))
-    return drawing("Change of the step time when a number grows by 1 %", 30 + row * len(found), *children)
+    return drawing("Change of the step time when a number grows by 1 %", 30 + row * len(found), *children, width=width)
 
 
 def _sensitivity(name: str, value: float, scale: Linear, y: float) -> Markup:
@@ -199,7 +207,7 @@ def _sensitivity(name: str, value: float, scale: Linear, y: float) -> Markup:
     side = ("start", 6.0) if value > 0 else ("end", -6.0)
     return tag(
         "g",
-        text(8, y + 14, fitted(name, scale.start - 100)),
+        text(8, y + 14, fitted(name, scale.start - min(100.0, 0.2 * scale.start))),
         rect(min(x, zero), y + 2, abs(x - zero), 17, fill=colour.fill, title=f"{name}: {words}"),
         text(x + side[1], y + 15, words, class_="small", text_anchor=side[0]),
     )

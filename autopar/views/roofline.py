@@ -12,9 +12,9 @@ from autopar import units
 from autopar.views.markup import Markup, join, tag
 from autopar.views.page import RooflinePoint
 from autopar.views.palette import PALETTE
-from autopar.views.svg import WIDTH, Labels, Log, bounds, drawing, line, text
+from autopar.views.svg import Labels, Log, at_two_widths, bounds, drawing, line, text
 
-LEFT, RIGHT, TOP, BOTTOM = 92.0, WIDTH - 30.0, 16.0, 400.0
+LEFT, MARGIN, TOP, BOTTOM = 92.0, 30.0, 16.0, 400.0
 COMPUTE_BOUND, MEMORY_BOUND = PALETTE[0], PALETTE[3]
 NAMED = 12  # points, largest first, that get a label
 
@@ -30,9 +30,14 @@ def roofline(points: Sequence[RooflinePoint], peak_flops: float, memory_bytes_pe
     if not shown or peak_flops <= 0 or memory_bytes_per_second <= 0:
         return Markup("")
     shown.sort(key=lambda p: -p.seconds)
+    dots = at_two_widths(lambda width: _picture(shown, peak_flops, memory_bytes_per_second, width))
+    return join((dots, _table(shown, peak_flops, peak_flops / memory_bytes_per_second)))
+
+
+def _picture(shown: Sequence[RooflinePoint], peak_flops: float, memory_bytes_per_second: float, width: float) -> Markup:
     ridge = peak_flops / memory_bytes_per_second
     low, high = bounds((ridge, *(p.flops_per_byte for p in shown)))
-    across = Log(_below(low), 4 * high, LEFT, RIGHT)
+    across = Log(_below(low), 4 * high, LEFT, width - MARGIN)
     least = min(p.flops_per_second for p in shown)
     up = Log(_below(least), 4 * peak_flops, BOTTOM, TOP)
     children = (
@@ -40,7 +45,7 @@ def roofline(points: Sequence[RooflinePoint], peak_flops: float, memory_bytes_pe
         *_roof_lines(across, up, peak_flops, memory_bytes_per_second),
         *_dots(shown, across, up, peak_flops, ridge),
     )
-    return join((drawing("Roofline", BOTTOM + 48, *children), _table(shown, peak_flops, ridge)))
+    return drawing("Roofline", BOTTOM + 48, *children, width=width)
 
 
 def _below(value: float) -> float:
@@ -54,11 +59,11 @@ def _axes(across: Log, up: Log) -> Iterator[Markup]:
         yield text(x, BOTTOM + 18, f"{value:g}", class_="small", text_anchor="middle")
     for value in up.ticks():
         y = up(value)
-        yield line(LEFT, y, RIGHT, y, class_="grid")
+        yield line(LEFT, y, across.stop, y, class_="grid")
         words = units.format_flops(value)
         yield text(LEFT - 8, y + 4, words, class_="small", text_anchor="end")
     words = "FLOPs per byte of device memory"
-    yield text((LEFT + RIGHT) / 2, BOTTOM + 40, words, class_="small", text_anchor="middle")
+    yield text((LEFT + across.stop) / 2, BOTTOM + 40, words, class_="small", text_anchor="middle")
 
 
 def _roof_lines(across: Log, up: Log, peak: float, bandwidth: float) -> Iterator[Markup]:
@@ -66,7 +71,7 @@ def _roof_lines(across: Log, up: Log, peak: float, bandwidth: float) -> Iterator
     start = max(across.low, up.low / bandwidth)
     x, y = across(ridge), up(peak)
     yield line(across(start), up(start * bandwidth), x, y, class_="roof")
-    yield line(x, y, RIGHT, y, class_="roof")
+    yield line(x, y, across.stop, y, class_="roof")
     words = f"peak {units.format_flops(peak)}"
     yield text(x - 10, y + 4, words, class_="small strong", text_anchor="end")
     words = f"memory {units.format_rate(bandwidth)}"
@@ -79,7 +84,7 @@ def _dots(points: Sequence[RooflinePoint], across: Log, up: Log, peak: float, ri
     placed = [
         (p, across(p.flops_per_byte), up(p.flops_per_second), 4 + 10 * math.sqrt(p.seconds / largest)) for p in points
     ]
-    labels = Labels((LEFT, TOP, RIGHT, BOTTOM))
+    labels = Labels((LEFT, TOP, across.stop, BOTTOM))
     for step in range(200):  # the roof is a line that labels stay off
         intensity = across.low * (across.high / across.low) ** (step / 200)
         labels.block(across(intensity), up(max(up.low, roof(intensity, peak, peak / ridge))), 4)

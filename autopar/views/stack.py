@@ -8,9 +8,10 @@ from autopar import units
 from autopar.cost_model.breakdown import Breakdown
 from autopar.views.markup import Markup, join, tag
 from autopar.views.palette import Colour
-from autopar.views.svg import TEXT_SIZE, WIDTH, Linear, drawing, fitted, line, rect, text
+from autopar.views.svg import TEXT_SIZE, Linear, at_two_widths, drawing, fitted, line, rect, text
 
-LEFT, RIGHT = 10.0, WIDTH - 10.0
+MARGIN = 10.0
+TICK_WIDTH = 130.0  # between two values of the scale
 TOP, HEIGHT = 26.0, 46.0
 
 
@@ -18,14 +19,21 @@ def stacked_bar(
     label: str, parts: Sequence[Breakdown], colours: Mapping[str, Colour], bound: tuple[float, str] | None = None
 ) -> Markup:
     """The parts laid end to end, numbered as in the legend, and a line at a value with a name."""
+    return at_two_widths(lambda width: _bar(label, parts, colours, bound, width))
+
+
+def _bar(
+    label: str, parts: Sequence[Breakdown], colours: Mapping[str, Colour], bound: tuple[float, str] | None, width: float
+) -> Markup:
     unit = parts[0].unit
     whole = sum(part.value for part in parts)
-    scale = Linear(0.0, (max(whole, bound[0] if bound else 0.0) or 1.0) * 1.02, LEFT, RIGHT)
+    scale = Linear(0.0, (max(whole, bound[0] if bound else 0.0) or 1.0) * 1.02, MARGIN, width - MARGIN)
     children = [*_ticks(scale, unit), *_segments(parts, colours, scale)]
     if bound is not None:
         value, words = bound
-        children.append(_bound(scale(value), f"{words} {units.format_as(unit, value)}"))
-    return drawing(label, TOP + HEIGHT + 26, *children)
+        anchor = "end" if scale(value) > width / 2 else "start"
+        children.append(_bound(scale(value), f"{words} {units.format_as(unit, value)}", anchor))
+    return drawing(label, TOP + HEIGHT + 26, *children, width=width)
 
 
 def _segments(parts: Sequence[Breakdown], colours: Mapping[str, Colour], scale: Linear) -> Iterator[Markup]:
@@ -53,16 +61,15 @@ def _inscription(number: int, part: Breakdown, x: float, wide: float, colour: Co
 
 def _ticks(scale: Linear, unit: str) -> Iterator[Markup]:
     base = TOP + HEIGHT
-    for value in scale.ticks(8):
+    for value in scale.ticks(round(scale.stop / TICK_WIDTH)):
         x = scale(value)
         words = units.format_as(unit, value) if value else "0"
         yield line(x, base, x, base + 5, class_="axis")
-        anchor = "start" if x < LEFT + 20 else "end" if x > RIGHT - 25 else "middle"
+        anchor = "start" if x < scale.start + 20 else "end" if x > scale.stop - 25 else "middle"
         yield text(x, base + 19, words, class_="small", text_anchor=anchor)
 
 
-def _bound(x: float, words: str) -> Markup:
-    anchor = "end" if x > WIDTH / 2 else "start"
+def _bound(x: float, words: str, anchor: str) -> Markup:
     return tag(
         "g",
         line(x, TOP - 8, x, TOP + HEIGHT + 6, class_="halo"),

@@ -1,18 +1,19 @@
 """Helps to draw: scales with round ticks, text that fits, labels that do not lie on each other.
 
-Drawings have a fixed width in their own units and shrink with the page; what is text in them is text.
+Drawings have a fixed width in their own units and shrink with the page; what is text in them is text. Pictures that
+are read as a whole are drawn for two widths, of which the style sheet shows one (`at_two_widths`); others scroll.
 Lines and letters take their colours from the page's style sheet, so that they follow light and dark.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from autopar.views.markup import Markup, tag
+from autopar.views.markup import Markup, join, tag
 
-WIDTH = 1068.0
+WIDTH, NARROW = 1068.0, 440.0  # of a drawing on a wide page, and on that of a phone
 LETTER = 0.58  # mean width of a letter over its size, in common sans-serif fonts, on the safe side
 TEXT_SIZE = 12.0
 
@@ -31,6 +32,11 @@ def drawing(label: str, height: float, *children: object, width: float = WIDTH) 
     )
     # A frame that scrolls must be reachable by keyboard.
     return tag("div", svg, class_="drawing", tabindex=0, role="group", aria_label=label)
+
+
+def at_two_widths(draw: Callable[[float], Markup]) -> Markup:
+    """The drawings of a function for a wide page and for a narrow one."""
+    return join((tag("div", draw(WIDTH), class_="wide"), tag("div", draw(NARROW), class_="narrow")))
 
 
 def rect(x: float, y: float, width: float, height: float, **attributes: object) -> Markup:

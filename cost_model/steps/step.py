@@ -122,7 +122,7 @@ class Step:
         ]
         return (
             *layers,
-            Term("embedding, head and loss", ends * m, note="of the slowest stage"),
+            Term("embedding, head and loss", ends * m, note="" if _is_one(self.run.stages) else "of the slowest stage"),
             Term("pipeline bubble", (everything - slowest) / self.run.chunks),
             Term("stage boundaries", self._boundary_seconds()),
             *self._once_a_step(),
@@ -534,3 +534,8 @@ def _distinct(values: Iterable[Quantity]) -> list[Quantity]:
             seen.add(key)
             kept.append(value)
     return kept
+
+
+def _is_one(count: Quantity) -> bool:
+    """Whether a number is 1; a formula or an array of numbers is not."""
+    return isinstance(count, (int, float)) and count == 1

@@ -105,7 +105,7 @@ def test_it_needs_no_network_and_runs_no_script(text, reader):
 
 def test_drawings_have_names_and_tables_have_heads(reader):
     drawings = [attributes for name, attributes in reader.elements if name == "svg"]
-    assert len(drawings) == 8 and all(a["aria-label"] and a["role"] == "img" for a in drawings)
+    assert len(drawings) == 14 and all(a["aria-label"] and a["role"] == "img" for a in drawings)
     assert all(a["scope"] == "col" for name, a in reader.elements if name == "th")
 
 
