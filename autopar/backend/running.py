@@ -158,18 +158,15 @@ def _same_seed(world: World) -> Iterator[None]:
     torch.set_rng_state there mean what they do on one device. A call that draws nothing leaves it alone.
     """
     with _torch.forked_random_state([world.device]):
-        torch.manual_seed(world.agree(_number()))
-        before = _states(world.device)
+        seed = world.agree(_number())
+    with _torch.forked_random_state([world.device], seed):
+        before = _torch.random_states(world.device)
         yield
-        drawn = _states(world.device) != before
-    if drawn:
+        has_drawn = not all(map(torch.equal, before, _torch.random_states(world.device)))
+    if has_drawn:
         _number()
 
 
 def _number() -> int:
     """The next number of the default generator."""
     return int(torch.randint(2**62, ()))
-
-
-def _states(device: torch.device) -> list[list[int]]:
-    return [state.tolist() for state in _torch.random_states(device)]

@@ -69,8 +69,7 @@ def _drawn(func: OpOverload, args: Sequence[Any], kwargs: _Named, noise: Noise) 
     name = func.overloadpacket.__name__.removesuffix("_")
     is_known = name in _NUMBERS.keys() | _ROW_DIMS.keys() | {"native_dropout", "rrelu_with_noise"}
     seed = 0 if is_known else int(noise(()) * _SEEDS)
-    with forked_random_state([CPU]):
-        torch.manual_seed(seed)
+    with forked_random_state([CPU], seed):
         made = func(*args, **kwargs)  # of a known op only the shape, dtype and place are used
     if not is_known:
         return made

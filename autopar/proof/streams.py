@@ -101,8 +101,7 @@ class Streams:
         if not self.ops:
             yield
             return
-        with forked_random_state([CPU]), DrawsFrom(lambda shape: stream(_next_key(), shape)):
-            torch.manual_seed(batch)
+        with forked_random_state([CPU], batch), DrawsFrom(lambda shape: stream(_next_key(), shape)):
             yield
 
 

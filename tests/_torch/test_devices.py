@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import platform
 import re
+import traceback
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -41,7 +42,7 @@ def test_autocast_has_a_format_where_it_is_on() -> None:
         assert [_torch.autocast_dtype(x) for x in (CPU, META)] == [torch.bfloat16, None]
 
 
-def test_random_numbers_that_are_drawn_inside_are_not_missed_outside() -> None:
+def test_random_numbers_that_are_drawn_inside_are_not_missed_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
@@ -49,6 +50,11 @@ def test_random_numbers_that_are_drawn_inside_are_not_missed_outside() -> None:
         inside = torch.rand(4)
     assert torch.equal(inside, expected)
     assert torch.equal(torch.rand(4), expected)
+    with _torch.forked_random_state([CPU], seed=3), monkeypatch.context() as patched:
+        patched.setattr(traceback, "format_stack", lambda *_: pytest.fail("the stack is kept for an accelerator"))
+        with _torch.forked_random_state([CPU], seed=3):
+            assert torch.equal(torch.rand(4), expected)
+        assert torch.equal(torch.rand(4), expected)
     before = _torch.random_states(CPU)
     torch.rand(1)
     (state,) = _torch.random_states(CPU)

@@ -162,8 +162,8 @@ class Runner:
     def _run_graph(self, arguments: Sequence[Tensor]) -> list[Tensor]:
         if not self.program.is_random:
             return list(self._graph(*arguments))
-        with _torch.forked_random_state([self.world.device]):
-            torch.manual_seed(int(torch.randint(2**62, (), generator=self._seeds)))
+        seed = int(torch.randint(2**62, (), generator=self._seeds))
+        with _torch.forked_random_state([self.world.device], seed):
             return list(self._graph(*arguments))
 
     def _results(self, outputs: list[Tensor]) -> list[Tensor]:

@@ -38,8 +38,7 @@ def initial_values(
     """
     names = {id(p): name for name, p in reversed(list(model.named_parameters()))}
     absent = _without_values(model, world)
-    with _torch.forked_random_state([world.device]):
-        torch.manual_seed(seed)
+    with _torch.forked_random_state([world.device], seed):
         for path, module in model.named_modules():
             if not absent.isdisjoint(map(id, _own(module).values())):
                 new = [n for n, x in _own(module).items() if id(x) in absent]
