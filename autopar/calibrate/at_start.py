@@ -1,8 +1,8 @@
-"""The times of an op and of a message that a search starts with, where nobody names the hardware.
+"""The times of an op, a product and a message that a search starts with, where nobody names the hardware.
 
 The catalogue's processes have a core each. Where they share cores a message takes several times as long, and an op of a
-training step always takes several times as long to issue as a bare kernel. A small model that is split at the
-catalogue's prices may then be slower than on one process.
+training step always takes several times as long to issue as a bare kernel: that is the time of the host, which no op is
+priced below. A small model that is split at the catalogue's prices may then be slower than on one process.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import logging
 import weakref
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from autopar import _torch
 from autopar.calibrate.devices import Effort, find_device
 from autopar.calibrate.fit import RINGS, fit_link
-from autopar.calibrate.measure import LAYERS, KernelCount, Message, collective_run, layer
+from autopar.calibrate.measure import LAYERS, KernelCount, Message, collective_run, layer, product_seconds
 from autopar.calibrate.team import Team
 from autopar.cost_model import Hardware
 from autopar.cost_model.machines.hardware import Source
@@ -30,8 +30,11 @@ from autopar.planning.cache_files import read_cached, write_cached
 
 log = logging.getLogger("autopar")
 
+_Key = TypeVar("_Key", int, str)
+
 # A fifth of a second on two idle cores; message sizes of small models.
 _EFFORT = Effort(7, 2e-3, 0.0, (), 0, (), 0, (2**12, 2**17, 2**20))
+_EXTENT = 256  # of the product whose rate stands for all products
 _DIGITS = 2
 _found: weakref.WeakKeyDictionary[Any, Hardware] = weakref.WeakKeyDictionary()  # by the default process group
 
@@ -52,7 +55,8 @@ def measured_at_start(hardware: Hardware, folder: Path | None) -> Hardware:
     assert group is not None, "there are several ranks"
     if group not in _found:
         file = None if folder is None else folder / f"{hardware.name}-{team.size}.toml"
-        _found[group] = _kept(file, team) or _measured(hardware, team, group, file)
+        with _torch.forked_random_state([team.device.device]):  # a script that has set a seed may draw from it next
+            _found[group] = _kept(file, team) or _measured(hardware, team, group, file)
     return _found[group]
 
 
@@ -90,13 +94,20 @@ def _measured(hardware: Hardware, team: Team, group: dist.ProcessGroup, file: Pa
         bandwidth_bytes_per_second=_rounded(fitted.bandwidth_bytes_per_second),
         latency_seconds=_rounded(fitted.latency_seconds),
     )
+    product_seconds_here = product_seconds(team, _EFFORT, "float32", (_EXTENT,) * 3)
+    speed = 2 * _EXTENT**3 / product_seconds_here / hardware.dtype_flops_per_second("float32")
     source = Source("measured", f"at the start of {team.size} ranks on {team.device.machine}")
-    figures = ("launch_seconds", "inside_node.bandwidth_bytes_per_second", "inside_node.latency_seconds")
+    alike = Source("guess", "as much slower or faster than in the catalogue as float32 is")
+    formats = {f"peak_flops.{name}": source if name == "float32" else alike for name, _ in hardware.dtype_flops}
+    times = ("launch_seconds", "host_seconds", "inside_node.bandwidth_bytes_per_second", "inside_node.latency_seconds")
     found = dataclasses.replace(
         hardware,
+        peak_flops=_scaled(hardware.peak_flops, speed),
+        dtype_flops=_scaled(hardware.dtype_flops, speed),
         launch_seconds=_rounded(op_seconds),
+        host_seconds=_rounded(op_seconds),
         inside_node=link,
-        sources=(*((k, v) for k, v in hardware.sources if k not in figures), *((each, source) for each in figures)),
+        sources=tuple((dict(hardware.sources) | formats | dict.fromkeys(times, source)).items()),
     )
     text = format_hardware(found)
     if team.rank == 0 and file is not None:
@@ -109,8 +120,7 @@ def _measured(hardware: Hardware, team: Team, group: dist.ProcessGroup, file: Pa
 
 def _op_seconds(team: Team) -> float:
     """Seconds of an op of a training step, autograd and Python included, with hardly any work in it."""
-    with _torch.forked_random_state([team.device.device]):  # a script that has set a seed may draw from it next
-        run = layer(team.device.device, width=8)
+    run = layer(team.device.device, width=8)
     run()
     with KernelCount() as count:
         run()
@@ -120,3 +130,7 @@ def _op_seconds(team: Team) -> float:
 
 def _rounded(value: float) -> float:
     return float(f"{value:.{_DIGITS}g}")
+
+
+def _scaled(rates: tuple[tuple[_Key, float], ...], factor: float) -> tuple[tuple[_Key, float], ...]:
+    return tuple((key, _rounded(rate * factor)) for key, rate in rates)

@@ -240,12 +240,13 @@ def _products(team: Team, effort: Effort, formats: Sequence[str], count: _Counte
             count(f"{name} product {m} x {k} x {n}")
             if slowest * 2 * m * n * k > effort.point_seconds:
                 continue
-            seconds = _product_seconds(team, effort, name, (m, n, k))
+            seconds = product_seconds(team, effort, name, (m, n, k))
             slowest = seconds / (2 * m * n * k)
             yield Product(name, m, n, k, seconds)
 
 
-def _product_seconds(team: Team, effort: Effort, name: str, shape: tuple[int, int, int]) -> float:
+def product_seconds(team: Team, effort: Effort, name: str, shape: tuple[int, int, int]) -> float:
+    """Seconds of a product of an (m, k) with a (k, n) matrix of a number format, all ranks at once."""
     m, n, k = shape
     device, dtype = team.device.device, FORMATS[name]
     a = torch.randn(m, k, device=device).to(dtype)
