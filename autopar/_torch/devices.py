@@ -170,8 +170,8 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 def forked_random_state(devices: Iterable[torch.device], seed: int | None = None) -> Iterator[None]:
     """Context that restores the random states of the processor and of the devices at its end.
 
-    With a seed both begin from it. On processors that is not `torch.manual_seed`: it formats the stack of every call for
-    an accelerator that may be set up later, which takes 0.2 ms of each step.
+    With a seed both begin from it. On processors that is not `torch.manual_seed`: it formats the stack of every call
+    for an accelerator that may be set up later, which takes 0.2 ms of each step.
     """
     others = list(dict.fromkeys(device for device in devices if is_accelerator(device)))
     # Without devices the kind is only looked up, and every build of torch knows "cuda".
