@@ -200,18 +200,16 @@ def _refuse_met(x: Any, place: str, met: dict[int, Any]) -> None:
 
 
 def changeable_in(tree: Any) -> list[Any]:
-    """The objects of classes of `register_objects` in a tree, also those inside of others, and its own lists and dicts.
+    """The lists, dicts and objects in a tree, also those inside of others; objects of classes of `register_objects`.
 
-    Not those in an object or another container: a cache of keys notes in a dict of its own what it has computed, and
-    may compute it again.
+    Of another container only the objects: a cache of keys notes in a dict of its own what it need not compute again.
     """
     if tree_is_leaf(tree):
         return []
     found = [x for child in _children(tree) for x in changeable_in(child)]
-    own = [tree] if isinstance(tree, (list, dict)) or type(tree) in _OBJECTS else []
-    if isinstance(tree, (list, dict, tuple)):
-        return own + found
-    return own + [x for x in found if type(x) in _OBJECTS]
+    if isinstance(tree, (list, dict)) or type(tree) in _OBJECTS:
+        return [tree, *found]
+    return found if isinstance(tree, tuple) else [x for x in found if type(x) in _OBJECTS]
 
 
 def contents_of(x: Any) -> dict[Any, Any]:
