@@ -32,6 +32,7 @@ class AxisSolutions:
     given: Assignment
     _bounded: dict[float, Outcome] = field(default_factory=dict)
     _infeasible: float = -math.inf  # largest bound within which there is known to be no assignment
+    _known_bytes: float = math.inf  # least bytes of an assignment that is known
 
     @classmethod
     def of(cls, problem: Problem, axis: int, given: Assignment) -> AxisSolutions:
@@ -68,13 +69,25 @@ class AxisSolutions:
         if bound <= self._infeasible:
             return self.smallest
         if bound not in self._bounded:
-            is_possible = bound >= self.smallest.least_bytes
+            is_possible = bound >= self._known_bytes or bound >= self.smallest.least_bytes
             found = self._program.solve(max_bytes=bound) if is_possible else None
             if found is None:
                 self._infeasible = bound
                 return self.smallest
             self._bounded[bound] = found
+            self.knows(found.bytes)
         return self._bounded[bound]
+
+    def least_seconds(self, bound: float) -> float:
+        """A lower bound on the weighed seconds of all assignments within a bound; see `AxisProgram.least_seconds`."""
+        return self._program.least_seconds(bound)
+
+    def knows(self, bytes: float) -> None:
+        """Notes the bytes of an assignment with these choices along the other axes: some fit into as many or more.
+
+        Then the assignment of least memory need not be searched before one within such a bound.
+        """
+        self._known_bytes = min(self._known_bytes, bytes)
 
     @cached_property
     def _program(self) -> AxisProgram:

@@ -111,6 +111,25 @@ def _is_proven(problem: Problem, found: Sequence[Outcome], bound: int | None) ->
     return not others and _axis_of(problem.mesh) is not None and is_near and fits(first, bound)
 
 
+def least_seconds_within(problem: Problem, bound: int) -> float:
+    """A lower bound on the weighed seconds of all plans within a bound on memory; 0 where none is known.
+
+    It is known on meshes of one axis, and takes much less time than the search of a plan. It is infinite where it
+    shows that no plan fits.
+    """
+    axis = _axis_of(problem.mesh)
+    if axis is None:
+        return 0.0
+    return AxisSolutions.of(problem, axis, _unsplit(problem)).least_seconds(bound)
+
+
+def smallest_fits(problem: Problem, bound: int) -> bool:
+    """Whether the plan of least memory fits, on a mesh of one axis."""
+    axis = _axis_of(problem.mesh)
+    assert axis is not None, "several axes have no plan that is known to be the smallest"
+    return fits(AxisSolutions.of(problem, axis, _unsplit(problem)).smallest, bound)
+
+
 def _axis_of(mesh: Mesh) -> int | None:
     """The only axis of a mesh that has more than one rank; None if there are several such axes."""
     (axis, *_), *others = _orders(mesh)
@@ -305,6 +324,8 @@ def _descend(problem: Problem, order: Sequence[int], bound: int | None, start: A
         others = math.prod(problem.mesh.sizes[a] for a in to_come)
         relaxed = None if bound is None else bound * others
         solutions = AxisSolutions.of(problem, axis, assignment)
+        if best is not None:
+            solutions.knows(best.bytes)
         is_tight = best is not None and best.saves_memory
         found = _solution(solutions, relaxed, is_tight)
         if not is_tight:

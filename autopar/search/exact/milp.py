@@ -106,6 +106,18 @@ class AxisProgram:
             self._least_seconds(solution) if minimize == "seconds" else 0.0,
         )
 
+    def least_seconds(self, max_bytes: float) -> float:
+        """A lower bound on the weighed seconds of all assignments within `max_bytes`, by the linear relaxation.
+
+        It is 0 if the program's slopes are not those of a step in which everything hides that can, and infinite if
+        there is no assignment.
+        """
+        if not self.problem.hides_most:
+            return 0.0
+        price = self.problem.byte_seconds
+        least = self.program.least_seconds(max_bytes=max_bytes, byte_seconds=price)
+        return (1 - _FEASIBLE) * least + self._views_seconds
+
     def _least_seconds(self, solution: Solution) -> float:
         """A lower bound on the weighed seconds of all solutions, given the best one if everything hides that can.
 

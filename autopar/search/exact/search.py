@@ -24,7 +24,15 @@ from autopar.ir import PIPELINE_AXIS, UNSPLIT, Graph, Layout, Mesh, Op, Paramete
 from autopar.pipeline.composed import StepCost, cost_of
 from autopar.search.exact.checks import check_axes, check_used
 from autopar.search.exact.decisions import Assignment
-from autopar.search.exact.descent import best_of, descents, fits, may_fit_freely, named_recipes
+from autopar.search.exact.descent import (
+    best_of,
+    descents,
+    fits,
+    least_seconds_within,
+    may_fit_freely,
+    named_recipes,
+    smallest_fits,
+)
 from autopar.search.exact.outcome import Outcome
 from autopar.search.exact.owners import on_mesh, owner_notes, with_owners
 from autopar.search.exact.problem import Problem
@@ -241,6 +249,13 @@ class MeshSearch:
     def exceeds(self, memory_bytes: int) -> bool:
         """Whether every plan takes more memory than this, so that `within` would raise SearchError."""
         return self.problem.least_bytes > memory_bytes
+
+    def has_only_slower(self, memory_bytes: int, than_seconds: float) -> bool:
+        """Whether plans fit into memory, but it is known without a search that all take as long as `than_seconds`."""
+        if math.isinf(than_seconds) or self.exceeds(memory_bytes):
+            return False
+        is_slower = least_seconds_within(self.problem, memory_bytes) >= than_seconds
+        return is_slower and smallest_fits(self.problem, memory_bytes)
 
     def state_exceeds(self, memory_bytes: int) -> bool:
         """Whether parameters, gradients, optimizer states and buffers alone take more memory than this.

@@ -168,6 +168,12 @@ class Request(PlanOptions):
         """Whether nothing that a user asks for rules out tensor parallelism in two or three dims on a searched mesh."""
         return self.leaves_axes_open and 1 in (self.depths or (1,))
 
+    @property
+    def is_priced_again(self) -> bool:
+        """Whether found plans get owners, or overlap, that their search did not price, so that they may get faster."""
+        overlaps = bool(self.decompose) or self.overlap_batches > 1
+        return overlaps or self.has_owners or self.has_lone_ops
+
     # --- checks
 
     def _check_mesh(self) -> None:

@@ -60,7 +60,8 @@ class GivenMesh:
 
     Attributes:
         case: the model with the request, which has the mesh.
-        faster_than_seconds: duration of a known step; with stages, or with recomputation, only a shorter one counts.
+        faster_than_seconds: duration of a known step. With stages only a shorter one counts; without them a longer one
+            is not searched where it is known to be.
     """
 
     case: Case
@@ -286,9 +287,13 @@ class GivenMesh:
         The latter two are searched only if the fastest plan does not fit into memory. Raises SlowerError where plans
         fit, but none is faster than the known step.
         """
-        found = list[Planned]()
+        found, keeps_slower = list[Planned](), self._keeps_slower
         again: SearchError | None = None
-        if self._may_keep_all:
+        if keeps_slower:
+            again = SlowerError(
+                f"No plan on the mesh {self.request.mesh} is faster than {self.faster_than_seconds:.6g} s."
+            )
+        elif self._may_keep_all:
             with suppress(SearchError):
                 flat = self._flat()
                 found.append(self._kept(flat))
@@ -297,11 +302,13 @@ class GivenMesh:
         try:
             found.append(self._recomputing())
         except SearchError as error:
-            again = error
+            again = again or error
         if self._may_hold_state:
             found += self._that_fit_in_slices()
-            found += self._in_dims(min((each.price.step_seconds for each in found), default=None))
-        if not found and self.request.offload and is_whole(self.graph):
+            known = self.faster_than_seconds if keeps_slower else None
+            found += self._in_dims(min((each.price.step_seconds for each in found), default=known))
+        may_move = not keeps_slower and self.request.offload and is_whole(self.graph)
+        if not found and may_move:
             found += self._that_fit_beside_activations()
         if not found:
             assert again is not None, "recomputation has found no plan"
@@ -315,6 +322,14 @@ class GivenMesh:
         """Whether a plan without recomputation may fit; if not, it is not searched, unless for words of an error."""
         bound = self.request.search_bound_bytes
         return bound is None or not self._layouts.exceeds(bound)
+
+    @property
+    def _keeps_slower(self) -> bool:
+        """Whether plans without recomputation fit, and it is known without a search that none is faster."""
+        bound = self.request.search_bound_bytes
+        if bound is None or self.request.is_priced_again:
+            return False
+        return self._layouts.has_only_slower(bound, self.faster_than_seconds)
 
     @property
     def _may_hold_state(self) -> bool:

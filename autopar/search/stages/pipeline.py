@@ -292,7 +292,7 @@ class _Search:
             staged.price(each.setting, executed=True)
 
     def _stage_plan(self, share: float, inside: MeshSearch) -> _Inner | None:
-        """The fastest plan of layouts under a bound; None if no plan fits.
+        """The fastest plan of layouts under a bound; None if no plan fits, or none promises a faster step.
 
         If none fits under the memory of all pipeline ranks (`share` 1), the bound is widened until one does, because it
         may fit with recomputation.
@@ -302,12 +302,24 @@ class _Search:
             bound = int(relaxed) if math.isfinite(relaxed) else None
             if bound is not None and inside.exceeds(bound):
                 continue
+            if bound is not None and self._has_only_slower(inside, bound):
+                self.found.has_slower = True
+                return None
             try:
                 return _Inner(inside.within(bound).plan, share)
             except SearchError:
                 if math.isinf(relaxed):
                     raise
         return None
+
+    def _has_only_slower(self, inside: MeshSearch, bound: int) -> bool:
+        """Whether all layouts within a bound take as long as the best step, even if every rank is always busy.
+
+        Recomputation only adds to their seconds. Layouts for another number of micro-batches have other bounds.
+        """
+        if self.asked_micro_batches is None or self.request.is_priced_again:
+            return False
+        return inside.has_only_slower(bound, self.ranks * self.found.best_seconds)
 
     def _inside(self, micro_batches: int) -> MeshSearch:
         """The search on the mesh of one stage."""

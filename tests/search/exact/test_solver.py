@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 
 import pytest
 
@@ -28,3 +29,11 @@ def test_equal_programs_are_solved_once_and_others_by_themselves(monkeypatch: py
         found.append(solution and (solution.seconds, solution.bytes))
     assert found == [(1.0, 2.0), (2.0, 1.0), (3.0, 1.0), None] * 2
     assert len(runs) == 4
+
+
+def test_the_least_seconds_are_those_of_the_relaxation() -> None:
+    """Half of each column takes 1.5 bytes and 1.5 seconds; less than a byte is infeasible."""
+    program = one_of_two(Solved())
+    assert program.least_seconds() == pytest.approx(1.0, rel=1e-5)
+    assert program.least_seconds(max_bytes=1.5) == pytest.approx(1.5, rel=1e-5)
+    assert program.least_seconds(max_bytes=0.5) == math.inf
