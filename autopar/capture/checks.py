@@ -124,12 +124,16 @@ def plain_name(name: str) -> str:
 
 @contextlib.contextmanager
 def refusing_changed_arguments(arguments: Any) -> Iterator[None]:
-    """Raises CaptureError if a forward or loss changes what an object, dict or list among its arguments holds."""
+    """Raises CaptureError if a forward or loss changes what an object, dict or list among its arguments holds.
+
+    An entry that it takes out of a dict, as `batch.pop("labels")` does, stays in that of the caller.
+    """
     before = [(x, pytree.contents_of(x)) for x in pytree.changeable_in(arguments)]
     yield
     for x, held in before:
         after, kind = pytree.contents_of(x), type(x).__name__
-        names = [n for n in {**held, **after} if held.get(n, _ABSENT) is not after.get(n, _ABSENT)]
+        kept = after if isinstance(x, dict) else {**held, **after}
+        names = [n for n in kept if held.get(n, _ABSENT) is not after.get(n, _ABSENT)]
         if names:
             place = f"[{names[0]!r}] of a {kind}" if isinstance(x, (list, dict)) else f"{kind}.{names[0]}"
             raise CaptureError(

@@ -114,7 +114,6 @@ def test_a_forward_that_sets_an_attribute_of_its_argument_is_refused(precision: 
 
 CHANGES = {
     "a new key": lambda batch, y: batch.update(y=y),
-    "a pop": lambda batch, y: batch.pop("names"),
     "another number": lambda batch, y: batch.update(scale=batch["scale"] + 1),
     "an append": lambda batch, y: batch["names"].append("b"),
 }
@@ -140,6 +139,17 @@ def test_a_forward_that_changes_a_dict_or_list_of_its_arguments_is_refused(chang
     ):
         autopar.compile(Changing(4, 4)).step(batch())
     assert autopar.compile(Copied(4, 4)).step(batch()).isfinite()
+
+
+def test_what_a_forward_takes_out_of_a_dict_stays_in_that_of_the_caller():
+    class Popping(nn.Linear):
+        def forward(self, batch: dict[str, Any]) -> Tensor:
+            target = batch.pop("target")
+            return nn.functional.mse_loss(super().forward(batch["x"]), target)
+
+    model, batch = Popping(4, 4), {"x": torch.ones(2, 4), "target": torch.zeros(2, 4)}
+    expected = model(dict(batch)).item()
+    assert autopar.compile(model).step(batch).item() == pytest.approx(expected) and "target" in batch
 
 
 def test_a_loss_that_sets_an_attribute_of_its_target_is_refused():
