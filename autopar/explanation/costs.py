@@ -28,6 +28,7 @@ from autopar.cost_model.steps.step import Step
 from autopar.cost_model.symbols import Expressions, link_of, link_symbols, link_values, symbol
 from autopar.explanation.simulated import SimulatedStep
 from autopar.ir import TIERS, Graph, Mesh, Plan, Tier
+from autopar.ir.recompute import Selection
 from autopar.pipeline.composed import Figures, RecomputationPrice, step_of
 from autopar.pipeline.simulation import Simulation
 from autopar.planning.remarks import op_seconds
@@ -113,7 +114,9 @@ class PlanCost:
         return buckets_hide(self.graph, self.plan, Flow(self.graph, self.plan))
 
     def _step(self, expressions: Expressions, run: Run, link: Link) -> Step:
-        run = replace(run, recompute="none") if expressions.recomputes else run
+        # The closed form of stages has no term for single ops, which their simulation prices.
+        is_priced = expressions.recomputes or isinstance(run.recompute, Selection)
+        run = replace(run, recompute="none") if is_priced else run
         return Step(
             expressions.items,
             expressions.holdings,

@@ -384,6 +384,11 @@ def test_recomputation_without_stages():
     assert again["step_seconds"] > kept["step_seconds"]
 
 
+def test_single_ops_that_stages_compute_again_are_explained():
+    found = document("explain", TARGET, "--mesh", "pp=2", "--recompute", "0.5")
+    assert isinstance(found["plan"]["recompute"], dict) and found["events"]
+
+
 def test_a_searched_depth_of_a_function_is_a_plan_that_runs(tmp_path):
     path = tmp_path / "plan.json"
     found = document(
