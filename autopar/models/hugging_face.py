@@ -38,6 +38,8 @@ LAYER_COUNTS = (
     "num_decoder_layers",
 )
 MOST_LAYERS = 200  # the deepest models have about 130; at 200 an answer takes half a minute and a gigabyte
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+MOST_EXPERTS = 4096  # of a layer; published models have up to 512, and 10 million have no answer in two minutes
 MOST_MODULES = 100_000  # of one model; unfused experts of the largest are 75,000, and building so many takes seconds
 _NUMBERED = ("idx", "index", "layer_id", "layer_number")  # in names of attributes that count layers
 
@@ -212,14 +214,16 @@ def _read_config(path: Path) -> Any:
 
 
 def _check_values(values: Mapping[str, Any], path: Path) -> None:
-    """Raises AutoparError for numbers of layers that cannot be built, and architectures that are not names."""
+    """Raises AutoparError for numbers of layers or experts that cannot be built, and architectures without names."""
     for name, value in values.items():
         if isinstance(value, dict) and name.endswith("config"):
             _check_values(value, path)
         elif name in LAYER_COUNTS and value is not None:
             # Some models have a number of layers for each of their parts.
             for each in value if isinstance(value, list) else [value]:
-                _check_layers(name, each, path)
+                _check_count(name, each, path, "layers", 1, MOST_LAYERS)
+        elif name in EXPERT_COUNTS and value is not None:
+            _check_count(name, value, path, "experts", 0, MOST_EXPERTS)
     named = values.get("architectures")
     named = [] if named is None else named
     if not isinstance(named, list) or not all(isinstance(each, str) for each in named):
@@ -228,11 +232,11 @@ def _check_values(values: Mapping[str, Any], path: Path) -> None:
         )
 
 
-def _check_layers(name: str, value: object, path: Path) -> None:
-    if type(value) is not int or not 1 <= value <= MOST_LAYERS:
+def _check_count(name: str, value: object, path: Path, of: str, least: int, most: int) -> None:
+    if type(value) is not int or not least <= value <= most:
         raise AutoparError(
-            f"{path} has {name} {value!r}; it is a whole number of layers from 1 to {MOST_LAYERS}, which is the most "
-            "that autopar builds."
+            f"{path} has {name} {value!r}; it is a whole number of {of} from {least} to {most}, which is the most that "
+            "autopar builds."
         )
 
 

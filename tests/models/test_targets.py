@@ -354,6 +354,10 @@ def test_an_import_that_fails_is_told_with_its_first_cause() -> None:
         ({"num_hidden_layers": "\u0663"}, "num_hidden_layers '\u0663'; it is a whole number"),
         ({"text_config": {"num_layers": True}}, "num_layers True; it is a whole number"),
         ({"model_type": "swin", "depths": [2, 10**9]}, "has depths 1000000000; it is a whole number of layers from 1"),
+        (
+            {"model_type": "mixtral", "num_local_experts": 10**7},
+            "10000000; it is a whole number of experts from 0 to 4096",
+        ),
         ({"architectures": [5]}, r"has architectures \[5\]; they are a list of names"),
         ({"architectures": {}}, r"has architectures {}; they are a list of names"),
         ({"hidden_size": -64}, "transformers cannot build the model of .*negative dimension.* Correct its sizes"),
