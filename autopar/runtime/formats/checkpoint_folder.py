@@ -69,7 +69,9 @@ def own_files(folder: Path) -> list[Path]:
 
 def clear(folder: Path, partial: Path) -> None:
     """Makes way for a save. Raises AutoparError where that would delete files that are no checkpoint's."""
-    if folder.exists() and not own_files(folder) and any(folder.iterdir()):
+    # Another program's may be a `state.pt`, too, but no shard.
+    shards = [file for file in own_files(folder) if file.suffix == ".safetensors"]
+    if folder.exists() and not shards and any(folder.iterdir()):
         raise AutoparError(
             f"{folder} has files and is not a checkpoint, but would be replaced; give a folder of its own to the "
             "checkpoint."

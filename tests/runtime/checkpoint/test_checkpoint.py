@@ -231,6 +231,16 @@ def test_a_checkpoint_of_the_users_beside_it_is_not_deleted(saved: Path, name: s
     save_checkpoint(saved, make(), step=4)
 
 
+def test_a_state_of_another_program_is_not_deleted(tmp_path: Path) -> None:
+    """Other programs call a file `state.pt`, too; what has no shard is no checkpoint."""
+    file = tmp_path / "run" / "state.pt"
+    file.parent.mkdir()
+    file.write_text("mine")
+    with pytest.raises(autopar.AutoparError, match="run has files and is not a checkpoint, but would be replaced"):
+        save_checkpoint(file.parent, make(), step=4)
+    assert file.read_text() == "mine"
+
+
 def test_between_the_two_renames(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A save that ends there leaves the checkpoint before it, and the next save goes through."""
     rename = Path.rename
