@@ -21,7 +21,7 @@ from autopar.cost_model.collectives import BUCKET_BYTES
 from autopar.cost_model.flow import Flow
 from autopar.cost_model.machines.hardware import Link
 from autopar.cost_model.sizes import Sizes
-from autopar.ir import Graph, Layout, ParameterPlan, Plan, Tensor
+from autopar.ir import PIPELINE_AXIS, Graph, Layout, Mesh, ParameterPlan, Plan, Tensor
 
 FEWEST_BUCKETS = 4
 SMALLEST_BUCKET_BYTES = 2**20  # as the first bucket of torch's DistributedDataParallel
@@ -91,10 +91,13 @@ def largest_bytes(tensor: Tensor, layouts: Iterable[Layout], sizes: Sizes) -> Qu
     return scale * reduce(larger, (sizes.bytes(tensor, layout) for layout in layouts))
 
 
-def messages(graph: Graph, plan: Plan, flow: Flow) -> list[tuple[float, float]]:
-    """Bytes of the messages of parameters that a rank of a mean stage takes part in, each with its number."""
+def messages(graph: Graph, plan: Plan, flow: Flow, world: Mesh) -> list[tuple[float, float]]:
+    """Bytes of the messages of parameters that a rank of a mean stage takes part in, each with its number.
+
+    The mesh of all ranks, `world`, has the stages, also of a plan that is priced before it is cut into them.
+    """
     sizes, targets = Sizes(plan.mesh), flow.targets
-    stages = plan.pipeline.ranks if plan.pipeline else 1
+    stages = dict(world.axes).get(PIPELINE_AXIS, 1)
     return [
         (
             float(message_bytes(graph.tensors[at], plan.parameters[name], targets.get(at, {}), sizes)),
@@ -106,13 +109,13 @@ def messages(graph: Graph, plan: Plan, flow: Flow) -> list[tuple[float, float]]:
 
 def sent_bytes(graph: Graph, plan: Plan) -> float:
     """Bytes of all messages of parameters that a rank of a mean stage takes part in, each of them once."""
-    return sum(size * count for size, count in messages(graph, plan, Flow(graph, plan)))
+    return sum(size * count for size, count in messages(graph, plan, Flow(graph, plan), plan.world_mesh))
 
 
-def buckets_hide(graph: Graph, plan: Plan, flow: Flow) -> float:
+def buckets_hide(graph: Graph, plan: Plan, flow: Flow, world: Mesh | None = None) -> float:
     """The largest part of the messages of a plan's parameters that its buckets, named or usual, let compute hide."""
     size = plan.bucket_bytes or usual_bucket_bytes(whole_bytes(graph), plan.mesh.sizes)
-    return hidden_by(messages(graph, plan, flow), size)
+    return hidden_by(messages(graph, plan, flow, world or plan.world_mesh), size)
 
 
 def hidden_by(sent: Iterable[tuple[float, float]], bucket_bytes: Quantity) -> float:

@@ -89,7 +89,7 @@ class PricedBlocks:
         self.items = list(self.pricer.items())
         owners = positions_of_owners(plan)
         self.holdings_of_ranks = [list(self.pricer.at(owner).holdings()) for owner in owners]
-        run, hidden = Run(plan.micro_batches), buckets_hide(graph, plan, self.flow)
+        run, hidden = Run(plan.micro_batches), buckets_hide(graph, plan, self.flow, self.world)
         self.step = Step((), (), run, self.hardware, software, buckets_hide=hidden)
         self._rows: dict[tuple[str, str], tuple[list[int], float]] = {}
 

@@ -22,6 +22,8 @@ from autopar.pipeline.composed import composed
 from autopar.search.candidates.outer import search_plan
 from autopar.search.refine.buckets import sizes_of, usual_bytes, usual_seconds, with_buckets
 from autopar.search.request.request import Request
+from autopar.search.stages.pipeline import search_pipeline
+from autopar.search.stages.pipeline_settings import PipelineFound
 from tests.search.stacked import residual
 
 WIDTH, LAYERS = 1024, 8
@@ -109,6 +111,22 @@ def test_the_usual_size_costs_the_same_where_it_is_named(options: dict[str, Any]
     sizes = (None, usual_bytes(found.graph, found.plan))
     unnamed, named = (composed(found.graph, replace(found.plan, bucket_bytes=size), **figures) for size in sizes)
     assert unnamed.step_seconds == pytest.approx(named.step_seconds)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_search_of_stages_counts_the_buckets_of_a_stage(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It prices plans before they are cut, and explain prices the cut plan: both by the parameters of one stage."""
+    prices: list[float] = []
+
+    def searched(*args: Any) -> PipelineFound:
+        prices.append((found := search_pipeline(*args)).best.seconds)
+        return found
+
+    monkeypatch.setattr("autopar.search.stages.given.search_pipeline", searched)
+    mesh = {"pp": stages, "dp": 2}
+    found = explained(2e-3, 2**20, mesh=mesh, recipe="ddp", schedule="1f1b", micro_batches=4)
+    usual = composed(found.graph, replace(found.plan, bucket_bytes=None), found.cluster.hardware).step_seconds
+    assert min(prices) == pytest.approx(usual)
 
 
 def test_buckets_do_not_bound_what_turns_hide_of_activations() -> None:
