@@ -13,6 +13,7 @@ buckets (its links and memory are shared with what computes), so that the part i
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import reduce
 
@@ -115,17 +116,20 @@ def sent_bytes(graph: Graph, plan: Plan) -> float:
 def buckets_hide(graph: Graph, plan: Plan, flow: Flow, world: Mesh | None = None) -> float:
     """The largest part of the messages of a plan's parameters that its buckets, named or usual, let compute hide."""
     size = plan.bucket_bytes or usual_bucket_bytes(whole_bytes(graph), plan.mesh.sizes)
-    return hidden_by(messages(graph, plan, flow, world or plan.world_mesh), size)
+    return float(hidden_by(messages(graph, plan, flow, world or plan.world_mesh), size))
 
 
-def hidden_by(sent: Iterable[tuple[float, float]], bucket_bytes: Quantity) -> float:
+def hidden_by(sent: Iterable[tuple[float, float]], bucket_bytes: Quantity) -> Quantity:
     """The largest part of messages that buckets of a size let hide; one that fills a bucket travels alone.
 
     Args:
         sent: bytes of messages, each with its number.
         bucket_bytes: size of a bucket.
     """
-    return float(hidden_part(math.fsum(count * min(1.0, size / bucket_bytes) for size, count in sent)))
+    numbers: defaultdict[float, float] = defaultdict(float)
+    for size, count in sent:
+        numbers[size] += count
+    return hidden_part(sum(count * smaller(1.0, size / bucket_bytes) for size, count in numbers.items() if size))
 
 
 def hidden_part(buckets: Quantity) -> Quantity:

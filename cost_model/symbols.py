@@ -59,7 +59,7 @@ def _peak_name(itemsize_bytes: int) -> str:
     return f"peak_flops_{8 * itemsize_bytes}bit"
 
 
-_BUCKET = "bucket_bytes"  # one symbol: its formula would stand in that of every message
+BUCKET = "bucket_bytes"  # one symbol: its formula would stand in that of every message
 RUN_SYMBOLS = ("micro_batches", "stages", "chunks", "memory_bound_bytes")
 
 
@@ -193,14 +193,14 @@ class Expressions:
             fused=fused,
             regathers=regathers,
             bucket_bytes=bucket_bytes,
-            chosen_bucket_bytes=symbol(_BUCKET),
+            chosen_bucket_bytes=symbol(BUCKET),
             blocks=blocks,
             again=again,
             selected=selected,
             slices=slices,
             meeting_link=link_symbols([plan.meeting.axis])[0] if plan.meeting else None,
         )
-        values[_BUCKET] = float(plan.bucket_bytes or usual_bucket_bytes(whole_bytes(graph), plan.mesh.sizes))
+        values[BUCKET] = float(plan.bucket_bytes or usual_bucket_bytes(whole_bytes(graph), plan.mesh.sizes))
         values |= _values_of_links(plan, hardware)
         values |= dict(zip(map(str, axes), map(float, plan.mesh.sizes), strict=True))
         values |= {str(names[n]): float(f.size) for n, f in graph.factors.items() if n in names}

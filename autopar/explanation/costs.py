@@ -11,8 +11,9 @@ from typing import Any, Literal, Self
 
 import sympy
 
+from autopar.cost_model.arith import Quantity
 from autopar.cost_model.breakdown import Breakdown, Candidate, Unit
-from autopar.cost_model.buckets import buckets_hide
+from autopar.cost_model.buckets import hidden_by, messages
 from autopar.cost_model.compute import backward_passes, is_product
 from autopar.cost_model.flow import Flow
 from autopar.cost_model.history import Spread, spread_of
@@ -25,7 +26,7 @@ from autopar.cost_model.owners import has_lone_ops
 from autopar.cost_model.steps.owned_step import OwnedStep
 from autopar.cost_model.steps.run import ONE_BATCH, Run, Term, total
 from autopar.cost_model.steps.step import Step
-from autopar.cost_model.symbols import Expressions, link_of, link_symbols, link_values, symbol
+from autopar.cost_model.symbols import BUCKET, Expressions, link_of, link_symbols, link_values, symbol
 from autopar.explanation.simulated import SimulatedStep
 from autopar.ir import TIERS, Graph, Mesh, Plan, Tier
 from autopar.ir.recompute import Selection
@@ -110,10 +111,10 @@ class PlanCost:
         return replace(self, built=self.__dict__.get("expressions", self.built), **changes)
 
     @cached_property
-    def _buckets_hide(self) -> float:
-        return buckets_hide(self.graph, self.plan, Flow(self.graph, self.plan))
+    def _messages(self) -> list[tuple[float, float]]:
+        return messages(self.graph, self.plan, Flow(self.graph, self.plan), self.plan.world_mesh)
 
-    def _step(self, expressions: Expressions, run: Run, link: Link) -> Step:
+    def _step(self, expressions: Expressions, run: Run, link: Link, bucket_bytes: Quantity) -> Step:
         # The closed form of stages has no term for single ops, which their simulation prices.
         is_priced = expressions.recomputes or isinstance(run.recompute, Selection)
         run = replace(run, recompute="none") if is_priced else run
@@ -126,7 +127,7 @@ class PlanCost:
             layers=expressions.layers,
             boundary_bytes=expressions.boundary_bytes,
             boundary_link=link,
-            buckets_hide=self._buckets_hide,
+            buckets_hide=hidden_by(self._messages, bucket_bytes),
         )
 
     @cached_property
@@ -176,7 +177,7 @@ class PlanCost:
     def symbolic(self) -> Step:
         """The step as formulas."""
         run = replace(self.run, micro_batches=symbol("micro_batches"), stages=symbol("stages"), chunks=symbol("chunks"))
-        return self._step(self.expressions, run, link_symbols(["pp"])[0])
+        return self._step(self.expressions, run, link_symbols(["pp"])[0], symbol(BUCKET))
 
     @cached_property
     def step(self) -> Step:
@@ -197,7 +198,7 @@ class PlanCost:
         """The step at other values of symbols; arrays price many configurations at once."""
         given = {**self.values, **values}
         run = replace(self.run, micro_batches=given["micro_batches"], stages=given["stages"], chunks=given["chunks"])
-        return self._step(self.expressions.at(**given), run, link_of(given, "pp"))
+        return self._step(self.expressions.at(**given), run, link_of(given, "pp"), given[BUCKET])
 
     @cached_property
     def time(self) -> Breakdown:

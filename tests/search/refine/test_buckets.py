@@ -113,6 +113,15 @@ def test_the_usual_size_costs_the_same_where_it_is_named(options: dict[str, Any]
     assert unnamed.step_seconds == pytest.approx(named.step_seconds)
 
 
+@pytest.mark.parametrize("times", [1.01, 2, 3])
+def test_a_question_about_other_buckets_has_the_price_of_a_plan_with_them(times: float) -> None:
+    """Larger ones pay fewer latencies and hide less; of the formula, both."""
+    found = explained(2e-3)
+    size = round(times * found.values["bucket_bytes"])
+    named = composed(found.graph, replace(found.plan, bucket_bytes=size), found.cluster.hardware).step_seconds
+    assert found.what_if(bucket_bytes=size).step_seconds == pytest.approx(named)
+
+
 @pytest.mark.parametrize("stages", [2, 4])
 def test_a_search_of_stages_counts_the_buckets_of_a_stage(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It prices plans before they are cut, and explain prices the cut plan: both by the parameters of one stage."""
