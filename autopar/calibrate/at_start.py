@@ -27,6 +27,7 @@ from autopar.cost_model.machines.hardware_toml import parse_hardware
 from autopar.cost_model.machines.hardware_writing import format_hardware
 from autopar.errors import AutoparError
 from autopar.planning.cache_files import read_cached, write_cached
+from autopar.planning.stored_plans import code_version
 
 log = logging.getLogger("autopar")
 
@@ -44,7 +45,8 @@ def measured_at_start(hardware: Hardware, folder: Path | None) -> Hardware:
 
     Args:
         hardware: the machine of the catalogue.
-        folder: folder that keeps the times for the next start, so that it finds the plan again; None keeps none.
+        folder: folder that keeps the times for the next start of this autopar, so that it finds the plan again; None
+            keeps none.
 
     The same on every rank. Ranks on several nodes are not measured.
     """
@@ -54,7 +56,7 @@ def measured_at_start(hardware: Hardware, folder: Path | None) -> Hardware:
     group = dist.group.WORLD
     assert group is not None, "there are several ranks"
     if group not in _found:
-        file = None if folder is None else folder / f"{hardware.name}-{team.size}.toml"
+        file = None if folder is None else folder / f"{hardware.name}-{team.size}-{code_version()[0][:12]}.toml"
         with _torch.forked_random_state([team.device.device]):  # a script that has set a seed may draw from it next
             _found[group] = _kept(file, team) or _measured(hardware, team, group, file)
     return _found[group]
