@@ -1,5 +1,6 @@
 """Nested containers of tensors, flattened to their leaves and put together again."""
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, ModuleType
@@ -200,21 +201,21 @@ def _refuse_met(x: Any, place: str, met: dict[int, Any]) -> None:
 
 
 def changeable_in(tree: Any) -> list[Any]:
-    """The lists, dicts and objects in a tree, also those inside of others; objects of classes of `register_objects`.
+    """The lists, deques, dicts and objects in a tree, also those inside of others; objects of `register_objects`.
 
     Of another container only the objects: a cache of keys notes in a dict of its own what it need not compute again.
     """
     if tree_is_leaf(tree):
         return []
     found = [x for child in _children(tree) for x in changeable_in(child)]
-    if isinstance(tree, (list, dict)) or type(tree) in _OBJECTS:
+    if isinstance(tree, (list, deque, dict)) or type(tree) in _OBJECTS:
         return [tree, *found]
     return found if isinstance(tree, tuple) else [x for x in found if type(x) in _OBJECTS]
 
 
 def contents_of(x: Any) -> dict[Any, Any]:
-    """What a list, a dict or an object holds now, by place, key or name."""
-    if isinstance(x, list):
+    """What a list, a deque, a dict or an object holds now, by place, key or name."""
+    if isinstance(x, (list, deque)):
         return dict(enumerate(x))
     return dict(x if isinstance(x, dict) else vars(x))
 

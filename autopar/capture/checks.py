@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -135,7 +136,7 @@ def refusing_changed_arguments(arguments: Any) -> Iterator[None]:
         kept = after if isinstance(x, dict) else {**held, **after}
         names = [n for n in kept if held.get(n, _ABSENT) is not after.get(n, _ABSENT)]
         if names:
-            place = f"[{names[0]!r}] of a {kind}" if isinstance(x, (list, dict)) else f"{kind}.{names[0]}"
+            place = f"[{names[0]!r}] of a {kind}" if isinstance(x, (list, deque, dict)) else f"{kind}.{names[0]}"
             raise CaptureError(
                 f"The forward or loss sets or deletes {place} of its argument, and a captured program does not do that "
                 f"again. Return the new value, or let it change a copy of its own: copy.copy of the {kind}."

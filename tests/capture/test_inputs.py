@@ -1,6 +1,7 @@
 """Batches and results of classes of the script's own."""
 
 import copy
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -116,6 +117,7 @@ CHANGES = {
     "a new key": lambda batch, y: batch.update(y=y),
     "another number": lambda batch, y: batch.update(scale=batch["scale"] + 1),
     "an append": lambda batch, y: batch["names"].append("b"),
+    "a queue's next": lambda batch, y: batch["queue"].append("b"),
 }
 
 
@@ -129,13 +131,13 @@ def test_a_forward_that_changes_a_dict_or_list_of_its_arguments_is_refused(chang
 
     class Copied(Changing):
         def forward(self, batch: dict[str, Any]) -> Tensor:
-            return super().forward({**batch, "names": [*batch["names"]]})
+            return super().forward({**batch, "names": [*batch["names"]], "queue": deque(batch["queue"])})
 
     def batch() -> dict[str, Any]:
-        return {"x": torch.ones(2, 4), "names": ["a"], "scale": 2}
+        return {"x": torch.ones(2, 4), "names": ["a"], "queue": deque(["a"]), "scale": 2}
 
     with pytest.raises(
-        CaptureError, match=r"sets or deletes \[.*\] of a (dict|list) of its argument.*a copy of its own"
+        CaptureError, match=r"sets or deletes \[.*\] of a (dict|list|deque) of its argument.*a copy of its own"
     ):
         autopar.compile(Changing(4, 4)).step(batch())
     assert autopar.compile(Copied(4, 4)).step(batch()).isfinite()
