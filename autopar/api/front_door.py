@@ -21,7 +21,7 @@ from autopar.capture.quantized import inner_tensors_stored, store_inner_tensors
 from autopar.capture.rows import arguments_of_replica
 from autopar.cost_model import Cluster, Hardware, find_cluster
 from autopar.cost_model.machines.software import with_eager_runs
-from autopar.errors import MeshError
+from autopar.errors import AutoparError, MeshError
 from autopar.explanation.costs import run_of
 from autopar.explanation.explanation import Explanation
 from autopar.ir import Mesh, MixedPrecision, Plan
@@ -90,6 +90,7 @@ def compile(
     another model, and CaptureError, RecipeError or SearchError where no plan can be made.
     """
     show_failures()
+    _refuse_odd(model, loss_fn)
     device = device_of(model, mesh, device)
     join_process_group(device)
     given = options | {"mesh": mesh, "recipe": recipe, "precision": precision}
@@ -232,3 +233,11 @@ def _cluster_with(
     if axes is not None and axes.ranks > found.ranks:
         raise MeshError(f"The mesh {axes} has {axes.ranks} ranks, but {found} has {found.ranks}.")
     return found, axes
+
+
+def _refuse_odd(model: nn.Module, loss_fn: object) -> None:
+    """Raises AutoparError for a model that is compiled already, and for a loss that is no function."""
+    if isinstance(model, CompiledModule):
+        raise AutoparError("This model is compiled already: autopar.compile takes the plain model, once.")
+    if loss_fn is not None and not callable(loss_fn):
+        raise AutoparError(f"loss_fn={loss_fn!r} is no function: give one such as torch.nn.functional.cross_entropy.")

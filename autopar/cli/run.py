@@ -54,7 +54,8 @@ class Restarts:
     agent of its own. A number of ranks has `most` restarts; then the run goes on with one less. An attempt that lasted
     long has them all back, so that a run of weeks survives more deaths than one that fails whenever it starts. An
     error of the script that comes twice in a row is no accident, and ends the attempts on that number of ranks; so does
-    an error in what the script asks of a plan, at its first time. A rank that was killed has no error.
+    an error in what the script asks of a plan, at its first time. The same error on two numbers of ranks ends the run.
+    A rank that was killed has no error.
 
     Attributes:
         ranks: number of ranks at first.
@@ -90,6 +91,8 @@ class Restarts:
             while left and not _stays(lives[first:]):
                 yield ranks
                 left = self.most if lives[-1].seconds >= self.good_seconds else left - 1
+            if first and lives[-1].error and lives[-1].error == lives[first - 1].error:
+                return  # of one rank less it would be the same again
 
 
 # Errors in what a script asks of a plan, which it will ask again.
@@ -113,7 +116,8 @@ Arguments after SCRIPT are passed to it. When a rank dies, all ranks are started
 autopar.checkpoint.Checkpoints goes on from its last checkpoint. With --min-ranks it goes on with one rank less when the
 restarts are used up; with --max-restarts 0, at once. After an attempt of ten minutes or more, the count of restarts
 begins again. The attempts on a number of ranks end when the script raises the same error twice in a row, or an error
-about its options, such as a recipe that does not exist. For several machines use torchrun itself.
+about its options, such as a recipe that does not exist; all end when one rank less ends with the same error. For
+several machines use torchrun itself.
 
 \b
 Examples:
@@ -136,7 +140,7 @@ Examples:
     default=10.0,
     metavar="M",
     show_default=True,
-    help="After an attempt of this many seconds the count of restarts begins again.",
+    help="After an attempt of this many minutes the count of restarts begins again.",
 )
 @click.option("--min-ranks", type=POSITIVE, metavar="M", help="Lowest number of ranks to go on with; by default N.")
 @click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))

@@ -190,7 +190,7 @@ def sensitivity_bars(sensitivity: Mapping[str, float], smallest: float = 1e-5) -
 
 def _bars(found: Sequence[tuple[str, float]], width: float) -> Markup:
     longest = abs(found[0][1])
-    scale = Linear(-longest, longest, 0.31 * width, width - 90)
+    scale = Linear(-longest, longest, 100 + 0.216 * width, width - 90)
     zero, row = scale(0.0), 26.0
     children = [line(zero, 18, zero, 26 + row * len(found), class_="axis")]
     children.append(text(zero - 8, 14, "faster", class_="small", text_anchor="end"))
@@ -207,7 +207,7 @@ def _sensitivity(name: str, value: float, scale: Linear, y: float) -> Markup:
     side = ("start", 6.0) if value > 0 else ("end", -6.0)
     return tag(
         "g",
-        text(8, y + 14, fitted(name, scale.start - min(100.0, 0.2 * scale.start))),
+        text(8, y + 14, fitted(name, scale.start - 75)),
         rect(min(x, zero), y + 2, abs(x - zero), 17, fill=colour.fill, title=f"{name}: {words}"),
         text(x + side[1], y + 15, words, class_="small", text_anchor=side[0]),
     )

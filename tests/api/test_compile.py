@@ -186,6 +186,13 @@ def test_a_recipe_that_there_is_not_is_told_at_once() -> None:
         autopar.compile(MLP(), recipe="zero4")
 
 
+def test_a_compiled_model_and_a_loss_that_is_none_are_told_at_once() -> None:
+    with pytest.raises(autopar.AutoparError, match="compiled already"):
+        autopar.compile(autopar.compile(MLP()))
+    with pytest.raises(autopar.AutoparError, match="loss_fn='ce' is no function"):
+        autopar.compile(MLP(), loss_fn="ce")
+
+
 @pytest.mark.parametrize("function", [autopar.compile, autopar.explain, autopar.verify])
 def test_a_misspelt_argument_is_told_with_the_one_that_is_meant(function: Any) -> None:
     with pytest.raises(TypeError, match=r"no argument 'recpie' \(did you mean recipe"):

@@ -175,10 +175,10 @@ def _placed(
 ) -> dict[str, Any]:
     """One parameter's state, its tensors as the parameter lies; AutoparError for values that do not fit it."""
     for key, value in values.items():
-        if value is not None and not isinstance(value, (Tensor, int, float)):
+        if not _is_state(value):
             raise AutoparError(
-                f"{key} of {name} is a {type(value).__name__} in the optimizer's state, but only tensors and numbers "
-                "of a parameter can be loaded. Make it one of these before the state is saved."
+                f"{key} of {name} is a {type(value).__name__} in the optimizer's state, but only tensors, numbers, "
+                "texts and lists of tensors can be loaded. Make it one of these before the state is saved."
             )
         if isinstance(value, Tensor) and value.ndim == parameter.ndim > 0:
             fits = all(a in (1, b) for a, b in zip(value.shape, parameter.shape, strict=True))
@@ -195,3 +195,10 @@ def _placed(
         if (name, key) in formats:
             set_values(formats[name, key], placed[key])
     return placed
+
+
+def _is_state(value: object) -> bool:
+    """Whether an optimizer may keep such a value of a parameter; LBFGS keeps lists of tensors."""
+    if isinstance(value, list):
+        return all(x is None or isinstance(x, Tensor) for x in value)
+    return value is None or isinstance(value, (Tensor, int, float, str))

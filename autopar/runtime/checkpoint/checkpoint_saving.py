@@ -10,7 +10,7 @@ save.commit()                                                     the first rank
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from autopar.runtime.formats.block_states import cuts_of, entries
 from autopar.runtime.formats.checkpoint_folder import VERSION, beside, clear, commit, load_plain
 from autopar.runtime.formats.optimizer_state import read_state, ties
 from autopar.runtime.formats.shard_file import ShardPart, write_shard
+from autopar.runtime.formats.weights import few
 from autopar.runtime.formats.weights_export import apart
 from autopar.runtime.model.module import CompiledModule
 from autopar.runtime.ranks.all_ranks import AllRanks
@@ -153,6 +154,7 @@ def collect(
         )
     state = _torch.entries_here(model.state_dict()) if with_model else {}
     tensors = {f"model.{k}": v for k, v in state.items() if isinstance(v, Tensor)}
+    _refuse_sparse(tensors)
     notes: dict[str, Any] = {
         "version": VERSION,
         "extra": extra,
@@ -205,6 +207,16 @@ def catch_up(model: nn.Module, optimizer: Optimizer) -> None:
     """Gives an optimizer that was made early, and not stepped since, the parameters that are there now."""
     if isinstance(model, CompiledModule) and model._placement.adoption is not None:
         model._placement.adoption.follow(optimizer)
+
+
+def _refuse_sparse(tensors: Mapping[str, Tensor]) -> None:
+    """Raises AutoparError for a tensor that files of dense tensors cannot hold."""
+    sparse = [name.removeprefix("model.") for name, x in tensors.items() if x.layout is not torch.strided]
+    if sparse:
+        raise AutoparError(
+            f"{few(sparse)} of the model cannot be saved: a checkpoint holds dense tensors alone. Register a sparse "
+            "buffer with persistent=False and make it anew at the start, or save it as dense values and indices."
+        )
 
 
 def _refuse_unloadable(what: str, value: Any) -> None:

@@ -167,6 +167,13 @@ def test_a_module_without_a_plan_is_refused_before_there_is_a_checkpoint(tmp_pat
         autopar.checkpoint.Checkpoints(tmp_path).load_last(model)
 
 
+def test_a_sparse_buffer_is_refused_by_name(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("edges", torch.eye(2).to_sparse())
+    with pytest.raises(autopar.AutoparError, match=r"edges of the model cannot be saved.*persistent=False"):
+        save_checkpoint(tmp_path / "c", model)
+
+
 # --- the folder
 
 

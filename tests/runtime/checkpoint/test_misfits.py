@@ -99,6 +99,27 @@ def test_lists_in_the_state_of_a_parameter_are_refused() -> None:
         load_optimizer_state(model, torch.optim.AdamW(model.parameters()), state)
 
 
+def test_lists_that_an_optimizer_keeps_are_loaded() -> None:
+    def trained() -> tuple[nn.Linear, torch.optim.LBFGS]:
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1)
+        return model, torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+
+    model, optimizer = trained()
+    x = torch.randn(4, 2)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = (model(x) - 1).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    other, fresh = trained()
+    load_optimizer_state(other, fresh, optimizer.state_dict())
+    assert len(fresh.state[other.weight]["old_dirs"]) == len(optimizer.state[model.weight]["old_dirs"]) > 0
+
+
 def test_options_that_differ_within_a_group_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     model = make()
     each = torch.optim.AdamW([{"params": [p], "lr": 1 / p.numel()} for p in model.parameters()])
