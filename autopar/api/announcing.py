@@ -50,9 +50,10 @@ def start_line(plan: Plan, request: Request, is_given: bool, predicted: tuple[fl
     words.append(_micro_batches_of(plan))
     words += plan.kept_words
     seconds, size = predicted
+    guess = ", a guess: nothing here was measured" * any(kind_of(note) == "guess" for note in plan.notes)
     return (
         f"{'; '.join(words)}: predicted {format_seconds(seconds)} a step and {format_bytes(size)} of "
-        f"{format_bytes(request.bound_bytes)} a rank on {request.hardware.name}"
+        f"{format_bytes(request.bound_bytes)} a rank on {request.hardware.name}{guess}"
     )
 
 

@@ -17,6 +17,7 @@ from autopar.cost_model import Hardware
 from autopar.cost_model.machines.software import named_hardware
 from autopar.errors import AutoparError, MeshError
 from autopar.ir import PIPELINE_AXIS, Mesh, Plan, pipeline_position, with_pipeline, without_pipeline
+from autopar.ir.note import Note
 from autopar.runtime.ranks.processes import axes_of_device_mesh
 from autopar.units import format_seconds
 
@@ -102,7 +103,7 @@ def hardware_of(
     if hardware is not None:
         return named_hardware(hardware), ()
     name = _torch.catalogue_name(device)
-    return named_hardware(name), (f"priced for {name}, a guess from the device {device.type}",)
+    return named_hardware(name), (Note(f"priced for {name}, a guess from the device {device.type}", "guess"),)
 
 
 def measured_hardware(hardware: Hardware, folder: Path | None) -> tuple[Hardware, tuple[str, ...]]:

@@ -252,6 +252,10 @@ def cluster_of(gpu: str, ranks: int) -> Cluster:
         raise MeshError(
             f"{found} has {found.ranks} ranks of several kinds, and {ranks} are asked for; leave --ranks out."
         )
+    if "x" in gpu.removeprefix(found.hardware.name):
+        if found.ranks == ranks:
+            return found
+        raise MeshError(f"--cluster {gpu} has {found.ranks} ranks, and --ranks says {ranks}; leave --ranks out.")
     node = found.devices_per_node
     if ranks > node and ranks % node:
         raise MeshError(

@@ -64,7 +64,9 @@ def verify_command(
     precision: MixedPrecision | None,
 ) -> None:
     if ":" not in target:
-        raise AutoparError(f"Cannot prove {target!r}: it has no weights; write package.module:function.")
+        how = f"{target.removesuffix('.py').replace('/', '.')}:make for a function make of this file"
+        why = f"is a file; write {how}" if target.endswith(".py") else "has no weights; write package.module:function"
+        raise AutoparError(f"Cannot prove {target!r}: it {why}.")
     searching = {"--recipe": recipe, "--schedule": schedule, "--micro-batches": micro_batches}
     if path is not None:
         given = {"--mesh": mesh, **searching, "--random": draw or None, "--seed": seed}

@@ -28,6 +28,7 @@ _T = TypeVar("_T")
 Words = Mapping[str, str]  # factor -> what people call it
 NO_WORDS: Words = MappingProxyType({})
 _NAME_WIDTH = 20  # columns that the name of a parameter has where the terminal is narrow
+_OPS = "Ops (time of a step with what travels for each, before anything overlaps; accumulating gradients is of none)"
 _WHOLE = "(run whole)"  # in place of the module, where nothing is split
 ZERO_NAMES = {1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
 
@@ -139,7 +140,7 @@ def _kept(plan: Plan, graph: Graph, name: str, axis: int) -> str:
 
 def op_table(plan: Plan, graph: Graph, seconds: Mapping[str, float], words: Words = NO_WORDS) -> Table:
     """What every op splits along every axis, how its results lie, and its seconds of a step; views are left out."""
-    table = Table(title="Ops (time of a step, before anything overlaps)", title_justify="left", show_edge=False)
+    table = Table(title=_OPS, title_justify="left", show_edge=False)
     for column in ("module", "op", "of", *(f"{name}={size}" for name, size in plan.mesh.axes), "result"):
         table.add_column(column, overflow="fold")
     table.add_column("time", justify="right")

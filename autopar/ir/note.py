@@ -22,6 +22,7 @@ NoteKind = Literal[
     "undivided",
     "repeated",
     "uneven",
+    "guess",
 ]
 NOTE_KINDS: tuple[str, ...] = get_args(NoteKind)
 
@@ -42,7 +43,7 @@ class Note(str):
             by piece. "overlap": micro-batches that take turns. "buckets": the bytes that a collective carries.
             "micro-batches": the reason for a number of them that nobody asked for. "undivided": dims that an axis does
             not divide. "repeated": axes whose ranks all compute the same. "uneven": a dim in parts of different sizes.
-            "": anything else.
+            "guess": the machine was guessed from the device. "": anything else.
     """
 
     kind: str

@@ -300,6 +300,12 @@ def test_an_open_number_of_micro_batches_is_searched_once(monkeypatch: pytest.Mo
     assert torch.allclose(made.up.weight.grad, model.up.weight.grad)
 
 
+def test_the_log_says_where_the_price_is_a_guess(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="autopar"):
+        compiled().step(*batch())
+    assert any("a rank on cpu-gloo, a guess: nothing here was measured; on cpu" in text for text in caplog.messages)
+
+
 def test_the_log_says_what_was_chosen_and_then_what_was_measured(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="autopar"):
         made = compiled(hardware="cpu-gloo")

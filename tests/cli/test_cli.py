@@ -516,6 +516,8 @@ def test_help_has_an_example(command):
         (["explain", TARGET, "--mesh", "dp=2", "--cluster", "h100x4"], "has 2 ranks, but h100x4x1"),
         (["explain", TARGET, "--ranks", "12"], "not a whole number of nodes"),
         (["explain", TARGET, "--ranks", "4", "--batch", "12"], "not a multiple of the 8"),
+        (["explain", "gpt2", "--cluster", "h100x8x2", "--ranks", "4"], "h100x8x2 has 16 ranks, and --ranks says 4"),
+        (["verify", "my/clf.py"], "'my/clf.py': it is a file; write my.clf:make for a function"),
         (["explain", "gpt2", "--ranks", "1000000"], "1000000 is not in the range 1<=x<=131072"),
         (["explain", "gpt2", "--cluster", "h100x8", "--batch", "0"], "0 is not in the range"),
         (["explain", "gpt2", "--cluster", "h100x8", "--seq", "-4"], "-4 is not in the range"),
