@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cProfile
+import gc
 import pstats
 import sys
 from typing import Any
@@ -29,6 +30,20 @@ def test_a_function_is_put_back() -> None:
         assert sys.getprofile() is note
     assert inside == [] and "c_call" in seen
     assert sys.getprofile() is not note
+
+
+def test_what_the_garbage_collector_calls_is_not_seen() -> None:
+    seen: list[str] = []
+
+    def collected(phase: str, info: dict[str, int]) -> None: ...
+
+    gc.callbacks.append(collected)
+    try:
+        with profiled_by(lambda frame, event, argument: seen.append(frame.f_code.co_name)):
+            gc.collect()
+        assert "collected" not in seen and collected in gc.callbacks
+    finally:
+        gc.callbacks.remove(collected)
 
 
 def test_training_runs_under_a_profiler() -> None:
