@@ -95,7 +95,7 @@ def test_notes_keep_their_kind():
     with pytest.raises(
         PlanError,
         match="by one of axes, price, stages, unasked, runner-up, tiers, replicas, owners, versions, decomposed, "
-        "overlap, buckets, micro-batches, undivided, repeated, uneven, not",
+        "overlap, buckets, micro-batches, undivided, repeated, uneven, guess, not",
     ):
         Plan.from_json({**PLAN.to_json(), "notes": [{"joke": "x"}]})
 
