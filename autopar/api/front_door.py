@@ -85,9 +85,10 @@ def compile(
     >>> loss.shape, model.plan.mesh.size
     (torch.Size([]), 1)
 
-    Raises TypeError for an unknown option, AutoparError for an unknown executor and for a device that is not there,
-    MeshError if the world does not match the mesh or two ranks compute on one accelerator, PlanError for a plan of
-    another model, and CaptureError, RecipeError or SearchError where no plan can be made.
+    Raises TypeError for an unknown option, AutoparError for an unknown executor, for a device that is not there, for a
+    model that is compiled already and for a loss that is no function, MeshError if the world does not match the mesh or
+    two ranks compute on one accelerator, PlanError for a plan of another model, and CaptureError, RecipeError or
+    SearchError where no plan can be made.
     """
     show_failures()
     _refuse_odd(model, loss_fn)
