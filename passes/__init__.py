@@ -33,6 +33,7 @@ from autopar.passes.decompose_products import decompose_products
 from autopar.passes.fold_blocks import fold_blocks
 from autopar.passes.group_gathers import find_gathers, group_gathers
 from autopar.passes.join_experts import join_experts
+from autopar.passes.join_losses import join_losses
 from autopar.passes.open_unruled import open_unruled
 from autopar.passes.overlap_batches import overlap_batches
 from autopar.passes.overlap_sums import defer_loss_sum, hoist_input_sums

@@ -60,7 +60,7 @@ def partition(captured: Captured, analysis: Analysis, plan: Plan) -> tuple[fx.Gr
     output. A call that belongs to the conversion of a tensor's layout has the tensor's name in `meta["converts"]`, and
     the number of dims of its operand in `meta["ndim"]`. A node that is a tensor of the captured graph in some layout
     has both in `meta["holds"]`. A call that only some ranks run, because the tensors are in O, has an `Alone` in
-    `meta["alone"]`.
+    `meta["alone"]`. A call that runs on some rows of an op's operands has the number of this run in `meta["tile"]`.
     """
     return _Partitioner(captured, analysis, plan).run()
 
@@ -257,12 +257,15 @@ class _LocalCall:
         self.node = node
         self.result_shapes = result_shapes
         self.args, self.kwargs = _substitute(node, operands)
+        self.tile: int | None = None
 
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         new = self._owner.call(target, args, kwargs)
         assert self._is_stated(new), f"the rule of {self.node.format_node()} states no {new}"
         kept = ("nn_module_stack", "stack_trace")
         new.meta |= {key: self.node.meta[key] for key in kept if key in self.node.meta}
+        if self.tile is not None:
+            new.meta["tile"] = self.tile
         return new
 
     def _is_stated(self, new: fx.Node) -> bool:

@@ -7,6 +7,7 @@ micro-batch's, it returns the denominator of the batch.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -33,8 +34,8 @@ class Denominator:
     """The denominator of a ratio, and the totals from which it is computed.
 
     Attributes:
-        module: graph whose placeholders are the names of inputs, and `buffers.` and the names of buffers; it returns
-            the denominator and the totals from which it is computed.
+        module: graph of the denominator and the totals from which it is computed. A placeholder has in
+            `meta["reads"]` the name of its input, or `buffers.` and the name of its buffer.
         bases: kind of each of those totals.
     """
 
@@ -105,12 +106,12 @@ class _Slice:
             self.root.register_buffer(node.name, constant.detach().cpu())
             return self.graph.get_attr(node.name)
         buffer = self.part.buffers.get(node.name)
-        name = f"buffers.{buffer}" if buffer else self.part.inputs.get(node.name, node.name)
         first = next((n for n in self.graph.nodes if n.op != "placeholder"), None)
-        if first is None:
-            return self.graph.placeholder(name)
-        with self.graph.inserting_before(first):
-            return self.graph.placeholder(name)
+        place = contextlib.nullcontext() if first is None else self.graph.inserting_before(first)
+        with place:
+            made = self.graph.placeholder(node.name)
+        made.meta["reads"] = f"buffers.{buffer}" if buffer else self.part.inputs.get(node.name, node.name)
+        return made
 
     def _note(self, node: fx.Node, made: fx.Node) -> None:
         own = self._found(node)

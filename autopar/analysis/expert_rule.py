@@ -399,6 +399,7 @@ class _BodyLocal:
     ) -> None:
         self._rule, self._local, self._is_exchanged = rule, local, is_exchanged
         self.node, self.args, self.kwargs, self.emit = node, args, kwargs, emit
+        self.tile: int | None = None
         self.result_shapes = tuple(tuple(self._size(dim) for dim in dims) for dims in rule.dims[node])
 
     def axes(self, letter: str) -> tuple[tuple[str, int], ...]:

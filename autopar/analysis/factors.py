@@ -112,6 +112,7 @@ class _Analyzer:
             factors=factors,
             stacks=find_stacks(ops),
             precision=self.captured.precision,
+            loss_tile_bytes=self.captured.loss_tile_bytes,
             whole_outputs=self.captured.whole_outputs,
         )
         letters = {

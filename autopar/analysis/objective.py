@@ -75,7 +75,7 @@ class Objective:
         """Names of the inputs and buffers from which the denominators are computed."""
         if self.denominator is None:
             return tuple(dict.fromkeys(name for term in self.terms for name in term.objective.reads))
-        return tuple(str(n.target) for n in self.denominator.graph.find_nodes(op="placeholder"))
+        return tuple(n.meta["reads"] for n in self.denominator.graph.find_nodes(op="placeholder"))
 
     @torch.no_grad()
     def shares(self, parts: Sequence[Mapping[str, Tensor]], *, skips_empty: bool = False) -> list[float]:

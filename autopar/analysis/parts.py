@@ -29,7 +29,7 @@ from autopar.ops.nodes import bound_arguments, draws
 Kind = Literal["same", "rows", "places", "total", "ratio", "function", "unknown"]
 
 _AVERAGES = ("aten.mean",)
-_MASKED_MEANS = ("aten.cross_entropy_loss", "aten.nll_loss_nd")
+_MASKED_MEANS = ("aten.cross_entropy_loss", "autopar.linear_cross_entropy", "aten.nll_loss_nd")
 _NEW = ("aten.new_full", "aten.new_ones", "aten.new_zeros")  # take the format of their operand alone
 _EQUAL_ROWS = ("aten.expand", "aten.full", "aten.ones", "aten.zeros", *_NEW)
 _SAME_VALUES = ("aten.clone", "aten.detach", "aten.alias")

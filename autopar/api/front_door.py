@@ -24,9 +24,11 @@ from autopar.cost_model.machines.software import with_eager_runs
 from autopar.errors import AutoparError, MeshError
 from autopar.explanation.costs import run_of
 from autopar.explanation.explanation import Explanation
-from autopar.ir import Mesh, MixedPrecision, Plan
+from autopar.ir import Graph, Mesh, MixedPrecision, Plan
 from autopar.options import takes_options
+from autopar.pipeline.composed import composed
 from autopar.planning.cache_files import cache_key
+from autopar.planning.loss_tiles import best_in_tiles
 from autopar.planning.planning import Prepared, in_parts, make_plan, prepare_step, split_example
 from autopar.planning.stored_plans import StoredPlans
 from autopar.runtime.execute.inputs import Arguments, first_micro_batch
@@ -198,21 +200,34 @@ def explain(
         args, kwargs = arguments_of_replica(args, kwargs, 0, request.meeting.replicas)
     arguments = Arguments.of(args, kwargs)
 
-    def captured(count: int) -> Prepared:
+    def captured(count: int, loss_tile_bytes: int | None) -> Prepared:
         own_args, own_kwargs = arguments.rebuild(first_micro_batch(arguments, count))
-        found = prepare_step(model, own_args, own_kwargs, loss_fn=loss_fn, precision=request.precision)
+        policy = request.precision
+        found = prepare_step(
+            model, own_args, own_kwargs, loss_fn=loss_fn, precision=policy, loss_tile_bytes=loss_tile_bytes
+        )
         return found.skewed(request.skew)
 
     def searched(prepared: Prepared, count: int) -> Plan:
         return make_plan(prepared, request.of_micro_batches(count))
 
-    with shown_planning() as progress, inner_tensors_stored(model):
+    def planned(loss_tile_bytes: int | None) -> tuple[Prepared, Plan]:
         progress("capturing the model")
-        batch = captured(1)
+        batch = captured(1, loss_tile_bytes)
         progress("searching the plan")
-        prepared, plan = batch, make_plan(batch, request)
-        if request.micro_batches is None:
-            prepared, plan = in_parts(plan, batch, captured, searched)
+        plan = make_plan(batch, request)
+        if request.micro_batches is not None:
+            return batch, plan
+        return in_parts(plan, batch, lambda count: captured(count, loss_tile_bytes), searched)
+
+    def graph_and_plan(found: tuple[Prepared, Plan]) -> tuple[Graph, Plan]:
+        return found[0].analysis.graph, found[1]
+
+    def faster(*found: tuple[Prepared, Plan]) -> tuple[Prepared, Plan]:
+        return min(found, key=lambda each: composed(*graph_and_plan(each), **request.figures).step_seconds)
+
+    with shown_planning() as progress, inner_tensors_stored(model):
+        prepared, plan = best_in_tiles(planned, graph_and_plan, faster)
     return Explanation(
         prepared.analysis.graph,
         plan,

@@ -6,7 +6,7 @@ import functools
 import platform
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from autopar.pipeline.composed import composed, step_of, stored_bytes
 from autopar.pipeline.saved_values import possible_lines
 from autopar.pipeline.schedules import check_micro_batches, takes, unbounded
 from autopar.planning.likeness import likeness_of_model, model_lines
+from autopar.planning.loss_tiles import best_in_tiles, in_tiles
 from autopar.planning.planning import (
     Prepared,
     are_given_by_micro_batches,
@@ -102,6 +103,7 @@ class Planner:
         self._files, self._stored = files, stored or StoredPlans(None)
         self.device, self._request, self._assumed = device, request, tuple(assumed)
         self._loss_fn, self._plan = loss_fn, plan
+        self._loss_tile_bytes = None if plan is None else plan.loss_tile_bytes
         self._timeout_seconds, self._device_mesh = timeout_seconds, device_mesh
         self._mesh = request.mesh  # of the ranks that train one model in step
         self._world: World | None = None
@@ -119,12 +121,28 @@ class Planner:
         return make_world(Mesh((("all", world_size()),)), self.device, None).device_mesh
 
     def program(self, model: nn.Module, stand_ins: StandIns, asked: ProgramRequest) -> Programs:
-        """Captures and plans a model, see `ProgramBuilder`.
+        """Captures and plans a model, see `ProgramBuilder`."""
+        find = functools.partial(self._planned, model, stand_ins, asked)
+        if asked.is_step and self._first is None and self._plan is None:
+            found = best_in_tiles(find, _Planned.graph_and_plan, self._faster)
+            self._loss_tile_bytes = found.plan.loss_tile_bytes
+        else:
+            found = find(self._loss_tile_bytes)
+        programs = self._programs(found.prepared, found.plan, found.batch)
+        if asked.fixed is not None and asked.fixed.pipeline is not None:
+            refuse_strays(programs.stages, asked.fixed.users)
+        return programs
+
+    def _planned(
+        self, model: nn.Module, stand_ins: StandIns, asked: ProgramRequest, loss_tile_bytes: int | None
+    ) -> _Planned:
+        """A model and its plan, with a loss in such tiles.
 
         An open number of micro-batches is found for the whole batch. Where the number is not 1, the model is captured
         for a micro-batch and for the batch, which shows what of the step counts rows (`autopar.analysis.row_counts`).
         """
         micro_batches, is_step = asked.micro_batches, asked.is_step
+        is_first = self._first is None and self._plan is None
         keeps_open = self._keeps_open_number(asked)
 
         # Not a function with a cache of `functools`: where one was made, captures look for it among all objects.
@@ -137,6 +155,8 @@ class Planner:
 
             if count not in known:
                 found = asked.captures.captured(count, asked.shapes(count), capture)
+                # Another loss of the model may have no logits.
+                found = in_tiles(found, loss_tile_bytes, must=is_first)
                 differentiable = frozenset(name for i, name in enumerate(found.inputs) if i in asked.differentiable)
                 known[count] = prepared_of(replace(found, differentiable=differentiable)).skewed(self._request.skew)
             return known[count]
@@ -158,10 +178,16 @@ class Planner:
         if is_step and self._request.micro_batches is None and plan.micro_batches != count:
             prepared, plan = in_parts(plan, batch, captured, functools.partial(self._searched, fixed=asked.fixed))
         plan = with_remarks(plan, prepared.analysis.graph, self._request)
-        programs = self._programs(prepared, plan, batch)
-        if asked.fixed is not None and asked.fixed.pipeline is not None:
-            refuse_strays(programs.stages, asked.fixed.users)
-        return programs
+        return _Planned(prepared, plan, batch)
+
+    def _faster(self, a: _Planned, b: _Planned) -> _Planned:
+        """The one with the shorter step by the first rank's prices; of two that are equal the first."""
+
+        def seconds(found: _Planned) -> float:
+            return composed(*found.graph_and_plan(), **self._request.figures).step_seconds
+
+        plan = agreed(lambda: min(a, b, key=seconds).plan)
+        return a if plan.loss_tile_bytes == a.plan.loss_tile_bytes else b
 
     def _keeps_open_number(self, asked: ProgramRequest) -> bool:
         """Whether a step without stages has the number of micro-batches of an earlier one, and nobody asked for it."""
@@ -417,6 +443,25 @@ class Planner:
         """The plan of the first program for people, with what it costs."""
         assert self._first is not None, "a plan was made for a program"
         return _explained(self._first.analysis.graph, plan, self._request)
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A model with its plan.
+
+    Attributes:
+        prepared: the model for a micro-batch of the plan.
+        plan: the plan.
+        batch: the model for the whole batch.
+    """
+
+    prepared: Prepared
+    plan: Plan
+    batch: Prepared
+
+    def graph_and_plan(self) -> tuple[Graph, Plan]:
+        """What the price depends on."""
+        return self.prepared.analysis.graph, self.plan
 
 
 def _refuse_unlike_models(capture: Callable[[], Prepared]) -> None:

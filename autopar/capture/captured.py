@@ -41,6 +41,7 @@ class Captured:
         has_loss_fn: whether a loss function computes the loss from the model's results.
         has_more: whether the model returned the loss of a step among other things, as those of transformers do.
         precision: mixed-precision policy of the capture; None for none.
+        loss_tile_bytes: bytes of logits of a tile of the loss (`autopar.passes.join_losses`); None without tiles.
         stored: name of a parameter -> dtype in which it is stored, for parameters of which the graph takes a cast copy.
         differentiable: placeholders of inputs that require a gradient.
         whole_outputs: whether the results are to be whole on every rank.
@@ -70,6 +71,7 @@ class Captured:
     has_loss_fn: bool = False
     has_more: bool = False
     precision: MixedPrecision | None = None
+    loss_tile_bytes: int | None = None
     stored: Mapping[str, torch.dtype] = field(default_factory=dict)
     differentiable: frozenset[str] = frozenset()
     whole_outputs: bool = False

@@ -125,7 +125,9 @@ def _micro_batch(
         return args, kwargs
     replicas = plan.meeting.replicas if plan.meeting else 1
     own = arguments_of_replica(args, kwargs, 0, replicas)
-    prepared = prepare_step(model, *own, loss_fn=loss_fn, precision=plan.precision)
+    prepared = prepare_step(
+        model, *own, loss_fn=loss_fn, precision=plan.precision, loss_tile_bytes=plan.loss_tile_bytes
+    )
     if prepared.captured.fingerprint == plan.fingerprint:
         return args, kwargs
     rows = captured_batch(prepared.analysis.graph) * replicas

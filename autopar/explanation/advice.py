@@ -13,7 +13,7 @@ from autopar.cost_model.breakdown import Candidate
 from autopar.cost_model.items import TrainingState
 from autopar.cost_model.machines.cluster import Cluster
 from autopar.cost_model.steps.run import total
-from autopar.errors import AutoparError, SearchError
+from autopar.errors import AutoparError, MemoryBoundError, SearchError, StateError
 from autopar.explanation.candidate_rows import (
     AS_FAST,
     idle,
@@ -44,6 +44,7 @@ from autopar.models.presets import Preset
 from autopar.models.targets import Target, resolve_target
 from autopar.pipeline.composed import composed, step_of
 from autopar.planning.layers import spoken_of_all_layers
+from autopar.planning.loss_tiles import best_in_tiles
 from autopar.planning.planning import Prepared, part_of, search_step
 from autopar.search.candidates.candidates import SettingEstimator
 from autopar.search.candidates.comparison import ELSEWHERE, compared, smallest
@@ -75,6 +76,7 @@ class Question:
         progress: function that is called with a line of text when a phase of the search begins.
         training_state: text of differences from the usual training state for the model's dtypes
             (`training_state_of`), as `TrainingState.parse` reads it.
+        loss_tile_bytes: bytes of the tiles of the loss (`autopar.planning.loss_tiles`); None for none.
     """
 
     target: str | Preset
@@ -82,6 +84,7 @@ class Question:
     seq: int | None = None
     progress: Progress = silent
     training_state: str = ""
+    loss_tile_bytes: int | None = None
     _captured: dict[int, tuple[Target, Prepared, Graph]] = field(default_factory=dict, compare=False)
     _plans: dict[str, Plan | None] = field(default_factory=dict, compare=False)
 
@@ -121,7 +124,7 @@ class Question:
         if batch not in self._captured:
             self.progress(f"capturing {self.target}")
             target = resolve_target(self.target, batch=batch or None, seq=self.seq, dtype=self._parameter_dtype)
-            self._captured[batch] = (target, *capture_target(target, precision=self.request.precision))
+            self._captured[batch] = (target, *self._capture(target))
         return self._captured[batch][1:]
 
     @property
@@ -222,6 +225,19 @@ class Question:
 
         In a cluster of several kinds of machines, kinds may be left out (`autopar.explanation.kinds`).
         """
+        return best_in_tiles(
+            lambda size: self._in_tiles(size)._of_all_kinds(),
+            lambda found: (found.graph, found.plan),
+            lambda *found: min(found, key=lambda each: each.step_seconds),
+        )
+
+    def _in_tiles(self, loss_tile_bytes: int | None) -> Question:
+        """The same question with a loss in such tiles."""
+        if loss_tile_bytes == self.loss_tile_bytes:
+            return self
+        return replace(self, loss_tile_bytes=loss_tile_bytes, _captured={}, _plans={})
+
+    def _of_all_kinds(self) -> Explanation:
         if not self.request.hardware.kinds or self.request.mesh is not None:
             return self._answer()
         prepared, posed = self._posed
@@ -238,9 +254,10 @@ class Question:
             found = search_step(prepared, request.but(cuts_batch=True), progress=self.progress)
             if self._needs_whole(found.best.plan):
                 found = search_step(prepared, request.of_micro_batches(1), progress=self.progress)
-        except SearchError:
+        except SearchError as error:
             if self.request.mesh is None and has_closed_form(request) and self._lacks_memory:
-                raise SearchError(self.why_nothing_fits()) from None
+                lacking = StateError if isinstance(error, StateError) else MemoryBoundError
+                raise lacking(self.why_nothing_fits()) from None
             raise
         answer = self._advice(found.best.graph, found.best.plan)
         chosen = found.trial.priced
@@ -356,11 +373,12 @@ class Question:
             return self.captured(rows)
         if rows not in self._captured:
             own = captured_batch(self.captured(0)[1])
-            self._captured[rows] = (
-                self.model,
-                *capture_target(self.model, (own, rows), precision=self.request.precision),
-            )
+            self._captured[rows] = (self.model, *self._capture(self.model, (own, rows)))
         return self._captured[rows][1:]
+
+    def _capture(self, target: Target, rows: tuple[int, int] | None = None) -> tuple[Prepared, Graph]:
+        asked = self.request
+        return capture_target(target, rows, precision=asked.precision, loss_tile_bytes=self.loss_tile_bytes)
 
     def _other(self, other: PricedPipeline, graph: Graph, best: Explanation) -> Candidate:
         """Another schedule on the chosen mesh as a row of the comparison."""

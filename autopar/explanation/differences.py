@@ -105,6 +105,7 @@ def _headlines(a: Side, b: Side) -> Iterator[Difference]:
         ("stages begin at", *map(_cuts, (a.plan, b.plan))),
         ("micro-batches", str(a.plan.micro_batches), str(b.plan.micro_batches)),
         ("buckets", *(str(side.plan.bucket_bytes or "usual") for side in (a, b))),
+        ("tiles of the loss", *(str(side.plan.loss_tile_bytes or "none") for side in (a, b))),
         ("precision", *(str(side.plan.precision or "none") for side in (a, b))),
     ]
     if a.document and b.document:

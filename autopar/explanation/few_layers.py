@@ -20,33 +20,39 @@ from autopar.planning.planning import Prepared, prepare_step
 
 
 def capture_target(
-    target: Target, rows: tuple[int, int] | None = None, *, precision: MixedPrecision | None
+    target: Target,
+    rows: tuple[int, int] | None = None,
+    *,
+    precision: MixedPrecision | None,
+    loss_tile_bytes: int | None = None,
 ) -> tuple[Prepared, Graph]:
     """The step of a target, with few layers in its graph and all of them in its capture.
 
     With `rows`, an example of that many rows is cut to that many. Where few layers cannot stand for the others,
     all are captured.
     """
-    prepared = _prepared_few(target, rows, precision, target.build_few)
+
+    def prepared_by(build: Callable[[], Built]) -> Prepared:
+        return _prepared_few(target, rows, build, precision=precision, loss_tile_bytes=loss_tile_bytes)
+
+    prepared = prepared_by(target.build_few)
     if not target.stacks:
         return prepared, prepared.analysis.graph
     try:
         captured, copies = unroll_layers(prepared.captured, target.stacks)
     except CaptureError:
-        prepared = _prepared_few(target, rows, precision, lambda: target.build(None))
+        prepared = prepared_by(lambda: target.build(None))
         return prepared, prepared.analysis.graph
     graph = replace(prepared.analysis.graph, stacks=target.stacks, copies=copies)
     return replace(prepared, captured=captured), graph
 
 
-def _prepared_few(
-    target: Target, rows: tuple[int, int] | None, precision: MixedPrecision | None, build: Callable[[], Built]
-) -> Prepared:
+def _prepared_few(target: Target, rows: tuple[int, int] | None, build: Callable[[], Built], **how: Any) -> Prepared:
     with torch.device("meta") if target.is_function else contextlib.nullcontext():
         model, args, kwargs, loss_fn = build()
         if rows is not None:
             args, kwargs = first_rows((args, kwargs), *rows)
-    return prepare_step(model, args, kwargs, loss_fn=loss_fn, precision=precision)
+    return prepare_step(model, args, kwargs, loss_fn=loss_fn, **how)
 
 
 def first_rows(inputs: Any, own: int, wanted: int) -> Any:

@@ -158,6 +158,7 @@ class Graph:
         factors: factor name -> factor.
         stacks: lists of repeated layers; one captured layer may stand for many, see `layer_count`.
         precision: mixed-precision policy of the capture; None where ops use parameters in their stored dtype.
+        loss_tile_bytes: bytes of logits of a tile of the loss; None without tiles.
         whole_outputs: whether every rank returns every result unsplit.
         copies: name of an op, parameter or buffer -> its names in the whole model, one for every layer that it stands
             for; empty where the graph has all layers.
@@ -172,6 +173,7 @@ class Graph:
     factors: Mapping[str, Factor] = field(default_factory=dict)
     stacks: tuple[Stack, ...] = ()
     precision: MixedPrecision | None = None
+    loss_tile_bytes: int | None = None
     whole_outputs: bool = False
     copies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 

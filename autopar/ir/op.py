@@ -31,7 +31,7 @@ class Moved(NamedTuple):
     """A tensor that a kernel inside an op reads or writes: its factors, and the bytes for one element."""
 
     leaves: tuple[Leaf, ...]
-    itemsize_bytes: int
+    itemsize_bytes: float
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ the right column):
     overlap 2                                         micro-batches whose ops take turns, so that the collectives of
                                                       each travel while another computes
     buckets 104857600                                 bytes of a bucket, in which parameters and gradients travel
+    tiles 1073741824                                  bytes of logits that a loss computes at a time
     parameter mlp.up.weight: S(1)@dp S(0)@tp | S(1)@dp S(0)@tp | step
                                                       storage | resident | when gradients are reduced
     saved layers.*.input: S(1)@tp                     layout in which a tensor is saved from forward to backward;
@@ -111,9 +112,18 @@ from autopar.ir.precision import MixedPrecision
 from autopar.ir.recompute import Recompute, check_recompute, format_recompute, recompute_json, words_of_recompute
 from autopar.ir.saved import SavedLayout, parse_saved, words_of_saved
 from autopar.ir.tier import format_place
-from autopar.units import counted
+from autopar.units import counted, format_bytes
 
 _REMARK_COLUMN = 60  # longer lines of ops push their remarks to the right
+
+
+def _check_size(subject: str, size: int | None, default: str) -> None:
+    """Raises PlanError for a size that is no number of bytes."""
+    if size is not None and (type(size) is not int or size < 1):
+        raise PlanError(
+            f"{subject} of a plan is a whole number of bytes such as 26214400, not {size!r}; leave it out for "
+            f"{default}."
+        )
 
 
 @dataclass(frozen=True)
@@ -142,6 +152,8 @@ class Plan:
         overlap_batches: number of micro-batches that run at a time and take turns (`autopar.passes.overlap_batches`).
         bucket_bytes: bytes of a bucket: parameters that are gathered, or gradients that are reduced, by one collective;
             None for the usual size of this mesh (`autopar.cost_model.buckets`).
+        loss_tile_bytes: bytes of logits on a rank that a loss computes at a time, and again in backward
+            (`autopar.rules.linear_loss`); None for all at once.
         remarks: function from a plan to remarks about its ops, by name, which `str` prints for people; None for none.
             It is no part of the plan: equal plans may have different remarks, and files have none.
 
@@ -165,6 +177,7 @@ class Plan:
     decomposed: tuple[str, ...] = ()
     overlap_batches: int = 1
     bucket_bytes: int | None = None
+    loss_tile_bytes: int | None = None
     dtypes: Mapping[str, str] = field(default_factory=dict)
     remarks: Callable[[Plan], Mapping[str, str]] | None = field(default=None, compare=False, repr=False)
 
@@ -178,7 +191,8 @@ class Plan:
         if self.micro_batches < 1:
             raise PlanError(f"A plan needs at least one micro-batch, not {self.micro_batches}.")
         self._check_overlap()
-        self._check_buckets()
+        _check_size("A bucket", self.bucket_bytes, "the usual size")
+        _check_size("A tile", self.loss_tile_bytes, "a loss without tiles")
         check_features("The plan has", self.features, PlanError)
         for text in (
             self.fingerprint,
@@ -213,15 +227,6 @@ class Plan:
                 "multiple of that; for example, 2 of 4 can run at the same time."
             )
 
-    def _check_buckets(self) -> None:
-        """Raises PlanError for a bucket that is no number of bytes."""
-        size = self.bucket_bytes
-        if size is not None and (type(size) is not int or size < 1):
-            raise PlanError(
-                f"A bucket of a plan is a whole number of bytes such as 26214400, not {size!r}; leave it out for the "
-                "usual size."
-            )
-
     @property
     def features(self) -> dict[Feature, str]:
         """The features that may not go together with others, in words; ops that one rank runs are not looked for."""
@@ -236,7 +241,8 @@ class Plan:
             Feature.STAGES: pipeline and f"a pipeline of {pipeline.stages} stages",
             Feature.VERSIONS: pipeline and pipeline.update_every and f"the schedule {pipeline.schedule}",
             Feature.OFF_DEVICE: far and f"{counted(len(far), 'parameter')} outside the device, such as {far[0]}",
-            Feature.RECOMPUTED: self.recompute != "none" and "recomputed blocks",
+            Feature.RECOMPUTED: (self.recompute != "none" and "recomputed blocks")
+            or (self.loss_tile_bytes and "a loss that is recomputed in tiles"),
             Feature.SLICES: self.saved and "tensors saved in slices or on the host",
             Feature.DECOMPOSED: self.decomposed and f"collectives in pieces along {' '.join(self.decomposed)}",
             Feature.OVERLAP: self.overlap_batches > 1 and f"{self.overlap_batches} micro-batches at a time",
@@ -256,7 +262,9 @@ class Plan:
     def kept_words(self) -> tuple[str, ...]:
         """Clauses for reports: what is recomputed in backward, and what is kept in slices or on the host until it."""
         stages = self.pipeline.stages if self.pipeline else 1
-        said = (words_of_recompute(self.recompute, stages), words_of_saved(self.saved, self.mesh))
+        size = self.loss_tile_bytes
+        tiles = "" if size is None else f"the loss in tiles of {format_bytes(size)} of logits, recomputed in backward"
+        said = (words_of_recompute(self.recompute, stages), words_of_saved(self.saved, self.mesh), tiles)
         return tuple(words for words in said if words)
 
     @property
@@ -305,7 +313,7 @@ class Plan:
         lines += [f"{word} {': '.join(fields[word])}" for word in ("replicas", "pipeline") if word in fields]
         if self.recompute != "none":
             lines.append(f"recompute {format_recompute(self.recompute)}")
-        lines += [f"{w} {fields[w]}" for w in ("precision", "decomposed", "overlap", "buckets") if w in fields]
+        lines += [f"{w} {fields[w]}" for w in ("precision", "decomposed", "overlap", "buckets", "tiles") if w in fields]
         lines += [f"parameter {name}: {' | '.join(parts)}" for name, parts in fields["parameters"].items()]
         lines += [f"saved {name}: {how}" for name, how in fields.get("saved", {}).items()]
         lines += [f"input {name}: {layout}" for name, layout in fields["inputs"].items()]
@@ -380,6 +388,7 @@ class Plan:
             "decomposed": " ".join(self.decomposed) or None,
             "overlap": self.overlap_batches if self.overlap_batches > 1 else None,
             "buckets": self.bucket_bytes,
+            "tiles": self.loss_tile_bytes,
             "shapes": {name: list(shape) for name, shape in self.shapes.items()} or None,
             "dtypes": dict(self.dtypes) or None,
         }
@@ -422,6 +431,7 @@ class Plan:
                 decomposed=tuple(document.get("decomposed", "").split()),
                 overlap_batches=document.get("overlap", 1),
                 bucket_bytes=document.get("buckets"),
+                loss_tile_bytes=document.get("tiles"),
             )
         except (TypeError, AttributeError) as error:
             raise PlanError(f"The plan is damaged: {error}.") from error

@@ -33,6 +33,7 @@ OPTIONAL_FIELDS = (
     "decomposed",
     "overlap",
     "buckets",
+    "tiles",
     "shapes",
     "dtypes",
     "digest",
@@ -241,9 +242,9 @@ def read_line(line: str, number: int, document: dict[str, Any]) -> None:
         kind = word.removeprefix("note").strip("()")
         document["notes"].append({kind: rest} if kind else rest)
         return
-    if word in ("overlap", "buckets"):
+    if word in ("overlap", "buckets", "tiles"):
         _once(word, number, document)
-        document[word] = read_count(rest, number, "bytes" if word == "buckets" else "micro-batches")
+        document[word] = read_count(rest, number, "micro-batches" if word == "overlap" else "bytes")
         return
     if word in ("pipeline", "recompute", "precision", "decomposed"):
         _once(word, number, document)

@@ -24,6 +24,13 @@ def reached(starts: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[f
     return found
 
 
+def copied(module: fx.GraphModule) -> fx.GraphModule:
+    """The same graph with nodes of its own."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    return fx.GraphModule(module, graph)
+
+
 def is_operator(node: fx.Node) -> bool:
     """Whether a node calls an overload of a torch operator, such as `aten.add.Tensor`."""
     return isinstance(node.target, OpOverload)

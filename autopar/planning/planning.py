@@ -41,6 +41,7 @@ from autopar.pipeline.blocks import has_blocks
 from autopar.pipeline.parts import count_repeating
 from autopar.pipeline.saved_values import possible_lines
 from autopar.planning.garbage import collecting_rarely
+from autopar.planning.loss_tiles import in_tiles
 from autopar.planning.remarks import with_remarks
 from autopar.search.candidates.outer import search_plan
 from autopar.search.candidates.trials import Searched
@@ -79,14 +80,15 @@ def prepare_step(
     loss_fn: LossFunction | None = None,
     precision: MixedPrecision | None = None,
     numbers: Sequence[Place] = (),
+    loss_tile_bytes: int | None = None,
 ) -> Prepared:
-    """Captures forward and loss of one micro-batch; arguments as in `capture_step`.
+    """Captures forward and loss of one micro-batch; arguments as in `capture_step`, and `in_tiles`.
 
     Raises CaptureError or StepError.
     """
     captured = capture_step(model, args, dict(kwargs or {}), loss_fn, precision, numbers)
     clean_up(captured.module)
-    return prepared_of(captured)
+    return prepared_of(in_tiles(captured, loss_tile_bytes))
 
 
 def prepared_of(captured: Captured) -> Prepared:
@@ -495,6 +497,7 @@ def unsplit_plan(prepared: Prepared, mesh: Mesh, parameters: Mapping[str, Parame
         inputs={name: (R,) * axes for name in graph.inputs},
         ops={op.name: (UNSPLIT,) * axes for op in graph.ops},
         precision=graph.precision,
+        loss_tile_bytes=graph.loss_tile_bytes,
         notes=("no axis divides anything, so every rank does all the work",),
     )
 

@@ -7,6 +7,8 @@ the same functions, so that it prices what runs.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import fx
 
 from autopar.errors import PlanError
@@ -23,8 +25,8 @@ def mark_blocks(module: fx.GraphModule, graph: Graph, plan: Plan) -> frozenset[i
     """Marks every call of a program with its block and with whether backward recomputes it.
 
     Writes the index of the block into `meta["block"]`, and a bool into `meta["recomputed"]`. Returns the blocks of
-    which something is recomputed. Blocks are numbered as `repeating_parts` has them: one that is cut by the
-    plan counts as two.
+    which something is recomputed. Blocks are numbered in the order of `repeating_parts`: one that is cut by the
+    plan counts as two. A tile of a loss (`autopar.rules.linear_loss`) is a block inside of another, and recomputed.
     """
     parts, blocks = repeating_parts(graph, plan) if has_blocks(graph) else ((), frozenset())
     chosen = None
@@ -32,13 +34,34 @@ def mark_blocks(module: fx.GraphModule, graph: Graph, plan: Plan) -> frozenset[i
         chosen = recomputed_producers(graph, plan, plan.recompute)
     places = {op.name: i for i, op in enumerate(graph.ops)}
     begins = [places[part.start] for part in parts[1:]]
-    for node, number in stage_numbers(module, places, begins).items():
+    numbers = stage_numbers(module, places, begins)
+    moments = _moments(numbers)
+    room = max(moments.values(), default=0) + 1
+    for node, number in numbers.items():
         producer = node.meta["origin"], node.meta.get("converts", "")
-        node.meta["block"] = number
-        node.meta["recomputed"] = (
+        node.meta["block"] = number * room + moments[node]
+        node.meta["recomputed"] = _is_of_tile(node) or (
             number in blocks and not is_key(node) and (chosen is None or chosen.get(producer, False))
         )
-    return blocks
+    return frozenset(n.meta["block"] for n, number in numbers.items() if number in blocks or _is_of_tile(n))
+
+
+def _is_of_tile(node: fx.Node) -> bool:
+    return "tile" in node.meta
+
+
+def _moments(numbers: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
+    """The order of the calls of a block: an odd number for each tile, an even one for what is between them."""
+    found: dict[fx.Node, int] = {}
+    tiles: dict[tuple[str, int], int] = {}
+    for node, number in numbers.items():
+        if _is_of_tile(node):
+            found[node] = tiles.setdefault((node.meta["origin"], node.meta["tile"]), 2 * len(tiles) + 1)
+        else:
+            before = (found[n] for n in node.all_input_nodes if numbers.get(n) == number)
+            latest = max(before, default=0)
+            found[node] = latest + latest % 2
+    return found
 
 
 def check_selection(plan: Plan, selection: Selection, graph: Graph) -> None:

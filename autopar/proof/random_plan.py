@@ -98,6 +98,7 @@ def random_plan(graph: Graph, mesh: Mesh, *, seed: int, fingerprint: str, lone_o
         ops,
         pipeline=pipeline,
         precision=graph.precision,
+        loss_tile_bytes=graph.loss_tile_bytes,
     )
     alone = random.Random(f"alone {seed} {mesh}")
     drawn = alone.random() < 1 / 3

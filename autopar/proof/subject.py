@@ -107,6 +107,7 @@ class Subject:
         precision: MixedPrecision | None = None,
         between: Between | None = None,
         replicas: int = 1,
+        loss_tile_bytes: int | None = None,
     ) -> Subject:
         """Captures a model with the rows of the first replica.
 
@@ -117,7 +118,9 @@ class Subject:
         (args, kwargs), *others = [arguments_of_replica(args, kwargs, number, replicas) for number in range(replicas)]
         require_weights(model)
         model, loss_fn = copied(model, loss_fn)  # capture leaves weak references on what it saw
-        prepared = prepare_step(model, args, kwargs, loss_fn=loss_fn, precision=precision)
+        prepared = prepare_step(
+            model, args, kwargs, loss_fn=loss_fn, precision=precision, loss_tile_bytes=loss_tile_bytes
+        )
         found = cls(model, args, kwargs, prepared, loss_fn, between, others=tuple(others))
         require_same_draws(prepared, found.single_device(1), (args, kwargs))
         return found
@@ -157,8 +160,15 @@ class Subject:
         """The step captured with a whole batch of this number of micro-batches."""
         if count not in self.wholes:
             ((args, kwargs),) = _together(self._batches(0, count))
+            captured = self.prepared.captured
             capture = functools.partial(
-                prepare_step, self.model, args, kwargs, loss_fn=self.loss_fn, precision=self.prepared.captured.precision
+                prepare_step,
+                self.model,
+                args,
+                kwargs,
+                loss_fn=self.loss_fn,
+                precision=captured.precision,
+                loss_tile_bytes=captured.loss_tile_bytes,
             )
             self.wholes[count] = prepare_whole(capture, self.prepared, warnings.warn)
         return self.wholes[count]

@@ -138,6 +138,7 @@ def _verified(
         precision=policy,
         between=between,
         replicas=request.meeting.replicas if request.meeting else 1,
+        loss_tile_bytes=plan.loss_tile_bytes if isinstance(plan, Plan) else None,
     )
     if micro_batches is not None and micro_batches > 1:
         whole = subject.whole(micro_batches).whole

@@ -22,6 +22,7 @@ from autopar.rules import (
     grouped,
     index,
     linalg,
+    linear_loss,
     loss,
     nn,
     random,
@@ -53,6 +54,7 @@ RULES: Mapping[str, Rule] = {
     **linalg.RULES,
     **recurrent.RULES,
     **loss.RULES,
+    **linear_loss.RULES,
     **random.RULES,
     **grouped.RULES,
 }

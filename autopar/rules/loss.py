@@ -59,7 +59,7 @@ def _over_tokens(call: Call, *, flops: int, normalizes: bool) -> Spec:
     letters, sizes = plain(x.shape, "n")
     channel, tokens = letters[1], (letters[0], *letters[2:])
     reduced = call["reduction"] in (MEAN, SUM)
-    localizer = _Localizer(call, tokens, channel, normalizes)
+    localizer = OverTokens(call, x, target, tokens, channel, normalizes)
     targets = letters if target.ndim == x.ndim else tokens
     every_token = frozenset(letter for dim in tokens for letter in dim) if reduced else frozenset()
     return Spec(
@@ -69,31 +69,50 @@ def _over_tokens(call: Call, *, flops: int, normalizes: bool) -> Spec:
         sums=every_token | frozenset(channel),
         contiguous=frozenset(channel),
         flops=flops,
-        collectives=localizer.collectives(call),
+        collectives=localizer.collectives(call["weight"], wanted=0 in call.wanted),
         transient=normalizes,
         localize=localizer,
     )
 
 
-class _Localizer:
-    """Runs cross-entropy (or nll_loss, which does not normalize) on local shards."""
+class OverTokens:
+    """Runs cross-entropy (or nll_loss, which does not normalize) on local shards.
 
-    def __init__(self, call: Call, tokens: tuple[Any, ...], channel: tuple[str, ...], normalizes: bool) -> None:
-        x, target = call.operands[:2]
+    Args:
+        call: the call of the loss.
+        logits, target: tensors of the shapes and formats of its operands.
+        tokens, channel: letters of the dims of tokens, and of the classes.
+        normalizes: whether the op takes logits.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        tokens: tuple[Any, ...],
+        channel: tuple[str, ...],
+        normalizes: bool,
+    ) -> None:
         self.reduction: int = call["reduction"]
         self.ignored: int = call["ignore_index"]
         self.smoothing: float = call.arguments.get("label_smoothing", 0.0)
-        self.classes, self.rows, self.ndim = x.shape[1], x.numel() // x.shape[1], x.ndim
+        self.classes, self.rows, self.ndim = logits.shape[1], logits.numel() // logits.shape[1], logits.ndim
+        self.size_bytes = logits.element_size()
         self.tokens, self.channel = [letter for dim in tokens for letter in dim], channel
-        self.has_probabilities, self.normalizes = target.ndim == x.ndim, normalizes
+        self.has_probabilities, self.normalizes = target.ndim == logits.ndim, normalizes
 
-    def collectives(self, call: Call) -> tuple[StatedCollective, ...]:
-        """The collectives of `_log_sum_exp` and `_divided`: two numbers per token, and one count."""
-        x, weight, tokens = call.operands[0], call["weight"], frozenset(self.tokens)
-        found, size = [], x.element_size()
+    def collectives(self, weight: fx.Node | None, *, wanted: bool) -> tuple[StatedCollective, ...]:
+        """The collectives of `_log_sum_exp` and `_divided`: two numbers per token, and one count.
+
+        Args:
+            weight: weights of the classes, if there are some.
+            wanted: whether the gradient of the logits is.
+        """
+        tokens, found, size = frozenset(self.tokens), [], self.size_bytes
         if self.normalizes:
             shares = not self.has_probabilities and weight is None
-            backward = "all_reduce" if 0 in call.wanted and not shares else ""
+            backward = "all_reduce" if wanted and not shares else ""
             for forward, back in (("all_gather", ""), ("all_reduce", backward)):
                 over = frozenset(self.channel)
                 found.append(StatedCollective(over, forward, back, tuple(self.tokens), size))
@@ -104,23 +123,28 @@ class _Localizer:
         return tuple(each for each in found if each.over)
 
     def __call__(self, local: Local) -> fx.Node:
-        classes, tokens = (
-            tuple(axis for letter in letters for axis in local.axes(letter)) for letters in (self.channel, self.tokens)
-        )
+        classes, tokens = self.axes(local)
         given = local_arguments(local)
         averages = self.reduction == MEAN
         if classes:
-            total = self._over_classes(local, given, classes)
+            total = self.over_classes(local, given, classes)
             total = local.emit(aten.sum.default, total) if self.reduction in (MEAN, SUM) else total
         elif averages and tokens:
             total = local.emit(local.node.target, *(given | {"reduction": SUM}).values())
         else:
             return run_as_is(local)
-        return self._divided(local, given, total, classes, tokens) if averages else total
+        return self.divided(local, given, total, classes, tokens) if averages else total
+
+    def axes(self, local: Local) -> tuple[Axes, Axes]:
+        """The axes that split classes, and those that split tokens."""
+        return tuple(  # type: ignore[return-value]
+            tuple(axis for letter in letters for axis in local.axes(letter)) for letters in (self.channel, self.tokens)
+        )
 
     # --- the divisor of a mean
 
-    def _divided(self, local: Local, given: dict[str, Any], total: fx.Node, classes: Axes, tokens: Axes) -> fx.Node:
+    def divided(self, local: Local, given: dict[str, Any], total: fx.Node, classes: Axes, tokens: Axes) -> fx.Node:
+        """The mean, of a sum over the tokens of this rank."""
         if self.has_probabilities:
             return local.emit(aten.div.Scalar, total, self.rows)
         each = self._is_counted(local, given)
@@ -142,7 +166,7 @@ class _Localizer:
 
     # --- over split classes
 
-    def _over_classes(self, local: Local, given: dict[str, Any], axes: Axes) -> fx.Node:
+    def over_classes(self, local: Local, given: dict[str, Any], axes: Axes) -> fx.Node:
         """The part of every token's loss that comes from this rank's classes."""
         emit = local.emit
         mass, dot = (self._of_probabilities if self.has_probabilities else self._of_indices)(local, given, axes)
@@ -195,7 +219,7 @@ class _Localizer:
         mine = self._is_counted(local, given)
         if axes:
             target = shifted(local, target, *self.channel)
-            width = emit(aten.sym_size.int, given["self"], 1)
+            width = local.part(*self.channel)
             here = emit(aten.logical_and.default, emit(aten.ge.Scalar, target, 0), emit(aten.lt.Scalar, target, width))
             mine = emit(aten.logical_and.default, mine, here)
         return emit(aten.mul.Tensor, target, mine), mine

@@ -44,6 +44,7 @@ class Local(Protocol):
     args: tuple[Any, ...]  # arguments with the converted local operands in place
     kwargs: dict[str, Any]
     result_shapes: tuple[tuple[int, ...], ...]  # local shapes of the results
+    tile: int | None  # number of the run of rows whose calls are added, which backward computes again; None for none
 
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Adds a call to the local graph."""
@@ -139,7 +140,7 @@ class Nest(NamedTuple):
     groups: tuple[str, ...] = ()
     itemsize_bytes: int | None = None
     gradients: int = 0
-    moved: tuple[tuple[tuple[str, ...], int], ...] = ()
+    moved: tuple[tuple[tuple[str, ...], float], ...] = ()
 
     @classmethod
     def of(cls, times: float, letters: Sequence[str], left: Set[str], right: Set[str], result: Set[str]) -> Nest:

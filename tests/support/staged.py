@@ -197,13 +197,14 @@ def captured_once(caller: types.ModuleType = planner) -> Iterator[None]:
         loss_fn: Any,
         precision: MixedPrecision | None,
         numbers: Sequence[Any] = (),
+        **how: Any,
     ) -> Prepared:
         def capture() -> Prepared:
             return _analyzed(CaptureQuestion(model, args, kwargs, loss_fn, True, precision, ()))
 
         inputs = (*args, *kwargs.values())
-        if numbers or not all(isinstance(x, (Tensor, *_PLAIN)) for x in inputs):
-            return prepare_step(model, args, kwargs, loss_fn=loss_fn, precision=precision, numbers=numbers)
+        if numbers or any(how.values()) or not all(isinstance(x, (Tensor, *_PLAIN)) for x in inputs):
+            return prepare_step(model, args, kwargs, loss_fn=loss_fn, precision=precision, numbers=numbers, **how)
         return _prepared(_Step(_key(model, args, loss_fn, precision, kwargs), capture))
 
     def captured(

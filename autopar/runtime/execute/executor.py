@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from autopar import _torch
 from autopar._torch import pytree
+from autopar.ops.nodes import copied
 from autopar.program.program import Program
 from autopar.runtime.collectives.hops import Hop, signature
 from autopar.runtime.collectives.transfer import Transfer
 from autopar.runtime.execute.compiled import Executor
-from autopar.runtime.execute.lowering import Binding, copied, lower
+from autopar.runtime.execute.lowering import Binding, lower
 from autopar.runtime.execute.muted import muted
 from autopar.runtime.execute.results import StepResults, joined
 from autopar.runtime.execute.saved import SlicedSaves, converter

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from autopar.ir import part_shape
 from autopar.ops.decomposed import gather_products, product_scatter
@@ -209,14 +209,6 @@ def lower(binding: Binding, rewrites: Sequence[Rewrite] = LOWERING) -> None:
     for rewrite in rewrites:
         rewrite(binding)
     verify_graph(binding.graph, after="binding to process groups")
-
-
-def copied(module: fx.GraphModule) -> fx.GraphModule:
-    """The same graph with nodes of its own."""
-    graph = fx.Graph()
-    output = graph.graph_copy(module.graph, {})
-    graph.output(output)
-    return fx.GraphModule(nn.Module(), graph)
 
 
 def completion_order(module: fx.GraphModule, parameters: int) -> list[int]:

@@ -408,6 +408,7 @@ def expand(problem: Problem, assignment: Assignment, recipe: str, fingerprint: s
         inputs={name: layout(tensor) for name, tensor in graph.inputs.items()},
         ops={op.name: assignment.labels[problem.fold.class_of[op.name]] for op in graph.ops},
         precision=graph.precision,
+        loss_tile_bytes=graph.loss_tile_bytes,
     )
 
 

@@ -1,0 +1,86 @@
+"""A loss in tiles: when it is tried, and the capture that has it.
+
+The logits of a loss are the largest tensor of a model with a long sequence or a large vocabulary. In tiles they take
+little memory, and one more product of the head (`autopar.rules.linear_loss`). So a plan in tiles is searched where no
+other fits, and where one that fits recomputes layers, or keeps parameters on the host, beside logits that take
+more than two tiles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+from autopar.capture.captured import Captured
+from autopar.errors import AutoparError, MemoryBoundError, StateError, StepError
+from autopar.ir import Graph, Plan, local_shape, operand_layouts
+from autopar.ops.nodes import copied
+from autopar.passes import join_losses
+
+T = TypeVar("T")
+# 4,186 rows of the 128,256 classes of Llama 3 in bfloat16: a product of a tile is as fast as a larger one.
+LOSS_TILE_BYTES = 2**30
+_TRIED_FROM_TILES = 2
+_LOSS = "aten.cross_entropy_loss"
+
+
+def best_in_tiles(
+    find: Callable[[int | None], T], plan_of: Callable[[T], tuple[Graph, Plan]], faster: Callable[[T, T], T]
+) -> T:
+    """What is found without tiles of the loss, or with tiles where only that fits, or is faster.
+
+    Args:
+        find: function from bytes of a tile, or None for a loss without tiles, to what is found; it raises
+            MemoryBoundError where no plan fits.
+        plan_of: function from what is found to the captured model and its plan.
+        faster: function to the one of two with the shorter step by its price, the first where they are equal.
+    """
+    try:
+        found = find(None)
+    except StateError:  # parameters alone take too much
+        raise
+    except MemoryBoundError as error:
+        try:
+            return find(LOSS_TILE_BYTES)
+        except AutoparError:
+            raise error from None
+    if not _promises(*plan_of(found)):
+        return found
+    try:
+        other = find(LOSS_TILE_BYTES)
+    except (MemoryBoundError, StepError):
+        return found
+    return faster(found, other)
+
+
+def _promises(graph: Graph, plan: Plan) -> bool:
+    """Whether memory costs a plan time, and the logits of a loss take more than two tiles of it."""
+    far = any(how.tier != "device" or how.resident_tier != "device" for how in plan.parameters.values())
+    logits = (_logits_bytes(graph, plan, op.name) for op in graph.ops if op.kind == _LOSS)
+    return (far or plan.recompute != "none") and max(logits, default=0) > _TRIED_FROM_TILES * LOSS_TILE_BYTES
+
+
+def _logits_bytes(graph: Graph, plan: Plan, name: str) -> int:
+    op = graph.by_name[name]
+    tensor, layout = graph.tensors[op.operands[0]], operand_layouts(op, plan.ops[name])[0]
+    return math.prod(local_shape(tensor.dims, layout, plan.mesh)) * tensor.itemsize_bytes
+
+
+def in_tiles(captured: Captured, tile_bytes: int | None, *, must: bool = True) -> Captured:
+    """A cleaned capture whose losses run in tiles, see `autopar.passes.join_losses`; itself for None.
+
+    Raises StepError for a step none of whose losses can; without `must` the capture stays as it is then.
+    """
+    if tile_bytes is None or not captured.is_step:
+        return captured
+    module = copied(captured.module)
+    if not join_losses(module, tile_bytes):
+        if not must:
+            return captured
+        raise StepError(
+            "No loss of the step can be computed in tiles: none is a cross-entropy of the logits of a linear layer, of "
+            "shape [rows, classes], with targets that are class indices, whose logits nothing else uses."
+        )
+    return replace(captured, module=module, loss_tile_bytes=tile_bytes)

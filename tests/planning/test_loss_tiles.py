@@ -1,0 +1,68 @@
+"""A loss in tiles is planned where only that fits, or is faster."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autopar
+from autopar.cost_model import find_hardware
+from autopar.errors import MemoryBoundError
+from autopar.planning import loss_tiles
+
+RESERVED_BYTES = find_hardware("h100").reserved_bytes
+
+
+class Head(nn.Module):
+    def __init__(self, classes=4096):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, 16), nn.Linear(16, classes, bias=False)
+
+    def forward(self, tokens, target):
+        return F.cross_entropy(self.head(self.embed(tokens)).flatten(0, 1), target.flatten())
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(loss_tiles, "LOSS_TILE_BYTES", 2**20)
+
+
+def explained(memory_bytes):
+    with torch.device("meta"):
+        model, batch = Head(), tuple(torch.zeros(1, 4096, dtype=torch.int64) for _ in range(2))
+    options = {"mesh": {"dp": 1}, "micro_batches": 1, "without": "offload"}
+    return autopar.explain(model, batch, cluster="h100x1", memory_bytes=memory_bytes, **options)
+
+
+def test_tiles_are_taken_where_nothing_fits_without():
+    # 4,096 rows of 4,096 classes in float32 are 67 MB, of which there are three; parameters and states take 2 MB.
+    without = explained(None)
+    tight = explained(int(RESERVED_BYTES + 50e6))
+    assert without.plan.loss_tile_bytes is None
+    assert tight.plan.loss_tile_bytes == 2**20
+    assert tight.memory_bytes < RESERVED_BYTES + 50e6 < without.memory_bytes
+    assert tight.step_seconds > without.step_seconds
+
+
+def test_where_tiles_do_not_help_the_error_is_that_of_the_plan_without():
+    with pytest.raises(MemoryBoundError, match="memory_bytes"):
+        explained(int(RESERVED_BYTES + 3e6))
+
+
+def test_training_in_tiles_gives_the_loss_and_gradients_of_the_plain_model():
+    torch.manual_seed(0)
+    model, generator = Head(2048).double(), torch.Generator().manual_seed(1)
+    batch = tuple(torch.randint(0, 64, (2, 256), generator=generator) for _ in range(2))
+    expected = model(*batch)
+    expected.backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    bound = find_hardware("cpu-gloo").reserved_bytes + 10e6
+    compiled = autopar.compile(
+        model, mesh={"dp": 1}, micro_batches=1, memory_bytes=int(bound), without="offload", hardware="cpu-gloo"
+    )
+    loss = compiled.step(*batch)
+    assert compiled.plan.loss_tile_bytes == 2**20
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    for parameter, gradient in zip(compiled.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-10, atol=1e-14)
