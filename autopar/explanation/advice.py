@@ -40,6 +40,7 @@ from autopar.explanation.what_would_change import (
 )
 from autopar.ir import Graph, Plan
 from autopar.ir.batches import captured_batch, with_batch
+from autopar.ir.recompute import is_saved_option
 from autopar.models.presets import Preset
 from autopar.models.targets import Target, resolve_target
 from autopar.pipeline.composed import composed, step_of
@@ -378,7 +379,13 @@ class Question:
 
     def _capture(self, target: Target, rows: tuple[int, int] | None = None) -> tuple[Prepared, Graph]:
         asked = self.request
-        return capture_target(target, rows, precision=asked.precision, loss_tile_bytes=self.loss_tile_bytes)
+        return capture_target(
+            target,
+            rows,
+            precision=asked.precision,
+            loss_tile_bytes=self.loss_tile_bytes,
+            whole=is_saved_option(asked.recompute),  # the inputs that layers save have names
+        )
 
     def _other(self, other: PricedPipeline, graph: Graph, best: Explanation) -> Candidate:
         """Another schedule on the chosen mesh as a row of the comparison."""

@@ -25,18 +25,19 @@ def capture_target(
     *,
     precision: MixedPrecision | None,
     loss_tile_bytes: int | None = None,
+    whole: bool = False,
 ) -> tuple[Prepared, Graph]:
     """The step of a target, with few layers in its graph and all of them in its capture.
 
-    With `rows`, an example of that many rows is cut to that many. Where few layers cannot stand for the others,
-    all are captured.
+    With `rows`, an example of that many rows is cut to that many. All layers are captured where few cannot stand for
+    the others, and with `whole`.
     """
 
     def prepared_by(build: Callable[[], Built]) -> Prepared:
         return _prepared_few(target, rows, build, precision=precision, loss_tile_bytes=loss_tile_bytes)
 
-    prepared = prepared_by(target.build_few)
-    if not target.stacks:
+    prepared = prepared_by((lambda: target.build(None)) if whole else target.build_few)
+    if whole or not target.stacks:
         return prepared, prepared.analysis.graph
     try:
         captured, copies = unroll_layers(prepared.captured, target.stacks)
