@@ -155,8 +155,8 @@ class Planner:
 
             if count not in known:
                 found = asked.captures.captured(count, asked.shapes(count), capture)
-                # Another loss of the model may have no logits.
-                found = in_tiles(found, loss_tile_bytes, must=is_first)
+                # Another loss of the model may have no logits, and a forward no loss.
+                found = in_tiles(found, loss_tile_bytes, must=is_first and is_step)
                 differentiable = frozenset(name for i, name in enumerate(found.inputs) if i in asked.differentiable)
                 known[count] = prepared_of(replace(found, differentiable=differentiable)).skewed(self._request.skew)
             return known[count]

@@ -50,7 +50,7 @@ def best_in_tiles(
         return found
     try:
         other = find(LOSS_TILE_BYTES)
-    except (MemoryBoundError, StepError):
+    except AutoparError:  # of a loss that has no tiles, or of an option that does not go with them
         return found
     return faster(found, other)
 
@@ -73,7 +73,7 @@ def in_tiles(captured: Captured, tile_bytes: int | None, *, must: bool = True) -
 
     Raises StepError for a step none of whose losses can; without `must` the capture stays as it is then.
     """
-    if tile_bytes is None or not captured.is_step:
+    if tile_bytes is None:
         return captured
     module = copied(captured.module)
     if not join_losses(module, tile_bytes):

@@ -55,7 +55,7 @@ def check_plan(captured: Captured, analysis: Analysis, plan: Plan) -> None:
             f"The plan was made for the precision {plan.precision or 'of the parameters'}, but the model was "
             f"captured under {captured.precision or 'none'}; give the same precision=..., or make another plan."
         )
-    if plan.loss_tile_bytes != captured.loss_tile_bytes and captured.is_step:
+    if plan.loss_tile_bytes != captured.loss_tile_bytes:
         raise PlanError(
             f"The plan computes the loss in tiles of {plan.loss_tile_bytes} bytes, but the model was captured with "
             f"{captured.loss_tile_bytes}: make a plan for this capture."
