@@ -16,11 +16,13 @@ import torch
 from torch import fx
 
 from autopar.rules.loss import MEAN, SUM, OverTokens
-from autopar.rules.spec import Call, Hidden, Kept, Letters, Local, Nest, Spec, local_arguments
+from autopar.rules.spec import Call, Hidden, Kept, Letters, Local, Nest, Spec, StatedCollective, local_arguments
 
 aten = torch.ops.aten
 # In backward there are, besides the logits, their log-probabilities and the gradients of both.
 _TENSORS_OF_A_TILE = 4
+# Each has about ten calls in the graph. A plan that is read could ask for a tile a row.
+_MOST_TILES = 1024
 # An add reads the sum of the matrix's gradient and a part of it, and writes the sum.
 _TENSORS_OF_AN_ADD = 3
 
@@ -47,9 +49,16 @@ def linear_cross_entropy(call: Call) -> Spec:
         flops=round(sum(nest.flops(sizes) for nest in nests)),
         nests=nests,
         stated_kept=_kept(call, logits),
-        collectives=of_loss.collectives(call["weight"], wanted=0 in call.wanted),
+        collectives=_collectives(call, of_loss),
         localize=_InTiles(of_loss, call["tile_bytes"], n, casts=x.dtype is not call["dtype"]),
     )
+
+
+def _collectives(call: Call, of_loss: OverTokens) -> tuple[StatedCollective, ...]:
+    """Those of the loss; backward repeats the messages of every token."""
+    found = of_loss.collectives(call["weight"], wanted=0 in call.wanted)
+    again = [each._replace(forward="", backward=each.forward) for each in found if each.letters and call.wanted]
+    return (*found, *again)
 
 
 def _kept(call: Call, logits: torch.Tensor) -> Kept:
@@ -115,7 +124,8 @@ class _InTiles:
         """Number of tiles; the same on all ranks."""
         most = max(_by_rank(local.part(letter) for letter in self.rows) or [1])
         classes = max(_by_rank(local.part(letter) for letter in self.of_loss.channel) or [1])
-        return max(1, min(most, math.ceil(most * classes * self.of_loss.size_bytes / self.tile_bytes)))
+        wanted = math.ceil(most * classes * self.of_loss.size_bytes / self.tile_bytes)
+        return max(1, min(most, wanted, _MOST_TILES))
 
     def _loss(self, local: Local, given: dict[str, Any], classes: tuple[tuple[str, int], ...]) -> fx.Node:
         """The loss of a tile; its sum where the loss is reduced."""

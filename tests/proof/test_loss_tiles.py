@@ -97,5 +97,5 @@ def test_logits_that_the_model_returns_are_not_computed_in_tiles():
             logits = self.head(self.embed(tokens))
             return F.cross_entropy(logits.flatten(0, 1), targets.flatten()), logits
 
-    with pytest.raises(StepError, match="do not return the logits"):
+    with pytest.raises(StepError, match="whose logits nothing else uses"):
         Subject.of(Returns(), batch(), loss_tile_bytes=TILE_BYTES)
