@@ -71,12 +71,18 @@ def _homes(graph: fx.Graph, folded: frozenset[int], free: Collection[fx.Node]) -
 
 
 def _home(node: fx.Node, homes: dict[fx.Node, _Home], folded: frozenset[int], is_free: bool) -> _Home:
-    """The new place of a call; a free call goes inside a block if only this block uses it, else before its users."""
-    users = {homes[user] for user in node.users}
+    """The new place of a call; a free call goes inside a block if only this block uses it, else before its users.
+
+    The results of a free call stay together: a block takes tensors, and no lists.
+    """
+    is_one = is_free and node.target is operator.getitem
+    together = node.all_input_nodes[0].users if is_one else (node,)
+    using = [user for each in together for user in each.users]
+    users = {homes[user] for user in using if user in homes}
     block = node.meta.get("block", math.inf)
     if is_free or "block" not in node.meta:
         block = min((user.block for user in users), default=block)
-    is_inside = block in folded and (not is_free or users == {_Home(block, True)})
+    is_inside = block in folded and (not is_free or (homes.keys() >= {*using} and users == {_Home(block, True)}))
     return _Home(block, is_inside)
 
 

@@ -8,7 +8,9 @@ On a rank the rows are cut into as many runs as their logits need, and the calls
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -104,14 +106,11 @@ class _InTiles:
     def __call__(self, local: Local) -> fx.Node:
         given = local_arguments(local)
         axes = self.of_loss.axes(local)
-        count = self.count(local)
-        rows = math.prod(local.part(letter) for letter in self.rows)
+        runs = [self._runs(local, given[name]) for name in ("x", "target")]
         found = []
-        for number in range(count):
+        for number, (x, target) in enumerate(zip(*runs, strict=True)):
             local.tile = number
-            run = [0, rows * number // count, rows * (number + 1) // count]
-            own = {name: local.emit(aten.slice.Tensor, given[name], *run) for name in ("x", "target")}
-            found.append(self._loss(local, given | own, axes[0]))
+            found.append(self._loss(local, given | {"x": x, "target": target}, axes[0]))
         local.tile = None
         if self.of_loss.reduction not in (MEAN, SUM):
             return local.emit(aten.cat.default, found)
@@ -119,6 +118,14 @@ class _InTiles:
         for each in found[1:]:
             total = local.emit(aten.add.Tensor, total, each)
         return self.of_loss.divided(local, given, total, *axes) if self.of_loss.reduction == MEAN else total
+
+    def _runs(self, local: Local, x: fx.Node) -> list[fx.Node]:
+        """A tensor's rows by tile, outside of what is recomputed, so that tiles of one size have the same code."""
+        count, rows = self.count(local), math.prod(local.part(letter) for letter in self.rows)
+        ends = [rows * number // count for number in range(count + 1)]
+        sizes = [end - start for start, end in itertools.pairwise(ends)]
+        runs = local.emit(aten.split_with_sizes.default, x, sizes)
+        return [local.emit(operator.getitem, runs, number) for number in range(count)]
 
     def count(self, local: Local) -> int:
         """Number of tiles; the same on all ranks."""

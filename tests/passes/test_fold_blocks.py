@@ -1,5 +1,7 @@
 """Calls of a block become one call of a submodule: text in, text out."""
 
+import operator
+
 import pytest
 import torch
 from torch import fx, nn
@@ -84,6 +86,19 @@ def test_what_several_blocks_use_and_no_parameter_makes_is_made_once_outside():
         ["own = cos(mask)", "b = add.Tensor(a, own)", "c = mul.Tensor(b, mask)", "return (c,)"],
     ]
     assert outer[:3] == ["size = neg(x)", "mask = sign(size)", "block_0 = block_0(w, mask)"]
+
+
+def test_results_of_one_call_that_several_blocks_use_stay_with_the_call():
+    program = Program(["w"], ["x"])
+    w, x = program.leaves
+    rows = program.call("rows", aten.split.Tensor, x, 2, block=0)
+    first = program.call("first", operator.getitem, rows, 0, block=0)
+    second = program.call("second", operator.getitem, rows, 1, block=0)
+    a = program.call("a", aten.mul.Tensor, w, first, block=1)
+    b = program.call("b", aten.mul.Tensor, w, second, block=2)
+    outer, inner = program.folded([a, b], {1, 2})
+    assert inner == [["a = mul.Tensor(w, first)", "return (a,)"], ["b = mul.Tensor(w, second)", "return (b,)"]]
+    assert outer[:3] == ["rows = split.Tensor(x, 2)", "first = getitem(rows, 0)", "second = getitem(rows, 1)"]
 
 
 def test_what_is_drawn_stays_in_its_block():
