@@ -59,6 +59,11 @@ class Extra:
     objective: Objective | None = None
     obstacle: str = ""
 
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What the result has in common in micro-batches of all sizes."""
+        return self.name, self.rows, None if self.objective is None else self.objective.form
+
 
 def extras_of(part: Captured, graph: Graph, batch: BatchCapture) -> tuple[Extra, ...]:
     """The extra results of a captured step, in the order of its outputs; none of a forward.

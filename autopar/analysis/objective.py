@@ -5,8 +5,9 @@ the batch is then not the mean of the losses L_i of its parts, but
 
     N / D = sum_i (D_i / D) L_i
 
-with D_i the denominator of part i and D that of the whole batch, both known from the inputs before any part is run. So
-every loss of these kinds is a sum of the parts' losses with known shares, and so are its gradients.
+with D_i the denominator of part i and D that of the whole batch, both known from the inputs before any part is run. For
+a mean they are numbers of rows: of 30 rows in parts of 8, 8, 7 and 7 the first has a share of 8 / 30. So every loss of
+these kinds is a sum of the parts' losses with known shares, and so are its gradients.
 `autopar.analysis.parts` finds the kind of a loss.
 
 [Note: a loss of several terms] A sum of such losses, each over a mask or rows of its own, has no such shares: the terms
@@ -25,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -45,7 +46,7 @@ class Objective:
         kind: `mean`, `sum` or `ratio` of rows, a sum of several such `terms`, or `unknown`.
         base: kind of a ratio's numerator.
         denominator: for a ratio, the graph from inputs and buffers to the denominator and to the sums or means that
-            it is a function of. Its placeholders are the names of inputs, and `buffers.` and the names of buffers.
+            it is a function of. See `Denominator` for its placeholders.
         bases: kind of each of those, `sum` or `mean`.
         obstacle: for an unknown kind, the op because of which it is unknown, and its line.
         terms: the terms of a sum, each with an objective of its own.
@@ -77,44 +78,55 @@ class Objective:
             return tuple(dict.fromkeys(name for term in self.terms for name in term.objective.reads))
         return tuple(n.meta["reads"] for n in self.denominator.graph.find_nodes(op="placeholder"))
 
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What the objectives of micro-batches of all sizes have in common."""
+        terms = tuple((term.objective.form, term.may_be_empty) for term in self.terms)
+        return self.kind, self.base, self.bases, self.reads, self.normalizes, terms
+
     @torch.no_grad()
-    def shares(self, parts: Sequence[Mapping[str, Tensor]], *, skips_empty: bool = False) -> list[float]:
+    def shares(self, parts: Sequence[Part], *, skips_empty: bool = False) -> list[float]:
         """The share of each micro-batch's loss in the loss of the batch.
 
-        For an unknown kind, the loss is the mean over micro-batches.
+        For an unknown kind, the loss is the mean over rows.
 
         Args:
-            parts: for every micro-batch, the whole tensors that are read, by name, on the CPU.
+            parts: the micro-batches, whose objectives have the form of this one.
             skips_empty: whether a micro-batch of which no element counts is left out of the loss, with a share of 0.
 
         Raises StepError if no element of a micro-batch counts and it is not left out, because its loss would be 0 / 0.
         If none of the whole batch counts, the shares are nan, like the loss on a single device.
         """
-        count = len(parts)
+        count, rows = len(parts), sum(part.rows for part in parts)
         if self.terms and count > 1:
             return self._shares_of_terms(parts, skips_empty=skips_empty)
         if self.denominator is None or count == 1:
-            return [1.0 if self.kind == "sum" or count == 1 else 1 / count] * count
-        inputs = [[part[name] for name in self.reads] for part in parts]
-        found = [self.denominator(*each) for each in inputs]
+            return [1.0 if self.kind == "sum" or count == 1 else part.rows / rows for part in parts]
+        found = [part.objective._run(part.read(self.reads), {}) for part in parts]
         whole = {}
         for node, base, *values in zip(self._summands, self.bases, *(each[1:] for each in found), strict=True):
-            total = torch.stack(values).sum(0)
-            whole[node] = total / count if base == "mean" else total
-        (denominator, *_) = self._run(inputs[0], whole)
+            sums = [part.rows * x if base == "mean" else x for part, x in zip(parts, values, strict=True)]
+            total = torch.stack(sums).sum(0)
+            whole[node] = total / rows if base == "mean" else total
+        (denominator, *_) = self._run(parts[0].read(self.reads), whole)
         empty = [i for i, each in enumerate(found) if not each[0].item()]
         skips_empty = skips_empty and len(empty) < count
         if empty and denominator.item() and not skips_empty:
             raise _nothing_counts(empty[0], count)
-        scale = count if self.base == "mean" else 1
-        return [(each[0].double() / (scale * denominator.double())).item() for each in found]
+        is_mean = self.base == "mean"
+        divisor = denominator.double() * (rows if is_mean else 1)
+        scales = [part.rows if is_mean else 1 for part in parts]
+        return [(scale * x[0].double() / divisor).item() for scale, x in zip(scales, found, strict=True)]
 
-    def term_shares(self, parts: Sequence[Mapping[str, Tensor]]) -> list[list[float]]:
+    def term_shares(self, parts: Sequence[Part]) -> list[list[float]]:
         """For every micro-batch the share of each of its terms in that of the batch; 0 where nothing counts."""
-        found = [term.objective.shares(parts, skips_empty=True) for term in self.terms]
+        found = [
+            term.objective.shares([part.of_term(number) for part in parts], skips_empty=True)
+            for number, term in enumerate(self.terms)
+        ]
         return [list(own) for own in zip(*found, strict=True)]
 
-    def _shares_of_terms(self, parts: Sequence[Mapping[str, Tensor]], *, skips_empty: bool) -> list[float]:
+    def _shares_of_terms(self, parts: Sequence[Part], *, skips_empty: bool) -> list[float]:
         """1 for a micro-batch, whose terms have shares of their own; 0 for one that has no share in any."""
         found = self.term_shares(parts)
         for number, own in enumerate(found):
@@ -149,6 +161,33 @@ class Objective:
         assert self.denominator is not None, "a ratio"
         result: list[Tensor] = fx.Interpreter(self.denominator).run(*inputs, initial_env=dict(known))
         return result
+
+
+class Part(NamedTuple):
+    """A micro-batch, as its share in a loss depends on it.
+
+    Attributes:
+        values: the whole tensors that the objective reads, by name, on the CPU.
+        rows: its rows, in whatever unit all micro-batches count theirs in.
+        objective: the objective as captured for micro-batches of its size.
+    """
+
+    values: Mapping[str, Tensor]
+    rows: int
+    objective: Objective
+
+    def read(self, names: Sequence[str]) -> list[Tensor]:
+        """The tensors of these names."""
+        return [self.values[name] for name in names]
+
+    def of_term(self, number: int) -> Part:
+        """The micro-batch, as the share of a term in that of the batch depends on it."""
+        return self._replace(objective=self.objective.terms[number].objective)
+
+
+def equal_parts(objective: Objective, values: Sequence[Mapping[str, Tensor]]) -> list[Part]:
+    """Micro-batches of one size, by the tensors that an objective reads of them."""
+    return [Part(each, 1, objective) for each in values]
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,15 @@
 
 The kinds follow from two things: the choices that the rules give each op along the batch (docs/rules.md), which say
 whether the op treats rows separately and whether its result is then a part (S) or an addend (P); and the numbers of the
-step that count rows (`autopar.analysis.row_counts`). Over m micro-batches a tensor x of the batch is one of
+step that count rows (`autopar.analysis.row_counts`). With f_i the rows of micro-batch i as a fraction of those of the
+batch, 1 / m where all of m have as many, a tensor x of the batch is one of
 
-    same       x = x_i / m**k         of every micro-batch i: a parameter (k = 0), the number of rows (k = -1)
-    rows       x = cat(x_i) / m**k    logits (k = 0), a weight 1 / len(targets) for every row (k = 1)
-    places     x = 0, 1, ...          indices of the rows: torch.arange(len(targets))
-    total      x = sum(x_i) / m**k    a sum over rows (k = 0), a mean over them (k = 1)
-    ratio      x = n / d              a total divided by a number that is known before the step
-    function   x = f(totals)          of totals that are known before the step: labels and masks
+    same       x = x_i * f_i**k         of every micro-batch i: a parameter (k = 0), the number of rows (k = -1)
+    rows       x = cat(x_i * f_i**k)    logits (k = 0), a weight 1 / len(targets) for every row (k = 1)
+    places     x = 0, 1, ...            indices of the rows: torch.arange(len(targets))
+    total      x = sum(x_i * f_i**k)    a sum over rows (k = 0), a mean over them (k = 1)
+    ratio      x = n / d                a total divided by a number that is known before the step
+    function   x = f(totals)            of totals that are known before the step: labels and masks
 
 or unknown. The k of a tensor is its `power`.
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Literal
 
 from autopar.analysis.row_counts import SIZES, RowCounts
@@ -45,7 +47,7 @@ class BatchPart:
 
     Attributes:
         kind: one of `Kind`.
-        power: exponent of the number of micro-batches that the tensor is divided by; of a ratio, that of its numerator.
+        power: exponent of the fraction of rows that the tensor is multiplied by; of a ratio, that of its numerator.
         denominator: name of the node that a ratio divides by; "" for other kinds.
     """
 
@@ -143,8 +145,8 @@ class PartFinder:
         return f"{found} is neither a row for every sample nor a sum, mean or ratio over them"
 
     def _longer(self) -> set[str]:
-        """Names of the factors whose size in the batch is that in a micro-batch times the number of micro-batches."""
-        count, tensors = self.counts.micro_batches, self.graph.tensors
+        """Names of the factors whose size in the batch is to that in a micro-batch as their numbers of rows are."""
+        ratio, tensors = self.counts.ratio, self.graph.tensors
         pairs = [
             (tensors[name], own)
             for op in self.graph.ops
@@ -154,7 +156,7 @@ class PartFinder:
             names[0]
             for tensor, own in pairs
             for names, size, part in zip(tensor.factors, tensor.shape, own, strict=False)
-            if count > 1 and len(names) == 1 and names[0] and size == part * count > 0
+            if ratio > 1 and len(names) == 1 and names[0] and size == part * ratio > 0
         }
 
     def _find(self) -> None:
@@ -176,12 +178,12 @@ class PartFinder:
         Rows are parts of one factor; everything else has the same shape in the batch and a micro-batch.
         """
         tensor = self.graph.tensors[name]
-        expected = list(tensor.shape)
+        expected: list[int | Fraction] = list(tensor.shape)
         if part.kind in ("rows", "places"):
             places = places_of(tensor.factors, self.batch)
             if len(places) != 1:
                 return UNKNOWN
-            expected[places[0][0]] //= self.counts.micro_batches
+            expected[places[0][0]] /= self.counts.ratio
         return part if tuple(expected) == own else UNKNOWN
 
     # --- one op
@@ -257,7 +259,7 @@ class PartFinder:
 
     def _has_rows_first(self, part: BatchPart, tensor: str) -> bool:
         """Whether dim 0 of a tensor is the batch; assumed if there is no capture of another size."""
-        if part == _SAME and self.counts.micro_batches == 1:
+        if part == _SAME and self.counts.ratio == 1:
             return True
         return part == BatchPart("rows") and self.graph.tensors[tensor].factors[0] == (
             *(name for name in self.graph.tensors[tensor].factors[0] if name in self.batch),
@@ -298,7 +300,7 @@ class PartFinder:
             and not self._changed(op)
         )
 
-    # --- powers of the number of micro-batches
+    # --- powers of the fraction of rows
 
     def _power(self, op: Op, parts: Sequence[BatchPart]) -> int | None:
         """The power of an op's results; None if its numbers or operands count rows in another way."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ class RowCounts:
 
     Attributes:
         is_alike: whether both run the same ops in the same order on the same operands.
-        micro_batches: number of micro-batches of the batch.
+        ratio: rows of the batch for each row of the micro-batch: the number of micro-batches where all have as many.
     """
 
     def __init__(self, batch: Captured, part: Captured) -> None:
@@ -46,7 +47,7 @@ class RowCounts:
         self._originals = {n.name: _original(n).name for n in batch.module.graph.nodes}
         # The first of several: those behind it are expansions of it.
         self._names = {node.name: name for name, node in reversed(self._nodes.items())}
-        self.micro_batches = self._micro_batches()
+        self.ratio = self._ratio()
 
     def node(self, name: str) -> fx.Node:
         """The node of the micro-batch that corresponds to a node of the batch, or to the node that it copies."""
@@ -67,16 +68,16 @@ class RowCounts:
         return dict(_changed(node, self._nodes[node.name]))
 
     def power(self, batch: Any, part: Any) -> int | None:
-        """The whole k with `batch = part / micro_batches**k`, for two numbers; None if there is none."""
+        """The whole k with `batch = part / ratio**k`, for two numbers; None if there is none."""
         if batch == part:
             return 0
         numbers = (int, float)
         if not isinstance(batch, numbers) or not isinstance(part, numbers) or batch * part <= 0:
             return None
-        if self.micro_batches == 1:
+        if self.ratio == 1:
             return None
-        k = round(math.log(part / batch) / math.log(self.micro_batches))
-        is_exact = math.isclose(batch * float(self.micro_batches) ** k, part, rel_tol=_ROUNDING)
+        k = round(math.log(part / batch) / math.log(self.ratio))
+        is_exact = math.isclose(batch * float(self.ratio) ** k, part, rel_tol=_ROUNDING)
         return k if is_exact else None
 
     def constant_powers(self) -> Iterator[tuple[str, int | None]]:
@@ -96,10 +97,10 @@ class RowCounts:
         powers = {self.power(x, y) for x, y in zip(_numbers(a), _numbers(b), strict=True)}
         return powers.pop() if len(powers) == 1 else None
 
-    def _micro_batches(self) -> int:
+    def _ratio(self) -> Fraction:
         inputs = [name for name in self._batch.inputs if name in self._nodes]
         pairs = [(_rows(self._batch, name), self.shapes(name)[0]) for name in inputs]
-        return max((rows // own[0] for rows, own in pairs if own and own[0]), default=1)
+        return max((Fraction(rows, own[0]) for rows, own in pairs if own and own[0]), default=Fraction(1))
 
 
 def _rows(captured: Captured, name: str) -> int:

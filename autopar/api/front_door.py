@@ -31,7 +31,7 @@ from autopar.planning.cache_files import cache_key
 from autopar.planning.loss_tiles import best_in_tiles
 from autopar.planning.planning import Prepared, in_parts, make_plan, prepare_step, split_example
 from autopar.planning.stored_plans import StoredPlans
-from autopar.runtime.execute.inputs import Arguments, first_micro_batch
+from autopar.runtime.execute.inputs import Arguments, micro_batch
 from autopar.runtime.execute.settings import RunOptions, Settings
 from autopar.runtime.failures.failures import show_failures
 from autopar.runtime.model.module import CompiledModule
@@ -201,7 +201,7 @@ def explain(
     arguments = Arguments.of(args, kwargs)
 
     def captured(count: int, loss_tile_bytes: int | None) -> Prepared:
-        own_args, own_kwargs = arguments.rebuild(first_micro_batch(arguments, count))
+        own_args, own_kwargs = arguments.rebuild(micro_batch(arguments, count))
         policy = request.precision
         found = prepare_step(
             model, own_args, own_kwargs, loss_fn=loss_fn, precision=policy, loss_tile_bytes=loss_tile_bytes

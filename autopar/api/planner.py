@@ -28,11 +28,13 @@ from autopar.api.machine import words_of_device
 from autopar.api.placed import goes_on, with_unused
 from autopar.capture.captured import Captured
 from autopar.capture.export import LossFunction, capture_forward, capture_step
+from autopar.capture.guards.guards import Guards
 from autopar.capture.open_sizes import OpenDims
 from autopar.errors import MeshError, PlanError, RecipeError, SearchError
 from autopar.explanation.costs import run_of
 from autopar.explanation.explanation import Explanation
 from autopar.ir import PIPELINE_AXIS, Graph, Mesh, Plan, without_pipeline
+from autopar.ir.batches import first_smaller
 from autopar.pipeline.composed import composed, step_of, stored_bytes
 from autopar.pipeline.saved_values import possible_lines
 from autopar.pipeline.schedules import check_micro_batches, takes, unbounded
@@ -44,11 +46,13 @@ from autopar.planning.planning import (
     has_no_rows,
     has_same_ops,
     in_parts,
+    in_unequal_parts,
     make_plan,
     part_that_keeps_results,
     plan_again,
     prepare_whole,
     prepared_of,
+    refuse_no_batch,
     refuse_sum,
     unsplit_plan,
 )
@@ -57,9 +61,11 @@ from autopar.planning.stored_captures import CaptureQuestion, StoredCaptures
 from autopar.planning.stored_plans import StoredPlans
 from autopar.program.program import build_program
 from autopar.program.recomputation import known_recomputation
+from autopar.program.smaller import stages_with_smaller, with_smaller
 from autopar.program.stages import cut_stages, cuts_where_parameters_lie, refuse_strays
 from autopar.program.term_shares import refuse_unknown
 from autopar.runtime.model.program_builder import Fixed, ProgramRequest, Programs, StandIns
+from autopar.runtime.parameters.stage_partition import Users, users_of
 from autopar.runtime.ranks.all_ranks import AllRanks, warn_together
 from autopar.runtime.ranks.files import Files
 from autopar.runtime.ranks.processes import agreed, make_world, refuse_unlike, world_size
@@ -108,6 +114,7 @@ class Planner:
         self._mesh = request.mesh  # of the ranks that train one model in step
         self._world: World | None = None
         self._first: Prepared | None = None
+        self._first_rows: int | None = None  # of the first step, where its micro-batches differ in size
         self._made: dict[bool, list[Plan]] = {True: [], False: []}  # of steps, of forwards
 
     def device_mesh(self) -> DeviceMesh | None:
@@ -128,7 +135,13 @@ class Planner:
             self._loss_tile_bytes = found.plan.loss_tile_bytes
         else:
             found = find(self._loss_tile_bytes)
+        smaller = found.smaller
+        if smaller is not None and self._first is None:
+            self._first_rows = smaller.rows
         programs = self._programs(found.prepared, found.plan, found.batch)
+        if smaller is not None:
+            users = users_of(model, programs.stages)
+            programs = self._with_smaller(programs, smaller.capture(), found.batch, smaller.first, users)
         if asked.fixed is not None and asked.fixed.pipeline is not None:
             refuse_strays(programs.stages, asked.fixed.users)
         return programs
@@ -140,26 +153,28 @@ class Planner:
 
         An open number of micro-batches is found for the whole batch. Where the number is not 1, the model is captured
         for a micro-batch and for the batch, which shows what of the step counts rows (`autopar.analysis.row_counts`).
+        Where the last micro-batches are smaller, they have a capture and a program of their own.
         """
         micro_batches, is_step = asked.micro_batches, asked.is_step
         is_first = self._first is None and self._plan is None
         keeps_open = self._keeps_open_number(asked)
 
         # Not a function with a cache of `functools`: where one was made, captures look for it among all objects.
-        known: dict[int, Prepared] = {}
+        known: dict[tuple[int, int], Prepared] = {}
 
-        def captured(count: int) -> Prepared:
+        def captured(count: int, number: int = 0) -> Prepared:
             def capture(open_dims: OpenDims) -> Captured:
-                with stand_ins(count) as (args, kwargs):
+                with stand_ins(count, number) as (args, kwargs):
                     return self._capture(model, args, kwargs, asked, open_dims)
 
-            if count not in known:
-                found = asked.captures.captured(count, asked.shapes(count), capture)
+            if (count, number) not in known:
+                found = asked.captures.captured(count, asked.shapes(count, number), capture)
                 # Another loss of the model may have no logits, and a forward no loss.
                 found = in_tiles(found, loss_tile_bytes, must=is_first and is_step)
                 differentiable = frozenset(name for i, name in enumerate(found.inputs) if i in asked.differentiable)
-                known[count] = prepared_of(replace(found, differentiable=differentiable)).skewed(self._request.skew)
-            return known[count]
+                made = prepared_of(replace(found, differentiable=differentiable)).skewed(self._request.skew)
+                known[count, number] = made
+            return known[count, number]
 
         _refuse_unlike_models(lambda: captured(1 if keeps_open else micro_batches or 1))
         if micro_batches is None and asked.fixed is not None:
@@ -167,18 +182,25 @@ class Planner:
         count = micro_batches or 1
         if count > 1 and keeps_open:
             batch = captured(1)
-            part = part_that_keeps_results(batch, lambda: captured(count))
+            part = _part_in_all_sizes(batch, captured, asked.rows(count))
             prepared = part or batch
             count = micro_batches = 1 if part is None else count
         else:
             prepared, batch = self._part_and_batch(captured, count)
         if self._request.meeting is not None and is_step and self._first is None:
             refuse_sum(prepared, self._request.meeting, lambda: captured(2 * count))
-        plan = agreed(lambda: self._chosen(prepared, micro_batches, asked.fixed, is_step))
+        is_unequal = bool(first_smaller(asked.rows(count)))
+        plan = agreed(lambda: self._chosen(prepared, micro_batches, asked.fixed, is_step, is_unequal))
         if is_step and self._request.micro_batches is None and plan.micro_batches != count:
             prepared, plan = in_parts(plan, batch, captured, functools.partial(self._searched, fixed=asked.fixed))
         plan = with_remarks(plan, prepared.analysis.graph, self._request)
-        return _Planned(prepared, plan, batch)
+        rows = asked.rows(plan.micro_batches)
+        first = first_smaller(rows)
+        if not first:
+            return _Planned(prepared, plan, batch)
+        refuse_no_batch(prepared, batch)
+        smaller = functools.partial(captured, plan.micro_batches, first)
+        return _Planned(prepared, in_unequal_parts(plan, rows), batch, _Smaller(sum(rows), first, smaller))
 
     def _faster(self, a: _Planned, b: _Planned) -> _Planned:
         """The one with the shorter step by the first rank's prices; of two that are equal the first."""
@@ -231,7 +253,9 @@ class Planner:
         question = CaptureQuestion(model, args, kwargs, loss_fn, asked.is_step, precision, open_dims)
         return StoredCaptures(self._stored.folder).captured(question, capture)
 
-    def _chosen(self, prepared: Prepared, micro_batches: int | None, fixed: Fixed | None, is_step: bool) -> Plan:
+    def _chosen(
+        self, prepared: Prepared, micro_batches: int | None, fixed: Fixed | None, is_step: bool, is_unequal: bool
+    ) -> Plan:
         count, given = micro_batches or 1, self._plan
         if given is not None and (is_step or fixed is None):
             is_its_model = given.fingerprint == prepared.captured.fingerprint
@@ -240,7 +264,7 @@ class Planner:
             if fixed is None:
                 return self._beside(given, prepared, is_step)
         if fixed is not None:
-            is_open = is_step and self._request.micro_batches is None
+            is_open = is_step and self._request.micro_batches is None and not is_unequal
             return self._following(prepared, fixed, count, is_step=is_step, is_open=is_open)
         # A script that calls model(...) before `step`, and has no loss_fn, has a training loop of its own.
         with_stages = is_step or self._loss_fn is not None
@@ -281,6 +305,32 @@ class Planner:
             self._made[is_step].append(plan)
         captured = prepared.captured
         return Programs(program, stages, captured.guards, batch.captured.writes, captured.numbers)
+
+    def _with_smaller(
+        self, programs: Programs, smaller: Prepared, batch: Prepared, first: int, users: Users
+    ) -> Programs:
+        """The programs with those of the last micro-batches, from number `first` on, which have fewer rows.
+
+        They make the choices of the plan where these are legal, and others where they are not: one row is not split.
+        """
+        plan = programs.whole.plan
+
+        def chosen() -> Plan:
+            fixed = Fixed(plan.parameters, plan.pipeline, plan.recompute, users, plan.saved)
+            again = plan_again(plan, smaller, plan.micro_batches)
+            return again or self._search_anew(smaller, fixed, plan.micro_batches, is_open=False)
+
+        less = build_program(smaller.captured, smaller.analysis, agreed(chosen), batch.whole)
+        stages = cut_stages(less, smaller.analysis.graph)
+        refuse_strays(stages, users)
+        whole = with_smaller(programs.whole, less, first)
+        return replace(
+            programs,
+            whole=whole,
+            stages=[whole] if plan.pipeline is None else stages_with_smaller(programs.stages, stages, first),
+            guards=Guards((*programs.guards, *smaller.captured.guards)),
+            numbers=(*programs.numbers, *smaller.captured.numbers),
+        )
 
     def _check_files(self, prepared: Prepared, plan: Plan) -> None:
         """Raises AutoparError on all ranks where one has no room for what the plan keeps in files."""
@@ -442,7 +492,32 @@ class Planner:
     def explain(self, plan: Plan) -> Explanation:
         """The plan of the first program for people, with what it costs."""
         assert self._first is not None, "a plan was made for a program"
-        return _explained(self._first.analysis.graph, plan, self._request)
+        request = self._request.but(batch=self._first_rows) if self._first_rows else self._request
+        return _explained(self._first.analysis.graph, plan, request)
+
+
+def _part_in_all_sizes(
+    batch: Prepared, captured: Callable[[int, int], Prepared], rows: Sequence[int]
+) -> Prepared | None:
+    """The step for the first micro-batch, by the rows of each; None where those of some size change results."""
+    numbers = sorted({0, first_smaller(rows)})
+    parts = [part_that_keeps_results(batch, functools.partial(captured, len(rows), each)) for each in numbers]
+    return parts[0] if all(parts) else None
+
+
+@dataclass(frozen=True)
+class _Smaller:
+    """Micro-batches with fewer rows than those before them.
+
+    Attributes:
+        rows: rows of the batch.
+        first: number of the first of them.
+        capture: function to the model for one of them.
+    """
+
+    rows: int
+    first: int
+    capture: Callable[[], Prepared]
 
 
 @dataclass(frozen=True)
@@ -453,11 +528,13 @@ class _Planned:
         prepared: the model for a micro-batch of the plan.
         plan: the plan.
         batch: the model for the whole batch.
+        smaller: the last micro-batches, where they have fewer rows than the first.
     """
 
     prepared: Prepared
     plan: Plan
     batch: Prepared
+    smaller: _Smaller | None = None
 
     def graph_and_plan(self) -> tuple[Graph, Plan]:
         """What the price depends on."""

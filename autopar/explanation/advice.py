@@ -39,7 +39,7 @@ from autopar.explanation.what_would_change import (
     promised_first,
 )
 from autopar.ir import Graph, Plan
-from autopar.ir.batches import captured_batch, with_batch
+from autopar.ir.batches import captured_batch, sizes_of_micro_batches, with_batch
 from autopar.ir.recompute import is_saved_option
 from autopar.models.presets import Preset
 from autopar.models.targets import Target, resolve_target
@@ -355,7 +355,8 @@ class Question:
         """
         batch = self._posed[1].batch
         assert batch is not None, "the batch of a step is known"
-        prepared, graph = self._captured_rows(batch // plan.micro_batches)
+        largest, *_ = sizes_of_micro_batches(batch, plan.micro_batches)
+        prepared, graph = self._captured_rows(largest)
         return spoken_of_all_layers(plan, graph, prepared.captured)
 
     def _needs_whole(self, plan: Plan) -> bool:

@@ -29,6 +29,7 @@ from autopar.cost_model.steps.step import Step
 from autopar.cost_model.symbols import BUCKET, Expressions, link_of, link_symbols, link_values, symbol
 from autopar.explanation.simulated import SimulatedStep
 from autopar.ir import TIERS, Graph, Mesh, Plan, Tier
+from autopar.ir.batches import captured_batch, sizes_of_micro_batches
 from autopar.ir.recompute import Selection
 from autopar.pipeline.composed import Figures, RecomputationPrice, step_of
 from autopar.pipeline.simulation import Simulation
@@ -295,13 +296,26 @@ class PlanCost:
         return self.plan.meeting.replicas if self.plan.meeting else 1
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """The samples of every micro-batch; the graph is that of the first, and the last may have one less."""
+        count, largest = self.plan.micro_batches, captured_batch(self.graph)
+        asked = None if self.request is None else self.request.batch
+        found = sizes_of_micro_batches(asked or largest * count, count)
+        return found if found[0] == largest else (largest,) * count
+
+    @property
+    def _filled(self) -> float:
+        """Samples of a step as a fraction of what it is priced for, micro-batches as large as the largest."""
+        return sum(self.sizes) / (len(self.sizes) * self.sizes[0])
+
+    @property
     def tokens_per_second(self) -> float | None:
         """Tokens per second of all ranks together; None where the model has no tokens."""
         if self.tokens is None:
             return None
         own = self.expressions.values
         grown = math.prod(self.values[name] / own[name] for name in ("batch", "seq") if name in own)
-        tokens = self.tokens * self._replicas
+        tokens = self.tokens * self._replicas * self._filled
         return tokens * grown * self.values["micro_batches"] / self.step_seconds
 
     @property
@@ -310,7 +324,7 @@ class PlanCost:
         sizes = [t.itemsize_bytes for t in self.graph.tensors.values() if t.needs_grad]
         peak = _mean_peak(self.step.hardware, min(sizes, default=4))
         useful = sum(_whole_flops(self.graph)) * self.values["micro_batches"] * self._growth
-        useful *= self._replicas
+        useful *= self._replicas * self._filled
         return useful / (self.step_seconds * float(peak) * self.ranks)
 
     @property

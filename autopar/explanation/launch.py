@@ -13,7 +13,7 @@ from autopar.cost_model.machines.cluster import Cluster
 from autopar.explanation.explanation import Explanation
 from autopar.explanation.few_layers import tokens_of
 from autopar.ir import PIPELINE_AXIS, Graph, Meeting, Mesh, Plan
-from autopar.ir.batches import captured_batch
+from autopar.ir.batches import first_smaller
 from autopar.ir.recompute import Selection
 from autopar.search.candidates.request_filters import is_intent
 from autopar.search.request.options import HEADROOM, PlanOptions
@@ -43,7 +43,7 @@ def asked(e: Explanation, model: str) -> tuple[tuple[str, str], ...]:
 
 def _asked(e: Explanation, model: str) -> Iterator[tuple[str, str]]:
     yield "model", model
-    yield "batch", _batch(e.graph, int(e.run.micro_batches), e.plan.meeting)
+    yield "batch", _batch(e.graph, int(e.run.micro_batches), e.plan.meeting, e.sizes)
     if "seq" in e.graph.factors and tokens_of(e.graph):  # else it is a dim of an image, or of features
         yield "sequence", f"{e.graph.factors['seq'].size:,} tokens"
     yield "cluster", f"{e.place}, {counted(e.ranks, 'rank')}"
@@ -53,14 +53,16 @@ def _asked(e: Explanation, model: str) -> Iterator[tuple[str, str]]:
         yield "constraints", e.request.text
 
 
-def _batch(graph: Graph, micro_batches: int, meeting: Meeting | None) -> str:
+def _batch(graph: Graph, micro_batches: int, meeting: Meeting | None, sizes: Sequence[int]) -> str:
+    """The samples of a step, and of its micro-batches, which differ where their number does not divide the batch."""
     if "batch" not in graph.factors:
         return counted(micro_batches, "example")
-    size = captured_batch(graph)
-    whole = f"{size * micro_batches:,} samples"
+    rows = sum(sizes)
+    whole = f"{rows:,} samples"
     if meeting is not None:
-        whole = f"{size * micro_batches * meeting.replicas:,} samples, {size * micro_batches:,} of each replica"
-    return whole if micro_batches == 1 else f"{whole}, {micro_batches} micro-batches of {size:,} on all ranks"
+        whole = f"{rows * meeting.replicas:,} samples, {rows:,} of each replica"
+    of = ", ".join(f"{size:,}" for size in (sizes if first_smaller(sizes) else sizes[:1]))
+    return whole if micro_batches == 1 else f"{whole}, {micro_batches} micro-batches of {of} on all ranks"
 
 
 def _precision(e: Explanation) -> str:

@@ -3,10 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from autopar.errors import SearchError
 from autopar.ir import Choice, Graph, Leaf, Op, Plan, Tensor, Work, is_legal
+
+
+def sizes_of_micro_batches(rows: int, count: int) -> tuple[int, ...]:
+    """The rows of every micro-batch of a batch, as of `torch.tensor_split`: they differ by at most one, larger first.
+
+    >>> sizes_of_micro_batches(30, 4), sizes_of_micro_batches(32, 4)
+    ((8, 8, 7, 7), (8, 8, 8, 8))
+    """
+    least, larger = divmod(rows, count)
+    return (least + 1,) * larger + (least,) * (count - larger)
+
+
+def first_smaller(sizes: Sequence[int]) -> int:
+    """The number of the first micro-batch with fewer rows than those before it; 0 where all have as many.
+
+    >>> first_smaller((8, 8, 7, 7)), first_smaller((8, 8))
+    (2, 0)
+    """
+    return sizes.index(sizes[-1]) if sizes[-1] < sizes[0] else 0
 
 
 def captured_batch(graph: Graph) -> int:

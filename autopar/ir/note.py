@@ -42,8 +42,8 @@ class Note(str):
             device. "owners": parameters that single ranks store. "decomposed": axes along which collectives run piece
             by piece. "overlap": micro-batches that take turns. "buckets": the bytes that a collective carries.
             "micro-batches": the reason for a number of them that nobody asked for. "undivided": dims that an axis does
-            not divide. "repeated": axes whose ranks all compute the same. "uneven": a dim in parts of different sizes.
-            "guess": the machine was guessed from the device. "": anything else.
+            not divide. "repeated": axes whose ranks all compute the same. "uneven": a dim, or a batch, in parts of
+            different sizes. "guess": the machine was guessed from the device. "": anything else.
     """
 
     kind: str

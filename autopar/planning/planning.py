@@ -34,7 +34,8 @@ from autopar.ir import (
     owner_of,
     plain,
 )
-from autopar.ir.batches import captured_batch
+from autopar.ir.batches import captured_batch, first_smaller, sizes_of_micro_batches
+from autopar.ir.note import Note
 from autopar.ir.recompute import RecomputeOption
 from autopar.passes import clean_up
 from autopar.pipeline.blocks import has_blocks
@@ -215,6 +216,8 @@ def search_step(
         ) from error
     best = found.best
     plan = with_remarks(_finished(best.plan, best.graph, prepared), best.graph, request)
+    if request.batch is not None and request.batch % plan.micro_batches:
+        plan = in_unequal_parts(plan, sizes_of_micro_batches(request.batch, plan.micro_batches))
     return found._replace(best=best._replace(plan=plan))
 
 
@@ -324,6 +327,25 @@ def in_parts(
             return batch, search(batch, 1)
         part = found
     return part, _plan_of_part(plan, part) or search(part, plan.micro_batches)
+
+
+def in_unequal_parts(plan: Plan, sizes: Sequence[int]) -> Plan:
+    """The plan for micro-batches of these sizes, of which only those of one size overlap; a note names them."""
+    at_a_time = math.gcd(plan.overlap_batches, first_smaller(sizes), len(sizes))
+    text = (
+        f"{sum(sizes)} samples in {len(sizes)} micro-batches of {', '.join(map(str, sizes))}, each priced as one of "
+        f"{sizes[0]}"
+    )
+    return replace(plan, overlap_batches=at_a_time, notes=(*plan.notes, Note(text, "uneven")))
+
+
+def refuse_no_batch(part: Prepared, batch: Prepared) -> None:
+    """Raises StepError for micro-batches of different sizes of a batch on which the model does not run as a whole."""
+    if batch is part:
+        raise StepError(
+            "The model does not run on the whole batch, which would show the numbers that count rows, as micro-batches "
+            "of different sizes need them. Take a number of micro-batches that divides the batch."
+        )
 
 
 def part_that_keeps_results(batch: Prepared, capture: Callable[[], Prepared]) -> Prepared | None:

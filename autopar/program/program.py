@@ -14,7 +14,7 @@ from autopar import rules
 from autopar._torch import pytree
 from autopar.analysis.extras import Extra, extras_of, refuse_split_extras
 from autopar.analysis.factors import Analysis
-from autopar.analysis.objective import BatchCapture, Objective, objective_of
+from autopar.analysis.objective import BatchCapture, Objective, Part, objective_of
 from autopar.capture.captured import Captured
 from autopar.ir import Dims, Layout, Mesh, ParameterPlan, Plan, R, Tier, local_shape
 from autopar.ir.share import on
@@ -115,6 +115,8 @@ class Program:
         slices: name in a mark of a tensor that is saved in slices -> its slice (`autopar.program.slices`).
         objective: how the loss of a batch comes from the losses of its micro-batches.
         extras: how each extra result of a step comes from those of its micro-batches.
+        smaller: the program of the last micro-batches, where these have fewer rows than the first.
+        first_smaller: number of the first of them; 0 where all micro-batches have as many rows.
     """
 
     module: fx.GraphModule
@@ -142,6 +144,12 @@ class Program:
     slices: Mapping[str, SavedSlice] = field(default_factory=dict)
     shares: tuple[TensorSpec, ...] = ()
     differentiable: frozenset[str] = frozenset()
+    smaller: Program | None = None
+    first_smaller: int = 0
+
+    def of(self, micro_batch: int) -> Program:
+        """The program of a micro-batch: this one, or that of the last micro-batches, which may be smaller."""
+        return self if self.smaller is None or micro_batch < self.first_smaller else self.smaller
 
     @cached_property
     def has_lone_calls(self) -> bool:
@@ -178,13 +186,17 @@ class Program:
         mesh = self.plan.mesh
         return tuple(local_shape(spec.dims, spec.layout, mesh) for spec in self.inputs)
 
-    def term_shares(self, parts: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
-        """For every micro-batch the inputs `shares` by name, on the CPU, from the whole tensors that they depend on."""
+    def term_shares(self, parts: Sequence[Part]) -> list[dict[str, Tensor]]:
+        """For every micro-batch the inputs `shares` of its program by name, on the CPU."""
         if not self.shares:
             return [{} for _ in parts]
+        found = self.objective.term_shares(parts)
         return [
-            {spec.name: torch.tensor(share, dtype=spec.dtype) for spec, share in zip(self.shares, own, strict=True)}
-            for own in self.objective.term_shares(parts)
+            {
+                spec.name: torch.tensor(share, dtype=spec.dtype)
+                for spec, share in zip(self.of(i).shares, own, strict=True)
+            }
+            for i, own in enumerate(found)
         ]
 
     def storage(self, name: str) -> ParameterPlan:

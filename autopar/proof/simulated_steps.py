@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar._torch import pytree, widened_dtype
+from autopar.analysis.objective import equal_parts
 from autopar.ir import Graph
 from autopar.program.program import Program, TensorSpec
 from autopar.program.stages import cut_stages
@@ -46,8 +47,9 @@ def simulated_steps(
         inputs = [named_inputs(whole, batch) for batch in batches]
         buffers = dict(model.named_buffers(remove_duplicate=False))
         read = [each | prefixed_buffers(buffers) for each in inputs]
-        shares = whole.objective.shares(read)
-        inputs = [each | own for each, own in zip(inputs, whole.term_shares(read), strict=True)]
+        parts = equal_parts(whole.objective, read)
+        shares = whole.objective.shares(parts)
+        inputs = [each | own for each, own in zip(inputs, whole.term_shares(parts), strict=True)]
         rehearsal = Rehearsal(
             whole,
             stages,

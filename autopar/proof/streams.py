@@ -84,7 +84,7 @@ class Streams:
             finder.counts.node(name).name: _rows_of(finder, name) for name in finder.nodes if draws(finder.nodes[name])
         }
         found = {name: replace(op, rows=ops[name]) for name, op in self.ops.items()}
-        return replace(self, ops=found, micro_batches=finder.counts.micro_batches)
+        return replace(self, ops=found, micro_batches=int(finder.counts.ratio))
 
     @property
     def shapes(self) -> list[Shape]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.analysis.objective import equal_parts
 from autopar.ir import Graph, Pipeline
 from autopar.pipeline.weight_stashing import WeightVersions
 from autopar.program.program import Program, TensorSpec
@@ -131,7 +132,7 @@ class DelayedSteps:
         inputs = [named_inputs(self.whole, batch) for batch in parts]
         buffers = dict(model.named_buffers(remove_duplicate=False))
         objective = self.whole.objective
-        shares = objective.shares([each | prefixed_buffers(buffers) for each in inputs])
+        shares = objective.shares(equal_parts(objective, [each | prefixed_buffers(buffers) for each in inputs]))
         rehearsal = VersionedRehearsal(
             self.whole,
             self._stages,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.analysis.objective import Objective, objective_of
+from autopar.analysis.objective import Objective, Part, equal_parts, objective_of
 from autopar.errors import StepError
 from autopar.planning.planning import Prepared, prepare_step
 from tests.analysis.losses import COUNTING, IGNORED, LOSSES, NO_SHARES, ROWS, TERMS, Words, batch, ignoring
@@ -43,7 +43,7 @@ def test_losses_of_parts_with_their_shares_are_the_loss_of_the_batch(name: str, 
     assert objective.kind == kind
     whole = batch(loss)
     pieces = [[x.chunk(parts)[i] if x.ndim else x for x in whole] for i in range(parts)]
-    shares = objective.shares([dict(zip(names, piece, strict=True)) for piece in pieces])
+    shares = objective.shares(equal_parts(objective, [dict(zip(names, piece, strict=True)) for piece in pieces]))
     losses = [loss(model(piece[0]), *piece[1:]) for piece in pieces]
     total = torch.stack([s * x for s, x in zip(shares, losses, strict=True)]).sum()
     assert total.item() == pytest.approx(loss(model(whole[0]), *whole[1:]).item(), rel=1e-12)
@@ -72,9 +72,10 @@ def test_a_sum_of_ratios_has_terms(name: str) -> None:
 
 
 def test_a_mean_needs_no_denominator() -> None:
-    shares = Objective("mean").shares([{}, {}])
-    assert shares == [0.5, 0.5]
-    assert Objective("sum").shares([{}, {}]) == [1.0, 1.0]
+    mean, added_up = Objective("mean"), Objective("sum")
+    assert mean.shares(equal_parts(mean, [{}, {}])) == [0.5, 0.5]
+    assert mean.shares([Part({}, rows, mean) for rows in (3, 1)]) == [0.75, 0.25]
+    assert added_up.shares(equal_parts(added_up, [{}, {}])) == [1.0, 1.0]
 
 
 def test_a_micro_batch_of_ignored_targets_alone_is_refused() -> None:
@@ -84,5 +85,5 @@ def test_a_micro_batch_of_ignored_targets_alone_is_refused() -> None:
         dict(zip(names, (tokens[:2], t), strict=True)) for t in (targets[:2], torch.full_like(targets[:2], IGNORED))
     ]
     with pytest.raises(StepError, match="Micro-batch 2 of 2 has no element that counts"):
-        objective.shares(named)
-    assert objective.shares(named, skips_empty=True) == [1.0, 0.0]
+        objective.shares(equal_parts(objective, named))
+    assert objective.shares(equal_parts(objective, named), skips_empty=True) == [1.0, 0.0]

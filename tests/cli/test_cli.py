@@ -493,8 +493,8 @@ def test_help_has_an_example(command):
             "16 is 2 times the 8 sequences",
         ),
         (
-            ["explain", TARGET, "--mesh", "pp=2", "--micro-batches", "3", "--batch", "8"],
-            "3 micro-batches do not divide a batch of 8",
+            ["explain", TARGET, "--mesh", "pp=2", "--micro-batches", "9", "--batch", "8"],
+            "Of a batch of 8 sequences 9 micro-batches cannot each have one",
         ),
         (["explain", TARGET, "--mesh", "pp=2,dp=2", "--pin", "head.*=pp"], "the axes are dp"),
         (["explain", "gpt2", "--mesh", "pp=16", "--recompute", "none"], "use fewer ranks along pp"),

@@ -196,7 +196,7 @@ def test_recipes_name_the_schedule(recipe: Any, schedule: str, inside: Any) -> N
         ({"schedule": "gpipipe"}, RecipeError, "There is no schedule 'gpipipe' .did you mean gpipe..; choose"),
         ({"recipe": "naive-pp", "micro_batches": 4}, RecipeError, "use gpipe"),
         ({"recipe": {"pp": "tp"}}, RecipeError, "There is no recipe 'tp' for the axis pp"),
-        ({"micro_batches": 5}, SearchError, "A batch of 32 cannot be divided into 5 micro-batches"),
+        ({"micro_batches": 33}, SearchError, "Of a batch of 32 33 micro-batches cannot each have a row"),
         ({"schedule": "1f1b", "micro_batches": 1}, PlanError, "there are 1 for 2 stages"),
         ({"schedule": "1f1b", "chunks": 2}, PlanError, "runs 1 stage on each pipeline rank, but chunks=2"),
         ({"schedule": "gpipe", "mesh": {"pp": 16}}, SearchError, "8 blocks, but 16 pipeline ranks"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,6 +19,7 @@ from autopar._torch import pytree
 from autopar.capture.checks import refuse_layouts
 from autopar.errors import StepError
 from autopar.ir import R
+from autopar.ir.batches import sizes_of_micro_batches
 from autopar.ir.share import Share
 from autopar.ops.sharding import shard
 from autopar.program.program import Program, TensorSpec
@@ -161,38 +164,67 @@ def _typed(literals: Mapping[int, Any]) -> dict[int, tuple[type, Any]]:
     return {i: (type(value), value) for i, value in literals.items()}
 
 
-def first_micro_batch(arguments: Arguments, micro_batches: int) -> list[Tensor]:
-    """The first micro-batch of a batch, which is captured. Raises StepError if micro-batches do not divide dim 0."""
+def micro_batch(arguments: Arguments, micro_batches: int, number: int = 0) -> list[Tensor]:
+    """A micro-batch of a batch, by its number; of 30 rows four micro-batches have 8, 8, 7 and 7.
+
+    Raises StepError if a micro-batch would have no rows, or the tensors cannot be cut in proportion.
+    """
     if micro_batches == 1:
         return list(arguments.tensors)
-    for number, x in enumerate(arguments.tensors):
-        if x.ndim and x.shape[0] % micro_batches:
-            raise StepError(
-                f"Tensor {number} of the batch has shape {list(x.shape)}, but {micro_batches} "
-                f"micro-batches do not divide its first dim. Use a batch size that is a multiple of "
-                f"{micro_batches}, or another micro_batches."
-            )
-    return [x[: x.shape[0] // micro_batches] if x.ndim else x for x in arguments.tensors]
+    common, sizes = _cut_rows(arguments, micro_batches)
+    first, size = sum(sizes[:number]), sizes[number]
+
+    def rows(x: Tensor) -> Tensor:
+        each = x.shape[0] // common if common else 0
+        return x[first * each : (first + size) * each]
+
+    return [rows(x) if x.ndim else x for x in arguments.tensors]
 
 
-def whole_shape(spec: TensorSpec, micro_batches: int) -> Shape:
-    """The global shape of an input of a whole step."""
-    return _times(spec.shape, micro_batches)
+def rows_of_micro_batches(arguments: Arguments, micro_batches: int) -> tuple[int, ...]:
+    """The rows of every micro-batch, in a unit that all tensors have in common. Raises StepError as `micro_batch`."""
+    return (1,) if micro_batches == 1 else _cut_rows(arguments, micro_batches)[1]
 
 
-def part_shapes(program: Program, micro_batches: int) -> tuple[Shape, ...]:
-    """The shapes of a rank's parts of the inputs of a whole step."""
-    return tuple(_times(shape, micro_batches) for shape in program.input_parts)
-
-
-def _times(shape: Shape, micro_batches: int) -> Shape:
-    grows = shape and micro_batches > 1
-    return (shape[0] * micro_batches, *shape[1:]) if grows else shape
+def _cut_rows(arguments: Arguments, micro_batches: int) -> tuple[int, tuple[int, ...]]:
+    """The rows that all tensors have in common, and how many of them each micro-batch has."""
+    lengths = {x.shape[0]: number for number, x in enumerate(arguments.tensors) if x.ndim}
+    common = math.gcd(*lengths)
+    if common % micro_batches and common != min(lengths):
+        first, last = min(lengths), max(lengths)
+        raise StepError(
+            f"Tensors {lengths[first]} and {lengths[last]} of the batch have {first} and {last} rows, which "
+            f"{micro_batches} micro-batches of different sizes do not cut in proportion. Take micro_batches=1, another "
+            f"number that divides {common}, or a row of each tensor for every sample."
+        )
+    if 0 < common < micro_batches:
+        raise StepError(
+            f"Tensor {lengths[min(lengths)]} of the batch has {common} rows, of which {micro_batches} micro-batches "
+            f"cannot each have one. Use at most micro_batches={common}, or a batch of at least {micro_batches} rows."
+        )
+    return common, sizes_of_micro_batches(common, micro_batches)
 
 
 def whole_shapes(program: Program, micro_batches: int) -> tuple[Shape, ...]:
     """The global shapes of the inputs of a whole step."""
-    return tuple(whole_shape(spec, micro_batches) for spec in program.inputs)
+    every = [[spec.shape for spec in program.of(i).inputs] for i in range(micro_batches)]
+    return tuple(map(_together, zip(*every, strict=True)))
+
+
+def part_shapes(program: Program, micro_batches: int) -> tuple[Shape, ...]:
+    """The shapes of a rank's parts of the inputs of a whole step.
+
+    Where micro-batches differ in size, ranks have rows of different numbers, and give whole tensors instead.
+    """
+    if program.smaller is not None:
+        return whole_shapes(program, micro_batches)
+    return tuple(_together([shape] * micro_batches) for shape in program.input_parts)
+
+
+def _together(shapes: Sequence[Shape]) -> Shape:
+    """The shape of tensors one after the other; that of one of them where they have no dims."""
+    first = shapes[0]
+    return (functools.reduce(operator.add, (shape[0] for shape in shapes)), *first[1:]) if first else first
 
 
 def form(arguments: Arguments, wholes: Sequence[Shape], parts: Sequence[Shape]) -> Form:
@@ -260,27 +292,19 @@ def shapes_of_parts(arguments: Arguments, known: Mapping[str, Shape]) -> tuple[S
     )
 
 
-def fitting_micro_batches(
-    shapes: Sequence[Shape], first: Program, micro_batches: int, world: World, takes: Callable[[int], bool]
-) -> int:
+def fitting_micro_batches(shapes: Sequence[Shape], usual: int, takes: Callable[[int], bool]) -> int:
     """The number of micro-batches for a batch whose shapes differ from those of the first batch.
 
-    One stays one. Otherwise it is a number that divides the batch. Preferred are, in this order, numbers whose
-    micro-batches ranks split in equal parts, numbers that the schedule allows, the first number itself,
-    numbers that give a rank no more rows than before, and the nearest number.
+    It is the usual number where each micro-batch then has a row, and the schedule takes it; else the nearest one that
+    the schedule takes, if it takes any. Tensors that have other numbers of rows than the shortest are cut in
+    proportion, which not every number allows.
     """
-    rows = math.gcd(*(shape[0] for shape in shapes if shape))
-    if micro_batches == 1 or not rows:
-        return micro_batches
-    cut = max((each[0] for each in cuts(first, world) if each), default=1)
-    usual = math.ceil(math.gcd(*(spec.shape[0] for spec in first.inputs if spec.shape)) / cut)
-
-    def order(count: int) -> tuple[bool, bool, bool, bool, int]:
-        size = rows // count
-        away = abs(count - micro_batches)
-        return (size % cut > 0, not takes(count), away > 0, math.ceil(size / cut) > usual, away)
-
-    return min((n for n in range(1, rows + 1) if rows % n == 0), key=order)
+    lengths = [shape[0] for shape in shapes if shape]
+    rows = math.gcd(*lengths)
+    if usual == 1 or not rows:
+        return usual
+    possible = (n for n in range(1, rows + 1) if rows == min(lengths) or rows % n == 0)
+    return min(possible, key=lambda n: (not takes(n), abs(n - usual)))
 
 
 def cut_inputs(program: Program, arguments: Arguments, micro_batches: int, world: World) -> list[list[Tensor]]:
@@ -294,29 +318,29 @@ def cut_inputs(program: Program, arguments: Arguments, micro_batches: int, world
     """
     if program.is_step:
         _refuse_gradients(program, arguments)
-    tensors, parts = list(arguments.tensors), part_shapes(program, micro_batches)
-    if micro_batches > 1 and _is_mixture(program, arguments, micro_batches):
+    tensors = list(arguments.tensors)
+    wholes, parts = whole_shapes(program, micro_batches), part_shapes(program, micro_batches)
+    if micro_batches > 1 and _is_mixture(wholes, arguments):
         tensors = [
-            _gathered(spec, x, part, micro_batches, world)
-            for spec, x, part in zip(program.inputs, tensors, parts, strict=True)
+            x if tuple(x.shape) == whole or tuple(x.shape) != part else _gathered(spec, x, micro_batches, world)
+            for spec, x, whole, part in zip(program.inputs, tensors, wholes, parts, strict=True)
         ]
+    every = [program.of(i).inputs for i in range(micro_batches)]
     columns = [
-        _cut_input(spec, x, part, micro_batches, world)
-        for spec, x, part in zip(program.inputs, tensors, parts, strict=True)
+        _cut_input(specs, x, whole, part, world)
+        for specs, x, whole, part in zip(zip(*every, strict=True), tensors, wholes, parts, strict=True)
     ]
     return [[column[i] for column in columns] for i in range(micro_batches)]
 
 
-def _is_mixture(program: Program, arguments: Arguments, micro_batches: int) -> bool:
+def _is_mixture(wholes: Sequence[Shape], arguments: Arguments) -> bool:
     """Whether some tensors with dims have the shapes of the whole batch, and others have not."""
-    pairs = zip(program.inputs, arguments.shapes, strict=True)
-    return len({whole_shape(spec, micro_batches) == shape for spec, shape in pairs if shape}) > 1
+    return len({whole == shape for whole, shape in zip(wholes, arguments.shapes, strict=True) if shape}) > 1
 
 
-def _gathered(spec: TensorSpec, x: Tensor, part: Shape, micro_batches: int, world: World) -> Tensor:
-    """The whole tensor of which ranks have parts in the layout of an input; other tensors as they are."""
-    is_part = tuple(x.shape) == part
-    if not is_part or tuple(x.shape) == whole_shape(spec, micro_batches) or isinstance(x, DTensor):
+def _gathered(spec: TensorSpec, x: Tensor, micro_batches: int, world: World) -> Tensor:
+    """The whole tensor of which ranks have parts in the layout of an input; a DTensor as it is."""
+    if isinstance(x, DTensor):
         return x
     rows, *within = spec.dims[0] or (1,)
     dims = ((rows * micro_batches, *within), *spec.dims[1:])
@@ -336,8 +360,9 @@ def _refuse_gradients(program: Program, arguments: Arguments) -> None:
             )
 
 
-def _cut_input(spec: TensorSpec, x: Tensor, part: Shape, micro_batches: int, world: World) -> list[Tensor]:
-    whole = whole_shape(spec, micro_batches)
+def _cut_input(specs: Sequence[TensorSpec], x: Tensor, whole: Shape, part: Shape, world: World) -> list[Tensor]:
+    """What this rank takes of an input, for every micro-batch, of which each has a spec."""
+    spec, micro_batches = specs[0], len(specs)
     if tuple(x.shape) not in (whole, part):
         raise _wrong_shape(spec, x, whole, part, micro_batches)
     takes_gradient = x.requires_grad and torch.is_grad_enabled()  # refused in a step
@@ -351,10 +376,12 @@ def _cut_input(spec: TensorSpec, x: Tensor, part: Shape, micro_batches: int, wor
         source = (R,) * len(spec.layout) if is_whole else spec.layout
         hops = route(spec.dims, source, spec.layout, world.mesh, rank=world.rank)
         return [travel(x.to(world.device), hops, world).contiguous()]
-    cuts = micro_batches > 1 and x.ndim
-    pieces = x.chunk(micro_batches) if cuts else [x] * micro_batches
+    pieces: Sequence[Tensor] = [x] * micro_batches
+    if micro_batches > 1 and x.ndim:
+        pieces = x.split([own.shape[0] for own in specs]) if is_whole else x.chunk(micro_batches)
     if is_whole:
-        pieces = [shard(y, spec.dims, spec.layout, world.mesh, world.rank) for y in pieces]
+        pairs = zip(pieces, specs, strict=True)
+        pieces = [shard(y, own.dims, own.layout, world.mesh, world.rank) for y, own in pairs]
     return [y.detach().to(world.device, non_blocking=True).contiguous() for y in pieces]
 
 

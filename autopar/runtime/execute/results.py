@@ -4,17 +4,20 @@ A micro-batch leaves a rank with a part of each result, in the layout of the pla
 behind those of the first, so that the batch is a dim of two factors, of which the plan splits the second:
 
     (rows of a micro-batch,)  split by S(0)      ->      (micro-batches, rows of one)  split by S(0.1)
+
+Micro-batches of different sizes make up no such dim: their results are gathered one by one, and put together whole.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from autopar.analysis.extras import Extra, Rows
+from autopar.analysis.extras import Rows
 from autopar.ir import Mesh, R, State, local_factors
 from autopar.program.program import Program, TensorSpec
 from autopar.runtime.collectives.hops import route
@@ -36,22 +39,42 @@ class StepResults:
     extras: Sequence[Tensor] = ()
 
 
-def joined(program: Program, pieces: Sequence[Sequence[Tensor]], shares: Sequence[Sequence[float]]) -> list[Tensor]:
-    """This rank's part of each extra result, of its pieces from every micro-batch.
+def joined(
+    program: Program, pieces: Sequence[Sequence[Tensor]], shares: Sequence[Sequence[float]], world: World
+) -> list[Tensor]:
+    """Each extra result in the layout of its `spec_of_batch`, of its pieces from every micro-batch.
 
     Args:
         program: the program of a step of the whole model.
         pieces: for every micro-batch the local extra results; what follows them is not read.
         shares: for every extra result the share of each micro-batch.
+        world: the mesh of the ranks.
     """
-    columns = zip(program.extras, program.outputs, zip(*pieces, strict=True), shares, strict=False)
-    return [_joined(extra, spec, column, own, program.plan.mesh) for extra, spec, column, own in columns]
+    if program.smaller is not None:
+        pieces = [_whole(program.of(i), own, world) for i, own in enumerate(pieces)]
+    columns = zip(program.extras, zip(*pieces, strict=True), shares, strict=False)
+    return [_joined(program, i, column, own) for i, (_, column, own) in enumerate(columns)]
 
 
-def _joined(extra: Extra, spec: TensorSpec, pieces: Sequence[Tensor], shares: Sequence[float], mesh: Mesh) -> Tensor:
+def _whole(program: Program, results: Sequence[Tensor], world: World) -> list[Tensor]:
+    """The extra results of a micro-batch, gathered on every rank."""
+    specs = zip(results, program.outputs, program.extras, strict=False)
+    return [gathered(x, spec, world) for x, spec, _ in specs]
+
+
+def gathered(x: Tensor, spec: TensorSpec, world: World) -> Tensor:
+    """The whole of a tensor of which this rank has the part that a spec says."""
+    return travel(x, route(spec.dims, spec.layout, (R,) * len(spec.layout), world.mesh, rank=world.rank), world)
+
+
+def _joined(program: Program, number: int, pieces: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+    extra, mesh = program.extras[number], program.plan.mesh
     if len(pieces) == 1 or (extra.rows is None and extra.objective is None):
         return pieces[-1]
     if extra.rows is not None:
+        spec = program.outputs[number]
+        if program.smaller is not None:
+            spec = replace(spec, layout=(R,) * len(spec.layout))
         return _concatenated(pieces, spec, extra.rows, mesh)
     # The share of a micro-batch in which nothing counts is 0, and its result 0 / 0.
     counted = [x if share == 1 else x * share for x, share in zip(pieces, shares, strict=True) if share]
@@ -85,13 +108,13 @@ def delivered(
     extras = [
         _delivered(
             x,
-            spec_of_batch(spec, extra.rows, micro_batches),
-            extra.rows,
+            spec_of_batch(program, number, micro_batches),
+            program.extras[number].rows,
             world,
             as_dtensors=as_dtensors,
             parts=input_parts if micro_batches > 1 else 1,
         )
-        for x, spec, extra in zip(results.extras, program.outputs, program.extras, strict=False)
+        for number, x in enumerate(results.extras)
     ]
     return [*extras, results.loss]
 
@@ -103,7 +126,7 @@ def _delivered(
     is_out_of_order = rows is not None and parts > 1
     if as_dtensors and not is_out_of_order and x.ndim:
         return as_dtensor(x, spec, world)
-    x = travel(x, route(spec.dims, spec.layout, replicated, world.mesh, rank=world.rank), world)
+    x = gathered(x, spec, world)
     if rows is not None and is_out_of_order:
         x = _in_order_of_ranks(x, spec, rows, parts)
     if as_dtensors and x.ndim:
@@ -111,8 +134,14 @@ def _delivered(
     return x
 
 
-def spec_of_batch(spec: TensorSpec, rows: Rows | None, micro_batches: int) -> TensorSpec:
-    """The spec of a result over all micro-batches: the batch becomes two factors, the micro-batches and their rows."""
+def spec_of_batch(program: Program, number: int, micro_batches: int) -> TensorSpec:
+    """The spec of an extra result over all micro-batches: their number and their rows are two factors of the batch.
+
+    Where some are smaller, the batch is one factor of a tensor that every rank has whole.
+    """
+    spec, rows = program.outputs[number], program.extras[number].rows
+    if program.smaller is not None:
+        return _spec_of_whole(program, number, micro_batches)
     if rows is None or micro_batches == 1:
         return spec
     dims, shape = list(spec.dims), list(spec.shape)
@@ -125,6 +154,16 @@ def spec_of_batch(spec: TensorSpec, rows: Rows | None, micro_batches: int) -> Te
         return state._replace(factor=state.factor + 1) if is_behind else state
 
     return replace(spec, dims=tuple(dims), shape=tuple(shape), layout=tuple(map(moved, spec.layout)))
+
+
+def _spec_of_whole(program: Program, number: int, micro_batches: int) -> TensorSpec:
+    spec, rows = program.outputs[number], program.extras[number].rows
+    dims, shape = list(spec.dims), list(spec.shape)
+    if rows is not None:
+        shape[rows.dim] = sum(program.of(i).outputs[number].shape[rows.dim] for i in range(micro_batches))
+        before, after = dims[rows.dim][: rows.factor], dims[rows.dim][rows.factor + 1 :]
+        dims[rows.dim] = (*before, shape[rows.dim] // math.prod((*before, *after)), *after)
+    return replace(spec, dims=tuple(dims), shape=tuple(shape), layout=(R,) * len(spec.layout))
 
 
 def _in_order_of_ranks(x: Tensor, spec: TensorSpec, rows: Rows, parts: int) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -10,13 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar import _torch
-from autopar.analysis.objective import Objective
+from autopar.analysis.objective import Objective, Part
 from autopar.errors import StepError
-from autopar.ir import R
 from autopar.ops.collectives import group_name, naming_failures
 from autopar.program.program import Program
-from autopar.runtime.collectives.hops import route
-from autopar.runtime.collectives.transfer import travel
+from autopar.runtime.execute.results import gathered
 from autopar.runtime.ranks.world import World
 
 
@@ -46,45 +45,72 @@ def step_shares(program: Program, parts: Sequence[list[Tensor]], model: nn.Modul
     Raises StepError for a micro-batch in which no element counts, under a schedule that updates parameters after it,
     and for one in which none does in a term of the loss that is no quotient and no mean over targets.
     """
-    every = [each.objective for each in program.extras]
     if len(parts) == 1:  # reading the inputs would have the host wait for the device
-        return StepShares([[] if each is None else [1.0] for each in every] + [[1.0]], [[]])
+        return StepShares([[] if each.objective is None else [1.0] for each in program.extras] + [[1.0]], [[]])
     pipeline = program.plan.pipeline
     skips_empty = pipeline is None or not pipeline.update_every
 
-    def shares(objective: Objective) -> list[float]:
-        return objective.shares(_read(objective, program, parts, model, world), skips_empty=skips_empty)
+    def weighed(of: Callable[[Program], Objective | None]) -> list[Part]:
+        return _weighed(of, program, parts, model, world)
 
-    results = [[] if each is None else shares(each) for each in every] + [shares(program.objective)]
+    def shares(of: Callable[[Program], Objective | None]) -> list[float]:
+        objective = of(program)
+        return [] if objective is None else objective.shares(weighed(of), skips_empty=skips_empty)
+
+    extras = [shares(partial(_objective_of_extra, number)) for number in range(len(program.extras))]
+    results = [*extras, shares(_objective)]
     if not program.shares:
         return StepShares(results, [[] for _ in parts])
-    found = program.term_shares(_read(program.objective, program, parts, model, world))
+    found = program.term_shares(weighed(_objective))
     terms = [[x.to(world.device) for x in own.values()] for own in found]
     return StepShares(results, terms, not all(x.item() for own in found for x in own.values()))
 
 
+def _objective(program: Program) -> Objective:
+    return program.objective
+
+
+def _objective_of_extra(number: int, program: Program) -> Objective | None:
+    return program.extras[number].objective
+
+
 @torch.no_grad()
-def _read(
-    objective: Objective, program: Program, parts: Sequence[list[Tensor]], model: nn.Module, world: World
-) -> list[dict[str, Tensor]]:
-    """For every micro-batch the whole tensors that an objective depends on, on the CPU; the host waits once for all."""
-    read = set(objective.reads)
-    replicated = (R,) * len(world.mesh.axes)
+def _weighed(
+    of: Callable[[Program], Objective | None],
+    program: Program,
+    parts: Sequence[list[Tensor]],
+    model: nn.Module,
+    world: World,
+) -> list[Part]:
+    """The micro-batches with the whole tensors that an objective depends on; the host waits once for all of these.
+
+    Args:
+        of: function from the program of a micro-batch to the objective.
+        program, parts, model, world: see `step_shares`.
+    """
+    objectives = [of(program.of(i)) for i in range(len(parts))]
+    read = {name for objective in objectives if objective is not None for name in objective.reads}
     buffers = {
         f"buffers.{spec.name}": model.get_buffer(spec.name)
         for spec in program.buffers
         if f"buffers.{spec.name}" in read
     }
 
-    def whole(inputs: list[Tensor]) -> dict[str, Tensor]:
-        return {
-            spec.name: travel(x, route(spec.dims, spec.layout, replicated, world.mesh, rank=world.rank), world)
-            for spec, x in zip(program.inputs, inputs, strict=True)
-            if spec.name in read
-        }
+    def whole(number: int) -> dict[str, Tensor]:
+        specs = zip(program.of(number).inputs, parts[number], strict=True)
+        return {spec.name: gathered(x, spec, world) for spec, x in specs if spec.name in read}
 
-    first, *found = _torch.host_copies([buffers, *map(whole, parts)])
-    return [first | each for each in found]
+    first, *found = _torch.host_copies([buffers, *map(whole, range(len(parts)))])
+    return [
+        Part(first | each, rows_of(program.of(i)), objective)
+        for i, (each, objective) in enumerate(zip(found, objectives, strict=True))
+        if objective is not None
+    ]
+
+
+def rows_of(program: Program) -> int:
+    """The rows of a program's micro-batch, as the first input with dims has them."""
+    return next((spec.shape[0] for spec in program.inputs if spec.shape), 1)
 
 
 @torch.no_grad()

@@ -35,6 +35,7 @@ from autopar.runtime.model.program_cache import ReadyProgram
 from autopar.runtime.ranks.all_ranks import warn_together
 from autopar.runtime.ranks.comparison import Comparison
 from autopar.runtime.ranks.world import World
+from autopar.units import counted
 
 
 class BatchShapes:
@@ -126,23 +127,19 @@ def _differences(arguments: Arguments) -> StepError:
     )
 
 
-def micro_batches_near(
-    usual: int, shapes: Sequence[Shape], first: Program, pipeline: Pipeline | None, world: World
-) -> int:
+def micro_batches_near(usual: int, shapes: Sequence[Shape], pipeline: Pipeline | None) -> int:
     """The number of micro-batches of a step of such shapes; warns where it is not the usual one.
 
     Args:
         usual: number of micro-batches of the first step.
         shapes: global shapes of the batch.
-        first: program of the first step.
         pipeline: stages of the model, whose schedule allows only some numbers.
-        world: the mesh of the ranks.
     """
-    count = fitting_micro_batches(shapes, first, usual, world, lambda count: pipeline is None or takes(pipeline, count))
+    count = fitting_micro_batches(shapes, usual, lambda count: pipeline is None or takes(pipeline, count))
     if count != usual:
         warn_together(
-            f"A batch of the shapes {shape_words(shapes)} is run in {count} micro-batches, not {usual}: these do not "
-            "divide it, or give micro-batches that the ranks cannot divide evenly.",
+            f"A batch of the shapes {shape_words(shapes)} is run in {counted(count, 'micro-batch')}, not {usual}: it "
+            "has too few rows for them.",
             stacklevel=7,
         )
     return count

@@ -20,7 +20,7 @@ from autopar.ir import Plan
 from autopar.program.captures import Captures
 from autopar.runtime.execute.executor import BoundProgram
 from autopar.runtime.execute.hooks import backward_hooks, refuse_hooks
-from autopar.runtime.execute.inputs import Arguments, first_micro_batch, shape_words, shapes_of
+from autopar.runtime.execute.inputs import Arguments, micro_batch, rows_of_micro_batches, shape_words, shapes_of
 from autopar.runtime.execute.local_batches import shapes_of_whole
 from autopar.runtime.execute.modes import lasting, modes
 from autopar.runtime.execute.settings import Settings
@@ -153,7 +153,8 @@ class ModulePrograms:
             is_step=is_step,
             micro_batches=self._count(arguments) if is_step else 1,
             fixed=self.placement.fixed,
-            shapes=lambda count: shapes_of(first_micro_batch(arguments, count)),
+            rows=lambda count: rows_of_micro_batches(arguments, count),
+            shapes=lambda count, number: shapes_of(micro_batch(arguments, count, number)),
             captures=captures,
             numbers=self._recaptures.numbers,
             differentiable=frozenset() if is_step else arguments.differentiable,
@@ -192,18 +193,20 @@ class ModulePrograms:
         return ready
 
     def _count(self, arguments: Arguments) -> int | None:
-        """Number of micro-batches of a step: that of the first if it divides the batch; None if the search decides."""
-        first, fixed = self.kept.first_step, self.placement.fixed
-        if first is None:
+        """Number of micro-batches of a step: that of the first if each has a row; None if the search decides."""
+        fixed = self.placement.fixed
+        if not self.kept.has_stepped:
             return self.micro_batches
         assert fixed is not None, "there was a first program"
         assert self.micro_batches is not None, "the first step had some number"
-        return micro_batches_near(self.micro_batches, arguments.shapes, first, fixed.pipeline, self._planner.world())
+        return micro_batches_near(self.micro_batches, arguments.shapes, fixed.pipeline)
 
     @contextlib.contextmanager
-    def _stand_ins(self, arguments: Arguments, count: int) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    def _stand_ins(
+        self, arguments: Arguments, count: int, number: int
+    ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Context in which the model can be captured, and arguments of one micro-batch to capture it with."""
-        examples, device = first_micro_batch(arguments, count), self._settings.device
+        examples, device = micro_batch(arguments, count, number), self._settings.device
         with stand_ins(self._model, examples, device) as fakes:
             yield arguments.rebuild(fakes)
 

@@ -22,8 +22,8 @@ from autopar.program.program import Program
 from autopar.runtime.parameters.stage_partition import Users
 from autopar.runtime.ranks.world import World
 
-# Number of micro-batches -> a context in which the model can be captured with the arguments of one of them.
-StandIns = Callable[[int], AbstractContextManager[tuple[tuple[Any, ...], dict[str, Any]]]]
+# Number of micro-batches, and that of one of them -> a context in which the model can be captured with its arguments.
+StandIns = Callable[[int, int], AbstractContextManager[tuple[tuple[Any, ...], dict[str, Any]]]]
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,8 @@ class ProgramRequest:
         is_step: whether it is a training step; otherwise it is a forward.
         micro_batches: number of micro-batches of a step; None leaves it open.
         fixed: layouts that the parameters already have; None for the first program.
-        shapes: function from a number of micro-batches to the shapes of the tensors in one of them.
+        rows: function from a number of micro-batches to the rows of each of them.
+        shapes: function from a number of micro-batches, and that of one of them, to the shapes of its tensors.
         captures: captures of the model in its present state.
         numbers: places of the Python numbers that are to be inputs where they can be.
         differentiable: positions of the tensors among the inputs to which gradients are to flow.
@@ -85,7 +86,8 @@ class ProgramRequest:
     is_step: bool
     micro_batches: int | None
     fixed: Fixed | None
-    shapes: Callable[[int], Shapes]
+    rows: Callable[[int], Sequence[int]]
+    shapes: Callable[[int, int], Shapes]
     captures: Captures
     numbers: Sequence[Place] = ()
     differentiable: frozenset[int] = frozenset()
@@ -95,7 +97,7 @@ class ProgramBuilder(Protocol):
     """Makes programs and knows the mesh they run on (implemented by autopar.api.planner)."""
 
     def program(self, model: nn.Module, stand_ins: StandIns, asked: ProgramRequest) -> Programs:
-        """Captures and plans a model, with arguments from `stand_ins` for a number of micro-batches."""
+        """Captures and plans a model, with arguments from `stand_ins` for micro-batches."""
         ...
 
     def predicted(self, plan: Plan) -> tuple[float, float]:

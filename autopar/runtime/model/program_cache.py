@@ -17,7 +17,6 @@ from autopar.capture.guards.guards import ChangedValue, Guards, NumberInput
 from autopar.capture.guards.structure import Structure
 from autopar.capture.guards.writes import Write
 from autopar.program.captures import Captures
-from autopar.program.program import Program
 from autopar.runtime.execute.executor import BoundProgram
 from autopar.runtime.execute.inputs import Arguments, Shape, part_shapes, shape_words, whole_shapes
 from autopar.runtime.pipeline.pipeline import BoundPipeline
@@ -84,12 +83,12 @@ class ProgramCache:
 
     Attributes:
         ready: programs of steps (True) and of forwards (False), the most recently made or used last.
-        first_step: the first program of a step, from which later ones take their number of micro-batches.
+        has_stepped: whether there was a program of a step, whose number of micro-batches later ones take.
     """
 
     def __init__(self) -> None:
         self.ready: dict[bool, list[ReadyProgram]] = {True: [], False: []}
-        self.first_step: Program | None = None
+        self.has_stepped = False
         self._captures, self._capture_seconds = 0, 0.0  # of further shapes
         self._said: set[str] = set()  # reasons why sizes are not left open
 
@@ -123,8 +122,7 @@ class ProgramCache:
         alike = [r for r in self.fitting(arguments, is_step=program.is_step) if r.state == ready.state]
         another = bool(alike) and all(r.shapes != ready.shapes for r in alike)
         kept = self.ready[program.is_step]
-        if program.is_step and self.first_step is None:
-            self.first_step = program
+        self.has_stepped |= program.is_step
         kept.append(ready)
         if ready.bound.world.rank == 0:
             done = "Captured" if was_captured else "Planned, without a capture,"

@@ -69,8 +69,6 @@ class BoundPipeline:
         self._pipe: Pipe = store.world.pipe
         self._pipeline: Pipeline = program.plan.pipeline
         self._count, self._store = micro_batches, store
-        fed = (*program.inputs, *program.shares)
-        self._positions = {spec.name: i for i, spec in enumerate(fed)}
         self._seeds, self._staying = seeds, staying_outputs(program)
         numbers = self._pipeline.stages_of(self._pipe.rank)
         self._stage_seeds = {number: torch.Generator() for number in numbers}
@@ -185,9 +183,11 @@ class BoundPipeline:
         spec = self.program.outputs[-1]
         loss = torch.zeros(spec.shape, dtype=spec.dtype, device=self.world.device)
         if self._pipe.rank == last:
-            loss = torch.stack(list(shares)).sum(0)
-            axes = self.runners[self._pipeline.stages - 1].loss_axes
-            (loss,) = sum_over(loss, axes, self.world).wait()
+            runner, losses = self.runners[self._pipeline.stages - 1], dict[tuple[str, ...], list[Tensor]]()
+            for number, own in enumerate(shares):
+                losses.setdefault(runner.loss_axes(number), []).append(own)
+            parts = [sum_over(torch.stack(own).sum(0), axes, self.world).wait()[0] for axes, own in losses.items()]
+            loss = torch.stack(parts).sum(0)
         with self._naming_failures():
             dist.broadcast(loss, src=self._pipe.peer(last), group=self._pipe.group)
         return loss
@@ -198,19 +198,17 @@ class BoundPipeline:
             return []
         results: list[Tensor] = []
         if self._pipe.rank == self._pipeline.rank_of(self._pipeline.stages - 1):
-            results = joined(self.program, [self.pieces[i] for i in range(count)], shares)
-        specs = [
-            spec_of_batch(spec, extra.rows, count)
-            for spec, extra in zip(self.program.outputs, self.program.extras, strict=False)
-        ]
+            results = joined(self.program, [self.pieces[i] for i in range(count)], shares, self.world)
+        specs = [spec_of_batch(self.program, number, count) for number in range(len(self.program.extras))]
         with self._naming_failures():
             return self._deliver(results, specs)
 
     def inputs(self, runner: Runner, number: int) -> list[Tensor]:
         """The inputs of a micro-batch that a stage takes."""
-        parts = self._batch[number]
-        program = runner.program
-        return [parts[self._positions[spec.name]] for spec in (*program.inputs, *program.shares)]
+        whole, own = self.program.of(number), runner.program.of(number)
+        fed = (*whole.inputs, *whole.shares)
+        parts = dict(zip((spec.name for spec in fed), self._batch[number], strict=True))
+        return [parts[spec.name] for spec in (*own.inputs, *own.shares)]
 
     # --- a forward
 
@@ -323,11 +321,21 @@ class BoundStage:
     def __init__(self, owner: BoundPipeline, number: int) -> None:
         self._owner, self._number, self._runner = owner, number, owner.runners[number]
         program = self._runner.program
-        self.received: Sequence[Tensor] = self._examples(program.received)
-        self.sent: Sequence[Tensor] = self._examples(program.sent)
+        sizes = [program, program.smaller or program]
+        # Of the first micro-batches, and of the last, which may be smaller.
+        self._received = [self._examples(each.received) for each in sizes]
+        self._sent = [self._examples(each.sent) for each in sizes]
         self.first_half: type[SplitBackward] | type[WholeBackward] = SplitBackward
         if self._runner.runs_backward_whole:
             self.first_half = WholeBackward
+
+    def received(self, micro_batch: int) -> Sequence[Tensor]:
+        """Examples of what a micro-batch receives."""
+        return self._received[self._runner.is_smaller(micro_batch)]
+
+    def sent(self, micro_batch: int) -> Sequence[Tensor]:
+        """Examples of what a micro-batch sends."""
+        return self._sent[self._runner.is_smaller(micro_batch)]
 
     def _examples(self, wires: Sequence[Wire]) -> tuple[Tensor, ...]:
         world = self._owner.world
@@ -342,7 +350,7 @@ class BoundStage:
         self._use_version(micro_batch)
         owner, runner = self._owner, self._runner
         share = owner.shares[micro_batch]
-        results = runner.run([*owner.inputs(runner, micro_batch), *received], mutes=not share)
+        results = runner.run([*owner.inputs(runner, micro_batch), *received], micro_batch, mutes=not share)
         if not runner.program.is_step:
             return [_torch.handed_on(x) for x in results]
         owner.pieces[micro_batch] = [x.detach() for x in results]

@@ -33,14 +33,16 @@ class StageRun(Protocol):
     """The computations of one stage.
 
     Attributes:
-        received: examples of received tensors on the meta device, which need a gradient where one is sent back.
-        sent: examples of sent tensors on the meta device, which need a gradient where one comes back.
         first_half: class of a backward, whose construction runs it, or its first half.
     """
 
-    received: Sequence[Tensor]
-    sent: Sequence[Tensor]
     first_half: type[SplitBackward] | type[WholeBackward]
+
+    def received(self, micro_batch: int) -> Sequence[Tensor]:
+        """Examples of received tensors on the meta device, which need a gradient where one is sent back."""
+
+    def sent(self, micro_batch: int) -> Sequence[Tensor]:
+        """Examples of sent tensors on the meta device, which need a gradient where one comes back."""
 
     def forward(self, micro_batch: int, received: Sequence[Tensor]) -> Sequence[Tensor]:
         """The tensors to send; on the last stage the micro-batch's term of the loss alone."""
@@ -140,7 +142,7 @@ class StageActions:
         run = self.stages[stage]
         received = self._arrived(Action("RECV_F", stage, micro_batch)) if stage else []
         if self.trains:
-            for x, example in zip(received, run.received, strict=True):
+            for x, example in zip(received, run.received(micro_batch), strict=True):
                 x.requires_grad_(example.requires_grad)
         results = run.forward(micro_batch, received)
         if self.trains:
@@ -153,7 +155,7 @@ class StageActions:
         flight, run = self._flights[stage, micro_batch], self.stages[stage]
         flight.halves = kind(*self._roots(stage, micro_batch), flight.received)
         if stage:
-            found = zip(flight.received, flight.halves.input_gradients, run.received, strict=True)
+            found = zip(flight.received, flight.halves.input_gradients, run.received(micro_batch), strict=True)
             gradients = [
                 torch.zeros_like(x) if gradient is None else gradient
                 for x, gradient, example in found
@@ -173,7 +175,7 @@ class StageActions:
         results = self._flights[stage, micro_batch].results
         if stage + 1 == self.pipeline.stages:
             return [*results], [None] * len(results)
-        examples = self.stages[stage].sent
+        examples = self.stages[stage].sent(micro_batch)
         roots = [x for x, example in zip(results, examples, strict=True) if example.requires_grad]
         gradients = self._arrived(Action("RECV_B", stage, micro_batch))
         sent = self._left.pop(Action("SEND_F", stage, micro_batch), None) if gradients else None
@@ -214,9 +216,9 @@ class StageActions:
             return self._leaving.pop(action)
         run = self.stages[action.stage]
         if action.kind == "RECV_F":
-            examples = run.received
+            examples = run.received(action.micro_batch)
         else:
-            examples = [x for x in run.sent if x.requires_grad]
+            examples = [x for x in run.sent(action.micro_batch) if x.requires_grad]
         return [torch.empty_like(x, device=self.device, requires_grad=False) for x in examples]
 
     def _operations(self, action: Action, tensors: Sequence[Tensor]) -> list[dist.P2POp]:

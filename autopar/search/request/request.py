@@ -75,8 +75,11 @@ class Request(PlanOptions):
             object.__setattr__(self, "ranks", self.mesh.ranks)
         check_counts({"ranks": self.ranks, "batch": self.batch})
         count = self.micro_batches
-        if self.batch is not None and count is not None and self.batch % count:
-            raise AutoparError(f"{count} micro-batches do not divide a batch of {self.batch} sequences.")
+        if self.batch is not None and count is not None and self.batch < count:
+            raise AutoparError(
+                f"Of a batch of {self.batch} sequences {count} micro-batches cannot each have one: ask for at most "
+                f"micro_batches={self.batch}."
+            )
         self._check_mesh()
         self._check_kinds()
         check_features("You ask for", self.features, RecipeError)

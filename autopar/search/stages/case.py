@@ -9,12 +9,11 @@ from typing import Any
 from autopar.cost_model import Hardware
 from autopar.errors import SearchError
 from autopar.ir import Graph, Mesh, ParameterPlan
-from autopar.ir.batches import captured_batch
+from autopar.ir.batches import captured_batch, sizes_of_micro_batches
 from autopar.search.exact.search import MeshSearch
 from autopar.search.exact.searches import Searches
 from autopar.search.request.recipe_rows import RecipeLike
 from autopar.search.request.request import Request
-from autopar.search.stages.pipeline_settings import divisors
 
 
 @dataclass(frozen=True)
@@ -47,14 +46,16 @@ class Case:
         return replace(self, request=self.request.but(**changes))
 
     def at(self, count: int) -> Case:
-        """The same step in so many micro-batches, of which the graph is one. Raises SearchError if rows are left."""
-        rows, rest = divmod(self.rows, count)
-        if rest:
+        """The same step in so many micro-batches, of which the graph is one, and the largest where they differ.
+
+        Raises SearchError for more of them than rows.
+        """
+        if self.rows < count:
             raise SearchError(
-                f"A batch of {self.rows} cannot be divided into {count} micro-batches; give a number among "
-                f"{', '.join(map(str, divisors(self.rows)))}."
+                f"Of a batch of {self.rows} {count} micro-batches cannot each have a row; give at most {self.rows}."
             )
-        return replace(self, graph=self.searches.with_batch(self.graph, rows), captured=count)
+        largest, *_ = sizes_of_micro_batches(self.rows, count)
+        return replace(self, graph=self.searches.with_batch(self.graph, largest), captured=count)
 
     def layouts(self, mesh: Mesh, recipe: RecipeLike, hardware: Hardware, micro_batches: int) -> MeshSearch:
         """The search of layouts on a mesh without stages, under a recipe for all of its axes."""

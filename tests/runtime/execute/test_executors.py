@@ -309,7 +309,8 @@ def step_of(name: str, executor: ExecutorName, **options: Any) -> tuple[list[Ten
 def regions_of(made: autopar.CompiledModule) -> int:
     """Number of regions of the program of a step, outside of recomputed blocks."""
     (ready,) = made._programs.kept.ready[True]
-    return sum(isinstance(x, Region) for x in ready.bound._runner._graph.children())  # type: ignore[union-attr]
+    (graph,) = ready.bound._runner.graphs  # type: ignore[union-attr]
+    return sum(isinstance(x, Region) for x in graph.module.children())
 
 
 @pytest.mark.parametrize("name", ["gpt", "images", "dropout"])

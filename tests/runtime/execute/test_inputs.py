@@ -2,58 +2,76 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar._torch import dtensor
-from autopar.ir import Mesh, Pipeline, S
+from autopar.errors import StepError
+from autopar.ir import Pipeline
 from autopar.pipeline.schedules import takes, unbounded
-from autopar.program.program import TensorSpec
-from autopar.runtime.execute.inputs import Arguments, fitting_micro_batches, shapes_of_parts
-
-WORLD: Any = SimpleNamespace(mesh=Mesh.of({"dp": 2}))
-
-
-def program(rows: int) -> Any:
-    """One that takes micro-batches of so many rows, split over both ranks."""
-    spec = TensorSpec("x", ((rows,), (4,)), (rows, 4), torch.float32, (S(0),))
-    return SimpleNamespace(inputs=(spec,))
+from autopar.runtime.execute.inputs import (
+    Arguments,
+    fitting_micro_batches,
+    micro_batch,
+    rows_of_micro_batches,
+    shapes_of_parts,
+)
 
 
 @pytest.mark.parametrize(
     ("usual", "rows", "found", "why"),
     [
-        (4, 16, 4, "it divides, and 4 rows are 2 on each rank"),
-        (4, 8, 4, "of 2 rows"),
-        (4, 6, 3, "of 2 rows; 4 does not divide, 2 and 6 leave an odd number of rows"),
-        (4, 12, 3, "of 4 rows, 2 on each rank as before; with 4 they are 3"),
-        (4, 7, 7, "of 1 row; one of 7 rows would be more than there were"),
+        (4, 16, 4, "of 4 rows"),
+        (4, 6, 4, "of 2, 2, 1 and 1 rows"),
+        (4, 7, 4, "of 2, 2, 2 and 1 rows"),
+        (4, 3, 3, "of 1 row, as a fourth would have none"),
         (1, 7, 1, "one stays one"),
+        (4, 0, 4, "a batch without rows is cut into none"),
     ],
 )
 def test_micro_batches_of_another_batch(usual: int, rows: int, found: int, why: str) -> None:
-    first = program(rows=4)
-    assert fitting_micro_batches([(rows, 4), ()], first, usual, WORLD, lambda _: True) == found, why
+    assert fitting_micro_batches([(rows, 4), ()], usual, lambda _: True) == found, why
 
 
-def test_a_batch_as_large_as_an_uneven_micro_batch_stays_whole() -> None:
-    # Of 7 rows two ranks had 4 and 3, and of these 7 they have as many.
-    assert fitting_micro_batches([(7, 4)], program(7), 2, WORLD, lambda _: True) == 1
+def test_tensors_that_are_cut_in_proportion_have_a_say_in_micro_batches() -> None:
+    # Of 2 rows in common 6 and 4 rows are 3 and 2 each: 3 micro-batches would need 2 of 6 and 4 / 3 of 4.
+    assert fitting_micro_batches([(6, 4), (4,)], 3, lambda _: True) == 2
+    assert fitting_micro_batches([(6, 4), (3,)], 3, lambda _: True) == 3
 
 
 def test_schedules_have_a_say_in_micro_batches() -> None:
     one = Pipeline(2, "1f1b", ("cut",))
     taken = lambda count: takes(one, count)  # noqa: E731
     assert [takes(one, n) for n in (0, 1, 2)] == [False, False, True]
-    # Of 2 rows, two micro-batches of one row cannot be shared by two ranks, and one is not taken.
-    assert fitting_micro_batches([(2, 4)], program(4), 4, WORLD, taken) == 1
+    assert fitting_micro_batches([(1, 4)], 4, taken) == 1
     assert takes(unbounded(one), 1)
-    assert fitting_micro_batches([(3, 4)], program(4), 4, WORLD, taken) == 3
+    assert fitting_micro_batches([(3, 4)], 4, taken) == 3
+
+
+def batch(*lengths: int) -> Arguments:
+    return Arguments.of(tuple(torch.arange(length) for length in lengths), {})
+
+
+def test_micro_batches_differ_by_at_most_one_row_and_are_the_batch_in_order() -> None:
+    given = batch(30, 60)
+    assert rows_of_micro_batches(given, 4) == (8, 8, 7, 7)
+    parts = [micro_batch(given, 4, number) for number in range(4)]
+    assert [[len(x) for x in part] for part in parts] == [[8, 16], [8, 16], [7, 14], [7, 14]]
+    assert [torch.cat(column).tolist() for column in zip(*parts, strict=True)] == [[*range(30)], [*range(60)]]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "count", "words"),
+    [
+        ((3,), 4, "has 3 rows, of which 4 micro-batches cannot each have one. Use at most micro_batches=3"),
+        ((30, 20), 4, "have 20 and 30 rows, which 4 micro-batches of different sizes do not cut in proportion"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(lengths: tuple[int, ...], count: int, words: str) -> None:
+    with pytest.raises(StepError, match=words):
+        micro_batch(batch(*lengths), count)
 
 
 def test_a_part_is_scaled_as_its_input_was_cut() -> None:

@@ -70,9 +70,9 @@ def model_bytes(recipe: str, precision: str | None = None) -> float:
     runner = ready.bound._runner
     run, finish = runner.run, runner._reducer.finish
 
-    def measured(inputs: list[Tensor]) -> list[Tensor]:
+    def measured(inputs: list[Tensor], micro_batch: int) -> list[Tensor]:
         seen.append(live_bytes() - before)
-        return run(inputs)
+        return run(inputs, micro_batch)
 
     def finished() -> None:
         finish()
@@ -132,7 +132,7 @@ def device_peak_bytes(recipe: str, layers: int) -> int:
     made.step(*batch)
     made.zero_grad()
     (ready,) = made._kept.ready[True]
-    gathers, tiers = ready.bound._runner._gathers, ready.bound._runner.world.tiers
+    gathers, tiers = ready.bound._runner.graphs[0].gathers, ready.bound._runner.world.tiers
     seen: list[int] = []
 
     def look() -> None:
@@ -173,7 +173,7 @@ def kept_between() -> tuple[int, int]:
     made.step(*batch)
     (ready,) = made._kept.ready[True]
     runner = ready.bound._runner
-    gathers, begin = runner._gathers, runner._reducer.begin
+    gathers, begin = runner.graphs[0].gathers, runner._reducer.begin
     counts = []
 
     def counting(*, last: bool) -> None:

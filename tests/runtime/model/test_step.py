@@ -39,8 +39,8 @@ def test_a_rank_may_give_its_own_part(two_ranks: Ranks, micro_batches: int) -> N
     assert parts == pytest.approx(whole, rel=1e-12)
 
 
-def indivisible_batch() -> str:
-    made, (x, y) = compile_mlp("ddp", micro_batches=3)
+def too_few_rows() -> str:
+    made, (x, y) = compile_mlp("ddp", micro_batches=9)
     try:
         made.step(x, y)
     except autopar.StepError as error:
@@ -48,9 +48,9 @@ def indivisible_batch() -> str:
     return "no error"
 
 
-def test_micro_batches_that_do_not_divide_are_named(two_ranks: Ranks) -> None:
-    message = equal_on_all(two_ranks.run(indivisible_batch))
-    assert "shape [8, 8], but 3 micro-batches do not divide its first dim" in message
+def test_more_micro_batches_than_rows_are_refused(two_ranks: Ranks) -> None:
+    message = equal_on_all(two_ranks.run(too_few_rows))
+    assert "has 8 rows, of which 9 micro-batches cannot each have one" in message
 
 
 class Scaled(nn.Module):

@@ -77,7 +77,7 @@ def test_constraints_are_written_as_a_command_line() -> None:
         ({"recompute": 1.5}, PlanError, "between 0 and 1"),
         ({"recompute": "some"}, PlanError, "'full', 'partitioned', 'offloaded', .* 3, .* 0.5, or .*Selection.of"),
         ({"recompute": True}, PlanError, "no recompute=True: it is 'none'"),
-        ({"batch": 10, "micro_batches": 4}, AutoparError, "4 micro-batches do not divide a batch of 10"),
+        ({"batch": 3, "micro_batches": 4}, AutoparError, "Of a batch of 3 sequences 4 micro-batches cannot each"),
         ({"micro_batches": 0}, AutoparError, "micro_batches=0 is less than 1"),
         ({"micro_batches": "4"}, AutoparError, "micro_batches='4' is not a whole number"),
         ({"ranks": 2.0}, AutoparError, "ranks=2.0 is not a whole number"),
