@@ -85,7 +85,7 @@ class Objective:
         return self.kind, self.base, self.bases, self.reads, self.normalizes, terms
 
     @torch.no_grad()
-    def shares(self, parts: Sequence[Part], *, skips_empty: bool = False) -> list[float]:
+    def shares(self, parts: Sequence[MicroBatch], *, skips_empty: bool = False) -> list[float]:
         """The share of each micro-batch's loss in the loss of the batch.
 
         For an unknown kind, the loss is the mean over rows.
@@ -118,7 +118,7 @@ class Objective:
         scales = [part.rows if is_mean else 1 for part in parts]
         return [(scale * x[0].double() / divisor).item() for scale, x in zip(scales, found, strict=True)]
 
-    def term_shares(self, parts: Sequence[Part]) -> list[list[float]]:
+    def term_shares(self, parts: Sequence[MicroBatch]) -> list[list[float]]:
         """For every micro-batch the share of each of its terms in that of the batch; 0 where nothing counts."""
         found = [
             term.objective.shares([part.of_term(number) for part in parts], skips_empty=True)
@@ -126,7 +126,7 @@ class Objective:
         ]
         return [list(own) for own in zip(*found, strict=True)]
 
-    def _shares_of_terms(self, parts: Sequence[Part], *, skips_empty: bool) -> list[float]:
+    def _shares_of_terms(self, parts: Sequence[MicroBatch], *, skips_empty: bool) -> list[float]:
         """1 for a micro-batch, whose terms have shares of their own; 0 for one that has no share in any."""
         found = self.term_shares(parts)
         for number, own in enumerate(found):
@@ -163,7 +163,7 @@ class Objective:
         return result
 
 
-class Part(NamedTuple):
+class MicroBatch(NamedTuple):
     """A micro-batch, as its share in a loss depends on it.
 
     Attributes:
@@ -180,14 +180,14 @@ class Part(NamedTuple):
         """The tensors of these names."""
         return [self.values[name] for name in names]
 
-    def of_term(self, number: int) -> Part:
+    def of_term(self, number: int) -> MicroBatch:
         """The micro-batch, as the share of a term in that of the batch depends on it."""
         return self._replace(objective=self.objective.terms[number].objective)
 
 
-def equal_parts(objective: Objective, values: Sequence[Mapping[str, Tensor]]) -> list[Part]:
+def equal_parts(objective: Objective, values: Sequence[Mapping[str, Tensor]]) -> list[MicroBatch]:
     """Micro-batches of one size, by the tensors that an objective reads of them."""
-    return [Part(each, 1, objective) for each in values]
+    return [MicroBatch(each, 1, objective) for each in values]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from autopar import rules
 from autopar._torch import pytree
 from autopar.analysis.extras import Extra, extras_of, refuse_split_extras
 from autopar.analysis.factors import Analysis
-from autopar.analysis.objective import BatchCapture, Objective, Part, objective_of
+from autopar.analysis.objective import BatchCapture, MicroBatch, Objective, objective_of
 from autopar.capture.captured import Captured
 from autopar.ir import Dims, Layout, Mesh, ParameterPlan, Plan, R, Tier, local_shape
 from autopar.ir.share import on
@@ -186,7 +186,7 @@ class Program:
         mesh = self.plan.mesh
         return tuple(local_shape(spec.dims, spec.layout, mesh) for spec in self.inputs)
 
-    def term_shares(self, parts: Sequence[Part]) -> list[dict[str, Tensor]]:
+    def term_shares(self, parts: Sequence[MicroBatch]) -> list[dict[str, Tensor]]:
         """For every micro-batch the inputs `shares` of its program by name, on the CPU."""
         if not self.shares:
             return [{} for _ in parts]

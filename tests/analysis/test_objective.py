@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.analysis.objective import Objective, Part, equal_parts, objective_of
+from autopar.analysis.objective import MicroBatch, Objective, equal_parts, objective_of
 from autopar.errors import StepError
 from autopar.planning.planning import Prepared, prepare_step
 from tests.analysis.losses import COUNTING, IGNORED, LOSSES, NO_SHARES, ROWS, TERMS, Words, batch, ignoring
@@ -74,7 +74,7 @@ def test_a_sum_of_ratios_has_terms(name: str) -> None:
 def test_a_mean_needs_no_denominator() -> None:
     mean, added_up = Objective("mean"), Objective("sum")
     assert mean.shares(equal_parts(mean, [{}, {}])) == [0.5, 0.5]
-    assert mean.shares([Part({}, rows, mean) for rows in (3, 1)]) == [0.75, 0.25]
+    assert mean.shares([MicroBatch({}, rows, mean) for rows in (3, 1)]) == [0.75, 0.25]
     assert added_up.shares(equal_parts(added_up, [{}, {}])) == [1.0, 1.0]
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from autopar._torch import pytree
 from autopar.capture.checks import refuse_layouts
 from autopar.errors import StepError
-from autopar.ir import R
+from autopar.ir import Dims, R, local_shape
 from autopar.ir.batches import sizes_of_micro_batches
 from autopar.ir.share import Share
 from autopar.ops.sharding import shard
@@ -212,13 +212,24 @@ def whole_shapes(program: Program, micro_batches: int) -> tuple[Shape, ...]:
 
 
 def part_shapes(program: Program, micro_batches: int) -> tuple[Shape, ...]:
-    """The shapes of a rank's parts of the inputs of a whole step.
+    """The shapes of a rank's parts of the inputs of a whole step: of all micro-batches, or of the batch as a whole."""
+    if cuts_alike(program):
+        return tuple(_together([shape] * micro_batches) for shape in program.input_parts)
+    wholes = zip(program.inputs, whole_shapes(program, micro_batches), strict=True)
+    return tuple(local_shape(_dims_of_whole(spec, whole), spec.layout, program.plan.mesh) for spec, whole in wholes)
 
-    Where micro-batches differ in size, ranks have rows of different numbers, and give whole tensors instead.
-    """
-    if program.smaller is not None:
-        return whole_shapes(program, micro_batches)
-    return tuple(_together([shape] * micro_batches) for shape in program.input_parts)
+
+def cuts_alike(program: Program) -> bool:
+    """Whether every rank has as many rows of each micro-batch as any other; else parts that ranks give are gathered."""
+    return program.smaller is None and not any(isinstance(x, Share) for shape in program.input_parts for x in shape[:1])
+
+
+def _dims_of_whole(spec: TensorSpec, whole: Shape) -> Dims:
+    """The factors of an input of a whole step, by those of a micro-batch."""
+    if not whole:
+        return spec.dims
+    _, *within = spec.dims[0] or (1,)
+    return ((whole[0] // math.prod(within), *within), *spec.dims[1:])
 
 
 def _together(shapes: Sequence[Shape]) -> Shape:
@@ -235,17 +246,18 @@ def form(arguments: Arguments, wholes: Sequence[Shape], parts: Sequence[Shape]) 
     return "part" if fits else ""
 
 
-def parts_given(arguments: Arguments, wholes: Sequence[Shape]) -> int:
+def parts_given(program: Program, arguments: Arguments, wholes: Sequence[Shape]) -> int:
     """The number of parts of a batch of several micro-batches, if each rank gave its own rows; else 1.
 
-    It is 1, too, if some tensor was given whole: `cut_inputs` then gathers the others.
+    It is 1, too, if some tensor was given whole, or ranks have different numbers of rows: `cut_inputs` then gathers.
 
     Args:
+        program: the program of a micro-batch.
         arguments: the arguments of this rank.
         wholes: the shapes of the whole batch.
     """
     pairs = [pair for pair in zip(wholes, arguments.shapes, strict=True) if pair[0]]
-    if any(whole == own for whole, own in pairs):
+    if not cuts_alike(program) or any(whole == own for whole, own in pairs):
         return 1
     return max((whole[0] // own[0] for whole, own in pairs if own[0]), default=1)
 
@@ -320,9 +332,9 @@ def cut_inputs(program: Program, arguments: Arguments, micro_batches: int, world
         _refuse_gradients(program, arguments)
     tensors = list(arguments.tensors)
     wholes, parts = whole_shapes(program, micro_batches), part_shapes(program, micro_batches)
-    if micro_batches > 1 and _is_mixture(wholes, arguments):
+    if micro_batches > 1 and (_is_mixture(wholes, arguments) or not cuts_alike(program)):
         tensors = [
-            x if tuple(x.shape) == whole or tuple(x.shape) != part else _gathered(spec, x, micro_batches, world)
+            x if tuple(x.shape) == whole or tuple(x.shape) != part else _gathered(spec, x, whole, world)
             for spec, x, whole, part in zip(program.inputs, tensors, wholes, parts, strict=True)
         ]
     every = [program.of(i).inputs for i in range(micro_batches)]
@@ -338,12 +350,11 @@ def _is_mixture(wholes: Sequence[Shape], arguments: Arguments) -> bool:
     return len({whole == shape for whole, shape in zip(wholes, arguments.shapes, strict=True) if shape}) > 1
 
 
-def _gathered(spec: TensorSpec, x: Tensor, micro_batches: int, world: World) -> Tensor:
+def _gathered(spec: TensorSpec, x: Tensor, whole: Shape, world: World) -> Tensor:
     """The whole tensor of which ranks have parts in the layout of an input; a DTensor as it is."""
     if isinstance(x, DTensor):
         return x
-    rows, *within = spec.dims[0] or (1,)
-    dims = ((rows * micro_batches, *within), *spec.dims[1:])
+    dims = _dims_of_whole(spec, whole)
     replicated = (R,) * len(spec.layout)
     own = x.detach().to(world.device).contiguous()
     return travel(own, route(dims, spec.layout, replicated, world.mesh, rank=world.rank), world)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar import _torch
-from autopar.analysis.objective import Objective, Part
+from autopar.analysis.objective import MicroBatch, Objective
 from autopar.errors import StepError
 from autopar.ops.collectives import group_name, naming_failures
 from autopar.program.program import Program
@@ -50,7 +50,7 @@ def step_shares(program: Program, parts: Sequence[list[Tensor]], model: nn.Modul
     pipeline = program.plan.pipeline
     skips_empty = pipeline is None or not pipeline.update_every
 
-    def weighed(of: Callable[[Program], Objective | None]) -> list[Part]:
+    def weighed(of: Callable[[Program], Objective | None]) -> list[MicroBatch]:
         return _weighed(of, program, parts, model, world)
 
     def shares(of: Callable[[Program], Objective | None]) -> list[float]:
@@ -81,7 +81,7 @@ def _weighed(
     parts: Sequence[list[Tensor]],
     model: nn.Module,
     world: World,
-) -> list[Part]:
+) -> list[MicroBatch]:
     """The micro-batches with the whole tensors that an objective depends on; the host waits once for all of these.
 
     Args:
@@ -102,7 +102,7 @@ def _weighed(
 
     first, *found = _torch.host_copies([buffers, *map(whole, range(len(parts)))])
     return [
-        Part(first | each, rows_of(program.of(i)), objective)
+        MicroBatch(first | each, rows_of(program.of(i)), objective)
         for i, (each, objective) in enumerate(zip(found, objectives, strict=True))
         if objective is not None
     ]

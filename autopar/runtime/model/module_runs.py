@@ -95,7 +95,7 @@ class ModuleRuns:
                     bound.world,
                     micro_batches=ready.count,
                     as_dtensors=self._settings.outputs == "dtensor",
-                    input_parts=parts_given(arguments, ready.shapes) if is_cut else 1,
+                    input_parts=parts_given(bound.program, arguments, ready.shapes) if is_cut else 1,
                 )
         except PeerError as error:
             waiting = self._programs.comparison.waiting()

@@ -57,7 +57,7 @@ class Recaptures:
 
     def compare(self, places: Sequence[Place], why: str) -> None:
         """Compares numbers with the other ranks. Raises StepError if they have others at the same places."""
-        own = ", ".join(f"{place.words} = {_value(place)!r}" for place in places)
+        own = ", ".join(dict.fromkeys(f"{place.words} = {_value(place)!r}" for place in places))
         remedy = "Set the same Python values on every rank, before the same step."
         found = self._comparison.gather(own, f"{why} {own}".strip(), remedy, "numbers")
         if len(set(found)) > 1:

@@ -59,6 +59,7 @@ class SettingEstimator:
         recomputes: kinds of recomputation to try.
         pins: single choices that every plan must make.
         own_batch: whether a step without stages must have micro-batches of the graph's batch size.
+        asked_count: number of micro-batches that was asked for; others are tried, too, where it divides the batch.
         shares_sequences: whether ranks may share sequences along an axis cp where nothing else is legal.
         depth: the only number of stages of its settings; None for all of `stages`.
     """
@@ -73,6 +74,7 @@ class SettingEstimator:
     recomputes: tuple[Recompute, ...] = ("none", "full")
     pins: Mapping[str, str] = field(default_factory=dict)
     own_batch: bool = False
+    asked_count: int | None = None
     shares_sequences: bool = False
     depth: int | None = None
     _plans: dict[str, Plan | None] = field(default_factory=dict, compare=False)
@@ -276,14 +278,18 @@ class SettingEstimator:
                 yield ClusterSetting(dp, tp, stages, micro_batch, count, data, tensor, recompute, inner)
 
     def _micro_batches(self, dp: int, stages: int) -> Iterator[tuple[int, int]]:
-        """The rows that the busiest rank has of a micro-batch, and the number of micro-batches; each rank has some.
+        """The rows that the busiest rank has of the largest micro-batch, and their number; each rank has some.
 
         Without those in which it has as many rows at a time as in others, or more, and in all more than in these.
         """
+        counts = [self.batch // rows for rows in divisors(self.batch)]
+        if self.asked_count is not None and self.batch % self.asked_count:
+            counts = [self.asked_count]
         found = [
-            (-(-rows // dp), self.batch // rows)
-            for rows in divisors(self.batch)
-            if rows >= dp and (not self._keeps_batch(stages) or rows == captured_batch(self.graph))
+            (-(-rows // dp), count)
+            for count in counts
+            if (rows := -(-self.batch // count)) >= dp
+            and (not self._keeps_batch(stages) or rows == captured_batch(self.graph))
         ]
         least = math.inf
         for rows, count in found:

@@ -286,6 +286,7 @@ def space_of(graph: Graph, request: Request, rows: int) -> SettingEstimator:
         recomputes=tuple(again) if graph.stacks else ("none",),
         pins=request.pins,
         own_batch=not request.cuts_batch,
+        asked_count=request.chosen_micro_batches,
         shares_sequences=request.leaves_axes_open,
     )
 

@@ -11,6 +11,7 @@ import pytest
 
 from autopar.errors import AutoparError, SearchError
 from autopar.ir import Mesh, with_pipeline
+from autopar.ir.batches import captured_batch
 from autopar.ir.note import kind_of
 from autopar.pipeline.composed import composed
 from autopar.search.candidates.outer import search_plan
@@ -52,6 +53,19 @@ def test_no_mesh_depth_or_number_of_micro_batches_is_faster() -> None:
         for count in (1, 2, 4, 8, 16, 32)
     }
     assert best.price.step_seconds <= min(every.values()) * 1.001, min(every, key=every.__getitem__)
+
+
+@pytest.mark.parametrize("options", [{"mesh": Mesh.of({"dp": 2})}, {"mesh": Mesh.parse("pp=2")}, {"ranks": 4}], ids=str)
+def test_four_micro_batches_of_30_rows_cost_what_the_largest_does(options: dict[str, Any]) -> None:
+    """They lie between those of 28 and of 32 rows, in seconds and in bytes; the plan is one of 8 rows."""
+    less, unequal, more = (
+        search_plan(GRAPH, Request(TOY, batch=rows, micro_batches=4, cuts_batch=True, **options)).best
+        for rows in (28, 30, 32)
+    )
+    assert less.price.step_seconds <= unequal.price.step_seconds <= more.price.step_seconds
+    assert less.price.peak_bytes <= unequal.price.peak_bytes <= more.price.peak_bytes
+    assert less.price.step_seconds < more.price.step_seconds
+    assert captured_batch(unequal.graph) == 8 and unequal.plan.micro_batches == 4
 
 
 def test_the_price_of_the_best_is_that_of_the_others_at_most() -> None:
