@@ -1,19 +1,20 @@
-"""Attention and feed-forward blocks in plain PyTorch, without any use of autopar.
+"""Attention and feed-forward blocks in plain PyTorch, without any use of autopar's planning.
 
 Letters in shapes: B batch, S sequence, D hidden, N heads, K heads of keys and values, H width of a head,
-F inner width, E experts, C capacity of an expert, T experts per token.
+F inner width, E experts, T experts per token.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autopar.errors import AutoparError
 from autopar.models.description import Blocks
 
 ACTIVATION: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.silu, "relu": F.relu}
@@ -74,10 +75,14 @@ class Attention(nn.Module):
             self.key = nn.Linear(hidden, kv_width, bias=blocks.bias)
             self.value = nn.Linear(hidden, kv_width, bias=blocks.bias)
         self.output = nn.Linear(width, hidden, bias=blocks.bias)
+        self.query_norm, self.key_norm = (
+            nn.RMSNorm(blocks.head_dim) if blocks.norms_heads else nn.Identity() for _ in range(2)
+        )
 
     def forward(self, x: Tensor, positions: Positions = NO_POSITIONS, *, memory: Tensor | None = None) -> Tensor:
         """BSD -> BSD; keys and values are of `memory` where it is given."""
         q, k, v = self._split(x) if self.fused else self._apart(x, x if memory is None else memory)
+        q, k = self.query_norm(q), self.key_norm(k)
         if positions.rotary is not None:
             q, k = rotate(q, *positions.rotary), rotate(k, *positions.rotary)
         attend = self._fused if self.blocks.fused_attention else self._in_parts
@@ -131,6 +136,45 @@ class Attention(nn.Module):
     @property
     def _dropout(self) -> float:
         return self.blocks.dropout if self.training else 0.0
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention: queries, and keys and values, are made from a narrow vector of each token.
+
+    Of a key `head_dim` numbers are a head's own, and `rotary` others, which turn with the position, are those of all
+    heads (arXiv 2405.04434, equations 9 to 19).
+    """
+
+    def __init__(self, blocks: Blocks, *, causal: bool) -> None:
+        super().__init__()
+        assert blocks.latent is not None, "its widths are given"
+        self.blocks, self.latent, self.causal = blocks, blocks.latent, causal
+        low, width = blocks.latent, blocks.heads * blocks.head_dim
+        self.query_down = nn.Linear(blocks.hidden, low.queries, bias=False)
+        self.query_norm = nn.RMSNorm(low.queries)
+        self.query_up = nn.Linear(low.queries, width + blocks.heads * low.rotary, bias=False)
+        self.key_down = nn.Linear(blocks.hidden, low.keys, bias=False)
+        self.key_norm = nn.RMSNorm(low.keys)
+        self.key_turned = nn.Linear(blocks.hidden, low.rotary, bias=False)
+        self.key = nn.Linear(low.keys, width, bias=False)
+        self.value = nn.Linear(low.keys, width, bias=False)
+        self.output = nn.Linear(width, blocks.hidden, bias=False)
+
+    def forward(self, x: Tensor, positions: Positions) -> Tensor:
+        """BSD -> BSD."""
+        assert positions.rotary is not None, "latent attention has rotary positions"
+        low = self.key_norm(self.key_down(x))
+        q = self._heads(self.query_up(self.query_norm(self.query_down(x))))
+        k, v = self._heads(self.key(low)), self._heads(self.value(low))
+        q, turned = q.split([self.blocks.head_dim, self.latent.rotary], dim=-1)
+        q = torch.cat([q, rotate(turned, *positions.rotary)], dim=-1)
+        shared = rotate(self.key_turned(x).unsqueeze(1), *positions.rotary)  # B1SR
+        k = torch.cat([k, shared.expand(-1, self.blocks.heads, -1, -1)], dim=-1)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return self.output(y.transpose(1, 2).flatten(2))
+
+    def _heads(self, y: Tensor) -> Tensor:
+        return y.unflatten(-1, (self.blocks.heads, -1)).transpose(1, 2)
 
 
 def _shared_by_group(x: Tensor, group: int) -> Tensor:
@@ -192,11 +236,10 @@ class MLP(nn.Module):
 
 
 class ExpertLayer(nn.Module):
-    """A mixture of experts in which experts look up their tokens, so that no FLOPs are spent on masks.
+    """A mixture of experts that drops no token: rows are sorted by expert and multiplied in groups.
 
-    Every token chooses its T best experts. An expert processes the first C = T S / E tokens of each sequence
-    that chose it (capacity factor 1 of arXiv 2006.16668, with the sequence as group), and adds nothing to the others.
-    Only `gather` connects tokens and experts, so that the expert dim E can be split as any other dim.
+    Every token goes to its T best experts, however many others go there. `autopar.passes.join_experts` makes one op of
+    it, as it does of the mixtures of `transformers`.
     """
 
     def __init__(self, blocks: Blocks) -> None:
@@ -204,49 +247,54 @@ class ExpertLayer(nn.Module):
         experts, hidden, ffn = blocks.experts, blocks.hidden, blocks.ffn
         self.experts, self.per_token = experts, blocks.experts_per_token
         self.activation = ACTIVATION[blocks.activation]
-        self.router = nn.Linear(hidden, experts, bias=False)
-        self.gate = _weight(experts, hidden, ffn) if blocks.gated else None
-        self.up = _weight(experts, hidden, ffn)
-        self.down = _weight(experts, ffn, hidden)
+        self.router = nn.Linear(hidden, experts, bias=blocks.bias)
+        shapes = {"gate": (hidden, ffn)} if blocks.gated else {}
+        for name, shape in {**shapes, "up": (hidden, ffn), "down": (ffn, hidden)}.items():
+            self.register_parameter(name, _weight(experts, *shape))
+            bias = nn.Parameter(torch.zeros(experts, shape[1])) if blocks.bias else None
+            self.register_parameter(f"{name}_bias", bias)
+        self.gated = blocks.gated
 
     def forward(self, x: Tensor) -> Tensor:
         """BSD -> BSD."""
-        weights, chosen = self.router(x).topk(self.per_token, dim=-1)  # BST
-        tokens, places, taken = self._assign(chosen)
-        y = self._run(_look_up(x, tokens.flatten(1)).unflatten(1, tokens.shape[1:]))  # BECD
-        y = _look_up(y.flatten(1, 2), places.flatten(1)).unflatten(1, places.shape[1:])  # BSTD
-        weights = weights.softmax(-1) * taken
-        return torch.einsum("bstd,bst->bsd", y, weights)
+        shares, chosen = self.router(x).topk(self.per_token, dim=-1)  # BST
+        ids, order = chosen.flatten().sort()  # of length B S T
+        numbers = torch.arange(self.experts, device=x.device)
+        ends = torch.searchsorted(ids, numbers, right=True, out_int32=True)  # of every expert's rows
+        y = self._run(x.flatten(0, 1)[order // self.per_token], ids, ends)[order.argsort()]
+        return torch.einsum("bstd,bst->bsd", y.view(*chosen.shape, -1), shares.softmax(-1))
 
-    def _assign(self, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Token in every slot of an expert (BEC), slot of each choice of a token (BST), and whether it has one."""
-        length = chosen.shape[1]
-        capacity = math.ceil(self.per_token * length / self.experts)
-        numbers = torch.arange(self.experts, device=chosen.device)
-        takes = (chosen.unsqueeze(-1) == numbers).any(dim=2)  # BSE
-        order = takes.cumsum(dim=1) - 1  # BSE
-        earlier = length - torch.arange(length, device=chosen.device)
-        tokens = (takes * earlier.unsqueeze(-1)).topk(capacity, dim=1).indices.transpose(1, 2)
-        slot = order.gather(2, chosen)  # BST
-        taken = slot < capacity
-        return tokens, chosen * capacity + slot.clamp(max=capacity - 1), taken
+    def _run(self, rows: Tensor, ids: Tensor, ends: Tensor) -> Tensor:
+        """Every row through its expert; rows of shape (B S T, D) and the experts of each, in order."""
+        up = self._product("up", rows, ids, ends)
+        inner = self.activation(self._product("gate", rows, ids, ends)) * up if self.gated else self.activation(up)
+        return self._product("down", inner, ids, ends)
 
-    def _run(self, x: Tensor) -> Tensor:
-        """BECD -> BECD: every expert on its own tokens."""
-        up = torch.einsum("becd,edf->becf", x, self.up)
-        if self.gate is None:
-            return torch.einsum("becf,efd->becd", self.activation(up), self.down)
-        gate = self.activation(torch.einsum("becd,edf->becf", x, self.gate))
-        return torch.einsum("becf,efd->becd", gate * up, self.down)
+    def _product(self, name: str, rows: Tensor, ids: Tensor, ends: Tensor) -> Tensor:
+        y, bias = _grouped_product(rows, getattr(self, name), ends), getattr(self, f"{name}_bias")
+        return y if bias is None else y + bias[ids]
+
+
+def _grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Rows `ends[e - 1]` to `ends[e]` times `weights[e]`.
+
+    PyTorch's own product is captured in bfloat16 alone; in other formats it is the one of `transformers`.
+    """
+    if rows.dtype == torch.bfloat16:
+        return F.grouped_mm(rows, weights, offs=ends)
+    try:
+        import transformers.integrations.moe  # noqa: F401  (it defines the op)
+    except ImportError as error:
+        raise AutoparError(
+            f"Experts in {str(rows.dtype).removeprefix('torch.')} need the grouped product of transformers, as PyTorch "
+            "has one for bfloat16: pip install 'autopar[transformers]', or choose bfloat16."
+        ) from error
+    found: Tensor = torch.ops.transformers.grouped_mm_fallback(rows, weights, ends)
+    return found
 
 
 def _weight(*shape: int) -> nn.Parameter:
     return nn.Parameter(nn.init.normal_(torch.empty(*shape), std=INIT_STD))
-
-
-def _look_up(x: Tensor, index: Tensor) -> Tensor:
-    """Rows of every sequence: x of shape (B, S, D), index of shape (B, I) -> (B, I, D)."""
-    return x.gather(1, index.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
 
 
 class TransformerBlock(nn.Module):
@@ -259,11 +307,13 @@ class TransformerBlock(nn.Module):
         super().__init__()
         self.post_norm = blocks.post_norm
         self.attention_norm = norm(blocks)
-        self.attention = Attention(blocks, causal=causal)
+        self.attention = (LatentAttention if blocks.latent else Attention)(blocks, causal=causal)
         self.memory_norm = norm(blocks) if looks_back else None
         self.memory_attention = Attention(blocks, causal=False, looks_back=True) if looks_back else None
         self.mlp_norm = norm(blocks)
         self.mlp = ExpertLayer(blocks) if blocks.experts else MLP(blocks)
+        shared = replace(blocks, ffn=blocks.shared_experts * blocks.ffn) if blocks.shared_experts else None
+        self.shared_mlp = MLP(shared) if shared else None
         self.dropout = dropout(blocks)
 
     def forward(self, x: Tensor, positions: Positions = NO_POSITIONS, memory: Tensor | None = None) -> Tensor:
@@ -275,4 +325,6 @@ class TransformerBlock(nn.Module):
         if self.memory_norm is not None and self.memory_attention is not None:
             looked_up = self.memory_attention(self.memory_norm(x), memory=memory)
             x = x + self.dropout(looked_up)
-        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+        x_normed = self.mlp_norm(x)
+        y = self.mlp(x_normed)
+        return x + self.dropout(y if self.shared_mlp is None else y + self.shared_mlp(x_normed))

@@ -45,6 +45,8 @@ def with_layers(description: Description, layers: int) -> Description:
     if isinstance(description, EncoderDecoder):
         encoder_layers = min(layers, description.encoder_layers)
         return replace(description, layers=fewer, encoder_layers=encoder_layers)
+    if isinstance(description, Transformer):
+        return replace(description, layers=fewer, dense_layers=min(layers, description.dense_layers))
     return replace(description, layers=fewer)
 
 
@@ -111,6 +113,9 @@ class LanguageModel(nn.Module):
         if description.positions == "learned":
             self.position_embedding = nn.Embedding(description.max_positions, hidden)
         self.dropout = dropout(description)
+        self.dense_layers = nn.ModuleList(
+            TransformerBlock(description.dense, causal=description.causal) for _ in range(description.dense_layers)
+        )
         self.layers = nn.ModuleList(
             TransformerBlock(description, causal=description.causal) for _ in range(description.layers)
         )
@@ -128,7 +133,7 @@ class LanguageModel(nn.Module):
         x = self.dropout(x)
         x = self.norm(x) if description.post_norm else x
         positions = positions_of(description, x)
-        for layer in self.layers:
+        for layer in (*self.dense_layers, *self.layers):
             x = layer(x, positions)
         x = x if description.post_norm else self.norm(x)
         return cross_entropy(self.head(x), labels)
@@ -240,7 +245,7 @@ def positions_of(description: Transformer, x: Tensor) -> Positions:
 
 def _angles(description: Transformer, places: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosines and sines, each of shape (S, H / 2)."""
-    half = description.head_dim // 2
+    half = (description.latent.rotary if description.latent else description.head_dim) // 2
     rates = ROTARY_BASE ** (-torch.arange(half, device=places.device) / half)
     angles = places.unsqueeze(-1) * rates
     return angles.cos().to(dtype), angles.sin().to(dtype)

@@ -8,7 +8,7 @@ for their number of parameters.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.errors import AutoparError
@@ -17,6 +17,22 @@ ACTIVATIONS = ("gelu", "silu", "relu")
 NORMS = ("layer", "rms")
 POSITIONS = ("learned", "rotary", "alibi")
 RELATIVE_BUCKETS = 32  # of T5's relative positions (arXiv 1910.10683, section 2.1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Multi-head latent attention (arXiv 2405.04434, section 2.1): widths that a token's heads are made from.
+
+    Attributes:
+        queries: width of the vector from which all queries are made.
+        keys: width of the vector from which all keys and values are made.
+        rotary: numbers of a query and a key that turn with the position, beside the `head_dim` that do not; those of a
+            key are the same for all heads.
+    """
+
+    queries: int
+    keys: int
+    rotary: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,14 +49,17 @@ class Blocks:
         gated: whether a second product gates the inner activations (SwiGLU, GEGLU).
         activation: gelu, silu or relu.
         norm: "layer" (LayerNorm) or "rms" (RMSNorm).
-        bias: whether linear layers and LayerNorms have one.
+        bias: whether linear layers, experts and LayerNorms have one.
         post_norm: whether the norm follows the residual sum, as in BERT, instead of leading in.
         experts: number of experts in the feed-forward part, 0 for a dense one.
         experts_per_token: number of experts that a token visits.
+        shared_experts: number of experts beside these that every token visits.
         dropout: probability, of attention weights and of what is added to the residual stream.
         fused_attention: attention as one op that keeps no weights (scaled_dot_product_attention),
             or as product, softmax and product, as Megatron did.
+        norms_heads: whether an RMSNorm of a head's width follows the products for query and key, as in Qwen3.
         fused_projections: one product for query, key and value together, and one for gate and up.
+        latent: widths of multi-head latent attention; None for the usual one.
     """
 
     hidden: int
@@ -56,9 +75,12 @@ class Blocks:
     post_norm: bool = False
     experts: int = 0
     experts_per_token: int = 0
+    shared_experts: int = 0
     dropout: float = 0.0
     fused_attention: bool = True
+    norms_heads: bool = False
     fused_projections: bool = False
+    latent: Latent | None = None
 
     def __post_init__(self) -> None:
         self._require_positive("hidden", "layers", "heads", "ffn")
@@ -72,6 +94,8 @@ class Blocks:
         self._require_one_of("activation", ACTIVATIONS)
         self._require_one_of("norm", NORMS)
         self._check_experts()
+        if self.latent is not None and getattr(self, "positions", None) != "rotary":
+            raise AutoparError("Latent attention has rotary positions here; give positions='rotary' to a Transformer.")
         if not 0 <= self.dropout < 1:
             raise AutoparError(f"dropout={self.dropout} is not a probability below 1.")
 
@@ -79,8 +103,6 @@ class Blocks:
         per_token = self.experts_per_token
         if not (0 < per_token <= self.experts or per_token == self.experts == 0):
             raise AutoparError(f"A token cannot visit experts_per_token={per_token} of experts={self.experts}.")
-        if self.experts and self.bias:
-            raise AutoparError("Experts have no biases here; give bias=False.")
 
     def _require_positive(self, *names: str) -> None:
         for name in names:
@@ -103,17 +125,21 @@ class Blocks:
     def attention_parameters(self) -> int:
         """Number of parameters of the projections of query, key, value and output."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        weights = self.hidden * (2 * queries + 2 * keys)
+        if self.latent is not None:
+            low, rotary = self.latent, self.latent.rotary
+            down = self.hidden * (low.queries + low.keys + rotary) + low.queries + low.keys
+            return down + low.queries * (queries + self.heads * rotary) + 2 * low.keys * queries + queries * self.hidden
+        weights = self.hidden * (2 * queries + 2 * keys) + (2 * self.head_dim if self.norms_heads else 0)
         return weights + (queries + 2 * keys + self.hidden if self.bias else 0)
 
     @property
     def ffn_parameters(self) -> int:
         """Number of parameters of the feed-forward part, with all its experts and their router."""
-        into = 2 if self.gated else 1
-        weights = (into + 1) * self.hidden * self.ffn
-        if self.experts:
-            return self.experts * (weights + self.hidden)
-        return weights + (into * self.ffn + self.hidden if self.bias else 0)
+        into, bias = 2 if self.gated else 1, int(self.bias)
+        one = (into + 1) * self.hidden * self.ffn + bias * (into * self.ffn + self.hidden)
+        if not self.experts:
+            return one
+        return (self.experts + self.shared_experts) * one + self.experts * (self.hidden + bias)
 
     @property
     def block_parameters(self) -> int:
@@ -131,6 +157,8 @@ class Transformer(Blocks):
         positions: learned, rotary (arXiv 2104.09864) or alibi (arXiv 2108.12409).
         tied: whether the head is the embedding.
         causal: whether a token attends only to itself and the tokens before it.
+        dense_layers: number of blocks before the `layers`, with a dense feed-forward part in place of experts.
+        dense_ffn: inner width of that part.
     """
 
     vocab: int
@@ -138,15 +166,22 @@ class Transformer(Blocks):
     positions: str = "learned"
     tied: bool = True
     causal: bool = True
+    dense_layers: int = 0
+    dense_ffn: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_positive("vocab", "max_positions")
+        self._require_positive("vocab", "max_positions", *(("dense_ffn",) if self.dense_layers else ()))
         self._require_one_of("positions", POSITIONS)
         if self.positions == "alibi" and not self.causal:
             raise AutoparError("alibi positions are for causal models here.")
         if self.positions == "rotary" and self.head_dim % 2:
             raise AutoparError(f"Rotary positions need an even head_dim, not {self.head_dim}.")
+
+    @property
+    def dense(self) -> Transformer:
+        """The same with the sizes of the blocks before those that have experts."""
+        return replace(self, ffn=self.dense_ffn, experts=0, experts_per_token=0, shared_experts=0, dense_layers=0)
 
     @classmethod
     def from_dimensions(
@@ -271,6 +306,8 @@ def parameter_count(description: Description) -> int:
         return blocks + _encoder_decoder_parameters(description)
     embeddings = description.vocab * (1 if description.tied else 2)
     embeddings += description.max_positions if description.positions == "learned" else 0
+    if description.dense_layers:
+        blocks += description.dense_layers * description.dense.block_parameters
     return blocks + description.norm_parameters + embeddings * description.hidden
 
 
@@ -296,6 +333,8 @@ def repeated_layers(description: Description) -> dict[str, int]:
     """Path of every stack of blocks in the built model -> how many the model has."""
     if isinstance(description, EncoderDecoder):
         return {"encoder": description.encoder_layers, "decoder": description.layers}
+    if isinstance(description, Transformer) and description.dense_layers:
+        return {"dense_layers": description.dense_layers, "layers": description.layers}
     return {"layers": description.layers}
 
 

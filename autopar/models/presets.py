@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from autopar.errors import AutoparError
-from autopar.models.description import LLAMA, Description, EncoderDecoder, Transformer, VisionTransformer, padded
+from autopar.models.description import (
+    LLAMA,
+    Description,
+    EncoderDecoder,
+    Latent,
+    Transformer,
+    VisionTransformer,
+    padded,
+)
 
 
 @dataclass(frozen=True)
@@ -47,8 +55,25 @@ def _gpt(hidden: int, layers: int, heads: int, max_positions: int) -> Transforme
     )
 
 
+def _gpt_oss(layers: int, experts: int) -> Transformer:
+    return Transformer(
+        hidden=2880,
+        layers=layers,
+        heads=64,
+        kv_heads=8,
+        head_dim=64,
+        ffn=2880,
+        vocab=201088,
+        max_positions=131072,
+        experts=experts,
+        experts_per_token=4,
+        **LLAMA | {"bias": True},
+    )
+
+
 _LLAMA3 = "The Llama 3 Herd of Models, arXiv 2407.21783, table 3; vocabulary of its config.json"
 _GPT2 = "Radford et al. 2019, Language Models are Unsupervised Multitask Learners, table 2"
+_GPT_OSS = "arXiv 2508.10925, table 1; openai"
 
 _ROWS = (
     Preset("gpt2", _gpt(768, 12, 12, 1024), 124e6, f"{_GPT2} (whose 117M is 124M in the code)"),
@@ -74,6 +99,52 @@ _ROWS = (
         ),
         46.7e9,
         "arXiv 2401.04088, table 1",
+    ),
+    Preset(
+        "qwen3-30b-a3b",
+        Transformer(
+            hidden=2048,
+            layers=48,
+            heads=32,
+            kv_heads=4,
+            head_dim=128,
+            ffn=768,
+            vocab=151936,
+            max_positions=40960,
+            experts=128,
+            experts_per_token=8,
+            norms_heads=True,
+            **LLAMA,
+        ),
+        30.5e9,
+        "arXiv 2505.09388, table 2; Qwen/Qwen3-30B-A3B, config.json",
+    ),
+    # Every second layer of these attends to the last 128 tokens alone; here all attend to all. Left out are a number a
+    # head that takes part in the softmax (a sink), and what clamps the gate.
+    Preset("gpt-oss-20b", _gpt_oss(24, 32), 20.9e9, f"{_GPT_OSS}/gpt-oss-20b, config.json"),
+    Preset("gpt-oss-120b", _gpt_oss(36, 128), 116.8e9, f"{_GPT_OSS}/gpt-oss-120b, config.json"),
+    # Without its module that predicts one more token (14 billion). A token visits the 8 experts with the
+    # largest shares, where the router of the original picks them from the best 4 of 8 groups.
+    Preset(
+        "deepseek-v3",
+        Transformer(
+            hidden=7168,
+            layers=58,
+            heads=128,
+            head_dim=128,
+            ffn=2048,
+            vocab=129280,
+            max_positions=163840,
+            experts=256,
+            experts_per_token=8,
+            shared_experts=1,
+            dense_layers=3,
+            dense_ffn=18432,
+            latent=Latent(queries=1536, keys=512, rotary=64),
+            **LLAMA,
+        ),
+        671e9,
+        "arXiv 2412.19437, section 4.2; deepseek-ai/DeepSeek-V3, config.json",
     ),
     # Without its pooler, its token types and the small product before its head: 2.1 of 336 million.
     Preset(

@@ -1,20 +1,28 @@
 """What the built models compute: against the papers' formulas, against each other, and in parallel."""
 
+import functools
+import itertools
 import math
+import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from autopar.errors import AutoparError
+from autopar.ir import Mesh
 from autopar.models import EncoderDecoder, Transformer, VisionTransformer, build, example_inputs, with_layers
-from autopar.models.blocks import Attention, ExpertLayer, Positions, rotate
+from autopar.models.blocks import Attention, ExpertLayer, LatentAttention, Positions, rotate
 from autopar.models.build import alibi_slopes, positions_of, relative_bucket
+from autopar.models.description import Latent
+from autopar.proof.random_plan import random_plan
+from autopar.proof.subject import Subject
 from autopar.proof.verify import verify
 from tests.support.tables import often
 
 SMALL = {"hidden": 32, "layers": 2, "heads": 4, "ffn": 64, "vocab": 64, "max_positions": 16}
 T5 = {"norm": "rms", "bias": False, "activation": "relu"}
+MIXTURE = {**SMALL, "experts": 4, "experts_per_token": 2}
 BLOCKS = {"hidden": 32, "layers": 2, "heads": 4, "ffn": 64}
 CLASSES = 8
 
@@ -25,7 +33,18 @@ TINY = {
     "llm-foundry": Transformer.from_dimensions("llm-foundry", **SMALL),
     "mpt": Transformer.from_dimensions("mpt", **SMALL),
     "bert": Transformer.from_dimensions("bert", **SMALL),
-    "experts": Transformer.from_dimensions("llama", **SMALL, experts=4, experts_per_token=2),
+    "experts": Transformer.from_dimensions("llama", **MIXTURE),
+    "qwen3-30b-a3b": Transformer.from_dimensions("llama", **MIXTURE, kv_heads=2, head_dim=16, norms_heads=True),
+    "gpt-oss": Transformer.from_dimensions("llama", **MIXTURE, kv_heads=2, head_dim=16, bias=True),
+    "deepseek": Transformer.from_dimensions(
+        "llama",
+        **MIXTURE,
+        head_dim=8,
+        shared_experts=1,
+        dense_layers=1,
+        dense_ffn=48,
+        latent=Latent(queries=24, keys=16, rotary=4),
+    ),
     "t5": EncoderDecoder(**BLOCKS, encoder_layers=2, vocab=64, head_dim=16, fused_attention=False, **T5),
     "vit": VisionTransformer(**BLOCKS, image=12, patch=4, classes=CLASSES),
 }
@@ -46,7 +65,7 @@ def made(description, seed=0):
     return build(description, dtype=torch.float64), drawn(description)
 
 
-@pytest.mark.parametrize("name", often(TINY, ("llama", "gpt", "mpt", "experts", "t5", "vit")))
+@pytest.mark.parametrize("name", often(TINY, ("llama", "gpt", "mpt", "qwen3-30b-a3b", "t5", "vit")))
 def test_tiny_model_in_parallel_is_the_single_device_model(name):
     model, args = made(TINY[name])
     report = verify(model, args, mesh={"dp": 2, "tp": 2}, recipe="dp:zero3,tp:tp+sp")
@@ -114,6 +133,25 @@ def test_rotary_scores_depend_on_the_distance_alone():
     assert not torch.allclose(scores[0, 0, 3, 1], scores[0, 0, 12, 9])
 
 
+def test_latent_attention_is_that_of_heads_with_all_their_keys():
+    """Equations 9 to 19 of arXiv 2405.04434, for one query at a time."""
+    torch.manual_seed(0)
+    latent, x = LatentAttention(TINY["deepseek"], causal=True).double(), torch.randn(2, 6, 32, dtype=torch.float64)
+    rotary = positions_of(TINY["deepseek"], x).rotary
+    low = latent.key_norm(latent.key_down(x))
+    queries = latent.query_up(latent.query_norm(latent.query_down(x))).view(2, 6, 4, 12)
+    turned = rotate(latent.key_turned(x), *rotary)
+    heads = []
+    for head in range(4):
+        own = slice(8 * head, 8 * head + 8)
+        keys, values = low @ latent.key.weight[own].T, low @ latent.value.weight[own].T
+        plain, turns = queries[:, :, head, :8], rotate(queries[:, :, head, 8:], *rotary)
+        scores = (plain @ keys.mT + turns @ turned.mT) / math.sqrt(12)
+        hidden = torch.ones(6, 6, dtype=torch.bool).triu(1)
+        heads.append(scores.masked_fill(hidden, float("-inf")).softmax(-1) @ values)
+    assert torch.allclose(latent(x, Positions(rotary=rotary)), latent.output(torch.cat(heads, -1)))
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_relative_buckets_are_those_of_t5(causal):
     from transformers.models.t5.modeling_t5 import T5Attention
@@ -134,28 +172,62 @@ def test_fused_projections_compute_the_same():
 
 
 def by_hand(experts, x):
-    """Every token in turn, as the words of `ExpertLayer` say it."""
-    capacity = math.ceil(experts.per_token * x.shape[1] / experts.experts)
+    """Every token in turn, through each of its experts."""
     result = torch.zeros_like(x)
-    for b, sequence in enumerate(x):
-        taken = [0] * experts.experts
-        for s, token in enumerate(sequence):
-            best = experts.router(token).topk(experts.per_token)
-            for weight, e in zip(best.values.softmax(-1), best.indices.tolist(), strict=True):
-                if taken[e] < capacity:
-                    inner = F.silu(token @ experts.gate[e]) * (token @ experts.up[e])
-                    result[b, s] += weight * (inner @ experts.down[e])
-                taken[e] += 1
+    for place in itertools.product(*map(range, x.shape[:2])):
+        best = experts.router(x[place]).topk(experts.per_token)
+        for weight, e in zip(best.values.softmax(-1), best.indices.tolist(), strict=True):
+            gate, up = (
+                x[place] @ matrix[e] + (0 if bias is None else bias[e])
+                for matrix, bias in ((experts.gate, experts.gate_bias), (experts.up, experts.up_bias))
+            )
+            y = (F.silu(gate) * up) @ experts.down[e]
+            result[place] += weight * (y if experts.down_bias is None else y + experts.down_bias[e])
     return result
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("per_token", [1, 2, 4])
-def test_experts_take_the_first_tokens_that_choose_them(per_token):
+def test_every_token_visits_all_experts_that_it_chooses(per_token, has_bias):
     torch.manual_seed(0)
-    description = Transformer.from_dimensions("llama", **SMALL, experts=4, experts_per_token=per_token)
-    experts = ExpertLayer(description).double()
+    sizes = {**SMALL, "experts": 4, "experts_per_token": per_token, "bias": has_bias}
+    experts = ExpertLayer(Transformer.from_dimensions("llama", **sizes)).double()
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
     x = torch.randn(3, 10, 32, dtype=torch.float64)
     assert torch.allclose(experts(x), by_hand(experts, x))
+
+
+def test_a_token_keeps_all_its_experts_where_all_tokens_choose_the_same():
+    """A layer with a capacity would drop half of these."""
+    experts = ExpertLayer(TINY["experts"]).double()
+    torch.nn.init.zeros_(experts.router.weight)
+    x = torch.randn(1, 1, 32, dtype=torch.float64)
+    assert torch.allclose(experts(x.expand(1, 10, 32)), experts(x).expand(1, 10, 32))
+
+
+def test_experts_in_other_formats_without_transformers_say_what_to_do(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers.integrations.moe", None)
+    with pytest.raises(AutoparError, match=r"Experts in float64 need .*pip install 'autopar\[transformers\]'"):
+        ExpertLayer(TINY["experts"]).double()(torch.randn(1, 2, 32, dtype=torch.float64))
+    found = ExpertLayer(TINY["experts"]).bfloat16()(torch.randn(1, 2, 32, dtype=torch.bfloat16))
+    assert found.shape == (1, 2, 32)
+
+
+@functools.cache
+def subject_of(name):
+    return Subject.of(*made(TINY[name]))
+
+
+@pytest.mark.parametrize("mesh", ["a=2", "a=4", "a=2,b=2", "pp=2,a=2"])
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss", "deepseek"])
+def test_random_plans_of_tiny_mixtures_equal_one_device(name, mesh):
+    """The blocks of the presets, at a few numbers each; random plans draw exchanges of rows along some axes."""
+    subject = subject_of(name)
+    graph, fingerprint = subject.prepared.analysis.graph, subject.prepared.captured.fingerprint
+    for seed in range(2):
+        report = subject.compare(random_plan(graph, Mesh.parse(mesh), seed=seed, fingerprint=fingerprint))
+        assert report.passed, report
 
 
 def test_example_inputs_and_their_errors():

@@ -17,6 +17,7 @@ from autopar.models import (
     padded,
     parameter_count,
 )
+from autopar.models.description import Latent
 
 SMALL = {"hidden": 32, "layers": 2, "heads": 4, "vocab": 64, "max_positions": 16}
 
@@ -43,6 +44,8 @@ def test_preset_has_the_parameters_of_the_closed_form_and_of_the_literature(name
         Transformer.from_dimensions("llama", **SMALL, head_dim=16, bias=True),
         Transformer.from_dimensions("gpt", **SMALL, gated=True, tied=False),
         Transformer.from_dimensions("llama", **SMALL, experts=4, experts_per_token=2, gated=False),
+        Transformer.from_dimensions("llama", **SMALL, kv_heads=1, experts=4, experts_per_token=2, bias=True),
+        Transformer.from_dimensions("llama", **SMALL, kv_heads=2, norms_heads=True, tied=True),
         EncoderDecoder(hidden=32, layers=2, encoder_layers=3, heads=4, ffn=64, vocab=64),
         VisionTransformer(hidden=32, layers=2, heads=4, ffn=64, image=8, patch=4, classes=5, channels=1),
     ],
@@ -76,6 +79,25 @@ def test_counts_are_those_of_transformers():
     assert their_count("LlamaForCausalLM", llama) == 8_030_261_248
     mixtral = their_count("MixtralForCausalLM", transformers.MixtralConfig())
     assert parameter_count(PRESETS["mixtral-8x7b"].description) == mixtral
+    qwen = transformers.Qwen3MoeConfig(
+        hidden_size=2048,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        vocab_size=151936,
+        tie_word_embeddings=False,
+    )
+    qwen_count = their_count("Qwen3MoeForCausalLM", qwen)
+    assert parameter_count(PRESETS["qwen3-30b-a3b"].description) == qwen_count == 30_532_122_624
+    deepseek = their_count("DeepseekV3ForCausalLM", transformers.DeepseekV3Config(tie_word_embeddings=False))
+    assert parameter_count(PRESETS["deepseek-v3"].description) == deepseek == 671_026_404_352
+    # Of gpt-oss every head has a sink.
+    oss = their_count("GptOssForCausalLM", transformers.GptOssConfig(num_hidden_layers=24, num_local_experts=32))
+    assert parameter_count(PRESETS["gpt-oss-20b"].description) == oss - 24 * 64
     t5 = transformers.T5Config(d_model=1024, d_kv=128, d_ff=65536, num_layers=24, num_heads=128)
     t5_count = their_count("T5ForConditionalGeneration", t5)
     assert parameter_count(PRESETS["t5-11b"].description) == t5_count
@@ -142,10 +164,11 @@ def test_defaults_follow_from_other_sizes():
         ({"activation": "tanh"}, "activation='tanh' is none of gelu, silu, relu"),
         ({"positions": "sine"}, "positions='sine' is none of learned, rotary, alibi"),
         ({"experts": 2, "experts_per_token": 3}, "experts_per_token=3 of experts=2"),
-        ({"experts": 2, "experts_per_token": 1}, "give bias=False"),
         ({"positions": "rotary", "head_dim": 3}, "even head_dim, not 3"),
         ({"positions": "alibi", "causal": False}, "causal"),
         ({"dropout": 1.5}, "dropout=1.5"),
+        ({"dense_layers": 2}, "dense_ffn=0 is not a whole number"),
+        ({"latent": Latent(queries=8, keys=8, rotary=4)}, "give positions='rotary'"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(changes, message):
