@@ -40,8 +40,8 @@ from autopar.search.stages.pipeline_settings import divisors
 
 # Recipes along the outer one of two axes of data parallelism.
 OUTSIDE = (DATA[0], DATA[-1])
-# The recipes of dp and of tp, and whether dp is cut: what a plan depends on.
-_Kind = tuple[str, str, bool]
+# The recipes of dp and of tp, and of an inner axis of dp ("" for none): what a plan depends on.
+_Kind = tuple[str, str, str]
 _Word = Literal["none", "full", ""]  # of a recomputation; "" for a number of layers
 
 
@@ -203,28 +203,32 @@ class SettingEstimator:
                 if not self._is_repeated(data, tensor, dp, tp):
                     yield ClusterSetting(dp, tp, stages, 1, self.batch // dp, data, tensor, cp=cp)
 
-    def over_two_data_axes(self, depths: Iterable[int] = (1,)) -> Iterator[ClusterSetting]:
-        """All ways to cut data parallelism in two, in so many stages, with each of `OUTSIDE` along the outer axis."""
+    def over_two_data_axes(self, depths: Iterable[int] = (1,), inside: str = INSIDE) -> Iterator[ClusterSetting]:
+        """All ways to cut data parallelism in two, in so many stages, with each of `OUTSIDE` along the outer axis.
+
+        The inner axis has the recipe `inside`; if that splits experts, it may have all ranks.
+        """
         for stages, tp in itertools.product(depths, self._tensor_sizes()):
             dp, rest = divmod(self.cluster.ranks, stages * tp)
             if rest:
                 continue
-            parts = list(self._micro_batches(dp, stages))
-            for cut, (each, count), data in itertools.product(divisors(dp)[1:-1], parts, OUTSIDE):
-                yield ClusterSetting(dp, tp, stages, each, count, data, TENSOR[-1], cut=cut)
+            parts, cuts = list(self._micro_batches(dp, stages)), divisors(dp)[1:]
+            for cut, (each, count), data in itertools.product(cuts, parts, OUTSIDE):
+                if cut < dp or (inside != INSIDE and data == OUTSIDE[0]):
+                    yield ClusterSetting(dp, tp, stages, each, count, data, TENSOR[-1], cut=cut, inside=inside)
 
     def on(self, cluster: Cluster) -> SettingEstimator:
         """The same space on another cluster, with the plans that were searched for this one."""
         return replace(self, cluster=cluster)
 
-    def plan(self, data: str, tensor: str, is_cut: bool = False) -> Plan | None:
-        """The plan under the recipes for dp and for tp, and for dp_inner between them if data parallelism is cut.
+    def plan(self, data: str, tensor: str, inside: str = "") -> Plan | None:
+        """The plan under the recipes for dp and for tp, and for an axis between them if data parallelism is cut.
 
         It is for a mesh with two ranks along each axis. None if the pins contradict the recipes.
         """
-        key = f"dp:{data}," + f"{INNER_DATA}:{INSIDE}," * is_cut + f"tp:{tensor}"
+        key = f"dp:{data}," + f"{INNER_DATA}:{inside}," * bool(inside) + f"tp:{tensor}"
         if key not in self._plans:
-            searched = self._searched_cut if is_cut else self._searched
+            searched = self._searched_cut if inside else self._searched
             try:
                 self._plans[key] = searched.under(key).fastest_plan()
             except SearchError:
@@ -248,7 +252,7 @@ class SettingEstimator:
         for data, tensor in itertools.product(DATA, TENSOR):
             for recompute in self.recomputes:
                 settings = list(self._settings(data, tensor, recompute))
-                plan, legal = self._legal((data, tensor, False), settings)
+                plan, legal = self._legal((data, tensor, ""), settings)
                 if plan is not None:
                     yield plan, recompute, legal
 
@@ -257,11 +261,11 @@ class SettingEstimator:
 
         Where the recipe for tp splits nothing of the model, these are the settings without that axis.
         """
-        data, _, is_cut = kind
+        data, _, inside = kind
         plan = self.plan(*kind) if settings else None
         if plan is None:
             settings = [each for each in settings if each.tp == 1]
-            plan = self.plan(data, "auto", is_cut) if settings else None
+            plan = self.plan(data, "auto", inside) if settings else None
         splits = frozenset() if plan is None else self._splits(plan)
         return plan, [each for each in settings if self._divides(splits, each)]
 
@@ -346,7 +350,7 @@ class SettingEstimator:
         divides them by both, so that it is optimistic.
         """
         sizes, rows = {"dp": setting.dp, "tp": setting.tp}, setting.micro_batch * setting.dp
-        sizes[INNER_DATA] = setting.dp  # the batch is what both split
+        sizes[INNER_DATA] = setting.cut
         heads = self._grouping.heads if setting.inner > 1 and self._grouping else 0
         return all(
             ((rows if kind == "batch" else size) % sizes[axis] == 0 if kind else reaches_all(size, sizes[axis]))
@@ -504,7 +508,7 @@ class _Work:
 
 
 def _kind(setting: ClusterSetting) -> _Kind:
-    return setting.data, setting.tensor, setting.cut > 1
+    return setting.data, setting.tensor, setting.inside if setting.cut > 1 else ""
 
 
 def _numbers_of_blocks(settings: Sequence[ClusterSetting]) -> np.ndarray:

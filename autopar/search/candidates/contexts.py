@@ -14,6 +14,8 @@ both. Neighbours share out what they store. Along dp, parameters are whole (hybr
 3.2.2: no gather leaves the group) or in shards, too; then a collective over both axes has fewer rounds than one over
 all ranks. The search tries these settings last, where their estimates are lower than with one axis and than the best
 step: without stages and with as many as the best plan has, and with layers that run again where that makes them fit.
+
+*Experts over an axis ep*: the same with the experts of a mixture split along the inner axis, which may have all ranks.
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ from dataclasses import replace
 from autopar.ir import Graph, Mesh
 from autopar.search.candidates.candidates import SettingEstimator
 from autopar.search.candidates.request_filters import allows
-from autopar.search.candidates.settings import ClusterSetting, PricedCandidate
+from autopar.search.candidates.settings import INSIDE, OF_EXPERTS, ClusterSetting, PricedCandidate
 from autopar.search.candidates.trials import Explored, Trial, blocks_of, promising
+from autopar.search.request.recipe_rows import is_expert
 from autopar.search.request.request import Request
 
 _WORTH = 1e-3  # least relative gain of an estimate for which data parallelism is cut
@@ -48,22 +51,39 @@ def cut_trials_of(graph: Graph, request: Request, explored: Explored | None, dep
     no faster than the best one that fits with the same ranks, stages and micro-batches along dp alone, and all of them
     in a single node, where there is one kind of links.
     """
-    is_single = explored is None or explored.space.cluster.nodes == 1
-    if explored is None or is_single or not request.leaves_axes_open:
+    if explored is None or explored.space.cluster.nodes == 1:
         return
+    for trial in _cut(graph, request, explored, depth, INSIDE):
+        # Without recipes three axes have too many combinations.
+        yield trial._replace(recipe=request.inside) if trial.priced and trial.priced.setting.tp == 1 else trial
+
+
+def expert_trials_of(graph: Graph, request: Request, explored: Explored | None, depth: int = 1) -> Iterator[Trial]:
+    """Settings of a mixture with an axis for its experts, of which the same is left out, in the order of their search.
+
+    There are some in a single node, too: an exchange of rows is another collective than a gather of all experts.
+    """
+    has_experts = any(is_expert(factor.roles) for factor in graph.factors.values())
+    if explored is None or not has_experts:
+        return iter(())
+    return _cut(graph, request, explored, depth, OF_EXPERTS)
+
+
+def _cut(graph: Graph, request: Request, explored: Explored, depth: int, inside: str) -> Iterator[Trial]:
+    """Settings with this recipe along an inner axis of data parallelism, where that promises a gain."""
+    if not request.leaves_axes_open:
+        return iter(())
     space = explored.space
     alone: dict[tuple[int, ...], float] = {}
     for each in explored.settings:
         if each.memory_bytes <= request.bound_bytes:
             alone.setdefault(_without_cut(each.setting), each.seconds)
-    settings = itertools.product(space.over_two_data_axes(sorted({1, depth})), space.recomputes)
+    settings = itertools.product(space.over_two_data_axes(sorted({1, depth}), inside), space.recomputes)
     priced = _allowed(request, space, (replace(each, recompute=again) for each, again in settings))
     if len(space.recomputes) > 1:
         priced += space.with_fewest_blocks(priced, request.bound_bytes)
     faster = [each for each in priced if each.seconds < (1 - _WORTH) * alone.get(_without_cut(each.setting), math.inf)]
-    for trial in _fitting(graph, request, faster):
-        # Without recipes three axes have too many combinations.
-        yield trial._replace(recipe=request.inside) if trial.priced and trial.priced.setting.tp == 1 else trial
+    return _fitting(graph, request, faster)
 
 
 def _without_cut(setting: ClusterSetting) -> tuple[int, ...]:

@@ -28,7 +28,7 @@ from autopar.ir import Graph, Mesh, ParameterPlan
 from autopar.ir.note import kind_of
 from autopar.pipeline.composed import state_bytes
 from autopar.pipeline.parts import is_whole
-from autopar.search.candidates.contexts import context_trials_of, cut_trials_of, without_context
+from autopar.search.candidates.contexts import context_trials_of, cut_trials_of, expert_trials_of, without_context
 from autopar.search.candidates.one_setting import SettingSearch, note_of_parts
 from autopar.search.candidates.refined import Finer, of_given_mesh, words_of_heads
 from autopar.search.candidates.trials import (
@@ -40,6 +40,7 @@ from autopar.search.candidates.trials import (
     Searched,
     Trial,
     Tried,
+    best_of_each_kind,
     blocks_of,
     depth_of,
     explore,
@@ -49,7 +50,6 @@ from autopar.search.candidates.trials import (
     promising,
     refined_trials_of,
     trials_of,
-    with_and_without_stages,
 )
 from autopar.search.candidates.unsplit_axis import open_trials_of, unsplit_trials_of, with_axis_as_two
 from autopar.search.refine.buckets import usual_seconds
@@ -195,6 +195,8 @@ class _Outer:
         self._try_in_dims(tried)
         self._try_over_sequences(explored, tried)
         if not tried.found:
+            self._try(expert_trials_of(self.graph, self.request, explored), tried)
+        if not tried.found:
             raise refusal_of_all(self.request, tried.refusals)
         found = self._settled(tried, explored)
         if unasked is None or found.best.plan.pipeline is None:
@@ -214,6 +216,8 @@ class _Outer:
         """The best setting, also with other numbers of micro-batches and without its recipe."""
         self._try(self._recounted(tried, explored), tried)
         self._try(self._opened(tried), tried)
+        depth = depth_of(tried.ranked[0][0].mesh)
+        self._try(expert_trials_of(self.graph, self.request, explored, depth), tried)
         self._try_best_without_recipe(tried)
         depth = depth_of(tried.ranked[0][0].mesh)
         self._try(cut_trials_of(self.graph, self.request, explored, depth), tried)
@@ -235,7 +239,7 @@ class _Outer:
             return
         few = [each for each in tried.ranked if len(parts_of(each[0].mesh)[1]) < 3]
         best, best_seconds = tried.ranked[0], tried.best_seconds
-        for trial, plan in with_and_without_stages(few or [best]):
+        for trial, plan in best_of_each_kind(few or [best]):
             mesh = trial.mesh if few else without_context(trial)
             is_near = plan.price.step_seconds <= MOST_SHOWN * best_seconds
             if mesh is not None and is_near and not is_open(trial.recipe):

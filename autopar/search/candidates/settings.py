@@ -17,6 +17,8 @@ TENSOR = ("tp", "tp+sp")
 INNER = "tq"  # name of the inner one of two axes in place of tp
 INNER_DATA = "dp_inner"  # and in place of dp
 INSIDE = "zero3"  # recipe of this one: neighbours share out what they store
+EXPERT_AXIS = "ep"  # name of an inner axis whose neighbours share out the experts of a mixture
+OF_EXPERTS = "ep+zero3"  # recipe of this one
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,9 @@ class ClusterSetting:
         inner: size of the inner one of two axes that tensor parallelism has in place of one
             (`autopar.search.candidates.refined`); 1 where it has one.
         cp: number of ranks that share the sequences of one rank of dp (`autopar.search.candidates.contexts`).
-        cut: size of the inner one of two axes that data parallelism has in place of one; 1 where it has one. Parameters
-            are in shards along it, and have the recipe `data` along the outer one.
+        cut: size of the inner one of two axes that data parallelism has in place of one; 1 where it has one. The outer
+            one has the recipe `data`.
+        inside: recipe of the inner one: parameters are in shards along it, or experts are split.
     """
 
     dp: int
@@ -48,12 +51,13 @@ class ClusterSetting:
     inner: int = 1
     cp: int = 1
     cut: int = 1
+    inside: str = INSIDE
 
     @property
     def name(self) -> str:
         """Text such as `dp=2 zero1 x tp=4 tp, 8 micro-batches of 1`: axes with recipes, then a rank's samples."""
-        axes = [f"dp={self.outer} {self.data}"] if self.dp > 1 else []
-        axes += [f"{INNER_DATA}={self.cut} {INSIDE}"] if self.cut > 1 else []
+        axes = [f"dp={self.outer} {self.data}"] if self.outer > 1 else []
+        axes += [f"{self.inner_data}={self.cut} {self.inside}"] if self.cut > 1 else []
         axes += [f"cp={self.cp}"] if self.cp > 1 else []
         tensor = " x ".join(f"{name}={size}" for name, size in self._tensor_axes)
         axes += [f"{tensor} {self.tensor}"] if self.tp > 1 else []
@@ -78,8 +82,13 @@ class ClusterSetting:
     def recipe(self) -> str:
         tensor = ",".join(f"{name}:{self.tensor}" for name, _ in self._tensor_axes)
         context = "cp:auto," if self.cp > 1 else ""
-        inside = f"{INNER_DATA}:{INSIDE}," if self.cut > 1 else ""
+        inside = f"{self.inner_data}:{self.inside}," if self.cut > 1 else ""
         return f"dp:{self.data},{inside}{context}{tensor}"
+
+    @property
+    def inner_data(self) -> str:
+        """Name of the inner one of two axes of data parallelism."""
+        return EXPERT_AXIS if self.inside == OF_EXPERTS else INNER_DATA
 
     @property
     def outer(self) -> int:
@@ -94,7 +103,7 @@ class ClusterSetting:
     @property
     def _axes(self) -> tuple[tuple[str, int], ...]:
         """Name and size of every axis of a stage."""
-        inside = ((INNER_DATA, self.cut),) if self.cut > 1 else ()
+        inside = ((self.inner_data, self.cut),) if self.cut > 1 else ()
         context = (("cp", self.cp),) if self.cp > 1 else ()
         return ("dp", self.outer), *inside, *context, *self._tensor_axes
 

@@ -15,7 +15,7 @@ from autopar.pipeline.blocks import has_blocks
 from autopar.pipeline.parts import block_starts
 from autopar.search.candidates.candidates import SettingEstimator
 from autopar.search.candidates.request_filters import allows, has_closed_form, recomputations, stays_inside
-from autopar.search.candidates.settings import PricedCandidate
+from autopar.search.candidates.settings import EXPERT_AXIS, PricedCandidate
 from autopar.search.exact.search import meshes_of
 from autopar.search.refine.buckets import usual_seconds
 from autopar.search.request.recipe_rows import RecipeLike
@@ -162,18 +162,23 @@ class Tried:
         return f"setting {number}, {trial.mesh}{fastest}"
 
 
-def with_and_without_stages(ranked: Sequence[tuple[Trial, Planned]]) -> list[tuple[Trial, Planned]]:
-    """The best setting, and after it the best without stages if that has some, or with stages if it has none.
+def best_of_each_kind(ranked: Sequence[tuple[Trial, Planned]]) -> list[tuple[Trial, Planned]]:
+    """The best setting, and after it the best that differs in having stages, and that differs in an axis for experts.
 
     Layouts without a recipe gain more on one of them than on the other. On 256 H100 with EFA `dp=32,tp=8` falls from
     708 to 562 ms for a Llama of 9B, and `pp=2,dp=32,tp=4`, which is faster under recipes, from 655 to 598.
     """
 
-    def has_stages(each: tuple[Trial, Planned]) -> bool:
-        return depth_of(each[0].mesh) > 1
+    def kind(each: tuple[Trial, Planned]) -> tuple[bool, bool]:
+        mesh = each[0].mesh
+        return depth_of(mesh) > 1, EXPERT_AXIS in mesh.names
 
     first, *others = ranked
-    return [first, *[each for each in others if has_stages(each) != has_stages(first)][:1]]
+    found = {id(first): first}
+    for at in range(2):
+        differing = [each for each in others if kind(each)[at] != kind(first)[at]]
+        found |= {id(each): each for each in differing[:1]}
+    return [*found.values()]
 
 
 def explore(graph: Graph, request: Request, rows: int) -> Explored | None:

@@ -28,7 +28,7 @@ class ChoiceFilter:
         if recipe.may is None:
             return list(legal)
         kinds = recipe.products_must if self._is_product(op) else ()
-        forced = self._splitting(op, legal, kinds or self._of_stack(op))
+        forced = self._exchanging(self._splitting(op, legal, kinds or self._of_stack(op)))
         if recipe.only_columns:
             forced = [choice for choice in forced if self._splits_columns(op, choice)]
         if forced:

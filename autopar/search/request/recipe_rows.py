@@ -222,6 +222,16 @@ ROWS = (
         stages=(0, 3),
         gathers=False,
     ),
+    Recipe(
+        "ep+zero3",
+        "ep with all other parameters sharded",
+        (is_expert, is_batch),
+        (is_batch,),
+        (is_expert,),
+        (is_model,),
+        stages=(3,),
+        exchanges=True,
+    ),
 )
 
 RECIPES: Mapping[str, Recipe] = MappingProxyType({row.name: row for row in ROWS})

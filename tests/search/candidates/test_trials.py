@@ -9,7 +9,7 @@ import pytest
 
 from autopar.ir import Mesh
 from autopar.search.candidates.settings import ClusterSetting, PricedCandidate
-from autopar.search.candidates.trials import Trial, Tried, explore, promising, trials_of, with_and_without_stages
+from autopar.search.candidates.trials import Trial, Tried, best_of_each_kind, explore, promising, trials_of
 from autopar.search.request.request import Request
 from tests.search.stacked import residual
 from tests.search.toy import TOY
@@ -53,11 +53,13 @@ def test_no_chunks_make_one_micro_batch_pass_faster(
 def test_the_best_setting_of_the_other_kind_is_searched_without_its_recipe_too() -> None:
     """`dp=32,tp=8` was 8 % slower than two stages under recipes, and is 6 % faster without; it was not asked."""
     plan: Any = None  # the order says which is the best
-    texts = ["pp=2,dp=32,tp=4", "pp=4,dp=32,tp=2", "dp=32,tp=8", "dp=64,tp=4"]
-    staged, deeper, flat, other = [(Trial(Mesh.parse(text), 1, "auto"), plan) for text in texts]
-    assert with_and_without_stages([staged, deeper, flat, other]) == [staged, flat]
-    assert with_and_without_stages([flat, other, deeper, staged]) == [flat, deeper]
-    assert with_and_without_stages([flat, other]) == [flat]
+    texts = ["pp=2,dp=32,tp=4", "pp=4,dp=32,tp=2", "dp=32,tp=8", "dp=64,tp=4", "dp=32,ep=8"]
+    staged, deeper, flat, other, experts = [(Trial(Mesh.parse(text), 1, "auto"), plan) for text in texts]
+    assert best_of_each_kind([staged, deeper, flat, other]) == [staged, flat]
+    assert best_of_each_kind([flat, other, deeper, staged]) == [flat, deeper]
+    assert best_of_each_kind([flat, other]) == [flat]
+    assert best_of_each_kind([flat, other, experts, staged]) == [flat, staged, experts]
+    assert best_of_each_kind([experts, staged, flat]) == [experts, staged]
 
 
 def test_a_small_model_on_few_ranks_is_searched_on_every_mesh() -> None:
