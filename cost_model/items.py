@@ -20,7 +20,7 @@ from autopar.errors import AutoparError
 from autopar.ir import TIERS, Layout, Tensor, Tier
 
 Region = Literal["before", "layers", "after"]
-Phase = Literal["forward", "backward", "gather", "reduce", "meet"]
+Phase = Literal["forward", "backward", "gather", "reduce", "meet", "update"]
 COMPUTE = "compute"
 Places = tuple[tuple[int, tuple[int, ...]], ...]
 
@@ -35,7 +35,7 @@ class WorkItem:
         resource: "compute", the mesh axis along which a collective runs, or the tier whose link a move takes.
         phase: part of the step. "forward" and "backward" run once per micro-batch; "gather" runs once per
             step; "reduce" runs once per step, or once per micro-batch where `every_micro_batch` is set; "meet" runs
-            every K steps, and its `count` is the mean per step.
+            every K steps, and its `count` is the mean per step; "update" is the optimizer's, once per step.
         region: position relative to the repeated layers: before, in or after them.
         count: number of executions in one phase.
         seconds: duration of one execution.

@@ -76,12 +76,15 @@ class OptimizerFormat:
         states: formats of the tensors that have the parameter's shape.
         factored: whether a parameter with several dims has a row and a column in place of these tensors.
         of_matrices: number of these tensors that a parameter with two dims has; None for all.
+        ops: number of ops by which torch.optim updates one parameter on a processor, where it takes one after the
+            other (counted in torch 2.13).
     """
 
     name: str
     states: tuple[StateFormat, ...] = ()
     factored: bool = False
     of_matrices: int | None = None
+    ops: int = 1
 
     def element_bytes(self, tensor: Tensor, own_bytes: float) -> float:
         """Bytes of optimizer states per element of the parameter, over the states of which this is a constant."""
@@ -123,18 +126,20 @@ def _without(tensor: Tensor, dim: int) -> Tensor:
 
 
 _OWN = StateFormat()
-ADAMW = OptimizerFormat("adamw", (_OWN, _OWN))
+_ADAM_OPS = 10
+ADAMW = OptimizerFormat("adamw", (_OWN, _OWN), ops=_ADAM_OPS)
 OPTIMIZERS = {
     each.name: each
     for each in (
         ADAMW,
-        OptimizerFormat("adamwbf16", 2 * (StateFormat(2, 1),)),
-        OptimizerFormat("adamw8bit", 2 * (StateFormat(1, 256, 4, 256 * 4),)),
-        OptimizerFormat("adamw4bit", 2 * (StateFormat(0.5, 128, 4, 16 * 4),)),
-        OptimizerFormat("adamwfp8", 2 * (StateFormat(1, 256, 4),)),
-        OptimizerFormat("adafactor", (_OWN,), factored=True),
-        OptimizerFormat("muon", 2 * (_OWN,), of_matrices=1),
-        OptimizerFormat("sgd-momentum", (_OWN,)),
+        # At least as many as without a format of their own.
+        OptimizerFormat("adamwbf16", 2 * (StateFormat(2, 1),), ops=_ADAM_OPS),
+        OptimizerFormat("adamw8bit", 2 * (StateFormat(1, 256, 4, 256 * 4),), ops=_ADAM_OPS),
+        OptimizerFormat("adamw4bit", 2 * (StateFormat(0.5, 128, 4, 16 * 4),), ops=_ADAM_OPS),
+        OptimizerFormat("adamwfp8", 2 * (StateFormat(1, 256, 4),), ops=_ADAM_OPS),
+        OptimizerFormat("adafactor", (_OWN,), factored=True, ops=22),
+        OptimizerFormat("muon", 2 * (_OWN,), of_matrices=1, ops=23),
+        OptimizerFormat("sgd-momentum", (_OWN,), ops=3),
         OptimizerFormat("sgd"),
     )
 }

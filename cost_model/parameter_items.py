@@ -29,6 +29,7 @@ class ParameterItems(NodeItems):
         title = numbers_out(name)
         if tensor.needs_grad:
             yield self._accumulation(name, tensor, how, region, count)
+            yield from self._update(name, how, region, count)
         if tensor.is_cast:
             yield self._cast(name, tensor, how, region, count)
         yield from self._moves(name, tensor, how, region, count)
@@ -270,6 +271,29 @@ class ParameterItems(NodeItems):
             moved,
             of=name,
             places=places_in(how.resident),
+        )
+
+    def _update(self, name: str, how: ParameterPlan, region: Region, count: Quantity) -> Iterator[WorkItem]:
+        """The item of the optimizer's ops for a parameter, beside the bytes that they read and write.
+
+        Its owner alone runs them where it has one; else every rank, for its shard.
+        """
+        if not self.hardware.update_seconds:
+            return
+        ops = self.training_state.optimizer.ops
+        yield WorkItem(
+            "updating parameters",
+            "update",
+            COMPUTE,
+            "update",
+            region,
+            count,
+            ops * self.hardware.update_seconds,
+            0,
+            kernels=ops,
+            every_micro_batch=False,
+            of=name,
+            places=places_in(how.storage),
         )
 
     def meeting(self, name: str, how: ParameterPlan, meeting: Meeting, link: Link) -> Iterator[WorkItem]:

@@ -102,8 +102,8 @@ def hardware_of(
     """
     if hardware is not None:
         return named_hardware(hardware), ()
-    name = _torch.catalogue_name(device)
-    return named_hardware(name), (Note(f"priced for {name}, a guess from the device {device.type}", "guess"),)
+    found = named_hardware(_torch.catalogue_name(device))
+    return found, (guessed_note(found, device),)
 
 
 def measured_hardware(hardware: Hardware, folder: Path | None) -> tuple[Hardware, tuple[str, ...]]:
@@ -114,9 +114,17 @@ def measured_hardware(hardware: Hardware, folder: Path | None) -> tuple[Hardware
         folder: folder that keeps what was measured for the next start; None keeps nothing.
     """
     found = measured_at_start(hardware, folder)
-    op, message = found.launch_seconds, found.inside_node.latency_seconds
-    words = f"{format_seconds(op)} for an op, {format_seconds(message)} for a message"
+    if found is hardware:
+        return found, (guessed_note(found, _torch.CPU),)
+    words = f"{format_seconds(found.launch_seconds)} for an op"
+    if found.source("inside_node.latency_seconds").kind == "measured":
+        words += f", {format_seconds(found.inside_node.latency_seconds)} for a message"
     return found, (f"priced for {found.name}, with what this machine took at the start: {words}",)
+
+
+def guessed_note(hardware: Hardware, device: torch.device) -> Note:
+    """The note of a plan for hardware that was guessed from a device."""
+    return Note(f"priced for {hardware.name}, a guess from the device {device.type}", "guess")
 
 
 def axes_of(mesh: MeshLike | None, plan: Plan | None) -> Mesh | None:

@@ -116,7 +116,7 @@ def measure(team: Team, *, quick: bool, formats: Sequence[str], progress: Progre
         count("launch cost")
         launch_seconds, host_seconds = _launch(team), _host(team)
         count("memory bandwidth")
-        rates = tuple(_rates(team, effort))
+        found = tuple(rates(team, effort))
         products = tuple(_products(team, effort, formats, count))
         messages = tuple(_messages(team, effort, count))
     return Measurements(
@@ -131,7 +131,7 @@ def measure(team: Team, *, quick: bool, formats: Sequence[str], progress: Progre
         reserved_bytes=device.reserved_bytes(),
         launch_seconds=launch_seconds,
         host_seconds=host_seconds,
-        rates=rates,
+        rates=found,
         products=products,
         messages=messages,
     )
@@ -211,7 +211,7 @@ class KernelCount(_torch.TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-def _rates(team: Team, effort: Effort) -> Iterator[tuple[str, float]]:
+def rates(team: Team, effort: Effort) -> Iterator[tuple[str, float]]:
     """Bytes per second of kernels that read and write 2 or 3 arrays."""
     x, y, z = torch.ones(3, effort.memory_bytes // 4, device=team.device.device).unbind()
     kernels: dict[str, tuple[int, Callable[[], object]]] = {

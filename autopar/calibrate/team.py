@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -51,14 +51,21 @@ class Team:
 
     def largest(self, value: float) -> float:
         """The largest of the ranks' values, the same on all of them."""
+        return self.largest_each([value])[0]
+
+    def largest_each(self, values: Sequence[float]) -> list[float]:
+        """The largest of the ranks' values at every position, the same on all of them."""
         if self.size == 1:
-            return value
-        shared = torch.tensor(value, dtype=torch.float32, device=self.device.device)
+            return list(values)
+        shared = torch.tensor(values, dtype=torch.float32, device=self.device.device)
         dist.all_reduce(shared, op=dist.ReduceOp.MAX)
-        return float(shared)
+        found: list[float] = shared.tolist()
+        return found
 
     def seconds(self, run: Callable[[], object], effort: Effort, *, meets: bool = False) -> float:
-        """Seconds of `run` when all ranks do it at once: the median of the samples, on the slowest rank.
+        """Seconds of `run` when all ranks do it at once: the median of samples that each end with the slowest rank.
+
+        Where ranks share cores, some of them run first; a rank's own median would be that of turns in which it did.
 
         Args:
             run: a kernel, or a collective if `meets`; the ranks agree on the number of runs.
@@ -73,7 +80,7 @@ class Team:
         for _ in range(effort.samples):
             self.barrier()
             samples.append(clock(run, times))
-        return self.largest(median(samples))
+        return median(self.largest_each(samples))
 
     def group(self, link: str) -> tuple[dist.ProcessGroup, list[int]] | None:
         """This rank's process group over a link, with its members; None where the link joins nobody.

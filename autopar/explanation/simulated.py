@@ -209,7 +209,7 @@ class SimulatedStep(ExecutedStep):
 
         Recomputation is part of backward.
         """
-        if item.phase in ("gather", "reduce") and not item.every_micro_batch:
+        if item.phase in ("gather", "reduce", "update") and not item.every_micro_batch:
             return 0.0
         rows, share = self.tables.blocks.rows_of(item)
         here = [row for row in rows if self._homes[row] in stages]

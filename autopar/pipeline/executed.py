@@ -102,7 +102,11 @@ class ExecutedStep:
     @property
     def seconds(self) -> float:
         """Duration of a step."""
-        return self.simulation.step_seconds + max(self.once_seconds) + self.software.step_seconds
+        return self.simulation.step_seconds + max(self.once_seconds) + self._fixed_seconds
+
+    @property
+    def _fixed_seconds(self) -> float:
+        return self.software.step_seconds + self.hardware.step_seconds
 
     @property
     def memory_bytes(self) -> float:

@@ -67,7 +67,7 @@ class StageSeconds:
         work = BlockWork.nothing(self.blocks.n)
         for item in self.blocks.items:
             (rows, share), region = self.blocks.rows_of(item), REGIONS.index(item.region)
-            if item.phase in ("gather", "reduce") and not item.every_micro_batch:
+            if item.phase in ("gather", "reduce", "update") and not item.every_micro_batch:
                 once = share * item.count * item.seconds
                 work.once[rows, int(item.phase == "reduce" and kind_of_work(item) == "stored")] += once
                 continue

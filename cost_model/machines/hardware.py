@@ -100,6 +100,9 @@ class Hardware:
         memory_efficiency: fraction of `memory_bytes_per_second` that element-wise kernels reach.
         attention_efficiency: fraction of `peak_flops` that fused attention reaches; masked scores count as work.
         host_seconds: time of the CPU to issue one op; the device waits if this is longer than its work.
+        update_seconds: time of one op of an optimizer's update of one parameter, where the host issues each of them and
+            is the device; 0 where the update counts as memory traffic alone, as with fused updates.
+        step_seconds: time of a step that no op and no parameter accounts for: the runtime's own.
         hides: fraction, 0 to 1, of the communication of parameters and gradients that overlaps with compute.
         reserved_bytes: device memory that tensors cannot use: CUDA context, buffers of NCCL.
         dtype_flops: pairs (name of a dtype in `DTYPE_BYTES`, FLOP/s).
@@ -127,6 +130,8 @@ class Hardware:
     memory_efficiency: float = 1.0
     attention_efficiency: float = 1.0
     host_seconds: float = 0.0
+    update_seconds: float = 0.0
+    step_seconds: float = 0.0
     hides: float = 0.0
     reserved_bytes: int = 0
     dtype_flops: tuple[tuple[str, float], ...] = ()

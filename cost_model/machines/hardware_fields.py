@@ -53,6 +53,8 @@ OPTIONAL = {
     "memory_efficiency": _FRACTION,
     "attention_efficiency": _FRACTION,
     "host_seconds": _DURATION,
+    "update_seconds": _DURATION,
+    "step_seconds": _DURATION,
     "hides": _PART,
     "reserved_bytes": _WHOLE,
     "wired_ranks": _WHOLE,

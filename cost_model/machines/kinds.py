@@ -147,7 +147,7 @@ def _combined(way: _OfSeveral, machines: Sequence[Hardware]) -> Hardware:
         return machines[0]
     first = machines[0]
     figures: dict[str, Any] = _products(way, machines)
-    for figure in ("launch_seconds", "host_seconds", "matmul_half_size"):
+    for figure in ("launch_seconds", "host_seconds", "update_seconds", "step_seconds", "matmul_half_size"):
         figures[figure] = way.duration([getattr(each, figure) for each in machines])
     for figure in ("wired_ranks", "reduce_gain_ranks"):
         figures[figure] = int(way.duration([getattr(each, figure) for each in machines]))

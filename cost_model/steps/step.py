@@ -128,7 +128,7 @@ class Step:
             *self._once_a_step(),
             self._per_step("meet", {"layers": 1 / self.run.stages}),
             Term("optimizer", self._optimizer_seconds()),
-            Term("fixed", self.software.step_seconds),
+            Term("fixed", self.software.step_seconds + self.hardware.step_seconds),
         )
 
     def seconds(self) -> Quantity:
@@ -355,7 +355,10 @@ class Step:
 
     def _optimizer_seconds(self) -> Quantity:
         """Seconds to update the parameters of the first stage; each tier (device, host, nvme) has its own rate."""
-        return sum((self._touched_bytes(tier) / self.hardware.updates_per_second(tier) for tier in self.tiers), start=0)
+        rate = self.hardware.updates_per_second
+        moved = sum((self._touched_bytes(tier) / rate(tier) for tier in self.tiers), start=0)
+        ops = (self._share(i.region, "first") * i.count * i.seconds for i in self.items if i.phase == "update")
+        return moved + sum(ops, start=0)
 
     def _touched_bytes(self, tier: Tier) -> Quantity:
         """Bytes that the optimizer reads and writes in a tier, on the first stage."""

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+import autopar
+from autopar.api import machine
 from autopar.api.machine import hardware_of, measured_hardware
+from autopar.calibrate import at_start
 from autopar.calibrate.at_start import kept_text, measured_at_start
 from autopar.cost_model import CPU_GLOO, Hardware
+from autopar.ir.note import kind_of
 from autopar.planning.cache_files import read_cached, write_cached
 from tests.runtime.gloo_ranks import Ranks, equal_on_all, kept_ranks
+
+BATCH = (torch.ones(8, 4), torch.ones(8, 4))
 
 
 def measured(folder: Path) -> tuple[Hardware, bool, str]:
@@ -61,6 +70,30 @@ def test_times_that_another_user_could_have_written_or_that_are_damaged_do_not_c
         assert kept_text(file) is None
 
 
-def test_one_process_is_not_measured() -> None:
-    _, (note,) = hardware_of(None, torch.device("cpu"))
-    assert note == "priced for cpu-gloo, a guess from the device cpu"
+def test_one_process_is_measured_once_for_a_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(at_start, "_found", weakref.WeakKeyDictionary())
+    guessed, _ = hardware_of(None, torch.device("cpu"))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    found, (note,) = measured_hardware(guessed, None)
+    assert measured_at_start(guessed, None) is found
+    assert "for an op" in note and "for a message" not in note and kind_of(note) != "guess"
+    assert found.step_seconds > found.host_seconds == found.launch_seconds > found.update_seconds / 2 > 0
+    assert found.inside_node == guessed.inside_node, "one process sends nothing"
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert measured_at_start(guessed, None) is not found
+
+
+@pytest.mark.parametrize("recipe", ["auto", "ddp"])
+def test_every_start_on_processors_is_priced_by_what_was_measured(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So recipes are, and one process is; hardware that is named is not."""
+    slow = replace(CPU_GLOO, host_seconds=1.0, launch_seconds=1.0, update_seconds=3.0, step_seconds=50.0)
+    monkeypatch.setattr(machine, "measured_at_start", lambda hardware, folder: slow)
+    made = autopar.compile(nn.Linear(4, 4), loss_fn=torch.nn.functional.mse_loss, recipe=recipe, example_inputs=BATCH)
+    seconds = made.explain().step_seconds  # type: ignore[attr-defined]
+    updates = 2 * 10 * 3.0  # two parameters, ten ops of AdamW each
+    linear, loss, mean, sums = 1 + 2, 1 + 1, 1 + 1, 2  # forward and backward; a sum of gradients for each parameter
+    assert seconds == pytest.approx(50 + updates + linear + loss + mean + sums, rel=1e-6)
+    named = autopar.compile(
+        nn.Linear(4, 4), loss_fn=torch.nn.functional.mse_loss, hardware="cpu-gloo", example_inputs=BATCH
+    )
+    assert named.explain().step_seconds < 1  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ from autopar.cost_model.items import FULL, MIXED_FLOAT32_GRADIENTS, TrainingStat
 from autopar.cost_model.machines.hardware import Host
 from autopar.cost_model.machines.software import AUTOPAR, Software
 from autopar.errors import AutoparError
-from autopar.ir import Graph
+from autopar.ir import Graph, Plan
 from autopar.pipeline.composed import Composed, composed
 from autopar.search import search
 from autopar.search.candidates.outer import search_plan
@@ -68,6 +68,23 @@ def test_no_recipe_on_one_axis_is_faster_than_the_open_search(graph: Graph, soft
     assert best is not None
     for row, found in zip(ROWS, named, strict=True):
         assert found is None or best.step_seconds <= TOLERANCE * found.step_seconds, row
+
+
+def ops_of(graph: Graph, plan: Plan) -> float:
+    """Ops of a step, each as often as its launch is priced."""
+    slow, fast = (composed(graph, plan, replace(TOY, launch_seconds=launch)).step_seconds for launch in (1.0, 0.0))
+    return slow - fast
+
+
+@pytest.mark.parametrize("graph", [residual(2), llama(SMALL)])
+def test_the_longer_an_op_takes_to_issue_the_fewer_ops_a_plan_has(graph: Graph) -> None:
+    """The fastest plan of two prices S + n L: what a plan with more ops saves beside them pays only for a short L."""
+    counts = []
+    for launch in (1e-9, 1e-7, 1e-6, 1e-5, 1e-3):
+        machine = replace(TOY, launch_seconds=launch, host_seconds=launch, update_seconds=launch)
+        counts.append(ops_of(graph, search(graph, {"x": 2}, hardware=machine)))
+    assert counts[0] > counts[-1]
+    assert all(later <= TOLERANCE * earlier for earlier, later in itertools.pairwise(counts)), counts
 
 
 def test_no_pair_of_recipes_is_faster_than_the_open_search() -> None:

@@ -97,7 +97,7 @@ class MarginalCosts:
             item: the item.
             step: step with the figures of the machine and the number of micro-batches; its items are not used.
         """
-        if item.phase == "gather":
+        if item.phase in ("gather", "update"):
             return float(item.seconds)
         if item.phase == "reduce" and not item.every_micro_batch:
             slope = self.reductions if kind_of_work(item) == "stored" else 1.0

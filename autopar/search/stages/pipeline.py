@@ -342,7 +342,8 @@ class _Search:
             )
             return
         tables = self._tables(plan, micro_batches)
-        staged = StagedPlan(tables, inner.share, self.request.software.step_seconds, self.found)
+        fixed_seconds = self.request.software.step_seconds + self.request.hardware.step_seconds
+        staged = StagedPlan(tables, inner.share, fixed_seconds, self.found)
         staged.check_wish(self.recompute)
         fitted = len(self.found.overfull)
         for shape in shapes_of(self.request, self.ranks, micro_batches, len(tables.parts)):
