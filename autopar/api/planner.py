@@ -168,7 +168,8 @@ class Planner:
                     return self._capture(model, args, kwargs, asked, open_dims)
 
             if (count, number) not in known:
-                found = asked.captures.captured(count, asked.shapes(count, number), capture)
+                shapes = asked.shapes(count, number)
+                found = asked.captures.captured(count, shapes, capture, is_smaller=number > 0)
                 # Another loss of the model may have no logits, and a forward no loss.
                 found = in_tiles(found, loss_tile_bytes, must=is_first and is_step)
                 differentiable = frozenset(name for i, name in enumerate(found.inputs) if i in asked.differentiable)
@@ -328,7 +329,7 @@ class Planner:
             programs,
             whole=whole,
             stages=[whole] if plan.pipeline is None else stages_with_smaller(programs.stages, stages, first),
-            guards=Guards((*programs.guards, *smaller.captured.guards)),
+            guards=Guards((*programs.guards, *smaller.captured.guards.without(each.place for each in programs.guards))),
             numbers=(*programs.numbers, *smaller.captured.numbers),
         )
 

@@ -36,7 +36,7 @@ class Captures:
     """
 
     def __init__(self) -> None:
-        self._by_parts: dict[int, SizedCaptures] = defaultdict(SizedCaptures)
+        self._by_parts: dict[tuple[int, bool], SizedCaptures] = defaultdict(SizedCaptures)
 
     @property
     def count(self) -> int:
@@ -46,16 +46,18 @@ class Captures:
     def why_closed(self) -> str:
         return next((s.why_closed for s in self._by_parts.values() if s.why_closed), "")
 
-    def captured(self, micro_batches: int, shapes: Shapes, capture: Capture) -> Captured:
+    def captured(self, micro_batches: int, shapes: Shapes, capture: Capture, *, is_smaller: bool = False) -> Captured:
         """The cleaned graph for inputs of these shapes.
 
         Args:
             micro_batches: number of parts of a batch, of which the inputs are one.
             shapes: shapes of the tensors among the inputs.
             capture: function that runs the model.
+            is_smaller: whether the first micro-batches of the batch have more rows, and a capture of their own: where
+                both sizes are new, two plain captures are cheaper than one with open sizes.
         """
         try:
-            return self._by_parts[micro_batches].captured(shapes, capture)
+            return self._by_parts[micro_batches, is_smaller].captured(shapes, capture)
         except Exception as error:
             if micro_batches > 1:
                 error.add_note(

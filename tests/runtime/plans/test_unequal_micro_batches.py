@@ -233,8 +233,9 @@ def test_numbers_of_python_reach_micro_batches_of_both_sizes() -> None:
     made = autopar.compile(model, loss_fn=masked, micro_batches=4, mesh={"dp": 1})
     x, labels = batch(30)
     for scale in (1.0, 2.0, 3.0, 0.5):
-        model.scale = reference.scale = scale
+        model.scale = reference.scale = scale  # an input from the second on
         assert made.step(x, labels).item() == pytest.approx(masked(reference(x), labels).item(), rel=1e-12)
+    assert len(made._programs.kept.ready[True]) == 2
 
 
 # --- what is refused, and what is said
