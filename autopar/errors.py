@@ -86,10 +86,12 @@ def both(first: SearchError, second: SearchError, how: str) -> SearchError:
     """Joins the errors of two searches; `how` says how the second one searched, such as "with blocks recomputed"."""
     if str(first) == str(second):
         return first
-    known = (isinstance(each, MemoryBoundError) and each.needed_bytes for each in (first, second))
-    if all(known):
-        assert isinstance(first, MemoryBoundError) and isinstance(second, MemoryBoundError)
-        return first.beside(second, how)
+    if isinstance(first, MemoryBoundError) and isinstance(second, MemoryBoundError) and second.needed_bytes:
+        if first.needed_bytes:
+            return first.beside(second, how)
+        return second.of(
+            f"{first.finding or first}\nNor does it {how}: {second.finding}", second.remedies, second.needed_bytes
+        )
     return type(first)(f"{first}\nNor does it {how}: {second}")
 
 

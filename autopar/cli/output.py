@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
 from autopar.models.importing import staying
-from autopar.search.request.progress import Progress, silent
+from autopar.search.request.progress import Progress
 from autopar.units import printable
 from autopar.views import Page, gantt, write_html, write_trace
 from autopar.views.terminal import Screen
+
+_QUIET_SECONDS = 5.0  # a command that takes no longer writes nothing but its result
 
 
 def console() -> Screen:
@@ -27,18 +30,33 @@ def console() -> Screen:
 
 @contextlib.contextmanager
 def working() -> Iterator[Progress]:
-    """A progress bar with the current activity and its duration, on a terminal's stderr; nothing elsewhere.
+    """The current activity on stderr: a progress bar on a terminal, elsewhere lines every few seconds.
 
     A model that ends the program meanwhile is an AutoparError.
     """
     with staying("The model"):
         if not sys.stderr.isatty():
-            yield silent
+            yield _now_and_then(lambda message: click.echo(f"... {message}", err=True))
             return
         columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
         with Bar(*columns, console=Screen(stderr=True), transient=True) as bar:
             task = bar.add_task("reading the model", total=None)
             yield lambda message: bar.update(task, description=message)
+
+
+def _now_and_then(show: Progress) -> Progress:
+    """The same for a log, which gets the messages of the last `_QUIET_SECONDS` together."""
+    last, waiting = time.monotonic(), list[str]()
+
+    def tell(message: str) -> None:
+        nonlocal last
+        waiting.append(message)
+        if time.monotonic() - last >= _QUIET_SECONDS:
+            show("\n... ".join(waiting))
+            last = time.monotonic()
+            waiting.clear()
+
+    return tell
 
 
 def print_json(document: Mapping[str, Any]) -> None:

@@ -256,7 +256,8 @@ class Question:
             if self._needs_whole(found.best.plan):
                 found = search_step(prepared, request.of_micro_batches(1), progress=self.progress)
         except SearchError as error:
-            if self.request.mesh is None and has_closed_form(request) and self._lacks_memory:
+            is_told = bool(words_of_reserved(request))
+            if self.request.mesh is None and has_closed_form(request) and not is_told and self._lacks_memory:
                 lacking = StateError if isinstance(error, StateError) else MemoryBoundError
                 raise lacking(self.why_nothing_fits()) from None
             raise

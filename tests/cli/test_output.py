@@ -7,6 +7,7 @@ import pytest
 from click.testing import CliRunner
 from rich.table import Table
 
+from autopar.cli import output
 from autopar.cli.group import main
 from autopar.cli.options import POSITIVE, Real
 from autopar.cli.output import console, working
@@ -35,6 +36,19 @@ def test_a_bar_is_shown_on_a_terminal_alone(
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert shown(io.StringIO(), monkeypatch) == ""
     assert capsys.readouterr().out == ""
+
+
+def test_a_log_says_what_a_long_command_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every few seconds, and nothing where it takes no longer."""
+    now = [0.0]
+    monkeypatch.setattr(output.time, "monotonic", lambda: now[0])
+    with working() as progress:
+        for now[0], message in ((1.0, "a"), (4.0, "b"), (6.0, "c"), (8.0, "d"), (11.5, "e")):
+            progress(message)
+    said = capsys.readouterr()
+    assert said.err.split() == ["...", "a", "...", "b", "...", "c", "...", "d", "...", "e"] and not said.out
 
 
 @pytest.mark.parametrize("text", ["nan", "inf", "-inf", "1_0", "\u0663"])

@@ -31,7 +31,7 @@ from autopar.search.stages.case import Case
 from autopar.search.stages.given import GivenMesh, Planned
 from autopar.search.stages.pipeline_settings import divisors
 from autopar.search.stages.staged import SlowerError
-from autopar.units import counted, format_seconds
+from autopar.units import counted, format_bytes, format_seconds
 
 _ALONE = Mesh((("dp", 1),))
 
@@ -57,20 +57,42 @@ class SettingSearch:
 
     @property
     def cannot_fit(self) -> bool:
-        """Whether it is known without a search that no plan on devices fits, whatever its mesh and recomputation.
+        """Whether it is known without a search that no plan fits, whatever its mesh and recomputation."""
+        bound = self.request.search_bound_bytes
+        return bound is not None and self.least_rank_bytes > bound
+
+    @property
+    def least_rank_bytes(self) -> float:
+        """A lower bound on the peak memory of a rank under any plan, found without a search; 0 where none is known.
 
         All ranks together hold at least what one rank alone would for a micro-batch of a single row.
         """
-        request, bound = self.request, self.request.search_bound_bytes
-        graph, searches = self.case.graph, self.case.searches
-        is_free = is_open(request.inside) and not request.has_lone_ops and not request.offload
-        if bound is None or not is_free or not has_blocks(graph):
-            return False
+        request, graph, searches = self.request, self.case.graph, self.case.searches
+        if not is_open(request.inside) or request.has_lone_ops or not has_blocks(graph):
+            return 0.0
         graph = searches.with_batch(graph, 1) if request.cuts_batch and graph.batch else graph
-        alone = searches.on(graph, _ALONE, **request.figures)
-        held = least_bytes(alone.problem, may_offload=request.recompute == "offloaded")
+        alone = searches.on(graph, _ALONE, tiers=request.tiers, **request.figures)
+        held = least_bytes(alone.problem, may_offload=bool(request.offload) or request.recompute == "offloaded")
         reserved = request.hardware.reserved_bytes
-        return held - reserved > (request.ranks or 1) * (bound - reserved)
+        return reserved + (held - reserved) / self._ranks
+
+    @property
+    def _ranks(self) -> int:
+        return self.request.mesh.ranks if self.request.mesh is not None else self.request.ranks or 1
+
+    def refusal(self) -> MemoryBoundError:
+        """The error where no plan can fit, with what a rank needs at least, which may not be enough."""
+        request, least_bytes = self.request, math.ceil(self.least_rank_bytes)
+        reserved = format_bytes(request.hardware.reserved_bytes)
+        finding = (
+            f"No plan on {counted(self._ranks, 'rank')} fits into {format_bytes(request.bound_bytes)}: whatever "
+            f"is split or recomputed, a rank needs more than {format_bytes(least_bytes)}, {reserved} of it reserved."
+        )
+        made = MemoryBoundError(
+            f"{finding} What would help: more ranks, or memory_bytes (--max-memory) above {least_bytes}."
+        )
+        made.finding = finding
+        return made
 
     def plan(self, trial: Trial, faster_than_seconds: float = math.inf, *, gives_up: bool = False) -> Planned:
         """The plan of a setting. With stages it must be faster than `faster_than_seconds`, or SlowerError is raised.

@@ -57,7 +57,7 @@ from autopar.search.refine.orders import best_order, words_of_order
 from autopar.search.request.notes import note_of_unasked_stages
 from autopar.search.request.progress import Progress, silent
 from autopar.search.request.recipes import format_recipe, is_open
-from autopar.search.request.refusals import refusal_of_all, with_recipe_open, words_of_reserved
+from autopar.search.request.refusals import is_lack, refusal_of_all, with_recipe_open, words_of_reserved
 from autopar.search.request.request import Request
 from autopar.search.stages.case import Case
 from autopar.search.stages.dims import settings_in_dims, words_of_dims
@@ -92,9 +92,9 @@ def search_plan(
 
     Raises MeshError, PlanError, RecipeError or SearchError where there is no plan.
     """
-    if words := words_of_reserved(request):
-        raise StateError(words)
     outer = _Outer(Case(graph, request, captured_micro_batches, fingerprint, fixed_storage), progress=progress)
+    if words := words_of_reserved(request, outer.least_rank_bytes):
+        raise StateError(words)
     try:
         return outer.best()
     except MemoryBoundError as error:
@@ -131,6 +131,12 @@ class _Outer:
         """The search for the plan of one setting."""
         return SettingSearch(self.case)
 
+    @property
+    def least_rank_bytes(self) -> float:
+        """A lower bound on the memory of a rank under any plan that this search may find."""
+        farthest = {"offload": True, "streams": True} if self.request.may_offload else {}
+        return self._but(**farthest)._inside.least_rank_bytes
+
     def _but(self, **changes: Any) -> _Outer:
         """The same search with some of the request changed."""
         return replace(self, case=self.case.but(**changes))
@@ -150,18 +156,30 @@ class _Outer:
         Args:
             farther: searches that may store ever more outside of the device.
         """
+        hopeless = self._hopeless()
         if not farther:
+            if hopeless is not None:
+                raise hopeless
             return self.run()
         first, *rest = farther
-        found = None if self._inside.cannot_fit else self._result()
+        found = hopeless or self._result()
         if isinstance(found, Searched):
             return first.if_faster(found)
         try:
             return first._or_farther(rest)
         except SearchError as error:
-            refused = found or self._result()  # what cannot fit is searched for the words of its error alone
-            assert isinstance(refused, SearchError), "a plan was found that cannot fit"
-            raise refused if self.request.offload else both(refused, error, "with parameters on the host") from None
+            if self.request.offload:  # what is known without a search has no remedies
+                raise (found if is_lack(found) else error) from None
+            raise both(found, error, "with parameters on the host") from None
+
+    def _hopeless(self) -> MemoryBoundError | None:
+        """The error where it is known without a search that nothing fits, which whoever watches is told."""
+        if not self._inside.cannot_fit:
+            return None
+        found = self._inside.refusal()
+        where = "with parameters on the host" if self.request.offload else "on the devices alone"
+        self.progress(f"{where}: {found.finding}")
+        return found
 
     def _result(self) -> Searched | SearchError:
         """The best plan, or the error where there is none."""
@@ -363,7 +381,9 @@ class _Outer:
             self.progress(f"searching the plan: {tried.words_before(trial)}")
             try:
                 faster_than_seconds = tried.most_shown * tried.usual_seconds(self.request)
-                found = self._inside.search(trial, faster_than_seconds, gives_up=bool(tried.found))
+                # One setting says in full how much memory is missing; of the others that surely lack it, none does.
+                gives_up = bool(tried.found) or any(is_lack(error) for _, error in tried.refusals)
+                found = self._inside.search(trial, faster_than_seconds, gives_up=gives_up)
                 tried.found.append(found)
                 count += 1
             except (MeshError, PlanError, RecipeError, SearchError) as error:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from typing import TypeGuard
 
 from autopar.errors import AutoparError, MemoryBoundError, SearchError
 from autopar.ir import Mesh
@@ -15,15 +17,20 @@ Refusal = tuple[Mesh, AutoparError]  # a mesh, and why it has no plan
 _MOST_LISTED = 5  # meshes in one error
 
 
-def words_of_reserved(request: Request) -> str:
-    """An error text for a memory bound that is no larger than the memory reserved on every rank; "" for any other."""
+def words_of_reserved(request: Request, least_bytes: float = 0) -> str:
+    """An error text for a memory bound that is no larger than the memory reserved on every rank; "" for any other.
+
+    Args:
+        request: what is asked.
+        least_bytes: lower bound on what a rank needs under any plan; 0 where none is known.
+    """
     bound, reserved_bytes = request.search_bound_bytes, request.hardware.reserved_bytes
     if bound is None or bound > reserved_bytes:
         return ""
     return (
         f"No plan fits into {format_bytes(bound)} of a rank: on {request.hardware.name} every rank has "
         f"{format_bytes(reserved_bytes)} reserved before any tensor, also with more ranks. What would help: "
-        f"memory_bytes (--max-memory) above {reserved_bytes:.0f}."
+        f"memory_bytes (--max-memory) above {max(reserved_bytes, math.ceil(least_bytes)):.0f}."
     )
 
 
@@ -34,7 +41,7 @@ def refusal_of_all(request: Request, refusals: Sequence[Refusal]) -> SearchError
     of them. Otherwise it has a line for each reason.
     """
     head = f"No plan on {counted(request.ranks or 1, 'rank')}"
-    lacking = [(mesh, error) for mesh, error in refusals if isinstance(error, MemoryBoundError) and error.needed_bytes]
+    lacking = [(mesh, error) for mesh, error in refusals if is_lack(error)]
     if not lacking:
         return SearchError("\n".join([f"{head}.", *_reasons(request, refusals)]))
     least: dict[Mesh, MemoryBoundError] = {}
@@ -47,6 +54,11 @@ def refusal_of_all(request: Request, refusals: Sequence[Refusal]) -> SearchError
         error.remedies,
         error.needed_bytes,
     )
+
+
+def is_lack(error: AutoparError) -> TypeGuard[MemoryBoundError]:
+    """Whether an error says how much memory of a rank is missing."""
+    return isinstance(error, MemoryBoundError) and error.needed_bytes > 0
 
 
 def _listed(least: Mapping[Mesh, MemoryBoundError]) -> str:

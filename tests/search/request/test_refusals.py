@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -48,7 +49,10 @@ def test_memory_that_is_all_reserved_is_refused_at_once() -> None:
     for options in ({"ranks": 4}, {"mesh": {"dp": 2}}):
         with pytest.raises(StateError, match=r"h100 every rank has 1\.00 GB reserved") as caught:
             search_plan(GRAPH, Request(h100, memory_bytes=10**5, **options))
-        assert str(caught.value).endswith("What would help: memory_bytes (--max-memory) above 1000000000.")
+        (needed,) = re.findall(r"--max-memory\) above (\d+)\.$", str(caught.value))
+        assert int(needed) > 10**9, "the least that is known of a plan, not the reserve alone"
+        with pytest.raises(MemoryBoundError, match=r"fits into 1\.00 GB"):
+            search_plan(GRAPH, Request(h100, memory_bytes=int(needed) - 1, **options))
 
 
 def test_every_other_reason_is_a_line_once() -> None:
