@@ -187,7 +187,7 @@ def explore(graph: Graph, request: Request, rows: int) -> Explored | None:
     None where the request or the model has no closed forms, and where a small model has so few meshes that a search of
     each takes less time than the estimates.
     """
-    if request.ranks == 1 or not has_closed_form(request) or _is_small(graph, request):
+    if request.ranks == 1 or not has_closed_form(request) or is_small(graph, request):
         return None
     space = space_of(graph, request, rows)
     # No dim is the batch, say: ranks may repeat work. A batch that is named has to be split.
@@ -196,7 +196,7 @@ def explore(graph: Graph, request: Request, rows: int) -> Explored | None:
     return Explored(space, closed_forms(space, request), {})
 
 
-def _is_small(graph: Graph, request: Request) -> bool:
+def is_small(graph: Graph, request: Request) -> bool:
     """Whether a model is small and has few meshes. Each is searched in a third of the time that the estimates take."""
     assert request.ranks is not None, "a searched mesh needs a number of ranks"
     tensors = (graph.tensors[name] for name in graph.parameters.values())
