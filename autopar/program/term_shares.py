@@ -11,7 +11,7 @@ A micro-batch may have no element that counts in one term, and some in another. 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -47,14 +47,22 @@ def multiply_terms(
 
     Returns the objective, whose terms know whether they may be 0 / 0, and names and dtypes of the placeholders.
     """
-    local = {node.name: node for node in module.graph.nodes}
     nodes = {node.name: node for node in captured.module.graph.nodes}
+    # By origin: calls that a rule has added may have any name, such as that of another call of the capture.
+    local = {origin: node for node in module.graph.nodes if (origin := _captured_call(node, nodes))}
     terms, shares = [], []
     for term in objective.terms:
         may_be_empty, share = _multiply(module.graph, local[term.user], nodes[term.user], term.name)
         terms.append(replace(term, may_be_empty=may_be_empty))
         shares.append(share)
     return replace(objective, terms=tuple(terms)), shares
+
+
+def _captured_call(node: fx.Node, captured: Mapping[str, fx.Node]) -> str:
+    """The name of the captured call that a local one is; "" for a conversion, or a part of another call."""
+    origin: str = node.meta.get("origin", "")
+    is_call = origin and "converts" not in node.meta and node.target == captured[origin].target
+    return origin if is_call else ""
 
 
 def _multiply(graph: fx.Graph, user: fx.Node, captured: fx.Node, name: str) -> tuple[bool, tuple[str, torch.dtype]]:
