@@ -3,6 +3,7 @@
     y = linear(x, w, b); z = reshape(to(y, float32), [n, c]); l = cross_entropy_loss(z, t)
                                     ->   r = reshape(x, [n, d]); l = linear_cross_entropy(r, w, b, t, ..., tile_bytes)
 
+Tiles are added up, so that logits of 16 bits go to the loss in float32, and the loss back to its format.
 What stands between the layer and the loss may pick and regroup rows, and change the format of the logits once; all of
 it has no other use. So logits that the model returns too, or that another term of the loss reads, stay as they are.
 """
@@ -16,6 +17,7 @@ from torch import fx
 
 from autopar import _torch
 from autopar.ops import linear_loss
+from autopar.ops.attention_block import wide
 from autopar.ops.nodes import bound_arguments, call_like
 from autopar.passes.cleanup.name_nodes import name_nodes
 
@@ -48,7 +50,7 @@ def _join(graph: fx.Graph, loss: fx.Node, tile_bytes: int) -> bool:
     if found is None:
         return False
     layer, between = found
-    operands = bound_arguments(layer)
+    operands, dtype = bound_arguments(layer), loss.meta["val"].dtype
     with graph.inserting_before(loss):
         x = operands["input"]
         for node in between:
@@ -58,8 +60,10 @@ def _join(graph: fx.Graph, loss: fx.Node, tile_bytes: int) -> bool:
             loss,
             _torch.autopar_op(linear_loss.NAME),
             *(x, operands["weight"], operands["bias"], target, given["weight"], given["reduction"]),
-            *(given["ignore_index"], given["label_smoothing"], logits.meta["val"].dtype, tile_bytes),
+            *(given["ignore_index"], given["label_smoothing"], wide(logits.meta["val"].dtype), tile_bytes),
         )
+        if joined.meta["val"].dtype != dtype:
+            joined = call_like(graph, loss, aten._to_copy.default, joined, dtype=dtype)
     loss.replace_all_uses_with(joined)
     graph.erase_node(loss)
     return True

@@ -39,6 +39,7 @@ from autopar.runtime.parameters.loss_scale import LossScaling
 from autopar.runtime.ranks.processes import join_process_group
 from autopar.search import RecipeLike
 from autopar.search.request.options import PlanOptions
+from autopar.search.request.recipes import is_open
 from autopar.search.request.request import Request
 
 
@@ -99,7 +100,9 @@ def compile(
     asked = alike_asked(lambda: read_asked(given, plan, device), has_example=example_inputs is not None)
     request, run, loaded, assumed = asked
     stored = _stored(run.cache)
-    if run.hardware is None and not _torch.is_accelerator(device):
+    # Only where the search decides whether anything is split: recipes hold on any machine.
+    opens = mesh is None and loaded is None and is_open(recipe)
+    if opens and run.hardware is None and not _torch.is_accelerator(device):
         hardware, assumed = measured_hardware(request.hardware, stored.folder)
         request = dataclasses.replace(request, hardware=hardware)
     planner = Planner(

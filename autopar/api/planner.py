@@ -39,7 +39,7 @@ from autopar.pipeline.composed import composed, step_of, stored_bytes
 from autopar.pipeline.saved_values import possible_lines
 from autopar.pipeline.schedules import check_micro_batches, takes, unbounded
 from autopar.planning.likeness import likeness_of_model, model_lines
-from autopar.planning.loss_tiles import best_in_tiles, in_tiles
+from autopar.planning.loss_tiles import best_in_tiles, in_tiles, in_tiles_if_needed
 from autopar.planning.planning import (
     Prepared,
     are_given_by_micro_batches,
@@ -130,11 +130,14 @@ class Planner:
     def program(self, model: nn.Module, stand_ins: StandIns, asked: ProgramRequest) -> Programs:
         """Captures and plans a model, see `ProgramBuilder`."""
         find = functools.partial(self._planned, model, stand_ins, asked)
-        if asked.is_step and self._first is None and self._plan is None:
-            found = best_in_tiles(find, _Planned.graph_and_plan, self._faster)
-            self._loss_tile_bytes = found.plan.loss_tile_bytes
-        else:
+        if self._plan is not None or self._loss_tile_bytes is not None:
             found = find(self._loss_tile_bytes)
+        elif asked.is_step and not self._made[True]:
+            found = best_in_tiles(find, _Planned.graph_and_plan, self._faster)
+        else:
+            found = in_tiles_if_needed(find)
+        if asked.is_step and self._loss_tile_bytes is None:
+            self._loss_tile_bytes = found.plan.loss_tile_bytes
         smaller = found.smaller
         if smaller is not None and self._first is None:
             self._first_rows = smaller.rows
@@ -156,7 +159,7 @@ class Planner:
         Where the last micro-batches are smaller, they have a capture and a program of their own.
         """
         micro_batches, is_step = asked.micro_batches, asked.is_step
-        is_first = self._first is None and self._plan is None
+        is_tried = loss_tile_bytes != self._loss_tile_bytes
         keeps_open = self._keeps_open_number(asked)
 
         # Not a function with a cache of `functools`: where one was made, captures look for it among all objects.
@@ -171,7 +174,7 @@ class Planner:
                 shapes = asked.shapes(count, number)
                 found = asked.captures.captured(count, shapes, capture, is_smaller=number > 0)
                 # Another loss of the model may have no logits, and a forward no loss.
-                found = in_tiles(found, loss_tile_bytes, must=is_first and is_step)
+                found = in_tiles(found, loss_tile_bytes, must=is_tried)
                 differentiable = frozenset(name for i, name in enumerate(found.inputs) if i in asked.differentiable)
                 made = prepared_of(replace(found, differentiable=differentiable)).skewed(self._request.skew)
                 known[count, number] = made

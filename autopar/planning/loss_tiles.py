@@ -37,8 +37,21 @@ def best_in_tiles(
         plan_of: function from what is found to the captured model and its plan.
         faster: function to the one of two with the shorter step by its price, the first where they are equal.
     """
+    found = in_tiles_if_needed(find)
+    graph, plan = plan_of(found)
+    if plan.loss_tile_bytes is not None or not _promises(graph, plan):
+        return found
     try:
-        found = find(None)
+        other = find(LOSS_TILE_BYTES)
+    except AutoparError:  # of a loss that has no tiles, or of an option that does not go with them
+        return found
+    return faster(found, other)
+
+
+def in_tiles_if_needed(find: Callable[[int | None], T]) -> T:
+    """What is found without tiles of the loss, or with tiles where only that fits; argument as in `best_in_tiles`."""
+    try:
+        return find(None)
     except StateError:  # parameters alone take too much
         raise
     except MemoryBoundError as error:
@@ -46,13 +59,6 @@ def best_in_tiles(
             return find(LOSS_TILE_BYTES)
         except AutoparError:
             raise error from None
-    if not _promises(*plan_of(found)):
-        return found
-    try:
-        other = find(LOSS_TILE_BYTES)
-    except AutoparError:  # of a loss that has no tiles, or of an option that does not go with them
-        return found
-    return faster(found, other)
 
 
 def _promises(graph: Graph, plan: Plan) -> bool:

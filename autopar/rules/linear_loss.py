@@ -3,7 +3,8 @@
     n d!, c d!, c, n, c -> | sum n c
 
 On a rank the rows are cut into as many runs as their logits need, and the calls of each run bear its number in
-`meta["tile"]`: backward computes these calls again, so that the logits of one run exist at a time.
+`meta["tile"]`: backward computes these calls again, so that the logits of one run exist at a time. The loss and the
+gradient of the matrix are added up over tiles in float32 or wider.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.ops.attention_block import wide
 from autopar.rules.loss import MEAN, SUM, OverTokens
 from autopar.rules.spec import Call, Hidden, Kept, Letters, Local, Nest, Spec, StatedCollective, local_arguments
 
@@ -50,9 +52,9 @@ def linear_cross_entropy(call: Call) -> Spec:
         contiguous=frozenset(c),
         flops=round(sum(nest.flops(sizes) for nest in nests)),
         nests=nests,
-        stated_kept=_kept(call, logits),
+        stated_kept=_kept(call, logits, (c, d)),
         collectives=_collectives(call, of_loss),
-        localize=_InTiles(of_loss, call["tile_bytes"], n, casts=x.dtype is not call["dtype"]),
+        localize=_InTiles(of_loss, call["tile_bytes"], n, matrix.dtype),
     )
 
 
@@ -63,11 +65,16 @@ def _collectives(call: Call, of_loss: OverTokens) -> tuple[StatedCollective, ...
     return (*found, *again)
 
 
-def _kept(call: Call, logits: torch.Tensor) -> Kept:
-    """All operands, and what one tile takes while it is computed again, just before all else is freed."""
+def _kept(call: Call, logits: torch.Tensor, letters: Letters) -> Kept:
+    """All operands, and what one tile takes while it is computed again, just before all else is freed.
+
+    Of a matrix in 16 bits, with these letters, also the wide copy and its gradient.
+    """
     tile_bytes = min(call["tile_bytes"], logits.numel() * logits.element_size())
     tile = Hidden("tile", (), torch.uint8, _TENSORS_OF_A_TILE * tile_bytes)
-    return Kept(tuple(range(len(call.operands))), (), (tile,)) if call.wanted else Kept()
+    matrix = call.operands[1]
+    copied = (Hidden("wide", letters, wide(matrix.dtype), 2),) * (wide(matrix.dtype) != matrix.dtype)
+    return Kept(tuple(range(len(call.operands))), (), (tile, *copied)) if call.wanted else Kept()
 
 
 def _nests(call: Call, logits: torch.Tensor, sizes: dict[str, int]) -> tuple[Nest, ...]:
@@ -85,7 +92,8 @@ def _nests(call: Call, logits: torch.Tensor, sizes: dict[str, int]) -> tuple[Nes
         moved=(((*n, *d), x), ((*c, *d), x), ((*n, *c), x)),
     )
     loss = Nest(4.0, (*n, *c), gradients=2 * trains, moved=(((*n, *c), 2 * size),))
-    adds = _TENSORS_OF_AN_ADD * x * size * logits.shape[1] / call["tile_bytes"]
+    added_bytes = wide(call.operands[1].dtype).itemsize
+    adds = _TENSORS_OF_AN_ADD * added_bytes * size * logits.shape[1] / call["tile_bytes"]
     added = Nest(0.0, gradients=int(1 in call.wanted), moved=(((*n, *c, *d), adds),))
     return product, loss, added
 
@@ -97,16 +105,18 @@ class _InTiles:
         of_loss: writes the loss of rows of logits.
         tile_bytes: bytes of the logits of a tile.
         rows: letter of the rows; () for one row.
-        casts: whether logits change their format before the loss.
+        dtype: format of the matrix.
     """
 
-    def __init__(self, of_loss: OverTokens, tile_bytes: int, rows: tuple[str, ...], *, casts: bool) -> None:
-        self.of_loss, self.tile_bytes, self.rows, self.casts = of_loss, tile_bytes, rows, casts
+    def __init__(self, of_loss: OverTokens, tile_bytes: int, rows: tuple[str, ...], dtype: torch.dtype) -> None:
+        self.of_loss, self.tile_bytes, self.rows, self.dtype = of_loss, tile_bytes, rows, dtype
 
     def __call__(self, local: Local) -> fx.Node:
         given = local_arguments(local)
         axes = self.of_loss.axes(local)
         runs = [self._runs(local, given[name]) for name in ("x", "target")]
+        if wide(self.dtype) != self.dtype:  # the gradients of all tiles are added up in the format of the copy
+            given["matrix"] = local.emit(aten._to_copy.default, given["matrix"], dtype=wide(self.dtype))
         found = []
         for number, (x, target) in enumerate(zip(*runs, strict=True)):
             local.tile = number
@@ -136,8 +146,11 @@ class _InTiles:
 
     def _loss(self, local: Local, given: dict[str, Any], classes: tuple[tuple[str, int], ...]) -> fx.Node:
         """The loss of a tile; its sum where the loss is reduced."""
-        logits = local.emit(aten.linear.default, given["x"], given["matrix"], given["bias"])
-        if self.casts:
+        matrix = given["matrix"]
+        if wide(self.dtype) != self.dtype:
+            matrix = local.emit(aten._to_copy.default, matrix, dtype=self.dtype)
+        logits = local.emit(aten.linear.default, given["x"], matrix, given["bias"])
+        if self.dtype != given["dtype"]:
             logits = local.emit(aten._to_copy.default, logits, dtype=given["dtype"])
         of_loss = given | {"self": logits}
         reduced = self.of_loss.reduction in (MEAN, SUM)

@@ -1,5 +1,7 @@
 """A loss in tiles is planned where only that fits, or is faster."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -57,14 +59,42 @@ def test_training_in_tiles_gives_the_loss_and_gradients_of_the_plain_model():
     expected.backward()
     gradients = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
-    bound = find_hardware("cpu-gloo").reserved_bytes + 10e6
-    compiled = autopar.compile(
-        model, mesh={"dp": 1}, micro_batches=1, memory_bytes=int(bound), without="offload", hardware="cpu-gloo"
-    )
-    loss = compiled.step(*batch)
-    assert compiled.plan.loss_tile_bytes == 2**20
+    made = compiled(model)
+    loss = made.step(*batch)
+    assert made.plan.loss_tile_bytes == 2**20
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
     with torch.no_grad():
-        torch.testing.assert_close(compiled(*batch), expected, rtol=1e-12, atol=0)  # in as little memory
-    for parameter, gradient in zip(compiled.parameters(), gradients, strict=True):
+        torch.testing.assert_close(made(*batch), expected, rtol=1e-12, atol=0)  # in as little memory
+    for parameter, gradient in zip(made.parameters(), gradients, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-10, atol=1e-14)
+
+
+def compiled(model, **options):
+    bound = find_hardware("cpu-gloo").reserved_bytes + 10e6
+    own = {"mesh": {"dp": 1}, "micro_batches": 1, "memory_bytes": int(bound), "without": "offload"}
+    return autopar.compile(model, hardware="cpu-gloo", **own, **options)
+
+
+def test_many_tiles_of_a_model_in_bfloat16_lose_no_digits(monkeypatch):
+    monkeypatch.setattr(loss_tiles, "LOSS_TILE_BYTES", 2**15)  # four rows of float32
+    torch.manual_seed(0)
+    model, generator = Head(2048).bfloat16(), torch.Generator().manual_seed(1)
+    batch = tuple(torch.randint(0, 64, (2, 1024), generator=generator) for _ in range(2))
+    exact = copy.deepcopy(model).double()
+    expected = exact(*batch)
+    expected.backward()
+    made = compiled(model)
+    loss = made.step(*batch)
+    assert made.plan.loss_tile_bytes == 2**15
+    assert loss.item() == pytest.approx(expected.item(), rel=2**-8)  # the format of the loss
+    error = model.head.weight.grad.double() - exact.head.weight.grad
+    assert error.norm() < 4e-3 * exact.head.weight.grad.norm()
+
+
+def test_a_length_that_needs_tiles_may_come_after_one_that_needs_none_and_after_an_evaluation():
+    torch.manual_seed(0)
+    made, generator = compiled(Head(2048)), torch.Generator().manual_seed(1)
+    short, long = (tuple(torch.randint(0, 64, (2, n), generator=generator) for _ in range(2)) for n in (16, 512))
+    with torch.no_grad():
+        made(*long)
+    assert made.step(*short).isfinite() and made.step(*long).isfinite()
