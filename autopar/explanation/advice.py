@@ -236,6 +236,7 @@ class Question:
         """The same question with a loss in such tiles."""
         if loss_tile_bytes == self.loss_tile_bytes:
             return self
+        self.progress("searching again, with the loss in tiles (docs/memory.md)")
         return replace(self, loss_tile_bytes=loss_tile_bytes, _captured={}, _plans={})
 
     def _of_all_kinds(self) -> Explanation:

@@ -35,7 +35,7 @@ from autopar.ir import (
     plain,
 )
 from autopar.ir.batches import captured_batch, first_smaller, sizes_of_micro_batches
-from autopar.ir.note import Note
+from autopar.ir.note import Note, kind_of
 from autopar.ir.recompute import RecomputeOption
 from autopar.passes import clean_up
 from autopar.pipeline.blocks import has_blocks
@@ -336,7 +336,9 @@ def in_unequal_parts(plan: Plan, sizes: Sequence[int]) -> Plan:
         f"{sum(sizes)} samples in {len(sizes)} micro-batches of {', '.join(map(str, sizes))}, each priced as one of "
         f"{sizes[0]}"
     )
-    return replace(plan, overlap_batches=at_a_time, notes=(*plan.notes, Note(text, "uneven")))
+    # A plan that was loaded has the note.
+    notes = (note for note in plan.notes if (note, kind_of(note)) != (text, "uneven"))
+    return replace(plan, overlap_batches=at_a_time, notes=(*notes, Note(text, "uneven")))
 
 
 def refuse_no_batch(part: Prepared, batch: Prepared) -> None:

@@ -85,8 +85,9 @@ class SettingSearch:
         request, least_bytes = self.request, math.ceil(self.least_rank_bytes)
         reserved = format_bytes(request.hardware.reserved_bytes)
         finding = (
-            f"No plan on {counted(self._ranks, 'rank')} fits into {format_bytes(request.bound_bytes)}: whatever "
-            f"is split or recomputed, a rank needs more than {format_bytes(least_bytes)}, {reserved} of it reserved."
+            f"No plan on {counted(self._ranks, 'rank')} fits into {format_bytes(request.bound_bytes)}: however "
+            f"the model is split, and whichever layers are recomputed, a rank needs more than "
+            f"{format_bytes(least_bytes)}, {reserved} of it reserved."
         )
         made = MemoryBoundError(
             f"{finding} What would help: more ranks, or memory_bytes (--max-memory) above {least_bytes}."
