@@ -89,7 +89,9 @@ def test_a_step_and_a_loss_function_leave_stages_to_the_search(monkeypatch: pyte
         "make_plan",
         lambda p, request, **options: found.append(request.stages) or make_plan(p, request, **options),
     )
-    autopar.compile(nn.Linear(4, 4), loss_fn=nn.functional.mse_loss)(torch.ones(2, 4))
+    loss_fn = nn.functional.mse_loss
+    # Of a small model on a machine that nobody names, stages are searched only where nothing else fits.
+    autopar.compile(nn.Linear(4, 4), loss_fn=loss_fn, hardware="cpu-gloo")(torch.ones(2, 4))
     assert found == [None]
 
 

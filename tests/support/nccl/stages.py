@@ -47,12 +47,10 @@ class _Stage:
     number: int
     stages: int
 
-    @property
-    def received(self) -> Sequence[Tensor]:
+    def received(self, micro_batch: int) -> Sequence[Tensor]:
         return [_example()] if self.number else []
 
-    @property
-    def sent(self) -> Sequence[Tensor]:
+    def sent(self, micro_batch: int) -> Sequence[Tensor]:
         return [_example()] if self.number < self.stages - 1 else []
 
     @property
