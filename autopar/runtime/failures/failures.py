@@ -95,8 +95,8 @@ class _Shown:
                 sys.stderr.write(f"[rank {reports.rank}] {text}\n")
                 sys.stderr.flush()
             is_same = not speaks and reports.headline(speaker) == headline
-            if is_same:
-                text = f"as on rank {speaker} (all frames: {whole})"
+            if is_same:  # in full, for a launcher that ends the other rank before it has written its own
+                text = "\n".join([*screen(error), f"  as on rank {speaker}; all frames: {whole}"])
             elif not speaks:
                 text = f"{headline} (see rank {speaker} for more; all frames: {whole})"
             if not isinstance(error, KeyboardInterrupt):
