@@ -41,7 +41,7 @@ def _addend(mask: Tensor, like: Tensor) -> Tensor:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The number format in which attention sums tensors of a format: float32 for the 16-bit formats."""
+    """The number format in which numbers of a format are added up: float32 for the 16-bit formats."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
