@@ -28,7 +28,7 @@ from autopar.ir import Graph, Mesh, MixedPrecision, Plan
 from autopar.options import takes_options
 from autopar.pipeline.composed import composed
 from autopar.planning.cache_files import cache_key
-from autopar.planning.loss_tiles import best_in_tiles
+from autopar.planning.loss_tiles import best_in_tiles, tile_bytes_of
 from autopar.planning.planning import Prepared, in_parts, make_plan, prepare_step, split_example
 from autopar.planning.stored_plans import StoredPlans
 from autopar.runtime.execute.inputs import Arguments, micro_batch
@@ -227,7 +227,7 @@ def explain(
         return min(found, key=lambda each: composed(*graph_and_plan(each), **request.figures).step_seconds)
 
     with shown_planning() as progress, inner_tensors_stored(model):
-        prepared, plan = best_in_tiles(planned, graph_and_plan, faster)
+        prepared, plan = best_in_tiles(planned, tile_bytes_of(request), graph_and_plan, faster)
     return Explanation(
         prepared.analysis.graph,
         plan,

@@ -39,7 +39,7 @@ from autopar.pipeline.composed import composed, step_of, stored_bytes
 from autopar.pipeline.saved_values import possible_lines
 from autopar.pipeline.schedules import check_micro_batches, takes, unbounded
 from autopar.planning.likeness import likeness_of_model, model_lines
-from autopar.planning.loss_tiles import best_in_tiles, in_tiles, in_tiles_if_needed
+from autopar.planning.loss_tiles import best_in_tiles, in_tiles, in_tiles_if_needed, tile_bytes_of
 from autopar.planning.planning import (
     Prepared,
     are_given_by_micro_batches,
@@ -133,9 +133,9 @@ class Planner:
         if self._plan is not None or self._loss_tile_bytes is not None:
             found = find(self._loss_tile_bytes)
         elif asked.is_step and not self._made[True]:
-            found = best_in_tiles(find, _Planned.graph_and_plan, self._faster)
+            found = best_in_tiles(find, tile_bytes_of(self._request), _Planned.graph_and_plan, self._faster)
         else:
-            found = in_tiles_if_needed(find)
+            found = in_tiles_if_needed(find, tile_bytes_of(self._request))
         if asked.is_step and self._loss_tile_bytes is None:
             self._loss_tile_bytes = found.plan.loss_tile_bytes
         smaller = found.smaller

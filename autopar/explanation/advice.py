@@ -45,7 +45,7 @@ from autopar.models.presets import Preset
 from autopar.models.targets import Target, resolve_target
 from autopar.pipeline.composed import composed, step_of
 from autopar.planning.layers import spoken_of_all_layers
-from autopar.planning.loss_tiles import best_in_tiles
+from autopar.planning.loss_tiles import best_in_tiles, tile_bytes_of
 from autopar.planning.planning import Prepared, part_of, search_step
 from autopar.search.candidates.candidates import SettingEstimator
 from autopar.search.candidates.comparison import ELSEWHERE, compared, smallest
@@ -227,12 +227,13 @@ class Question:
         In a cluster of several kinds of machines, kinds may be left out (`autopar.explanation.kinds`).
         """
         return best_in_tiles(
-            lambda size: self._in_tiles(size)._of_all_kinds(),
+            lambda size: self.in_tiles(size)._of_all_kinds(),
+            tile_bytes_of(self.request),
             lambda found: (found.graph, found.plan),
             lambda *found: min(found, key=lambda each: each.step_seconds),
         )
 
-    def _in_tiles(self, loss_tile_bytes: int | None) -> Question:
+    def in_tiles(self, loss_tile_bytes: int | None) -> Question:
         """The same question with a loss in such tiles."""
         if loss_tile_bytes == self.loss_tile_bytes:
             return self

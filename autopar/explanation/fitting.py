@@ -7,11 +7,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from autopar.cost_model.machines.cluster import Cluster
+from autopar.errors import StepError
 from autopar.explanation.advice import Question
 from autopar.explanation.candidate_rows import name_of
 from autopar.explanation.explanation import Explanation
 from autopar.explanation.launch import asked
 from autopar.explanation.remedies import FACTORS, Found, answered, remedies
+from autopar.planning.loss_tiles import tile_bytes_of
 from autopar.search.candidates.comparison import smallest
 from autopar.search.candidates.settings import PricedCandidate
 
@@ -88,7 +90,7 @@ def will_it_fit(question: Question, prices: Prices | None = None) -> Fit:
         prices: price of an hour of one device, by its name in the catalogue, such as `{"h100": 2.5}`.
     """
     prices = prices or {}
-    best, advice = _as_asked(question)
+    question, best, advice = _in_tiles_if_needed(question)
     question.progress("pricing what one could change")
     larger = list(_larger(question, best))
     fewer = list(_fewer_nodes(question))
@@ -99,6 +101,19 @@ def will_it_fit(question: Question, prices: Prices | None = None) -> Fit:
     listed = [_remedy(each, advice, prices) for each in found]
     ranked = sorted(listed, key=lambda r: (r.money is None, r.money or 0.0, r.slower))
     return Fit(best, advice, tuple(ranked), prices, is_largest=not larger and not fewer)
+
+
+def _in_tiles_if_needed(question: Question) -> tuple[Question, PricedCandidate, Explanation]:
+    """The question with its setting and plan, with the loss in tiles where only that fits, as a search takes it."""
+    found = question, *_as_asked(question)
+    if found[2].fits:
+        return found
+    try:
+        tiled = question.in_tiles(tile_bytes_of(question.request))
+        with_tiles = tiled, *_as_asked(tiled)
+    except StepError:  # no loss of the step can be computed in tiles
+        return found
+    return with_tiles if with_tiles[2].fits else found
 
 
 def _as_asked(question: Question) -> tuple[PricedCandidate, Explanation]:

@@ -115,7 +115,8 @@ class FitSheet:
         )
         yield _pairs(asked(advice, self.target))
         price = "" if fit.money is None else f", {fit.money:.4g} of money a step"
-        yield Text(f"as {fit.asked.setting.name}, {format_seconds(advice.step_seconds)} a step{price}\n")
+        tiles = "" if advice.plan.loss_tile_bytes is None else ", the loss in tiles"
+        yield Text(f"as {fit.asked.setting.name}{tiles}, {format_seconds(advice.step_seconds)} a step{price}\n")
         yield memory_bar(advice.memory, advice.bound_bytes)
         yield Text()
         yield Tree(advice.memory, _DEPTH, _SMALLEST)

@@ -18,54 +18,68 @@ from autopar.errors import AutoparError, MemoryBoundError, StateError, StepError
 from autopar.ir import Graph, Plan, local_shape, operand_layouts
 from autopar.ops.nodes import copied
 from autopar.passes import join_losses
+from autopar.search.request.request import Request
 
 T = TypeVar("T")
 # 4,186 rows of the 128,256 classes of Llama 3 in bfloat16: a product of a tile is as fast as a larger one.
-LOSS_TILE_BYTES = 2**30
+LARGEST_TILE_BYTES = 2**30
+# Four tensors of a tile's size exist at a time (`autopar.rules.linear_loss`): a sixteenth of the memory.
+_TILES_IN_MEMORY = 64
 _TRIED_FROM_TILES = 2
 _LOSS = "aten.cross_entropy_loss"
 
 
+def tile_bytes_of(request: Request) -> int:
+    """Bytes of the tiles that are tried: a power of two, so that a little more memory gives the same tiles."""
+    free_bytes = request.bound_bytes - request.hardware.reserved_bytes
+    wanted = max(1, free_bytes // _TILES_IN_MEMORY)
+    return min(LARGEST_TILE_BYTES, 2 ** (wanted.bit_length() - 1))
+
+
 def best_in_tiles(
-    find: Callable[[int | None], T], plan_of: Callable[[T], tuple[Graph, Plan]], faster: Callable[[T, T], T]
+    find: Callable[[int | None], T],
+    tile_bytes: int,
+    plan_of: Callable[[T], tuple[Graph, Plan]],
+    faster: Callable[[T, T], T],
 ) -> T:
     """What is found without tiles of the loss, or with tiles where only that fits, or is faster.
 
     Args:
         find: function from bytes of a tile, or None for a loss without tiles, to what is found; it raises
             MemoryBoundError where no plan fits.
+        tile_bytes: bytes of the tiles that are tried.
         plan_of: function from what is found to the captured model and its plan.
         faster: function to the one of two with the shorter step by its price, the first where they are equal.
     """
-    found = in_tiles_if_needed(find)
+    found = in_tiles_if_needed(find, tile_bytes)
     graph, plan = plan_of(found)
-    if plan.loss_tile_bytes is not None or not _promises(graph, plan):
+    if plan.loss_tile_bytes is not None or not _promises(graph, plan, tile_bytes):
         return found
     try:
-        other = find(LOSS_TILE_BYTES)
+        other = find(tile_bytes)
     except AutoparError:  # of a loss that has no tiles, or of an option that does not go with them
         return found
     return faster(found, other)
 
 
-def in_tiles_if_needed(find: Callable[[int | None], T]) -> T:
-    """What is found without tiles of the loss, or with tiles where only that fits; argument as in `best_in_tiles`."""
+def in_tiles_if_needed(find: Callable[[int | None], T], tile_bytes: int) -> T:
+    """What is found without tiles of the loss, or with tiles where only that fits; arguments as in `best_in_tiles`."""
     try:
         return find(None)
     except StateError:  # parameters alone take too much
         raise
     except MemoryBoundError as error:
         try:
-            return find(LOSS_TILE_BYTES)
+            return find(tile_bytes)
         except AutoparError:
             raise error from None
 
 
-def _promises(graph: Graph, plan: Plan) -> bool:
+def _promises(graph: Graph, plan: Plan, tile_bytes: int) -> bool:
     """Whether memory costs a plan time, and the logits of a loss take more than two tiles of it."""
     far = any(how.tier != "device" or how.resident_tier != "device" for how in plan.parameters.values())
     logits = (_logits_bytes(graph, plan, op.name) for op in graph.ops if op.kind == _LOSS)
-    return (far or plan.recompute != "none") and max(logits, default=0) > _TRIED_FROM_TILES * LOSS_TILE_BYTES
+    return (far or plan.recompute != "none") and max(logits, default=0) > _TRIED_FROM_TILES * tile_bytes
 
 
 def _logits_bytes(graph: Graph, plan: Plan, name: str) -> int:

@@ -385,6 +385,16 @@ def test_room_is_told_where_it_fits():
     assert any("ranks are enough" in each.what for each in fit.remedies)
 
 
+def test_what_fits_with_the_loss_in_tiles_fits():
+    """As a search takes tiles where nothing else fits. 12,288 tokens of gpt2 have 1.24 GB of logits."""
+    asked = ask(cluster="h100x1", batch=12, seq=1024, recipe="ddp", micro_batches=1)
+    without = will_it_fit(asked)
+    bounded = asked.on(asked.request.but(memory_bytes=int(smallest(asked.settings).memory_bytes - 1e9)))
+    found = will_it_fit(bounded)
+    assert without.advice.plan.loss_tile_bytes is None and found.fits
+    assert found.advice.plan.loss_tile_bytes == 2**27  # of 8.6 to 17.2 GB
+
+
 def test_a_plan_that_needs_more_than_its_estimate_ends_no_answer(monkeypatch: pytest.MonkeyPatch):
     """Of settings whose estimates fit, the first one's plan may not: the next one is asked for."""
     question, explain = ask(cluster="h100x4"), Question.explain

@@ -21,7 +21,7 @@ UNKNOWN = {
     "finds code by its name": (
         "return F.gelu",
         "return self.forward.__globals__['hel' + 'per'].unused(x) + F.gelu",
-        "found in a way",
+        "reached in a way",
     ),
     "finds a number by its name": ("return F.gelu", "return vars(helper)['FAC' + 'TOR'] * F.gelu", "for anything"),
     "a function that keeps results": (

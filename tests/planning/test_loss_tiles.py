@@ -24,11 +24,6 @@ class Head(nn.Module):
         return F.cross_entropy(self.head(self.embed(tokens)).flatten(0, 1), target.flatten())
 
 
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch):
-    monkeypatch.setattr(loss_tiles, "LOSS_TILE_BYTES", 2**20)
-
-
 def explained(memory_bytes):
     with torch.device("meta"):
         model, batch = Head(), tuple(torch.zeros(1, 4096, dtype=torch.int64) for _ in range(2))
@@ -41,14 +36,14 @@ def test_tiles_are_taken_where_nothing_fits_without():
     without = explained(None)
     tight = explained(int(RESERVED_BYTES + 50e6))
     assert without.plan.loss_tile_bytes is None
-    assert tight.plan.loss_tile_bytes == 2**20
+    assert tight.plan.loss_tile_bytes == 2**19  # at most a 64th of 50 MB
     assert tight.memory_bytes < RESERVED_BYTES + 50e6 < without.memory_bytes
     assert tight.step_seconds > without.step_seconds
 
 
 def test_where_tiles_do_not_help_the_error_is_that_of_the_plan_without():
     with pytest.raises(MemoryBoundError, match="memory_bytes"):
-        explained(int(RESERVED_BYTES + 3e6))
+        explained(int(RESERVED_BYTES + 1.3e6))
 
 
 def test_training_in_tiles_gives_the_loss_and_gradients_of_the_plain_model():
@@ -61,7 +56,7 @@ def test_training_in_tiles_gives_the_loss_and_gradients_of_the_plain_model():
     model.zero_grad()
     made = compiled(model)
     loss = made.step(*batch)
-    assert made.plan.loss_tile_bytes == 2**20
+    assert made.plan.loss_tile_bytes == 2**17
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
     with torch.no_grad():
         torch.testing.assert_close(made(*batch), expected, rtol=1e-12, atol=0)  # in as little memory
@@ -76,7 +71,7 @@ def compiled(model, **options):
 
 
 def test_many_tiles_of_a_model_in_bfloat16_lose_no_digits(monkeypatch):
-    monkeypatch.setattr(loss_tiles, "LOSS_TILE_BYTES", 2**15)  # four rows of float32
+    monkeypatch.setattr(loss_tiles, "LARGEST_TILE_BYTES", 2**15)  # four rows of float32
     torch.manual_seed(0)
     model, generator = Head(2048).bfloat16(), torch.Generator().manual_seed(1)
     batch = tuple(torch.randint(0, 64, (2, 1024), generator=generator) for _ in range(2))

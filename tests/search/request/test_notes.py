@@ -64,20 +64,25 @@ def said(vocabulary: int, heads: int, recipe: str, ranks: int = 8) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "instead"),
+    ("recipe", "instead", "of_heads"),
     [
-        ("auto", "not split"),
-        ("tp", "split by dim 1 of words.weight instead"),
-        pytest.param("tp+sp", "split by dim 1 of words.weight instead", marks=pytest.mark.slow),
+        ("auto", "not split", "not split"),
+        ("tp", "split by dim 1 of words.weight instead", "split by dim 1 of words.weight instead"),
+        pytest.param(
+            "tp+sp",
+            "split by dim 1 of words.weight instead",
+            "split by dim 0 of layers.*.query.weight instead",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
-def test_what_no_axis_cuts_for_all_ranks_is_said_with_what_would(recipe: str, instead: str) -> None:
+def test_what_no_axis_cuts_for_all_ranks_is_said_with_what_would(recipe: str, instead: str, of_heads: str) -> None:
     words, heads = said(49, 3, recipe)  # torch.chunk makes 7 parts of 49
     assert words == (
         f"A vocabulary of 49 cannot be split over tp=8, so it is {instead}; pad it to 56, with "
         "resize_token_embeddings(56)."
     )
-    assert heads == f"3 attention heads cannot be split over tp=8, so attention is {instead}; 8 would be split."
+    assert heads == f"3 attention heads cannot be split over tp=8, so attention is {of_heads}; 8 would be split."
 
 
 def test_what_is_cut_or_not_wanted_is_not_said() -> None:
