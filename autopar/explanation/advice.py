@@ -527,13 +527,14 @@ class Question:
         least, bound = smallest(self.settings), self.bound_bytes
         over, reserved_bytes = least.memory_bytes - bound, self.cluster.hardware.reserved_bytes
         held_bytes = (least.memory_bytes - reserved_bytes) * self.cluster.ranks
-        ranks = -(-held_bytes // (bound - reserved_bytes))
+        per_node = self.cluster.devices_per_node
+        nodes = math.ceil(held_bytes / (bound - reserved_bytes) / per_node)
         return (
             f"{self.target} does not fit on {self.cluster}: the smallest way found, "
             f"{least.setting.name}, takes {least.memory_bytes / 1e9:.1f} GB of a rank, "
             f"{over / 1e9:.1f} GB ({over:,.0f} bytes) more than the {bound / 1e9:.1f} GB there are. "
-            f"What would help: about {ranks:.0f} ranks, a smaller batch or shorter sequences, or devices "
-            "with more memory (`autopar fit` prices them)."
+            f"What would help: about {counted(nodes, 'node')} of {counted(per_node, 'rank')}, a smaller batch or "
+            "shorter sequences, or devices with more memory (`autopar fit` prices them)."
         )
 
 

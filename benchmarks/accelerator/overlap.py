@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from gpt import GPT, GPTConfig, loss_fn
@@ -13,6 +14,7 @@ from benchmarks.accelerator.figures import Figure, Picture, Sentence
 from benchmarks.accelerator.joining import join_staged, staged_or_devices
 from benchmarks.accelerator.parts import Context, Found
 from benchmarks.accelerator.several_ranks import RANKS
+from benchmarks.accelerator.subjects import Batch
 from benchmarks.accelerator.trace import Trace, traced
 from tests.runtime.gloo_ranks import Join, Ranks, join
 
@@ -63,14 +65,18 @@ def _figures(recipe: str, found: Trace, bars: dict[str, list[tuple[str, float]]]
 
 def _traced(recipe: str, kind: str, sizes: tuple[int, int, int]) -> Trace:
     """A rank's task: the trace of a third step."""
+    mesh = {"tp" if recipe == "tp" else "dp": RANKS}
+    made, batch = compiled_gpt(kind, sizes, mesh=mesh, recipe=recipe, bucket_bytes=BUCKET_BYTES)
+    for _ in range(2):
+        made.step(*batch)
+    return traced(lambda: made.step(*batch), _torch.current_device(kind))
+
+
+def compiled_gpt(kind: str, sizes: tuple[int, int, int], **options: Any) -> tuple[autopar.CompiledModule, Batch]:
+    """A GPT of a width, layers and a length on a rank's device, and a batch of it; `options` are those of `compile`."""
     device = _torch.current_device(kind)
     width, layers, length = sizes
     torch.manual_seed(0)
     model = GPT(GPTConfig(seq_len=length, layers=layers, heads=4, width=width)).to(device)
     tokens = torch.randint(0, 256, (8, length)).to(device)
-    batch = (tokens, tokens.roll(-1, 1))
-    mesh = {"tp" if recipe == "tp" else "dp": RANKS}
-    made = autopar.compile(model, loss_fn=loss_fn, mesh=mesh, recipe=recipe, bucket_bytes=BUCKET_BYTES)
-    for _ in range(2):
-        made.step(*batch)
-    return traced(lambda: made.step(*batch), device)
+    return autopar.compile(model, loss_fn=loss_fn, **options), (tokens, tokens.roll(-1, 1))

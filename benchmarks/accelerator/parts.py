@@ -89,6 +89,7 @@ PARTS: tuple[Part, ...] = (
     _part("recomputation", "recomputation", 0.1, "What does recomputation of ops cost here?"),
     _part("several-ranks", "several_ranks", 0.25, "Are all plans exact on this device's kernels?"),
     _part("collectives", "own_collectives", 0.2, "Are plans exact over the device's own collectives?"),
+    _part("links", "links", 0.25, "What do recipes and schedules take over the links between devices?"),
     _part("tiers", "tiers", 0.06, "Is training exact with parameters on the host?"),
     _part("overlap", "overlap", 0.08, "How much communication lies beside compute?"),
     _part("precision", "precision", 0.08, "Is every number format computed as it is defined?"),

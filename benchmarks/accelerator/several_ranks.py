@@ -71,18 +71,16 @@ def worst(parts: Sequence[dict[str, Any]], expected: dict[str, Any]) -> float:
 
 def _recipes(context: Context, ranks: Ranks) -> Iterator[Found]:
     for recipe in context.subjects(ONE_AXIS):
-        yield _trained(f"recipe {recipe}", context, ranks, {"x": RANKS}, recipe, 1)
+        yield trained(f"recipe {recipe}", context, ranks, {"x": RANKS}, recipe, 1)
 
 
 def _schedules(context: Context, ranks: Ranks) -> Iterator[Found]:
     for schedule in context.subjects(tuple(SCHEDULES)):
         name = f"schedule {schedule}"
-        yield _trained(name, context, ranks, {"pp": RANKS}, schedule, MICRO_BATCHES)
+        yield trained(name, context, ranks, {"pp": RANKS}, schedule, MICRO_BATCHES)
 
 
-def _trained(
-    name: str, context: Context, ranks: Ranks, mesh: dict[str, int], recipe: str, micro_batches: int
-) -> Figure:
+def trained(name: str, context: Context, ranks: Ranks, mesh: dict[str, int], recipe: str, micro_batches: int) -> Figure:
     """How far the small GPT is from that of one process."""
     device = context.device.type
 

@@ -17,6 +17,8 @@ Interval = tuple[float, float]  # start and end in seconds
 # Names of kernels and of Gloo's work that move data between ranks.
 COMMUNICATION = ("nccl", "gloo:", "rccl", "oneccl")
 COPIES = ("Memcpy HtoD", "Memcpy DtoH")
+# Calls in which the host waits for the device.
+WAITS = ("aten::_local_scalar_dense", "cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -59,10 +61,12 @@ class Trace:
     Attributes:
         spans: kind of work -> its intervals.
         step: the interval from the first work to the end of the last.
+        waits: number of times that the host waits for the device.
     """
 
     spans: dict[Kind, list[Interval]]
     step: Interval
+    waits: int = 0
 
     def beside_compute(self, kind: Kind) -> float | None:
         """The share of a kind's time in which something is computed; None where the trace has none of it."""
@@ -106,7 +110,9 @@ def traced(step: Callable[[], object], device: torch.device) -> Trace:
 def read(events: Iterable[Any], on_accelerator: bool) -> Trace:
     """The trace of profiler events; on an accelerator those of the host do not count."""
     spans: dict[Kind, list[Interval]] = {"compute": [], "communication": [], "copy": []}
+    waits = 0
     for event in events:
+        waits += event.name() in WAITS
         if on_accelerator and event.device_type().name == "CPU":
             continue
         kind = kind_of(event.name(), on_accelerator=on_accelerator)
@@ -115,4 +121,4 @@ def read(events: Iterable[Any], on_accelerator: bool) -> Trace:
             spans[kind].append((start, start + event.duration_ns() * 1e-9))
     every = [interval for each in spans.values() for interval in each]
     step = (min(s for s, _ in every), max(e for _, e in every)) if every else (0.0, 0.0)
-    return Trace(spans, step)
+    return Trace(spans, step, waits)

@@ -193,6 +193,7 @@ def test_a_trace_is_read_as_worked_out_by_hand() -> None:
 
 def test_a_profiled_step_has_its_ops_as_compute() -> None:
     x = torch.randn(200, 200)
-    found = traced(lambda: x @ x, torch.device("cpu"))
+    found = traced(lambda: (x @ x).sum().item(), torch.device("cpu"))
+    assert found.waits == 1
     assert len(found.spans["compute"]) >= 1 and not found.spans["communication"]
     assert 0 <= found.idle < 1
