@@ -121,7 +121,7 @@ class Rehearsal:
             if action.kind == "F":
                 self._flights[key] = self._forward(*key, inputs(action.micro_batch))
             elif action.kind in "BI":
-                program = self.stages[action.stage]
+                program = self.stages[action.stage].of(action.micro_batch)
                 is_whole = action.kind == "B" or bool(program.recomputed) or program.has_lone_calls
                 self._backward(*key, WholeBackward if is_whole else SplitBackward)
             if action.kind in "BW":
@@ -137,7 +137,7 @@ class Rehearsal:
     # --- forward
 
     def _forward(self, stage: int, micro_batch: int, inputs: Mapping[str, Tensor]) -> _Flight:
-        program = self.stages[stage]
+        program = self.stages[stage].of(micro_batch)
         received = self._receive(stage, micro_batch)
         leaves = self._leaves_of(stage, micro_batch)
         arguments = [leaves[spec.name] for spec in program.parameters]
@@ -163,7 +163,7 @@ class Rehearsal:
 
     def _receive(self, stage: int, micro_batch: int) -> list[Ranks]:
         """The tensors that the previous stage sent, as leaves of this stage's autograd."""
-        wires = self.stages[stage].received
+        wires = self.stages[stage].of(micro_batch).received
         if not wires:
             return []
         sent = self._flights[stage - 1, micro_batch].results
@@ -197,7 +197,7 @@ class Rehearsal:
 
     def _arrived(self, stage: int, micro_batch: int) -> list[Ranks | None]:
         """The gradients of a stage's results: of the loss on the last stage, else those that the next stage sent."""
-        program = self.stages[stage]
+        program = self.stages[stage].of(micro_batch)
         if program.is_step:
             share = self.shares[micro_batch]
             return [[torch.full_like(x, share) for x in self.losses[micro_batch]]]

@@ -89,7 +89,7 @@ class ReplicaSteps:
         """One step of a replica on simulated ranks; its buffers take their new values."""
         device = replace(self.device, model=model)
         steps = [(self.parts[replica], expected)]
-        (results,) = simulated_steps(self.whole, self.graph, device, steps, None)
+        (results,) = simulated_steps(self.whole, [self.graph], device, steps, None)
         with torch.no_grad():
             for name, ranks in results.buffers.items():
                 model.get_buffer(name).copy_(ranks[0])

@@ -9,20 +9,22 @@ import torch
 from torch import Tensor, nn
 
 from autopar._torch import pytree, widened_dtype
-from autopar.analysis.objective import equal_parts
+from autopar.analysis.objective import MicroBatch
 from autopar.ir import Graph
 from autopar.program.program import Program, TensorSpec
+from autopar.program.smaller import stages_with_smaller
 from autopar.program.stages import cut_stages
 from autopar.proof import lockstep
 from autopar.proof.comparison import PlanResults
 from autopar.proof.rehearsal import Draws, Rehearsal, actions_of
 from autopar.proof.single_device import Batch, Between, Results, SingleDevice, copied, widened_tensors
 from autopar.proof.streams import MicroBatchStreams
+from autopar.runtime.execute.shares import rows_of
 
 
 def simulated_steps(
     whole: Program,
-    graph: Graph,
+    graphs: Sequence[Graph],
     device: SingleDevice,
     steps: Iterable[tuple[Sequence[Batch], Results]],
     between: Between | None,
@@ -31,7 +33,7 @@ def simulated_steps(
 
     Args:
         whole: the program of the plan.
-        graph: the captured model.
+        graphs: the captured model, and the one captured for smaller micro-batches if the last ones are.
         device: the model and its loss function, which are copied.
         steps: for every step its micro-batches, and the results of a single device.
         between: function that is called with the copy of the model between two steps, or None.
@@ -40,14 +42,15 @@ def simulated_steps(
     """
     model, _ = copied(device.model, device.loss_fn)
     count = whole.plan.micro_batches
-    stages = cut_stages(whole, graph)
+    stages = _stages_of(whole, graphs)
     for step, (batches, expected) in enumerate(steps):
         if step and between is not None:
             between(model)
-        inputs = [named_inputs(whole, batch) for batch in batches]
+        inputs = [named_inputs(whole.of(i), batch) for i, batch in enumerate(batches)]
         buffers = dict(model.named_buffers(remove_duplicate=False))
         read = [each | prefixed_buffers(buffers) for each in inputs]
-        parts = equal_parts(whole.objective, read)
+        programs = [whole.of(i) for i in range(count)]
+        parts = [MicroBatch(x, rows_of(own), own.objective) for x, own in zip(read, programs, strict=True)]
         shares = whole.objective.shares(parts)
         inputs = [each | own for each, own in zip(inputs, whole.term_shares(parts), strict=True)]
         rehearsal = Rehearsal(
@@ -70,6 +73,16 @@ def simulated_steps(
         with torch.no_grad():
             for name, ranks in rehearsal.updates.items():
                 model.get_buffer(name).copy_(ranks[0])
+
+
+def _stages_of(whole: Program, graphs: Sequence[Graph]) -> Sequence[Program]:
+    """The programs of all stages, of micro-batches of every size."""
+    stages, *smaller = [cut_stages(each, graph) for each, graph in zip(_sizes(whole), graphs, strict=True)]
+    return stages_with_smaller(stages, smaller[0], whole.first_smaller) if smaller else stages
+
+
+def _sizes(whole: Program) -> tuple[Program, ...]:
+    return (whole,) if whole.smaller is None else (whole, whole.smaller)
 
 
 def draws_of(whole: Program, device: SingleDevice, group: int) -> Draws:
@@ -120,6 +133,7 @@ def widened_program(program: Program) -> Program:
         inputs=tuple(map(_widened_spec, program.inputs)),
         shares=tuple(map(_widened_spec, program.shares)),
         constants=tuple(widened_tensors(x) for x in program.constants),
+        smaller=None if program.smaller is None else widened_program(program.smaller),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -14,15 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from autopar._torch import AskedLimits, RandomLastBits, pytree
-from autopar.analysis.objective import objective_of
+from autopar.analysis.objective import BatchCapture, objective_of
 from autopar.capture.export import LossFunction
 from autopar.capture.remedies import traced_line
 from autopar.capture.rows import arguments_of_replica
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, PlanError
 from autopar.ir import Meeting, MixedPrecision, Plan
 from autopar.ir.meeting import SERVER
-from autopar.planning.planning import Prepared, prepare_step, prepare_whole, split_example
+from autopar.planning.planning import Prepared, plan_again, prepare_step, prepare_whole, split_example, why_not_again
 from autopar.program.program import Program, build_program
+from autopar.program.smaller import with_smaller
 from autopar.proof.caches import CachedTensors, clear, emptied_after
 from autopar.proof.comparison import (
     PlanResults,
@@ -85,6 +87,8 @@ class Subject:
         references: cache: number of micro-batches -> results of a single device.
         wholes: cache: number of micro-batches -> the step captured with the whole batch.
         others: arguments of a micro-batch of each further replica.
+        first_smaller: number of the first micro-batch of a step that has a row less than the arguments, as all after it
+            have; 0 where all have as many.
     """
 
     model: nn.Module
@@ -96,6 +100,7 @@ class Subject:
     references: dict[int, Reference] = field(default_factory=dict, compare=False)
     wholes: dict[int, Prepared] = field(default_factory=dict, compare=False)
     others: tuple[Batch, ...] = ()
+    first_smaller: int = 0
 
     @classmethod
     def of(
@@ -154,22 +159,41 @@ class Subject:
         """
         count = plan.micro_batches
         batch = self.whole(count).whole if count > 1 else None
-        return self.compare_program(build_program(self.prepared.captured, self.prepared.analysis, plan, batch))
+        program = build_program(self.prepared.captured, self.prepared.analysis, plan, batch)
+        return self.compare_program(self._with_smaller(program, batch) if self.first_smaller else program)
+
+    def of_unequal(self, first_smaller: int) -> Subject:
+        """The same model whose micro-batches have a row less from this number on, and which draws no random numbers."""
+        assert not self.streams.ops, "what a smaller micro-batch draws has no place in the draws of the batch"
+        return replace(self, first_smaller=first_smaller, references={}, wholes={})
+
+    @cached_property
+    def _smaller(self) -> Prepared:
+        """The step captured for a smaller micro-batch."""
+        return self._captured(*_without_a_row((self.args, self.kwargs)))
+
+    def _with_smaller(self, program: Program, batch: BatchCapture | None) -> Program:
+        """The program with that of smaller micro-batches, by the same choices. PlanError where these are not legal."""
+        smaller, plan = self._smaller, program.plan
+        again = plan_again(plan, smaller, plan.micro_batches)
+        if again is None:
+            raise PlanError(f"For smaller micro-batches the plan is not legal: {why_not_again(plan, smaller)}.")
+        return with_smaller(
+            program, build_program(smaller.captured, smaller.analysis, again, batch), self.first_smaller
+        )
+
+    def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared:
+        captured = self.prepared.captured
+        precision, tile_bytes = captured.precision, captured.loss_tile_bytes
+        return prepare_step(
+            self.model, args, kwargs, loss_fn=self.loss_fn, precision=precision, loss_tile_bytes=tile_bytes
+        )
 
     def whole(self, count: int) -> Prepared:
         """The step captured with a whole batch of this number of micro-batches."""
         if count not in self.wholes:
             ((args, kwargs),) = _together(self._batches(0, count))
-            captured = self.prepared.captured
-            capture = functools.partial(
-                prepare_step,
-                self.model,
-                args,
-                kwargs,
-                loss_fn=self.loss_fn,
-                precision=captured.precision,
-                loss_tile_bytes=captured.loss_tile_bytes,
-            )
+            capture = functools.partial(self._captured, args, kwargs)
             self.wholes[count] = prepare_whole(capture, self.prepared, warnings.warn)
         return self.wholes[count]
 
@@ -311,7 +335,9 @@ class Subject:
         """The plan's results of every step that the reference has."""
         count = whole.plan.micro_batches
         steps = [(self._batches(i, count), expected) for i, expected in enumerate(reference.steps)]
-        return list(simulated_steps(whole, self.prepared.analysis.graph, device, steps, self.between))
+        sizes = [self.prepared, self._smaller] if self.first_smaller else [self.prepared]
+        graphs = [each.analysis.graph for each in sizes]
+        return list(simulated_steps(whole, graphs, device, steps, self.between))
 
     def _on_one_device(self, step: int, count: int) -> list[Batch]:
         """The batches of a step for the single device: the whole batch for a sum or a ratio, else its micro-batches."""
@@ -319,11 +345,13 @@ class Subject:
         if count == 1:
             return batches
         objective = objective_of(self.prepared.captured, self.whole(count).whole)
-        return _together(batches) if objective.counts else batches
+        return _together(batches) if objective.counts or self.first_smaller else batches
 
     def _batches(self, step: int, count: int) -> list[Batch]:
         """The micro-batches of a step: the rows of the example, each time in another order."""
-        return [self._batch(step * count + i) for i in range(count)]
+        batches = [self._batch(step * count + i) for i in range(count)]
+        first = self.first_smaller or count
+        return batches[:first] + list(map(_without_a_row, batches[first:]))
 
     def _batch(self, number: int) -> Batch:
         if number == 0:
@@ -347,6 +375,14 @@ def _flushed(plan: Plan) -> Plan:
     if plan.pipeline is None or not plan.pipeline.update_every:
         return plan
     return replace(plan, pipeline=replace(plan.pipeline, schedule="1f1b"))
+
+
+def _without_a_row(batch: Batch) -> Batch:
+    """A micro-batch without its last row, of which a tensor may have several entries."""
+    tensors = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor) and x.ndim]
+    rows = math.gcd(*(len(x) for x in tensors))
+    fewer = pytree.tree_map(lambda x: x[: len(x) - len(x) // rows] if isinstance(x, Tensor) and x.ndim else x, batch)
+    return cast(Batch, fewer)
 
 
 def _together(batches: list[Batch]) -> list[Batch]:

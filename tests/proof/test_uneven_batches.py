@@ -7,6 +7,7 @@ ranks are simulated in one process, and loss, gradients and running statistics c
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -66,6 +67,19 @@ class Pairs(nn.Module):
         return loss + own.square().mean()
 
 
+class Regression(nn.Module):
+    """A mean over rows and outputs, and one that rows weigh."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(5, 9), nn.LayerNorm(9), nn.Linear(9, 4)
+
+    def forward(self, x: Tensor, wanted: Tensor, weights: Tensor) -> Tensor:
+        found = self.down(F.gelu(self.norm(self.up(x))))
+        far = (found - wanted).square()
+        return far.mean() + (far.sum(1) * weights).sum() / weights.sum()
+
+
 class Few(nn.Module):
     """Ops that torch does not run without rows, and a cut of the batch in two."""
 
@@ -88,6 +102,11 @@ def subject(kind: str, rows: int) -> Subject:
         return Subject.of(OddWidths(0.2).double(), batch(rows), loss_fn=loss_of)
     if kind == "pairs":
         return Subject.of(Pairs().double(), (*torch.randn(2, rows, 4).double(), torch.randperm(rows)))
+    if kind == "regression":
+        x, wanted = torch.randn(rows, 5).double(), torch.randn(rows, 4).double()
+        return Subject.of(Regression().double(), (x, wanted, torch.rand(rows).double()))
+    if kind == "calm":
+        return Subject.of(OddWidths().double(), batch(rows), loss_fn=loss_of)
     if kind == "few":
         return Subject.of(Few().double(), (torch.randn(rows, 1, 6, 6).double(),))
     tokens, targets = torch.randint(0, 16, (2, rows, 6))
@@ -128,3 +147,37 @@ def test_random_plans_give_the_results_of_one_device(kind: str, mesh: str, rows:
     for plan in plans:
         report = of.compare(plan)
         assert report.passed, report
+
+
+UNEQUAL = [
+    ("regression", "a=3", 4, range(6)),
+    ("calm", "pp=2,a=2", 3, range(2)),
+    *(
+        pytest.param(kind, mesh, rows, range(6, 26), marks=SLOW)
+        for kind in ("regression", "calm")
+        for mesh in ("a=3", "a=2,b=2", "pp=2,a=3", "pp=4")
+        for rows in (3, 8)
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "mesh", "rows", "seeds"), UNEQUAL)
+def test_micro_batches_of_two_sizes_give_the_results_of_the_batch(
+    kind: str, mesh: str, rows: int, seeds: range
+) -> None:
+    """Of some micro-batches the last ones have a row less; three ranks cut 8 rows in 3, 3, 2 and 7 in 3, 3, 1."""
+    of = subject(kind, rows)
+    graph, fingerprint = of.prepared.analysis.graph, of.prepared.captured.fingerprint
+    for seed in seeds:
+        drawn = random_plan(graph, Mesh.parse(mesh), seed=seed, fingerprint=fingerprint)
+        plan = flushed(drawn, micro_batches=max(2, drawn.micro_batches))
+        report = of.of_unequal(1 + seed % (plan.micro_batches - 1)).compare(plan)
+        assert report.passed, report
+
+
+def flushed(plan: Plan, micro_batches: int) -> Plan:
+    """A plan that updates once a step, after so many micro-batches, which run one at a time."""
+    pipeline = plan.pipeline
+    if pipeline is not None and pipeline.update_every:
+        pipeline = replace(pipeline, schedule="1f1b")
+    return replace(plan, pipeline=pipeline, micro_batches=micro_batches, overlap_batches=1)
