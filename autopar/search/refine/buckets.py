@@ -63,11 +63,11 @@ def _fastest(plans: Iterable[Planned], best: Planned, request: Request) -> Plann
     """The fastest plan of sizes, ever further from the usual one, up to the first that gains nothing or is too big.
 
     A step first falls and then rises with the number of buckets: latencies grow with it, what stays exposed falls.
+    Of a plan that need not fit, and does not, the buckets make it no larger.
     """
-    bound = request.search_bound_bytes
+    most_bytes = max(request.bound_bytes, best.price.peak_bytes)
     for each in plans:
-        is_full = bound is not None and each.price.peak_bytes > bound
-        if is_full or each.price.step_seconds >= best.price.step_seconds:
+        if each.price.peak_bytes > most_bytes or each.price.step_seconds >= best.price.step_seconds:
             break
         best = each
     return best
