@@ -166,6 +166,14 @@ def test_a_bound_on_memory_rules_out_large_buckets() -> None:
     assert held.memory_bytes <= bound and held.plan.bucket_bytes != free.plan.bucket_bytes
 
 
+def test_a_plan_that_need_not_fit_is_not_taken_out_of_memory_by_its_buckets() -> None:
+    free = explained(1.0)
+    assert free.request is not None
+    bound = int(free.memory_bytes) - 1_000_000
+    found = search_plan(free.graph, free.request.but(memory_bytes=bound, must_fit=False)).best
+    assert found.price.peak_bytes <= bound
+
+
 def test_the_text_and_the_json_of_a_plan_have_its_buckets() -> None:
     plan = replace(explained(0.0).plan, bucket_bytes=12_345)
     assert "\nbuckets 12345\n" in str(plan)
