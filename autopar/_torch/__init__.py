@@ -34,6 +34,7 @@ from autopar._torch.autograd import (
     has_backward_hooks,
     in_functorch_transform,
     noting_forward,
+    outside_functorch_transforms,
     outside_of_traces,
     run_node,
     saved_tensor_hooks,

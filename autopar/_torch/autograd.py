@@ -307,6 +307,16 @@ def outside_of_traces() -> Iterator[None]:
         yield
 
 
+def outside_functorch_transforms() -> AbstractContextManager[Any]:
+    """A context without the transforms that the caller runs in, for tensors that are no arguments of them.
+
+    A collective has no rule for vmap, and its gradient is that of the step, not of a transform inside.
+    """
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
+
+
 def in_functorch_transform() -> bool:
     """Whether the caller runs inside vmap, grad or another transform of torch.func."""
     return torch._C._are_functorch_transforms_active()

@@ -311,7 +311,9 @@ def whole_parameter(parameter: Any) -> Any:
     replicated = (R,) * len(mesh.axes)
     world = world_of(mesh, parameter.device)
     hops = route(dims, layout_of(parameter, dims, mesh), replicated, mesh, rank=world.rank)
-    return travel(_torch.differentiable_local(parameter), hops, world)
+    # A forward may read it inside of vmap or grad, to which it is a constant.
+    with _torch.outside_functorch_transforms():
+        return travel(_torch.differentiable_local(parameter), hops, world)
 
 
 def mesh_of(parameter: DTensor) -> Mesh:
