@@ -19,6 +19,7 @@ import click
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from autopar.cost_model.machines.cluster import find_cluster
+from autopar.cost_model.machines.software import with_eager_runs
 from autopar.explanation.advice import Question
 from autopar.explanation.pages import page_of
 from autopar.search.request.request import Request
@@ -64,7 +65,8 @@ def asked(model: str, gpus: int) -> Answer:
     """Searches everything that is open."""
     batch, seq = MODELS[model]
     start = time.perf_counter()
-    found = Question(model, Request.on(find_cluster(cluster_of(gpus)), batch=batch * gpus), seq).answer()
+    cluster = with_eager_runs(find_cluster(cluster_of(gpus)))
+    found = Question(model, Request.on(cluster, batch=batch * gpus), seq).answer()
     tokens = batch * gpus * seq / found.step_seconds
     plan = page_of(found, model).subtitle.replace(f" on {cluster_of(gpus)}", "")
     return Answer(f"{model} {gpus}", tokens, plan, time.perf_counter() - start)
