@@ -170,8 +170,10 @@ def _fake_arguments(program: Program) -> list[Tensor]:
     for fake, spec in zip(fakes, program.parameters, strict=False):
         fake.requires_grad_(spec.name not in program.frozen)
     fakes += [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in program.constants]
-    fed = (*program.inputs, *program.shares)
-    return fakes + [_empty(s, local_shape(s.dims, s.layout, mesh)) for s in fed]
+    fed = [_empty(s, local_shape(s.dims, s.layout, mesh)) for s in (*program.inputs, *program.shares)]
+    for fake, spec in zip(fed, program.inputs, strict=False):
+        fake.requires_grad_(spec.name in program.differentiable)
+    return fakes + fed
 
 
 def _empty(spec: TensorSpec, shape: Sequence[int]) -> Tensor:

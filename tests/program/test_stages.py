@@ -1,6 +1,7 @@
 """The programs of a pipeline's stages: what they take, send and refuse."""
 
 import bisect
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,17 @@ def test_a_wire_needs_a_gradient_only_if_a_parameter_behind_it_does():
     first, second = stages_of(Frozen(), (TOKENS,), ("argmax",))
     assert [w.needs_grad for w in first.sent] == [False]  # an embedding that is frozen
     assert first.is_step is False and second.frozen == {"table.weight"}
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_a_wire_of_frozen_layers_takes_a_gradient_to_an_input_that_asks_for_one(is_asked):
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).requires_grad_(False)
+    prepared = prepare_forward(layers, (torch.randn(4, 8),))
+    plan = with_stages(prepared, Pipeline(2, "gpipe", ("linear_1",)), 1)
+    program = build_program(prepared.captured, prepared.analysis, plan)
+    inputs = frozenset(spec.name for spec in program.inputs) if is_asked else frozenset()
+    first, _ = cut_stages(replace(program, differentiable=inputs), prepared.analysis.graph)
+    assert [w.needs_grad for w in first.sent] == [is_asked]
 
 
 class Counting(nn.Module):

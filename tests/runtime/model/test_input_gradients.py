@@ -62,6 +62,23 @@ def test_a_model_gives_its_inputs_the_gradients_of_one_process(two_ranks: Ranks,
 
 
 @captured_once()
+def distance_behind_frozen_layers(way: str) -> float:
+    """As in SAC: a critic learns, and is frozen while its input learns from it."""
+    (x, y), *_ = batches(1)
+    found = []
+    for judge, maker in (tuple(autopar.compile(each, **WAYS[way]) for each in models()), models()):
+        judge(x)
+        judge.requires_grad_(False)
+        found.append(gradients(judge, maker, x, y))
+    return apart(*found)
+
+
+@pytest.mark.parametrize("way", ["zero3", "pp"])
+def test_a_frozen_model_gives_its_inputs_the_gradients_of_one_process(two_ranks: Ranks, way: str) -> None:
+    assert max(two_ranks.run(distance_behind_frozen_layers, way)) < 1e-14
+
+
+@captured_once()
 def distance_of_parts() -> float:
     """With rows of its own a rank's input has the gradient of its own loss, and the generator that of the mean."""
     rank, ((x, y), *_) = dist.get_rank(), batches(1)
