@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,10 +26,26 @@ def test_a_dtensor_draws_what_a_plain_tensor_draws(group) -> None:
     generator = torch.Generator()
     found = [x.normal_(generator=generator.manual_seed(1)) for x in (plain, cut)]
     assert found[1] is cut and cut.full_tensor().equal(plain)
-    noise = []
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        torch.randn_like,
+        functools.partial(torch.randint_like, high=5),
+        functools.partial(torch.randint_like, low=-1, high=5),
+        torch.bernoulli,
+        torch.nn.functional.dropout,
+    ],
+)
+def test_what_is_drawn_beside_a_dtensor_is_what_is_drawn_beside_a_plain_tensor(group, draw) -> None:
+    _torch.draw_whole_on_processors()
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("x",))
+    plain = torch.linspace(0, 1, 24).view(4, 6)
+    cut, noise = distribute_tensor(plain.clone(), mesh, [Shard(1)]), []
     for x in (plain, cut):
         torch.manual_seed(2)
-        noise.append(torch.randn_like(x))
+        noise.append(draw(x))
     assert isinstance(noise[1], DTensor) and noise[1].placements == cut.placements
     assert noise[1].full_tensor().equal(noise[0])
 
