@@ -154,7 +154,10 @@ def follow_assigned_data(is_followed: Callable[[Tensor], bool]) -> None:
 
 @torch.no_grad()
 def _assign_part(x: DTensor, value: Tensor) -> None:
-    """Copies this rank's part of a whole tensor, or of a DTensor, to its shard. Raises StepError for another kind."""
+    """Makes this rank's part of a whole tensor, or of a DTensor, the shard. Raises StepError for another kind.
+
+    What the shard was stays in the memory that it had, for a script that has kept `p.data` to assign it again.
+    """
     if value.shape != x.shape or value.dtype != x.dtype or (x.is_meta and not value.is_meta):
         raise StepError(
             f"p.data = x was given x of shape {list(value.shape)}, {value.dtype} on {value.device}, but the parameter "
@@ -165,7 +168,12 @@ def _assign_part(x: DTensor, value: Tensor) -> None:
         part = value.redistribute(x.device_mesh, x.placements)
     else:
         part = cut_like(value, x)
-    x._local_tensor.copy_(part._local_tensor)
+    local, before = part._local_tensor, x._local_tensor
+    if type(x) not in (DTensor, torch.nn.Parameter) or local.device != before.device or before.is_pinned():
+        before.copy_(local)  # in a file, or in memory that is pinned
+        return
+    is_all = local.is_contiguous() and local.untyped_storage().nbytes() == local.nbytes
+    x._local_tensor = local if is_all else local.clone(memory_format=torch.contiguous_format)
 
 
 def whole_of(x: DTensor) -> Tensor:

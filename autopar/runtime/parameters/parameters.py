@@ -89,6 +89,15 @@ class ParameterAtRest:
         """The stored shard."""
         return _torch.local_tensor(self.parameter)
 
+    def surround(self) -> None:
+        """Makes a new buffer around a stored shard that someone has replaced, and may have kept a view of before."""
+        assert self.full is not None and self.part is not None, "a buffer is kept"
+        before = self.part
+        self.full = self.full.clone(memory_format=torch.contiguous_format)
+        self.part = self.full.as_strided(before.shape, before.stride(), before.storage_offset())
+        self.part.copy_(self.local)
+        _torch.set_local_tensor(self.parameter, self.part)
+
 
 class ParameterStore:
     """All parameters of a model at rest, by name; tied ones once.
@@ -332,8 +341,8 @@ class Residents:
             self._set_leaf(i, local)
         else:
             assert kept.part is not None
-            if kept.part.data_ptr() != local.data_ptr():  # someone replaced the parameter's tensor
-                kept.part.copy_(local)
+            if kept.part.data_ptr() != local.data_ptr():
+                kept.surround()
             self._set_leaf(i, kept.full)
 
     def _set_leaf(self, i: int, value: Tensor) -> None:

@@ -221,18 +221,26 @@ def test_a_scaler_skips_a_step_that_overflows_on_another_rank(group) -> None:
 
 def test_data_that_is_assigned_gets_into_shards(own: list[nn.Parameter]) -> None:
     cut, replicated, plain = own
-    shards = [p._local_tensor for p in (cut, replicated)]  # type: ignore[attr-defined]
     x = torch.arange(8.0).view(2, 4)
     cut.data = x
     replicated.data = cut.data * 2
-    assert [p.tolist() for p in shards] == [x.tolist(), (x * 2).tolist()]
+    assert [p._local_tensor.tolist() for p in (cut, replicated)] == [x.tolist(), (x * 2).tolist()]  # type: ignore[attr-defined]
     nn.utils.vector_to_parameters(torch.ones(24), own)
-    assert all(p.detach().eq(1).all() for p in (*shards, plain))
+    assert all(p.detach().eq(1).all() for p in own)
+    assert x.ne(1).any()
     with pytest.raises(StepError, match=r"shape \[3\], torch.float32 on cpu, but the parameter has"):
         cut.data = torch.zeros(3)
     other = distribute_tensor(torch.zeros(2, 4), cut.device_mesh, [Replicate()])  # type: ignore[attr-defined]
     other.data = x  # it is of someone else, for whom torch goes on to lose it
     assert other._local_tensor.eq(0).all()
+
+
+def test_data_that_was_kept_is_assigned_again(own: list[nn.Parameter]) -> None:
+    cut = own[0]
+    before, values = cut.data, cut.detach().full_tensor().clone()  # type: ignore[attr-defined]
+    cut.data = torch.zeros(2, 4)
+    cut.data = before
+    assert cut.detach().full_tensor().equal(values)  # type: ignore[attr-defined]
 
 
 def test_a_fused_update_of_columns_leaves_their_neighbours_alone():

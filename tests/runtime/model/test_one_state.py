@@ -90,6 +90,14 @@ def assign(model: Any) -> None:
         p.data = values[name] / 3
 
 
+def swap(model: Any) -> None:
+    """Other values for a while, as averages are evaluated, and back those that were kept."""
+    kept = {name: p.data for name, p in model.named_parameters()}
+    assign(model)
+    for name, p in model.named_parameters():
+        p.data = kept[name]
+
+
 def shift(model: Any) -> None:
     model.mean.add_(0.25)
 
@@ -110,7 +118,7 @@ WRITERS: dict[str, Act] = {
     f"{door.__name__}: {part}": running(door, part)
     for door in (step, evaluation, call)
     for part in ("move first", "move last")
-} | {"update": update, "load": load, "assign": assign, "shift": shift}
+} | {"update": update, "load": load, "assign": assign, "swap": swap, "shift": shift}
 READERS: dict[str, Act] = {
     f"{door.__name__}: {part}": running(door, part)
     for door in (step, evaluation, call)
