@@ -91,6 +91,17 @@ def backward_hooks_of(x: Tensor | nn.Module) -> list[Callable[..., Any]]:
     return [hook for table in tables for hook in (table or {}).values()]
 
 
+def is_saved_by_autograd(x: Tensor) -> bool:
+    """Whether a leaf is a tensor that a graph of autograd has saved, or is held elsewhere in C++."""
+    return x.is_leaf and x._use_count() > 2  # the object, and the node that accumulates its gradient
+
+
+def call_before_accumulation(x: Tensor, call: Callable[[], None]) -> None:
+    """Calls a function as soon as a gradient arrives at a leaf through a graph that is there already."""
+    if x.is_leaf and x.requires_grad and x._use_count() > 1:
+        torch.autograd.graph.get_gradient_edge(x).node.register_prehook(lambda _: call())
+
+
 def has_backward_hooks(x: Tensor | nn.Module) -> bool:
     """Whether a parameter or a module has backward hooks."""
     return bool(backward_hooks_of(x))

@@ -272,3 +272,14 @@ def test_a_check_that_tensors_are_alike_keeps_none_of_them_alive():
     gc.collect()
     assert gone() is None
     assert check(torch.zeros(2))
+
+
+@pytest.mark.parametrize(("use", "is_saved"), [(torch.square, True), (lambda x: x + 1, False)])
+def test_a_graph_that_is_there_is_known_by_what_it_saves_or_when_it_runs(use, is_saved):
+    x, came = torch.ones(2, requires_grad=True), []
+    assert not _torch.is_saved_by_autograd(x)
+    y = use(x)
+    assert _torch.is_saved_by_autograd(x) == is_saved
+    _torch.call_before_accumulation(x, lambda: came.append(x.grad))
+    y.sum().backward()
+    assert came == [None] and x.grad is not None

@@ -73,6 +73,8 @@ class Placement:
             read_later=() if weights is None else weights.names(model),
         )
         self._settle_gradients()
+        if self.adoption is not None:
+            _refuse_used(model)
         self.store, self.first = ParameterStore(world), programs.whole
         name_axes(world.axes_of_groups)
         self.store.fill(programs.whole, model, values, held)
@@ -146,6 +148,26 @@ class Placement:
                     f"Parameter {spec.name} is split within dims of factors {kept.spec.dims}, but with these inputs "
                     f"the model uses it with {spec.dims}. Compile it again for these inputs."
                 )
+
+
+def _refuse_used(model: nn.Module) -> None:
+    """Raises StepError for a parameter in a graph of autograd that is older than the plan, now or in its backward.
+
+    The gradient would come to the parameter as it was before. Every rank has all parameters here, and refuses alike.
+    """
+    for name, parameter in model.named_parameters():
+
+        def refuse(name: str = name) -> None:
+            raise StepError(
+                f"The parameter {name} was used under autograd, as in a penalty of weights, before the first call of "
+                "the model, which plans how parameters are stored. Compute that after model(*inputs) or "
+                "model.step(*batch), under torch.no_grad() if it needs no gradient; or plan before it: "
+                "model.prepare(*inputs)."
+            )
+
+        if _torch.is_saved_by_autograd(parameter):
+            refuse()
+        _torch.call_before_accumulation(parameter, refuse)
 
 
 def _refuse_unlike_gradients(model: nn.Module) -> None:

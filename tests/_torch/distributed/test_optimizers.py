@@ -220,7 +220,7 @@ def test_a_scaler_skips_a_step_that_overflows_on_another_rank(group) -> None:
 
 
 def test_data_that_is_assigned_gets_into_shards(own: list[nn.Parameter]) -> None:
-    cut, replicated, plain = own
+    cut, replicated, _ = own
     x = torch.arange(8.0).view(2, 4)
     cut.data = x
     replicated.data = cut.data * 2

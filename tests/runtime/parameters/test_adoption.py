@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import autopar
 from autopar.runtime.parameters.adoption import Adoption
 from tests.runtime.gloo_ranks import Ranks
 from tests.runtime.models import make
 from tests.runtime.training import compile_mlp
+from tests.support.loop import batches, mlp
 from tests.support.odd.odd_objects import OBJECTS
 from tests.support.scripts import by_compile, outcome
 from tests.support.staged import captured_once
@@ -55,6 +58,31 @@ def test_a_deep_copy_of_a_layer_takes_its_place(two_ranks: Ranks, recipe: str) -
     plain, script = outcome(OBJECTS["copy of a layer"]), OBJECTS["copy of a layer"]
     for losses, _ in two_ranks.run(outcome, script, by_compile, {"mesh": {"dp": 2}, "recipe": recipe}):
         assert losses == pytest.approx(plain[0], rel=1e-9)
+
+
+@captured_once()
+def penalized(way: str, *, prepares: bool) -> str:
+    """The error of a penalty of weights that comes before the first call; "" where there is none."""
+    model: Any = autopar.compile(
+        mlp(6, 8, 3).double(), **{"zero3": {"recipe": "zero3"}, "pp": {"mesh": {"pp": 2}}}[way]
+    )
+    (x, y), *_ = batches(1)
+    if prepares:
+        model.prepare(x)
+    penalty = sum(p.abs().sum() for p in model.parameters())
+    try:
+        (nn.functional.mse_loss(model(x), y) + penalty).backward()
+    except autopar.StepError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("way", ["zero3", "pp"])
+def test_weights_used_before_the_plan_are_refused_on_all_ranks_with_a_remedy(two_ranks: Ranks, way: str) -> None:
+    for message in two_ranks.run(functools.partial(penalized, prepares=False), way):
+        assert message.startswith("The parameter 0.weight was used under autograd")
+        assert "model.prepare(*inputs)" in message
+    assert two_ranks.run(functools.partial(penalized, prepares=True), way) == ["", ""]
 
 
 @captured_once()
