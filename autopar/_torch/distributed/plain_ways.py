@@ -9,14 +9,16 @@ from torch.distributed.tensor import DTensor
 from torch.optim import swa_utils
 
 from autopar._torch.distributed.anomalies import detect_anomalies
+from autopar._torch.distributed.gathered_operands import gather_operands
 from autopar._torch.distributed.random_fills import draw_whole_on_processors
 from autopar._torch.distributed.whole_operands import cut_whole_operands
 
 
 def treat_as_plain() -> None:
-    """Lets scripts fill DTensors with random numbers, write plain tensors into them, average them, find anomalies."""
+    """Lets scripts fill DTensors with random numbers, write plain tensors into them, average and gather them."""
     draw_whole_on_processors()
     cut_whole_operands()
+    gather_operands()
     detect_anomalies()
     average_dtensors_apart()
 
