@@ -80,12 +80,13 @@ def refuse_numbers_from_tensors(module: fx.GraphModule) -> None:
     for node in module.graph.nodes:
         if node.op == "call_function" and _is_unknown(node) and is_read(node):
             made = "size" if isinstance(node.meta["val"], Tensor) else "Python number"
-            raise uncaptured(
-                traced_line(node),
-                f"{node.target} makes a {made} of a tensor's value",
+            remedy = (
                 "Keep it a tensor (no .item(); index with torch.index_select, and mask with torch.where "
-                "instead of x[mask])",
+                "instead of x[mask])"
             )
+            if node.target is aten.bincount.default:
+                remedy = "Count by torch.nn.functional.one_hot(x, n).sum(0), whose size is known"
+            raise uncaptured(traced_line(node), f"{node.target} makes a {made} of a tensor's value", remedy)
 
 
 def refuse_bodies(module: fx.GraphModule) -> None:

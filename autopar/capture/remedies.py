@@ -150,6 +150,12 @@ def _remedy_of_values(error: Exception, line: str, wrapper: nn.Module) -> str | 
         return None
     if _torch.validates_distribution(error):
         return "Make the distribution with validate_args=False: its checks read values"
+    if any(isinstance(m, _torch.BatchNormBase) and m.momentum is None for m in wrapper.modules()):
+        return (
+            "A batch norm with momentum=None reads how many batches it has seen: give it a momentum. "
+            "torch.optim.swa_utils.update_bn sets None, and takes a plain copy: plain.load_state_dict({name: "
+            "x.full_tensor() if hasattr(x, 'full_tensor') else x for name, x in model.state_dict().items()})"
+        )
     return next(remedy(wrapper) for said, remedy in _LINES if said in line)
 
 
@@ -232,6 +238,11 @@ _OPERANDS = (
         r"on inputs with different meshes",
         "a copy that was made of a parameter before the first step lies elsewhere than the parameter does now: make "
         "such copies after the first step, or gather both, on all ranks (x.full_tensor())",
+    ),
+    (
+        r"SparseAdam does not support dense gradients",
+        "gradients of tables are dense here, whatever sparse= says (docs/rules.md): take torch.optim.Adagrad, which "
+        "leaves rows without a gradient alone, or torch.optim.Adam",
     ),
     (
         r"in-place operations that require placement changes are not supported",

@@ -506,6 +506,25 @@ class Mixture(nn.Module):
         return -MixtureSameFamily(Categorical(logits=shares), parts).log_prob(y).mean()
 
 
+@pytest.mark.parametrize(
+    ("make", "remedy"),
+    [
+        (lambda: nn.BatchNorm1d(4, momentum=None), "give it a momentum. .*takes a plain copy"),
+        (lambda: Counted(), r"Count by torch.nn.functional.one_hot\(x, n\).sum\(0\)"),
+    ],
+)
+def test_counts_of_batches_and_of_classes_are_refused_with_a_way_out(make, remedy):
+    with pytest.raises(CaptureError, match=remedy):
+        capture_forward(make(), (torch.ones(3, 4),), {})
+
+
+class Counted(nn.Module):
+    """Rows weighed by how often their class occurs."""
+
+    def forward(self, x):
+        return x * torch.bincount(x.argmax(1), minlength=4)
+
+
 def test_distributions_are_captured_without_their_checks():
     x = torch.randn(4, 4).double()
     report = verify(Mixture().double(), (x, x[:, 0]), mesh={"dp": 2}, recipe="ddp")

@@ -145,9 +145,17 @@ def torch_adafactor_of_shards() -> None:
         dist.destroy_process_group()
 
 
+def sparse_adam_of_a_table() -> None:
+    """A step for a table whose gradient is dense, as those of compiled modules are."""
+    weight = nn.Parameter(torch.ones(4, 2))
+    weight.grad = torch.ones(4, 2)
+    torch.optim.SparseAdam([weight]).step()
+
+
 @pytest.mark.parametrize(
     ("call", "remedy"),
     [
+        (sparse_adam_of_a_table, "take torch.optim.Adagrad"),
         (lambda: torch.ones(2, 3) @ torch.ones(4, 6), "give this layer 4 features, or make it for 3"),
         (lambda: torch.ones(2, 4).double() @ torch.ones(4, 6), "convert one to the other's dtype"),
         (lambda: torch.ones(4, device="meta") + torch.ones(4), "move both to one device"),
