@@ -15,6 +15,7 @@ from autopar.capture.guards.guards import Guard
 from autopar.errors import CaptureError
 
 _OURS = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
+_GENERATED = "<eval_with_key>"  # the file of the code that torch.fx makes of a graph
 _OWN_FORWARD = "autopar/capture/export.py"  # the forward that calls the model, and then the loss
 MODEL = "model."  # path of the model in the captured module, which also holds the loss
 
@@ -31,7 +32,8 @@ def uncaptured(line: str, reason: str, remedy: str) -> CaptureError:
 def traced_line(node: fx.Node) -> str:
     """The innermost forward that a node comes from, outside torch if any: `file:line in function: code`.
 
-    Export notes only forwards of modules, so an op of a loss function has no line.
+    Export notes only forwards of modules, so an op of a loss function has no line. One of a no_grad region, which was
+    traced from generated code, has the line of what comes out of the region.
     """
     place = r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>.*)'
     found = list(re.finditer(place, str(node.meta.get("stack_trace", ""))))
@@ -39,6 +41,9 @@ def traced_line(node: fx.Node) -> str:
         return str(node.target)
     if found[-1]["file"].endswith(_OWN_FORWARD):
         return "in the loss function"
+    follower = next((user for user in node.users if user.op == "call_function"), None)
+    if found[-1]["file"].startswith(_GENERATED) and follower is not None:
+        return traced_line(follower)
     found = [each for each in found if not each["file"].startswith(_OURS)] or found
     return "{file}:{line} in {function}: {code}".format(**found[-1].groupdict())
 

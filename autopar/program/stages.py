@@ -85,7 +85,8 @@ def cuts_where_parameters_lie(graph: Graph, users: Mapping[str, Sequence[int]], 
         if places[-1] > min(bisect.bisect_left(early, stage), len(early) - 1):
             raise PlanError(
                 f"The parameters of stage {stage} of {stages} are not used here, so it has nothing to run: use "
-                "step(*batch) only."
+                "step(*batch) only, or plan without stages (recipe='zero3'). Layers that share a parameter share it "
+                "from before the first call."
             )
     return tuple(graph.ops[place].name for place in places[1:])
 

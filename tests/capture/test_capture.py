@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar.capture.export import capture_forward, capture_step, target_count
+from autopar.capture.remedies import traced_line
 from autopar.errors import CaptureError, NoLossError, StepError
 from autopar.passes import clean_up
 from autopar.planning.planning import prepare_step
@@ -523,6 +524,22 @@ class Counted(nn.Module):
 
     def forward(self, x):
         return x * torch.bincount(x.argmax(1), minlength=4)
+
+
+class Coded(nn.Module):
+    """Targets that are computed of the result without gradients."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            q = x.exp().T
+            q = q / q.sum()
+        return -(q.T * x.log_softmax(1)).sum()
+
+
+def test_what_is_computed_without_gradients_has_a_line_of_the_model():
+    graph = capture_forward(Coded(), (torch.ones(3, 4),), {}).module.graph
+    lines = {traced_line(node) for node in graph.nodes if node.op == "call_function"}
+    assert {line.partition(":")[0] for line in lines} == {__file__}
 
 
 def test_distributions_are_captured_without_their_checks():
