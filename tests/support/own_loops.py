@@ -23,6 +23,10 @@ from torch.nn.utils import clip_grad_norm_, parametrizations
 import autopar
 from autopar.capture.remedies import remedy_of_operands
 from tests.support.loop import STEPS, Loop, Ready, batches, mlp, plain_loop, summed, whole
+from tests.support.loops.modules import MODULES
+from tests.support.loops.objectives import OBJECTIVES
+from tests.support.loops.states import STATES
+from tests.support.loops.updates import UPDATES
 from tests.support.methods import METHODS
 from tests.support.odd.odd_scripts import Verdict
 
@@ -480,6 +484,10 @@ LOOPS: dict[str, Loop] = {
     "hooks of the script": gradient_hook,
     "groups, warmup and plateau": warmup_and_groups,
     **METHODS,
+    **UPDATES,
+    **MODULES,
+    **OBJECTIVES,
+    **STATES,
 }
 
 
