@@ -93,12 +93,13 @@ def backward_hooks_of(x: Tensor | nn.Module) -> list[Callable[..., Any]]:
 
 def is_saved_by_autograd(x: Tensor) -> bool:
     """Whether a leaf is a tensor that a graph of autograd has saved, or is held elsewhere in C++."""
-    return x.is_leaf and x._use_count() > 2  # the object, and the node that accumulates its gradient
+    # Two are the object, and the node that accumulates its gradient.
+    return x.is_leaf and x._use_count() > 2  # type: ignore[attr-defined]
 
 
 def call_before_accumulation(x: Tensor, call: Callable[[], None]) -> None:
     """Calls a function as soon as a gradient arrives at a leaf through a graph that is there already."""
-    if x.is_leaf and x.requires_grad and x._use_count() > 1:
+    if x.is_leaf and x.requires_grad and x._use_count() > 1:  # type: ignore[attr-defined]
         torch.autograd.graph.get_gradient_edge(x).node.register_prehook(lambda _: call())
 
 
