@@ -15,6 +15,8 @@ from benchmarks.accuracy.traits import USUAL, Traits
 AUTOCAST = TrainingState(
     gradient_bytes=4, master_bytes=2, optimizer=OptimizerFormat("adamw", (StateFormat(element_bytes=4),) * 2)
 )
+# ZeRO-Offload: gradients leave as they come, and states are on the host.
+HOST_STATES = TrainingState(gradient_bytes=0, optimizer=OptimizerFormat("host", ()))
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,8 @@ NEMO = Framework(
     sequence_parallel=True,
 )
 
-# By the first word of `framework`, or of `source`, that matches.
-FRAMEWORKS: Mapping[str, Framework] = MappingProxyType(
+# By the first word of `framework`, or of `source`, that matches; None for one that is not described.
+FRAMEWORKS: Mapping[str, Framework | None] = MappingProxyType(
     {
         # examples/llama/train_llama3_8b_h100_fp8.sh of Megatron-LM at 157006d: gradients in bfloat16.
         "Megatron-LM examples/llama": NEMO,
@@ -113,7 +115,19 @@ FRAMEWORKS: Mapping[str, Framework] = MappingProxyType(
         "torchtitan": Framework("torchtitan", "llama", AUTOCAST, zero_stage=3),
         # Everything in bfloat16: on one GPU 8.03e9 parameters take 80.7 GB, so that there are no float32 masters.
         "KempnerForge": Framework("torchtitan", "llama", FULL, zero_stage=3, sequence_parallel=True),
-        "PyTorch DDP": Framework("apex", "bert", MIXED, flash=False),
+        # Parameters in float32, cast to bfloat16, and torch's loss (bf0e6d3, FSDP with mixed precision).
+        "Modalities": Framework("torchtitan", "llama", AUTOCAST, zero_stage=3),
+        # States in bfloat16, as the table notes.
+        "DeepSpeed DeepCompile": Framework("torchtitan", "llama", FULL, zero_stage=3),
+        # The optimizer and its gradients on the host, but where a row notes none of it; Liger's loss keeps no logits.
+        "+ Liger": Framework(
+            "torchtitan", "llama", HOST_STATES, zero_stage=3, traits=Traits(fused=True, logit_bytes=0)
+        ),
+        "Primus": NEMO,
+        "Deepspeed N": None,
+        "maxtext": None,
+        # With 512 tokens its products alone would have to run above the peak, if attention kept its weights.
+        "PyTorch DDP": Framework("apex", "bert", MIXED),
         "AutoModel": Framework("torchtitan", "llama", AUTOCAST, zero_stage=3),
         # Qi et al. 2023, section 5.1: every layer is a chunk. The vocabulary is that of the tokenizer of
         # their example, and what the printed numbers of parameters leave for an embedding; dropout and
@@ -133,7 +147,16 @@ FRAMEWORKS: Mapping[str, Framework] = MappingProxyType(
             "megatron-lm", "gpt", MIXED, pads_vocab=True, flash=False, traits=Traits(scatters=True, repeats_layers=True)
         ),
         "NeMo": NEMO,
+        "Megatron-Bridge": NEMO,
         # SimuMax's runs of Megatron-Core: float32 gradients and masters, and overlap turned off (its release notes).
-        "Megatron-Core": replace(NEMO, training_state=MIXED_FLOAT32_GRADIENTS, narrow_state=MIXED, overlaps=False),
+        "Megatron-Core": replace(
+            NEMO,
+            training_state=MIXED_FLOAT32_GRADIENTS,
+            narrow_state=MIXED,
+            overlaps=False,
+            traits=replace(NEMO.traits, rings=False),
+        ),
+        # Others that submit use NVIDIA's code, and AMD's is made from it.
+        "MLPerf Training": NEMO,
     }
 )

@@ -23,27 +23,40 @@ from autopar.cost_model.steps.step import Step
 from autopar.cost_model.symbols import Expressions, link_of, link_symbols, link_values, machine_values, symbol
 from autopar.ir import Graph, Mesh, Plan, Stack
 from autopar.models import Transformer, build, example_inputs
+from autopar.models.description import Latent, repeated_layers
 from autopar.planning.planning import prepare_step
 from autopar.search import search
+from benchmarks.accuracy.adapters import RANK, with_adapters
 from benchmarks.accuracy.rows import Row, Skip
 from benchmarks.accuracy.simulated import CLOSED, Simulated
-from benchmarks.accuracy.traits import USUAL, Traits, applied, every_second_product
+from benchmarks.accuracy.traits import USUAL, Traits, applied, data_ranks, every_second_product
 
 CAPTURED_LAYERS = 3
-# Every size that a symbol stands for differs from all others, so that it tells which factor is which.
+# Every size that a symbol stands for differs from all others, so that it tells which factor is which. Products of
+# groups take widths of a multiple of 8.
 SIGNATURE = {
-    "batch": 4,
+    "batch": 12,
     "seq": 24,
-    "hidden": 28,
+    "hidden": 8 * 11,
     "kv_heads": 6,
     "group": 7,
-    "head_dim": 10,
-    "ffn": 52,
+    "head_dim": 18,
+    "ffn": 8 * 13,
     "vocab": 68,
     "positions": 26,
+    "experts": 44,
+    "per_token": 5,
+    "shared_ffn": 3 * 8 * 13,
+    "queries": 92,
+    "keys": 148,
+    "rotary": 46,
+    "dense_ffn": 124,
 }
-# Factors that are no size of the model: query, key and value; real and imaginary; gate and up.
-CONSTANTS = (2, 3)
+# Sizes that follow from these: halves of what turns with the position, and widths in eights.
+PARTS = {"head_dim": 2, "rotary": 2, "hidden": 8, "ffn": 8}
+# Factors that are no size of the model: query, key and value; real and imaginary; gate and up; eight numbers of a
+# group's product; the rank of an adapter.
+CONSTANTS = (2, 3, 8, RANK)
 
 
 @dataclass(frozen=True)
@@ -53,10 +66,12 @@ class Family:
     Attributes:
         description: at the sizes of `SIGNATURE`.
         grouped: whether several query heads share a key head.
+        trains: "all", or "adapters" of frozen layers.
     """
 
     description: Transformer
     grouped: bool
+    trains: str = "all"
 
 
 @dataclass(frozen=True)
@@ -70,6 +85,7 @@ class Shape:
         training_state: bytes that training keeps for each parameter.
         traits: habits of the runtime.
         recomputes_ops: whether single ops are recomputed, as torchtitan's policy by op does.
+        ring: whether ranks share sequences out (context parallelism).
     """
 
     family: Family
@@ -78,6 +94,17 @@ class Shape:
     training_state: TrainingState
     traits: Traits = USUAL
     recomputes_ops: bool = False
+    ring: bool = False
+
+    @property
+    def recipes(self) -> dict[str, str]:
+        """The recipe of every mesh axis, in the order of the mesh."""
+        routed = self.family.description.experts > 0
+        data = ("ddp", "zero1", "zero2", "zero3")[self.zero_stage]
+        found = {"dp": data} | ({"cp": "cp"} if self.ring else {})
+        if routed:
+            found["ep"] = ("ep", "ep+zero1", "ep+zero1", "ep+zero3")[self.zero_stage]
+        return found | {"tp": "tp+ep" if routed else "tp+sp" if self.sequence_parallel else "tp"}
 
 
 @functools.lru_cache(maxsize=64)
@@ -85,9 +112,12 @@ def graph_of(family: Family) -> Graph:
     """The captured step of a family."""
     with torch.device("meta"):
         model = build(family.description, layers=CAPTURED_LAYERS)
+        if family.trains == "adapters":
+            model = with_adapters(model)
     inputs = example_inputs(family.description, SIGNATURE["batch"], SIGNATURE["seq"])
     graph = prepare_step(model, inputs).analysis.graph
-    return replace(graph, stacks=(Stack("layers", CAPTURED_LAYERS, CAPTURED_LAYERS),))
+    stacks = repeated_layers(family.description)
+    return replace(graph, stacks=tuple(Stack(path, CAPTURED_LAYERS, CAPTURED_LAYERS) for path in stacks))
 
 
 @functools.lru_cache(maxsize=64)
@@ -95,11 +125,8 @@ def expressions_of(shape: Shape) -> Expressions:
     """Items and holdings of a plan that follows the usual recipes, over symbols."""
     hardware = find_hardware("h100")  # every figure is a symbol, and replaced
     graph = graph_of(shape.family)
-    data = ("ddp", "zero1", "zero2", "zero3")[shape.zero_stage]
-    tensor = "tp+sp" if shape.sequence_parallel else "tp"
-    plan: Plan = search(
-        graph, {"dp": 2, "tp": 2}, hardware=hardware, recipe=f"dp:{data},tp:{tensor}", memory_bytes=10**18
-    )
+    recipes = shape.recipes
+    plan: Plan = search(graph, dict.fromkeys(recipes, 2), hardware=hardware, recipe=recipes, memory_bytes=10**18)
     traits = shape.traits
     found = Expressions.of(
         graph,
@@ -130,7 +157,7 @@ def _vocabulary_parallel(expressions: Expressions) -> Expressions:
         for i in expressions.items
         if i.name not in gathered
     ]
-    tokens = 4 * symbol("batch") * symbol("seq") / symbol("dp")
+    tokens = 4 * symbol("batch") * symbol("seq") / data_ranks()
     sums = collective_seconds(
         "all_reduce",
         before_bytes=tokens,
@@ -163,12 +190,11 @@ _LOSS = ("aten._to_copy", "aten.cross_entropy_loss")
 
 
 def _names(graph: Graph) -> dict[str, sympy.Expr]:
-    by_size = {size: symbol(name) for name, size in SIGNATURE.items()}
+    by_size: dict[int, sympy.Expr] = {SIGNATURE[name] // parts: symbol(name) / parts for name, parts in PARTS.items()}
+    by_size[SIGNATURE["head_dim"] + SIGNATURE["rotary"]] = symbol("head_dim") + symbol("rotary")
+    by_size |= {size: symbol(name) for name, size in SIGNATURE.items()}
     named = {f.name: by_size[f.size] for f in graph.factors.values() if f.size in by_size}
-    unknown = {f.name: f.size for f in graph.factors.values() if f.name not in named}
-    halves = SIGNATURE["head_dim"] // 2
-    named |= {name: by_size[2 * halves] / 2 for name, size in unknown.items() if size == halves}
-    unknown = {n: size for n, size in unknown.items() if n not in named and size not in CONSTANTS}
+    unknown = {f.name: f.size for f in graph.factors.values() if f.name not in named and f.size not in CONSTANTS}
     assert not unknown, f"factors whose size no symbol has: {unknown}"
     return named
 
@@ -250,28 +276,59 @@ def cuts_of(row: Row, balances: bool) -> Cuts:
 def _sizes(row: Row, family: Family) -> dict[str, float]:
     if row.ffn is None or row.vocab is None:
         raise Skip("no feed-forward width or vocabulary")
+    model = row.experts
     return {
         "batch": row.micro_batch * row.dp,
         "seq": row.seq,
         "hidden": row.hidden,
         "kv_heads": row.kv_heads,
         "group": row.heads // row.kv_heads,
-        "head_dim": row.hidden // row.heads,
+        "head_dim": model.head_dim if model else row.hidden // row.heads,
         "positions": row.seq,
         "ffn": row.ffn,
         "vocab": row.vocab,
         "layers": row.layers,
-        "dp": row.dp,
-        "tp": row.tp,
         "stages": row.pp,
         "chunks": row.chunks,
         "micro_batches": row.grad_accum,
+        **axes_of(row),
+        **(_sizes_of_experts(model) if model else {}),
     }
+
+
+def _sizes_of_experts(model: Transformer) -> dict[str, float]:
+    low = model.latent or Latent(queries=1, keys=1, rotary=1)
+    dense = model.dense_layers
+    return {
+        "ffn": model.ffn,
+        "experts": model.experts,
+        "per_token": model.experts_per_token,
+        "shared_ffn": model.shared_experts * model.ffn,
+        "queries": low.queries,
+        "keys": low.keys,
+        "rotary": low.rotary,
+        "dense_ffn": model.dense_ffn,
+        **({"layers_layers": model.layers, "layers_dense_layers": dense} if dense else {}),
+    }
+
+
+def axes_of(row: Row) -> dict[str, int]:
+    """Sizes of the axes of a row's plan. Ranks that share experts are ranks of `tp` first, and then of `dp`.
+
+    Each of them has whole experts. Where a run splits every expert over the ranks of `tp` instead, each rank has as
+    many numbers of experts. Raises Skip for ranks of experts that are no ranks of both.
+    """
+    if row.experts is None:
+        return {"dp": row.dp // row.cp, "cp": row.cp, "ep": 1, "tp": row.tp}
+    beyond = row.ep if row.splits_experts else row.ep // math.gcd(row.ep, row.tp)
+    if row.dp % beyond:
+        raise Skip("ranks of experts do not divide those of data")
+    return {"dp": row.dp // beyond, "cp": 1, "ep": beyond, "tp": row.tp}
 
 
 def _links(row: Row, hardware: Hardware) -> dict[str, float]:
     """Links of the axes on the machine; stages are the slowest axis."""
-    mesh = Mesh((("pp", row.pp), ("dp", row.dp), ("tp", row.tp)))
+    mesh = Mesh((("pp", row.pp), *axes_of(row).items()))
     values: dict[str, float] = {}
     for position, name in enumerate(mesh.names):
         values |= link_values(hardware.link(mesh, position), name)

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autopar.errors import AutoparError
+from autopar.models import Transformer
+from autopar.models.description import LLAMA
+from benchmarks.accuracy.named_models import has_state_spaces, mixture, named_model, sizes_of
 
-NEEDED = ("model", "hidden", "layers", "heads", "seq_len", "gpu", "n_gpus", "framework")
+NEEDED = ("model", "seq_len", "gpu", "n_gpus", "framework")
+
+
+_NARROW_LAYERS = re.compile(r"layers 0-(\d+)")
 
 
 class Skip(Exception):
@@ -21,8 +28,10 @@ class Row:
     """One run, in SI units.
 
     Attributes are the columns of the file; what a table leaves out has the neutral value, or None.
-    `chunks` is 0 for an interleaved schedule whose chunks are not told. Ranks of context parallelism (`cp`) are
-    counted in `dp`.
+    `chunks` is 0 for an interleaved schedule whose chunks are not told. Ranks of context parallelism (`cp`) and of
+    expert parallelism (`ep`) are counted in `dp`; those of the latter may be ranks of `tp`, too. `experts` is the model
+    that has them, of which `ffn` is not that of an expert. `trains` is "all", or "adapters" beside frozen weights.
+    `assumed` is what the row leaves out, and its price takes for it.
     """
 
     row_id: str
@@ -60,36 +69,56 @@ class Row:
     memory_kind: str
     failed: bool
     suspect: bool
+    ep: int = 1
+    experts: Transformer | None = None
+    trains: str = "all"
+    assumed: tuple[str, ...] = ()
+
+    @property
+    def splits_experts(self) -> bool:
+        """Whether tensor parallelism splits every expert, which is Megatron-Core's `expert_tensor_parallel_size`.
+
+        NVIDIA's recipes keep this default for a few large experts (Grok, Mixtral), and turn it off for many small ones.
+        """
+        return self.experts is not None and self.experts.experts <= 8
 
     @property
     def is_narrow(self) -> bool:
-        """Whether products are of 8 bits."""
-        return self.hides_format or any(word in self.precision.lower() for word in ("fp8", "float8"))
+        """Whether products are of 8 or of 4 bits."""
+        return self.hides_format or any(word in self.precision.lower() for word in ("fp8", "float8", "fp4"))
+
+    @property
+    def is_four_bit(self) -> bool:
+        """Whether products are of 4 bits."""
+        return "fp4" in self.precision.lower()
+
+    @property
+    def narrow_share(self) -> float:
+        """Share of the products that are of the format that a row tells; it may name the layers, from the first."""
+        told = _NARROW_LAYERS.search(self.precision)
+        return (int(told[1]) + 1) / self.layers if told else 1.0
 
     @property
     def hides_format(self) -> bool:
         """Whether a submission to MLPerf tells no format; in these rounds it is FP8, or FP4, wherever it is told."""
-        return not self.precision and self.source.startswith("MLPerf Training v5")
+        return not self.precision and self.source.startswith("MLPerf Training")
 
     @property
     def recomputes_ops(self) -> bool:
-        """Whether single ops are recomputed, by torchtitan's policy."""
-        return (
-            self.recompute.startswith("selective")
-            and "torchtitan" in self.framework.lower()
-            and "layer" not in self.recompute
-        )
+        """Whether single ops are recomputed, by torchtitan's policy, its usual one where a row tells none."""
+        is_selective = self.recompute.startswith("selective") or not self.recompute
+        return is_selective and "torchtitan" in self.framework.lower() and "layer" not in self.recompute
 
     @property
     def stand_ins(self) -> tuple[str, ...]:
         """What the price of the row takes in place of what ran."""
         is_selective = self.recompute.startswith("selective") and not self.recomputes_ops
         replaced = {
-            "context parallelism as data parallelism": self.cp > 1,
+            "context parallelism as data parallelism": self.cp > 1 and self.experts is not None,
             "selective recomputation as none": is_selective,
             "a format that is not told as FP8": self.hides_format,
         }
-        return tuple(name for name, is_replaced in replaced.items() if is_replaced)
+        return (*(name for name, is_replaced in replaced.items() if is_replaced), *self.assumed)
 
     @property
     def group(self) -> tuple[object, ...]:
@@ -103,6 +132,7 @@ class Row:
             self.n_gpus,
             self.framework,
             self.precision,
+            self.trains,
             self.micro_batch * self.grad_accum * self.dp,
         )
 
@@ -134,16 +164,24 @@ def is_training_table(path: Path) -> bool:
 def parse(fields: Mapping[str, str]) -> Row:
     """One row. Raises Skip with the reason where what a price needs is not given."""
     text = {name: (value or "").strip() for name, value in fields.items()}
+    if has_state_spaces(text["model"]):
+        raise Skip("layers with a state space (Mamba), which none of our models has")
+    text, assumed = _completed(text)
     dims = {name: _whole(text, name) for name in ("hidden", "layers", "heads", "seq_len", "n_gpus")}
     missing = [name for name, value in dims.items() if value is None]
     if missing:
         raise Skip(f"no {', '.join(missing)}")
     hidden, layers, heads, seq, n_gpus = (int(value or 0) for value in dims.values())
-    _refuse(text)
-    pp, tp = _whole(text, "pp") or 1, _whole(text, "tp") or 1
-    cp = _whole(text, "cp") or 1
+    tp, pp, cp = (_whole(text, name) or 1 for name in ("tp", "pp", "cp"))
+    if pp > layers and n_gpus % pp:
+        pp = 1
+        assumed.append("more stages than layers as one")
     dp = _degree(text, n_gpus, tp * pp * cp)
-    micro_batch, grad_accum = _batches(text, dp)
+    batch = _batch(text, dp * cp, seq, n_gpus)
+    if batch and batch < dp and dp % batch == 0 and not _whole(text, "cp"):
+        dp, cp = batch, dp // batch
+        assumed.append("a layout that is not told as context parallelism")
+    micro_batch, grad_accum = _batches(text, batch, dp, assumed)
     tokens = micro_batch * grad_accum * dp * seq
     return Row(
         row_id=text.get("row_id", ""),
@@ -181,16 +219,45 @@ def parse(fields: Mapping[str, str]) -> Row:
         memory_kind=text.get("memory_kind", ""),
         failed=_failed(text.get("status", "")),
         suspect=_suspect(text.get("status", "")),
+        ep=_whole(text, "ep") or 1,
+        experts=_experts(text, hidden, layers, heads),
+        trains="adapters" if "lora" in f"{text['model']} {text.get('notes', '')}".lower() else "all",
+        assumed=tuple(assumed),
     )
 
 
-def _refuse(text: Mapping[str, str]) -> None:
-    """Skips what the description of a dense transformer does not cover."""
+def _completed(text: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """The columns with the sizes that the name of a known model tells, and what is assumed for others."""
+    found, assumed = dict(text), list[str]()
+    if known := named_model(text["model"]):
+        found |= {name: value for name, value in sizes_of(known) if not text.get(name)}
+        if "modalities" in text["model"].lower():
+            assumed.append("sizes that are not told as those of GPT-3")
+    hidden = _whole(found, "hidden")
+    if hidden and not _whole(found, "heads"):
+        found["heads"] = str(hidden // 128)
+        assumed.append("heads that are not told as of 128 numbers")
+    return found, assumed
+
+
+_DENSE = re.compile(r"(\d+) dense layer")
+
+
+def _experts(text: Mapping[str, str], hidden: int, layers: int, heads: int) -> Transformer | None:
+    """The model with experts that a row is of; None for a dense one."""
+    known, pair = named_model(text["model"]), mixture(text["model"])
+    if known is not None and known.experts:
+        told = _DENSE.search(text.get("notes", ""))
+        dense = int(told[1]) if told else known.dense_layers
+        return replace(known, layers=layers - dense, dense_layers=dense)
+    if pair is not None:
+        sizes: dict[str, int] = {name: _whole(text, name) or 0 for name in ("kv_heads", "ffn", "vocab")}
+        count, visited = pair
+        made = {"hidden": hidden, "layers": layers, "heads": heads, "experts": count, "experts_per_token": visited}
+        return Transformer(max_positions=8192, **made, **sizes, **LLAMA)
     if (_whole(text, "ep") or 1) > 1 or "moe" in text["model"].lower():
-        raise Skip("mixture of experts")
-    note = text.get("notes", "").lower()
-    if "fine-tun" in note or "lora" in note or "fine-tun" in text["model"].lower():
-        raise Skip("fine-tuning")
+        raise Skip("mixture of experts whose sizes are not known")
+    return None
 
 
 def _degree(text: Mapping[str, str], n_gpus: int, others: int) -> int:
@@ -200,17 +267,29 @@ def _degree(text: Mapping[str, str], n_gpus: int, others: int) -> int:
     return dp if dp * others == n_gpus else n_gpus // others
 
 
-def _batches(text: Mapping[str, str], dp: int) -> tuple[int, int]:
+def _batch(text: Mapping[str, str], ranks: int, seq: int, n_gpus: int) -> int | None:
+    """Sequences of a step: as told, or what rate and time of a step make of whole sequences for all ranks."""
+    rate, seconds = _number(text, "tokens_per_s_per_gpu"), _number(text, "step_time_s")
+    total, micro = _whole(text, "global_batch"), _whole(text, "micro_batch")
+    if total or not (rate and seconds and micro):
+        return total
+    each = micro * ranks
+    return each * max(1, round(rate * seconds * n_gpus / seq / each))
+
+
+def _batches(text: Mapping[str, str], total: int | None, dp: int, assumed: list[str]) -> tuple[int, int]:
     """Sequences of a micro-batch, and micro-batches of a step."""
     micro, accumulated = _whole(text, "micro_batch"), _whole(text, "grad_accum")
-    total = _whole(text, "global_batch")
-    if micro and accumulated:
-        return micro, accumulated
     if total and micro and total % (micro * dp) == 0:
         return micro, total // (micro * dp)
+    if micro and accumulated:
+        return micro, accumulated
     if total and accumulated and total % (accumulated * dp) == 0:
         return total // (accumulated * dp), accumulated
-    raise Skip("no micro-batch" if total else "no batch size")
+    if total and not micro and total % dp == 0:
+        assumed.append("a micro-batch that is not told as 1")
+        return 1, total // dp
+    raise Skip("no batch size" if not total else "its ranks cannot share its batch")
 
 
 def _seconds(text: Mapping[str, str], tokens: int, n_gpus: int) -> float | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 from autopar.cost_model import Hardware, find_hardware
 from autopar.cost_model.items import TrainingState
@@ -11,8 +13,9 @@ from autopar.cost_model.machines.gpu_names import canonical_gpu
 from autopar.cost_model.machines.software import Software
 from autopar.errors import AutoparError
 from autopar.models import Transformer
+from autopar.models.description import Latent
 from benchmarks.accuracy.frameworks import FRAMEWORKS, Framework
-from benchmarks.accuracy.pricing import SIGNATURE, Family, Shape, cuts_of
+from benchmarks.accuracy.pricing import CAPTURED_LAYERS, SIGNATURE, Family, Shape, cuts_of
 from benchmarks.accuracy.rows import Row, Skip
 from benchmarks.accuracy.runtimes import software_for
 from benchmarks.accuracy.traits import Traits
@@ -68,51 +71,90 @@ def framework_of(row: Row) -> Framework:
 def shape_of(row: Row, framework: Framework) -> Shape:
     """The family, and how it is sharded."""
     grouped = row.kv_heads != row.heads
+    sizes = {"hidden", "ffn", "vocab", "kv_heads", "head_dim"}
     description = Transformer.from_dimensions(
         framework.family,
-        hidden=SIGNATURE["hidden"],
+        **{name: SIGNATURE[name] for name in sizes},
         layers=3,
         heads=SIGNATURE["kv_heads"] * (SIGNATURE["group"] if grouped else 1),
-        kv_heads=SIGNATURE["kv_heads"],
-        head_dim=SIGNATURE["head_dim"],
-        ffn=SIGNATURE["ffn"],
-        vocab=SIGNATURE["vocab"],
         max_positions=SIGNATURE["positions"],
         tied=row.tied,
         fused_attention=framework.flash,
-        fused_projections=not grouped,
+        fused_projections=not grouped and row.experts is None,
         dropout=framework.dropout,
+        **_mixture(row.experts),
     )
     stage = framework.zero_stage if row.zero_stage is None else row.zero_stage
+    if row.trains == "adapters" and stage < 3:
+        stage = 0  # what is frozen has no states to share out
     return Shape(
-        Family(description, grouped),
+        Family(description, grouped, row.trains),
         stage,
         row.sequence_parallel or (framework.sequence_parallel and row.tp > 1),
         *_kept_by(row, framework),
         row.recomputes_ops,
+        row.cp > 1 and row.experts is None,
     )
+
+
+def _mixture(model: Transformer | None) -> dict[str, Any]:
+    """What a description with experts has beside that of a dense model, at the sizes of `SIGNATURE`."""
+    if model is None:
+        return {}
+    shared = SIGNATURE["shared_ffn"] // SIGNATURE["ffn"]
+    latent = Latent(**{name: SIGNATURE[name] for name in ("queries", "keys", "rotary")})
+    return {
+        "experts": SIGNATURE["experts"],
+        "experts_per_token": SIGNATURE["per_token"],
+        "shared_experts": shared * bool(model.shared_experts),
+        "bias": model.bias,
+        "norms_heads": model.norms_heads,
+        "latent": latent if model.latent else None,
+        "dense_layers": CAPTURED_LAYERS * bool(model.dense_layers),
+        "dense_ffn": SIGNATURE["dense_ffn"] * bool(model.dense_layers),
+    }
 
 
 def _kept_by(row: Row, framework: Framework) -> tuple[TrainingState, Traits]:
     """The training state and the traits of a framework in a run of this precision."""
     if framework.narrow_state is None or not row.is_narrow:
         return framework.training_state, framework.traits
-    return framework.narrow_state, replace(framework.traits, narrow_products=True)
+    is_frozen = row.trains == "adapters"
+    return framework.narrow_state, replace(framework.traits, narrow_products=True, narrow_frozen=is_frozen)
 
 
 def hardware_of(row: Row, network: str = "") -> Hardware:
     """The GPU of a row, in nodes and on a network as the row says; a node is what NVLink reaches, which
-    is a whole rack where the GPU's name says so, and not the tray that the row counts.
+    is a rack where the GPU's name says so, and not the tray that the row counts. Of racks of 72 that a run does not
+    fill, it has 64 each, so that groups of ranks stay within a rack.
     """
-    try:
-        name = canonical_gpu(row.gpu)
-        hardware = find_hardware(f"{name}-{network}" if network else name)
-    except AutoparError as error:
-        raise Skip(f"GPU {row.gpu!r} is not in the catalogue") from error
+    hardware = _named(row.gpu, network)
+    rack = hardware.devices_per_node
     if "NVL" not in row.gpu:
         hardware = replace(hardware, devices_per_node=row.gpus_per_node)
+    elif row.n_gpus > rack and row.n_gpus % rack:
+        hardware = replace(hardware, devices_per_node=2 ** int(math.log2(rack)))
     nic = network_bytes_per_second(row.interconnect, row.gpus_per_node)
     return hardware if nic is None else hardware.with_network(nic)
+
+
+_MEMORY = re.compile(r"(\d+)\s*(GB|GiB)")
+
+
+def _named(text: str, network: str) -> Hardware:
+    """The GPU of this name; a kind that the catalogue has, but for its memory, has the memory that the name tells."""
+    try:
+        name = canonical_gpu(text)
+        return find_hardware(f"{name}-{network}" if network else name)
+    except AutoparError as error:
+        chip, told = re.split(r"[\s-]", text)[0], _MEMORY.search(text)
+        try:
+            usual = find_hardware(canonical_gpu(chip))
+        except AutoparError:
+            raise Skip(f"GPU {text!r} is not in the catalogue") from error
+    if told is None:
+        return usual
+    return replace(usual, memory_bytes=int(told[1]) * (2**30 if told[2] == "GiB" else 10**9))
 
 
 def network_bytes_per_second(text: str, gpus_per_node: int) -> float | None:
@@ -136,26 +178,45 @@ def _chunks(row: Row, framework: Framework) -> int:
 # How much faster the best product in float8 is than the best in bfloat16: `matmul_tflops.csv`, rows of the MAMF table
 # (stas00/ml-engineering at 744d01e). Others take the ratio of the datasheet's peaks.
 NARROW_GAIN = {"h100": 1402.6 / 794.5, "h200": 1453.4 / 794.5, "b200": 3432.5 / 1745.0, "gb200": 3615.6 / 1822.0}
+# Peak of products in NVFP4 and MXFP4, dense: NVIDIA DGX B200 and HGX B300 (72 and 108 PFLOP/s in 8, 144 sparse), GB200
+# NVL72 (720 in 72) and GB300 NVL72 (1,080 in 72); AMD Instinct MI350X and MI355X.
+FOUR_BIT_FLOPS = {"b200": 9e15, "gb200": 10e15, "b300": 13.5e15, "gb300": 15e15, "mi350x": 9.2e15, "mi355x": 10.1e15}
 # Rounding operands takes the rest of that gain. Fitted to half of the groups of NVIDIA's 8-bit runs on H100; median
 # error 5.3 % on the other half.
 ROUNDED_SHARE = 0.96
 
 
 def _products(row: Row, hardware: Hardware) -> Hardware:
-    """The hardware with products of 8 bits where a row has them; attention keeps its 16."""
-    precision = row.precision.lower()
-    if any(word in precision for word in ("fp4", "mx")):
-        raise Skip("4-bit or block-scaled products")
+    """The hardware with products in the format of a row; attention keeps its 16 bits."""
+    if row.precision in ("tf32", "fp32"):
+        peak = hardware.dtype_flops_per_second({"tf32": "tf32", "fp32": "float32"}[row.precision])
+        slower = peak / hardware.flops_per_second(2)
+        return replace(hardware, matmul_efficiency=hardware.matmul_efficiency * slower)
     if not row.is_narrow:
         return hardware
-    gain = NARROW_GAIN.get(hardware.name.split("-")[0])
-    if gain is None:
-        try:
-            gain = hardware.dtype_flops_per_second("float8") / hardware.flops_per_second(2)
-        except AutoparError as error:
-            raise Skip("no figure for 8-bit products") from error
-    gained = ROUNDED_SHARE * gain
+    gain = _gain_of_eight_bits(hardware)
+    if row.is_four_bit:
+        gain *= _gain_of_four_bits(hardware)
+    gained = 1 / (row.narrow_share / (ROUNDED_SHARE * gain) + 1 - row.narrow_share)
     return replace(hardware, matmul_efficiency=hardware.matmul_efficiency * gained)
+
+
+def _gain_of_eight_bits(hardware: Hardware) -> float:
+    """How much faster products of 8 bits are than those of 16. MXFP8 has the peak of other formats of 8 bits."""
+    if gain := NARROW_GAIN.get(hardware.name.split("-")[0]):
+        return gain
+    try:
+        return hardware.dtype_flops_per_second("float8") / hardware.flops_per_second(2)
+    except AutoparError as error:
+        raise Skip("no figure for 8-bit products") from error
+
+
+def _gain_of_four_bits(hardware: Hardware) -> float:
+    """How much faster products of 4 bits are than those of 8."""
+    name = hardware.name.split("-")[0]
+    if name not in FOUR_BIT_FLOPS:
+        raise Skip(f"{name} has no figure for 4-bit products")
+    return FOUR_BIT_FLOPS[name] / hardware.dtype_flops_per_second("float8")
 
 
 # Tables whose column `recompute` contradicts their own times. vTrain's single-node rows say full; with

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from autopar.cost_model.arith import Quantity, larger
+from autopar.cost_model.arith import Quantity, larger, smaller
 from autopar.cost_model.collectives import BUCKET_BYTES
-from autopar.cost_model.compute import is_product
+from autopar.cost_model.compute import FUSED_ATTENTION, is_product
 from autopar.cost_model.flow import Flow
-from autopar.cost_model.items import MemoryItem, WorkItem
+from autopar.cost_model.items import COMPUTE, MemoryItem, WorkItem
 from autopar.cost_model.memory import Selected
 from autopar.cost_model.symbols import Expressions, symbol
 from autopar.ir import Graph, Plan
@@ -40,6 +40,9 @@ class Traits:
             does not end with the last tensor that backward wants.
         narrow_products: whether products of layers keep their inputs in one byte a number, for the product that makes
             the gradient of the weight.
+        narrow_frozen: whether frozen weights of layers, and what a gated activation keeps, have one byte a number.
+        rings: whether ranks of context parallelism load tokens in the order that balances causal attention, and pass
+            keys and values on beside attention (Transformer Engine, torch); else as our own runtime does.
         logit_bytes: bytes that the loss keeps for each logit at its peak, where a kernel of its own makes loss and
             gradient; None for that of torch, as it is priced.
     """
@@ -54,16 +57,25 @@ class Traits:
     accumulates_in_products: bool = False
     repeats_layers: bool = False
     narrow_products: bool = False
+    narrow_frozen: bool = False
+    rings: bool = True
     logit_bytes: int | None = None
 
     def bucket(self) -> Quantity:
         """Bytes of a collective of gradients on a rank, as a formula."""
         if self.bucket_bytes_per_rank:
-            return larger(self.bucket_bytes, self.bucket_bytes_per_rank * symbol("dp"))
+            return larger(self.bucket_bytes, self.bucket_bytes_per_rank * data_ranks())
         return self.bucket_bytes / symbol("tp")
 
 
+EXPERTS = "autopar.analysis.experts"  # the op of a mixture
 USUAL = Traits()
+BACKWARD_PASSES = 2.5  # of attention, each as long as its forward (Dao 2023, FlashAttention-2, section 3.1.2)
+
+
+def data_ranks() -> Quantity:
+    """Number of ranks with other tokens, but for those of tensor parallelism, as a formula."""
+    return symbol("dp") * symbol("cp") * symbol("ep")
 
 
 def applied(expressions: Expressions, traits: Traits) -> Expressions:
@@ -74,7 +86,7 @@ def applied(expressions: Expressions, traits: Traits) -> Expressions:
 
 def _items(items: tuple[WorkItem, ...], traits: Traits) -> Iterator[WorkItem]:
     gathered = {i.name for i in items if i.kind == "all_gather" and i.phase == "forward"}
-    for item in items:
+    for item in _ringed(items) if traits.rings else items:
         if traits.accumulates_in_products and item.kind == "accumulate":
             continue
         if traits.repeats_layers and item.phase == "forward":
@@ -85,13 +97,31 @@ def _items(items: tuple[WorkItem, ...], traits: Traits) -> Iterator[WorkItem]:
         yield item
 
 
+def _ringed(items: tuple[WorkItem, ...]) -> Iterator[WorkItem]:
+    """The items with rotations of keys and values beside attention, and without those that put tokens in order."""
+    attention = {(i.region, i.phase): i for i in items if i.kind == FUSED_ATTENTION and i.resource == COMPUTE}
+    for item in items:
+        if item.resource != "cp" or "scaled_dot_product_attention" not in item.name:
+            yield item
+        elif item.kind.startswith("rotate"):
+            beside = attention[item.region, item.phase]
+            passes = 1 if item.phase == "forward" else BACKWARD_PASSES
+            yield replace(item, hidden_seconds=smaller(item.seconds, passes * beside.seconds))
+
+
 def _holdings(holdings: tuple[MemoryItem, ...], traits: Traits) -> Iterator[MemoryItem]:
     for each in holdings:
         is_input = each.name.endswith(" linear") and each.region == "layers"
-        if traits.narrow_products and is_input and each.kind in ("saved activations", "recomputed"):
+        is_saved = each.kind in ("saved activations", "recomputed")
+        if traits.narrow_products and is_input and is_saved:
             each = replace(each, bytes=each.bytes / 2)
+        if traits.fused and is_saved and each.region == "layers":
+            each = replace(each, bytes=each.bytes * _share_of_mixture(each.name, traits))
+        if traits.narrow_frozen and each.region == "layers":
+            is_gate = is_saved and each.name.endswith(("mlp silu", "mlp mul"))
+            each = replace(each, bytes=each.bytes / (2 if is_gate or each.kind == "parameters" else 1))
         if traits.logit_bytes is not None and each.name.endswith("cross_entropy_loss"):
-            logits = symbol("batch") * symbol("seq") * symbol("vocab") / symbol("dp") / symbol("tp")
+            logits = symbol("batch") * symbol("seq") * symbol("vocab") / data_ranks() / symbol("tp")
             size = traits.logit_bytes * logits if each.kind == "working" else 0
             each = replace(each, bytes=size)
         yield each
@@ -99,10 +129,25 @@ def _holdings(holdings: tuple[MemoryItem, ...], traits: Traits) -> Iterator[Memo
         yield _narrow_copy()
 
 
+def _share_of_mixture(name: str, traits: Traits) -> Quantity:
+    """What Megatron-Core keeps of the activations of a mixture, of those that separate kernels keep.
+
+    A row keeps the inputs of both products and what goes into the activation, which is one kernel and weighs the row,
+    too: 2 h + 2 f + 4 f bytes, or h + f + 4 f where inputs have one byte (`weighted_bias_swiglu`, core_r0.12).
+    """
+    hidden, ffn = symbol("hidden"), symbol("ffn")
+    if name == "layers.mlp einsum":
+        return 0
+    if not name.endswith(EXPERTS):
+        return 1
+    kept = hidden + 5 * ffn if traits.narrow_products else 2 * hidden + 6 * ffn
+    return kept / (2 * hidden + 8 * ffn)
+
+
 def _narrow_copy() -> MemoryItem:
     """The result of attention, which attention keeps as it is, once more as the input of the output projection."""
     tokens = symbol("batch") * symbol("seq") * symbol("layers")
-    size = tokens * symbol("hidden") / (symbol("dp") * symbol("tp"))
+    size = tokens * symbol("hidden") / (data_ranks() * symbol("tp"))
     return MemoryItem("attention.output linear", "saved activations", "layers", size)
 
 

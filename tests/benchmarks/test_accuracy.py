@@ -13,7 +13,7 @@ from autopar.cost_model.cuts import Cuts
 from benchmarks.accuracy import memory_verdicts
 from benchmarks.accuracy.cost_model_accuracy import FIGURES, PIPELINE_FIGURES, main
 from benchmarks.accuracy.metrics import Outcome, kendall, oom_accuracy, regret, summary
-from benchmarks.accuracy.pricing import Prediction, price_rows
+from benchmarks.accuracy.pricing import Prediction, axes_of, price_rows
 from benchmarks.accuracy.rows import Row, Skip, parse
 from benchmarks.accuracy.runtimes import SOFTWARE, software_for
 from benchmarks.accuracy.simulated import layers_of, pipeline_of
@@ -188,7 +188,8 @@ def test_context_parallelism_shares_a_sequence_out() -> None:
     [
         ({"hidden": ""}, "no hidden"),
         ({"hidden": "-4"}, "no hidden"),
-        ({"ep": "8"}, "mixture of experts"),
+        ({"ep": "8"}, "mixture of experts whose sizes are not known"),
+        ({"model": "Nemotron_3_Nano"}, "layers with a state space"),
         ({"tp": "3"}, "do not divide"),
         ({"micro_batch": "", "global_batch": ""}, "no batch size"),
     ],
@@ -203,7 +204,7 @@ def test_what_a_row_lacks(change: dict[str, str], reason: str) -> None:
     [
         ({"gpu": "TPU v5"}, "not in the catalogue"),
         ({"framework": "Paxml"}, "not described"),
-        ({"precision": "nvfp4"}, "4-bit"),
+        ({"precision": "nvfp4"}, "h100 has no figure for 4-bit products"),
         ({"vocab": ""}, "no vocabulary"),
     ],
 )
@@ -232,7 +233,7 @@ def test_no_runtime_has_more_than_six_fitted_figures() -> None:
 
 
 def test_a_folder_of_runs(tmp_path: Path) -> None:
-    write(tmp_path / "runs.csv", ROW, ROW | {"heads": ""}, ROW | {"step_time_s": "?", "peak_memory_gib": ""})
+    write(tmp_path / "runs.csv", ROW, ROW | {"layers": ""}, ROW | {"step_time_s": "?", "peak_memory_gib": ""})
     write(tmp_path / "bandwidth.csv", {"collective": "all_reduce", "size_bytes": "1"})
     result = run("--data", tmp_path, "--json")
     assert result.exit_code == 0, result.output
@@ -242,7 +243,7 @@ def test_a_folder_of_runs(tmp_path: Path) -> None:
     assert set(FIGURES) <= set(figures)
     assert figures["time_error_median"] < 0.2
     assert found["files_skipped"] == {"bandwidth.csv": "no table of training runs"}
-    assert figures["skipped_because"]["no heads"] == 1
+    assert figures["skipped_because"]["no layers"] == 1
     pipelines = figures["pipelines"]
     assert {stages: found["rows"] for stages, found in pipelines.items()} == {"all": 1, "2": 1}
     assert set(PIPELINE_FIGURES) <= set(pipelines["2"])
@@ -267,10 +268,60 @@ def test_the_parts_of_a_verdict_add_up_to_its_price() -> None:
     assert float(step["priced"]) == pytest.approx(parts, abs=0.4)
 
 
-def test_context_parallelism_stands_among_what_prices_replace(tmp_path: Path) -> None:
-    row = ROW | {"cp": "2", "dp": "2", "pp": "2", "grad_accum": "32"}
-    figures = json.loads(run("--data", write(tmp_path / "runs.csv", row), "--json").output)
-    assert figures["sources"]["runs"]["used_with"] == {"context parallelism as data parallelism": 1}
+def test_context_parallelism_is_priced_as_a_ring() -> None:
+    """Keys and values go round beside attention, so that a run has no more to wait for than one of more sequences."""
+    shared = subject(parse(ROW | {"cp": "2", "dp": "2", "pp": "2", "grad_accum": "32"}))
+    assert shared.shape.recipes == {"dp": "zero1", "cp": "cp", "tp": "tp+sp"}
+    (found,) = price_rows([shared.row], shared.shape, "none", shared.hardware, shared.software)
+    assert found.seconds == pytest.approx(priced_row({}).seconds, rel=0.15)
+
+
+def priced_row(change: dict[str, str]) -> Prediction:
+    """The price of `ROW` with changes."""
+    s = subject(parse(ROW | change))
+    return price_rows([s.row], s.shape, s.recompute, s.hardware, s.software)[0]
+
+
+MIXTURE = {"model": "Mixtral-8x7B", "framework": "NeMo", "hidden": "4096", "layers": "32", "heads": "32", "pp": "1"}
+MIXTURE |= {"kv_heads": "8", "ffn": "14336", "vocab": "32000", "tied_embeddings": "no", "dp": "8", "grad_accum": "8"}
+
+
+def test_ranks_of_experts_share_their_memory() -> None:
+    """45.1 of 46.7 billion parameters are those of experts: 2 + 4 bytes of each, less on ranks that share them."""
+    alone, shared = (priced_row(MIXTURE | {"ep": ep}).worst_bytes for ep in ("1", "8"))
+    assert alone - shared == pytest.approx(6 * 45.1e9 * 7 / 8, rel=0.05)
+
+
+def test_ranks_of_experts_are_ranks_of_tensor_parallelism_first() -> None:
+    many = {"model": "Qwen3_235B_a22B", "n_gpus": "64", "dp": "32", "tp": "2", "ep": "64", "grad_accum": "8"}
+    assert axes_of(parse(ROW | MIXTURE | many)) == {"dp": 1, "cp": 1, "ep": 32, "tp": 2}
+    few = {"n_gpus": "64", "dp": "16", "tp": "4", "ep": "8", "grad_accum": "16"}  # each expert split over tp
+    assert axes_of(parse(ROW | MIXTURE | few)) == {"dp": 2, "cp": 1, "ep": 8, "tp": 4}
+
+
+def test_frozen_weights_have_no_gradients() -> None:
+    """Of three products of a frozen layer two are left beside attention, and neither gradients nor states."""
+    frozen, trained = (priced_row({"pp": "1", "dp": "8", "grad_accum": "8", "notes": n}) for n in ("LoRA", ""))
+    assert 2 / 3 < frozen.seconds / trained.seconds < 0.9
+    assert frozen.worst_bytes < trained.worst_bytes
+
+
+def test_formats_are_as_much_faster_as_their_peaks() -> None:
+    row = ROW | {"gpu": "GB200 NVL72", "framework": "NeMo"}
+    plain, eight, four, some = (
+        subject(parse(row | {"precision": p})).hardware.matmul_efficiency
+        for p in ("bf16", "MXFP8", "NVFP4", "nvfp4 (layers 0-7) + bf16 tail")
+    )
+    assert four == pytest.approx(2 * eight)
+    assert plain < some == pytest.approx(2 / (1 / four + 1 / plain))  # half of 16 layers
+
+
+def test_what_a_row_leaves_out_is_assumed_and_said() -> None:
+    row = parse(ROW | {"heads": "", "micro_batch": "", "grad_accum": ""})
+    assert (row.heads, row.micro_batch, row.grad_accum) == (16, 1, 64)
+    assert row.stand_ins == ("heads that are not told as of 128 numbers", "a micro-batch that is not told as 1")
+    named = parse(ROW | {"model": "Llama 3.1 8B", "hidden": "", "layers": "", "heads": "", "kv_heads": "", "ffn": ""})
+    assert (named.hidden, named.layers, named.kv_heads, named.ffn, named.stand_ins) == (4096, 32, 8, 14336, ())
 
 
 def test_runs_without_stages_are_no_pipelines(tmp_path: Path) -> None:
@@ -296,7 +347,7 @@ def test_missing_columns_are_named(tmp_path: Path) -> None:
     path = write(tmp_path / "runs.csv", {"model": "a", "layers": "3"})
     result = run("--data", path)
     assert result.exit_code == 1
-    assert "runs.csv lacks the columns hidden, heads, seq_len" in result.output
+    assert "runs.csv lacks the columns seq_len, gpu, n_gpus" in result.output
 
 
 def test_a_folder_without_runs_is_an_error(tmp_path: Path) -> None:
