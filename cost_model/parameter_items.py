@@ -88,7 +88,8 @@ class ParameterItems(NodeItems):
         resident = count * self.sizes.bytes(tensor, how.resident)
         title, tier = numbers_out(name), how.tier
         for at, size, is_stored in self._value_bytes(tensor, how, stored, resident):
-            yield MemoryItem(title, "parameters", region, size, name, tier=at, is_stored=is_stored)
+            updates = is_stored and tensor.needs_grad  # a frozen parameter stays as it is
+            yield MemoryItem(title, "parameters", region, size, name, tier=at, is_stored=updates)
         if not tensor.needs_grad:
             return
         for at, size in self._gradient_bytes(tensor, how):
@@ -130,7 +131,8 @@ class ParameterItems(NodeItems):
         for kind, size, is_stored in self._owned_bytes(tensor, how, count):
             tier = how.tier if is_stored else how.resident_tier
             if not (isinstance(size, int | float) and size == 0):
-                yield MemoryItem(numbers_out(name), kind, region, size, name, tier=tier, is_stored=is_stored)
+                updates = is_stored and tensor.needs_grad
+                yield MemoryItem(numbers_out(name), kind, region, size, name, tier=tier, is_stored=updates)
         share = owned_share(how.storage, self.position, self.sizes)
         if tensor.needs_grad and share:
             stored = count * share * self.sizes.bytes(tensor.at_rest, how.storage)

@@ -21,6 +21,7 @@ from autopar.ops.sharding import shard
 from autopar.planning.planning import Prepared, make_plan, prepare_step
 from autopar.program.program import build_program
 from autopar.proof import lockstep
+from autopar.search import search
 from autopar.search.request.request import Request
 from benchmarks.accuracy.saved_activations import (
     eager_kept_bytes,
@@ -95,6 +96,17 @@ def test_a_frozen_weight_keeps_no_input() -> None:
     prepared = prepare_step(model, (x,))
     expected = 2 * x.nbytes + 2 * 8 * 2 * 4
     assert priced_bytes(prepared) == program_kept_bytes(prepared, model, (x,)) == expected
+
+
+def test_an_optimizer_leaves_a_frozen_weight_alone() -> None:
+    """It reads and writes what is trained: two matrices of 2 x 16."""
+    graph = prepare_step(Adapted(), (torch.randn(8, 16),)).analysis.graph
+    mesh = Mesh.of({"x": 1})
+    plan = search(graph, mesh, hardware=HARDWARE)
+    pricer = Pricer(graph, plan, sizes=Sizes(mesh), hardware=HARDWARE, links=[HARDWARE.link(mesh, 0)])
+    held = [each for each in pricer.holdings() if each.kind == "parameters"]
+    assert sum(each.bytes for each in held) == 4 * (16 * 16 + 16 + 2 * 2 * 16)
+    assert sum(each.bytes for each in held if each.is_stored) == 4 * 2 * 2 * 16
 
 
 class Attending(nn.Module):

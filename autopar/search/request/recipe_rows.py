@@ -185,6 +185,15 @@ ROWS = (
         gathers=False,
     ),
     Recipe(
+        "tp+ep",
+        "tp+sp with whole experts of a mixture on each rank, and not parts of all (Megatron-Core's folding)",
+        (is_model, is_seq, is_expert),
+        (is_seq,),
+        (is_model, is_expert),
+        stages=(0, 3),
+        gathers=False,
+    ),
+    Recipe(
         "cp",
         "the sequence split everywhere; keys and values of attention travel in a ring (ring attention)",
         (is_seq,),
@@ -220,6 +229,16 @@ ROWS = (
         (is_expert,),
         (is_model,),
         stages=(0, 3),
+        gathers=False,
+    ),
+    Recipe(
+        "ep+zero1",
+        "ep with optimizer states of all other parameters sharded",
+        (is_expert, is_batch),
+        (is_batch,),
+        (is_expert,),
+        (is_model,),
+        stages=(1, 3),
         gathers=False,
     ),
     Recipe(
