@@ -64,7 +64,7 @@ def _one_axis() -> Iterator[tuple[str, Program, Budget]]:
     # The host waits for each gradient that it takes, one a parameter, and for each that it writes to a file.
     own |= dict.fromkeys(("zero-offload", "zero3-offload", "zero-infinity"), Budget(syncs=16))
     own["zero-infinity-nvme"] = Budget(syncs=32)
-    for name in sorted(RECIPES.keys() - {"auto", "ep", "ep+zero3"}):
+    for name in sorted(RECIPES.keys() - {"auto", "tp+ep", "ep", "ep+zero1", "ep+zero3"}):
         yield name, Program({"x": 2}, name), own.get(name, Budget())
     yield "local:2", Program({"x": 2}, "local:2"), Budget()
     yield "geo:2", Program({"x": 2}, "geo:2"), Budget()

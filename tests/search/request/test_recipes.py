@@ -17,6 +17,8 @@ from autopar.cost_model.pricer import Pricer
 from autopar.errors import RecipeError, SearchError
 from autopar.ir import Graph, Mesh, Plan, R, S, V, operand_layouts
 from autopar.ir.note import kind_of
+from autopar.models import Transformer, build, example_inputs
+from autopar.models.description import LLAMA
 from autopar.planning.planning import make_plan, prepare_step
 from autopar.search import RECIPES, format_recipe, resolve, search
 from autopar.search.request.request import Request
@@ -322,3 +324,18 @@ def test_a_tied_matrix_is_gathered_in_each_block_that_needs_it_otherwise() -> No
         if name == table
     }
     assert len(used) == 2
+
+
+def test_ranks_of_tensor_and_expert_parallelism_share_whole_experts() -> None:
+    """Both axes split the experts, and the optimizer states of all else lie in shards along `ep`."""
+    sizes = dict(hidden=88, layers=1, heads=4, head_dim=18, ffn=104, vocab=68, max_positions=26)
+    described = Transformer(**sizes, experts=44, experts_per_token=5, **LLAMA)
+    with torch.device("meta"):
+        model = build(described)
+    graph = prepare_step(model, example_inputs(described, 4, 8)).analysis.graph
+    plan = search(graph, {"ep": 2, "tp": 2}, hardware=find_hardware("h100"), recipe="ep:ep+zero1,tp:tp+ep")
+    (mixture,) = (op for op in graph.ops if op.kind.endswith("experts"))
+    assert plan.ops[mixture.name] == ("t.0>e", "t.1>e")
+    assert plan.parameters["layers.0.mlp.up"].storage == (S(0), S(0))
+    query = plan.parameters["layers.0.attention.query.weight"]
+    assert (query.zero_stage(0), query.resident[0]) == (1, V)
