@@ -8,7 +8,6 @@ linear_proj), and so does MLPerf's benchmark of Llama 2 70B, with rank 16.
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -24,10 +23,9 @@ class LowRank(nn.Module):
 
     def __init__(self, plain: nn.Linear) -> None:
         super().__init__()
-        like = {"device": plain.weight.device, "dtype": plain.weight.dtype}
         self.plain = plain
-        self.down = nn.Parameter(torch.zeros(RANK, plain.in_features, **like))
-        self.up = nn.Parameter(torch.zeros(plain.out_features, RANK, **like))
+        self.down = nn.Parameter(plain.weight.new_zeros(RANK, plain.in_features))
+        self.up = nn.Parameter(plain.weight.new_zeros(plain.out_features, RANK))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.plain(x) + F.linear(F.linear(x, self.down), self.up)

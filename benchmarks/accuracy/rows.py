@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from autopar.errors import AutoparError
 from autopar.models import Transformer
@@ -251,9 +252,15 @@ def _experts(text: Mapping[str, str], hidden: int, layers: int, heads: int) -> T
         dense = int(told[1]) if told else known.dense_layers
         return replace(known, layers=layers - dense, dense_layers=dense)
     if pair is not None:
-        sizes: dict[str, int] = {name: _whole(text, name) or 0 for name in ("kv_heads", "ffn", "vocab")}
+        sizes: dict[str, Any] = {name: _whole(text, name) or 0 for name in ("kv_heads", "ffn", "vocab")}
         count, visited = pair
-        made = {"hidden": hidden, "layers": layers, "heads": heads, "experts": count, "experts_per_token": visited}
+        made: dict[str, Any] = {
+            "hidden": hidden,
+            "layers": layers,
+            "heads": heads,
+            "experts": count,
+            "experts_per_token": visited,
+        }
         return Transformer(max_positions=8192, **made, **sizes, **LLAMA)
     if (_whole(text, "ep") or 1) > 1 or "moe" in text["model"].lower():
         raise Skip("mixture of experts whose sizes are not known")
