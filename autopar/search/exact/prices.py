@@ -168,6 +168,7 @@ class Prices:
         training_state: TrainingState,
         micro_batches: int,
         fixed_storage: Mapping[str, ParameterPlan],
+        bucket_bytes: int | None = None,
     ) -> None:
         machine = software.on(hardware)
         links = [machine.link(mesh, axis) for axis in range(len(mesh.axes))]
@@ -179,6 +180,7 @@ class Prices:
             training_state=training_state,
             position=busiest_owner(graph, fixed_storage, mesh),
             micro_batches=micro_batches,
+            chosen_bucket_bytes=bucket_bytes,
         )
         run = Run(micro_batches, training_state=training_state)
         layers = sum(stack.layers for stack in graph.stacks) or 1

@@ -7,6 +7,7 @@ decision, and the equal tensors of repeated layers form one *entry*, which has o
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
@@ -78,6 +79,7 @@ class Problem:
         software: Software = AUTOPAR,
         training_state: TrainingState = FULL,
         tiers: Sequence[Tiering] = (ON_DEVICE,),
+        bucket_bytes: int | None = None,
     ) -> None:
         self.graph, self.mesh, self.tiers = graph, mesh, tiers
         self.pins, self.micro_batches, self.fixed_storage = pins, micro_batches, fixed_storage
@@ -85,7 +87,7 @@ class Problem:
         self.saved = SavedTensors(graph)
         self.whole: Layout = (R,) * len(mesh.axes)
         self._regions = regions_of(graph)
-        self.bucket_bytes = usual_bucket_bytes(whole_bytes(graph), mesh.sizes)
+        self.bucket_bytes = bucket_bytes or usual_bucket_bytes(whole_bytes(graph), mesh.sizes)
         hides = software.on(hardware).hides
         self._hides = bool(hides or software.hides_activations or software.runs_ahead)
         self.fold: Fold = fold(graph, mark=self._mark, repeats=repeats)
@@ -100,6 +102,7 @@ class Problem:
             training_state=training_state,
             micro_batches=micro_batches,
             fixed_storage=self.fixed_storage,
+            bucket_bytes=bucket_bytes,
         )
         self.exposure, self.byte_seconds = self._least, 0.0
         self.constant_bytes = hardware.reserved_bytes + sum(h.bytes for h in self.prices.buffers())
@@ -151,6 +154,19 @@ class Problem:
         leaves = (each for each in self.fold.entries if each.leaf == "parameter")
         sent = ((largest_bytes(x.tensor, [self.whole], self.sizes), x.count) for x in leaves)
         return hidden_by(sent, self.bucket_bytes)
+
+    @property
+    def most_hidden(self) -> float:
+        """The largest part of messages of parameters that any assignment hides."""
+        return 1 - self._least.reductions
+
+    def ways(self, index: int) -> tuple[ParameterPlan, ...]:
+        """All ways to store a parameter that the recipes and pins allow."""
+        entry = self.entries[index]
+        if fixed := self._placed(entry):
+            return (fixed,)
+        name = self._public[entry.names[0]]
+        return self._storable(name, entry.tensor, self.pins.storage.get(name, ()))
 
     @property
     def hides_most(self) -> bool:
@@ -212,6 +228,14 @@ class Problem:
         ]
         allowed = self._filters[axis].allowed(self.ops[index], legal)
         return self._pinned(index, axis, allowed, legal)
+
+    def joint_labels(self, index: int) -> list[Labels]:
+        """The labels of a class on all axes at once of which each is allowed given the others."""
+        every = itertools.product(*([choice.label for choice in along] for along in self._dividing[index]))
+        return [labels for labels in every if self._is_legal(index, labels) and self._is_allowed(index, labels)]
+
+    def _is_allowed(self, index: int, labels: Labels) -> bool:
+        return all(label in {c.label for c in self.allowed(index, a, labels)} for a, label in enumerate(labels))
 
     def layouts(self, index: int, labels: Labels) -> Layouts:
         """Layouts of the operands and results of a class."""
