@@ -18,6 +18,7 @@ from autopar.cost_model.symbols import factor_symbols
 from autopar.errors import AutoparError, did_you_mean
 from autopar.explanation import solving
 from autopar.explanation.costs import PlanCost
+from autopar.explanation.nearness import most_gained
 from autopar.explanation.owned import owner_sentences
 from autopar.explanation.report import as_text, explain, starred
 from autopar.explanation.solving import LargestFit
@@ -85,6 +86,11 @@ class Explanation(PlanCost, JupyterMixin):
 
     def __str__(self) -> str:
         return as_text(self)
+
+    @cached_property
+    def most_gained(self) -> float | None:
+        """The part of the step by which other layouts on its mesh are faster at most; None where that is not known."""
+        return most_gained(self)
 
     # --- words for sizes
 
@@ -242,6 +248,7 @@ class Explanation(PlanCost, JupyterMixin):
             },
             "step_seconds": self.step_seconds,
             "step_spread": self._spread_json(),
+            "most_gained_by_layouts": self.most_gained,
             "origins": self.origins,
             "tokens_per_second": self.tokens_per_second,
             "mfu": self.mfu,

@@ -20,6 +20,7 @@ from autopar.explanation.candidate_rows import slower
 from autopar.explanation.explanation import Explanation
 from autopar.explanation.kinds import NOT_SEARCHED, waits
 from autopar.explanation.launch import asked, launch
+from autopar.explanation.nearness import words_of_gain
 from autopar.explanation.owned import owner_sentences
 from autopar.explanation.report import collectives, described
 from autopar.explanation.what_would_change import Change
@@ -92,6 +93,7 @@ def _page(explanation: Explanation, title: str) -> Page:
             *explanation.plan.notes,
             *_of_pipeline(explanation),
             *_of_owners(explanation),
+            *words_of_gain(explanation.most_gained),
             *change_lines(explanation),
             *_caveats(explanation),
         ),

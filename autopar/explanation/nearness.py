@@ -1,0 +1,52 @@
+"""How much faster other layouts on the mesh of a plan can be at most.
+
+Layouts are the choices of ops and the storages of parameters. What else a plan has is kept: its mesh with the order of
+the axes, micro-batches and buckets. Where it recomputes, or has anything else that the bound does not price
+(`autopar.search.exact.dual`), nothing is said.
+"""
+
+from __future__ import annotations
+
+import math
+
+from autopar.cost_model.owners import has_lone_ops
+from autopar.explanation.costs import PlanCost
+from autopar.ir import Plan
+from autopar.ir.choice import DEEPER
+from autopar.search.exact.dual import least_seconds
+from autopar.search.exact.search import MeshSearch
+
+
+def most_gained(cost: PlanCost) -> float | None:
+    """The part of the step, 0 or more, by which it is longer at most than with the best layouts; None if unknown."""
+    request = cost.request
+    if request is None or cost.overrides or cost.cluster.hardware.kinds or not _is_bounded(cost.plan):
+        return None
+    found = MeshSearch.of(
+        cost.graph,
+        cost.plan.mesh,
+        hardware=cost.cluster.hardware,
+        micro_batches=cost.plan.micro_batches,
+        software=cost.software,
+        training_state=cost.run.training_state,
+        tiers=request.tiers,
+        bucket_bytes=cost.plan.bucket_bytes,
+    )
+    least = least_seconds(found.problem, cost.step_seconds, cost.bound_bytes if cost.fits else None)
+    return max(0.0, cost.step_seconds / least - 1) if least else None
+
+
+def _is_bounded(plan: Plan) -> bool:
+    """Whether a plan has layouts on one stage and nothing else."""
+    others = plan.pipeline, plan.meeting, plan.saved, plan.decomposed, plan.mesh.occupied
+    if any(others) or plan.recompute != "none" or plan.overlap_batches > 1 or has_lone_ops(plan):
+        return False
+    owned = any(state.kind == "O" for how in plan.parameters.values() for state in how.storage)
+    return not owned and not any(DEEPER in label for labels in plan.ops.values() for label in labels)
+
+
+def words_of_gain(gained: float | None) -> tuple[str, ...]:
+    """A sentence for people, rounded up; none where nothing is known."""
+    if gained is None:
+        return ()
+    return (f"No other layouts on this mesh are faster by more than {math.ceil(1e3 * gained) / 10:.1f} %.",)
