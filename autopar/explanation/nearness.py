@@ -14,7 +14,9 @@ from autopar.explanation.costs import PlanCost
 from autopar.ir import Plan
 from autopar.ir.choice import DEEPER
 from autopar.search.exact.dual import least_seconds
-from autopar.search.exact.search import MeshSearch
+from autopar.search.exact.problem import Problem
+from autopar.search.request.pins import resolve_pins
+from autopar.search.request.recipes import resolve
 
 
 def most_gained(cost: PlanCost) -> float | None:
@@ -22,17 +24,21 @@ def most_gained(cost: PlanCost) -> float | None:
     request = cost.request
     if request is None or cost.overrides or cost.cluster.hardware.kinds or not _is_bounded(cost.plan):
         return None
-    found = MeshSearch.of(
+    mesh = cost.plan.mesh
+    problem = Problem(
         cost.graph,
-        cost.plan.mesh,
+        mesh,
+        resolve("auto", mesh),
         hardware=cost.cluster.hardware,
+        pins=resolve_pins(None, cost.graph, mesh),
         micro_batches=cost.plan.micro_batches,
+        fixed_storage={},
         software=cost.software,
         training_state=cost.run.training_state,
         tiers=request.tiers,
         bucket_bytes=cost.plan.bucket_bytes,
     )
-    least = least_seconds(found.problem, cost.step_seconds, cost.bound_bytes if cost.fits else None)
+    least = least_seconds(problem, cost.step_seconds, cost.bound_bytes if cost.fits else None)
     return max(0.0, cost.step_seconds / least - 1) if least else None
 
 

@@ -36,6 +36,12 @@ def test_a_worse_plan_is_farther_from_the_best(found: Explanation) -> None:
     assert 1 + named.most_gained == pytest.approx(slower * (1 + gained), rel=2e-3)
 
 
+def test_a_mesh_that_only_stores_parameters_is_bounded() -> None:
+    """Nothing divides five ranks, so that without the recipe no search would take the mesh."""
+    request = Request.on(find_cluster("h100x5"), batch=1, mesh=Mesh.parse("dp=5"), recipe="dp:zero3")
+    assert Question("gpt2", request, 64).answer().most_gained is not None
+
+
 def test_gains_are_rounded_up() -> None:
     assert words_of_gain(0.00401) == ("No other layouts on this mesh are faster by more than 0.5 %.",)
 

@@ -68,7 +68,6 @@ class Choices(TypedDict, total=False):
         software: figures of the runtime, such as what it overlaps; by default those of autopar.
         training_state: gradients and optimizer states that training keeps for each parameter; by default `FULL`.
         tiers: memories in which parameters may be, where no recipe names one; by default only the device.
-        bucket_bytes: bytes of a bucket; by default the usual size.
     """
 
     recipe: RecipeLike
@@ -80,7 +79,6 @@ class Choices(TypedDict, total=False):
     software: Software
     training_state: TrainingState
     tiers: Sequence[Tiering]
-    bucket_bytes: int | None
 
 
 def search(
@@ -179,7 +177,6 @@ class MeshSearch:
         software: Software = AUTOPAR,
         training_state: TrainingState = FULL,
         tiers: Sequence[Tiering] = (ON_DEVICE,),
-        bucket_bytes: int | None = None,
     ) -> MeshSearch:
         """A search without a memory bound yet.
 
@@ -205,7 +202,6 @@ class MeshSearch:
             software=software,
             training_state=training_state,
             tiers=tiers,
-            bucket_bytes=bucket_bytes,
         )
         return cls(problem, recipe, fingerprint, hardware, software, training_state, lone, given)
 

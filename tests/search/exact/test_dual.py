@@ -113,3 +113,4 @@ def test_no_joint_plan_is_faster_than_the_bound(seed: int) -> None:
         found = least_seconds(problem, 2 * best, bound_bytes)
         assert found is not None
         assert found <= best, (bound_bytes, found / best)
+        assert bound_bytes is not None or found > 0.9 * best  # on these machines; no bound at all would hold, too
