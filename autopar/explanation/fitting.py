@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from autopar.cost_model.machines.cluster import Cluster
-from autopar.errors import StepError
+from autopar.errors import AutoparError
 from autopar.explanation.advice import Question
 from autopar.explanation.candidate_rows import name_of
 from autopar.explanation.explanation import Explanation
@@ -100,7 +100,8 @@ def will_it_fit(question: Question, prices: Prices | None = None) -> Fit:
         found = list(remedies(question, advice, best.setting))
     listed = [_remedy(each, advice, prices) for each in found]
     ranked = sorted(listed, key=lambda r: (r.money is None, r.money or 0.0, r.slower))
-    return Fit(best, advice, tuple(ranked), prices, is_largest=not larger and not fewer)
+    is_largest = best.setting.micro_batches == 1 and not fewer
+    return Fit(best, advice, tuple(ranked), prices, is_largest)
 
 
 def _in_tiles_if_needed(question: Question) -> tuple[Question, PricedCandidate, Explanation]:
@@ -111,7 +112,7 @@ def _in_tiles_if_needed(question: Question) -> tuple[Question, PricedCandidate, 
     try:
         tiled = question.in_tiles(tile_bytes_of(question.request))
         with_tiles = tiled, *_as_asked(tiled)
-    except StepError:  # no loss of the step can be computed in tiles
+    except AutoparError:  # no loss of the step has tiles, or an option does not go with them
         return found
     return with_tiles if with_tiles[2].fits else found
 

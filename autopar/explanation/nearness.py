@@ -1,8 +1,8 @@
 """How much faster other layouts on the mesh of a plan can be at most.
 
-Layouts are the choices of ops and the storages of parameters. What else a plan has is kept: its mesh with the order of
-the axes, micro-batches and buckets. Where it recomputes, or has anything else that the bound does not price
-(`autopar.search.exact.dual`), nothing is said.
+Layouts are the choices of ops and the storages of parameters, on the host too where a search may put them. What else a
+plan has is kept: its mesh with the order of the axes, micro-batches and buckets. Where it recomputes, or has anything
+else that the bound does not price (`autopar.search.exact.dual`), nothing is said.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ from autopar.ir.choice import DEEPER
 from autopar.search.exact.dual import least_seconds
 from autopar.search.exact.problem import Problem
 from autopar.search.request.pins import resolve_pins
+from autopar.search.request.recipe_rows import Tiering
 from autopar.search.request.recipes import resolve
+from autopar.search.request.request import Request
+
+_ROUNDING = 1e-6  # of a step that another function has priced
 
 
 def most_gained(cost: PlanCost) -> float | None:
@@ -24,7 +28,9 @@ def most_gained(cost: PlanCost) -> float | None:
     request = cost.request
     if request is None or cost.overrides or cost.cluster.hardware.kinds or not _is_bounded(cost.plan):
         return None
-    mesh = cost.plan.mesh
+    mesh, tiers = cost.plan.mesh, _tiers(request)
+    if not {Tiering(how.tier, how.resident_tier) for how in cost.plan.parameters.values()} <= {*tiers}:
+        return None
     problem = Problem(
         cost.graph,
         mesh,
@@ -35,11 +41,18 @@ def most_gained(cost: PlanCost) -> float | None:
         fixed_storage={},
         software=cost.software,
         training_state=cost.run.training_state,
-        tiers=request.tiers,
+        tiers=tiers,
         bucket_bytes=cost.plan.bucket_bytes,
     )
     least = least_seconds(problem, cost.step_seconds, cost.bound_bytes if cost.fits else None)
-    return max(0.0, cost.step_seconds / least - 1) if least else None
+    if not least or least > cost.step_seconds * (1 + _ROUNDING):  # the plan is none of those that are bounded
+        return None
+    return max(0.0, cost.step_seconds / least - 1)
+
+
+def _tiers(request: Request) -> tuple[Tiering, ...]:
+    """Where parameters may be stored and used, if by the search's own decision."""
+    return request.but(offload=True, streams=True).tiers if request.may_offload else request.tiers
 
 
 def _is_bounded(plan: Plan) -> bool:

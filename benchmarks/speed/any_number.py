@@ -39,7 +39,7 @@ class Answer:
 
     Attributes:
         name: model and number, such as `gpt2-xl 24`.
-        tokens_per_second: of all ranks together, by the price.
+        tokens_per_second: rate of all ranks together, by the price.
         plan: the plan in a line.
         seconds: duration of the search by the clock.
     """

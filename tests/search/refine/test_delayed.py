@@ -111,7 +111,7 @@ def test_the_plan_reads_back() -> None:
 
 # --- by name alone
 
-WITHOUT_COPIES = "ddp, tp, tp+sp, columns, width, ep"  # recipes whose ops use parameters as they are stored
+WITHOUT_COPIES = "ddp, tp, tp+sp, tp+ep, columns, width, ep"  # recipes whose ops use parameters as they are stored
 
 
 def test_nothing_else_asks_for_one() -> None:
