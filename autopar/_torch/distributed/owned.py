@@ -169,6 +169,8 @@ def _assign_part(x: DTensor, value: Tensor) -> None:
     else:
         part = cut_like(value, x)
     local, before = part._local_tensor, x._local_tensor
+    if local.data_ptr() == before.data_ptr() and local.stride() == before.stride():
+        return  # it is the shard already
     if type(x) not in (DTensor, torch.nn.Parameter) or local.device != before.device or before.is_pinned():
         before.copy_(local)  # in a file, or in memory that is pinned
         return

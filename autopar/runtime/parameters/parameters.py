@@ -92,10 +92,11 @@ class ParameterAtRest:
     def surround(self) -> None:
         """Makes a new buffer around a stored shard that someone has replaced, and may have kept a view of before."""
         assert self.full is not None and self.part is not None, "a buffer is kept"
-        before = self.part
+        before, local = self.part, self.local
         self.full = self.full.clone(memory_format=torch.contiguous_format)
         self.part = self.full.as_strided(before.shape, before.stride(), before.storage_offset())
-        self.part.copy_(self.local)
+        self.part.copy_(local)
+        local.set_(self.part)  # type: ignore[call-overload]  # who has assigned it sees training, as in torch
         _torch.set_local_tensor(self.parameter, self.part)
 
 

@@ -86,6 +86,35 @@ def test_weights_used_before_the_plan_are_refused_on_all_ranks_with_a_remedy(two
 
 
 @captured_once()
+def assigned_again(recipe: str) -> tuple[list[float], list[float]]:
+    """Losses of steps, after each of which parameters are assigned one kept copy, in shards and plainly."""
+    found = []
+    for compiles in (True, False):
+        torch.manual_seed(0)
+        model: Any = mlp(6, 8, 3).double()
+        model = autopar.compile(model, recipe=recipe, mesh={"dp": 2}) if compiles else model
+        optimizer, kept, losses = torch.optim.SGD(model.parameters(), lr=0.1), list[Tensor](), []
+        for x, y in batches(4):
+            loss = nn.functional.mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            kept = kept or [p.data.clone() for p in model.parameters()]
+            for p, value in zip(model.parameters(), kept, strict=True):
+                p.data = value
+            losses.append(loss.item())
+        found.append(losses)
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("recipe", ["zero1", "zero3"])
+def test_an_assigned_copy_is_the_parameter_from_then_on(two_ranks: Ranks, recipe: str) -> None:
+    """The optimizer moves it, so that it takes nothing back when it is assigned again."""
+    for losses, plain in two_ranks.run(assigned_again, recipe):
+        assert losses == pytest.approx(plain, rel=1e-9)
+
+
+@captured_once()
 def filled(recipe: str) -> tuple[list[Tensor], list[Tensor]]:
     """What `nn.init` and noise make of a model in shards and of a plain one, from one seed."""
     made, batch = compile_mlp(recipe)
