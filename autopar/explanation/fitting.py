@@ -12,7 +12,7 @@ from autopar.explanation.advice import Question
 from autopar.explanation.candidate_rows import name_of
 from autopar.explanation.explanation import Explanation
 from autopar.explanation.launch import asked
-from autopar.explanation.remedies import FACTORS, Found, answered, remedies
+from autopar.explanation.remedies import FACTORS, Found, answered, keeps_too_much, remedies
 from autopar.planning.loss_tiles import tile_bytes_of
 from autopar.search.candidates.comparison import smallest
 from autopar.search.candidates.settings import PricedCandidate
@@ -107,7 +107,7 @@ def will_it_fit(question: Question, prices: Prices | None = None) -> Fit:
 def _in_tiles_if_needed(question: Question) -> tuple[Question, PricedCandidate, Explanation]:
     """The question with its setting and plan, with the loss in tiles where only that fits, as a search takes it."""
     found = question, *_as_asked(question)
-    if found[2].fits:
+    if found[2].fits or keeps_too_much(question, found[2]):
         return found
     try:
         tiled = question.in_tiles(tile_bytes_of(question.request))

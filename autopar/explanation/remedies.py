@@ -212,9 +212,8 @@ def _state_bytes(state: TrainingState) -> float:
 
 def _fewer_tokens(question: Question, asked: Explanation) -> Iterator[Found]:
     """The longest part of the sequence that is enough; nothing where what is kept between steps is too much."""
-    kept = sum(part.value for part in asked.memory.parts if part.name in _KEPT)
     has_sequence = not question.model.own_batch and "seq" in asked.graph.factors
-    if not has_sequence or kept > question.bound_bytes:
+    if not has_sequence or keeps_too_much(question, asked):
         return
     whole = asked.graph.factors["seq"].size
     for part in _SHORTER:
@@ -223,6 +222,11 @@ def _fewer_tokens(question: Question, asked: Explanation) -> Iterator[Found]:
             if advice is not None:
                 yield f"sequences of {whole // part:,} tokens", f"--seq {whole // part}", advice
                 return
+
+
+def keeps_too_much(question: Question, asked: Explanation) -> bool:
+    """Whether what is kept between steps exceeds the memory, so that smaller activations do not help."""
+    return sum(part.value for part in asked.memory.parts if part.name in _KEPT) > question.bound_bytes
 
 
 def _adapters(question: Question) -> Iterator[Found]:

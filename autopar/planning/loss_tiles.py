@@ -3,7 +3,7 @@
 The logits of a loss are the largest tensor of a model with a long sequence or a large vocabulary. In tiles they take
 little memory, and one more product of the head (`autopar.rules.linear_loss`). So a plan in tiles is searched where no
 other fits, and where one that fits recomputes layers, or keeps parameters on the host, beside logits that take
-more than two tiles.
+more than two of the largest tiles.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 LARGEST_TILE_BYTES = 2**30
 # Four tensors of a tile's size exist at a time (`autopar.rules.linear_loss`): a sixteenth of the memory.
 _TILES_IN_MEMORY = 64
-_TRIED_FROM_TILES = 2
+_TRIED_FROM_BYTES = 2 * LARGEST_TILE_BYTES
 _LOSS = "aten.cross_entropy_loss"
 
 
@@ -53,7 +53,7 @@ def best_in_tiles(
     """
     found = in_tiles_if_needed(find, tile_bytes)
     graph, plan = plan_of(found)
-    if plan.loss_tile_bytes is not None or not _promises(graph, plan, tile_bytes):
+    if plan.loss_tile_bytes is not None or not _promises(graph, plan):
         return found
     try:
         other = find(tile_bytes)
@@ -75,11 +75,11 @@ def in_tiles_if_needed(find: Callable[[int | None], T], tile_bytes: int) -> T:
             raise error from None
 
 
-def _promises(graph: Graph, plan: Plan, tile_bytes: int) -> bool:
-    """Whether memory costs a plan time, and the logits of a loss take more than two tiles of it."""
+def _promises(graph: Graph, plan: Plan) -> bool:
+    """Whether memory costs a plan time, and the logits of a loss take more than two of the largest tiles."""
     far = any(how.tier != "device" or how.resident_tier != "device" for how in plan.parameters.values())
     logits = (_logits_bytes(graph, plan, op.name) for op in graph.ops if op.kind == _LOSS)
-    return (far or plan.recompute != "none") and max(logits, default=0) > _TRIED_FROM_TILES * tile_bytes
+    return (far or plan.recompute != "none") and max(logits, default=0) > _TRIED_FROM_BYTES
 
 
 def _logits_bytes(graph: Graph, plan: Plan, name: str) -> int:
