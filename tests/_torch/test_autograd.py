@@ -203,28 +203,13 @@ def test_what_is_no_argument_of_a_transform_is_computed_outside_of_it():
     def scaled(x):
         with _torch.outside_functorch_transforms():
             assert not _torch.in_functorch_transform()
-            twice = handed_on_by_function(weight)
+            twice = Twice.apply(weight)  # it has no rules for transforms
         assert _torch.in_functorch_transform()
         return x * twice
 
     slopes = torch.func.vmap(torch.func.grad(scaled))(torch.ones(2))
     slopes.sum().backward()
     assert slopes.tolist() == [6.0, 6.0] and weight.grad is not None and weight.grad.item() == 4.0
-
-
-def handed_on_by_function(x):
-    """Twice a number, by a Function without rules for transforms."""
-    return _Twice.apply(x)
-
-
-class _Twice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return 2 * gradient
 
 
 def test_the_ops_of_a_function_and_of_its_derivative_are_traced():

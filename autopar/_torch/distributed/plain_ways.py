@@ -15,7 +15,7 @@ from autopar._torch.distributed.whole_operands import cut_whole_operands
 
 
 def treat_as_plain() -> None:
-    """Lets scripts fill DTensors with random numbers, write plain tensors into them, average and gather them."""
+    """Lets scripts fill DTensors with random numbers, write into them, average them, run more operators on them."""
     draw_whole_on_processors()
     cut_whole_operands()
     gather_operands()
