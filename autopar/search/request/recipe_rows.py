@@ -6,14 +6,13 @@ A row selects factors by their roles; `autopar.search.request.recipes` explains 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from autopar.ir import ANY, PLACEMENTS, Tier
 
 Roles = frozenset[str]
-
 Which = Callable[[Roles], bool]
 
 
@@ -49,9 +48,7 @@ class Tiering(NamedTuple):
 
 
 ON_DEVICE = Tiering("device", "device")
-
 STORED_ON_HOST = Tiering("host", "device")
-
 USED_FROM_HOST = Tiering("host", "host")
 
 
@@ -101,97 +98,84 @@ class Recipe:
         """The fields that decide how parameters may be stored; recipes with equal values allow the same ways."""
         return self.stages, self.tier, self.resident_tier, self.owner
 
+    def but(self, name: str, meaning: str, **changes: Any) -> Recipe:
+        """Another row, which differs in these fields."""
+        return replace(self, name=name, meaning=meaning, **changes)
+
+
+_DDP = Recipe("ddp", "batch split, parameters replicated", (), (is_batch,), stages=(0,))
+_TP = Recipe(
+    "tp",
+    "Megatron-LM's tensor parallelism: columns, then rows, of the matrices",
+    (is_model,),
+    (),
+    (is_model,),
+    stages=(0, 3),
+    gathers=False,
+)
+_EP = Recipe(
+    "ep",
+    "experts of a mixture split; the batch split everywhere else",
+    (is_expert, is_batch),
+    (is_batch,),
+    (is_expert,),
+    (is_model,),
+    stages=(0, 3),
+    gathers=False,
+)
 
 ROWS = (
     Recipe("auto", "anything, whatever is fastest"),
-    Recipe("ddp", "batch split, parameters replicated", (), (is_batch,), stages=(0,)),
-    Recipe("zero1", "ddp with optimizer states sharded", (), (is_batch,), stages=(1,)),
-    Recipe("zero2", "zero1 with gradients sharded", (), (is_batch,), stages=(2,)),
-    Recipe("zero3", "zero2 with parameters sharded", (), (is_batch,), stages=(3,)),
-    Recipe(
-        "zero-offload",
-        "zero2 with parameters stored and updated in the host's memory",
-        (),
-        (is_batch,),
-        stages=(2,),
-        tier="host",
+    _DDP,
+    _DDP.but("zero1", "ddp with optimizer states sharded", stages=(1,)),
+    _DDP.but("zero2", "zero1 with gradients sharded", stages=(2,)),
+    _DDP.but("zero3", "zero2 with parameters sharded", stages=(3,)),
+    _DDP.but("zero-offload", "zero2 with parameters stored and updated in the host's memory", stages=(2,), tier="host"),
+    _DDP.but(
+        "zero3-offload", "zero3 with parameters stored and updated in the host's memory", stages=(3,), tier="host"
     ),
-    Recipe(
-        "zero3-offload",
-        "zero3 with parameters stored and updated in the host's memory",
-        (),
-        (is_batch,),
-        stages=(3,),
-        tier="host",
-    ),
-    Recipe(
+    _DDP.but(
         "zero-infinity",
         "zero3-offload with parameters on the device only while they are used",
-        (),
-        (is_batch,),
         stages=(3,),
         tier="host",
         resident_tier="host",
     ),
-    Recipe(
+    _DDP.but(
         "zero-infinity-nvme",
         "zero-infinity with parameters stored and updated in files on a disk",
-        (),
-        (is_batch,),
         stages=(3,),
         tier="nvme",
         resident_tier="host",
     ),
-    Recipe(
+    _DDP.but(
         "data-parallel",
         "batch split, parameters stored and updated on the first rank (torch.nn.DataParallel)",
-        (),
-        (is_batch,),
         stages=(1,),
         owner=0,
     ),
-    Recipe(
+    _DDP.but(
         "parameter-server",
         "batch split; each parameter stored and updated on one rank, and every rank stores some",
-        (),
-        (is_batch,),
         stages=(1,),
         owner=ANY,
     ),
-    Recipe(
+    _DDP.but(
         "serve",
         "all ops on the first rank, parameters stored and updated on the other ranks",
-        (),
+        must=(),
         stages=(1, 2),
         owner=ANY,
         worker=0,
     ),
-    Recipe(
-        "tp",
-        "Megatron-LM's tensor parallelism: columns, then rows, of the matrices",
-        (is_model,),
-        (),
-        (is_model,),
-        stages=(0, 3),
-        gathers=False,
-    ),
-    Recipe(
-        "tp+sp",
-        "tp with the rest split along the sequence",
-        (is_model, is_seq),
-        (is_seq,),
-        (is_model,),
-        stages=(0, 3),
-        gathers=False,
-    ),
-    Recipe(
+    _TP,
+    _TP.but("tp+sp", "tp with the rest split along the sequence", may=(is_model, is_seq), must=(is_seq,)),
+    _TP.but(
         "tp+ep",
         "tp+sp with whole experts of a mixture on each rank, and not parts of all (Megatron-Core's folding)",
-        (is_model, is_seq, is_expert),
-        (is_seq,),
-        (is_model, is_expert),
-        stages=(0, 3),
-        gathers=False,
+        may=(is_model, is_seq, is_expert),
+        must=(is_seq,),
+        products_must=(is_model, is_expert),
     ),
     Recipe(
         "cp",
@@ -200,57 +184,26 @@ ROWS = (
         (is_seq,),
         exchanges=True,
     ),
-    Recipe(
+    _TP.but(
         "columns",
         "columns of every matrix split, operands gathered before the product: one axis of 2d and 2.5d",
-        (is_feature, is_seq),
-        (is_feature, is_seq),
-        (is_feature,),
-        stages=(0, 3),
-        gathers=False,
+        may=(is_feature, is_seq),
+        must=(is_feature, is_seq),
+        products_must=(is_feature,),
         only_columns=True,
         saves_slices=True,
     ),
-    Recipe(
+    _TP.but(
         "width",
         "the width of the residual stream split, and the sequence where the width stays whole: one axis of 3d",
-        (is_width, is_model, is_seq),
-        (is_width, is_seq),
-        (is_width,),
-        stages=(0, 3),
-        gathers=False,
+        may=(is_width, is_model, is_seq),
+        must=(is_width, is_seq),
+        products_must=(is_width,),
         saves_slices=True,
     ),
-    Recipe(
-        "ep",
-        "experts of a mixture split; the batch split everywhere else",
-        (is_expert, is_batch),
-        (is_batch,),
-        (is_expert,),
-        (is_model,),
-        stages=(0, 3),
-        gathers=False,
-    ),
-    Recipe(
-        "ep+zero1",
-        "ep with optimizer states of all other parameters sharded",
-        (is_expert, is_batch),
-        (is_batch,),
-        (is_expert,),
-        (is_model,),
-        stages=(1, 3),
-        gathers=False,
-    ),
-    Recipe(
-        "ep+zero3",
-        "ep with all other parameters sharded",
-        (is_expert, is_batch),
-        (is_batch,),
-        (is_expert,),
-        (is_model,),
-        stages=(3,),
-        exchanges=True,
-    ),
+    _EP,
+    _EP.but("ep+zero1", "ep with optimizer states of all other parameters sharded", stages=(1, 3)),
+    _EP.but("ep+zero3", "ep with all other parameters sharded", stages=(3,), gathers=True, exchanges=True),
 )
 
 RECIPES: Mapping[str, Recipe] = MappingProxyType({row.name: row for row in ROWS})
