@@ -18,10 +18,9 @@ from autopar.pipeline.blocks import has_blocks
 from autopar.search.candidates.trials import Searched, Trial
 from autopar.search.exact.least_memory import least_bytes
 from autopar.search.refine.buckets import usual_seconds, with_buckets
-from autopar.search.refine.decomposed import with_decomposed
 from autopar.search.refine.delayed import with_delays
 from autopar.search.refine.nesting import with_nesting
-from autopar.search.refine.overlapped import with_overlap
+from autopar.search.refine.overlapped import with_decomposed, with_overlap
 from autopar.search.refine.replicas import with_meeting
 from autopar.search.refine.stored import with_stores
 from autopar.search.request.options import AUTO_AXES
@@ -34,6 +33,8 @@ from autopar.search.stages.staged import SlowerError
 from autopar.units import counted, format_bytes, format_seconds
 
 _ALONE = Mesh((("dp", 1),))
+# What is decided for a plan that was found, in this order: each is priced with those before it.
+_REFINEMENTS = (with_stores, with_nesting, with_decomposed, with_overlap, with_meeting, with_buckets, with_delays)
 
 
 class UnsearchedError(MemoryBoundError):
@@ -111,11 +112,8 @@ class SettingSearch:
         if gives_up and given.cannot_fit:
             raise UnsearchedError(f"No plan with {counted(count, 'micro-batch')} fits.")
         found = given.search()
-        found = with_nesting(with_stores(found, request=asked), asked)
-        found = with_decomposed(found, asked)
-        found = with_overlap(found, asked)
-        found = with_buckets(with_meeting(found, asked), asked)
-        found = with_delays(found, asked)
+        for refine in _REFINEMENTS:
+            found = refine(found, asked)
         if known is None:
             return found
         others = sorted((*found.others, *known.others), key=lambda each: each.key)

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from autopar.cost_model.buckets import SMALLEST_BUCKET_BYTES, sent_bytes, usual_bucket_bytes, whole_bytes
 from autopar.ir import Graph, Plan
-from autopar.ir.note import Note, kind_of
+from autopar.ir.note import Note
 from autopar.pipeline.composed import Composed, composed
 from autopar.search.request.request import Request
 from autopar.search.stages.given import Planned
@@ -49,12 +49,11 @@ def _sizer(found: Planned, request: Request) -> Callable[[int | None], Planned]:
     graph, plan, seconds = found.graph, found.plan, found.price.step_seconds
     # A search of stages adds the time to launch kernels to the price of its plan.
     added_seconds = 0.0 if plan.pipeline is None else seconds - composed(graph, plan, **request.figures).step_seconds
-    notes = tuple(each for each in plan.notes if kind_of(each) != "price")  # those of the usual buckets
 
     def sized(size: int | None) -> Planned:
-        each = replace(plan, bucket_bytes=size, notes=notes)
+        each = replace(plan, bucket_bytes=size)
         price = composed(graph, each, **request.figures)
-        return found._replace(plan=each, price=Composed(price.step_seconds + added_seconds, price.peak_bytes))
+        return found.priced(each, Composed(price.step_seconds + added_seconds, price.peak_bytes))
 
     return sized
 

@@ -19,8 +19,7 @@ def with_delays(found: Planned, request: Request) -> Planned:
     if pipeline is None or not pipeline.update_every:
         return found
     step = ExecutedStep(found.graph, found.plan, request.hardware, request.training_state, request.software)
-    note = Note(_sentence(step, pipeline), "versions")
-    return found._replace(plan=replace(found.plan, notes=(*found.plan.notes, note)))
+    return found.noted(Note(_sentence(step, pipeline), "versions"))
 
 
 def _sentence(step: ExecutedStep, pipeline: Pipeline) -> str:

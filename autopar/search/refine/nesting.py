@@ -26,7 +26,7 @@ from autopar.cost_model.machines.hardware import Hardware
 from autopar.cost_model.sizes import Sizes
 from autopar.ir import Graph, Labels, Layout, Op, Plan, nested_labels, operand_layouts, plain, result_layouts
 from autopar.ir.choice import can_nest
-from autopar.ir.note import Note, kind_of
+from autopar.ir.note import Note
 from autopar.pipeline.composed import composed
 from autopar.search.request.connected import connected
 from autopar.search.request.request import Request
@@ -60,8 +60,7 @@ def with_nesting(found: Planned, request: Request) -> Planned:
         f"step takes {format_seconds(price.step_seconds)} in place of {format_seconds(before.step_seconds)}",
         "axes",
     )
-    notes = (each for each in plan.notes if kind_of(each) != "price")  # those of the other order
-    return found._replace(plan=replace(plan, ops=ops, notes=(*notes, note)), price=price)
+    return found.priced(replace(plan, ops=ops), price).noted(note)
 
 
 class NestingOfGroups:

@@ -32,13 +32,10 @@ def with_meeting(found: Planned, request: Request) -> Planned:
     if meeting is None:
         return found
     plan = replace(found.plan, meeting=meeting, recipe=_whole_recipe(meeting, request.recipe))
-    state, software = request.training_state, request.software
-    step = step_of(found.graph, plan, request.hardware, software=software, training_state=state)
-    price = composed(found.graph, plan, request.hardware, software=software, training_state=state)
     every_step = replace(plan, meeting=Meeting(meeting.axis, meeting.replicas, 1))
-    together = step_of(found.graph, every_step, request.hardware, software=software, training_state=state)
+    step, together = (step_of(found.graph, each, **request.figures) for each in (plan, every_step))
     note = Note(_sentence(found.graph, meeting, step, together), "replicas")
-    return found._replace(plan=replace(plan, notes=(*plan.notes, note)), price=price)
+    return found._replace(plan=plan, price=composed(found.graph, plan, **request.figures)).noted(note)
 
 
 def _whole_recipe(meeting: Meeting, inside: RecipeLike) -> str:

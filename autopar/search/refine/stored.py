@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
 from autopar.errors import SearchError
 from autopar.ir import TIERS, Tier
@@ -31,8 +30,9 @@ def with_stores(found: Planned, request: Request) -> Planned:
                 f"share of that is {format_bytes(room)} ([{tier}] of the hardware). What would help: more ranks along "
                 f"dp under ZeRO, or {_LARGER[tier]} for each device."
             )
-    notes = tuple(Note(line, "tiers") for line in _lines(found, sizes))
-    return found._replace(plan=replace(found.plan, notes=(*found.plan.notes, *notes)))
+    for line in _lines(found, sizes):
+        found = found.noted(Note(line, "tiers"))
+    return found
 
 
 _PLACES = {"host": "in the memory of its host", "nvme": "in files on its disks"}

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from autopar.errors import MemoryBoundError, MeshError, PlanError, RecipeError, SearchError, StateError, both
 from autopar.ir import Graph, Plan, Tier, with_pipeline
+from autopar.ir.note import kind_of
 from autopar.ir.recompute import SAVED_TIERS, Recompute, RecomputeOption, is_saved_option
 from autopar.pipeline.blocks import has_blocks
 from autopar.pipeline.composed import Composed, composed
@@ -52,6 +53,11 @@ class Planned(NamedTuple):
     def noted(self, note: str) -> Planned:
         """The same plan with one more note."""
         return self._replace(plan=replace(self.plan, notes=(*self.plan.notes, note)))
+
+    def priced(self, plan: Plan, price: Composed) -> Planned:
+        """A change of this plan with its own price, and without the notes on the price before."""
+        notes = tuple(note for note in plan.notes if kind_of(note) != "price")
+        return self._replace(plan=replace(plan, notes=notes), price=price)
 
 
 @dataclass(frozen=True)
