@@ -15,9 +15,8 @@ from autopar.ir import Plan
 from autopar.ir.choice import DEEPER
 from autopar.search.exact.dual import least_seconds
 from autopar.search.exact.problem import Problem
-from autopar.search.request.pins import resolve_pins
+from autopar.search.exact.question import LayoutQuestion
 from autopar.search.request.recipe_rows import Tiering
-from autopar.search.request.recipes import resolve
 from autopar.search.request.request import Request
 
 _ROUNDING = 1e-6  # of a step that another function has priced
@@ -28,23 +27,20 @@ def most_gained(cost: PlanCost) -> float | None:
     request = cost.request
     if request is None or cost.overrides or cost.cluster.hardware.kinds or not _is_bounded(cost.plan):
         return None
-    mesh, tiers = cost.plan.mesh, _tiers(request)
+    tiers = _tiers(request)
     if not {Tiering(how.tier, how.resident_tier) for how in cost.plan.parameters.values()} <= {*tiers}:
         return None
-    problem = Problem(
+    asked = LayoutQuestion(
         cost.graph,
-        mesh,
-        resolve("auto", mesh),
-        hardware=cost.cluster.hardware,
-        pins=resolve_pins(None, cost.graph, mesh),
+        cost.plan.mesh,
+        cost.cluster.hardware,
         micro_batches=cost.plan.micro_batches,
-        fixed_storage={},
         software=cost.software,
         training_state=cost.run.training_state,
         tiers=tiers,
         bucket_bytes=cost.plan.bucket_bytes,
     )
-    least = least_seconds(problem, cost.step_seconds, cost.bound_bytes if cost.fits else None)
+    least = least_seconds(Problem(asked), cost.step_seconds, cost.bound_bytes if cost.fits else None)
     if not least or least > cost.step_seconds * (1 + _ROUNDING):  # the plan is none of those that are bounded
         return None
     return max(0.0, cost.step_seconds / least - 1)

@@ -17,6 +17,7 @@ from autopar.ir.note import Note
 from autopar.pipeline.blocks import has_blocks
 from autopar.search.candidates.trials import Searched, Trial
 from autopar.search.exact.least_memory import least_bytes
+from autopar.search.exact.question import LayoutQuestion
 from autopar.search.refine.buckets import usual_seconds, with_buckets
 from autopar.search.refine.delayed import with_delays
 from autopar.search.refine.nesting import with_nesting
@@ -72,7 +73,7 @@ class SettingSearch:
         if not is_open(request.inside) or request.has_lone_ops or not has_blocks(graph):
             return 0.0
         graph = searches.with_batch(graph, 1) if request.cuts_batch and graph.batch else graph
-        alone = searches.on(graph, _ALONE, tiers=request.tiers, **request.figures)
+        alone = searches.on(LayoutQuestion(graph, _ALONE, tiers=request.tiers, **request.figures))
         held = least_bytes(alone.problem, may_offload=bool(request.offload) or request.recompute == "offloaded")
         reserved = request.hardware.reserved_bytes
         return reserved + (held - reserved) / self._ranks

@@ -17,19 +17,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from autopar.cost_model import Hardware, Sizes
-from autopar.cost_model.items import COMPUTE, TOUCHED, MemoryItem, Region, TrainingState, WorkItem, kind_of_work
-from autopar.cost_model.machines.software import Software
+from autopar.cost_model import Sizes
+from autopar.cost_model.items import COMPUTE, TOUCHED, MemoryItem, Region, WorkItem, kind_of_work
 from autopar.cost_model.memory import layers_of_ops
 from autopar.cost_model.nodes import NodePricer
 from autopar.cost_model.owners import busiest_owner
 from autopar.cost_model.pricer import block_labels
 from autopar.cost_model.steps.run import REGIONS, Run
 from autopar.cost_model.steps.step import Step
-from autopar.ir import Graph, Labels, Layout, Mesh, ParameterPlan, R, Tier, TieredLayout
+from autopar.ir import Labels, Layout, ParameterPlan, R, Tier, TieredLayout
 from autopar.pipeline.blocks import has_blocks
 from autopar.pipeline.parts import blocks_of_ops, is_whole
 from autopar.search.exact.fold import Fold
+from autopar.search.exact.question import LayoutQuestion
 
 
 @dataclass(frozen=True)
@@ -156,35 +156,22 @@ class Prices:
         steps: steps of assignments that were composed before, see `autopar.search.exact.assignment_parts`.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        mesh: Mesh,
-        fold: Fold,
-        *,
-        sizes: Sizes,
-        hardware: Hardware,
-        software: Software,
-        training_state: TrainingState,
-        micro_batches: int,
-        fixed_storage: Mapping[str, ParameterPlan],
-        bucket_bytes: int | None = None,
-    ) -> None:
-        machine = software.on(hardware)
-        links = [machine.link(mesh, axis) for axis in range(len(mesh.axes))]
+    def __init__(self, asked: LayoutQuestion, fold: Fold, sizes: Sizes) -> None:
+        graph, mesh, state = asked.graph, asked.mesh.filled, asked.training_state
+        machine = asked.software.on(asked.hardware)
         self.nodes = NodePricer(
             graph,
             sizes=sizes,
             hardware=machine,
-            links=links,
-            training_state=training_state,
-            position=busiest_owner(graph, fixed_storage, mesh),
-            micro_batches=micro_batches,
-            chosen_bucket_bytes=bucket_bytes,
+            links=[machine.link(mesh, axis) for axis in range(len(mesh.axes))],
+            training_state=state,
+            position=busiest_owner(graph, asked.fixed_storage or {}, mesh),
+            micro_batches=asked.micro_batches,
+            chosen_bucket_bytes=asked.bucket_bytes,
         )
-        run = Run(micro_batches, training_state=training_state)
+        run = Run(asked.micro_batches, training_state=state)
         layers = sum(stack.layers for stack in graph.stacks) or 1
-        self.step = Step((), (), run, machine, software, layers=layers)
+        self.step = Step((), (), run, machine, asked.software, layers=layers)
         self.graph, self.fold, self.sizes, self.mesh = graph, fold, sizes, mesh
         self._names = {tensor: name for name, tensor in graph.parameters.items()}
         self._ops: dict[tuple[int, Labels], tuple[WorkItem, ...]] = {}

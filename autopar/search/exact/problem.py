@@ -12,19 +12,16 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 
-from autopar.cost_model import Hardware, SavedTensors, Sizes
+from autopar.cost_model import SavedTensors, Sizes
 from autopar.cost_model.buckets import hidden_by, largest_bytes, usual_bucket_bytes, whole_bytes
-from autopar.cost_model.items import FULL, TrainingState, WorkItem
-from autopar.cost_model.machines.software import AUTOPAR, Software
+from autopar.cost_model.items import WorkItem
 from autopar.cost_model.node_items import regions_of
 from autopar.errors import RecipeError
 from autopar.ir import (
     Choice,
     Dims,
-    Graph,
     Labels,
     Layout,
-    Mesh,
     Op,
     ParameterPlan,
     R,
@@ -42,9 +39,12 @@ from autopar.search.exact.decisions import Layouts
 from autopar.search.exact.fold import Entry, Fold, fold
 from autopar.search.exact.parameters import Select, Strategy, storable, strategies
 from autopar.search.exact.prices import MarginalCosts, Prices, seconds_of
+from autopar.search.exact.question import LayoutQuestion
 from autopar.search.exact.solver import Solved
-from autopar.search.request.pins import AxisStates, Pins
-from autopar.search.request.recipe_rows import ON_DEVICE, Recipe, Tiering
+from autopar.search.request.pins import AxisStates, resolve_pins
+from autopar.search.request.recipe_rows import Recipe, Tiering
+from autopar.search.request.recipes import resolve
+from autopar.search.request.single_rank_ops import without_lone_pins
 
 
 class Problem:
@@ -65,47 +65,23 @@ class Problem:
         priced_entries: indices of the entries that can be converted: all but operands of collapsed views.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        mesh: Mesh,
-        recipes: Sequence[Recipe],
-        *,
-        hardware: Hardware,
-        pins: Pins,
-        micro_batches: int,
-        fixed_storage: Mapping[str, ParameterPlan],
-        repeats: bool = True,
-        software: Software = AUTOPAR,
-        training_state: TrainingState = FULL,
-        tiers: Sequence[Tiering] = (ON_DEVICE,),
-        bucket_bytes: int | None = None,
-    ) -> None:
-        self.graph, self.mesh, self.tiers = graph, mesh, tiers
-        self.pins, self.micro_batches, self.fixed_storage = pins, micro_batches, fixed_storage
+    def __init__(self, asked: LayoutQuestion) -> None:
+        graph, mesh = asked.graph, asked.mesh.filled
+        self.graph, self.mesh, self.tiers = graph, mesh, asked.tiers
+        self.pins = resolve_pins(without_lone_pins(asked.pins), graph, mesh)
+        self.micro_batches, self.fixed_storage = asked.micro_batches, asked.fixed_storage or {}
         self.sizes = Sizes(mesh)
         self.saved = SavedTensors(graph)
         self.whole: Layout = (R,) * len(mesh.axes)
         self._regions = regions_of(graph)
-        self.bucket_bytes = bucket_bytes or usual_bucket_bytes(whole_bytes(graph), mesh.sizes)
-        hides = software.on(hardware).hides
+        self.bucket_bytes = asked.bucket_bytes or usual_bucket_bytes(whole_bytes(graph), mesh.sizes)
+        software, hides = asked.software, asked.software.on(asked.hardware).hides
         self._hides = bool(hides or software.hides_activations or software.runs_ahead)
-        self.fold: Fold = fold(graph, mark=self._mark, repeats=repeats)
+        self.fold: Fold = fold(graph, mark=self._mark, repeats=asked.repeats)
         self._least = MarginalCosts.least(min(hides, self._buckets_hide()), software.hides_activations)
-        self.prices = Prices(
-            graph,
-            mesh,
-            self.fold,
-            sizes=self.sizes,
-            hardware=hardware,
-            software=software,
-            training_state=training_state,
-            micro_batches=micro_batches,
-            fixed_storage=self.fixed_storage,
-            bucket_bytes=bucket_bytes,
-        )
+        self.prices = Prices(asked, self.fold, self.sizes)
         self.exposure, self.byte_seconds = self._least, 0.0
-        self.constant_bytes = hardware.reserved_bytes + sum(h.bytes for h in self.prices.buffers())
+        self.constant_bytes = asked.hardware.reserved_bytes + sum(h.bytes for h in self.prices.buffers())
         self.entries = self.fold.entries
         self.ops = [each.op for each in self.fold.classes]
         self._dividing = [self._dividing_choices(op) for op in self.ops]
@@ -118,7 +94,7 @@ class Problem:
         self._public = {tensor: name for name, tensor in graph.parameters.items()}
         self.fixed = frozenset(i for i, each in enumerate(self.entries) if self._placed(each) is not None)
         self._forget_prices()
-        self._constrain(recipes)
+        self._constrain(resolve(asked.recipe, mesh))
 
     def under(self, recipes: Sequence[Recipe]) -> Problem:
         """This problem under other recipes, with the same cache of prices. Equal recipes give the same object."""

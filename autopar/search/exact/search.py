@@ -12,15 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypedDict, Unpack
+from typing import Any
 
 from autopar.cost_model import Hardware
 from autopar.cost_model.compute import op_seconds
-from autopar.cost_model.items import FULL, TrainingState
-from autopar.cost_model.machines.software import AUTOPAR, Software
 from autopar.cost_model.sizes import Sizes
 from autopar.errors import MemoryBoundError, MeshError, SearchError, StateError
-from autopar.ir import PIPELINE_AXIS, UNSPLIT, Graph, Layout, Mesh, Op, ParameterPlan, Plan
+from autopar.ir import PIPELINE_AXIS, UNSPLIT, Graph, Layout, Mesh, Op, Plan
 from autopar.pipeline.composed import StepCost, cost_of
 from autopar.search.exact.checks import check_axes, check_used
 from autopar.search.exact.decisions import Assignment
@@ -36,72 +34,31 @@ from autopar.search.exact.descent import (
 from autopar.search.exact.outcome import Outcome
 from autopar.search.exact.owners import on_mesh, owner_notes, with_owners
 from autopar.search.exact.problem import Problem
+from autopar.search.exact.question import LayoutQuestion
 from autopar.search.exact.rows import row_notes, with_rows
 from autopar.search.request.notes import explain, under_bound
-from autopar.search.request.pins import resolve_pins
-from autopar.search.request.recipe_rows import ON_DEVICE, RecipeLike, Tiering
+from autopar.search.request.recipe_rows import RecipeLike, Tiering
 from autopar.search.request.recipes import format_recipe, resolve
 from autopar.search.request.refusals import with_recipe_open
-from autopar.search.request.single_rank_ops import (
-    LonePins,
-    lone_notes,
-    resolve_lone_pins,
-    with_lone_ops,
-    with_workers,
-    without_lone_pins,
-)
+from autopar.search.request.single_rank_ops import LonePins, lone_notes, resolve_lone_pins, with_lone_ops, with_workers
 from autopar.units import format_bytes
 
 _TOLERANCE = 1e-6  # relative, between the cost of the folded graph and that of the plan
 
 
-class Choices(TypedDict, total=False):
-    """Optional arguments of a search on one mesh, besides graph, mesh and hardware.
-
-    Attributes:
-        recipe: constraints, see `autopar.search.request.recipes`; by default none.
-        pins: single choices that the user fixes, see `autopar.search.request.pins`.
-        micro_batches: number of micro-batches of a step; by default 1.
-        fingerprint: hash of the captured model, which the plan records.
-        fixed_storage: name of a parameter -> the layouts that it has to have, because an earlier plan placed it.
-        repeats: whether repeated layers are folded into one; by default they are.
-        software: figures of the runtime, such as what it overlaps; by default those of autopar.
-        training_state: gradients and optimizer states that training keeps for each parameter; by default `FULL`.
-        tiers: memories in which parameters may be, where no recipe names one; by default only the device.
-    """
-
-    recipe: RecipeLike
-    pins: Mapping[str, str] | None
-    micro_batches: int
-    fingerprint: str
-    fixed_storage: Mapping[str, ParameterPlan] | None
-    repeats: bool
-    software: Software
-    training_state: TrainingState
-    tiers: Sequence[Tiering]
-
-
-def search(
-    graph: Graph,
-    mesh: Mesh | Mapping[str, int],
-    *,
-    hardware: Hardware,
-    memory_bytes: int | None = None,
-    **choices: Unpack[Choices],
-) -> Plan:
+def search(graph: Graph, mesh: Mesh | Mapping[str, int], *, memory_bytes: int | None = None, **choices: Any) -> Plan:
     """Finds the fastest plan for `graph` on `mesh` that fits into memory.
 
     Args:
         graph: the captured model, at the size of one micro-batch.
         mesh: axes of the device mesh and their sizes.
-        hardware: machine whose figures give the times.
         memory_bytes: bound on the peak memory of a rank, in bytes; None for no bound.
-        choices: optional arguments, see `Choices`.
+        choices: other attributes of `LayoutQuestion`, of which `hardware` has no default.
 
     Raises RecipeError for a recipe or pin that this model and mesh cannot satisfy, MeshError for an axis along which
     nothing in the model can be split, SearchError if no plan fits into memory.
     """
-    return search_with_cost(graph, mesh, hardware=hardware, memory_bytes=memory_bytes, **choices).plan
+    return search_with_cost(graph, mesh, memory_bytes=memory_bytes, **choices).plan
 
 
 @dataclass(frozen=True)
@@ -122,19 +79,14 @@ class Found:
 
 
 def search_with_cost(
-    graph: Graph,
-    mesh: Mesh | Mapping[str, int],
-    *,
-    hardware: Hardware,
-    memory_bytes: int | None = None,
-    **choices: Unpack[Choices],
+    graph: Graph, mesh: Mesh | Mapping[str, int], *, memory_bytes: int | None = None, **choices: Any
 ) -> Found:
     """The same search as `search`, with the cost of the plan and figures of the search."""
-    found = MeshSearch.of(graph, mesh, hardware=hardware, **choices)
+    found = MeshSearch.of(graph, mesh, **choices)
     try:
         return found.within(memory_bytes)
     except MemoryBoundError as error:
-        raise with_recipe_open(error, found.recipe) from None
+        raise with_recipe_open(error, found.asked.recipe) from None
 
 
 @dataclass(frozen=True)
@@ -142,68 +94,32 @@ class MeshSearch:
     """A search on one mesh for several memory bounds in turn; a new bound solves again only what it changes.
 
     Attributes:
+        asked: what is asked; places of its mesh may be vacant.
         problem: the folded graph with the costs of its choices, and the solutions found so far.
-        recipe: constraints, which the plan records.
-        fingerprint: hash of the captured model, which the plan records.
-        hardware, software, training_state: figures that costs are computed from.
         lone: ops that pins leave to single ranks.
-        mesh: the mesh of the plan, places of which may be vacant; layouts are searched as if none was.
     """
 
+    asked: LayoutQuestion
     problem: Problem
-    recipe: RecipeLike
-    fingerprint: str
-    hardware: Hardware
-    software: Software
-    training_state: TrainingState
     lone: LonePins
-    mesh: Mesh
     _costs: dict[object, StepCost] = field(default_factory=dict, compare=False)
     _plans: dict[object, Found] = field(default_factory=dict, compare=False)
 
     @classmethod
-    def of(
-        cls,
-        graph: Graph,
-        mesh: Mesh | Mapping[str, int],
-        *,
-        hardware: Hardware,
-        recipe: RecipeLike = "auto",
-        pins: Mapping[str, str] | None = None,
-        micro_batches: int = 1,
-        fingerprint: str = "",
-        fixed_storage: Mapping[str, ParameterPlan] | None = None,
-        repeats: bool = True,
-        software: Software = AUTOPAR,
-        training_state: TrainingState = FULL,
-        tiers: Sequence[Tiering] = (ON_DEVICE,),
-    ) -> MeshSearch:
-        """A search without a memory bound yet.
+    def of(cls, graph: Graph, mesh: Mesh | Mapping[str, int], **choices: Any) -> MeshSearch:
+        """A search without a memory bound yet; arguments and errors are those of `search`."""
+        return cls.answering(LayoutQuestion(graph, Mesh.of(mesh), **choices))
 
-        Arguments and errors are those of `search`, with the defaults of `Choices`.
-        """
-        given = Mesh.of(mesh)
-        mesh = given.filled
+    @classmethod
+    def answering(cls, asked: LayoutQuestion) -> MeshSearch:
+        """A search without a memory bound yet; errors are those of `search`."""
+        mesh = asked.mesh.filled
         if PIPELINE_AXIS in mesh.names:
             raise MeshError(f"The axis name {PIPELINE_AXIS!r} is reserved for pipeline stages.")
-        rows = resolve(recipe, mesh)
-        check_axes(graph, mesh, rows)
-        lone = resolve_lone_pins(pins, graph, mesh, _durations(graph, mesh, software.on(hardware)))
-        layouts = resolve_pins(without_lone_pins(pins), graph, mesh)
-        problem = Problem(
-            graph,
-            mesh,
-            rows,
-            hardware=hardware,
-            pins=layouts,
-            micro_batches=micro_batches,
-            fixed_storage=fixed_storage or {},
-            repeats=repeats,
-            software=software,
-            training_state=training_state,
-            tiers=tiers,
-        )
-        return cls(problem, recipe, fingerprint, hardware, software, training_state, lone, given)
+        check_axes(asked.graph, mesh, resolve(asked.recipe, mesh))
+        seconds = _durations(asked.graph, mesh, asked.software.on(asked.hardware))
+        lone = resolve_lone_pins(asked.pins, asked.graph, mesh, seconds)
+        return cls(asked, Problem(asked), lone)
 
     def under(self, recipe: RecipeLike, tiers: Sequence[Tiering] | None = None) -> MeshSearch:
         """The same search under another recipe, with the same folded graph and prices; errors as in `search`.
@@ -215,7 +131,7 @@ class MeshSearch:
         rows = resolve(recipe, self.problem.mesh)
         check_axes(self.problem.graph, self.problem.mesh, rows)
         problem = self.problem if tiers is None else self.problem.with_tiers(tiers)
-        return replace(self, problem=problem.under(rows), recipe=recipe)
+        return replace(self, problem=problem.under(rows), asked=replace(self.asked, recipe=recipe, tiers=problem.tiers))
 
     def within(self, memory_bytes: int | None) -> Found:
         """The fastest plan within a memory bound. Raises SearchError if no plan fits."""
@@ -223,7 +139,7 @@ class MeshSearch:
 
     def _once(self, asked: object, find: Callable[[], Found]) -> Found:
         """The plan that answers a question, found once; searches under other recipes share what is known."""
-        key = self.problem, format_recipe(self.recipe), asked
+        key = self.problem, format_recipe(self.asked.recipe), asked
         if key not in self._plans:
             self._plans[key] = find()
         return self._plans[key]
@@ -233,7 +149,7 @@ class MeshSearch:
         if memory_bytes is not None and may_fit_freely(problem, memory_bytes):
             free = self.within(None)
             if free.cost.memory_bytes <= memory_bytes:
-                notes = under_bound(free.plan.notes, free.cost, self.hardware.memory_bytes, memory_bytes)
+                notes = under_bound(free.plan.notes, free.cost, self.asked.hardware.memory_bytes, memory_bytes)
                 return replace(free, plan=replace(free.plan, notes=notes))
         found = descents(problem, memory_bytes)
         best = best_of(found, memory_bytes)
@@ -283,8 +199,8 @@ class MeshSearch:
         return self._with_owners(self._expanded(best_of(found, None)))
 
     def _expanded(self, best: Outcome) -> Plan:
-        problem, recipe = self.problem, format_recipe(self.recipe)
-        plan = expand(problem, best.assignment, recipe, self.fingerprint)
+        problem, recipe = self.problem, format_recipe(self.asked.recipe)
+        plan = expand(problem, best.assignment, recipe, self.asked.fingerprint)
         check_used(problem.graph, plan, problem.recipes)
         return plan
 
@@ -302,8 +218,8 @@ class MeshSearch:
             problem.graph,
             plan,
             cost,
-            bound_bytes=memory_bytes or self.hardware.memory_bytes,
-            hardware=self.hardware,
+            bound_bytes=memory_bytes or self.asked.hardware.memory_bytes,
+            hardware=self.asked.hardware,
             descents_seconds=() if is_spread else seconds,
         )
         is_tight = any(min(d.seconds, d.refused_seconds) < best.seconds for d in found)
@@ -320,9 +236,8 @@ class MeshSearch:
         return self._costs[key]
 
     def _cost(self, plan: Plan) -> StepCost:
-        return cost_of(
-            self.problem.graph, plan, self.hardware, software=self.software, training_state=self.training_state
-        )
+        asked = self.asked
+        return cost_of(asked.graph, plan, asked.hardware, software=asked.software, training_state=asked.training_state)
 
     @property
     def _alone(self) -> LonePins:
@@ -347,9 +262,9 @@ class MeshSearch:
                 opens=[row.name == "auto" for row in problem.recipes],
                 seconds=lambda each: self._cost(each).seconds,
             )
-        if self.mesh.occupied is not None:
+        if self.asked.mesh.occupied is not None:
             fixed = problem.fixed_storage
-            plan = on_mesh(problem.graph, plan, self.mesh, problem.recipes, alone, fixed)
+            plan = on_mesh(problem.graph, plan, self.asked.mesh, problem.recipes, alone, fixed)
         return with_rows(plan, problem.prices.nodes, problem.fixed_storage)
 
     def named(self) -> Iterator[tuple[float, MeshSearch]]:

@@ -8,40 +8,38 @@ differ in the recipe or in the tiers of parameters alone share the folded graph 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Unpack
 
-from autopar.cost_model import Hardware
-from autopar.ir import Graph, Mesh
+from autopar.ir import Graph
 from autopar.ir.batches import captured_batch, with_batch
-from autopar.search.exact.search import Choices, MeshSearch
-from autopar.search.request.recipe_rows import ON_DEVICE
+from autopar.search.exact.question import LayoutQuestion
+from autopar.search.exact.search import MeshSearch
 from autopar.search.request.recipes import format_recipe
 
 
 @dataclass(frozen=True)
 class Searches:
-    """Searches by their arguments: graph, mesh, hardware and choices."""
+    """Searches by their questions."""
 
     _known: dict[object, MeshSearch] = field(default_factory=dict)
     _graphs: dict[tuple[int, int], tuple[Graph, Graph]] = field(default_factory=dict)
 
-    def on(self, graph: Graph, mesh: Mesh, *, hardware: Hardware, **choices: Unpack[Choices]) -> MeshSearch:
-        """The search on a mesh; the same object for equal arguments. Arguments and errors are those of `search`.
+    def on(self, asked: LayoutQuestion) -> MeshSearch:
+        """The search that answers a question; the same object for equal ones. Errors are those of `search`.
 
         Graphs and placed parameters are compared by identity, everything else by value. Every search keeps its graph
         and layouts, so that ids stay unique.
         """
-        recipe, tiers = choices.get("recipe", "auto"), choices.get("tiers", (ON_DEVICE,))
-        by_value = {**choices, "recipe": "", "tiers": (), "pins": tuple(sorted((choices.get("pins") or {}).items()))}
-        by_value["fixed_storage"] = id(choices.get("fixed_storage") or None)
-        priced = id(graph), mesh, hardware, tuple(sorted(by_value.items()))
-        asked = priced, format_recipe(recipe), tuple(tiers)
-        if asked not in self._known:
+        pins = tuple(sorted((asked.pins or {}).items()))
+        placed = id(asked.graph), id(asked.fixed_storage or None)
+        figures = asked.hardware, asked.software, asked.training_state, asked.micro_batches, asked.bucket_bytes
+        priced = placed, asked.mesh, pins, figures, asked.fingerprint, asked.repeats
+        key = priced, format_recipe(asked.recipe), tuple(asked.tiers)
+        if key not in self._known:
             alike = self._known.get(priced)
-            found = alike.under(recipe, tiers) if alike else MeshSearch.of(graph, mesh, hardware=hardware, **choices)
-            self._known[asked] = found
+            found = alike.under(asked.recipe, asked.tiers) if alike else MeshSearch.answering(asked)
+            self._known[key] = found
             self._known.setdefault(priced, found)
-        return self._known[asked]
+        return self._known[key]
 
     def with_batch(self, graph: Graph, rows: int) -> Graph:
         """The graph with this number of rows; the same object for equal arguments, so that searches are the same."""

@@ -10,6 +10,7 @@ from autopar.cost_model import Hardware
 from autopar.errors import SearchError
 from autopar.ir import Graph, Mesh, ParameterPlan
 from autopar.ir.batches import captured_batch, sizes_of_micro_batches
+from autopar.search.exact.question import LayoutQuestion
 from autopar.search.exact.search import MeshSearch
 from autopar.search.exact.searches import Searches
 from autopar.search.request.recipe_rows import RecipeLike
@@ -60,16 +61,17 @@ class Case:
     def layouts(self, mesh: Mesh, recipe: RecipeLike, hardware: Hardware, micro_batches: int) -> MeshSearch:
         """The search of layouts on a mesh without stages, under a recipe for all of its axes."""
         request = self.request
-        return self.searches.on(
+        asked = LayoutQuestion(
             self.graph,
             mesh,
-            hardware=hardware,
-            recipe=recipe,
-            pins=request.pins,
-            micro_batches=micro_batches,
-            fingerprint=self.fingerprint,
-            fixed_storage=self.fixed_storage,
+            hardware,
+            recipe,
+            request.pins,
+            micro_batches,
+            self.fingerprint,
+            self.fixed_storage,
             software=request.software,
             training_state=request.training_state,
             tiers=request.tiers,
         )
+        return self.searches.on(asked)

@@ -14,8 +14,7 @@ from autopar.pipeline import composed
 from autopar.search import fold, search_with_cost
 from autopar.search.exact.milp import Assignment, AxisProgram
 from autopar.search.exact.problem import Problem
-from autopar.search.request.pins import Pins
-from autopar.search.request.recipes import resolve
+from autopar.search.exact.question import LayoutQuestion
 from tests.search.graphs import Builder, LlamaSizes, llama, mlp
 from tests.search.toy import TOY
 
@@ -27,17 +26,7 @@ def members(graph: Graph) -> list[int]:
 
 
 def problem(graph: Graph, *, repeats: bool) -> Problem:
-    mesh = Mesh.of({"x": 2})
-    return Problem(
-        graph,
-        mesh,
-        resolve("auto", mesh),
-        hardware=TOY,
-        pins=Pins(),
-        micro_batches=1,
-        fixed_storage={},
-        repeats=repeats,
-    )
+    return Problem(LayoutQuestion(graph, Mesh.of({"x": 2}), TOY, repeats=repeats))
 
 
 def axis_program(found: Problem) -> AxisProgram:

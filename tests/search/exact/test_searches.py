@@ -12,6 +12,7 @@ from autopar.search import search
 from autopar.search.exact.axis import AxisSolutions
 from autopar.search.exact.decisions import Assignment
 from autopar.search.exact.milp import AxisProgram
+from autopar.search.exact.question import LayoutQuestion
 from autopar.search.exact.search import MeshSearch
 from autopar.search.exact.searches import Searches
 from autopar.search.request.recipe_rows import ON_DEVICE, Tiering
@@ -24,13 +25,13 @@ MESH = Mesh.of({"dp": 2, "tp": 2})
 
 def test_equal_questions_share_a_search() -> None:
     searches = Searches()
-    asked = searches.on(GRAPH, MESH, hardware=TOY, recipe="dp:zero3,tp:tp", pins=None)
-    again = searches.on(GRAPH, MESH, hardware=TOY, recipe={"dp": "zero3", "tp": "tp"}, pins={})
+    asked = searches.on(LayoutQuestion(GRAPH, MESH, TOY, recipe="dp:zero3,tp:tp"))
+    again = searches.on(LayoutQuestion(GRAPH, MESH, TOY, recipe={"dp": "zero3", "tp": "tp"}, pins={}))
     assert again is asked
     for other in (
-        searches.on(GRAPH, MESH, hardware=TOY),
-        searches.on(GRAPH, MESH, hardware=TOY, recipe="dp:zero3,tp:tp", micro_batches=2),
-        searches.on(GRAPH, Mesh.of({"dp": 4, "tp": 1}), hardware=TOY, recipe="dp:zero3,tp:tp"),
+        searches.on(LayoutQuestion(GRAPH, MESH, TOY)),
+        searches.on(LayoutQuestion(GRAPH, MESH, TOY, recipe="dp:zero3,tp:tp", micro_batches=2)),
+        searches.on(LayoutQuestion(GRAPH, Mesh.of({"dp": 4, "tp": 1}), TOY, recipe="dp:zero3,tp:tp")),
     ):
         assert other is not asked
 
@@ -50,7 +51,7 @@ def test_questions_that_differ_in_recipe_and_tiers_share_prices_and_no_plan(grap
     hardware = replace(TOY, host=host)
     far = Tiering("host", "device")
     asked = [("auto", (ON_DEVICE,)), ("dp:zero3", (ON_DEVICE,)), ("auto", (ON_DEVICE, far))]
-    found = [searches.on(graph, MESH, hardware=hardware, recipe=r, tiers=t) for r, t in asked]
+    found = [searches.on(LayoutQuestion(graph, MESH, hardware, recipe=r, tiers=t)) for r, t in asked]
     assert len({id(each.problem.prices) for each in found}) == 1
     bound = found[0].smallest().cost.memory_bytes
     for each, (recipe, tiers) in zip(found, asked, strict=True):
