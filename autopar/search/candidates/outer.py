@@ -28,8 +28,8 @@ from autopar.ir import Graph, Mesh, ParameterPlan
 from autopar.ir.note import kind_of
 from autopar.pipeline.composed import state_bytes
 from autopar.pipeline.parts import is_whole
-from autopar.search.candidates.contexts import context_trials_of, cut_trials_of, expert_trials_of, without_context
 from autopar.search.candidates.one_setting import SettingSearch, note_of_parts
+from autopar.search.candidates.proposals import Proposals, with_axis_as_two, without_context
 from autopar.search.candidates.refined import Finer, of_given_mesh, words_of_heads
 from autopar.search.candidates.trials import (
     MOST_EXACT,
@@ -41,17 +41,11 @@ from autopar.search.candidates.trials import (
     Trial,
     Tried,
     best_of_each_kind,
-    blocks_of,
     depth_of,
     explore,
     is_tight,
-    overfull_trials_of,
     parts_of,
-    promising,
-    refined_trials_of,
-    trials_of,
 )
-from autopar.search.candidates.unsplit_axis import open_trials_of, unsplit_trials_of, with_axis_as_two
 from autopar.search.refine.buckets import usual_seconds
 from autopar.search.refine.orders import best_order, words_of_order
 from autopar.search.request.notes import note_of_unasked_stages
@@ -196,8 +190,8 @@ class _Outer:
         """The best plan on meshes whose axes nest in the order in which they are placed or named."""
         if self.request.mesh is not None:
             return self._refined(self.request.mesh)
-        explored = explore(self.graph, self.request, self.case.rows)
-        first, if_none_fits = trials_of(self.graph, self.request, explored)
+        known = self._known(explore(self.graph, self.request, self.case.rows))
+        first, if_none_fits = known.first()
         tried = Tried()
         self._try(first, tried)
         self._try(self._opened(tried), tried)
@@ -205,21 +199,25 @@ class _Outer:
         if not tried.found and if_none_fits:
             unasked = note_of_unasked_stages(self.request, self.case.rows, tried.refusals)
             self._try(if_none_fits, tried)
-        self._try(refined_trials_of(self.graph, self.request, explored), tried)
-        self._try(unsplit_trials_of(self.graph, self.request, explored, tried.worth_seconds), tried)
-        self._try_without_recipes(explored, tried)
+        self._try(known.refined(), tried)
+        self._try(known.unsplit(tried.worth_seconds), tried)
+        self._try_without_recipes(known, tried)
         # These run where the user named no axis, and run last: the searches above skip what cannot beat the best step
         # so far, so that a faster step found here first would leave out plans that a named mesh finds.
         self._try_in_dims(tried)
-        self._try_over_sequences(explored, tried)
+        self._try_over_sequences(known, tried)
         if not tried.found:
-            self._try(expert_trials_of(self.graph, self.request, explored), tried)
+            self._try(known.experts(), tried)
         if not tried.found:
             raise refusal_of_all(self.request, tried.refusals)
-        found = self._settled(tried, explored)
+        found = self._settled(tried, known)
         if unasked is None or found.best.plan.pipeline is None:
             return found
         return found._replace(best=found.best.noted(unasked))
+
+    def _known(self, explored: Explored | None) -> Proposals:
+        """The settings to try, by these estimates."""
+        return Proposals(self.graph, self.request, explored)
 
     def _opened(self, tried: Tried) -> list[Trial]:
         """Settings that no plan under the recipe of their estimate fits, without this recipe; each is given once."""
@@ -230,18 +228,18 @@ class _Outer:
         failed.sort(key=lambda each: each.promise_seconds)
         return [each._replace(recipe=self.request.inside) for each in failed[:MOST_OPENED]]
 
-    def _settled(self, tried: Tried, explored: Explored | None) -> Searched:
+    def _settled(self, tried: Tried, known: Proposals) -> Searched:
         """The best setting, also with other numbers of micro-batches and without its recipe."""
-        self._try(self._recounted(tried, explored), tried)
+        self._try(self._recounted(tried, known), tried)
         self._try(self._opened(tried), tried)
         depth = depth_of(tried.ranked[0][0].mesh)
-        self._try(expert_trials_of(self.graph, self.request, explored, depth), tried)
+        self._try(known.experts(depth), tried)
         self._try_best_without_recipe(tried)
         depth = depth_of(tried.ranked[0][0].mesh)
-        self._try(cut_trials_of(self.graph, self.request, explored, depth), tried)
+        self._try(known.cut(depth), tried)
         (trial, best), *rest = tried.ranked
         others = tuple(each for other, each in rest if other.mesh != trial.mesh)
-        return Searched(self._noted(best), trial, others, explored)
+        return Searched(self._noted(best), trial, others, known.explored)
 
     def _noted(self, best: Planned) -> Planned:
         """The plan with a note on a number of micro-batches that nobody asked for, on a mesh without stages."""
@@ -293,9 +291,9 @@ class _Outer:
             return replace(self, faster_than_seconds=faster_than_seconds).run()
         tried = Tried([(found.trial, found.best)], most_shown=1.0)
         self._try([self._again(found)], tried)
-        overfull = overfull_trials_of(self.graph, self.request, found.explored)
-        self._try((each for each in overfull if each[:3] != found.trial[:3]), tried)
-        return self._settled(tried, found.explored)
+        known = self._known(found.explored)
+        self._try((each for each in known.overfull() if each[:3] != found.trial[:3]), tried)
+        return self._settled(tried, known)
 
     def _again(self, found: Searched) -> Trial:
         """The setting of a plan, to be searched again; without estimates its number of micro-batches is open again."""
@@ -304,24 +302,21 @@ class _Outer:
             return trial
         return trial._replace(micro_batches=self.request.chosen_micro_batches)
 
-    def _recounted(self, tried: Tried, explored: Explored | None) -> list[Trial]:
+    def _recounted(self, tried: Tried, known: Proposals) -> list[Trial]:
         """Settings of the best mesh with numbers of micro-batches that were not tried on it.
 
         Half and twice the best number come first, because the promises on one mesh hardly differ. Then come the others
         in the order of their promises. Where a plan of the mesh is faster than promised, the others may be so, too.
         """
-        if explored is None:
-            return []
         mesh, best = tried.ranked[0][0].mesh, tried.ranked[0][0].micro_batches or 1
         others = [
             each
-            for each in explored.settings
+            for each in known.settings
             if each.setting.world_mesh == mesh and (mesh, each.setting.micro_batches) not in tried.searched
         ]
         near = [each for each in others if each.setting.micro_batches in (best // 2, 2 * best)]
         far = [each for each in others if each not in near]
-        request, blocks = self.request, blocks_of(self.graph)
-        trials = *promising(near, request, blocks), *promising(far, request, blocks)
+        trials = *known.promising(near), *known.promising(far)
         kept = tried.least_of_promise(mesh)
         return [each._replace(promise_seconds=kept * each.promise_seconds) for each in trials]
 
@@ -341,20 +336,19 @@ class _Outer:
             for trial, each in tried.found[before:]
         ]
 
-    def _try_over_sequences(self, explored: Explored | None, tried: Tried) -> None:
+    def _try_over_sequences(self, proposals: Proposals, tried: Tried) -> None:
         """Searches settings with an axis cp where memory is tight or dp has no rows for all ranks."""
         known, request = tried.ranked[0] if tried.found else None, self.request
         if is_tight(known, request) or self.case.rows < (request.ranks or 1):
-            trials = context_trials_of(self.graph, request, explored)
-            self._try((t for t in trials if t[:2] not in tried.searched), tried)
+            self._try((t for t in proposals.over_sequences() if t[:2] not in tried.searched), tried)
 
-    def _try_without_recipes(self, explored: Explored | None, tried: Tried) -> None:
-        """Searches meshes without a recipe where ranks that repeat work may gain, see `unsplit_axis`.
+    def _try_without_recipes(self, known: Proposals, tried: Tried) -> None:
+        """Searches meshes without a recipe where ranks that repeat work may gain, see `Proposals.unnamed`.
 
         Meshes that were searched under a recipe keep the names of their axes. If one of the meshes is the best, an
         axis of it is also taken as two, so that ops may split two factors along it.
         """
-        trials = open_trials_of(self.graph, self.request, explored, tried.best_seconds)
+        trials = known.unnamed(tried.best_seconds)
         plain = {parts_of(each.mesh): each for each, _ in reversed(tried.ranked)}
         trials = [plain.get(parts_of(each.mesh), each)._replace(recipe=each.recipe, known=None) for each in trials]
         self._try_by_promises(trials, tried)

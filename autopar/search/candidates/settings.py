@@ -34,7 +34,7 @@ class ClusterSetting:
         recompute: recomputed layers of each stage, see `autopar.ir.recompute`.
         inner: size of the inner one of two axes that tensor parallelism has in place of one
             (`autopar.search.candidates.refined`); 1 where it has one.
-        cp: number of ranks that share the sequences of one rank of dp (`autopar.search.candidates.contexts`).
+        cp: number of ranks that share the sequences of one rank of dp (`autopar.search.candidates.proposals`).
         cut: size of the inner one of two axes that data parallelism has in place of one; 1 where it has one. The outer
             one has the recipe `data`.
         inside: recipe of the inner one: parameters are in shards along it, or experts are split.

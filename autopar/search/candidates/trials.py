@@ -10,13 +10,12 @@ from typing import NamedTuple
 from autopar.cost_model.machines.cluster import Cluster
 from autopar.cost_model.machines.hardware import Hardware
 from autopar.errors import SearchError
-from autopar.ir import PIPELINE_AXIS, Graph, Mesh, with_pipeline
+from autopar.ir import PIPELINE_AXIS, Graph, Mesh
 from autopar.pipeline.blocks import has_blocks
 from autopar.pipeline.parts import block_starts
 from autopar.search.candidates.candidates import SettingEstimator
-from autopar.search.candidates.request_filters import allows, has_closed_form, recomputations, stays_inside
+from autopar.search.candidates.request_filters import allows, has_closed_form, recomputations
 from autopar.search.candidates.settings import EXPERT_AXIS, PricedCandidate
-from autopar.search.exact.search import meshes_of
 from autopar.search.refine.buckets import usual_seconds
 from autopar.search.request.recipe_rows import RecipeLike
 from autopar.search.request.recipes import is_open, recipe_axes
@@ -204,39 +203,6 @@ def is_small(graph: Graph, request: Request) -> bool:
     return request.ranks <= _FEW_RANKS and numbers <= _FEW_PARAMETERS and is_open(request.recipe)
 
 
-def trials_of(graph: Graph, request: Request, explored: Explored | None) -> tuple[list[Trial], list[Trial]]:
-    """Two lists of settings in the order of their search; the second is for the case that the first has no plan."""
-    first, if_none_fits = depths_of(graph, request)
-    if explored is None:
-        return list(every_mesh(request, first)), list(every_mesh(request, if_none_fits))
-    # The estimate of a step without stages is nearly exact: its plan comes first, and bounds the others.
-    plain = [each for each in explored.settings if each.setting.inner == 1]
-    trials = list(promising(plain, request, blocks_of(graph)))
-    flat = next((each for each in trials if depth_of(each.mesh) == 1), None)
-    if flat is not None:
-        trials = [flat, *(each for each in trials if each is not flat)]
-    return (
-        [each for each in trials if depth_of(each.mesh) in first],
-        [each for each in trials if depth_of(each.mesh) in if_none_fits],
-    )
-
-
-def refined_trials_of(graph: Graph, request: Request, explored: Explored | None) -> Iterator[Trial]:
-    """Settings with two axes of tensor parallelism in place of one, in the order of their search."""
-    settings = explored.settings if explored is not None else ()
-    refined = [each for each in settings if each.setting.inner > 1]
-    return promising(refined, request, blocks_of(graph))
-
-
-def overfull_trials_of(graph: Graph, request: Request, explored: Explored | None) -> Iterator[Trial]:
-    """Settings that fit only if the host stores something, in the order of their search."""
-    if explored is None:
-        return iter(())
-    settings = [*explored.settings, *_beside_host(explored.space, explored.settings, request)]
-    overfull = [each for each in settings if 0 < moved_seconds(each, request) < math.inf]
-    return promising(overfull, request, blocks_of(graph))
-
-
 def depths_of(graph: Graph, request: Request) -> tuple[Sequence[int], Sequence[int]]:
     """Numbers of pipeline ranks to try first, and those to try if no plan with the first ones fits.
 
@@ -325,12 +291,12 @@ def _every(space: SettingEstimator, request: Request) -> list[PricedCandidate]:
     if {"none", "full"} <= {*space.recomputes}:  # then also numbers of blocks between them
         kept = [each for each in priced if each.setting.recompute == "none"]
         priced += space.with_fewest_blocks(kept, request.bound_bytes)
-        priced += _beside_host(space, kept, request)
+        priced += beside_host(space, kept, request)
         priced.sort(key=lambda each: (each.seconds, each.setting.name))
     return priced
 
 
-def _beside_host(space: SettingEstimator, priced: Sequence[PricedCandidate], request: Request) -> list[PricedCandidate]:
+def beside_host(space: SettingEstimator, priced: Sequence[PricedCandidate], request: Request) -> list[PricedCandidate]:
     """Settings that need the host, with the fewest recomputed layers with which it can store the rest."""
     host = request.hardware.host if request.offload else None
     if host is None or not {"none", "full"} <= {*space.recomputes}:
@@ -404,20 +370,6 @@ def moved_seconds(each: PricedCandidate, request: Request) -> float:
     if not request.offload or host is None or excess_bytes > min(host.memory_bytes, each.movable_bytes):
         return math.inf
     return excess_bytes / max(host.bandwidth_bytes_per_second, host.update_bytes_per_second)
-
-
-def every_mesh(request: Request, depths: Sequence[int]) -> Iterator[Trial]:
-    """Every mesh with these numbers of pipeline ranks and no axis that the user refuses, those of one axis first."""
-    assert request.ranks is not None, "a searched mesh needs a number of ranks"
-    named = recipe_axes(request.inside) or ("tp",) * ("dp" in request.without)
-    is_staged = bool(request.chosen_schedule or request.chunks)
-    for depth in depths:
-        for mesh in sorted(meshes_of(request.ranks // depth, named), key=lambda each: len(each.axes)):
-            is_refused = any(size > 1 and name in request.without for name, size in mesh.axes)
-            if is_refused or not stays_inside(request, mesh, request.hardware.devices_per_node):
-                continue
-            world = with_pipeline(mesh, depth, 0) if depth > 1 or is_staged else mesh
-            yield Trial(world, request.chosen_micro_batches, request.inside)
 
 
 def is_tight(known: tuple[Trial, Planned] | None, request: Request) -> bool:

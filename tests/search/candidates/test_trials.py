@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from autopar.ir import Mesh
+from autopar.search.candidates.proposals import Proposals
 from autopar.search.candidates.settings import ClusterSetting, PricedCandidate
-from autopar.search.candidates.trials import Trial, Tried, best_of_each_kind, explore, promising, trials_of
+from autopar.search.candidates.trials import Trial, Tried, best_of_each_kind, explore, promising
 from autopar.search.request.request import Request
 from tests.search.stacked import residual
 from tests.search.toy import TOY
@@ -66,7 +67,7 @@ def test_a_small_model_on_few_ranks_is_searched_on_every_mesh() -> None:
     """Estimates took 2 s, four times as long as all meshes of two ranks, and missed a plan that is 16 % faster."""
     graph, request = residual(2), Request(TOY, ranks=4)
     assert explore(graph, request, 4) is None
-    first, _ = trials_of(graph, request, None)
+    first, _ = Proposals(graph, request, None).first()
     assert [str(each.mesh) for each in first][:3] == ["dp=4", "dp=2,tp=2", "pp=2,dp=2"]
     assert {each.recipe for each in first} == {"auto"}
 

@@ -15,8 +15,8 @@ from autopar.explanation.advice import Question
 from autopar.ir import Graph, Mesh
 from autopar.models import Preset, Transformer, parameter_count
 from autopar.models.description import LLAMA
-from autopar.search.candidates.contexts import context_trials_of, cut_trials_of, expert_trials_of
 from autopar.search.candidates.outer import search_plan
+from autopar.search.candidates.proposals import Proposals
 from autopar.search.candidates.trials import SURELY_SLOWER, Explored, Trial, explore
 from autopar.search.request.request import Request
 from autopar.search.stages.given import Planned
@@ -66,7 +66,7 @@ def test_an_axis_divides_the_sequences() -> None:
 
 def test_promises_are_near_the_plans() -> None:
     """They leave out what attention sends along cp, and may gain by nothing that a recipe does not name."""
-    trials = list(context_trials_of(long(), asked(8), explored(8)))
+    trials = list(Proposals(long(), asked(8), explored(8)).over_sequences())
     assert [t.promise_seconds for t in trials] == sorted(t.promise_seconds for t in trials)
     for trial in trials[:3]:
         named = asked(8, mesh=trial.mesh, recipe=trial.recipe, micro_batches=trial.micro_batches)
@@ -77,7 +77,7 @@ def test_promises_are_near_the_plans() -> None:
     "options", [{"mesh": Mesh.parse("dp=2,cp=2,tp=2")}, {"recipe": "zero3"}, {"without": frozenset({"tp"})}]
 )
 def test_none_are_tried_where_a_user_names_axes(options: dict[str, Any]) -> None:
-    assert not list(context_trials_of(long(), asked(8, **options), explored(8)))
+    assert not list(Proposals(long(), asked(8, **options), explored(8)).over_sequences())
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def all_samples() -> Explored:
 
 @functools.cache
 def cuts() -> list[Trial]:
-    return list(cut_trials_of(samples(), of_samples(), all_samples()))
+    return list(Proposals(samples(), of_samples(), all_samples()).cut())
 
 
 def test_data_parallelism_is_cut_at_every_size() -> None:
@@ -160,7 +160,7 @@ def test_data_parallelism_inside_of_stages_is_cut_too() -> None:
 def test_what_is_cut_runs_layers_again_where_that_makes_it_fit() -> None:
     graph = residual(4, Sizes(batch=256, width=512, hidden=2048, vocab=1024))
     request = of_samples(batch=2048, micro_batches=1, recompute=None, memory_bytes=6 * 10**6)
-    trials = cut_trials_of(graph, request, explore(graph, request, 2048))
+    trials = Proposals(graph, request, explore(graph, request, 2048)).cut()
     assert {"none"} < {each.priced.setting.recompute for each in trials if each.priced}
 
 
@@ -168,7 +168,7 @@ def test_what_is_cut_runs_layers_again_where_that_makes_it_fit() -> None:
 def test_nothing_is_cut_where_a_user_names_axes_or_one_node_has_all_ranks(options: dict[str, Any]) -> None:
     request = of_samples(**options)
     known = explore(samples(), request, ROWS) if "ranks" in options else all_samples()
-    assert not list(cut_trials_of(samples(), request, known))
+    assert not list(Proposals(samples(), request, known).cut())
 
 
 def test_what_is_cut_has_about_the_step_that_its_estimate_promises() -> None:
@@ -215,7 +215,7 @@ def of_mixture(**options: Any) -> tuple[Graph, Request, Explored]:
 
 def test_an_axis_for_experts_has_every_size_that_shares_them_out() -> None:
     graph, request, found = of_mixture()
-    trials = [each.priced.setting for each in expert_trials_of(graph, request, found) if each.priced]
+    trials = [each.priced.setting for each in Proposals(graph, request, found).experts() if each.priced]
     assert {s.cut for s in trials if s.tp == 1} == {2, 4, 8, 16}
     assert {s.outer * s.cut * s.tp for s in trials} == {16}
     alone = next(s for s in trials if s.outer == 1 and s.tp == 1)
@@ -226,13 +226,13 @@ def test_an_axis_for_experts_has_every_size_that_shares_them_out() -> None:
 
 def test_experts_are_shared_out_where_there_are_some_and_no_axis_is_named() -> None:
     graph, request, found = of_mixture()
-    assert not list(expert_trials_of(graph, request.but(recipe="dp:zero3"), found))
-    assert not list(expert_trials_of(samples(), of_samples(), all_samples()))
+    assert not list(Proposals(graph, request.but(recipe="dp:zero3"), found).experts())
+    assert not list(Proposals(samples(), of_samples(), all_samples()).experts())
 
 
 def test_what_shares_out_experts_has_about_the_step_that_its_estimate_promises() -> None:
     graph, request, found = of_mixture()
-    for trial in list(expert_trials_of(graph, request, found))[:2]:
+    for trial in list(Proposals(graph, request, found).experts())[:2]:
         named = request.but(mesh=trial.mesh, recipe=trial.recipe, micro_batches=trial.micro_batches)
         seconds = search_plan(graph, named).best.price.step_seconds
         assert seconds == pytest.approx(trial.promise_seconds, rel=0.05)
