@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal, Self, get_args
 
 NoteKind = Literal[
@@ -60,3 +61,8 @@ class Note(str):
 def kind_of(note: str) -> str:
     """The kind of a note; "" for a plain string."""
     return note.kind if isinstance(note, Note) else ""
+
+
+def without_prices(notes: Iterable[str]) -> tuple[str, ...]:
+    """The notes but those on the price of a plan, which has changed."""
+    return tuple(note for note in notes if kind_of(note) != "price")

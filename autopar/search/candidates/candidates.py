@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -420,7 +420,7 @@ class SettingEstimator:
             del axes[1]
         links = tuple(hardware.axis_link(stride, size, ranks) for stride, size in axes)
         sizes = _ManySizes(
-            plan.mesh, dict.fromkeys(self._batch_factors, at.batch), tuple(1.0 * size for _, size in axes)
+            plan.mesh, dict.fromkeys(self._batch_factors, 1.0 * at.batch), tuple(1.0 * size for _, size in axes)
         )
         pricer = partial(
             Pricer, self.graph, plan, sizes=sizes, hardware=hardware, links=links, training_state=self.training_state
@@ -475,18 +475,8 @@ class _Columns:
 
     @classmethod
     def of(cls, settings: Sequence[ClusterSetting]) -> _Columns:
-        def column(read: Callable[[ClusterSetting], int]) -> np.ndarray:
-            return np.array([read(each) for each in settings], dtype=np.int64)
-
-        return cls(
-            column(lambda s: s.dp * s.cp),
-            column(lambda s: s.tp),
-            column(lambda s: s.stages),
-            column(lambda s: s.micro_batches),
-            1.0 * column(lambda s: s.micro_batch * s.dp),
-            column(lambda s: s.cp),
-            column(lambda s: s.cut),
-        )
+        rows = [(s.dp * s.cp, s.tp, s.stages, s.micro_batches, s.micro_batch * s.dp, s.cp, s.cut) for s in settings]
+        return cls(*np.array(rows, dtype=np.int64).T)
 
 
 @dataclass(frozen=True)

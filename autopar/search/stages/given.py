@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from autopar.errors import MemoryBoundError, MeshError, PlanError, RecipeError, SearchError, StateError, both
 from autopar.ir import Graph, Plan, Tier, with_pipeline
-from autopar.ir.note import kind_of
+from autopar.ir.note import without_prices
 from autopar.ir.recompute import SAVED_TIERS, Recompute, RecomputeOption, is_saved_option
 from autopar.pipeline.blocks import has_blocks
 from autopar.pipeline.composed import Composed, composed
@@ -56,8 +56,7 @@ class Planned(NamedTuple):
 
     def priced(self, plan: Plan, price: Composed) -> Planned:
         """A change of this plan with its own price, and without the notes on the price before."""
-        notes = tuple(note for note in plan.notes if kind_of(note) != "price")
-        return self._replace(plan=replace(plan, notes=notes), price=price)
+        return self._replace(plan=replace(plan, notes=without_prices(plan.notes)), price=price)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from autopar.errors import PlanError
 from autopar.ir import Graph, Plan, Tier
-from autopar.ir.note import kind_of
+from autopar.ir.note import without_prices
 from autopar.ir.saved import words_of_saved
 from autopar.pipeline.composed import Composed, composed
 from autopar.pipeline.parts import is_whole
@@ -42,5 +42,4 @@ def in_slices(graph: Graph, plan: Plan, request: Request, tier: Tier = "device")
         if sliced.saved
         else "the inputs of a block are kept in their layout: no axis that replicates them could split them"
     )
-    notes = tuple(note for note in plan.notes if kind_of(note) != "price")
-    return replace(sliced, notes=(*notes, says)), price
+    return replace(sliced, notes=(*without_prices(plan.notes), says)), price

@@ -39,13 +39,14 @@ from autopar.cost_model.machines.kinds import stage_machines, together
 from autopar.errors import AutoparError, MeshError, PlanError, RecipeError, SearchError
 from autopar.ir import PIPELINE_AXIS, Plan, pipeline_position, without_pipeline
 from autopar.ir.batches import fits_graph
+from autopar.ir.note import without_prices
 from autopar.pipeline.stage_costs import StageTables
 from autopar.search.exact.search import MeshSearch
 from autopar.search.request.recipes import format_recipe
 from autopar.search.stages.balance import refusal
 from autopar.search.stages.case import Case
 from autopar.search.stages.pipeline_bounds import mean_bytes
-from autopar.search.stages.pipeline_notes import notes_of, of_layouts
+from autopar.search.stages.pipeline_notes import notes_of
 from autopar.search.stages.pipeline_settings import LEAN, PipelineFound, divisors, shapes_of, wish_for
 from autopar.search.stages.staged import Findings, SlowerError, StagedPlan
 from autopar.units import counted
@@ -143,8 +144,7 @@ class _Search:
         self._execute_nearest()
         (best, staged), *rest = self.found.ranked
         others = tuple(each for each, _ in rest)
-        best = replace(best, kept_whole=staged.kept_whole(best))
-        notes = (*of_layouts(best.plan.notes), *notes_of(best, others))
+        notes = *without_prices(best.plan.notes), *notes_of(best, staged.without_recomputation(best), others)
         best = replace(best, plan=replace(best.plan, notes=notes))
         return PipelineFound(best, others)
 
@@ -386,10 +386,10 @@ class _Search:
 
     def _search_again(self) -> None:
         """Searches layouts for the best number of micro-batches, and prices them."""
-        best, _ = self.found.ranked[0]
+        best, staged = self.found.ranked[0]
         m = best.setting.shape.micro_batches
         if m != self.captured:
-            inner = self._stage_plan(best.share, self._inside(m))
+            inner = self._stage_plan(staged.share, self._inside(m))
             if inner is not None:
                 self._price_all(inner, m)
 

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from autopar.ir import Pipeline
-from autopar.ir.note import Note, kind_of
+from autopar.ir.note import Note
 from autopar.ir.recompute import format_recompute, words_of_recompute
-from autopar.search.stages.pipeline_settings import KeptWhole, Priced
+from autopar.search.stages.pipeline_settings import Priced
 from autopar.units import counted, format_bytes
 
 
-def of_layouts(notes: Sequence[str]) -> Iterator[str]:
-    """The notes of the search of layouts, without those on its prices, which do not know the stages."""
-    return (note for note in notes if kind_of(note) != "price")
+def notes_of(best: Priced, kept: Priced | None, others: Sequence[Priced]) -> Iterator[str]:
+    """The notes on the chosen setting, its time and memory, its recomputation, and the second best one.
 
-
-def notes_of(best: Priced, others: Sequence[Priced]) -> Iterator[str]:
-    """The notes on the chosen setting, its time and memory, and the second best one."""
+    `kept` is the setting without its recomputation, if it has some.
+    """
     pipeline = best.plan.pipeline
     assert pipeline is not None, "a priced plan has its cuts"
     held = ", ".join(format_bytes(int(size)) for size in best.balance.rank_bytes)
@@ -34,16 +32,16 @@ def notes_of(best: Priced, others: Sequence[Priced]) -> Iterator[str]:
             f"; a rank holds {held} with {counted(best.plan.micro_batches, 'micro-batch')}{again}",
         )
     yield Note(f"{what} {best.seconds * 1e3:.3f} ms{idle}", "stages")
-    if best.kept_whole is not None:
-        yield _against_kept_whole(best, best.kept_whole)
+    if kept is not None:
+        yield _against_kept(best, kept)
     second = next((each for each in others if each.setting != best.setting), None)
     if second is not None and pipeline.ranks > 1:
         words = f"{second.setting}, {_against(second, best)}"
         yield Note(f"next best, of {len(others)} others that fit: {words}", "runner-up")
 
 
-def _against_kept_whole(best: Priced, kept: KeptWhole) -> str:
-    saved = int(kept.bytes - max(best.balance.rank_bytes))
+def _against_kept(best: Priced, kept: Priced) -> str:
+    saved = int(max(kept.balance.rank_bytes) - max(best.balance.rank_bytes))
     slower = 1e3 * (best.seconds - kept.seconds)
     return (
         f"recompute {format_recompute(best.plan.recompute)}: {format_bytes(saved)} less on the fullest rank "

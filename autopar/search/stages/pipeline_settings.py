@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from autopar.ir import PLACEMENTS, Plan
 from autopar.ir.recompute import Recompute, RecomputeOption, words_of_recompute
@@ -45,13 +44,6 @@ class Setting:
         return f"{s.schedule}{chunks}, {counted(s.micro_batches, 'micro-batch')}{again}"
 
 
-class KeptWhole(NamedTuple):
-    """Seconds of a step, and bytes of the fullest rank, of a setting without its recomputation."""
-
-    seconds: float
-    bytes: float
-
-
 @dataclass(frozen=True)
 class Priced:
     """A setting with its plan, time and memory.
@@ -62,8 +54,6 @@ class Priced:
         seconds: duration of a step.
         simulation: the simulated schedule.
         balance: the cuts, with seconds and bytes of every rank.
-        share: bound under which the layouts were searched, as a part of the memory of all pipeline ranks.
-        kept_whole: time and memory of the setting without its recomputation; None if it has none.
     """
 
     setting: Setting
@@ -71,8 +61,6 @@ class Priced:
     seconds: float
     simulation: Simulation
     balance: Balance
-    share: float
-    kept_whole: KeptWhole | None = None
 
     @property
     def key(self) -> tuple[float, float]:

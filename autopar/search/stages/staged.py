@@ -26,7 +26,7 @@ from autopar.pipeline.weight_stashing import with_versions
 from autopar.search.exact.selection import PARTS, select
 from autopar.search.stages.balance import Balance, balance, balance_of
 from autopar.search.stages.pipeline_bounds import least_seconds, may_fit, shortest_seconds
-from autopar.search.stages.pipeline_settings import KeptWhole, Priced, Setting
+from autopar.search.stages.pipeline_settings import Priced, Setting
 from autopar.search.stages.shape import Shape
 
 
@@ -183,14 +183,12 @@ class StagedPlan:
         self.findings.add(priced, self)
         return priced
 
-    def kept_whole(self, best: Priced) -> KeptWhole | None:
-        """Seconds and bytes of the setting with its cuts and without its recomputation; None if it has none."""
+    def without_recomputation(self, best: Priced) -> Priced | None:
+        """The setting with its cuts and without its recomputation; None if it has none."""
         if best.setting.recompute == "none":
             return None
-        whole, shape = self.tables.at("none"), best.setting.shape
-        held = balance_of(whole, shape, best.balance.cuts)
-        _, quicker = self._executed(whole, shape, best.balance)
-        return KeptWhole(quicker, max(held.rank_bytes))
+        shape = best.setting.shape
+        return self._priced(Setting(shape, "none"), balance_of(self.tables.at("none"), shape, best.balance.cuts))
 
     # --- recomputation
 
@@ -329,7 +327,7 @@ class StagedPlan:
         position = pipeline_position(self.tables.blocks.world)
         pipeline = setting.shape.cut(names, position)
         plan = replace(self.plan, recompute=setting.recompute, pipeline=pipeline)
-        return Priced(setting, plan, seconds, run, cuts, self.share)
+        return Priced(setting, plan, seconds, run, cuts)
 
     def _executed(self, table: StageTable, shape: Shape, cuts: Balance) -> tuple[Simulation, float]:
         """The simulated schedule, and the seconds of a step."""
