@@ -40,8 +40,8 @@ class Pins:
 
 def resolve_pins(pins: Mapping[str, str] | None, graph: Graph, mesh: Mesh) -> Pins:
     """Matches every pin with the names of a graph. Raises RecipeError for a pin that cannot be satisfied."""
-    storage: _Pinned[State] = _Pinned(mesh)
-    labels: _Pinned[str] = _Pinned(mesh)
+    storage: Pinned[State] = Pinned(mesh)
+    labels: Pinned[str] = Pinned(mesh)
     for pattern, text in (pins or {}).items():
         parts = [_axis_of(part, pattern, text, mesh) for part in text.split()]
         if not parts:
@@ -53,7 +53,7 @@ def resolve_pins(pins: Mapping[str, str] | None, graph: Graph, mesh: Mesh) -> Pi
     return Pins(storage.resolved(), labels.resolved())
 
 
-class _Pinned(Generic[_T]):
+class Pinned(Generic[_T]):
     """The pinned values by name and axis, each with the pattern that pinned it."""
 
     def __init__(self, mesh: Mesh) -> None:
@@ -107,7 +107,7 @@ def _matching(pattern: str, names: Iterable[str], what: str) -> list[str]:
     return found
 
 
-def _pin_storage(pattern: str, parts: list[tuple[str, int]], graph: Graph, mesh: Mesh, storage: _Pinned[State]) -> None:
+def _pin_storage(pattern: str, parts: list[tuple[str, int]], graph: Graph, mesh: Mesh, storage: Pinned[State]) -> None:
     for name in _matching(pattern, graph.parameters, "parameter"):
         tensor = graph.tensors[graph.parameters[name]]
         for text, axis in parts:
@@ -141,7 +141,7 @@ def _storable(state: State, tensor: Tensor, axis: int, mesh: Mesh, where: str) -
     return S(state.dim, WHOLE)
 
 
-def _pin_labels(pattern: str, parts: list[tuple[str, int]], graph: Graph, mesh: Mesh, labels: _Pinned[str]) -> None:
+def _pin_labels(pattern: str, parts: list[tuple[str, int]], graph: Graph, mesh: Mesh, labels: Pinned[str]) -> None:
     for name in _matching(pattern, graph.by_name, "op"):
         for label, axis in parts:
             _check_label(graph, graph.by_name[name], label, mesh.axes[axis], pattern)

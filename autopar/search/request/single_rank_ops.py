@@ -44,6 +44,7 @@ from autopar.ir import (
 from autopar.ir.files import COUNT
 from autopar.ir.note import Note
 from autopar.search.request.connected import connected
+from autopar.search.request.pins import Pinned
 from autopar.search.request.recipe_rows import Recipe
 
 _PIN = re.compile(rf"{OWNED}({COUNT}|\*)(@.+)?")
@@ -111,8 +112,7 @@ def resolve_lone_pins(
     Raises RecipeError for a pin without an axis, with an owner out of range, or that matches no op, and for two pins
     that give an op to different ranks.
     """
-    owners: dict[str, dict[int, int]] = {}
-    by: dict[tuple[str, int], str] = {}
+    pinned: Pinned[str] = Pinned(mesh)
     drawing: set[str] = set()
     for pattern, text in (pins or {}).items():
         for part in text.split() if is_lone_pin(text) else ():
@@ -120,15 +120,12 @@ def resolve_lone_pins(
             for op in _matching(pattern, graph):
                 if op.draws:
                     drawing.add(op.name)
-                    continue
-                known = owners.setdefault(op.name, {}).setdefault(axis, owner)
-                first = by.setdefault((op.name, axis), pattern)
-                if known != owner:
-                    raise RecipeError(
-                        f"The pins {first!r} (@{_digits(known)}@{mesh.names[axis]}) and {pattern!r} "
-                        f"(@{_digits(owner)}@{mesh.names[axis]}) both match {op.name}, but differ; leave one out, "
-                        "or make its pattern narrower."
-                    )
+                else:
+                    pinned.add(op.name, axis, owner, pattern)
+    owners = {
+        name: {axis: ANY if owner == "@*" else int(owner.removeprefix(OWNED)) for axis, owner in along}
+        for name, along in pinned.resolved().items()
+    }
     for axis, size in enumerate(mesh.sizes):
         _balance(owners, graph, axis, size, seconds)
     return LonePins(owners, len(drawing))
@@ -159,12 +156,8 @@ def _branches(ops: Sequence[Op], graph: Graph) -> list[list[Op]]:
     return [[op for op in ops if op.name in group] for group in connected(by_name, pairs)]
 
 
-def _digits(owner: int) -> str:
-    return "*" if owner == ANY else str(owner)
-
-
-def _read(part: str, pattern: str, text: str, mesh: Mesh) -> tuple[int, int]:
-    """Axis and owner of a text such as `@0` or `@0@tp`."""
+def _read(part: str, pattern: str, text: str, mesh: Mesh) -> tuple[int, str]:
+    """Axis and owner of a text such as `@0` or `@0@tp`: 0 or 1, and `@0`."""
     if not _PIN.fullmatch(part):
         raise RecipeError(
             f"The pin {pattern!r}: {text!r} mixes {part}, a choice of layouts, with a choice of a rank; write two pins."
@@ -180,14 +173,12 @@ def _read(part: str, pattern: str, text: str, mesh: Mesh) -> tuple[int, int]:
     except MeshError as error:
         raise RecipeError(f"The pin {pattern!r}: {text!r} cannot hold: {error}") from None
     name, size = mesh.axes[axis]
-    if number == "*":
-        return axis, ANY
-    if int(number) >= size:
+    if number != "*" and int(number) >= size:
         raise RecipeError(
             f"The pin {pattern!r} asks for rank {number} of the axis {name}, but it has {size} ranks, counted from 0; "
             f"write @0 to @{size - 1}, or give {name} at least {int(number) + 1} ranks."
         )
-    return axis, int(number)
+    return axis, f"{OWNED}{number}"
 
 
 def _matching(pattern: str, graph: Graph) -> list[Op]:
