@@ -11,9 +11,9 @@ import click
 from autopar.cli.options import POSITIVE, TARGET_HELP, question, question_options
 from autopar.cli.output import console, print_json, working, write_files
 from autopar.cost_model.breakdown import Candidate, pareto
+from autopar.explanation.comparison import best_that_fits, compared
 from autopar.explanation.pages import page_of
 from autopar.ir.files import check_output
-from autopar.search.candidates.comparison import best_that_fits, compared
 from autopar.views import CandidateTable
 
 

@@ -24,6 +24,7 @@ from autopar.explanation.candidate_rows import (
     seconds_by_cause,
     slower,
 )
+from autopar.explanation.comparison import ELSEWHERE, compared, smallest
 from autopar.explanation.costs import run_of
 from autopar.explanation.explanation import Explanation, words_of_factors
 from autopar.explanation.few_layers import capture_target, tokens_of, training_state_of, with_graph
@@ -48,7 +49,6 @@ from autopar.planning.layers import spoken_of_all_layers
 from autopar.planning.loss_tiles import best_in_tiles, tile_bytes_of
 from autopar.planning.planning import Prepared, part_of, search_step
 from autopar.search.candidates.candidates import SettingEstimator
-from autopar.search.candidates.comparison import ELSEWHERE, compared, smallest
 from autopar.search.candidates.request_filters import check_closed_form, expand_pins, has_closed_form
 from autopar.search.candidates.settings import ClusterSetting, PricedCandidate
 from autopar.search.candidates.trials import Explored, Searched, closed_forms, depths_of, space_of

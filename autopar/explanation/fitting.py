@@ -10,11 +10,11 @@ from autopar.cost_model.machines.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.explanation.advice import Question
 from autopar.explanation.candidate_rows import name_of
+from autopar.explanation.comparison import smallest
 from autopar.explanation.explanation import Explanation
 from autopar.explanation.launch import asked
 from autopar.explanation.remedies import FACTORS, Found, answered, keeps_too_much, remedies
 from autopar.planning.loss_tiles import tile_bytes_of
-from autopar.search.candidates.comparison import smallest
 from autopar.search.candidates.settings import PricedCandidate
 
 Prices = Mapping[str, float]  # device of the catalogue -> price of one device for an hour

@@ -15,6 +15,7 @@ from autopar.cost_model.symbols import Expressions
 from autopar.errors import AutoparError, RecipeError, SearchError
 from autopar.explanation.advice import Question
 from autopar.explanation.candidate_rows import AS_FAST
+from autopar.explanation.comparison import best_that_fits, compared, smallest
 from autopar.explanation.explanation import Explanation
 from autopar.explanation.few_layers import first_rows
 from autopar.explanation.fitting import will_it_fit
@@ -24,7 +25,6 @@ from autopar.explanation.what_would_change import faster_clusters, larger_memori
 from autopar.ir import Mesh
 from autopar.pipeline.composed import composed
 from autopar.planning.planning import are_given_by_micro_batches, search_step
-from autopar.search.candidates.comparison import best_that_fits, compared, smallest
 from autopar.search.candidates.request_filters import expand_pins
 from autopar.search.candidates.settings import PricedCandidate
 from autopar.search.request.request import Request

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autopar.cost_model.breakdown import Candidate
+from autopar.explanation.candidate_rows import AS_FAST, slower
 from autopar.search.candidates.settings import PricedCandidate
 from autopar.units import format_seconds
 
@@ -79,9 +80,9 @@ def _against(each: PricedCandidate, found: Mapping[str, float]) -> str:
     They name the causes that differ most, up to three, until all others make up less than a tenth of the difference.
     """
     found_seconds = sum(found.values())
-    difference = each.seconds - found_seconds
-    if abs(difference) < 5e-5 * found_seconds:
-        return "as fast"
+    difference, words = each.seconds - found_seconds, slower(each.seconds, found_seconds)
+    if abs(difference) < AS_FAST * found_seconds:
+        return words
     changes = {name: each.parts.get(name, 0.0) - found.get(name, 0.0) for name in (*each.parts, *found)}
     sign = 1 if difference > 0 else -1
     said, rest = [], difference
@@ -93,7 +94,6 @@ def _against(each: PricedCandidate, found: Mapping[str, float]) -> str:
             said.append(_more(changes[name], name, hides))
     if said and abs(rest) > 0.1 * abs(difference):
         said.append(_more(rest, ELSEWHERE, False))
-    words = f"{100 * abs(difference) / found_seconds:.1f} % {'slower' if sign > 0 else 'faster'}"
     return f"{words}: {', '.join(said)}" if said else words
 
 
