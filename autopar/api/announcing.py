@@ -18,8 +18,7 @@ from autopar.runtime.ranks.all_ranks import warn_together
 from autopar.runtime.ranks.files import Files
 from autopar.runtime.ranks.stderr_log import heard, log
 from autopar.search.request.notes import axis_lines, idle_axes
-from autopar.search.request.progress import Progress, silent
-from autopar.search.request.request import Request
+from autopar.search.request.request import Progress, Request, silent
 from autopar.units import counted, format_bytes, format_seconds
 
 _HINT = "model.explain() shows what it costs; logging.getLogger('autopar').setLevel('WARNING') hides these lines"

@@ -20,9 +20,8 @@ from autopar.ir import PIPELINE_AXIS, Mesh
 from autopar.options import Option, options_of
 from autopar.search.candidates.request_filters import is_intent
 from autopar.search.request.options import AXES, PlanOptions
-from autopar.search.request.progress import Progress
 from autopar.search.request.recipe_rows import MEETING_RECIPES, PIPELINE_RECIPES, RECIPES
-from autopar.search.request.request import Request
+from autopar.search.request.request import Progress, Request
 from autopar.search.request.several_axes import SEVERAL_AXES
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
 from autopar.models.importing import staying
-from autopar.search.request.progress import Progress
+from autopar.search.request.request import Progress
 from autopar.units import printable
 from autopar.views import Page, gantt, write_html, write_trace
 from autopar.views.terminal import Screen

@@ -53,9 +53,8 @@ from autopar.search.candidates.request_filters import check_closed_form, expand_
 from autopar.search.candidates.settings import ClusterSetting, PricedCandidate
 from autopar.search.candidates.trials import Explored, Searched, closed_forms, depths_of, space_of
 from autopar.search.request.notes import undivided_lines
-from autopar.search.request.progress import Progress, silent
 from autopar.search.request.refusals import words_of_reserved
-from autopar.search.request.request import Request
+from autopar.search.request.request import Progress, Request, silent
 from autopar.search.stages.given import Planned
 from autopar.search.stages.pipeline_settings import Priced as PricedPipeline
 from autopar.units import counted

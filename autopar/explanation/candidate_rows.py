@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autopar.cost_model.breakdown import Candidate
+from autopar.cost_model.steps.causes import where_time_goes
 from autopar.cost_model.steps.step import Step
 from autopar.explanation.explanation import Explanation
 from autopar.ir import Plan
 from autopar.ir.note import kind_of
 from autopar.pipeline.simulation import Simulation
-from autopar.search.candidates.causes import where_time_goes
 from autopar.units import counted
 
 AS_FAST = 5e-5  # difference of two steps, as a part of one, that is not told

@@ -48,8 +48,7 @@ from autopar.search.candidates.outer import search_plan
 from autopar.search.candidates.trials import Searched
 from autopar.search.exact.duration import words_if_long
 from autopar.search.request.notes import undivided_lines
-from autopar.search.request.progress import Progress, silent
-from autopar.search.request.request import Request
+from autopar.search.request.request import Progress, Request, silent
 from autopar.units import counted
 
 log = logging.getLogger("autopar")

@@ -23,7 +23,7 @@ from autopar.cli.options import question
 from autopar.explanation.explanation import Explanation
 from autopar.explanation.pages import page_of
 from autopar.ir import Mesh
-from autopar.search.request.progress import silent
+from autopar.search.request.request import silent
 from autopar.views import write_html
 from benchmarks.tables import markdown_table
 

@@ -24,6 +24,7 @@ from autopar.cost_model.machines.kinds import stage_machines, together
 from autopar.cost_model.machines.software import AUTOPAR, Software
 from autopar.cost_model.pricer import Pricer
 from autopar.cost_model.sizes import SymbolicSizes
+from autopar.cost_model.steps.causes import where_time_goes
 from autopar.cost_model.steps.run import Run, Stage, total
 from autopar.cost_model.steps.step import Step
 from autopar.errors import AutoparError, SearchError
@@ -31,7 +32,6 @@ from autopar.ir import Graph, Layout, Mesh, Plan, Tensor, reaches_all, stretch_o
 from autopar.ir.batches import captured_batch
 from autopar.ir.recompute import Recompute
 from autopar.pipeline.parts import is_whole
-from autopar.search.candidates.causes import where_time_goes
 from autopar.search.candidates.refined import Grouping, grouping_of
 from autopar.search.candidates.settings import DATA, INNER_DATA, INSIDE, TENSOR, ClusterSetting, PricedCandidate
 from autopar.search.exact.search import MeshSearch

@@ -49,10 +49,9 @@ from autopar.search.candidates.trials import (
 from autopar.search.refine.buckets import usual_seconds
 from autopar.search.refine.orders import best_order, words_of_order
 from autopar.search.request.notes import note_of_unasked_stages
-from autopar.search.request.progress import Progress, silent
 from autopar.search.request.recipes import format_recipe, is_open
 from autopar.search.request.refusals import is_lack, refusal_of_all, with_recipe_open, words_of_reserved
-from autopar.search.request.request import Request
+from autopar.search.request.request import Progress, Request, silent
 from autopar.search.stages.case import Case
 from autopar.search.stages.dims import settings_in_dims, words_of_dims
 from autopar.search.stages.given import GivenMesh, Planned

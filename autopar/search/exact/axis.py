@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from autopar.errors import SearchError
-from autopar.search.exact.decisions import Assignment
+from autopar.search.exact.decisions import Assignment, Outcome
 from autopar.search.exact.milp import AxisProgram
-from autopar.search.exact.outcome import Outcome
 from autopar.search.exact.problem import Problem
 
 

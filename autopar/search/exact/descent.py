@@ -29,8 +29,7 @@ from autopar.errors import RecipeError, SearchError
 from autopar.ir import UNSPLIT, Mesh
 from autopar.search.exact.assignment_parts import composed
 from autopar.search.exact.axis import AxisSolutions, excess, seconds_refused
-from autopar.search.exact.decisions import Assignment
-from autopar.search.exact.outcome import Outcome
+from autopar.search.exact.decisions import Assignment, Outcome
 from autopar.search.exact.prices import MarginalCosts
 from autopar.search.exact.problem import Problem
 from autopar.search.request.recipe_rows import RECIPES, Recipe

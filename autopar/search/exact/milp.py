@@ -34,8 +34,7 @@ from functools import cached_property
 
 from autopar.ir import Labels, Layout, ParameterPlan, R, State, TieredLayout
 from autopar.search.exact.assignment_parts import composed
-from autopar.search.exact.decisions import Assignment
-from autopar.search.exact.outcome import Outcome
+from autopar.search.exact.decisions import Assignment, Outcome
 from autopar.search.exact.parameters import Strategy, fastest, pareto
 from autopar.search.exact.problem import Problem
 from autopar.search.exact.solver import MixedIntegerProgram, Objective, Solution, columns_of, picked

@@ -21,7 +21,7 @@ from autopar.errors import MemoryBoundError, MeshError, SearchError, StateError
 from autopar.ir import PIPELINE_AXIS, UNSPLIT, Graph, Layout, Mesh, Op, Plan
 from autopar.pipeline.composed import StepCost, cost_of
 from autopar.search.exact.checks import check_axes, check_used
-from autopar.search.exact.decisions import Assignment
+from autopar.search.exact.decisions import Assignment, Outcome
 from autopar.search.exact.descent import (
     best_of,
     descents,
@@ -31,7 +31,6 @@ from autopar.search.exact.descent import (
     named_recipes,
     smallest_fits,
 )
-from autopar.search.exact.outcome import Outcome
 from autopar.search.exact.owners import on_mesh, owner_notes, with_owners
 from autopar.search.exact.problem import Problem
 from autopar.search.exact.question import LayoutQuestion

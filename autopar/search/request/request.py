@@ -12,6 +12,7 @@ captured, so that users do not wait for a search that cannot succeed.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +28,12 @@ from autopar.search.request.options import PlanOptions, check_counts
 from autopar.search.request.recipe_rows import ON_DEVICE, STORED_ON_HOST, USED_FROM_HOST, Tiering
 from autopar.search.request.recipes import check_recipe_axes, check_versions, format_recipe, meeting_of, resolve
 from autopar.search.request.single_rank_ops import is_lone_pin
+
+Progress = Callable[[str], None]  # is called with a line of text when a part of the search begins
+
+
+def silent(message: str) -> None:
+    """A progress that shows nothing."""
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,7 @@ from autopar.search.request.recipes import format_recipe
 from autopar.search.stages.balance import refusal
 from autopar.search.stages.case import Case
 from autopar.search.stages.pipeline_bounds import mean_bytes
-from autopar.search.stages.pipeline_notes import notes_of
-from autopar.search.stages.pipeline_settings import LEAN, PipelineFound, divisors, shapes_of, wish_for
+from autopar.search.stages.pipeline_settings import LEAN, PipelineFound, divisors, notes_of, shapes_of, wish_for
 from autopar.search.stages.staged import Findings, SlowerError, StagedPlan
 from autopar.units import counted
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from autopar.cost_model.machines.cluster import find_cluster
+from autopar.cost_model.steps.causes import where_time_goes
 from autopar.cost_model.steps.run import Run
 from autopar.explanation.advice import Question
 from autopar.explanation.comparison import best_that_fits, compared, smallest, why_not
 from autopar.explanation.explanation import Explanation
 from autopar.ir import Mesh
-from autopar.search.candidates.causes import where_time_goes
 from autopar.search.candidates.settings import ClusterSetting, PricedCandidate
 from autopar.search.request.request import Request
 from tests.support.usual_buckets import estimate_in_usual_buckets
