@@ -16,9 +16,9 @@ from autopar.cost_model.machines.software import with_eager_runs
 from autopar.cost_model.optimizers import OPTIMIZERS
 from autopar.errors import AutoparError, MeshError
 from autopar.explanation.advice import Question
+from autopar.explanation.asked import is_intent
 from autopar.ir import PIPELINE_AXIS, Mesh
 from autopar.options import Option, options_of
-from autopar.search.candidates.request_filters import is_intent
 from autopar.search.request.options import AXES, PlanOptions
 from autopar.search.request.recipe_rows import MEETING_RECIPES, PIPELINE_RECIPES, RECIPES
 from autopar.search.request.request import Progress, Request

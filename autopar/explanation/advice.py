@@ -14,6 +14,7 @@ from autopar.cost_model.items import TrainingState
 from autopar.cost_model.machines.cluster import Cluster
 from autopar.cost_model.steps.run import total
 from autopar.errors import AutoparError, MemoryBoundError, SearchError, StateError
+from autopar.explanation.asked import check_closed_form, expand_pins
 from autopar.explanation.candidate_rows import (
     AS_FAST,
     idle,
@@ -49,7 +50,7 @@ from autopar.planning.layers import spoken_of_all_layers
 from autopar.planning.loss_tiles import best_in_tiles, tile_bytes_of
 from autopar.planning.planning import Prepared, part_of, search_step
 from autopar.search.candidates.candidates import SettingEstimator
-from autopar.search.candidates.request_filters import check_closed_form, expand_pins, has_closed_form
+from autopar.search.candidates.request_filters import has_closed_form
 from autopar.search.candidates.settings import ClusterSetting, PricedCandidate
 from autopar.search.candidates.trials import Explored, Searched, closed_forms, depths_of, space_of
 from autopar.search.request.notes import undivided_lines

@@ -23,12 +23,12 @@ from dataclasses import dataclass, field, replace
 
 from autopar.errors import AutoparError, SearchError
 from autopar.explanation.advice import EXPLORED_BATCH, Question
+from autopar.explanation.asked import check_closed_form
 from autopar.explanation.candidate_rows import name_of
 from autopar.explanation.comparison import best_that_fits
 from autopar.explanation.explanation import Explanation
 from autopar.explanation.few_layers import tokens_of
 from autopar.ir.batches import captured_batch
-from autopar.search.candidates.request_filters import check_closed_form
 from autopar.search.candidates.settings import PricedCandidate
 from autopar.search.request.recipes import meeting_of
 from autopar.units import counted, format_bytes

@@ -10,12 +10,12 @@ from typing import Any
 
 from autopar.cost_model.items import FULL, TrainingState
 from autopar.cost_model.machines.cluster import Cluster
+from autopar.explanation.asked import is_intent
 from autopar.explanation.explanation import Explanation
 from autopar.explanation.few_layers import tokens_of
 from autopar.ir import PIPELINE_AXIS, Graph, Meeting, Mesh, Plan
 from autopar.ir.batches import first_smaller
 from autopar.ir.recompute import Selection
-from autopar.search.candidates.request_filters import is_intent
 from autopar.search.request.options import HEADROOM, PlanOptions
 from autopar.search.request.recipes import resolve, split_recipe
 from autopar.search.request.request import Request

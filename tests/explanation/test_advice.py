@@ -14,6 +14,7 @@ from autopar.cost_model.machines.software import with_eager_runs
 from autopar.cost_model.symbols import Expressions
 from autopar.errors import AutoparError, RecipeError, SearchError
 from autopar.explanation.advice import Question
+from autopar.explanation.asked import expand_pins
 from autopar.explanation.candidate_rows import AS_FAST
 from autopar.explanation.comparison import best_that_fits, compared, smallest
 from autopar.explanation.explanation import Explanation
@@ -25,7 +26,6 @@ from autopar.explanation.what_would_change import faster_clusters, larger_memori
 from autopar.ir import Mesh
 from autopar.pipeline.composed import composed
 from autopar.planning.planning import are_given_by_micro_batches, search_step
-from autopar.search.candidates.request_filters import expand_pins
 from autopar.search.candidates.settings import PricedCandidate
 from autopar.search.request.request import Request
 from tests.support.tables import often

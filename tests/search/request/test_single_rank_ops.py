@@ -11,11 +11,11 @@ from torch import Tensor, nn
 import autopar
 from autopar.cost_model import find_cluster
 from autopar.errors import RecipeError
+from autopar.explanation.asked import check_closed_form
 from autopar.explanation.explanation import Explanation
 from autopar.ir import Mesh, O, Plan, R
 from autopar.planning.planning import prepare_step
 from autopar.proof.subject import Subject
-from autopar.search.candidates.request_filters import check_closed_form
 from autopar.search.exact.search import search
 from autopar.search.request.request import Request
 from autopar.search.request.single_rank_ops import LonePins, resolve_lone_pins
