@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
+from typing import Any
 
 from autopar.cost_model import SavedTensors, Sizes
 from autopar.cost_model.buckets import hidden_by, largest_bytes, usual_bucket_bytes, whole_bytes
@@ -67,7 +68,7 @@ class Problem:
 
     def __init__(self, asked: LayoutQuestion) -> None:
         graph, mesh = asked.graph, asked.mesh.filled
-        self.graph, self.mesh, self.tiers = graph, mesh, asked.tiers
+        self.graph, self.mesh, self.tiers = graph, mesh, tuple(asked.tiers)
         self.pins = resolve_pins(without_lone_pins(asked.pins), graph, mesh)
         self.micro_batches, self.fixed_storage = asked.micro_batches, asked.fixed_storage or {}
         self.sizes = Sizes(mesh)
@@ -94,35 +95,38 @@ class Problem:
         self._public = {tensor: name for name, tensor in graph.parameters.items()}
         self.fixed = frozenset(i for i, each in enumerate(self.entries) if self._placed(each) is not None)
         self._forget_prices()
-        self._constrain(resolve(asked.recipe, mesh))
+        self.recipes = resolve(asked.recipe, mesh)
+        self._forms: dict[object, list[Problem]] = {(self.recipes, self.tiers, self.byte_seconds): [self]}
+        self._constrain()
 
     def under(self, recipes: Sequence[Recipe]) -> Problem:
-        """This problem under other recipes, with the same cache of prices. Equal recipes give the same object."""
-        key = tuple(recipes)
-        if key not in self._under:
-            other = self._under[key] = copy.copy(self)
-            other._constrain(recipes)
-        return self._under[key]
+        """This problem under other recipes."""
+        return self._form(recipes=tuple(recipes))
 
     def with_tiers(self, tiers: Sequence[Tiering]) -> Problem:
-        """This problem with other tiers for parameters, with the same cache of prices."""
-        if tuple(tiers) == tuple(self.tiers):
-            return self
-        other = copy.copy(self)
-        other.tiers, other._ways = tiers, {}
-        other._constrain(self.recipes)
-        return other
+        """This problem with other tiers for parameters."""
+        return self._form(tiers=tuple(tiers))
 
     def exposed(self, exposure: MarginalCosts) -> Problem:
-        """This problem with another exposure. Equal exposures give the same object."""
-        known = next((each for each in self._exposed if each.exposure == exposure), None)
+        """This problem with another exposure."""
+        return self._form(exposure=exposure)
+
+    def weighed(self, byte_seconds: float) -> Problem:
+        """This problem with a price of memory, in seconds of a step for each byte of a rank's peak."""
+        return self._form(byte_seconds=byte_seconds)
+
+    def _form(self, **changed: Any) -> Problem:
+        """This problem with something changed, and with the same cache of prices. Equal forms are the same object."""
+        other = copy.copy(self)
+        vars(other).update(changed)
+        alike = self._forms.setdefault((other.recipes, other.tiers, other.byte_seconds), [])
+        known = next((each for each in alike if each.exposure == other.exposure), None)
         if known is not None:
             return known
-        other = copy.copy(self)
-        other.exposure = exposure
-        other._forget_prices()
-        other._constrain(self.recipes)
-        self._exposed.append(other)
+        if other.exposure != self.exposure:
+            other._forget_prices()
+        other._constrain()
+        alike.append(other)
         return other
 
     def _buckets_hide(self) -> float:
@@ -149,13 +153,6 @@ class Problem:
         """Whether work is charged as if everything hid that can."""
         return self.exposure == self._least
 
-    def weighed(self, byte_seconds: float) -> Problem:
-        """This problem with a price of memory, in seconds of a step for each byte of a rank's peak."""
-        other = copy.copy(self)
-        other.byte_seconds = byte_seconds
-        other._constrain(self.recipes)
-        return other
-
     def _forget_prices(self) -> None:
         self._op_seconds: dict[tuple[int, Labels], float] = {}
         self._conversions: dict[int, float] = {}
@@ -164,8 +161,7 @@ class Problem:
         self._ways: dict[object, tuple[Strategy, ...]] = {}
         self._best: dict[object, tuple[tuple[Strategy, ...], list[Strategy]]] = {}
 
-    def _constrain(self, recipes: Sequence[Recipe]) -> None:
-        self.recipes = tuple(recipes)
+    def _constrain(self) -> None:
         if self.recipes not in self._views:
             self._views[self.recipes] = self._collapse()
         self._filters, views = self._views[self.recipes]
@@ -174,8 +170,6 @@ class Problem:
         self.priced_entries = [e for e in range(len(self.entries)) if not self._is_inside(e)]
         self.__dict__.pop("strategies", None)  # those of other recipes
         self.solved: dict[object, object] = {}
-        self._under: dict[tuple[Recipe, ...], Problem] = {}
-        self._exposed: list[Problem] = []
 
     def _collapse(self) -> tuple[list[ChoiceFilter], CollapsedViews]:
         """The choices that the recipes allow on every axis, and the views that are collapsed under them."""
@@ -424,7 +418,7 @@ class Problem:
                 continue
             pinned = self.pins.storage.get(name, ())
             region = self._region(name)
-            key = (asked, tensor.dims, tensor.formats, tensor.needs_grad, pinned, region)
+            key = (asked, self.tiers, tensor.dims, tensor.formats, tensor.needs_grad, pinned, region)
             if key not in known:
                 plans = self._storable(name, tensor, pinned)
                 known[key] = strategies(plans, partial(self._strategy, index))
@@ -434,7 +428,7 @@ class Problem:
     def _storable(self, name: str, tensor: Tensor, pinned: AxisStates) -> tuple[ParameterPlan, ...]:
         """The ways to store a parameter; they do not depend on prices."""
         asked = tuple(each.storage for each in self.recipes)
-        key = (asked, tensor.dims, pinned, tuple(self.tiers))
+        key = (asked, tensor.dims, pinned, self.tiers)
         if key not in self._allowed_plans:
             self._allowed_plans[key] = storable(tensor, name, self.recipes, pinned, self.mesh, tiers=self.tiers)
         return self._allowed_plans[key]
