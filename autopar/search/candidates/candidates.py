@@ -18,7 +18,7 @@ import numpy as np
 
 from autopar.cost_model.arith import Quantity, smaller
 from autopar.cost_model.buckets import hidden_part, likely_bucket_bytes, whole_bytes
-from autopar.cost_model.items import TOUCHED, MemoryItem, TrainingState, WorkItem
+from autopar.cost_model.items import TOUCHED, TrainingState
 from autopar.cost_model.machines.cluster import Cluster
 from autopar.cost_model.machines.kinds import stage_machines, together
 from autopar.cost_model.machines.software import AUTOPAR, Software
@@ -181,8 +181,8 @@ class SettingEstimator:
 
         Each recomputed layer but the last frees the same memory.
         """
-        work = self._work(plan, settings)
-        none, one = (self._step(work, np.full(len(settings), k)) for k in (0.0, 1.0))
+        step = self._step(plan, _Columns.of(settings))
+        none, one = (_recomputing(step, np.full(len(settings), k)) for k in (0.0, 1.0))
         fewest = np.ones(len(settings))
         ends: tuple[Stage, ...] = ("first", "last")
         for stage in ends:
@@ -363,25 +363,26 @@ class SettingEstimator:
     ) -> list[PricedCandidate]:
         if not settings:
             return []
-        figures = self._figures(self._work(plan, settings), recompute)
+        at = _Columns.of(settings)
+        figures = self._figures(_recomputing(self._step(plan, at), recompute), at)
         found = (
             PricedCandidate(setting, float(s), float(m), float(t), parts, float(moves))
             for setting, s, m, t, moves, parts in zip(settings, *figures, strict=True)
         )
         return [each if self.graph.stacks else _of_equal_stages(each) for each in found]
 
-    def _figures(self, work: _Work, recompute: Recompute | np.ndarray) -> Iterator[Sequence[Any]]:
+    def _figures(self, step: Step, at: _Columns) -> Iterator[Sequence[Any]]:
         """The seconds, the peak, the bytes sent and movable to the host, and seconds by cause, of the settings.
 
         The host may store the state of training, and without stages activations, if all layers were captured. Each rank
         along cp may store a part of that state, as the recipe there is open; the peak is the least that this leaves.
         """
-        step, count = self._step(work, recompute), len(work.columns.dp)
+        count = len(at.dp)
         ends = (sum(step.held(kind, stage) for kind in TOUCHED) for stage in ("first", "last"))
         state = np.maximum(*ends)
         peak = np.maximum(total(step.memory("first")), total(step.memory("last")))
-        peak = peak - (1 - 1 / work.columns.cp) * state
-        keeps = (work.columns.stages == 1) & is_whole(self.graph)
+        peak = peak - (1 - 1 / at.cp) * state
+        keeps = (at.stages == 1) & is_whole(self.graph)
         movable = np.where(keeps, math.inf, state)
         parts = {name: np.broadcast_to(v, count) for name, v in where_time_goes(step).items()}
         sent = total(step.traffic()) + step.boundary_traffic()
@@ -389,31 +390,8 @@ class SettingEstimator:
             yield list(np.broadcast_to(figure, count))
         yield [{n: float(v[i]) for n, v in parts.items() if v[i]} for i in range(count)]
 
-    def _step(self, work: _Work, recompute: Recompute | np.ndarray) -> Step:
-        """The step of all settings at once: every figure is an array with an element for each setting."""
-        hardware, at = replace(self.cluster.hardware, hides=work.hides), work.columns
-        # Without lists of layers the formulas cannot tell layers from the ends: see `_of_equal_stages`.
-        run = Run(
-            1.0 * at.micro_batches,
-            1.0 * at.stages if self.graph.stacks else 1.0,
-            recompute=recompute,
-            training_state=self.training_state,
-        )
-        boundary = hardware.axis_link(at.dp * at.tp, np.maximum(2, at.stages), np.maximum(2, at.stages) * at.dp * at.tp)
-        return Step(
-            work.items,
-            work.holdings,
-            run,
-            hardware,
-            self.software,
-            layers=self._step_layers,
-            boundary_bytes=work.boundary_bytes,
-            boundary_link=boundary,
-        )
-
-    def _work(self, plan: Plan, settings: Sequence[ClusterSetting]) -> _Work:
-        """The work of settings, which does not depend on recomputation."""
-        at = _Columns.of(settings)
+    def _step(self, plan: Plan, at: _Columns) -> Step:
+        """The step of all settings at once, without recomputation: figures are arrays with an element for each."""
         hardware, ranks = self.cluster.hardware, at.dp * at.tp * at.stages
         axes = [(at.cut * at.tp, at.dp // at.cut), (at.tp, at.cut), (1 + 0 * at.tp, at.tp)]
         if INNER_DATA not in plan.mesh.names:
@@ -430,8 +408,19 @@ class SettingEstimator:
         total_bytes = whole_bytes(self.graph)
         bucket_bytes = likely_bucket_bytes(total_bytes, named)
         hides = smaller(hardware.hides, hidden_part(total_bytes / at.stages / bucket_bytes))
-        items = pricer(bucket_bytes=bucket_bytes).items()
-        return _Work(at, tuple(items), tuple(usual.holdings()), usual.boundary_bytes(), hides)
+        # Without lists of layers the formulas cannot tell layers from the ends: see `_of_equal_stages`.
+        stages = 1.0 * at.stages if self.graph.stacks else 1.0
+        several = np.maximum(2, at.stages)
+        return Step(
+            tuple(pricer(bucket_bytes=bucket_bytes).items()),
+            tuple(usual.holdings()),
+            Run(1.0 * at.micro_batches, stages, training_state=self.training_state),
+            replace(hardware, hides=hides),
+            self.software,
+            layers=self._step_layers,
+            boundary_bytes=usual.boundary_bytes(),
+            boundary_link=hardware.axis_link(at.dp * at.tp, several, several * at.dp * at.tp),
+        )
 
     def _nothing(self) -> str:
         layers, depths = self._layers(), " or ".join(map(str, self.stages))
@@ -479,22 +468,9 @@ class _Columns:
         return cls(*np.array(rows, dtype=np.int64).T)
 
 
-@dataclass(frozen=True)
-class _Work:
-    """The work of a plan in many settings at once.
-
-    Attributes:
-        columns: the settings.
-        items, holdings: work and memory, whose figures are arrays with an element for each setting.
-        boundary_bytes: bytes of the activations that one stage sends to the next.
-        hides: part of the communication of parameters and gradients that overlaps with compute.
-    """
-
-    columns: _Columns
-    items: tuple[WorkItem, ...]
-    holdings: tuple[MemoryItem, ...]
-    boundary_bytes: Quantity
-    hides: Quantity
+def _recomputing(step: Step, recompute: Recompute | np.ndarray) -> Step:
+    """The step with recomputation, on which its work does not depend."""
+    return replace(step, run=replace(step.run, recompute=recompute), _sums={})
 
 
 def _kind(setting: ClusterSetting) -> _Kind:
