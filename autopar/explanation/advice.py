@@ -49,11 +49,11 @@ from autopar.pipeline.composed import composed, step_of
 from autopar.planning.layers import spoken_of_all_layers
 from autopar.planning.loss_tiles import best_in_tiles, tile_bytes_of
 from autopar.planning.planning import Prepared, part_of, search_step
+from autopar.planning.undivided import undivided_lines
 from autopar.search.candidates.candidates import SettingEstimator
 from autopar.search.candidates.request_filters import has_closed_form
 from autopar.search.candidates.settings import ClusterSetting, PricedCandidate
 from autopar.search.candidates.trials import Explored, Searched, closed_forms, depths_of, space_of
-from autopar.search.request.notes import undivided_lines
 from autopar.search.request.refusals import words_of_reserved
 from autopar.search.request.request import Progress, Request, silent
 from autopar.search.stages.given import Planned

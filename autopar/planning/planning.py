@@ -41,13 +41,13 @@ from autopar.passes import clean_up
 from autopar.pipeline.blocks import has_blocks
 from autopar.pipeline.parts import count_repeating
 from autopar.pipeline.saved_values import possible_lines
+from autopar.planning.duration import words_if_long
 from autopar.planning.garbage import collecting_rarely
 from autopar.planning.loss_tiles import in_tiles
 from autopar.planning.remarks import with_remarks
+from autopar.planning.undivided import undivided_lines
 from autopar.search.candidates.outer import search_plan
 from autopar.search.candidates.trials import Searched
-from autopar.search.exact.duration import words_if_long
-from autopar.search.request.notes import undivided_lines
 from autopar.search.request.request import Progress, Request, silent
 from autopar.units import counted
 

@@ -15,6 +15,7 @@ from autopar.cost_model import find_hardware
 from autopar.errors import AutoparError
 from autopar.ir import PIPELINE_AXIS, Mesh, MixedPrecision, Plan
 from autopar.options import takes_options
+from autopar.planning.duration import LONG_SECONDS
 from autopar.planning.planning import Prepared, make_plan, policy_of
 from autopar.program.term_shares import refuse_unknown
 from autopar.proof.random_plan import random_plan
@@ -22,7 +23,6 @@ from autopar.proof.single_device import Between
 from autopar.proof.subject import Subject
 from autopar.proof.verdict import VerifyReport
 from autopar.search import RecipeLike
-from autopar.search.exact.duration import LONG_SECONDS
 from autopar.search.request.request import Request
 from autopar.units import counted, format_seconds
 

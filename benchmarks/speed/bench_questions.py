@@ -1,4 +1,4 @@
-"""Seconds of searches, and what `autopar.search.exact.duration` says of them before they begin.
+"""Seconds of searches, and what `autopar.planning.duration` says of them before they begin.
 
     OMP_NUM_THREADS=1 python benchmarks/speed/bench_questions.py --markdown benchmarks/results/questions.md
 
@@ -23,8 +23,8 @@ from autopar.errors import AutoparError
 from autopar.explanation.few_layers import capture_target
 from autopar.ir import Graph, Mesh
 from autopar.models.targets import resolve_target
+from autopar.planning.duration import search_seconds
 from autopar.planning.planning import Prepared, prepare_step, search_step
-from autopar.search.exact.duration import search_seconds
 from autopar.search.exact.fold import fold
 from autopar.search.request.request import Request
 from benchmarks.tables import markdown_table

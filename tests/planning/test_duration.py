@@ -10,10 +10,9 @@ from torch import nn
 
 from autopar.cost_model import find_cluster
 from autopar.ir import Mesh
-from autopar.planning import planning
+from autopar.planning import duration, planning
+from autopar.planning.duration import search_seconds, words_if_long
 from autopar.planning.planning import Prepared, make_plan, prepare_step
-from autopar.search.exact import duration
-from autopar.search.exact.duration import search_seconds, words_if_long
 from autopar.search.request.request import Request
 
 
