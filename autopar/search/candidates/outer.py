@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.errors import MemoryBoundError, MeshError, PlanError, RecipeError, SearchError, StateError, both
@@ -49,15 +49,13 @@ from autopar.search.candidates.trials import (
 from autopar.search.refine.buckets import usual_seconds
 from autopar.search.refine.orders import best_order, words_of_order
 from autopar.search.request.notes import note_of_unasked_stages
-from autopar.search.request.recipes import format_recipe, is_open
+from autopar.search.request.recipes import is_open
 from autopar.search.request.refusals import is_lack, refusal_of_all, with_recipe_open, words_of_reserved
 from autopar.search.request.request import Progress, Request, silent
 from autopar.search.stages.case import Case
 from autopar.search.stages.dims import settings_in_dims, words_of_dims
 from autopar.search.stages.given import GivenMesh, Planned
 from autopar.search.stages.staged import SlowerError
-
-Promised = tuple[Mesh, str, int]  # mesh, recipe and micro-batches of a promise
 
 
 def search_plan(
@@ -100,13 +98,11 @@ class _Outer:
 
     Attributes:
         case: the model with the request.
-        promises: seconds without a bound on memory.
         progress: function that is called with a line of text before each setting is searched.
     """
 
     case: Case
     faster_than_seconds: float = math.inf
-    promises: dict[Promised, float] = field(default_factory=dict)
     progress: Progress = silent
 
     @property
@@ -456,9 +452,7 @@ class _Outer:
         """Seconds of a step without stages and without a bound on memory; infinite where a recipe rules it out."""
         assert request.mesh is not None, "a refined mesh is given"
         count = request.micro_batches or 1
-        asked = (request.mesh, format_recipe(request.recipe), count)
-        if asked not in self.promises:
-            alone = replace(self.case, request=request.but(micro_batches=count, offload=False))
-            with suppress(MeshError, PlanError, RecipeError, SearchError):
-                self.promises[asked] = GivenMesh(alone.at(count)).flat_seconds
-        return self.promises.setdefault(asked, math.inf)
+        alone = replace(self.case, request=request.but(micro_batches=count, offload=False))
+        with suppress(MeshError, PlanError, RecipeError, SearchError):
+            return GivenMesh(alone.at(count)).flat_seconds
+        return math.inf
