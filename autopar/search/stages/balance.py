@@ -39,8 +39,7 @@ from autopar.ir.pipeline import PLACEMENTS
 from autopar.pipeline.schedules import actions, splits_backward, waits_for_sends
 from autopar.pipeline.simulation import StepTimer
 from autopar.pipeline.stage_table import StageTable
-from autopar.search.stages.cut_bounds import ROUNDING, best_cuts, earliest, is_less, least_largest, windows
-from autopar.search.stages.pipeline_bounds import least_seconds
+from autopar.search.stages.pipeline_bounds import ROUNDING, least_seconds
 from autopar.search.stages.shape import Shape
 from autopar.units import counted, format_bytes
 
@@ -105,11 +104,11 @@ class _Problem:
         self._steps: dict[tuple[int, ...], float] = {}  # cuts -> seconds of their simulated step
 
     def _windows(self, figures: np.ndarray) -> np.ndarray:
-        return windows(figures, self.shape.stages)
+        return _windows_of(figures, self.shape.stages)
 
     @cached_property
     def held(self) -> np.ndarray:
-        """Peak bytes of every possible stage, in the shape that `windows` gives.
+        """Peak bytes of every possible stage, in the shape that `_windows_of` gives.
 
         The stages of one rank do not reach their peaks at the same time, so that a rank takes less than their sum; see
         `Shape.flights`. Of such stages the bytes are an estimate, which only serves to find starting points.
@@ -131,7 +130,7 @@ class _Problem:
 
     @cached_property
     def seconds(self) -> np.ndarray:
-        """Seconds of a micro-batch in every possible stage, in the shape that `windows` gives."""
+        """Seconds of a micro-batch in every possible stage, in the shape that `_windows_of` gives."""
         if not self.table.of_ranks:
             return self._windows(self._rank_seconds[0])
         ranks = map(self.shape.blank.rank_of, range(self.shape.stages))
@@ -157,7 +156,7 @@ class _Problem:
 
     def _one_each(self) -> Balance:
         """The best cuts for one stage per rank; if none fit, those with the smallest largest stage."""
-        cuts = best_cuts(self.seconds, self.held, self.memory_bytes)
+        cuts = _best_cuts(self.seconds, self.held, self.memory_bytes)
         return self.of(self.smallest() if cuts is None else cuts)
 
     def _several_each(self, executed: bool) -> Balance:
@@ -174,18 +173,18 @@ class _Problem:
         yield self.smallest()
         yield tuple(stage * blocks // stages for stage in range(1, stages))
         for bound in (self.memory_bytes / self.shape.chunks, np.inf):
-            cuts = best_cuts(self.seconds, self.held, bound)
+            cuts = _best_cuts(self.seconds, self.held, bound)
             if cuts is not None:
                 yield cuts
 
     def smallest(self) -> tuple[int, ...]:
         """The cuts for which the largest stage takes least memory."""
         weights = np.where(np.isfinite(self.seconds), self.held, np.inf)
-        return earliest(weights <= least_largest(weights) * ROUNDING)
+        return _earliest(weights <= _least_largest(weights) * ROUNDING)
 
     def _descend(self, best: Balance) -> Balance:
         """Moves one cut at a time, as long as the ranks fit better or the slowest rank gets faster."""
-        while is_less(self._rank_key(moved := self._best_moved(best)), self._rank_key(best)):
+        while _is_less(self._rank_key(moved := self._best_moved(best)), self._rank_key(best)):
             best = moved
         return best
 
@@ -200,7 +199,7 @@ class _Problem:
             promising = [each for each in moved if self._may_be_less(each, key)]
             keys = [self._step_key(each) for each in promising]
             least = min(keys, default=key)
-            if not is_less(least, key):
+            if not _is_less(least, key):
                 return best
             best, key = promising[keys.index(least)], least
 
@@ -327,3 +326,61 @@ def _remedies(shape: Shape) -> list[str]:
 
 def _bytes(size: float) -> str:
     return format_bytes(math.ceil(size))
+
+
+# --- arithmetic: the best cuts for given seconds and bytes of blocks
+
+
+def _is_less(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
+    """Whether `a` is smaller than `b` in the first figure in which they differ by more than rounding."""
+    return next((x < y for x, y in zip(a, b, strict=True) if not math.isclose(x, y)), False)
+
+
+def _windows_of(figures: np.ndarray, stages: int) -> np.ndarray:
+    """A view of a table `[begin block, end block]` of shape `(stages, w, w)`, with the possible ends of every
+    stage.
+
+    Stage s has at least s blocks before it, one for each earlier stage, and one block after it for each later
+    stage. Element `[s, a, b]` is the stage from block s + a to block s + b, both included. The next stage then
+    begins at index b of its own begins.
+    """
+    row, column = figures.strides
+    width = len(figures) - stages
+    return np.lib.stride_tricks.as_strided(
+        figures[:, 1:], (stages, width, width), (row + column, row, column), writeable=False
+    )
+
+
+def _best_cuts(seconds: np.ndarray, held: np.ndarray, bound: float) -> tuple[int, ...] | None:
+    """The fastest cuts that fit; of equally fast ones the smallest, then the earliest; None if none fit."""
+    weights = np.where(held <= bound, seconds, np.inf)
+    slowest = _least_largest(weights)
+    if not np.isfinite(slowest):
+        return None
+    weights = np.where(weights <= slowest * ROUNDING, held, np.inf)
+    largest = _least_largest(weights)
+    return _earliest(weights <= largest * ROUNDING)
+
+
+def _least_largest(weights: np.ndarray) -> float:
+    """The smallest possible weight of the heaviest stage, given those of all possible stages (see `_windows_of`)."""
+    best = np.full(weights.shape[1], np.inf)
+    best[0] = 0.0
+    for stage in weights:
+        best = np.maximum(best[:, None], stage).min(axis=0)
+    return float(best[-1])
+
+
+def _earliest(allowed: np.ndarray) -> tuple[int, ...]:
+    """The cuts with the earliest first cut, then the earliest second cut, and so on, among the allowed stages."""
+    last = allowed.shape[1] - 1
+    ends = np.arange(last + 1) == last  # whether the later stages can reach the end from each begin
+    reach = [ends]
+    for stage in allowed[:0:-1]:
+        ends = (stage & ends[None, :]).any(axis=1)
+        reach.append(ends)
+    cuts, begin = [], 0
+    for number, (stage, possible) in enumerate(zip(allowed[:-1], reach[:0:-1], strict=True)):
+        begin = int(np.argmax(stage[begin] & possible))
+        cuts.append(number + 1 + begin)
+    return tuple(cuts)

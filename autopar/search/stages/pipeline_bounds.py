@@ -7,8 +7,9 @@ import math
 
 from autopar.pipeline.schedules import splits_backward
 from autopar.pipeline.stage_table import StageTable, WholeModel
-from autopar.search.stages.cut_bounds import ROUNDING
 from autopar.search.stages.shape import Shape
+
+ROUNDING = 1 + 1e-9  # tolerance, because sums of the same seconds in another order differ
 
 
 def mean_bytes(whole: WholeModel, shape: Shape) -> float:
