@@ -19,10 +19,9 @@ from autopar.search.candidates.trials import Searched, Trial
 from autopar.search.exact.least_memory import least_bytes
 from autopar.search.exact.question import LayoutQuestion
 from autopar.search.refine.buckets import usual_seconds, with_buckets
-from autopar.search.refine.delayed import with_delays
 from autopar.search.refine.nesting import with_nesting
 from autopar.search.refine.overlapped import with_decomposed, with_overlap
-from autopar.search.refine.replicas import with_meeting
+from autopar.search.refine.replicas import with_delays, with_meeting
 from autopar.search.refine.stored import with_stores
 from autopar.search.request.options import AUTO_AXES
 from autopar.search.request.recipes import is_open
