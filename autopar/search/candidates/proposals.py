@@ -136,8 +136,8 @@ class Proposals:
             return
         for trial in self._cut(depth, INSIDE):
             # Without recipes three axes have too many combinations.
-            is_lone = trial.priced is not None and trial.priced.setting.tp == 1
-            yield trial._replace(recipe=self.request.inside) if is_lone else trial
+            has_two = trial.priced is not None and trial.priced.setting.tp == 1
+            yield trial._replace(recipe=self.request.inside) if has_two else trial
 
     def experts(self, depth: int = 1) -> Iterator[Trial]:
         """Settings of a mixture with an axis for its experts, of which the same is left out.
