@@ -33,8 +33,7 @@ from autopar.ir.layout import split_count
 from autopar.ops.sharding import shard
 from autopar.options import takes_options
 from autopar.planning.planning import make_plan, prepare_forward, split_example
-from autopar.runtime.collectives.hops import route
-from autopar.runtime.collectives.transfer import travel
+from autopar.runtime.collectives.transfer import converted
 from autopar.runtime.parameters.adoption import Adoption
 from autopar.runtime.parameters.parameters import placements
 from autopar.runtime.ranks.processes import (
@@ -310,10 +309,10 @@ def whole_parameter(parameter: Any) -> Any:
     dims = tuple((size,) for size in parameter.shape)
     replicated = (R,) * len(mesh.axes)
     world = world_of(mesh, parameter.device)
-    hops = route(dims, layout_of(parameter, dims, mesh), replicated, mesh, rank=world.rank)
+    layout = layout_of(parameter, dims, mesh)
     # A forward may read it inside of vmap or grad, to which it is a constant.
     with _torch.outside_functorch_transforms():
-        return travel(_torch.differentiable_local(parameter), hops, world)
+        return converted(_torch.differentiable_local(parameter), dims, layout, replicated, world)
 
 
 def mesh_of(parameter: DTensor) -> Mesh:

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from autopar.errors import PlanError
 from autopar.ir.conversion import OWNER_COLLECTIVES
 from autopar.ops.alone import Alone, absent, alone
-from autopar.ops.collectives import Collective, result_shape
+from autopar.ops.collectives import Collective
 from autopar.runtime.collectives.hops import Hop
 from autopar.runtime.collectives.transfer import travel
 from autopar.runtime.ranks.world import World
@@ -73,7 +73,4 @@ def _replace(node: fx.Node, new: fx.Node) -> None:
 
 def _hop(call: Collective, found: Alone, world: World) -> Hop:
     assert found.taken is not None, call
-    shape = found.taken
-    result = tuple(result_shape(call.name, shape, call.dims, call.size))
-    axis = world.mesh.index(call.group)
-    return Hop(call.name, call.backward, call.dims, axis, call.size, shape, shape, result, result)
+    return Hop.of(call.call(world.mesh), found.taken, world.mesh)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.ops.collectives import Collective, result_shape
+from autopar.ops.collectives import Collective
 from autopar.runtime.collectives.hops import Hop
 from autopar.runtime.collectives.transfer import Transfer, travel
 from autopar.runtime.ranks.world import World
@@ -27,16 +27,11 @@ class StartCollective(nn.Module):
 
     def __init__(self, call: Collective, world: World) -> None:
         super().__init__()
-        self._call, self._world = call._replace(x=None), world  # type: ignore[arg-type]
+        self._call, self._world = call.call(world.mesh), world
 
     def forward(self, x: Tensor) -> tuple[Tensor, StartedCollective]:
         """Starts it on a local tensor; returns the handle for `finish`."""
-        call, shape = self._call, tuple(x.shape)
-        result = tuple(result_shape(call.name, shape, call.dims, call.size))
-        axis = self._world.mesh.index(call.group)
-        message = StartedCollective(
-            Hop(call.name, call.backward, call.dims, axis, call.size, shape, shape, result, result), self._world
-        )
+        message = StartedCollective(Hop.of(self._call, tuple(x.shape), self._world.mesh), self._world)
         return _StartCollective.apply(x, message), message
 
 

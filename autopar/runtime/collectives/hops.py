@@ -12,11 +12,11 @@ of such a shape.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from autopar.ir import BY_ROWS, Dims, Layout, Mesh, State, Tier, calls_between, part_shape
+from autopar.ir import BY_ROWS, CollectiveCall, Dims, Layout, Mesh, State, Tier, calls_between, part_shape
 from autopar.ir.call import FIT
 from autopar.ir.tier import moves
 from autopar.ops.collectives import result_shape
@@ -61,22 +61,27 @@ class Hop:
     owners: tuple[tuple[int, int], ...] = ()
     is_elsewhere: bool = False
 
+    @classmethod
+    def of(cls, call: CollectiveCall, shape: Shape, mesh: Mesh) -> Hop:
+        """A collective of a local tensor that has this shape."""
+        size = mesh.sizes[call.axis]
+        viewed = call.before or shape
+        result = tuple(result_shape(call.name, viewed, call.dims, size))
+        after = call.after or result
+        return cls(call.name, call.backward, call.dims, call.axis, size, shape, viewed, result, after)
+
     def transposed(self) -> Hop:
         """The hop that takes the gradient back."""
-        return Hop(
-            self.backward,
-            self.name,
-            self.dims[::-1],
-            self.axis,
-            self.size,
-            self.after,
-            self.result,
-            self.viewed,
-            self.before,
-            self.formats[::-1],
-            self.tier,
-            self.owners,
-            self.is_elsewhere,
+        return replace(
+            self,
+            name=self.backward,
+            backward=self.name,
+            dims=self.dims[::-1],
+            before=self.after,
+            viewed=self.result,
+            result=self.viewed,
+            after=self.before,
+            formats=self.formats[::-1],
         )
 
 
@@ -97,29 +102,12 @@ def route(dims: Dims, source: Layout, target: Layout, mesh: Mesh, *, rank: int, 
             hops.append(fit(shape, call.before or shape, call.fits, call.after or call.fits))
             shape = hops[-1].after
             continue
-        size = mesh.sizes[call.axis]
-        viewed = call.before or shape
-        result = tuple(result_shape(call.name, viewed, call.dims, size))
-        after = call.after or result
         owners = _owners_beside(before, call.axis)
         position = mesh.coordinates(rank)
-        backward = call.back_by_rows.backward if back_by_rows else call.backward
-        hops.append(
-            Hop(
-                call.name,
-                backward,
-                call.dims,
-                call.axis,
-                size,
-                shape,
-                viewed,
-                result,
-                after,
-                owners=owners,
-                is_elsewhere=any(position[other] != owner for other, owner in owners),
-            )
-        )
-        shape = after
+        is_elsewhere = any(position[other] != owner for other, owner in owners)
+        hop = Hop.of(call.back_by_rows if back_by_rows else call, shape, mesh)
+        hops.append(replace(hop, owners=owners, is_elsewhere=is_elsewhere))
+        shape = hop.after
     return tuple(hops)
 
 

@@ -14,15 +14,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar import _torch
-from autopar.ir import Tier
+from autopar.ir import Dims, Layout, Tier
 from autopar.ir.call import FIT
 from autopar.ir.tier import FROM_DEVICE, FROM_HOST, TO_DEVICE, TO_HOST
 from autopar.ops.collectives import KERNELS, fitted, group_name, naming_failures, seen
 from autopar.runtime.collectives.flat import STARTS, Started, group_of
-from autopar.runtime.collectives.hops import Hop, Route, signature, transposed
+from autopar.runtime.collectives.hops import Hop, Route, route, signature, transposed
 from autopar.runtime.collectives.owners import OWNERS_STARTS
 from autopar.runtime.ranks.tiers import Tiers
 from autopar.runtime.ranks.world import World
+
+
+def converted(x: Tensor, dims: Dims, source: Layout, target: Layout, world: World) -> Tensor:
+    """A local tensor in another layout, differentiably."""
+    return travel(x, route(dims, source, target, world.mesh, rank=world.rank), world)
 
 
 def travel(x: Tensor, hops: Route, world: World) -> Tensor:

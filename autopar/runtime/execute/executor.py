@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from autopar import _torch
 from autopar._torch import pytree
+from autopar.ir import CollectiveCall
 from autopar.ops.nodes import copied
 from autopar.program.program import Program
 from autopar.runtime.collectives.hops import Hop, signature
@@ -336,11 +337,8 @@ def _first(loss: Tensor, gradient: float) -> Tensor | None:
 def sum_over(x: Tensor, axes: Sequence[str], world: World) -> Transfer:
     """Starts to sum a small tensor, such as the loss, over ranks."""
     mesh, shape = world.mesh, tuple(x.shape)
-    hops = tuple(
-        Hop("all_reduce", "vary", (), mesh.index(axis), dict(mesh.axes)[axis], shape, shape, shape, shape)
-        for axis in axes
-    )
-    return Transfer([hops], [x], world)
+    calls = [CollectiveCall("all_reduce", "vary", (), mesh.index(axis)) for axis in axes]
+    return Transfer([tuple(Hop.of(call, shape, mesh) for call in calls)], [x], world)
 
 
 def unflatten_outputs(program: Program, outputs: Sequence[Any]) -> Any:

@@ -23,8 +23,7 @@ from autopar.ir.batches import sizes_of_micro_batches
 from autopar.ir.share import Share
 from autopar.ops.sharding import shard
 from autopar.program.program import Program, TensorSpec
-from autopar.runtime.collectives.hops import route
-from autopar.runtime.collectives.transfer import travel
+from autopar.runtime.collectives.transfer import converted
 from autopar.runtime.execute.outputs import local_part
 from autopar.runtime.ranks.world import World
 
@@ -357,7 +356,7 @@ def _gathered(spec: TensorSpec, x: Tensor, whole: Shape, world: World) -> Tensor
     dims = _dims_of_whole(spec, whole)
     replicated = (R,) * len(spec.layout)
     own = x.detach().to(world.device).contiguous()
-    return travel(own, route(dims, spec.layout, replicated, world.mesh, rank=world.rank), world)
+    return converted(own, dims, spec.layout, replicated, world)
 
 
 def _refuse_gradients(program: Program, arguments: Arguments) -> None:
@@ -385,8 +384,7 @@ def _cut_input(specs: Sequence[TensorSpec], x: Tensor, whole: Shape, part: Shape
     is_whole = tuple(x.shape) == whole
     if takes_gradient:
         source = (R,) * len(spec.layout) if is_whole else spec.layout
-        hops = route(spec.dims, source, spec.layout, world.mesh, rank=world.rank)
-        return [travel(x.to(world.device), hops, world).contiguous()]
+        return [converted(x.to(world.device), spec.dims, source, spec.layout, world).contiguous()]
     pieces: Sequence[Tensor] = [x] * micro_batches
     if micro_batches > 1 and x.ndim:
         pieces = x.split([own.shape[0] for own in specs]) if is_whole else x.chunk(micro_batches)

@@ -27,8 +27,7 @@ from autopar.errors import StepError
 from autopar.ir import Layout, Mesh, R, cuts_chunks, uneven_axes
 from autopar.ops.collectives import group_name, naming_failures
 from autopar.program.program import TensorSpec
-from autopar.runtime.collectives.hops import route
-from autopar.runtime.collectives.transfer import travel
+from autopar.runtime.collectives.transfer import converted
 from autopar.runtime.execute.settings import Batch, Outputs
 from autopar.runtime.failures.failures import blame_parts
 from autopar.runtime.parameters.parameters import placements
@@ -43,7 +42,7 @@ def as_asked(x: Tensor, spec: TensorSpec, world: World, outputs: Outputs, writte
     if outputs == "dtensor":
         return as_dtensor(x, spec, world)
     target = (R,) * len(spec.layout) if outputs == "whole" else spec.layout
-    x = travel(x, route(spec.dims, spec.layout, target, world.mesh, rank=world.rank), world)
+    x = converted(x, spec.dims, spec.layout, target, world)
     if x.requires_grad and world.ranks > 1:
         x.register_hook(_GradientOfOutput(spec, target, world, written))
     return x
@@ -169,7 +168,7 @@ def as_dtensor(x: Tensor, spec: TensorSpec, world: World) -> Tensor:
     if world.device_mesh is None:
         return x
     target = _nameable(spec, world.mesh)
-    x = travel(x, route(spec.dims, spec.layout, target, world.mesh, rank=world.rank), world)
+    x = converted(x, spec.dims, spec.layout, target, world)
     mesh, at = world.device_mesh, placements(target, world.mesh)
     if world.pipe is not None:  # all stages have it, unlike their parameters
         mesh, along = world.pipe.device_mesh, dict(zip(world.mesh.names, at, strict=True))
@@ -191,7 +190,7 @@ def local_part(x: DTensor, spec: TensorSpec, world: World) -> Tensor:
     """
     target = _nameable(spec, world.mesh)
     local = x.redistribute(placements=placements(target, world.mesh)).to_local()
-    return travel(local, route(spec.dims, target, spec.layout, world.mesh, rank=world.rank), world)
+    return converted(local, spec.dims, target, spec.layout, world)
 
 
 def _nameable(spec: TensorSpec, mesh: Mesh) -> Layout:

@@ -20,8 +20,7 @@ from torch import Tensor
 from autopar.analysis.extras import Rows
 from autopar.ir import Mesh, R, State, local_factors
 from autopar.program.program import Program, TensorSpec
-from autopar.runtime.collectives.hops import route
-from autopar.runtime.collectives.transfer import travel
+from autopar.runtime.collectives.transfer import converted
 from autopar.runtime.execute.outputs import as_dtensor
 from autopar.runtime.ranks.world import World
 
@@ -64,7 +63,7 @@ def _whole(program: Program, results: Sequence[Tensor], world: World) -> list[Te
 
 def gathered(x: Tensor, spec: TensorSpec, world: World) -> Tensor:
     """The whole of a tensor of which this rank has the part that a spec says."""
-    return travel(x, route(spec.dims, spec.layout, (R,) * len(spec.layout), world.mesh, rank=world.rank), world)
+    return converted(x, spec.dims, spec.layout, (R,) * len(spec.layout), world)
 
 
 def _joined(program: Program, number: int, pieces: Sequence[Tensor], shares: Sequence[float]) -> Tensor:

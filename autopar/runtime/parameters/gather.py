@@ -24,7 +24,7 @@ from torch import Tensor, fx, nn
 
 from autopar import _torch
 from autopar.ir import Mesh
-from autopar.ops.collectives import Collective, fitted, result_shape
+from autopar.ops.collectives import Collective, fitted
 from autopar.ops.marks import is_move
 from autopar.passes.group_gathers import Chain, find_gathers, group_gathers
 from autopar.runtime.collectives.hops import Hop, Route, cast, fit, moving, signature, transposed
@@ -347,21 +347,14 @@ def route_of(chain: Chain, shape: tuple[int, ...], mesh: Mesh) -> Route:
             viewed = tuple(node.args[1])  # type: ignore[arg-type]
             continue
         if hops:
-            hops[-1] = _ending(hops[-1], viewed)
+            hops[-1] = replace(hops[-1], after=viewed)
             before = viewed
         if found is None:
             fits = tuple(node.args[1])  # type: ignore[arg-type]
             hops.append(fit(before, viewed, fits, fits))
             viewed = fits
             continue
-        call, size = found.call(mesh), found.size
-        result = tuple(result_shape(call.name, viewed, call.dims, size))
-        hops.append(Hop(call.name, call.backward, call.dims, call.axis, size, before, viewed, result, result))
-        viewed = result
-    hops[-1] = _ending(hops[-1], viewed)
+        hops.append(replace(Hop.of(found.call(mesh), viewed, mesh), before=before))
+        viewed = hops[-1].result
+    hops[-1] = replace(hops[-1], after=viewed)
     return tuple(hops)
-
-
-def _ending(hop: Hop, shape: tuple[int, ...]) -> Hop:
-    """The hop with another shape after it."""
-    return replace(hop, after=shape)
