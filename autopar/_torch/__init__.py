@@ -167,7 +167,7 @@ from autopar._torch.modules import BatchNormBase, DropoutBase, hooks_of_all_modu
 from autopar._torch.operators import autopar_op, decomposition_of, required_arguments, schema
 from autopar._torch.parts import for_a_file, has_shards, is_part, refuse_parts, unchecked
 from autopar._torch.product_nodes import operand_gradients
-from autopar._torch.shortcuts import code_when_called, quick_decompositions, quick_examples, quick_lines, quick_notes
+from autopar._torch.shortcuts import code_when_called, quick_decompositions, quick_examples, quick_notes
 from autopar._torch.symbol_text import ReadSizes, write_size, write_sizes
 from autopar._torch.symbols import SYMBOLIC, OtherSizes, SizeValues, depends_on_values, keeping_sizes_open
 from autopar._torch.tensors import has_storage, own_gradients, storage_key, storage_reference, without_memory

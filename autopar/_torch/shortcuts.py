@@ -9,18 +9,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import sys
-import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._decomp.decompositions_for_rng import PhiloxStateTracker
 from torch._export import utils as export_utils
-from torch._functorch import config as functorch_config
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensor, fake_impls, fake_tensor
 from torch.export import exported_program
@@ -79,7 +75,6 @@ def quick_decompositions() -> Iterator[None]:
     with (
         replaced(exported_program, _override_composite_implicit_decomp=marked),
         replaced(export_utils, _materialize_cpp_cia_ops=find_once, _is_preservable_cia_op=_stays_whole),
-        _without_random_states(),
         _listing_parameters_once(),
     ):
         yield
@@ -92,22 +87,6 @@ def _stays_whole(op: Any) -> bool:
         and export_utils._is_cia_op(op)
         and export_utils._check_valid_to_preserve(op)
     )
-
-
-@contextlib.contextmanager
-def _without_random_states() -> Iterator[None]:
-    """Context in which a trace makes no tensors for the states of its random ops, unless it will read them.
-
-    AOTAutograd makes twelve empty tensors a trace, and reads them where `functionalize_rng_ops` is set.
-    """
-    reset = PhiloxStateTracker.reset
-
-    def reset_if_read() -> None:
-        if functorch_config.functionalize_rng_ops:
-            reset()
-
-    with replaced(PhiloxStateTracker, reset=reset_if_read):
-        yield
 
 
 @contextlib.contextmanager
@@ -145,72 +124,6 @@ def quick_notes() -> Iterator[None]:
     copier = types.SimpleNamespace(copy=copy.copy, deepcopy=list)
     with replaced(fx.traceback, copy=copier), replaced(symbolic_shapes, _free_unbacked_symbols_with_path=find_if_any):
         yield
-
-
-@contextlib.contextmanager
-def quick_lines() -> Iterator[None]:
-    """Context in which a trace notes the lines of Python behind its nodes in a tenth of the time.
-
-    For every node torch makes texts of all frames, of which there are about a hundred, and nearly all are those of the
-    node before.
-    """
-    with replaced(fx.proxy, CapturedTraceback=_Lines({})):
-        yield
-
-
-class _Line(NamedTuple):
-    """A line of Python that runs.
-
-    Attributes:
-        code: the code of its frame, kept so that no other code has its identity.
-        summary: the line for a traceback.
-        is_left_out: whether torch leaves the line out of its notes, unless it is where they begin.
-        begins: whether torch's notes may begin there.
-    """
-
-    code: types.CodeType
-    summary: traceback.FrameSummary
-    is_left_out: bool
-    begins: bool
-
-    @classmethod
-    def of(cls, frame: types.FrameType) -> _Line:
-        code = frame.f_code
-        summary = traceback.FrameSummary(code.co_filename, frame.f_lineno, code.co_name)
-        is_left_out = code.co_filename in symbolic_shapes.uninteresting_files()
-        anchors = getattr(fx.proxy, "_STACK_TRACE_ANCHORS", ())
-        begins = code.co_name == "forward" or (code.co_filename, code.co_name) in anchors
-        return cls(code, summary, is_left_out, begins)
-
-
-@dataclass(frozen=True)
-class _Lines:
-    """The lines of the calls that run now, as `torch.utils._traceback.CapturedTraceback` gives them to a trace.
-
-    Attributes:
-        known: identity of a frame's code and its position in it -> the line.
-    """
-
-    known: dict[tuple[int, int], _Line]
-
-    def extract(self) -> _Lines:
-        return self
-
-    def summary(self) -> traceback.StackSummary:
-        """The lines of all calls from the outermost `forward` on, without those that torch would leave out."""
-        found: list[traceback.FrameSummary] = []
-        begin, known = 0, self.known
-        frame: types.FrameType | None = sys._getframe(1)
-        while frame is not None:
-            key = id(frame.f_code), frame.f_lasti
-            line = known.get(key) or known.setdefault(key, _Line.of(frame))
-            if line.begins:
-                found.append(line.summary)
-                begin = len(found)
-            elif not line.is_left_out:
-                found.append(line.summary)
-            frame = frame.f_back
-        return traceback.StackSummary(found[:begin][::-1])
 
 
 @contextlib.contextmanager

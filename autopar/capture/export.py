@@ -293,7 +293,6 @@ def _export(wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
         _torch.plain_checkpoints(),
         _torch.quiet_export(),
         _torch.quick_decompositions(),
-        _torch.quick_lines(),
         _torch.quick_notes(),
         _torch.quick_examples(),
         watching(wrapper) as forgotten,

@@ -7,9 +7,7 @@ import re
 import pytest
 import torch
 from torch import nn
-from torch._decomp.decompositions_for_rng import PhiloxStateTracker
 from torch._export import utils as export_utils
-from torch._functorch import config as functorch_config
 from torch._subclasses import fake_impls
 from torch.nn import functional as F
 
@@ -55,14 +53,7 @@ def tables() -> list[object]:
 
 
 @pytest.mark.parametrize(
-    "shortcut",
-    [
-        _torch.quick_decompositions,
-        _torch.code_when_called,
-        _torch.quick_lines,
-        _torch.quick_notes,
-        _torch.quick_examples,
-    ],
+    "shortcut", [_torch.quick_decompositions, _torch.code_when_called, _torch.quick_notes, _torch.quick_examples]
 )
 def test_a_decomposed_graph_is_the_one_that_torch_makes(shortcut):
     expected, before = decomposed(), tables()
@@ -86,17 +77,6 @@ def test_a_kernel_that_was_registered_since_is_used_and_stays():
     finally:
         del op.py_kernels[key]
         op._dispatch_cache.clear()
-
-
-@pytest.mark.parametrize("is_read", [False, True])
-def test_states_of_random_ops_are_reset_where_they_are_read(is_read):
-    PhiloxStateTracker.reset()
-    PhiloxStateTracker.running_state.advance_offset(4)
-    option = functorch_config.patch(functionalize_rng_ops=is_read)
-    with option, _torch.quick_decompositions(), PhiloxStateTracker():
-        assert (PhiloxStateTracker.get_current_relative_offset() == 0) == is_read
-    PhiloxStateTracker.reset()
-    assert PhiloxStateTracker.get_current_relative_offset() == 0
 
 
 def test_torch_is_as_it_was_after_an_error():
@@ -190,18 +170,3 @@ def test_quick_examples_are_those_of_torch(sizes):
     with _torch.quick_examples():
         assert examples(**sizes) == expected
     assert torch.ops.aten.matmul.default.py_kernels == kernels
-
-
-def lines() -> list[object]:
-    """The lines of Python behind every node of an exported graph."""
-    exported = torch.export.export(Mixed(), (torch.randn(4, 8),), strict=False)
-    return [(n.name, n.meta.get("stack_trace")) for n in exported.graph.nodes]
-
-
-def test_quick_lines_are_those_that_torch_finds():
-    traced = torch.fx.proxy.CapturedTraceback
-    expected = lines()
-    with _torch.quick_lines():
-        assert lines() == expected
-    assert sum("test_shortcuts.py" in (text or "") for _, text in expected) > 5
-    assert torch.fx.proxy.CapturedTraceback is traced
