@@ -89,9 +89,9 @@ from autopar._torch.devices import (
     use_device,
     uses_nccl,
     uses_own_backend,
+    without_autocast,
 )
 from autopar._torch.dicts import DictVersions
-from autopar._torch.distributed.anomalies import detect_anomalies
 from autopar._torch.distributed.dtensors import (
     accumulate_gradient,
     differentiable_local,
@@ -133,7 +133,7 @@ from autopar._torch.distributed.groups import (
 )
 from autopar._torch.distributed.optimizers import cut_loaded_states, share_overflows, update_by_shards
 from autopar._torch.distributed.owned import Owned, copied, cut_like, owned_as, whole_of
-from autopar._torch.distributed.plain_ways import treat_as_plain
+from autopar._torch.distributed.plain_ways import detect_anomalies, treat_as_plain
 from autopar._torch.distributed.random_fills import draw_whole_on_processors
 from autopar._torch.distributed.stage_meshes import StageMesh, is_of_stage
 from autopar._torch.distributed.whole_operands import cut_whole_operands
@@ -146,28 +146,37 @@ from autopar._torch.exporting import (
     fake_mode,
     is_transformed,
     quiet_export,
+    stand_ins,
     user_line,
     validates_distribution,
     without_value_checks,
     without_values,
 )
-from autopar._torch.fakes import (
-    argument_names,
-    example_tensor,
-    has_values,
-    is_torchs_operator,
-    modes_above,
-    operator_named,
-    switches,
-)
 from autopar._torch.files import make_states_by, map_file
-from autopar._torch.float8 import multiplies_tiles, product_of_tiles
 from autopar._torch.limits import AskedLimits
-from autopar._torch.modules import BatchNormBase, DropoutBase, hooks_of_all_modules, is_computing
-from autopar._torch.operators import autopar_op, decomposition_of, required_arguments, schema
+from autopar._torch.modules import BatchNormBase, DropoutBase, hooks_of_all_modules, is_computing, modes_above, switches
+from autopar._torch.operators import (
+    argument_names,
+    autopar_op,
+    decomposition_of,
+    is_torchs_operator,
+    multiplies_tiles,
+    operator_named,
+    product_of_tiles,
+    required_arguments,
+    schema,
+)
 from autopar._torch.parts import for_a_file, has_shards, is_part, refuse_parts, unchecked
 from autopar._torch.product_nodes import operand_gradients
 from autopar._torch.shortcuts import code_when_called, quick_decompositions, quick_examples, quick_notes
 from autopar._torch.symbol_text import ReadSizes, write_size, write_sizes
 from autopar._torch.symbols import SYMBOLIC, OtherSizes, SizeValues, depends_on_values, keeping_sizes_open
-from autopar._torch.tensors import has_storage, own_gradients, storage_key, storage_reference, without_memory
+from autopar._torch.tensors import (
+    example_tensor,
+    has_storage,
+    has_values,
+    own_gradients,
+    storage_key,
+    storage_reference,
+    without_memory,
+)

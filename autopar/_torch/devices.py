@@ -166,6 +166,12 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if is_known and torch.is_autocast_enabled(kind) else None
 
 
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Context without autocast, for a graph that has its casts."""
+    is_on = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if is_on else contextlib.nullcontext()
+
+
 @contextlib.contextmanager
 def forked_random_state(devices: Iterable[torch.device], seed: int | None = None) -> Iterator[None]:
     """Context that restores the random states of the processor and of the devices at its end.

@@ -7,7 +7,7 @@ import itertools
 import logging
 import os
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -92,13 +92,48 @@ def without_values(
     def fake(x: Tensor) -> Tensor:
         return x if isinstance(x, FakeTensor) else mode.from_tensor(x)
 
+    with replaced(mode, allow_non_fake_inputs=True), mode, _holding(model, fake):
+        yield pytree.tree_map_only(Tensor, fake, (args, dict(kwargs)))
+
+
+@contextlib.contextmanager
+def stand_ins(model: nn.Module, tensors: Sequence[Tensor], device: torch.device) -> Iterator[list[Tensor]]:
+    """Context in which all parameters and buffers of `model` are fake tensors; yields fake copies of `tensors`.
+
+    A capture needs plain parameters of global shape on the device where the model will run, even if the parameters are
+    on the meta device or DTensors by now. It also leaves weak references to the tensors that it saw, and the user's
+    Parameter objects could then not be swapped.
+    """
+    mode = FakeTensorMode()
+
+    def fake(x: Tensor) -> Tensor:
+        with mode:
+            return torch.empty(x.shape, dtype=x.dtype, device=device)
+
+    def of_module(x: Tensor) -> Tensor:
+        return nn.Parameter(fake(x), x.requires_grad) if isinstance(x, nn.Parameter) else fake(x)
+
+    with _holding(model, of_module):
+        yield [fake(x) for x in tensors]
+
+
+@contextlib.contextmanager
+def _holding(model: nn.Module, make: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Context in which a model holds what `make` returns for its parameters and buffers; what is tied stays so."""
+    # Not a function with a cache of `functools`: where one was made, captures look for it among all objects.
+    made: dict[int, Tensor] = {}
+
+    def once(x: Tensor) -> Tensor:
+        if id(x) not in made:
+            made[id(x)] = make(x)
+        return made[id(x)]
+
     tables = [table for m in model.modules() for table in (m._parameters, m._buffers)]
     saved = [dict(table) for table in tables]
     try:
-        with replaced(mode, allow_non_fake_inputs=True), mode:
-            for table in tables:
-                table.update({k: fake(x) for k, x in table.items() if x is not None})  # type: ignore[misc]
-            yield pytree.tree_map_only(Tensor, fake, (args, dict(kwargs)))
+        for table in tables:
+            table.update({k: once(x) for k, x in table.items() if x is not None})  # type: ignore[misc]
+        yield
     finally:
         for table, before in zip(tables, saved, strict=True):
             table.update(before)  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 
 from autopar._torch import pytree
-from autopar._torch.fakes import example_tensor
+from autopar._torch.tensors import example_tensor
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 

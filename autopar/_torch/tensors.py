@@ -1,12 +1,37 @@
-"""Storages of tensors."""
+"""Example tensors without values, made from their descriptions; storages of tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
+
+
+def example_tensor(
+    mode: FakeTensorMode,
+    shape: Sequence[Any],
+    strides: Sequence[Any],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    requires_grad: bool = False,
+    is_parameter: bool = False,
+) -> Tensor:
+    """A tensor without values. It is made by hand, as an op under the fake mode takes ten times as long."""
+    made = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    fake: Tensor = FakeTensor(mode, made, device)
+    if is_parameter:
+        return nn.Parameter(fake, requires_grad)
+    return fake.requires_grad_() if requires_grad else fake
+
+
+def has_values(x: Tensor) -> bool:
+    """Whether a tensor has memory, which fakes and tensors on the meta device do not."""
+    return not isinstance(x, FakeTensor) and x.device.type != "meta"
 
 
 def without_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

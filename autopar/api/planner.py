@@ -59,10 +59,9 @@ from autopar.planning.planning import (
 from autopar.planning.remarks import with_remarks
 from autopar.planning.stored_captures import CaptureQuestion, StoredCaptures
 from autopar.planning.stored_plans import StoredPlans
-from autopar.program.program import build_program
+from autopar.program.program import build_program, with_smaller
 from autopar.program.recomputation import known_recomputation
-from autopar.program.smaller import stages_with_smaller, with_smaller
-from autopar.program.stages import cut_stages, cuts_where_parameters_lie, refuse_strays
+from autopar.program.stages import cut_stages, cuts_where_parameters_lie, refuse_strays, stages_with_smaller
 from autopar.program.term_shares import refuse_unknown
 from autopar.runtime.model.program_builder import Fixed, ProgramRequest, Programs, StandIns
 from autopar.runtime.parameters.stage_partition import Users, users_of

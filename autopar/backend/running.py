@@ -111,12 +111,7 @@ class LocalGraph:
         is_random = any(draws(node) for node in local.graph.nodes)
         self._graph = executor.ready(local)
         self._seed = (lambda: _same_seed(world)) if is_random else contextlib.nullcontext
-        kind = world.device.type
-        self._casts = (
-            torch.autocast(kind, enabled=False)  # the graph has its casts
-            if torch.is_autocast_enabled(kind)
-            else contextlib.nullcontext()
-        )
+        self._casts = _torch.without_autocast(world.device)
 
     def __call__(self, arguments: Sequence[Any]) -> list[Any]:
         changed = {*self._changed}

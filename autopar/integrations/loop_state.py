@@ -8,7 +8,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from autopar.errors import AutoparError
-from autopar.runtime.ranks.random_states import random_states, set_random_states
+from autopar.runtime.ranks.seeds import random_states, set_random_states
 
 
 def loop_state(accelerator: Accelerator) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from autopar.analysis.extras import Extra, extras_of, refuse_split_extras
 from autopar.analysis.factors import Analysis
 from autopar.analysis.objective import BatchCapture, MicroBatch, Objective, objective_of
 from autopar.capture.captured import Captured
+from autopar.errors import StepError
 from autopar.ir import Dims, Layout, Mesh, ParameterPlan, Plan, R, Tier, local_shape
 from autopar.ir.share import on
 from autopar.ops.alone import Alone, alone
@@ -302,3 +303,36 @@ def _out_literals(captured: Captured) -> dict[int, Any]:
     output = next(iter(captured.module.graph.find_nodes(op="output"))).args[0]
     own = list(output)[len(captured.mutated) :]
     return {i: leaf for i, leaf in enumerate(own) if not isinstance(leaf, fx.Node)}
+
+
+def with_smaller(program: Program, smaller: Program, first: int) -> Program:
+    """The program whose micro-batches from number `first` on run by another one.
+
+    Of 30 samples in 4 micro-batches two have 8 and two have 7. Both are programs of one model with one layout of its
+    parameters. A step adds their gradients up.
+
+    Raises StepError where their results have nothing in common by which those of the batch are known.
+    """
+    difference = _difference(program, smaller)
+    if difference:
+        raise StepError(
+            f"Micro-batches of {_rows(program)} and of {_rows(smaller)} rows {difference}, so that they give no result "
+            "of the batch. Take a number of micro-batches that divides the batch, or a batch that it divides."
+        )
+    return replace(program, smaller=smaller, first_smaller=first)
+
+
+def _rows(program: Program) -> int:
+    return max((spec.shape[0] for spec in program.inputs if spec.shape), default=1)
+
+
+def _difference(program: Program, smaller: Program) -> str:
+    """What two programs of a model have not in common, as a verb and its object; "" if nothing."""
+    if program.parameters != smaller.parameters or program.mutated != smaller.mutated:
+        return "use different parameters, or change different buffers"
+    if program.objective.form != smaller.objective.form:
+        return "compute different losses"
+    extras = zip(program.extras, smaller.extras, strict=False)
+    if len(program.extras) != len(smaller.extras) or any(a.form != b.form for a, b in extras):
+        return "return different results"
+    return ""

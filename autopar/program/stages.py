@@ -1,4 +1,4 @@
-"""Cuts the program of a whole model into the programs of its pipeline stages."""
+"""Cuts the program of a whole model into the programs of its pipeline stages; results that stay with their stage."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, fx
 
-from autopar._torch import FakeTensorMode
+from autopar._torch import FakeTensorMode, pytree
 from autopar.errors import PlanError
 from autopar.ir import Graph, Mesh, local_shape
 from autopar.ir.conversion import OWNER_COLLECTIVES
@@ -19,7 +19,23 @@ from autopar.ops.collectives import Collective
 from autopar.passes import cut_stage_graphs, retarget_device, verify_graph
 from autopar.passes.cut_stages import StageGraph, stage_numbers
 from autopar.program.program import Program, TensorSpec, Wire
-from autopar.program.staying import staying_outputs
+
+
+class Staying:
+    """A container in a model's result whose tensors are for the stage that makes them.
+
+    The next forward takes them back as inputs, and the same layers read them. On the ranks of other stages the tensors
+    have their shapes and no values.
+    """
+
+
+def staying_outputs(program: Program) -> frozenset[int]:
+    """Positions of the outputs of a forward that lie in a container that stays."""
+    if program.is_step:
+        return frozenset()
+    stays = pytree.are_inside(program.out_spec, Staying)
+    tensors = [each for i, each in enumerate(stays) if i not in program.out_literals]
+    return frozenset(i for i, each in enumerate(tensors) if each)
 
 
 def cut_stages(program: Program, graph: Graph) -> list[Program]:
@@ -50,6 +66,12 @@ def cut_stages(program: Program, graph: Graph) -> list[Program]:
     if pipeline.update_every:
         _refuse_shared_parameters(stages, pipeline.schedule)
     return stages
+
+
+def stages_with_smaller(stages: Sequence[Program], smaller: Sequence[Program], first: int) -> list[Program]:
+    """The programs of stages, whose micro-batches from number `first` on run by others."""
+    assert len(stages) == len(smaller), "both have the stages of one plan"
+    return [replace(own, smaller=less, first_smaller=first) for own, less in zip(stages, smaller, strict=True)]
 
 
 def cuts_where_parameters_lie(graph: Graph, users: Mapping[str, Sequence[int]], stages: int) -> tuple[str, ...]:

@@ -12,8 +12,7 @@ from autopar._torch import pytree, widened_dtype
 from autopar.analysis.objective import MicroBatch
 from autopar.ir import Graph
 from autopar.program.program import Program, TensorSpec
-from autopar.program.smaller import stages_with_smaller
-from autopar.program.stages import cut_stages
+from autopar.program.stages import cut_stages, stages_with_smaller
 from autopar.proof import lockstep
 from autopar.proof.comparison import PlanResults
 from autopar.proof.rehearsal import Draws, Rehearsal, actions_of

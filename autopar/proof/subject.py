@@ -23,8 +23,7 @@ from autopar.errors import AutoparError, PlanError
 from autopar.ir import Meeting, MixedPrecision, Plan
 from autopar.ir.meeting import SERVER
 from autopar.planning.planning import Prepared, plan_again, prepare_step, prepare_whole, split_example, why_not_again
-from autopar.program.program import Program, build_program
-from autopar.program.smaller import with_smaller
+from autopar.program.program import Program, build_program, with_smaller
 from autopar.proof.caches import CachedTensors, clear, emptied_after
 from autopar.proof.comparison import (
     PlanResults,

@@ -149,4 +149,4 @@ def test_the_page_lists_every_module_that_names_a_device_and_its_test() -> None:
 def test_two_modules_alone_ask_for_cuda() -> None:
     asking = {name for name, uses in users().items() if any(use.startswith("torch.cuda") for use in uses)}
     # calibrate measures NVIDIA's devices, by a class of its own; a kernel is there on one generation of GPUs alone.
-    assert asking == {"autopar/calibrate/devices.py", "autopar/_torch/float8.py"}
+    assert asking == {"autopar/calibrate/devices.py", "autopar/_torch/operators.py"}

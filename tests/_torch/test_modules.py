@@ -1,4 +1,4 @@
-"""Base classes that torch.nn keeps to itself."""
+"""Base classes that torch.nn keeps to itself, and the modes and switches of torch."""
 
 import torch
 import torch.utils.checkpoint
@@ -54,3 +54,32 @@ def test_hooks_of_all_modules_are_found():
     for handle in handles:
         handle.remove()
     assert _torch.hooks_of_all_modules() == {}
+
+
+def test_modes_and_hooks_of_all_modules_are_counted():
+    assert _torch.modes_above() == 0
+    with torch.device("meta"):
+        assert _torch.modes_above() == 1
+    with _torch.FakeTensorMode():
+        assert _torch.modes_above() == 1
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert _torch.modes_above() == 1
+    handle.remove()
+    assert _torch.modes_above() == 0
+
+
+def test_switches_tell_what_is_set():
+    before = _torch.switches()
+    with torch.no_grad():
+        assert _torch.switches() != before
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert _torch.switches() != before
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert _torch.switches() != before
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert _torch.switches() != before
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    assert _torch.switches() == before

@@ -1,8 +1,25 @@
-"""Storages of tensors."""
+"""Example tensors made from descriptions; storages of tensors."""
 
+import pytest
 import torch
+from torch import nn
 
 from autopar import _torch
+
+
+@pytest.mark.parametrize("is_parameter", [False, True])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_an_example_is_as_it_is_described(requires_grad, is_parameter):
+    mode = _torch.FakeTensorMode()
+    made = _torch.example_tensor(
+        mode, (2, 3), (1, 2), torch.float16, torch.device("cpu"), requires_grad=requires_grad, is_parameter=is_parameter
+    )
+    assert isinstance(made, _torch.FakeTensor) and made.fake_mode is mode
+    assert isinstance(made, nn.Parameter) == is_parameter and made.requires_grad == requires_grad
+    assert (made.shape, made.stride(), made.dtype) == ((2, 3), (1, 2), torch.float16)
+    assert made.device == torch.device("cpu")
+    with mode:
+        assert (made + made).shape == (2, 3)
 
 
 def test_a_tensor_without_memory_has_a_shape():

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
+from autopar import _torch
 from autopar.capture.export import capture_step
 from autopar.planning.stored_captures import CaptureQuestion, StoredCaptures
-from autopar.runtime.parameters.stand_ins import stand_ins
 
 HELPER = """
     import math
@@ -113,7 +113,7 @@ class Starts:
         return self.capture(model, (x, x), loss or script.loss, precision, **kw)
 
     def capture(self, model, args, loss, precision=None, dims=()):
-        with stand_ins(model, args, torch.device("cpu")) as fakes:
+        with _torch.stand_ins(model, args, torch.device("cpu")) as fakes:
             args = tuple(fakes)
 
             def capture():

@@ -41,7 +41,7 @@ from autopar.runtime.formats.checkpoint_folder import (
     remove,
 )
 from autopar.runtime.ranks.all_ranks import AllRanks, warn_together
-from autopar.runtime.ranks.random_states import random_states, set_random_states
+from autopar.runtime.ranks.seeds import random_states, set_random_states
 
 _NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})(\.previous)?")
 

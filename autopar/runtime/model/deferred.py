@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from autopar import _torch
 from autopar.errors import StepError
-from autopar.runtime.parameters.gradients import gradients_of
+from autopar.runtime.parameters.loss_scale import gradients_of
 
 
 def with_deferred_gradients(run: Callable[[], list[Tensor]], parameters: Sequence[nn.Parameter]) -> list[Tensor]:

@@ -23,6 +23,7 @@ from autopar.ir.order import Order
 from autopar.runtime.execute.executor import unflatten_outputs
 from autopar.runtime.execute.inputs import Arguments, shape_words
 from autopar.runtime.execute.settings import Outputs, Settings
+from autopar.runtime.failures.finite import Skipping
 from autopar.runtime.formats.weights import PathLike, read_weights
 from autopar.runtime.formats.weights_export import write_weights
 from autopar.runtime.model.examples import Examples
@@ -36,7 +37,6 @@ from autopar.runtime.parameters.stage_partition import as_stored, is_averaged, o
 from autopar.runtime.parameters.weight_stashing import refuse_gradients
 from autopar.runtime.pipeline.pipeline import BoundPipeline
 from autopar.runtime.ranks.seeds import draw_alike
-from autopar.runtime.ranks.skipping import Skipping
 from autopar.runtime.ranks.stderr_log import heard, say
 from autopar.runtime.replicas.meetings import Meetings
 

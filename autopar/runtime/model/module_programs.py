@@ -9,9 +9,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from autopar import _torch
+from autopar.capture.guards.refusals import backward_hooks, refuse_hooks
 from autopar.capture.guards.structure import Structure
 from autopar.capture.rows import rows_of_replica
 from autopar.cost_model.buckets import usual_bucket_bytes
@@ -19,17 +21,14 @@ from autopar.errors import AutoparError, CaptureError, StepError
 from autopar.ir import Plan
 from autopar.program.captures import Captures
 from autopar.runtime.execute.executor import BoundProgram
-from autopar.runtime.execute.hooks import backward_hooks, refuse_hooks
 from autopar.runtime.execute.inputs import Arguments, micro_batch, rows_of_micro_batches, shape_words, shapes_of
 from autopar.runtime.execute.local_batches import shapes_of_whole
-from autopar.runtime.execute.modes import lasting, modes
 from autopar.runtime.execute.settings import Settings
 from autopar.runtime.model.batch_shapes import BatchShapes, micro_batches_near
 from autopar.runtime.model.placement import Placement
 from autopar.runtime.model.program_builder import ProgramBuilder, ProgramRequest, Programs
 from autopar.runtime.model.program_cache import ProgramCache, ReadyProgram
 from autopar.runtime.model.recaptures import Recaptures
-from autopar.runtime.parameters.stand_ins import stand_ins
 from autopar.runtime.parameters.weight_stashing import HeldOptimizer
 from autopar.runtime.pipeline.pipeline import BoundPipeline
 from autopar.runtime.ranks.comparison import Comparison
@@ -107,7 +106,7 @@ class ModulePrograms:
         model = self._model
         refuse_hooks(self._hooked or backward_hooks(model))
         replaced = self._forget_replaced()
-        with lasting(), _torch.code_when_called():  # of a graph that several passes change
+        with _lasting(), _torch.code_when_called():  # of a graph that several passes change
             captures = self.kept.captures(arguments, self._state(), is_step=is_step)
             runs = captures.count
             asked = self._request(arguments, captures, is_step=is_step)
@@ -207,7 +206,7 @@ class ModulePrograms:
     ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Context in which the model can be captured, and arguments of one micro-batch to capture it with."""
         examples, device = micro_batch(arguments, count, number), self._settings.device
-        with stand_ins(self._model, examples, device) as fakes:
+        with _torch.stand_ins(self._model, examples, device) as fakes:
             yield arguments.rebuild(fakes)
 
     def _bind(self, programs: Programs, micro_batches: int) -> BoundProgram | BoundPipeline:
@@ -252,4 +251,12 @@ class ModulePrograms:
 
     def _state(self) -> tuple[object, ...]:
         """Modes that a program depends on. The `training` flags of submodules have guards."""
-        return (*modes(self._settings.device), self._model.training)
+        return _torch.autocast_dtype(self._settings.device), torch.get_default_dtype(), self._model.training
+
+
+@contextlib.contextmanager
+def _lasting() -> Iterator[None]:
+    """Context without inference mode, because tensors made in inference mode could not be trained later."""
+    is_grad_enabled = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(is_grad_enabled):
+        yield

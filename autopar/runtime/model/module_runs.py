@@ -18,7 +18,6 @@ from autopar.ops.trail import begin_step
 from autopar.runtime.execute.executor import BoundProgram, unflatten_outputs
 from autopar.runtime.execute.inputs import Arguments, cut_inputs, parts_given
 from autopar.runtime.execute.local_batches import whole_or_own
-from autopar.runtime.execute.modes import without_autocast
 from autopar.runtime.execute.outputs import as_asked, words_of_split
 from autopar.runtime.execute.results import delivered
 from autopar.runtime.execute.settings import Outputs, Settings
@@ -79,7 +78,7 @@ class ModuleRuns:
         if trains:
             self._count(bound.world)
         try:
-            with without_autocast(self._settings.device), naming_plan(lambda: self._predicted()):
+            with _torch.without_autocast(self._settings.device), naming_plan(lambda: self._predicted()):
                 self._programs.seeds.draw(bound.program, bound.world)
                 shares = step_shares(bound.program, parts, self._model, bound.world)
                 batch = [[*part, *own] for part, own in zip(parts, shares.terms, strict=True)]
@@ -143,7 +142,7 @@ class ModuleRuns:
         if torch.is_grad_enabled() and bound.program.communicates:
             self.drift.count("a forward with autograd")  # before autograd keeps parameters, which may be mended
         try:
-            with without_autocast(self._settings.device):
+            with _torch.without_autocast(self._settings.device):
                 self._programs.seeds.draw(bound.program, bound.world)
                 results = bound.forward(inputs)
         except PeerError as error:

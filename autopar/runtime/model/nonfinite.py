@@ -32,7 +32,7 @@ from autopar.program.program import Program
 from autopar.runtime.execute.inputs import Arguments
 from autopar.runtime.failures.finite import FiniteLoss, described
 from autopar.runtime.model.module import CompiledModule
-from autopar.runtime.parameters.gradients import gradients_of
+from autopar.runtime.parameters.loss_scale import gradients_of
 from autopar.runtime.parameters.weight_stashing import refuse_gradients
 from autopar.runtime.ranks.all_ranks import AllRanks
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar._torch import pytree
-from autopar.program.staying import Staying
+from autopar.program.stages import Staying
 
 
 class Past:

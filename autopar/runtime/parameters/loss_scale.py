@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from autopar import _torch
 from autopar.errors import AutoparError
 from autopar.ir import MixedPrecision
-from autopar.runtime.parameters.gradients import gradients_of
 from autopar.runtime.ranks.all_ranks import warn_together
 
 Result = TypeVar("Result")
@@ -159,6 +158,27 @@ def _leave(p: nn.Parameter, gradient: Tensor | None, scale: float, *, skips: boo
     elif gradient is not None:
         _torch.local_tensor(gradient).mul_(1 / scale)
         p.grad = gradient if p.grad is None else p.grad.add_(gradient)
+
+
+def gradients_of(run: Callable[[], Result], parameters: Sequence[nn.Parameter]) -> tuple[Result, list[Tensor | None]]:
+    """Runs a step and returns its gradients; `.grad` of every parameter is left as it was.
+
+    Args:
+        run: function that runs the step.
+        parameters: the trained parameters that this rank holds.
+
+    Returns:
+        The result of `run`, and the gradient of each parameter, None for a parameter without one.
+    """
+    before = [p.grad for p in parameters]
+    for p in parameters:
+        p.grad = None
+    try:
+        result = run()
+        return result, [p.grad for p in parameters]
+    finally:
+        for p, gradient in zip(parameters, before, strict=True):
+            p.grad = gradient
 
 
 def scaled(loss: Tensor, scale: float) -> Tensor:

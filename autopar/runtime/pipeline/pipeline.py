@@ -19,7 +19,7 @@ from autopar.ir import Pipeline, part_shape
 from autopar.pipeline.schedules import actions, waits_for_sends
 from autopar.pipeline.weight_stashing import WeightVersions
 from autopar.program.program import Program, TensorSpec, Wire
-from autopar.program.staying import staying_outputs
+from autopar.program.stages import staying_outputs
 from autopar.runtime.execute.compiled import Executor
 from autopar.runtime.execute.executor import Runner, sum_over
 from autopar.runtime.execute.muted import share_of

@@ -1,4 +1,4 @@
-"""Averages of models whose parameters are DTensors and whose buffers are not."""
+"""Averages of models whose parameters are DTensors and whose buffers are not; anomalies in gradients of DTensors."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
+from autopar import _torch
 from autopar._torch.distributed.plain_ways import average_dtensors_apart
 
 
@@ -35,3 +36,14 @@ def test_an_average_takes_parameters_and_buffers(group, options, use_buffers) ->
         tensors = [*average.module.parameters(), *average.module.buffers()]
         found.append([getattr(x, "full_tensor", lambda x=x: x)().tolist() for x in tensors])
     assert found[0] == found[1]
+
+
+def test_a_gradient_that_is_not_a_number_is_an_anomaly(group) -> None:
+    _torch.detect_anomalies()
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("x",))
+    x = distribute_tensor(torch.zeros(4), mesh, [Shard(0)]).requires_grad_()
+    with torch.autograd.set_detect_anomaly(True):
+        (x * 3).sum().backward()
+        assert x.grad.full_tensor().tolist() == [3.0] * 4
+        with pytest.raises(RuntimeError, match="returned nan"), pytest.warns(UserWarning, match="Error detected"):
+            (x.sqrt() * 0).sum().backward()

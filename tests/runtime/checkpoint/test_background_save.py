@@ -10,8 +10,8 @@ import pytest
 from torch import nn
 
 from autopar.runtime.checkpoint import background_save
+from autopar.runtime.checkpoint.background_save import Pace
 from autopar.runtime.checkpoint.checkpoint import Checkpoints
-from autopar.runtime.ranks.pacing import Pace
 
 
 def _spend(seconds: float) -> None:
