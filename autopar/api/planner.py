@@ -6,6 +6,7 @@ import functools
 import platform
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -165,12 +166,9 @@ class Planner:
         known: dict[tuple[int, int], Prepared] = {}
 
         def captured(count: int, number: int = 0) -> Prepared:
-            def capture(open_dims: OpenDims) -> Captured:
-                with stand_ins(count, number) as (args, kwargs):
-                    return self._capture(model, args, kwargs, asked, open_dims)
-
             if (count, number) not in known:
                 shapes = asked.shapes(count, number)
+                capture = functools.partial(self._capture, model, functools.partial(stand_ins, count, number), asked)
                 found = asked.captures.captured(count, shapes, capture, is_smaller=number > 0)
                 # Another loss of the model may have no logits, and a forward no loss.
                 found = in_tiles(found, loss_tile_bytes, must=is_tried)
@@ -179,7 +177,7 @@ class Planner:
                 known[count, number] = made
             return known[count, number]
 
-        _refuse_unlike_models(lambda: captured(1 if keeps_open else micro_batches or 1))
+        _refuse_unlike_models(functools.partial(captured, 1 if keeps_open else micro_batches or 1))
         if micro_batches is None and asked.fixed is not None:
             micro_batches = self._best_count(captured)
         count = micro_batches or 1
@@ -239,22 +237,21 @@ class Planner:
     def _capture(
         self,
         model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        stand_ins: Callable[[], AbstractContextManager[Any]],
         asked: ProgramRequest,
         open_dims: OpenDims,
     ) -> Captured:
         precision, loss_fn = self._request.precision, self._loss_fn if asked.is_step else None
-
-        def capture() -> Captured:
-            if not asked.is_step:
-                return capture_forward(model, args, kwargs, precision, asked.numbers, open_dims)
-            return capture_step(model, args, kwargs, loss_fn, precision, asked.numbers, open_dims)
-
-        if asked.numbers:  # the capture depends on numbers before they changed, too
-            return capture()
-        question = CaptureQuestion(model, args, kwargs, loss_fn, asked.is_step, precision, open_dims)
-        return StoredCaptures(self._stored.folder).captured(question, capture)
+        options = precision, asked.numbers, open_dims
+        with stand_ins() as (args, kwargs):
+            if asked.is_step:
+                capture = functools.partial(capture_step, model, args, kwargs, loss_fn, *options)
+            else:
+                capture = functools.partial(capture_forward, model, args, kwargs, *options)
+            if asked.numbers:  # the capture depends on numbers before they changed, too
+                return capture()
+            question = CaptureQuestion(model, args, kwargs, loss_fn, asked.is_step, precision, open_dims)
+            return StoredCaptures(self._stored.folder).captured(question, capture)
 
     def _chosen(
         self, prepared: Prepared, micro_batches: int | None, fixed: Fixed | None, is_step: bool, is_unequal: bool

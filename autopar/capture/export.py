@@ -13,6 +13,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -141,16 +142,9 @@ def capture_step(
         numbers: places of Python numbers that are to become inputs if they can (`autopar.capture.numbers`).
         open_dims: dims of inputs whose sizes are left open (`autopar.capture.open_sizes`).
     """
-
     _require_targets(model, args, kwargs, loss_fn)
-
-    def capture() -> Captured:
-        wrapper = _WithLoss(model, loss_fn, is_step=True, precision=precision)
-        captured = _capture(wrapper, args, kwargs, open_dims, is_step=True)
-        _require_scalar_loss(captured, loss_fn)
-        return captured
-
-    return with_numbers(capture, numbers)
+    asked = partial(_WithLoss, model, loss_fn, is_step=True, precision=precision)
+    return with_numbers(partial(_capture, asked, args, kwargs, open_dims), numbers)
 
 
 def capture_forward(
@@ -162,12 +156,8 @@ def capture_forward(
     open_dims: OpenDims = (),
 ) -> Captured:
     """Captures the forward alone; `numbers` and `open_dims` as in `capture_step`."""
-
-    def capture() -> Captured:
-        wrapper = _WithLoss(model, None, precision=precision)
-        return _capture(wrapper, args, kwargs, open_dims, is_step=False)
-
-    return with_numbers(capture, numbers)
+    asked = partial(_WithLoss, model, None, precision=precision)
+    return with_numbers(partial(_capture, asked, args, kwargs, open_dims), numbers)
 
 
 def run_with_loss(
@@ -259,8 +249,9 @@ def _require_scalar_loss(captured: Captured, loss_fn: LossFunction | None) -> No
 
 
 def _capture(
-    wrapper: _WithLoss, args: tuple[Any, ...], kwargs: dict[str, Any], open_dims: OpenDims, *, is_step: bool
+    make: Callable[[], _WithLoss], args: tuple[Any, ...], kwargs: dict[str, Any], open_dims: OpenDims
 ) -> Captured:
+    wrapper = make()
     pytree.register_objects((args, kwargs))
     refuse_layouts(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
     # Export merges inputs that are one object, and a batch may contain one tensor twice.
@@ -278,8 +269,10 @@ def _capture(
     with _torch.code_when_called():
         with watch.keeping(), capturable(run, wrapper, args, kwargs) as forms:
             exported = _export(wrapper, args, kwargs, open_dims)
-        described = _describe(exported, wrapper, args, kwargs, is_step)
+        described = _describe(exported, wrapper, args, kwargs)
     described.module.recompile()
+    if wrapper.is_step:
+        _require_scalar_loss(described, wrapper.loss_fn)
     return replace(
         described, forms=forms, guards=watch.guards, writes=watch.writes, ran=watch.ran, sets_up=watch.sets_up
     )
@@ -332,9 +325,7 @@ def _reported(error: Exception, wrapper: nn.Module, args: tuple[Any, ...], kwarg
     return found
 
 
-def _describe(
-    exported: Any, wrapper: _WithLoss, args: tuple[Any, ...], kwargs: dict[str, Any], is_step: bool
-) -> Captured:
+def _describe(exported: Any, wrapper: _WithLoss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
     signature, module = exported.graph_signature, exported.graph_module
     kinds = torch.export.graph_signature.InputKind
     specs = signature.input_specs
@@ -361,7 +352,7 @@ def _describe(
         literals={i: leaf for i, leaf in enumerate(leaves) if i not in tensors},
         out_spec=exported.call_spec.out_spec,
         mutated={i: plain_name(s.target) for i, s in enumerate(mutated)},
-        is_step=is_step,
+        is_step=wrapper.is_step,
         has_loss_fn=wrapper.loss_fn is not None,
         has_more=bool(wrapper.results_with_more),
         training=wrapper.training,
