@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 # Logger -> beginning of the messages that torchao causes where all is well: libraries for other devices and versions of
@@ -32,17 +32,18 @@ def replaced(holder: Any, **attributes: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def quiet_torchao() -> Iterator[None]:
-    """Inside, an import of torchao, such as that by transformers, logs no such line; errors are raised."""
-
-    def is_no_noise(record: logging.LogRecord) -> bool:
-        return not str(record.msg).startswith(_NOISE[record.name])
-
-    logs = list(map(logging.getLogger, _NOISE))
+def logging_only(loggers: Iterable[str], is_wanted: Callable[[logging.LogRecord], bool]) -> Iterator[None]:
+    """Context in which loggers take no other records than those that are wanted."""
+    logs = list(map(logging.getLogger, loggers))
     for log in logs:
-        log.addFilter(is_no_noise)
+        log.addFilter(is_wanted)
     try:
         yield
     finally:
         for log in logs:
-            log.removeFilter(is_no_noise)
+            log.removeFilter(is_wanted)
+
+
+def quiet_torchao() -> contextlib.AbstractContextManager[None]:
+    """Inside, an import of torchao, such as that by transformers, logs no such line; errors are raised."""
+    return logging_only(_NOISE, lambda record: not str(record.msg).startswith(_NOISE[record.name]))

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from autopar._torch import pytree
-from autopar._torch.contexts import replaced
+from autopar._torch.contexts import logging_only, replaced
 
 # What a fake tensor answers to an op that has to read values.
 DependsOnValues = DataDependentOutputException
@@ -194,16 +194,12 @@ def quiet_export() -> Iterator[None]:
         return record.levelno < logging.WARNING
 
     names = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
-    logs = list(map(logging.getLogger, names))
-    for log in logs:
-        log.addFilter(was_asked_for)
     vars(_trace)["print"] = lambda *_, **__: None  # in front of the builtin, for that module alone
     before = set(hooks)
     try:
-        yield
+        with logging_only(names, was_asked_for):
+            yield
     finally:
         for new in set(hooks) - before:  # torch 2.11 removes its hook only if nothing fails
             del hooks[new]
         vars(_trace).pop("print", None)
-        for log in logs:
-            log.removeFilter(was_asked_for)

@@ -26,7 +26,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from autopar._torch.distributed.dtensors import dtensor
+from autopar._torch.distributed.dtensors import dtensor, local_of
 from autopar._torch.distributed.groups import exchange_rows
 from autopar._torch.parts import unchecked
 
@@ -52,7 +52,7 @@ def by_owners(update: Update, can_be_cut: Callable[[Sequence[Any], Mapping[str, 
         params, grads, momenta = lists
         lr, momentum = _to_scalar(options["lr"]), options["momentum"]
         directions = []
-        for gradient, buffer in zip(map(_local, grads), map(_local, momenta), strict=True):
+        for gradient, buffer in zip(map(local_of, grads), map(local_of, momenta), strict=True):
             buffer.lerp_(gradient, 1 - momentum)
             direction = gradient.lerp(buffer, momentum) if options["nesterov"] else buffer
             # A copy, since orthogonalizing changes what is in bfloat16 already.
@@ -60,16 +60,12 @@ def by_owners(update: Update, can_be_cut: Callable[[Sequence[Any], Mapping[str, 
         how = options["ns_coefficients"], options["ns_steps"], options["eps"]
         found = _orthogonal(params, directions, lambda x: _muon._zeropower_via_newtonschulz(x, *how))
         for parameter, step in zip(params, found, strict=True):
-            shard = _local(parameter)
+            shard = local_of(parameter)
             shard.mul_(1 - lr * options["weight_decay"])
             shard.add_(step, alpha=-_muon._adjust_lr(lr, options["adjust_lr_fn"], parameter.shape))
         increment_version([p for p in params if isinstance(p, DTensor)])
 
     return update_shards
-
-
-def _local(x: Tensor) -> Tensor:
-    return x._local_tensor if isinstance(x, DTensor) else x
 
 
 class _Member(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from autopar import _torch
-from autopar.backend.interpreter import DynamoInterpreter, storage_of, version_of
+from autopar.backend.interpreter import DynamoInterpreter, version_of
 from autopar.backend.sharding import whole_parameter
 from autopar.errors import CaptureError, first_line
 
@@ -52,7 +52,9 @@ def effects_of(module: fx.GraphModule, arguments: Sequence[Any]) -> tuple[dict[i
         results = _run_fake(interpreter, fakes)
         held.refuse_changed()
         changed = {
-            i: interpreter.changes.get(storage_of(x), "") for i, x in enumerate(fakes) if version_of(x) != before[i]
+            i: interpreter.changes.get(_torch.storage_key(x), "")
+            for i, x in enumerate(fakes)
+            if version_of(x) != before[i]
         }
         _refuse_new_gradients(changed, fakes, arguments)
         return changed, tuple(_result(x, fakes) for x in results)
@@ -115,7 +117,7 @@ def _refuse_new_gradients(changed: Mapping[int, str], fakes: Sequence[Any], argu
 
 
 def shares_memory(x: Tensor, y: Tensor) -> bool:
-    return storage_of(x) == storage_of(y)
+    return _torch.storage_key(x) == _torch.storage_key(y)
 
 
 def refuse_shared(

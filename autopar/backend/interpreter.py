@@ -19,10 +19,6 @@ def version_of(x: Any) -> int:
     return x._version if isinstance(x, Tensor) and not x.is_inference() else 0
 
 
-def storage_of(x: Tensor) -> int:
-    return _torch.storage_reference(x).cdata
-
-
 class DynamoInterpreter(fx.Interpreter):
     """Runs a graph of dynamo on proxies or fake tensors; `held` is called on tensors of its own."""
 
@@ -45,7 +41,7 @@ class DynamoInterpreter(fx.Interpreter):
             raise
         for x, version in zip(taken, before, strict=True):
             if version_of(x) != version:
-                self.changes[storage_of(x)] = place_of_node(n)
+                self.changes[_torch.storage_key(x)] = place_of_node(n)
         return result
 
     def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -294,14 +294,10 @@ def _kept(
     context = next((x.grad_fn for x in results if x.grad_fn is not None), None)
     found: list[Tensor] = [x for x in getattr(context, "saved_tensors", ()) if x is not None]
     found += [x for x in pytree.tree_leaves(vars(context)) if isinstance(x, Tensor)] if context else []
-    kept = {_memory(x): x for x in found}
-    saved_operands = tuple(i for i, x in enumerate(operands) if kept.pop(_memory(x), None) is not None)
-    saved_results = tuple(i for i, x in enumerate(results) if kept.pop(_memory(x), None) is not None)
+    kept = {_torch.storage_key(x): x for x in found}
+    saved_operands = tuple(i for i, x in enumerate(operands) if kept.pop(_torch.storage_key(x), None) is not None)
+    saved_results = tuple(i for i, x in enumerate(results) if kept.pop(_torch.storage_key(x), None) is not None)
     return saved_operands, saved_results, tuple((tuple(x.shape), x.dtype) for x in kept.values())
-
-
-def _memory(x: Tensor) -> int:
-    return _torch.storage_reference(x).cdata
 
 
 # --- the graph

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -36,9 +37,20 @@ def local_tensor(parameter: Tensor) -> Tensor:
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
 
 
+def local_of(x: Any) -> Any:
+    """The local shard of a DTensor; anything else as it is."""
+    return x._local_tensor if isinstance(x, DTensor) else x
+
+
+def parts_of(x: DTensor) -> int:
+    """The number of parts that a tensor's placements cut it in."""
+    sizes = zip(x.placements, x.device_mesh.shape, strict=True)
+    return math.prod(size for placement, size in sizes if placement.is_shard())
+
+
 def local_addresses(parameters: Iterable[Tensor]) -> list[int]:
     """Where the values of `local_tensor(parameter)` begin in memory, for each parameter."""
-    return [(p._local_tensor if isinstance(p, DTensor) else p).data_ptr() for p in parameters]
+    return [local_of(p).data_ptr() for p in parameters]
 
 
 def set_local_tensor(parameter: nn.Parameter, local: Tensor) -> None:
@@ -145,7 +157,7 @@ def accumulate_gradient(parameter: nn.Parameter, local: Tensor) -> None:
     """Adds a local gradient to `parameter.grad`."""
     before = parameter.grad
     if before is not None:
-        (before._local_tensor if isinstance(before, DTensor) else before).add_(local)
+        local_of(before).add_(local)
     elif isinstance(parameter, DTensor):
         parameter.grad = _over(local, parameter._spec)
     else:
@@ -155,7 +167,7 @@ def accumulate_gradient(parameter: nn.Parameter, local: Tensor) -> None:
 def local_gradient(parameter: nn.Parameter) -> Tensor:
     """The local shard of a gradient, which is there."""
     assert parameter.grad is not None
-    return parameter.grad._local_tensor if isinstance(parameter.grad, DTensor) else parameter.grad
+    return local_of(parameter.grad)
 
 
 def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:

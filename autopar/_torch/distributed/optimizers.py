@@ -22,7 +22,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from autopar._torch.distributed.dtensors import dtensor
+from autopar._torch.distributed.dtensors import dtensor, local_of
 from autopar._torch.distributed.elsewhere import of_own, own_parameters
 from autopar._torch.distributed.owned import copy_parts_of_buffers, cut_like, follow_assigned_data
 from autopar._torch.muon import by_owners
@@ -68,7 +68,7 @@ def _by_shards(update: Callable[..., None]) -> Callable[..., None]:
     def update_shards(*lists: Any, **options: Any) -> None:
         if torch.compiler.is_compiling() or not _can_be_cut(lists, options):
             return update(*lists, **options)
-        shards = [[_shard(x) for x in each] for each in lists]
+        shards = [[None if x is None else local_of(x) for x in each] for each in lists]
         _update(update, shards, options)
         increment_version([p for p in lists[0] if isinstance(p, DTensor)])
         for states, cut in zip(lists, shards, strict=True):
@@ -130,21 +130,13 @@ def cut_loaded_states(optimizer: torch.optim.Optimizer, owns: Owns) -> None:
         whole = [k for k, x in state.items() if _is_whole(x, parameter)]
         if not whole:
             return
-        state.update({k: cut_like(_local(state[k]), parameter) for k in whole})
+        state.update({k: cut_like(local_of(state[k]), parameter) for k in whole})
 
 
 def _is_whole(x: Any, parameter: Tensor) -> bool:
     if not isinstance(x, Tensor) or x.shape != parameter.shape or _lies_as(x, parameter):
         return False
     return not isinstance(x, DTensor) or all(placement.is_replicate() for placement in x.placements)
-
-
-def _local(x: Tensor) -> Tensor:
-    return x._local_tensor if isinstance(x, DTensor) else x
-
-
-def _shard(x: Tensor | None) -> Tensor | None:
-    return None if x is None else _local(x)
 
 
 def _fill(states: list[Tensor | None], shards: list[Tensor | None], parameters: Sequence[Tensor]) -> None:

@@ -28,6 +28,7 @@ from autopar.capture.guards.stdlib_views import Cached, cached_by, contents_of, 
 from autopar.capture.guards.user_code import (
     GENERATORS,
     OTHERS,
+    file_of,
     globals_of,
     imports_of,
     is_count,
@@ -251,7 +252,7 @@ class Reads:
             self._attributes(value, place, code)
 
     def _attributes(self, value: Any, place: Place, code: types.CodeType | None) -> None:
-        if hasattr(value, "__dict__") and not is_installed(_file_of(type(value))):
+        if hasattr(value, "__dict__") and not is_installed(file_of(type(value))):
             self._owners.append((value, frozenset(vars(value)), place))
         for name in getattr(value, "__dict__", ()):
             words = f"{place.words}.{name}"
@@ -429,18 +430,13 @@ def _was_emptied(cached: Any, times: int, cache: Cache) -> bool:
 
 def _is_watched(kind: type) -> bool:
     """Whether all entries of a class are looked at: of the user's classes, and of those of another metaclass."""
-    return not is_installed(_file_of(kind)) or is_users_type(type(kind))
+    return not is_installed(file_of(kind)) or is_users_type(type(kind))
 
 
 def _filled_in(kind: type) -> set[str]:
     """Entries of a class that Python itself fills: an enum keeps values such as `Flag.A | Flag.B` when they are met."""
     is_enum = issubclass(kind, enum.Enum)
     return {n for n in vars(kind) if is_enum and n.startswith("_") and n.endswith("_")}
-
-
-def _file_of(kind: type) -> str:
-    """The file of a class; "" where it has none."""
-    return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
 
 
 def _begin_of(code: types.CodeType) -> str:

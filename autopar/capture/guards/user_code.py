@@ -52,6 +52,11 @@ def is_installed(filename: str) -> bool:
     return any(part in filename for part in _INSTALLED)
 
 
+def file_of(kind: type) -> str:
+    """The file of a class; "" where it has none."""
+    return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+
+
 def is_users_type(kind: type) -> bool:
     """Whether attributes of a type's objects are watched: the user's own classes, namespaces and those of threads."""
     if kind.__name__ in ("SimpleNamespace", "Namespace") or kind is threading.local:

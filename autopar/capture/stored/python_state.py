@@ -28,13 +28,12 @@ from torch import Tensor, fx, nn
 from autopar._torch import FakeTensor, has_storage, storage_key
 from autopar.capture.guards.guards import Place
 from autopar.capture.guards.stdlib_views import Cached, cached_by
-from autopar.capture.guards.user_code import globals_of, is_installed, is_users, is_users_type
+from autopar.capture.guards.user_code import file_of, globals_of, is_installed, is_users, is_users_type
 from autopar.capture.guards.values import MISSING, MUTABLE, elements, is_plain, slots
 from autopar.capture.stored.state_text import (
     UNREAD,
     belongs_to_torch,
     bytes_of,
-    file_of,
     has_source,
     hash_of_code,
     is_others,

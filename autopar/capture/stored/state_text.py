@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar._torch import OpOverload, is_torchs_operator
-from autopar.capture.guards.user_code import OTHERS
+from autopar.capture.guards.user_code import OTHERS, file_of
 
 _MADE_BY_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 # Entries of a class that no code reads, or that Python fills in when it likes.
@@ -120,7 +120,3 @@ def has_source(kind: type) -> bool:
     is_python = kind.__module__ == "__main__" or file_of(kind).endswith(".py")
     is_made = is_python and bool(kind.__flags__ & _MADE_BY_PYTHON)
     return is_made or kind is types.SimpleNamespace
-
-
-def file_of(kind: type) -> str:
-    return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""

@@ -16,7 +16,6 @@ torchao: a state in blocks is a tensor that is made of others (`__tensor_flatten
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -31,7 +30,7 @@ from autopar.errors import AutoparError
 
 def in_blocks(state: object) -> bool:
     """Whether a state is quantised in blocks on this rank."""
-    local = _local(state)
+    local = _torch.local_of(state)
     return type(local) is not Tensor and hasattr(local, "__tensor_flatten__")
 
 
@@ -39,7 +38,7 @@ def values_of(state: Tensor) -> Tensor:
     """The values of a state in blocks, in float32 and laid out as the state; any other tensor as it is."""
     if not in_blocks(state):
         return state
-    local = _local(state).dequantize(torch.float32)
+    local = _torch.local_of(state).dequantize(torch.float32)
     if not isinstance(state, DTensor):
         return local
     return _torch.dtensor(local, state.device_mesh, state.placements, tuple(state.shape))
@@ -47,7 +46,7 @@ def values_of(state: Tensor) -> Tensor:
 
 def set_values(state: Tensor, values: Tensor) -> None:
     """Writes values, laid out as the state, into it in its own format."""
-    _local(state).copy_(_local(values).to(torch.float32))
+    _torch.local_of(state).copy_(_torch.local_of(values).to(torch.float32))
 
 
 def parts_of(state: Tensor) -> dict[str, Tensor]:
@@ -55,7 +54,7 @@ def parts_of(state: Tensor) -> dict[str, Tensor]:
 
     Raises AutoparError for a state of which ranks hold parts of different sizes.
     """
-    local = _local(state)
+    local = _torch.local_of(state)
     if isinstance(state, DTensor) and _is_uneven(state, local):
         raise AutoparError(
             f"The optimizer keeps a state of shape {list(state.shape)} in blocks of low precision, but the ranks do "
@@ -70,9 +69,7 @@ def _is_uneven(state: DTensor, local: Tensor) -> bool:
     """Whether the parts of a state that no rank owns alone differ in size."""
     if any(isinstance(placement, _torch.Owned) for placement in state.placements):
         return False
-    sizes = zip(state.placements, state.device_mesh.shape, strict=True)
-    parts = math.prod(size for placement, size in sizes if placement.is_shard())
-    return local.numel() * parts != state.numel()
+    return local.numel() * _torch.parts_of(state) != state.numel()
 
 
 def cut_of(state: Tensor) -> list[str]:
@@ -135,10 +132,6 @@ def formats_here(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Ten
 
 def _differs(key: str, state: Tensor, parameter: nn.Parameter) -> bool:
     return key != "step" and state.is_floating_point() and state.dtype is not parameter.dtype
-
-
-def _local(state: object) -> Any:
-    return state.to_local() if isinstance(state, DTensor) else state
 
 
 def _in_a_row(part: Tensor, state: Tensor) -> Tensor:

@@ -262,12 +262,7 @@ def _refuse_torn_ties(files: WeightFiles, model: nn.Module, ranks: AllRanks) -> 
 
 def _bits(x: Tensor) -> Tensor:
     """The bytes of this rank's local tensor. Comparing bytes makes a NaN equal to itself."""
-    return local_part(x).contiguous().reshape(-1).view(torch.uint8)
-
-
-def local_part(x: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
-    return x.to_local() if isinstance(x, DTensor) else x
+    return _torch.local_of(x).contiguous().reshape(-1).view(torch.uint8)
 
 
 def _opened(model: nn.Module, path: PathLike) -> tuple[WeightFiles, dict[str, Tensor | DTensor], set[str]]:

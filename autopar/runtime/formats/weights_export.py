@@ -25,7 +25,7 @@ from autopar import _torch
 from autopar.errors import AutoparError
 from autopar.runtime.formats.optimizer_state import ties
 from autopar.runtime.formats.shard_file import dtype_name, entries_of, header_of
-from autopar.runtime.formats.weights import INDEX, ONE_FILE, PathLike, few, local_part, reader_of
+from autopar.runtime.formats.weights import INDEX, ONE_FILE, PathLike, few, reader_of
 from autopar.runtime.ranks.all_ranks import AllRanks
 
 FILE_BYTES = 5 * 10**9  # size at which save_pretrained of transformers begins the next file
@@ -119,7 +119,7 @@ def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     seen: set[int] = set()
     found = {}
     for name, tensor in tensors.items():
-        pointer = local_part(tensor).untyped_storage().data_ptr()
+        pointer = _torch.local_of(tensor).untyped_storage().data_ptr()
         is_apart = tensor.is_contiguous() and not (pointer and pointer in seen)  # 0 has no memory
         found[name] = tensor.detach() if is_apart else _torch.copied(tensor.detach())
         seen.add(pointer)

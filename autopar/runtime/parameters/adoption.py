@@ -12,7 +12,6 @@ The original model cannot run any more, because torch does not mix DTensors with
 from __future__ import annotations
 
 import functools
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -189,9 +188,7 @@ def _lies_on(parameter: nn.Parameter, meshes: Sequence[DeviceMesh | None]) -> bo
 
 def _gathered(parameter: DTensor) -> Tensor:
     """The whole of a parameter in equal shards, or of a copy of an owner's, which torch takes for shards too."""
-    sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
-    parts = math.prod(size for placement, size in sizes if placement.is_shard())
-    if parameter.to_local().numel() * parts == parameter.numel():
+    if parameter.to_local().numel() * _torch.parts_of(parameter) == parameter.numel():
         return parameter.full_tensor().detach()
     return _torch.whole_of(parameter)
 

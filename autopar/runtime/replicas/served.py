@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,14 +21,17 @@ from autopar.ir.meeting import SERVER
 from autopar.ir.order import Order
 from autopar.runtime.execute.settings import Settings
 from autopar.runtime.parameters.parameters import ParameterStore
+from autopar.runtime.ranks.all_ranks import AllRanks
 from autopar.runtime.ranks.world import Replicas
 from autopar.runtime.replicas.exchange_buffer import ExchangeBuffer
 from autopar.runtime.replicas.meetings import Meetings
 from autopar.runtime.replicas.server import Server
-from autopar.runtime.replicas.server_clients import LocalClient, RemoteClient, ServerClient
+from autopar.runtime.replicas.server_clients import LocalClient, RemoteClient, ServerClient, lost
 from autopar.runtime.replicas.server_connections import LATER_SECONDS, Connection
 from autopar.runtime.replicas.server_handshake import Address, Listener, Machine, connect, host_of_owner
 from autopar.runtime.replicas.server_table import ServerTable
+
+_DOING = "Connecting the replicas with their server"
 
 
 def meetings_between(
@@ -216,12 +218,8 @@ def _desk(replicas: Replicas, values: Mapping[str, Tensor], seconds: float) -> S
     try:
         connections = listener.accept(others, seconds)
     except TimeoutError as error:
-        raise PeerError(
-            f"The server of the replicas along {meeting.axis} has no connection to all of them: {error}.",
-            collective="connect",
-            group="",
-            reason=str(error),
-        ) from error
+        words = f"The server of the replicas along {meeting.axis} has no connection to all of them: {error}"
+        raise lost(words, collective="connect") from error
     lines = {i: Connection(connection, ExchangeBuffer(common)) for i, connection in connections.items()}
     return LocalClient(server, own, ExchangeBuffer(common), lines)
 
@@ -233,12 +231,8 @@ def _far_desk(replicas: Replicas, values: Mapping[str, Tensor], seconds: float) 
     try:
         connection = connect(address, replicas.number, seconds + LATER_SECONDS)
     except ConnectionError as error:
-        raise PeerError(
-            f"Replica {replicas.number} along {meeting.axis} cannot reach the server on rank {owner}: {error}.",
-            collective="connect",
-            group="",
-            reason=str(error),
-        ) from error
+        words = f"Replica {replicas.number} along {meeting.axis} cannot reach the server on rank {owner}: {error}"
+        raise lost(words, collective="connect") from error
     return RemoteClient(Connection(connection, ExchangeBuffer(values)), f"rank {owner}", meeting.replicas)
 
 
@@ -254,7 +248,7 @@ def _host(replicas: Replicas, values: Mapping[str, Tensor]) -> str:
     """
     store_host = _torch.store_host(_torch.default_store())
     own = {name: f"{x.dtype} {list(x.shape)}" for name, x in values.items()}
-    said = _gathered((Machine.here(store_host), own))
+    said = AllRanks(_DOING).everyones((Machine.here(store_host), own))
     for rank, (_, other) in enumerate(said):
         if list(other.items()) != list(said[0][1].items()):
             raise StepError(_difference(said[0][1], other, rank, replicas.meeting.axis))
@@ -263,16 +257,9 @@ def _host(replicas: Replicas, values: Mapping[str, Tensor]) -> str:
 
 def _told(address: Address | None, owner: int) -> Address:
     """The address that the owner's rank gives, on every rank."""
-    found: Address | None = _gathered(address)[owner]
+    found = AllRanks(_DOING).everyones(address)[owner]
     assert found is not None, "the owner has an address"
     return found
-
-
-def _gathered(own: Any) -> list[Any]:
-    """The objects that all ranks give, in the order of the ranks."""
-    said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, own)
-    return said
 
 
 def _difference(first: Mapping[str, str], other: Mapping[str, str], rank: int, axis: str) -> str:

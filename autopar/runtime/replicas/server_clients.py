@@ -106,7 +106,7 @@ class LocalClient:
             yield
         except TimeoutError as error:
             self._server.let_answers_go(LATER_SECONDS)
-            raise _lost(str(error)) from error
+            raise lost(str(error)) from error
 
     @property
     def nbytes(self) -> int:
@@ -174,18 +174,19 @@ class RemoteClient:
         except OSError as error:
             raise self._gone(error) from error
         if found.kind == _ERROR:
-            raise _lost(found.text)
+            raise lost(found.text)
         return found.text
 
     def _gone(self, error: OSError) -> PeerError:
-        return _lost(
+        return lost(
             f"{self._owner}, which has the common parameters, died, hangs or came to its end: {error}. Call "
             "model.meet() on every rank after the last step, so that the owner does not end before the others"
         )
 
 
-def _lost(text: str) -> PeerError:
-    return PeerError(f"{text}.", collective="exchange with the server", group="", reason=text)
+def lost(text: str, *, collective: str = "exchange with the server") -> PeerError:
+    """The error of a replica that the server, or another replica, does not answer."""
+    return PeerError(f"{text}.", collective=collective, group="", reason=text)
 
 
 def _serve(server: Server, replica: int, line: Connection) -> None:
