@@ -69,7 +69,7 @@ class StartedCollective:
 
     def send_back(self, gradient: Tensor) -> None:
         """Starts the transposed collective; for a differentiable gradient it waits immediately."""
-        back = self.hop.transposed()
+        back = self.hop.transpose
         if torch.is_grad_enabled():
             self._back = travel(gradient, (back,), self.world)
         else:

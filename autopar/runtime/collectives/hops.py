@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -70,7 +71,8 @@ class Hop:
         after = call.after or result
         return cls(call.name, call.backward, call.dims, call.axis, size, shape, viewed, result, after)
 
-    def transposed(self) -> Hop:
+    @cached_property
+    def transpose(self) -> Hop:
         """The hop that takes the gradient back."""
         return replace(
             self,
@@ -139,7 +141,7 @@ def moving(shape: Shape, source: Tier, target: Tier) -> Route:
 
 def transposed(hops: Route) -> Route:
     """The route of the gradient."""
-    return tuple(hop.transposed() for hop in reversed(hops))
+    return tuple(hop.transpose for hop in reversed(hops))
 
 
 def signature(hops: Route) -> tuple[tuple[str, int], ...]:
