@@ -29,6 +29,8 @@ _REMEDY = (
     "added, stacked and read as they are. Or plan without stages, as with autopar.compile(model, recipe='zero3')."
 )
 _NEEDS_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+# How many numbers these take from a generator depends on values.
+_DRAWS_BY_VALUES = ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet")
 
 
 @dispatched
@@ -170,7 +172,7 @@ def _refuse_values(func: Any, absent: Sequence[Elsewhere], written: Sequence[Any
             f"{func}: got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor before calling "
             "distributed operators!"
         )
-    if any(tag in func.tags for tag in _NEEDS_VALUES):
+    if any(tag in func.tags for tag in _NEEDS_VALUES) or name in _DRAWS_BY_VALUES:
         raise StepError(f"{name} reads the values of a tensor of {words_of(absent[0])}, not of this rank. {_REMEDY}")
     here = [x for x in written if isinstance(x, Tensor) and not isinstance(x, Elsewhere)]
     if not written:
@@ -196,7 +198,7 @@ def _draw(func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
     def room(x: Tensor) -> Tensor:
         if not isinstance(x, Elsewhere):
             return x
-        local = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+        local = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).fill_(1)  # a probability
         return dtensor(local, x._spec.mesh, x.placements, tuple(x.shape))
 
     func(*_pytree.tree_map_only(Tensor, room, args), **_pytree.tree_map_only(Tensor, room, kwargs))

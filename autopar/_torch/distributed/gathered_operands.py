@@ -1,25 +1,30 @@
 """Operators that torch cannot run on shards run on whole operands.
 
-torch (2.13) has no sharding strategy for some operators, such as `renorm`, and flattens no tensor that is cut unevenly,
-such as a weight of 50,257 rows. Scripts call them on parameters and gradients, all ranks alike: each gathers the
-operands, and has the whole result, a replicated DTensor. What is written in place is cut again.
+torch (2.13) has no sharding strategy for some operators, such as `renorm`, flattens no tensor that is cut unevenly,
+such as a weight of 50,257 rows, and writes into no sum that is still to be taken. Scripts call them on parameters and
+gradients, all ranks alike: each gathers the operands, and has the whole result, a replicated DTensor. What is written
+in place is cut again.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from autopar._torch.distributed.dtensors import dtensor
-from autopar._torch.distributed.owned import cut_like
+from autopar._torch.distributed.dtensors import as_torch_does, dtensor, handlers
+from autopar._torch.distributed.owned import Owned, cut_like
 from autopar._torch.pytree import tree_leaves, tree_map_only
 
-_CANNOT = re.compile(r"does not have a sharding strategy registered|unevenly sharded tensor")
+_CANNOT = re.compile(
+    r"does not have a sharding strategy registered|unevenly sharded tensor|in-place operations that require placement"
+    r"|^aten\.\S+\s+Sharding propagation failed"  # the size of the result depends on values, as of nonzero
+)
 _PROPAGATE = "_propagate_op_sharding_dispatch_slow_path"
 CAN_GATHER = hasattr(DTensor._op_dispatcher, _PROPAGATE)  # torch 2.11 has no such method
 
@@ -27,6 +32,7 @@ CAN_GATHER = hasattr(DTensor._op_dispatcher, _PROPAGATE)  # torch 2.11 has no su
 @functools.cache
 def gather_operands() -> None:
     """Makes operators that torch cannot run on shards gather their operands, from now on."""
+    handlers()[torch.ops.aten.view.default] = _view
     if not CAN_GATHER:
         return
     dispatcher: Any = type(DTensor._op_dispatcher)
@@ -40,20 +46,30 @@ def gather_operands() -> None:
             meshes = {x.device_mesh for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor)}
             if not _CANNOT.search(str(error)) or len(meshes) != 1:
                 raise
-        return _on_whole(op, args, kwargs)
+        return on_whole(op, args, kwargs)
 
     setattr(dispatcher, _PROPAGATE, propagate_or_run)
 
 
-def _on_whole(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _view(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """A view of a shard that is a part of the columns of a buffer, or of what one rank owns, needs the whole."""
+    x: DTensor = args[0]
+    has_gaps = x.is_contiguous() and not x._local_tensor.is_contiguous()
+    if has_gaps or any(isinstance(placement, Owned) for placement in x.placements):
+        return on_whole(op, args, kwargs)
+    return as_torch_does(op, args, kwargs)
+
+
+def on_whole(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], unread: Sequence[Any] = ()) -> Any:
+    """Runs an operator on whole operands; those in `unread` it fills, so that they are not gathered."""
     wholes: dict[int, Tensor] = {}
     parts: dict[int, DTensor] = {}
 
     def whole_of(x: DTensor) -> Tensor:
         if id(x) not in wholes:
-            mesh = x.device_mesh
-            local = x.redistribute(mesh, [Replicate()] * mesh.ndim).to_local()
-            wholes[id(x)] = local.clone() if op._schema.is_mutable else local
+            wholes[id(x)] = (
+                _room(x) if any(x is each for each in unread) else _gathered(x, copies=op._schema.is_mutable)
+            )
             parts[id(wholes[id(x)])] = x
         return wholes[id(x)]
 
@@ -69,3 +85,12 @@ def _on_whole(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return dtensor(x, mesh, [Replicate()] * mesh.ndim, tuple(x.shape))
 
     return tree_map_only(Tensor, result_of, found)
+
+
+def _room(x: DTensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x._local_tensor.device)
+
+
+def _gathered(x: DTensor, *, copies: bool) -> Tensor:
+    whole = x.redistribute(x.device_mesh, [Replicate()] * x.device_mesh.ndim).to_local()
+    return whole.clone() if copies else whole

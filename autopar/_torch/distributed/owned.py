@@ -126,13 +126,24 @@ if torch.__version__ >= "2.14":
 
 
 def cut_like(whole: Tensor, present: DTensor) -> DTensor:
-    """Cuts a tensor that is whole on every rank by the placements of `present`, without communication."""
+    """Cuts a tensor that is whole on every rank by the placements of `present`, without communication.
+
+    Of a sum that is still to be taken the first rank has the whole, and the others zeros; of a mean, maximum or minimum
+    each rank has the whole.
+    """
     if is_elsewhere(present):
         return torch.empty_like(present)  # type: ignore[return-value]
-    mesh = present.device_mesh
-    replicated = [Replicate()] * mesh.ndim
-    given = dtensor(whole.detach().to(present.device), mesh, replicated, tuple(whole.shape))
-    return given.redistribute(mesh, present.placements)
+    mesh, sums = present.device_mesh, [axis for axis, each in enumerate(present.placements) if each.is_partial("sum")]
+    given = dtensor(whole.detach().to(present.device), mesh, [Replicate()] * mesh.ndim, tuple(whole.shape))
+    is_whole = [any(each.is_partial(kind) for kind in ("sum", "avg", "max", "min")) for each in present.placements]
+    part = given.redistribute(
+        mesh, [Replicate() if full else each for full, each in zip(is_whole, present.placements, strict=True)]
+    )
+    if not any(is_whole):
+        return part
+    is_first = all(mesh.get_local_rank(axis) == 0 for axis in sums)
+    local = part._local_tensor if is_first else torch.zeros_like(part._local_tensor)
+    return dtensor(local, mesh, present.placements, tuple(whole.shape))
 
 
 def follow_assigned_data(is_followed: Callable[[Tensor], bool]) -> None:

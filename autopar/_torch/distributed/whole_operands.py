@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autopar._torch.distributed.dtensors import handlers
+from autopar._torch.distributed.dtensors import as_torch_does, handlers
 from autopar._torch.distributed.elsewhere import is_elsewhere
+from autopar._torch.distributed.gathered_operands import on_whole
 from autopar._torch.distributed.owned import cut_like
-from autopar._torch.distributed.random_fills import as_torch_does
 from autopar._torch.distributed.stage_meshes import is_of_stage
 from autopar._torch.pytree import tree_leaves, tree_map_only
 from autopar.errors import StepError
@@ -70,11 +70,13 @@ _WRITES = (
     _aten._foreach_lerp_.List,
 )
 
+_FILLS = (_aten.fill_.Scalar, _aten.fill_.Tensor)
+
 
 @functools.cache
 def cut_whole_operands() -> None:
     """Makes in-place operators cut operands as the DTensor that they write, or gather them for a plain tensor."""
-    handlers().update(dict.fromkeys(_WRITES, _write))
+    handlers().update(dict.fromkeys(_WRITES, _write) | dict.fromkeys(_FILLS, _fill))
     for name in (*_IN_PLACE, *_OPERATORS, *_OF_ONE):
         setattr(DTensor, name, _with_parts(getattr(DTensor, name)))
     for name in _OF_TWO:
@@ -91,6 +93,13 @@ def _write(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     if not is_plain or (torch.is_grad_enabled() and any(x.requires_grad for x in given)):
         return as_torch_does(op, (into, *operands), kwargs)
     return op(into, *tree_map_only(DTensor, DTensor.full_tensor, operands), **kwargs)
+
+
+def _fill(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Of a sum that is still to be taken torch would fill every term, so that the sum is a multiple of the value."""
+    if any(placement.is_partial() for placement in args[0].placements):
+        return on_whole(op, args, kwargs, args[:1])
+    return as_torch_does(op, args, kwargs)
 
 
 def _with_parts(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 from autopar import _torch
 from autopar._torch.distributed.gathered_operands import CAN_GATHER
@@ -60,3 +60,38 @@ def written() -> tuple[bool, list[tuple[int, ...]], float, float]:
 
 def test_what_is_written_is_cut_again_and_gradients_come_back(two_ranks: Ranks) -> None:
     assert two_ranks.run(written) == [(True, [(3, 4)], 0.0, 0.0)] * 2
+
+
+def vectors() -> list[tuple[float, float]]:
+    """Distances of a vector of parameters, and of its gradient, for columns of a buffer and for what rank 1 owns."""
+    plain, cut = uneven()
+    columns = plain.clone()[:, 2 * torch.distributed.get_rank() :][:, :2]
+    owned = plain.clone() if torch.distributed.get_rank() == 1 else plain[:0]
+    found = []
+    for local, placement in ((columns, Shard(1)), (owned, _torch.Owned(1))):
+        x = _torch.parameter_of(_torch.dtensor(local, cut.device_mesh, [placement], (3, 4)), requires_grad=True)
+        vector = torch.nn.utils.parameters_to_vector([x, x])
+        assert isinstance(vector, DTensor)
+        vector.full_tensor().pow(2).sum().backward()
+        gaps = vector.full_tensor() - plain.flatten().repeat(2), x.grad.full_tensor() - 4 * plain
+        found.append(tuple(gap.abs().max().item() for gap in gaps))
+    return found
+
+
+def test_parameters_that_have_gaps_in_memory_or_an_owner_become_a_vector(two_ranks: Ranks) -> None:
+    assert two_ranks.run(vectors) == [[(0.0, 0.0)] * 2] * 2
+
+
+def sums() -> list[float]:
+    """Writes into a sum that is still to be taken, and what has a size that depends on values."""
+    plain, cut = uneven()
+    found = []
+    calls = (lambda x: x.renorm_(2, 0, 0.5), lambda x: x.clamp_(0), lambda x: x.fill_(3), lambda x: x.nonzero())
+    for call in calls:
+        x = DTensor.from_local(plain / 2, cut.device_mesh, [Partial()], run_check=False)
+        found.append((call(x).full_tensor() - call(plain.clone())).abs().max().item())
+    return found
+
+
+def test_a_sum_that_is_still_to_be_taken_is_written_as_in_one_process(two_ranks: Ranks) -> None:
+    assert two_ranks.run(sums) == [[0.0] * 4] * 2
