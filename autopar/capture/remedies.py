@@ -157,7 +157,8 @@ def _remedy_of_values(error: Exception, line: str, wrapper: nn.Module) -> str | 
         return "Make the distribution with validate_args=False: its checks read values"
     if any(isinstance(m, _torch.BatchNormBase) and m.momentum is None for m in wrapper.modules()):
         return (
-            "A batch norm with momentum=None reads how many batches it has seen: give it a momentum. "
+            "A batch norm with momentum=None reads how many batches it has seen: give it a momentum, which "
+            "bn.momentum = 1 / (int(bn.num_batches_tracked) + 1) before each call makes the same average. "
             "torch.optim.swa_utils.update_bn sets None, and takes a plain copy: plain.load_state_dict({name: "
             "x.full_tensor() if hasattr(x, 'full_tensor') else x for name, x in model.state_dict().items()})"
         )

@@ -4,8 +4,8 @@
 scripts that load or change the weights of a layer write them. A plain tensor is the same on all ranks, so each can cut
 its part without a message. A copy of a parameter that was made before the plan lies on another mesh than the parameter
 does now: what a moving average adds to it is gathered, and in sums and products of both (slow weights, distances from
-the first ones) it is cut as the parameter lies. An operand that autograd follows is left to torch, which refuses it: a
-gradient would not come back through the cut.
+the first ones) it is cut as the parameter lies, as is a plain tensor of its shape. An operand that autograd follows is
+left to torch, which refuses it: a gradient would not come back through the cut.
 
 A DTensor that is written into a plain tensor is gathered: `average.lerp_(p, 0.1)` of a copy that every rank has whole,
 by a method or by one of `torch._foreach_`. All ranks have to write it.
@@ -49,6 +49,7 @@ _OF_TWO = (
     "__mul__",
     "__rmul__",
     "__truediv__",
+    "__rtruediv__",
 )
 # Those that take no second tensor.
 _OF_ONE = ("zero_", "fill_", "clamp_", "clip_", "pow_", "neg_", "normal_", "uniform_", "masked_fill_")
@@ -116,8 +117,10 @@ def _with_parts(method: Callable[..., Any]) -> Callable[..., Any]:
 def _on_one_mesh(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def combine(x: DTensor, other: Any, *args: Any, **options: Any) -> Any:
-        if torch.compiler.is_compiling() or not isinstance(other, DTensor) or x.shape != other.shape:
+        if torch.compiler.is_compiling() or not isinstance(other, Tensor) or x.shape != other.shape:
             return method(x, other, *args, **options)
+        if not isinstance(other, DTensor):
+            return method(x, _part_of(other, x), *args, **options)
         if x._spec.mesh != other._spec.mesh:
             if _is_whole_here(other):
                 return method(x, cut_like(other._local_tensor, x), *args, **options)

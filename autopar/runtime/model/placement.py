@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -156,18 +157,22 @@ def _refuse_used(model: nn.Module) -> None:
     The gradient would come to the parameter as it was before. Every rank has all parameters here, and refuses alike.
     """
     for name, parameter in model.named_parameters():
-
-        def refuse(name: str = name) -> None:
-            raise StepError(
-                f"The parameter {name} was used under autograd, as in a penalty of weights, before the first call of "
-                "the model, which plans how parameters are stored. Compute that after model(*inputs) or "
-                "model.step(*batch), under torch.no_grad() if it needs no gradient; or plan before it: "
-                "model.prepare(*inputs)."
-            )
-
         if _torch.is_saved_by_autograd(parameter):
-            refuse()
-        _torch.call_before_accumulation(parameter, refuse)
+            _refuse(_used_before(name, "has a view, or is in a graph of autograd, as of a penalty of weights, made"))
+        used = _used_before(name, "was used under autograd, as in a penalty of weights")
+        _torch.call_before_accumulation(parameter, functools.partial(_refuse, used))
+
+
+def _used_before(name: str, use: str) -> str:
+    return (
+        f"The parameter {name} {use} before the first call of the model, which plans how parameters are stored. "
+        "Compute that after model(*inputs) or model.step(*batch), under torch.no_grad() if it needs no gradient; or "
+        "plan before it: model.prepare(*inputs)."
+    )
+
+
+def _refuse(message: str) -> None:
+    raise StepError(message)
 
 
 def _refuse_unlike_gradients(model: nn.Module) -> None:

@@ -36,10 +36,12 @@ class Adoption:
     """The parameters of a model as DTensors, and the optimizers that must hold these DTensors.
 
     Attributes:
+        mesh: the mesh on which the parameters lie before there is a plan, if they do.
         pipe: this rank's place along the pipeline, once there are stages.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mesh: DeviceMesh | None = None) -> None:
+        self.mesh = mesh
         self._successors: Successors = {}
         self._own: set[int] = set()  # ids of the DTensors that parameters have become
         self._took_gradient: set[int] = set()  # ids of those that took a gradient over
@@ -87,7 +89,7 @@ class Adoption:
     def _lies_alike(self, x: DTensor) -> bool:
         """Whether a tensor lies on the mesh of these parameters, as what is made of them does."""
         own = next((p for p in self.adopted if isinstance(p, DTensor)), None)
-        return own is not None and x.device_mesh == own.device_mesh
+        return own is not None and x.device_mesh in (own.device_mesh, self.mesh)
 
     def _stages_of(self, optimizer: Optimizer) -> dist.ProcessGroup | None:
         """The ranks that have an optimizer's other parameters, where there are stages."""
@@ -141,7 +143,7 @@ def adopt(
 
     Raises CaptureError for a model that is distributed already.
     """
-    adoption = earlier or Adoption()
+    adoption = earlier or Adoption(device_mesh)
     successors = {id(p): p for p in adoption.adopted}
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():

@@ -60,16 +60,23 @@ def test_a_deep_copy_of_a_layer_takes_its_place(two_ranks: Ranks, recipe: str) -
         assert losses == pytest.approx(plain[0], rel=1e-9)
 
 
+USES = {
+    "penalty": lambda p: p.abs().sum(),
+    "distance": lambda p: ((p - torch.zeros(p.shape, dtype=p.dtype)) ** 2).sum(),
+}
+
+
 @captured_once()
-def penalized(way: str, *, prepares: bool) -> str:
-    """The error of a penalty of weights that comes before the first call; "" where there is none."""
+def penalized(way: str, use: str, *, prepares: bool) -> str:
+    """The error of a use of weights that comes before the first call; "" where there is none."""
     model: Any = autopar.compile(
         mlp(6, 8, 3).double(), **{"zero3": {"recipe": "zero3"}, "pp": {"mesh": {"pp": 2}}}[way]
     )
     (x, y), *_ = batches(1)
     if prepares:
         model.prepare(x)
-    penalty = sum(p.abs().sum() for p in model.parameters())
+    held = [USES[use](p) for p in model.parameters()]
+    penalty = sum(held)
     try:
         (nn.functional.mse_loss(model(x), y) + penalty).backward()
     except autopar.StepError as error:
@@ -77,12 +84,19 @@ def penalized(way: str, *, prepares: bool) -> str:
     return ""
 
 
-@pytest.mark.parametrize("way", ["zero3", "pp"])
-def test_weights_used_before_the_plan_are_refused_on_all_ranks_with_a_remedy(two_ranks: Ranks, way: str) -> None:
-    for message in two_ranks.run(functools.partial(penalized, prepares=False), way):
-        assert message.startswith("The parameter 0.weight was used under autograd")
-        assert "model.prepare(*inputs)" in message
-    assert two_ranks.run(functools.partial(penalized, prepares=True), way) == ["", ""]
+@pytest.mark.parametrize(
+    ("way", "use", "words"),
+    [
+        ("zero3", "penalty", "0.weight has a view, or is in a graph of autograd, as of a penalty of weights"),
+        ("pp", "distance", "2.bias was used under autograd, as in a penalty of weights before"),
+    ],
+)
+def test_weights_used_before_the_plan_are_refused_on_all_ranks_with_a_remedy(
+    two_ranks: Ranks, way: str, use: str, words: str
+) -> None:
+    for message in two_ranks.run(functools.partial(penalized, prepares=False), way, use):
+        assert words in message and "model.prepare(*inputs)" in message
+    assert two_ranks.run(functools.partial(penalized, prepares=True), way, use) == ["", ""]
 
 
 @captured_once()
