@@ -109,6 +109,11 @@ def screen(error: BaseException) -> list[str]:
     remedy = remedy_of_operands(error)
     if remedy is not None:
         notes.append(f"  remedy: {remedy}")
+    if _waited_in_gather(error):
+        notes.append(
+            "  remedy: a tensor in shards is gathered in the line below, for which all ranks have to come to it: call "
+            "it on every rank, not under `if rank == 0`."
+        )
     if not isinstance(error, AutoparError):
         sizes = {int(n) for n in re.findall(r"\b\d{1,12}\b", str(error))}
         notes += [f"  remedy: {words}" for (part, whole), words in _PARTS.items() if {part, whole} <= sizes]
@@ -156,6 +161,13 @@ def _lost_peer(error: BaseException) -> bool:
         and not isinstance(error, AutoparError)
         and any(text in str(error) for text in _LOST_PEER)
     )
+
+
+def _waited_in_gather(error: BaseException) -> bool:
+    """Whether a rank waited in vain for others to redistribute a DTensor."""
+    frames = traceback.extract_tb(error.__traceback__)
+    is_lost = _lost_peer(error) or "timeout" in str(error).lower()
+    return is_lost and any(frame.filename.endswith("distributed/tensor/_redistribute.py") for frame in frames)
 
 
 def _speaker(reports: Mapping[int, bool]) -> int:

@@ -299,3 +299,14 @@ def test_an_error_that_names_a_part_and_the_whole_is_shown_with_what_gave_the_pa
     assert said[1] == "  remedy: this rank has 64 of 128 rows"
     others = (ValueError("Expected 64 and got 640"), StepError("64, not 128"))
     assert [len(failures.screen(each)) for each in others] == [1, 1]
+
+
+def test_a_wait_for_ranks_that_do_not_gather_a_tensor_is_shown_with_a_remedy() -> None:
+    """Gloo says so where the others do something else, and after the time of the process group."""
+    code = "raise RuntimeError('Application timeout caused pair closure')"
+    shown = []
+    for file in ("torch/distributed/tensor/_redistribute.py", "script.py"):
+        with pytest.raises(RuntimeError) as raised:
+            exec(compile(code, file, "exec"))
+        shown.append(" ".join(failures.screen(raised.value)))
+    assert ["not under `if rank == 0`" in each for each in shown] == [True, False]
