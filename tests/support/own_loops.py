@@ -25,6 +25,7 @@ from autopar.capture.remedies import remedy_of_operands
 from tests.support.loop import STEPS, Loop, Ready, batches, mlp, plain_loop, summed, whole
 from tests.support.loops.modules import MODULES
 from tests.support.loops.objectives import OBJECTIVES
+from tests.support.loops.perturbations import PERTURBATIONS
 from tests.support.loops.states import STATES
 from tests.support.loops.updates import UPDATES
 from tests.support.methods import METHODS
@@ -488,6 +489,7 @@ LOOPS: dict[str, Loop] = {
     **MODULES,
     **OBJECTIVES,
     **STATES,
+    **PERTURBATIONS,
 }
 
 

@@ -30,7 +30,7 @@ _REMEDY = (
 )
 _NEEDS_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 # How many numbers these take from a generator depends on values.
-_DRAWS_BY_VALUES = ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet")
+_DRAWS_BY_VALUES = ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "rrelu_with_noise")
 
 
 @dispatched
@@ -172,7 +172,7 @@ def _refuse_values(func: Any, absent: Sequence[Elsewhere], written: Sequence[Any
             f"{func}: got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor before calling "
             "distributed operators!"
         )
-    if any(tag in func.tags for tag in _NEEDS_VALUES) or name in _DRAWS_BY_VALUES:
+    if any(tag in func.tags for tag in _NEEDS_VALUES) or name.rstrip("_") in _DRAWS_BY_VALUES:
         raise StepError(f"{name} reads the values of a tensor of {words_of(absent[0])}, not of this rank. {_REMEDY}")
     here = [x for x in written if isinstance(x, Tensor) and not isinstance(x, Elsewhere)]
     if not written:

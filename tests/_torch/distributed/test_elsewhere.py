@@ -37,12 +37,16 @@ def test_what_is_made_of_it_is_elsewhere_and_what_is_written_to_it_is_not_kept(a
         absent.data = torch.ones(3)
 
 
-def test_random_numbers_are_drawn_as_where_it_is(parameter, absent):
+@pytest.mark.parametrize(
+    "draw", [torch.randn_like, lambda x: torch.bernoulli(x / 9), lambda x: torch.multinomial(x, 2), nn.init.normal_]
+)
+def test_random_numbers_are_drawn_as_where_it_is(parameter, absent, draw):
+    _torch.draw_whole_on_processors()
     torch.manual_seed(0)
-    torch.randn_like(parameter)
+    draw(parameter.detach())
     expected = torch.rand(3)
     torch.manual_seed(0)
-    torch.randn_like(absent)
+    draw(absent.detach())
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -53,6 +57,8 @@ def test_what_needs_its_values_is_refused(parameter, absent):
         lambda: x.sum().item(),
         lambda: torch.equal(x, x),
         lambda: x.nonzero(),
+        lambda: torch.poisson(x),
+        lambda: nn.functional.rrelu(x, training=True),
         lambda: x + y,
         lambda: y.add_(x),
         lambda: torch.ones(4).copy_(x),
