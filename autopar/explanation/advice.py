@@ -54,6 +54,7 @@ from autopar.search.candidates.candidates import SettingEstimator
 from autopar.search.candidates.request_filters import has_closed_form
 from autopar.search.candidates.settings import ClusterSetting, PricedCandidate
 from autopar.search.candidates.trials import Explored, Searched, closed_forms, depths_of, space_of
+from autopar.search.request.notes import exchange_lines
 from autopar.search.request.refusals import words_of_reserved
 from autopar.search.request.request import Progress, Request, silent
 from autopar.search.stages.given import Planned
@@ -298,7 +299,10 @@ class Question:
         parts = chosen.parts if answer.simulated else seconds_by_cause(answer.step)
         causes = {**parts, ELSEWHERE: answer.step_seconds - sum(parts.values())}
         rows = compared(explored.settings, chosen, self.bound_bytes, found=causes)
+        searched = {name_of(each.plan) for each in (found.best, *found.others)}
         for row in rows:
+            if row.name in searched:
+                continue
             least_seconds = known_seconds.get(meshes[row.name], 0.0) * (1 + AS_FAST)
             if row.step_seconds > least_seconds or not (row.fits or row.chosen):
                 yield replace(row, chosen=False, why_not=row.why_not or slower(row.step_seconds, answer.step_seconds))
@@ -398,7 +402,7 @@ class Question:
         step = SimulatedStep(sized, plan, self.cluster.hardware, self._state_of(graph), self.request.software)
         memory = max(other.balance.rank_bytes) + self.cluster.hardware.reserved_bytes
         return Candidate(
-            str(other.setting),
+            name_of(plan),
             other.seconds,
             memory,
             step.traffic_bytes,
@@ -413,6 +417,7 @@ class Question:
             plan,
             notes=(
                 *axis_lines(plan, graph, words_of_factors(graph, self.model.words)),
+                *exchange_lines(graph, plan),
                 *undivided_lines(graph, plan),
                 *kept_notes(plan),
                 *self._own_rows(graph, plan),

@@ -11,7 +11,7 @@ from autopar.explanation.explanation import Explanation
 from autopar.ir import Plan
 from autopar.ir.note import kind_of
 from autopar.pipeline.simulation import Simulation
-from autopar.units import counted
+from autopar.search.candidates.settings import words_of
 
 AS_FAST = 5e-5  # difference of two steps, as a part of one, that is not told
 
@@ -39,13 +39,9 @@ def kept_notes(plan: Plan) -> Iterator[str]:
 def name_of(plan: Plan) -> str:
     """Axes, recipe, schedule, micro-batches and recomputation of a plan in a few words."""
     pipeline = plan.pipeline
-    words = [f"{plan.world_mesh.used or 'one rank'} {plan.recipe_in_use}"]
-    if pipeline is not None:
-        chunks = f" of {pipeline.chunks} chunks" if pipeline.chunks > 1 else ""
-        words.append(f"{pipeline.schedule}{chunks}")
-    words.append(counted(plan.micro_batches, "micro-batch"))
-    words += plan.kept_words
-    return ", ".join(words)
+    chunks = f" of {pipeline.chunks} chunks" if pipeline is not None and pipeline.chunks > 1 else ""
+    schedule = "" if pipeline is None else f"{pipeline.schedule}{chunks}"
+    return words_of(plan.world_mesh, plan.recipe, schedule, plan.micro_batches, plan.kept_words)
 
 
 def idle(simulation: Simulation | None) -> str:

@@ -207,11 +207,14 @@ def _comments(e: Explanation) -> Iterator[str]:
     if rest.pins:
         yield f"compile has no argument for {rest.text}"
     far = [name for name, how in e.plan.parameters.items() if how.tier != "device"]
-    also = ""
+    decides = []
     if far and all(row.tier == "device" for row in resolve(split_recipe(e.plan.recipe)[1], e.plan.mesh)):
         count = sum(e.graph.layer_count.get(name, 1) for name in far)
-        also = f", and so decides which parameters the host stores (here {count:,})"
-    if rest.pins or also:
+        decides.append(f"which parameters the host stores (here {count:,})")
+    if e.plan.loss_tile_bytes is not None:
+        decides.append("whether the loss runs in tiles (here it does)")
+    if rest.pins or decides:
+        also = f", and so decides {' and '.join(decides)}" if decides else ""
         yield f"this call searches the layouts again{also}; --save {PLAN_FILE} saves them, for a model with these names"
 
 

@@ -21,6 +21,7 @@ from autopar.errors import AutoparError
 from autopar.explanation.advice import Question
 from autopar.explanation.explanation import Explanation
 from autopar.ir import Mesh, R, Tensor
+from autopar.ir.plan import recipe_in_use
 from autopar.models.adapted import RANK, SUFFIX
 from autopar.search.candidates.request_filters import allows
 from autopar.search.candidates.settings import DATA, ClusterSetting, PricedCandidate
@@ -99,9 +100,11 @@ def _options(setting: ClusterSetting) -> str:
 
 def _place_options(setting: ClusterSetting) -> str:
     """The options that ask for a setting's mesh, recipe and micro-batches."""
-    axes = ",".join(f"{name}={size}" for name, size in setting.world_mesh.axes)
+    mesh = setting.world_mesh
     recipe = f"pp:{setting.schedule},{setting.recipe}" if setting.schedule else setting.recipe
-    return f"--mesh {axes} --recipe {recipe} --micro-batches {setting.micro_batches}"
+    return (
+        f"--mesh {mesh.used or 'dp=1'} --recipe {recipe_in_use(recipe, mesh)} --micro-batches {setting.micro_batches}"
+    )
 
 
 _Kind = tuple[Callable[[ClusterSetting], str], Callable[[ClusterSetting], bool], Callable[[ClusterSetting], float]]
@@ -265,19 +268,20 @@ def _clusters(question: Question) -> Iterator[Found]:
 
 def _devices(question: Question) -> Iterator[Found]:
     """Larger devices of the catalogue, as many of them as were asked for."""
-    cluster, count = question.cluster, _LARGER_DEVICES
+    cluster, found = question.cluster, set[tuple[float, float]]()
     larger = sorted(
         (h for h in HARDWARE.values() if h.memory_bytes > cluster.hardware.memory_bytes),
         key=lambda h: (h.memory_bytes, h.name),
     )
     for hardware in larger:
-        if count == 0 or hardware.devices_per_node < cluster.devices_per_node:
+        if len(found) == _LARGER_DEVICES or hardware.devices_per_node < cluster.devices_per_node:
             continue
         there = replace(hardware, devices_per_node=cluster.devices_per_node)
         other = with_eager_runs(Cluster(there, cluster.nodes))
         advice = answered(_on(question, other, question.request), question.settings)
-        if advice is not None:
-            count -= 1
+        # In one node two machines that differ in their network are alike.
+        if advice is not None and (figures := (advice.memory_bytes, advice.step_seconds)) not in found:
+            found.add(figures)
             what = f"{hardware.name}, {hardware.memory_bytes / 1e9:.0f} GB"
             yield what, _cluster_option(other), advice
 

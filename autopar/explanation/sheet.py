@@ -121,7 +121,16 @@ class FitSheet:
         yield Text()
         yield Tree(advice.memory, _DEPTH, _SMALLEST)
         yield Text()
-        yield _remedy_table(fit) if fit.remedies else Text(_no_remedy(fit))
+        if not fit.remedies:
+            yield Text(_no_remedy(fit))
+            return
+        yield _remedy_table(fit)
+        yield Text()
+        yield Text(
+            f"`autopar explain {self.target} ...` with what stands under a change shows such a plan whole. Where this "
+            "leaves something open, its search may find a faster one.",
+            style="dim",
+        )
 
 
 def _remedy_table(fit: Fit) -> Table:
@@ -139,7 +148,8 @@ def _remedy_table(fit: Fit) -> Table:
             f"{100 * each.slower:+.1f} % time",
             "no price" if each.money is None else f"{each.money:.4g}",
         ]
-        table.add_row(Text(each.what), Text(each.setting), *cells[: len(names) - 2])
+        change = Text.assemble(each.what, "\n", (each.options, "dim"))
+        table.add_row(change, Text(each.setting), *cells[: len(names) - 2])
     return table
 
 

@@ -126,6 +126,17 @@ def _check_size(subject: str, size: int | None, default: str) -> None:
         )
 
 
+def recipe_in_use(recipe: str, mesh: Mesh) -> str:
+    """A recipe for people: without axes of one rank, along which every recipe does nothing.
+
+    >>> recipe_in_use("dp:zero3,tp:tp+sp", Mesh.of({"dp": 8, "tp": 1}))
+    'dp:zero3'
+    """
+    parts, sizes = recipe.split(","), dict(mesh.axes)
+    used = [part for part in parts if ":" not in part or sizes.get(part.partition(":")[0], 1) > 1]
+    return ",".join(used or parts[:1])
+
+
 @dataclass(frozen=True)
 class Plan:
     """All choices for one captured model on one mesh.
@@ -275,11 +286,8 @@ class Plan:
 
     @property
     def recipe_in_use(self) -> str:
-        """The recipe for people: without axes of one rank, along which every recipe does nothing."""
-        parts = self.recipe.split(",")
-        sizes = dict(self.world_mesh.axes)
-        used = [part for part in parts if ":" not in part or sizes.get(part.partition(":")[0], 1) > 1]
-        return ",".join(used or parts[:1])
+        """The recipe for people, see `recipe_in_use`."""
+        return recipe_in_use(self.recipe, self.world_mesh)
 
     @property
     def replica_mesh(self) -> Mesh:

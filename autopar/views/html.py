@@ -122,7 +122,7 @@ def _sections(page: Page) -> Iterator[Section]:
     notes = tag("ul", *(tag("li", note) for note in page.notes)) if page.notes else Markup("")
     yield Section("notes", "Notes", "", notes)
     lines = tag("pre", tag("code", "\n".join(page.launch))) if page.launch else Markup("")
-    yield Section("launch", "Launch", "The plan's file, the call that loads it, the command.", lines)
+    yield Section("launch", "Launch", "The call of `compile` for this plan, and the command that starts it.", lines)
 
 
 def _memory(page: Page) -> Section:

@@ -25,14 +25,14 @@ def shown(stderr: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr("sys.stderr", stderr)
     monkeypatch.setenv("TERM", "xterm")
     with working() as progress:
-        progress("searching the plan: setting 1")
+        progress("searching the plan: dp=8")
     return stderr.getvalue()
 
 
 def test_a_bar_is_shown_on_a_terminal_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "searching the plan: setting 1" in shown(Terminal(), monkeypatch)
+    assert "searching the plan: dp=8" in shown(Terminal(), monkeypatch)
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert shown(io.StringIO(), monkeypatch) == ""
     assert capsys.readouterr().out == ""

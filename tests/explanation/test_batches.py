@@ -50,7 +50,7 @@ class Posed:
             raise SearchError("none fits")
         seconds = (1 + self.request.batch) * (1 + (self.request.batch == self.promised))
         plan = SimpleNamespace(
-            world_mesh=SimpleNamespace(used=""), recipe_in_use="", pipeline=None, micro_batches=1, kept_words=()
+            world_mesh=SimpleNamespace(used="", axes=()), recipe="", pipeline=None, micro_batches=1, kept_words=()
         )
         return SimpleNamespace(step_seconds=seconds, memory_bytes=1.0, plan=plan)
 

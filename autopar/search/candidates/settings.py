@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from autopar.cost_model.breakdown import Candidate
-from autopar.ir import Mesh, with_pipeline
-from autopar.ir.recompute import Recompute, format_recompute
+from autopar.ir import PIPELINE_AXIS, Mesh, with_pipeline
+from autopar.ir.plan import recipe_in_use
+from autopar.ir.recompute import Recompute, words_of_recompute
 from autopar.units import counted
 
 DATA = ("ddp", "zero1", "zero2", "zero3")
@@ -55,17 +56,9 @@ class ClusterSetting:
 
     @property
     def name(self) -> str:
-        """Text such as `dp=2 zero1 x tp=4 tp, 8 micro-batches of 1`: axes with recipes, then a rank's samples."""
-        axes = [f"dp={self.outer} {self.data}"] if self.outer > 1 else []
-        axes += [f"{self.inner_data}={self.cut} {self.inside}"] if self.cut > 1 else []
-        axes += [f"cp={self.cp}"] if self.cp > 1 else []
-        tensor = " x ".join(f"{name}={size}" for name, size in self._tensor_axes)
-        axes += [f"{tensor} {self.tensor}"] if self.tp > 1 else []
-        axes += [f"pp={self.stages} {self.schedule}"] if self.stages > 1 else []
-        again = "" if self.recompute == "none" else ", recompute"
-        again += f" {format_recompute(self.recompute)}" if isinstance(self.recompute, int) else ""
-        batches = counted(self.micro_batches, "micro-batch")
-        return f"{' x '.join(axes) or 'one rank'}, {batches} of {self.micro_batch}{again}"
+        """Text such as `dp=2,tp=4 dp:zero1,tp:tp, 8 micro-batches`, see `words_of`."""
+        kept = (words_of_recompute(self.recompute, self.stages),)
+        return words_of(self.world_mesh, self.recipe, self.schedule, self.micro_batches, kept)
 
     @property
     def schedule(self) -> str:
@@ -118,6 +111,25 @@ class ClusterSetting:
     def world_mesh(self) -> Mesh:
         """The mesh of all ranks, with the axis `pp` if there are several stages."""
         return _mesh(self._axes, self.stages)
+
+
+def words_of(mesh: Mesh, recipe: str, schedule: str, micro_batches: int, kept: Iterable[str] = ()) -> str:
+    """A plan in a few words, in which `--mesh` and `--recipe` take its axes and its recipe.
+
+    >>> words_of(Mesh.of({"pp": 2, "dp": 4}), "pp:1f1b,dp:zero1", "1f1b", 8)
+    'pp=2,dp=4 zero1, 1f1b, 8 micro-batches'
+
+    Args:
+        mesh: mesh of all ranks.
+        recipe: the recipe.
+        schedule: the schedule of pipeline stages; "" without stages.
+        micro_batches: number of micro-batches of a step.
+        kept: clauses on what is recomputed and saved; empty ones are left out.
+    """
+    parts = [part for part in recipe_in_use(recipe, mesh).split(",") if not part.startswith(f"{PIPELINE_AXIS}:")]
+    said = parts[0].rpartition(":")[2] if len(parts) == 1 else ",".join(parts)
+    words = (f"{mesh.used or 'one rank'} {said}", schedule, counted(micro_batches, "micro-batch"), *kept)
+    return ", ".join(each for each in words if each)
 
 
 @functools.lru_cache(maxsize=10_000)

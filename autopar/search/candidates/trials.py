@@ -156,9 +156,8 @@ class Tried:
 
     def words_before(self, trial: Trial) -> str:
         """A progress line for the setting that is being searched, with the best result so far."""
-        number = len(self.found) + len(self.refusals) + 1
         fastest = f"; fastest so far {format_seconds(self.best_seconds)}" if self.found else ""
-        return f"setting {number}, {trial.mesh}{fastest}"
+        return f"{trial.mesh}{fastest}"
 
 
 def best_of_each_kind(ranked: Sequence[tuple[Trial, Planned]]) -> list[tuple[Trial, Planned]]:

@@ -51,10 +51,10 @@ def explain(
 def axis_lines(graph: Graph, plan: Plan) -> list[str]:
     """For every axis a line on the dims that it splits and how parameters are stored; a line on exchanges of rows."""
     lines = [_axis_line(graph, plan, axis) for axis, (_, size) in enumerate(plan.mesh.axes) if size > 1]
-    return lines + (_exchange_lines(graph, plan) if lines else [])
+    return lines + (exchange_lines(graph, plan) if lines else [])
 
 
-def _exchange_lines(graph: Graph, plan: Plan) -> list[str]:
+def exchange_lines(graph: Graph, plan: Plan) -> list[str]:
     """Lines on rows that go to their experts, whose price is a guess, and on keys and values that go round."""
     layers = [op for op in graph.ops if any(EXCHANGED in label for label in plan.ops[op.name])]
     rings = [op for op in layers if op.kind == FUSED_ATTENTION]
@@ -65,7 +65,7 @@ def _exchange_lines(graph: Graph, plan: Plan) -> list[str]:
         used = "all experts were used equally (a guess)" if skew == 1 else f"the fullest had {skew:g} times its share"
         found.append(
             f"rows are sent to the ranks of their experts and back along {_exchanging(plan, experts)} in "
-            f"{counted(len(experts), 'layer')}, priced as if {used}"
+            f"{counted(_times(graph, experts), 'layer')}, priced as if {used}"
         )
     routed = [op for op in graph.ops if op.kind == EXPERTS]
     skew = max((choice.stretch for op in routed for choice in op.choices), default=1.0)
@@ -76,9 +76,14 @@ def _exchange_lines(graph: Graph, plan: Plan) -> list[str]:
     if rings:
         found.append(
             f"keys and values travel in a ring along {_exchanging(plan, rings)} in "
-            f"{counted(len(rings), 'attention op')}, priced without overlap with compute"
+            f"{counted(_times(graph, rings), 'attention op')}, priced without overlap with compute"
         )
     return found
+
+
+def _times(graph: Graph, ops: Sequence[Op]) -> int:
+    """Number of such ops in the whole model, of which few layers may be captured."""
+    return sum(graph.layer_count.get(op.name, 1) for op in ops)
 
 
 def _exchanging(plan: Plan, ops: Sequence[Op]) -> str:

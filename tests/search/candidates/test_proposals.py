@@ -147,7 +147,7 @@ def test_data_parallelism_is_cut_at_every_size() -> None:
     (hybrid,) = (s for s in found if (s.cut, s.tp, s.micro_batches, s.data) == (4, 2, 1, "ddp"))
     assert str(hybrid.mesh) == "dp=32,dp_inner=4,tp=2"
     assert hybrid.recipe == "dp:ddp,dp_inner:zero3,tp:tp+sp"
-    assert hybrid.name == "dp=32 ddp x dp_inner=4 zero3 x tp=2 tp+sp, 1 micro-batch of 2"
+    assert hybrid.name == "dp=32,dp_inner=4,tp=2 dp:ddp,dp_inner:zero3,tp:tp+sp, 1 micro-batch"
 
 
 def test_data_parallelism_inside_of_stages_is_cut_too() -> None:
